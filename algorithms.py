@@ -1,0 +1,360 @@
+"""Averaging algorithms, and the learning algorithms built on them.
+
+An averaging algorithm's `step(x)` changes x [worker, D] in place. It is a generator that does no
+communication itself: it yields messages and is resumed with what arrived (see network.py).
+
+To add one: write its class here and its row in `AVERAGING`; train.py, the benchmark and the tests
+of the laws that every averaging algorithm obeys (tests/test_algorithms.py) find it there.
+
+Axes: worker (hosted here), neighbor (slot), batch (matrices of one shape that one product serves:
+the layers of one worker, or one layer of all workers), rank, row, column.
+Symbols: x_i worker i's numbers; w_ij the weight with which i uses what j sends; γ the diffusion
+rate; X_i one of i's parameter tensors seen as a matrix [row, column].
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from directions import Directions, EdgeNumbers
+from network import Conversation, Mean, Network, ToAll, together
+from parameters import Layout, Parameters, Stack, batches
+
+V = TypeVar("V")
+
+
+class Averaging(Protocol):
+    """Moves the workers' x towards their mean."""
+
+    def step(self, x: Tensor) -> Conversation:
+        """One step, in place on x [worker, D]. Call it with the same tensor each time."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step depends on besides x; tensors are [worker, ...]."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up where another instance was."""
+        ...
+
+
+class _Stateless:
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state:
+            raise ValueError(f"{type(self).__name__} has no state, but was given {sorted(state)}")
+
+
+class _Remember(Generic[V]):
+    """make(tensor), made anew only when the tensor is another one (views cost time in a step)."""
+
+    def __init__(self, make: Callable[[Tensor], V]):
+        self._make = make
+        self._tensor: Tensor | None = None
+        self._made: V
+
+    def __call__(self, tensor: Tensor) -> V:
+        if tensor is not self._tensor:
+            self._tensor, self._made = tensor, self._make(tensor)
+        return self._made
+
+
+# --- Averaging -----------------------------------------------------------------------------------
+
+
+class PlainGossip(_Stateless):
+    """x_i ← x_i + γ Σ_j w_ij (x_j − x_i).    Xiao & Boyd (2004), doi:10.1016/j.sysconle.2004.02.022
+
+    Sends D numbers of 32 bits to each neighbor. Raises ValueError unless γ > 0.
+    """
+
+    def __init__(self, network: Network, diffusion_rate: float = 1.0):
+        _positive("diffusion_rate", diffusion_rate)
+        self._weights = diffusion_rate * network.weights[:, None, :]  # γ w_ij [worker, 1, neighbor]
+        self._own_weight = 1 - self._weights.sum(2)  # 1 − γ Σ_j w_ij [worker, 1]
+        self._message = _Remember(ToAll)
+
+    def step(self, x: Tensor) -> Conversation:
+        """x_i ← (1 − γ Σ_j w_ij) x_i + Σ_j γ w_ij x_j"""
+        received = yield self._message(x)  # [worker, neighbor, D]
+        x.mul_(self._own_weight)
+        x[:, None].baddbmm_(self._weights, received)
+
+
+class AllReduce(_Stateless):
+    """x_i ← (1/n) Σ_j x_j: the centralized baseline.
+
+    Counted as a ring all-reduce: 2 (n − 1)/n · 32 D bits a worker (Patarasuk & Yuan 2009,
+    doi:10.1016/j.jpdc.2008.09.002).
+    """
+
+    def __init__(self, network: Network):
+        self._message = _Remember(Mean)
+
+    def step(self, x: Tensor) -> Conversation:
+        """x_i ← (1/n) Σ_j x_j"""
+        x.copy_((yield self._message(x)))
+
+
+class MatricesOnly:
+    """One averaging algorithm for tensors of two or more dimensions, another for the rest."""
+
+    def __init__(self, layout: Layout, matrices: Averaging, rest: Averaging):
+        size = layout.matrices_size
+        self._matrices, self._rest = matrices, rest
+        self._parts = _Remember(lambda x: (x[:, :size], x[:, size:]))
+
+    def step(self, x: Tensor) -> Conversation:
+        """Both at the same time."""
+        matrices, rest = self._parts(x)
+        steps = []
+        if matrices.shape[1]:
+            steps.append(self._matrices.step(matrices))
+        if rest.shape[1]:
+            steps.append(self._rest.step(rest))
+        yield from together(*steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"matrices": self._matrices.state_dict(), "rest": self._rest.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._matrices.load_state_dict(state["matrices"])
+        self._rest.load_state_dict(state["rest"])
+
+
+class PowerGossip:
+    """Neighbors learn a low-rank piece of the difference of their matrices by power iteration.
+
+    Per edge (i, j) and matrix, both ends hold the same directions p (rank r). One iteration:
+
+        p ← orthonormalize(p)
+        s_i = X_iᵀ p                    goes to j         (the next iteration: X_i p; sides swap)
+        d = s_j − s_i                   the same at both ends
+        X_i ← X_i + γ w_ij p dᵀ,   X_j ← X_j − γ w_ij p dᵀ
+        p ← d                           warm start; else p is drawn anew
+
+    Vogels, Karimireddy & Jaggi (2020), arXiv:2008.01425, Algorithm 1. The update is an orthogonal
+    projection of the difference, so the mean stays where it is, and with
+    V = Σ_i ‖x_i − x̄‖² no step with γ ≤ 2/λ_max(I − W) makes V grow (ibid., Lemma 1).
+
+    Where we go further than the paper:
+
+    - Directions that have collapsed (d = 0: the neighbors agreed) are drawn anew, at both ends.
+    - A matrix that rank r cannot compress, min(rows, columns) ≤ r, is not sent twice over: it
+      takes part in plain gossip with the same γ, once a step.
+    - For r > 1, orthonormalization is a Cholesky factorization of the Gram matrix in double
+      precision, with a relative ridge of 1e-12. Being a continuous function of d, which both ends
+      have to the bit, it cannot let them disagree; where directions have become dependent, the
+      projection loses that one, instead of the run.
+
+    Cost, a step and neighbor: num_iterations · 32 r Σ_matrices (columns or rows, in turns) bits,
+    and 32 bits for each number of the matrices not compressed.
+
+    Raises ValueError for a rank or number of iterations below 1, γ that is not positive,
+    round_weights with a rank other than 1, or a mixing matrix that is not symmetric.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        layout: Layout,
+        *,
+        diffusion_rate: float = 1.0,
+        rank: int = 1,
+        num_iterations: int = 1,
+        warm_start: bool = True,
+        round_weights: bool = False,
+        seed: int = 0,
+    ):
+        _positive("diffusion_rate", diffusion_rate)
+        _at_least_one("rank", rank)
+        _at_least_one("num_iterations", num_iterations)
+        if round_weights and rank != 1:
+            raise ValueError(f"round_weights=True rounds a single direction; use rank=1, not {rank}")
+        if not network.symmetric:
+            raise ValueError(
+                f"PowerGossip needs both ends of an edge to use the same weight, but topology "
+                f'"{network.topology.name}" is directed; use an undirected one, such as ring'
+            )
+        self._num_iterations = num_iterations
+        self._warm_start = warm_start
+        self._round_weights = round_weights
+        self._iteration = 0  # since the start of the run
+
+        stacks = layout.compressible(rank)
+        edges = EdgeNumbers(network, diffusion_rate, seed)
+        rows = [(stack.layers, stack.rows) for stack in stacks]
+        columns = [(stack.layers, stack.columns) for stack in stacks]
+        self._sides = Directions(edges, rank, rows), Directions(edges, rank, columns)
+        self._any_compressed = bool(stacks)
+        self._matrices = _Remember(lambda x: _matrices(x, stacks))
+        compressed = stacks[-1].stop if stacks else 0
+        self._uncompressed = _Remember(lambda x: x[:, compressed:])
+        self._plain = PlainGossip(network, diffusion_rate)
+        self._sides[0].draw(counter=0)
+
+    def step(self, x: Tensor) -> Conversation:
+        """num_iterations iterations on what can be compressed, plain gossip on the rest."""
+        steps = []
+        if self._any_compressed:
+            steps.append(self._compressed_step(self._matrices(x)))
+        if (rest := self._uncompressed(x)).shape[1]:
+            steps.append(self._plain.step(rest))
+        yield from together(*steps)
+
+    def _compressed_step(self, matrices: tuple[Sequence[Tensor], Sequence[Tensor]]) -> Conversation:
+        for _ in range(self._num_iterations):
+            here = self._iteration % 2  # side 0: p are rows long, s and d columns; side 1: swapped
+            p, d = self._sides[here], self._sides[1 - here]
+            s, weighted = d.own, p.weighted
+            if not self._warm_start:
+                p.draw(self._iteration)
+            if self._round_weights:
+                p.round(self._iteration)
+            else:
+                p.orthonormalize(self._iteration)
+
+            for directions, X, own in zip(p.stacks, matrices[here], s.stacks, strict=True):
+                torch.bmm(directions, X, out=own)  # s_i = X_iᵀ p, for all neighbors and layers
+            for own, outgoing in zip(s.views, d.message_views, strict=True):
+                outgoing.copy_(own)
+            received = d.views_of_received((yield d.message))
+            for theirs, own, difference in zip(received, s.views, d.views, strict=True):
+                torch.sub(theirs, own, out=difference)
+            torch.mul(p.flat, p.weights, out=weighted.flat)  # γ w_ij p
+            for directions, difference, X in zip(weighted.stacks, d.stacks, matrices[here], strict=True):
+                X.baddbmm_(directions.mT, difference)  # X_i ← X_i + Σ_j γ w_ij p d_ijᵀ
+            self._iteration += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """directions [worker, neighbor, ...]: the next p, before orthonormalization."""
+        side = self._sides[self._iteration % 2]
+        return {"iteration": self._iteration, "directions": side.packed()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._iteration = int(state["iteration"])
+        self._sides[self._iteration % 2].unpack(state["directions"])
+
+
+def _matrices(x: Tensor, stacks: Sequence[Stack]) -> tuple[list[Tensor], list[Tensor]]:
+    """Views [batch, row, column] of the stacks' matrices, and their transposes."""
+    views = [view for stack in stacks for view in batches(x, stack)]
+    return views, [view.mT for view in views]
+
+
+def _positive(name: str, value: float) -> None:
+    if not value > 0 or value == float("inf"):
+        raise ValueError(f"{name}={value:g}: use a number above 0")
+
+
+def _at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name}={value}: use 1 or more")
+
+
+# --- Learning ------------------------------------------------------------------------------------
+
+
+class DPSGD:
+    """Decentralized parallel SGD with any averaging algorithm G and local update u.
+
+        overlapping:  x_{t+1} = G(x_t) − η u(g(x_t))
+        otherwise:    x_{t+1} = G(x_t − η u(g(x_t)))
+
+    Lian et al. (2017), arXiv:1705.09056, Algorithm 1, where the gradient is taken at the same x_t
+    that goes to the neighbors: hence both can be under way at the same time. All-reduce always
+    comes after the update, which makes it SGD on the mean gradient.
+
+    `update` is the step of a local optimizer over `parameters.x` with `parameters.grad`, without
+    weight decay of its own: the coupled one, g + λ x_t, is added here while x is still x_t.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        averaging: Averaging,
+        parameters: Parameters,
+        update: Callable[[], Any],
+        *,
+        overlapping: bool = True,
+        weight_decay: float = 0.0,
+    ):
+        self._network, self._averaging, self._update = network, averaging, update
+        self._overlapping = overlapping and not isinstance(averaging, AllReduce)
+        self._x = parameters.x
+        self._weight_decay = weight_decay
+        self._decayed = [
+            (parameters.grad[:, span], parameters.x[:, span])
+            for span in (parameters.decay_spans() if weight_decay else [])
+        ]
+
+    def step(self, compute_gradient: Callable[[], V]) -> V:
+        """One step; `compute_gradient` fills `parameters.grad`, and what it returns is returned."""
+        if self._overlapping:
+            exchange = self._network.start(self._averaging.step(self._x))
+            result = self._gradient(compute_gradient)
+            exchange.finish()
+            self._update()
+        else:
+            result = self._gradient(compute_gradient)
+            self._update()
+            self._network.run(self._averaging.step(self._x))
+        return result
+
+    def _gradient(self, compute_gradient: Callable[[], V]) -> V:
+        """g ← g + λ x_t, on all but normalization layers."""
+        result = compute_gradient()
+        for gradient, x in self._decayed:
+            gradient.add_(x, alpha=self._weight_decay)
+        return result
+
+
+# --- By name -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Options:
+    """What averaging algorithms can be told; each takes what concerns it."""
+
+    diffusion_rate: float = 1.0  # γ
+    rank: int = 1
+    num_iterations: int = 1  # of power iteration, a step
+    warm_start: bool = True
+    round_weights: bool = False
+    seed: int = 0
+
+
+def _power_gossip(network: Network, layout: Layout, options: Options) -> Averaging:
+    power_gossip = PowerGossip(
+        network,
+        layout,
+        diffusion_rate=options.diffusion_rate,
+        rank=options.rank,
+        num_iterations=options.num_iterations,
+        warm_start=options.warm_start,
+        round_weights=options.round_weights,
+        seed=options.seed,
+    )
+    return MatricesOnly(layout, power_gossip, PlainGossip(network))
+
+
+# The names that users choose from: optimizer in train.py, algorithm in the benchmark.
+AVERAGING: dict[str, Callable[[Network, Layout, Options], Averaging]] = {
+    "all-reduce": lambda network, layout, options: AllReduce(network),
+    "dpsgd": lambda network, layout, options: PlainGossip(network, options.diffusion_rate),
+    "power-gossip": _power_gossip,
+}
+
+
+def make(name: str, network: Network, layout: Layout, options: Options) -> Averaging:
+    """The averaging algorithm of that name. ValueError for an unknown name or bad options."""
+    if name not in AVERAGING:
+        choices = ", ".join(sorted(AVERAGING))
+        raise ValueError(f'optimizer "{name}" is unknown; choose from {choices}')
+    return AVERAGING[name](network, layout, options)

@@ -1,0 +1,163 @@
+"""From a command line to a configuration, and from an error to one sentence and an exit code.
+
+    python train.py --config FILE.yaml --output-dir DIR key=value key.sub=value
+
+`--config` may be repeated. Files come first, in their order, then key=value: later ones win.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import inspect
+import re
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+import network
+from network import BadInput
+
+# A whole number for a float, or a tuple for a list, is what a user means by it.
+warnings.filterwarnings("ignore", message="Implicit conversion from (int to float|tuple to list)")
+
+
+def read_command_line(
+    config: DictConfig, arguments: Sequence[str], description: str
+) -> str | None:
+    """Change `config` as the command line says; returns --output-dir, or None.
+
+    Raises BadInput for an unknown key, a value of the wrong type, a file that is missing, empty or
+    not YAML. `--help` prints the keys with their defaults, and exits.
+    """
+    parser = argparse.ArgumentParser(
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"keys and their defaults:\n{describe(config)}",
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", action="append", default=[], metavar="FILE.yaml")
+    parser.add_argument("--output-dir", metavar="DIR")
+    parser.add_argument("assignments", nargs="*", metavar="key=value")
+    try:
+        options, unknown = parser.parse_known_intermixed_args(list(arguments))
+    except argparse.ArgumentError as error:
+        raise BadInput(str(error)) from error
+    if unknown:
+        raise BadInput(
+            f'option "{unknown[0]}" is unknown; use --config FILE.yaml, --output-dir DIR, key=value'
+        )
+    for file in options.config:
+        for key, value in _read_yaml(file).items():
+            assign(config, str(key), value, source=f"{file}: ")
+    for assignment in options.assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals:
+            raise BadInput(f'"{assignment}" is not an assignment; write key=value')
+        try:
+            value = yaml.load(text, Loader=_Loader)
+        except yaml.YAMLError as error:
+            raise BadInput(f"{key}={text}: the value is not YAML ({_problem(error)})") from error
+        assign(config, key, value)
+    return options.output_dir
+
+
+def assign(config: DictConfig, key: str, value: Any, source: str = "") -> None:
+    """config[key] = value, where key may be dotted. BadInput for an unknown key or a wrong type."""
+    try:
+        OmegaConf.update(config, key, value, merge=True)
+    except (ConfigKeyError, AttributeError) as error:
+        names = [str(name) for name in config]
+        close = difflib.get_close_matches(key, names, n=3)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"the keys are {', '.join(names)}"
+        raise BadInput(f'{source}key "{key}" is unknown; {hint}') from error
+    except OmegaConfBaseException as error:
+        wanted = _type_name(config, key)
+        raise BadInput(f"{source}{key}={value}: use {wanted}") from error
+
+
+def describe(config: DictConfig) -> str:
+    """A line for each key: its default and the comment behind it in the config class."""
+    kind = OmegaConf.get_type(config)
+    comments = {}
+    for line in inspect.getsource(kind).splitlines():
+        name, _, rest = line.strip().partition(":")
+        if "#" in rest:
+            comments[name] = rest.split("#", 1)[1].strip()
+    defaults = OmegaConf.to_container(OmegaConf.structured(kind))
+    assert isinstance(defaults, dict)
+    return "\n".join(
+        f"  {f'{name}={_yaml_value(value)}':<44} {comments.get(str(name), '')}".rstrip()
+        for name, value in defaults.items()
+    )
+
+
+def run_entry_point(main: Callable[[list[str]], object]) -> None:
+    """Call main(arguments) as a program: bad input is one sentence from process 0, exit code 2."""
+    try:
+        main(sys.argv[1:])
+    except BadInput as error:
+        if network.processes().rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML that reads 1e-3 as a number, as everyone means it."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def _read_yaml(file: str) -> dict[Any, Any]:
+    try:
+        text = Path(file).read_text()
+    except OSError as error:
+        raise BadInput(f"--config {file}: {error.strerror}") from error
+    try:
+        content = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise BadInput(f"--config {file} is not YAML: {_problem(error)}") from error
+    if not isinstance(content, dict):
+        found = "is empty" if content is None else f"holds a {type(content).__name__}"
+        raise BadInput(f"--config {file} {found}; it should hold lines of the form key: value")
+    return content
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    where = f"line {mark.line + 1}: " if mark else ""
+    return where + (getattr(error, "problem", None) or str(error))
+
+
+def _type_name(config: DictConfig, key: str) -> str:
+    kinds = {f.name: f.type for f in dataclasses.fields(OmegaConf.get_type(config))}
+    kind = kinds.get(key)
+    known = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "a word",
+        int | None: "a whole number, or null",
+        str | None: "a word, or null",
+        float | int | str: "a number or a word",
+    }
+    if kind in known:
+        return known[kind]
+    return "a list" if str(kind).startswith("list") else "a mapping {name: value, ...}"
+
+
+def _yaml_value(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

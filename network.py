@@ -1,0 +1,650 @@
+"""The workers of this process, and the messages between all workers. Nothing else knows MPI.
+
+An algorithm's step is a conversation: a generator that yields what leaves and is resumed with what
+arrived. It yields a message, or several in a tuple, to travel at the same time:
+
+    ToEach(tensor)  # [worker, neighbor, ...]  each neighbor gets its own  → [worker, neighbor, ...]
+    ToAll(tensor)   # [worker, ...]            every neighbor gets the same → [worker, neighbor, ...]
+    Mean(tensor)    # [worker, ...]            all-reduce                   → [1, ...], the mean
+
+What arrives lies in memory that the next message of the same object overwrites. A message object
+that is yielded again (its tensor refilled) reuses its receive buffer and MPI requests; so a method
+that sends the same shape at each step keeps its message objects.
+
+Axes: worker (hosted by this process), neighbor (a slot; padded to the largest degree: weight 0,
+number −1, nothing sent, and what "arrives" there is finite but has no meaning).
+
+Bits and messages are counted here and nowhere else, from the bytes that leave a worker: messages
+between workers of one process count as those between processes do, so that the layout of workers
+over processes does not show.
+"""
+
+import ctypes
+import os
+import socket
+import sys
+import traceback
+import weakref
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from topologies import Topology
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class ToEach:
+    """A message of its own for every neighbor: tensor [worker, neighbor, ...], contiguous."""
+
+    tensor: Tensor
+
+
+@dataclass(eq=False)
+class ToAll:
+    """The same message for every neighbor: tensor [worker, ...]."""
+
+    tensor: Tensor
+
+
+@dataclass(eq=False)
+class Mean:
+    """All-reduce: every worker receives the mean over all n workers. tensor [worker, ...]."""
+
+    tensor: Tensor
+
+
+Message = ToEach | ToAll | Mean
+Conversation = Generator[Any, Any, None]  # yields Message | tuple[Message, ...]
+
+
+class BadInput(ValueError):
+    """What the user asked for cannot be done; the text is one sentence that says what would do."""
+
+
+# --- The processes of a run ----------------------------------------------------------------------
+
+
+class Processes:
+    """The processes that `mpirun` started, or this one alone. Use `processes()` to get them."""
+
+    def __init__(self) -> None:
+        self.communicator = _world_communicator()
+        self.rank, self.size = 0, 1
+        self.local_rank, self.local_size = 0, 1
+        cores = _cores()
+        self.threads = len(cores)  # this process' share of the cores of its host
+        if self.communicator is not None:
+            from mpi4py import MPI
+
+            self.rank, self.size = self.communicator.rank, self.communicator.size
+            host = self.communicator.Split_type(MPI.COMM_TYPE_SHARED)
+            self.local_rank, self.local_size = host.rank, host.size
+            all_cores = set().union(*host.allgather(cores))
+            host.Free()
+            self.threads = max(1, min(len(cores), len(all_cores) // self.local_size))
+
+    def agree(self, action: Callable[[], T]) -> T:
+        """Run `action` in every process; if the user's input failed in one, refuse in all.
+
+        `action` must not communicate. Raises BadInput, everywhere the same, if it raised ValueError
+        or OSError anywhere.
+        """
+        result, complaint = None, None
+        try:
+            result = action()
+        except (ValueError, OSError) as error:
+            complaint = str(error)
+        for text in self.gather(complaint):
+            if text is not None:
+                raise BadInput(text)
+        return result  # type: ignore[return-value]  # a complaint has been raised
+
+    def one_by_one(self, action: Callable[[], T]) -> T:
+        """`agree`, but first in one process of each host while the others wait (downloads)."""
+        first = self.local_rank == 0
+        result = self.agree(lambda: action() if first else None)
+        others = self.agree(lambda: None if first else action())
+        return result if first else others  # type: ignore[return-value]
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all processes, in all processes (pickled: for small and rare things)."""
+        return [value] if self.communicator is None else self.communicator.allgather(value)
+
+    def broadcast(self, value: T) -> T:
+        """Process 0's value, in all processes."""
+        return value if self.communicator is None else self.communicator.bcast(value)
+
+    def sum(self, array: np.ndarray) -> np.ndarray:
+        """Sum of an array over the processes, in all processes."""
+        if self.communicator is None:
+            return array
+        total = np.empty_like(array)
+        self.communicator.Allreduce(np.ascontiguousarray(array), total)
+        return total
+
+
+@cache
+def processes() -> Processes:
+    """The processes of this run. Starts MPI if there is a launcher, and then takes care that an
+    exception in one process ends them all."""
+    found = Processes()
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(found.threads)
+    if found.size > 1:
+        _end_together(found)
+    return found
+
+
+def _world_communicator() -> Any:
+    """A communicator of all processes; None where no launcher is at work, which needs no MPI."""
+    launchers = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")
+    if "mpi4py.MPI" not in sys.modules and not any(name in os.environ for name in launchers):
+        return None
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.Dup() if MPI.COMM_WORLD.size > 1 else None
+
+
+def _cores() -> set[int]:
+    """The cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return set(os.sched_getaffinity(0))
+    return set(range(os.cpu_count() or 1))
+
+
+def _end_together(found: Processes) -> None:
+    """An uncaught exception in one process would leave the others waiting for its messages."""
+
+    def hook(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, BadInput):  # raised in all processes
+            if found.rank == 0:
+                print(f"error: {error}", file=sys.stderr, flush=True)
+            from mpi4py import MPI
+
+            MPI.Finalize()
+            os._exit(2)
+        text = "".join(traceback.format_exception(kind, error, trace))
+        print(
+            f"\nprocess {found.rank} of {found.size} on {socket.gethostname()} failed:\n{text}",
+            file=sys.stderr,
+            flush=True,
+        )
+        found.communicator.Abort(1)
+
+    sys.excepthook = hook
+
+
+def choose_device(wanted: str, local_rank: int) -> torch.device:
+    """"auto": the local process' number modulo the number of GPUs, or the CPU where there is none.
+
+    Raises ValueError for a device that torch does not know or that is not there.
+    """
+    choices = "use auto, cpu, cuda or cuda:NUMBER"
+    gpus = torch.cuda.device_count()
+    if wanted == "auto":
+        wanted = "cuda" if gpus else "cpu"
+    if wanted == "cpu":
+        return torch.device("cpu")
+    kind, _, number = wanted.partition(":")
+    if kind != "cuda" or (number and not number.isdecimal()):
+        raise ValueError(f'device "{wanted}" is unknown; {choices}')
+    if gpus == 0:
+        raise ValueError(f'device "{wanted}": no GPU is visible to torch here; use cpu')
+    index = int(number) if number else local_rank % gpus
+    if index >= gpus:
+        raise ValueError(f'device "{wanted}" is not there; the GPUs are cuda:0 to cuda:{gpus - 1}')
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def cuda_aware_mpi() -> bool | None:
+    """Whether the MPI library takes GPU memory, by its own word; None if it does not say.
+
+    Open MPI and its relatives answer MPIX_Query_cuda_support, MPICH answers
+    MPIX_GPU_query_support.
+    """
+    from mpi4py import MPI
+
+    del MPI  # loads the library, whose symbols the process then has
+    for library in [None, *_loaded_mpi_libraries()]:
+        try:
+            symbols = ctypes.CDLL(library)
+        except OSError:
+            continue
+        if hasattr(symbols, "MPIX_Query_cuda_support"):
+            return bool(symbols.MPIX_Query_cuda_support())
+        if hasattr(symbols, "MPIX_GPU_query_support"):
+            answer = ctypes.c_int(0)
+            cuda = 0  # MPIX_GPU_SUPPORT_CUDA
+            return symbols.MPIX_GPU_query_support(cuda, ctypes.byref(answer)) == 0 and bool(answer)
+    return None
+
+
+def _loaded_mpi_libraries() -> list[str]:
+    """Files of this process' memory map that look like an MPI library (Linux)."""
+    try:
+        with open("/proc/self/maps") as maps:
+            files = {line.split(maxsplit=5)[-1].strip() for line in maps if "/" in line}
+    except OSError:
+        return []
+    return sorted(file for file in files if os.path.basename(file).startswith("libmpi"))
+
+
+# --- The network of workers ----------------------------------------------------------------------
+
+
+class Network:
+    """The workers 0 … n−1 of a topology, spread in equal blocks over the processes.
+
+    workers    # range: the numbers of the workers that this process hosts
+    neighbors  # int64 [worker, neighbor]  whom a hosted worker hears, ascending; padding: −1
+    weights    # [worker, neighbor]        w_ij with which it uses what j sends; padding: 0
+    symmetric  # whether W is symmetric; then a neighbor's slot serves for sending and receiving
+    round      # number of conversations finished; the topology's round t
+
+    `stage` says whether messages pass through (pinned) host memory on their way to MPI; None
+    decides: where tensors are on a GPU and MPI does not take GPU memory.
+
+    Raises ValueError if the workers cannot be spread evenly.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        among: Processes | None = None,
+        device: torch.device | None = None,
+        stage: bool | None = None,
+    ):
+        self.processes = among or processes()
+        self.device = device or torch.device("cpu")
+        if stage is None:
+            stage = (
+                self.processes.size > 1
+                and self.device.type == "cuda"
+                and cuda_aware_mpi() is not True
+            )
+        self.stage = stage
+        self.topology = topology
+        self.symmetric = topology.symmetric
+        self.n_workers = topology.n_workers
+        size, rank = self.processes.size, self.processes.rank
+        self.hosted = hosted_workers(self.n_workers, size)
+        self.workers = range(rank * self.hosted, (rank + 1) * self.hosted)
+        self.round = 0
+
+        self._edges = _Edges(topology, self.workers, self.hosted)
+        self.neighbors = torch.from_numpy(self._edges.neighbors).to(self.device)
+        self.weights = torch.from_numpy(self._edges.weights).float().to(self.device)
+        self._bits = np.zeros(self.hosted, dtype=np.int64)
+        self._messages = np.zeros(self.hosted, dtype=np.int64)
+        self._transports: weakref.WeakKeyDictionary[Message, _Transport]
+        self._transports = weakref.WeakKeyDictionary()
+
+    @property
+    def bits(self) -> np.ndarray:
+        """Bits that each hosted worker has sent since the start: int64 [worker]."""
+        return self._bits
+
+    @property
+    def messages(self) -> np.ndarray:
+        """Messages that each hosted worker has sent since the start: int64 [worker]."""
+        return self._messages
+
+    def bits_to_all(self, numbers: int, bits_per_number: int = 32) -> np.ndarray:
+        """What it costs each hosted worker to send so many numbers to all its neighbors."""
+        return self._edges.out_degrees * (numbers * bits_per_number)
+
+    def run(self, conversation: Conversation) -> None:
+        """Carry a conversation through."""
+        self.start(conversation).finish()
+
+    def start(self, conversation: Conversation) -> "Exchange":
+        """Let the first messages of a conversation leave; `finish()` carries it through.
+
+        What those messages read (the tensors yielded) must not be changed in between.
+        """
+        return Exchange(self, conversation)
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        """The mean of tensor [worker, ...] over all workers: [...]. Measuring: not counted."""
+        transport = _Reduction(self, tensor)
+        transport.post()
+        return transport.wait()[0]
+
+    def gather(self, values: Tensor) -> Tensor:
+        """values [worker, ...] of all n workers, in all processes. Measuring: not counted."""
+        parts = self.processes.gather(values.detach().cpu().numpy())
+        return torch.from_numpy(np.concatenate(parts))
+
+    def _transport(self, message: Message) -> "_Transport":
+        transport = self._transports.get(message)
+        if transport is None:
+            kind = _Reduction if isinstance(message, Mean) else _Delivery
+            transport = kind(self, message.tensor, isinstance(message, ToEach))
+            self._transports[message] = transport
+        return transport
+
+
+def hosted_workers(n_workers: int, n_processes: int) -> int:
+    """How many workers each process hosts. ValueError if they cannot be spread evenly."""
+    if n_workers < 1:
+        raise ValueError(f"n_workers={n_workers}: use 1 or more")
+    if n_workers % n_processes:
+        raise ValueError(
+            f"n_workers={n_workers} cannot be spread over {n_processes} processes; "
+            f"use a multiple of {n_processes}, or mpirun -np {n_workers}"
+        )
+    return n_workers // n_processes
+
+
+class Exchange:
+    """A conversation under way: its first messages have left when this object exists."""
+
+    def __init__(self, network: Network, conversation: Conversation):
+        self._network = network
+        self._conversation = conversation
+        self._under_way: list[_Transport] | None = []
+        self._several = False
+        self._advance(None)
+
+    def finish(self) -> None:
+        """Receive, answer, and so on to the conversation's end."""
+        while self._under_way is not None:
+            received = [transport.wait() for transport in self._under_way]
+            self._advance(tuple(received) if self._several else received[0])
+        self._network.round += 1
+
+    def _advance(self, received: Any) -> None:
+        try:
+            messages = self._conversation.send(received)
+        except StopIteration:
+            self._under_way = None
+            return
+        network = self._network
+        self._several = isinstance(messages, tuple)
+        if not self._several:
+            messages = (messages,)
+        self._under_way = [network._transport(message) for message in messages]
+        for transport in self._under_way:
+            transport.post()
+            network._bits += transport.bits
+            network._messages += transport.messages
+
+
+def together(*conversations: Conversation) -> Conversation:
+    """Several conversations as one, whose messages travel at the same time."""
+    waiting: list[tuple[Conversation, Any]] = [(c, None) for c in conversations]
+    while True:
+        asked: list[tuple[Conversation, tuple[Message, ...], bool]] = []
+        for conversation, received in waiting:
+            try:
+                messages = conversation.send(received)
+            except StopIteration:
+                continue
+            several = isinstance(messages, tuple)
+            asked.append((conversation, messages if several else (messages,), several))
+        if not asked:
+            return
+        answers = iter((yield tuple(m for _, messages, _ in asked for m in messages)))
+        waiting = []
+        for conversation, messages, several in asked:
+            received = tuple(next(answers) for _ in messages)
+            waiting.append((conversation, received if several else received[0]))
+
+
+# --- How messages travel -------------------------------------------------------------------------
+
+
+class _Edges:
+    """Who sends what to whom, for the workers that a process hosts. All arrays are numpy's.
+
+    neighbors, weights  # [worker, slot], see Network
+    out_degrees         # [worker]
+    targets             # int: largest number of workers that one sends to; slots of ToEach
+
+    Edges that cross to or from another process, in an order that both ends share:
+    sent:     worker (hosted), slot (among its targets), process (theirs)
+    received: worker (hosted), slot (among its neighbors), process (theirs)
+    Edges inside: the same for both ends, as rows (worker · slots + slot).
+    """
+
+    def __init__(self, topology: Topology, workers: range, hosted: int):
+        weights = topology.round(0).weights  # csr [hears, sends]
+        degrees = np.diff(weights.indptr)
+        hears = np.repeat(np.arange(topology.n_workers), degrees)
+        sends = weights.indices.astype(np.int64)
+        in_slot = np.arange(len(sends)) - weights.indptr[hears]
+        out_slot = np.empty_like(in_slot)
+        by_sender = np.lexsort((hears, sends))
+        sent_by = np.bincount(sends, minlength=topology.n_workers)
+        first = np.concatenate(([0], np.cumsum(sent_by)))
+        out_slot[by_sender] = np.arange(len(sends)) - first[sends[by_sender]]
+
+        self.slots = int(degrees.max(initial=0))
+        self.targets = int(sent_by.max(initial=0))
+        self.out_degrees = sent_by[workers.start : workers.stop]
+        self.neighbors = np.full((hosted, self.slots), -1, dtype=np.int64)
+        self.weights = np.zeros((hosted, self.slots))
+        here = hears // hosted == workers.start // hosted
+        mine = sends // hosted == workers.start // hosted
+        self.neighbors[hears[here] - workers.start, in_slot[here]] = sends[here]
+        self.weights[hears[here] - workers.start, in_slot[here]] = weights.data[here]
+
+        inside, away, back = here & mine, mine & ~here, here & ~mine
+        self.inside_from = (sends[inside] - workers.start, out_slot[inside])
+        self.inside_to = (hears[inside] - workers.start, in_slot[inside])
+        order = np.lexsort((in_slot[away], hears[away]))
+        self.sent_worker = sends[away][order] - workers.start
+        self.sent_slot = out_slot[away][order]
+        self.sent_process = hears[away][order] // hosted
+        order = np.lexsort((in_slot[back], hears[back], sends[back] // hosted))
+        self.received_worker = hears[back][order] - workers.start
+        self.received_slot = in_slot[back][order]
+        self.received_process = sends[back][order] // hosted
+
+
+class _Transport:
+    """One message: `post` lets it leave, `wait` returns what arrived."""
+
+    bits: np.ndarray  # int64 [worker]  sent by each hosted worker
+    messages: np.ndarray  # int64 [worker]
+
+    def post(self) -> None:
+        raise NotImplementedError
+
+    def wait(self) -> Tensor:
+        raise NotImplementedError
+
+
+class _Delivery(_Transport):
+    """A message to neighbors, and the memory that their messages arrive in.
+
+    Seen as rows: tensor[worker, slot] (ToEach) or tensor[worker] (ToAll) is a row that leaves, and
+    received[worker, slot] a row that arrives.
+    """
+
+    def __init__(self, network: Network, tensor: Tensor, to_each: bool):
+        edges, hosted = network._edges, network.hosted
+        axes = 2 if to_each else 1
+        expected = (hosted, edges.targets)[:axes]
+        assert tensor.shape[:axes] == expected, f"message {tensor.shape}, expected {expected}, ..."
+        numbers = prod(tensor.shape[axes:])
+        self.bits = edges.out_degrees * (numbers * tensor.element_size() * 8)
+        self.messages = edges.out_degrees
+        self._received = tensor.new_zeros(hosted, edges.slots, *tensor.shape[axes:])
+        leaving = tensor.view(prod(expected), numbers)
+        arriving = self._received.view(hosted * edges.slots, numbers)
+
+        def leaving_rows(worker: np.ndarray, slot: np.ndarray) -> np.ndarray:
+            return worker * edges.targets + slot if to_each else worker
+
+        def arriving_rows(worker: np.ndarray, slot: np.ndarray) -> np.ndarray:
+            return worker * edges.slots + slot
+
+        self._inside = self._between = None
+        if len(edges.inside_from[0]):
+            # A slot that nothing arrives in shows its own worker's row: one indexing fills all.
+            workers = np.repeat(np.arange(hosted), edges.slots)
+            source = leaving_rows(workers, np.zeros_like(workers))
+            source[arriving_rows(*edges.inside_to)] = leaving_rows(*edges.inside_from)
+            self._inside = leaving, torch.from_numpy(source).to(tensor.device), arriving
+        if len(edges.sent_process) or len(edges.received_process):
+            self._between = _Between(
+                network,
+                leaving,
+                leaving_rows(edges.sent_worker, edges.sent_slot),
+                arriving,
+                arriving_rows(edges.received_worker, edges.received_slot),
+            )
+
+    def post(self) -> None:
+        if self._inside:
+            leaving, index, arriving = self._inside
+            torch.index_select(leaving, 0, index, out=arriving)
+        if self._between:
+            self._between.post()
+
+    def wait(self) -> Tensor:
+        if self._between:
+            self._between.wait()
+        return self._received
+
+
+class _Between:
+    """Rows that travel between processes, with their persistent MPI requests.
+
+    A process that hosts one worker sends from and receives into the rows themselves; with more
+    workers, all rows for one process are packed into one message. `sent` and `received` are the
+    rows of `leaving` and `arriving`, in the order of `_Edges`.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        leaving: Tensor,
+        sent: np.ndarray,
+        arriving: Tensor,
+        received: np.ndarray,
+    ):
+        edges, device = network._edges, leaving.device
+        self._leaving, self._arriving = leaving, arriving
+        self._on_gpu = leaving.is_cuda
+        self._pack = self._unpack = None
+        if network.hosted > 1:
+            self._pack = torch.from_numpy(sent).to(device)
+            self._unpack = torch.from_numpy(received).to(device)
+            leaving = leaving.new_empty(len(sent), leaving.shape[1])
+            arriving = arriving.new_empty(len(received), arriving.shape[1])
+            sent, received = np.arange(len(sent)), np.arange(len(received))
+        self._outgoing, self._incoming = leaving, arriving
+        self._host_outgoing, self._host_incoming = leaving, arriving
+        self._stage = network.stage
+        if self._stage:
+            self._host_outgoing, self._host_incoming = (
+                torch.zeros(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
+                for t in (leaving, arriving)
+            )
+
+        from mpi4py import MPI
+
+        self._start_all, self._wait_all = MPI.Prequest.Startall, MPI.Request.Waitall
+        communicator = network.processes.communicator
+        self._requests = [
+            communicator.Recv_init([_memory(rows), MPI.BYTE], process)
+            for process, rows in _pieces(self._host_incoming, received, edges.received_process)
+        ] + [
+            communicator.Send_init([_memory(rows), MPI.BYTE], process)
+            for process, rows in _pieces(self._host_outgoing, sent, edges.sent_process)
+        ]
+        # At exit MPI frees them itself.
+        weakref.finalize(self, _free, self._requests).atexit = False
+
+    def post(self) -> None:
+        if self._pack is not None:
+            torch.index_select(self._leaving, 0, self._pack, out=self._outgoing)
+        if self._stage:
+            self._host_outgoing.copy_(self._outgoing, non_blocking=True)
+        if self._on_gpu:  # what MPI reads must be there, and what it overwrites must have been read
+            torch.cuda.current_stream().synchronize()
+        self._start_all(self._requests)
+
+    def wait(self) -> None:
+        self._wait_all(self._requests)
+        if self._stage:
+            self._incoming.copy_(self._host_incoming, non_blocking=True)
+        if self._unpack is not None:
+            self._arriving.index_copy_(0, self._unpack, self._incoming)
+
+
+def _free(requests: list[Any]) -> None:
+    for request in requests:
+        request.Free()
+
+
+def _pieces(rows: Tensor, chosen: np.ndarray, process: np.ndarray) -> list[tuple[int, Tensor]]:
+    """The chosen rows for each process; they lie next to each other, as a message must."""
+    starts = np.flatnonzero(np.diff(process, prepend=-1))
+    stops = np.append(starts[1:], len(process))
+    return [
+        (int(process[start]), rows[chosen[start] : chosen[stop - 1] + 1])
+        for start, stop in zip(starts, stops, strict=True)
+    ]
+
+
+def _memory(rows: Tensor) -> Any:
+    """The memory of rows for MPI, without a copy: bytes, whatever the numbers' type."""
+    assert rows.is_contiguous(), "a message must lie in one piece"
+    octets = rows.detach().view(-1).view(torch.uint8)
+    return octets if octets.is_cuda else octets.numpy()
+
+
+class _Reduction(_Transport):
+    """All-reduce. What a ring all-reduce sends is counted, whatever the MPI library does."""
+
+    def __init__(self, network: Network, tensor: Tensor, to_each: bool = False):
+        assert tensor.shape[0] == network.hosted and not to_each
+        n = network.n_workers
+        size = tensor[0].numel() * tensor.element_size() * 8
+        self.bits = np.full(network.hosted, round(2 * (n - 1) * size / n), dtype=np.int64)
+        self.messages = np.full(network.hosted, 2 * (n - 1), dtype=np.int64)
+        self._tensor, self._n_workers = tensor, n
+        self._communicator = network.processes.communicator
+        self._total = torch.empty_like(tensor[:1])
+        self._on_gpu = tensor.is_cuda
+        self._shared = self._total  # the memory that MPI sees
+        if network.stage:
+            self._shared = torch.empty(
+                self._total.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
+            )
+        self._request: Any = None
+
+    def post(self) -> None:
+        torch.sum(self._tensor, dim=0, keepdim=True, out=self._total)
+        if self._communicator is None:
+            return
+        if self._shared is not self._total:
+            self._shared.copy_(self._total, non_blocking=True)
+        if self._on_gpu:
+            torch.cuda.current_stream().synchronize()
+        from mpi4py import MPI
+
+        memory = self._shared if self._shared.is_cuda else self._shared.numpy()
+        self._request = self._communicator.Iallreduce(MPI.IN_PLACE, memory)
+
+    def wait(self) -> Tensor:
+        if self._request is not None:
+            self._request.Wait()
+            if self._shared is not self._total:
+                self._total.copy_(self._shared, non_blocking=True)
+        return self._total.div_(self._n_workers)
