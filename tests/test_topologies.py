@@ -1,0 +1,496 @@
+"""Laws of mixing matrices and their spectra, for every topology in the registry."""
+
+import math
+import time
+from pathlib import Path
+
+import networkx as nx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.sparse import csr_array
+
+import topologies
+from topologies import TOPOLOGIES, Round, Topology, make, undirected
+
+DIRECTED = {"unidirectional-ring", "exponential"}
+SIZES = (1, 2, 3, 4, 5, 8, 12, 16, 32)
+
+
+def accepts(name: str, n_workers: int) -> bool:
+    if name == "social-network":
+        return n_workers == 32
+    return name != "hypercube" or n_workers & (n_workers - 1) == 0
+
+
+REGISTERED = [(name, n) for name in TOPOLOGIES for n in SIZES if accepts(name, n)]
+
+
+def distance_kept(topology: Topology, diffusion_rate: float, steps: int) -> float:
+    """The worst-case factor per step on the distance to the mean, from powers of the step."""
+    n = topology.n_workers
+    step = (1 - diffusion_rate) * np.eye(n) + diffusion_rate * topology.round(0).matrix().toarray()
+    beside_mean = np.linalg.matrix_power(step, steps) - 1 / n
+    return float(np.linalg.norm(beside_mean, 2) ** (1 / steps))
+
+
+@st.composite
+def connected_graphs(draw: st.DrawFn) -> nx.Graph:
+    """A random tree with random further edges."""
+    n = draw(st.integers(2, 12))
+    graph = nx.empty_graph(n)
+    graph.add_edges_from((i, draw(st.integers(0, i - 1))) for i in range(1, n))
+    worker = st.integers(0, n - 1)
+    graph.add_edges_from(draw(st.lists(st.tuples(worker, worker), max_size=20)))
+    return graph
+
+
+# Laws over the registry
+
+
+@pytest.mark.parametrize(("name", "n"), REGISTERED)
+def test_registered_topologies_mix(name: str, n: int) -> None:
+    topology = make(name, n, seed=3)
+    assert topology.name == name
+    assert topology.n_workers == n
+    assert topology.period == len(topology.rounds) == 1
+    W = topology.round(7).matrix().toarray()
+    assert W.shape == (n, n)
+    assert (W >= 0).all()
+    assert (np.diag(W) > 0).all()
+    np.testing.assert_allclose(W.sum(axis=0), 1, atol=1e-12)
+    np.testing.assert_allclose(W.sum(axis=1), 1, atol=1e-12)
+    assert topology.symmetric == np.allclose(W, W.T)
+    assert topology.symmetric or name in DIRECTED
+    averaged = np.linalg.matrix_power(W, 20_000)
+    np.testing.assert_allclose(averaged, 1 / n, atol=1e-9)
+
+
+@pytest.mark.parametrize(("name", "n"), REGISTERED)
+def test_sources_and_targets_are_the_rows_and_columns(name: str, n: int) -> None:
+    topology = make(name, n, seed=3)
+    r = topology.round(0)
+    W = r.matrix().toarray()
+    for i in range(n):
+        assert [j for j, _ in r.sources(i)] == [j for j in range(n) if W[i, j] > 0 and j != i]
+        assert [j for j, _ in r.targets(i)] == [j for j in range(n) if W[j, i] > 0 and j != i]
+        assert all(weight == W[i, j] for j, weight in r.sources(i))
+        assert all(weight == W[j, i] for j, weight in r.targets(i))
+        assert topology.degrees[i] == len(r.sources(i))
+    pairs = {(min(i, j), max(i, j)) for i in range(n) for j, _ in r.sources(i)}
+    assert [tuple(pair) for pair in topology.edges.tolist()] == sorted(pairs)
+
+
+@pytest.mark.parametrize(("name", "n"), REGISTERED)
+@pytest.mark.parametrize("rate", [0.5, 1.0])
+def test_a_step_contracts_as_predicted(name: str, n: int, rate: float) -> None:
+    topology = make(name, n, seed=3)
+    assert distance_kept(topology, rate, 1) == pytest.approx(topology.contraction(rate), abs=1e-9)
+
+
+@pytest.mark.parametrize(("name", "n"), REGISTERED)
+def test_metropolis_hastings_weights(name: str, n: int) -> None:
+    topology = make(name, n, seed=3)
+    if name in DIRECTED:
+        return
+    degree = topology.degrees
+    for i in range(n):
+        for j, weight in topology.round(0).sources(i):
+            assert weight == pytest.approx(1 / (1 + max(degree[i], degree[j])))
+
+
+@pytest.mark.parametrize(("name", "n"), REGISTERED)
+def test_summaries_tell_the_size(name: str, n: int) -> None:
+    text = make(name, n).summary()
+    assert text.startswith(f"{name}: {n} worker")
+    assert ("best diffusion rate" in text) == make(name, n).symmetric
+
+
+def test_a_summary_in_full() -> None:
+    assert make("chain", 8).summary().splitlines() == [
+        "chain: 8 workers, 7 edges",
+        "  neighbors heard by a worker    1 to 2",
+        "  diameter                       7 hops",
+        "  spectral gap of I - W          0.050747   (largest eigenvalue 1.28259)",
+        "  best diffusion rate            1.500000",
+        "  distance kept by a step        0.923880 at that rate, 0.949253 at rate 1",
+        "  Chebyshev bound                0.668179",
+    ]
+    assert make("exponential", 8).summary().splitlines() == [
+        "exponential: 8 workers, 20 edges, directed",
+        "  neighbors heard by a worker    3",
+        "  diameter                       3 hops",
+        "  distance kept by a step        0.500000 at rate 1",
+    ]
+
+
+@pytest.mark.parametrize("name", ["watts-strogatz", "random-regular"])
+def test_random_graphs_depend_on_the_seed_only(name: str) -> None:
+    edges = [make(name, 32, seed=seed).edges.tolist() for seed in (0, 0, 1)]
+    assert edges[0] == edges[1] != edges[2]
+
+
+# Which graph it is
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "degrees"),
+    [
+        ("ring", 8, [2] * 8),
+        ("ring", 3, [2] * 3),
+        ("ring", 2, [1, 1]),
+        ("ring", 1, [0]),
+        ("unidirectional-ring", 8, [1] * 8),
+        ("unidirectional-ring", 2, [1, 1]),
+        ("chain", 4, [1, 2, 2, 1]),
+        ("star", 4, [3, 1, 1, 1]),
+        ("fully-connected", 5, [4] * 5),
+        ("torus", 8, [3] * 8),
+        ("torus", 16, [4] * 16),
+        ("torus", 7, [2] * 7),
+        ("torus", 4, [2] * 4),
+        ("torus", 6, [3] * 6),
+        ("hypercube", 16, [4] * 16),
+        ("binary-tree", 7, [2, 3, 3, 1, 1, 1, 1]),
+        ("exponential", 8, [3] * 8),
+        ("exponential", 6, [3] * 6),
+        ("random-regular", 10, [4] * 10),
+        ("random-regular", 3, [2] * 3),
+    ],
+)
+def test_degrees(name: str, n: int, degrees: list[int]) -> None:
+    assert make(name, n).degrees.tolist() == degrees
+
+
+def test_options_reach_the_graph() -> None:
+    assert make("random-regular", 10, options={"degree": 3}).degrees.tolist() == [3] * 10
+    lattice = make("watts-strogatz", 10, options={"degree": 6, "rewiring": 0})
+    assert [j for j, _ in lattice.round(0).sources(0)] == [1, 2, 3, 7, 8, 9]
+    assert len(make("watts-strogatz", 64, options={"rewiring": 1}).edges) == 128
+
+
+def test_directions() -> None:
+    assert make("unidirectional-ring", 4).round(0).sources(0) == [(3, 0.5)]
+    assert make("unidirectional-ring", 4).round(0).targets(0) == [(1, 0.5)]
+    assert make("exponential", 8).round(0).sources(0) == [(4, 0.25), (6, 0.25), (7, 0.25)]
+    assert make("exponential", 8).round(0).targets(0) == [(1, 0.25), (2, 0.25), (4, 0.25)]
+
+
+def test_torus_of_eight_is_two_by_four() -> None:
+    assert nx.is_isomorphic(
+        nx.Graph(make("torus", 8).edges.tolist()), nx.grid_2d_graph(2, 4, periodic=True)
+    )
+    assert [j for j, _ in make("torus", 8).round(0).sources(0)] == [1, 3, 4]
+
+
+def test_hypercube_neighbors_differ_in_one_bit() -> None:
+    edges = make("hypercube", 16).edges
+    assert all((a ^ b).bit_count() == 1 for a, b in edges.tolist())
+    assert len(edges) == 32
+
+
+# Spectra. Numbers: ALGORITHMS.md, facts to test against.
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "rate", "contraction"),
+    [
+        ("ring", 4, 1.0, 1 / 3),
+        ("ring", 6, 1.2, 0.6),
+        ("ring", 8, 1.308391, 0.744521),
+        ("ring", 16, 1.4450, 0.92667),
+        ("ring", 32, 1.4857, None),
+        ("torus", 16, 1.0, 0.6),
+        ("hypercube", 8, 1.0, 0.5),
+        ("fully-connected", 8, 1.0, 0.0),
+        ("ring", 1, 1.0, 0.0),
+    ],
+)
+def test_best_diffusion_rates(name: str, n: int, rate: float, contraction: float | None) -> None:
+    topology = make(name, n)
+    best = topology.best_diffusion_rate
+    assert best == pytest.approx(rate, abs=5e-5)
+    if contraction is not None:
+        assert topology.contraction(best) == pytest.approx(contraction, abs=5e-6)
+
+
+def test_spectrum_of_a_ring_of_eight() -> None:
+    ring = make("ring", 8)
+    np.testing.assert_allclose(
+        ring.eigenvalues,
+        2 / 3 * (1 - np.cos(2 * np.pi * np.array([0, 1, 1, 2, 2, 3, 3, 4]) / 8)),
+        atol=1e-12,
+    )
+    np.testing.assert_allclose(
+        ring.distinct_eigenvalues, [0.1953, 0.6667, 1.1381, 1.3333], atol=5e-5
+    )
+    assert ring.best_diffusion_rate == pytest.approx(6 / (6 - math.sqrt(2)))
+    assert ring.contraction() == pytest.approx(0.804738, abs=5e-7)
+    assert ring.chebyshev_contraction == pytest.approx(0.446463, abs=5e-7)
+    assert make("ring", 16).chebyshev_contraction == pytest.approx(0.673514, abs=5e-7)
+
+
+def test_spectrum_of_the_social_network() -> None:
+    metropolis = make("social-network", 32)
+    assert metropolis.spectral_gap == pytest.approx(0.0821, abs=5e-5)
+    assert metropolis.largest_eigenvalue == pytest.approx(1.4343, abs=5e-5)
+    assert len(metropolis.edges) == 89
+
+
+def test_uniform_weights() -> None:
+    star = undirected("star", nx.star_graph(3), weights=topologies.uniform)
+    W = [[0.25, 0.25, 0.25, 0.25], [0.25, 0.75, 0, 0], [0.25, 0, 0.75, 0], [0.25, 0, 0, 0.75]]
+    np.testing.assert_allclose(star.round(0).matrix().toarray(), W)
+
+
+@pytest.mark.parametrize(("name", "n"), [("ring", 8), ("torus", 16), ("star", 5), ("chain", 6)])
+def test_distinct_eigenvalues_average_in_finite_time(name: str, n: int) -> None:
+    topology = make(name, n)
+    x = np.random.default_rng(0).standard_normal((n, 3))
+    mean = x.mean(axis=0)
+    W = topology.round(0).matrix()
+    for eigenvalue in topology.distinct_eigenvalues:
+        x = x + (W @ x - x) / eigenvalue
+    np.testing.assert_allclose(x, np.broadcast_to(mean, x.shape), atol=1e-9)
+
+
+def test_contraction_of_directed_graphs() -> None:
+    assert make("unidirectional-ring", 8).contraction() == pytest.approx(math.cos(math.pi / 8))
+    assert make("exponential", 8).contraction() == pytest.approx(0.5)
+
+
+@given(connected_graphs())
+@settings(max_examples=60, deadline=None)
+def test_every_connected_graph_averages(graph: nx.Graph) -> None:
+    topology = undirected("drawn", graph)
+    n = topology.n_workers
+    W = topology.round(0).matrix().toarray()
+    np.testing.assert_array_equal(W, W.T)
+    np.testing.assert_allclose(W.sum(axis=0), 1, atol=1e-12)
+    assert 0 < topology.spectral_gap <= topology.largest_eigenvalue < 2
+    np.testing.assert_allclose(np.linalg.matrix_power(W, 2**14), 1 / n, atol=1e-9)
+    for rate in (1.0, topology.best_diffusion_rate):
+        measured = distance_kept(topology, rate, 3)
+        assert measured == pytest.approx(topology.contraction(rate), abs=1e-5)
+    best = topology.contraction(topology.best_diffusion_rate)
+    assert topology.chebyshev_contraction <= best + 1e-12
+    assert all(best <= topology.contraction(rate) + 1e-12 for rate in (0.3, 0.9, 1.0, 1.4))
+
+
+@pytest.mark.parametrize(("name", "n"), [("ring", 2400), ("binary-tree", 2100), ("star", 2050)])
+def test_large_spectra_equal_dense_ones(name: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = make(name, n // 8)
+    dense = small.spectral_gap, small.largest_eigenvalue
+    monkeypatch.setattr(topologies, "_DENSE", 1)
+    sparse = make(name, n // 8)
+    assert sparse.spectral_gap == pytest.approx(dense[0], rel=1e-6)
+    assert sparse.largest_eigenvalue == pytest.approx(dense[1], rel=1e-6)
+    if name == "ring":
+        gap = 2 / 3 * (1 - math.cos(2 * math.pi / n))
+        assert make(name, n).spectral_gap == pytest.approx(gap, rel=1e-4)
+        assert make(name, n).largest_eigenvalue == pytest.approx(4 / 3, rel=1e-6)
+    with pytest.raises(ValueError, match=f"all eigenvalues of {n // 8} workers take too long"):
+        _ = sparse.eigenvalues
+
+
+def test_ten_thousand_workers_take_seconds() -> None:
+    start = time.perf_counter()
+    topology = make("random-regular", 10_000)
+    # Friedman's theorem: the adjacency matrix' second eigenvalue is near 2√3.
+    assert topology.spectral_gap == pytest.approx((4 - 2 * math.sqrt(3)) / 5, rel=0.02)
+    assert 1 < topology.best_diffusion_rate < 1.5
+    assert "10000 workers, 20000 edges" in topology.summary()
+    assert time.perf_counter() - start < 10
+
+
+# Rounds
+
+
+def matching(n: int, pairs: list[tuple[int, int]]) -> Round:
+    weights = np.zeros((n, n))
+    for i, j in pairs:
+        weights[i, j] = weights[j, i] = 0.5
+    return Round(csr_array(weights))
+
+
+def test_rounds_repeat_and_connect_together() -> None:
+    rounds = (matching(4, [(0, 1), (2, 3)]), matching(4, [(0, 2), (1, 3)]))
+    topology = Topology("square", rounds)
+    assert topology.period == 2
+    assert topology.round(3) is rounds[1]
+    assert topology.edges.tolist() == [[0, 1], [0, 2], [1, 3], [2, 3]]
+    assert topology.contraction() == pytest.approx(0, abs=1e-6)  # one-peer exponential: exact
+    assert "4 workers, 4 edges, 2 rounds" in topology.summary()
+    with pytest.raises(ValueError, match='square" changes from round to round'):
+        _ = topology.best_diffusion_rate
+    with pytest.raises(ValueError, match="is not connected: it has 2 components, workers 2, 3"):
+        Topology("half", rounds[:1])
+
+
+def test_contraction_over_a_period_is_per_round() -> None:
+    ring = make("ring", 8)
+    twice = Topology("twice", ring.rounds * 2)
+    assert twice.contraction(0.7) == pytest.approx(ring.contraction(0.7))
+
+
+def test_a_directed_graph_must_lead_everywhere() -> None:
+    rows = [[0, 0, 0], [0.5, 0, 0], [0, 0.5, 0]]
+    with pytest.raises(ValueError, match="is not connected: it has 3 components"):
+        Topology("one way", (Round(csr_array(np.array(rows))),), row_stochastic=True)
+
+
+def test_row_stochastic_rounds_must_say_so() -> None:
+    weights = csr_array(np.array([[0, 0.5, 0], [0, 0, 0.5], [0.25, 0, 0]]))
+    with pytest.raises(ValueError, match="not doubly stochastic in round 0"):
+        Topology("epidemic", (Round(weights),))
+    topology = Topology("epidemic", (Round(weights),), row_stochastic=True)
+    W = topology.round(0).matrix().toarray()
+    np.testing.assert_allclose(W.sum(axis=1), 1)
+    beside_mean = (np.eye(3) - 1 / 3) @ W @ (np.eye(3) - 1 / 3)
+    assert topology.contraction() == pytest.approx(np.linalg.norm(beside_mean, 2))
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([[0, -0.1], [-0.1, 0]], "negative"),
+        ([[0, math.nan], [0.5, 0]], "not a number"),
+        ([[0, 0.7, 0.7], [0.5, 0, 0], [0.5, 0, 0]], "worker 0 gives its neighbors 1.4"),
+        ([[0.5, 0.5], [0.5, 0.5]], "worker 0 is its own neighbor"),
+        ([[0, 0.5, 0.5]], "square, not 1 × 3"),
+    ],
+)
+def test_bad_weights_are_refused(weights: list[list[float]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Round(csr_array(np.array(weights)))
+
+
+def test_a_round_leaves_its_arguments_alone() -> None:
+    weights = csr_array(
+        (np.array([0.2, 0.0, 0.3]), np.array([2, 1, 1]), np.array([0, 3, 3, 3])), shape=(3, 3)
+    )
+    r = Round(weights)
+    assert weights.indices.tolist() == [2, 1, 1]
+    assert r.sources(0) == [(1, 0.3), (2, 0.2)]
+
+
+# Files
+
+
+@pytest.mark.parametrize("suffix", [".edgelist", ".txt", ""])
+@given(graph=connected_graphs())
+@settings(max_examples=10, deadline=None)
+def test_edge_lists_come_back(
+    graph: nx.Graph, suffix: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("graph") / f"graph{suffix}"
+    nx.write_edgelist(graph, path)
+    same_as(make(str(path), len(graph)), undirected("drawn", graph))
+
+
+@pytest.mark.parametrize("suffix", [".adjlist", ".txt"])
+@given(graph=connected_graphs())
+@settings(max_examples=10, deadline=None)
+def test_adjacency_lists_come_back(
+    graph: nx.Graph, suffix: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("graph") / f"graph{suffix}"
+    nx.write_adjlist(graph, path)
+    same_as(make(str(path), len(graph)), undirected("drawn", graph))
+
+
+def same_as(found: Topology, wanted: Topology) -> None:
+    assert abs(found.round(0).weights - wanted.round(0).weights).sum() == 0
+    assert not found.note
+
+
+def write(folder: Path, name: str, text: str) -> str:
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+def test_a_file_may_have_comments_and_stand_in_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, "friends", "# who talks\n0 1 # often\n\n1\t2\r\n")
+    monkeypatch.chdir(tmp_path)
+    assert make("friends", 3).edges.tolist() == [[0, 1], [1, 2]]
+
+
+def test_names_are_sorted_and_numbered(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.edgelist", "Zoe Ada\nBea Zoe\n")
+    topology = make(path, 3)
+    assert topology.edges.tolist() == [[0, 2], [1, 2]]
+    assert "0 is Ada, 1 is Bea, 2 is Zoe" in topology.summary()
+    topology = make(write(tmp_path, "b.edgelist", "10 9\n9 2\n"), 3)
+    assert topology.edges.tolist() == [[0, 1], [1, 2]]
+    assert topology.note == "the file's names are sorted and numbered: 0 is 2, 1 is 9, 2 is 10"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "n", "message"),
+    [
+        ("a.edgelist", "0 1\n2 3\n", 4, "the graph in .*a.edgelist is not connected: it has 2 c"),
+        ("a.edgelist", "0 1\n1 2\n2 0\n3 4\n", 5, "workers 3, 4 are apart; add edges"),
+        ("a.adjlist", "0 1 2\n3\n", 4, "worker 3 is apart"),
+        ("a.edgelist", "0 1\n1 2\n", 8, "the graph in .*a.edgelist has 3 workers, n_workers is 8"),
+        ("a.edgelist", "0 1\n1 3\n", 4, "has 3 workers .no line names worker 2., n_workers is 4"),
+        ("a.edgelist", "0 1\n1\n", 2, 'a.edgelist, line 2: "1" is not an edge'),
+        ("a.edgelist", "0 1\n\n0 1 2 3\n", 4, 'line 3: "0 1 2 3" is not an edge'),
+        ("a.txt", "0 1 5\n1 2 5\n", 3, "name it .edgelist or .adjlist"),
+        ("a.adjlist", "0 1\n1 (2)\n", 3, 'line 2: "\\(2\\)" is not the name of a worker'),
+        ("a.txt", "{0 1\n", 2, 'line 1: "{0" is not the name of a worker'),
+        ("a.txt", "# nothing\n", 2, "a.txt holds no edges"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path: Path, name: str, text: str, n: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(write(tmp_path, name, text), n)
+
+
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"missing\.edgelist cannot be read: No such file"):
+        make("missing.edgelist", 4)
+    with pytest.raises(ValueError, match="cannot be read: Is a directory"):
+        make(str(tmp_path), 4)
+    (tmp_path / "picture").write_bytes(b"\x89PNG\xff\xfe")
+    with pytest.raises(ValueError, match="picture cannot be read: it is not text"):
+        make(str(tmp_path / "picture"), 4)
+
+
+# What else is refused
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "options", "message"),
+    [
+        ("rign", 8, {}, '"rign" is unknown; choose from binary-tree, chain, .*, or give the path'),
+        ("ring", 0, {}, "n_workers=0 must be at least 1"),
+        ("social-network", 8, {}, "social-network has 32 workers, n_workers is 8"),
+        ("hypercube", 12, {}, "needs a power of two, n_workers is 12; use 8 or 16"),
+        ("ring", 8, {"degree": 3}, '"ring" has no option "degree"; it has none'),
+        ("watts-strogatz", 8, {"k": 3}, 'has no option "k"; choose from degree, rewiring'),
+        ("watts-strogatz", 8, {"degree": 3}, "degree=3 must be even"),
+        ("watts-strogatz", 8, {"degree": 8}, "degree=8 .* less than n_workers, which is 8"),
+        ("watts-strogatz", 8, {"rewiring": 1.5}, "rewiring=1.5 must be between 0 and 1"),
+        ("watts-strogatz", 8, {"rewiring": "no"}, "rewiring='no' must be a number"),
+        ("random-regular", 8, {"degree": 2.5}, "degree=2.5 must be a whole number"),
+        ("random-regular", 8, {"degree": True}, "degree=True must be a whole number"),
+        ("random-regular", 7, {"degree": 3}, "degree=3 .* product even"),
+        ("random-regular", 4, {"degree": 4}, "degree=4 must be less than n_workers, which is 4"),
+        ("random-regular", 64, {"degree": 1}, "none of 100 draws is connected"),
+        ("graphs/a.txt", 8, {"degree": 1}, 'is a file and has no options, not "degree"'),
+    ],
+)
+def test_bad_arguments_are_refused(
+    name: str, n: int, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(name, n, options=options)
+
+
+@pytest.mark.parametrize("name", sorted(DIRECTED))
+def test_directed_graphs_have_no_best_rate(name: str) -> None:
+    with pytest.raises(ValueError, match=f'"{name}" is directed: .* give a rate'):
+        _ = make(name, 8).best_diffusion_rate
