@@ -1,0 +1,338 @@
+"""Rows survive what happens to processes; tables and figures tell what the rows say."""
+
+import math
+import re
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import metrics
+from metrics import FILE, MetricsLog, TensorBoardLog
+
+
+def values(value: float, epoch: float = 1, bits: int = 8_000_000) -> dict[str, float | int]:
+    return {"value": value, "epoch": epoch, "bits": bits, "messages": 200, "seconds": 2.5 * epoch}
+
+
+def write_run(folder: Path, epochs: int, n_workers: int = 4) -> pd.DataFrame:
+    """Rows as training writes them; accuracy grows by 10 % an epoch, 8 Mbit are sent in each."""
+    log = MetricsLog(folder / FILE, fresh=True)
+
+    def row(name: str, value: float, epoch: int, **tags: Any) -> None:
+        log.write(name, values(value, epoch, 8_000_000 * epoch), tags)
+
+    for epoch in range(1, epochs + 1):
+        for worker in range(n_workers):
+            row("accuracy", 0.1 * epoch + 0.01 * worker, epoch, split="test", worker=worker)
+        row("accuracy", 0.1 * epoch + 0.05, epoch, split="test_avg")
+        row("accuracy", 0.99, epoch, split="train")
+        row("cross_entropy", 2 / epoch, epoch, split="test_avg")
+        row("cross_entropy", 9, epoch, split="train")
+        row("consensus_distance", 10.0**-epoch, epoch, type="params_only")
+        row("consensus_distance", 7, epoch, type="full_state_vector")
+        row("uncompressed_gossip_bits", 2e8 * epoch, epoch)
+        row("phase_seconds", 1.5 * epoch, epoch, phase="gradient")
+        row("phase_seconds", 0.5 * epoch, epoch, phase="gossip")
+    log.close()
+    return metrics.load(folder)
+
+
+# Writing and loading
+
+
+def test_rows_come_back(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / FILE, fresh=True)
+    log.write("accuracy", values(0.5), {"split": "test", "worker": 0})
+    log.write("loss", values(math.nan, epoch=2), {"label": "é\n"})
+    log.write("loss", values(math.inf, epoch=3), {"path": Path("x")})
+    log.write("loss", {**values(0), "value": np.float32(0.25), "bits": torch.tensor(3)}, {})  # type: ignore[dict-item]
+    rows = metrics.load(tmp_path)
+    assert rows.columns[:6].tolist() == ["name", "value", "epoch", "bits", "messages", "seconds"]
+    assert rows["name"].tolist() == ["accuracy", "loss", "loss", "loss"]
+    np.testing.assert_array_equal(rows["value"], [0.5, math.nan, math.inf, 0.25])
+    assert rows["bits"].tolist() == [8_000_000, 8_000_000, 8_000_000, 3]
+    assert rows["bits"].dtype == rows["messages"].dtype == np.int64
+    assert rows["value"].dtype == rows["seconds"].dtype == rows["worker"].dtype == np.float64
+    assert rows["worker"].iloc[0] == 0
+    assert rows["worker"].isna().tolist() == [False, True, True, True]
+    assert rows["label"].iloc[1] == "é\n"
+    assert rows["path"].iloc[2] == "x"
+
+
+def test_a_tag_cannot_hide_a_value(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / FILE, fresh=True)
+    with pytest.raises(ValueError, match='metric "loss": a tag cannot be named "epoch"'):
+        log.write("loss", values(1), {"epoch": 3})
+    assert log.offset == 0
+
+
+def test_fresh_empties_the_file_and_not_fresh_adds(tmp_path: Path) -> None:
+    for fresh, expected in ((False, [1]), (False, [1, 1]), (True, [1]), (False, [1, 1])):
+        log = MetricsLog(tmp_path / FILE, fresh=fresh)
+        log.write("loss", values(1), {})
+        log.close()
+        assert metrics.load(tmp_path)["value"].tolist() == expected
+
+
+def test_every_row_is_in_the_file_at_once(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / FILE, fresh=True)
+    for k in range(3):
+        log.write("loss", values(k), {})
+        assert metrics.load(tmp_path)["value"].tolist() == list(range(k + 1))
+        assert log.offset == (tmp_path / FILE).stat().st_size
+
+
+def test_killed_processes_lose_at_most_a_row(tmp_path: Path) -> None:
+    program = """
+import itertools, sys
+from pathlib import Path
+from metrics import MetricsLog
+log = MetricsLog(Path(sys.argv[1]), fresh=True)
+for k in itertools.count():
+    log.write("loss", {"value": k, "epoch": 1, "bits": 1, "messages": 1, "seconds": 1}, {})
+    print(k, flush=True)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path / FILE)],
+        stdout=subprocess.PIPE,
+        cwd=Path(metrics.__file__).parent,
+    )
+    assert process.stdout is not None
+    for _ in range(500):
+        written = int(process.stdout.readline())
+    process.send_signal(signal.SIGKILL)
+    written = max([written, *map(int, process.stdout.read().split())])
+    assert process.wait() == -signal.SIGKILL
+    process.stdout.close()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = metrics.load(tmp_path)["value"].tolist()
+    assert loaded == list(range(len(loaded)))
+    assert len(loaded) >= written + 1  # all that were reported
+
+
+@pytest.mark.parametrize("cut", [1, 5, 40])
+def test_half_a_last_line_is_left_out(tmp_path: Path, cut: int) -> None:
+    log = MetricsLog(tmp_path / FILE, fresh=True)
+    for k in range(3):
+        log.write("loss", values(k), {})
+    log.close()
+    with (tmp_path / FILE).open("rb+") as file:
+        file.truncate((tmp_path / FILE).stat().st_size - cut)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert metrics.load(tmp_path)["value"].tolist() == [0, 1]
+        log = MetricsLog(tmp_path / FILE, fresh=False)
+        log.write("loss", values(9), {})
+        assert metrics.load(tmp_path)["value"].tolist() == [0, 1, 9]
+
+
+@pytest.mark.parametrize("broken", [b'{"name": "lo', b"\x00\x00", b"\xff", b"3", b""])
+def test_broken_lines_are_named(tmp_path: Path, broken: bytes) -> None:
+    log = MetricsLog(tmp_path / FILE, fresh=True)
+    log.write("loss", values(0), {})
+    with (tmp_path / FILE).open("ab") as file:
+        file.write(broken + b"\n")
+    log.write("loss", values(2), {})
+    with pytest.warns(UserWarning, match=rf"{re.escape(FILE)}, line 2 is not a row"):
+        rows = metrics.load(tmp_path)
+    assert rows["value"].tolist() == [0, 2]
+
+
+def test_truncating_returns_to_a_checkpoint(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / FILE, fresh=True)
+    log.write("loss", values(0), {})
+    offset = log.offset
+    log.write("loss", values(1), {})
+    log.truncate(offset)
+    assert log.offset == offset
+    log.write("loss", values(2), {})
+    assert metrics.load(tmp_path)["value"].tolist() == [0, 2]
+    log.close()
+    log = MetricsLog(tmp_path / FILE, fresh=False)
+    log.truncate(offset)
+    log.write("loss", values(3), {})
+    assert metrics.load(tmp_path)["value"].tolist() == [0, 3]
+    with pytest.raises(ValueError, match="it is not the file of this run"):
+        log.truncate(10_000)
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nowhere holds no run: .*metrics\.jsonl cannot be read"):
+        metrics.load(tmp_path / "nowhere")
+
+
+def test_a_run_without_rows(tmp_path: Path) -> None:
+    MetricsLog(tmp_path / FILE, fresh=True).close()
+    rows = metrics.load(tmp_path)
+    assert len(rows) == 0
+    assert rows.columns.tolist() == ["name", "value", "epoch", "bits", "messages", "seconds"]
+    assert metrics.summary(rows) == "The run has no rows."
+    with pytest.raises(ValueError, match="nothing to draw"):
+        metrics.figure(rows, tmp_path / "run.png")
+    with pytest.raises(ValueError, match="nothing to draw"):
+        metrics.compare({"a": rows}, tmp_path / "runs.png")
+
+
+def test_writing_imports_no_heavy_library() -> None:
+    program = """
+import sys, metrics
+print(sorted({"pandas", "matplotlib", "torch", "tensorboard"} & set(sys.modules)))
+"""
+    printed = subprocess.check_output(
+        [sys.executable, "-c", program], cwd=Path(metrics.__file__).parent, text=True
+    )
+    assert printed.strip() == "[]"
+
+
+# TensorBoard
+
+
+def test_tensorboard_gets_the_scalars(tmp_path: Path) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    log = TensorBoardLog(tmp_path)
+    log.write("accuracy", values(0.5, epoch=1.5), {"split": "test", "worker": 0})
+    log.write("accuracy", values(0.75, epoch=2), {"split": "test", "worker": 0})
+    log.close()
+    accumulator = accumulators.EventAccumulator(str(tmp_path))
+    accumulator.Reload()
+    scalars = accumulator.Scalars("accuracy/split-test/worker-0")
+    assert [(scalar.step, scalar.value) for scalar in scalars] == [(1500, 0.5), (2000, 0.75)]
+
+
+def test_missing_tensorboard_tells_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ValueError, match="pip install tensorboard"):
+        TensorBoardLog(tmp_path)
+
+
+# Table
+
+
+def test_the_table_shows_the_last_epoch(tmp_path: Path) -> None:
+    lines = metrics.summary(write_run(tmp_path, epochs=3)).splitlines()
+    assert lines == [
+        "After 3 epochs",
+        "  test accuracy, mean model          35.00%",
+        "  test accuracy, mean of 4 workers   31.50% (worst 30.00%, best 33.00%)",
+        "  test cross entropy, mean model     0.6667",
+        "  consensus distance                 0.001",
+        "  sent by worker 0                   24 Mbit = 3 MB",
+        "                                     25.0 times fewer bits than uncompressed gossip",
+        "                                     200 messages",
+        "  time                               7.5 s",
+        "      gradient                       4.5 s (60%)",
+        "      gossip                         1.5 s (20%)",
+    ]
+
+
+def test_lines_without_rows_are_left_out(tmp_path: Path) -> None:
+    rows = write_run(tmp_path, epochs=1, n_workers=1)
+    parts = {
+        "accuracy": ["test accuracy, mean model", "test accuracy, one worker"],
+        "cross_entropy": ["test cross entropy"],
+        "consensus_distance": ["consensus distance"],
+        "uncompressed_gossip_bits": ["times fewer"],
+        "phase_seconds": ["gradient", "gossip  "],
+    }
+    for name, labels in parts.items():
+        assert all(label in metrics.summary(rows) for label in labels)
+        shorter = metrics.summary(rows[rows["name"] != name])
+        assert not any(label in shorter for label in labels)
+        assert "After 1 epoch\n" in shorter
+    assert "sent by" not in metrics.summary(rows.assign(bits=math.nan))
+    untagged = rows[["name", "value", "epoch", "bits", "messages", "seconds"]]
+    assert "accuracy" not in metrics.summary(untagged)
+
+
+def test_a_metric_measured_less_often_shows_its_last_value(tmp_path: Path) -> None:
+    rows = write_run(tmp_path, epochs=3)
+    late = (rows["name"] == "accuracy") & (rows["epoch"] == 3)
+    assert "test accuracy, mean model          25.00%" in metrics.summary(rows[~late])
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0 bit"), (999, "999 bit"), (999.7, "1 kbit"), (12_345_678, "12.3 Mbit"),
+     (5e9, "5 Gbit"), (3e15, "3e+03 Tbit")],
+)  # fmt: skip
+def test_large_numbers_have_prefixes(number: float, text: str) -> None:
+    assert metrics._human(number, "bit") == text
+
+
+# Figures
+
+
+@pytest.mark.parametrize(("epochs", "name"), [(1, "run.png"), (3, "run.pdf")])
+def test_figures_are_drawn(tmp_path: Path, epochs: int, name: str) -> None:
+    rows = write_run(tmp_path, epochs)
+    before = rows.copy()
+    metrics.figure(rows, tmp_path / name)
+    assert (tmp_path / name).stat().st_size > 5000
+    pd.testing.assert_frame_equal(rows, before)
+    assert "matplotlib.pyplot" not in sys.modules
+
+
+@pytest.mark.parametrize("missing", ["accuracy", "consensus_distance", "bits", "worker"])
+def test_figures_do_without_some_rows(tmp_path: Path, missing: str) -> None:
+    rows = write_run(tmp_path, epochs=2)
+    if missing == "bits":
+        rows = rows.assign(bits=0)
+    elif missing == "worker":
+        rows = rows.drop(columns="worker")
+    else:
+        rows = rows[rows["name"] != missing]
+    metrics.figure(rows, tmp_path / "run.png")
+    metrics.compare({"a": rows, "b": rows}, tmp_path / "runs.png")
+    assert (tmp_path / "run.png").exists()
+    assert (tmp_path / "runs.png").exists()
+
+
+def test_figures_show_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the lines of each panel are, taken from matplotlib's objects before they are saved."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    def x(line: Line2D) -> np.ndarray:
+        return np.asarray(line.get_xdata(), dtype=float)
+
+    def y(line: Line2D) -> np.ndarray:
+        return np.asarray(line.get_ydata(), dtype=float)
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    rows = write_run(tmp_path, epochs=3)
+    metrics.figure(rows, tmp_path / "run.png")
+    by_epoch, by_size, consensus = drawn[0].axes
+    lines = {line.get_label(): line for line in by_epoch.get_lines()}
+    np.testing.assert_allclose(y(lines["mean model"]), [15, 25, 35])
+    np.testing.assert_allclose(y(lines["worker 0"]), [10, 20, 30])
+    band = by_epoch.collections[0].get_paths()[0].get_extents()
+    np.testing.assert_allclose(band.bounds, [1, 10, 2, 23])  # from (1, 10 %) to (3, 33 %)
+    np.testing.assert_allclose(x(by_size.get_lines()[0]), [1, 2, 3])
+    np.testing.assert_allclose(y(by_size.get_lines()[0]), [15, 25, 35])
+    np.testing.assert_allclose(y(consensus.get_lines()[0]), [0.1, 0.01, 0.001])
+    assert consensus.get_yscale() == "log"
+
+    metrics.compare({"one": rows, "two": rows.assign(bits=2 * rows["bits"])}, tmp_path / "x.png")
+    by_epoch, by_size, consensus = drawn[1].axes
+    assert [text.get_text() for text in drawn[1].legends[0].get_texts()] == ["one", "two"]
+    np.testing.assert_allclose(x(by_size.get_lines()[1]), [2, 4, 6])
+    np.testing.assert_allclose(y(by_epoch.get_lines()[1]), [15, 25, 35])
+    assert len(consensus.get_lines()) == 2
+
+    metrics.figure(rows[rows["epoch"] == 2], tmp_path / "one_epoch.png")
+    band = drawn[2].axes[0].collections[0].get_paths()[0].get_extents()
+    np.testing.assert_allclose(band.bounds, [1.98, 20, 0.04, 3])
+    assert drawn[2].axes[0].get_xlim() == (1.48, 2.52)
