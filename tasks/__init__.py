@@ -1,0 +1,69 @@
+"""Data and models: a task gives batches to a worker, a loss and an evaluation.
+
+A new task is its module and its row in `TASKS`.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from tasks import digits, fashion_mnist
+from tasks.task import Batch, Options, Split, Task
+
+__all__ = ["TASKS", "Batch", "Options", "Split", "Task", "make"]
+
+CPU = torch.device("cpu")
+
+TASKS: dict[str, Callable[[Options], Task]] = {
+    "Digits": digits.task,
+    "FashionMNIST": fashion_mnist.task,
+}
+
+
+def make(
+    name: str,
+    *,
+    n_workers: int,
+    batch_size: int,
+    seed: int,
+    decentralized: bool = False,
+    shuffled_ratio: float = 0.0,
+    reshuffle: bool = True,
+    data_dir: str | Path | None = None,
+    download: bool = True,
+    device: torch.device = CPU,
+) -> Task:
+    """The task of this name, with its data loaded onto the device.
+
+    batch_size      per worker
+    seed            decides who gets which samples and in which order
+    decentralized   sort the samples by label and give each worker a contiguous piece, for good
+    shuffled_ratio  the share of the samples that is mixed back then; in [0, 1]
+    reshuffle       deal the samples out anew each epoch; if False, each worker keeps its own.
+                    Without meaning when decentralized.
+    data_dir        the folder with the data's files; None: the usual places. Tasks whose data come
+                    with a library need none.
+    download        whether to fetch what is in none of these places
+
+    Raises ValueError for an unknown name, sizes that do not fit each other, a folder that does not
+    exist, data that are missing or damaged.
+    """
+    if name not in TASKS:
+        raise ValueError(f'task "{name}" is unknown; choose from {", ".join(TASKS)}')
+    folder = None if data_dir is None else Path(data_dir).expanduser()
+    if folder is not None and not folder.is_dir():
+        raise ValueError(f"data_dir={data_dir} is not a folder; name one, or leave data_dir empty")
+    return TASKS[name](
+        Options(
+            n_workers=n_workers,
+            batch_size=batch_size,
+            seed=seed,
+            decentralized=decentralized,
+            shuffled_ratio=shuffled_ratio,
+            reshuffle=reshuffle,
+            data_dir=folder,
+            download=download,
+            device=device,
+        )
+    )
