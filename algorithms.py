@@ -176,7 +176,9 @@ class PowerGossip:
         _at_least_one("rank", rank)
         _at_least_one("num_iterations", num_iterations)
         if round_weights and rank != 1:
-            raise ValueError(f"round_weights=True rounds a single direction; use rank=1, not {rank}")
+            raise ValueError(
+                f"round_weights=True rounds a single direction; use rank=1, not {rank}"
+            )
         if not network.symmetric:
             raise ValueError(
                 f"PowerGossip needs both ends of an edge to use the same weight, but topology "
@@ -228,7 +230,9 @@ class PowerGossip:
             for theirs, own, difference in zip(received, s.views, d.views, strict=True):
                 torch.sub(theirs, own, out=difference)
             torch.mul(p.flat, p.weights, out=weighted.flat)  # γ w_ij p
-            for directions, difference, X in zip(weighted.stacks, d.stacks, matrices[here], strict=True):
+            for directions, difference, X in zip(
+                weighted.stacks, d.stacks, matrices[here], strict=True
+            ):
                 X.baddbmm_(directions.mT, difference)  # X_i ← X_i + Σ_j γ w_ij p d_ijᵀ
             self._iteration += 1
 

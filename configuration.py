@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 import network
 from network import BadInput
@@ -27,9 +27,7 @@ from network import BadInput
 warnings.filterwarnings("ignore", message="Implicit conversion from (int to float|tuple to list)")
 
 
-def read_command_line(
-    config: DictConfig, arguments: Sequence[str], description: str
-) -> str | None:
+def read_command_line(config: DictConfig, arguments: Sequence[str], description: str) -> str | None:
     """Change `config` as the command line says; returns --output-dir, or None.
 
     Raises BadInput for an unknown key, a value of the wrong type, a file that is missing, empty or
@@ -41,7 +39,9 @@ def read_command_line(
         epilog=f"keys and their defaults:\n{describe(config)}",
         exit_on_error=False,
         allow_abbrev=False,
+        add_help=False,
     )
+    parser.add_argument("-h", "--help", action="store_true", help="show this and exit")
     parser.add_argument("--config", action="append", default=[], metavar="FILE.yaml")
     parser.add_argument("--output-dir", metavar="DIR")
     parser.add_argument("assignments", nargs="*", metavar="key=value")
@@ -53,6 +53,10 @@ def read_command_line(
         raise BadInput(
             f'option "{unknown[0]}" is unknown; use --config FILE.yaml, --output-dir DIR, key=value'
         )
+    if options.help:
+        if network.processes().rank == 0:
+            parser.print_help()
+        sys.exit(0)
     for file in options.config:
         for key, value in _read_yaml(file).items():
             assign(config, str(key), value, source=f"{file}: ")
@@ -69,17 +73,26 @@ def read_command_line(
 
 
 def assign(config: DictConfig, key: str, value: Any, source: str = "") -> None:
-    """config[key] = value, where key may be dotted. BadInput for an unknown key or a wrong type."""
+    """config[key] = value, where key may be dotted. BadInput for an unknown key or a wrong type.
+
+    A list or mapping takes the place of the one before.
+    """
+    kinds = {f.name: f.type for f in dataclasses.fields(OmegaConf.get_type(config))}
+    name, *inside = key.split(".")
+    kind = kinds.get(name)
+    if kind is None or (inside and not str(kind).startswith(("list", "dict"))):
+        close = difflib.get_close_matches(key, kinds, n=3)
+        hint = (
+            f"did you mean {' or '.join(close)}?" if close else f"the keys are {', '.join(kinds)}"
+        )
+        raise BadInput(f'{source}key "{key}" is unknown; {hint}')
+    refusal = BadInput(f"{source}{key}={_yaml_value(value)}: use {_type_name(kind)}")
+    if kind is bool and isinstance(value, (int, float)) and value not in (0, 1):
+        raise refusal  # OmegaConf would take any number for true
     try:
-        OmegaConf.update(config, key, value, merge=True)
-    except (ConfigKeyError, AttributeError) as error:
-        names = [str(name) for name in config]
-        close = difflib.get_close_matches(key, names, n=3)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"the keys are {', '.join(names)}"
-        raise BadInput(f'{source}key "{key}" is unknown; {hint}') from error
-    except OmegaConfBaseException as error:
-        wanted = _type_name(config, key)
-        raise BadInput(f"{source}{key}={value}: use {wanted}") from error
+        OmegaConf.update(config, key, value, merge=False)
+    except (OmegaConfBaseException, TypeError, ValueError) as error:
+        raise refusal from error
 
 
 def describe(config: DictConfig) -> str:
@@ -111,9 +124,21 @@ def run_entry_point(main: Callable[[list[str]], object]) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML that reads 1e-3 as a number, as everyone means it."""
+    """YAML as everyone means it: 1e-3 is a number, on and 2024-01-01 are words."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 as PyYAML declares it
+        first: [
+            (tag, pattern)
+            for tag, pattern in resolvers
+            if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:timestamp")
+        ]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
@@ -126,6 +151,8 @@ def _read_yaml(file: str) -> dict[Any, Any]:
         text = Path(file).read_text()
     except OSError as error:
         raise BadInput(f"--config {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise BadInput(f"--config {file} is not a text file") from error
     try:
         content = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -142,9 +169,7 @@ def _problem(error: yaml.YAMLError) -> str:
     return where + (getattr(error, "problem", None) or str(error))
 
 
-def _type_name(config: DictConfig, key: str) -> str:
-    kinds = {f.name: f.type for f in dataclasses.fields(OmegaConf.get_type(config))}
-    kind = kinds.get(key)
+def _type_name(kind: Any) -> str:
     known = {
         int: "a whole number",
         float: "a number",
@@ -153,6 +178,8 @@ def _type_name(config: DictConfig, key: str) -> str:
         int | None: "a whole number, or null",
         str | None: "a word, or null",
         float | int | str: "a number or a word",
+        list[int]: "a list of whole numbers",
+        list[str]: "a list of words",
     }
     if kind in known:
         return known[kind]
@@ -160,4 +187,6 @@ def _type_name(config: DictConfig, key: str) -> str:
 
 
 def _yaml_value(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return (
+        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    )

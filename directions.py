@@ -86,7 +86,9 @@ class Directions:
         if workers > 1:  # then a layer is a batch over workers, as in parameters.batches
             stacks = [(1, length) for layers, length in stacks for _ in range(layers)]
         self._edges, self._rank, self._stacks = edges, rank, stacks
-        shapes = [_Shape(max(workers, layers), neighbors, rank, length) for layers, length in stacks]
+        shapes = [
+            _Shape(max(workers, layers), neighbors, rank, length) for layers, length in stacks
+        ]
 
         def buffer(dtype: torch.dtype = torch.float32) -> _Buffer:
             return _Buffer(shapes, dtype, device)
@@ -110,7 +112,10 @@ class Directions:
         self._norms, self._scales = torch.ones_like(self._signs), torch.ones_like(self._signs)
         counts = [s.batch * s.neighbors * s.rank for s in shapes]
         self._norm_views, self._scale_views = (
-            [p.view(-1, neighbors * rank) for p in flat.split(counts)]
+            [
+                part.view(s.batch, neighbors * rank)
+                for part, s in zip(flat.split(counts), shapes, strict=True)
+            ]
             for flat in (self._norms, self._scales)
         )
         if rank > 1:
@@ -158,9 +163,7 @@ class Directions:
 
     def _per_direction(self, of_edge: Tensor) -> list[Tensor]:
         """A number of each edge [worker, neighbor], as [batch, neighbor, rank] for each stack."""
-        return [
-            of_edge[:, :, None].expand(view.shape[0], -1, self._rank) for view in self.views
-        ]
+        return [of_edge[:, :, None].expand(view.shape[0], -1, self._rank) for view in self.views]
 
     # --- Random directions ---
 
@@ -190,9 +193,7 @@ class Directions:
         ):
             if which.any():
                 which = which.view(sign.shape)
-                drawn = randomness.normal(
-                    key[which], counter, view.shape[3:], start[..., 0][which]
-                )
+                drawn = randomness.normal(key[which], counter, view.shape[3:], start[..., 0][which])
                 view[which] = drawn * sign[which][:, None]
         return True
 

@@ -23,6 +23,7 @@ import ctypes
 import os
 import socket
 import sys
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Generator
@@ -74,10 +75,10 @@ class BadInput(ValueError):
 
 
 class Processes:
-    """The processes that `mpirun` started, or this one alone. Use `processes()` to get them."""
+    """The processes of a communicator, or this one alone. `processes()` are those of the run."""
 
-    def __init__(self) -> None:
-        self.communicator = _world_communicator()
+    def __init__(self, communicator: Any = None):
+        self.communicator = communicator
         self.rank, self.size = 0, 1
         self.local_rank, self.local_size = 0, 1
         cores = _cores()
@@ -136,7 +137,7 @@ class Processes:
 def processes() -> Processes:
     """The processes of this run. Starts MPI if there is a launcher, and then takes care that an
     exception in one process ends them all."""
-    found = Processes()
+    found = Processes(_world_communicator())
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(found.threads)
     if found.size > 1:
@@ -164,9 +165,7 @@ def _cores() -> set[int]:
 def _end_together(found: Processes) -> None:
     """An uncaught exception in one process would leave the others waiting for its messages."""
 
-    def hook(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, BadInput):  # raised in all processes
             if found.rank == 0:
                 print(f"error: {error}", file=sys.stderr, flush=True)
@@ -174,6 +173,8 @@ def _end_together(found: Processes) -> None:
 
             MPI.Finalize()
             os._exit(2)
+        # If several fail at once, for the same reason, the first to speak ends the others.
+        time.sleep(min(0.1 * found.rank, 3.0))
         text = "".join(traceback.format_exception(kind, error, trace))
         print(
             f"\nprocess {found.rank} of {found.size} on {socket.gethostname()} failed:\n{text}",
@@ -186,7 +187,7 @@ def _end_together(found: Processes) -> None:
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
-    """"auto": the local process' number modulo the number of GPUs, or the CPU where there is none.
+    """ "auto": the local process' number modulo the number of GPUs, or the CPU where there is none.
 
     Raises ValueError for a device that torch does not know or that is not there.
     """

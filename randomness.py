@@ -48,18 +48,19 @@ def keys(seed: int, purpose: str, ids: Iterable[tuple[int, ...]]) -> Tensor:
     return torch.from_numpy(np.array(words, dtype=np.uint64).view(np.int64))
 
 
-def normal(
-    keys: Tensor, counter: int, shape: tuple[int, ...], start: Tensor | int = 0
-) -> Tensor:
+def normal(keys: Tensor, counter: int, shape: tuple[int, ...], start: Tensor | int = 0) -> Tensor:
     """Independent standard normal numbers [*keys.shape, *shape], float32, on the keys' device.
 
     The stream of one key at one counter is always the same, whatever other keys are drawn beside
-    it; `start` (broadcast over keys, below 2³²) takes it up from a later number. SplitMix64's finalizer (Steele, Lea & Flood 2014) hashes key and counter; its two halves
-    feed a Box–Muller transform.
+    it; `start` (broadcast over keys, below 2³²) takes it up from a later number.
+
+    SplitMix64's finalizer (Steele, Lea & Flood 2014, doi:10.1145/2714064.2660195) hashes key and
+    counter; its two halves feed a Box–Muller transform.
     """
     count = math.prod(shape)
     index = torch.arange(count, device=keys.device) + (counter << 32)
-    bits = _splitmix((keys + start * _GOLDEN)[..., None] + index * _GOLDEN)
+    index = index + torch.as_tensor(start, device=keys.device)[..., None]
+    bits = _splitmix(keys[..., None] + index * _GOLDEN)
     high = _shift_right(bits, 32).double()
     low = (bits & 0xFFFFFFFF).double()
     radius = ((high + 0.5) / 2**32).log_().mul_(-2).sqrt_()

@@ -14,6 +14,7 @@ Nothing happens at import. `python train.py --help` lists the keys.
 """
 
 import datetime
+import itertools
 import json
 import math
 import platform
@@ -27,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -125,6 +127,7 @@ def log_runtime(label: str, mean: float, std: float, instances: int) -> None:
 
 # What the default hooks write to, while main() runs.
 _logs: list[Any] = []
+_FILES = (metrics.FILE, "config.yaml", "info.json", "figure.png")
 _folder: Path | None = None
 _info: dict[str, Any] = {}
 
@@ -133,14 +136,14 @@ _info: dict[str, Any] = {}
 
 
 class Diverged(ArithmeticError):
-    """A worker's loss is no longer a finite number."""
+    """A worker's loss or parameters are no longer finite numbers."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Train as `config` says, after `arguments` (key=value, --config, --output-dir) changed it.
 
-    Raises BadInput, in all processes, if something asked for cannot be done; Diverged if a loss
-    becomes infinite or NaN.
+    Raises BadInput, in all processes, if something asked for cannot be done; Diverged if a loss or
+    a parameter becomes infinite or NaN.
     """
     global _folder, output_dir
     who = processes()
@@ -148,18 +151,13 @@ def main(arguments: list[str] | None = None) -> None:
         output_dir = who.agree(lambda: _read(arguments)) or output_dir
     run = who.agree(lambda: _Run(config, who))
     run.load_data()
-    folder = who.broadcast(Path(output_dir or _dated_folder()))
-    who.agree(lambda: _claim(folder, run.config) if who.rank == 0 else None)
-    if who.rank == 0:
-        _folder = folder
-        _logs[:] = [metrics.MetricsLog(folder / metrics.FILE, fresh=True)]
-        if run.config.tensorboard:
-            _logs.append(metrics.TensorBoardLog(folder))
-        log_info(run.facts())
     try:
+        _folder = who.agree(lambda: _claim(output_dir, run.config) if who.rank == 0 else None)
+        if _folder is not None:
+            log_info(run.facts())
         run.train()
-        if who.rank == 0:
-            _report(folder)
+        if _folder is not None:
+            _report(_folder)
     finally:
         for log in _logs:
             log.close()
@@ -301,6 +299,7 @@ class _Run:
                 sums[name] = sums[name] + values if name in sums else values
             self.step += 1
             bar.update()
+        self._refuse_divergence(epoch)
         return sums
 
     def _gradient(self, epoch: int, step: int) -> dict[str, Tensor]:
@@ -317,15 +316,24 @@ class _Run:
                 )
                 loss, batch_metrics = self.task.loss(model, batch)
                 if not math.isfinite(loss.item()):
-                    raise Diverged(
-                        f"diverged: worker {worker}'s loss is {loss.item()} at step {self.step} "
-                        f"(epoch {epoch + 1}); try a smaller learning_rate or "
-                        f"optimizer_diffusion_rate"
-                    )
+                    raise Diverged(self._divergence(worker, f"loss is {loss.item()}", epoch))
                 loss.backward()
             for name, value in batch_metrics.items():
                 collected.setdefault(name, []).append(value)
         return {name: torch.stack(values) for name, values in collected.items()}
+
+    def _refuse_divergence(self, epoch: int) -> None:
+        """A loss tells of the parameters before the update; this, of those after the last one."""
+        finite = self.parameters.x.isfinite().all(1).tolist()
+        for worker, fine in zip(self.network.workers, finite, strict=True):
+            if not fine:
+                raise Diverged(self._divergence(worker, "parameters are not finite", epoch))
+
+    def _divergence(self, worker: int, what: str, epoch: int) -> str:
+        return (
+            f"diverged: worker {worker}'s {what} at step {self.step} (epoch {epoch + 1}); "
+            f"try a smaller learning_rate or optimizer_diffusion_rate"
+        )
 
     def _update(self) -> None:
         with self.clock("update"):
@@ -359,9 +367,9 @@ class _Run:
         x, buffers = self.parameters.x, self.parameters.buffers
         mean, mean_buffers = network.mean(x), network.mean(buffers)
         squares = {"params_only": (x - mean).double().square().sum(1)}
-        squares["full_state_vector"] = (
-            squares["params_only"] + (buffers - mean_buffers).double().square().sum(1)
-        )
+        squares["full_state_vector"] = squares["params_only"] + (
+            buffers - mean_buffers
+        ).double().square().sum(1)
         for kind, distances in squares.items():
             rms = network.mean(distances).sqrt().item()
             self._log("consensus_distance", rms, epoch, type=kind)
@@ -462,7 +470,11 @@ def _read(arguments: list[str]) -> str | None:
 
 def _checked(asked: DictConfig, who: Processes) -> Any:
     """A copy of the configuration with its blanks filled in. ValueError for impossible values."""
-    c = OmegaConf.create(OmegaConf.to_container(asked))  # plain values: no checks in the hot path
+    try:
+        values = OmegaConf.to_container(asked, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:  # of a value such as ${seed}, where no seed is
+        raise ValueError(str(error).replace("\n    full_key", ", key").splitlines()[0]) from error
+    c = OmegaConf.create(values)  # plain values: no checks in the hot path
     c.n_workers = who.size if c.n_workers is None else c.n_workers
     hosted(c.n_workers, who.size)
 
@@ -470,15 +482,21 @@ def _checked(asked: DictConfig, who: Processes) -> Any:
         if not ok(c[key]):
             raise ValueError(f"{key}={c[key]}: use {would_do}")
 
-    for key in ("num_epochs", "batch_size", "evaluation_interval"):
+    for key in (
+        "num_epochs",
+        "batch_size",
+        "evaluation_interval",
+        "optimizer_rank",
+        "optimizer_num_iterations",
+    ):
         demand(key, lambda v: v >= 1, "1 or more")
     for key in ("seed", "rank", "log_verbosity"):
         demand(key, lambda v: v >= 0, "0 or more")
     demand("learning_rate", lambda v: v > 0 and math.isfinite(v), "a number above 0")
-    demand("distributed_lr_warmup_factor", lambda v: v > 0, "a number above 0")
+    demand("distributed_lr_warmup_factor", lambda v: v > 0 and math.isfinite(v), "a number above 0")
     demand("distributed_lr_warmup_epoch", lambda v: v >= 0, "a number of epochs, or 0 for none")
     demand("momentum", lambda v: 0 <= v < 1, "a number from 0 to below 1")
-    demand("weight_decay", lambda v: v >= 0, "0 or more")
+    demand("weight_decay", lambda v: v >= 0 and math.isfinite(v), "0 or more")
     demand("decentralized_data_shuffled_ratio", lambda v: 0 <= v <= 1, "a share from 0 to 1")
     demand("cuda_aware", lambda v: v in ("auto", "on", "off"), "auto, on or off")
     demand("distributed_backend", lambda v: v == "mpi", "mpi, the only one")
@@ -495,7 +513,8 @@ def _checked(asked: DictConfig, who: Processes) -> Any:
     demand(
         "spectrum_logging_worker_pairs",
         lambda v: all(
-            _numbers(pair, 2) and all(n in range(c.n_workers) for n in pair) for pair in v
+            _numbers(pair, 2) and all(isinstance(n, int) and n in range(c.n_workers) for n in pair)
+            for pair in v
         ),
         f"a list of pairs of workers, 0 to {c.n_workers - 1}",
     )
@@ -513,27 +532,43 @@ def _numbers(values: Any, count: int) -> bool:
         return False
 
 
-def _dated_folder() -> str:
-    now = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
-    folder, number = Path("output") / now, 1
-    while folder.exists():
-        number += 1
-        folder = Path("output") / f"{now}-{number}"
-    return str(folder)
+def _claim(wanted: str | None, c: DictConfig) -> Path:
+    """The folder, made, with config.yaml in it, and the logs opened.
 
-
-def _claim(folder: Path, c: DictConfig) -> None:
-    """Make the folder and write config.yaml. ValueError if it holds a run; OSError."""
-    held = [name for name in (metrics.FILE, "config.yaml") if (folder / name).exists()]
-    if held and not c.overwrite:
-        raise ValueError(
-            f"{folder} already holds a run ({held[0]}); use another --output-dir, or overwrite=true"
-        )
+    ValueError if it holds a run, or cannot be written.
+    """
+    folder = Path(wanted) if wanted else _new_dated_folder()
     try:
+        held = [folder / name for name in _FILES if (folder / name).exists()]
+        held.extend(folder.glob("events.out.tfevents.*"))
+        if held and not c.overwrite:
+            raise ValueError(
+                f"{folder} already holds a run ({held[0].name}); "
+                f"use another --output-dir, or overwrite=true"
+            )
         folder.mkdir(parents=True, exist_ok=True)
+        if c.tensorboard:
+            _logs.append(metrics.TensorBoardLog(folder))
+        for file in held:
+            file.unlink()
         (folder / "config.yaml").write_text(OmegaConf.to_yaml(c))
+        _logs.append(metrics.MetricsLog(folder / metrics.FILE, fresh=True))
     except OSError as error:
         raise ValueError(f"output folder {folder}: {error.strerror or error}") from error
+    return folder
+
+
+def _new_dated_folder() -> Path:
+    """output/DATE-TIME, made; runs that start in the same second get a number behind it."""
+    now = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
+    folder = Path("output") / now
+    for number in itertools.count(2):
+        try:
+            folder.mkdir(parents=True)
+            break
+        except FileExistsError:
+            folder = Path("output") / f"{now}-{number}"
+    return folder
 
 
 def _report(folder: Path) -> None:

@@ -1,0 +1,218 @@
+"""Messages arrive where W says, in any layout of processes, and are counted once."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import topologies
+from network import (
+    BadInput,
+    Conversation,
+    Mean,
+    Network,
+    Processes,
+    ToAll,
+    ToEach,
+    choose_device,
+    hosted_workers,
+    processes,
+    together,
+)
+
+TOPOLOGIES = ["ring", "star", "chain", "unidirectional-ring", "exponential", "fully-connected"]
+ALONE = Processes()
+
+
+def stamp(sender: Tensor, receiver: Tensor) -> Tensor:
+    """A number that tells who sent to whom."""
+    return 100.0 * sender + receiver
+
+
+def exchanged(network: Network) -> dict[str, Tensor]:
+    """One conversation with all kinds of messages; everything received, of all workers."""
+    workers = torch.tensor(network.workers, dtype=torch.float32)
+    targets = [
+        [worker for worker, _ in network.topology.round(0).targets(i)] for i in network.workers
+    ]
+    degree = max(len(network.topology.round(0).targets(i)) for i in range(network.n_workers))
+    each = torch.zeros(len(workers), degree, 3)
+    for row, (worker, receivers) in enumerate(zip(workers, targets, strict=True)):
+        for slot, receiver in enumerate(receivers):
+            each[row, slot] = stamp(worker, torch.tensor(float(receiver)))
+    to_all = (workers[:, None] * torch.ones(2)).to(torch.uint8)
+    received: dict[str, Tensor] = {}
+
+    def conversation() -> Conversation:
+        received["each"], received["all"] = yield ToEach(each), ToAll(to_all)
+        received["each"], received["all"] = received["each"].clone(), received["all"].clone()
+        received["mean"] = (yield Mean(workers[:, None].clone())).clone()
+
+    network.run(conversation())
+    received["mean"] = received["mean"].expand(len(workers), -1)
+    return {name: network.gather(values) for name, values in received.items()}
+
+
+def check_arrivals(make: Callable[[topologies.Topology], Network], n: int, name: str) -> None:
+    topology = topologies.make(name, n)
+    got = exchanged(make(topology))
+    for i in range(n):
+        for slot, (j, _) in enumerate(topology.round(0).sources(i)):
+            expected = stamp(torch.tensor(float(j)), torch.tensor(float(i)))
+            assert (got["each"][i, slot] == expected).all()
+            assert (got["all"][i, slot] == j).all()
+    assert (got["mean"] == (n - 1) / 2).all()
+    assert torch.isfinite(got["each"]).all()
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize("n", [1, 2, 8])
+def test_messages_arrive_in_one_process(name: str, n: int) -> None:
+    check_arrivals(lambda topology: Network(topology, ALONE), n, name)
+
+
+@pytest.mark.parallel([2, 3, 4, 8])
+@pytest.mark.parametrize("hosted", [1, 2, 3])
+@pytest.mark.parametrize("stage", [False, True])
+def test_messages_arrive_between_processes(hosted: int, stage: bool) -> None:
+    n = hosted * processes().size
+    for name in TOPOLOGIES:
+        check_arrivals(lambda topology: Network(topology, stage=stage), n, name)
+
+
+@pytest.mark.parallel([2, 3, 4, 8])
+@pytest.mark.parametrize("hosted", [1, 2])
+def test_bits_and_messages_do_not_depend_on_the_layout(hosted: int) -> None:
+    for name in TOPOLOGIES:
+        topology = topologies.make(name, hosted * processes().size)
+        apart, alone = Network(topology), Network(topology, ALONE)
+        exchanged(apart)
+        exchanged(alone)
+        assert apart.gather(torch.tensor(apart.bits)).tolist() == alone.bits.tolist()
+        assert apart.gather(torch.tensor(apart.messages)).tolist() == alone.messages.tolist()
+
+
+def test_bits_are_those_of_the_bytes_that_leave() -> None:
+    n, name = 6, "star"
+    network = Network(topologies.make(name, n), ALONE)
+    exchanged(network)
+    degrees = np.array([5] + [1] * 5)
+    all_reduce = round(2 * (n - 1) / n * 32)
+    assert network.bits.tolist() == (degrees * (3 * 32 + 2 * 8) + all_reduce).tolist()
+    assert network.messages.tolist() == (degrees * 2 + 2 * (n - 1)).tolist()
+    assert network.bits_to_all(10).tolist() == (degrees * 320).tolist()
+
+
+def test_measuring_is_not_counted() -> None:
+    network = Network(topologies.make("ring", 4), ALONE)
+    x = torch.arange(8.0).view(4, 2)
+    assert network.mean(x).tolist() == [3.0, 4.0]
+    assert torch.equal(network.gather(x), x)
+    assert network.bits.sum() == network.messages.sum() == 0
+
+
+def test_a_message_that_is_sent_again_brings_what_it_then_holds() -> None:
+    network = Network(topologies.make("ring", 3), ALONE)
+    message = ToAll(torch.zeros(3, 1))
+    seen = []
+
+    def conversation() -> Conversation:
+        received = yield message
+        seen.append(received[0, :, 0].tolist())
+
+    for step in range(3):
+        message.tensor[:, 0] = 10.0 * step + torch.arange(3)
+        network.run(conversation())
+    assert seen == [[1, 2], [11, 12], [21, 22]]
+    assert network.round == 3
+
+
+def test_what_leaves_is_read_at_the_start() -> None:
+    """The gradient is computed between start and finish, at the x that was sent."""
+    network = Network(topologies.make("ring", 3), ALONE)
+    x = torch.arange(3.0)[:, None]
+    seen = []
+
+    def conversation() -> Conversation:
+        seen.append((yield ToAll(x)).clone())
+
+    exchange = network.start(conversation())
+    assert not seen
+    exchange.finish()
+    assert seen[0][0, :, 0].tolist() == [1, 2]
+
+
+def test_together_is_each_by_itself_at_the_same_time() -> None:
+    log: list[tuple[str, list[float]]] = []
+    posted: list[int] = []
+
+    def talk(name: str, rounds: int, n: int) -> Conversation:
+        for t in range(rounds):
+            received = yield ToAll(torch.full((n, 1), 10.0 * t))
+            log.append((name, received[0, :, 0].tolist()))
+
+    conversation = together(talk("a", 1, 3), talk("b", 3, 3), talk("c", 2, 3))
+    messages = next(conversation)
+    while True:
+        posted.append(len(messages))
+        try:
+            messages = conversation.send(
+                tuple(m.tensor.expand(3, 2).unsqueeze(-1) for m in messages)
+            )
+        except StopIteration:
+            break
+    assert posted == [3, 2, 1]
+    assert log == [
+        ("a", [0, 0]),
+        ("b", [0, 0]),
+        ("c", [0, 0]),
+        ("b", [10, 10]),
+        ("c", [10, 10]),
+        ("b", [20, 20]),
+    ]
+
+
+@pytest.mark.parallel([3])
+def test_agreement_refuses_in_all_processes() -> None:
+    who = processes()
+
+    def action() -> str:
+        if who.rank == 1:
+            raise ValueError("one sentence")
+        return "fine"
+
+    with pytest.raises(BadInput, match="^one sentence$"):
+        who.agree(action)
+    assert who.agree(lambda: who.rank) == who.rank
+    order = who.gather(who.one_by_one(lambda: who.local_rank))
+    assert order == [0, 1, 2]
+    assert who.sum(np.array([1.0, who.rank])).tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parallel([2, 4, 8])
+def test_processes_share_the_cores() -> None:
+    import os
+
+    who = processes()
+    cores = set().union(*who.gather(os.sched_getaffinity(0)))
+    assert 1 <= who.threads <= max(1, len(cores) // who.size)
+
+
+def test_workers_are_spread_evenly_or_not_at_all() -> None:
+    assert hosted_workers(8, 4) == 2
+    with pytest.raises(
+        ValueError, match="n_workers=6 cannot be spread over 4 processes; use a mul"
+    ):
+        hosted_workers(6, 4)
+
+
+def test_devices() -> None:
+    assert choose_device("cpu", 3) == torch.device("cpu")
+    with pytest.raises(ValueError, match='device "gpu" is unknown; use auto, cpu'):
+        choose_device("gpu", 0)
+    if not torch.cuda.is_available():
+        assert choose_device("auto", 0) == torch.device("cpu")
+        with pytest.raises(ValueError, match="no GPU is visible"):
+            choose_device("cuda:0", 0)

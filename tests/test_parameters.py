@@ -1,0 +1,134 @@
+"""The layout of parameters: every number has one place, and views are views."""
+
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from parameters import Layout, Parameters, batches, matrix_shape
+
+shapes_of_tensors = st.lists(
+    st.lists(st.integers(1, 5), max_size=4).map(tuple), min_size=1, max_size=8
+)
+
+
+@given(shapes_of_tensors)
+def test_tensors_tile_the_buffer(shapes: list[tuple[int, ...]]) -> None:
+    layout = Layout(shapes)
+    flat = torch.arange(layout.size)
+    tensors = layout.tensors(flat)
+    assert [tuple(t.shape) for t in tensors] == shapes
+    assert torch.equal(torch.cat([t.flatten() for t in tensors]).sort().values, flat)
+
+
+@given(shapes_of_tensors, st.integers(1, 4), st.integers(1, 3))
+def test_stacks_hold_the_matrices_and_ranks_cut_prefixes(
+    shapes: list[tuple[int, ...]], rank: int, workers: int
+) -> None:
+    layout = Layout(shapes)
+    x = torch.arange(workers * layout.size).view(workers, layout.size)
+    stacked = [
+        matrix.flatten().tolist()
+        for stack in layout.stacks
+        for batch in batches(x, stack)
+        for matrix in batch
+    ]
+    expected = [
+        tensor.flatten().tolist()
+        for worker in x
+        for tensor in layout.tensors(worker)
+        if tensor.dim() >= 2
+    ]
+    assert sorted(stacked) == sorted(expected)
+
+    low_rank = layout.compressible(rank)
+    assert low_rank == layout.stacks[: len(low_rank)]
+    numbers = sum(prod(s) for s in shapes if len(s) >= 2 and min(matrix_shape(s)) > rank)
+    assert numbers == (low_rank[-1].stop if low_rank else 0)
+
+
+def test_matrices_of_a_shape_are_one_batch_for_one_worker() -> None:
+    layout = Layout([(4, 3), (5,), (2, 2), (4, 3, 1), (4, 3)])
+    (batch,) = batches(torch.zeros(1, layout.size), layout.stacks[0])
+    assert batch.shape == (3, 4, 3)
+
+
+def test_vectors_follow_and_what_is_not_decayed_comes_last() -> None:
+    layout = Layout([(3,), (2, 2), (4,), (5,)], decayed=[False, True, True, True])
+    assert layout.starts == [4 + 9, 0, 4, 8]
+    assert layout.matrices_size == 4
+    assert layout.spans([1, 2, 3]) == [slice(0, 13)]
+
+
+def small_model() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(3, 2)
+    )
+
+
+def test_models_compute_with_the_flat_memory() -> None:
+    models = [small_model(), small_model()]
+    expected = [[p.detach().clone() for p in model.parameters()] for model in models]
+    images = torch.randn(4, 1, 3, 3)
+    before = [model.eval()(images) for model in models]
+
+    parameters = Parameters(models)
+    assert parameters.x.shape == (2, 3 * 9 + 3 + 6 + 6 + 2)
+    for model, old, output in zip(models, expected, before, strict=True):
+        for new_value, old_value in zip(model.parameters(), old, strict=True):
+            assert torch.equal(new_value, old_value)
+        assert torch.equal(model(images), output)
+
+    parameters.x[0].zero_()
+    assert all(p.abs().sum() == 0 for p in models[0].parameters())
+    assert models[0](images).abs().sum() == 0
+
+
+def test_gradients_arrive_in_the_flat_memory_and_add_up() -> None:
+    model = small_model()
+    parameters = Parameters([model])
+    images = torch.randn(4, 1, 3, 3)
+    for times in (1, 2):
+        model.eval()(images).square().sum().backward()
+        flat = parameters.layout.tensors(parameters.grad[0])
+        alone = small_model()
+        alone.load_state_dict(model.state_dict())
+        alone.eval()(images).square().sum().backward()
+        for ours, theirs in zip(flat, alone.parameters(), strict=True):
+            torch.testing.assert_close(ours, times * theirs.grad)
+
+
+def test_running_statistics_lie_in_the_buffers() -> None:
+    model = small_model()
+    parameters = Parameters([model])
+    assert parameters.buffers.shape == (1, 6)
+    model.train()(torch.randn(8, 1, 3, 3) + 5)
+    norm = model[1]
+    assert isinstance(norm, nn.BatchNorm2d)
+    flat = torch.cat([norm.running_mean, norm.running_var])
+    assert torch.equal(parameters.buffers[0], flat)
+    assert norm.running_mean.abs().min() > 0
+
+
+def test_weight_decay_spares_normalization_layers() -> None:
+    parameters = Parameters([small_model()])
+    touched = torch.zeros(parameters.layout.size)
+    for span in parameters.decay_spans():
+        touched[span] = 1
+    by_name = dict(zip(parameters.names, parameters.layout.tensors(touched), strict=True))
+    assert {name: bool(t.all()) for name, t in by_name.items()} == {
+        "0.weight": True,
+        "0.bias": True,
+        "1.weight": False,
+        "1.bias": False,
+        "4.weight": True,
+        "4.bias": True,
+    }
+
+
+def test_shapes_and_marks_must_match() -> None:
+    with pytest.raises(ValueError, match="2 shapes, but 1 marks"):
+        Layout([(1,), (2,)], decayed=[True])
