@@ -1,0 +1,45 @@
+# Every target sets up what it needs; `make` alone lists them.
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup train test check bench clean
+
+# processes of `make train`, and what is handed on to it:  make train NP=4 ARGS="topology=torus seed=2"
+NP ?= 8
+ARGS ?=
+
+activate := source .venv/bin/activate
+gossip_step := python benchmarks/gossip_step.py
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\): .*## /make \1\t/p' Makefile | expand -t 14
+
+setup: ## make .venv, once
+	@bash environment/setup.sh
+
+train: setup ## train with eight MPI processes; NP=4, ARGS="key=value …"
+	@$(activate) && mpirun -np $(NP) python train.py $(ARGS)
+
+test: setup ## all tests, under 1, 2, 3, 4 and 8 MPI processes
+	@$(activate) && export OMP_NUM_THREADS=1 && failed= && \
+	{ [ -t 1 ] || export PY_COLORS=0; } && \
+	{ python -m pytest -m 'parallel[match]' || failed=1; } && \
+	for n in 2 3 4 8; do \
+		echo "── $$n MPI processes ──"; \
+		mpirun -np $$n python -m pytest -q -m 'parallel[match]' || failed="$$failed $$n"; \
+	done && \
+	{ [ -z "$$failed" ] || { echo "tests failed under$${failed} MPI processes" >&2; exit 1; }; }
+
+check: setup ## formatting, lint, types
+	@$(activate) && ruff format --check . && ruff check . && mypy
+
+bench: setup ## milliseconds per gossip step
+	@$(activate) && \
+	mpirun -np 8 $(gossip_step) algorithm=power-gossip model=resnet20 rank=1 && \
+	mpirun -np 8 $(gossip_step) algorithm=power-gossip model=resnet20 rank=4 && \
+	mpirun -np 8 $(gossip_step) algorithm=dpsgd model=resnet20 && \
+	mpirun -np 2 $(gossip_step) algorithm=power-gossip model=lstm rank=1
+
+clean: ## remove .venv, builds and caches; keeps output/ and data/
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,68 @@
+"""One voice under mpirun, and the same examples in every process.
+
+`make test` runs what needs one process, then for each N what needs N of them under one
+`mpirun -np N python -m pytest -m 'parallel[match]'`. A plain `pytest` runs everything too:
+mpi-pytest then starts mpirun for each parallel test, which takes longer.
+"""
+
+import ctypes
+import os
+import sys
+from itertools import count, takewhile
+
+# Before torch is loaded: eight test processes on two cores must not run sixteen threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hypothesis
+import pytest
+from mpi4py import MPI
+
+
+def forget_mpi_in_environment() -> None:
+    """Let this process start mpirun although it has initialized MPI itself, as mpi-pytest does.
+
+    Open MPI leaves variables behind that make an mpirun below believe it belongs to this process.
+    They are known to C only, so what Python knows of is what was there before.
+    """
+    environ = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
+    entries = takewhile(lambda entry: entry is not None, map(environ.__getitem__, count()))
+    # a list first: unsetting moves the entries behind
+    for name in [entry.partition(b"=")[0] for entry in entries]:
+        if name not in os.environb:
+            os.unsetenv(name)
+
+
+if MPI.COMM_WORLD.size == 1:
+    forget_mpi_in_environment()
+
+# Processes that drew different examples would wait for each other forever; and on a busy machine a
+# deadline only says that it is busy.
+hypothesis.settings.register_profile(
+    "same everywhere", derandomize=True, database=None, deadline=None
+)
+hypothesis.settings.load_profile("same everywhere")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Only process 0 shows progress and the summary."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if MPI.COMM_WORLD.rank > 0 and reporter is not None:
+        reporter._tw._file = open(os.devnull, "w")  # noqa: SIM115 open until the process ends
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Under mpirun every process tells its failures at once, in a line.
+
+    The summary shows process 0 only, and may never come: the others can be waiting for the failed
+    process until the timeout ends them all.
+    """
+    if MPI.COMM_WORLD.size > 1 and report.failed:
+        crash = getattr(report.longrepr, "reprcrash", None) or report.longrepr
+        print(f"\nprocess {MPI.COMM_WORLD.rank}: {report.nodeid}: {crash}", file=sys.stderr)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """No test for this number of processes is no failure under mpirun."""
+    if MPI.COMM_WORLD.size > 1 and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        session.exitstatus = pytest.ExitCode.OK

@@ -1,0 +1,265 @@
+"""environment/setup.sh as far as it can be tried without installing anything, and mpi_check.py.
+
+Everything runs in subprocesses, in the environment that setup.sh made.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from environment import mpi_check
+
+ROOT = Path(__file__).parent.parent
+INPUTS = ["pyproject.toml", "environment/constraints.txt", "environment/setup.sh"]
+
+
+def run(
+    *command: str | Path, cwd: Path = ROOT, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command with further environment variables; a variable that is "" is unset."""
+    merged = {**os.environ, **variables}
+    environment = {name: value for name, value in merged.items() if value != ""}
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def executable(path: Path, script: str) -> Path:
+    """A shell script in the place of a program."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder with what setup.sh reads, and no .venv."""
+    folder = tmp_path / "checkout"
+    for name in INPUTS:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def setup(checkout: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the checkout's setup.sh, in which a `pip` that could be reached would be a mistake."""
+    settings = {"PYTHON": "", "MPI": "", "MINIMAL": "", "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
+    return run("bash", "environment/setup.sh", cwd=checkout, **(settings | variables))
+
+
+# What setup.sh asks an interpreter: its version first, then whether it can make environments.
+OLD = 'case "$2" in *version*) echo 3.8 ;; esac'
+NEW_WITHOUT_VENV = 'case "$2" in *version*) echo 3.12 ;; *) exit 1 ;; esac'
+BROKEN = "exit 127"
+
+
+@pytest.mark.parametrize(
+    ("script", "sentence"),
+    [
+        (OLD, "is Python 3.8; this project needs Python 3.11 or newer"),
+        (NEW_WITHOUT_VENV, "(Python 3.12) cannot make virtual environments; install its venv"),
+        (BROKEN, "does not run"),
+    ],
+)
+def test_an_unfit_interpreter_is_refused_in_one_line(
+    checkout: Path, tmp_path: Path, script: str, sentence: str
+) -> None:
+    python = executable(tmp_path / "bin" / "python-of-mine", script)
+    result = setup(checkout, PYTHON=str(python))
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"setup: error: PYTHON={python}: ")
+    assert sentence in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not (checkout / ".venv").exists()
+
+
+def minimal_path(folder: Path, **programs: str) -> str:
+    """A PATH with the usual tools, but of all Pythons only the given ones."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for tool in ("bash", "cat", "cksum", "dirname", "grep", "mktemp", "readlink", "rm", "tail"):
+        found = shutil.which(tool)
+        assert found, f"the test needs {tool}"
+        (folder / tool).symlink_to(found)
+    for name, script in programs.items():
+        executable(folder / name, script)
+    return str(folder)
+
+
+def test_no_python_at_all_is_said(checkout: Path, tmp_path: Path) -> None:
+    result = setup(checkout, PATH=minimal_path(tmp_path / "bin"))
+    assert result.returncode == 1
+    assert "there is no python3 on PATH; this project needs Python 3.11" in result.stderr
+
+
+def test_the_most_helpful_reason_wins(checkout: Path, tmp_path: Path) -> None:
+    """An old python3 beside a new one without venv: the remedy is to install venv."""
+    path = minimal_path(tmp_path / "bin", **{"python3": OLD, "python3.12": NEW_WITHOUT_VENV})
+    result = setup(checkout, PATH=path)
+    assert result.returncode == 1
+    assert "python3.12 (Python 3.12) cannot make virtual environments" in result.stderr
+    assert "apt-get install python3-venv" in result.stderr
+
+
+def test_a_later_candidate_is_taken_if_the_first_is_too_old(checkout: Path, tmp_path: Path) -> None:
+    makes_none = 'case "$2" in *version*) echo 3.12 ;; venv) echo no space left >&2; exit 1 ;; esac'
+    path = minimal_path(tmp_path / "bin", **{"python3": OLD, "python3.12": makes_none})
+    result = setup(checkout, PATH=path)
+    assert result.returncode == 1
+    assert "python3.12 -m venv failed" in result.stderr
+    assert "no space left" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("choice", "sentence"),
+    [
+        ("mashine", "MPI=mashine is unknown; choose package or machine"),
+        ("machine", "MPI=machine, but there is no mpirun on PATH"),
+    ],
+)
+def test_a_wrong_choice_of_mpi_is_refused(
+    checkout: Path, tmp_path: Path, choice: str, sentence: str
+) -> None:
+    result = setup(checkout, MPI=choice, PATH=minimal_path(tmp_path / "bin"))
+    assert result.returncode == 1
+    assert sentence in result.stderr
+
+
+@pytest.fixture
+def stamped(checkout: Path) -> Path:
+    """A checkout that setup.sh believes to be done, its Python being a link to this one.
+
+    The stamp is written by hand as setup.sh writes it: what is expected of it is stated here.
+    """
+    (checkout / ".venv" / "bin").mkdir(parents=True)
+    (checkout / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    inputs = b"".join((checkout / name).read_bytes() for name in INPUTS)
+    checksum = subprocess.run(["cksum"], input=inputs, capture_output=True, check=True).stdout
+    stamp = f"{checksum.decode()}{checkout}\n\n\n\n"
+    (checkout / ".venv" / ".setup-stamp").write_text(stamp)
+    return checkout
+
+
+def test_a_second_run_does_nothing(stamped: Path) -> None:
+    before = sorted(path.stat().st_mtime_ns for path in stamped.rglob("*"))
+    result = setup(stamped, MPI="package")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "setup: ready. Activate it with:  source .venv/bin/activate\n"
+    assert sorted(path.stat().st_mtime_ns for path in stamped.rglob("*")) == before
+
+
+@pytest.mark.parametrize("changed", [*INPUTS, "the folder", "Python is gone"])
+def test_a_change_makes_it_run_again(stamped: Path, tmp_path: Path, changed: str) -> None:
+    """It then gets as far as asking PYTHON, which is unfit here."""
+    if changed == "the folder":
+        stamped = stamped.rename(tmp_path / "moved")
+    elif changed == "Python is gone":
+        (stamped / ".venv" / "bin" / "python").unlink()
+    else:
+        with (stamped / changed).open("a") as file:
+            file.write("\n# changed\n")
+    path = minimal_path(tmp_path / "bin", python3=OLD)
+    result = setup(stamped, MPI="package", PATH=path)
+    assert result.returncode == 1
+    assert "is Python 3.8" in result.stderr
+
+
+ACTIVATE = Path(sys.prefix) / "bin" / "activate"
+# variable: the value it gets
+EXPORTS = {
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+}
+if os.geteuid() == 0:
+    EXPORTS |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+@pytest.mark.parametrize("variable", EXPORTS)
+def test_activation_sets_what_is_unset_and_keeps_what_is_set(variable: str) -> None:
+    show = f'set -eu; source "{ACTIVATE}"; source "{ACTIVATE}"; printenv {variable}'
+    for before, after in [("", EXPORTS[variable]), ("mine", "mine")]:
+        assert run("bash", "-c", show, cwd=ROOT, **{variable: before}).stdout == f"{after}\n"
+
+
+def test_activation_is_written_once() -> None:
+    lines = ACTIVATE.read_text().splitlines()
+    for variable in EXPORTS:
+        assert sum(line.strip().startswith(f"export {variable}=") for line in lines) == 1
+
+
+def test_a_driver_in_another_folder_imports_the_modules(tmp_path: Path) -> None:
+    driver = tmp_path / "driver.py"
+    driver.write_text("import tasks, topologies\nprint(topologies.__file__)\n")
+    result = run(sys.executable, driver, cwd=tmp_path, PYTHONPATH="")
+    assert result.returncode == 0, result.stderr
+    assert Path(result.stdout.strip()) == ROOT / "topologies.py"
+
+
+def test_every_module_can_be_imported_from_another_folder() -> None:
+    """A module beside pyproject.toml that is not listed there works here and nowhere else."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert set(settings["py-modules"]) == {path.stem for path in ROOT.glob("*.py")}
+
+
+def test_constraints_pin_whatever_is_installed() -> None:
+    """What an installation takes is in the file, all the way down."""
+    pins = {
+        line.partition("==")[0].lower().replace("_", "-")
+        for line in (ROOT / "environment" / "constraints.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    }
+    frozen = run(sys.executable, "-m", "pip", "freeze", "--exclude-editable").stdout.splitlines()
+    installed = {line.partition("==")[0].lower().replace("_", "-") for line in frozen}
+    # torch's own GPU libraries come with its GPU build only, and it pins them itself
+    theirs = {name for name in installed if name.startswith(("nvidia-", "cuda-", "triton"))}
+    assert "torch" in installed
+    assert installed - pins - theirs == set()
+
+
+@pytest.mark.parametrize(("processes", "launcher"), [(1, []), (4, ["mpirun", "-np", "4"])])
+def test_mpi_check_reports_every_process(processes: int, launcher: list[str]) -> None:
+    result = run(*launcher, sys.executable, "environment/mpi_check.py")
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = result.stdout.splitlines()
+    assert [line.split()[0] for line in lines[1 : processes + 1]] == list(
+        map(str, range(processes))
+    )
+    everyone = "1 process" if processes == 1 else f"{processes} processes"
+    assert f"ring exchange: correct in {everyone} (cpu memory)" in lines
+    assert f"all-reduce: correct in {everyone} (cpu memory)" in lines
+    assert lines[-1] == f"MPI works: {everyone} on 1 host"
+
+
+def test_mpi_check_names_the_process_with_a_wrong_content(tmp_path: Path) -> None:
+    """Process 1 of 3 sends numbers that process 2 does not expect."""
+    driver = tmp_path / "wrong.py"
+    driver.write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT / 'environment')!r})\n"
+        "import mpi_check\n"
+        "right = mpi_check.content\n"
+        "if mpi_check.MPI.COMM_WORLD.rank == 1:\n"
+        "    mpi_check.content = lambda rank, where: right(rank, where) + (rank == 1)\n"
+        "sys.exit(mpi_check.main())\n"
+    )
+    result = run("mpirun", "-np", "3", sys.executable, driver)
+    assert result.returncode == 1
+    assert "process 2: ring exchange: 100000 of 100000 numbers from process 1" in result.stderr
+    assert "process 0: ring exchange" not in result.stderr
+    assert "MPI works" not in result.stdout
+
+
+def test_difference_names_the_first_wrong_number() -> None:
+    expected = torch.arange(4.0)
+    assert mpi_check.difference("ring", expected.clone(), expected) is None
+    received = torch.tensor([0.0, 1.0, torch.nan, 5.0])
+    assert mpi_check.difference("ring", received, expected, " from process 3") == (
+        "ring: 2 of 4 numbers from process 3 are wrong; number 2 is nan instead of 2.0"
+    )
