@@ -3,9 +3,10 @@
 An algorithm's step is a conversation: a generator that yields what leaves and is resumed with what
 arrived. It yields a message, or several in a tuple, to travel at the same time:
 
-    ToEach(tensor)  # [worker, neighbor, ...]  each neighbor gets its own  → [worker, neighbor, ...]
-    ToAll(tensor)   # [worker, ...]            every neighbor gets the same → [worker, neighbor, ...]
-    Mean(tensor)    # [worker, ...]            all-reduce                   → [1, ...], the mean
+    yields                                                        is resumed with
+    ToEach(tensor)  # [worker, neighbor, ...]  each its own       [worker, neighbor, ...]
+    ToAll(tensor)   # [worker, ...]            all the same       [worker, neighbor, ...]
+    Mean(tensor)    # [worker, ...]            all-reduce         [1, ...], the mean
 
 What arrives lies in memory that the next message of the same object overwrites. A message object
 that is yielded again (its tensor refilled) reuses its receive buffer and MPI requests; so a method
@@ -614,7 +615,7 @@ class _Reduction(_Transport):
     """All-reduce. What a ring all-reduce sends is counted, whatever the MPI library does."""
 
     def __init__(self, network: Network, tensor: Tensor, to_each: bool = False):
-        assert tensor.shape[0] == network.hosted and not to_each
+        assert tensor.shape[0] == network.hosted
         n = network.n_workers
         size = tensor[0].numel() * tensor.element_size() * 8
         self.bits = np.full(network.hosted, round(2 * (n - 1) * size / n), dtype=np.int64)

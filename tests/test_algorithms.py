@@ -57,7 +57,7 @@ def every_algorithm() -> list[tuple[str, Options]]:
     return others + [("power-gossip", options) for options in VARIANTS]
 
 
-# --- Every algorithm -------------------------------------------------------------------------------
+# --- Every algorithm ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "options"), every_algorithm())
@@ -128,7 +128,7 @@ def test_unknown_names_are_refused() -> None:
         algorithms.make("sgd", alone("ring", 3), Layout([(2, 2)]), Options())
 
 
-# --- Plain gossip and all-reduce -------------------------------------------------------------------
+# --- Plain gossip and all-reduce ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("topology", [*UNDIRECTED, "unidirectional-ring", "exponential"])
@@ -171,7 +171,7 @@ def test_plain_gossip_sends_every_number_to_every_neighbor() -> None:
     assert network.bits.tolist() == [3 * 32 * layout.size * degree for degree in (4, 1, 1, 1, 1)]
 
 
-# --- PowerGossip -----------------------------------------------------------------------------------
+# --- PowerGossip ----------------------------------------------------------------------------------
 
 
 def power_gossip(network: Network, layout: Layout, **options: object) -> PowerGossip:

@@ -183,7 +183,7 @@ def test_agreement_refuses_in_all_processes() -> None:
             raise ValueError("one sentence")
         return "fine"
 
-    with pytest.raises(BadInput, match="^one sentence$"):
+    with pytest.raises(BadInput, match=r"^one sentence$"):
         who.agree(action)
     assert who.agree(lambda: who.rank) == who.rank
     order = who.gather(who.one_by_one(lambda: who.local_rank))

@@ -35,18 +35,19 @@ def test_streams_are_standard_normal_and_independent() -> None:
 
 
 def test_every_argument_counts() -> None:
+    asked: list[tuple[int, str, tuple[int, ...]]] = [
+        (1, "a", ()),
+        (2, "a", ()),
+        (1, "b", ()),
+        (1, "a", (0,)),
+        (1, "a", (1,)),
+        (1, "a", (0, 1)),
+        (1, "a", (1, 0)),
+        (2**32 + 1, "a", ()),
+    ]
     draws = {
-        tuple(randomness.generator(*arguments).integers(0, 2**62, 2))
-        for arguments in [
-            (1, "a"),
-            (2, "a"),
-            (1, "b"),
-            (1, "a", 0),
-            (1, "a", 1),
-            (1, "a", 0, 1),
-            (1, "a", 1, 0),
-            (2**32 + 1, "a"),
-        ]
+        tuple(randomness.generator(seed, purpose, *ids).integers(0, 2**62, 2))
+        for seed, purpose, ids in asked
     }
     assert len(draws) == 8
     assert randomness.torch_seed(1, "a") != randomness.torch_seed(1, "b")
