@@ -77,14 +77,12 @@ def assign(config: DictConfig, key: str, value: Any, source: str = "") -> None:
 
     A list or mapping takes the place of the one before.
     """
-    kinds = {f.name: f.type for f in dataclasses.fields(OmegaConf.get_type(config))}
+    kinds = {f.name: f.type for f in dataclasses.fields(_schema(config))}
     name, *inside = key.split(".")
     kind = kinds.get(name)
     if kind is None or (inside and not str(kind).startswith(("list", "dict"))):
         close = difflib.get_close_matches(key, kinds, n=3)
-        hint = (
-            f"did you mean {' or '.join(close)}?" if close else f"the keys are {', '.join(kinds)}"
-        )
+        hint = f"did you mean {' or '.join(close)}?" if close else f"choose from {', '.join(kinds)}"
         raise BadInput(f'{source}key "{key}" is unknown; {hint}')
     refusal = BadInput(f"{source}{key}={_yaml_value(value)}: use {_type_name(kind)}")
     if kind is bool and isinstance(value, (int, float)) and value not in (0, 1):
@@ -97,7 +95,7 @@ def assign(config: DictConfig, key: str, value: Any, source: str = "") -> None:
 
 def describe(config: DictConfig) -> str:
     """A line for each key: its default and the comment behind it in the config class."""
-    kind = OmegaConf.get_type(config)
+    kind = _schema(config)
     comments = {}
     for line in inspect.getsource(kind).splitlines():
         name, _, rest = line.strip().partition(":")
@@ -106,7 +104,7 @@ def describe(config: DictConfig) -> str:
     defaults = OmegaConf.to_container(OmegaConf.structured(kind))
     assert isinstance(defaults, dict)
     return "\n".join(
-        f"  {f'{name}={_yaml_value(value)}':<44} {comments.get(str(name), '')}".rstrip()
+        f"  {f'{name!s}={_yaml_value(value)}':<44} {comments.get(str(name), '')}".rstrip()
         for name, value in defaults.items()
     )
 
@@ -119,6 +117,11 @@ def run_entry_point(main: Callable[[list[str]], object]) -> None:
         if network.processes().rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+    except network.Stopped as error:
+        if network.processes().size > 1:
+            raise  # the others may not know
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -169,6 +172,13 @@ def _problem(error: yaml.YAMLError) -> str:
     return where + (getattr(error, "problem", None) or str(error))
 
 
+def _schema(config: DictConfig) -> type[Any]:
+    """The dataclass that the configuration was made of."""
+    kind = OmegaConf.get_type(config)
+    assert kind is not None
+    return kind
+
+
 def _type_name(kind: Any) -> str:
     known = {
         int: "a whole number",
@@ -187,6 +197,6 @@ def _type_name(kind: Any) -> str:
 
 
 def _yaml_value(value: Any) -> str:
-    return (
-        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    )
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -38,7 +38,7 @@ import metrics
 import randomness
 import tasks
 import topologies
-from network import BadInput, Network, Processes, choose_device, cuda_aware_mpi, processes
+from network import Network, Processes, Stopped, choose_device, cuda_aware_mpi, processes
 from network import hosted_workers as hosted
 from parameters import Parameters
 
@@ -105,7 +105,7 @@ config: DictConfig = OmegaConf.structured(Config)
 output_dir: str | None = None  # None: a new dated folder under output/
 
 
-# --- Hooks: drivers put their own in place; called on process 0 ------------------------------------
+# --- Hooks: drivers put their own in place; called on process 0 ----------------------------------
 
 
 def log_metric(name: str, values: Mapping[str, float], tags: Mapping[str, Any]) -> None:
@@ -122,7 +122,7 @@ def log_info(info: Mapping[str, Any]) -> None:
 
 
 def log_runtime(label: str, mean: float, std: float, instances: int) -> None:
-    """Seconds that a phase took, over its `instances` so far. Rows named phase_seconds have sums."""
+    """Seconds a phase took, over its `instances` so far. The rows phase_seconds have the sums."""
 
 
 # What the default hooks write to, while main() runs.
@@ -132,18 +132,18 @@ _folder: Path | None = None
 _info: dict[str, Any] = {}
 
 
-# --- The run ---------------------------------------------------------------------------------------
+# --- The run -------------------------------------------------------------------------------------
 
 
-class Diverged(ArithmeticError):
-    """A worker's loss or parameters are no longer finite numbers."""
+class Diverged(Stopped):
+    """A worker's loss, or what its model is measured by, is no longer a finite number."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Train as `config` says, after `arguments` (key=value, --config, --output-dir) changed it.
 
-    Raises BadInput, in all processes, if something asked for cannot be done; Diverged if a loss or
-    a parameter becomes infinite or NaN.
+    Raises BadInput, in all processes, if something asked for cannot be done; Diverged if a
+    worker's loss becomes infinite or NaN.
     """
     global _folder, output_dir
     who = processes()
@@ -299,7 +299,6 @@ class _Run:
                 sums[name] = sums[name] + values if name in sums else values
             self.step += 1
             bar.update()
-        self._refuse_divergence(epoch)
         return sums
 
     def _gradient(self, epoch: int, step: int) -> dict[str, Tensor]:
@@ -307,33 +306,35 @@ class _Run:
         self.parameters.grad.zero_()
         collected: dict[str, list[Tensor]] = {}
         for worker, model in zip(self.network.workers, self.parameters.models, strict=True):
-            with self.clock("data"):
-                batch = self.task.batch(worker, epoch, step)
-            with self.clock("gradient"):
-                # For layers that draw from torch's generator: the same in any layout of processes.
-                torch.manual_seed(
-                    randomness.torch_seed(self.config.seed, "layers", worker, self.step)
-                )
-                loss, batch_metrics = self.task.loss(model, batch)
-                if not math.isfinite(loss.item()):
-                    raise Diverged(self._divergence(worker, f"loss is {loss.item()}", epoch))
-                loss.backward()
+            try:
+                batch_metrics = self._worker_gradient(worker, model, epoch, step)
+            except Exception as error:
+                error.add_note(f"in worker {worker} at step {self.step} (epoch {epoch + 1})")
+                raise
             for name, value in batch_metrics.items():
                 collected.setdefault(name, []).append(value)
         return {name: torch.stack(values) for name, values in collected.items()}
 
-    def _refuse_divergence(self, epoch: int) -> None:
-        """A loss tells of the parameters before the update; this, of those after the last one."""
-        finite = self.parameters.x.isfinite().all(1).tolist()
-        for worker, fine in zip(self.network.workers, finite, strict=True):
-            if not fine:
-                raise Diverged(self._divergence(worker, "parameters are not finite", epoch))
+    def _worker_gradient(
+        self, worker: int, model: nn.Module, epoch: int, step: int
+    ) -> dict[str, Tensor]:
+        with self.clock("data"):
+            batch = self.task.batch(worker, epoch, step)
+        with self.clock("gradient"):
+            # For layers that draw from torch's generator: the same in any layout of processes.
+            torch.manual_seed(randomness.torch_seed(self.config.seed, "layers", worker, self.step))
+            loss, batch_metrics = self.task.loss(model, batch)
+            self._refuse_divergence(worker, "loss", loss.item(), epoch + 1)
+            loss.backward()
+        return batch_metrics
 
-    def _divergence(self, worker: int, what: str, epoch: int) -> str:
-        return (
-            f"diverged: worker {worker}'s {what} at step {self.step} (epoch {epoch + 1}); "
-            f"try a smaller learning_rate or optimizer_diffusion_rate"
-        )
+    def _refuse_divergence(self, worker: int, what: str, value: float, epoch: int) -> None:
+        """Raises Diverged if the value is not finite; epoch counts from 1."""
+        if not math.isfinite(value):
+            raise Diverged(
+                f"diverged: worker {worker}'s {what} is {value} at step {self.step} "
+                f"(epoch {epoch}); try a smaller learning_rate or optimizer_diffusion_rate"
+            )
 
     def _update(self) -> None:
         with self.clock("update"):
@@ -361,7 +362,11 @@ class _Run:
 
         by_worker = _table([self.task.evaluate(model) for model in self.parameters.models])
         for name, hosted_values in by_worker.items():
-            for worker, value in enumerate(network.gather(torch.tensor(hosted_values)).tolist()):
+            for worker, value in zip(network.workers, hosted_values, strict=True):
+                # the update of the last step is seen here first
+                self._refuse_divergence(worker, f"test {name}", value, epoch)
+            values = network.gather(torch.tensor(hosted_values, dtype=torch.float64))
+            for worker, value in enumerate(values.tolist()):
                 self._log(name, value, epoch, split="test", worker=worker)
 
         x, buffers = self.parameters.x, self.parameters.buffers
@@ -384,11 +389,12 @@ class _Run:
                 self.mean_model.models[0], part=(self.who.rank, self.who.size)
             )
             names = list(part)
-            total = dict(zip(names, self.who.sum(np.array(list(part.values()))), strict=True))
-            for name, value in _table([total]).items():
-                self._log(name, value[0], epoch, split="test_avg")
+            sums_of_all = self.who.sum(np.array(list(part.values()))).tolist()
+            of_mean_model = _table([dict(zip(names, sums_of_all, strict=True))])
+            for name, (value,) in of_mean_model.items():
+                self._log(name, value, epoch, split="test_avg")
                 if name == "accuracy":
-                    shown = f"mean model {100 * value[0]:.1f} %, {shown}"
+                    shown = f"mean model {100 * value:.1f} %, {shown}"
         return shown
 
     def _log_spectra(self, epoch: int) -> None:
@@ -460,7 +466,7 @@ def _table(sums: list[dict[str, float]]) -> dict[str, list[float]]:
     return {name: [row[name] / row["count"] for row in sums] for name in names}
 
 
-# --- Before and after ------------------------------------------------------------------------------
+# --- Before and after ----------------------------------------------------------------------------
 
 
 def _read(arguments: list[str]) -> str | None:
@@ -474,7 +480,7 @@ def _checked(asked: DictConfig, who: Processes) -> Any:
         values = OmegaConf.to_container(asked, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:  # of a value such as ${seed}, where no seed is
         raise ValueError(str(error).replace("\n    full_key", ", key").splitlines()[0]) from error
-    c = OmegaConf.create(values)  # plain values: no checks in the hot path
+    c: Any = OmegaConf.create(values)  # plain values: no checks in the hot path
     c.n_workers = who.size if c.n_workers is None else c.n_workers
     hosted(c.n_workers, who.size)
 

@@ -1,0 +1,249 @@
+"""Laws of the configuration: what a command line changes, what is refused, and with which words."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import launch  # type: ignore[import-not-found]  # mypy knows it as tests.launch
+import pytest
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import configuration
+import train
+from network import BadInput
+
+
+def config_after(*arguments: str | Path) -> DictConfig:
+    """The configuration of train.py after these arguments changed it."""
+    config = OmegaConf.structured(train.Config)
+    configuration.read_command_line(config, [str(a) for a in arguments], "")
+    return config
+
+
+def refusal(*arguments: str | Path) -> str:
+    with pytest.raises(BadInput) as caught:
+        config_after(*arguments)
+    text = str(caught.value)
+    assert "\n" not in text, "a sentence, not a page"
+    return text
+
+
+def yaml_file(folder: Path, text: str, name: str = "some.yaml") -> Path:
+    (folder / name).write_text(text)
+    return folder / name
+
+
+# What is accepted.
+
+
+@pytest.mark.parametrize(
+    ("assignment", "expected"),
+    [
+        ("learning_rate=1e-3", 0.001),
+        ("learning_rate=1E+2", 100.0),
+        ("learning_rate=.5e1", 5.0),
+        ("learning_rate=2", 2.0),  # a whole number for a float
+        ("n_workers=8", 8),
+        ("n_workers=null", None),
+        ("topology=torus", "torus"),
+        ("topology=12", "12"),  # a file may be called that
+        ("task=2024-01-31", "2024-01-31"),
+        ("data_dir=", None),
+        ("data_dir=/some/folder with spaces", "/some/folder with spaces"),
+        ("topology=graphs/a=b.txt", "graphs/a=b.txt"),
+        ("cuda_aware=on", "on"),  # YAML 1.1 would say true
+        ("overlapping=false", False),
+        ("overlapping=no", False),
+        ("overlapping=1", True),
+        ("optimizer_diffusion_rate=auto", "auto"),
+        ("optimizer_diffusion_rate=0.3", 0.3),
+        ("optimizer_diffusion_rate=1e-1", 0.1),
+        ("lr_schedule_milestones=[]", []),
+        ("lr_schedule_milestones=[[150, 0.1], [225, 1e-1]]", [[150, 0.1], [225, 0.1]]),
+        ("spectrum_logging_params=[hidden1.weight]", ["hidden1.weight"]),
+        ("topology_options={degree: 4}", {"degree": 4}),
+    ],
+)
+def test_an_assignment_sets_a_typed_value(assignment: str, expected: Any) -> None:
+    value = config_after(assignment)[assignment.partition("=")[0]]
+    if isinstance(value, DictConfig) or OmegaConf.is_list(value):
+        value = OmegaConf.to_container(value)
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+def test_other_keys_stay_as_they_were() -> None:
+    changed, before = config_after("seed=7"), OmegaConf.structured(train.Config)
+    assert changed != before
+    changed.seed = before.seed
+    assert changed == before
+
+
+def test_assignments_come_after_files_and_later_ones_win(tmp_path: Path) -> None:
+    first = yaml_file(tmp_path, "seed: 10\nbatch_size: 11\nnum_epochs: 12\n", "first.yaml")
+    second = yaml_file(tmp_path, "batch_size: 21\nnum_epochs: 22\n", "second.yaml")
+    config = config_after("num_epochs=32", "--config", first, "--config", second)
+    assert (config.seed, config.batch_size, config.num_epochs) == (10, 21, 32)
+    config = config_after("--config", second, "num_epochs=32", "--config", first, "num_epochs=33")
+    assert (config.seed, config.batch_size, config.num_epochs) == (10, 11, 33)
+
+
+def test_a_mapping_takes_the_place_of_the_one_before() -> None:
+    config = config_after("topology_options={degree: 4, rewiring: 0.1}", "topology_options={}")
+    assert config.topology_options == {}
+    config = config_after("topology_options={degree: 4}", "topology_options.rewiring=0.1")
+    assert config.topology_options == {"degree": 4, "rewiring": 0.1}
+
+
+def test_the_output_folder_is_handed_back() -> None:
+    def folder_of(*arguments: str) -> str | None:
+        config = OmegaConf.structured(train.Config)
+        return configuration.read_command_line(config, arguments, "")
+
+    assert folder_of() is None
+    assert folder_of("seed=3", "--output-dir", "some/where", "num_epochs=1") == "some/where"
+    assert folder_of("--output-dir=some/where") == "some/where"
+
+
+# What is refused: each time the key, what was found, what would do.
+
+
+@pytest.mark.parametrize(
+    ("assignment", "words"),
+    [
+        ("n_workrs=4", ['"n_workrs"', "did you mean n_workers?"]),
+        ("toplogy=ring", ['"toplogy"', "topology"]),
+        ("xyz=1", ['"xyz"', "choose from", "n_workers", "distributed_init_file"]),
+        ("learning_rate.x=3", ['"learning_rate.x"', "did you mean learning_rate?"]),
+        ("=3", ['""', "unknown"]),
+        ("n_workers=2.5", ["n_workers=2.5", "a whole number, or null"]),
+        ("n_workers=yes", ["n_workers=yes", "a whole number, or null"]),
+        ("seed=abc", ["seed=abc", "a whole number"]),
+        ("seed=null", ["seed=null", "a whole number"]),
+        ("batch_size=true", ["batch_size=true", "a whole number"]),
+        ("learning_rate=fast", ["learning_rate=fast", "a number"]),
+        ("learning_rate=[1]", ["learning_rate=[1]", "a number"]),
+        ("overlapping=maybe", ["overlapping=maybe", "true or false"]),
+        ("overlapping=3", ["overlapping=3", "true or false"]),
+        ("overlapping=0.5", ["overlapping=0.5", "true or false"]),
+        ("topology=[ring]", ["topology=['ring']", "a word"]),
+        ("lr_schedule_milestones=5", ["lr_schedule_milestones=5", "a list"]),
+        ("spectrum_logging_epochs=[a]", ["spectrum_logging_epochs", "a list of whole numbers"]),
+        ("spectrum_logging_params=weight", ["spectrum_logging_params=weight", "a list of words"]),
+        ("topology_options=4", ["topology_options=4", "a mapping {name: value, ...}"]),
+        ("learning_rate=[1", ["learning_rate=[1", "not YAML"]),
+        ("learning_rate", ['"learning_rate"', "key=value"]),
+        ("--nope", ['"--nope"', "--config FILE.yaml, --output-dir DIR, key=value"]),
+        ("--output", ['"--output"']),  # no guessing at abbreviations
+        ("--output-dir", ["--output-dir"]),
+    ],
+)
+def test_a_bad_argument_is_refused_with_what_would_do(assignment: str, words: list[str]) -> None:
+    text = refusal(assignment)
+    assert [word for word in words if word not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", ["is empty", "key: value"]),
+        ("# nothing\n", ["is empty"]),
+        ("- 1\n- 2\n", ["holds a list", "key: value"]),
+        ("seed: 1\ntopology: [ring\nnum_epochs: 3\n", ["line 3", "not YAML"]),
+        ("seed: 1\n\tnum_epochs: 3\n", ["line 2", "not YAML"]),
+        ("seed: 1\nn_workrs: 4\n", ['"n_workrs"', "did you mean n_workers?"]),
+        ("seed: 1.5\n", ["seed=1.5", "a whole number"]),
+        ("5: 1\n", ['"5"', "unknown"]),
+        ("\x00\xff", ["not"]),
+    ],
+)
+def test_a_bad_file_is_refused_by_its_name(tmp_path: Path, content: str, words: list[str]) -> None:
+    file = tmp_path / "some.yaml"
+    file.write_bytes(content.encode("latin1"))
+    text = refusal("--config", file)
+    assert [word for word in [str(file), *words] if word not in text] == []
+
+
+def test_a_file_that_cannot_be_read_is_refused_by_its_name(tmp_path: Path) -> None:
+    assert "No such file" in (text := refusal("--config", tmp_path / "no.yaml"))
+    assert str(tmp_path / "no.yaml") in text
+    assert "Is a directory" in refusal("--config", tmp_path)
+
+
+def test_a_driver_cannot_set_what_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
+    with pytest.raises(OmegaConfBaseException, match="no_such_key"):
+        train.config["no_such_key"] = 1
+    with pytest.raises(OmegaConfBaseException, match="no_such_key"):
+        train.config.no_such_key = 1
+    with pytest.raises(OmegaConfBaseException, match="n_workers"):
+        train.config["n_workers"] = "four"
+    train.config["n_workers"] = 4
+    assert train.config.n_workers == 4
+
+
+# Help.
+
+
+def test_help_lists_every_key_with_its_default_and_meaning() -> None:
+    shown = launch.python("train.py", "--help")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    config = OmegaConf.structured(train.Config)
+    lines = shown.stdout.partition("keys and their defaults:\n")[2].splitlines()
+    assert [line.split("=")[0].strip() for line in lines] == list(config)
+    for key, line in zip(config, lines, strict=True):
+        default = re.split(r" {2,}", line.strip())[0].partition("=")[2]
+        assert config_after(f"{key}={default}") == config, "a default can be given back"
+    assert re.search(r"^  batch_size=16 +per worker$", shown.stdout, re.MULTILINE)
+    assert re.search(r"^  n_workers=null +workers in all", shown.stdout, re.MULTILINE)
+    assert re.search(r"^  seed=1$", shown.stdout, re.MULTILINE)
+    for option in ("--config FILE.yaml", "--output-dir DIR", "--help"):
+        assert option in shown.stdout
+
+
+# The learning rate.
+
+
+@pytest.mark.parametrize(
+    ("epoch", "expected"),
+    [
+        (0.0, 0.1),  # the start
+        (1.0, 0.1 * (1 + 7 / 4)),  # a quarter of the way to 8 times that
+        (2.0, 0.1 * (1 + 7 / 2)),
+        (4.0, 0.8),
+        (9.99, 0.8),
+        (10.0, 0.08),  # from the first milestone on
+        (19.9, 0.08),
+        (20.0, 0.04),  # factors multiply
+        (1000.0, 0.04),
+    ],
+)
+def test_learning_rate_by_hand(epoch: float, expected: float) -> None:
+    config = train.Config(
+        learning_rate=0.1,
+        distributed_lr_warmup_epoch=4.0,
+        distributed_lr_warmup_factor=8.0,
+        lr_schedule_milestones=[[10, 0.1], [20, 0.5]],
+    )
+    assert train.learning_rate(config, epoch) == pytest.approx(expected)
+
+
+def test_learning_rate_without_warm_up_or_milestones() -> None:
+    config = train.Config(
+        learning_rate=0.1,
+        distributed_lr_warmup_epoch=0.0,
+        distributed_lr_warmup_factor=8.0,
+        lr_schedule_milestones=[],
+    )
+    assert [train.learning_rate(config, epoch) for epoch in (0, 0.5, 100)] == [0.1] * 3
+
+
+def test_a_milestone_within_the_warm_up_counts_too() -> None:
+    config = train.Config(
+        learning_rate=0.1,
+        distributed_lr_warmup_epoch=4.0,
+        distributed_lr_warmup_factor=3.0,
+        lr_schedule_milestones=[[1, 0.5]],
+    )
+    assert train.learning_rate(config, 2) == pytest.approx(0.1 * 2 * 0.5)

@@ -1,0 +1,289 @@
+"""How a run fails: bad input with one sentence before anything is written, an exception in one
+process by ending all, a divergence with the step and the worker.
+
+Most refusals share one mpirun: a driver tries them one after the other in both processes.
+"""
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import launch  # type: ignore[import-not-found]  # mypy knows it as tests.launch
+import pytest
+from omegaconf import OmegaConf
+
+import configuration
+import metrics
+import train
+from network import BadInput
+
+TINY = ["task_architecture=MLP", "num_epochs=1", "log_verbosity=0"]
+
+# Bad input, by what it is: arguments and what the message must hold. In the folder: run/ with a
+# run, file (a regular file), disconnected.txt and triangle.txt (graphs), data/ without the data.
+REFUSALS: dict[str, tuple[list[str], list[str]]] = {
+    "key": (["n_workrs=4"], ['"n_workrs"', "did you mean n_workers?"]),
+    "type": (["n_workers=many"], ["n_workers=many", "a whole number"]),
+    "interpolation": (["seed=${nothing}"], ["nothing", "seed"]),
+    "missing value": (["seed=???"], ["seed"]),
+    "topology": (["topology=rign"], ['topology "rign"', "choose from", "ring", "torus"]),
+    "topology option": (["topology_options={degree: 4}"], ['"ring"', '"degree"']),
+    "task": (["task=Digit"], ['task "Digit"', "choose from", "Digits", "FashionMNIST"]),
+    "optimizer": (["optimizer=adam"], ['optimizer "adam"', "choose from", "power-gossip"]),
+    "architecture": (["task_architecture=VGG"], ['"VGG"', "choose from", "CNN", "MLP"]),
+    "device": (["device=abacus"], ['"abacus"', "auto, cpu, cuda"]),
+    "uneven": (["n_workers=3"], ["n_workers=3", "2 processes", "a multiple of 2", "-np 3"]),
+    "no workers": (["n_workers=0"], ["n_workers=0", "1 or more"]),
+    "too many workers": (["n_workers=2000"], ["2000 workers", "n_workers"]),
+    "disconnected graph": (["topology=disconnected.txt"], ["disconnected.txt", "connect"]),
+    "graph of another size": (["topology=triangle.txt"], ["triangle.txt", "3 workers", "is 4"]),
+    "graph file that is missing": (["topology=no.txt"], ["no.txt"]),
+    "data folder that is missing": (["data_dir=nowhere"], ["data_dir=nowhere"]),
+    "data that are missing": (
+        ["task=FashionMNIST", "data_dir=data", "download=false"],
+        ["data_dir=data", "train-images-idx3-ubyte"],
+    ),
+    "directed topology": (["topology=unidirectional-ring"], ["directed", "undirected", "ring"]),
+    "rank": (["optimizer_rank=0"], ["optimizer_rank=0", "1 or more"]),
+    "iterations": (["optimizer_num_iterations=0"], ["optimizer_num_iterations=0", "1 or more"]),
+    "rounded weights": (["optimizer_rank=2", "optimizer_round_weights=true"], ["rank=1"]),
+    "diffusion rate": (["optimizer_diffusion_rate=fast"], ["=fast", "a number above 0, or auto"]),
+    "negative diffusion rate": (["optimizer_diffusion_rate=-1"], ["=-1", "above 0, or auto"]),
+    "epochs": (["num_epochs=0"], ["num_epochs=0", "1 or more"]),
+    "batch size": (["batch_size=1000"], ["batch_size=1000", "batch_size ≤ 359"]),
+    "learning rate": (["learning_rate=.nan"], ["learning_rate=nan", "a number above 0"]),
+    "weight decay": (["weight_decay=.inf"], ["weight_decay=inf", "0 or more"]),
+    "momentum": (["momentum=1"], ["momentum=1", "below 1"]),
+    "milestones": (["lr_schedule_milestones=[5]"], ["lr_schedule_milestones", "[epoch, factor]"]),
+    "share": (["decentralized_data_shuffled_ratio=2"], ["ratio=2", "from 0 to 1"]),
+    "backend": (["distributed_backend=gloo"], ["distributed_backend=gloo", "mpi"]),
+    "cuda_aware": (["cuda_aware=perhaps"], ["cuda_aware=perhaps", "auto, on or off"]),
+    "parameter": (["spectrum_logging_params=[conv9]"], ['"conv9"', "hidden1.weight"]),
+    "pair": (["spectrum_logging_worker_pairs=[[0, 4]]"], ["[[0, 4]]", "0 to 3"]),
+    "pair of fractions": (["spectrum_logging_worker_pairs=[[0, 1.0]]"], ["[0, 1.0]", "0 to 3"]),
+    "folder that holds a run": (
+        ["--output-dir", "run"],
+        ["run already holds a run", "--output-dir", "overwrite=true"],
+    ),
+    "folder below a file": (["--output-dir", "file/run"], ["file/run", "Not a directory"]),
+    "folder that is a file": (["--output-dir", "file"], ["output folder file", "exists"]),
+    "folder that takes no files": (["--output-dir", "/proc/self"], ["output folder /proc/self"]),
+}
+
+# Then one good run, with hooks: refusals leave nothing behind, and hooks are process 0's.
+TRY_ALL = """
+import json, sys
+from omegaconf import OmegaConf
+import network, train
+
+messages, rank = {}, network.processes().rank
+for name, arguments in json.load(open("refusals.json")).items():
+    train.config, train.output_dir = OmegaConf.structured(train.Config), None
+    try:
+        train.main(["n_workers=4", *TINY, *arguments])
+    except network.BadInput as error:
+        messages[name] = str(error)
+    except BaseException as error:
+        messages[name] = f"{type(error).__name__}: {error}"
+json.dump(messages, open(f"messages-{rank}.json", "w"))
+
+calls = []
+train.log_metric = lambda *arguments: calls.append("metric")
+train.log_info = lambda *arguments: calls.append("info")
+train.log_runtime = lambda *arguments: calls.append("runtime")
+train._report = lambda folder: calls.append("report")
+train.config, train.output_dir = OmegaConf.structured(train.Config), "good"
+train.main(["n_workers=4", *TINY])
+json.dump(sorted(set(calls)), open(f"calls-{rank}.json", "w"))
+"""
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+
+
+@pytest.fixture(scope="module")
+def tried(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What became of all bad input under mpirun -np 2."""
+    folder = tmp_path_factory.mktemp("refusals")
+    (folder / "run").mkdir()
+    (folder / "run" / "metrics.jsonl").write_text('{"name": "accuracy", "value": 1}\n')
+    (folder / "data").mkdir()
+    (folder / "file").write_text("a file")
+    (folder / "disconnected.txt").write_text("0 1\n2 3\n")
+    (folder / "triangle.txt").write_text("0 1\n1 2\n2 0\n")
+    arguments = {name: arguments for name, (arguments, _) in REFUSALS.items()}
+    (folder / "refusals.json").write_text(json.dumps(arguments))
+    (folder / "driver.py").write_text(TRY_ALL.replace("TINY", repr(TINY)))
+
+    before = files_below(folder)
+    ended = launch.python("driver.py", processes=2, cwd=folder, timeout=90)
+    after = files_below(folder)
+    return {
+        "ended": ended,
+        "messages": [json.loads(after.pop(f"messages-{rank}.json")) for rank in range(2)],
+        "calls": [json.loads(after.pop(f"calls-{rank}.json")) for rank in range(2)],
+        "before": before,
+        "after": {name: content for name, content in after.items() if "good" not in name},
+    }
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_bad_input_is_refused_in_all_processes_with_one_sentence(
+    tried: dict[str, Any], name: str
+) -> None:
+    messages = [of_process.get(name) for of_process in tried["messages"]]
+    assert messages[0] is not None, "it was accepted"
+    assert messages[0] == messages[1]
+    assert "\n" not in messages[0]
+    assert "Error:" not in messages[0], "not BadInput"
+    assert [word for word in REFUSALS[name][1] if word not in messages[0]] == []
+
+
+def test_refusals_write_nothing(tried: dict[str, Any]) -> None:
+    assert tried["after"] == tried["before"]
+
+
+def test_a_run_after_refusals_is_fine_and_calls_hooks_on_process_0_only(
+    tried: dict[str, Any],
+) -> None:
+    assert tried["ended"].returncode == 0, tried["ended"].stderr
+    assert tried["calls"] == [["info", "metric", "report", "runtime"], []]
+
+
+# As programs.
+
+
+def said(text: str) -> str:
+    """What our processes said, without what mpirun adds when one exits with an error."""
+    return re.sub(r"-{70,}\n(prterun|mpirun).*?-{70,}\n", "", text, flags=re.DOTALL).strip()
+
+
+def test_bad_input_under_mpirun_is_told_once_with_exit_code_2() -> None:
+    ended = launch.python("train.py", "n_workrs=4", processes=2)
+    assert ended.returncode == 2
+    assert said(ended.stderr) == 'error: key "n_workrs" is unknown; did you mean n_workers?'
+    assert ended.stdout == ""
+
+
+def test_bad_input_of_a_driver_under_mpirun_is_told_once_with_exit_code_2(tmp_path: Path) -> None:
+    """A driver that does not catch BadInput is no reason for tracebacks."""
+    (tmp_path / "driver.py").write_text("import train\ntrain.config.topology='rign'\ntrain.main()")
+    ended = launch.python("driver.py", processes=2, cwd=tmp_path)
+    assert ended.returncode == 2
+    assert re.fullmatch(r'error: topology "rign" is unknown; choose from .*', said(ended.stderr))
+    assert ended.stdout == ""
+    assert [file.name for file in tmp_path.iterdir()] == ["driver.py"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["optimizer=adam"], 'optimizer "adam"'),
+        (["--output-dir", "held"], "held already holds a run"),
+        (["--config", "no.yaml"], "no.yaml"),
+        (["task=FashionMNIST", "data_dir=nowhere"], "data_dir=nowhere"),
+    ],
+)
+def test_bad_input_of_one_process_ends_with_exit_code_2(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "held").mkdir()
+    (tmp_path / "held" / "config.yaml").write_text("seed: 1\n")
+    before = files_below(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
+    monkeypatch.setattr(train, "output_dir", None)
+    monkeypatch.setattr(sys, "argv", ["train.py", *TINY, *arguments])
+    with pytest.raises(SystemExit) as ended:
+        configuration.run_entry_point(train.main)
+    assert ended.value.code == 2
+    output, errors = capsys.readouterr()
+    assert output == ""
+    (line,) = errors.splitlines()
+    assert line.startswith("error: ")
+    assert words in line
+    assert files_below(tmp_path) == before
+
+
+# TensorBoard is an extra.
+
+
+def test_a_missing_extra_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # the import then fails
+    monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
+    monkeypatch.setattr(train, "output_dir", str(tmp_path))
+    with pytest.raises(BadInput, match="tensorboard=true needs TensorBoard"):
+        train.main([*TINY, "n_workers=2", "tensorboard=true"])
+    assert files_below(tmp_path) == {}
+
+
+# In the middle of a run.
+
+RAISING = """
+import time
+import network, tasks.images, train
+
+loss, calls = tasks.images.ImageClassification.loss, []
+
+def failing(self, model, batch):
+    calls.append(None)
+    if network.processes().rank == 1 and len(calls) == 5:
+        open("raised", "w").write(str(time.time()))
+        raise RuntimeError("worker 1 is on strike")
+    return loss(self, model, batch)
+
+tasks.images.ImageClassification.loss = failing
+train.main([*TINY, "--output-dir", "run"])
+"""
+
+
+def test_an_exception_in_one_process_ends_all(tmp_path: Path) -> None:
+    (tmp_path / "driver.py").write_text(RAISING.replace("TINY", repr(TINY)))
+    ended = launch.python("driver.py", processes=3, cwd=tmp_path)
+    assert time.time() - float((tmp_path / "raised").read_text()) < 10
+    assert ended.returncode != 0
+    assert ended.stderr.count("process 1 of 3") == 1
+    assert ended.stderr.count("Traceback (most recent call last)") == 1
+    assert ended.stderr.count("RuntimeError: worker 1 is on strike") == 1
+    assert "in failing" in ended.stderr
+    assert "in worker 1 at step 4 (epoch 1)" in ended.stderr
+    assert "After 1 epoch" not in ended.stdout
+
+
+def test_a_diverging_run_stops_and_keeps_the_rows_before(tmp_path: Path) -> None:
+    """The second epoch has a huge learning rate; all workers diverge at about the same time."""
+    ended = launch.python(
+        "train.py",
+        *TINY,
+        "num_epochs=3",
+        "lr_schedule_milestones=[[1.01, 1e9]]",
+        "--output-dir",
+        tmp_path,
+        processes=2,
+    )
+    assert ended.returncode not in (0, 2)
+    told = re.findall(
+        r"diverged: worker (\d)'s loss is \S+ at step (\d+) \(epoch 2\)", ended.stderr
+    )
+    assert len(told) == 1, ended.stderr
+    worker, step = map(int, told[0])
+    steps_per_epoch = 1437 // 2 // 16
+    assert worker in (0, 1)
+    assert steps_per_epoch < step < 2 * steps_per_epoch
+    assert "Traceback" not in ended.stderr
+    assert "After" not in ended.stdout, "no table of a run that failed"
+
+    rows = metrics.load(tmp_path)
+    assert set(rows["epoch"]) == {1}
+    assert rows["value"].map(abs).max() < float("inf")
+    assert len(rows[(rows["name"] == "accuracy") & (rows["split"] == "test_avg")]) == 1

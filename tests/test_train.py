@@ -1,0 +1,595 @@
+"""Laws of training: which rows a run writes and what they count, that it repeats, and what a step
+computes.
+
+Axes: worker, D numbers of a worker's model. Digits and a small MLP everywhere; a run takes 0.2 s.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import launch  # type: ignore[import-not-found]  # mypy knows it as tests.launch
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+import metrics
+import tasks
+import train
+from network import BadInput, processes
+from tasks.task import Batch, Split
+
+TINY: dict[str, Any] = {
+    "task_architecture": "MLP",
+    "n_workers": 4,
+    "num_epochs": 1,
+    "log_verbosity": 0,
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test finds the module as `import train` leaves it."""
+    monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
+    monkeypatch.setattr(train, "output_dir", None)
+
+
+def trained(**changes: Any) -> tuple[train._Run, pd.DataFrame]:
+    """A run in this process, after training, and its rows; it leaves no files."""
+    run = built(**changes)
+    rows: list[dict[str, Any]] = []
+
+    def keep(name: str, values: Any, tags: Any) -> None:
+        rows.append({"name": name, **values, **tags})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "log_metric", keep)
+        run.train()
+    return run, pd.DataFrame(rows)
+
+
+def built(**changes: Any) -> train._Run:
+    """A run before its first step."""
+    config = OmegaConf.merge(OmegaConf.structured(train.Config), TINY, changes)
+    run = train._Run(config, processes())  # type: ignore[arg-type]
+    run.load_data()
+    return run
+
+
+def select(rows: pd.DataFrame, name: str, **tags: Any) -> pd.DataFrame:
+    chosen = rows["name"] == name
+    for key, value in tags.items():
+        chosen &= rows[key] == value if key in rows else False
+    return rows[chosen]
+
+
+def value(rows: pd.DataFrame, name: str, **tags: Any) -> float:
+    """The only row's value."""
+    (found,) = select(rows, name, **tags)["value"]
+    return float(found)
+
+
+def reproducible(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    """Rows without what the clock says."""
+    kept = rows[rows["name"] != "phase_seconds"].drop(columns="seconds")
+    records = kept.astype(object).where(kept.notna(), None).to_dict("records")
+    return [{str(column): value for column, value in record.items()} for record in records]
+
+
+# Rows.
+
+
+def test_rows_have_the_published_names_tags_and_values() -> None:
+    run, rows = trained(num_epochs=2)
+    assert {"value", "epoch", "bits", "messages", "seconds"} <= set(rows.columns)
+    for epoch in (1, 2):
+        of_epoch = rows[rows["epoch"] == epoch]
+        for name in ("accuracy", "cross_entropy"):
+            assert len(select(of_epoch, name, split="train")) == 1
+            assert sorted(select(of_epoch, name, split="test")["worker"]) == [0, 1, 2, 3]
+            assert len(select(of_epoch, name, split="test_avg")) == 1
+            assert len(select(of_epoch, name)) == 6
+        assert sorted(select(of_epoch, "consensus_distance")["type"]) == [
+            "full_state_vector",
+            "params_only",
+        ]
+        phases = set(select(of_epoch, "phase_seconds")["phase"])
+        assert phases == {"data", "gradient", "update", "gossip", "evaluation"}
+    assert rows["seconds"].is_monotonic_increasing
+
+    # The values of the last epoch, from the models as they are now.
+    last = rows[rows["epoch"] == 2]
+    x = run.parameters.x.double()
+    distance = (x - x.mean(0)).square().sum(1).mean().sqrt().item()  # over the workers
+    assert value(last, "consensus_distance", type="params_only") == pytest.approx(distance)
+    assert distance > 0
+    mean_model = run.task.model("MLP", seed=1)
+    nn.utils.vector_to_parameters(
+        torch.cat([p.flatten() for p in mean_of_models(run.parameters.models)]),
+        mean_model.parameters(),
+    )
+    measured_models: list[tuple[nn.Module, dict[str, Any]]] = [
+        *((m, {"split": "test", "worker": i}) for i, m in enumerate(run.parameters.models)),
+        (mean_model, {"split": "test_avg"}),
+    ]
+    for model, tags in measured_models:
+        sums = run.task.evaluate(model)
+        for name in ("accuracy", "cross_entropy"):
+            measured = sums[name] / sums["count"]
+            assert value(last, name, **tags) == pytest.approx(measured, rel=1e-5), tags
+
+
+def mean_of_models(models: list[nn.Module]) -> list[Tensor]:
+    tensors = zip(*(model.parameters() for model in models), strict=True)
+    return [torch.stack([t.detach() for t in group]).mean(0) for group in tensors]
+
+
+def test_train_rows_are_means_over_steps_and_workers() -> None:
+    """With a learning rate of almost zero, the model of the start sees all batches."""
+    run, rows = trained(learning_rate=1e-12)
+    model = run.task.model("MLP", seed=1)
+    losses = [
+        run.task.loss(model, run.task.batch(worker, 0, step))[0].item()
+        for worker in range(4)
+        for step in range(run.task.steps_per_epoch)
+    ]
+    assert value(rows, "cross_entropy", split="train") == pytest.approx(np.mean(losses), rel=1e-5)
+
+
+def test_evaluation_at_intervals_and_at_the_end() -> None:
+    _, rows = trained(num_epochs=5, evaluation_interval=2)
+    assert select(rows, "accuracy", split="test_avg")["epoch"].tolist() == [2, 4, 5]
+
+
+def test_the_mean_model_is_evaluated_only_if_wanted() -> None:
+    _, without = trained(evaluate_average_model=False)
+    _, with_it = trained()
+    assert len(select(without, "accuracy", split="test_avg")) == 0
+    rest = with_it[with_it["split"] != "test_avg"]
+    assert reproducible(without) == reproducible(rest)
+
+
+# Bits and messages: a formula in the shapes of the model's parameters.
+
+
+def sent(run: train._Run, optimizer: str, degree: int, rank: int, iterations: int) -> list[int]:
+    """Bits and messages of worker 0 for all steps of the run."""
+    shapes = [tuple(p.shape) for p in run.parameters.models[0].parameters()]
+    D, steps, n = sum(map(math.prod, shapes)), run.step, run.config.n_workers
+    if optimizer == "dpsgd":
+        return [steps * degree * 32 * D, steps * degree]
+    if optimizer == "all-reduce":
+        return [steps * round(2 * (n - 1) / n * 32 * D), steps * 2 * (n - 1)]
+    matrices = [(shape[0], math.prod(shape[1:])) for shape in shapes if len(shape) > 1]
+    compressed = [sides for sides in matrices if min(sides) > rank]
+    rows, columns = map(sum, zip(*compressed, strict=True))
+    plain = D - sum(map(math.prod, compressed))  # vectors above all
+    rounds = steps * iterations
+    in_turns = (rounds + 1) // 2 * columns + rounds // 2 * rows
+    numbers = rank * in_turns + steps * plain
+    vectors = sum(math.prod(shape) for shape in shapes if len(shape) == 1)
+    # matrices that rank cannot compress travel apart from the vectors
+    return [degree * 32 * numbers, degree * (rounds + steps * (1 + (plain > vectors)))]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "topology", "degree", "optimizer", "rank", "iterations"),
+    [
+        ("MLP", "ring", 2, "power-gossip", 1, 1),
+        ("MLP", "ring", 2, "power-gossip", 1, 2),
+        ("CNN", "star", 3, "power-gossip", 2, 3),
+        ("MLP", "ring", 2, "power-gossip", 12, 1),  # more than the last layer's 10 rows
+        ("MLP", "star", 3, "dpsgd", 1, 1),
+        ("CNN", "ring", 2, "dpsgd", 1, 1),
+        ("MLP", "ring", 2, "all-reduce", 1, 1),
+    ],
+)
+def test_bits_follow_from_the_shapes(
+    architecture: str, topology: str, degree: int, optimizer: str, rank: int, iterations: int
+) -> None:
+    run, rows = trained(
+        task_architecture=architecture,
+        topology=topology,
+        optimizer=optimizer,
+        optimizer_rank=rank,
+        optimizer_num_iterations=iterations,
+        batch_size=50,  # seven steps: an odd number tells rows from columns
+    )
+    assert run.step == 7
+    (counted,) = rows[["bits", "messages"]].drop_duplicates().to_numpy().tolist()
+    assert counted == sent(run, optimizer, degree, rank, iterations)
+    D = run.parameters.x.shape[1]
+    assert value(rows, "uncompressed_gossip_bits") == run.step * degree * 32 * D
+
+
+def test_bits_and_messages_grow_with_the_epochs() -> None:
+    _, rows = trained(num_epochs=3)
+    for column in ("bits", "messages"):
+        by_epoch = rows.groupby("epoch")[column].unique().tolist()
+        first, second, third = (int(count) for (count,) in by_epoch)
+        assert first > 0
+        assert (second, third) == (2 * first, 3 * first)
+
+
+# What the configuration changes.
+
+
+def test_a_seed_repeats_a_run_and_another_does_not() -> None:
+    first, again, other = (trained(seed=seed) for seed in (3, 3, 4))
+    assert reproducible(first[1]) == reproducible(again[1])
+    assert torch.equal(first[0].parameters.x, again[0].parameters.x)
+    start, other_start = (built(seed=seed).parameters.x for seed in (3, 4))
+    assert not torch.allclose(start, other_start, rtol=0.1)
+    labels = [run.task.batch(2, 5, 0)[1] for run, _ in (first, again, other)]
+    assert torch.equal(labels[0], labels[1])
+    assert not torch.equal(labels[0], labels[2])
+
+
+def test_both_orders_of_gossip_and_gradient_learn() -> None:
+    overlapping, otherwise = (trained(overlapping=choice)[1] for choice in (True, False))
+    for rows in (overlapping, otherwise):
+        assert value(rows, "accuracy", split="test_avg") > 0.7
+    assert value(overlapping, "cross_entropy", split="train") != value(
+        otherwise, "cross_entropy", split="train"
+    )
+    bits = [rows["bits"].iloc[-1] for rows in (overlapping, otherwise)]
+    assert bits[0] == bits[1]
+
+
+def test_all_reduce_keeps_the_workers_equal_and_gossip_does_not() -> None:
+    distance = {}
+    for optimizer in ("all-reduce", "dpsgd"):
+        run, rows = trained(optimizer=optimizer)
+        distance[optimizer] = value(rows, "consensus_distance", type="params_only")
+        distance[optimizer] /= run.parameters.x[0].norm().item()
+    assert distance["all-reduce"] < 1e-6
+    assert distance["dpsgd"] > 1e-3
+
+
+def test_decentralized_data_gives_each_worker_few_labels() -> None:
+    def labels(**changes: Any) -> tuple[int, float]:
+        run, rows = trained(**changes)
+        assert np.isfinite(rows["value"]).all()
+        most = int((run.task.label_counts() > 0).sum(1).max())
+        return most, value(rows, "accuracy", split="train")
+
+    dealt, sorted_, mixed = (
+        labels(),
+        labels(use_decentralized_data=True),
+        labels(use_decentralized_data=True, decentralized_data_shuffled_ratio=1.0),
+    )
+    assert (dealt[0], mixed[0]) == (10, 10)
+    assert sorted_[0] <= 4
+    assert sorted_[1] > dealt[1], "few labels are easy to tell apart"
+
+
+def test_data_are_dealt_anew_unless_workers_keep_theirs() -> None:
+    for reshuffle in (True, False):
+        run = built(reshuffle_data=reshuffle)
+        same = torch.equal(run.task.label_counts(0), run.task.label_counts(1))
+        assert same is not reshuffle
+
+
+def test_a_ring_from_a_file_is_the_ring(tmp_path: Path) -> None:
+    file = tmp_path / "square.txt"
+    file.write_text("0 1\n1 2\n2 3\n3 0\n")
+    (of_file, file_rows), (of_name, rows) = trained(topology=str(file)), trained(topology="ring")
+    torch.testing.assert_close(of_file.parameters.x, of_name.parameters.x)
+    assert file_rows["bits"].tolist() == rows["bits"].tolist()
+
+
+def test_the_diffusion_rate_is_used_and_auto_is_the_best_for_gossip() -> None:
+    """A star of 4, all weights 1/4: I − W has the eigenvalues 0, 1/4, 1/4, 1."""
+    automatic, same, other = (
+        trained(optimizer="dpsgd", topology="star", optimizer_diffusion_rate=rate)[0]
+        for rate in ("auto", 1.6, 1)
+    )
+    assert automatic.diffusion_rate() == pytest.approx(2 / (1 / 4 + 1))
+    torch.testing.assert_close(automatic.parameters.x, same.parameters.x)
+    assert not torch.allclose(other.parameters.x, same.parameters.x)
+
+
+@pytest.mark.parametrize("optimizer", ["power-gossip", "dpsgd", "all-reduce"])
+def test_one_worker_alone_sends_nothing_and_learns(optimizer: str) -> None:
+    _, rows = trained(n_workers=1, optimizer=optimizer)
+    assert rows["bits"].max() == rows["messages"].max() == 0
+    assert value(rows, "consensus_distance", type="full_state_vector") == 0
+    mean, only = (value(rows, "accuracy", split=split) for split in ("test_avg", "test"))
+    assert mean == only > 0.8
+
+
+def test_spectrum_rows_are_the_singular_values_of_differences() -> None:
+    names, pairs = ["hidden1.weight", "output.bias"], [[0, 1], [3, 1]]
+    run, rows = trained(
+        num_epochs=2,
+        spectrum_logging_params=names,
+        spectrum_logging_epochs=[2],
+        spectrum_logging_worker_pairs=pairs,
+    )
+    spectrum = select(rows, "spectrum")
+    assert set(spectrum["epoch"]) == {2}
+    models = [dict(model.named_parameters()) for model in run.parameters.models]
+    for name in names:
+        for first, second in pairs:
+            difference = models[first][name] - models[second][name]
+            expected = torch.linalg.svdvals(difference.detach().reshape(len(difference), -1))
+            found = select(spectrum, "spectrum", parameter=name, workers=f"{first}-{second}")
+            assert found["index"].tolist() == list(range(len(expected)))
+            torch.testing.assert_close(torch.tensor(found["value"].tolist()), expected)
+    assert spectrum["value"].max() > 0
+
+
+# The schedule reaches the optimizer.
+
+
+def test_a_milestone_holds_from_its_epoch_on() -> None:
+    """What follows a factor of almost zero changes nothing (momentum is multiplied by it too)."""
+    frozen = {"optimizer": "all-reduce", "lr_schedule_milestones": [[1.001, 1e-12]]}
+    after_two, _ = trained(num_epochs=2, **frozen)
+    after_one, _ = trained(num_epochs=1, **frozen)
+    torch.testing.assert_close(after_two.parameters.x, after_one.parameters.x, rtol=0, atol=1e-7)
+    not_frozen, _ = trained(num_epochs=2, optimizer="all-reduce")
+    assert not torch.allclose(not_frozen.parameters.x, after_one.parameters.x, atol=1e-4)
+
+
+def test_a_diverged_last_step_is_no_result() -> None:
+    """The loss of the only step is fine; what its update leaves is not."""
+    with pytest.raises(train.Diverged, match=r"worker 0's test .* at step 1 \(epoch 1\)"):
+        trained(batch_size=359, learning_rate=1e38)
+
+
+# What a step computes, against direct computations.
+
+
+class Fed:
+    """A task that stands in for Digits: a worker's batch is its slice of one batch for all."""
+
+    steps_per_epoch = 1000
+
+    def __init__(self, n_workers: int, model: Callable[[], nn.Module] | None = None) -> None:
+        self.n_workers, self._model = n_workers, model
+        self._digits = tasks.make("Digits", n_workers=1, batch_size=32, seed=5)
+
+    def model(self, architecture: str, seed: int) -> nn.Module:
+        if self._model is None:
+            return self._digits.model(architecture, seed)
+        torch.manual_seed(seed)
+        return self._model()
+
+    def batch(self, worker: int, epoch: int, step: int) -> Batch:
+        images, labels = self._digits.batch(0, epoch, step)
+        size = len(labels) // self.n_workers
+        here = slice(worker * size, (worker + 1) * size)
+        return images[here], labels[here]
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        return self._digits.loss(model, batch)
+
+    def evaluate(
+        self, model: nn.Module, split: Split = "test", part: tuple[int, int] = (0, 1)
+    ) -> dict[str, float]:
+        return self._digits.evaluate(model, split, part)
+
+
+def fed(task: Fed, steps: int, **changes: Any) -> train._Run:
+    """A run on this task, after some steps."""
+    config = OmegaConf.merge(
+        OmegaConf.structured(train.Config), TINY, {"n_workers": task.n_workers}, changes
+    )
+    run = train._Run(config, processes())  # type: ignore[arg-type]
+    run.task = task  # type: ignore[assignment]
+    run._build()
+    for step in range(steps):
+        run.algorithm.step(lambda step=step: run._gradient(0, step))  # type: ignore[misc]
+        run.step += 1
+    return run
+
+
+def test_all_reduce_is_one_worker_with_all_batches() -> None:
+    settings = {"optimizer": "all-reduce", "momentum": 0.9, "weight_decay": 0.01}
+    several, one = fed(Fed(4), 10, **settings), fed(Fed(1), 10, **settings)
+    start = fed(Fed(1), 0).parameters.x
+    assert (one.parameters.x - start).norm() > 0.05 * start.norm(), "it has moved"
+    for x in several.parameters.x:
+        assert (x - one.parameters.x[0]).norm() < 1e-5 * one.parameters.x.norm()
+
+
+def normalized_model() -> nn.Module:
+    """With a layer whose parameters weight decay spares."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 12), nn.LayerNorm(12), nn.ReLU(), nn.Linear(12, 10)
+    )
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("overlapping", [True, False])
+def test_a_step_of_dpsgd_is_the_dense_computation(overlapping: bool, momentum: float) -> None:
+    """overlapping: x_{t+1} = W x_t − η u(g(x_t)); otherwise: x_{t+1} = W (x_t − η u(g(x_t)))."""
+    weight_decay, rate, steps = 0.1, 0.05, 5
+    task = Fed(4, normalized_model)
+    run = fed(
+        task,
+        steps,
+        optimizer="dpsgd",
+        overlapping=overlapping,
+        learning_rate=rate,
+        momentum=momentum,
+        weight_decay=weight_decay,
+    )
+
+    W = torch.from_numpy(run.topology.round(0).matrix().toarray()).float()
+    models = [task.model("", run.config.seed) for _ in range(4)]
+    optimizers = [
+        torch.optim.SGD(
+            [
+                {"params": [*model[1].parameters(), *model[4].parameters()]},  # type: ignore[index]
+                {"params": model[2].parameters(), "weight_decay": 0.0},  # type: ignore[index]
+            ],
+            lr=rate,
+            momentum=momentum,
+            nesterov=momentum > 0,
+            weight_decay=weight_decay,
+        )
+        for model in models
+    ]
+
+    def read() -> Tensor:  # [worker, D]
+        return torch.stack([nn.utils.parameters_to_vector(m.parameters()) for m in models]).detach()
+
+    start = read()
+    for step in range(steps):
+        before = read()
+        for worker, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            task.loss(model, task.batch(worker, 0, step))[0].backward()
+            optimizer.step()
+        after = read()
+        mixed = W @ before + (after - before) if overlapping else W @ after
+        for model, x in zip(models, mixed, strict=True):
+            nn.utils.vector_to_parameters(x.clone(), model.parameters())
+
+    expected = read()
+    found = torch.stack(
+        [nn.utils.parameters_to_vector(m.parameters()) for m in run.parameters.models]
+    )
+    assert (expected - start).norm() > 0.05 * start.norm(), "it has moved"
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
+# main(): files, table, hooks.
+
+
+def test_main_leaves_a_run_that_can_be_repeated_from_its_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = tmp_path / "deep" / "first", tmp_path / "second"
+    settings = [f"{key}={text}" for key, text in TINY.items()]
+    train.main([*settings, "learning_rate=1e-2", "weight_decay=1e-5", "--output-dir", str(first)])
+
+    rows = metrics.load(first)
+    table = capsys.readouterr().out
+    assert f"{value(rows, 'accuracy', split='test_avg'):.2%}" in table
+    assert metrics.summary(rows) in table
+    assert str(first / "figure.png") in table
+    assert (first / "figure.png").read_bytes().startswith(b"\x89PNG")
+    info = json.loads((first / "info.json").read_text())
+    assert (info["n_workers"], info["processes"], info["state.progress"]) == (4, 1, 1.0)
+
+    monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
+    train.main(["--config", str(first / "config.yaml"), "--output-dir", str(second)])
+    assert reproducible(metrics.load(second)) == reproducible(rows)
+    assert (second / "config.yaml").read_text() == (first / "config.yaml").read_text()
+
+
+def test_overwriting_leaves_nothing_of_the_run_before(tmp_path: Path) -> None:
+    settings = [f"{key}={text}" for key, text in TINY.items()]
+    settings += ["--output-dir", str(tmp_path)]
+    train.main([*settings, "num_epochs=2"])
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "figure.png").write_text("old")
+
+    def fail(run: Any) -> None:
+        raise RuntimeError("before the first step")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train._Run, "train", fail)
+        with pytest.raises(RuntimeError, match="before the first step"):
+            train.main([*settings, "num_epochs=1", "overwrite=true"])
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "config.yaml",
+        "info.json",
+        "metrics.jsonl",
+        "notes.txt",
+    ]
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+    assert "num_epochs: 1" in (tmp_path / "config.yaml").read_text()
+    with pytest.raises(BadInput, match="already holds a run"):
+        train.main([*settings, "overwrite=false"])
+
+
+DRIVER = """
+import json, os, sys
+
+import train
+
+assert "mpi4py.MPI" not in sys.modules, "nothing happens at import"
+assert os.listdir() == ["driver.py"]
+
+hooked = {"metric": [], "info": [], "runtime": []}
+default = train.log_metric
+train.log_metric = lambda *arguments: hooked["metric"].append(arguments)
+train.log_info = hooked["info"].append
+train.log_runtime = lambda *arguments: hooked["runtime"].append(arguments)
+train.config["task_architecture"] = "MLP"
+train.config["log_verbosity"] = 0
+train.config["num_epochs"] = 2
+train.config.n_workers = 4
+train._report = lambda folder: None  # the hooks leave it nothing to report
+train.main()
+
+train.log_metric = default
+train.config.num_epochs = 1
+train.config["optimizer"] = "all-reduce"
+train.output_dir = "second"
+train.main()
+print(json.dumps(hooked))
+"""
+
+
+def test_a_driver_in_another_folder_replaces_hooks_and_runs_twice(tmp_path: Path) -> None:
+    (tmp_path / "driver.py").write_text(DRIVER)
+    ended = launch.python("driver.py", cwd=tmp_path)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    hooked = json.loads(ended.stdout.splitlines()[-1])
+
+    hooked_rows = [{"name": name, **values, **tags} for name, values, tags in hooked["metric"]]
+    _, expected = trained(num_epochs=2)
+    assert reproducible(pd.DataFrame(hooked_rows)) == reproducible(expected)
+    progress = [info["state.progress"] for info in hooked["info"] if "state.progress" in info]
+    assert progress[:2] == [0.5, 1.0]
+    for label, mean, std, instances in hooked["runtime"]:
+        assert label in {"data", "gradient", "update", "gossip", "evaluation"}
+        assert mean > 0
+        assert std >= 0
+        assert instances >= 1
+
+    (dated,) = (tmp_path / "output").iterdir()
+    assert (dated / "metrics.jsonl").read_bytes() == b"", "the hook took the rows"
+    rows = metrics.load(tmp_path / "second")
+    assert rows["epoch"].max() == 1
+    assert value(rows, "consensus_distance", type="params_only") < 1e-4, "that is all-reduce"
+
+
+def test_runs_of_the_same_second_get_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folders = {train._new_dated_folder() for _ in range(3)}
+    assert len(folders) == 3
+    assert {folder.resolve().parent for folder in folders} == {tmp_path / "output"}
+
+
+# Several processes.
+
+
+def test_two_processes_with_two_workers_each_equal_one_with_four(tmp_path: Path) -> None:
+    settings = [f"{key}={text}" for key, text in TINY.items()]
+    ended = launch.python("train.py", *settings, "--output-dir", tmp_path / "run", processes=2)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("After 1 epoch") == 1, "one table"
+    assert (tmp_path / "run" / "figure.png").exists()
+    rows = metrics.load(tmp_path / "run")
+
+    _, expected = trained()
+    assert json.loads((tmp_path / "run" / "info.json").read_text())["processes"] == 2
+    kept, wanted = (frame[frame["name"] != "phase_seconds"] for frame in (rows, expected))
+    for column in ("name", "epoch", "bits", "messages", "split", "type", "worker"):
+        assert kept[column].astype(str).tolist() == wanted[column].astype(str).tolist()
+    np.testing.assert_allclose(kept["value"], wanted["value"], rtol=1e-4, atol=1e-6)
+    accuracy = kept["name"] == "accuracy"
+    np.testing.assert_allclose(kept[accuracy]["value"], wanted[accuracy]["value"], atol=1e-4)
