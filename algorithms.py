@@ -24,6 +24,7 @@ from network import Conversation, Mean, Network, ToAll, together
 from parameters import Layout, Parameters, Stack, batches
 
 V = TypeVar("V")
+Rate = float | Tensor  # a number, or one for each hosted worker [worker]
 
 
 class Averaging(Protocol):
@@ -74,17 +75,20 @@ class PlainGossip(_Stateless):
     Sends D numbers of 32 bits to each neighbor. Raises ValueError unless γ > 0.
     """
 
-    def __init__(self, network: Network, diffusion_rate: float = 1.0):
-        _positive("diffusion_rate", diffusion_rate)
-        self._weights = diffusion_rate * network.weights[:, None, :]  # γ w_ij [worker, 1, neighbor]
-        self._own_weight = 1 - self._weights.sum(2)  # 1 − γ Σ_j w_ij [worker, 1]
+    def __init__(self, network: Network, diffusion_rate: Rate = 1.0):
+        rate = _column(network, "diffusion_rate", diffusion_rate)
+        self._network = network
+        # γ w_ij [worker, 1, neighbor] and 1 − γ Σ_j w_ij [worker, 1], for each round
+        self._weights = [(rate * slots.weights)[:, None, :] for slots in network.rounds]
+        self._own_weights = [1 - weights.sum(2) for weights in self._weights]
         self._message = _Remember(ToAll)
 
     def step(self, x: Tensor) -> Conversation:
         """x_i ← (1 − γ Σ_j w_ij) x_i + Σ_j γ w_ij x_j"""
+        t = self._network.round % len(self._network.rounds)
         received = yield self._message(x)  # [worker, neighbor, D]
-        x.mul_(self._own_weight)
-        x[:, None].baddbmm_(self._weights, received)
+        x.mul_(self._own_weights[t])
+        x[:, None].baddbmm_(self._weights[t], received)
 
 
 class AllReduce(_Stateless):
@@ -165,14 +169,14 @@ class PowerGossip:
         network: Network,
         layout: Layout,
         *,
-        diffusion_rate: float = 1.0,
+        diffusion_rate: Rate = 1.0,
         rank: int = 1,
         num_iterations: int = 1,
         warm_start: bool = True,
         round_weights: bool = False,
         seed: int = 0,
     ):
-        _positive("diffusion_rate", diffusion_rate)
+        rate = _column(network, "diffusion_rate", diffusion_rate)
         _at_least_one("rank", rank)
         _at_least_one("num_iterations", num_iterations)
         if round_weights and rank != 1:
@@ -184,22 +188,26 @@ class PowerGossip:
                 f"PowerGossip needs both ends of an edge to use the same weight, but topology "
                 f'"{network.topology.name}" is directed; use an undirected one, such as ring'
             )
+        self._network = network
         self._num_iterations = num_iterations
         self._warm_start = warm_start
         self._round_weights = round_weights
-        self._iteration = 0  # since the start of the run
 
         stacks = layout.compressible(rank)
-        edges = EdgeNumbers(network, diffusion_rate, seed)
         rows = [(stack.layers, stack.rows) for stack in stacks]
         columns = [(stack.layers, stack.columns) for stack in stacks]
-        self._sides = Directions(edges, rank, rows), Directions(edges, rank, columns)
+        self._edges = []  # of each round: the two sides' directions
+        for slots in network.rounds:
+            edges = EdgeNumbers(network, slots, rate, seed)
+            self._edges.append((Directions(edges, rank, rows), Directions(edges, rank, columns)))
+        self._iterations = [0] * len(network.rounds)  # of each round, since the start
         self._any_compressed = bool(stacks)
         self._matrices = _Remember(lambda x: _matrices(x, stacks))
         compressed = stacks[-1].stop if stacks else 0
         self._uncompressed = _Remember(lambda x: x[:, compressed:])
         self._plain = PlainGossip(network, diffusion_rate)
-        self._sides[0].draw(counter=0)
+        for t, (side, _) in enumerate(self._edges):
+            side.draw(self._counter(t))
 
     def step(self, x: Tensor) -> Conversation:
         """num_iterations iterations on what can be compressed, plain gossip on the rest."""
@@ -211,16 +219,18 @@ class PowerGossip:
         yield from together(*steps)
 
     def _compressed_step(self, matrices: tuple[Sequence[Tensor], Sequence[Tensor]]) -> Conversation:
+        t = self._network.round % len(self._edges)
         for _ in range(self._num_iterations):
-            here = self._iteration % 2  # side 0: p are rows long, s and d columns; side 1: swapped
-            p, d = self._sides[here], self._sides[1 - here]
+            # Side 0: p are rows long, s and d columns; side 1: the other way round.
+            here = self._iterations[t] % 2
+            p, d = self._edges[t][here], self._edges[t][1 - here]
             s, weighted = d.own, p.weighted
             if not self._warm_start:
-                p.draw(self._iteration)
+                p.draw(self._counter(t))
             if self._round_weights:
-                p.round(self._iteration)
+                p.round(self._counter(t))
             else:
-                p.orthonormalize(self._iteration)
+                p.orthonormalize(self._counter(t))
 
             for directions, X, own in zip(p.stacks, matrices[here], s.stacks, strict=True):
                 torch.bmm(directions, X, out=own)  # s_i = X_iᵀ p, for all neighbors and layers
@@ -234,16 +244,29 @@ class PowerGossip:
                 weighted.stacks, d.stacks, matrices[here], strict=True
             ):
                 X.baddbmm_(directions.mT, difference)  # X_i ← X_i + Σ_j γ w_ij p d_ijᵀ
-            self._iteration += 1
+            self._iterations[t] += 1
+
+    def _counter(self, t: int) -> int:
+        """Of random draws: different for every round and iteration."""
+        return self._iterations[t] * len(self._edges) + t
 
     def state_dict(self) -> dict[str, Any]:
-        """directions [worker, neighbor, ...]: the next p, before orthonormalization."""
-        side = self._sides[self._iteration % 2]
-        return {"iteration": self._iteration, "directions": side.packed()}
+        """For each round of the topology: the number of iterations, and `directions`
+        [worker, neighbor, ...], the next p before orthonormalization."""
+        return {
+            "iterations": list(self._iterations),
+            "directions": [
+                sides[iterations % 2].packed()
+                for sides, iterations in zip(self._edges, self._iterations, strict=True)
+            ],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._iteration = int(state["iteration"])
-        self._sides[self._iteration % 2].unpack(state["directions"])
+        self._iterations = list(state["iterations"])
+        for sides, iterations, directions in zip(
+            self._edges, self._iterations, state["directions"], strict=True
+        ):
+            sides[iterations % 2].unpack(directions)
 
 
 def _matrices(x: Tensor, stacks: Sequence[Stack]) -> tuple[list[Tensor], list[Tensor]]:
@@ -252,9 +275,13 @@ def _matrices(x: Tensor, stacks: Sequence[Stack]) -> tuple[list[Tensor], list[Te
     return views, [view.mT for view in views]
 
 
-def _positive(name: str, value: float) -> None:
-    if not value > 0 or value == float("inf"):
-        raise ValueError(f"{name}={value:g}: use a number above 0")
+def _column(network: Network, name: str, value: Rate) -> Tensor:
+    """A number, or one for each worker hosted here, as [worker, 1]. ValueError unless above 0."""
+    values = torch.as_tensor(value, dtype=torch.float32, device=network.device).reshape(-1, 1)
+    for number in values.flatten().tolist():
+        if not 0 < number < float("inf"):
+            raise ValueError(f"{name}={number:g}: use a number above 0")
+    return values.expand(network.rows, 1)
 
 
 def _at_least_one(name: str, value: int) -> None:

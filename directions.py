@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import randomness
-from network import Network, ToEach
+from network import Network, Slots, ToEach
 
 _RIDGE = 1e-12  # relative to a direction's own squared norm
 
@@ -29,10 +29,10 @@ class EdgeNumbers:
     absent  # 1 where a slot is padding, else 0
     """
 
-    def __init__(self, network: Network, diffusion_rate: float, seed: int):
-        neighbors = network.neighbors
-        workers = torch.tensor(network.workers, device=network.device)[:, None]
-        self.weight = diffusion_rate * network.weights
+    def __init__(self, network: Network, slots: Slots, diffusion_rate: float | Tensor, seed: int):
+        """Of one round's slots. `diffusion_rate`: a number, or [worker, 1]."""
+        neighbors, workers = slots.neighbors, network.row_workers[:, None]
+        self.weight = diffusion_rate * slots.weights
         self.absent = (neighbors < 0).float()
         self.sign = torch.where(workers < neighbors, 1.0, -1.0)
         low = torch.minimum(workers, neighbors).clamp(min=0)

@@ -38,7 +38,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from topologies import Topology
+from topologies import Round, Topology
 
 T = TypeVar("T")
 
@@ -70,6 +70,10 @@ Conversation = Generator[Any, Any, None]  # yields Message | tuple[Message, ...]
 
 class BadInput(ValueError):
     """What the user asked for cannot be done; the text is one sentence that says what would do."""
+
+
+class Stopped(RuntimeError):
+    """The run cannot go on, for a reason that the text says in one sentence."""
 
 
 # --- The processes of a run ----------------------------------------------------------------------
@@ -176,19 +180,19 @@ def _end_together(found: Processes) -> None:
             os._exit(2)
         # If several fail at once, for the same reason, the first to speak ends the others.
         time.sleep(min(0.1 * found.rank, 3.0))
-        text = "".join(traceback.format_exception(kind, error, trace))
-        print(
-            f"\nprocess {found.rank} of {found.size} on {socket.gethostname()} failed:\n{text}",
-            file=sys.stderr,
-            flush=True,
-        )
+        if isinstance(error, Stopped):
+            text = f"error: {error}"
+        else:
+            text = f"process {found.rank} of {found.size} on {socket.gethostname()} failed:\n"
+            text += "".join(traceback.format_exception(kind, error, trace))
+        print(f"\n{text}", file=sys.stderr, flush=True)
         found.communicator.Abort(1)
 
     sys.excepthook = hook
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
-    """ "auto": the local process' number modulo the number of GPUs, or the CPU where there is none.
+    """For "auto": the GPU of the local process' number modulo their count, or else the CPU.
 
     Raises ValueError for a device that torch does not know or that is not there.
     """
@@ -246,14 +250,29 @@ def _loaded_mpi_libraries() -> list[str]:
 # --- The network of workers ----------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Slots:
+    """Whom the hosted workers hear in one round of the topology.
+
+    neighbors  # int64 [worker, neighbor]  their numbers, ascending; padding: −1
+    weights    # [worker, neighbor]        w_ij with which i uses what j sends; padding: 0
+    """
+
+    neighbors: Tensor
+    weights: Tensor
+
+
 class Network:
     """The workers 0 … n−1 of a topology, spread in equal blocks over the processes.
 
     workers    # range: the numbers of the workers that this process hosts
-    neighbors  # int64 [worker, neighbor]  whom a hosted worker hears, ascending; padding: −1
-    weights    # [worker, neighbor]        w_ij with which it uses what j sends; padding: 0
+    rounds     # Slots for each round of the topology's period
+    slots      # Slots of the current round; neighbors and weights are theirs
     symmetric  # whether W is symmetric; then a neighbor's slot serves for sending and receiving
-    round      # number of conversations finished; the topology's round t
+    round      # number of conversations finished, t of the topology's round
+
+    `copies` > 1 hosts as many independent copies of all workers, for many settings at once: the
+    first axis of every tensor is then [copy · worker], a row for each hosted worker of each copy.
 
     `stage` says whether messages pass through (pinned) host memory on their way to MPI; None
     decides: where tensors are on a GPU and MPI does not take GPU memory.
@@ -267,6 +286,7 @@ class Network:
         among: Processes | None = None,
         device: torch.device | None = None,
         stage: bool | None = None,
+        copies: int = 1,
     ):
         self.processes = among or processes()
         self.device = device or torch.device("cpu")
@@ -283,15 +303,42 @@ class Network:
         size, rank = self.processes.size, self.processes.rank
         self.hosted = hosted_workers(self.n_workers, size)
         self.workers = range(rank * self.hosted, (rank + 1) * self.hosted)
+        self.copies = copies
+        self.rows = copies * self.hosted
         self.round = 0
 
-        self._edges = _Edges(topology, self.workers, self.hosted)
-        self.neighbors = torch.from_numpy(self._edges.neighbors).to(self.device)
-        self.weights = torch.from_numpy(self._edges.weights).float().to(self.device)
-        self._bits = np.zeros(self.hosted, dtype=np.int64)
-        self._messages = np.zeros(self.hosted, dtype=np.int64)
-        self._transports: weakref.WeakKeyDictionary[Message, _Transport]
+        self._edges = [_Edges(r, self.workers, copies) for r in topology.rounds]
+        self.rounds = [
+            Slots(
+                torch.from_numpy(edges.neighbors).to(self.device),
+                torch.from_numpy(edges.weights).float().to(self.device),
+            )
+            for edges in self._edges
+        ]
+        self._bits = np.zeros(self.rows, dtype=np.int64)
+        self._messages = np.zeros(self.rows, dtype=np.int64)
+        self._transports: weakref.WeakKeyDictionary[Message, dict[int, _Transport]]
         self._transports = weakref.WeakKeyDictionary()
+
+    @property
+    def slots(self) -> Slots:
+        """Whom the hosted workers hear in the current round."""
+        return self.rounds[self.round % len(self.rounds)]
+
+    @property
+    def neighbors(self) -> Tensor:
+        """int64 [worker, neighbor] of the current round; padding: −1."""
+        return self.slots.neighbors
+
+    @property
+    def weights(self) -> Tensor:
+        """w_ij [worker, neighbor] of the current round; padding: 0."""
+        return self.slots.weights
+
+    @property
+    def row_workers(self) -> Tensor:
+        """The worker that each row of a tensor belongs to: int64 [row]."""
+        return torch.tensor(self.workers, device=self.device).repeat(self.copies)
 
     @property
     def bits(self) -> np.ndarray:
@@ -304,8 +351,8 @@ class Network:
         return self._messages
 
     def bits_to_all(self, numbers: int, bits_per_number: int = 32) -> np.ndarray:
-        """What it costs each hosted worker to send so many numbers to all its neighbors."""
-        return self._edges.out_degrees * (numbers * bits_per_number)
+        """What it costs to send so many numbers to all neighbors of the first round: [worker]."""
+        return self._edges[0].out_degrees * (numbers * bits_per_number)
 
     def run(self, conversation: Conversation) -> None:
         """Carry a conversation through."""
@@ -319,23 +366,32 @@ class Network:
         return Exchange(self, conversation)
 
     def mean(self, tensor: Tensor) -> Tensor:
-        """The mean of tensor [worker, ...] over all workers: [...]. Measuring: not counted."""
+        """The mean of tensor [worker, ...] over all workers: [...]. Measuring: not counted.
+
+        With several copies, the mean of each: [copy, ...].
+        """
         transport = _Reduction(self, tensor)
         transport.post()
-        return transport.wait()[0]
+        means = transport.wait()
+        return means[0] if self.copies == 1 else means[:: self.hosted]
 
     def gather(self, values: Tensor) -> Tensor:
-        """values [worker, ...] of all n workers, in all processes. Measuring: not counted."""
-        parts = self.processes.gather(values.detach().cpu().numpy())
-        return torch.from_numpy(np.concatenate(parts))
+        """values [worker, ...] of all n workers, in all processes. Measuring: not counted.
+
+        With several copies: [copy · n, ...].
+        """
+        own = values.detach().cpu().numpy()
+        own = own.reshape(self.copies, self.hosted, *own.shape[1:])
+        parts = np.concatenate(self.processes.gather(own), axis=1)
+        return torch.from_numpy(parts.reshape(self.copies * self.n_workers, *parts.shape[2:]))
 
     def _transport(self, message: Message) -> "_Transport":
-        transport = self._transports.get(message)
-        if transport is None:
+        of_rounds = self._transports.setdefault(message, {})
+        index = 0 if isinstance(message, Mean) else self.round % len(self.rounds)
+        if index not in of_rounds:
             kind = _Reduction if isinstance(message, Mean) else _Delivery
-            transport = kind(self, message.tensor, isinstance(message, ToEach))
-            self._transports[message] = transport
-        return transport
+            of_rounds[index] = kind(self, message.tensor, isinstance(message, ToEach), index)
+        return of_rounds[index]
 
 
 def hosted_workers(n_workers: int, n_processes: int) -> int:
@@ -409,51 +465,64 @@ def together(*conversations: Conversation) -> Conversation:
 
 
 class _Edges:
-    """Who sends what to whom, for the workers that a process hosts. All arrays are numpy's.
+    """Who sends what to whom in a round, for the workers that a process hosts. numpy arrays.
 
-    neighbors, weights  # [worker, slot], see Network
-    out_degrees         # [worker]
-    targets             # int: largest number of workers that one sends to; slots of ToEach
+    A row is a hosted worker of a copy: copy · hosted + position among the hosted.
 
-    Edges that cross to or from another process, in an order that both ends share:
-    sent:     worker (hosted), slot (among its targets), process (theirs)
-    received: worker (hosted), slot (among its neighbors), process (theirs)
-    Edges inside: the same for both ends, as rows (worker · slots + slot).
+    neighbors, weights  # [row, slot], see Slots
+    out_degrees         # [row]
+    slots, targets      # int: the largest numbers of workers that one hears, and sends to
+
+    Each kind of edge is a pair of arrays, row and slot (among the worker's targets for what leaves,
+    among its neighbors for what arrives):
+    inside_from, inside_to  both ends are hosted here, in the same order
+    sent, received          the other end is in `sent_process`, `received_process`; ordered by
+                            process, in an order that both processes share
     """
 
-    def __init__(self, topology: Topology, workers: range, hosted: int):
-        weights = topology.round(0).weights  # csr [hears, sends]
+    def __init__(self, of_round: Round, workers: range, copies: int):
+        weights, n, hosted = of_round.weights, of_round.n_workers, len(workers)
         degrees = np.diff(weights.indptr)
-        hears = np.repeat(np.arange(topology.n_workers), degrees)
+        hears = np.repeat(np.arange(n), degrees)  # an edge: worker `hears` hears worker `sends`
         sends = weights.indices.astype(np.int64)
         in_slot = np.arange(len(sends)) - weights.indptr[hears]
         out_slot = np.empty_like(in_slot)
         by_sender = np.lexsort((hears, sends))
-        sent_by = np.bincount(sends, minlength=topology.n_workers)
+        sent_by = np.bincount(sends, minlength=n)
         first = np.concatenate(([0], np.cumsum(sent_by)))
         out_slot[by_sender] = np.arange(len(sends)) - first[sends[by_sender]]
 
         self.slots = int(degrees.max(initial=0))
         self.targets = int(sent_by.max(initial=0))
-        self.out_degrees = sent_by[workers.start : workers.stop]
-        self.neighbors = np.full((hosted, self.slots), -1, dtype=np.int64)
-        self.weights = np.zeros((hosted, self.slots))
-        here = hears // hosted == workers.start // hosted
-        mine = sends // hosted == workers.start // hosted
-        self.neighbors[hears[here] - workers.start, in_slot[here]] = sends[here]
-        self.weights[hears[here] - workers.start, in_slot[here]] = weights.data[here]
+        self.out_degrees = np.tile(sent_by[workers.start : workers.stop], copies)
+        here = (workers.start <= hears) & (hears < workers.stop)
+        mine = (workers.start <= sends) & (sends < workers.stop)
+        neighbors = np.full((hosted, self.slots), -1, dtype=np.int64)
+        own_weights = np.zeros((hosted, self.slots))
+        neighbors[hears[here] - workers.start, in_slot[here]] = sends[here]
+        own_weights[hears[here] - workers.start, in_slot[here]] = weights.data[here]
+        self.neighbors = np.tile(neighbors, (copies, 1))
+        self.weights = np.tile(own_weights, (copies, 1))
+
+        def in_all_copies(
+            chosen: np.ndarray, worker: np.ndarray, slot: np.ndarray
+        ) -> tuple[np.ndarray, np.ndarray]:
+            offsets = hosted * np.arange(copies)[:, None]
+            rows = (worker[chosen] - workers.start + offsets).ravel()
+            return rows, np.tile(slot[chosen], copies)
 
         inside, away, back = here & mine, mine & ~here, here & ~mine
-        self.inside_from = (sends[inside] - workers.start, out_slot[inside])
-        self.inside_to = (hears[inside] - workers.start, in_slot[inside])
-        order = np.lexsort((in_slot[away], hears[away]))
-        self.sent_worker = sends[away][order] - workers.start
-        self.sent_slot = out_slot[away][order]
-        self.sent_process = hears[away][order] // hosted
-        order = np.lexsort((in_slot[back], hears[back], sends[back] // hosted))
-        self.received_worker = hears[back][order] - workers.start
-        self.received_slot = in_slot[back][order]
-        self.received_process = sends[back][order] // hosted
+        self.inside_from = in_all_copies(inside, sends, out_slot)
+        self.inside_to = in_all_copies(inside, hears, in_slot)
+        # By process, copy, hearing worker, slot there; edges are in the order of the last two.
+        process = np.tile(hears[away] // hosted, copies)
+        order = np.argsort(process, kind="stable")
+        row, slot = in_all_copies(away, sends, out_slot)
+        self.sent, self.sent_process = (row[order], slot[order]), process[order]
+        process = np.tile(sends[back] // hosted, copies)
+        order = np.argsort(process, kind="stable")
+        row, slot = in_all_copies(back, hears, in_slot)
+        self.received, self.received_process = (row[order], slot[order]), process[order]
 
 
 class _Transport:
@@ -476,38 +545,40 @@ class _Delivery(_Transport):
     received[worker, slot] a row that arrives.
     """
 
-    def __init__(self, network: Network, tensor: Tensor, to_each: bool):
-        edges, hosted = network._edges, network.hosted
+    def __init__(self, network: Network, tensor: Tensor, to_each: bool, index: int):
+        edges, rows = network._edges[index], network.rows
         axes = 2 if to_each else 1
-        expected = (hosted, edges.targets)[:axes]
+        expected = (rows, edges.targets)[:axes]
         assert tensor.shape[:axes] == expected, f"message {tensor.shape}, expected {expected}, ..."
         numbers = prod(tensor.shape[axes:])
         self.bits = edges.out_degrees * (numbers * tensor.element_size() * 8)
         self.messages = edges.out_degrees
-        self._received = tensor.new_zeros(hosted, edges.slots, *tensor.shape[axes:])
+        self._received = tensor.new_zeros(rows, edges.slots, *tensor.shape[axes:])
         leaving = tensor.view(prod(expected), numbers)
-        arriving = self._received.view(hosted * edges.slots, numbers)
+        arriving = self._received.view(rows * edges.slots, numbers)
 
-        def leaving_rows(worker: np.ndarray, slot: np.ndarray) -> np.ndarray:
-            return worker * edges.targets + slot if to_each else worker
+        def leaving_rows(row: np.ndarray, slot: np.ndarray) -> np.ndarray:
+            return row * edges.targets + slot if to_each else row
 
-        def arriving_rows(worker: np.ndarray, slot: np.ndarray) -> np.ndarray:
-            return worker * edges.slots + slot
+        def arriving_rows(row: np.ndarray, slot: np.ndarray) -> np.ndarray:
+            return row * edges.slots + slot
 
         self._inside = self._between = None
         if len(edges.inside_from[0]):
             # A slot that nothing arrives in shows its own worker's row: one indexing fills all.
-            workers = np.repeat(np.arange(hosted), edges.slots)
-            source = leaving_rows(workers, np.zeros_like(workers))
+            own = np.repeat(np.arange(rows), edges.slots)
+            source = leaving_rows(own, np.zeros_like(own))
             source[arriving_rows(*edges.inside_to)] = leaving_rows(*edges.inside_from)
             self._inside = leaving, torch.from_numpy(source).to(tensor.device), arriving
         if len(edges.sent_process) or len(edges.received_process):
             self._between = _Between(
                 network,
                 leaving,
-                leaving_rows(edges.sent_worker, edges.sent_slot),
+                leaving_rows(*edges.sent),
+                edges.sent_process,
                 arriving,
-                arriving_rows(edges.received_worker, edges.received_slot),
+                arriving_rows(*edges.received),
+                edges.received_process,
             )
 
     def post(self) -> None:
@@ -528,7 +599,7 @@ class _Between:
 
     A process that hosts one worker sends from and receives into the rows themselves; with more
     workers, all rows for one process are packed into one message. `sent` and `received` are the
-    rows of `leaving` and `arriving`, in the order of `_Edges`.
+    rows of `leaving` and `arriving`, ordered by process.
     """
 
     def __init__(
@@ -536,14 +607,16 @@ class _Between:
         network: Network,
         leaving: Tensor,
         sent: np.ndarray,
+        sent_process: np.ndarray,
         arriving: Tensor,
         received: np.ndarray,
+        received_process: np.ndarray,
     ):
-        edges, device = network._edges, leaving.device
+        device = leaving.device
         self._leaving, self._arriving = leaving, arriving
         self._on_gpu = leaving.is_cuda
         self._pack = self._unpack = None
-        if network.hosted > 1:
+        if network.rows > 1:
             self._pack = torch.from_numpy(sent).to(device)
             self._unpack = torch.from_numpy(received).to(device)
             leaving = leaving.new_empty(len(sent), leaving.shape[1])
@@ -564,10 +637,10 @@ class _Between:
         communicator = network.processes.communicator
         self._requests = [
             communicator.Recv_init([_memory(rows), MPI.BYTE], process)
-            for process, rows in _pieces(self._host_incoming, received, edges.received_process)
+            for process, rows in _pieces(self._host_incoming, received, received_process)
         ] + [
             communicator.Send_init([_memory(rows), MPI.BYTE], process)
-            for process, rows in _pieces(self._host_outgoing, sent, edges.sent_process)
+            for process, rows in _pieces(self._host_outgoing, sent, sent_process)
         ]
         # At exit MPI frees them itself.
         weakref.finalize(self, _free, self._requests).atexit = False
@@ -614,15 +687,16 @@ def _memory(rows: Tensor) -> Any:
 class _Reduction(_Transport):
     """All-reduce. What a ring all-reduce sends is counted, whatever the MPI library does."""
 
-    def __init__(self, network: Network, tensor: Tensor, to_each: bool = False):
-        assert tensor.shape[0] == network.hosted
+    def __init__(self, network: Network, tensor: Tensor, to_each: bool = False, index: int = 0):
+        assert tensor.shape[0] == network.rows
         n = network.n_workers
         size = tensor[0].numel() * tensor.element_size() * 8
-        self.bits = np.full(network.hosted, round(2 * (n - 1) * size / n), dtype=np.int64)
-        self.messages = np.full(network.hosted, 2 * (n - 1), dtype=np.int64)
-        self._tensor, self._n_workers = tensor, n
+        self.bits = np.full(network.rows, round(2 * (n - 1) * size / n), dtype=np.int64)
+        self.messages = np.full(network.rows, 2 * (n - 1), dtype=np.int64)
+        self._by_copy = tensor.unflatten(0, (network.copies, network.hosted))
+        self._n_workers, self._hosted = n, network.hosted
         self._communicator = network.processes.communicator
-        self._total = torch.empty_like(tensor[:1])
+        self._total = torch.empty_like(self._by_copy[:, 0])  # [copy, ...]
         self._on_gpu = tensor.is_cuda
         self._shared = self._total  # the memory that MPI sees
         if network.stage:
@@ -632,7 +706,7 @@ class _Reduction(_Transport):
         self._request: Any = None
 
     def post(self) -> None:
-        torch.sum(self._tensor, dim=0, keepdim=True, out=self._total)
+        torch.sum(self._by_copy, dim=1, out=self._total)
         if self._communicator is None:
             return
         if self._shared is not self._total:
@@ -649,4 +723,5 @@ class _Reduction(_Transport):
             self._request.Wait()
             if self._shared is not self._total:
                 self._total.copy_(self._shared, non_blocking=True)
-        return self._total.div_(self._n_workers)
+        mean = self._total.div_(self._n_workers)
+        return mean if len(mean) == 1 else mean.repeat_interleave(self._hosted, dim=0)

@@ -183,7 +183,7 @@ def test_a_step_is_the_papers_algorithm() -> None:
     network, layout = alone("ring", 2), Layout([(5, 4)])
     x = start(2, layout)
     averaging = power_gossip(network, layout, diffusion_rate=0.7, num_iterations=2)
-    p = averaging.state_dict()["directions"][0, 0].clone()  # worker 0 is the lower: as it is
+    p = averaging.state_dict()["directions"][0][0, 0].clone()  # worker 0 is the lower: as it is
     w = network.topology.round(0).sources(0)[0][1]
     X = [x[0].view(5, 4).clone(), x[1].view(5, 4).clone()]
     for iteration in range(2):
@@ -284,7 +284,7 @@ def test_warm_directions_become_the_top_singular_vectors() -> None:
     x[1] += difference.flatten()
     averaging = power_gossip(network, layout, rank=2, diffusion_rate=1e-9, num_iterations=10)
     steps(network, averaging, x, 2)
-    p = averaging.state_dict()["directions"][0, 0].view(2, 8)  # iteration 20: the rows' side
+    p = averaging.state_dict()["directions"][0][0, 0].view(2, 8)  # iteration 20: the rows' side
     p, _ = torch.linalg.qr(p.T)
     torch.testing.assert_close(p @ p.T, U[:, :2] @ U[:, :2].T, atol=1e-4, rtol=0)
 
@@ -294,7 +294,7 @@ def test_both_ends_hold_the_same_directions() -> None:
     for rank in (1, 2):
         averaging = power_gossip(network, layout, rank=rank)
         steps(network, averaging, start(8, layout), 3)
-        d = averaging.state_dict()["directions"]
+        (d,) = averaging.state_dict()["directions"]
         for i in range(8):
             for slot, j in enumerate(network.neighbors[i].tolist()):
                 back = network.neighbors[j].tolist().index(i)
@@ -338,7 +338,7 @@ def test_dependent_directions_do_no_harm() -> None:
 @pytest.mark.parametrize("condition", [1.0, 1e2, 1e4])
 def test_directions_become_orthonormal(rank: int, condition: float) -> None:
     network = alone("chain", 4)
-    directions = Directions(EdgeNumbers(network, 1.0, 0), rank, [(3, 40), (1, 7)])
+    directions = Directions(EdgeNumbers(network, network.slots, 1.0, 0), rank, [(3, 40), (1, 7)])
     directions.draw(0)
     for view in directions.views:  # nearly dependent, of very different lengths
         view.mul_(torch.logspace(0, -np.log10(condition), rank)[:, None])
@@ -359,7 +359,8 @@ def test_directions_become_orthonormal(rank: int, condition: float) -> None:
 @pytest.mark.parametrize("rank", [2, 4])
 def test_dependent_directions_are_at_most_orthonormal(rank: int) -> None:
     """0 ≤ pᵀp ≤ I is what the theorem needs of a projection; it must hold at the worst, too."""
-    directions = Directions(EdgeNumbers(alone("ring", 3), 1.0, 0), rank, [(3, 40), (1, 7)])
+    network = alone("ring", 3)
+    directions = Directions(EdgeNumbers(network, network.slots, 1.0, 0), rank, [(3, 40), (1, 7)])
     directions.draw(0)
     for view in directions.views:
         view.copy_(view[:, :, :1] * torch.logspace(0, -9, rank)[:, None])
@@ -372,7 +373,7 @@ def test_dependent_directions_are_at_most_orthonormal(rank: int) -> None:
 
 def test_rounded_directions_are_signs() -> None:
     network = alone("ring", 3)
-    directions = Directions(EdgeNumbers(network, 1.0, 0), 1, [(2, 9)])
+    directions = Directions(EdgeNumbers(network, network.slots, 1.0, 0), 1, [(2, 9)])
     directions.draw(0)
     directions.views[0][..., :3] = 0
     directions.round(0)
