@@ -13,12 +13,16 @@ rate; X_i one of i's parameter tensors seen as a matrix [row, column].
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import log
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+import compressors
+import randomness
+from compressors import Codec, pack, packed_size, unpack
 from directions import Directions, EdgeNumbers
 from network import Conversation, Mean, Network, ToAll, together
 from parameters import Layout, Parameters, Stack, batches
@@ -104,6 +108,229 @@ class AllReduce(_Stateless):
     def step(self, x: Tensor) -> Conversation:
         """x_i ← (1/n) Σ_j x_j"""
         x.copy_((yield self._message(x)))
+
+
+class ChebyshevGossip:
+    """Plain gossip with memory, as fast as its spectrum lets a polynomial of W be.
+
+        x^{t+1} ← ω_{t+1} (x^t − γ* (I − W) x^t − x^{t−1}) + x^{t−1},   ω_1 = 1
+        ω_2 = 1/(1 − ρ²/2),  ω_{t+1} = 1/(1 − ρ² ω_t/4),   ρ the contraction of plain gossip at γ*
+
+    Contracts by (1 − √ξ)/(1 + √ξ) a step in the long run, ξ = λ_2/λ_max. Golub & Varga (1961),
+    "Chebyshev semi-iterative methods", doi:10.1007/BF01386013. Sends what plain gossip sends.
+
+    Raises ValueError for a topology without a spectrum: directed or time-varying.
+    """
+
+    def __init__(self, network: Network):
+        topology = network.topology
+        self._gossip = PlainGossip(network, topology.best_diffusion_rate)
+        self._rho = topology.contraction(topology.best_diffusion_rate)
+        self._omega = 1.0
+        self._steps = 0
+        self._previous: Tensor | None = None
+
+    def step(self, x: Tensor) -> Conversation:
+        """x^{t+1} from x^t and x^{t−1}"""
+        now = x.clone()
+        yield from self._gossip.step(x)
+        if self._previous is not None:
+            square = self._rho**2
+            self._omega = 1 / (1 - square * (self._omega / 4 if self._steps > 1 else 1 / 2))
+            x.sub_(self._previous).mul_(self._omega).add_(self._previous)
+        self._previous = now
+        self._steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"omega": self._omega, "steps": self._steps, "previous": self._previous}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._omega, self._steps = state["omega"], state["steps"]
+        self._previous = state["previous"]
+
+
+class FiniteTimeGossip:
+    """Plain gossip with γ_t = 1/λ_t over the distinct non-zero eigenvalues λ_t of I − W.
+
+    Exact after one pass over them, as Π_t (1 − λ/λ_t) is 0 at each; then it begins again.
+    Hendrickx et al. (2014), arXiv:1211.6324.
+
+    The order is Leja's, which keeps what rounding errors are multiplied by small. Sends what plain
+    gossip sends. Raises ValueError for a topology without a spectrum: directed or time-varying.
+    """
+
+    def __init__(self, network: Network):
+        rates = [1 / value for value in _leja_order(network.topology.distinct_eigenvalues.tolist())]
+        self._gossip = [PlainGossip(network, rate) for rate in rates]
+        self._steps = 0
+
+    def step(self, x: Tensor) -> Conversation:
+        """x ← x − γ_t (I − W) x"""
+        if self._gossip:
+            yield from self._gossip[self._steps % len(self._gossip)].step(x)
+        self._steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self._steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._steps = state["steps"]
+
+
+class ChocoGossip:
+    """Everyone keeps public copies x̂ of itself and its neighbors, and sends what changes its own.
+
+        q_i = C(x_i − x̂_i)
+        x̂_j ← x̂_j + q_j                         for every neighbor j and for i itself
+        x_i ← x_i + γ Σ_j w_ij (x̂_j − x̂_i)
+
+    Koloskova, Stich & Jaggi (2019), arXiv:1902.00340, Algorithm 1. Sends C's message to every
+    neighbor. Where its authors save memory and keep only the sum Σ_j w_ij x̂_j, we keep every x̂_j:
+    the sum's rounding errors differ from those of its terms, stay, and push the mean on in every
+    step, while copies are the same to the bit at both ends.
+
+    Raises ValueError unless γ > 0, or for a time-varying topology: who is not heard in some rounds
+    could not be copied.
+    """
+
+    def __init__(self, network: Network, codec: Codec, diffusion_rate: Rate = 1.0):
+        if len(network.rounds) > 1:
+            raise ValueError(
+                f"CHOCO needs neighbors that hear each other in every round, but topology "
+                f'"{network.topology.name}" is time-varying; use a static one, such as ring'
+            )
+        rates = _column(network, "diffusion_rate", diffusion_rate) * network.weights
+        self._rates, self._total = rates[:, None], rates.sum(1, keepdim=True)
+        self._codec = codec
+        self._senders, self._neighbors = network.row_workers, network.neighbors
+        shape = (network.rows, codec.numbers)
+        self._public = torch.zeros(shape, device=network.device)  # x̂_i
+        self._publics = torch.zeros(  # x̂_j [worker, neighbor, D]
+            *network.neighbors.shape, codec.numbers, device=network.device
+        )
+        self._difference = torch.zeros_like(self._public)
+        self._steps = 0
+        self._message = _Remember(ToAll)
+
+    def step(self, x: Tensor) -> Conversation:
+        """One step of Algorithm 1."""
+        codec, t = self._codec, self._steps
+        message = codec.encode(torch.sub(x, self._public, out=self._difference), t)
+        received = yield self._message(message)
+        self._public.add_(codec.decode(message, self._senders, t))
+        self._publics.add_(codec.decode(received, self._neighbors, t))
+        x[:, None].baddbmm_(self._rates, self._publics)
+        x.addcmul_(self._total, self._public, value=-1)
+        self._steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """public: x̂_i [worker, D]; publics: x̂_j [worker, neighbor, D]."""
+        return {
+            "steps": self._steps,
+            "public": self._public.clone(),
+            "publics": self._publics.clone(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._steps = state["steps"]
+        self._public.copy_(state["public"])
+        self._publics.copy_(state["publics"])
+
+
+class DeepSqueeze:
+    """What compression leaves out is kept, and added the next time.
+
+        v_i = x_i + δ_i;   c_i = C(v_i);   δ_i ← v_i − c_i
+        x_i ← x_i + γ Σ_j w_ij (c_j − c_i)
+
+    Tang et al. (2019), arXiv:1907.07346, Algorithm 1, as an averaging step. Sends C's message to
+    every neighbor. Raises ValueError unless γ > 0.
+    """
+
+    def __init__(self, network: Network, codec: Codec, diffusion_rate: Rate = 1.0):
+        self._rate = _column(network, "diffusion_rate", diffusion_rate)
+        self._network, self._codec = network, codec
+        self._senders = network.row_workers
+        self._error = torch.zeros(network.rows, codec.numbers, device=network.device)  # δ
+        self._steps = 0
+        self._message = _Remember(ToAll)
+
+    def step(self, x: Tensor) -> Conversation:
+        """One step of Algorithm 1."""
+        codec, t, slots = self._codec, self._steps, self._network.slots
+        message = codec.encode(self._error.add_(x), t)  # v
+        received = yield self._message(message)
+        own = codec.decode(message, self._senders, t)
+        self._error.sub_(own)
+        rates = self._rate * slots.weights
+        x[:, None].baddbmm_(rates[:, None], codec.decode(received, slots.neighbors, t))
+        x.addcmul_(rates.sum(1, keepdim=True), own, value=-1)
+        self._steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """error: δ_i [worker, D]."""
+        return {"steps": self._steps, "error": self._error.clone()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._steps = state["steps"]
+        self._error.copy_(state["error"])
+
+
+class Moniqua:
+    """Neighbors that differ by less than θ need only say where they are modulo B.
+
+    With δ = 1/3 (2 bits: four levels), B = 2θ/(1 − 2δ) and mod(·, a) into [−a/2, a/2):
+
+        q_i = ⌊(mod(x_i/B, 1) + ½)/δ + u⌋ δ − ½      u uniform on [0, 1), the same at every worker
+        x̂_i − x_i = q_i B − mod(x_i, B)
+        x_i ← x_i + γ Σ_j w_ij (mod(q_j B − x_i, B) − (x̂_i − x_i))
+
+    Lu & De Sa (2020), arXiv:2002.11787, Algorithm 1. Sends 2 bits a number to every neighbor.
+    Raises ValueError unless γ > 0 and θ > 0.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        numbers: int,
+        theta: Rate,
+        diffusion_rate: Rate = 1.0,
+        seed: int = 0,
+    ):
+        """`numbers`: D."""
+        self._rate = _column(network, "diffusion_rate", diffusion_rate)
+        self._bound = 6 * _column(network, "theta", theta)  # B [worker, 1]
+        self._network, self._numbers = network, numbers
+        self._key = randomness.keys(seed, "moniqua", [()])[0].to(network.device)
+        self._steps = 0
+        size = packed_size(numbers, 2)
+        self._outgoing = ToAll(
+            torch.zeros(network.rows, size, dtype=torch.uint8, device=network.device)
+        )
+
+    def step(self, x: Tensor) -> Conversation:
+        """One step, in units of B."""
+        slots = self._network.slots
+        u = randomness.uniform(self._key, self._steps, (self._numbers,))
+        place = x / self._bound
+        place.sub_(torch.floor(place + 0.5))  # mod(x_i/B, 1)
+        levels = torch.floor((place + 0.5).mul_(3).add_(u)).clamp_(0, 3)
+        self._outgoing.tensor.copy_(pack(levels.to(torch.uint8), 2))
+        received = yield self._outgoing
+        own = levels.div_(3).sub_(0.5).sub_(place)  # (x̂_i − x_i)/B
+        rates = self._rate * slots.weights * self._bound
+        for slot in range(received.shape[1]):
+            theirs = unpack(received[:, slot], 2, self._numbers).float().div_(3).sub_(0.5)
+            theirs.sub_(place)
+            theirs.sub_(torch.floor(theirs + 0.5)).sub_(own)  # (mod(q_j B − x_i, B) − …)/B
+            x.addcmul_(rates[:, slot, None], theirs)
+        self._steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self._steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._steps = state["steps"]
 
 
 class MatricesOnly:
@@ -275,6 +502,17 @@ def _matrices(x: Tensor, stacks: Sequence[Stack]) -> tuple[list[Tensor], list[Te
     return views, [view.mT for view in views]
 
 
+def _leja_order(values: Sequence[float]) -> list[float]:
+    """The largest, then always the one whose distances to those before have the largest product."""
+    left, order = sorted(values), list[float]()
+    while left:
+        # The sum is 0 at first, for all: the last of them is the largest.
+        best = max(reversed(left), key=lambda v: sum(log(abs(v - other)) for other in order))
+        left.remove(best)
+        order.append(best)
+    return order
+
+
 def _column(network: Network, name: str, value: Rate) -> Tensor:
     """A number, or one for each worker hosted here, as [worker, 1]. ValueError unless above 0."""
     values = torch.as_tensor(value, dtype=torch.float32, device=network.device).reshape(-1, 1)
@@ -353,12 +591,18 @@ class DPSGD:
 class Options:
     """What averaging algorithms can be told; each takes what concerns it."""
 
-    diffusion_rate: float = 1.0  # γ
-    rank: int = 1
-    num_iterations: int = 1  # of power iteration, a step
-    warm_start: bool = True
-    round_weights: bool = False
+    diffusion_rate: Rate = 1.0  # γ
+    rank: int = 1  # power-gossip
+    num_iterations: int = 1  # power-gossip: of power iteration, a step
+    warm_start: bool = True  # power-gossip
+    round_weights: bool = False  # power-gossip
+    compressor: str = "sign-and-norm"  # choco, deepsqueeze: a row of compressors.COMPRESSORS
+    compressor_options: compressors.Options = field(default_factory=compressors.Options)
+    theta: Rate = 0.25  # moniqua: θ
     seed: int = 0
+
+
+Builder = Callable[[Network, Layout, Options], Averaging]
 
 
 def _power_gossip(network: Network, layout: Layout, options: Options) -> Averaging:
@@ -375,17 +619,39 @@ def _power_gossip(network: Network, layout: Layout, options: Options) -> Averagi
     return MatricesOnly(layout, power_gossip, PlainGossip(network))
 
 
+def _codec(network: Network, layout: Layout, options: Options) -> Codec:
+    compressor = compressors.make(options.compressor, options.compressor_options)
+    senders = network.row_workers.tolist()
+    return Codec(layout, compressor, senders, options.seed, network.device)
+
+
 # The names that users choose from: optimizer in train.py, algorithm in the benchmark.
-AVERAGING: dict[str, Callable[[Network, Layout, Options], Averaging]] = {
+AVERAGING: dict[str, Builder] = {
     "all-reduce": lambda network, layout, options: AllReduce(network),
     "dpsgd": lambda network, layout, options: PlainGossip(network, options.diffusion_rate),
     "power-gossip": _power_gossip,
+    "choco": lambda network, layout, options: ChocoGossip(
+        network, _codec(network, layout, options), options.diffusion_rate
+    ),
+    "deepsqueeze": lambda network, layout, options: DeepSqueeze(
+        network, _codec(network, layout, options), options.diffusion_rate
+    ),
+    "moniqua": lambda network, layout, options: Moniqua(
+        network, layout.size, options.theta, options.diffusion_rate, options.seed
+    ),
+}
+
+# Limits to hold the others against. They take x for what they left, so not for learning.
+CONSENSUS_ONLY: dict[str, Builder] = {
+    "chebyshev": lambda network, layout, options: ChebyshevGossip(network),
+    "finite-time": lambda network, layout, options: FiniteTimeGossip(network),
 }
 
 
 def make(name: str, network: Network, layout: Layout, options: Options) -> Averaging:
     """The averaging algorithm of that name. ValueError for an unknown name or bad options."""
-    if name not in AVERAGING:
-        choices = ", ".join(sorted(AVERAGING))
-        raise ValueError(f'optimizer "{name}" is unknown; choose from {choices}')
-    return AVERAGING[name](network, layout, options)
+    builders = AVERAGING | CONSENSUS_ONLY
+    if name not in builders:
+        choices = ", ".join(sorted(builders))
+        raise ValueError(f'algorithm "{name}" is unknown; choose from {choices}')
+    return builders[name](network, layout, options)

@@ -7,9 +7,9 @@ Two kinds:
 
 - `generator(seed, purpose, *ids)`: a numpy generator, for what is drawn rarely or in bulk
   (shuffling, data, graphs).
-- `keys` and `normal`: a counter-based stream. The numbers are a function of (key, counter), so
-  there is no state to keep or save, the two ends of an edge cannot fall out of step, and the
-  streams of all edges are drawn in one batched expression on any device.
+- `keys` with `bits`, `uniform` or `normal`: a counter-based stream. The numbers are a function of
+  (key, counter), so there is no state to keep or save, the two ends of an edge cannot fall out of
+  step, and the streams of all edges are drawn in one batched expression on any device.
 """
 
 import hashlib
@@ -43,41 +43,62 @@ def torch_seed(seed: int, purpose: str, *ids: int) -> int:
 
 
 def keys(seed: int, purpose: str, ids: Iterable[tuple[int, ...]]) -> Tensor:
-    """One 64-bit key for each tuple of ids: int64 [number of tuples], for `normal`."""
+    """One 64-bit key for each tuple of ids: int64 [number of tuples], for `bits`."""
     words = [seed_sequence(seed, purpose, *i).generate_state(1, np.uint64)[0] for i in ids]
     return torch.from_numpy(np.array(words, dtype=np.uint64).view(np.int64))
 
 
-def normal(keys: Tensor, counter: int, shape: tuple[int, ...], start: Tensor | int = 0) -> Tensor:
-    """Independent standard normal numbers [*keys.shape, *shape], float32, on the keys' device.
+def bits(keys: Tensor, counter: int, shape: tuple[int, ...], start: Tensor | int = 0) -> Tensor:
+    """64 independent random bits each: int64 [*keys.shape, *shape], on the keys' device.
 
     The stream of one key at one counter is always the same, whatever other keys are drawn beside
-    it; `start` (broadcast over keys, below 2³²) takes it up from a later number.
+    it; `start` (below 2³²; it and the keys broadcast) takes it up from a later number. No two of a
+    key's 2⁶⁴ numbers, at all counters together, are the same.
 
     SplitMix64's finalizer (Steele, Lea & Flood 2014, doi:10.1145/2714064.2660195) hashes key and
-    counter; its two halves feed a Box–Muller transform.
+    counter.
     """
     count = math.prod(shape)
-    index = torch.arange(count, device=keys.device) + (counter << 32)
-    index = index + torch.as_tensor(start, device=keys.device)[..., None]
-    bits = _splitmix(keys[..., None] + index * _GOLDEN)
-    high = _shift_right(bits, 32).double()
-    low = (bits & 0xFFFFFFFF).double()
+    first = torch.as_tensor(start, device=keys.device)[..., None] + (counter << 32)
+    index = first + torch.arange(count, device=keys.device)
+    hashed = _splitmix(keys[..., None] + index.mul_(_GOLDEN))
+    return hashed.view(*hashed.shape[:-1], *shape)
+
+
+def uniform(keys: Tensor, counter: int, shape: tuple[int, ...], start: Tensor | int = 0) -> Tensor:
+    """Independent numbers uniform on [0, 1): the multiples of 2⁻²⁴, float32; see `bits`."""
+    drawn = bits(keys, counter, shape, start)
+    return _shift_right(drawn, 40, out=drawn).float().mul_(2**-24)
+
+
+def normal(keys: Tensor, counter: int, shape: tuple[int, ...], start: Tensor | int = 0) -> Tensor:
+    """Independent standard normal numbers [*keys.shape, *shape], float32; see `bits`.
+
+    The two halves of the bits feed a Box–Muller transform.
+    """
+    drawn = bits(keys, counter, shape, start)
+    high = _shift_right(drawn, 32).double()
+    low = (drawn & 0xFFFFFFFF).double()
     radius = ((high + 0.5) / 2**32).log_().mul_(-2).sqrt_()
     angle = low * (2 * math.pi / 2**32)
-    return radius.mul_(angle.cos_()).float().view(*keys.shape, *shape)
+    return radius.mul_(angle.cos_()).float()
 
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # SplitMix64's increment, as a signed number
 
 
 def _splitmix(z: Tensor) -> Tensor:
-    """SplitMix64's mixing function on int64, which wraps around as the original's uint64 does."""
-    z = (z ^ _shift_right(z, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
-    z = (z ^ _shift_right(z, 27)) * (0x94D049BB133111EB - 2**64)
-    return z ^ _shift_right(z, 31)
+    """SplitMix64's mixing function on int64, which wraps around as the original's uint64 does.
+
+    In place: new memory for each operation would cost more than the operation.
+    """
+    part = torch.empty_like(z)
+    z.bitwise_xor_(_shift_right(z, 30, part)).mul_(0xBF58476D1CE4E5B9 - 2**64)
+    z.bitwise_xor_(_shift_right(z, 27, part)).mul_(0x94D049BB133111EB - 2**64)
+    return z.bitwise_xor_(_shift_right(z, 31, part))
 
 
-def _shift_right(z: Tensor, bits: int) -> Tensor:
+def _shift_right(z: Tensor, bits: int, out: Tensor | None = None) -> Tensor:
     """Shift in zeros from the left (torch's >> repeats the sign)."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
+    shifted = torch.bitwise_right_shift(z, bits, out=out)
+    return shifted.bitwise_and_((1 << (64 - bits)) - 1)

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import algorithms
+import compressors
 import configuration
 import metrics
 import randomness
@@ -80,7 +81,7 @@ class Config:
     distributed_lr_warmup_factor: float = 1.0  # the warm-up ends at learning_rate times this
 
     # Averaging
-    optimizer: str = "power-gossip"  # all-reduce, dpsgd or power-gossip
+    optimizer: str = "power-gossip"  # all-reduce, dpsgd, power-gossip, choco, deepsqueeze, moniqua
     topology: str = "ring"  # a name, or the path of an edge list or adjacency file
     topology_options: dict[str, Any] = field(default_factory=dict)  # such as {degree: 4}
     optimizer_diffusion_rate: float | int | str = 1.0  # a number; auto: the best for plain gossip
@@ -88,6 +89,10 @@ class Config:
     optimizer_num_iterations: int = 2  # of power iteration, a step
     optimizer_warm_start: bool = True  # begin with the last step's directions; false: random ones
     optimizer_round_weights: bool = False  # round directions to their signs
+    optimizer_compressor: str = "sign-and-norm"  # of choco and deepsqueeze; see compressors.py
+    optimizer_keep_ratio: float = 0.01  # share of the numbers that top-k and random-k send
+    optimizer_levels: int = 4  # of qsgd
+    optimizer_theta: float = 0.25  # moniqua: bound on the differences of neighbors' numbers
     overlapping: bool = True  # gossip while the gradient is computed; false: after the update
 
     # What differences between workers look like
@@ -217,12 +222,18 @@ class _Run:
         self.optimizer = torch.optim.SGD(
             [x], lr=c.learning_rate, momentum=c.momentum, nesterov=c.momentum > 0, fused=True
         )
+        svd_rank = c.optimizer_rank if c.optimizer_compressor == "svd" else None
         options = algorithms.Options(
             diffusion_rate=self.diffusion_rate(),
             rank=c.optimizer_rank,
             num_iterations=c.optimizer_num_iterations,
             warm_start=c.optimizer_warm_start,
             round_weights=c.optimizer_round_weights,
+            compressor=c.optimizer_compressor,
+            compressor_options=compressors.Options(
+                keep_ratio=c.optimizer_keep_ratio, rank=svd_rank, levels=c.optimizer_levels
+            ),
+            theta=c.optimizer_theta,
             seed=c.seed,
         )
         averaging = algorithms.make(c.optimizer, self.network, self.parameters.layout, options)
@@ -579,6 +590,8 @@ def _new_dated_folder() -> Path:
 
 def _report(folder: Path) -> None:
     rows = metrics.load(folder)
+    if rows.empty:  # a driver's log_metric has them
+        return
     figure = folder / "figure.png"
     metrics.figure(rows, figure)
     print(f"\n{metrics.summary(rows)}\n\nrows: {folder / metrics.FILE}\nfigure: {figure}")

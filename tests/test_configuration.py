@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import launch  # type: ignore[import-not-found]  # mypy knows it as tests.launch
 import pytest
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -12,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 import configuration
 import train
 from network import BadInput
+from tests import launch
 
 
 def config_after(*arguments: str | Path) -> DictConfig:

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import launch  # type: ignore[import-not-found]  # mypy knows it as tests.launch
 import pytest
 from omegaconf import OmegaConf
 
@@ -19,6 +18,7 @@ import configuration
 import metrics
 import train
 from network import BadInput
+from tests import launch
 
 TINY = ["task_architecture=MLP", "num_epochs=1", "log_verbosity=0"]
 

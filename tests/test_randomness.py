@@ -34,6 +34,40 @@ def test_streams_are_standard_normal_and_independent() -> None:
     assert lag.abs().max() < 5 / n**0.5
 
 
+def test_uniform_numbers_are_uniform_and_taken_up_anywhere() -> None:
+    keys = randomness.keys(0, "edge", [(i, i + 1) for i in range(4)])
+    numbers = randomness.uniform(keys, 2, (20_000,))
+    assert numbers.dtype == torch.float32
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+    counts = torch.stack([torch.histc(row, 16, 0, 1) for row in numbers])
+    chi_squared = ((counts - 1250) ** 2 / 1250).sum(1)  # mean 15, variance 30
+    assert (chi_squared - 15).abs().max() < 5 * 30**0.5
+    assert (torch.corrcoef(numbers) - torch.eye(4)).abs().max() < 5 / 20_000**0.5
+    assert torch.equal(randomness.uniform(keys[1], 2, (3, 2), start=5).view(-1), numbers[1, 5:11])
+
+
+def test_keys_and_starts_broadcast() -> None:
+    keys = randomness.keys(0, "edge", [(0, 1), (1, 2)])
+    before = keys.clone()
+    starts = torch.tensor([0, 4, 9])
+    together = randomness.bits(keys[:, None], 3, (2, 2), starts)
+    assert together.shape == (2, 3, 2, 2)
+    for i, key in enumerate(keys):
+        for j, start in enumerate(starts.tolist()):
+            assert torch.equal(randomness.bits(key, 3, (2, 2), start), together[i, j])
+    assert torch.equal(keys, before)
+    assert torch.equal(starts, torch.tensor([0, 4, 9]))
+
+
+def test_bits_are_balanced_and_never_repeat() -> None:
+    key = randomness.keys(0, "edge", [(0, 1)])
+    numbers = torch.cat([randomness.bits(key, t, (20_000,)) for t in range(3)], 1)[0]
+    assert len(numbers.unique()) == 60_000
+    ones = (numbers[:, None] >> torch.arange(64) & 1).double().mean(0)
+    assert (ones - 0.5).abs().max() < 5 * 0.5 / 60_000**0.5
+
+
 def test_every_argument_counts() -> None:
     asked: list[tuple[int, str, tuple[int, ...]]] = [
         (1, "a", ()),

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import launch  # type: ignore[import-not-found]  # mypy knows it as tests.launch
 import numpy as np
 import pandas as pd
 import pytest
@@ -23,6 +22,7 @@ import tasks
 import train
 from network import BadInput, processes
 from tasks.task import Batch, Split
+from tests import launch
 
 TINY: dict[str, Any] = {
     "task_architecture": "MLP",

@@ -1,0 +1,453 @@
+"""The laws that compressors obey, for every one in the registry, and each one's own."""
+
+from math import ceil, log2, prod
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import compressors
+import randomness
+from compressors import (
+    COMPRESSORS,
+    QSGD,
+    SVD,
+    Codec,
+    Compressor,
+    Options,
+    RandomK,
+    Senders,
+    SignAndNorm,
+    Stream,
+    TopK,
+    pack,
+    packed_size,
+    unpack,
+)
+from parameters import Layout
+from tasks.models import ResNet20
+
+SHAPES = [(4, 3), (6, 5), (3,), (4, 3), (2, 2, 3), (1, 7), (), (5,), (3,), (20, 11)]
+VARIANTS = {
+    "qsgd": [
+        Options(),
+        Options(levels=1),
+        Options(levels=3, unbiased=True),
+        Options(levels=40),
+        Options(levels=127),
+    ],
+    "random-k": [Options(), Options(keep_ratio=0.05), Options(keep_ratio=0.5), Options(1.0)],
+    "svd": [Options(), Options(rank=2), Options(rank=3), Options(rank=100)],
+    "top-k": [
+        Options(),
+        Options(keep_ratio=0.3),
+        Options(keep_ratio=1.0),
+        Options(rank=1),
+        Options(rank=3),
+    ],
+}
+EVERY = [(name, options) for name in COMPRESSORS for options in VARIANTS.get(name, [Options()])]
+every_compressor = pytest.mark.parametrize(("name", "options"), EVERY)
+shapes_of_matrices = st.tuples(st.integers(1, 12), st.integers(1, 12))
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def stream(workers: int = 1, counter: int = 0, start: int = 0, seed: int = 0) -> Stream:
+    """Of one matrix [worker, 1], starting at a number of the workers' streams."""
+    key = randomness.keys(seed, "test", [()])[0]
+    return Stream(Senders(key, torch.arange(workers), counter), torch.tensor([start]))
+
+
+def compressed(compressor: Compressor, v: Tensor, counter: int = 0) -> Tensor:
+    """C(v) for v [worker, row, column], all the way through a message."""
+    codec = Codec(Layout([v.shape[1:]]), compressor, range(len(v)))
+    message = codec.encode(v.flatten(1), counter)
+    return codec.decode(message, codec.workers, counter).view_as(v)
+
+
+def squares(v: Tensor) -> Tensor:
+    """‖v‖² of each matrix."""
+    return v.double().square().sum((-1, -2))
+
+
+# --- Every compressor -----------------------------------------------------------------------------
+
+
+@every_compressor
+def test_receivers_decode_what_the_sender_does(name: str, options: Options) -> None:
+    codec = Codec(Layout(SHAPES), compressors.make(name, options), [0, 1, 2, 3])
+    x = normal(4, Layout(SHAPES).size)
+    message = codec.encode(x, 5)
+    own = codec.decode(message, codec.workers, 5).clone()
+    neighbors = torch.tensor([[1, 3], [0, 2], [1, 3], [0, 2]])
+    assert torch.equal(codec.decode(message[neighbors], neighbors, 5), own[neighbors])
+    alone = Codec(Layout(SHAPES), compressors.make(name, options), [9])
+    sender = torch.tensor([2])
+    assert torch.equal(alone.decode(message[2:3].clone(), sender, 5)[0], own[2])
+
+
+@every_compressor
+def test_the_layout_of_workers_does_not_show(name: str, options: Options) -> None:
+    layout, compressor = Layout(SHAPES), compressors.make(name, options)
+    x = normal(4, layout.size)
+    together = Codec(layout, compressor, range(4), seed=1).encode(x, 7)
+    for worker in range(4):
+        alone = Codec(layout, compressor, [worker], seed=1).encode(x[worker : worker + 1], 7)
+        assert torch.equal(alone[0], together[worker])
+
+
+@every_compressor
+def test_a_batch_is_one_by_one(name: str, options: Options) -> None:
+    compressor = compressors.make(name, options)
+    v = normal(2, 3, 9, 4)  # [worker, layer, row, column]
+    senders = stream(workers=2).senders
+    starts = torch.tensor([0, 36, 72])
+    fields = compressor.compress(v, Stream(senders, starts))
+    out = torch.empty_like(v)
+    compressor.decompress(fields, out, Stream(senders, starts))
+    for layer in range(3):
+        only = Stream(senders, starts[layer : layer + 1])
+        one = compressor.compress(v[:, layer : layer + 1], only)
+        for part, field in zip(one, fields, strict=True):
+            assert torch.equal(part, field[:, layer : layer + 1])
+        result = torch.empty(2, 1, 9, 4)
+        compressor.decompress(one, result, only)
+        assert torch.equal(result, out[:, layer : layer + 1])
+
+
+def formula(name: str, options: Options, rows: int, columns: int) -> int:
+    """Bytes of a matrix' message, as ALGORITHMS.md has them."""
+    n = rows * columns
+    kept = max(1, int(options.keep_ratio * n + 1e-9))
+    rank = options.rank or 1
+    match name:
+        case "identity":
+            return 4 * n
+        case "sign-and-norm":
+            return 4 + ceil(n / 8)
+        case "qsgd":
+            return 4 + ceil(n * ceil(log2(2 * options.levels + 1)) / 8)
+        case "random-k":
+            return 4 * kept
+        case "svd":
+            return 4 * min(n, min(rank, rows, columns) * (rows + columns))
+        case "top-k":
+            if options.rank:
+                ratio = options.rank * (rows + columns) / (4 * rows * columns)
+                kept = min(n, max(1, int(ratio * n + 1e-9)))
+            return kept * (4 + (1 if n <= 256 else 2 if n <= 65536 else 4))
+    raise AssertionError(f"which formula has {name}?")
+
+
+@every_compressor
+def test_sizes_are_those_of_the_formulas(name: str, options: Options) -> None:
+    compressor = compressors.make(name, options)
+    for shape in [(1, 1), (1, 7), (10, 1), (9, 16), (16, 16), (257, 1), (256, 256), (256, 257)]:
+        assert compressors.size(compressor, *shape) == formula(name, options, *shape)
+    layout = Layout(SHAPES)
+    codec = Codec(layout, compressor, [0, 1])
+    matrices = [(s[0], prod(s[1:])) if s else (1, 1) for s in SHAPES]
+    assert codec.size == sum(formula(name, options, *shape) for shape in matrices)
+    message = codec.encode(normal(2, layout.size), 0)
+    assert message.dtype == torch.uint8
+    assert message.shape == (2, codec.size)
+    assert message.is_contiguous()
+
+
+def test_resnet20_on_a_ring() -> None:
+    layout = Layout(p.shape for p in ResNet20((3, 32, 32), 10).parameters())
+    sizes = {name: Codec(layout, compressors.make(name), [0]).size for name in COMPRESSORS}
+    assert 2 * sizes["identity"] == 2_179_792
+    assert 2 * sizes["sign-and-norm"] == 68_640
+    assert layout.size == 272_474
+
+
+def contraction(compressor: Compressor, v: Tensor) -> Tensor:
+    """δ of each matrix."""
+    numbers = prod(v.shape[-2:])
+    match compressor:
+        case TopK():
+            return torch.tensor(compressor.kept(*v.shape[-2:]) / numbers).double()
+        case RandomK():
+            return torch.tensor(compressor.fields(*v.shape[-2:])[0].length / numbers).double()
+        case SignAndNorm():
+            return v.double().abs().sum((-1, -2)) ** 2 / (numbers * squares(v))
+        case SVD():
+            values = torch.linalg.svdvals(v.double())
+            return values[..., : compressor.rank].square().sum(-1) / squares(v)
+        case QSGD():
+            return torch.tensor(1 / (1 + compressor.variance_bound(numbers))).double()
+    return torch.tensor(1.0).double()
+
+
+@pytest.mark.parametrize(("name", "options"), [(n, o) for n, o in EVERY if not o.unbiased])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 1), (3, 8), (30, 20)])
+def test_contraction(name: str, options: Options, shape: tuple[int, int]) -> None:
+    """E‖v − C(v)‖² ≤ (1 − δ)‖v‖²; for RandomK, equal."""
+    compressor = compressors.make(name, options)
+    draws = 1000 if name in ("random-k", "qsgd") else 1
+    for v in (normal(*shape), normal(*shape, seed=1) ** 5, torch.ones(shape)):
+        v = v.expand(draws, *shape)
+        error = squares(v - compressed(compressor, v)) / squares(v)
+        bound = 1 - contraction(compressor, v[0])
+        spread = 5 * error.std() / draws**0.5 if draws > 1 else 0
+        assert error.mean() <= bound + spread + 1e-6
+        if name == "random-k":
+            assert error.mean() >= bound - spread - 1e-6
+
+
+@every_compressor
+def test_arguments_are_left_alone(name: str, options: Options) -> None:
+    layout = Layout(SHAPES)
+    codec = Codec(layout, compressors.make(name, options), [0, 1])
+    x = normal(2, layout.size)
+    before = x.clone()
+    message = codec.encode(x, 0).clone()
+    assert torch.equal(x, before)
+    sent, senders = message.clone(), torch.tensor([0, 1])
+    codec.decode(sent, senders, 0)
+    assert torch.equal(sent, message)
+    assert torch.equal(senders, torch.tensor([0, 1]))
+    assert not torch.equal(codec.encode(-x, 0), message)  # another tensor, through the same codec
+    assert torch.equal(codec.encode(x, 0), message)
+    wide = torch.cat([x, x], 1)  # what MatricesOnly hands over: a row is a part of a row
+    assert torch.equal(codec.encode(wide[:, : layout.size], 0), message)
+
+
+@every_compressor
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (2,), (1, 3), (3, 1), (2, 2)])
+def test_tiny_tensors_and_zeros(name: str, options: Options, shape: tuple[int, ...]) -> None:
+    compressor, layout = compressors.make(name, options), Layout([shape])
+    codec = Codec(layout, compressor, [0])
+    zeros = torch.zeros(1, layout.size)
+    assert torch.equal(codec.decode(codec.encode(zeros, 0), codec.workers, 0), zeros)
+    x = torch.full((1, layout.size), -3.0)
+    result = codec.decode(codec.encode(x, 1), codec.workers, 1)
+    assert result.isfinite().all()
+    if prod(shape) == 1 and name != "qsgd":
+        torch.testing.assert_close(result, x)
+
+
+@every_compressor
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_divergence_arrives(name: str, options: Options, bad: float) -> None:
+    layout = Layout([(6, 4), (6, 4), (5,)])
+    codec = Codec(layout, compressors.make(name, options), [0, 1])
+    for position in (0, 11, 23):
+        x = normal(2, layout.size)
+        x[1, position] = bad
+        tensors = layout.tensors(
+            codec.decode(codec.encode(x, position), codec.workers, position)[1]
+        )
+        assert not tensors[0].isfinite().all()
+        if bad != bad:
+            assert tensors[0].isnan().any()
+        assert tensors[1].isfinite().all()
+        assert tensors[2].isfinite().all()
+
+
+@every_compressor
+def test_an_empty_slot_decodes_to_zeros(name: str, options: Options) -> None:
+    """Padding: nothing arrives there, and weight 0 times anything must be 0."""
+    codec = Codec(Layout(SHAPES), compressors.make(name, options), [0])
+    nothing = torch.zeros(1, 2, codec.size, dtype=torch.uint8)
+    assert (codec.decode(nothing, torch.tensor([[1, -1]]), 3) == 0).all()
+    nobody = torch.zeros(1, 0, dtype=torch.int64)  # the only worker has no neighbors
+    assert codec.decode(nothing[:, :0], nobody, 3).shape == (1, 0, Layout(SHAPES).size)
+
+
+@pytest.mark.parametrize("name", ["random-k", "qsgd"])
+def test_random_numbers_depend_on_seed_worker_tensor_and_counter(name: str) -> None:
+    layout = Layout([(40, 25), (40, 25)])
+    compressor = compressors.make(name, Options(keep_ratio=0.1))
+    x = normal(1, 1000).repeat(1, 2)
+
+    def result(worker: int = 3, counter: int = 0, seed: int = 0) -> list[Tensor]:
+        codec = Codec(layout, compressor, [worker], seed)
+        decoded = codec.decode(codec.encode(x, counter), codec.workers, counter)
+        return [tensor.clone() for tensor in layout.tensors(decoded[0])]
+
+    first, second = result()
+    assert torch.equal(first, result()[0])
+    assert not torch.equal(first, second)
+    for other in (result(worker=4), result(counter=1), result(seed=1)):
+        assert not torch.equal(first, other[0])
+
+
+def test_names_and_bad_options() -> None:
+    with pytest.raises(ValueError, match=r'compressor "top-l" is unknown; choose from .*top-k'):
+        compressors.make("top-l")
+    for ratio in (0.0, -0.1, 1.01, float("nan")):
+        for name in ("top-k", "random-k"):
+            with pytest.raises(ValueError, match=r"keep_ratio=\S+: use a number above 0"):
+                compressors.make(name, Options(keep_ratio=ratio))
+    for name in ("top-k", "svd"):
+        with pytest.raises(ValueError, match="rank=0: use 1 or more"):
+            compressors.make(name, Options(rank=0))
+    for levels in (0, 128):
+        with pytest.raises(ValueError, match=f"levels={levels}: use a number from 1 to 127"):
+            compressors.make("qsgd", Options(levels=levels))
+
+
+# --- Each its own ---------------------------------------------------------------------------------
+
+
+@given(shapes_of_matrices)
+def test_identity_is_exact(shape: tuple[int, int]) -> None:
+    v = normal(2, *shape)
+    assert torch.equal(compressed(compressors.make("identity"), v), v)
+
+
+@given(
+    st.one_of(shapes_of_matrices, st.tuples(st.integers(2000, 2003), st.just(9))),
+    st.floats(0.001, 1),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_top_k_keeps_the_largest(
+    shape: tuple[int, int], keep_ratio: float, tied: bool, seed: int
+) -> None:
+    v = normal(2, *shape, seed=seed)
+    if tied:
+        v = v.mul(4).round().add(0.25)
+    compressor = TopK(keep_ratio)
+    kept = compressor.kept(*shape)
+    (values, positions), result = compressor.compress(v, stream()), compressed(compressor, v)
+    assert all(len(set(row.tolist())) == kept for row in positions)
+    largest = v.flatten(1).abs().sort(-1, descending=True).values[:, :kept]
+    assert torch.equal(values.abs().sort(-1, descending=True).values, largest)
+    assert ((result == v) | (result == 0)).all()
+    assert torch.equal(result.flatten(1).abs().sort(-1, descending=True).values[:, :kept], largest)
+
+
+@pytest.mark.parametrize("numbers", [255, 256, 257, 32_769, 65_536, 65_537])
+def test_top_k_positions_have_room(numbers: int) -> None:
+    v = torch.zeros(1, numbers, 1)
+    v[0, -1] = -2
+    assert torch.equal(compressed(TopK(1e-9), v), v)
+
+
+def test_shares_are_what_the_user_means() -> None:
+    assert TopK(0.29).kept(10, 10) == 29  # int(0.29 * 100) is 28
+    assert TopK(0.01).kept(10, 9) == 1
+
+
+@pytest.mark.parametrize(
+    ("n", "keep_ratio"), [(7, 0.3), (16, 1), (60, 0.5), (300, 0.02), (64, 0.06)]
+)
+def test_random_k_positions_are_distinct_and_uniform(n: int, keep_ratio: float) -> None:
+    draws, compressor = 4000, RandomK(keep_ratio)
+    positions = compressor.positions(stream(draws), n)[:, 0]
+    kept = positions.shape[1]
+    assert (positions.sort(-1).values.diff() > 0).all()
+    chosen = torch.zeros(draws, n).scatter_(-1, positions, 1)
+    share = kept / n
+    assert (chosen.mean(0) - share).abs().max() <= 5 * (share * (1 - share) / draws) ** 0.5
+    # the place in the message tells nothing either, and pairs are as frequent as any other
+    first = positions[:, 0].float()
+    assert abs(first.mean() - (n - 1) / 2) <= 5 * (n**2 / 12 / draws) ** 0.5
+    if n > kept > 1:
+        both = (chosen[:, :-1] * chosen[:, 1:]).sum(1)
+        expected = (n - 1) * share * (kept - 1) / (n - 1)
+        assert abs(both.mean() - expected) <= 5 * both.std() / draws**0.5
+
+
+def test_random_k_with_too_few_draws_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrix by matrix: what others of the batch need does not show."""
+    count, n = 20, 400
+    enough = compressors._distinct(stream(200), count, n)
+    monkeypatch.setattr(compressors, "_SPARE_DRAWS", -6)
+    scarce = compressors._distinct(stream(200), count, n)
+    fallen = (scarce != enough).any(-1)
+    assert 0 < fallen.sum() < 200
+    assert (scarce.sort(-1).values.diff() > 0).all()
+    assert torch.equal(compressors._distinct(stream(7), count, n), scarce[:7])
+
+
+@given(shapes_of_matrices, st.integers(0, 99))
+def test_sign_and_norm(shape: tuple[int, int], seed: int) -> None:
+    v = normal(2, *shape, seed=seed).mul(2).round()
+    v[0, 0] = -0.0
+    expected = torch.where(v >= 0, 1.0, -1.0) * v.abs().mean((1, 2), keepdim=True)
+    torch.testing.assert_close(compressed(SignAndNorm(), v), expected)
+
+
+@given(shapes_of_matrices, st.integers(1, 5), st.integers(0, 99))
+def test_svd_is_the_best_approximation(shape: tuple[int, int], rank: int, seed: int) -> None:
+    v = normal(2, *shape, seed=seed)
+    u, s, vt = torch.linalg.svd(v.double(), full_matrices=False)
+    best = (u[..., :rank] * s[:, None, :rank]) @ vt[:, :rank]
+    result = compressed(SVD(rank), v)
+    if rank * sum(shape) >= prod(shape):
+        assert torch.equal(result, v)
+    else:
+        gap = s[:, rank - 1] - s[:, rank]
+        for i in range(2):  # the approximation is as sharp as the gap between singular values
+            assert (result[i] - best[i]).norm() <= 1e-5 * s[i, 0] * (1 + s[i, 0] / gap[i])
+        torch.testing.assert_close(
+            squares(v - result), s[:, rank:].square().sum(-1), rtol=1e-5, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("levels", [1, 2, 4, 7, 100, 127])
+def test_qsgd_is_unbiased_and_on_its_grid(levels: int) -> None:
+    draws = 4000
+    v = normal(1, 5, 7).expand(draws, 5, 7)
+    norm = v[0].norm()
+    compressor = QSGD(levels, unbiased=True)
+    result = compressed(compressor, v)
+    spread = result.std(0) / draws**0.5
+    assert ((result.mean(0) - v[0]).abs() <= 5 * spread + 1e-5).all()
+    steps = result * levels / norm
+    torch.testing.assert_close(steps, steps.round(), atol=1e-4, rtol=0)
+    assert ((steps.abs() - v.abs() * levels / norm).abs() <= 1 + 1e-4).all()
+    assert squares(result - v).mean() <= compressor.variance_bound(35) * squares(v[0])
+    scaled = compressed(QSGD(levels), v) * (1 + compressor.variance_bound(35))
+    torch.testing.assert_close(scaled, result)
+
+
+def test_qsgd_of_a_single_large_entry_stays_on_its_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In floats, s + u is s + 1 for u close to 1."""
+    monkeypatch.setattr(Stream, "uniform", lambda self, count: torch.full((count,), 1 - 2.0**-24))
+    for levels in (1, 3, 4, 127):
+        v = torch.tensor([0.0, 0.0, -3.0]).view(1, 3, 1)
+        assert torch.equal(compressed(QSGD(levels, unbiased=True), v), v)
+
+
+# --- Packing --------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 8), st.integers(1, 50), st.integers(0, 3), st.integers(0, 99))
+def test_unpack_inverts_pack(bits: int, count: int, offset: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    levels = torch.randint(2**bits, (2, 3, count + offset), generator=generator).to(torch.uint8)
+    levels = levels[..., offset:]  # neither aligned nor in one piece
+    before = levels.clone()
+    packed = pack(levels, bits)
+    assert packed.dtype == torch.uint8
+    assert packed.shape == (2, 3, packed_size(count, bits))
+    assert packed.shape[-1] == ceil(count * bits / 8)
+    kept = packed.clone()
+    assert torch.equal(unpack(packed, bits, count), levels)
+    assert torch.equal(packed, kept)
+    assert torch.equal(levels, before)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_views_are_packed_as_their_copies_are(bits: int) -> None:
+    levels = torch.arange(38, dtype=torch.uint8) % 2
+    for view in (levels.view(2, 19)[:, :16], levels[3:19]):  # in pieces; in one, not aligned
+        assert torch.equal(pack(view, bits), pack(view.clone(), bits))
+
+
+@given(st.integers(1, 8), st.lists(st.integers(0, 255), min_size=1, max_size=30))
+def test_packed_bytes_are_one_string_of_bits(bits: int, numbers: list[int]) -> None:
+    numbers = [number % 2**bits for number in numbers]
+    string = sum(number << bits * j for j, number in enumerate(numbers))
+    expected = string.to_bytes(packed_size(len(numbers), bits), "little")
+    assert bytes(pack(torch.tensor(numbers, dtype=torch.uint8), bits).tolist()) == expected

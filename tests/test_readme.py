@@ -1,0 +1,79 @@
+"""What the README shows works as it stands there."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import launch
+
+README = (launch.ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    """The README's code blocks in a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
+
+
+COMMANDS = [line for block in blocks("bash") for line in block.splitlines()]
+TRAINING = [line for line in COMMANDS if "train.py" in line and "--help" not in line]
+
+SHOWN = {  # the end of what each Python block prints, by a word of it
+    "log_metric": r"mean model: \d+\.\d%\n$",
+    "PowerGossip": r"sent by worker 0: 0\.\d\d MB\n(.*\n)+",
+    "OneNeighbor": r"^\[2\.0, 2\.0\] \[32, 32\]\n$",
+}
+
+
+@pytest.mark.parametrize("word", SHOWN)
+def test_python_blocks_run_anywhere(word: str, tmp_path: Path) -> None:
+    (block,) = [block for block in blocks("python") if word in block]
+    (tmp_path / "block.py").write_text(block)
+    ended = launch.python("block.py", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(SHOWN[word], ended.stdout), ended.stdout
+
+
+def test_every_python_block_is_tested() -> None:
+    assert len(blocks("python")) == len(SHOWN)
+
+
+@pytest.mark.parametrize("command", TRAINING)
+def test_training_commands_run(command: str, tmp_path: Path) -> None:
+    """With one epoch; that `make train` runs to its end is not for a test suite."""
+    words = shlex.split(command)
+    words[words.index("python")] = sys.executable
+    ended = subprocess.run(
+        [*words, "num_epochs=1", "--output-dir", str(tmp_path)],
+        cwd=launch.ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        text=True,
+        capture_output=True,
+        timeout=90,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "test accuracy, mean model" in ended.stdout
+    assert (tmp_path / "figure.png").exists()
+
+
+def test_other_commands_are_tested_elsewhere() -> None:
+    """make train and make test by CI, --help and mpi_check by their own tests."""
+    others = [command for command in COMMANDS if command not in TRAINING]
+    assert others == [
+        "make train",
+        "make test",
+        "python train.py --help",
+        "mpirun -np 8 python environment/mpi_check.py",
+    ]
+
+
+def test_files_that_are_named_exist() -> None:
+    listing = README.split("## Where things are")[1]
+    for name in re.findall(r"^    ([a-z_]+(?:\.py|/))", listing, flags=re.MULTILINE):
+        assert (launch.ROOT / name).exists(), name
+    for name in re.findall(r"\]\(((?:docs|environment)/[^)]*)\)", README):
+        assert (launch.ROOT / name).exists(), name
