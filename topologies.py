@@ -8,9 +8,11 @@ is) unless a topology says `row_stochastic`.
 A `Topology` is a sequence of rounds that repeats; a static graph has one. `make` builds one by name
 or from a file, and `TOPOLOGIES` lists the names. The spectrum is that of I − W: its non-zero
 eigenvalues λ_2 ≤ … ≤ λ_max say how fast gossip averages (Xiao & Boyd 2004,
-doi:10.1016/j.sysconle.2004.02.022).
+doi:10.1016/j.sysconle.2004.02.022). Several rounds have none; what counts is by how much a whole
+period shrinks the distance to the mean, and some periods average exactly.
 
-Axes: worker, edge. Matrices over the workers are [worker that hears, worker that sends].
+Axes: worker, edge, group, member, block. Matrices over the workers are [worker that hears, worker
+that sends].
 """
 
 import inspect
@@ -18,7 +20,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ import randomness
 Weights = Callable[[csr_array], csr_array]
 
 _ROUNDING = 1e-9  # how far a sum of weights may be from 1
+_EXACT = 1e-12  # what may be left of a distance that is averaged exactly
 _DENSE = 2000  # workers up to which the whole spectrum is computed
 
 
@@ -117,7 +120,7 @@ class Topology:
                     f"{self._subject} is not doubly stochastic in round {t}: the weights given to "
                     f"worker {excess.argmax()} do not sum to 1, so the mean would move"
                 )
-        _refuse_disconnected(self._union, self._subject)
+        _refuse_disconnected(self.union, self._subject)
 
     @property
     def n_workers(self) -> int:
@@ -137,16 +140,25 @@ class Topology:
         return all(r.symmetric for r in self.rounds)
 
     @cached_property
+    def union(self) -> csr_array:
+        """Who hears whom in some round of the period: csr [worker, worker], entries 1, sorted.
+
+        State kept per edge has a place for each entry: row i lists whom i hears, ascending, and
+        every round's weights are zero elsewhere.
+        """
+        return _union(self.rounds)
+
+    @cached_property
     def edges(self) -> np.ndarray:
         """Every pair that talks in some round of the period, in either direction: int64 [edge, 2],
         lower worker first, ascending."""
-        pairs = np.stack(self._union.nonzero(), axis=1).astype(np.int64)
+        pairs = np.stack(self.union.nonzero(), axis=1).astype(np.int64)
         return np.unique(np.sort(pairs, axis=1), axis=0)
 
     @cached_property
     def degrees(self) -> np.ndarray:
         """How many workers each one hears over the period: int64 [worker]."""
-        return np.diff(self._union.indptr).astype(np.int64)
+        return np.diff(self.union.indptr).astype(np.int64)
 
     # Spectrum. One worker agrees with itself at once, as if λ_2 = λ_max = 1.
 
@@ -203,7 +215,7 @@ class Topology:
 
         Symmetric: max(|1 − γλ_2|, |1 − γλ_max|). Else the largest singular value of what the
         rounds of one period, (1 − γ)I + γW, make of the distance, per round (geometric mean).
-        ValueError for a time-varying topology of more than 2000 workers.
+        ValueError if that takes too long, which it may for more than 2000 workers.
         """
         if self.n_workers == 1:
             return 0.0
@@ -218,6 +230,19 @@ class Topology:
             for r in self.rounds
         ]
         return _norm_beside_the_mean(steps) ** (1 / self.period)
+
+    @cached_property
+    def averages_exactly(self) -> bool:
+        """Whether one period of plain gossip at rate 1 brings all workers to their mean.
+
+        Up to 1e-12 of the distance, for rounding. ValueError as `contraction`.
+        """
+        return self._kept**self.period < _EXACT
+
+    @cached_property
+    def _kept(self) -> float:
+        """contraction(1.0), which takes a while."""
+        return self.contraction(1.0)
 
     @property
     def chebyshev_contraction(self) -> float:
@@ -234,11 +259,18 @@ class Topology:
         lines = [
             f"{self.name}: {_count(self.n_workers, 'worker')}, {_count(len(self.edges), 'edge')}"
             + (f", {self.period} rounds" if self.period > 1 else "")
-            + ("" if self.symmetric else ", directed"),
-            f"  neighbors heard by a worker    {low if low == high else f'{low} to {high}'}",
+            + ("" if self.symmetric else ", directed")
+            + (", row-stochastic: the mean may move" if self.row_stochastic else ""),
+            f"  neighbors heard by a worker    {_range(low, high)}",
         ]
-        if self.n_workers * self._union.nnz <= 2 * 10**7:  # what it costs
-            hops = shortest_path(self._union, unweighted=True)
+        if self.period > 1:
+            heard = [np.diff(r.weights.indptr) for r in self.rounds]
+            each = _range(min(h.min() for h in heard), max(h.max() for h in heard))
+            lines[-1] = (
+                f"  neighbors heard by a worker    {each} a round, {_range(low, high)} in all"
+            )
+        elif self.n_workers * self.union.nnz <= 2 * 10**7:  # what it costs
+            hops = shortest_path(self.union, unweighted=True)
             lines.append(f"  diameter                       {_count(int(hops.max()), 'hop')}")
         if self.symmetric and self.period == 1:
             best = self.best_diffusion_rate
@@ -250,8 +282,8 @@ class Topology:
                 f"{self.contraction(best):.6f} at that rate, {self.contraction(1.0):.6f} at rate 1",
                 f"  Chebyshev bound                {self.chebyshev_contraction:.6f}",
             ]
-        elif self.period == 1 or self.n_workers <= _DENSE:
-            lines.append(f"  distance kept by a step        {self.contraction(1.0):.6f} at rate 1")
+        else:
+            lines.append(f"  distance kept by a step        {self._kept_by_a_step}")
         if self.note:
             lines.append(f"  {self.note}")
         return "\n".join(lines)
@@ -260,14 +292,19 @@ class Topology:
     def _subject(self) -> str:
         return f'topology "{self.name}"'
 
-    @cached_property
-    def _union(self) -> csr_array:
-        """All weights of the period together: csr [worker, worker], for who talks to whom."""
-        union = self.rounds[0].weights
-        for r in self.rounds[1:]:
-            union = csr_array(union + r.weights)
-        union.sort_indices()
-        return union
+    @property
+    def _kept_by_a_step(self) -> str:
+        """The line of a summary for a directed or time-varying topology."""
+        try:
+            kept = self._kept
+        except ValueError:
+            return "not computed: it takes too long for so many workers"
+        if self.averages_exactly:
+            return (
+                f"0 at rate 1: averages exactly after its period of {_count(self.period, 'round')}"
+            )
+        mean = f", the mean of its {self.period} rounds" if self.period > 1 else ""
+        return f"{kept:.6f} at rate 1{mean}"
 
     @property
     def _laplacian(self) -> csr_array:
@@ -275,7 +312,7 @@ class Topology:
             kind = "changes from round to round" if self.period > 1 else "is directed"
             raise ValueError(
                 f"{self._subject} {kind}: I - W has no spectrum from which a best diffusion rate "
-                f"follows; give a rate, for example 1"
+                f"follows; give a rate as a number, 1 to mix with the weights as they are"
             )
         return csr_array(diags_array(np.ones(self.n_workers)) - self.rounds[0].matrix())
 
@@ -343,7 +380,8 @@ def ring(n_workers: int, seed: int) -> Topology:
 
 def unidirectional_ring(n_workers: int, seed: int) -> Topology:
     """Worker i hears only i − 1, with weight 1/2. Directed."""
-    return _circulant("unidirectional-ring", n_workers, [1] if n_workers > 1 else [])
+    hops = [1] if n_workers > 1 else []
+    return Topology("unidirectional-ring", (_circulant(n_workers, hops),))
 
 
 def chain(n_workers: int, seed: int) -> Topology:
@@ -397,7 +435,7 @@ def exponential(n_workers: int, seed: int) -> Topology:
     arXiv 2110.13363.
     """
     hops = [2**k for k in range((n_workers - 1).bit_length())]
-    return _circulant("exponential", n_workers, hops)
+    return Topology("exponential", (_circulant(n_workers, hops),))
 
 
 def social_network(n_workers: int, seed: int) -> Topology:
@@ -459,28 +497,26 @@ def random_regular(n_workers: int, seed: int, *, degree: int | None = None) -> T
     )
 
 
-TOPOLOGIES: dict[str, Callable[..., Topology]] = {  # name → function(n_workers, seed, **options)
+UNDIRECTED: dict[str, Callable[..., Topology]] = {  # static, symmetric weights
     "ring": ring,
-    "unidirectional-ring": unidirectional_ring,
     "chain": chain,
     "star": star,
     "fully-connected": fully_connected,
     "torus": torus,
     "hypercube": hypercube,
     "binary-tree": binary_tree,
-    "exponential": exponential,
     "social-network": social_network,
     "watts-strogatz": watts_strogatz,
     "random-regular": random_regular,
 }
 
 
-def _circulant(name: str, n_workers: int, hops: Sequence[int]) -> Topology:
+def _circulant(n_workers: int, hops: Sequence[int]) -> Round:
     """Worker i hears i − hop (mod n) for each hop, all weights 1/(1 + number of hops)."""
     row = np.repeat(np.arange(n_workers), len(hops))
     column = (row - np.tile(np.asarray(hops, dtype=np.int64), n_workers)) % n_workers
     values = np.full(len(row), 1 / (1 + len(hops)))
-    return Topology(name, (Round(csr_array((values, (row, column)), shape=(n_workers,) * 2)),))
+    return Round(csr_array((values, (row, column)), shape=(n_workers,) * 2))
 
 
 def _first_connected(name: str, seed: int, draw: Callable[[int], nx.Graph]) -> nx.Graph:
@@ -492,6 +528,383 @@ def _first_connected(name: str, seed: int, draw: Callable[[int], nx.Graph]) -> n
             graph.add_edges_from(drawn.edges())
             return graph
     raise ValueError(f'topology "{name}": none of 100 draws is connected; use a larger degree')
+
+
+# Topologies that change from round to round. "Cost" is what a worker hears in a round: messages.
+
+
+def one_peer_exponential(n_workers: int, seed: int) -> Topology:
+    """In round t, worker i hears i − 2^(t mod ⌈log2 n⌉) (mod n), with weight 1/2.
+
+    Directed and doubly stochastic, cost 1, period ⌈log2 n⌉: the rounds of `exponential`, one hop
+    at a time. Averages exactly after a period if n is a power of two. Assran et al. (2019), arXiv
+    1811.10792; Ying et al. (2021), arXiv 2110.13363.
+    """
+    hops = [2**t for t in range((n_workers - 1).bit_length())]
+    rounds = [_circulant(n_workers, [hop]) for hop in hops] or [_circulant(n_workers, [])]
+    return Topology("one-peer-exponential", tuple(rounds))
+
+
+def base_graph(n_workers: int, seed: int, *, k: int = 1) -> Topology:
+    """The Base-(k+1) graph: a period averages exactly, for any n, and nobody hears more than k.
+
+    Undirected, cost at most k, period at most 2 log_{k+1} n + 2. n = p · q, where the prime factors
+    of p are at most k + 1 and those of q are larger: p blocks of q workers average each by itself
+    (simple base-(k+1) graph); then the first workers of all blocks average, so do the second, and
+    so on (hyper-hypercube). If the simple graph of all n has fewer rounds, it is taken instead.
+
+    Takezawa et al. (2023), arXiv 2305.11420, algorithms 1 to 3. k: at least 1, else ValueError.
+    """
+    _refuse_less_than_one("base-graph", "k", k)
+    q = n_workers
+    for factor in range(2, min(k + 1, n_workers) + 1):
+        while q % factor == 0:
+            q //= factor
+    workers = np.arange(n_workers)
+    blocks = workers.reshape(-1, q)
+    factored = _simple_base_graph(blocks, k) + [
+        [_cliques(groups)] for groups in _hyper_hypercube(blocks.T, k)
+    ]
+    rounds = min(factored, _simple_base_graph(workers[None], k), key=len) or [[]]
+    return Topology("base-graph", tuple(_grouped(n_workers, groups) for groups in rounds))
+
+
+def random_matching(n_workers: int, seed: int, *, period: int = 16) -> Topology:
+    """In each round a matching drawn from all those that leave nobody out, or one worker if n is
+    odd. The two of a pair average: weights 1/2.
+
+    Undirected, cost 1. Randomized gossip, Boyd et al. (2006), doi:10.1109/TIT.2006.874516, with
+    everyone awake; the draws repeat after `period` rounds. They are drawn again until they connect
+    all workers. ValueError if none of 100 draws does, or for a period of less than 1.
+    """
+
+    def draw(generator: np.random.Generator) -> Round:
+        pairs = generator.permutation(n_workers)[: n_workers // 2 * 2].reshape(-1, 2)
+        return _grouped(n_workers, [_cliques(pairs)])
+
+    return Topology("random-matching", _first_connecting("random-matching", seed, period, draw))
+
+
+def epidemic(n_workers: int, seed: int, *, s: int | None = None, period: int = 16) -> Topology:
+    """In each round every worker sends to s random others, which average all that arrives with
+    their own: w_ij = 1/(1 + how many i hears).
+
+    Directed and only row-stochastic: the mean may move, but not in expectation. Cost s messages
+    sent; how many a worker hears varies. Epidemic Learning, de Vos et al. (2023), arXiv 2310.01972,
+    as EL-Local. The draws repeat after `period` rounds; they are drawn again until they connect
+    all workers.
+
+    s: at least 1 and less than n; 2 by default (1 for two workers). ValueError for other values, a
+    period of less than 1, or if none of 100 draws connects all workers.
+    """
+    if s is None:
+        s = min(2, n_workers - 1)
+    elif not 1 <= s < n_workers:
+        raise ValueError(
+            f'topology "epidemic": s={s} must be at least 1 and less than n_workers, '
+            f"which is {n_workers}"
+        )
+
+    def draw(generator: np.random.Generator) -> Round:
+        targets = _distinct(generator, n_workers - 1, (n_workers, s))
+        targets += targets >= np.arange(n_workers)[:, None]  # not oneself
+        hears, sends = targets.ravel(), np.repeat(np.arange(n_workers), s)
+        weights = 1 / (1 + np.bincount(hears, minlength=n_workers))
+        return Round(csr_array((weights[hears], (hears, sends)), shape=(n_workers,) * 2))
+
+    rounds = _first_connecting("epidemic", seed, period, draw)
+    return Topology("epidemic", rounds, row_stochastic=True)
+
+
+def round_robin(n_workers: int, seed: int, *, graph: str = "ring") -> Topology:
+    """The edges of a graph, one matching a round: every edge once a period.
+
+    Undirected, cost 1, period as `matchings`. graph: the name of a static undirected topology
+    (with its default options), or the path of a file; else ValueError.
+    """
+    if graph not in UNDIRECTED and not _means_a_file(graph):
+        raise ValueError(
+            f'topology "round-robin": graph="{graph}" is not a static undirected topology; choose '
+            f"from {', '.join(sorted(UNDIRECTED))}, or give the path of an edge-list or adjacency "
+            f"file"
+        )
+    static = make(graph, n_workers, seed=seed)
+    note = f"the rounds are matchings of {graph}" + (f"; {static.note}" if static.note else "")
+    return Topology("round-robin", matchings(static), note=note)
+
+
+def matchings(topology: Topology) -> tuple[Round, ...]:
+    """The edges of an undirected topology, colored such that no two at a worker have the same
+    color: each color is a round, in which every worker talks to at most one other.
+
+    The two of a pair average: weights 1/2, whatever the topology's are, because then they agree
+    after it, which is the most that one pair can do (γ = 1 is its best rate). At most Δ + 1 rounds
+    (Δ: the largest degree), Δ if the graph is bipartite. One round without edges for one worker.
+    """
+    edges = topology.edges
+    colors = _edge_colors(topology.n_workers, edges, _is_bipartite(topology.union))
+    by_color = np.argsort(colors, kind="stable")
+    starts = np.flatnonzero(np.diff(colors[by_color])) + 1
+    return tuple(
+        _grouped(topology.n_workers, [_cliques(pairs)])
+        for pairs in np.split(edges[by_color], starts)
+    )
+
+
+TOPOLOGIES: dict[str, Callable[..., Topology]] = {  # name → function(n_workers, seed, **options)
+    **UNDIRECTED,
+    "unidirectional-ring": unidirectional_ring,
+    "exponential": exponential,
+    "one-peer-exponential": one_peer_exponential,
+    "base-graph": base_graph,
+    "random-matching": random_matching,
+    "epidemic": epidemic,
+    "round-robin": round_robin,
+}
+
+
+# Disjoint groups of workers, [group, member], in which everyone hears everyone with one weight
+
+Groups = tuple[np.ndarray, float]
+
+
+def _cliques(groups: np.ndarray) -> Groups:
+    """Groups whose members average: weight 1/size."""
+    return groups, 1 / groups.shape[1]
+
+
+def _grouped(n_workers: int, groups: Iterable[Groups]) -> Round:
+    """The round in which these groups talk, and nobody else."""
+    weights = csr_array((n_workers, n_workers))
+    for members, weight in groups:
+        size = members.shape[1]
+        row, column = np.repeat(members, size, axis=1).ravel(), np.tile(members, size).ravel()
+        others = row != column
+        entries = np.full(others.sum(), weight), (row[others], column[others])
+        weights = csr_array(weights + csr_array(entries, shape=weights.shape))
+    return Round(weights)
+
+
+def _hyper_hypercube(blocks: np.ndarray, k: int) -> list[np.ndarray]:
+    """The groups of each round after which every one of the blocks [block, worker] has averaged.
+
+    A block's workers are the corners of a box, the product of the fewest factors ≤ k + 1; in
+    round l those on a line along axis l average. Takezawa et al. (2023), algorithm 1.
+    """
+    rounds, stride = [], 1
+    for factor in _fewest_factors(blocks.shape[1], k + 1):
+        lines = blocks.reshape(len(blocks), -1, factor, stride)
+        rounds.append(np.moveaxis(lines, 2, -1).reshape(-1, factor))
+        stride *= factor
+    return rounds
+
+
+@cache
+def _fewest_factors(number: int, largest: int) -> tuple[int, ...]:
+    """The shortest tuple of factors ≤ largest whose product is `number`, which has such factors."""
+    if number <= largest:
+        return (number,) if number > 1 else ()
+    divisors = (d for d in range(largest, 1, -1) if number % d == 0)
+    return min(((d, *_fewest_factors(number // d, largest)) for d in divisors), key=len)
+
+
+def _simple_base_graph(blocks: np.ndarray, k: int) -> list[list[Groups]]:
+    """The rounds after which every one of the blocks [block, worker] has averaged, for any size.
+
+    The digits of the size in base k + 1, Σ_l a_l (k + 1)^p_l with p_1 > p_2 > …, cut a block into
+    V_1, V_2, …, and V_l into a_l parts of (k + 1)^p_l. Rounds, V_l's numbers in step:
+
+    1. Every V_l averages by itself (hyper-hypercubes), in as many rounds as V_1 takes.
+    2. Round by round, l = 1, 2, …: every worker of the later V's talks to one of each part of V_l,
+       and takes |V_l| / Σ_{l'≥l} |V_l'| of V_l's mean. Then the mean of every part of V_l is that
+       of the block, and so is the mean of what comes later. The rest of V_l, who agree already,
+       talk among themselves, k + 1 at a time; this only matters if learning moves them apart.
+    3. As soon as V_l has been heard, each of its parts averages by itself, until V_1 has done so.
+
+    Takezawa et al. (2023), algorithm 2.
+    """
+    base, size = k + 1, blocks.shape[1]
+    power = 1
+    while power * base <= size:
+        power *= base
+    V: list[np.ndarray] = []  # each [block, part, worker]
+    later = [blocks]  # later[l]: V_l and what comes after it
+    while later[-1].shape[1]:
+        a = later[-1].shape[1] // power
+        if a:
+            V.append(later[-1][:, : a * power].reshape(len(blocks), a, power))
+            later.append(later[-1][:, a * power :])
+        power //= base
+
+    whole = [_hyper_hypercube(v.reshape(len(blocks), -1), k) for v in V]
+    parts = [
+        _hyper_hypercube(v.reshape(-1, v.shape[2]), k) if v.shape[2] > 1 else own
+        for v, own in zip(V, whole, strict=True)
+    ]
+    rounds = [[_cliques(own[t % len(own)]) for own in whole if own] for t in range(len(whole[0]))]
+    if len(V) == 1:
+        return rounds
+    last = len(V) - 1
+    for t in range(1 + len(parts[0])):
+        groups = [
+            _cliques(own[(t - start) % len(own)])
+            for own, start in zip(parts, [*range(1, last + 1), last], strict=True)
+            if own and start <= t
+        ]
+        if t < last:
+            hears = later[t + 1][:, None]
+            heard, rest = np.split(V[t], [hears.shape[2]], axis=2)
+            pairs = np.stack(np.broadcast_arrays(hears, heard), axis=-1).reshape(-1, 2)
+            groups.append((pairs, V[t].shape[2] / later[t].shape[1]))
+            rest = rest.reshape(len(blocks), -1)
+            full = rest.shape[1] // base * base
+            groups.append(_cliques(rest[:, :full].reshape(-1, base)))
+            if full < rest.shape[1]:
+                groups.append(_cliques(rest[:, full:]))
+        rounds.append(groups)
+    return rounds
+
+
+# Random rounds
+
+
+def _first_connecting(
+    name: str, seed: int, period: int, draw: Callable[[np.random.Generator], Round]
+) -> tuple[Round, ...]:
+    """The first `period` rounds, of 100 draws, that together lead from everyone to everyone."""
+    _refuse_less_than_one(name, "period", period)
+    for attempt in range(100):
+        generator = randomness.generator(seed, f"topology {name}", attempt)
+        rounds = tuple(draw(generator) for _ in range(period))
+        count, _ = connected_components(_union(rounds), directed=True, connection="strong")
+        if count == 1:
+            return rounds
+    raise ValueError(
+        f'topology "{name}": none of 100 draws of {_count(period, "round")} connects all workers; '
+        f"period={period} must be larger"
+    )
+
+
+def _distinct(generator: np.random.Generator, below: int, shape: tuple[int, int]) -> np.ndarray:
+    """Each row a random subset of 0 … below − 1: int64 [row, number], not in random order.
+
+    Floyd's algorithm (Bentley & Floyd 1987, doi:10.1145/30401.315746) for all rows at once.
+    """
+    chosen = np.empty(shape, dtype=np.int64)
+    for column, top in enumerate(range(below - shape[1], below)):
+        drawn = generator.integers(top + 1, size=shape[0])
+        taken = (chosen[:, :column] == drawn[:, None]).any(axis=1)
+        chosen[:, column] = np.where(taken, top, drawn)
+    return chosen
+
+
+def _union(rounds: Sequence[Round]) -> csr_array:
+    """The pattern of all rounds' weights together: csr [worker, worker], entries 1, sorted."""
+    coordinates = np.concatenate([np.stack(r.weights.nonzero()) for r in rounds], axis=1)
+    union = csr_array((np.ones(coordinates.shape[1]), coordinates), shape=rounds[0].weights.shape)
+    union.sum_duplicates()
+    union.data[:] = 1
+    return union
+
+
+# Edge coloring
+
+
+def _is_bipartite(adjacency: csr_array) -> bool:
+    return bool(nx.is_bipartite(nx.from_scipy_sparse_array(adjacency)))
+
+
+class _Coloring:
+    """The colors of edges so far, no two of them the same at a worker.
+
+    neighbor[u]  # color → the neighbor on the edge of that color
+    free[u]      # int: bit c is 1 if none of u's edges has color c
+    """
+
+    def __init__(self, n_workers: int, colors: int):
+        self.neighbor: list[dict[int, int]] = [{} for _ in range(n_workers)]
+        self.free = [(1 << colors) - 1] * n_workers
+
+    def put(self, u: int, v: int, color: int) -> None:
+        for end, other in ((u, v), (v, u)):
+            self.neighbor[end][color] = other
+            self.free[end] ^= 1 << color
+
+    def remove(self, u: int, v: int, color: int) -> None:
+        for end in (u, v):
+            del self.neighbor[end][color]
+            self.free[end] ^= 1 << color
+
+    def swap(self, u: int, a: int, b: int) -> None:
+        """Exchange colors a and b on the path of those colors that starts with a at u."""
+        path = []
+        following: int | None = u
+        while following is not None:
+            path.append(following)
+            following = self.neighbor[following].get(b if len(path) % 2 == 0 else a)
+        for worker in path:
+            of = self.neighbor[worker]
+            swapped = {d: of.pop(c) for c, d in ((a, b), (b, a)) if c in of}
+            of.update(swapped)
+            if len(swapped) == 1:  # an end
+                self.free[worker] ^= 1 << a | 1 << b
+
+
+def _edge_colors(n_workers: int, edges: np.ndarray, bipartite: bool) -> np.ndarray:
+    """A color for each edge [edge, 2] that none next to it has: int64 [edge].
+
+    One edge after the other takes a color free at both ends, for which others change theirs if
+    there is none. Colors are 0 … Δ − 1 if the graph is bipartite (Kőnig 1916,
+    doi:10.1007/BF01456961), else 0 … Δ (Misra & Gries 1992, doi:10.1016/0020-0190(92)90041-S).
+    Usually few others change; all of them for every edge at worst.
+    """
+    largest = int(np.bincount(edges.ravel(), minlength=n_workers).max())
+    coloring = _Coloring(n_workers, largest if bipartite else largest + 1)
+    for u, v in edges.tolist():
+        common = coloring.free[u] & coloring.free[v]
+        if common:
+            coloring.put(u, v, _lowest(common))
+        elif bipartite:
+            a, b = _lowest(coloring.free[u]), _lowest(coloring.free[v])
+            coloring.swap(v, a, b)  # comes to u's side of the graph with a, so never to u
+            coloring.put(u, v, a)
+        else:
+            _put_with_fan(coloring, u, v)
+    color = [{v: c for c, v in of.items()} for of in coloring.neighbor]
+    return np.array([color[u][v] for u, v in edges.tolist()], dtype=np.int64)
+
+
+def _put_with_fan(coloring: _Coloring, u: int, v: int) -> None:
+    """Color the edge (u, v), whose ends have no free color in common.
+
+    Neighbors of u are a fan v = f_0, f_1, … if (u, f_i+1) has a color that is free at f_i: each can
+    pass its color on to the one before, and the last takes a new one.
+    """
+    free, neighbor = coloring.free, coloring.neighbor[u]
+    fan = [v]
+    while not free[u] & free[fan[-1]]:
+        d = _lowest(free[fan[-1]])
+        if neighbor[d] in fan:
+            # d is free at the fan's end and at the one before `neighbor[d]`. Making it free at u,
+            # too, takes it from one of them at most.
+            before = fan.index(neighbor[d]) - 1
+            coloring.swap(u, d, _lowest(free[u]))
+            if free[fan[before]] >> d & 1:
+                fan = fan[: before + 1]
+            break
+        fan.append(neighbor[d])
+    new = _lowest(free[u] & free[fan[-1]])
+    color = {w: c for c, w in neighbor.items()}
+    passed_on = [color[w] for w in fan[1:]]
+    for w, c in zip(fan[1:], passed_on, strict=True):
+        coloring.remove(u, w, c)
+    for w, c in zip(fan, [*passed_on, new], strict=True):
+        coloring.put(u, w, c)
+
+
+def _lowest(bits: int) -> int:
+    """The number of the lowest bit that is 1."""
+    return (bits & -bits).bit_length() - 1
 
 
 # By name, or from a file
@@ -513,12 +926,7 @@ def make(
     if name in TOPOLOGIES:
         _refuse_options(name, TOPOLOGIES[name], options)
         return TOPOLOGIES[name](n_workers, seed, **options)
-    separators = {os.sep, "/", os.altsep or os.sep}
-    if not (
-        any(s in name for s in separators)
-        or Path(name).suffix in (".edgelist", ".adjlist", ".txt")
-        or Path(name).is_file()
-    ):
+    if not _means_a_file(name):
         raise ValueError(
             f'topology "{name}" is unknown; choose from {", ".join(sorted(TOPOLOGIES))}, '
             f"or give the path of an edge-list or adjacency file"
@@ -526,6 +934,15 @@ def make(
     if options:
         raise ValueError(f'topology "{name}" is a file and has no options, not {_quote(options)}')
     return from_file(Path(name), n_workers)
+
+
+def _means_a_file(name: str) -> bool:
+    separators = {os.sep, "/", os.altsep or os.sep}
+    return (
+        any(s in name for s in separators)
+        or Path(name).suffix in (".edgelist", ".adjlist", ".txt")
+        or Path(name).is_file()
+    )
 
 
 def from_file(path: Path, n_workers: int) -> Topology:
@@ -618,8 +1035,13 @@ def _refuse_options(name: str, function: Callable[..., Topology], options: dict[
     for key, value in options.items():
         wanted = (int | float) if known[key] is float else known[key]
         if isinstance(value, bool) or not isinstance(value, wanted):
-            kind = "a number" if known[key] is float else "a whole number"
+            kind = {float: "a number", str: "a name"}.get(known[key], "a whole number")
             raise ValueError(f'topology "{name}": {key}={value!r} must be {kind}')
+
+
+def _refuse_less_than_one(name: str, key: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f'topology "{name}": {key}={value} must be at least 1')
 
 
 def _refuse_size(what: str, found: int, n_workers: int) -> None:
@@ -647,6 +1069,10 @@ def _quote(names: Iterable[str]) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _range(low: int, high: int) -> str:
+    return f"{low}" if low == high else f"{low} to {high}"
 
 
 def _entries(matrix: csr_array, row: int) -> list[tuple[int, float]]:
@@ -707,7 +1133,7 @@ def _eigenvalue_nearest(laplacian: csr_array, end: float, scale: float) -> float
 def _norm_beside_the_mean(steps: Sequence[csr_array]) -> float:
     """‖(I − J) W_T … W_1‖₂, J the averaging matrix: how much of the distance to the mean is kept.
 
-    Dense up to 2000 workers; above, the largest singular value of a sparse matrix (one step only).
+    Dense up to 2000 workers; above, Lanczos. ValueError if that does not converge.
     """
     n = steps[0].shape[0]
     if n <= _DENSE:
@@ -715,18 +1141,27 @@ def _norm_beside_the_mean(steps: Sequence[csr_array]) -> float:
         for step in steps:
             product = step @ product
         return float(np.linalg.norm(product - product.mean(axis=0), 2))
-    if len(steps) > 1:
-        raise ValueError(f"the contraction of {len(steps)} rounds of {n} workers takes too long")
-    from scipy.sparse.linalg import LinearOperator, eigsh
+    from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 
-    step = steps[0]
+    def apply(x: np.ndarray) -> np.ndarray:
+        x = x.ravel() - x.mean()
+        for step in steps:
+            x = step @ x
+        return x - x.mean()
 
-    def apply(x: np.ndarray) -> np.ndarray:  # the square, (W(I − J))ᵀ W(I − J) with the mean out
-        y = step @ (x.ravel() - x.mean())
-        z = step.T @ (y - y.mean())
-        return z - z.mean()
+    def apply_transposed(x: np.ndarray) -> np.ndarray:
+        for step in reversed(steps):
+            x = step.T @ x
+        return x - x.mean()
 
-    square = LinearOperator((n, n), matvec=apply, dtype=np.float64)
     start = randomness.generator(0, "Lanczos").standard_normal(n)
-    value = eigsh(square, k=1, which="LA", v0=start, tol=1e-6, return_eigenvectors=False)[0]
+    frobenius = float(np.linalg.norm(apply(start)))  # of the product, on average
+    if frobenius < _EXACT:
+        return frobenius
+    square = LinearOperator((n, n), matvec=lambda x: apply_transposed(apply(x)), dtype=np.float64)
+    options: dict[str, Any] = {"k": 1, "which": "LA", "v0": start, "return_eigenvectors": False}
+    try:
+        value = eigsh(square, maxiter=100, tol=1e-6, **options)[0]
+    except ArpackNoConvergence as error:
+        raise ValueError(f"the contraction of {n} workers takes too long") from error
     return math.sqrt(max(float(value), 0.0))

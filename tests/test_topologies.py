@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from scipy.sparse import csr_array
 
 import topologies
-from topologies import TOPOLOGIES, Round, Topology, make, undirected
+from topologies import TOPOLOGIES, UNDIRECTED, Round, Topology, make, matchings, undirected
 
-DIRECTED = {"unidirectional-ring", "exponential"}
+VARYING = {"one-peer-exponential", "base-graph", "random-matching", "epidemic", "round-robin"}
+DIRECTED = {"unidirectional-ring", "exponential", "one-peer-exponential", "epidemic"}
 SIZES = (1, 2, 3, 4, 5, 8, 12, 16, 32)
 
 
@@ -27,12 +28,23 @@ def accepts(name: str, n_workers: int) -> bool:
 REGISTERED = [(name, n) for name in TOPOLOGIES for n in SIZES if accepts(name, n)]
 
 
+def matrices(topology: Topology) -> list[np.ndarray]:
+    """W of every round of the period."""
+    return [r.matrix().toarray() for r in topology.rounds]
+
+
+def steps_together(topology: Topology, diffusion_rate: float, steps: int) -> np.ndarray:
+    """What so many steps of plain gossip multiply the workers with."""
+    product = np.eye(topology.n_workers)
+    for W in (matrices(topology) * steps)[:steps]:
+        product = (1 - diffusion_rate) * product + diffusion_rate * W @ product
+    return product
+
+
 def distance_kept(topology: Topology, diffusion_rate: float, steps: int) -> float:
-    """The worst-case factor per step on the distance to the mean, from powers of the step."""
-    n = topology.n_workers
-    step = (1 - diffusion_rate) * np.eye(n) + diffusion_rate * topology.round(0).matrix().toarray()
-    beside_mean = np.linalg.matrix_power(step, steps) - 1 / n
-    return float(np.linalg.norm(beside_mean, 2) ** (1 / steps))
+    """The worst-case factor of so many steps on the distance to the mean."""
+    product = steps_together(topology, diffusion_rate, steps)
+    return float(np.linalg.norm(product - product.mean(axis=0), 2))
 
 
 @st.composite
@@ -54,46 +66,55 @@ def test_registered_topologies_mix(name: str, n: int) -> None:
     topology = make(name, n, seed=3)
     assert topology.name == name
     assert topology.n_workers == n
-    assert topology.period == len(topology.rounds) == 1
-    W = topology.round(7).matrix().toarray()
-    assert W.shape == (n, n)
-    assert (W >= 0).all()
-    assert (np.diag(W) > 0).all()
-    np.testing.assert_allclose(W.sum(axis=0), 1, atol=1e-12)
-    np.testing.assert_allclose(W.sum(axis=1), 1, atol=1e-12)
-    assert topology.symmetric == np.allclose(W, W.T)
+    assert topology.period == len(topology.rounds)
+    assert topology.period == 1 or name in VARYING
+    assert topology.row_stochastic == (name == "epidemic")
+    for t, W in enumerate(matrices(topology)):
+        assert topology.round(t + topology.period) is topology.rounds[t]
+        assert W.shape == (n, n)
+        assert (W >= 0).all()
+        assert (np.diag(W) > 0).all()
+        np.testing.assert_allclose(W.sum(axis=1), 1, atol=1e-12)
+        if not topology.row_stochastic:
+            np.testing.assert_allclose(W.sum(axis=0), 1, atol=1e-12)
+    assert topology.symmetric == all(np.allclose(W, W.T) for W in matrices(topology))
     assert topology.symmetric or name in DIRECTED
-    averaged = np.linalg.matrix_power(W, 20_000)
-    np.testing.assert_allclose(averaged, 1 / n, atol=1e-9)
+    averaged = np.linalg.matrix_power(steps_together(topology, 1.0, topology.period), 20_000)
+    wanted = averaged.mean(axis=0) if topology.row_stochastic else 1 / n
+    np.testing.assert_allclose(averaged, np.broadcast_to(wanted, (n, n)), atol=1e-9)
 
 
 @pytest.mark.parametrize(("name", "n"), REGISTERED)
 def test_sources_and_targets_are_the_rows_and_columns(name: str, n: int) -> None:
     topology = make(name, n, seed=3)
-    r = topology.round(0)
-    W = r.matrix().toarray()
-    for i in range(n):
-        assert [j for j, _ in r.sources(i)] == [j for j in range(n) if W[i, j] > 0 and j != i]
-        assert [j for j, _ in r.targets(i)] == [j for j in range(n) if W[j, i] > 0 and j != i]
-        assert all(weight == W[i, j] for j, weight in r.sources(i))
-        assert all(weight == W[j, i] for j, weight in r.targets(i))
-        assert topology.degrees[i] == len(r.sources(i))
-    pairs = {(min(i, j), max(i, j)) for i in range(n) for j, _ in r.sources(i)}
+    heard: list[set[int]] = [set() for _ in range(n)]
+    for r in topology.rounds:
+        W = r.matrix().toarray()
+        for i in range(n):
+            assert [j for j, _ in r.sources(i)] == [j for j in range(n) if W[i, j] > 0 and j != i]
+            assert [j for j, _ in r.targets(i)] == [j for j in range(n) if W[j, i] > 0 and j != i]
+            assert all(weight == W[i, j] for j, weight in r.sources(i))
+            assert all(weight == W[j, i] for j, weight in r.targets(i))
+            heard[i].update(j for j, _ in r.sources(i))
+    assert topology.degrees.tolist() == [len(of) for of in heard]
+    pairs = {(min(i, j), max(i, j)) for i in range(n) for j in heard[i]}
     assert [tuple(pair) for pair in topology.edges.tolist()] == sorted(pairs)
+    assert topology.union.shape == (n, n)
+    assert topology.union.indices.tolist() == [j for of in heard for j in sorted(of)]
+    assert set(topology.union.data.tolist()) <= {1.0}
 
 
 @pytest.mark.parametrize(("name", "n"), REGISTERED)
 @pytest.mark.parametrize("rate", [0.5, 1.0])
 def test_a_step_contracts_as_predicted(name: str, n: int, rate: float) -> None:
     topology = make(name, n, seed=3)
-    assert distance_kept(topology, rate, 1) == pytest.approx(topology.contraction(rate), abs=1e-9)
+    kept = distance_kept(topology, rate, topology.period)
+    assert kept == pytest.approx(topology.contraction(rate) ** topology.period, abs=1e-9)
 
 
-@pytest.mark.parametrize(("name", "n"), REGISTERED)
+@pytest.mark.parametrize(("name", "n"), [(name, n) for name, n in REGISTERED if name in UNDIRECTED])
 def test_metropolis_hastings_weights(name: str, n: int) -> None:
     topology = make(name, n, seed=3)
-    if name in DIRECTED:
-        return
     degree = topology.degrees
     for i in range(n):
         for j, weight in topology.round(0).sources(i):
@@ -102,9 +123,12 @@ def test_metropolis_hastings_weights(name: str, n: int) -> None:
 
 @pytest.mark.parametrize(("name", "n"), REGISTERED)
 def test_summaries_tell_the_size(name: str, n: int) -> None:
-    text = make(name, n).summary()
+    topology = make(name, n)
+    text = topology.summary()
     assert text.startswith(f"{name}: {n} worker")
-    assert ("best diffusion rate" in text) == make(name, n).symmetric
+    one_round = topology.period == 1
+    assert ("best diffusion rate" in text) == (topology.symmetric and one_round)
+    assert (f"{topology.period} rounds" in text.splitlines()[0]) == (not one_round)
 
 
 def test_a_summary_in_full() -> None:
@@ -123,12 +147,35 @@ def test_a_summary_in_full() -> None:
         "  diameter                       3 hops",
         "  distance kept by a step        0.500000 at rate 1",
     ]
+    assert make("base-graph", 6).summary().splitlines() == [
+        "base-graph: 6 workers, 7 edges, 4 rounds",
+        "  neighbors heard by a worker    0 to 1 a round, 2 to 3 in all",
+        "  distance kept by a step        "
+        "0 at rate 1: averages exactly after its period of 4 rounds",
+    ]
+    one_way = make("one-peer-exponential", 3).summary().splitlines()
+    assert one_way[0] == "one-peer-exponential: 3 workers, 3 edges, 2 rounds, directed"
+    assert one_way[2] == (
+        "  distance kept by a step        0.500000 at rate 1, the mean of its 2 rounds"
+    )
+    assert "directed, row-stochastic: the mean may move" in make("epidemic", 8).summary()
+    assert "not computed: it takes too long" in make("round-robin", 3000).summary()
 
 
-@pytest.mark.parametrize("name", ["watts-strogatz", "random-regular"])
-def test_random_graphs_depend_on_the_seed_only(name: str) -> None:
-    edges = [make(name, 32, seed=seed).edges.tolist() for seed in (0, 0, 1)]
-    assert edges[0] == edges[1] != edges[2]
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("watts-strogatz", {}),
+        ("random-regular", {}),
+        ("random-matching", {}),
+        ("epidemic", {}),
+        ("round-robin", {"graph": "random-regular"}),
+    ],
+)
+def test_random_graphs_depend_on_the_seed_only(name: str, options: dict[str, object]) -> None:
+    drawn = [make(name, 32, seed=seed, options=options) for seed in (0, 0, 1)]
+    first, again, other = [[r.weights.indices.tolist() for r in t.rounds] for t in drawn]
+    assert first == again != other
 
 
 # Which graph it is
@@ -271,7 +318,7 @@ def test_every_connected_graph_averages(graph: nx.Graph) -> None:
     assert 0 < topology.spectral_gap <= topology.largest_eigenvalue < 2
     np.testing.assert_allclose(np.linalg.matrix_power(W, 2**14), 1 / n, atol=1e-9)
     for rate in (1.0, topology.best_diffusion_rate):
-        measured = distance_kept(topology, rate, 3)
+        measured = distance_kept(topology, rate, 3) ** (1 / 3)
         assert measured == pytest.approx(topology.contraction(rate), abs=1e-5)
     best = topology.contraction(topology.best_diffusion_rate)
     assert topology.chebyshev_contraction <= best + 1e-12
@@ -302,6 +349,194 @@ def test_ten_thousand_workers_take_seconds() -> None:
     assert 1 < topology.best_diffusion_rate < 1.5
     assert "10000 workers, 20000 edges" in topology.summary()
     assert time.perf_counter() - start < 10
+
+
+# Topologies that change from round to round
+
+
+def talks(topology: Topology) -> np.ndarray:
+    """How often i hears j in a period: [worker, worker]."""
+    return np.sum([r.weights.toarray() > 0 for r in topology.rounds], axis=0)
+
+
+@pytest.mark.parametrize("name", ["random-matching", "round-robin", "base-graph"])
+@pytest.mark.parametrize("n", SIZES)
+def test_a_worker_talks_to_one_other_at_most(name: str, n: int) -> None:
+    topology = make(name, n, seed=3)
+    for r in topology.rounds:
+        heard = np.diff(r.weights.indptr)
+        assert heard.max() <= 1
+        if name != "base-graph":
+            assert (r.weights.data == 0.5).all()
+        if name == "random-matching":
+            assert (heard == 0).sum() == n % 2
+
+
+def test_random_matchings_are_uniform() -> None:
+    for n in (5, 6):  # of five workers each is idle as often as with any other
+        often = talks(make("random-matching", n, seed=1, options={"period": 800}))
+        pairs = often[~np.eye(n, dtype=bool)]
+        assert np.abs(pairs - 800 / 5).max() < 5 * math.sqrt(800 / 5 * 4 / 5)
+
+
+def test_random_rounds_are_drawn_until_they_connect() -> None:
+    # Two matchings of eight workers are one ring with probability 48/105; Topology refuses others.
+    rings = [make("random-matching", 8, seed=seed, options={"period": 2}) for seed in range(12)]
+    assert {len(ring.edges) for ring in rings} == {8}
+    for seed in range(4):
+        assert make("epidemic", 6, seed=seed, options={"s": 1, "period": 2}).period == 2
+
+
+def test_one_peer_exponential_goes_through_the_hops() -> None:
+    topology = make("one-peer-exponential", 6)
+    assert [r.sources(0) for r in topology.rounds] == [[(5, 0.5)], [(4, 0.5)], [(2, 0.5)]]
+    assert topology.round(5).targets(0) == [(4, 0.5)]
+    assert (talks(topology) == (make("exponential", 6).round(0).weights.toarray() > 0)).all()
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 6, 8, 12, 16, 24, 32])
+def test_one_peer_exponential_is_exact_for_powers_of_two(n: int) -> None:
+    topology = make("one-peer-exponential", n)
+    assert topology.period == math.ceil(math.log2(n))
+    assert topology.averages_exactly == (n & (n - 1) == 0)
+
+
+@pytest.mark.parametrize("k", range(1, 6))
+def test_base_graphs_average_any_number_exactly(k: int) -> None:
+    for n in range(1, 41):
+        topology = make("base-graph", n, options={"k": k})
+        assert topology.symmetric
+        np.testing.assert_allclose(
+            steps_together(topology, 1.0, topology.period), 1 / n, atol=1e-12
+        )
+        assert max(np.diff(r.weights.indptr).max() for r in topology.rounds) <= k
+        assert topology.period <= 2 * math.log(n, k + 1) + 2
+
+
+@pytest.mark.parametrize(
+    ("k", "rounds"),
+    [
+        (1, {3: 3, 5: 5, 6: 4, 7: 5, 8: 3, 9: 7, 12: 5, 15: 7, 25: 9}),
+        (2, {12: 3, 15: 4, 17: 5, 30: 5}),
+        (3, {16: 2}),
+        (4, {22: 4, 25: 2}),  # 22: the simple graph; factored it takes 5
+        (5, {12: 2}),
+    ],
+)
+def test_rounds_of_base_graphs(k: int, rounds: dict[int, int]) -> None:
+    found = {n: make("base-graph", n, options={"k": k}).period for n in rounds}
+    assert found == rounds
+
+
+def test_a_base_graph_of_five() -> None:
+    """4 + 1 workers: Takezawa et al. (2023), figure 3."""
+    pairs = [
+        [(i, j, weight) for i in range(5) for j, weight in r.sources(i) if i < j]
+        for r in make("base-graph", 5).rounds
+    ]
+    assert pairs == [
+        [(0, 1, 0.5), (2, 3, 0.5)],
+        [(0, 2, 0.5), (1, 3, 0.5)],
+        [(0, 4, 0.8), (1, 2, 0.5)],
+        [(0, 1, 0.5), (2, 3, 0.5)],
+        [(0, 2, 0.5), (1, 3, 0.5)],
+    ]
+
+
+@pytest.mark.parametrize(("n", "s"), [(2, None), (8, None), (8, 1), (8, 5), (8, 7)])
+def test_epidemics_send_to_s_and_average_what_arrives(n: int, s: int | None) -> None:
+    topology = make("epidemic", n, seed=2, options={"s": s})
+    for r in topology.rounds:
+        assert [len(r.targets(j)) for j in range(n)] == [s or min(2, n - 1)] * n
+        for i in range(n):
+            assert {weight for _, weight in r.sources(i)} <= {1 / (1 + len(r.sources(i)))}
+    assert topology.averages_exactly == (n == 2 or s == 7)
+
+
+@pytest.mark.parametrize("s", [1, 2, 3])
+def test_epidemics_are_uniform(s: int) -> None:
+    often = talks(make("epidemic", 5, seed=1, options={"s": s, "period": 800}))
+    share = s / 4
+    pairs = often[~np.eye(5, dtype=bool)]
+    assert np.abs(pairs - 800 * share).max() < 5 * math.sqrt(800 * share * (1 - share))
+
+
+@given(connected_graphs())
+@settings(max_examples=60, deadline=None)
+def test_matchings_have_every_edge_once(graph: nx.Graph) -> None:
+    matches_every_edge_once(undirected("drawn", graph))
+
+
+@pytest.mark.parametrize("name", sorted(UNDIRECTED))
+def test_matchings_of_registered_graphs(name: str) -> None:
+    matches_every_edge_once(make(name, 32, seed=3))
+
+
+@pytest.mark.parametrize("n", range(3, 12))
+def test_matchings_of_crowded_graphs(n: int) -> None:
+    """Where a color free at both ends is rare."""
+    matches_every_edge_once(make("fully-connected", n))
+    matches_every_edge_once(make("fully-connected", 2 * n + 1))
+    for seed in range(4):
+        graph = nx.gnp_random_graph(2 * n, 0.7, seed=seed)
+        graph.add_edges_from(nx.path_graph(2 * n).edges())
+        matches_every_edge_once(undirected("crowded", graph))
+        sides = nx.bipartite.random_graph(n, n, 0.7, seed=seed)
+        sides.add_edges_from((i, n + i) for i in range(n))
+        sides.add_edges_from((i, n + i - 1) for i in range(1, n))
+        matches_every_edge_once(undirected("two sides", sides))
+
+
+def matches_every_edge_once(static: Topology) -> None:
+    topology = Topology("matchings", matchings(static))
+    assert (talks(topology) == (static.round(0).weights.toarray() > 0)).all()
+    for r in topology.rounds:
+        assert np.diff(r.weights.indptr).max() == 1
+        assert (r.weights.data == 0.5).all()
+    largest = static.degrees.max()
+    bipartite = nx.is_bipartite(nx.Graph(static.edges.tolist()))
+    assert largest <= topology.period <= (largest if bipartite else largest + 1)
+
+
+def test_round_robin_takes_any_graph(tmp_path: Path) -> None:
+    assert [r.sources(0) for r in make("round-robin", 4).rounds] == [[(1, 0.5)], [(3, 0.5)]]
+    torus = make("round-robin", 16, options={"graph": "torus"})
+    assert torus.period == 4
+    assert torus.edges.tolist() == make("torus", 16).edges.tolist()
+    path = write(tmp_path, "a.edgelist", "Zoe Ada\nBea Zoe\n")
+    topology = make("round-robin", 3, options={"graph": path})
+    assert topology.edges.tolist() == [[0, 2], [1, 2]]
+    assert f"the rounds are matchings of {path}; the file's names" in topology.summary()
+
+
+@pytest.mark.parametrize("name", sorted(VARYING))
+@pytest.mark.parametrize("n", [48, 64])
+def test_large_periods_equal_dense_ones(name: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = make(name, n)
+    kept, exact = dense.contraction() ** dense.period, dense.averages_exactly
+    monkeypatch.setattr(topologies, "_DENSE", 1)
+    sparse = make(name, n)
+    assert sparse.contraction() ** dense.period == pytest.approx(kept, rel=1e-4, abs=1e-12)
+    assert sparse.averages_exactly == exact
+    assert exact == (name == "base-graph" or (name == "one-peer-exponential" and n == 64))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("one-peer-exponential", {}),
+        ("base-graph", {}),
+        ("base-graph", {"k": 4}),
+        ("random-matching", {}),
+        ("epidemic", {}),
+        ("round-robin", {"graph": "random-regular"}),
+    ],
+)
+def test_ten_thousand_workers_are_built_at_once(name: str, options: dict[str, object]) -> None:
+    start = time.process_time()
+    topology = make(name, 10_000, options=options)
+    assert time.process_time() - start < 2
+    assert topology.n_workers == 10_000
 
 
 # Rounds
@@ -465,7 +700,12 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "n", "options", "message"),
     [
-        ("rign", 8, {}, '"rign" is unknown; choose from binary-tree, chain, .*, or give the path'),
+        (
+            "rign",
+            8,
+            {},
+            '"rign" is unknown; choose from base-graph, binary-tree, .*, or give the path',
+        ),
         ("ring", 0, {}, "n_workers=0 must be at least 1"),
         ("social-network", 8, {}, "social-network has 32 workers, n_workers is 8"),
         ("hypercube", 12, {}, "needs a power of two, n_workers is 12; use 8 or 16"),
@@ -481,6 +721,27 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
         ("random-regular", 4, {"degree": 4}, "degree=4 must be less than n_workers, which is 4"),
         ("random-regular", 64, {"degree": 1}, "none of 100 draws is connected"),
         ("graphs/a.txt", 8, {"degree": 1}, 'is a file and has no options, not "degree"'),
+        ("one-peer-exponential", 8, {"k": 1}, 'has no option "k"; it has none'),
+        ("base-graph", 8, {"k": -3}, '"base-graph": k=-3 must be at least 1'),
+        ("base-graph", 8, {"k": 0}, '"base-graph": k=0 must be at least 1'),
+        ("base-graph", 8, {"k": 1.5}, "k=1.5 must be a whole number"),
+        ("random-matching", 8, {"period": 0}, '"random-matching": period=0 must be at least 1'),
+        ("random-matching", 8, {"period": 1}, "none of 100 draws of 1 round connects .*be larger"),
+        ("epidemic", 8, {"period": 0}, '"epidemic": period=0 must be at least 1'),
+        ("epidemic", 64, {"s": 1, "period": 1}, "none of 100 draws of 1 round .*period=1 must be"),
+        ("epidemic", 8, {"s": 0}, '"epidemic": s=0 must be at least 1 and less than n_workers'),
+        ("epidemic", 8, {"s": 8}, "s=8 must be .* less than n_workers, which is 8"),
+        ("round-robin", 8, {"graph": 3}, "graph=3 must be a name"),
+        (
+            "round-robin",
+            8,
+            {"graph": "rign"},
+            'graph="rign" is not .*; choose from .*, ring, .* or',
+        ),
+        ("round-robin", 8, {"graph": "exponential"}, 'graph="exponential" is not a static undir'),
+        ("round-robin", 8, {"graph": "round-robin"}, 'graph="round-robin" is not a static undir'),
+        ("round-robin", 12, {"graph": "hypercube"}, "power of two, n_workers is 12; use 8 or 16"),
+        ("round-robin", 8, {"graph": "no.edgelist"}, "no.edgelist cannot be read: No such file"),
     ],
 )
 def test_bad_arguments_are_refused(
@@ -490,7 +751,11 @@ def test_bad_arguments_are_refused(
         make(name, n, options=options)
 
 
-@pytest.mark.parametrize("name", sorted(DIRECTED))
-def test_directed_graphs_have_no_best_rate(name: str) -> None:
-    with pytest.raises(ValueError, match=f'"{name}" is directed: .* give a rate'):
-        _ = make(name, 8).best_diffusion_rate
+@pytest.mark.parametrize("name", sorted(DIRECTED | VARYING))
+def test_other_graphs_have_no_best_rate(name: str) -> None:
+    kind = "changes from round to round" if name in VARYING else "is directed"
+    message = f'"{name}" {kind}: .* give a rate as a number, 1 to mix with the weights as they are'
+    topology = make(name, 8)
+    for spectrum in ("best_diffusion_rate", "eigenvalues", "chebyshev_contraction"):
+        with pytest.raises(ValueError, match=message):
+            getattr(topology, spectrum)
