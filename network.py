@@ -350,9 +350,14 @@ class Network:
         """Messages that each hosted worker has sent since the start: int64 [worker]."""
         return self._messages
 
-    def bits_to_all(self, numbers: int, bits_per_number: int = 32) -> np.ndarray:
-        """What it costs to send so many numbers to all neighbors of the first round: [worker]."""
-        return self._edges[0].out_degrees * (numbers * bits_per_number)
+    def bits_to_all(self, numbers: int, steps: int = 1) -> np.ndarray:
+        """What it would cost to send so many numbers of 32 bits to all neighbors in each of the
+        first `steps` rounds: bits, int64 [worker]."""
+        periods, more = divmod(steps, len(self._edges))
+        degrees = sum(
+            edges.out_degrees * (periods + (t < more)) for t, edges in enumerate(self._edges)
+        )
+        return np.asarray(degrees * (32 * numbers))
 
     def run(self, conversation: Conversation) -> None:
         """Carry a conversation through."""
@@ -670,7 +675,7 @@ def _free(requests: list[Any]) -> None:
 def _pieces(rows: Tensor, chosen: np.ndarray, process: np.ndarray) -> list[tuple[int, Tensor]]:
     """The chosen rows for each process; they lie next to each other, as a message must."""
     starts = np.flatnonzero(np.diff(process, prepend=-1))
-    stops = np.append(starts[1:], len(process))
+    stops = np.append(starts, len(process))[1:]
     return [
         (int(process[start]), rows[chosen[start] : chosen[stop - 1] + 1])
         for start, stop in zip(starts, stops, strict=True)

@@ -391,7 +391,7 @@ class _Run:
             self._log("consensus_distance", rms, epoch, type=kind)
         shown = f"consensus distance {network.mean(squares['params_only']).sqrt().item():.2g}"
 
-        uncompressed = int(network.bits_to_all(self.parameters.layout.size)[0]) * self.step
+        uncompressed = int(network.bits_to_all(self.parameters.layout.size, self.step)[0])
         self._log("uncompressed_gossip_bits", uncompressed, epoch)
         if self.config.evaluate_average_model:
             self.mean_model.x.copy_(mean)

@@ -360,6 +360,82 @@ def test_theta_must_be_positive(theta: float) -> None:
         algorithms.make("moniqua", alone("ring", 3), Layout([(3, 3)]), Options(theta=theta))
 
 
+# --- Time-varying topologies ---------------------------------------------------------------------
+
+TIME_VARYING = ["one-peer-exponential", "base-graph", "random-matching", "round-robin"]
+
+
+@pytest.mark.parametrize("topology", [*TIME_VARYING, "epidemic"])
+def test_plain_gossip_multiplies_by_the_matrix_of_the_round(topology: str) -> None:
+    network, x = alone(topology, 7), torch.randn(7, 20)
+    averaging, expected = PlainGossip(network), x.double()
+    for t in range(2 * network.topology.period):
+        W = network.topology.round(t).matrix().toarray()
+        expected = torch.from_numpy(W) @ expected
+        steps(network, averaging, x, 1)
+        torch.testing.assert_close(x, expected.float(), atol=1e-5, rtol=1e-5)
+
+
+def test_a_base_graph_averages_exactly_after_its_period() -> None:
+    for n in (3, 5, 6, 7, 12):
+        network, x = alone("base-graph", n), torch.randn(n, 20)
+        before = variance(x)
+        steps(network, PlainGossip(network), x, network.topology.period)
+        assert variance(x) < 1e-10 * before
+
+
+@pytest.mark.parametrize("topology", TIME_VARYING)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("power-gossip", Options(num_iterations=2)),
+        ("power-gossip", Options(rank=2)),
+        ("deepsqueeze", Options(diffusion_rate=0.1)),
+        ("moniqua", Options(theta=6.0, diffusion_rate=0.1)),
+    ],
+    ids=label,
+)
+def test_what_runs_on_time_varying_topologies_averages(
+    topology: str, name: str, options: Options
+) -> None:
+    layout, network = Layout(SHAPES), alone(topology, 8)
+    if name == "power-gossip" and not network.symmetric:
+        with pytest.raises(ValueError, match="is directed; use an undirected one"):
+            algorithms.make(name, network, layout, options)
+        return
+    x = start(8, layout)
+    before = x.clone()
+    averaging = algorithms.make(name, network, layout, options)
+    last = variance(x)
+    for _ in range(12 * network.topology.period):
+        steps(network, averaging, x, 1)
+        if name == "power-gossip":
+            assert variance(x) <= last * (1 + 1e-5) + 1e-9
+            last = variance(x)
+    torch.testing.assert_close(x.mean(0), before.mean(0), atol=2e-5, rtol=0)
+    assert variance(x) <= 0.5 * variance(before)
+
+
+@pytest.mark.parallel([4])
+def test_processes_do_not_show_on_time_varying_topologies() -> None:
+    layout = Layout(SHAPES)
+    for topology in ("base-graph", "random-matching"):
+        for name, options in [("power-gossip", Options(num_iterations=2)), ("dpsgd", Options())]:
+            made = topologies.make(topology, 8)
+            apart, together = Network(made), Network(made, ALONE)
+            expected = start(8, layout)
+            x = expected[apart.workers.start : apart.workers.stop].clone()
+            steps(together, algorithms.make(name, together, layout, options), expected, 10)
+            steps(apart, algorithms.make(name, apart, layout, options), x, 10)
+            torch.testing.assert_close(apart.gather(x), expected, atol=1e-5, rtol=1e-5)
+            assert apart.gather(torch.tensor(apart.bits)).tolist() == together.bits.tolist()
+
+
+def test_choco_refuses_time_varying_topologies() -> None:
+    with pytest.raises(ValueError, match='"base-graph" is time-varying; use a static one'):
+        algorithms.make("choco", alone("base-graph", 6), Layout([(3, 3)]), Options())
+
+
 # --- PowerGossip ----------------------------------------------------------------------------------
 
 

@@ -23,6 +23,7 @@ from network import (
 )
 
 TOPOLOGIES = ["ring", "star", "chain", "unidirectional-ring", "exponential", "fully-connected"]
+TIME_VARYING = ["one-peer-exponential", "base-graph", "random-matching", "epidemic", "round-robin"]
 ALONE = Processes()
 
 
@@ -34,10 +35,9 @@ def stamp(sender: Tensor, receiver: Tensor) -> Tensor:
 def exchanged(network: Network) -> dict[str, Tensor]:
     """One conversation with all kinds of messages; everything received, of all workers."""
     workers = torch.tensor(network.workers, dtype=torch.float32)
-    targets = [
-        [worker for worker, _ in network.topology.round(0).targets(i)] for i in network.workers
-    ]
-    degree = max(len(network.topology.round(0).targets(i)) for i in range(network.n_workers))
+    now = network.topology.round(network.round)
+    targets = [[worker for worker, _ in now.targets(i)] for i in network.workers]
+    degree = max(len(now.targets(i)) for i in range(network.n_workers))
     each = torch.zeros(len(workers), degree, 3)
     for row, (worker, receivers) in enumerate(zip(workers, targets, strict=True)):
         for slot, receiver in enumerate(receivers):
@@ -57,17 +57,25 @@ def exchanged(network: Network) -> dict[str, Tensor]:
 
 def check_arrivals(make: Callable[[topologies.Topology], Network], n: int, name: str) -> None:
     topology = topologies.make(name, n)
-    got = exchanged(make(topology))
-    for i in range(n):
-        for slot, (j, _) in enumerate(topology.round(0).sources(i)):
-            expected = stamp(torch.tensor(float(j)), torch.tensor(float(i)))
-            assert (got["each"][i, slot] == expected).all()
-            assert (got["all"][i, slot] == j).all()
-    assert (got["mean"] == (n - 1) / 2).all()
-    assert torch.isfinite(got["each"]).all()
+    network = make(topology)
+    for t in range(2 * topology.period if topology.period > 1 else 1):
+        got = exchanged(network)
+        for i in range(n):
+            for slot, (j, _) in enumerate(topology.round(t).sources(i)):
+                expected = stamp(torch.tensor(float(j)), torch.tensor(float(i)))
+                assert (got["each"][i, slot] == expected).all()
+                assert (got["all"][i, slot] == j).all()
+        assert (got["mean"] == (n - 1) / 2).all()
+        assert torch.isfinite(got["each"]).all()
+    bits = network.bits_to_all(10, steps=network.round)
+    degrees = [
+        sum(len(topology.round(t).targets(i)) for t in range(network.round))
+        for i in network.workers
+    ]
+    assert bits.tolist() == [320 * degree for degree in degrees]
 
 
-@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize("name", [*TOPOLOGIES, *TIME_VARYING])
 @pytest.mark.parametrize("n", [1, 2, 8])
 def test_messages_arrive_in_one_process(name: str, n: int) -> None:
     check_arrivals(lambda topology: Network(topology, ALONE), n, name)
@@ -78,7 +86,7 @@ def test_messages_arrive_in_one_process(name: str, n: int) -> None:
 @pytest.mark.parametrize("stage", [False, True])
 def test_messages_arrive_between_processes(hosted: int, stage: bool) -> None:
     n = hosted * processes().size
-    for name in TOPOLOGIES:
+    for name in [*TOPOLOGIES, *TIME_VARYING]:
         check_arrivals(lambda topology: Network(topology, stage=stage), n, name)
 
 
@@ -103,6 +111,7 @@ def test_bits_are_those_of_the_bytes_that_leave() -> None:
     assert network.bits.tolist() == (degrees * (3 * 32 + 2 * 8) + all_reduce).tolist()
     assert network.messages.tolist() == (degrees * 2 + 2 * (n - 1)).tolist()
     assert network.bits_to_all(10).tolist() == (degrees * 320).tolist()
+    assert network.bits_to_all(10, steps=3).tolist() == (degrees * 960).tolist()
 
 
 def test_measuring_is_not_counted() -> None:
