@@ -82,17 +82,23 @@ class PlainGossip(_Stateless):
     def __init__(self, network: Network, diffusion_rate: Rate = 1.0):
         rate = _column(network, "diffusion_rate", diffusion_rate)
         self._network = network
-        # γ w_ij [worker, 1, neighbor] and 1 − γ Σ_j w_ij [worker, 1], for each round
-        self._weights = [(rate * slots.weights)[:, None, :] for slots in network.rounds]
-        self._own_weights = [1 - weights.sum(2) for weights in self._weights]
+        # For each round: 1 − γ Σ_j w_ij [worker, 1]; γ w_ij [worker, 1] for each slot.
+        weights = [rate * slots.weights for slots in network.rounds]
+        self._own_weights = [1 - w.sum(1, keepdim=True) for w in weights]
+        self._weights = [w.unsqueeze(-1).unbind(1) for w in weights]
         self._message = _Remember(ToAll)
 
     def step(self, x: Tensor) -> Conversation:
-        """x_i ← (1 − γ Σ_j w_ij) x_i + Σ_j γ w_ij x_j"""
+        """x_i ← (1 − γ Σ_j w_ij) x_i + Σ_j γ w_ij x_j
+
+        Number by number, so that a worker's result is the same to the bit whoever is hosted beside
+        it; a matrix product would round differently for one worker and for eight.
+        """
         t = self._network.round % len(self._network.rounds)
         received = yield self._message(x)  # [worker, neighbor, D]
         x.mul_(self._own_weights[t])
-        x[:, None].baddbmm_(self._weights[t], received)
+        for weight, x_j in zip(self._weights[t], received.unbind(1), strict=True):
+            x.addcmul_(weight, x_j)
 
 
 class AllReduce(_Stateless):
@@ -376,7 +382,8 @@ class PowerGossip:
 
     Where we go further than the paper:
 
-    - Directions that have collapsed (d = 0: the neighbors agreed) are drawn anew, at both ends.
+    - Directions that have collapsed (d = 0 up to rounding: the neighbors agreed) are drawn anew, at
+      both ends.
     - A matrix that rank r cannot compress, min(rows, columns) ≤ r, is not sent twice over: it
       takes part in plain gossip with the same γ, once a step.
     - For r > 1, orthonormalization is a Cholesky factorization of the Gram matrix in double
@@ -463,9 +470,7 @@ class PowerGossip:
                 torch.bmm(directions, X, out=own)  # s_i = X_iᵀ p, for all neighbors and layers
             for own, outgoing in zip(s.views, d.message_views, strict=True):
                 outgoing.copy_(own)
-            received = d.views_of_received((yield d.message))
-            for theirs, own, difference in zip(received, s.views, d.views, strict=True):
-                torch.sub(theirs, own, out=difference)
+            d.take_differences((yield d.message))
             torch.mul(p.flat, p.weights, out=weighted.flat)  # γ w_ij p
             for directions, difference, X in zip(
                 weighted.stacks, d.stacks, matrices[here], strict=True

@@ -18,6 +18,7 @@ import randomness
 from network import Network, Slots, ToEach
 
 _RIDGE = 1e-12  # relative to a direction's own squared norm
+_NOISE = 1e-6  # a difference of products is rounding error up to this share of them
 
 
 class EdgeNumbers:
@@ -110,13 +111,22 @@ class Directions:
         self._absent = _flatten(self._per_direction(edges.absent), device)
         self._has_absent = bool(self._absent.any())
         self._norms, self._scales = torch.ones_like(self._signs), torch.ones_like(self._signs)
+        self._own_norms = torch.ones_like(self._signs)
+        # Where the norm of a difference may come from rounding: ‖d‖ ≤ 2 τ √length ‖s‖.
+        bounds = [
+            torch.full((count,), 2 * _NOISE * sqrt(s.length))
+            for s, count in zip(
+                shapes, (s.batch * s.neighbors * s.rank for s in shapes), strict=True
+            )
+        ]
+        self._noise_bounds = _flatten(bounds, device).to(device)
         counts = [s.batch * s.neighbors * s.rank for s in shapes]
-        self._norm_views, self._scale_views = (
+        self._norm_views, self._own_norm_views, self._scale_views = (
             [
                 part.view(s.batch, neighbors * rank)
                 for part, s in zip(flat.split(counts), shapes, strict=True)
             ]
-            for flat in (self._norms, self._scales)
+            for flat in (self._norms, self._own_norms, self._scales)
         )
         if rank > 1:
             # For orthonormalization in double precision; Gram matrices [.., rank, rank].
@@ -164,6 +174,26 @@ class Directions:
     def _per_direction(self, of_edge: Tensor) -> list[Tensor]:
         """A number of each edge [worker, neighbor], as [batch, neighbor, rank] for each stack."""
         return [of_edge[:, :, None].expand(view.shape[0], -1, self._rank) for view in self.views]
+
+    def take_differences(self, received: Tensor) -> None:
+        """directions ← s_received − s_own, where they differ by more than rounding errors.
+
+        Neighbors that agree compute products that may differ in the last bit, since their
+        directions lie in different slots. Such a difference would be normalized to a direction that
+        means nothing; it becomes 0, and thus is redrawn. Both ends decide alike: maxima are exact,
+        whatever their order.
+        """
+        theirs = self.views_of_received(received)
+        for their, own, difference in zip(theirs, self.own.views, self.views, strict=True):
+            torch.sub(their, own, out=difference)
+        self._compute_norms()
+        for stack, norm in zip(self.own.stacks, self._own_norm_views, strict=True):
+            torch.linalg.vector_norm(stack, dim=-1, out=norm)
+        if not (self._norms <= self._noise_bounds * self._own_norms).any():
+            return
+        for their, own, difference in zip(theirs, self.own.views, self.views, strict=True):
+            size = torch.maximum(their.abs().amax(-1), own.abs().amax(-1))
+            difference[difference.abs().amax(-1) <= _NOISE * size] = 0
 
     # --- Random directions ---
 
