@@ -584,6 +584,21 @@ def test_collapsed_directions_are_drawn_anew_at_both_ends() -> None:
         torch.testing.assert_close(x.mean(0), mean, atol=1e-5, rtol=0)
 
 
+def test_rounding_errors_are_no_direction() -> None:
+    """Differences in the last bit, as products in different slots have them, count as agreement."""
+    network, layout = alone("ring", 3), Layout([(16, 9)])
+    x = start(1, layout).repeat(3, 1)
+    x *= 1 + 1e-7 * torch.randint(-1, 2, x.shape)
+    averaging = power_gossip(network, layout)
+    steps(network, averaging, x, 1)
+    (directions,) = averaging.state_dict()["directions"]
+    assert (directions == 0).float().mean() > 0.3  # whole directions: where both ends say so
+    for i in range(3):
+        for slot, j in enumerate(network.neighbors[i].tolist()):
+            back = network.neighbors[j].tolist().index(i)
+            assert (directions[i, slot] == 0).all() == (directions[j, back] == 0).all()
+
+
 def test_dependent_directions_do_no_harm() -> None:
     """All differences have rank 1, so that the second and third directions add nothing."""
     network, layout = alone("ring", 4), Layout([(6, 5)])
