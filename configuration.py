@@ -188,6 +188,7 @@ def _type_name(kind: Any) -> str:
         int | None: "a whole number, or null",
         str | None: "a word, or null",
         float | int | str: "a number or a word",
+        float | int | str | None: "a number or a word, or null",
         list[int]: "a list of whole numbers",
         list[str]: "a list of words",
     }

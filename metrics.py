@@ -12,6 +12,10 @@ OUTPUT_DIR/metrics.jsonl, one JSON object a line. What the functions here look f
 | consensus_distance       | type=params_only     | how far the workers are from their mean        |
 | uncompressed_gossip_bits |                      | what plain gossip would have sent by now       |
 | phase_seconds            | phase=...            | spent in that phase since the start            |
+| error                    | algorithm=..., also  | mean squared distance of the workers to the    |
+|                          | diffusion_rate=...,  | mean of their starts; epoch is the step        |
+|                          | theta=...            |                                                |
+| diverged                 | as error             | the step at which a setting was given up       |
 
 pandas, matplotlib and TensorBoard are imported where they are used: a training process that only
 writes rows starts without them.
@@ -279,10 +283,134 @@ def compare(runs: Mapping[str, "DataFrame"], path: Path | str) -> None:
     )
 
 
+def consensus_summary(rows: "DataFrame") -> str:
+    """The table at the end of gossip_run.py: each algorithm at its best setting. Plain text.
+
+    Best is the smallest final error. Steps and bits (sent by worker 0) are those of the first row
+    whose error is at most 1e-3, or 1e-6, of the initial one. ValueError without rows named error.
+    """
+    settings = _settings(rows)
+    header = ["algorithm", "diffusion rate", "theta", "to 1e-3", "sent", "to 1e-6", "sent"]
+    table = [[*header, "final error", "diverged"]]
+    for algorithm, best in _best(settings).items():
+        line = [algorithm, *(_short(best[key].iloc[0]) for key in ("diffusion_rate", "theta"))]
+        errors = best[best["name"] == "error"]
+        for target in (1e-3, 1e-6):
+            reached = errors[errors["value"] <= target * errors["value"].iloc[0]]
+            if len(reached):
+                steps, bits = reached.iloc[0][["epoch", "bits"]]
+                line += [f"{steps:.0f} steps", _human(bits, "bit")]
+            else:
+                line += ["never", ""]
+        last = "diverged" if _has_diverged(best) else f"{errors['value'].iloc[-1]:.3g}"
+        tried = [
+            _has_diverged(group) for (name, *_), group in settings.items() if name == algorithm
+        ]
+        table.append([*line, last, f"{sum(tried)} of {len(tried)}"])
+    columns = [column for column in zip(*table, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in columns]
+    lines = [
+        "   ".join(
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in zip(*columns, strict=True)
+    ]
+    start = max(group["value"].iloc[0] for group in settings.values())
+    return "\n".join(
+        [
+            f"Best setting of each algorithm; the error at the start is {start:.6g}",
+            *(f"  {line}".rstrip() for line in lines),
+        ]
+    )
+
+
+def consensus_figure(rows: "DataFrame", path: Path | str) -> None:
+    """Draw gossip_run.py's errors against steps and against bits, each algorithm at its best.
+
+    Axes are logarithmic; what they cannot show is left out, unless it is all there is. ValueError
+    without rows named error.
+    """
+    best = {
+        algorithm: group[group["name"] == "error"]
+        for algorithm, group in _best(_settings(rows)).items()
+    }
+
+    def some_positive(column: str) -> bool:
+        return any((group[column] > 0).any() for group in best.values())
+
+    def error(axes: "Axes", against: str, scale: float) -> None:
+        logarithmic = [column for column in (against, "value") if some_positive(column)]
+        for i, (algorithm, group) in enumerate(best.items()):
+            shown = group[(group[logarithmic] > 0).all(axis=1)]
+            _plot(axes, shown[against] / scale, shown["value"], i, algorithm)
+        if against in logarithmic:
+            axes.set_xscale("log")
+        if "value" in logarithmic:
+            axes.set_yscale("log")
+
+    _draw(
+        path,
+        {
+            "error by step": lambda axes: error(axes, "epoch", 1),
+            "error by size": (lambda axes: error(axes, "bits", 1e6))
+            if some_positive("bits")
+            else None,
+        },
+    )
+
+
+def _settings(rows: "DataFrame") -> "dict[tuple[str, ...], DataFrame]":
+    """The rows of gossip_run.py by setting, (algorithm, diffusion_rate, theta), by epoch.
+
+    ValueError if there are none.
+    """
+    tags = ["algorithm", "diffusion_rate", "theta"]
+    chosen = rows[rows["name"].isin(["error", "diverged"])].sort_values("epoch", kind="stable")
+    chosen = chosen.reindex(columns=[*_COLUMNS, *tags])
+    chosen[tags] = chosen[tags].astype(object).where(chosen[tags].notna(), "")
+    settings = {
+        tuple(str(tag) for tag in key): group
+        for key, group in chosen.groupby(tags, sort=False)
+        if (group["name"] == "error").any()
+    }
+    if not settings:
+        raise ValueError("there are no rows of gossip_run.py's error")
+    return settings
+
+
+def _best(settings: "Mapping[tuple[str, ...], DataFrame]") -> "dict[str, DataFrame]":
+    """Each algorithm's setting with the smallest final error; diverged ones come last."""
+
+    def rank(group: "DataFrame") -> tuple[bool, float]:
+        return _has_diverged(group), group[group["name"] == "error"]["value"].iloc[-1]
+
+    best: dict[str, DataFrame] = {}
+    for (algorithm, *_), group in settings.items():
+        if algorithm not in best or rank(group) < rank(best[algorithm]):
+            best[algorithm] = group
+    return best
+
+
+def _has_diverged(group: "DataFrame") -> bool:
+    return bool((group["name"] == "diverged").any())
+
+
+def _short(number: str) -> str:
+    """A number written in full, to four digits."""
+    return f"{float(number):.4g}" if number else ""
+
+
 _LABELS = {  # panel: title, x, y
     "accuracy": ("Accuracy by epoch", "epoch", "test accuracy (%)"),
     "size": ("Accuracy by data sent", "sent by worker 0 (MB)", "test accuracy (%)"),
     "consensus": ("Distance between the workers", "epoch", "consensus distance"),
+    "error by step": ("Error by step", "step", "squared distance to the mean"),
+    "error by size": (
+        "Error by data sent",
+        "sent by worker 0 (Mbit)",
+        "squared distance to the mean",
+    ),
 }
 
 
@@ -298,9 +426,7 @@ def _draw(
 
     drawn = {panel: draw for panel, draw in panels.items() if draw is not None}
     if not drawn:
-        raise ValueError(
-            f"nothing to draw in {path}: no rows of the mean model's accuracy or consensus distance"
-        )
+        raise ValueError(f"nothing to draw in {path}: there are no rows of what it shows")
     layout = ConstrainedLayoutEngine(wspace=0.06)
     figure = Figure(figsize=(0.6 + 4.2 * len(drawn), 3.9), layout=layout)
     FigureCanvasAgg(figure)

@@ -13,22 +13,18 @@ As a driver:
 Nothing happens at import. `python train.py --help` lists the keys.
 """
 
-import datetime
-import itertools
-import json
 import math
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -37,6 +33,7 @@ import compressors
 import configuration
 import metrics
 import randomness
+import runs
 import tasks
 import topologies
 from network import Network, Processes, Stopped, choose_device, cuda_aware_mpi, processes
@@ -115,26 +112,22 @@ output_dir: str | None = None  # None: a new dated folder under output/
 
 def log_metric(name: str, values: Mapping[str, float], tags: Mapping[str, Any]) -> None:
     """A measurement. values: value, epoch, bits and messages (sent by worker 0), seconds."""
-    for log in _logs:
-        log.write(name, values, tags)
+    if _output is not None:
+        _output.write(name, values, tags)
 
 
 def log_info(info: Mapping[str, Any]) -> None:
     """Facts about the run, such as {"state.progress": 0.5}; kept in OUTPUT_DIR/info.json."""
-    if _folder is not None:
-        _info.update(info)
-        (_folder / "info.json").write_text(json.dumps(_info, indent=1) + "\n")
+    if _output is not None:
+        _output.add_info(info)
 
 
 def log_runtime(label: str, mean: float, std: float, instances: int) -> None:
     """Seconds a phase took, over its `instances` so far. The rows phase_seconds have the sums."""
 
 
-# What the default hooks write to, while main() runs.
-_logs: list[Any] = []
-_FILES = (metrics.FILE, "config.yaml", "info.json", "figure.png")
-_folder: Path | None = None
-_info: dict[str, Any] = {}
+# What the default hooks write to, on process 0 while main() runs.
+_output: runs.Output | None = None
 
 
 # --- The run -------------------------------------------------------------------------------------
@@ -150,25 +143,23 @@ def main(arguments: list[str] | None = None) -> None:
     Raises BadInput, in all processes, if something asked for cannot be done; Diverged if a
     worker's loss becomes infinite or NaN.
     """
-    global _folder, output_dir
+    global _output, output_dir
     who = processes()
     if arguments is not None:
         output_dir = who.agree(lambda: _read(arguments)) or output_dir
     run = who.agree(lambda: _Run(config, who))
     run.load_data()
     try:
-        _folder = who.agree(lambda: _claim(output_dir, run.config) if who.rank == 0 else None)
-        if _folder is not None:
+        _output = who.agree(lambda: runs.Output(output_dir, run.config) if who.rank == 0 else None)
+        if _output is not None:
             log_info(run.facts())
         run.train()
-        if _folder is not None:
-            _report(_folder)
+        if _output is not None:
+            _report(_output.folder)
     finally:
-        for log in _logs:
-            log.close()
-        _logs.clear()
-        _info.clear()
-        _folder = None
+        if _output is not None:
+            _output.close()
+        _output = None
 
 
 class _Run:
@@ -184,7 +175,7 @@ class _Run:
         self.device = choose_device(c.device, who.local_rank)
         stage = {"on": False, "off": True, "auto": None}[c.cuda_aware]
         self.network = Network(self.topology, who, self.device, stage)
-        self.clock = _Clock()
+        self.clock = runs.Clock()
         self.step = 0  # since the start
 
     def load_data(self) -> None:
@@ -435,25 +426,6 @@ class _Run:
                 log_runtime(phase, seconds.mean(), seconds.std(), len(seconds))
 
 
-class _Clock:
-    """Seconds by phase. A phase within a phase counts for the inner one only."""
-
-    def __init__(self) -> None:
-        self.durations: dict[str, list[float]] = {}
-        self._inner = 0.0  # spent in phases within the current one
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        outer, self._inner = self._inner, 0.0
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            spent = time.perf_counter() - start
-            self.durations.setdefault(phase, []).append(spent - self._inner)
-            self._inner = outer + spent
-
-
 def learning_rate(c: Any, epoch: float) -> float:
     """The learning rate at a (fractional) epoch.
 
@@ -487,18 +459,11 @@ def _read(arguments: list[str]) -> str | None:
 
 def _checked(asked: DictConfig, who: Processes) -> Any:
     """A copy of the configuration with its blanks filled in. ValueError for impossible values."""
-    try:
-        values = OmegaConf.to_container(asked, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:  # of a value such as ${seed}, where no seed is
-        raise ValueError(str(error).replace("\n    full_key", ", key").splitlines()[0]) from error
-    c: Any = OmegaConf.create(values)  # plain values: no checks in the hot path
+    c = runs.plain_copy(asked)  # no checks in the hot path
     c.n_workers = who.size if c.n_workers is None else c.n_workers
     hosted(c.n_workers, who.size)
 
-    def demand(key: str, ok: Callable[[Any], bool], would_do: str) -> None:
-        if not ok(c[key]):
-            raise ValueError(f"{key}={c[key]}: use {would_do}")
-
+    demand = partial(runs.demand, c)
     for key in (
         "num_epochs",
         "batch_size",
@@ -549,50 +514,11 @@ def _numbers(values: Any, count: int) -> bool:
         return False
 
 
-def _claim(wanted: str | None, c: DictConfig) -> Path:
-    """The folder, made, with config.yaml in it, and the logs opened.
-
-    ValueError if it holds a run, or cannot be written.
-    """
-    folder = Path(wanted) if wanted else _new_dated_folder()
-    try:
-        held = [folder / name for name in _FILES if (folder / name).exists()]
-        held.extend(folder.glob("events.out.tfevents.*"))
-        if held and not c.overwrite:
-            raise ValueError(
-                f"{folder} already holds a run ({held[0].name}); "
-                f"use another --output-dir, or overwrite=true"
-            )
-        folder.mkdir(parents=True, exist_ok=True)
-        if c.tensorboard:
-            _logs.append(metrics.TensorBoardLog(folder))
-        for file in held:
-            file.unlink()
-        (folder / "config.yaml").write_text(OmegaConf.to_yaml(c))
-        _logs.append(metrics.MetricsLog(folder / metrics.FILE, fresh=True))
-    except OSError as error:
-        raise ValueError(f"output folder {folder}: {error.strerror or error}") from error
-    return folder
-
-
-def _new_dated_folder() -> Path:
-    """output/DATE-TIME, made; runs that start in the same second get a number behind it."""
-    now = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
-    folder = Path("output") / now
-    for number in itertools.count(2):
-        try:
-            folder.mkdir(parents=True)
-            break
-        except FileExistsError:
-            folder = Path("output") / f"{now}-{number}"
-    return folder
-
-
 def _report(folder: Path) -> None:
     rows = metrics.load(folder)
     if rows.empty:  # a driver's log_metric has them
         return
-    figure = folder / "figure.png"
+    figure = folder / runs.FIGURE
     metrics.figure(rows, figure)
     print(f"\n{metrics.summary(rows)}\n\nrows: {folder / metrics.FILE}\nfigure: {figure}")
 

@@ -336,3 +336,90 @@ def test_figures_show_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     band = drawn[2].axes[0].collections[0].get_paths()[0].get_extents()
     np.testing.assert_allclose(band.bounds, [1.98, 20, 0.04, 3])
     assert drawn[2].axes[0].get_xlim() == (1.48, 2.52)
+
+
+# Consensus
+
+
+def write_sweep(folder: Path) -> pd.DataFrame:
+    """Rows as gossip_run.py writes them: one algorithm without a grid, one with three settings, the
+    best of which is the second (the third has diverged), one all of whose settings diverged."""
+    log = MetricsLog(folder / FILE, fresh=True)
+
+    def setting(errors: list[float], bits: int, diverges: bool = False, **tags: str) -> None:
+        for step, error in enumerate(errors):
+            log.write("error", values(error, step, bits * step), tags)
+        if diverges:
+            log.write("diverged", values(len(errors), len(errors), bits * len(errors)), tags)
+
+    setting([8000, 8.1, 7.9, 0.0081, 0.0079, 2e-9], 10_000_000, algorithm="plain")
+    setting([8000, 100, 20, 9, 8.5, 9], 40_000, algorithm="signs", diffusion_rate="0.012345678")
+    setting([8000, 100, 7.99, 5, 4, 4.25], 40_000, algorithm="signs", diffusion_rate="0.5")
+    setting([8000, 1], 40_000, diverges=True, algorithm="signs", diffusion_rate="2.0")
+    for theta in ("0.1", "10.0"):
+        moniqua = {"algorithm": "modulo", "diffusion_rate": "1.0", "theta": theta}
+        setting([8000, 8001], 20_000, diverges=True, **moniqua)
+    log.close()
+    return metrics.load(folder)
+
+
+def test_the_table_shows_each_algorithm_at_its_best(tmp_path: Path) -> None:
+    rows = write_sweep(tmp_path)
+    before = rows.copy()
+    assert metrics.consensus_summary(rows).splitlines() == [
+        "Best setting of each algorithm; the error at the start is 8000",
+        "  algorithm   diffusion rate   theta   to 1e-3      sent   to 1e-6      sent"
+        "   final error   diverged",
+        "  plain                                2 steps   20 Mbit   4 steps   40 Mbit"
+        "         2e-09     0 of 1",
+        "  signs                  0.5           2 steps   80 kbit     never          "
+        "          4.25     1 of 3",
+        "  modulo                   1     0.1     never               never          "
+        "      diverged     2 of 2",
+    ]
+    pd.testing.assert_frame_equal(rows, before)
+    some = metrics.consensus_summary(rows[rows["algorithm"] == "plain"])
+    assert "theta" not in some
+    assert "diffusion rate" not in some
+
+
+def test_the_consensus_figure_shows_the_best_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.figure import Figure
+
+    rows = write_sweep(tmp_path)
+    metrics.consensus_figure(rows, tmp_path / "sweep.png")
+    assert (tmp_path / "sweep.png").stat().st_size > 5000
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    metrics.consensus_figure(rows, tmp_path / "sweep.png")
+    by_step, by_size = drawn[0].axes
+    names = [text.get_text() for text in drawn[0].legends[0].get_texts()]
+    assert names == ["plain", "signs", "modulo"]
+    for axes, step in ((by_step, 1), (by_size, 0.04)):  # Mbit
+        assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+        signs = axes.get_lines()[1]
+        np.testing.assert_allclose(
+            np.asarray(signs.get_xdata(), float), step * np.arange(1, 6), rtol=1e-12
+        )
+        np.testing.assert_allclose(np.asarray(signs.get_ydata(), float), [100, 7.99, 5, 4, 4.25])
+
+
+@pytest.mark.parametrize(("start", "last"), [(0, 2), (8000, 0)])
+def test_consensus_without_positive_numbers_is_drawn_and_told(
+    start: float, last: int, tmp_path: Path
+) -> None:
+    """One worker: all errors are 0, nothing is sent. Or everything diverged at once."""
+    log = MetricsLog(tmp_path / FILE, fresh=True)
+    for step in range(last + 1):
+        log.write("error", values(start, step, 0), {"algorithm": "plain"})
+    log.close()
+    rows = metrics.load(tmp_path)
+    assert "plain" in metrics.consensus_summary(rows)
+    metrics.consensus_figure(rows, tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 5000
+    for function in (metrics.consensus_summary, lambda rows: metrics.consensus_figure(rows, "x")):
+        with pytest.raises(ValueError, match=r"no rows of gossip_run.py's error"):
+            function(rows[:0])

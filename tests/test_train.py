@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 import metrics
+import runs
 import tasks
 import train
 from network import BadInput, processes
@@ -569,7 +570,7 @@ def test_runs_of_the_same_second_get_folders_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    folders = {train._new_dated_folder() for _ in range(3)}
+    folders = {runs.new_dated_folder() for _ in range(3)}
     assert len(folders) == 3
     assert {folder.resolve().parent for folder in folders} == {tmp_path / "output"}
 

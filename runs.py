@@ -1,0 +1,117 @@
+"""What a run leaves behind, and how long its phases take: for the entry points.
+
+An output folder holds config.yaml, metrics.jsonl (a row a measurement), info.json, figure.png, and
+TensorBoard's events if wanted.
+"""
+
+import datetime
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import metrics
+
+FIGURE = "figure.png"
+_FILES = (metrics.FILE, "config.yaml", "info.json", FIGURE)
+
+
+def plain_copy(config: DictConfig) -> Any:
+    """A copy without types and interpolations. ValueError for a value that cannot be worked out."""
+    try:
+        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:  # of a value such as ${seed}, where no seed is
+        raise ValueError(str(error).replace("\n    full_key", ", key").splitlines()[0]) from error
+    return OmegaConf.create(values)
+
+
+def demand(config: Any, key: str, ok: Callable[[Any], bool], would_do: str) -> None:
+    """ValueError, "key=value: use what would do", unless the value is ok."""
+    if not ok(config[key]):
+        raise ValueError(f"{key}={config[key]}: use {would_do}")
+
+
+class Output:
+    """The folder of a run, with its configuration and the logs opened.
+
+    `wanted`: the folder; None makes a new dated one under output/. ValueError if it holds a run
+    and config.overwrite is not set, or cannot be written.
+    """
+
+    def __init__(self, wanted: str | None, config: Any):
+        self.folder = Path(wanted) if wanted else new_dated_folder()
+        self._logs: list[Any] = []
+        self._info: dict[str, Any] = {}
+        try:
+            self._claim(config)
+        except OSError as error:
+            raise ValueError(f"output folder {self.folder}: {error.strerror or error}") from error
+
+    def _claim(self, config: Any) -> None:
+        folder = self.folder
+        held = [folder / name for name in _FILES if (folder / name).exists()]
+        held.extend(folder.glob("events.out.tfevents.*"))
+        if held and not config.overwrite:
+            raise ValueError(
+                f"{folder} already holds a run ({held[0].name}); "
+                f"use another --output-dir, or overwrite=true"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        if config.tensorboard:
+            self._logs.append(metrics.TensorBoardLog(folder))
+        for file in held:
+            file.unlink()
+        (folder / "config.yaml").write_text(OmegaConf.to_yaml(config))
+        self._logs.append(metrics.MetricsLog(folder / metrics.FILE, fresh=True))
+
+    def write(self, name: str, values: Mapping[str, float], tags: Mapping[str, Any]) -> None:
+        """A row, to all logs."""
+        for log in self._logs:
+            log.write(name, values, tags)
+
+    def add_info(self, info: Mapping[str, Any]) -> None:
+        """Facts, to what info.json has already."""
+        self._info.update(info)
+        (self.folder / "info.json").write_text(json.dumps(self._info, indent=1) + "\n")
+
+    def close(self) -> None:
+        for log in self._logs:
+            log.close()
+
+
+def new_dated_folder() -> Path:
+    """output/DATE-TIME, made; runs that start in the same second get a number behind it."""
+    now = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
+    folder = Path("output") / now
+    for number in itertools.count(2):
+        try:
+            folder.mkdir(parents=True)
+            break
+        except FileExistsError:
+            folder = Path("output") / f"{now}-{number}"
+    return folder
+
+
+class Clock:
+    """Seconds by phase. A phase within a phase counts for the inner one only."""
+
+    def __init__(self) -> None:
+        self.durations: dict[str, list[float]] = {}
+        self._inner = 0.0  # spent in phases within the current one
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        outer, self._inner = self._inner, 0.0
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - start
+            self.durations.setdefault(phase, []).append(spent - self._inner)
+            self._inner = outer + spent

@@ -1,0 +1,590 @@
+"""Consensus as a user meets it: the published numbers, what a run logs, a sweep that equals its
+settings run one by one, starting data, bad input.
+
+Axes: worker, setting. Where nothing else is said, matrices are 8 × 8 and a run takes 0.05 s.
+"""
+
+import json
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+
+import gossip_run
+import metrics
+import runs
+from gossip_run import ALGORITHMS, DATA
+from network import BadInput, processes
+from tests import launch
+
+TINY: dict[str, Any] = {
+    "n_workers": 8,
+    "matrix_size": 8,
+    "num_steps": 40,
+    "hyperparameter_num_samples": 3,
+    "hyperparameter_range_min": 0.02,
+    "theta_num_samples": 2,
+    "moniqua_num_samples": 2,
+    "log_verbosity": 0,
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test finds the module as `import gossip_run` leaves it."""
+    monkeypatch.setattr(gossip_run, "config", OmegaConf.structured(gossip_run.Config))
+    monkeypatch.setattr(gossip_run, "output_dir", None)
+
+
+def built(**changes: Any) -> gossip_run._Run:
+    """A run before its first step."""
+    config = OmegaConf.merge(OmegaConf.structured(gossip_run.Config), TINY, changes)
+    run = gossip_run._Run(config, processes())  # type: ignore[arg-type]
+    run.load_data()
+    return run
+
+
+def gossiped(**changes: Any) -> pd.DataFrame:
+    """The rows of a run in this process; it leaves no files."""
+    run, rows = built(**changes), list[dict[str, Any]]()
+
+    def keep(name: str, values: Any, tags: Any) -> None:
+        rows.append({"name": name, **values, **tags})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gossip_run, "log_metric", keep)
+        run.sweep()
+    return pd.DataFrame(rows)
+
+
+def errors(rows: pd.DataFrame) -> dict[int, float]:
+    """step → error, of the rows of one setting."""
+    chosen = rows[rows["name"] == "error"]
+    assert chosen["epoch"].is_unique
+    return dict(zip(chosen["epoch"], chosen["value"], strict=True))
+
+
+def by_setting(rows: pd.DataFrame) -> dict[tuple[Any, Any], pd.DataFrame]:
+    """The rows of each (diffusion rate, θ), of one algorithm; "" for what it has not."""
+    none = pd.Series("", rows.index)
+    tags = [rows.get(tag, none) for tag in ("diffusion_rate", "theta")]
+    return {(rate, theta): group for (rate, theta), group in rows.groupby(tags, sort=False)}
+
+
+def reproducible(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    """Rows without what the clock says."""
+    kept = rows.drop(columns="seconds")
+    records = kept.astype(object).where(kept.notna(), None).to_dict("records")
+    return [{str(column): value for column, value in row.items()} for row in records]
+
+
+# The published experiment: seed 42, ring of 8, a 100 × 100 matrix of N(0, 1) for each worker.
+
+PUBLISHED: dict[str, Any] = {"matrix_size": 100, "data_type": "random", "seed": 42}
+
+
+def test_uncompressed_gossip_has_the_published_errors() -> None:
+    found = errors(gossiped(**PUBLISHED, algorithm="uncompressed", num_steps=10))
+    assert found[0] == pytest.approx(8713.375, abs=0.01)
+    for step, published in {1: 2715.05, 5: 198.250, 10: 10.2585}.items():
+        assert found[step] == pytest.approx(published, rel=1e-3)
+
+
+def test_power_gossip_has_the_published_errors() -> None:
+    """But for its random start, which is not the published one."""
+    found = errors(gossiped(**PUBLISHED, algorithm="power_gossip", num_steps=500))
+    assert found[5] == pytest.approx(8334.7, rel=0.02)
+    assert found[100] == pytest.approx(2713, rel=0.1)
+    assert 90 < found[500] < 155
+
+
+def test_the_best_rate_contracts_as_the_spectrum_says() -> None:
+    """γ* = 6/(6 − √2), and (2 + √2)/(6 − √2) a step once only the slowest modes are left."""
+    changes = {**PUBLISHED, "algorithm": "uncompressed", "diffusion_rate": "auto"}
+    assert built(**changes).diffusion_rate() == pytest.approx(1.308391, abs=1e-6)
+    found = errors(gossiped(**changes, num_steps=20))
+    assert (found[20] / found[10]) ** (1 / 10) == pytest.approx(0.744521**2, abs=1e-3)
+
+
+def test_the_limits_of_plain_gossip() -> None:
+    """Finite time: a ring of 8 has 4 distinct eigenvalues. Chebyshev: 2ρᵗ/(1 + ρ²ᵗ) at most."""
+    found = errors(gossiped(**PUBLISHED, algorithm="finite_time", num_steps=4))
+    assert found[3] > 100
+    assert found[4] < 1e-6
+    found = errors(gossiped(**PUBLISHED, algorithm="chebyshev", num_steps=9))
+    for step, error in found.items():
+        rho = 0.446463**step
+        bound = (2 * rho / (1 + rho**2)) ** 2 * found[0]
+        assert 0.01 * bound < error < 1.0001 * bound
+
+
+# What a run logs.
+
+
+def test_errors_are_logged_as_published_and_at_the_last_step() -> None:
+    rows = gossiped(algorithm="fp_choco", num_steps=333, diffusion_rate=0.5)
+    assert rows["epoch"].tolist() == [*range(10), *range(10, 100, 10), 100, 200, 300, 333]
+    assert set(rows["name"]) == {"error"}
+    assert set(rows["algorithm"]) == {"fp_choco"}
+    assert set(rows["diffusion_rate"]) == {"0.5"}
+    assert rows["seconds"].is_monotonic_increasing
+
+
+def test_methods_of_plain_gossip_stop_early() -> None:
+    last = gossiped(algorithm="all", num_steps=700).groupby("algorithm")["epoch"].max()
+    early = {"uncompressed", "chebyshev", "finite_time"}
+    assert {name: 500 if name in early else 700 for name in ALGORITHMS} == last.to_dict()
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_grid_of_each_algorithm(name: str) -> None:
+    """Tags are the numbers in words; algorithms without a grid have none."""
+    rows = gossiped(
+        algorithm=name,
+        num_steps=1,
+        hyperparameter_num_samples=3,
+        hyperparameter_range_min=0.01,
+        hyperparameter_range_max=1,
+        theta_num_samples=2,
+        theta_range_min=0.5,
+        theta_range_max=8,
+        moniqua_num_samples=2,
+    )
+    if not ALGORITHMS[name].grid:
+        assert {"diffusion_rate", "theta"}.isdisjoint(rows.columns)
+        assert len(rows) == 2
+    elif name == "moniqua":
+        tags = rows[["diffusion_rate", "theta"]].drop_duplicates().astype(float)
+        expected = [[0.01, 0.5], [0.01, 8.0], [1.0, 0.5], [1.0, 8.0]]
+        np.testing.assert_allclose(tags.to_numpy(), expected)
+    else:
+        assert "theta" not in rows
+        rates = rows["diffusion_rate"].astype(float).unique()
+        np.testing.assert_allclose(rates, [0.01, 0.1, 1])
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_each_algorithm_brings_the_workers_closer(name: str) -> None:
+    rows = gossiped(algorithm=name, num_steps=60, hyperparameter_num_samples=5)
+    found = [errors(group) for group in by_setting(rows).values()]
+    assert min(of_setting.get(60, np.inf) / of_setting[0] for of_setting in found) < 0.3
+
+
+# Sent by a worker to one of its neighbors in a step: an 8 × 8 matrix, rank 1.
+BITS = {
+    **dict.fromkeys(["uncompressed", "fp_choco", "chebyshev", "finite_time"], 32 * 64),
+    **{name: 32 * 8 for name in ALGORITHMS if name.startswith("power_gossip")},
+    **dict.fromkeys(["sign_choco", "sign_deepsqueeze"], 64 + 32),
+    **dict.fromkeys(["topk_choco", "topk_deepsqueeze"], 4 * (32 + 8)),  # K = (8 + 8)/4
+    "randomk_choco": 4 * 32,
+    "svd_choco": 32 * (8 + 8),
+    "qsgd_choco": 32 + 64 * 4,  # nine levels
+    "moniqua": 64 * 2,
+}
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_bits_and_messages_are_those_of_one_setting(name: str) -> None:
+    rows = gossiped(algorithm=name, topology="star", num_steps=7)
+    degree = 7  # of worker 0
+    assert rows["bits"].tolist() == (rows["epoch"] * degree * BITS[name]).tolist()
+    assert rows["messages"].tolist() == (rows["epoch"] * degree).tolist()
+
+
+def test_rank_and_iterations_and_levels_are_used() -> None:
+    def bits(**changes: Any) -> int:
+        return int(gossiped(num_steps=1, **changes)["bits"].max()) // 2
+
+    assert bits(algorithm="power_gossip", compression_rank=2) == 2 * 32 * 8
+    assert bits(algorithm="power_gossip", compression_num_iterations=3) == 3 * 32 * 8
+    assert bits(algorithm="topk_choco", compression_rank=2) == 8 * (32 + 8)
+    assert bits(algorithm="randomk_choco", compression_rank=2) == 8 * 32
+    assert bits(algorithm="svd_choco", compression_rank=2) == 2 * 32 * (8 + 8)
+    assert bits(algorithm="qsgd_choco", compression_levels=1) == 32 + 2 * 64
+
+
+def test_topology_options_are_used() -> None:
+    changes: dict[str, Any] = {"topology": "random-regular", "topology_options": {"degree": 5}}
+    assert gossiped(algorithm="uncompressed", num_steps=1, **changes)["messages"].max() == 5
+
+
+@pytest.mark.parametrize("name", ["power_gossip", "randomk_choco", "moniqua"])
+def test_a_seed_repeats_a_run_and_another_does_not(name: str) -> None:
+    """With data that do not depend on it."""
+    first, again, other = (
+        reproducible(gossiped(algorithm=name, data_type="sparse", seed=seed)) for seed in (3, 3, 4)
+    )
+    assert first == again
+    assert first[0] == other[0]
+    assert first != other
+
+
+def test_variants_of_power_gossip_differ() -> None:
+    names = [name for name in ALGORITHMS if name.startswith("power_gossip")]
+    rows = gossiped(algorithm=names)
+    finals = [errors(rows[rows["algorithm"] == name])[40] for name in names]
+    assert len(set(finals)) == len(names) == 4
+
+
+# A sweep is one batch.
+
+
+@pytest.mark.parametrize(
+    ("name", "topology"),
+    [
+        ("sign_choco", "ring"),
+        ("qsgd_choco", "star"),
+        ("moniqua", "ring"),
+        ("topk_deepsqueeze", "one-peer-exponential"),
+    ],
+)
+def test_settings_in_a_batch_are_as_by_themselves(
+    name: str, topology: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, though some diverge and are taken out before the others' end.
+
+    CHOCO and DeepSqueeze do at the largest γ, Moniqua at the larger θ: its second and last setting.
+    """
+    changes: dict[str, Any] = {"algorithm": name, "topology": topology}
+    changes |= {"theta_range_min": 0.01, "theta_range_max": 1e5}
+    if name != "moniqua":
+        changes["hyperparameter_range_max"] = 30.0
+    together = gossiped(**changes)
+    assert set(together["name"]) == {"error", "diverged"}
+    monkeypatch.setattr(gossip_run, "_TOGETHER", {"cpu": 2 * 8 * 64})  # two at a time
+    by_twos = by_setting(gossiped(**changes))
+    for (rate, theta), rows in by_setting(together).items():
+        assert reproducible(by_twos[rate, theta]) == reproducible(rows)
+        alone = by_setting(gossiped(**changes, diffusion_rate=float(rate)))
+        assert reproducible(alone[rate, theta]) == reproducible(rows)
+
+
+def test_a_batch_shares_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three settings until one has diverged, at once, then two."""
+    rows_of_x = []
+    step = gossip_run._Batch.step
+
+    def counted(batch: gossip_run._Batch) -> None:
+        rows_of_x.append(batch.x.shape[0])
+        step(batch)
+
+    monkeypatch.setattr(gossip_run._Batch, "step", counted)
+    gossiped(algorithm="fp_choco", hyperparameter_range_max=100, num_steps=5)
+    assert rows_of_x == [24, 16, 16, 16, 16]
+
+
+@pytest.mark.parametrize("rate", [3.0, 3e38])  # the second gives infinity
+def test_a_diverged_setting_ends_and_says_when(rate: float) -> None:
+    """At γ = 3, errors grow by up to (1 − 3 · 4/3)² = 9 a step."""
+    rows = gossiped(algorithm="uncompressed", diffusion_rate=rate, topology="ring")
+    assert rows["name"].tolist() == ["error"] * (len(rows) - 1) + ["diverged"]
+    last = rows.iloc[-1]
+    assert last["value"] == last["epoch"]
+    assert last["bits"] == last["epoch"] * 2 * 64 * 32
+    assert last["epoch"] == 1 if rate > 1e9 else 2 < last["epoch"] < 10
+    assert rows["value"].max() <= 100 * rows["value"].iloc[0]
+
+
+def test_a_setting_with_nan_has_diverged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worker 3 of the second of three settings gets one, in step 5."""
+    step, calls = gossip_run._Batch.step, []
+
+    def breaking(batch: gossip_run._Batch) -> None:
+        step(batch)
+        calls.append(batch)
+        if len(calls) == 5:
+            batch.x[8 + 3, 7] = float("nan")
+
+    monkeypatch.setattr(gossip_run._Batch, "step", breaking)
+    first, second, third = by_setting(gossiped(algorithm="fp_choco")).values()
+    assert second["name"].tolist() == ["error"] * 5 + ["diverged"]
+    assert second["value"].iloc[-1] == 5
+    for fine in (first, third):
+        assert np.isfinite(fine["value"]).all()
+        assert max(errors(fine)) == 40
+
+
+def test_workers_that_agree_from_the_start_do_not_diverge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DATA, "equal", lambda c: lambda worker: torch.full((3, 3), 0.1))
+    rows = gossiped(data_type="equal", algorithm=["uncompressed", "power_gossip", "qsgd_choco"])
+    assert set(rows["name"]) == {"error"}
+    one = gossiped(n_workers=1, algorithm=["uncompressed", "power_gossip", "moniqua"])
+    assert set(one["value"]) == {0.0}
+
+
+# Starting data.
+
+
+def start(**changes: Any) -> Tensor:
+    """[worker, row, column]"""
+    run = built(**changes)
+    assert torch.equal(run.mean, run.start.double().mean(0))
+    return run.start.unflatten(1, run.layout.shapes[0])
+
+
+def test_random_data_are_those_of_the_published_seeding() -> None:
+    expected = []
+    for worker in range(8):
+        torch.manual_seed(7 + worker)
+        expected.append(torch.randn(100, 100))
+    assert torch.equal(start(seed=7, matrix_size=100), torch.stack(expected))
+
+
+def test_other_data_follow_from_them() -> None:
+    random, worker = start(), torch.arange(8)
+    assert torch.equal(start(data_type="offset"), random + worker[:, None, None])
+    assert torch.equal(start(data_type="log-normal"), random.exp())
+    assert torch.equal(start(data_type="sparse").flatten(1), torch.eye(64)[:8])
+    low_rank = start(data_type="low-rank")
+    singular_values = torch.arange(1.0, 9) ** -2
+    torch.testing.assert_close(torch.linalg.svdvals(low_rank), singular_values.expand(8, 8))
+    assert not torch.allclose(low_rank[0], low_rank[1], atol=0.1)
+
+
+@pytest.mark.parametrize("data_type", ["faces", "lfw"])
+def test_worker_i_starts_with_image_i(data_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fetcher and a library that stand in for scikit-learn's, which would need the network, and
+    scikit-image, an extra."""
+    images = np.arange(10 * 25.0).reshape(10, 5, 5)
+    asked = {}
+
+    def fetch(**options: Any) -> types.SimpleNamespace:
+        asked.update(options)
+        return types.SimpleNamespace(images=images.astype(np.float32))
+
+    monkeypatch.setattr("sklearn.datasets.fetch_olivetti_faces", fetch)
+    library = types.ModuleType("skimage.data")
+    library.lfw_subset = lambda: images  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "skimage", types.ModuleType("skimage"))
+    monkeypatch.setitem(sys.modules, "skimage.data", library)
+
+    for matrix_size in (100, 5):  # the default, and what they have
+        found = start(data_type=data_type, matrix_size=matrix_size, data_dir="there")
+        np.testing.assert_array_equal(found.numpy(), images[:8])
+    if data_type == "faces":
+        assert (asked["data_home"], asked["shuffle"]) == ("there", True)
+        assert asked["random_state"].randint(1000) == np.random.RandomState(0).randint(1000)
+    with pytest.raises(BadInput, match=r"matrix_size=8: .* images of 5 × 5; use matrix_size=5"):
+        start(data_type=data_type)
+    with pytest.raises(BadInput, match="has 10 images; use n_workers ≤ 10"):
+        start(data_type=data_type, n_workers=11)
+
+
+def test_faces_that_cannot_be_had_are_refused_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fetch(**options: Any) -> None:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr("sklearn.datasets.fetch_olivetti_faces", fetch)
+    with pytest.raises(BadInput, match=r"faces cannot be fetched \(Name or .*data_dir=FOLDER"):
+        built(data_type="faces")
+    monkeypatch.setitem(sys.modules, "skimage.data", None)
+    with pytest.raises(BadInput, match=r"data_type=lfw needs scikit-image.*pip install"):
+        built(data_type="lfw")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_starting_data_that_are_no_numbers_are_refused(
+    bad: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def matrices(c: Any) -> Callable[[int], Tensor]:
+        return lambda worker: torch.tensor([[1.0, bad if worker == 5 else 2.0]])
+
+    monkeypatch.setitem(DATA, "broken", matrices)
+    with pytest.raises(BadInput, match="data_type=broken: worker 5's starting data hold NaN or"):
+        built(data_type="broken")
+
+
+# Bad input: arguments and what the message must hold.
+
+REFUSALS: dict[str, tuple[list[str], list[str]]] = {
+    "algorithm": (["algorithm=choco"], ['algorithm "choco"', "choose from", "sign_choco"]),
+    "one of several": (["algorithm=[moniqua,x]"], ['algorithm "x"', "choose from"]),
+    "no algorithm": (["algorithm=[]"], ["algorithm=[]", "a name, a list of names, or all"]),
+    "no name": (["algorithm=3"], ["algorithm=3", "a name"]),
+    "data type": (["data_type=norml"], ['data_type "norml"', "choose from", "log-normal"]),
+    "topology": (["topology=rign"], ['topology "rign"', "choose from", "ring"]),
+    "device": (["device=abacus"], ['"abacus"', "auto, cpu"]),
+    "key": (["theta=1"], ['"theta"', "theta_range_min"]),
+    "rank": (["compression_rank=0"], ["compression_rank=0", "1 or more"]),
+    "iterations": (["compression_num_iterations=0"], ["num_iterations=0", "1 or more"]),
+    "levels": (["compression_levels=0"], ["compression_levels=0", "from 1 to 127"]),
+    "steps": (["num_steps=0"], ["num_steps=0", "1 or more"]),
+    "matrix": (["matrix_size=0"], ["matrix_size=0", "1 or more"]),
+    "samples": (["hyperparameter_num_samples=0"], ["hyperparameter_num_samples=0", "1 or more"]),
+    "rate": (["diffusion_rate=0"], ["diffusion_rate=0", "above 0, auto, or null"]),
+    "word for a rate": (["diffusion_rate=fast"], ["diffusion_rate=fast", "above 0, auto, or null"]),
+    "range": (["hyperparameter_range_min=-1"], ["hyperparameter_range_min=-1", "above 0"]),
+    "empty range": (
+        ["hyperparameter_range_min=2"],
+        ["hyperparameter_range_min=2", "at most hyperparameter_range_max=1.308"],
+    ),
+    "theta": (["theta_range_min=0"], ["theta_range_min=0", "above 0"]),
+    "empty range of theta": (["theta_range_max=0.01"], ["theta_range_min=0.1", "at most theta_ra"]),
+    "sparse": (["data_type=sparse", "matrix_size=2"], ["matrix_size=2", "4 positions", "larger"]),
+    "signs of rank 2": (
+        ["algorithm=all", "compression_rank=2"],
+        ["compression_rank=2", "power_gossip_signs", "use 1"],
+    ),
+    "PowerGossip on a directed graph": (
+        ["topology=unidirectional-ring"],
+        ["algorithm=power_gossip", '"unidirectional-ring"', "use an undirected one"],
+    ),
+    "CHOCO on changing neighbors": (
+        ["topology=one-peer-exponential", "algorithm=sign_choco"],
+        ["algorithm=sign_choco", '"one-peer-exponential"', "use a static one"],
+    ),
+    "Chebyshev on changing neighbors": (
+        ["topology=one-peer-exponential", "algorithm=chebyshev"],
+        ["algorithm=chebyshev", '"one-peer-exponential"', "use a static undirected one"],
+    ),
+    "finite time on a directed graph": (
+        ["topology=unidirectional-ring", "algorithm=finite_time"],
+        ["algorithm=finite_time", '"unidirectional-ring"', "use a static undirected one"],
+    ),
+    "best rate on a directed graph": (
+        ["topology=unidirectional-ring", "algorithm=fp_choco", "diffusion_rate=auto"],
+        ["diffusion_rate=auto", "directed", "give a rate as a number"],
+    ),
+    "folder": (["--output-dir", "held"], ["held already holds a run", "overwrite=true"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_bad_input_is_refused_before_anything_is_written(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "held").mkdir()
+    (tmp_path / "held" / "config.yaml").write_text("seed: 1\n")
+    monkeypatch.chdir(tmp_path)
+    arguments, words = REFUSALS[name]
+    with pytest.raises(BadInput) as refusal:
+        gossip_run.main(["n_workers=8", *arguments])
+    message = str(refusal.value)
+    assert [word for word in words if word not in message] == []
+    assert "\n" not in message
+    assert sorted(map(str, Path().rglob("*"))) == ["held", "held/config.yaml"]
+
+
+def test_bad_input_of_a_program_is_one_sentence_and_exit_code_2() -> None:
+    ended = launch.python("gossip_run.py", "n_workers=8", "compression_rank=0")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == "error: compression_rank=0: use 1 or more\n"
+
+
+# A run from the command line, and from a driver.
+
+
+def test_a_run_ends_with_a_table_and_a_figure_and_its_configuration_repeats_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    settings = [f"{key}={value}" for key, value in (TINY | {"log_verbosity": 2}).items()]
+    algorithms = "algorithm=[uncompressed,sign_choco,moniqua]"
+    gossip_run.main([*settings, algorithms, "--output-dir", str(first)])
+    rows = metrics.load(first)
+    said = capsys.readouterr()
+    assert gossip_run._output is None, "the logs are closed"
+    assert metrics.consensus_summary(rows) in said.out
+    assert str(first / "figure.png") in said.out
+    assert "moniqua" in said.err, "the progress bar"
+    assert "100%" in said.err
+    assert said.out.count(" at step ") == 1 + 3 + 4, "a line for each setting"
+    assert (first / "figure.png").read_bytes().startswith(b"\x89PNG")
+    info = json.loads((first / "info.json").read_text())
+    assert info["state.progress"] == 1.0
+    assert info["settings"] == {"uncompressed": 1, "sign_choco": 3, "moniqua": 4}
+
+    monkeypatch.setattr(gossip_run, "config", OmegaConf.structured(gossip_run.Config))
+    file = str(first / "config.yaml")
+    gossip_run.main(["--config", file, "log_verbosity=0", "--output-dir", str(second)])
+    assert reproducible(metrics.load(second)) == reproducible(rows)
+
+
+DRIVER = """
+import json, os, sys
+
+import gossip_run
+
+assert "mpi4py.MPI" not in sys.modules, "nothing happens at import"
+assert os.listdir() == ["driver.py"]
+
+hooked = {"metric": [], "info": [], "runtime": []}
+default = gossip_run.log_metric
+gossip_run.log_metric = lambda *arguments: hooked["metric"].append(arguments)
+gossip_run.log_info = hooked["info"].append
+gossip_run.log_runtime = lambda *arguments: hooked["runtime"].append(arguments)
+gossip_run.config.update(json.loads(sys.argv[1]))
+gossip_run.config["topology"] = "star"
+gossip_run.config["algorithm"] = ["sign_choco", "uncompressed"]
+gossip_run.main()
+
+gossip_run.log_metric = default
+gossip_run.config["algorithm"] = "finite_time"
+gossip_run.config.num_steps = 4
+gossip_run.config["topology"] = "ring"
+gossip_run.output_dir = "second"
+gossip_run.main()
+print(json.dumps(hooked))
+"""
+
+
+def test_a_driver_in_another_folder_replaces_hooks_and_runs_twice(tmp_path: Path) -> None:
+    (tmp_path / "driver.py").write_text(DRIVER)
+    ended = launch.python("driver.py", json.dumps(TINY), cwd=tmp_path)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    hooked = json.loads(ended.stdout.splitlines()[-1])
+    rows = [{"name": name, **values, **tags} for name, values, tags in hooked["metric"]]
+    expected = gossiped(topology="star", algorithm=["sign_choco", "uncompressed"])
+    assert reproducible(pd.DataFrame(rows)) == reproducible(expected)
+    progress = [info["state.progress"] for info in hooked["info"] if "state.progress" in info]
+    first = progress[: progress.index(1.0) + 1]
+    assert (first, progress[-1]) == (sorted(first), 1.0)
+    steps = [(label, instances) for label, _, _, instances in hooked["runtime"]]
+    assert steps == [("sign_choco", 40), ("uncompressed", 40), ("finite_time", 4)]
+
+    (dated,) = (tmp_path / "output").iterdir()
+    assert (dated / metrics.FILE).read_bytes() == b"", "the hook took the rows"
+    assert not (dated / runs.FIGURE).exists()
+    rows_of_second = metrics.load(tmp_path / "second")
+    assert errors(rows_of_second)[4] < 1e-9
+    assert "final error" in ended.stdout
+
+
+HOOKED = """
+import sys
+import gossip_run, network
+
+default = gossip_run.log_metric
+
+def log_metric(*arguments):
+    assert network.processes().rank == 0
+    default(*arguments)
+
+gossip_run.log_metric = log_metric
+gossip_run.main(sys.argv[1:])
+"""
+
+
+def test_eight_processes_equal_one_and_call_hooks_on_process_0_only(tmp_path: Path) -> None:
+    (tmp_path / "driver.py").write_text(HOOKED)
+    changes = TINY | {"num_steps": 20, "hyperparameter_range_max": 4}
+    settings = [f"{key}={value}" for key, value in changes.items()]
+    settings += ["algorithm=all", "--output-dir", str(tmp_path)]
+    ended = launch.python(tmp_path / "driver.py", *settings, processes=8)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("final error") == 1, "one table"
+    rows, expected = metrics.load(tmp_path), gossiped(**changes, algorithm="all")
+    for column in ("name", "epoch", "bits", "messages", "algorithm", "diffusion_rate", "theta"):
+        assert rows[column].astype(str).tolist() == expected[column].astype(str).tolist()
+    assert "diverged" in set(rows["name"])
+    np.testing.assert_allclose(rows["value"], expected["value"], rtol=1e-3, atol=1e-9)
