@@ -60,9 +60,19 @@ def test_training_commands_run(command: str, tmp_path: Path) -> None:
     assert (tmp_path / "figure.png").exists()
 
 
+def test_the_consensus_command_runs_as_it_stands(tmp_path: Path) -> None:
+    (command,) = [line for line in COMMANDS if "gossip_run.py" in line]
+    ended = launch.python(*shlex.split(command)[1:], "--output-dir", tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert "uncompressed" in ended.stdout
+    assert (tmp_path / "figure.png").exists()
+
+
 def test_other_commands_are_tested_elsewhere() -> None:
     """make train and make test by CI, --help and mpi_check by their own tests."""
-    others = [command for command in COMMANDS if command not in TRAINING]
+    others = [
+        command for command in COMMANDS if command not in TRAINING and "gossip_run" not in command
+    ]
     assert others == [
         "make train",
         "make test",
