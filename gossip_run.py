@@ -448,10 +448,10 @@ class _Run:
                 before = len(batch.settings)
                 batch.measure(step)
                 self._progress(bar, (before - len(batch.settings)) * (last - step))
-                if not batch.settings:
-                    return
                 if self.who.rank == 0:
                     log_info({"state.progress": self.done / self.steps_of_all})
+                if not batch.settings:
+                    return
             if step < last:
                 with clock(name):
                     batch.step()
