@@ -293,6 +293,12 @@ class Moniqua:
 
     Lu & De Sa (2020), arXiv:2002.11787, Algorithm 1. Sends 2 bits a number to every neighbor.
     Raises ValueError unless γ > 0 and θ > 0.
+
+    A step computes with whole numbers. In units of δB, with y = mod(x_i + B/2, B) in [0, 3) and
+    l_i = ⌊y + u⌋ the level sent, the second term of the sum is l_i − y, and the first is l_j − y
+    plus the multiple of 3 that brings it into [−3/2, 3/2): it depends on the cell c = ⌊y + ½⌋ only,
+
+        mod(l_j − y, 3) − (l_i − y) = mod(l_j − c, 3) + c − l_i
     """
 
     def __init__(
@@ -305,31 +311,38 @@ class Moniqua:
     ):
         """`numbers`: D."""
         self._rate = _column(network, "diffusion_rate", diffusion_rate)
-        self._bound = 6 * _column(network, "theta", theta)  # B [worker, 1]
+        self._quantum = 2 * _column(network, "theta", theta)  # δB [worker, 1]
         self._network, self._numbers = network, numbers
         self._key = randomness.keys(seed, "moniqua", [()])[0].to(network.device)
         self._steps = 0
-        size = packed_size(numbers, 2)
+        shape, device = (network.rows, numbers), network.device
         self._outgoing = ToAll(
-            torch.zeros(network.rows, size, dtype=torch.uint8, device=network.device)
+            torch.zeros(network.rows, packed_size(numbers, 2), dtype=torch.uint8, device=device)
+        )
+        # Scratch: new memory of this size would take longer than what is computed in it.
+        self._y, self._work = torch.zeros(2, *shape, device=device)
+        self._levels, self._cells, self._thirds = torch.zeros(
+            3, *shape, dtype=torch.int8, device=device
         )
 
     def step(self, x: Tensor) -> Conversation:
-        """One step, in units of B."""
-        slots = self._network.slots
-        u = randomness.uniform(self._key, self._steps, (self._numbers,))
-        place = x / self._bound
-        place.sub_(torch.floor(place + 0.5))  # mod(x_i/B, 1)
-        levels = torch.floor((place + 0.5).mul_(3).add_(u)).clamp_(0, 3)
-        self._outgoing.tensor.copy_(pack(levels.to(torch.uint8), 2))
+        """One step, in units of δB."""
+        slots, y, levels, cells = self._network.slots, self._y, self._levels, self._cells
+        u = randomness.coarse_uniform(self._key, self._steps, self._numbers)
+        torch.div(x, 3 * self._quantum, out=y).add_(0.5)
+        y.sub_(torch.floor(y, out=self._work)).mul_(3)  # mod(x_i + B/2, B)
+        levels.copy_(torch.add(y, u, out=self._work)).clamp_(max=3)
+        self._outgoing.tensor.copy_(pack(levels.view(torch.uint8), 2))
+        cells.copy_(y.add_(0.5))
         received = yield self._outgoing
-        own = levels.div_(3).sub_(0.5).sub_(place)  # (x̂_i − x_i)/B
-        rates = self._rate * slots.weights * self._bound
+        own = torch.sub(cells, levels, out=levels)
+        rates = self._rate * slots.weights * self._quantum
         for slot in range(received.shape[1]):
-            theirs = unpack(received[:, slot], 2, self._numbers).float().div_(3).sub_(0.5)
-            theirs.sub_(place)
-            theirs.sub_(torch.floor(theirs + 0.5)).sub_(own)  # (mod(q_j B − x_i, B) − …)/B
-            x.addcmul_(rates[:, slot, None], theirs)
+            theirs = unpack(received[:, slot], 2, self._numbers).view(torch.int8).sub_(cells)
+            # mod(·, 3) of −3 … 3: minus 3 times the whole number next to a third of it
+            thirds = torch.mul(theirs, 11, out=self._thirds).add_(16).bitwise_right_shift_(5)
+            theirs.sub_(thirds, alpha=3).add_(own)
+            x.addcmul_(rates[:, slot, None], self._work.copy_(theirs))
         self._steps += 1
 
     def state_dict(self) -> dict[str, Any]:

@@ -71,6 +71,16 @@ def uniform(keys: Tensor, counter: int, shape: tuple[int, ...], start: Tensor | 
     return _shift_right(drawn, 40, out=drawn).float().mul_(2**-24)
 
 
+def coarse_uniform(key: Tensor, counter: int, count: int) -> Tensor:
+    """`count` numbers uniform on [0, 1), of one key, four from each hash: float32 [count].
+
+    They are the odd multiples of 2⁻¹⁷, so their mean is ½ exactly. For rounding: ⌊y + u⌋ is y on
+    average to 2⁻¹⁷.
+    """
+    drawn = bits(key, counter, (-(-count // 4),)).view(torch.int16)[:count]
+    return drawn.float().add_(2**15 + 0.5).mul_(2**-16)
+
+
 def normal(keys: Tensor, counter: int, shape: tuple[int, ...], start: Tensor | int = 0) -> Tensor:
     """Independent standard normal numbers [*keys.shape, *shape], float32; see `bits`.
 

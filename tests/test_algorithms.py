@@ -14,6 +14,7 @@ from torch import Tensor
 
 import algorithms
 import compressors
+import randomness
 import topologies
 from algorithms import (
     AVERAGING,
@@ -352,6 +353,35 @@ def test_moniqua_moves_as_if_it_knew_its_neighbors_to_a_step() -> None:
     assert (x - plain).abs().max() <= 0.1 * (2 / 3) * 2 * quantum
     assert (x - plain).abs().max() > 0
     torch.testing.assert_close(x.mean(0), plain.mean(0), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("topology", ["ring", "star", "one-peer-exponential"])
+def test_moniqua_is_the_papers_algorithm(topology: str) -> None:
+    """Dense, in double precision, also where neighbors differ by more than θ."""
+    n, theta, gamma, delta, layout = 7, 1.5, 0.3, 1 / 3, Layout([(9, 5), (3,)])
+    network = alone(topology, n)
+    x = start(n, layout) * 2
+    bound = 2 * theta / (1 - 2 * delta)
+    options = Options(theta=theta, diffusion_rate=gamma, seed=3)
+    averaging = algorithms.make("moniqua", network, layout, options)
+
+    def mod(value: Tensor, a: float) -> Tensor:
+        return value - a * torch.floor(value / a + 0.5)
+
+    for t in range(5):
+        before = x.double()
+        W = torch.from_numpy(network.topology.round(t).matrix().toarray())
+        u = randomness.coarse_uniform(
+            randomness.keys(3, "moniqua", [()])[0], t, layout.size
+        ).double()
+        q = torch.floor((mod(before / bound, 1) + 0.5) / delta + u) * delta - 0.5
+        own = q * bound - mod(before, bound)
+        theirs = mod(q[None, :] * bound - before[:, None], bound)  # [i, j, D]
+        expected = before + gamma * (W[:, :, None] * (theirs - own[:, None])).sum(1)
+        diagonal = torch.arange(n)
+        expected -= gamma * W[diagonal, diagonal, None] * (theirs[diagonal, diagonal] - own)
+        steps(network, averaging, x, 1)
+        torch.testing.assert_close(x, expected.float(), atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("theta", [0.0, -1.0, float("nan")])

@@ -254,7 +254,7 @@ def test_settings_in_a_batch_are_as_by_themselves(
     CHOCO and DeepSqueeze do at the largest γ, Moniqua at the larger θ: its second and last setting.
     """
     changes: dict[str, Any] = {"algorithm": name, "topology": topology}
-    changes |= {"theta_range_min": 0.01, "theta_range_max": 1e5}
+    changes |= {"theta_range_min": 0.01, "theta_range_max": 1e3}
     if name != "moniqua":
         changes["hyperparameter_range_max"] = 30.0
     together = gossiped(**changes)

@@ -47,6 +47,27 @@ def test_uniform_numbers_are_uniform_and_taken_up_anywhere() -> None:
     assert torch.equal(randomness.uniform(keys[1], 2, (3, 2), start=5).view(-1), numbers[1, 5:11])
 
 
+def test_coarse_uniform_numbers_are_uniform_and_round_without_bias() -> None:
+    n = 40_002
+    key = randomness.keys(0, "rounding", [()])[0]
+    numbers = randomness.coarse_uniform(key, 5, n)
+    assert numbers.shape == (n,)
+    assert torch.equal(randomness.coarse_uniform(key, 5, 7), numbers[:7])
+    assert not torch.equal(randomness.coarse_uniform(key, 6, 7), numbers[:7])
+    odd = numbers.double() * 2**17
+    assert torch.equal(odd % 2, torch.ones(n))
+    assert odd.min() >= 1
+    assert odd.max() < 2**17
+    counts = torch.histc(numbers, 16, 0, 1)
+    expected = n / 16
+    assert abs(((counts - expected) ** 2 / expected).sum() - 15) < 5 * 30**0.5
+    for lag in (1, 2, 3, 4):
+        product = (numbers[lag:] - 0.5) * (numbers[:-lag] - 0.5)
+        assert abs(product.mean()) < 5 / 12 / n**0.5
+    rounded = (2.3 + numbers).floor()
+    assert abs(rounded.mean() - 2.3) < 5 * (0.21 / n) ** 0.5
+
+
 def test_keys_and_starts_broadcast() -> None:
     keys = randomness.keys(0, "edge", [(0, 1), (1, 2)])
     before = keys.clone()
