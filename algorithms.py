@@ -223,8 +223,8 @@ class ChocoGossip:
         codec, t = self._codec, self._steps
         message = codec.encode(torch.sub(x, self._public, out=self._difference), t)
         received = yield self._message(message)
-        self._public.add_(codec.decode(message, self._senders, t))
-        self._publics.add_(codec.decode(received, self._neighbors, t))
+        codec.add(message, self._senders, t, self._public)
+        codec.add(received, self._neighbors, t, self._publics)
         x[:, None].baddbmm_(self._rates, self._publics)
         x.addcmul_(self._total, self._public, value=-1)
         self._steps += 1
@@ -328,7 +328,7 @@ class Moniqua:
     def step(self, x: Tensor) -> Conversation:
         """One step, in units of δB."""
         slots, y, levels, cells = self._network.slots, self._y, self._levels, self._cells
-        u = randomness.coarse_uniform(self._key, self._steps, self._numbers)
+        u = randomness.uniform(self._key, self._steps, self._numbers)
         torch.div(x, 3 * self._quantum, out=y).add_(0.5)
         y.sub_(torch.floor(y, out=self._work)).mul_(3)  # mod(x_i + B/2, B)
         levels.copy_(torch.add(y, u, out=self._work)).clamp_(max=3)

@@ -6,24 +6,30 @@ type; their types and lengths follow from the matrix' shape alone:
 
     fields(rows, columns)           what a message consists of, hence its size
     compress(v, stream)             v → the fields, one tensor [*, length] each
-    decompress(fields, out, stream) the fields → C(v), written to out [*, row, column]
+    decompress(fields, out, stream) out [*, row, column] ← out + C(v)
+
+A field may also be of *levels*, one of a few whole numbers for each entry: `compress` says which,
+and the codec packs them to as few bits as that takes.
 
 `stream` is the matrix' own source of random numbers, a function of (seed, sending worker, place of
-the matrix in the layout, step counter): sender and receiver have the same one. So RandomK sends no
-positions, and QSGD's rounding does not depend on which process hosts the worker.
+the matrix in the layout, step counter), or, for what all workers share, of the others alone: sender
+and receiver have the same one. So RandomK sends no positions, and QSGD's rounding does not depend
+on which process hosts the worker.
 
 `Codec` does this for a whole layout: x [worker, D] → message [worker, bytes], and back for any
 number of senders at once. All matrices of one shape are one call, as are all vectors of one length
 (n × 1 matrices). In a message
 
-    all 4-byte numbers of all tensors, then all 2-byte numbers, then all bytes,
+    all 4-byte numbers of all tensors, then all 2-byte numbers, then all bytes, then all levels
+    as one string of bits,
 
 each section in the order of the layout's tensors and of a compressor's fields: thus every number is
 aligned, and nothing is padded. Numbers are in the machine's byte order.
 
-`decode` uses elementwise arithmetic only, so that its result is the same to the bit whatever else
+Decoding uses elementwise arithmetic only, so that its result is the same to the bit whatever else
 is decoded beside it: CHOCO-Gossip and DeepSqueeze need the sender's own C(v), decoded from its own
-message, to be exactly what its neighbors see.
+message, to be exactly what its neighbors see. It adds, since a sparse C(v) then costs as little
+time as it does memory.
 
 To add a compressor: write its class here and its row in `COMPRESSORS`; the tests of the laws that
 every compressor obeys (tests/test_compressors.py) find it there.
@@ -47,43 +53,74 @@ import randomness
 from parameters import Layout, Stack
 
 
-class Field(NamedTuple):
-    """A part of a message: so many numbers of one type."""
+@dataclass(frozen=True)
+class Levels:
+    """Whole numbers within ±127, numbered from 0 on: first, first + step, …; `count` of them."""
 
-    dtype: torch.dtype
+    first: int
+    step: int
+    count: int
+
+    @property
+    def bits(self) -> int:
+        """That it takes to tell them apart: ⌈log₂ count⌉."""
+        return (self.count - 1).bit_length()
+
+
+class Field(NamedTuple):
+    """A part of a message: so many numbers of one type, or each one of some levels."""
+
+    kind: torch.dtype | Levels
     length: int
 
 
 class Senders:
-    """Who sent some messages [*], in which step: what random numbers depend on besides the seed."""
+    """Who sent some messages [*], in which step: what random numbers depend on besides the seed.
 
-    def __init__(self, key: Tensor, numbers: Tensor, counter: int):
-        self._key, self._numbers, self.counter = key, numbers, counter
+    numbers  # int64 [*]: the senders' numbers
+    size     # D
+    """
+
+    def __init__(self, key: Tensor, numbers: Tensor, counter: int, size: int):
+        self.key, self.counter = key, counter
+        self._numbers, self._size = numbers, size
 
     @cached_property
-    def keys(self) -> Tensor:
-        """Of each sender's stream: int64 [*, 1]. Made when the first number is drawn."""
-        return randomness.bits(self._key, 0, (1,), self._numbers)
+    def uniform(self) -> Tensor:
+        """Uniform on [0, 1), for rounding, drawn when first asked for: float32 [*, D]."""
+        keys = randomness.bits(self.key, 0, (1,), self._numbers)[..., 0]
+        return randomness.uniform(keys, self.counter, self._size)
 
 
 class Stream(NamedTuple):
-    """Random numbers of each matrix [*, layer], the same at sender and receiver.
+    """Random numbers of the layers of a stack, the same at sender and receiver.
 
-    A worker has one stream of numbers for each counter; a matrix' own begins at its place among
-    the worker's D numbers. So a matrix has as many numbers as it has entries before they are those
-    of the next.
+    A worker has one stream of numbers for each counter, and all workers share another; a matrix'
+    part of either begins at the matrix' place among the worker's D numbers and has as many numbers
+    as the matrix has entries.
     """
 
     senders: Senders  # [*]
-    starts: Tensor  # int64 [layer]: places of the matrices
+    stack: Stack
+    kept: dict[str, Tensor]  # while the counter stays as it is
 
-    def bits(self, count: int) -> Tensor:
-        """Random int64 [*, layer, count], no two of a worker alike."""
-        return randomness.bits(self.senders.keys, self.senders.counter, (count,), self.starts)
+    def uniform(self) -> Tensor:
+        """Uniform float32 [*, layer, rows · columns] on [0, 1), for rounding."""
+        of_stack = self.senders.uniform[..., self.stack.start : self.stack.stop]
+        return of_stack.unflatten(-1, (self.stack.layers, -1))
 
-    def uniform(self, count: int) -> Tensor:
-        """Uniform float32 [*, layer, count] on [0, 1)."""
-        return randomness.uniform(self.senders.keys, self.senders.counter, (count,), self.starts)
+    def shared_bits(self, count: int) -> Tensor:
+        """Random int64 [layer, count], the same for all senders."""
+        stack, device = self.stack, self.senders.key.device
+        starts = torch.arange(stack.start, stack.stop, stack.rows * stack.columns, device=device)
+        return randomness.bits(self.senders.key, 1 + self.senders.counter, (count,), starts)
+
+    def once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        """make(), or what it was the last time, if that was in the same step: for what all senders
+        share."""
+        if name not in self.kept:
+            self.kept[name] = make()
+        return self.kept[name]
 
 
 class Compressor(Protocol):
@@ -96,19 +133,24 @@ class Compressor(Protocol):
     def compress(self, v: Tensor, stream: Stream) -> tuple[Tensor, ...]:
         """The fields [*, length] of v [*, row, column], float32.
 
-        Integers may come in a wider type, which the codec narrows. A matrix with a NaN makes fields
+        Integers may come in a wider type, which the codec narrows; levels by their numbers 0, 1, …
+        in any type. A matrix with a NaN makes fields
         that decompress to at least one NaN, so that divergence is seen.
         """
         ...
 
     def decompress(self, fields: tuple[Tensor, ...], out: Tensor, stream: Stream) -> None:
-        """C(v), written to all of out [*, row, column] by elementwise arithmetic."""
+        """out ← out + C(v), for out [*, row, column] that is contiguous in its last two axes.
+
+        By elementwise arithmetic, each number of C(v) rounded before it is added. Levels arrive
+        as what they are, float32.
+        """
         ...
 
 
 def size(compressor: Compressor, rows: int, columns: int) -> int:
     """Bytes that a matrix of this shape takes in a message."""
-    return sum(length * dtype.itemsize for dtype, length in compressor.fields(rows, columns))
+    return _Plan(compressor, [Stack(rows, columns, layers=1, start=0)]).size
 
 
 # --- Small numbers packed into bytes -------------------------------------------------------------
@@ -202,7 +244,7 @@ class Identity:
         return (v.flatten(-2),)
 
     def decompress(self, fields: tuple[Tensor, ...], out: Tensor, stream: Stream) -> None:
-        out.flatten(-2).copy_(fields[0])
+        out.flatten(-2).add_(fields[0])
 
 
 @dataclass(frozen=True)
@@ -243,7 +285,7 @@ class TopK:
 
     def decompress(self, fields: tuple[Tensor, ...], out: Tensor, stream: Stream) -> None:
         values, positions = fields
-        out.flatten(-2).zero_().scatter_(-1, positions.long(), values)
+        out.flatten(-2).scatter_add_(-1, positions.long(), values)
 
     def kept(self, rows: int, columns: int) -> int:
         """K"""
@@ -282,8 +324,8 @@ class RandomK:
     """C(v) = K entries of v at random positions, 0 elsewhere; not scaled up.
 
     Message: K floats, the values. The positions are K distinct ones, every choice of K as likely as
-    any other, from the stream that both ends have; drawn anew in each step. K = max(1,
-    ⌊keep_ratio · N⌋).
+    any other, drawn anew in each step from what all workers share: they send the same entries.
+    K = max(1, ⌊keep_ratio · N⌋).
     δ = K/N in expectation.    Stich, Cordonnier & Jaggi (2018), arXiv:1809.07599, Definition 2.1
 
     If an entry is NaN or infinite, sent or not, all values are sent as NaN. Raises ValueError for
@@ -300,38 +342,50 @@ class RandomK:
 
     def compress(self, v: Tensor, stream: Stream) -> tuple[Tensor, ...]:
         v = v.flatten(-2)
-        return (v.gather(-1, self.positions(stream, v.shape[-1])).add_(_poison(v)),)
+        positions = self.positions(stream, v.shape[-1]).expand(*v.shape[:-1], -1)
+        return (v.gather(-1, positions).add_(_poison(v)),)
 
     def decompress(self, fields: tuple[Tensor, ...], out: Tensor, stream: Stream) -> None:
         out = out.flatten(-2)
-        out.zero_().scatter_(-1, self.positions(stream, out.shape[-1]), fields[0])
+        positions = self.positions(stream, out.shape[-1]).expand(*out.shape[:-1], -1)
+        out.scatter_add_(-1, positions, fields[0])
 
     def positions(self, stream: Stream, numbers: int) -> Tensor:
-        """Where the values stand among N numbers, in the order of the message: int64 [*, K]."""
-        return _distinct(stream, _share(self.keep_ratio, numbers), numbers)
+        """Where the values stand among N numbers, in the message's order: int64 [layer, K]."""
+        count = _share(self.keep_ratio, numbers)
+        return stream.once("positions", lambda: _distinct(stream.shared_bits, count, numbers))
 
 
-def _distinct(stream: Stream, count: int, n: int) -> Tensor:
+def _distinct(bits: Callable[[int], Tensor], count: int, n: int) -> Tensor:
     """`count` distinct positions below n for each matrix, a uniform choice: int64 [*, count].
+
+    bits(m) gives m random int64 for each matrix: [*, m].
 
     Few of many: the first `count` different ones of a sequence of positions drawn with replacement.
     It is as long as these take on average plus 8 standard deviations. Should it ever be too short,
     or is a large share wanted: n random numbers, and where the smallest of them stand.
     """
+    if count == 1:
+        return _below(n, bits(1))
     mean = n * log(n / (n - count)) if count < n else n
     deviation = count / (n - count) * sqrt(n / 2) if count < n else n
     draws = ceil(mean + 8 * deviation) + _SPARE_DRAWS
     if draws > n // 2:
-        return _smallest(stream.bits(n), count)
-    position = (stream.bits(draws) >> 32 & 0xFFFFFFFF) * n >> 32
+        return _smallest(bits(n), count)
+    position = _below(n, bits(draws))
     order = torch.arange(draws, device=position.device)
     position, order = _halves((position << 32 | order).sort(-1).values)  # equal ones together
     order[..., 1:] += (position[..., 1:] == position[..., :-1]).long() << 30  # the repeated: last
     order, position = _halves((order << 32 | position).sort(-1).values[..., :count])
     enough = order[..., -1:] < 1 << 30
     if not enough.all():
-        position = torch.where(enough, position, _smallest(stream.bits(n), count))
+        position = torch.where(enough, position, _smallest(bits(n), count))
     return position
+
+
+def _below(n: int, bits: Tensor) -> Tensor:
+    """Uniform whole numbers from 0 to n − 1."""
+    return (bits >> 32 & 0xFFFFFFFF) * n >> 32
 
 
 def _smallest(a: Tensor, count: int) -> Tensor:
@@ -351,29 +405,23 @@ _SPARE_DRAWS = 8
 class SignAndNorm:
     """C(v) = sign(v) ‖v‖₁/N, with sign(0) = +1.
 
-    Message: the float ‖v‖₁/N; then N bits in ⌈N/8⌉ bytes (see `pack`), entry j's being 1 for +.
+    Message: the float ‖v‖₁/N; then N bits, 1 for +.
     δ = ‖v‖₁²/(N ‖v‖²).    Karimireddy, Rebjock, Stich & Jaggi (2019), arXiv:1901.09847, Lemma 8
 
     A NaN or infinity comes out through the mean, at every entry.
     """
 
     def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
-        bytes_of_signs = packed_size(rows * columns, bits=1)
-        return Field(torch.float32, 1), Field(torch.uint8, bytes_of_signs)
+        return Field(torch.float32, 1), Field(Levels(-1, step=2, count=2), rows * columns)
 
     def compress(self, v: Tensor, stream: Stream) -> tuple[Tensor, ...]:
         v = v.flatten(-2)
-        memory = v.abs()
-        mean = memory.mean(-1, keepdim=True)
-        # The sign bit, of −0 + 0 = +0 too; a comparison takes three times as long on a CPU.
-        torch.add(v, 0.0, out=memory)
-        negative = memory.view(torch.int32).bitwise_right_shift_(31)  # −1 or 0
-        return mean, pack(negative.to(torch.int8).add_(1).view(torch.uint8), bits=1)
+        mean = torch.linalg.vector_norm(v, 1, dim=-1, keepdim=True).div_(v.shape[-1])
+        return mean, torch.ge(v, 0)
 
     def decompress(self, fields: tuple[Tensor, ...], out: Tensor, stream: Stream) -> None:
         mean, signs = fields
-        out = out.flatten(-2)
-        out.copy_(unpack(signs, 1, out.shape[-1])).mul_(2).sub_(1).mul_(mean)
+        out.flatten(-2).addcmul_(signs, mean)  # a product without rounding
 
 
 @dataclass(frozen=True)
@@ -417,14 +465,15 @@ class SVD:
     def decompress(self, fields: tuple[Tensor, ...], out: Tensor, stream: Stream) -> None:
         rank = self._rank_sent(*out.shape[-2:])
         if rank is None:
-            out.flatten(-2).copy_(fields[0])
+            out.flatten(-2).add_(fields[0])
             return
         # One rank after the other: a matrix product may round differently in another batch.
         short, long = (field.unflatten(-1, (rank, -1)).unbind(-2) for field in fields)
         out = _wide(out)
-        torch.mul(short[0][..., :, None], long[0][..., None, :], out=out)
+        total = short[0][..., :, None] * long[0][..., None, :]
         for u, w in zip(short[1:], long[1:], strict=True):
-            out.add_(u[..., :, None] * w[..., None, :])
+            total.add_(u[..., :, None] * w[..., None, :])
+        out.add_(total)
 
     def _rank_sent(self, rows: int, columns: int) -> int | None:
         """r; None if the matrix is sent whole."""
@@ -437,8 +486,7 @@ class QSGD:
     """C(v) = scale · ‖v‖₂ sign(v) ξ(v)/s, where s |v_j|/‖v‖₂ is rounded to a neighboring integer
     ξ_j ∈ {0 … s} at random, so that E ξ_j = s |v_j|/‖v‖₂.
 
-    Message: the float ‖v‖₂; then N numbers sign(v_j) ξ_j + s ∈ {0 … 2s} of ⌈log₂(2s + 1)⌉ bits each
-    (see `pack`).
+    Message: the float ‖v‖₂; then N numbers sign(v_j) ξ_j ∈ {−s … s} of ⌈log₂(2s + 1)⌉ bits each.
     With `unbiased`, scale = 1: E C(v) = v and E‖C(v) − v‖² ≤ ω ‖v‖² for ω = min(N/s², √N/s).
         Alistarh, Grubic, Li, Tomioka & Vojnovic (2017), arXiv:1610.02132, § 3.1, Lemma 3.1
     Otherwise, for what needs a contraction (CHOCO-Gossip), scale = 1/(1 + ω): δ = 1/(1 + ω).
@@ -458,34 +506,27 @@ class QSGD:
         if not 1 <= self.levels <= 127:
             raise ValueError(f"levels={self.levels}: use a number from 1 to 127")
 
-    @property
-    def bits(self) -> int:
-        """Bits a number: ⌈log₂(2s + 1)⌉."""
-        return (2 * self.levels).bit_length()
-
     def variance_bound(self, numbers: int) -> float:
         """ω for N numbers."""
         return min(numbers / self.levels**2, sqrt(numbers) / self.levels)
 
     def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
-        bytes_of_levels = packed_size(rows * columns, self.bits)
-        return Field(torch.float32, 1), Field(torch.uint8, bytes_of_levels)
+        levels = Levels(-self.levels, step=1, count=2 * self.levels + 1)
+        return Field(torch.float32, 1), Field(levels, rows * columns)
 
     def compress(self, v: Tensor, stream: Stream) -> tuple[Tensor, ...]:
         v = v.flatten(-2)
         norm = torch.linalg.vector_norm(v, dim=-1, keepdim=True)
         share = v.abs().div_(norm).mul_(self.levels)
-        rounded = share.add_(stream.uniform(v.shape[-1])).floor_().clamp_(max=self.levels)
+        rounded = share.add_(stream.uniform()).floor_().clamp_(max=self.levels)
         rounded = rounded.copysign_(v).add_(self.levels).nan_to_num_()  # 0/0 too: the norm is 0
-        return norm, pack(rounded.to(torch.uint8), self.bits)
+        return norm, rounded
 
     def decompress(self, fields: tuple[Tensor, ...], out: Tensor, stream: Stream) -> None:
         norm, rounded = fields
         out = out.flatten(-2)
-        numbers = out.shape[-1]
-        scale = 1.0 if self.unbiased else 1 / (1 + self.variance_bound(numbers))
-        out.copy_(unpack(rounded, self.bits, numbers)).sub_(self.levels)
-        out.mul_(norm * (scale / self.levels))
+        scale = 1.0 if self.unbiased else 1 / (1 + self.variance_bound(out.shape[-1]))
+        out.add_(rounded * (norm * (scale / self.levels)))
 
 
 def _wide(v: Tensor) -> Tensor:
@@ -569,18 +610,20 @@ class Codec:
     ):
         self._compressor, self.numbers = compressor, layout.size
         self._stacks = [*layout.stacks, *_stacks_of_vectors(layout)]
-        self._places, self.size = _places(compressor, self._stacks)
+        self._plan = _Plan(compressor, self._stacks)
+        self.size = self._plan.size
         self.workers = torch.tensor(workers, dtype=torch.int64, device=device)
         self._key = randomness.keys(seed, "compressor", [()])[0].to(device)
-        self._starts = [
-            torch.arange(stack.start, stack.stop, stack.rows * stack.columns, device=device)
-            for stack in self._stacks
-        ]
+        self._counter = -1  # of the last message
+        self._kept: list[dict[str, Tensor]] = []  # for it, of each stack
         self._x: Tensor | None = None
         self._matrices: list[Tensor] = []  # views of x
-        self._outgoing = _Message(self._places, self.size, (len(workers),), device)
-        self._message = self._outgoing.bytes.contiguous()  # the same memory where that is possible
-        self._incoming: dict[tuple[int, ...], tuple[_Message, Tensor, list[Tensor]]] = {}
+        self._outgoing = _Fields(self._plan, (len(workers),), torch.uint8, device)
+        self._message = torch.zeros(len(workers), self.size, dtype=torch.uint8, device=device)
+        # By the senders' shape: their messages, what they decode to, and views of the last `out`.
+        self._incoming: dict[tuple[int, ...], _Fields] = {}
+        self._decoded: dict[tuple[int, ...], Tensor] = {}
+        self._added: dict[tuple[int, ...], tuple[Tensor, list[Tensor]]] = {}
 
     def encode(self, x: Tensor, counter: int) -> Tensor:
         """The message of each worker: uint8 [worker, bytes], contiguous, the same memory each time.
@@ -596,8 +639,7 @@ class Codec:
             parts = self._compressor.compress(v, stream)
             for field, part in zip(fields, parts, strict=True):
                 field.copy_(part)
-        if self._message.data_ptr() != self._outgoing.bytes.data_ptr():
-            self._message.copy_(self._outgoing.bytes)
+        self._outgoing.write(self._message)
         return self._message
 
     def decode(self, message: Tensor, senders: Tensor, counter: int) -> Tensor:
@@ -608,72 +650,121 @@ class Codec:
         is zeros.
         """
         leading = tuple(senders.shape)
+        if leading not in self._decoded:
+            self._decoded[leading] = torch.empty(*leading, self.numbers, device=message.device)
+        out = self._decoded[leading].zero_()
+        self.add(message, senders, counter, out)
+        return out
+
+    def add(self, message: Tensor, senders: Tensor, counter: int, out: Tensor) -> None:
+        """out ← out + C(x), for a contiguous out [*, D]; otherwise as `decode`."""
+        leading = tuple(senders.shape)
         assert message.shape == (*leading, self.size), (message.shape, leading, self.size)
         if leading not in self._incoming:
-            out = torch.empty(*leading, self.numbers, device=message.device)
-            buffer = _Message(self._places, self.size, leading, message.device)
-            self._incoming[leading] = buffer, out, _matrices(out, self._stacks)
-        buffer, out, matrices = self._incoming[leading]
-        buffer.bytes.copy_(message)
+            self._incoming[leading] = _Fields(self._plan, leading, torch.float32, message.device)
+        if leading not in self._added or self._added[leading][0] is not out:
+            self._added[leading] = out, _matrices(out, self._stacks)
+        incoming, (_, matrices) = self._incoming[leading], self._added[leading]
+        incoming.read(message)
         streams = self._streams(senders, counter)
-        for fields, matrix, stream in zip(buffer.fields, matrices, streams, strict=True):
+        for fields, matrix, stream in zip(incoming.fields, matrices, streams, strict=True):
             self._compressor.decompress(fields, matrix, stream)
-        return out
 
     def _streams(self, senders: Tensor, counter: int) -> list[Stream]:
         """Of each stack [*, layer]."""
-        of_all = Senders(self._key, senders, counter)
-        return [Stream(of_all, starts) for starts in self._starts]
+        if counter != self._counter:
+            self._counter, self._kept = counter, [{} for _ in self._stacks]
+        of_all = Senders(self._key, senders, counter, self.numbers)
+        pairs = zip(self._stacks, self._kept, strict=True)
+        return [Stream(of_all, stack, kept) for stack, kept in pairs]
 
 
-class _Message:
-    """Messages of senders [*], in memory where every number is aligned.
+class _Plan:
+    """Where the fields of each stack lie in a message.
 
-    bytes   # uint8 [*, bytes]
+    places  # of each stack, by the compressor's order
+    wide    # bytes of all numbers but levels, which come first
+    levels  # the kind of all levels, or None
+    count   # how many
+    size    # bytes of all
+    """
+
+    def __init__(self, compressor: Compressor, stacks: Sequence[Stack]):
+        fields = [compressor.fields(stack.rows, stack.columns) for stack in stacks]
+        self.places: list[list[_Place]] = [[] for _ in stacks]
+        self.wide = self.count = 0
+        self.levels: Levels | None = None
+        order = [(s, f) for s in range(len(stacks)) for f in range(len(fields[s]))]
+
+        def width(index: tuple[int, int]) -> int:
+            kind = fields[index[0]][index[1]].kind
+            return 0 if isinstance(kind, Levels) else kind.itemsize
+
+        for s, f in sorted(order, key=width, reverse=True):  # stable
+            kind, length = fields[s][f]
+            layers = stacks[s].layers
+            if isinstance(kind, Levels):
+                assert self.levels in (None, kind), "a message has one kind of levels"
+                self.levels = kind
+                self.places[s].append(_Place(None, layers, length, self.count))
+                self.count += layers * length
+            else:
+                start = self.wide // kind.itemsize
+                self.places[s].append(_Place(kind, layers, length, start))
+                self.wide += layers * length * kind.itemsize
+        self.size = self.wide
+        if self.levels:
+            self.size += packed_size(self.count, self.levels.bits)
+
+
+class _Place(NamedTuple):
+    """A field of the layers of a stack, in memory of its type."""
+
+    dtype: torch.dtype | None  # None: levels
+    layers: int
+    length: int
+    start: int
+
+    def view(self, wide: Tensor, levels: Tensor) -> Tensor:
+        """uint8 [*, bytes], or levels [*, number] → [*, layer, length]"""
+        memory = levels if self.dtype is None else wide.view(self.dtype)
+        numbers = memory[..., self.start : self.start + self.layers * self.length]
+        return numbers.unflatten(-1, (self.layers, self.length))
+
+
+class _Fields:
+    """The fields of messages of senders [*], in memory where every number is aligned.
+
     fields  # of each stack, by the compressor's order: views [*, layer, length]
     """
 
     def __init__(
         self,
-        places: Sequence[Sequence["_Place"]],
-        size: int,
+        plan: _Plan,
         senders: tuple[int, ...],
+        type_of_levels: torch.dtype,
         device: torch.device | None,
     ):
-        memory = torch.zeros(*senders, -(-size // 8) * 8, dtype=torch.uint8, device=device)
-        self.bytes = memory[..., :size]
-        self.fields = [tuple(place.view(memory) for place in of_stack) for of_stack in places]
+        wide = torch.zeros(*senders, -(-plan.wide // 8) * 8, dtype=torch.uint8, device=device)
+        self._levels = torch.zeros(*senders, plan.count, dtype=type_of_levels, device=device)
+        self.fields = [tuple(p.view(wide, self._levels) for p in of) for of in plan.places]
+        self._wide, self._plan = wide[..., : plan.wide], plan
 
+    def write(self, message: Tensor) -> None:
+        """To message [*, bytes]; levels are by their numbers."""
+        plan = self._plan
+        message[..., : plan.wide].copy_(self._wide)
+        if plan.levels:
+            message[..., plan.wide :].copy_(pack(self._levels, plan.levels.bits))
 
-class _Place(NamedTuple):
-    """Where a field of the layers of a stack lies in a message."""
-
-    dtype: torch.dtype
-    layers: int
-    length: int
-    start: int  # byte
-
-    def view(self, memory: Tensor) -> Tensor:
-        """uint8 [*, bytes] → [*, layer, length]"""
-        start = self.start // self.dtype.itemsize
-        numbers = memory.view(self.dtype)[..., start : start + self.layers * self.length]
-        return numbers.unflatten(-1, (self.layers, self.length))
-
-
-def _places(compressor: Compressor, stacks: Sequence[Stack]) -> tuple[list[list[_Place]], int]:
-    """The place of each stack's fields, and the bytes of all: wide numbers first."""
-    fields = [compressor.fields(stack.rows, stack.columns) for stack in stacks]
-    order = sorted(
-        ((s, f) for s in range(len(stacks)) for f in range(len(fields[s]))),
-        key=lambda index: -fields[index[0]][index[1]].dtype.itemsize,  # stable
-    )
-    places: list[list[_Place]] = [[] for _ in stacks]
-    position = 0
-    for s, f in order:
-        dtype, length = fields[s][f]
-        places[s].append(_Place(dtype, stacks[s].layers, length, position))
-        position += stacks[s].layers * length * dtype.itemsize
-    return places, position
+    def read(self, message: Tensor) -> None:
+        """From message [*, bytes]; levels are what they stand for."""
+        plan = self._plan
+        self._wide.copy_(message[..., : plan.wide])
+        if plan.levels:
+            packed = message[..., plan.wide :]
+            levels = unpack(packed, plan.levels.bits, plan.count).view(torch.int8)
+            self._levels.copy_(levels.mul_(plan.levels.step).add_(plan.levels.first))
 
 
 def _stacks_of_vectors(layout: Layout) -> list[Stack]:

@@ -65,19 +65,13 @@ def bits(keys: Tensor, counter: int, shape: tuple[int, ...], start: Tensor | int
     return hashed.view(*hashed.shape[:-1], *shape)
 
 
-def uniform(keys: Tensor, counter: int, shape: tuple[int, ...], start: Tensor | int = 0) -> Tensor:
-    """Independent numbers uniform on [0, 1): the multiples of 2⁻²⁴, float32; see `bits`."""
-    drawn = bits(keys, counter, shape, start)
-    return _shift_right(drawn, 40, out=drawn).float().mul_(2**-24)
+def uniform(keys: Tensor, counter: int, count: int, start: Tensor | int = 0) -> Tensor:
+    """Independent numbers uniform on [0, 1), for rounding: float32 [*keys.shape, count].
 
-
-def coarse_uniform(key: Tensor, counter: int, count: int) -> Tensor:
-    """`count` numbers uniform on [0, 1), of one key, four from each hash: float32 [count].
-
-    They are the odd multiples of 2⁻¹⁷, so their mean is ½ exactly. For rounding: ⌊y + u⌋ is y on
-    average to 2⁻¹⁷.
+    They are odd multiples of 2⁻¹⁷, so their mean is ½ exactly, and ⌊y + u⌋ is y on average to 2⁻¹⁷.
+    Four come from each number of `bits`, the first four from number `start`.
     """
-    drawn = bits(key, counter, (-(-count // 4),)).view(torch.int16)[:count]
+    drawn = bits(keys, counter, (-(-count // 4),), start).view(torch.int16)[..., :count]
     return drawn.float().add_(2**15 + 0.5).mul_(2**-16)
 
 

@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 import algorithms
+import compressors
 import configuration
 import topologies
 from network import BadInput, Network, choose_device, processes
@@ -57,6 +58,7 @@ def matrix100() -> Shapes:
     return [(100, 100)]
 
 
+COMPRESSED = ("choco", "deepsqueeze")  # algorithms that have a compressor
 MODELS = {"resnet20": resnet20, "lstm": lstm, "matrix100": matrix100}
 
 
@@ -68,6 +70,8 @@ class Config:
     n_workers: int | None = None  # null: one for each process
     rank: int = 1  # of power-gossip
     num_iterations: int = 1  # of power-gossip, a step
+    compressor: str = "sign-and-norm"  # of choco and deepsqueeze
+    keep_ratio: float = 0.01  # of the compressors top-k and random-k
     diffusion_rate: float = 1.0  # of gossip
     device: str = "auto"  # auto, cpu, cuda or cuda:NUMBER
     rounds: int = 9  # of which the median is taken
@@ -88,10 +92,7 @@ def main(arguments: list[str]) -> None:
     device = choose_device(c.device, who.local_rank)
     network = who.agree(lambda: Network(topologies.make(c.topology, n_workers), who, device))
     layout = Layout(MODELS[c.model]())
-    options = algorithms.Options(
-        diffusion_rate=c.diffusion_rate, rank=c.rank, num_iterations=c.num_iterations
-    )
-    averaging = who.agree(lambda: algorithms.make(c.algorithm, network, layout, options))
+    averaging = who.agree(lambda: _averaging(network, layout))
     x = torch.randn(network.hosted, layout.size, device=device)
 
     def step() -> None:
@@ -113,6 +114,7 @@ def main(arguments: list[str]) -> None:
                     "processes": who.size,
                     "device": device.type,
                     "rank": c.rank,
+                    "compressor": c.compressor if c.algorithm in COMPRESSED else None,
                     "num_iterations": c.num_iterations,
                     "ms_per_step": round(ms_per_step, 4),
                     "floor_ms": round(floor_ms, 4),
@@ -121,6 +123,19 @@ def main(arguments: list[str]) -> None:
                 }
             )
         )
+
+
+def _averaging(network: Network, layout: Layout) -> algorithms.Averaging:
+    c = config
+    svd_rank = c.rank if c.compressor == "svd" else None
+    options = algorithms.Options(
+        diffusion_rate=c.diffusion_rate,
+        rank=c.rank,
+        num_iterations=c.num_iterations,
+        compressor=c.compressor,
+        compressor_options=compressors.Options(keep_ratio=c.keep_ratio, rank=svd_rank),
+    )
+    return algorithms.make(c.algorithm, network, layout, options)
 
 
 def _floor(network: Network, x: Tensor, algorithm: str, bits: int) -> Callable[[], None]:

@@ -29,7 +29,7 @@ from compressors import COMPRESSORS
 from compressors import Options as Compression
 from directions import Directions, EdgeNumbers
 from network import Network, Processes, processes
-from parameters import Layout, matrix_shape
+from parameters import Layout
 from tasks.models import ResNet20
 
 ALONE = Processes()
@@ -298,7 +298,7 @@ def test_bits_are_those_of_the_compressor(name: str, options: Options) -> None:
         size = -(-2 * layout.size // 8)
     else:
         compressor = compressors.make(options.compressor, options.compressor_options)
-        size = sum(compressors.size(compressor, *matrix_shape(shape)) for shape in SHAPES)
+        size = compressors.Codec(layout, compressor, [0]).size
     assert network.bits.tolist() == [3 * 8 * size * degree for degree in (4, 1, 1, 1, 1)]
 
 
@@ -371,9 +371,7 @@ def test_moniqua_is_the_papers_algorithm(topology: str) -> None:
     for t in range(5):
         before = x.double()
         W = torch.from_numpy(network.topology.round(t).matrix().toarray())
-        u = randomness.coarse_uniform(
-            randomness.keys(3, "moniqua", [()])[0], t, layout.size
-        ).double()
+        u = randomness.uniform(randomness.keys(3, "moniqua", [()])[0], t, layout.size).double()
         q = torch.floor((mod(before / bound, 1) + 0.5) / delta + u) * delta - 0.5
         own = q * bound - mod(before, bound)
         theirs = mod(q[None, :] * bound - before[:, None], bound)  # [i, j, D]

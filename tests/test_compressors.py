@@ -1,5 +1,6 @@
 """The laws that compressors obey, for every one in the registry, and each one's own."""
 
+from collections.abc import Callable
 from math import ceil, log2, prod
 
 import pytest
@@ -26,7 +27,7 @@ from compressors import (
     packed_size,
     unpack,
 )
-from parameters import Layout
+from parameters import Layout, Stack
 from tasks.models import ResNet20
 
 SHAPES = [(4, 3), (6, 5), (3,), (4, 3), (2, 2, 3), (1, 7), (), (5,), (3,), (20, 11)]
@@ -57,10 +58,17 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def stream(workers: int = 1, counter: int = 0, start: int = 0, seed: int = 0) -> Stream:
-    """Of one matrix [worker, 1], starting at a number of the workers' streams."""
-    key = randomness.keys(seed, "test", [()])[0]
-    return Stream(Senders(key, torch.arange(workers), counter), torch.tensor([start]))
+def stream(stack: Stack, workers: int = 1) -> Stream:
+    """Of the layers of a stack, where numbers are drawn for 1000 entries a worker."""
+    key = randomness.keys(0, "test", [()])[0]
+    return Stream(Senders(key, torch.arange(workers), 0, 1000), stack, {})
+
+
+def draws_of(matrices: int, numbers: int) -> Callable[[int], Tensor]:
+    """Random int64 [matrix, count]."""
+    key = randomness.keys(0, "test", [()])[0]
+    starts = numbers * torch.arange(matrices)
+    return lambda count: randomness.bits(key, 0, (count,), starts)
 
 
 def compressed(compressor: Compressor, v: Tensor, counter: int = 0) -> Tensor:
@@ -105,42 +113,69 @@ def test_the_layout_of_workers_does_not_show(name: str, options: Options) -> Non
 def test_a_batch_is_one_by_one(name: str, options: Options) -> None:
     compressor = compressors.make(name, options)
     v = normal(2, 3, 9, 4)  # [worker, layer, row, column]
-    senders = stream(workers=2).senders
-    starts = torch.tensor([0, 36, 72])
-    fields = compressor.compress(v, Stream(senders, starts))
-    out = torch.empty_like(v)
-    compressor.decompress(fields, out, Stream(senders, starts))
+    codes = compressor.compress(v, stream(Stack(9, 4, 3, 50), 2))
+    fields = [field.float() if field.dtype is torch.bool else field for field in codes]
+    out = torch.zeros_like(v)
+    compressor.decompress(tuple(fields), out, stream(Stack(9, 4, 3, 50), 2))
     for layer in range(3):
-        only = Stream(senders, starts[layer : layer + 1])
+        only = stream(Stack(9, 4, 1, 50 + 36 * layer), 2)
         one = compressor.compress(v[:, layer : layer + 1], only)
-        for part, field in zip(one, fields, strict=True):
+        for part, field in zip(one, codes, strict=True):
             assert torch.equal(part, field[:, layer : layer + 1])
-        result = torch.empty(2, 1, 9, 4)
-        compressor.decompress(one, result, only)
+        result = torch.zeros(2, 1, 9, 4)
+        fields_of_one = tuple(field[:, layer : layer + 1] for field in fields)
+        compressor.decompress(fields_of_one, result, only)
         assert torch.equal(result, out[:, layer : layer + 1])
 
 
+@every_compressor
+def test_adding_is_adding_what_is_decoded(name: str, options: Options) -> None:
+    layout = Layout(SHAPES)
+    codec = Codec(layout, compressors.make(name, options), [3, 1])
+    message = codec.encode(normal(2, layout.size), 4)
+    for senders in (torch.tensor([3, 1]), torch.tensor([[3], [1]])):
+        sent = message.view(*senders.shape, -1)
+        out = normal(*senders.shape, layout.size, seed=1)
+        expected = out + codec.decode(sent, senders, 4)
+        codec.add(sent, senders, 4, out)
+        assert torch.equal(out, expected)
+        codec.add(sent, senders, 4, out.copy_(expected))
+        assert torch.equal(out, expected + codec.decode(sent, senders, 4))
+
+
+def test_all_workers_send_the_same_random_entries_and_others_in_the_next_step() -> None:
+    layout, compressor = Layout([(30, 20)]), RandomK(0.1)
+    x = torch.ones(3, layout.size)
+    codec = Codec(layout, compressor, [0, 1, 2], seed=5)
+    first = codec.decode(codec.encode(x, 0), codec.workers, 0).clone()
+    assert torch.equal(first[0], first[1])
+    assert torch.equal(first[0], first[2])
+    second = codec.decode(codec.encode(x, 1), codec.workers, 1)
+    assert not torch.equal(first, second)
+    assert torch.equal(codec.decode(codec.encode(x, 0), codec.workers, 0), first)
+
+
 def formula(name: str, options: Options, rows: int, columns: int) -> int:
-    """Bytes of a matrix' message, as ALGORITHMS.md has them."""
+    """Bits of a matrix' part of a message; a whole message ends with a whole byte."""
     n = rows * columns
     kept = max(1, int(options.keep_ratio * n + 1e-9))
     rank = options.rank or 1
     match name:
         case "identity":
-            return 4 * n
+            return 32 * n
         case "sign-and-norm":
-            return 4 + ceil(n / 8)
+            return 32 + n
         case "qsgd":
-            return 4 + ceil(n * ceil(log2(2 * options.levels + 1)) / 8)
+            return 32 + n * ceil(log2(2 * options.levels + 1))
         case "random-k":
-            return 4 * kept
+            return 32 * kept
         case "svd":
-            return 4 * min(n, min(rank, rows, columns) * (rows + columns))
+            return 32 * min(n, min(rank, rows, columns) * (rows + columns))
         case "top-k":
             if options.rank:
                 ratio = options.rank * (rows + columns) / (4 * rows * columns)
                 kept = min(n, max(1, int(ratio * n + 1e-9)))
-            return kept * (4 + (1 if n <= 256 else 2 if n <= 65536 else 4))
+            return kept * (32 + (8 if n <= 256 else 16 if n <= 65536 else 32))
     raise AssertionError(f"which formula has {name}?")
 
 
@@ -148,11 +183,11 @@ def formula(name: str, options: Options, rows: int, columns: int) -> int:
 def test_sizes_are_those_of_the_formulas(name: str, options: Options) -> None:
     compressor = compressors.make(name, options)
     for shape in [(1, 1), (1, 7), (10, 1), (9, 16), (16, 16), (257, 1), (256, 256), (256, 257)]:
-        assert compressors.size(compressor, *shape) == formula(name, options, *shape)
+        assert compressors.size(compressor, *shape) == ceil(formula(name, options, *shape) / 8)
     layout = Layout(SHAPES)
     codec = Codec(layout, compressor, [0, 1])
     matrices = [(s[0], prod(s[1:])) if s else (1, 1) for s in SHAPES]
-    assert codec.size == sum(formula(name, options, *shape) for shape in matrices)
+    assert codec.size == ceil(sum(formula(name, options, *shape) for shape in matrices) / 8)
     message = codec.encode(normal(2, layout.size), 0)
     assert message.dtype == torch.uint8
     assert message.shape == (2, codec.size)
@@ -192,9 +227,13 @@ def test_contraction(name: str, options: Options, shape: tuple[int, int]) -> Non
     compressor = compressors.make(name, options)
     draws = 1000 if name in ("random-k", "qsgd") else 1
     for v in (normal(*shape), normal(*shape, seed=1) ** 5, torch.ones(shape)):
-        v = v.expand(draws, *shape)
-        error = squares(v - compressed(compressor, v)) / squares(v)
-        bound = 1 - contraction(compressor, v[0])
+        if name == "random-k":  # other entries in each step, the same for all workers
+            results = [compressed(compressor, v[None], counter) for counter in range(draws)]
+            result = torch.cat(results)
+        else:
+            result = compressed(compressor, v.expand(draws, *shape))
+        error = squares(v - result) / squares(v)
+        bound = 1 - contraction(compressor, v)
         spread = 5 * error.std() / draws**0.5 if draws > 1 else 0
         assert error.mean() <= bound + spread + 1e-6
         if name == "random-k":
@@ -275,8 +314,10 @@ def test_random_numbers_depend_on_seed_worker_tensor_and_counter(name: str) -> N
     first, second = result()
     assert torch.equal(first, result()[0])
     assert not torch.equal(first, second)
-    for other in (result(worker=4), result(counter=1), result(seed=1)):
+    for other in (result(counter=1), result(seed=1)):
         assert not torch.equal(first, other[0])
+    # What goes along with the message, positions, must be the same for all.
+    assert torch.equal(first, result(worker=4)[0]) == (name == "random-k")
 
 
 def test_names_and_bad_options() -> None:
@@ -317,7 +358,8 @@ def test_top_k_keeps_the_largest(
         v = v.mul(4).round().add(0.25)
     compressor = TopK(keep_ratio)
     kept = compressor.kept(*shape)
-    (values, positions), result = compressor.compress(v, stream()), compressed(compressor, v)
+    fields = compressor.compress(v, stream(Stack(*shape, 1, 0)))
+    (values, positions), result = fields, compressed(compressor, v)
     assert all(len(set(row.tolist())) == kept for row in positions)
     largest = v.flatten(1).abs().sort(-1, descending=True).values[:, :kept]
     assert torch.equal(values.abs().sort(-1, descending=True).values, largest)
@@ -342,7 +384,7 @@ def test_shares_are_what_the_user_means() -> None:
 )
 def test_random_k_positions_are_distinct_and_uniform(n: int, keep_ratio: float) -> None:
     draws, compressor = 4000, RandomK(keep_ratio)
-    positions = compressor.positions(stream(draws), n)[:, 0]
+    positions = compressor.positions(stream(Stack(n, 1, draws, 7)), n)
     kept = positions.shape[1]
     assert (positions.sort(-1).values.diff() > 0).all()
     chosen = torch.zeros(draws, n).scatter_(-1, positions, 1)
@@ -360,13 +402,13 @@ def test_random_k_positions_are_distinct_and_uniform(n: int, keep_ratio: float) 
 def test_random_k_with_too_few_draws_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrix by matrix: what others of the batch need does not show."""
     count, n = 20, 400
-    enough = compressors._distinct(stream(200), count, n)
+    enough = compressors._distinct(draws_of(200, n), count, n)
     monkeypatch.setattr(compressors, "_SPARE_DRAWS", -6)
-    scarce = compressors._distinct(stream(200), count, n)
+    scarce = compressors._distinct(draws_of(200, n), count, n)
     fallen = (scarce != enough).any(-1)
     assert 0 < fallen.sum() < 200
     assert (scarce.sort(-1).values.diff() > 0).all()
-    assert torch.equal(compressors._distinct(stream(7), count, n), scarce[:7])
+    assert torch.equal(compressors._distinct(draws_of(7, n), count, n), scarce[:7])
 
 
 @given(shapes_of_matrices, st.integers(0, 99))
@@ -413,7 +455,7 @@ def test_qsgd_is_unbiased_and_on_its_grid(levels: int) -> None:
 
 def test_qsgd_of_a_single_large_entry_stays_on_its_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     """In floats, s + u is s + 1 for u close to 1."""
-    monkeypatch.setattr(Stream, "uniform", lambda self, count: torch.full((count,), 1 - 2.0**-24))
+    monkeypatch.setattr(Stream, "uniform", lambda self: torch.full((3,), 1 - 2.0**-24))
     for levels in (1, 3, 4, 127):
         v = torch.tensor([0.0, 0.0, -3.0]).view(1, 3, 1)
         assert torch.equal(compressed(QSGD(levels, unbiased=True), v), v)

@@ -35,35 +35,29 @@ def test_streams_are_standard_normal_and_independent() -> None:
 
 
 def test_uniform_numbers_are_uniform_and_taken_up_anywhere() -> None:
-    keys = randomness.keys(0, "edge", [(i, i + 1) for i in range(4)])
-    numbers = randomness.uniform(keys, 2, (20_000,))
-    assert numbers.dtype == torch.float32
-    assert numbers.min() >= 0
-    assert numbers.max() < 1
-    counts = torch.stack([torch.histc(row, 16, 0, 1) for row in numbers])
-    chi_squared = ((counts - 1250) ** 2 / 1250).sum(1)  # mean 15, variance 30
-    assert (chi_squared - 15).abs().max() < 5 * 30**0.5
-    assert (torch.corrcoef(numbers) - torch.eye(4)).abs().max() < 5 / 20_000**0.5
-    assert torch.equal(randomness.uniform(keys[1], 2, (3, 2), start=5).view(-1), numbers[1, 5:11])
-
-
-def test_coarse_uniform_numbers_are_uniform_and_round_without_bias() -> None:
     n = 40_002
-    key = randomness.keys(0, "rounding", [()])[0]
-    numbers = randomness.coarse_uniform(key, 5, n)
-    assert numbers.shape == (n,)
-    assert torch.equal(randomness.coarse_uniform(key, 5, 7), numbers[:7])
-    assert not torch.equal(randomness.coarse_uniform(key, 6, 7), numbers[:7])
+    keys = randomness.keys(0, "edge", [(i, i + 1) for i in range(4)])
+    numbers = randomness.uniform(keys, 2, n)
+    assert numbers.dtype == torch.float32
+    assert numbers.shape == (4, n)
     odd = numbers.double() * 2**17
-    assert torch.equal(odd % 2, torch.ones(n))
+    assert (odd % 2 == 1).all()
     assert odd.min() >= 1
     assert odd.max() < 2**17
-    counts = torch.histc(numbers, 16, 0, 1)
-    expected = n / 16
-    assert abs(((counts - expected) ** 2 / expected).sum() - 15) < 5 * 30**0.5
-    for lag in (1, 2, 3, 4):
-        product = (numbers[lag:] - 0.5) * (numbers[:-lag] - 0.5)
-        assert abs(product.mean()) < 5 / 12 / n**0.5
+    counts = torch.stack([torch.histc(row, 16, 0, 1) for row in numbers])
+    chi_squared = ((counts - n / 16) ** 2 / (n / 16)).sum(1)  # mean 15, variance 30
+    assert (chi_squared - 15).abs().max() < 5 * 30**0.5
+    assert (torch.corrcoef(numbers) - torch.eye(4)).abs().max() < 5 / n**0.5
+    for lag in (1, 2, 3, 4):  # also within what one hash gives
+        products = (numbers[:, lag:] - 0.5) * (numbers[:, :-lag] - 0.5)
+        assert products.mean(1).abs().max() < 5 / 12 / n**0.5
+    assert torch.equal(randomness.uniform(keys[1], 2, 6, start=5), numbers[1, 20:26])
+    assert not torch.equal(randomness.uniform(keys[1], 3, 6, start=5), numbers[1, 20:26])
+
+
+def test_uniform_numbers_round_without_bias() -> None:
+    n = 40_000
+    numbers = randomness.uniform(randomness.keys(0, "rounding", [()])[0], 5, n)
     rounded = (2.3 + numbers).floor()
     assert abs(rounded.mean() - 2.3) < 5 * (0.21 / n) ** 0.5
 
