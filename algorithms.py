@@ -560,6 +560,10 @@ class DPSGD:
 
     `update` is the step of a local optimizer over `parameters.x` with `parameters.grad`, without
     weight decay of its own: the coupled one, g + λ x_t, is added here while x is still x_t.
+
+    clip         a worker's gradient g longer than this is scaled down to it, before weight decay
+                 (Pascanu, Mikolov & Bengio 2013, arXiv:1211.5063, § 3.2)
+    local_steps  gossip takes place in every so many-th step only (Stich 2019, arXiv:1805.09767)
     """
 
     def __init__(
@@ -571,8 +575,12 @@ class DPSGD:
         *,
         overlapping: bool = True,
         weight_decay: float = 0.0,
+        clip: float | None = None,
+        local_steps: int = 1,
     ):
         self._network, self._averaging, self._update = network, averaging, update
+        self._clip, self._local_steps, self._steps = clip, local_steps, 0
+        self._all_gradients = parameters.grad
         self._overlapping = overlapping and not isinstance(averaging, AllReduce)
         self._x = parameters.x
         self._weight_decay = weight_decay
@@ -583,7 +591,11 @@ class DPSGD:
 
     def step(self, compute_gradient: Callable[[], V]) -> V:
         """One step; `compute_gradient` fills `parameters.grad`, and what it returns is returned."""
-        if self._overlapping:
+        self._steps += 1
+        if self._steps % self._local_steps:
+            result = self._gradient(compute_gradient)
+            self._update()
+        elif self._overlapping:
             exchange = self._network.start(self._averaging.step(self._x))
             result = self._gradient(compute_gradient)
             exchange.finish()
@@ -595,11 +607,23 @@ class DPSGD:
         return result
 
     def _gradient(self, compute_gradient: Callable[[], V]) -> V:
-        """g ← g + λ x_t, on all but normalization layers."""
+        """g ← g · min(1, clip/‖g‖) + λ x_t, the latter on all but normalization layers."""
         result = compute_gradient()
+        if self._clip is not None:
+            norms = self._all_gradients.norm(dim=1, keepdim=True)
+            self._all_gradients.mul_((self._clip / norms).clamp_(max=1))
         for gradient, x in self._decayed:
             gradient.add_(x, alpha=self._weight_decay)
         return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of the averaging algorithm, and how many steps there were; tensors are [worker, ...]."""
+        return {"steps": self._steps, "averaging": self._averaging.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up where another instance was."""
+        self._steps = state["steps"]
+        self._averaging.load_state_dict(state["averaging"])
 
 
 # --- By name -------------------------------------------------------------------------------------

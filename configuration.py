@@ -72,6 +72,14 @@ def read_command_line(config: DictConfig, arguments: Sequence[str], description:
     return options.output_dir
 
 
+def take_up(config: DictConfig, file: Path) -> None:
+    """Give keys that have their defaults the values in a run's config.yaml."""
+    defaults = OmegaConf.structured(_schema(config))
+    for key, value in _read_yaml(str(file)).items():
+        if key in defaults and config[key] == defaults[key]:
+            assign(config, str(key), value, source=f"{file}: ")
+
+
 def assign(config: DictConfig, key: str, value: Any, source: str = "") -> None:
     """config[key] = value, where key may be dotted. BadInput for an unknown key or a wrong type.
 
@@ -117,6 +125,10 @@ def run_entry_point(main: Callable[[list[str]], object]) -> None:
         if network.processes().rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+    except network.Interrupted as error:
+        if network.processes().rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(128 + error.signal)
     except network.Stopped as error:
         if network.processes().size > 1:
             raise  # the others may not know

@@ -436,9 +436,9 @@ class _Run:
                 size = max(1, _TOGETHER[self.device.type] // self.start.numel())
                 for first in range(0, len(settings), size):
                     self._gossip(name, settings[first : first + size], clock, bar)
-                seconds = np.array(clock.durations[name])
+                spent = clock.phases[name]
                 if self.who.rank == 0:
-                    log_runtime(name, seconds.mean(), seconds.std(), len(seconds))
+                    log_runtime(name, spent.mean, spent.deviation, spent.instances)
 
     def _gossip(self, name: str, settings: list[Setting], clock: runs.Clock, bar: tqdm) -> None:
         """Settings of one algorithm, all at once: each has copies of all workers."""

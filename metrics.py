@@ -74,6 +74,11 @@ class MetricsLog:
         """Bytes in the file, for a checkpoint to return to."""
         return os.fstat(self._file.fileno()).st_size
 
+    def synced_offset(self) -> int:
+        """`offset`, once all rows are on the disk."""
+        os.fsync(self._file.fileno())
+        return self.offset
+
     def truncate(self, offset: int) -> None:
         """Forget the rows written since `offset` was read. ValueError if the file is shorter."""
         if offset > self.offset:

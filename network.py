@@ -27,7 +27,8 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -74,6 +75,14 @@ class BadInput(ValueError):
 
 class Stopped(RuntimeError):
     """The run cannot go on, for a reason that the text says in one sentence."""
+
+
+class Interrupted(Stopped):
+    """The run was asked to stop, and all processes know: by a signal of this number."""
+
+    def __init__(self, text: str, signal: int):
+        super().__init__(text)
+        self.signal = signal
 
 
 # --- The processes of a run ----------------------------------------------------------------------
@@ -171,13 +180,13 @@ def _end_together(found: Processes) -> None:
     """An uncaught exception in one process would leave the others waiting for its messages."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, BadInput):  # raised in all processes
+        if isinstance(error, (BadInput, Interrupted)):  # raised in all processes
             if found.rank == 0:
                 print(f"error: {error}", file=sys.stderr, flush=True)
             from mpi4py import MPI
 
             MPI.Finalize()
-            os._exit(2)
+            os._exit(2 if isinstance(error, BadInput) else 128 + error.signal)
         # If several fail at once, for the same reason, the first to speak ends the others.
         time.sleep(min(0.1 * found.rank, 3.0))
         if isinstance(error, Stopped):
@@ -274,6 +283,9 @@ class Network:
     `copies` > 1 hosts as many independent copies of all workers, for many settings at once: the
     first axis of every tensor is then [copy · worker], a row for each hosted worker of each copy.
 
+    `measure("communication")` is the context in which messages are posted and waited for; entry
+    points put a clock there.
+
     `stage` says whether messages pass through (pinned) host memory on their way to MPI; None
     decides: where tensors are on a GPU and MPI does not take GPU memory.
 
@@ -306,6 +318,7 @@ class Network:
         self.copies = copies
         self.rows = copies * self.hosted
         self.round = 0
+        self.measure: Callable[[str], AbstractContextManager[Any]] = lambda phase: nullcontext()
 
         self._edges = [_Edges(r, self.workers, copies) for r in topology.rounds]
         self.rounds = [
@@ -315,6 +328,7 @@ class Network:
             )
             for edges in self._edges
         ]
+        self._under_way: list[_Transport] = []  # those not known to have arrived
         self._bits = np.zeros(self.rows, dtype=np.int64)
         self._messages = np.zeros(self.rows, dtype=np.int64)
         self._transports: weakref.WeakKeyDictionary[Message, dict[int, _Transport]]
@@ -349,6 +363,29 @@ class Network:
     def messages(self) -> np.ndarray:
         """Messages that each hosted worker has sent since the start: int64 [worker]."""
         return self._messages
+
+    def progress(self) -> None:
+        """Let messages under way travel on, without waiting for them.
+
+        MPI moves long messages only while it is called: to be called now and then between `start`
+        and `finish`.
+        """
+        if self._under_way:
+            self._under_way = [t for t in self._under_way if not t.has_arrived()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is counted, by worker, and the round."""
+        return {
+            "round": self.round,
+            "bits": torch.from_numpy(self._bits.copy()),
+            "messages": torch.from_numpy(self._messages.copy()),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting from there."""
+        self.round = state["round"]
+        self._bits[:] = state["bits"].numpy()
+        self._messages[:] = state["messages"].numpy()
 
     def bits_to_all(self, numbers: int, steps: int = 1) -> np.ndarray:
         """What it would cost to send so many numbers of 32 bits to all neighbors in each of the
@@ -424,7 +461,9 @@ class Exchange:
     def finish(self) -> None:
         """Receive, answer, and so on to the conversation's end."""
         while self._under_way is not None:
-            received = [transport.wait() for transport in self._under_way]
+            self._network._under_way = []
+            with self._network.measure("communication"):
+                received = [transport.wait() for transport in self._under_way]
             self._advance(tuple(received) if self._several else received[0])
         self._network.round += 1
 
@@ -439,10 +478,12 @@ class Exchange:
         if not self._several:
             messages = (messages,)
         self._under_way = [network._transport(message) for message in messages]
-        for transport in self._under_way:
-            transport.post()
-            network._bits += transport.bits
-            network._messages += transport.messages
+        with network.measure("communication"):
+            for transport in self._under_way:
+                transport.post()
+                network._bits += transport.bits
+                network._messages += transport.messages
+        network._under_way = self._under_way
 
 
 def together(*conversations: Conversation) -> Conversation:
@@ -539,6 +580,10 @@ class _Transport:
     def post(self) -> None:
         raise NotImplementedError
 
+    def has_arrived(self) -> bool:
+        """Whether `wait` would return at once; does not block."""
+        raise NotImplementedError
+
     def wait(self) -> Tensor:
         raise NotImplementedError
 
@@ -593,6 +638,9 @@ class _Delivery(_Transport):
         if self._between:
             self._between.post()
 
+    def has_arrived(self) -> bool:
+        return self._between is None or self._between.has_arrived()
+
     def wait(self) -> Tensor:
         if self._between:
             self._between.wait()
@@ -639,6 +687,7 @@ class _Between:
         from mpi4py import MPI
 
         self._start_all, self._wait_all = MPI.Prequest.Startall, MPI.Request.Waitall
+        self._test_all = MPI.Request.Testall
         communicator = network.processes.communicator
         self._requests = [
             communicator.Recv_init([_memory(rows), MPI.BYTE], process)
@@ -658,6 +707,9 @@ class _Between:
         if self._on_gpu:  # what MPI reads must be there, and what it overwrites must have been read
             torch.cuda.current_stream().synchronize()
         self._start_all(self._requests)
+
+    def has_arrived(self) -> bool:
+        return bool(self._test_all(self._requests))
 
     def wait(self) -> None:
         self._wait_all(self._requests)
@@ -722,6 +774,9 @@ class _Reduction(_Transport):
 
         memory = self._shared if self._shared.is_cuda else self._shared.numpy()
         self._request = self._communicator.Iallreduce(MPI.IN_PLACE, memory)
+
+    def has_arrived(self) -> bool:
+        return self._request is None or bool(self._request.Test())
 
     def wait(self) -> Tensor:
         if self._request is not None:

@@ -1,21 +1,28 @@
 """What a run leaves behind, and how long its phases take: for the entry points.
 
-An output folder holds config.yaml, metrics.jsonl (a row a measurement), info.json, figure.png, and
-TensorBoard's events if wanted.
+An output folder holds config.yaml, metrics.jsonl (a row a measurement), info.json, figure.png,
+TensorBoard's events if wanted, and checkpoints/ (see checkpoints.py).
 """
 
 import datetime
 import itertools
 import json
+import math
+import shutil
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+import checkpoints
 import metrics
 
 FIGURE = "figure.png"
@@ -41,11 +48,15 @@ class Output:
     """The folder of a run, with its configuration and the logs opened.
 
     `wanted`: the folder; None makes a new dated one under output/. ValueError if it holds a run
-    and config.overwrite is not set, or cannot be written.
+    and neither config.overwrite nor `go_on` is set, or cannot be written.
+
+    With `go_on`, what the run has written is kept: its rows up to `offset` bytes (all later ones
+    are forgotten).
     """
 
-    def __init__(self, wanted: str | None, config: Any):
+    def __init__(self, wanted: str | None, config: Any, go_on: bool = False, offset: int = 0):
         self.folder = Path(wanted) if wanted else new_dated_folder()
+        self._go_on, self._offset = go_on, offset
         self._logs: list[Any] = []
         self._info: dict[str, Any] = {}
         try:
@@ -57,6 +68,11 @@ class Output:
         folder = self.folder
         held = [folder / name for name in _FILES if (folder / name).exists()]
         held.extend(folder.glob("events.out.tfevents.*"))
+        if (folder / checkpoints.FOLDER).exists():
+            held.append(folder / checkpoints.FOLDER)
+        if self._go_on:
+            self._claim_again(config)
+            return
         if held and not config.overwrite:
             raise ValueError(
                 f"{folder} already holds a run ({held[0].name}); "
@@ -66,9 +82,25 @@ class Output:
         if config.tensorboard:
             self._logs.append(metrics.TensorBoardLog(folder))
         for file in held:
-            file.unlink()
+            if file.is_dir():
+                shutil.rmtree(file)
+            else:
+                file.unlink()
         (folder / "config.yaml").write_text(OmegaConf.to_yaml(config))
-        self._logs.append(metrics.MetricsLog(folder / metrics.FILE, fresh=True))
+        self.rows = metrics.MetricsLog(folder / metrics.FILE, fresh=True)
+        self._logs.append(self.rows)
+
+    def _claim_again(self, config: Any) -> None:
+        folder = self.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.rows = metrics.MetricsLog(folder / metrics.FILE, fresh=self._offset == 0)
+        self._logs.append(self.rows)
+        self.rows.truncate(self._offset)
+        if config.tensorboard:
+            self._logs.append(metrics.TensorBoardLog(folder))
+        (folder / "config.yaml").write_text(OmegaConf.to_yaml(config))
+        if (folder / "info.json").exists():
+            self._info = json.loads((folder / "info.json").read_text())
 
     def write(self, name: str, values: Mapping[str, float], tags: Mapping[str, Any]) -> None:
         """A row, to all logs."""
@@ -98,11 +130,55 @@ def new_dated_folder() -> Path:
     return folder
 
 
+@dataclass
+class Spent:
+    """Seconds on a phase, over its instances."""
+
+    instances: int = 0
+    total: float = 0.0
+    squares: float = 0.0  # the sum of the squared durations
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.instances
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation over the instances."""
+        return math.sqrt(max(0.0, self.squares / self.instances - self.mean**2))
+
+
+class Signals:
+    """Whether this process was asked to stop, while the context is open: by SIGTERM, or by SIGUSR1,
+    which Slurm can send before a time limit. A second signal has its usual effect."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Signals":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+        self._restore()
+
+    def _restore(self) -> None:
+        while self._before:
+            signal.signal(*self._before.popitem())
+
+
 class Clock:
     """Seconds by phase. A phase within a phase counts for the inner one only."""
 
     def __init__(self) -> None:
-        self.durations: dict[str, list[float]] = {}
+        self.phases: dict[str, Spent] = {}
         self._inner = 0.0  # spent in phases within the current one
 
     @contextmanager
@@ -113,5 +189,9 @@ class Clock:
             yield
         finally:
             spent = time.perf_counter() - start
-            self.durations.setdefault(phase, []).append(spent - self._inner)
+            duration = spent - self._inner
             self._inner = outer + spent
+            of_phase = self.phases.setdefault(phase, Spent())
+            of_phase.instances += 1
+            of_phase.total += duration
+            of_phase.squares += duration**2

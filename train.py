@@ -11,18 +11,22 @@ As a driver:
     train.main()
 
 Nothing happens at import. `python train.py --help` lists the keys.
+
+A run that was killed goes on from its last checkpoint, in the same or another layout of processes:
+
+    mpirun -np 8 python train.py --output-dir output/mine resume=true
 """
 
 import math
 import platform
+import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
@@ -36,7 +40,18 @@ import randomness
 import runs
 import tasks
 import topologies
-from network import Network, Processes, Stopped, choose_device, cuda_aware_mpi, processes
+from checkpoints import Checkpoints
+from evaluation import Evaluation
+from network import (
+    BadInput,
+    Interrupted,
+    Network,
+    Processes,
+    Stopped,
+    choose_device,
+    cuda_aware_mpi,
+    processes,
+)
 from network import hosted_workers as hosted
 from parameters import Parameters
 
@@ -52,25 +67,38 @@ class Config:
     device: str = "auto"  # auto, cpu, cuda or cuda:NUMBER; auto spreads processes over the GPUs
     cuda_aware: str = "auto"  # give GPU memory to MPI? auto asks the MPI library; on, off
     overwrite: bool = False  # allow an output folder that holds a run, which is then lost
+    resume: bool = False  # go on with the run in the output folder, from its last checkpoint
+    checkpoint_interval: int = 5  # epochs between checkpoints; the end of the run has one anyway
     log_verbosity: int = 1  # 0: only the end; 1: a progress bar; 2: and a line for each epoch
     tensorboard: bool = False  # write events for TensorBoard beside metrics.jsonl
     evaluation_interval: int = 1  # epochs between evaluations; the last epoch has one anyway
     evaluate_average_model: bool = True  # evaluate the mean of all workers' models
+    evaluate_training_data: bool = False  # evaluate on all training data too, not augmented
+    mean_model_statistics: str = "averaged"  # of batch norm: averaged, or recalibrated on data
+    recalibration_batches: int = 10  # per worker
 
     # Data and model
     task: str = "Digits"
     task_architecture: str = "CNN"
+    task_options: dict[str, Any] = field(default_factory=dict)  # such as {normalization: group}
     batch_size: int = 16  # per worker
     data_dir: str | None = None  # folder with the task's files; null: the usual places
     download: bool = True  # fetch data that is in none of these places
     reshuffle_data: bool = True  # deal the data out anew each epoch; false: workers keep theirs
     use_decentralized_data: bool = False  # sort the data by label before giving each worker a part
     decentralized_data_shuffled_ratio: float = 0.0  # share of the sorted data that is mixed back
+    decentralized_data_dirichlet_alpha: float | None = None  # or: mix labels by Dirichlet(alpha)
 
-    # The local optimizer: SGD with Nesterov momentum
+    # The local optimizer
+    local_optimizer: str = "sgd"  # sgd or adamw
     learning_rate: float = 0.05
-    momentum: float = 0.9
-    weight_decay: float = 0.0001  # not on normalization layers
+    momentum: float = 0.9  # of sgd
+    nesterov: bool = True  # of sgd
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    weight_decay: float = 0.0001  # not on normalization layers; of adamw: decoupled
+    gradient_clipping: float | None = None  # scale a worker's gradient down to this norm; null: no
     lr_schedule_milestones: list[Any] = field(  # [[epoch, factor], ...]: from then on times factor
         default_factory=lambda: [[30.0, 0.1]]
     )
@@ -91,6 +119,7 @@ class Config:
     optimizer_levels: int = 4  # of qsgd
     optimizer_theta: float = 0.25  # moniqua: bound on the differences of neighbors' numbers
     overlapping: bool = True  # gossip while the gradient is computed; false: after the update
+    local_steps: int = 1  # gossip in every so many-th step only
 
     # What differences between workers look like
     spectrum_logging_params: list[str] = field(default_factory=list)  # names of parameters
@@ -102,6 +131,21 @@ class Config:
     rank: int = 0  # MPI knows it
     distributed_init_file: str | None = None  # MPI needs none
 
+
+# Keys that may change when a run goes on.
+_FREE_TO_CHANGE = (
+    "checkpoint_interval",
+    "cuda_aware",
+    "data_dir",
+    "device",
+    "download",
+    "log_verbosity",
+    "num_epochs",
+    "overwrite",
+    "rank",
+    "resume",
+    "tensorboard",
+)
 
 config: DictConfig = OmegaConf.structured(Config)
 output_dir: str | None = None  # None: a new dated folder under output/
@@ -141,7 +185,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Train as `config` says, after `arguments` (key=value, --config, --output-dir) changed it.
 
     Raises BadInput, in all processes, if something asked for cannot be done; Diverged if a
-    worker's loss becomes infinite or NaN.
+    worker's loss becomes infinite or NaN; network.Interrupted when a signal has ended the run.
     """
     global _output, output_dir
     who = processes()
@@ -150,7 +194,12 @@ def main(arguments: list[str] | None = None) -> None:
     run = who.agree(lambda: _Run(config, who))
     run.load_data()
     try:
-        _output = who.agree(lambda: runs.Output(output_dir, run.config) if who.rank == 0 else None)
+        run.take_up(output_dir)
+        opened = partial(runs.Output, output_dir, run.config, run.config.resume, run.offset)
+        _output = who.agree(lambda: opened() if who.rank == 0 else None)
+        run.checkpoints = Checkpoints(
+            Path(who.broadcast(str(_output.folder) if _output is not None else "")), who
+        )
         if _output is not None:
             log_info(run.facts())
         run.train()
@@ -160,6 +209,9 @@ def main(arguments: list[str] | None = None) -> None:
         if _output is not None:
             _output.close()
         _output = None
+
+
+Position = tuple[int, int, dict[str, Tensor]]  # epoch, step in it, sums of metrics over its steps
 
 
 class _Run:
@@ -176,7 +228,14 @@ class _Run:
         stage = {"on": False, "off": True, "auto": None}[c.cuda_aware]
         self.network = Network(self.topology, who, self.device, stage)
         self.clock = runs.Clock()
+        self.network.measure = self.clock
         self.step = 0  # since the start
+        self.offset = 0  # bytes of metrics.jsonl that belong to the steps so far
+        self.seconds = 0.0  # since the start, without what was before an interruption and is lost
+        self.position: Position = (0, 0, {})
+        self.checkpoints: Checkpoints | None = None  # where to save
+        self.next_check = 0  # the step after which processes ask each other for signals
+        self.last_check = 0, time.perf_counter()
 
     def load_data(self) -> None:
         """The task, its data, and a model for each hosted worker. Raises BadInput."""
@@ -189,10 +248,12 @@ class _Run:
                 seed=c.seed,
                 decentralized=c.use_decentralized_data,
                 shuffled_ratio=c.decentralized_data_shuffled_ratio,
+                dirichlet_alpha=c.decentralized_data_dirichlet_alpha,
                 reshuffle=c.reshuffle_data,
                 data_dir=c.data_dir,
                 download=c.download,
                 device=self.device,
+                task_options=c.task_options,
             )
         )
         self.who.agree(self._build)
@@ -203,16 +264,33 @@ class _Run:
             [self.task.model(c.task_architecture, c.seed) for _ in self.network.workers],
             self.device,
         )
+        if c.overlapping and self.who.size > 1:
+            for model in self.parameters.models:
+                for parameter in model.parameters():
+                    parameter.register_post_accumulate_grad_hook(lambda _: self.network.progress())
         self.mean_model = Parameters([self.task.model(c.task_architecture, c.seed)], self.device)
+        self.evaluation = Evaluation(
+            c,
+            self.network,
+            self.task,
+            self.parameters,
+            self.mean_model,
+            self._log,
+            self._refuse_divergence,
+        )
         for name in c.spectrum_logging_params:
             if name not in self.parameters.names:
                 names = ", ".join(self.parameters.names)
                 raise ValueError(f'spectrum_logging_params: no parameter "{name}" among {names}')
         x = nn.Parameter(self.parameters.x)
         x.grad = self.parameters.grad
-        self.optimizer = torch.optim.SGD(
-            [x], lr=c.learning_rate, momentum=c.momentum, nesterov=c.momentum > 0, fused=True
-        )
+        self.optimizer = LOCAL_OPTIMIZERS[c.local_optimizer](x, c)
+        # x ← (1 − η λ) x, which torch's optimizer would do to normalization layers too.
+        decoupled = c.weight_decay if c.local_optimizer in _DECOUPLED else 0.0
+        self.decoupled_decay = [
+            (self.parameters.x[:, span], decoupled)
+            for span in (self.parameters.decay_spans() if decoupled else [])
+        ]
         svd_rank = c.optimizer_rank if c.optimizer_compressor == "svd" else None
         options = algorithms.Options(
             diffusion_rate=self.diffusion_rate(),
@@ -227,14 +305,16 @@ class _Run:
             theta=c.optimizer_theta,
             seed=c.seed,
         )
-        averaging = algorithms.make(c.optimizer, self.network, self.parameters.layout, options)
+        self.averaging = algorithms.make(c.optimizer, self.network, self.parameters.layout, options)
         self.algorithm = algorithms.DPSGD(
             self.network,
-            averaging,
+            self.averaging,
             self.parameters,
             self._update,
             overlapping=c.overlapping,
-            weight_decay=c.weight_decay,
+            weight_decay=0.0 if decoupled else c.weight_decay,
+            clip=c.gradient_clipping,
+            local_steps=c.local_steps,
         )
 
     def diffusion_rate(self) -> float:
@@ -261,47 +341,86 @@ class _Run:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "topology": self.topology.summary(),
-        }
+        } | self._facts_of_data()
+
+    def _facts_of_data(self) -> dict[str, Any]:
+        counts = self.task.label_counts()
+        return {} if counts is None else {"label_counts": counts.tolist()}  # [worker][label]
 
     # --- Training ---
 
     def train(self) -> None:
-        """All epochs, each followed by its rows."""
+        """All epochs that are left, each followed by its rows."""
         c, steps = self.config, self.task.steps_per_epoch
-        self.started = time.perf_counter()
+        self.started = time.perf_counter() - self.seconds
         show = self.who.rank == 0 and c.log_verbosity > 0
-        with tqdm(
-            total=c.num_epochs * steps, disable=not show, unit="step", mininterval=0.5, smoothing=0
-        ) as bar:
-            for epoch in range(c.num_epochs):
-                sums = self._train_epoch(epoch, bar)
+        bar = tqdm(
+            total=c.num_epochs * steps,
+            initial=min(self.step, c.num_epochs * steps),
+            disable=not show,
+            unit="step",
+            mininterval=0.5,
+            smoothing=0,
+        )
+        first, first_step, sums = self.position
+        with bar, runs.Signals() as self.signals:
+            for epoch in range(first, c.num_epochs):
+                self._train_epoch(epoch, first_step, sums, bar)
+                score: float | None = None
                 if (epoch + 1) % c.evaluation_interval == 0 or epoch + 1 == c.num_epochs:
                     with self.clock("evaluation"):
-                        shown = self._evaluate(epoch + 1, sums)
+                        shown, score = self.evaluation(epoch + 1, self.step, sums)
                     bar.set_postfix_str(shown, refresh=False)
                     if c.log_verbosity > 1 and self.who.rank == 0:
                         bar.write(f"epoch {epoch + 1}: {shown}")
                 if epoch + 1 in c.spectrum_logging_epochs:
-                    self._log_spectra(epoch + 1)
+                    self.evaluation.log_spectra(epoch + 1)
                 self._log_clock(epoch + 1)
                 if self.who.rank == 0:
                     log_info({"state.progress": (epoch + 1) / c.num_epochs})
+                first_step, sums = 0, {}
+                if (epoch + 1) % c.checkpoint_interval == 0 or epoch + 1 == c.num_epochs:
+                    self._save((epoch + 1, 0, {}), score)
 
-    def _train_epoch(self, epoch: int, bar: tqdm) -> dict[str, Tensor]:
-        """One epoch; the sums of the batches' metrics over steps, each [worker]."""
+    def _train_epoch(self, epoch: int, first_step: int, sums: dict[str, Tensor], bar: tqdm) -> None:
+        """An epoch from a step on; adds the batches' metrics to their sums, each [worker]."""
         steps = self.task.steps_per_epoch
-        sums: dict[str, Tensor] = {}
-        for step in range(steps):
+        for step in range(first_step, steps):
             rate = learning_rate(self.config, epoch + (step + 1) / steps)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
-            with self.clock("gossip"):  # less what else the algorithm calls in between
+            # Compressing and mixing; what the algorithm calls in between has its own phases.
+            with self.clock("averaging"):
                 batch_metrics = self.algorithm.step(lambda: self._gradient(epoch, step))  # noqa: B023
             for name, values in batch_metrics.items():
                 sums[name] = sums[name] + values if name in sums else values
             self.step += 1
             bar.update()
-        return sums
+            if (number := self._asked_to_stop()) is not None:
+                self._save((epoch, step + 1, sums))
+                name = signal.Signals(number).name
+                raise Interrupted(
+                    f"stopped by {name} after step {self.step} (epoch {epoch + 1}); "
+                    f"the same command with resume=true goes on from there",
+                    number,
+                )
+
+    def _asked_to_stop(self) -> int | None:
+        """The signal that some process received, in all processes at the same step.
+
+        To ask the others costs time: it is done about three times a second, by process 0's clock.
+        """
+        if self.who.size == 1:
+            return self.signals.received
+        if self.step < self.next_check:
+            return None
+        now = time.perf_counter()
+        steps = self.step - self.last_check[0]
+        per_step = (now - self.last_check[1]) / max(1, steps)
+        self.last_check = self.step, now
+        asked = self.who.gather((self.signals.received, max(1, int(0.3 / per_step))))
+        self.next_check = self.step + asked[0][1]
+        return next((number for number, _ in asked if number is not None), None)
 
     def _gradient(self, epoch: int, step: int) -> dict[str, Tensor]:
         """Fill parameters.grad with the hosted workers' gradients; metrics, each [worker]."""
@@ -340,7 +459,112 @@ class _Run:
 
     def _update(self) -> None:
         with self.clock("update"):
+            rate = self.optimizer.param_groups[0]["lr"]
+            for x, decay in self.decoupled_decay:
+                x.mul_(1 - rate * decay)
             self.optimizer.step()
+
+    # --- Checkpoints ---
+
+    def take_up(self, folder: str | None) -> None:
+        """Go on where the run in this folder was, if so configured. Raises BadInput."""
+        c, who = self.config, self.who
+        if not c.resume:
+            return
+        if folder is None:
+            raise BadInput("resume=true: say with --output-dir which run is to go on")
+        found = Checkpoints(Path(folder), who)
+        entry = found.describe()
+        if entry is None:
+            return  # killed before the first checkpoint, or not begun
+        who.agree(lambda: self._refuse_another_run(folder, entry["facts"]["config"]))
+        self.offset = entry["facts"]["metrics_bytes"]
+        state = found.load(self.network.workers)
+        who.agree(lambda: self._refuse_another_model(folder, state))
+        self._restore(state)
+
+    def _refuse_another_run(self, folder: str, saved: Mapping[str, Any]) -> None:
+        now = OmegaConf.to_container(self.config)
+        assert isinstance(now, dict)
+        differing = [
+            f"{key}={now.get(key)} (was {saved.get(key)})"
+            for key in sorted({*now, *saved})
+            if key not in _FREE_TO_CHANGE and now.get(key) != saved.get(key)
+        ]
+        if differing:
+            raise ValueError(
+                f"the run in {folder} cannot go on with {', '.join(differing)}; "
+                "leave that as it was, or use another --output-dir"
+            )
+
+    def _refuse_another_model(self, folder: str, state: Mapping[str, Any]) -> None:
+        for name in ("x", "buffers"):
+            saved, now = state[name].shape[1], getattr(self.parameters, name).shape[1]
+            if saved != now:
+                raise ValueError(
+                    f"the run in {folder} is of another model: its workers have {saved} numbers "
+                    f"({name}), not {now}; use the same data and version of this program"
+                )
+
+    def _state(self, position: Position) -> dict[str, Any]:
+        """All that the next step depends on; tensors are [worker, ...]."""
+        (x,) = self.optimizer.param_groups[0]["params"]
+        parameters, (epoch, step, sums) = self.parameters, position
+        whole_buffers = [whole_number_buffers(model) for model in parameters.models]
+        return {
+            "step": self.step,
+            "epoch": epoch,
+            "step_in_epoch": step,
+            "sums": sums,
+            "x": parameters.x,
+            "buffers": parameters.buffers,
+            "whole_number_buffers": {
+                name: torch.stack([buffers[name] for buffers in whole_buffers])
+                for name in whole_buffers[0]
+            },
+            "optimizer": {
+                name: None if value is None else torch.as_tensor(value)
+                for name, value in self.optimizer.state[x].items()
+            },
+            "algorithm": self.algorithm.state_dict(),
+            "network": self.network.state_dict(),
+            "carried": _stacked([self.task.carried(model) for model in parameters.models]),
+            "seconds": time.perf_counter() - self.started,
+            "phases": {
+                name: [spent.instances, spent.total, spent.squares]
+                for name, spent in self.clock.phases.items()
+            },
+        }
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        parameters, on = self.parameters, self.device
+        self.step = state["step"]
+        self.position = state["epoch"], state["step_in_epoch"], _moved(state["sums"], on)
+        parameters.x.copy_(state["x"])
+        parameters.buffers.copy_(state["buffers"])
+        for i, model in enumerate(parameters.models):
+            for name, buffer in whole_number_buffers(model).items():
+                buffer.copy_(state["whole_number_buffers"][name][i])
+            self.task.carry(model, {k: v[i].to(on) for k, v in state["carried"].items()})
+        (x,) = self.optimizer.param_groups[0]["params"]
+        self.optimizer.state[x].update(_moved(state["optimizer"], on))
+        self.algorithm.load_state_dict(_moved(state["algorithm"], on))
+        self.network.load_state_dict(state["network"])
+        self.seconds = state["seconds"]
+        for name, values in state["phases"].items():
+            self.clock.phases[name] = runs.Spent(*values)
+
+    def _save(self, position: Position, score: float | None = None) -> None:
+        if self.checkpoints is None:
+            return
+        with self.clock("checkpoint"):
+            facts = {
+                "config": OmegaConf.to_container(self.config),
+                "metrics_bytes": 0 if _output is None else _output.rows.synced_offset(),
+            }
+            self.checkpoints.save(
+                self.step, self.network.workers, self._state(position), facts, score
+            )
 
     # --- Measuring ---
 
@@ -355,75 +579,11 @@ class _Run:
             }
             log_metric(name, values, tags)
 
-    def _evaluate(self, epoch: int, sums: Mapping[str, Tensor]) -> str:
-        """Rows on the models as they are; what the progress bar says of them."""
-        network, steps = self.network, self.task.steps_per_epoch
-        for name, total in sums.items():
-            mean_of_workers = network.gather(total.double() / steps).mean().item()
-            self._log(name, mean_of_workers, epoch, split="train")
-
-        by_worker = _table([self.task.evaluate(model) for model in self.parameters.models])
-        for name, hosted_values in by_worker.items():
-            for worker, value in zip(network.workers, hosted_values, strict=True):
-                # the update of the last step is seen here first
-                self._refuse_divergence(worker, f"test {name}", value, epoch)
-            values = network.gather(torch.tensor(hosted_values, dtype=torch.float64))
-            for worker, value in enumerate(values.tolist()):
-                self._log(name, value, epoch, split="test", worker=worker)
-
-        x, buffers = self.parameters.x, self.parameters.buffers
-        mean, mean_buffers = network.mean(x), network.mean(buffers)
-        squares = {"params_only": (x - mean).double().square().sum(1)}
-        squares["full_state_vector"] = squares["params_only"] + (
-            buffers - mean_buffers
-        ).double().square().sum(1)
-        for kind, distances in squares.items():
-            rms = network.mean(distances).sqrt().item()
-            self._log("consensus_distance", rms, epoch, type=kind)
-        shown = f"consensus distance {network.mean(squares['params_only']).sqrt().item():.2g}"
-
-        uncompressed = int(network.bits_to_all(self.parameters.layout.size, self.step)[0])
-        self._log("uncompressed_gossip_bits", uncompressed, epoch)
-        if self.config.evaluate_average_model:
-            self.mean_model.x.copy_(mean)
-            self.mean_model.buffers.copy_(mean_buffers)
-            part = self.task.evaluate(
-                self.mean_model.models[0], part=(self.who.rank, self.who.size)
-            )
-            names = list(part)
-            sums_of_all = self.who.sum(np.array(list(part.values()))).tolist()
-            of_mean_model = _table([dict(zip(names, sums_of_all, strict=True))])
-            for name, (value,) in of_mean_model.items():
-                self._log(name, value, epoch, split="test_avg")
-                if name == "accuracy":
-                    shown = f"mean model {100 * value:.1f} %, {shown}"
-        return shown
-
-    def _log_spectra(self, epoch: int) -> None:
-        """Singular values of the difference of two workers' matrices, largest first."""
-        layout, names = self.parameters.layout, self.parameters.names
-        for parameter in self.config.spectrum_logging_params:
-            (span,) = layout.spans([names.index(parameter)])
-            shape = layout.shapes[names.index(parameter)]
-            everyone = self.network.gather(self.parameters.x[:, span])  # [worker, number]
-            for first, second in self.config.spectrum_logging_worker_pairs:
-                difference = (everyone[first] - everyone[second]).view(shape[0], -1)
-                for index, value in enumerate(torch.linalg.svdvals(difference).tolist()):
-                    self._log(
-                        "spectrum",
-                        value,
-                        epoch,
-                        index=index,
-                        workers=f"{first}-{second}",
-                        parameter=parameter,
-                    )
-
     def _log_clock(self, epoch: int) -> None:
-        for phase, durations in self.clock.durations.items():
-            seconds = np.array(durations)
-            self._log("phase_seconds", seconds.sum(), epoch, phase=phase)
+        for phase, spent in self.clock.phases.items():
+            self._log("phase_seconds", spent.total, epoch, phase=phase)
             if self.who.rank == 0:
-                log_runtime(phase, seconds.mean(), seconds.std(), len(seconds))
+                log_runtime(phase, spent.mean, spent.deviation, spent.instances)
 
 
 def learning_rate(c: Any, epoch: float) -> float:
@@ -443,10 +603,52 @@ def learning_rate(c: Any, epoch: float) -> float:
     return float(rate)
 
 
-def _table(sums: list[dict[str, float]]) -> dict[str, list[float]]:
-    """[{metric: sum, "count": samples}, ...] as {metric: [mean, ...]}."""
-    names = [name for name in sums[0] if name != "count"]
-    return {name: [row[name] / row["count"] for row in sums] for name in names}
+def whole_number_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """A model's buffers of whole numbers, such as batch norm's count of batches."""
+    return {name: b for name, b in model.named_buffers() if not b.is_floating_point()}
+
+
+def _stacked(by_worker: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([of[name] for of in by_worker]) for name in by_worker[0]}
+
+
+def _moved(tree: Any, device: torch.device) -> Any:
+    """The tree with its tensors on a device."""
+    if isinstance(tree, Tensor):
+        return tree.to(device)
+    if isinstance(tree, dict):
+        return {key: _moved(value, device) for key, value in tree.items()}
+    return [_moved(value, device) for value in tree] if isinstance(tree, list) else tree
+
+
+def _sgd(x: nn.Parameter, c: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(
+        [x],
+        lr=c.learning_rate,
+        momentum=c.momentum,
+        nesterov=c.nesterov and c.momentum > 0,
+        fused=True,
+    )
+
+
+def _adamw(x: nn.Parameter, c: Any) -> torch.optim.Optimizer:
+    """Loshchilov & Hutter (2019), arXiv:1711.05101; its decay is decoupled, see _Run._update."""
+    return torch.optim.AdamW(
+        [x],
+        lr=c.learning_rate,
+        betas=(c.adam_beta1, c.adam_beta2),
+        eps=c.adam_epsilon,
+        weight_decay=0.0,
+        fused=True,
+    )
+
+
+# The names that users choose from; state is elementwise, so one optimizer serves all workers.
+LOCAL_OPTIMIZERS: dict[str, Callable[[nn.Parameter, Any], torch.optim.Optimizer]] = {
+    "sgd": _sgd,
+    "adamw": _adamw,
+}
+_DECOUPLED = ("adamw",)  # weight decay apart from the gradient
 
 
 # --- Before and after ----------------------------------------------------------------------------
@@ -454,7 +656,14 @@ def _table(sums: list[dict[str, float]]) -> dict[str, list[float]]:
 
 def _read(arguments: list[str]) -> str | None:
     description = (__doc__ or "").split("\n\n")[0]
-    return configuration.read_command_line(config, arguments, description)
+    before = config.copy()
+    folder = configuration.read_command_line(config, arguments, description)
+    if config.resume and folder and (Path(folder) / "config.yaml").exists():
+        # What is not said is as it was.
+        config.merge_with(before)
+        configuration.take_up(config, Path(folder) / "config.yaml")
+        configuration.read_command_line(config, arguments, description)
+    return folder
 
 
 def _checked(asked: DictConfig, who: Processes) -> Any:
@@ -467,9 +676,12 @@ def _checked(asked: DictConfig, who: Processes) -> Any:
     for key in (
         "num_epochs",
         "batch_size",
+        "checkpoint_interval",
         "evaluation_interval",
+        "local_steps",
         "optimizer_rank",
         "optimizer_num_iterations",
+        "recalibration_batches",
     ):
         demand(key, lambda v: v >= 1, "1 or more")
     for key in ("seed", "rank", "log_verbosity"):
@@ -477,6 +689,21 @@ def _checked(asked: DictConfig, who: Processes) -> Any:
     demand("learning_rate", lambda v: v > 0 and math.isfinite(v), "a number above 0")
     demand("distributed_lr_warmup_factor", lambda v: v > 0 and math.isfinite(v), "a number above 0")
     demand("distributed_lr_warmup_epoch", lambda v: v >= 0, "a number of epochs, or 0 for none")
+    for key in ("adam_beta1", "adam_beta2"):
+        demand(key, lambda v: 0 <= v < 1, "a number from 0 to below 1")
+    demand("adam_epsilon", lambda v: v > 0 and math.isfinite(v), "a number above 0")
+    demand(
+        "gradient_clipping",
+        lambda v: v is None or (v > 0 and math.isfinite(v)),
+        "a number above 0, or null",
+    )
+    demand(
+        "mean_model_statistics",
+        lambda v: v in ("averaged", "recalibrated"),
+        "averaged or recalibrated",
+    )
+    choices = ", ".join(LOCAL_OPTIMIZERS)
+    demand("local_optimizer", lambda v: v in LOCAL_OPTIMIZERS, f"one of {choices}")
     demand("momentum", lambda v: 0 <= v < 1, "a number from 0 to below 1")
     demand("weight_decay", lambda v: v >= 0 and math.isfinite(v), "0 or more")
     demand("decentralized_data_shuffled_ratio", lambda v: 0 <= v <= 1, "a share from 0 to 1")

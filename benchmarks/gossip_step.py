@@ -11,7 +11,6 @@ No model and no data: only the shapes of a model's parameters, filled with rando
 
 import json
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ import algorithms
 import compressors
 import configuration
 import topologies
+from benchmarks.timing import in_turns
 from network import BadInput, Network, choose_device, processes
 from parameters import Layout
 
@@ -104,9 +104,7 @@ def main(arguments: list[str]) -> None:
     bits_per_step = int(network.bits[0]) // 4
     floor = _floor(network, x, c.algorithm, bits_per_step)
     # Workers that have come to agree take other paths than workers that learn do.
-    times = _in_turns(
-        [step, floor], c.rounds, c.seconds, who, device, before=lambda: x.copy_(start)
-    )
+    times = in_turns([step, floor], c.rounds, c.seconds, who, device, before=lambda: x.copy_(start))
     ms_per_step, floor_ms = (1e3 * float(np.median(seconds)) for seconds in times)
     if who.rank == 0:
         print(
@@ -181,40 +179,6 @@ def _floor(network: Network, x: Tensor, algorithm: str, bits: int) -> Callable[[
 def _touch(x: Tensor) -> None:
     """Read and write every number."""
     x.mul_(1.0)
-
-
-def _in_turns(
-    functions: list[Callable[[], None]],
-    rounds: int,
-    seconds: float,
-    who: Any,
-    device: torch.device,
-    before: Callable[[], object],
-) -> list[list[float]]:
-    """Seconds a call, [function][round]: the functions take turns, so that noise hits both.
-
-    `before` is called before each round of calls, of which there are at most 200.
-    """
-
-    def measure(function: Callable[[], None], count: int) -> float:
-        before()
-        who.gather(None)  # start together
-        start = time.perf_counter()
-        for _ in range(count):
-            function()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return (time.perf_counter() - start) / count
-
-    counts = []
-    for function in functions:
-        once = who.broadcast(measure(function, 3))
-        counts.append(min(200, max(1, int(seconds / rounds / len(functions) / once))))
-    times: list[list[float]] = [[] for _ in functions]
-    for _ in range(rounds):
-        for function, count, record in zip(functions, counts, times, strict=True):
-            record.append(measure(function, count))
-    return times
 
 
 if __name__ == "__main__":

@@ -3,12 +3,13 @@
 A new task is its module and its row in `TASKS`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from tasks import digits, fashion_mnist
+from tasks import cifar, digits, fashion_mnist, language
 from tasks.task import Batch, Options, Split, Task
 
 __all__ = ["TASKS", "Batch", "Options", "Split", "Task", "make"]
@@ -18,6 +19,9 @@ CPU = torch.device("cpu")
 TASKS: dict[str, Callable[[Options], Task]] = {
     "Digits": digits.task,
     "FashionMNIST": fashion_mnist.task,
+    "Cifar": cifar.CIFAR10.task,
+    "Cifar100": cifar.CIFAR100.task,
+    "LSTM": language.task,
 }
 
 
@@ -33,6 +37,8 @@ def make(
     data_dir: str | Path | None = None,
     download: bool = True,
     device: torch.device = CPU,
+    dirichlet_alpha: float | None = None,
+    task_options: Mapping[str, Any] = {},
 ) -> Task:
     """The task of this name, with its data loaded onto the device.
 
@@ -41,13 +47,20 @@ def make(
     decentralized   sort the samples by label and give each worker a contiguous piece, for good
     shuffled_ratio  the share of the samples that is mixed back then; in [0, 1]
     reshuffle       deal the samples out anew each epoch; if False, each worker keeps its own.
-                    Without meaning when decentralized.
+                    Without meaning when decentralized or dealt out by Dirichlet's distribution.
     data_dir        the folder with the data's files; None: the usual places. Tasks whose data come
                     with a library need none.
     download        whether to fetch what is in none of these places
+    dirichlet_alpha draw each worker's proportions of labels from Dirichlet(α·1), for good; small α:
+                    few labels each. None: do not.
+    task_options    name → value: what only this task understands; what is not named keeps its
+                    default
 
-    Raises ValueError for an unknown name, sizes that do not fit each other, a folder that does not
-    exist, data that are missing or damaged.
+    Text has no labels: language tasks give each worker a contiguous piece of it whatever
+    `decentralized` and `reshuffle` say, and refuse the other two.
+
+    Raises ValueError for an unknown name or option, a value that is impossible, sizes that do not
+    fit each other, a folder that does not exist, data that are missing or damaged.
     """
     if name not in TASKS:
         raise ValueError(f'task "{name}" is unknown; choose from {", ".join(TASKS)}')
@@ -56,6 +69,7 @@ def make(
         raise ValueError(f"data_dir={data_dir} is not a folder; name one, or leave data_dir empty")
     return TASKS[name](
         Options(
+            task=name,
             n_workers=n_workers,
             batch_size=batch_size,
             seed=seed,
@@ -65,5 +79,7 @@ def make(
             data_dir=folder,
             download=download,
             device=device,
+            dirichlet_alpha=dirichlet_alpha,
+            task_options=dict(task_options),
         )
     )

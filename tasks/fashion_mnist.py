@@ -3,24 +3,28 @@
 Xiao, Rasul & Vollgraf (2017), arXiv 1708.07747.
 """
 
-import importlib.util
-import os
-import tempfile
-import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from tasks import idx
+from tasks import files, idx
 from tasks.images import ImageClassification, LabeledImages
 from tasks.task import Options, Task
 
 N_LABELS = 10
-PREFIXES = {"train": "train", "test": "t10k"}  # split → how its files' names start
+SPLITS = {"train": "train", "test": "t10k"}  # split → how its files' names start
 DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")  # of the package dataset-fashion-mnist
-HUB_NAME = "zalando-datasets/fashion_mnist"  # on the Hugging Face hub
-PATIENCE = 5.0  # seconds until the hub counts as out of reach
+FORM = files.Form(
+    tuple(
+        f"{prefix}-{kind}-ubyte"
+        for prefix in SPLITS.values()
+        for kind in ("images-idx3", "labels-idx1")
+    ),
+    suffix=".gz",
+)
 
 
 def task(options: Options) -> Task:
@@ -29,16 +33,30 @@ def task(options: Options) -> Task:
 
     Raises ValueError if they are nowhere, if a file is damaged, or if the options do not fit them.
     """
-    folder = find(options.data_dir, options.download)
-    train, test = load(folder, "train"), load(folder, "test")
+    train_images, train_labels, test_images, test_labels = find(options)
+    train, test = load(train_images, train_labels), load(test_images, test_labels)
     if train.images.shape[1:] != test.images.shape[1:]:
-        raise ValueError(f"training and test images in {folder} differ in size")
+        raise ValueError(
+            f"training and test images in {train_images.parent} differ in size: "
+            f"{list(train.images.shape[2:])} and {list(test.images.shape[2:])} pixels"
+        )
     return ImageClassification(train, test, N_LABELS, options)
 
 
-def load(folder: Path, split: str) -> LabeledImages:
+def find(options: Options) -> list[Path]:
+    """The four files: images and labels to train, images and labels to test."""
+    source = files.Source(
+        options.task,
+        (FORM,),
+        files.Hub("zalando-datasets/fashion_mnist", FORM, _convert),
+        (DEBIAN_FOLDER,),
+        "install Debian's package dataset-fashion-mnist",
+    )
+    return files.find(source, options.data_dir, options.download)[1]
+
+
+def load(images_path: Path, labels_path: Path) -> LabeledImages:
     """A split from its two IDX files. Raises ValueError if they are damaged or do not match."""
-    images_path, labels_path = (_file(folder, name) for name in _names(PREFIXES[split]))
     images, labels = idx.read(images_path, rank=3), idx.read(labels_path, rank=1)
     if len(images) != len(labels):
         raise ValueError(
@@ -49,112 +67,10 @@ def load(folder: Path, split: str) -> LabeledImages:
     return LabeledImages(images[:, None], labels.to(torch.int64))
 
 
-def find(data_dir: Path | None, download: bool) -> Path:
-    """The folder with the four IDX files; may fetch them into the user's cache first.
-
-    Raises ValueError, saying where it looked and what would do, if they are not to be had.
-    """
-    if data_dir is not None:
-        places = _with_subfolder(data_dir)
-    else:
-        places = [*_with_subfolder(_environment()), DEBIAN_FOLDER, _cache()]
-    for place in places:
-        if not _missing(place):
-            return place
-    if data_dir is not None:
-        raise ValueError(f"data_dir={data_dir} lacks {_listed(_missing(data_dir))}")
-    problem = _fetch(_cache()) if download else "download is off"
-    if not _missing(_cache()):
-        return _cache()
-    unset = "" if _environment() else "$DATA (not set), "
-    raise ValueError(
-        f"FashionMNIST is in none of {unset}{', '.join(map(str, places))}, and was not fetched: "
-        f"{problem}. Install Debian's package dataset-fashion-mnist, set data_dir to a folder with "
-        f"{_listed(_missing(Path()))}, or connect to the internet"
-    )
-
-
-def _environment() -> Path | None:
-    value = os.environ.get("DATA")
-    return Path(value).expanduser() if value else None
-
-
-def _names(prefix: str) -> tuple[str, str]:
-    return f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte"
-
-
-def _file(folder: Path, name: str) -> Path:
-    plain = folder / name
-    return plain if plain.is_file() else folder / f"{name}.gz"
-
-
-def _missing(folder: Path) -> list[str]:
-    names = [name for prefix in PREFIXES.values() for name in _names(prefix)]
-    return [name for name in names if not _file(folder, name).is_file()]
-
-
-def _listed(names: list[str]) -> str:
-    return f"{', '.join(names)} (or the same with .gz)"
-
-
-def _with_subfolder(folder: Path | None) -> list[Path]:
-    return [] if folder is None else [folder, folder / "FashionMNIST"]
-
-
-def _cache() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "decentralized-deep-learning" / "FashionMNIST"
-
-
-def _fetch(folder: Path) -> str | None:
-    """Fetch the images from the hub and write them into a folder; returns what went wrong, if so.
-
-    Each file appears complete or not at all, also if several processes do this at a time.
-    """
-    problem = _out_of_reach()
-    if problem is not None:
-        return problem
-    # Takes seconds, and comes with the extra `data` only.
-    import datasets
-
-    try:
-        splits = datasets.load_dataset(HUB_NAME)
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-            for split, prefix in PREFIXES.items():
-                columns = splits[split].with_format("numpy")
-                for name, column in zip(_names(prefix), ("image", "label"), strict=True):
-                    array = np.stack(list(columns[column])).astype(np.uint8)
-                    idx.write(Path(scratch) / name, torch.from_numpy(array))
-                    (Path(scratch) / name).replace(folder / name)
-    except Exception as error:  # the library lets errors of many others through
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-def _out_of_reach() -> str | None:
-    """Why the hub cannot be asked, or None; known within `PATIENCE`.
-
-    The library itself repeats its attempts for minutes, and a name lookup cannot be interrupted:
-    hence one attempt, in a thread that nobody waits for.
-    """
-    if importlib.util.find_spec("datasets") is None:
-        return "the extra `data` (Hugging Face datasets) is not installed"
-    from huggingface_hub import HfApi
-
-    problem = [f"the Hugging Face hub did not answer within {PATIENCE:g} s"]
-
-    def ask() -> None:
-        try:
-            HfApi().dataset_info(HUB_NAME, timeout=PATIENCE)
-            problem.clear()
-        except Exception as error:
-            first_line = next(iter(str(error).splitlines()), "")
-            problem[0] = (
-                f"the Hugging Face hub is out of reach ({type(error).__name__}: {first_line})"
-            )
-
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(PATIENCE)
-    return problem[0] if problem else None
+def _convert(splits: Any) -> Iterator[tuple[str, bytes]]:
+    names = iter(FORM.names)
+    for split in SPLITS:
+        rows = list(splits[split])
+        for column in ("image", "label"):
+            array = np.stack([np.asarray(row[column], dtype=np.uint8) for row in rows])
+            yield next(names), idx.encoded(torch.from_numpy(array))

@@ -6,25 +6,25 @@ Type 8 is unsigned bytes, the only one that images and labels use. LeCun, Cortes
 "The MNIST database of handwritten digits".
 """
 
-import gzip
 import math
 import struct
-import zlib
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from tasks import files
+
 UNSIGNED_BYTE = 8
-GZIP_MAGIC = b"\x1f\x8b"
 
 
 def read(path: Path, rank: int) -> Tensor:
     """The file's array, which must have `rank` axes: uint8. The file may be compressed by gzip.
 
-    Raises ValueError, naming the file and what was found, if it is damaged or something else.
+    Raises ValueError, naming the file and what was found, if it is damaged, something else, or not
+    what SHA256SUMS beside it says.
     """
-    content = _uncompressed(path)
+    content = bytearray(files.uncompressed(path))
     start = 4 + 4 * rank
     if len(content) < start:
         raise ValueError(f"{path} is truncated: {len(content)} bytes, less than an IDX header")
@@ -47,17 +47,9 @@ def read(path: Path, rank: int) -> Tensor:
     return torch.frombuffer(content, dtype=torch.uint8, offset=start).view(sizes)
 
 
-def write(path: Path, array: Tensor) -> None:
-    """Write a uint8 array, uncompressed."""
+def encoded(array: Tensor) -> bytes:
+    """The content of the file, uncompressed, that holds a uint8 array."""
     header = bytes([0, 0, UNSIGNED_BYTE, array.dim()]) + struct.pack(
         f">{array.dim()}I", *array.shape
     )
-    path.write_bytes(header + array.numpy().tobytes())
-
-
-def _uncompressed(path: Path) -> bytearray:
-    try:
-        raw = path.read_bytes()
-        return bytearray(gzip.decompress(raw) if raw.startswith(GZIP_MAGIC) else raw)
-    except (OSError, EOFError, zlib.error) as error:  # gzip raises all three for damaged files
-        raise ValueError(f"{path} cannot be read, or is damaged or truncated: {error}") from error
+    return header + array.numpy().tobytes()

@@ -1,7 +1,8 @@
 """Models for images [sample, channel, row, column] → scores [sample, label].
 
 Weights start as torch's default initializers leave them. `ARCHITECTURES` holds a builder for each:
-(channels, rows, columns) of the images and the number of labels → model.
+(channels, rows, columns) of the images and the number of labels → model. What a builder takes by
+name only is an option of the tasks.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,9 @@ from torch.nn import functional
 
 Shape = tuple[int, ...]  # channels, rows, columns
 
-NORMS: dict[str, Callable[[int], nn.Module]] = {
+# Batch norm: Ioffe & Szegedy (2015), arXiv 1502.03167. Group norm, with 8 groups: Wu & He (2018),
+# arXiv 1803.08494.
+NORMALIZATIONS: dict[str, Callable[[int], nn.Module]] = {
     "batch": nn.BatchNorm2d,
     "group": lambda channels: nn.GroupNorm(min(8, channels), channels),
 }
@@ -54,27 +57,28 @@ class MLP(nn.Module):
         return self.output(self.hidden2(x).relu())
 
 
-class ResNet20(nn.Module):
-    """Three stages of three residual blocks with 16, 32 and 64 channels; 272,474 parameters for 3
-    channels and 10 labels.    He et al. (2015), arXiv 1512.03385, § 4.2
+class ResNet(nn.Module):
+    """A 3 × 3 convolution, stages of residual blocks, the mean over the image, a linear layer.
 
-    Where a stage changes the shape, the shortcut is a projection, their option B. For CIFAR they
-    use option A, zeros for the new channels; the PowerGossip paper's parameter count is B's.
-    `norm` is "batch" or "group" (Wu & He 2018, arXiv 1803.08494), with 8 groups.
+    widths: channels of each stage. The first stage keeps the size of the image, each other one
+    halves it. Where a stage changes the shape, the shortcut is a projection (option B of He et al.
+    2015, arXiv 1512.03385, § 3.3).
     """
 
-    def __init__(self, shape: Shape, n_labels: int, norm: str = "batch") -> None:
+    def __init__(
+        self, shape: Shape, n_labels: int, widths: list[int], depth: int, normalization: str
+    ) -> None:
+        """depth: residual blocks in a stage; normalization: of `NORMALIZATIONS`."""
         super().__init__()
-        if norm not in NORMS:
-            raise ValueError(f'norm "{norm}" is unknown; choose from {", ".join(NORMS)}')
-        self.conv = nn.Conv2d(shape[0], 16, 3, padding=1, bias=False)
-        self.norm = NORMS[norm](16)
+        norm = NORMALIZATIONS[normalization]
+        self.conv = nn.Conv2d(shape[0], widths[0], 3, padding=1, bias=False)
+        self.norm = norm(widths[0])
         blocks = []
-        for before, after, stride in [(16, 16, 1), (16, 32, 2), (32, 64, 2)]:
-            blocks.append(ResidualBlock(before, after, stride, NORMS[norm]))
-            blocks += [ResidualBlock(after, after, 1, NORMS[norm]) for _ in range(2)]
+        for before, after in zip([widths[0], *widths], widths, strict=False):
+            blocks.append(ResidualBlock(before, after, 1 if before == after else 2, norm))
+            blocks += [ResidualBlock(after, after, 1, norm) for _ in range(depth - 1)]
         self.blocks = nn.Sequential(*blocks)
-        self.output = nn.Linear(64, n_labels)
+        self.output = nn.Linear(widths[-1], n_labels)
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.blocks(self.norm(self.conv(images)).relu())
@@ -103,8 +107,67 @@ class ResidualBlock(nn.Module):
         return torch.relu(self.shortcut(x) + self.norm2(self.conv2(f)))
 
 
-ARCHITECTURES: dict[str, Callable[[Shape, int], nn.Module]] = {
+def ResNet20(shape: Shape, n_labels: int, *, normalization: str = "batch") -> ResNet:
+    """Three stages of three blocks with 16, 32 and 64 channels; 272,474 parameters for 3 channels
+    and 10 labels.    He et al. (2015), arXiv 1512.03385, § 4.2
+
+    For CIFAR they use option A, zeros for the new channels; the PowerGossip paper's parameter count
+    is that of projections.
+    """
+    return ResNet(shape, n_labels, [16, 32, 64], 3, normalization)
+
+
+def ResNet18(shape: Shape, n_labels: int, *, normalization: str = "batch") -> ResNet:
+    """Four stages of two blocks with 64 to 512 channels; 11,173,962 parameters for 3 channels and
+    10 labels.    He et al. (2015), arXiv 1512.03385, table 1
+
+    Theirs is for images of 224 × 224 pixels. For small ones, as is usual for CIFAR, its 7 × 7
+    convolution with stride 2 and the max pooling after it are one 3 × 3 convolution.
+    """
+    return ResNet(shape, n_labels, [64, 128, 256, 512], 2, normalization)
+
+
+class VGG11(nn.Module):
+    """Eight 3 × 3 convolutions with 64 to 512 channels, five of which max pooling follows, the mean
+    over what is left of the image, a linear layer; 9,228,362 parameters for 3 channels and 10
+    labels.    Simonyan & Zisserman (2014), arXiv 1409.1556, table 1, column A
+
+    Theirs is for images of 224 × 224 pixels and ends in three linear layers; one is usual for
+    CIFAR. Unlike theirs, convolutions are normalized, which makes their biases pointless: there are
+    none.
+    """
+
+    # Channels of each convolution, and pools between them.
+    LAYERS = (64, "pool", 128, "pool", 256, 256, "pool", 512, 512, "pool", 512, 512, "pool")
+
+    def __init__(self, shape: Shape, n_labels: int, *, normalization: str = "batch") -> None:
+        """Raises ValueError if there are less than 32 rows or columns."""
+        super().__init__()
+        channels, rows, columns = shape
+        if min(rows, columns) < 32:
+            raise ValueError(
+                f"VGG11 halves images five times, for which {rows} × {columns} pixels are too few; "
+                "use images of 32 × 32 or more, or another task_architecture"
+            )
+        layers: list[nn.Module] = []
+        for width in self.LAYERS:
+            if isinstance(width, int):
+                layers.append(nn.Conv2d(channels, width, 3, padding=1, bias=False))
+                layers += [NORMALIZATIONS[normalization](width), nn.ReLU()]
+                channels = width
+            else:
+                layers.append(nn.MaxPool2d(2))
+        self.layers = nn.Sequential(*layers)
+        self.output = nn.Linear(channels, n_labels)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.output(self.layers(images).mean((2, 3)))
+
+
+ARCHITECTURES: dict[str, Callable[..., nn.Module]] = {
     "CNN": CNN,
     "MLP": MLP,
     "ResNet20": ResNet20,
+    "ResNet18": ResNet18,
+    "VGG11": VGG11,
 }

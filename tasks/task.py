@@ -1,14 +1,15 @@
 """What a task is: data for every worker, models to train on it, a loss, an evaluation."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
-Batch = tuple[Tensor, Tensor]  # inputs, targets: the first axis of both is the sample
+# Inputs and targets, the first axis of both being the sample, and what else the task's loss needs.
+Batch = tuple[Tensor, ...]
 Split = Literal["train", "test"]
 
 
@@ -16,6 +17,7 @@ Split = Literal["train", "test"]
 class Options:
     """What every task is told. Each field is explained in `tasks.make`."""
 
+    task: str  # its name in the registry
     n_workers: int
     batch_size: int  # per worker
     seed: int
@@ -25,6 +27,8 @@ class Options:
     data_dir: Path | None
     download: bool
     device: torch.device
+    dirichlet_alpha: float | None = None
+    task_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Task(Protocol):
@@ -43,7 +47,7 @@ class Task(Protocol):
     def model(self, architecture: str, seed: int) -> nn.Module:
         """A new model on the task's device; its weights depend on architecture and seed only.
 
-        Raises ValueError if the task has no such architecture.
+        Raises ValueError if the task has no such architecture, or not for its data and options.
         """
         ...
 
@@ -55,7 +59,22 @@ class Task(Protocol):
         ...
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The mean loss of a batch, to differentiate, and named means over it, detached."""
+        """The mean loss of a batch, to differentiate, and named means over it, detached.
+
+        Changes what the model carries to the worker's next batch, and no more of the model than
+        running it changes.
+        """
+        ...
+
+    def carried(self, model: nn.Module) -> dict[str, Tensor]:
+        """What the loss of the next batch depends on besides parameters and buffers.
+
+        Empty for most tasks. With these, parameters and buffers, a run continues bit for bit.
+        """
+        ...
+
+    def carry(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
+        """Let the model, in place, continue from what `carried` gave. Any device will do."""
         ...
 
     def evaluate(
@@ -63,11 +82,20 @@ class Task(Protocol):
     ) -> dict[str, float]:
         """Sums of the metrics over the i-th of n parts of a split, part = (i, n), and "count".
 
-        Processes that evaluate one part each add up what they get and divide by the count.
-        Leaves the model as it was, including which of its modules are in training mode.
+        Processes that evaluate one part each add up what they get and divide by the count (which
+        is 0 for the parts of more processes than there is to do).
+        Leaves the model as it was, including which of its modules are in training mode, and what it
+        carries.
         """
         ...
 
-    def label_counts(self, epoch: int = 0) -> Tensor:
-        """How many samples of each label each worker has in an epoch: int64 [worker, label]."""
+    def derived(self, means: Mapping[str, float]) -> dict[str, float]:
+        """Further metrics, that follow from the means of those that `evaluate` adds up."""
+        ...
+
+    def label_counts(self, epoch: int = 0) -> Tensor | None:
+        """How many samples of each label each worker has in an epoch: int64 [worker, label].
+
+        None where samples have no labels.
+        """
         ...

@@ -1,5 +1,6 @@
 """Messages arrive where W says, in any layout of processes, and are counted once."""
 
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -100,6 +101,30 @@ def test_bits_and_messages_do_not_depend_on_the_layout(hosted: int) -> None:
         exchanged(alone)
         assert apart.gather(torch.tensor(apart.bits)).tolist() == alone.bits.tolist()
         assert apart.gather(torch.tensor(apart.messages)).tolist() == alone.messages.tolist()
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("kind", [ToAll, Mean])
+def test_long_messages_travel_on_while_something_else_is_done(kind: type[ToAll | Mean]) -> None:
+    """They have arrived before anyone waits for them."""
+    who = processes()
+    network = Network(topologies.make("ring", who.size))
+    x = torch.full((1, 3_000_000), float(who.rank))  # 12 MB: too long to be sent unasked
+    received: list[Tensor] = []
+
+    def conversation() -> Conversation:
+        received.append((yield kind(x)))
+
+    network.progress()  # nothing is under way
+    exchange = network.start(conversation())
+    begun = time.monotonic()
+    while network._under_way and time.monotonic() < begun + 30:
+        network.progress()
+    assert not network._under_way
+    exchange.finish()
+    mean = (who.size - 1) / 2
+    expected = {(who.rank + step) % who.size for step in (1, -1)} if kind is ToAll else {mean}
+    assert set(received[0].flatten()[::1000].tolist()) == expected
 
 
 def test_bits_are_those_of_the_bytes_that_leave() -> None:

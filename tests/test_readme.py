@@ -42,22 +42,36 @@ def test_every_python_block_is_tested() -> None:
     assert len(blocks("python")) == len(SHOWN)
 
 
-@pytest.mark.parametrize("command", TRAINING)
-def test_training_commands_run(command: str, tmp_path: Path) -> None:
-    """With one epoch; that `make train` runs to its end is not for a test suite."""
+def run(command: str, *more: str, cwd: Path = launch.ROOT) -> subprocess.CompletedProcess[str]:
     words = shlex.split(command)
     words[words.index("python")] = sys.executable
-    ended = subprocess.run(
-        [*words, "num_epochs=1", "--output-dir", str(tmp_path)],
-        cwd=launch.ROOT,
+    words = [str(launch.ROOT / word) if word == "train.py" else word for word in words]
+    return subprocess.run(
+        [*words, *more],
+        cwd=cwd,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         text=True,
         capture_output=True,
         timeout=90,
     )
+
+
+@pytest.mark.parametrize("command", [c for c in TRAINING if "--output-dir" not in c])
+def test_training_commands_run(command: str, tmp_path: Path) -> None:
+    """With one epoch; that `make train` runs to its end is not for a test suite."""
+    ended = run(command, "num_epochs=1", "--output-dir", str(tmp_path))
     assert ended.returncode == 0, ended.stderr
     assert "test accuracy, mean model" in ended.stdout
     assert (tmp_path / "figure.png").exists()
+
+
+def test_stopping_and_going_on(tmp_path: Path) -> None:
+    """The first command with two epochs, the second with three."""
+    first, second = (command for command in TRAINING if "--output-dir" in command)
+    assert run(first, "num_epochs=2", cwd=tmp_path).returncode == 0
+    ended = run(second, "num_epochs=3", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert "After 3 epochs" in ended.stdout
 
 
 def test_the_consensus_command_runs_as_it_stands(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ Axes: worker, D numbers of a worker's model. Digits and a small MLP everywhere; 
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,9 @@ def reproducible(rows: pd.DataFrame) -> list[dict[str, Any]]:
     return [{str(column): value for column, value in record.items()} for record in records]
 
 
+PHASES = {"data", "gradient", "update", "averaging", "communication", "evaluation"}
+
+
 # Rows.
 
 
@@ -95,12 +98,15 @@ def test_rows_have_the_published_names_tags_and_values() -> None:
             assert sorted(select(of_epoch, name, split="test")["worker"]) == [0, 1, 2, 3]
             assert len(select(of_epoch, name, split="test_avg")) == 1
             assert len(select(of_epoch, name)) == 6
-        assert sorted(select(of_epoch, "consensus_distance")["type"]) == [
-            "full_state_vector",
-            "params_only",
-        ]
+        distances = select(of_epoch, "consensus_distance")
+        for kind in ("full_state_vector", "params_only"):
+            assert len(distances[distances["type"] == kind]) == 1
+        of_parameters = distances[distances["type"] == "parameter"]
+        assert list(of_parameters["parameter"]) == run.parameters.names
+        in_all = value(of_epoch, "consensus_distance", type="params_only")
+        assert np.sqrt((of_parameters["value"] ** 2).sum()) == pytest.approx(in_all)
         phases = set(select(of_epoch, "phase_seconds")["phase"])
-        assert phases == {"data", "gradient", "update", "gossip", "evaluation"}
+        assert phases == PHASES
     assert rows["seconds"].is_monotonic_increasing
 
     # The values of the last epoch, from the models as they are now.
@@ -256,7 +262,9 @@ def test_decentralized_data_gives_each_worker_few_labels() -> None:
     def labels(**changes: Any) -> tuple[int, float]:
         run, rows = trained(**changes)
         assert np.isfinite(rows["value"]).all()
-        most = int((run.task.label_counts() > 0).sum(1).max())
+        counts = run.task.label_counts()
+        assert counts is not None
+        most = int((counts > 0).sum(1).max())
         return most, value(rows, "accuracy", split="train")
 
     dealt, sorted_, mixed = (
@@ -272,8 +280,10 @@ def test_decentralized_data_gives_each_worker_few_labels() -> None:
 def test_data_are_dealt_anew_unless_workers_keep_theirs() -> None:
     for reshuffle in (True, False):
         run = built(reshuffle_data=reshuffle)
-        same = torch.equal(run.task.label_counts(0), run.task.label_counts(1))
-        assert same is not reshuffle
+        first, second = (run.task.label_counts(epoch) for epoch in (0, 1))
+        assert first is not None
+        assert second is not None
+        assert torch.equal(first, second) is not reshuffle
 
 
 def test_a_ring_from_a_file_is_the_ring(tmp_path: Path) -> None:
@@ -376,6 +386,12 @@ class Fed:
     ) -> dict[str, float]:
         return self._digits.evaluate(model, split, part)
 
+    def carried(self, model: nn.Module) -> dict[str, Tensor]:
+        return {}
+
+    def derived(self, means: Mapping[str, float]) -> dict[str, float]:
+        return {}
+
 
 def fed(task: Fed, steps: int, **changes: Any) -> train._Run:
     """A run on this task, after some steps."""
@@ -407,59 +423,131 @@ def normalized_model() -> nn.Module:
     )
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"momentum": 0.0},
+        {"momentum": 0.9},
+        {"momentum": 0.9, "nesterov": False},
+        {"momentum": 0.9, "gradient_clipping": 0.5},
+        {"momentum": 0.9, "local_steps": 3},
+        {"local_optimizer": "adamw", "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-3},
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())),
+)
 @pytest.mark.parametrize("overlapping", [True, False])
-def test_a_step_of_dpsgd_is_the_dense_computation(overlapping: bool, momentum: float) -> None:
+def test_a_step_of_dpsgd_is_the_dense_computation(
+    overlapping: bool, changes: dict[str, Any]
+) -> None:
     """overlapping: x_{t+1} = W x_t − η u(g(x_t)); otherwise: x_{t+1} = W (x_t − η u(g(x_t)))."""
     weight_decay, rate, steps = 0.1, 0.05, 5
     task = Fed(4, normalized_model)
-    run = fed(
-        task,
-        steps,
-        optimizer="dpsgd",
-        overlapping=overlapping,
-        learning_rate=rate,
-        momentum=momentum,
-        weight_decay=weight_decay,
-    )
+    settings = {"learning_rate": rate, "weight_decay": weight_decay, "overlapping": overlapping}
+    run = fed(task, steps, optimizer="dpsgd", **settings, **changes)
 
     W = torch.from_numpy(run.topology.round(0).matrix().toarray()).float()
     models = [task.model("", run.config.seed) for _ in range(4)]
-    optimizers = [
-        torch.optim.SGD(
-            [
-                {"params": [*model[1].parameters(), *model[4].parameters()]},  # type: ignore[index]
-                {"params": model[2].parameters(), "weight_decay": 0.0},  # type: ignore[index]
-            ],
+    adamw = "local_optimizer" in changes
+    decayed = torch.cat(  # all but the normalization layer's
+        [torch.full((p.numel(),), p.shape != (12,) or i == 1) for i, p in enumerate(_of(models[0]))]
+    )
+    kept = 1 - rate * weight_decay * decayed if adamw else torch.ones(len(decayed))
+
+    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+        parameters: list[Any] = _of(model)
+        if adamw:
+            return torch.optim.AdamW(parameters, rate, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.0)
+        momentum = changes["momentum"]
+        groups: list[dict[str, Any]] = [
+            {"params": [*parameters[:2], *parameters[4:]]},
+            {"params": parameters[2:4], "weight_decay": 0.0},
+        ]
+        return torch.optim.SGD(
+            groups,
             lr=rate,
             momentum=momentum,
-            nesterov=momentum > 0,
+            nesterov=momentum > 0 and changes.get("nesterov", True),
             weight_decay=weight_decay,
         )
-        for model in models
-    ]
+
+    optimizers = [optimizer_of(model) for model in models]
 
     def read() -> Tensor:  # [worker, D]
-        return torch.stack([nn.utils.parameters_to_vector(m.parameters()) for m in models]).detach()
+        return torch.stack([nn.utils.parameters_to_vector(_of(m)) for m in models]).detach()
 
-    start = read()
+    start, clipped = read(), 0
     for step in range(steps):
         before = read()
         for worker, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             optimizer.zero_grad()
             task.loss(model, task.batch(worker, 0, step))[0].backward()
+            if "gradient_clipping" in changes:
+                norm = nn.utils.clip_grad_norm_(_of(model), changes["gradient_clipping"])
+                clipped += int(norm > changes["gradient_clipping"])
             optimizer.step()
-        after = read()
-        mixed = W @ before + (after - before) if overlapping else W @ after
+        update = read() - before
+        mixing = W if (step + 1) % changes.get("local_steps", 1) == 0 else torch.eye(4)
+        if overlapping:
+            mixed = kept * (mixing @ before) + update
+        else:
+            mixed = mixing @ (kept * before + update)
         for model, x in zip(models, mixed, strict=True):
-            nn.utils.vector_to_parameters(x.clone(), model.parameters())
+            nn.utils.vector_to_parameters(x.clone(), _of(model))
 
     expected = read()
-    found = torch.stack(
-        [nn.utils.parameters_to_vector(m.parameters()) for m in run.parameters.models]
-    )
+    found = torch.stack([nn.utils.parameters_to_vector(_of(m)) for m in run.parameters.models])
     assert (expected - start).norm() > 0.05 * start.norm(), "it has moved"
     assert (found - expected).norm() < 1e-5 * expected.norm()
+    assert (clipped > 0) == ("gradient_clipping" in changes)
+
+
+def _of(model: nn.Module) -> list[nn.Parameter]:
+    return list(model.parameters())
+
+
+# Statistics of the mean model.
+
+
+def test_recalibrated_statistics_are_those_of_the_mean_models_activations() -> None:
+    settings: dict[str, Any] = {"task_architecture": "ResNet20", "n_workers": 2, "batch_size": 300}
+    settings |= {"mean_model_statistics": "recalibrated", "recalibration_batches": 2}
+    run, rows = trained(**settings)
+    model = run.task.model("ResNet20", seed=1)
+    nn.utils.vector_to_parameters(
+        torch.cat([p.flatten() for p in mean_of_models(run.parameters.models)]), _of(model)
+    )
+    activations: list[Tensor] = []
+    model.conv.register_forward_hook(lambda *given: activations.append(given[2]))  # type: ignore[union-attr]
+    model.train()
+    with torch.no_grad():
+        for worker in range(2):
+            for step in range(2):
+                run.task.loss(model, run.task.batch(worker, 0, step))
+    seen = torch.stack([a.mean((0, 2, 3)) for a in activations]).mean(0)
+    spread = torch.stack([a.transpose(0, 1).flatten(1).var(1) for a in activations]).mean(0)
+    norm = run.mean_model.models[0].norm
+    assert isinstance(norm, nn.BatchNorm2d)
+    torch.testing.assert_close(norm.running_mean, seen, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(norm.running_var, spread, atol=1e-5, rtol=1e-4)
+    assert norm.momentum == 0.1
+    _, averaged = trained(**settings | {"mean_model_statistics": "averaged"})
+    kinds = [value(r, "cross_entropy", split="test_avg") for r in (rows, averaged)]
+    assert kinds[0] != kinds[1]
+    for name in ("accuracy", "cross_entropy"):  # and nothing else is another
+        for worker in (0, 1):
+            tags = {"split": "test", "worker": worker}
+            assert value(rows, name, **tags) == value(averaged, name, **tags)
+
+
+def test_training_data_are_evaluated_if_wanted() -> None:
+    run, rows = trained(evaluate_training_data=True)
+    for worker, model in enumerate(run.parameters.models):
+        sums = run.task.evaluate(model, "train")
+        expected = sums["accuracy"] / sums["count"]
+        assert value(rows, "accuracy", split="train_full", worker=worker) == expected
+    assert len(select(rows, "accuracy", split="train_avg")) == 1
+    _, without = trained()
+    assert set(without["split"].dropna()) == {"train", "test", "test_avg"}
 
 
 # main(): files, table, hooks.
@@ -554,7 +642,7 @@ def test_a_driver_in_another_folder_replaces_hooks_and_runs_twice(tmp_path: Path
     progress = [info["state.progress"] for info in hooked["info"] if "state.progress" in info]
     assert progress[:2] == [0.5, 1.0]
     for label, mean, std, instances in hooked["runtime"]:
-        assert label in {"data", "gradient", "update", "gossip", "evaluation"}
+        assert label in PHASES | {"checkpoint"}
         assert mean > 0
         assert std >= 0
         assert instances >= 1

@@ -1,0 +1,201 @@
+"""How well does each method learn, and for how many bits?
+
+Every method gets the same budget: the same model, data, epochs and batches, and the same grid of
+learning rates and diffusion rates, tried with a seed of its own for a part of the epochs; the best
+setting is then run with three other seeds. All-reduce has no diffusion rate. Moniqua's bound θ
+goes with the size of the updates, and is tried at two values.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import metrics
+from experiments.runner import Experiment, Results, Run
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+SEEDS = (1, 2, 3)
+TUNING_SEED = 11
+DIFFUSION_RATES = (1.0, 0.3, 0.1, 0.03)
+
+Values = dict[str, Any]
+
+_COMMON: Values = {
+    "n_workers": 8,
+    "topology": "ring",
+    "distributed_lr_warmup_epoch": 0.0,
+    "evaluation_interval": 100,  # the last epoch only
+    "checkpoint_interval": 100,
+}
+FASHION_MNIST: Values = {
+    **_COMMON,
+    "task": "FashionMNIST",
+    "task_architecture": "CNN",
+    "num_epochs": 5,
+    "batch_size": 32,
+    "lr_schedule_milestones": [[4, 0.1]],
+}
+TOPICS_LSTM: Values = {
+    **_COMMON,
+    "task": "LSTM",
+    "task_architecture": "LSTM",
+    "task_options": {"hidden_size": 128, "num_layers": 1, "dropout": 0.2, "sequence_length": 20},
+    "num_epochs": 8,
+    "batch_size": 8,
+    "momentum": 0.0,
+    "weight_decay": 0.0,
+    "gradient_clipping": 0.4,
+    "lr_schedule_milestones": [[6, 0.1]],
+}
+
+
+def _compressed(optimizer: str, compressor: str, **more: Any) -> Values:
+    return {"optimizer": optimizer, "optimizer_compressor": compressor, **more}
+
+
+METHODS: dict[str, Values] = {
+    "all-reduce": {"optimizer": "all-reduce"},
+    "D-PSGD": {"optimizer": "dpsgd"},
+    "PowerGossip, 1 iteration": {"optimizer": "power-gossip", "optimizer_num_iterations": 1},
+    "PowerGossip, 2 iterations": {"optimizer": "power-gossip", "optimizer_num_iterations": 2},
+    "CHOCO, sign": _compressed("choco", "sign-and-norm"),
+    "CHOCO, top 1 %": _compressed("choco", "top-k", optimizer_keep_ratio=0.01),
+    "CHOCO, random 1 %": _compressed("choco", "random-k", optimizer_keep_ratio=0.01),
+    "CHOCO, SVD rank 1": _compressed("choco", "svd", optimizer_rank=1),
+    "CHOCO, QSGD 4 levels": _compressed("choco", "qsgd", optimizer_levels=4),
+    "DeepSqueeze, sign": _compressed("deepsqueeze", "sign-and-norm"),
+    "DeepSqueeze, top 10 %": _compressed("deepsqueeze", "top-k", optimizer_keep_ratio=0.1),
+    "Moniqua, 2 bits": {"optimizer": "moniqua"},
+}
+THETAS = (0.25, 1.0)  # Moniqua's
+
+
+def experiment(
+    title: str,
+    values: Values,
+    measure: str = "accuracy",
+    rates: Sequence[float] = (0.05, 0.1),
+) -> Experiment:
+    """measure: accuracy (of the mean model, the larger the better) or perplexity."""
+
+    def tuning(results: Results) -> list[Run]:
+        return [run for runs in grids().values() for run in runs]
+
+    def grids() -> dict[str, list[Run]]:
+        return {method: _grid(values, method, rates) for method in METHODS}
+
+    def final(results: Results) -> list[Run]:
+        return [run for runs in chosen(results).values() for run in runs]
+
+    def chosen(results: Results) -> dict[str, list[Run]]:
+        by_method = {}
+        for method, runs in grids().items():
+            best = max(runs, key=lambda run: _score(results(run), measure))
+            by_method[method] = [
+                Run(
+                    "train",
+                    {**best.values, "num_epochs": values["num_epochs"], "seed": seed}
+                    | {"lr_schedule_milestones": values["lr_schedule_milestones"]},
+                    {"method": method, "seed": seed},
+                )
+                for seed in SEEDS
+            ]
+        return by_method
+
+    def report(results: Results, folder: Path) -> str:
+        runs = chosen(results)
+        rows = {method: [results(run) for run in of_seeds] for method, of_seeds in runs.items()}
+        settings = {method: of_seeds[0].values for method, of_seeds in runs.items()}
+        return f"{title[0].upper()}{title[1:]}\n\n{_table(rows, settings, measure)}\n"
+
+    return Experiment(title, [tuning, final], report)
+
+
+def _grid(values: Values, method: str, rates: Sequence[float]) -> list[Run]:
+    """Two fifths of the epochs each, the last half of them at a tenth of the learning rate."""
+    epochs = max(2, round(0.4 * values["num_epochs"]))
+    averages_fully = METHODS[method]["optimizer"] == "all-reduce"
+    thetas: Sequence[float | None] = [None]
+    if METHODS[method]["optimizer"] == "moniqua":
+        thetas = THETAS
+    runs = []
+    for rate, gamma, theta in product(
+        rates, DIFFUSION_RATES[:1] if averages_fully else DIFFUSION_RATES, thetas
+    ):
+        setting: Values = {"learning_rate": rate}
+        if not averages_fully:
+            setting["optimizer_diffusion_rate"] = gamma
+        if theta is not None:
+            setting["optimizer_theta"] = theta
+        short = {"num_epochs": epochs, "lr_schedule_milestones": [[epochs / 2, 0.1]]}
+        runs.append(
+            Run(
+                "train",
+                {**values, **METHODS[method], **setting, **short, "seed": TUNING_SEED},
+                {"method": method, **setting},
+            )
+        )
+    return runs
+
+
+def _score(rows: "DataFrame", measure: str) -> float:
+    """The larger, the better; a run that diverged is the worst."""
+    value = _last(rows, measure, "test_avg")
+    if value.empty or not value.notna().all():
+        return float("-inf")
+    return float(value.iloc[0]) * (-1 if measure == "perplexity" else 1)
+
+
+def _table(
+    rows: Mapping[str, list["DataFrame"]], settings: Mapping[str, Mapping[str, Any]], measure: str
+) -> str:
+    """A Markdown table: mean ± standard deviation over the seeds."""
+    percent = 100 if measure == "accuracy" else 1
+    unit = " %" if measure == "accuracy" else ""
+    plain = sum(float(r["bits"].max()) for r in rows["D-PSGD"])
+    lines = [
+        f"| method | {measure}, mean model | worst worker | MB sent per worker | less than D-PSGD "
+        "| seconds | learning rate | γ |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for method, of_seeds in rows.items():
+        worst_is = min if measure == "accuracy" else max
+        if any(_score(r, measure) == float("-inf") for r in of_seeds):
+            lines.append(f"| {method} | diverged | | | | | | |")
+            continue
+        mean = [percent * float(_last(r, measure, "test_avg").iloc[0]) for r in of_seeds]
+        worst = [percent * float(worst_is(_last(r, measure, "test"))) for r in of_seeds]
+        bits = sum(float(r["bits"].max()) for r in of_seeds)
+        seconds = sum(float(r["seconds"].max()) for r in of_seeds) / len(of_seeds)
+        setting = settings[method]
+        gamma = setting.get("optimizer_diffusion_rate", "")
+        if "optimizer_theta" in setting:
+            gamma = f"{gamma}, θ {setting['optimizer_theta']}"
+        lines.append(
+            f"| {method} | {_spread(mean)}{unit} | {_spread(worst)}{unit} "
+            f"| {bits / len(of_seeds) / 8e6:.1f} | {plain / bits:.1f}× | {seconds:.0f} "
+            f"| {setting['learning_rate']} | {gamma} |"
+        )
+    return "\n".join(lines)
+
+
+def _last(rows: "DataFrame", name: str, split: str) -> Any:
+    """The values at the last epoch that has such rows; none for a run that diverged early."""
+    if "split" not in rows:
+        return rows["value"][:0]
+    chosen = rows[(rows["name"] == name) & (rows["split"] == split)]
+    return chosen[chosen["epoch"] == chosen["epoch"].max()]["value"]
+
+
+def _spread(values: Sequence[float]) -> str:
+    mean = sum(values) / len(values)
+    deviation = (sum((v - mean) ** 2 for v in values) / max(1, len(values) - 1)) ** 0.5
+    return f"{mean:.2f} ± {deviation:.2f}"
+
+
+def figure(rows: Mapping[str, "DataFrame"], path: Path) -> None:
+    """Accuracy and consensus over epochs and bits."""
+    metrics.compare(rows, path)

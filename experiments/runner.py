@@ -1,0 +1,283 @@
+"""Runs an experiment's configurations, each once, and remembers which are done.
+
+A run is an entry point with values for its keys and a number of processes. It has a folder named
+by the hash of these, output/experiments/EXPERIMENT/HASH, with what the entry point writes, log.txt,
+run.json (the run itself) and, when it has ended well, done.json: seconds, versions, commit. That is
+the last thing written, in one piece, so that half a run never counts. A run that was killed goes on
+from its last checkpoint.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+import metrics
+from network import BadInput
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+ROOT = Path(__file__).resolve().parent.parent
+OUTPUT = Path("output/experiments")
+
+
+@dataclass(frozen=True)
+class Run:
+    """An entry point (train or gossip_run) with values for its keys.
+
+    labels     what a report tells this run by; no part of its identity
+    processes  MPI processes; 1: no launcher
+    """
+
+    entry: str
+    values: Mapping[str, Any]
+    labels: Mapping[str, Any] = field(default_factory=dict)
+    processes: int = 1
+
+    @property
+    def identity(self) -> str:
+        """A hash of everything that decides the result."""
+        content = [self.entry, self.processes, dict(self.values)]
+        text = json.dumps(content, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    @property
+    def command(self) -> list[str]:
+        """What starts it, but for the output folder."""
+        values = [f"{key}={_yaml(value)}" for key, value in self.values.items()]
+        launcher = ["mpirun", "-np", str(self.processes)] if self.processes > 1 else []
+        return [*launcher, sys.executable, str(ROOT / f"{self.entry}.py"), *values]
+
+
+Results = Callable[[Run], "DataFrame"]  # the rows of a run that is done
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A question: the runs that answer it, and a report of their rows.
+
+    title   the question, a line
+    stages  each makes runs, knowing the results of those before (tuning, then the real thing)
+    report  writes figures into a folder, and returns Markdown that refers to them by name
+    """
+
+    title: str
+    stages: Sequence[Callable[[Results], list[Run]]]
+    report: Callable[[Results, Path], str]
+
+
+class Folder:
+    """Where the runs of an experiment are."""
+
+    def __init__(self, name: str, output: Path = OUTPUT):
+        self.path = Path(output) / name
+
+    def of(self, run: Run) -> Path:
+        return self.path / run.identity
+
+    def state(self, run: Run) -> str:
+        """done, failed, begun or new."""
+        folder = self.of(run)
+        if (folder / "done.json").exists():
+            return "done"
+        if (folder / "failed.json").exists():
+            return "failed"
+        return "begun" if folder.exists() else "new"
+
+    def results(self, run: Run) -> "DataFrame":
+        """The rows of a run. ValueError if it is not done."""
+        if self.state(run) != "done":
+            raise ValueError(f"{_name(run)} is {self.state(run)}, see {self.of(run)}")
+        return metrics.load(self.of(run))
+
+    def seconds(self, run: Run) -> float:
+        """That a finished run took."""
+        return float(json.loads((self.of(run) / "done.json").read_text())["seconds"])
+
+    def runs(self, experiment: Experiment) -> Iterator[list[Run]]:
+        """The runs of each stage, as far as they can be known yet."""
+        for stage in experiment.stages:
+            try:
+                runs = stage(self.results)
+            except ValueError:  # of a stage before that is not done
+                return
+            yield runs
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Refuse a second runner of the same experiment. Raises BadInput."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / "lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise BadInput(f"{self.path} is in use by another runner; wait for it") from error
+            yield
+
+
+def carry_out(experiment: Experiment, folder: Folder, cores: int) -> list[Run]:
+    """Run what is not done, as many at a time as cores allow; returns the runs that failed.
+
+    A run that fails does not stop the others; it is tried again by the next call.
+    """
+    failed: list[Run] = []
+    for number, stage in enumerate(experiment.stages, 1):
+        runs = list({run.identity: run for run in stage(folder.results)}.values())
+        left = [run for run in runs if folder.state(run) != "done"]
+        if not left:
+            continue
+        print(f"stage {number} of {len(experiment.stages)}: {len(left)} runs of {len(runs)}")
+        progress = _Progress(len(left))
+        with _Cores(cores) as free, ThreadPoolExecutor(cores) as pool:
+
+            def one(run: Run, progress: "_Progress" = progress, free: "_Cores" = free) -> bool:
+                with free.taking(run.processes):
+                    ok = _carry_out_one(run, folder.of(run))
+                progress.tell(run, ok, folder.of(run))
+                return ok
+
+            outcome = list(pool.map(one, left))
+        failed = [run for run, ok in zip(left, outcome, strict=True) if not ok]
+        if failed:
+            break  # the next stage needs them all
+    return failed
+
+
+def _carry_out_one(run: Run, folder: Path) -> bool:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "failed.json").unlink(missing_ok=True)
+    _write(folder / "run.json", {"entry": run.entry, "values": dict(run.values)})
+    again = "resume=true" if run.entry == "train" else "overwrite=true"
+    command = [*run.command, again, "log_verbosity=0", "--output-dir", str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    start = time.perf_counter()
+    with (folder / "log.txt").open("a") as log:
+        log.write(f"$ {' '.join(command)}\n")
+        log.flush()
+        before = log.tell()
+        code = subprocess.run(command, stdout=log, stderr=log, env=environment).returncode
+    seconds = time.perf_counter() - start
+    # That a setting diverges is a result.
+    lines = (folder / "log.txt").read_text()[before:].splitlines()
+    diverged = code != 0 and any(line.startswith("error: diverged") for line in lines)
+    facts = {"seconds": round(seconds, 2), "exit_code": code, "diverged": diverged}
+    ok = code == 0 or diverged
+    _write(folder / ("done.json" if ok else "failed.json"), facts | circumstances())
+    return ok
+
+
+@cache
+def circumstances() -> dict[str, Any]:
+    """Versions, commit and machine, for whoever reads the results."""
+    import torch
+
+    def git(*arguments: str) -> str:
+        try:
+            found = subprocess.run(
+                ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True
+            )
+        except OSError:
+            return ""
+        return found.stdout.strip()
+
+    changed = "+changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+    return {
+        "commit": (git("rev-parse", "--short", "HEAD") + changed) or "unknown",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cores": os.cpu_count(),
+        "processor": _processor(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+class _Cores:
+    """So many cores to be taken; a run that wants more than there are gets all of them."""
+
+    def __init__(self, number: int):
+        self._number = self._free = number
+        self._changed = threading.Condition()
+
+    def __enter__(self) -> "_Cores":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    @contextmanager
+    def taking(self, wanted: int) -> Iterator[None]:
+        wanted = min(wanted, self._number)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= wanted)
+            self._free -= wanted
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += wanted
+                self._changed.notify_all()
+
+
+class _Progress:
+    """A line for each run that has ended, with an estimate of the time left."""
+
+    def __init__(self, number: int):
+        self._number, self._ended = number, 0
+        self._start = time.perf_counter()
+        self._lock = threading.Lock()
+
+    def tell(self, run: Run, ok: bool, folder: Path) -> None:
+        with self._lock:
+            self._ended += 1
+            spent = time.perf_counter() - self._start
+            left = spent / self._ended * (self._number - self._ended) / 60
+            outcome = "done" if ok else f"FAILED, see {folder / 'log.txt'}"
+            print(
+                f"  {self._ended}/{self._number}  {_name(run)}: {outcome}  ({left:.0f} min left)",
+                flush=True,
+            )
+
+
+def _name(run: Run) -> str:
+    labels = ", ".join(f"{key}={value}" for key, value in run.labels.items())
+    return labels or run.identity
+
+
+def _yaml(value: Any) -> str:
+    """As key=value on a command line takes it."""
+    if isinstance(value, str):
+        return value
+    return (
+        str(yaml.safe_dump(value, default_flow_style=True, width=10**6)).split("\n...")[0].strip()
+    )
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(content, indent=1) + "\n")
+    new.replace(path)

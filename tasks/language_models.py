@@ -1,0 +1,164 @@
+"""Models for language: words [stream, position] → scores of the next word [stream, position, word].
+
+Words are numbers of a vocabulary (int64). Axis names besides: layer, unit, head.
+
+`ARCHITECTURES` holds a builder for each: `Shape` → model. What a builder takes by name only is an
+option of the task.
+"""
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+# cuDNN wants all of an LSTM's weights in one piece of memory, in its own order, and copies them
+# there each time. Ours stay where the flat buffer of parameters.py has them: flatten_parameters()
+# would take them out of it.
+warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous")
+
+Shape = tuple[int, int]  # words in the vocabulary, words in the longest sequence
+State = dict[str, Tensor]
+
+
+class LanguageModel(nn.Module, ABC):
+    """A model that may continue where it was after the words before.
+
+    state: what it carries from batch to batch, neither parameters nor buffers; the task's, which
+    alone sets it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: State = {}
+
+    @abstractmethod
+    def forward(self, words: Tensor, state: State) -> tuple[Tensor, State]:
+        """Words and the state before them → scores and the state after them; {} is the state before
+        any words. Does not touch self.state."""
+
+
+class LSTM(LanguageModel):
+    """Embedding, LSTM layers, and scores by the embedding's own matrix (tied) plus a bias. Dropout
+    after the embedding and each layer. 28,949,319 parameters for 28,869 words.
+
+    Zaremba et al. (2014), arXiv 1409.2329; tied: Press & Wolf (2016), arXiv 1608.05859. Names and
+    initial weights are those of PyTorch's example word_language_model, on which the PowerGossip
+    paper's model is based: embedding uniform in ±0.1, bias 0, LSTM layers torch's default.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        hidden_size: int = 650,
+        num_layers: int = 3,
+        dropout: float = 0.4,
+    ) -> None:
+        super().__init__()
+        n_words, _ = shape
+        self.dropout = nn.Dropout(dropout)
+        self.encoder = nn.Embedding(n_words, hidden_size)
+        self.rnn = nn.LSTM(
+            hidden_size,
+            hidden_size,
+            num_layers,
+            dropout=dropout if num_layers > 1 else 0,  # there it is between layers
+            batch_first=True,
+        )
+        self.bias = nn.Parameter(torch.zeros(n_words))
+        nn.init.uniform_(self.encoder.weight, -0.1, 0.1)
+
+    def forward(self, words: Tensor, state: State) -> tuple[Tensor, State]:
+        """The state: hidden and cell, each [layer, stream, unit]."""
+        x = self.dropout(self.encoder(words))
+        x, (hidden, cell) = self.rnn(x, (state["hidden"], state["cell"]) if state else None)
+        scores = functional.linear(self.dropout(x), self.encoder.weight, self.bias)
+        return scores, {"hidden": hidden, "cell": cell}
+
+
+class Transformer(LanguageModel):
+    """Embeddings of words and positions, blocks of causal attention and a two-layer net, both
+    behind layer norms, and scores by the words' embedding (tied). Carries nothing from batch to
+    batch.
+
+    Vaswani et al. (2017), arXiv 1706.03762, the decoder alone; norms before instead of after, as in
+    Radford et al. (2019), "Language models are unsupervised multitask learners"; dropout where both
+    have it. Initial weights are normal with deviation 0.02, biases 0.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        hidden_size: int = 128,
+        num_layers: int = 2,
+        num_heads: int = 4,
+        dropout: float = 0.1,
+    ) -> None:
+        """Raises ValueError if hidden_size is no multiple of num_heads."""
+        super().__init__()
+        n_words, longest = shape
+        if hidden_size % num_heads:
+            raise ValueError(
+                f"task_options.hidden_size={hidden_size}: use a multiple of num_heads={num_heads}"
+            )
+        self.words = nn.Embedding(n_words, hidden_size)
+        self.positions = nn.Embedding(longest, hidden_size)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.Sequential(
+            *(Block(hidden_size, num_heads, dropout) for _ in range(num_layers))
+        )
+        self.norm = nn.LayerNorm(hidden_size)
+        for module in self.modules():
+            if isinstance(module, (nn.Embedding, nn.Linear)):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear):
+                nn.init.zeros_(module.bias)
+
+    def forward(self, words: Tensor, state: State) -> tuple[Tensor, State]:
+        positions = torch.arange(words.shape[1], device=words.device)
+        x = self.dropout(self.words(words) + self.positions(positions))
+        x = self.norm(self.blocks(x))
+        return functional.linear(x, self.words.weight), {}
+
+
+class Block(nn.Module):
+    """x ← x + attention(norm(x)); x ← x + net(norm(x)).    x: [stream, position, unit]"""
+
+    def __init__(self, hidden_size: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm1 = nn.LayerNorm(hidden_size)
+        self.queries_keys_values = nn.Linear(hidden_size, 3 * hidden_size)
+        self.attended = nn.Linear(hidden_size, hidden_size)
+        self.norm2 = nn.LayerNorm(hidden_size)
+        self.net = nn.Sequential(
+            nn.Linear(hidden_size, 4 * hidden_size),
+            nn.GELU(),
+            nn.Linear(4 * hidden_size, hidden_size),
+        )
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        return x + self.dropout(self.net(self.norm2(x)))
+
+    def attention(self, x: Tensor) -> Tensor:
+        """Each position's mean over itself and those before, weighted by softmax(q·k / √units) in
+        each head."""
+        parts = self.queries_keys_values(x).chunk(3, dim=2)
+        # each [stream, head, position, unit of head]
+        q, k, v = (part.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for part in parts)
+        heads = functional.scaled_dot_product_attention(
+            q, k, v, dropout_p=self.dropout.p if self.training else 0.0, is_causal=True
+        )
+        return self.attended(heads.transpose(1, 2).flatten(2))
+
+
+ARCHITECTURES: dict[str, Callable[..., LanguageModel]] = {
+    "LSTM": LSTM,
+    "Transformer": Transformer,
+}

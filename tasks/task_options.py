@@ -1,0 +1,49 @@
+"""`task_options`: what a user may tell a single task, and what refuses the rest.
+
+The options of a model are the keyword-only parameters of what builds it, and so are their defaults.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Which values an option may have."""
+
+    allows: Callable[[Any], bool]
+    would_do: str  # in words
+
+
+def one_of(choices: Iterable[str]) -> Kind:
+    names = list(choices)
+    return Kind(lambda value: value in names, " or ".join(names))
+
+
+COUNT = Kind(lambda value: type(value) is int and value >= 1, "a whole number, 1 or more")
+SHARE = Kind(
+    lambda value: type(value) in (int, float) and 0 <= value < 1, "a number from 0 to below 1"
+)
+
+
+def check(task: str, options: Mapping[str, Any], known: Mapping[str, Kind]) -> None:
+    """Raises ValueError for an option of a task that is not known, and an impossible value."""
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        quoted = ", ".join(f'"{key}"' for key in unknown)
+        choices = f"choose from {', '.join(known)}" if known else "it has none"
+        raise ValueError(f'task "{task}" has no option {quoted}; {choices}')
+    for key, value in options.items():
+        if not known[key].allows(value):
+            raise ValueError(f"task_options.{key}={value}: use {known[key].would_do}")
+
+
+def of_model(build: Callable[..., Any]) -> dict[str, Any]:
+    """The options of a model, and their defaults."""
+    return {
+        key: parameter.default
+        for key, parameter in inspect.signature(build).parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }

@@ -1,0 +1,317 @@
+"""Laws of CIFAR-10 and CIFAR-100: what their files say, in every form in which they come.
+
+The files here are written byte by byte as the official ones are, with few images.
+"""
+
+import io
+import os
+import pickle
+import struct
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tasks
+from randomness import generator
+from tasks import augmentation, cifar
+from tasks.images import ImageClassification, LabeledImages
+from tasks.task import Options
+
+FOLDERS = {
+    ("Cifar", "python"): "cifar-10-batches-py",
+    ("Cifar", "binary"): "cifar-10-batches-bin",
+    ("Cifar100", "python"): "cifar-100-python",
+    ("Cifar100", "binary"): "cifar-100-binary",
+}
+FILES = {
+    "Cifar": [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"],
+    "Cifar100": ["train", "test"],
+}
+N_IMAGES = {"Cifar": [8, 9, 10, 11, 12, 7], "Cifar100": [50, 7]}  # in each file
+N_LABELS = {"Cifar": 10, "Cifar100": 100}
+FORMS = [(name, version, packed) for name, version in FOLDERS for packed in (False, True)]
+
+Contents = list[tuple[np.ndarray, list[int]]]  # of each file: uint8 [image, 3072], labels
+
+
+def contents(name: str) -> Contents:
+    random = generator(0, "test")
+    return [
+        (
+            random.integers(0, 256, (count, 3072)).astype(np.uint8),
+            random.integers(0, N_LABELS[name], count).tolist(),
+        )
+        for count in N_IMAGES[name]
+    ]
+
+
+def python_2_pickle(batch: dict[bytes, Any]) -> bytes:
+    """As Python 2 and numpy 1 wrote the official files: names are strings of bytes, and the array
+    is made by numpy.core.multiarray._reconstruct."""
+
+    def encode(value: Any) -> bytes:
+        if isinstance(value, bytes):
+            return b"U" + bytes([len(value)]) + value
+        if isinstance(value, int):
+            return b"J" + struct.pack("<i", value)
+        if isinstance(value, list):
+            return b"](" + b"".join(map(encode, value)) + b"e"
+        rows, columns = value.shape
+        return (
+            b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\0\x85U\x01b\x87R("
+            + b"K\x01"
+            + encode(rows)
+            + encode(columns)
+            + b"\x86cnumpy\ndtype\nU\x02u1K\0K\x01\x87R(K\x03U\x01|NNN"
+            + encode(-1) * 2
+            + b"K\0tb\x89T"
+            + struct.pack("<I", value.size)
+            + value.tobytes()
+            + b"tb"
+        )
+
+    items = b"".join(encode(key) + encode(value) for key, value in batch.items())
+    return b"\x80\x02}(" + items + b"u."
+
+
+def python_file(name: str, images: np.ndarray, labels: list[int]) -> bytes:
+    if name == "Cifar":
+        return python_2_pickle({b"batch_label": b"a", b"labels": labels, b"data": images})
+    coarse = [label // 5 for label in labels]
+    return python_2_pickle({b"data": images, b"coarse_labels": coarse, b"fine_labels": labels})
+
+
+def binary_file(name: str, images: np.ndarray, labels: list[int]) -> bytes:
+    coarse = [bytes([label // 5]) if name == "Cifar100" else b"" for label in labels]
+    records = zip(coarse, labels, images, strict=True)
+    return b"".join(first + bytes([label]) + image.tobytes() for first, label, image in records)
+
+
+def write_files(place: Path, name: str, version: str, packed: bool) -> Path:
+    """The files, unpacked or in their archive, in a place; returns the folder or the archive."""
+    write = {"python": python_file, "binary": binary_file}[version]
+    suffix = {"python": "", "binary": ".bin"}[version]
+    folder = FOLDERS[name, version]
+    files = {
+        f"{file}{suffix}": write(name, images, labels)
+        for file, (images, labels) in zip(FILES[name], contents(name), strict=True)
+    }
+    place.mkdir(parents=True, exist_ok=True)
+    if packed:
+        archive = place / f"cifar-{N_LABELS[name]}-{version}.tar.gz"
+        with tarfile.open(archive, "w:gz") as tar:
+            for file, content in {"readme.html": b"<html>", **files}.items():
+                member = tarfile.TarInfo(f"{folder}/{file}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+        return archive
+    (place / folder).mkdir()
+    for file, content in files.items():
+        (place / folder / file).write_bytes(content)
+    return place / folder
+
+
+def options(name: str, folder: Path | None, **changes: Any) -> Options:
+    defaults: dict[str, Any] = {
+        "task": name,
+        "n_workers": 1,
+        "batch_size": 8,
+        "seed": 1,
+        "decentralized": False,
+        "shuffled_ratio": 0.0,
+        "reshuffle": True,
+        "data_dir": folder,
+        "download": False,
+        "device": torch.device("cpu"),
+    }
+    return Options(**(defaults | changes))
+
+
+def load(name: str, folder: Path) -> tuple[LabeledImages, LabeledImages]:
+    return {"Cifar": cifar.CIFAR10, "Cifar100": cifar.CIFAR100}[name].load(options(name, folder))
+
+
+# What files say.
+
+
+@pytest.mark.parametrize(("name", "version", "packed"), FORMS)
+@pytest.mark.parametrize("inside", ["", "named as the task"])
+def test_every_form_has_the_same_images(
+    tmp_path: Path, name: str, version: str, packed: bool, inside: str
+) -> None:
+    write_files(tmp_path / (name if inside else ""), name, version, packed)
+    *batches, expected_test = contents(name)
+    train, test = load(name, tmp_path)
+    assert np.array_equal(train.images.flatten(1), np.concatenate([data for data, _ in batches]))
+    assert train.labels.tolist() == [label for _, labels in batches for label in labels]
+    assert np.array_equal(test.images.flatten(1), expected_test[0])
+    assert test.labels.tolist() == expected_test[1]
+    assert train.images.shape[1:] == (3, 32, 32)
+    assert (train.images.dtype, train.labels.dtype) == (torch.uint8, torch.int64)
+
+
+def test_pixels_are_red_green_and_blue_row_after_row(tmp_path: Path) -> None:
+    folder = write_files(tmp_path, "Cifar", "binary", packed=False)
+    image = np.zeros((3, 32, 32), dtype=np.uint8)
+    image[1, 2, 30] = 255
+    (folder / "test_batch.bin").write_bytes(b"\7" + image.tobytes())
+    _, test = load("Cifar", tmp_path)
+    assert test.images.nonzero().tolist() == [[0, 1, 2, 30]]
+    assert test.labels.tolist() == [7]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_unpacked_folder_itself_will_do(tmp_path: Path, name: str) -> None:
+    folder = write_files(tmp_path, name, "python", packed=False)
+    assert len(load(name, folder)[1].labels) == 7
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_pickles_of_python_3_are_read_too(tmp_path: Path, protocol: int) -> None:
+    folder = write_files(tmp_path, "Cifar", "python", packed=False)
+    images, labels = contents("Cifar")[0]
+    batch = {b"data": images, b"labels": labels}
+    (folder / "test_batch").write_bytes(pickle.dumps(batch, protocol))
+    assert np.array_equal(load("Cifar", tmp_path)[1].images.flatten(1), images)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_training_batches_are_cropped_and_flipped(tmp_path: Path, name: str) -> None:
+    write_files(tmp_path, name, "python", packed=True)
+    task = tasks.make(name, n_workers=2, batch_size=8, seed=1, data_dir=tmp_path)
+    assert isinstance(task, ImageClassification)
+    assert task.augment is augmentation.crop_and_flip
+    images, labels = task.batch(1, 0, 2)
+    assert images.shape == (8, 3, 32, 32)
+    assert labels.max() < N_LABELS[name]
+    assert task.evaluate(task.model("CNN", 1))["count"] == 7
+    counts = task.label_counts()
+    assert counts is not None
+    assert counts.shape == (2, N_LABELS[name])
+
+
+# Files that are something else.
+
+
+class Command:
+    """What pickle would run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize(
+    "named", ["cposix\nmkdir\n(V{}\ntR.", "cbuiltins\neval\n(V__import__('os').mkdir('{}')\ntR."]
+)
+def test_data_files_cannot_run_code(tmp_path: Path, named: str) -> None:
+    folder = write_files(tmp_path, "Cifar", "python", packed=False)
+    made = tmp_path / "made"
+    for content in (named.format(made).encode(), pickle.dumps({b"data": Command(made)})):
+        (folder / "data_batch_2").write_bytes(content)
+        with pytest.raises(
+            ValueError, match=r"data_batch_2 is damaged.* asks for (posix|builtins)"
+        ):
+            load("Cifar", tmp_path)
+        assert not made.exists()
+    pickle.loads(content)
+    assert made.exists(), "it was code"
+
+
+IMAGES = np.zeros((3, 3072), dtype=np.uint8)
+GOOD = {b"data": IMAGES, b"labels": [1, 2, 3]}
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b"", "is damaged, or no file of cifar-10: EOFError"),
+        (pickle.dumps(GOOD)[:-20], "is damaged"),
+        (pickle.dumps(GOOD)[:1000], "is damaged"),
+        (b"<html>Not Found</html>", "is damaged"),
+        (b"\x80\x04" + bytes(100), "is damaged"),
+        (pickle.dumps([1, 2]), "holds a list instead of a dictionary"),
+        (pickle.dumps({b"labels": [1]}), "holds no b'data', which cifar-10 has, but b'labels'"),
+        (
+            pickle.dumps({b"data": IMAGES, b"fine_labels": [1, 2, 3]}),
+            "holds no b'labels', which cifar-10 has, but b'data', b'fine_labels'",
+        ),
+        (pickle.dumps(GOOD | {b"data": [1, 2]}), "b'data' is no array of bytes"),
+        (pickle.dumps(GOOD | {b"data": IMAGES.astype(float)}), "b'data' is no array of bytes"),
+        (pickle.dumps(GOOD | {b"data": IMAGES[:, 1:]}), r"b'data' is \(3, 3071\) instead of"),
+        (pickle.dumps(GOOD | {b"data": IMAGES.ravel()}), r"b'data' is \(9216,\) instead of"),
+        (pickle.dumps(GOOD | {b"labels": [1, 2.5, 3]}), "b'labels' is no list of whole numbers"),
+        (pickle.dumps(GOOD | {b"labels": 3}), "b'labels' is no list of whole numbers"),
+        (pickle.dumps(GOOD | {b"labels": [1, 2]}), "holds 3 images and 2 labels"),
+        (pickle.dumps(GOOD | {b"labels": [1, 10, 3]}), "holds label 10; 0 to 9 exist"),
+        (pickle.dumps(GOOD | {b"labels": [1, -1, 3]}), "holds label -1; 0 to 9 exist"),
+        (pickle.dumps({b"data": IMAGES[:0], b"labels": []}), "holds no images"),
+    ],
+    ids=lambda value: value[:30] if isinstance(value, str) else "",
+)
+def test_damaged_python_files_are_refused_by_name(
+    tmp_path: Path, content: bytes, found: str
+) -> None:
+    folder = write_files(tmp_path, "Cifar", "python", packed=False)
+    (folder / "data_batch_4").write_bytes(content)
+    with pytest.raises(ValueError, match=f"batches-py/data_batch_4:? {found}"):
+        load("Cifar", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b"", "holds no images"),
+        (bytes(3074 * 2 - 1), "is truncated, .*: 6147 bytes are no multiple of 3074"),
+        (bytes(3073), ".* no file of cifar-100: 3073 bytes"),
+        (b"\0\x64" + bytes(3072), "holds label 100; 0 to 99 exist"),
+    ],
+)
+def test_damaged_binary_files_are_refused_by_name(
+    tmp_path: Path, content: bytes, found: str
+) -> None:
+    folder = write_files(tmp_path, "Cifar100", "binary", packed=False)
+    (folder / "test.bin").write_bytes(content)
+    with pytest.raises(ValueError, match=f"cifar-100-binary/test.bin {found}"):
+        load("Cifar100", tmp_path)
+
+
+def test_damaged_archives_are_refused_by_name(tmp_path: Path) -> None:
+    archive = write_files(tmp_path, "Cifar", "python", packed=True)
+    whole = archive.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 255
+    for content in (whole[: len(whole) // 2], whole[:-9], b"", b"<html>", bytes(flipped)):
+        archive.write_bytes(content)
+        with pytest.raises(ValueError, match=r"cifar-10-python.tar.gz is damaged or truncated"):
+            load("Cifar", tmp_path)
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.addfile(tarfile.TarInfo("cifar-10-batches-py/data_batch_1"))
+    with pytest.raises(
+        ValueError, match=r"tar.gz lacks a file: .*cifar-10-batches-py/data_batch_2"
+    ):
+        load("Cifar", tmp_path)
+    with tarfile.open(archive, "w:gz") as tar:
+        for file in FILES["Cifar"]:
+            tar.addfile(tarfile.TarInfo(f"cifar-10-batches-py/{file}"))
+    with pytest.raises(ValueError, match=r"tar.gz: data_batch_1 is damaged"):
+        load("Cifar", tmp_path)
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    folder = write_files(tmp_path, "Cifar", "python", packed=False)
+    (folder / "data_batch_3").unlink()
+    with pytest.raises(ValueError, match=r"lacks cifar-10-batches-py/data_batch_3$"):
+        load("Cifar", tmp_path)
+    with pytest.raises(
+        ValueError,
+        match=r"lacks the folder cifar-100-python; the folder cifar-100-binary; "
+        r"cifar-100-python.tar.gz; or cifar-100-binary.tar.gz$",
+    ):
+        load("Cifar100", tmp_path)

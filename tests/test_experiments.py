@@ -1,0 +1,272 @@
+"""A run is done once, half a run never counts, and a failed one stops nobody."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from omegaconf import OmegaConf
+
+import train
+from experiments import EXPERIMENTS, learning, runner
+from experiments.__main__ import main
+from experiments.runner import Experiment, Folder, Results, Run, carry_out
+from network import BadInput
+from tests.launch import ROOT, python
+
+# Stands in for train.py: value, and what to do before writing it.
+PROGRAM = """
+import json, os, sys, time
+given = dict(a.split("=", 1) for a in sys.argv[1:] if "=" in a)
+folder = sys.argv[sys.argv.index("--output-dir") + 1]
+os.makedirs(folder, exist_ok=True)
+time.sleep(float(given.get("sleep", 0)))
+if given.get("fail") and not os.path.exists(given["fail"]):
+    sys.exit("error: not today")
+if given.get("diverge"):
+    sys.exit("\\nerror: diverged: worker 0's loss is nan at step 3")
+with open(folder + "/metrics.jsonl", "w") as file:
+    row = {"name": "value", "value": float(given["value"]), "epoch": 1}
+    file.write(json.dumps(row) + "\\n")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    monkeypatch.setattr(runner, "ROOT", tmp_path)
+    monkeypatch.setattr(runner, "circumstances", lambda: {"commit": "abc"})
+    return Folder("question", tmp_path / "output")
+
+
+def asked(*runs: Run) -> Experiment:
+    return Experiment("a question", [lambda results: list(runs)], lambda results, path: "answer")
+
+
+def starts(folder: Folder, run: Run) -> int:
+    """How often a run was started."""
+    log = folder.of(run) / "log.txt"
+    return log.read_text().count("$ ") if log.exists() else 0
+
+
+def value(folder: Folder, run: Run) -> float:
+    return float(folder.results(run)["value"].iloc[0])
+
+
+def test_every_run_once(folder: Folder) -> None:
+    runs = [Run("train", {"value": i}) for i in range(3)]
+    twin = replace(runs[0], labels={"other": "label"})
+    assert [folder.state(run) for run in runs] == ["new"] * 3
+    assert carry_out(asked(*runs, twin), folder, 2) == []
+    assert carry_out(asked(*runs, twin, Run("train", {"value": 7})), folder, 2) == []
+    assert [value(folder, run) for run in [*runs, twin]] == [0, 1, 2, 0]
+    assert [starts(folder, run) for run in runs] == [1, 1, 1]
+    assert folder.state(twin) == "done"
+    assert folder.seconds(runs[0]) > 0
+    assert (folder.of(runs[0]) / "run.json").exists()
+
+
+def test_a_run_is_what_decides_its_result() -> None:
+    run = Run("train", {"a": 1, "b": [1, {"c": 2}]}, {"label": 1})
+    assert run.identity == Run("train", {"b": [1, {"c": 2}], "a": 1}).identity
+    others = [
+        Run("gossip_run", run.values),
+        Run("train", {**run.values, "a": 2}),
+        Run("train", {**run.values, "a": "1"}),
+        Run("train", run.values, processes=2),
+    ]
+    assert len({run.identity, *(other.identity for other in others)}) == 5
+
+
+def test_values_arrive_as_they_are() -> None:
+    """From the command to the configuration."""
+    values = {
+        "task_options": {"normalization": "group", "x": 1},
+        "lr_schedule_milestones": [[1.5, 0.1]],
+        "learning_rate": 1e-12,
+        "gradient_clipping": None,
+        "overlapping": False,
+        "data_dir": "/some where/else",
+    }
+    command = Run("train", values).command
+    config = OmegaConf.structured(train.Config)
+    train.configuration.read_command_line(config, command[2:], "")
+    assert {key: config[key] for key in values} == values
+
+
+def test_a_failed_run_stops_nobody_and_is_tried_again(folder: Folder, tmp_path: Path) -> None:
+    bad = Run("train", {"value": 1, "fail": str(tmp_path / "flag")})
+    good = Run("train", {"value": 2})
+    assert carry_out(asked(bad, good), folder, 1) == [bad]
+    assert (folder.state(bad), folder.state(good)) == ("failed", "done")
+    assert "not today" in (folder.of(bad) / "log.txt").read_text()
+    with pytest.raises(ValueError, match="is failed, see"):
+        folder.results(bad)
+    (tmp_path / "flag").touch()
+    assert carry_out(asked(bad, good), folder, 1) == []
+    assert (starts(folder, bad), starts(folder, good)) == (2, 1)
+    assert not (folder.of(bad) / "failed.json").exists()
+
+
+def test_that_a_setting_diverges_is_a_result(folder: Folder) -> None:
+    run = Run("train", {"value": 1, "diverge": 1})
+    assert carry_out(asked(run), folder, 1) == []
+    assert folder.state(run) == "done"
+
+
+def test_a_stage_knows_the_results_of_those_before(folder: Folder) -> None:
+    first = [Run("train", {"value": i}) for i in (3, 9, 5)]
+
+    def second(results: Results) -> list[Run]:
+        best = max(first, key=lambda run: results(run)["value"].iloc[0])
+        return [Run("train", {**best.values, "seed": 1})]
+
+    experiment = Experiment("", [lambda results: first, second], lambda results, path: "")
+    assert len(list(folder.runs(experiment))) == 1
+    assert carry_out(experiment, folder, 2) == []
+    stages = list(folder.runs(experiment))
+    assert stages[1][0].values == {"value": 9, "seed": 1}
+    assert folder.state(stages[1][0]) == "done"
+
+
+def test_no_more_at_a_time_than_cores_allow(folder: Folder) -> None:
+    runs = [Run("train", {"value": i, "sleep": 0.3}) for i in range(4)]
+    log: list[float] = []
+    original = runner._carry_out_one
+
+    def observed(run: Run, path: Path) -> bool:
+        log.append(1)
+        peak.append(len(log))
+        result = original(run, path)
+        log.pop()
+        return result
+
+    peak: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "_carry_out_one", observed)
+        carry_out(asked(*runs), folder, 2)
+    assert max(peak) == 2
+
+
+DRIVER = """
+import sys
+from pathlib import Path
+from experiments import runner
+from experiments.runner import Experiment, Folder, Run, carry_out
+runner.ROOT = Path(sys.argv[1])
+runs = [Run("train", {"value": i, "sleep": 6.0 * (i == 1)}) for i in range(3)]
+folder = Folder("question", runner.ROOT / "output")
+with folder.claimed():
+    carry_out(Experiment("", [lambda results: runs], lambda results, path: ""), folder, 1)
+"""
+
+
+def test_a_killed_runner_goes_on(folder: Folder, tmp_path: Path) -> None:
+    """Nothing is done twice, and nothing half done counts."""
+    driver = tmp_path / "driver.py"
+    driver.write_text(DRIVER)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(driver), str(tmp_path)]
+    runs = [Run("train", {"value": i, "sleep": 6.0 * (i == 1)}) for i in range(3)]
+    with subprocess.Popen(command, env=environment, start_new_session=True) as program:
+        _wait(lambda: folder.state(runs[1]) == "begun")
+        again = python(driver, tmp_path)
+        os.killpg(program.pid, signal.SIGKILL)
+    assert again.returncode != 0
+    assert "is in use by another runner; wait for it" in again.stderr
+    assert [folder.state(run) for run in runs] == ["done", "begun", "new"]
+    ended = python(driver, tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert [folder.state(run) for run in runs] == ["done"] * 3
+    assert [starts(folder, run) for run in runs] == [1, 2, 1]
+
+
+def _wait(condition: Callable[[], bool], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+# --- What is there --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_configurations_are_accepted(name: str) -> None:
+    """By the entry point, before anything runs."""
+    (first, *_) = Folder(name, Path("/nowhere")).runs(EXPERIMENTS[name])
+    for run in first:
+        config = OmegaConf.structured(train.Config)
+        train.configuration.read_command_line(config, run.command[2:], "")
+        train._checked(config, runner_alone())
+    assert len({run.identity for run in first}) == len(first)
+
+
+def runner_alone() -> train.Processes:
+    return train.Processes()
+
+
+def test_every_method_has_the_same_grid() -> None:
+    for method in learning.METHODS:
+        runs = learning._grid(learning.FASHION_MNIST, method, (0.05, 0.1))
+        keys = ("learning_rate", "optimizer_diffusion_rate")
+        tried = {tuple(run.values.get(key) for key in keys) for run in runs}
+        gammas = [None] if method == "all-reduce" else learning.DIFFUSION_RATES
+        assert tried == {(rate, gamma) for rate in (0.05, 0.1) for gamma in gammas}
+
+
+def test_learning_from_the_first_run_to_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real runs, on Digits."""
+    methods = ("D-PSGD", "CHOCO, sign")
+    monkeypatch.setattr(learning, "METHODS", {m: learning.METHODS[m] for m in methods})
+    monkeypatch.setattr(learning, "DIFFUSION_RATES", (0.5, 1e6))
+    monkeypatch.setattr(learning, "SEEDS", (1, 2))
+    values = {**learning._COMMON, "task_architecture": "MLP", "num_epochs": 4, "n_workers": 4}
+    values["lr_schedule_milestones"] = [[3, 0.1]]
+    experiment = learning.experiment("how well", values, rates=(0.1,))
+    folder = Folder("digits", tmp_path)
+    assert carry_out(experiment, folder, 2) == []
+    for run in list(folder.runs(experiment))[1]:
+        assert run.values["optimizer_diffusion_rate"] == 0.5  # the other diverges
+        assert run.values["num_epochs"] == 4
+    text = experiment.report(folder.results, tmp_path)
+    assert text.startswith("How well\n\n| method |")
+    line = text.splitlines()[4].split("|")
+    assert line[1].strip() == "D-PSGD"
+    mean, deviation = map(float, line[2].replace("%", "").split("±"))
+    finals = [folder.results(run) for run in list(folder.runs(experiment))[1][:2]]
+    accuracies = [
+        100 * r[(r["name"] == "accuracy") & (r["split"] == "test_avg")]["value"].iloc[-1]
+        for r in finals
+    ]
+    assert mean == pytest.approx(sum(accuracies) / 2, abs=0.006)
+    assert deviation == pytest.approx(pd.Series(accuracies).std(), abs=0.006)
+    assert line[5].strip() == "1.0×"
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    listed = python("-m", "experiments", "list")
+    assert listed.returncode == 0
+    assert all(name in listed.stdout for name in EXPERIMENTS)
+    unknown = python("-m", "experiments", "run", "questoin")
+    assert unknown.returncode == 2
+    assert 'error: experiment "questoin" is unknown; choose from' in unknown.stderr
+    early = subprocess.run(
+        [sys.executable, "-m", "experiments", "report", "fashion_mnist"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert early.returncode == 2
+    assert "run it first: python -m experiments run fashion_mnist" in early.stderr
+    with pytest.raises(BadInput, match="--cores 0: use 1 or more"):
+        main(["run", "fashion_mnist", "--cores", "0"])

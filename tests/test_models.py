@@ -1,0 +1,238 @@
+"""Laws of the models: shapes, published numbers of parameters, normalization, causality."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tasks
+from tasks import language_models, models
+from tasks.task_options import of_model
+
+
+def size(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+# Images.
+
+
+@pytest.mark.parametrize("name", models.ARCHITECTURES)
+@pytest.mark.parametrize("shape", [(1, 8, 8), (1, 28, 28), (3, 32, 32), (2, 40, 33)])
+def test_models_take_images_of_any_task(name: str, shape: tuple[int, ...]) -> None:
+    if name == "VGG11" and min(shape[1:]) < 32:
+        with pytest.raises(
+            ValueError, match=f"halves images five times, .* {shape[1]} × {shape[2]} pixels"
+        ):
+            models.ARCHITECTURES[name](shape, 7)
+        return
+    model = models.ARCHITECTURES[name](shape, 7)
+    assert model(torch.zeros(2, *shape)).shape == (2, 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("ResNet20", 272_474), ("ResNet18", 11_173_962), ("VGG11", 9_228_362)],
+)
+@pytest.mark.parametrize("normalization", models.NORMALIZATIONS)
+def test_models_have_the_published_number_of_parameters(
+    name: str, count: int, normalization: str
+) -> None:
+    model = models.ARCHITECTURES[name]((3, 32, 32), 10, normalization=normalization)
+    assert size(model) == count
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [("ResNet20", (16, 32, 32), (64, 8, 8)), ("ResNet18", (64, 32, 32), (512, 4, 4))],
+)
+def test_residual_blocks_halve_the_image_between_stages(
+    name: str, before: tuple[int, ...], after: tuple[int, ...]
+) -> None:
+    model = models.ARCHITECTURES[name]((3, 32, 32), 10)
+    assert isinstance(model, models.ResNet)
+    assert model.blocks(torch.zeros(1, *before)).shape == (1, *after)
+
+
+def test_a_residual_block_adds_its_input() -> None:
+    block = models.ResidualBlock(4, 4, 1, models.NORMALIZATIONS["batch"])
+    for parameter in block.norm2.parameters():
+        nn.init.zeros_(parameter)
+    images = torch.randn(2, 4, 5, 5)
+    assert torch.equal(block(images), images.relu())
+
+
+def test_vgg11_ends_with_one_pixel_of_cifar() -> None:
+    model = models.VGG11((3, 32, 32), 10)
+    assert model.layers(torch.zeros(1, 3, 32, 32)).shape == (1, 512, 1, 1)
+    assert [type(m).__name__ for m in model.layers if not isinstance(m, nn.ReLU)].count(
+        "MaxPool2d"
+    ) == 5
+
+
+@pytest.mark.parametrize("name", ["ResNet20", "ResNet18", "VGG11"])
+def test_group_norm_makes_images_independent_of_each_other(name: str) -> None:
+    images = torch.randn(4, 3, 32, 32)
+    model = models.ARCHITECTURES[name]((3, 32, 32), 10, normalization="group")
+    assert not list(model.buffers())
+    torch.testing.assert_close(model(images)[:2], model(images[:2]), atol=1e-4, rtol=1e-3)
+    assert not torch.allclose(model(images)[0], model(images)[1])
+    by_default = models.ARCHITECTURES[name]((3, 32, 32), 10)
+    assert any(isinstance(module, nn.BatchNorm2d) for module in by_default.modules())
+    assert not torch.allclose(by_default(images)[:2], by_default(images[:2]), atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["CNN", "MLP"])
+def test_small_models_have_no_batch_statistics(name: str) -> None:
+    assert not list(models.ARCHITECTURES[name]((3, 32, 32), 10).buffers())
+
+
+def digits(**task_options: Any) -> tasks.Task:
+    return tasks.make("Digits", n_workers=1, batch_size=8, seed=1, task_options=task_options)
+
+
+def test_normalization_is_a_task_option() -> None:
+    assert not list(digits(normalization="group").model("ResNet20", seed=1).buffers())
+    for task in (digits(), digits(normalization="batch")):
+        assert list(task.model("ResNet20", seed=1).buffers())
+    with pytest.raises(ValueError, match=r"^task_options.normalization=layer: use batch or group$"):
+        digits(normalization="layer")
+
+
+@pytest.mark.parametrize("name", ["CNN", "MLP"])
+def test_normalization_is_refused_by_models_that_have_none(name: str) -> None:
+    with pytest.raises(
+        ValueError,
+        match=f"task_options.normalization: {name} has no normalization; "
+        "use task_architecture=ResNet20 or ResNet18 or VGG11, or leave",
+    ):
+        digits(normalization="batch").model(name, seed=1)
+
+
+# Language.
+
+
+def test_the_lstm_has_the_published_number_of_parameters() -> None:
+    with torch.device("meta"):
+        model = language_models.LSTM((28_869, 30))
+    assert size(model) == 28_949_319
+    assert {"encoder.weight", "rnn.weight_ih_l1"} <= {name for name, _ in model.named_parameters()}
+
+
+def test_the_transformer_has_the_parameters_of_its_formula() -> None:
+    """V and L embeddings of size d; each block 12 d² weights, and 13 d biases and norms."""
+    n_words, longest, d, layers = 1000, 30, 128, 2
+    model = language_models.Transformer((n_words, longest))
+    assert size(model) == (n_words + longest) * d + layers * (12 * d**2 + 13 * d) + 2 * d
+
+
+def small(name: str, **options: Any) -> language_models.LanguageModel:
+    torch.manual_seed(0)
+    return language_models.ARCHITECTURES[name]((50, 12), hidden_size=16, num_layers=2, **options)
+
+
+@pytest.mark.parametrize("name", language_models.ARCHITECTURES)
+def test_scores_depend_on_the_words_so_far_and_on_them_only(name: str) -> None:
+    model = small(name).eval()
+    words = torch.arange(24).view(2, 12)
+    scores, _ = model(words, {})
+    assert scores.shape == (2, 12, 50)
+    changed = words.clone()
+    changed[0, 5] = 40
+    others, _ = model(changed, {})
+    torch.testing.assert_close(others[0, :5], scores[0, :5])
+    torch.testing.assert_close(others[1], scores[1])
+    assert (others[0, 5:] - scores[0, 5:]).abs().amax(1).min() > 1e-5
+
+
+def test_the_lstm_continues_where_it_was() -> None:
+    model = small("LSTM").eval()
+    words = torch.arange(24).view(2, 12)
+    at_once, _ = model(words, {})
+    first, state = model(words[:, :7], {})
+    second, _ = model(words[:, 7:], state)
+    torch.testing.assert_close(torch.cat([first, second], 1), at_once)
+    assert {name: value.shape for name, value in state.items()} == {
+        "hidden": (2, 2, 16),
+        "cell": (2, 2, 16),
+    }
+    assert model.state == {}
+
+
+@pytest.mark.parametrize("name", language_models.ARCHITECTURES)
+def test_the_output_layer_is_the_embedding(name: str) -> None:
+    model = small(name).eval()
+    shapes = [tuple(p.shape) for p in model.parameters()]
+    assert shapes.count((50, 16)) == 1
+    (embedding,) = (p for p in model.parameters() if p.shape == (50, 16))
+    with torch.no_grad():
+        before, _ = model(torch.tensor([[1, 2]]), {})
+        embedding[7] *= 3  # of a word that is not in the input: only its own score changes
+        after, _ = model(torch.tensor([[1, 2]]), {})
+    bias = model.bias[7].item() if isinstance(model, language_models.LSTM) else 0.0
+    torch.testing.assert_close(after[..., 7] - bias, 3 * (before[..., 7] - bias))
+    torch.testing.assert_close(after[..., :7], before[..., :7])
+
+
+def test_a_transformer_tells_positions_apart() -> None:
+    model = small("Transformer").eval()
+    scores, _ = model(torch.full((1, 12), 3), {})
+    assert (scores[0, 1:] - scores[0, :-1]).abs().amax(1).min() > 1e-4
+
+
+@pytest.mark.parametrize("name", language_models.ARCHITECTURES)
+def test_dropout_is_where_it_says_and_only_in_training(name: str) -> None:
+    words = torch.arange(24).view(2, 12)
+    model = small(name, dropout=0.5)
+    assert not torch.equal(model(words, {})[0], model(words, {})[0])
+    model.eval()
+    assert torch.equal(model(words, {})[0], model(words, {})[0])
+    without = small(name, dropout=0.0)
+    assert torch.equal(without(words, {})[0], model(words, {})[0])
+
+
+def test_the_lstm_drops_units_of_embeddings_and_outputs_and_between_layers() -> None:
+    words = torch.arange(12).view(1, 12)
+    model = language_models.LSTM((50, 12), hidden_size=16, num_layers=2, dropout=0.5)
+    dropped: list[torch.Tensor] = []
+    model.dropout.register_forward_hook(lambda _, inputs, output: dropped.append(output))
+    scores, _ = model(words, {})
+    embedded, after_layers = dropped
+    kept = embedded != 0
+    assert 0.3 < kept.float().mean() < 0.7
+    torch.testing.assert_close(embedded[kept], 2 * model.encoder(words)[kept])
+    torch.testing.assert_close(scores, after_layers @ model.encoder.weight.T + model.bias)
+    assert model.rnn.dropout == 0.5
+    assert language_models.LSTM((50, 12), num_layers=1).rnn.dropout == 0  # torch warns otherwise
+
+
+def test_initial_weights_are_those_that_are_documented() -> None:
+    lstm = language_models.LSTM((3000, 30), hidden_size=64, num_layers=1)
+    assert lstm.encoder.weight.abs().max() <= 0.1
+    assert lstm.encoder.weight.std().item() == pytest.approx(0.1 / 3**0.5, rel=0.02)
+    assert all(weight.abs().max() <= 1 / 8 for weight in lstm.rnn.parameters())
+    assert not lstm.bias.any()
+    transformer = language_models.Transformer((3000, 30))
+    for name, parameter in transformer.named_parameters():
+        if parameter.dim() == 2:
+            assert parameter.std().item() == pytest.approx(0.02, rel=0.05), name
+        elif "bias" in name:
+            assert not parameter.any(), name
+        else:
+            assert (parameter == 1).all(), name
+
+
+def test_heads_must_divide_the_hidden_size() -> None:
+    with pytest.raises(ValueError, match=r"hidden_size=16: use a multiple of num_heads=3$"):
+        small("Transformer", num_heads=3)
+
+
+def test_defaults_are_those_of_the_paper_and_small() -> None:
+    assert of_model(language_models.LSTM) == {"hidden_size": 650, "num_layers": 3, "dropout": 0.4}
+    assert of_model(language_models.Transformer) == {
+        "hidden_size": 128,
+        "num_layers": 2,
+        "num_heads": 4,
+        "dropout": 0.1,
+    }

@@ -1,0 +1,254 @@
+"""Laws of the shards: who gets which sample, in which order, and of which labels."""
+
+import math
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import tasks
+from randomness import generator
+from tasks.shards import Shards, apportion, bounds, skewed_by_label, sorted_by_label
+from tasks.task import Options
+
+N_SAMPLES = 103  # a prime, so that nothing divides it
+SPLITS: list[dict[str, Any]] = [
+    {},
+    {"reshuffle": False},
+    {"decentralized": True},
+    {"decentralized": True, "shuffled_ratio": 0.3},
+    {"dirichlet_alpha": 0.01},
+    {"dirichlet_alpha": 1.0, "reshuffle": False},
+]
+
+
+def shards(labels: Tensor | None = None, **changes: Any) -> Shards:
+    defaults: dict[str, Any] = {
+        "task": "",
+        "n_workers": 4,
+        "batch_size": 8,
+        "seed": 1,
+        "decentralized": False,
+        "shuffled_ratio": 0.0,
+        "reshuffle": True,
+        "data_dir": None,
+        "download": False,
+        "device": torch.device("cpu"),
+    }
+    labels = torch.arange(N_SAMPLES) % 10 if labels is None else labels
+    return Shards(labels, Options(**(defaults | changes)))
+
+
+# Who gets which sample.
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("n_workers", [1, 3, 4, 11])
+def test_every_sample_belongs_to_one_worker_in_an_epoch(
+    split: dict[str, Any], n_workers: int
+) -> None:
+    dealt = shards(n_workers=n_workers, **split)
+    for epoch in (0, 1):
+        pieces = [dealt.indices(worker, epoch) for worker in range(n_workers)]
+        assert torch.equal(torch.cat(pieces).sort().values, torch.arange(N_SAMPLES))
+        sizes = [len(piece) for piece in pieces]
+        assert max(sizes) - min(sizes) <= 1
+        assert dealt.steps_per_epoch == min(sizes) // 8
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_order_depends_on_epoch_worker_and_seed(split: dict[str, Any]) -> None:
+    first = shards(**split).indices(0, 0).tolist()
+    assert first == shards(**split).indices(0, 0).tolist()
+    assert first != shards(**split).indices(0, 1).tolist()
+    assert first != shards(**split).indices(1, 0).tolist()
+    assert first != shards(seed=2, **split).indices(0, 0).tolist()
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_shards_are_kept_unless_reshuffled(split: dict[str, Any]) -> None:
+    dealt = shards(**split)
+    early, late = (set(dealt.indices(2, epoch).tolist()) for epoch in (0, 7))
+    assert (early == late) == bool(split)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"batch_size": 26},
+            "103 samples for 4 workers are 25 for each; use batch_size ≤ 25 or n_workers ≤ 3",
+        ),
+        ({"batch_size": 1, "n_workers": 104}, "are 0 for each; use n_workers ≤ 103"),
+        ({"batch_size": 104}, "use batch_size ≤ 25$"),
+        ({"batch_size": 104, "n_workers": 104}, "use fewer of both"),
+        ({"batch_size": 0}, "batch_size=0 is not possible"),
+        ({"n_workers": 0}, "n_workers=0 is not possible"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        shards(**changes)
+
+
+def test_a_batch_may_be_a_whole_shard() -> None:
+    assert shards(batch_size=25).steps_per_epoch == 1
+
+
+# Sorted by label.
+
+
+def concentration(counts: Tensor) -> float:
+    """χ² / degrees of freedom of label counts [worker, label]; about 1 if dealt out at random."""
+    expected = counts.sum(1, keepdim=True) * counts.sum(0, keepdim=True) / counts.sum()
+    chi_squared = ((counts - expected) ** 2 / expected).sum().item()
+    return chi_squared / ((counts.shape[0] - 1) * (counts.shape[1] - 1))
+
+
+def test_sorting_gives_each_worker_few_labels_and_mixing_undoes_it() -> None:
+    def label_counts(epoch: int = 0, **split: Any) -> Tensor:
+        task = tasks.make("Digits", n_workers=8, batch_size=8, seed=3, **split)
+        counts = task.label_counts(epoch)
+        assert counts is not None
+        return counts
+
+    counts = {
+        ratio: label_counts(decentralized=True, shuffled_ratio=ratio)
+        for ratio in (0.0, 0.2, 0.5, 1.0)
+    }
+    labels_held = (counts[0.0] > 0).sum(1)
+    assert labels_held.max() <= 3
+    concentrations = [concentration(count) for count in counts.values()]
+    assert concentrations == sorted(concentrations, reverse=True)
+    # With 63 degrees of freedom: a deviation of 5 standard deviations, √(2/63) each.
+    bound = 1 + 5 * math.sqrt(2 / 63)
+    assert concentrations[-1] < bound < concentrations[-2] / 10
+    reshuffled = label_counts(epoch=2)
+    assert concentration(reshuffled) < bound
+    for count in (*counts.values(), label_counts(dirichlet_alpha=0.1)):
+        assert torch.equal(count.sum(0), reshuffled.sum(0))
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.5, 1.0])
+def test_shuffled_ratio_is_the_share_of_samples_that_may_move(ratio: float) -> None:
+    labels = torch.arange(1000) % 7
+    order = sorted_by_label(labels, ratio, generator(0, "test"))
+    assert sorted(order) == list(range(1000))
+    moved = (order != labels.argsort(stable=True).numpy()).mean()
+    assert ratio - 0.01 <= moved <= ratio  # a sample may come back to its own place
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1.1, math.nan])
+def test_shuffled_ratio_must_be_a_share(ratio: float) -> None:
+    with pytest.raises(ValueError, match=r"decentralized_data_shuffled_ratio=.* is not a share"):
+        shards(decentralized=True, shuffled_ratio=ratio)
+
+
+# Drawn from Dirichlet's distribution.
+
+N_LABELS = 10
+
+
+def dealt_counts(
+    alpha: float, n_workers: int, per_label: int, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """The order of samples with equally frequent labels, and label counts [worker, label]."""
+    labels = torch.from_numpy(
+        generator(1, "labels").permutation(np.arange(N_LABELS).repeat(per_label))
+    )
+    ends = bounds(len(labels), n_workers)
+    order = skewed_by_label(labels, ends, alpha, generator(seed, "test"))
+    assert sorted(order) == list(range(len(labels)))
+    pieces = np.split(labels.numpy()[order], ends[1:-1])
+    return order, np.stack([np.bincount(piece, minlength=N_LABELS) for piece in pieces])
+
+
+@pytest.mark.parametrize("alpha", [1e6, 1e9, 1e308])
+def test_a_large_alpha_gives_equal_proportions(alpha: float) -> None:
+    _, counts = dealt_counts(alpha, n_workers=20, per_label=1000)
+    assert np.abs(counts - 50).max() <= 3
+
+
+@pytest.mark.parametrize("alpha", [1e-4, 1e-9, 1e-300, 5e-324])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_small_alpha_gives_each_worker_a_label_or_two(alpha: float, seed: int) -> None:
+    """A worker has another label only if one ran out, which each of the ten does once."""
+    _, counts = dealt_counts(alpha, n_workers=12, per_label=1000, seed=seed)
+    held = counts > 10
+    assert held.sum() < 12 + N_LABELS
+    assert (held.sum(1) <= 2).mean() >= 0.7
+
+
+@pytest.mark.parametrize("alpha", [0.3, 1.0, 5.0])
+def test_proportions_have_the_moments_of_dirichlet(alpha: float) -> None:
+    """Mean 1/k, variance (1/k)(1 − 1/k) / (kα + 1), for the k labels of a worker whom others leave
+    enough: the first of each of many deals."""
+    shares = np.stack(
+        [dealt_counts(alpha, 50, 1000, seed)[1][0] / 200 for seed in range(300)]
+    )  # [deal, label]
+    variance = 0.1 * 0.9 / (N_LABELS * alpha + 1)
+    assert np.abs(shares.mean(0) - 0.1).max() < 5 * math.sqrt(variance / 300)
+    # Shares of a deal are nearly independent, but their squares' tails are heavy.
+    assert shares.var() == pytest.approx(variance, rel=0.25)
+
+
+def test_a_label_that_runs_out_leaves_its_share_to_the_others_in_proportion() -> None:
+    available = np.array([5, 1000, 1000, 0, 1000])
+    log_shares = np.log([0.5, 0.2, 0.1, 0.1, 0.1])
+    counts = apportion(405, log_shares, available)
+    assert counts.tolist() == [5, 200, 100, 0, 100]
+    assert available.tolist() == [5, 1000, 1000, 0, 1000]
+    assert apportion(3005, log_shares, available).tolist() == available.tolist()
+
+
+def test_apportioned_numbers_add_up_and_are_rounded_shares() -> None:
+    """For some λ, each number is λ times its share to within 1, or all there is."""
+    random = generator(0, "test")
+    for _ in range(300):
+        available = random.integers(0, 30, 8)
+        size = int(random.integers(0, available.sum() + 1))
+        log_shares = random.normal(size=8) * random.choice([0.1, 3, 100, 1000])
+        counts = apportion(size, log_shares, available)
+        assert counts.sum() == size
+        assert (counts >= 0).all()
+        assert (counts <= available).all()
+        not_out, several = counts < available, counts >= 2
+        if not_out.any() and several.any():
+            most = (np.log(counts[not_out] + 1) - log_shares[not_out]).min()  # bounds on log λ
+            least = (np.log(counts[several] - 1) - log_shares[several]).max()
+            assert least < most + 1e-9
+
+
+def test_workers_of_one_label_do_not_get_the_same_samples_in_file_order() -> None:
+    order, _ = dealt_counts(1e-3, n_workers=10, per_label=1000)
+    first = order[:1000]
+    assert (np.diff(first) > 0).mean() < 0.7
+
+
+def test_dirichlet_is_fast_on_sixty_thousand_samples() -> None:
+    labels = torch.arange(60_000) % 10
+    start = time.perf_counter()
+    shards(labels, n_workers=64, dirichlet_alpha=0.1).indices(0, 0)
+    assert time.perf_counter() - start < 1
+
+
+def test_dirichlet_labels_need_not_be_consecutive_nor_equally_frequent() -> None:
+    labels = torch.tensor([3] * 7 + [90] * 60 + [41] * 36)
+    order = skewed_by_label(labels, bounds(103, 4), 0.5, generator(0, "test"))
+    assert sorted(order) == list(range(103))
+
+
+@pytest.mark.parametrize("alpha", [0, -1.0, math.nan, math.inf, -math.inf])
+def test_alpha_must_be_a_finite_number_above_0(alpha: float) -> None:
+    with pytest.raises(
+        ValueError, match=r"decentralized_data_dirichlet_alpha=.*: use a number above 0$"
+    ):
+        shards(dirichlet_alpha=alpha)
+
+
+def test_dirichlet_and_sorting_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match=r"dirichlet_alpha=0.1 and .*data=true .* use one of them"):
+        shards(dirichlet_alpha=0.1, decentralized=True)
