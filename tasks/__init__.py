@@ -56,8 +56,9 @@ def make(
     task_options    name → value: what only this task understands; what is not named keeps its
                     default
 
-    Text has no labels: language tasks give each worker a contiguous piece of it whatever
-    `decentralized` and `reshuffle` say, and refuse the other two.
+    Text has no labels and keeps its order: language tasks give each worker a contiguous piece, for
+    good, whatever `decentralized` and `reshuffle` say, and refuse `dirichlet_alpha`, and
+    `shuffled_ratio` above 0 with `decentralized`.
 
     Raises ValueError for an unknown name or option, a value that is impossible, sizes that do not
     fit each other, a folder that does not exist, data that are missing or damaged.

@@ -30,7 +30,7 @@ OPTIONS = {
     "dropout": task_options.SHARE,
 }
 N_STREAMS = 64  # that a text to evaluate is cut into
-NO_WORD = -100  # fills the last of them; cross_entropy passes over it
+NO_WORD = -1  # nothing to predict: fills the last of them
 
 
 def task(options: Options) -> Task:
@@ -148,11 +148,12 @@ class LanguageModeling:
         words, targets = _streams(self._texts[split])
         chosen = slice(*(N_STREAMS * bound // n for bound in (i, i + 1)))
         words, targets = words[chosen], targets[chosen]
+        count = float((targets != NO_WORD).sum().item())
         cross_entropy = torch.zeros((), dtype=torch.float64, device=words.device)
         correct = torch.zeros((), dtype=torch.int64, device=words.device)
         state: dict[str, Tensor] = {}
         with torch.no_grad(), modules.evaluation_mode(model):
-            for start in range(0, words.shape[1] if len(words) else 0, self._length):
+            for start in range(0, words.shape[1] if count else 0, self._length):
                 here = slice(start, start + self._length)
                 scores, state = model(words[:, here], state)
                 losses = functional.cross_entropy(
@@ -166,7 +167,7 @@ class LanguageModeling:
         return {
             "cross_entropy": cross_entropy.item(),
             "accuracy": float(correct.item()),
-            "count": float((targets != NO_WORD).sum().item()),
+            "count": count,
         }
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
@@ -184,7 +185,7 @@ class LanguageModeling:
 def _streams(text: Tensor) -> tuple[Tensor, Tensor]:
     """Words of a text and the ones after them, cut into streams: int64 [N_STREAMS, position].
 
-    Behind the last word, there is nothing to predict from the first of the vocabulary.
+    After the end of the text come words 0, with `NO_WORD` to predict.
     """
     size = -(-(len(text) - 1) // N_STREAMS)
     words = text.new_zeros(N_STREAMS * size)

@@ -138,8 +138,9 @@ def split_lines(text: str) -> list[str]:
     return [word for line in lines for word in (*line.split(), EOS)]
 
 
-# Merity et al. (2016), "Pointer sentinel mixture models", arXiv 1609.07843. The vocabulary of the
-# training text.
+# Merity et al. (2016), "Pointer sentinel mixture models", arXiv 1609.07843. Words as the files have
+# them. The PowerGossip paper's 28,869 are another program's (spaCy's), in lower case; and what its
+# code measures on is the validation text.
 wikitext2 = _Files(
     names=("wiki.train.tokens", "wiki.test.tokens"),
     folder="wikitext-2",

@@ -7,8 +7,14 @@ import torch
 from torch import nn
 
 import tasks
+from parameters import Parameters
 from tasks import language_models, models
 from tasks.task_options import of_model
+
+
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    torch.manual_seed(0)
 
 
 def size(model: nn.Module) -> int:
@@ -175,6 +181,29 @@ def test_the_output_layer_is_the_embedding(name: str) -> None:
     torch.testing.assert_close(after[..., :7], before[..., :7])
 
 
+def test_a_block_is_that_of_a_transformer() -> None:
+    block = language_models.Block(16, num_heads=4, dropout=0.0)
+    reference = nn.TransformerEncoderLayer(
+        16, 4, 64, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+    )
+    copies = zip(
+        (block.norm1, block.queries_keys_values, block.attended, block.norm2, block.net),
+        ("norm1", "self_attn.in_proj", "self_attn.out_proj", "norm2", "linear"),
+        strict=True,
+    )
+    values = dict(reference.named_parameters())
+    for module, name in copies:
+        parameters = list(module.parameters())
+        names = [key for key in values if key.startswith(name)]
+        with torch.no_grad():
+            for parameter, key in zip(parameters, names, strict=True):
+                values[key].normal_()
+                parameter.copy_(values[key])
+    x = torch.randn(2, 7, 16)
+    mask = nn.Transformer.generate_square_subsequent_mask(7)
+    torch.testing.assert_close(block(x), reference(x, src_mask=mask, is_causal=True))
+
+
 def test_a_transformer_tells_positions_apart() -> None:
     model = small("Transformer").eval()
     scores, _ = model(torch.full((1, 12), 3), {})
@@ -221,6 +250,19 @@ def test_initial_weights_are_those_that_are_documented() -> None:
             assert not parameter.any(), name
         else:
             assert (parameter == 1).all(), name
+
+
+@pytest.mark.parametrize("name", language_models.ARCHITECTURES)
+def test_models_use_the_flat_buffer_they_are_moved_to(name: str) -> None:
+    """An LSTM could keep its weights elsewhere."""
+    model = small(name).eval()
+    parameters = Parameters([model])
+    words = torch.arange(24).view(2, 12)
+    model(words, {})[0].square().sum().backward()
+    assert all(p.abs().sum() > 0 for p in parameters.layout.tensors(parameters.grad[0]))
+    with torch.no_grad():
+        parameters.x.zero_()
+    assert not model(words, {})[0].any()
 
 
 def test_heads_must_divide_the_hidden_size() -> None:

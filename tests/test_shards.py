@@ -75,6 +75,12 @@ def test_shards_are_kept_unless_reshuffled(split: dict[str, Any]) -> None:
     assert (early == late) == bool(split)
 
 
+@pytest.mark.parametrize("split", [{"reshuffle": False}, *SPLITS[3:]])
+def test_which_shards_are_kept_depends_on_the_seed(split: dict[str, Any]) -> None:
+    one, same, other = (set(shards(seed=s, **split).indices(2, 0).tolist()) for s in (1, 1, 2))
+    assert one == same != other
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

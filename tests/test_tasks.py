@@ -277,6 +277,9 @@ def test_a_run_continues_from_what_is_carried(any_task: tasks.Task, name: str) -
     carried = any_task.carried(one)
     assert bool(carried) == (name == "LSTM")
     any_task.carry(other, carried)
+    if name != "LSTM":
+        with pytest.raises(AssertionError):
+            any_task.carry(other, {"hidden": torch.zeros(1)})
     losses = [any_task.loss(model, any_task.batch(0, 0, 1))[0].item() for model in (one, other)]
     assert losses[0] == losses[1]
 
@@ -839,6 +842,18 @@ def test_what_is_incomplete_is_not_kept(
         fetched(task, dataset)
     assert [path for path in nowhere.rglob("*") if path.is_file()] == []
     monkeypatch.undo()
+
+
+def test_images_of_another_size_are_not_kept(
+    hub: list[tuple[str, dict[str, str]]], nowhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = image_rows("img", "label", (32, 31, 3), 7)
+    monkeypatch.setitem(HUB["Cifar", ""][2], "test", rows)
+    with pytest.raises(
+        ValueError, match=r"not fetched: ValueError: .* is \(32, 31, 3\) instead of"
+    ):
+        fetched("Cifar", "")
+    assert [path for path in nowhere.rglob("*") if path.is_file()] == []
 
 
 KILLED = """
