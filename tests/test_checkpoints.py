@@ -21,7 +21,7 @@ import train
 from algorithms import AVERAGING
 from checkpoints import Checkpoints
 from compressors import COMPRESSORS
-from network import BadInput, Processes
+from network import BadInput, Interrupted, Processes
 from tests.launch import python
 
 # Children begin as copies of a process that has imported everything: a start takes no seconds.
@@ -59,6 +59,21 @@ CASES: list[dict[str, Any]] = [
     {"local_optimizer": "adamw", "learning_rate": 0.003},
     {"local_steps": 3, "gradient_clipping": 0.5, "overlapping": False},
     {"task_architecture": "ResNet20", "batch_size": 179, "num_epochs": 3},
+    {
+        "task": "LSTM",
+        "task_architecture": "LSTM",  # carries its hidden state from batch to batch; dropout
+        "task_options": {"hidden_size": 16, "num_layers": 2},
+        "gradient_clipping": 0.4,
+        "optimizer": "choco",
+        "optimizer_diffusion_rate": 0.1,
+    },
+]
+
+
+WITHIN_AN_EPOCH = [
+    {},
+    {"local_steps": 3, "topology": "round-robin", "optimizer_num_iterations": 1},
+    next(case for case in CASES if case.get("task") == "LSTM"),
 ]
 
 
@@ -169,6 +184,25 @@ def test_a_killed_run_goes_on_to_the_bit(case: dict[str, Any], tmp_path: Path) -
     run(tmp_path / "killed", changes | {"resume": True})
     assert rows_of(tmp_path / "killed") == rows_of(tmp_path / "whole")
     assert_same(end_of(tmp_path / "killed"), end_of(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("case", WITHIN_AN_EPOCH, ids=label)
+def test_a_run_that_is_stopped_within_an_epoch_goes_on_to_the_bit(
+    case: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = SMALL | case
+    run(tmp_path / "whole", changes)
+    with monkeypatch.context() as patch:
+        at_eight = lambda run: signal.SIGUSR1 if run.step == 8 else None  # noqa: E731
+        patch.setattr(train._Run, "_asked_to_stop", at_eight)
+        with pytest.raises(Interrupted, match="stopped by SIGUSR1 after step 8 "):
+            run(tmp_path / "stopped", changes)
+    found = Checkpoints(tmp_path / "stopped", Processes()).describe()
+    assert found is not None
+    assert found["step"] == 8
+    run(tmp_path / "stopped", changes | {"resume": True})
+    assert rows_of(tmp_path / "stopped") == rows_of(tmp_path / "whole")
+    assert_same(end_of(tmp_path / "stopped"), end_of(tmp_path / "whole"))
 
 
 @pytest.mark.parametrize("what", ["_write_part", "_sync"])
