@@ -133,7 +133,7 @@ def run_entry_point(main: Callable[[list[str]], object]) -> None:
         if network.processes().size > 1:
             raise  # the others may not know
         print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(1)
+        sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -54,7 +54,7 @@ class MetricsLog:
             self.path.write_bytes(b"")
         elif self.path.exists():
             _cut_half_line(self.path)
-        self._file = self.path.open("ab")
+        self._file = self.path.open("ab", buffering=0)
 
     def write(self, name: str, values: Mapping[str, float | int], tags: Mapping[str, Any]) -> None:
         """Add a row. `values`: value, epoch, bits, messages, seconds; `tags`: anything JSON knows.
@@ -66,8 +66,9 @@ class MetricsLog:
         if taken:
             raise ValueError(f'metric "{name}": a tag cannot be named "{taken[0]}"')
         row = json.dumps({"name": name, **values, **tags}, default=_plain, ensure_ascii=False)
-        self._file.write(row.encode() + b"\n")
-        self._file.flush()
+        left = row.encode() + b"\n"
+        while left:  # a disk that is almost full takes a part, and then says why not more
+            left = left[self._file.write(left) :]
 
     @property
     def offset(self) -> int:

@@ -76,6 +76,8 @@ class BadInput(ValueError):
 class Stopped(RuntimeError):
     """The run cannot go on, for a reason that the text says in one sentence."""
 
+    exit_code = 1
+
 
 class Interrupted(Stopped):
     """The run was asked to stop, and all processes know: by a signal of this number."""
@@ -195,7 +197,7 @@ def _end_together(found: Processes) -> None:
             text = f"process {found.rank} of {found.size} on {socket.gethostname()} failed:\n"
             text += "".join(traceback.format_exception(kind, error, trace))
         print(f"\n{text}", file=sys.stderr, flush=True)
-        found.communicator.Abort(1)
+        found.communicator.Abort(error.exit_code if isinstance(error, Stopped) else 1)
 
     sys.excepthook = hook
 

@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import checkpoints
 import metrics
+from network import Stopped
 
 FIGURE = "figure.png"
 _FILES = (metrics.FILE, "config.yaml", "info.json", FIGURE)
@@ -42,6 +43,12 @@ def demand(config: Any, key: str, ok: Callable[[Any], bool], would_do: str) -> N
     """ValueError, "key=value: use what would do", unless the value is ok."""
     if not ok(config[key]):
         raise ValueError(f"{key}={config[key]}: use {would_do}")
+
+
+class CannotWrite(Stopped):
+    """The output folder takes no more."""
+
+    exit_code = 2
 
 
 class Output:
@@ -103,14 +110,27 @@ class Output:
             self._info = json.loads((folder / "info.json").read_text())
 
     def write(self, name: str, values: Mapping[str, float], tags: Mapping[str, Any]) -> None:
-        """A row, to all logs."""
-        for log in self._logs:
-            log.write(name, values, tags)
+        """A row, to all logs. Raises CannotWrite."""
+        with self._writing():
+            for log in self._logs:
+                log.write(name, values, tags)
 
     def add_info(self, info: Mapping[str, Any]) -> None:
-        """Facts, to what info.json has already."""
+        """Facts, to what info.json has already. Raises CannotWrite."""
         self._info.update(info)
-        (self.folder / "info.json").write_text(json.dumps(self._info, indent=1) + "\n")
+        with self._writing():
+            new = self.folder / "info.json.new"
+            new.write_text(json.dumps(self._info, indent=1) + "\n")
+            new.replace(self.folder / "info.json")
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CannotWrite(
+                f"output folder {self.folder}: {error.strerror or error}; what is there is kept"
+            ) from error
 
     def close(self) -> None:
         for log in self._logs:

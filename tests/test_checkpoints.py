@@ -433,6 +433,31 @@ def test_no_space_left(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "run") == rows_of(tmp_path / "whole")
 
 
+ROWS_LIMITED = """
+import resource, signal
+import train, configuration
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+original = train._Run.train
+def limited(run):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3_000, 3_000))
+    original(run)
+train._Run.train = limited
+configuration.run_entry_point(train.main)
+"""
+
+
+@pytest.mark.parametrize("n_processes", [None, 2])
+def test_no_space_left_for_rows(n_processes: int | None, tmp_path: Path) -> None:
+    driver = tmp_path / "driver.py"
+    driver.write_text(ROWS_LIMITED)
+    result = python(driver, *command(tmp_path / "run")[1:], processes=n_processes)
+    assert result.returncode == 2, result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+    assert f"output folder {tmp_path / 'run'}: File too large; what is there is kept" in line
+    assert "Traceback" not in result.stderr
+    assert not metrics.load(tmp_path / "run").empty
+
+
 # --- By itself ------------------------------------------------------------------------------------
 
 
