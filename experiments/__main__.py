@@ -71,6 +71,7 @@ def _report(name: str, experiment: Experiment, folder: Folder) -> None:
         text = experiment.report(folder.results, folder.path)
     except ValueError as error:
         raise BadInput(f"{error}; run it first: python -m experiments run {name}") from error
+    text += f"\n`python -m experiments run {name}`: {folder.provenance(experiment)}\n"
     (folder.path / "report.md").write_text(text)
     print(f"{text}\nwritten to {Path(folder.path) / 'report.md'}")
 

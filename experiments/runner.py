@@ -105,9 +105,20 @@ class Folder:
             raise ValueError(f"{_name(run)} is {self.state(run)}, see {self.of(run)}")
         return metrics.load(self.of(run))
 
-    def seconds(self, run: Run) -> float:
-        """That a finished run took."""
-        return float(json.loads((self.of(run) / "done.json").read_text())["seconds"])
+    def provenance(self, experiment: Experiment) -> str:
+        """What the runs were made with, a sentence."""
+        runs = {run.identity: run for stage in self.runs(experiment) for run in stage}
+        done = [json.loads((self.of(r) / "done.json").read_text()) for r in runs.values()]
+        seconds = sum(facts["seconds"] for facts in done)
+
+        def all_of(key: str) -> str:
+            return ", ".join(sorted({str(facts[key]) for facts in done}))
+
+        return (
+            f"{len(done)} runs, {seconds / 3600:.1f} core hours; Python {all_of('python')}, torch "
+            f"{all_of('torch')}; {all_of('cores')} cores, {all_of('processor')}; "
+            f"{all_of('date')}; commit {all_of('commit')}."
+        )
 
     def runs(self, experiment: Experiment) -> Iterator[list[Run]]:
         """The runs of each stage, as far as they can be known yet."""

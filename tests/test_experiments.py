@@ -41,7 +41,6 @@ with open(folder + "/metrics.jsonl", "w") as file:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
     (tmp_path / "train.py").write_text(PROGRAM)
     monkeypatch.setattr(runner, "ROOT", tmp_path)
-    monkeypatch.setattr(runner, "circumstances", lambda: {"commit": "abc"})
     return Folder("question", tmp_path / "output")
 
 
@@ -68,7 +67,9 @@ def test_every_run_once(folder: Folder) -> None:
     assert [value(folder, run) for run in [*runs, twin]] == [0, 1, 2, 0]
     assert [starts(folder, run) for run in runs] == [1, 1, 1]
     assert folder.state(twin) == "done"
-    assert folder.seconds(runs[0]) > 0
+    assert "4 runs, 0.0 core hours; Python 3" in folder.provenance(
+        asked(*runs, twin, Run("train", {"value": 7}))
+    )
     assert (folder.of(runs[0]) / "run.json").exists()
 
 
