@@ -24,7 +24,7 @@ writes rows starts without them.
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ _COLUMNS = ("name", "value", "epoch", "bits", "messages", "seconds")
 # Okabe & Ito's palette, which colorblind people can tell apart; line styles tell the rest.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _STYLES = ("-", "--", ":")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
 
 
 class MetricsLog:
@@ -289,6 +290,34 @@ def compare(runs: Mapping[str, "DataFrame"], path: Path | str) -> None:
     )
 
 
+def scatter(
+    points: Mapping[str, tuple[float, Sequence[float]]], path: Path | str, x: str, y: str
+) -> None:
+    """Draw a point for each label: (x, what several runs reached): their mean and, as a bar, from
+    the least to the largest. The horizontal axis is logarithmic; x and y name the axes.
+
+    ValueError if there is nothing to draw.
+    """
+
+    def draw(axes: "Axes") -> None:
+        for i, (label, (at, reached)) in enumerate(points.items()):
+            mean = sum(reached) / len(reached)
+            axes.errorbar(
+                at,
+                mean,
+                yerr=[[mean - min(reached)], [max(reached) - mean]],
+                color=_COLORS[i % len(_COLORS)],
+                marker=_MARKERS[i % len(_MARKERS)],
+                linestyle="",
+                capsize=3,
+                label=label,
+            )
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+
+    _draw(path, {"points": draw if points else None}, {"points": ("", x, y)}, width=7.0)
+
+
 def consensus_summary(rows: "DataFrame") -> str:
     """The table at the end of gossip_run.py: each algorithm at its best setting. Plain text.
 
@@ -423,6 +452,8 @@ _LABELS = {  # panel: title, x, y
 def _draw(
     path: Path | str,
     panels: "Mapping[str, Callable[[Axes], None] | None]",
+    labels: Mapping[str, tuple[str, str, str]] = _LABELS,
+    width: float = 4.2,  # inches, of a panel
 ) -> None:
     """Draw the panels that are not None side by side into a file, their legend below."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -434,11 +465,11 @@ def _draw(
     if not drawn:
         raise ValueError(f"nothing to draw in {path}: there are no rows of what it shows")
     layout = ConstrainedLayoutEngine(wspace=0.06)
-    figure = Figure(figsize=(0.6 + 4.2 * len(drawn), 3.9), layout=layout)
+    figure = Figure(figsize=(0.6 + width * len(drawn), 3.9), layout=layout)
     FigureCanvasAgg(figure)
     all_axes = figure.subplots(1, len(drawn), squeeze=False)[0]
     for axes, (panel, draw) in zip(all_axes, drawn.items(), strict=True):
-        title, x, y = _LABELS[panel]
+        title, x, y = labels[panel]
         axes.set_title(title, fontsize=11)
         axes.set_xlabel(x)
         axes.set_ylabel(y)
@@ -451,9 +482,9 @@ def _draw(
             first, last = axes.dataLim.intervalx
             if last - first < 0.5:
                 axes.set_xlim(first - 0.5, last + 0.5)
-    lines, labels = all_axes[0].get_legend_handles_labels()
-    columns = min(len(labels), 2 * len(drawn))
-    figure.legend(lines, labels, loc="outside lower center", ncols=columns, frameon=False)
+    lines, names = all_axes[0].get_legend_handles_labels()
+    columns = min(len(names), max(3, 2 * len(drawn)))
+    figure.legend(lines, names, loc="outside lower center", ncols=columns, frameon=False)
     figure.savefig(path, dpi=150)
 
 

@@ -109,7 +109,11 @@ def experiment(
         runs = chosen(results)
         rows = {method: [results(run) for run in of_seeds] for method, of_seeds in runs.items()}
         settings = {method: of_seeds[0].values for method, of_seeds in runs.items()}
-        return f"{title[0].upper()}{title[1:]}\n\n{_table(rows, settings, measure)}\n"
+        _figure(rows, measure, folder / "figure.svg")
+        table = _table(rows, settings, measure)
+        return (
+            f"{title[0].upper()}{title[1:]}\n\n{table}\n\n![{measure} against bits](figure.svg)\n"
+        )
 
     return Experiment(title, [tuning, final], report)
 
@@ -196,6 +200,13 @@ def _spread(values: Sequence[float]) -> str:
     return f"{mean:.2f} ± {deviation:.2f}"
 
 
-def figure(rows: Mapping[str, "DataFrame"], path: Path) -> None:
-    """Accuracy and consensus over epochs and bits."""
-    metrics.compare(rows, path)
+def _figure(rows: Mapping[str, list["DataFrame"]], measure: str, path: Path) -> None:
+    """What each method reached against what it sent: a point with its spread over the seeds."""
+    points = {}
+    for method, of_seeds in rows.items():
+        reached = [float(v) for r in of_seeds for v in _last(r, measure, "test_avg")]
+        if len(reached) == len(of_seeds):
+            bits = sum(float(r["bits"].max()) for r in of_seeds) / len(of_seeds)
+            points[method] = bits / 8e6, [100 * v if measure == "accuracy" else v for v in reached]
+    unit = ", %" if measure == "accuracy" else ""
+    metrics.scatter(points, path, "megabytes sent by a worker", f"test {measure}, mean model{unit}")

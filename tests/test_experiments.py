@@ -251,6 +251,7 @@ def test_learning_from_the_first_run_to_the_table(
     assert mean == pytest.approx(sum(accuracies) / 2, abs=0.006)
     assert deviation == pytest.approx(pd.Series(accuracies).std(), abs=0.006)
     assert line[5].strip() == "1.0×"
+    assert "CHOCO, sign" in (tmp_path / "figure.svg").read_text()
 
 
 def test_the_command_line(tmp_path: Path) -> None:
