@@ -38,6 +38,12 @@ bench: setup ## milliseconds per gossip step
 	mpirun -np 8 $(gossip_step) algorithm=power-gossip model=resnet20 rank=1 && \
 	mpirun -np 8 $(gossip_step) algorithm=power-gossip model=resnet20 rank=4 && \
 	mpirun -np 8 $(gossip_step) algorithm=dpsgd model=resnet20 && \
+	mpirun -np 8 $(gossip_step) algorithm=choco model=resnet20 compressor=top-k && \
+	mpirun -np 8 $(gossip_step) algorithm=choco model=resnet20 compressor=sign-and-norm && \
+	mpirun -np 8 $(gossip_step) algorithm=moniqua model=resnet20 && \
+	mpirun -np 8 $(gossip_step) model=matrix100 && \
+	$(gossip_step) model=matrix100 n_workers=8 && \
+	$(gossip_step) model=matrix100 n_workers=1024 && \
 	mpirun -np 2 $(gossip_step) algorithm=power-gossip model=lstm rank=1
 
 clean: ## remove .venv, builds and caches; keeps output/ and data/
