@@ -1,12 +1,14 @@
 """Benchmarks run and say what they measured; how fast is not for a test."""
 
 import json
+from math import prod
 
 import pytest
 from omegaconf import OmegaConf
 
 import train
-from benchmarks import train_step
+from algorithms import AVERAGING
+from benchmarks import gossip_step, train_step
 
 
 @pytest.mark.parametrize("optimizer", ["power-gossip", "all-reduce"])
@@ -22,4 +24,30 @@ def test_a_step_of_training(
     times = [value for key, value in line.items() if key.endswith("_ms")]
     assert len(times) == 5
     assert min(times) > 0
-    assert line["data_ms"] < line["compute_ms"]
+
+
+@pytest.mark.parametrize("algorithm", AVERAGING)
+def test_a_step_of_averaging(
+    algorithm: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gossip_step, "config", OmegaConf.structured(gossip_step.Config))
+    quick = ["rounds=2", "seconds=0.1", "n_workers=8", "model=matrix100"]
+    gossip_step.main([f"algorithm={algorithm}", "keep_ratio=0.05", *quick])
+    line = json.loads(capsys.readouterr().out)
+    assert line["algorithm"] == algorithm
+    assert line["ms_per_step"] > 0
+    assert line["floor_ms"] > 0
+    expected = {
+        "power-gossip": 2 * 32 * 100,
+        "dpsgd": 2 * 32 * 10_000,
+        "all-reduce": 2 * 7 * 32 * 10_000 // 8,
+        "choco": 2 * (32 + 10_000),
+        "deepsqueeze": 2 * (32 + 10_000),
+        "moniqua": 2 * 2 * 10_000,
+    }
+    assert line["bits_per_step"] == expected[algorithm]
+
+
+def test_shapes_are_those_of_the_models() -> None:
+    sizes = {name: sum(map(prod, shapes())) for name, shapes in gossip_step.MODELS.items()}
+    assert sizes == {"resnet20": 272_474, "lstm": 28_949_319, "matrix100": 10_000}
