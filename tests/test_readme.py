@@ -83,7 +83,7 @@ def test_the_consensus_command_runs_as_it_stands(tmp_path: Path) -> None:
 
 
 def test_other_commands_are_tested_elsewhere() -> None:
-    """make train and make test by CI, --help and mpi_check by their own tests."""
+    """make train and make test by CI, --help, mpi_check and experiments by their own tests."""
     others = [
         command for command in COMMANDS if command not in TRAINING and "gossip_run" not in command
     ]
@@ -92,6 +92,8 @@ def test_other_commands_are_tested_elsewhere() -> None:
         "make test",
         "python train.py --help",
         "mpirun -np 8 python environment/mpi_check.py",
+        "python -m experiments run fashion_mnist",
+        "python -m experiments report fashion_mnist",
     ]
 
 
