@@ -34,8 +34,7 @@ def main(arguments: list[str]) -> None:
     who.agree(lambda: configuration.read_command_line(train.config, arguments, __doc__ or ""))
     run = who.agree(lambda: train._Run(train.config, who))
     run.load_data()
-    start, c = run.parameters.x.clone(), run.config
-    step = 0
+    c, step = run.config, 0
 
     def fetch() -> None:
         for worker in run.network.workers:
@@ -64,6 +63,9 @@ def main(arguments: list[str]) -> None:
         )
 
     one_by_one, at_once = training(False), training(True)
+    for _ in range(20):  # workers that have come apart, as they do when they learn
+        one_by_one.step(gradient)
+    start = run.parameters.x.clone()
     functions = {
         "data_ms": fetch,
         "compute_ms": compute,
