@@ -475,13 +475,22 @@ class _Run:
             raise BadInput("resume=true: say with --output-dir which run is to go on")
         found = Checkpoints(Path(folder), who)
         entry = found.describe()
-        if entry is None:
-            return  # killed before the first checkpoint, or not begun
+        if entry is None:  # killed before the first checkpoint, or not begun
+            who.agree(lambda: self._refuse_another_run_without_checkpoint(Path(folder)))
+            return
         who.agree(lambda: self._refuse_another_run(folder, entry["facts"]["config"]))
         self.offset = entry["facts"]["metrics_bytes"]
         state = found.load(self.network.workers)
         who.agree(lambda: self._refuse_another_model(folder, state))
         self._restore(state)
+
+    def _refuse_another_run_without_checkpoint(self, folder: Path) -> None:
+        """Its rows would be lost."""
+        file = folder / "config.yaml"
+        if file.exists():
+            saved = OmegaConf.to_container(OmegaConf.load(file))
+            assert isinstance(saved, dict)
+            self._refuse_another_run(str(folder), {str(key): v for key, v in saved.items()})
 
     def _refuse_another_run(self, folder: str, saved: Mapping[str, Any]) -> None:
         now = OmegaConf.to_container(self.config)

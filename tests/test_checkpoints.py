@@ -228,6 +228,14 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path: Path) -
     assert rows_of(tmp_path / "killed") == rows_of(tmp_path / "whole")
 
 
+def test_rows_of_another_run_without_checkpoints_are_kept(tmp_path: Path) -> None:
+    killed(tmp_path, SMALL | {"evaluation_interval": 1, "checkpoint_interval": 4}, AtStep(12))
+    assert not (tmp_path / checkpoints.FOLDER).exists()
+    assert rows_of(tmp_path)
+    text = refused(tmp_path, topology="star")
+    assert "cannot go on with topology=star (was ring)" in text
+
+
 def test_resume_where_nothing_is_begins(tmp_path: Path) -> None:
     """So that a job that is put back into the queue needs one command only."""
     run(tmp_path / "new", SMALL | {"resume": True})

@@ -429,7 +429,7 @@ def normalized_model() -> nn.Module:
         {"momentum": 0.0},
         {"momentum": 0.9},
         {"momentum": 0.9, "nesterov": False},
-        {"momentum": 0.9, "gradient_clipping": 0.5},
+        {"momentum": 0.9, "gradient_clipping": 1.9},
         {"momentum": 0.9, "local_steps": 3},
         {"local_optimizer": "adamw", "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-3},
     ],
@@ -498,7 +498,8 @@ def test_a_step_of_dpsgd_is_the_dense_computation(
     found = torch.stack([nn.utils.parameters_to_vector(_of(m)) for m in run.parameters.models])
     assert (expected - start).norm() > 0.05 * start.norm(), "it has moved"
     assert (found - expected).norm() < 1e-5 * expected.norm()
-    assert (clipped > 0) == ("gradient_clipping" in changes)
+    if "gradient_clipping" in changes:
+        assert 0 < clipped < 4 * steps, "some gradients are short enough"
 
 
 def _of(model: nn.Module) -> list[nn.Parameter]:
