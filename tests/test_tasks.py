@@ -193,7 +193,7 @@ def test_batches_of_images_are_normalized(any_task: tasks.Task, name: str) -> No
     if name == "LSTM":
         return
     assert isinstance(any_task, ImageClassification)
-    images = any_task._normalize(any_task._splits["train"].images)
+    images = any_task._normalize(any_task._splits["train"].pixels)
     assert images.dtype == any_task.batch(0, 0, 0)[0].dtype == torch.float32
     assert images.mean((0, 2, 3)).abs().max() < 1e-3
     assert (images.std((0, 2, 3)) - 1).abs().max() < 1e-3
@@ -354,28 +354,28 @@ def test_images_lie_as_convolutions_like_them(channels: int) -> None:
 
 
 def test_crop_cuts_each_padded_image_at_its_corner() -> None:
-    images = torch.randint(1, 256, (6, 3, 5, 7), dtype=torch.uint8)
+    images = torch.randint(1, 256, (6, 5, 7, 3), dtype=torch.uint8)
     untouched = images.clone()
     corners = torch.tensor([[0, 0], [2, 2], [4, 4], [0, 4], [1, 3], [3, 0]])
     together = augmentation.crop(images, corners, padding=2)
     assert torch.equal(images, untouched)
     assert torch.equal(together[1], images[1])
     for image, (row, column), result in zip(images, corners.tolist(), together, strict=True):
-        padded = np.pad(image.numpy(), ((0, 0), (2, 2), (2, 2)))
-        assert np.array_equal(result, padded[:, row : row + 5, column : column + 7])
+        padded = np.pad(image.numpy(), ((2, 2), (2, 2), (0, 0)))
+        assert np.array_equal(result, padded[row : row + 5, column : column + 7])
 
 
 def test_flip_mirrors_the_chosen_images() -> None:
-    images = torch.randint(0, 256, (4, 3, 5, 7), dtype=torch.uint8)
+    images = torch.randint(0, 256, (4, 5, 7, 3), dtype=torch.uint8)
     untouched = images.clone()
     together = augmentation.flip(images, torch.tensor([True, False, False, True]))
     assert torch.equal(images, untouched)
     assert torch.equal(together[1:3], images[1:3])
-    assert np.array_equal(together[[0, 3]], images[[0, 3]].numpy()[..., ::-1])
+    assert np.array_equal(together[[0, 3]], images[[0, 3]].numpy()[:, :, ::-1])
 
 
 def test_augmentation_shifts_and_mirrors_at_random() -> None:
-    image = torch.arange(1, 65, dtype=torch.uint8).view(1, 1, 8, 8)
+    image = torch.arange(1, 65, dtype=torch.uint8).view(1, 8, 8, 1)
     batch = augmentation.crop_and_flip(image.repeat(2000, 1, 1, 1), generator(0, "test"), 2)
     distinct, counts = batch.unique(dim=0, return_counts=True)
     assert len(distinct) == 5 * 5 * 2  # every shift, mirrored and not
