@@ -23,7 +23,7 @@ train: setup ## train with eight MPI processes; NP=4, ARGS="key=value …"
 test: setup ## all tests, under 1, 2, 3, 4 and 8 MPI processes
 	@$(activate) && export OMP_NUM_THREADS=1 && failed= && \
 	{ [ -t 1 ] || export PY_COLORS=0; } && \
-	{ python -m pytest -m 'parallel[match]' || failed=1; } && \
+	{ python -m pytest -n auto --maxprocesses 8 -m 'parallel[match]' || failed=1; } && \
 	for n in 2 3 4 8; do \
 		echo "── $$n MPI processes ──"; \
 		mpirun -np $$n python -m pytest -q -m 'parallel[match]' || failed="$$failed $$n"; \
