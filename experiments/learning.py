@@ -78,6 +78,7 @@ def experiment(
     values: Values,
     measure: str = "accuracy",
     rates: Sequence[float] = (0.05, 0.1),
+    tuning_epochs: int = 2,
 ) -> Experiment:
     """measure: accuracy (of the mean model, the larger the better) or perplexity."""
 
@@ -85,7 +86,7 @@ def experiment(
         return [run for runs in grids().values() for run in runs]
 
     def grids() -> dict[str, list[Run]]:
-        return {method: _grid(values, method, rates) for method in METHODS}
+        return {method: _grid(values, method, rates, tuning_epochs) for method in METHODS}
 
     def final(results: Results) -> list[Run]:
         return [run for runs in chosen(results).values() for run in runs]
@@ -118,9 +119,8 @@ def experiment(
     return Experiment(title, [tuning, final], report)
 
 
-def _grid(values: Values, method: str, rates: Sequence[float]) -> list[Run]:
-    """Two fifths of the epochs each, the last half of them at a tenth of the learning rate."""
-    epochs = max(2, round(0.4 * values["num_epochs"]))
+def _grid(values: Values, method: str, rates: Sequence[float], epochs: int) -> list[Run]:
+    """So many epochs each, the last half of them at a tenth of the learning rate."""
     averages_fully = METHODS[method]["optimizer"] == "all-reduce"
     thetas: Sequence[float | None] = [None]
     if METHODS[method]["optimizer"] == "moniqua":
