@@ -215,7 +215,7 @@ def runner_alone() -> train.Processes:
 
 def test_every_method_has_the_same_grid() -> None:
     for method in learning.METHODS:
-        runs = learning._grid(learning.FASHION_MNIST, method, (0.05, 0.1))
+        runs = learning._grid(learning.FASHION_MNIST, method, (0.05, 0.1), 2)
         keys = ("learning_rate", "optimizer_diffusion_rate")
         tried = {tuple(run.values.get(key) for key in keys) for run in runs}
         gammas = [None] if method == "all-reduce" else learning.DIFFUSION_RATES
