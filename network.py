@@ -7,6 +7,7 @@ arrived. It yields a message, or several in a tuple, to travel at the same time:
     ToEach(tensor)  # [worker, neighbor, ...]  each its own       [worker, neighbor, ...]
     ToAll(tensor)   # [worker, ...]            all the same       [worker, neighbor, ...]
     Mean(tensor)    # [worker, ...]            all-reduce         [1, ...], the mean
+    Gather(pieces)  # worker × [any length]    all-gather         n × [length], of all workers
 
 What arrives lies in memory that the next message of the same object overwrites. A message object
 that is yielded again (its tensor refilled) reuses its receive buffer and MPI requests; so a method
@@ -27,7 +28,7 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -65,7 +66,18 @@ class Mean:
     tensor: Tensor
 
 
-Message = ToEach | ToAll | Mean
+@dataclass(eq=False)
+class Gather:
+    """All-gather: every worker receives the pieces of all n workers, in the order of their numbers.
+
+    pieces: a contiguous tensor [length] for each hosted worker; lengths may differ between workers
+    and from one time to the next, the type of the numbers must not differ between workers.
+    """
+
+    pieces: Sequence[Tensor]
+
+
+Message = ToEach | ToAll | Mean | Gather
 Conversation = Generator[Any, Any, None]  # yields Message | tuple[Message, ...]
 
 
@@ -430,6 +442,8 @@ class Network:
         return torch.from_numpy(parts.reshape(self.copies * self.n_workers, *parts.shape[2:]))
 
     def _transport(self, message: Message) -> "_Transport":
+        if isinstance(message, Gather):  # of other lengths each time: there is nothing to keep
+            return _Gathering(self, message.pieces)
         of_rounds = self._transports.setdefault(message, {})
         index = 0 if isinstance(message, Mean) else self.round % len(self.rounds)
         if index not in of_rounds:
@@ -586,7 +600,7 @@ class _Transport:
         """Whether `wait` would return at once; does not block."""
         raise NotImplementedError
 
-    def wait(self) -> Tensor:
+    def wait(self) -> Tensor | list[Tensor]:
         raise NotImplementedError
 
 
@@ -787,3 +801,78 @@ class _Reduction(_Transport):
                 self._total.copy_(self._shared, non_blocking=True)
         mean = self._total.div_(self._n_workers)
         return mean if len(mean) == 1 else mean.repeat_interleave(self._hosted, dim=0)
+
+
+class _Gathering(_Transport):
+    """All-gather of pieces [length] that differ in length, which all workers first tell each other.
+
+    What a ring all-gather sends is counted, whatever the MPI library does: a worker passes on every
+    piece but that of its successor, and n − 1 lengths of 32 bits. It is known once posted.
+    """
+
+    def __init__(self, network: Network, pieces: Sequence[Tensor]):
+        assert network.copies == 1, "a gather knows no copies"
+        assert len(pieces) == network.hosted, f"{len(pieces)} pieces, {network.hosted} workers"
+        for piece in pieces:
+            assert piece.ndim == 1, f"a piece of shape {tuple(piece.shape)}, expected [length]"
+            assert piece.dtype == pieces[0].dtype, "pieces of one type, please"
+        self._network, self._pieces = network, pieces
+        self._communicator = network.processes.communicator
+        self._on_gpu = pieces[0].is_cuda
+        self._host_received: Tensor | None = None
+        self._request: Any = None
+
+    def post(self) -> None:
+        network, pieces = self._network, self._pieces
+        n, hosted = network.n_workers, network.hosted
+        lengths = np.array([len(piece) for piece in pieces], dtype=np.int32)
+        self._lengths = np.empty(n, dtype=np.int32)
+        if self._communicator is None:
+            self._lengths[:] = lengths
+        else:
+            self._communicator.Allgather(lengths, self._lengths)
+        sizes = self._lengths.astype(np.int64) * (8 * pieces[0].element_size())
+        successors = np.arange(1, n + 1)[network.workers.start : network.workers.stop] % n
+        self.bits = sizes.sum() - sizes[successors] + (n - 1) * 32
+        self.messages = np.full(hosted, 2 * (n - 1), dtype=np.int64)
+
+        total = int(self._lengths.sum(dtype=np.int64))
+        self._received = pieces[0].new_empty(total)
+        if self._communicator is None:
+            torch.cat(list(pieces), out=self._received)
+            return
+        self._leaving = pieces[0] if hosted == 1 else torch.cat(list(pieces))
+        arriving = self._received
+        if network.stage:
+            on_gpu = self._on_gpu
+            arriving = torch.empty(total, dtype=arriving.dtype, pin_memory=on_gpu)
+            self._host_received = arriving
+            host = torch.empty(len(self._leaving), dtype=arriving.dtype, pin_memory=on_gpu)
+            self._leaving = host.copy_(self._leaving, non_blocking=True)
+        if self._on_gpu:
+            torch.cuda.current_stream().synchronize()
+        if total > np.iinfo(np.int32).max:
+            raise ValueError(
+                f"{total} numbers in one gather, of which MPI can count 2³¹; send fewer at a time"
+            )
+        from mpi4py import MPI
+
+        # MPI counts in 32 bits, so it is better told of numbers than of bytes.
+        number = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T}
+        kind = number[arriving.element_size()]
+        by_process = self._lengths.reshape(-1, hosted).sum(axis=1, dtype=np.int64)
+        starts = np.cumsum(by_process) - by_process
+        self._request = self._communicator.Iallgatherv(
+            [_memory(self._leaving), len(self._leaving), kind],
+            [_memory(arriving), (by_process.tolist(), starts.tolist()), kind],
+        )
+
+    def has_arrived(self) -> bool:
+        return self._request is None or bool(self._request.Test())
+
+    def wait(self) -> list[Tensor]:
+        if self._request is not None:
+            self._request.Wait()
+            if self._host_received is not None:
+                self._received.copy_(self._host_received, non_blocking=True)
+        return list(self._received.split(self._lengths.tolist()))

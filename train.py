@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -33,9 +33,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import algorithms
+import centralized
 import compressors
 import configuration
+import ddp_hooks
+import dgc
 import metrics
+import powersgd
 import randomness
 import runs
 import tasks
@@ -54,6 +58,8 @@ from network import (
 )
 from network import hosted_workers as hosted
 from parameters import Parameters
+
+V = TypeVar("V")
 
 
 @dataclass
@@ -106,7 +112,8 @@ class Config:
     distributed_lr_warmup_factor: float = 1.0  # the warm-up ends at learning_rate times this
 
     # Averaging
-    optimizer: str = "power-gossip"  # all-reduce, dpsgd, power-gossip, choco, deepsqueeze, moniqua
+    optimizer: str = "power-gossip"  # all-reduce, dpsgd, power-gossip, choco, deepsqueeze, moniqua;
+    #   or compressed gradients: powersgd, dgc, ddp-powersgd, ddp-batched-powersgd
     topology: str = "ring"  # a name, or the path of an edge list or adjacency file
     topology_options: dict[str, Any] = field(default_factory=dict)  # such as {degree: 4}
     optimizer_diffusion_rate: float | int | str = 1.0  # a number; auto: the best for plain gossip
@@ -120,6 +127,20 @@ class Config:
     optimizer_theta: float = 0.25  # moniqua: bound on the differences of neighbors' numbers
     overlapping: bool = True  # gossip while the gradient is computed; false: after the update
     local_steps: int = 1  # gossip in every so many-th step only
+
+    # Compressed gradients, which all workers apply alike: powersgd, dgc, PyTorch's DDP hooks
+    optimizer_min_compression_rate: float = 2.0  # tensors that would compress less go as they are
+    optimizer_start_compressing_after: int = 0  # powersgd: steps of plain all-reduce at the start
+    optimizer_num_batches_per_step: int = 1  # powersgd, dgc: batches between two messages
+    optimizer_start_iteration: int = 2  # of the hooks: plain all-reduce before it
+    optimizer_error_feedback: bool = True  # of the hooks
+    optimizer_sample_ratio: float = 0.01  # dgc: share of the numbers that the threshold is from
+    optimizer_max_adaptation_iterations: int = 10  # dgc: corrections of that threshold, at most
+    optimizer_momentum_masking: bool = True  # dgc: forget the momentum of what is sent
+    optimizer_warmup_epochs: int = 0  # dgc: epochs in which the share falls to the keep ratio
+    optimizer_warmup_ratios: list[float] = field(default_factory=list)  # dgc: one for each of them
+    optimizer_fp16_values: bool = False  # dgc: send values with 16 bits
+    optimizer_int32_indices: bool = True  # dgc: send positions with 32 bits; false: 64
 
     # What differences between workers look like
     spectrum_logging_params: list[str] = field(default_factory=list)  # names of parameters
@@ -211,6 +232,22 @@ def main(arguments: list[str] | None = None) -> None:
         _output = None
 
 
+class Learning(Protocol):
+    """A learning algorithm: algorithms.DPSGD, centralized.CentralizedSGD, ddp_hooks.DDPHook."""
+
+    def step(self, compute_gradient: Callable[[], V]) -> V:
+        """One step with what `compute_gradient` adds to parameters.grad; returns its result."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step depends on; tensors are [worker, ...]."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up where another instance was."""
+        ...
+
+
 Position = tuple[int, int, dict[str, Tensor]]  # epoch, step in it, sums of metrics over its steps
 
 
@@ -233,6 +270,7 @@ class _Run:
         self.offset = 0  # bytes of metrics.jsonl that belong to the steps so far
         self.seconds = 0.0  # since the start, without what was before an interruption and is lost
         self.position: Position = (0, 0, {})
+        self.schedules: list[Callable[[float], None]] = []  # told the epoch before each step
         self.checkpoints: Checkpoints | None = None  # where to save
         self.next_check = 0  # the step after which processes ask each other for signals
         self.last_check = 0, time.perf_counter()
@@ -282,15 +320,44 @@ class _Run:
             if name not in self.parameters.names:
                 names = ", ".join(self.parameters.names)
                 raise ValueError(f'spectrum_logging_params: no parameter "{name}" among {names}')
-        x = nn.Parameter(self.parameters.x)
-        x.grad = self.parameters.grad
-        self.optimizer = LOCAL_OPTIMIZERS[c.local_optimizer](x, c)
+        self.optimizer = LOCAL_OPTIMIZERS[c.local_optimizer](nn.Parameter(self.parameters.x), c)
         # x ← (1 − η λ) x, which torch's optimizer would do to normalization layers too.
         decoupled = c.weight_decay if c.local_optimizer in _DECOUPLED else 0.0
         self.decoupled_decay = [
             (self.parameters.x[:, span], decoupled)
             for span in (self.parameters.decay_spans() if decoupled else [])
         ]
+        self.algorithm = self._learning(0.0 if decoupled else c.weight_decay)
+
+    def _learning(self, weight_decay: float) -> Learning:
+        """The learning algorithm by its name."""
+        c = self.config
+        if c.optimizer in centralized.AGGREGATIONS:
+            return self._centralized(weight_decay)
+        if c.optimizer in ddp_hooks.HOOKS:
+            return ddp_hooks.DDPHook(
+                self.network,
+                self.parameters,
+                self._update,
+                hook=c.optimizer,
+                **_hook_options(c),
+                seed=c.seed,
+                weight_decay=weight_decay,
+                clip=c.gradient_clipping,
+            )
+        return algorithms.DPSGD(
+            self.network,
+            self._averaging(),
+            self.parameters,
+            self._update,
+            overlapping=c.overlapping,
+            weight_decay=weight_decay,
+            clip=c.gradient_clipping,
+            local_steps=c.local_steps,
+        )
+
+    def _averaging(self) -> algorithms.Averaging:
+        c = self.config
         svd_rank = c.optimizer_rank if c.optimizer_compressor == "svd" else None
         options = algorithms.Options(
             diffusion_rate=self.diffusion_rate(),
@@ -305,16 +372,24 @@ class _Run:
             theta=c.optimizer_theta,
             seed=c.seed,
         )
-        self.averaging = algorithms.make(c.optimizer, self.network, self.parameters.layout, options)
-        self.algorithm = algorithms.DPSGD(
+        return algorithms.make(c.optimizer, self.network, self.parameters.layout, options)
+
+    def _centralized(self, weight_decay: float) -> Learning:
+        c = self.config
+        corrects_momentum = c.optimizer == "dgc"  # which clips too
+        aggregation = centralized.AGGREGATIONS[c.optimizer](
+            self.network, self.parameters.layout, centralized_options(c)
+        )
+        if isinstance(aggregation, dgc.DGCAggregation):
+            self.schedules.append(aggregation.at_epoch)
+        return centralized.CentralizedSGD(
             self.network,
-            self.averaging,
+            aggregation,
             self.parameters,
             self._update,
-            overlapping=c.overlapping,
-            weight_decay=0.0 if decoupled else c.weight_decay,
-            clip=c.gradient_clipping,
-            local_steps=c.local_steps,
+            weight_decay=weight_decay,
+            clip=None if corrects_momentum else c.gradient_clipping,
+            num_batches_per_step=c.optimizer_num_batches_per_step,
         )
 
     def diffusion_rate(self) -> float:
@@ -389,6 +464,8 @@ class _Run:
             rate = learning_rate(self.config, epoch + (step + 1) / steps)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
+            for schedule in self.schedules:
+                schedule(epoch + step / steps)
             # Compressing and mixing; what the algorithm calls in between has its own phases.
             with self.clock("averaging"):
                 batch_metrics = self.algorithm.step(lambda: self._gradient(epoch, step))  # noqa: B023
@@ -423,8 +500,7 @@ class _Run:
         return next((number for number, _ in asked if number is not None), None)
 
     def _gradient(self, epoch: int, step: int) -> dict[str, Tensor]:
-        """Fill parameters.grad with the hosted workers' gradients; metrics, each [worker]."""
-        self.parameters.grad.zero_()
+        """Add the hosted workers' gradients to parameters.grad; metrics, each [worker]."""
         collected: dict[str, list[Tensor]] = {}
         for worker, model in zip(self.network.workers, self.parameters.models, strict=True):
             try:
@@ -457,11 +533,13 @@ class _Run:
                 f"(epoch {epoch}); try a smaller learning_rate or optimizer_diffusion_rate"
             )
 
-    def _update(self) -> None:
+    def _update(self, gradient: Tensor) -> None:
+        (x,) = self.optimizer.param_groups[0]["params"]
+        x.grad = gradient
         with self.clock("update"):
             rate = self.optimizer.param_groups[0]["lr"]
-            for x, decay in self.decoupled_decay:
-                x.mul_(1 - rate * decay)
+            for part, decay in self.decoupled_decay:
+                part.mul_(1 - rate * decay)
             self.optimizer.step()
 
     # --- Checkpoints ---
@@ -631,11 +709,12 @@ def _moved(tree: Any, device: torch.device) -> Any:
 
 
 def _sgd(x: nn.Parameter, c: Any) -> torch.optim.Optimizer:
+    momentum = 0.0 if c.optimizer == "dgc" else c.momentum  # which has its own
     return torch.optim.SGD(
         [x],
         lr=c.learning_rate,
-        momentum=c.momentum,
-        nesterov=c.nesterov and c.momentum > 0,
+        momentum=momentum,
+        nesterov=c.nesterov and momentum > 0,
         fused=True,
     )
 
@@ -690,6 +769,7 @@ def _checked(asked: DictConfig, who: Processes) -> Any:
         "local_steps",
         "optimizer_rank",
         "optimizer_num_iterations",
+        "optimizer_num_batches_per_step",
         "recalibration_batches",
     ):
         demand(key, lambda v: v >= 1, "1 or more")
@@ -736,10 +816,76 @@ def _checked(asked: DictConfig, who: Processes) -> Any:
         ),
         f"a list of pairs of workers, 0 to {c.n_workers - 1}",
     )
-    if c.optimizer not in algorithms.AVERAGING:
-        choices = ", ".join(algorithms.AVERAGING)
+    optimizers = [*algorithms.AVERAGING, *centralized.AGGREGATIONS, *ddp_hooks.HOOKS]
+    if c.optimizer not in optimizers:
+        choices = ", ".join(optimizers)
         raise ValueError(f'optimizer "{c.optimizer}" is unknown; choose from {choices}')
+    if c.optimizer not in algorithms.AVERAGING and c.local_steps > 1:
+        raise ValueError(
+            f"local_steps={c.local_steps} is for gossip; {c.optimizer} goes with local_steps=1 "
+            "(and powersgd and dgc with optimizer_num_batches_per_step)"
+        )
+    if c.optimizer in centralized.AGGREGATIONS:
+        centralized_options(c)
+    if c.optimizer in ddp_hooks.HOOKS:
+        ddp_hooks.check(hosted=hosted(c.n_workers, who.size), **_hook_options(c))
+    if c.optimizer == "dgc" and c.local_optimizer != "sgd":
+        raise ValueError(
+            f"local_optimizer={c.local_optimizer}: dgc corrects the momentum of sgd; use sgd"
+        )
     return c
+
+
+def _hook_options(c: Any) -> dict[str, Any]:
+    return {
+        "rank": c.optimizer_rank,
+        "start_iteration": c.optimizer_start_iteration,
+        "error_feedback": c.optimizer_error_feedback,
+        "warm_start": c.optimizer_warm_start,
+        "min_compression_rate": c.optimizer_min_compression_rate,
+    }
+
+
+def centralized_options(c: Any) -> centralized.Options:
+    """What the keys say of gradient aggregations. Raises ValueError that names the key."""
+
+    def of_keys(make: Callable[..., V], **keys: str) -> V:
+        try:
+            return make(**{name: c[key] for name, key in keys.items()})
+        except ValueError as error:  # which begins with NAME=value
+            name, equals, rest = str(error).partition("=")
+            raise ValueError(f"{keys.get(name, name)}{equals}{rest}") from error
+
+    c = {
+        **c,
+        "nesterov": c.nesterov and c.momentum > 0,
+        "optimizer_warmup_ratios": c.optimizer_warmup_ratios or None,
+    }
+    return centralized.Options(
+        of_keys(
+            powersgd.Config,
+            rank="optimizer_rank",
+            min_compression_rate="optimizer_min_compression_rate",
+            num_iters_per_step="optimizer_num_iterations",
+            start_compressing_after_num_steps="optimizer_start_compressing_after",
+            seed="seed",
+        ),
+        of_keys(
+            dgc.Config,
+            compress_ratio="optimizer_keep_ratio",
+            sample_ratio="optimizer_sample_ratio",
+            max_adaptation_iterations="optimizer_max_adaptation_iterations",
+            momentum="momentum",
+            nesterov="nesterov",
+            momentum_masking="optimizer_momentum_masking",
+            clip="gradient_clipping",
+            warmup_epochs="optimizer_warmup_epochs",
+            warmup_ratios="optimizer_warmup_ratios",
+            fp16_values="optimizer_fp16_values",
+            int32_indices="optimizer_int32_indices",
+            seed="seed",
+        ),
+    )
 
 
 def _numbers(values: Any, count: int) -> bool:

@@ -35,6 +35,7 @@ def main(arguments: list[str]) -> None:
     run = who.agree(lambda: train._Run(train.config, who))
     run.load_data()
     c, step = run.config, 0
+    averaging = run._averaging()
 
     def fetch() -> None:
         for worker in run.network.workers:
@@ -43,19 +44,20 @@ def main(arguments: list[str]) -> None:
     def gradient() -> Any:
         nonlocal step
         step += 1
+        run.parameters.grad.zero_()
         return run._gradient(0, step % run.task.steps_per_epoch)
 
     def compute() -> None:
         gradient()
-        run._update()
+        run._update(run.parameters.grad)
 
     def average() -> None:
-        run.network.run(run.averaging.step(run.parameters.x))
+        run.network.run(averaging.step(run.parameters.x))
 
     def training(overlapping: bool) -> algorithms.DPSGD:
         return algorithms.DPSGD(
             run.network,
-            run.averaging,
+            averaging,
             run.parameters,
             run._update,
             overlapping=overlapping,

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import topologies
 from network import (
     BadInput,
     Conversation,
+    Gather,
     Mean,
     Network,
     Processes,
@@ -101,6 +103,77 @@ def test_bits_and_messages_do_not_depend_on_the_layout(hosted: int) -> None:
         exchanged(alone)
         assert apart.gather(torch.tensor(apart.bits)).tolist() == alone.bits.tolist()
         assert apart.gather(torch.tensor(apart.messages)).tolist() == alone.messages.tolist()
+
+
+def pieces_of(workers: range, step: int, dtype: torch.dtype) -> list[Tensor]:
+    """Worker i's piece has (3 i + step) mod 7 numbers, which say whose it is and where."""
+    return [
+        (torch.arange((3 * i + step) % 7) + 16 * (i % 7) + step).to(dtype).clone() for i in workers
+    ]
+
+
+def check_gathers(network: Network, dtype: torch.dtype) -> None:
+    n = network.n_workers
+    message = Gather([])
+    for step in range(8):
+        network._bits[:] = network._messages[:] = 0
+        received: list[Tensor] = []
+
+        def conversation(message: Gather = message, received: list[Tensor] = received) -> Any:
+            mean, pieces = yield Mean(torch.ones(network.hosted, 1)), message
+            assert mean.item() == 1
+            received.extend(pieces)
+
+        message.pieces = pieces_of(network.workers, step, dtype)
+        network.run(conversation())
+        expected = pieces_of(range(n), step, dtype)
+        assert len(received) == n
+        for got, want in zip(received, expected, strict=True):
+            assert got.dtype == dtype
+            assert torch.equal(got, want)
+        size = 8 * expected[0].element_size()
+        for row, i in enumerate(network.workers):
+            others = sum(len(piece) for j, piece in enumerate(expected) if j != (i + 1) % n)
+            reduction = round(2 * (n - 1) * 32 / n)
+            assert network.bits[row] == reduction + others * size + (n - 1) * 32
+            assert network.messages[row] == (2 + 2) * (n - 1)
+    assert not any(isinstance(kept, Gather) for kept in network._transports)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.int32, torch.int64])
+def test_all_pieces_are_gathered_in_one_process(n: int, dtype: torch.dtype) -> None:
+    check_gathers(Network(topologies.make("ring", n), ALONE), dtype)
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("hosted", [1, 3])
+@pytest.mark.parametrize("stage", [False, True])
+def test_all_pieces_are_gathered_between_processes(hosted: int, stage: bool) -> None:
+    topology = topologies.make("ring", hosted * processes().size)
+    for dtype in (torch.uint8, torch.float16, torch.float32, torch.int64):
+        check_gathers(Network(topology, stage=stage), dtype)
+
+
+@pytest.mark.parallel([2, 4])
+def test_long_pieces_travel_on_while_something_else_is_done() -> None:
+    who = processes()
+    network = Network(topologies.make("ring", who.size))
+    piece = torch.full((1_000_000 * (1 + who.rank),), float(who.rank))
+    received: list[Tensor] = []
+
+    def conversation() -> Conversation:
+        received.extend((yield Gather([piece])))
+
+    exchange = network.start(conversation())
+    begun = time.monotonic()
+    while network._under_way and time.monotonic() < begun + 30:
+        network.progress()
+    assert not network._under_way
+    exchange.finish()
+    for i, got in enumerate(received):
+        assert len(got) == 1_000_000 * (1 + i)
+        assert (got == i).all()
 
 
 @pytest.mark.parallel([2, 4])

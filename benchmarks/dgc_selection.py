@@ -1,0 +1,80 @@
+"""What it costs to find the largest numbers of a gradient, beside sorting them out exactly.
+
+    OMP_NUM_THREADS=1 python benchmarks/dgc_selection.py
+
+prints one JSON line: selection_ms and topk_ms are medians over rounds in which the two take turns,
+of Deep Gradient Compression's selection of `share` of `size` normal numbers and of torch.topk of
+their absolute values. speedup = topk_ms / selection_ms; `selected` and `target` are numbers of
+numbers, `recall` is the share of the exact ones among those selected.
+"""
+
+import json
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+
+import configuration
+import dgc
+from benchmarks.timing import in_turns
+from network import choose_device, processes
+
+
+@dataclass
+class Config:
+    size: int = 25_000_000  # ResNet-50 has 25.6 million
+    share: float = 0.001  # that is selected
+    sample_ratio: float = 0.01  # that the threshold is from
+    device: str = "auto"  # auto, cpu, cuda or cuda:NUMBER
+    rounds: int = 11  # of which the median is taken
+    seconds: float = 10.0  # for all rounds together, about
+
+
+config = OmegaConf.structured(Config)
+
+
+def main(arguments: list[str]) -> None:
+    """Measure as the arguments say, print one line."""
+    who = processes()
+    who.agree(lambda: configuration.read_command_line(config, arguments, __doc__ or ""))
+    c = config
+    options = who.agree(lambda: dgc.Config(compress_ratio=c.share, sample_ratio=c.sample_ratio))
+    device = who.agree(lambda: choose_device(c.device, who.local_rank))
+    selector = dgc.Selector(c.size, c.share, options)
+    values = torch.randn(c.size, generator=torch.Generator().manual_seed(0)).to(device)
+    starts = count()
+
+    def select() -> Tensor:
+        return selector.positions(values, next(starts) % selector.stride)
+
+    def sort() -> Tensor:
+        return torch.topk(values.abs(), selector.target, sorted=False).indices
+
+    found, exact = select(), sort()
+    recall = float(torch.isin(exact, found).float().mean())
+    times = in_turns([select, sort], c.rounds, c.seconds, who, device, before=lambda: None)
+    selection_ms, topk_ms = (1e3 * float(np.median(seconds)) for seconds in times)
+    if who.rank == 0:
+        print(
+            json.dumps(
+                {
+                    "size": c.size,
+                    "share": c.share,
+                    "device": device.type,
+                    "threads": torch.get_num_threads(),
+                    "target": selector.target,
+                    "selected": len(found),
+                    "recall": round(recall, 6),
+                    "selection_ms": round(selection_ms, 4),
+                    "topk_ms": round(topk_ms, 4),
+                    "speedup": round(topk_ms / selection_ms, 2),
+                }
+            )
+        )
+
+
+if __name__ == "__main__":
+    configuration.run_entry_point(main)

@@ -1,0 +1,40 @@
+"""Every worker trains on its share of the digits and talks to two neighbors, 2 kB at a time.
+
+    mpirun -np 4 python examples/gossip.py        or alone: python examples/gossip.py
+"""
+
+import torch
+from mpi4py import MPI
+from sklearn.datasets import load_digits
+from torch import nn
+
+from gossip_optimizer import GossipOptimizer, PowerGossip
+
+EPOCHS, BATCH_SIZE = 20, 32
+rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+
+pixels, digits = load_digits(return_X_y=True)
+images, labels = torch.from_numpy(pixels).float() / 16, torch.from_numpy(digits)
+order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+test, train = order[:360], order[360:]
+mine = train[rank : len(train) - len(train) % size : size]  # the same number for every worker
+
+torch.manual_seed(rank)  # for the batches; models start from process 0's values
+model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU())
+model.append(nn.Linear(128, 10))
+local = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+optimizer = GossipOptimizer(local, PowerGossip(rank=1))  # the only line that differs
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
+
+for _ in range(EPOCHS):
+    for batch in mine[torch.randperm(len(mine))].split(BATCH_SIZE):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
+        optimizer.step()
+    scheduler.step()
+
+with optimizer.mean_model():
+    accuracy = (model(images[test]).argmax(1) == labels[test]).float().mean().item()
+if rank == 0:
+    print(f"accuracy of the mean model: {accuracy:.1%}")
+    print(f"sent by each worker: {optimizer.bits / 8000:.1f} kB")

@@ -1,0 +1,551 @@
+"""Laws of Deep Gradient Compression: nothing is lost, the largest travel, a share of 1 is SGD."""
+
+import json
+from collections.abc import Callable
+from math import ceil, gcd, prod
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import topologies
+from benchmarks import dgc_selection
+from dgc import DGC, Config, DGCAggregation, Selector, optimizer_step
+from network import BadInput, Network, Processes, processes
+from parameters import Layout
+from randomness import generator
+
+SHAPES = [(40, 30), (9,), (50, 3, 2, 2), (7, 5), (1,), (200, 100)]
+
+
+def aggregation(n_workers: int, shapes: Any = SHAPES, **options: Any) -> DGCAggregation:
+    network = Network(topologies.make("ring", n_workers), Processes())
+    return DGCAggregation(network, Layout(shapes), Config(**options))
+
+
+def gradients(n_workers: int, layout: Layout, *ids: int) -> Tensor:
+    drawn = generator(3, "test", *ids).standard_normal((n_workers, layout.size))
+    return torch.from_numpy(drawn).float()
+
+
+def step(a: DGCAggregation, gradient: Tensor) -> Tensor:
+    mean = torch.full_like(gradient, torch.nan)
+    a._network.run(a.step(gradient, mean))
+    assert (gradient == 0).all()
+    same = torch.allclose(mean, mean[:1].expand_as(mean), rtol=0, atol=0, equal_nan=True)
+    assert same, "all workers apply the same"
+    return mean
+
+
+def matrices(layout: Layout) -> list[slice]:
+    return [
+        slice(start, start + prod(shape))
+        for start, shape in zip(layout.starts, layout.shapes, strict=True)
+        if len(shape) >= 2
+    ]
+
+
+# --- What is applied -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("n_workers", [1, 3])
+def test_a_share_of_1_is_sgd_with_momentum_on_the_mean_gradient(
+    n_workers: int, nesterov: bool
+) -> None:
+    layout = Layout(SHAPES)
+    a = aggregation(n_workers, compress_ratio=1, momentum=0.8, nesterov=nesterov)
+    x = torch.zeros(layout.size)
+    theirs = nn.Parameter(torch.zeros(layout.size))
+    sgd = torch.optim.SGD([theirs], lr=0.1, momentum=0.8, nesterov=nesterov)
+    for t in range(50):
+        gradient = gradients(n_workers, layout, t) + 0.3 * x
+        theirs.grad = gradient.mean(0)
+        sgd.step()
+        x -= 0.1 * step(a, gradient)[0]
+    assert (x - theirs.detach()).norm() < 1e-5 * theirs.detach().norm()
+    n = n_workers
+    assert a._network.bits.tolist() == [50 * round(2 * (n - 1) * 32 * layout.size / n)] * n
+
+
+def test_vectors_are_sgd_with_momentum_at_any_share() -> None:
+    layout = Layout([(9,), (40, 30)])
+    a = aggregation(2, layout.shapes, momentum=0.8)
+    u, vector = torch.zeros(9), slice(layout.starts[0], layout.starts[0] + 9)
+    for t in range(20):
+        gradient = gradients(2, layout, t)
+        u = 0.8 * u + gradient.mean(0)[vector]
+        assert (step(a, gradient)[0, vector] - u).norm() < 1e-5 * u.norm()
+
+
+@pytest.mark.parametrize("n_workers", [1, 3])
+@pytest.mark.parametrize("fp16_values", [False, True])
+@pytest.mark.parametrize("int32_indices", [False, True])
+def test_what_is_applied_and_what_is_kept_sum_to_the_gradients(
+    n_workers: int, fp16_values: bool, int32_indices: bool
+) -> None:
+    """Σ_t mean_t + mean_i v_i = Σ_t mean_i g_i: what does not travel, also by rounding, waits."""
+    a = aggregation(
+        n_workers,
+        compress_ratio=0.02,
+        momentum=0,
+        fp16_values=fp16_values,
+        int32_indices=int32_indices,
+    )
+    layout = Layout(SHAPES)
+    applied, given = torch.zeros(layout.size).double(), torch.zeros(layout.size).double()
+    for t in range(40):
+        fresh = gradients(n_workers, layout, t)
+        fresh[:, layout.starts[0]] *= 1e5  # more than 16 bits can tell
+        given += fresh.double().mean(0)
+        applied += step(a, fresh)[0]
+    kept = a.state_dict()["kept"].double().mean(0)
+    assert (applied + kept - given).norm() < 1e-4 * given.norm()
+    rest = torch.arange(layout.size) != layout.starts[0]
+    assert (applied + kept - given)[rest].norm() < 1e-4 * given[rest].norm()
+    assert kept[rest].norm() > 0.1 * given[rest].norm()
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("masking", [False, True])
+@pytest.mark.parametrize("clip", [None, 30.0])
+def test_it_is_the_definition(nesterov: bool, masking: bool, clip: float | None) -> None:
+    """The paper's lines with an exact top-k, which is what small tensors get."""
+    n, m, shapes = 3, 0.7, [(20, 10), (6, 5)]
+    layout = Layout(shapes)
+    a = aggregation(
+        n,
+        shapes,
+        compress_ratio=0.05,
+        momentum=m,
+        nesterov=nesterov,
+        momentum_masking=masking,
+        clip=clip,
+    )
+    u, v = torch.zeros(n, layout.size), torch.zeros(n, layout.size)
+    for t in range(20):
+        g = (1 + t) * gradients(n, layout, t)
+        expected = torch.zeros(layout.size)
+        mean = step(a, g.clone())
+        for i in range(n):
+            if clip is not None:
+                g[i] *= min(1, clip / n**0.5 / g[i].norm().item())
+            if nesterov:
+                u[i] = m * (u[i] + g[i])
+                v[i] = v[i] + u[i] + g[i]
+            else:
+                u[i] = m * u[i] + g[i]
+                v[i] = v[i] + u[i]
+            for span in matrices(layout):
+                count = max(1, round(0.05 * (span.stop - span.start)))
+                sent = v[i, span].abs() >= v[i, span].abs().sort(descending=True).values[count - 1]
+                assert sent.sum() == count
+                expected[span] += torch.where(sent, v[i, span], 0) / n
+                v[i, span] = torch.where(sent, 0, v[i, span])
+                if masking:
+                    u[i, span] = torch.where(sent, 0, u[i, span])
+        assert (mean[0] - expected).norm() < 1e-5 * expected.norm()
+        state = a.state_dict()
+        assert (state["kept"] - v).norm() < 1e-5 * v.norm()
+        assert (state["momentum"] - u).norm() < 1e-5 * u.norm()
+
+
+@pytest.mark.parametrize("masking", [False, True])
+def test_masking_takes_the_momentum_of_what_is_sent(masking: bool) -> None:
+    a = aggregation(1, compress_ratio=0.1, momentum_masking=masking)
+    layout = Layout(SHAPES)
+    for t in range(3):
+        mean = step(a, gradients(1, layout, t))[0]
+        state = a.state_dict()
+        for span in matrices(layout):
+            sent = mean[span] != 0
+            assert sent.any()
+            assert (state["kept"][0, span][sent] == 0).all()
+            assert ((state["momentum"][0, span][sent] == 0) == masking).all()
+            assert (state["momentum"][0, span][~sent] != 0).all()
+
+
+@pytest.mark.parametrize("fp16_values", [False, True])
+def test_numbers_that_diverged_show(fp16_values: bool) -> None:
+    for bad in (torch.nan, torch.inf):
+        a = aggregation(2, fp16_values=fp16_values)
+        gradient = gradients(2, Layout(SHAPES), 0)
+        gradient[1, Layout(SHAPES).starts[5] + 7_777] = bad
+        assert not torch.isfinite(step(a, gradient)).all()
+
+
+# --- What is chosen ------------------------------------------------------------------------------
+
+DATA: dict[str, Callable[[torch.Generator, int], Tensor]] = {
+    "normal": lambda g, n: torch.randn(n, generator=g),
+    "uniform": lambda g, n: torch.rand(n, generator=g) - 0.3,
+    "heavy-tailed": lambda g, n: torch.randn(n, generator=g) / torch.randn(n, generator=g) ** 3,
+    "tiny": lambda g, n: 1e-30 * torch.randn(n, generator=g),
+    "constant": lambda g, n: torch.full((n,), -2.5),
+    "zero": lambda g, n: torch.zeros(n),
+    "ties": lambda g, n: torch.randint(-3, 4, (n,), generator=g).float(),
+    "two values": lambda g, n: 1 + (torch.rand(n, generator=g) < 5e-4).float(),
+    "columns": lambda g, n: torch.randn(n, generator=g) * (torch.arange(n) % 100 == 17),
+    "growing": lambda g, n: torch.linspace(0, 1, n) ** 4,
+}
+
+
+@pytest.mark.parametrize("kind", DATA)
+@pytest.mark.parametrize("size", [1, 17, 5_000, 100_000, 300_007])
+@pytest.mark.parametrize("share", [0.001, 0.004, 0.06, 0.25])
+def test_as_many_as_asked_for_are_chosen_and_they_are_the_largest(
+    kind: str, size: int, share: float
+) -> None:
+    values = DATA[kind](torch.Generator().manual_seed(1), size)
+    before = values.clone()
+    selector = Selector(size, share, Config())
+    for start in {0, selector.stride // 2, selector.stride - 1}:
+        positions = selector.positions(values, start)
+        assert len(positions) == len(positions.unique())
+        target = max(1, round(share * size))
+        assert 1 <= len(positions) <= 1.3 * target
+        if len(positions) < 0.8 * target:  # only where there are no others
+            assert (values[positions] != 0).sum() == (values != 0).sum()
+        chosen = torch.zeros(size, dtype=torch.bool).index_fill_(0, positions, True)
+        if not chosen.all():
+            assert values[chosen].abs().min() >= values[~chosen].abs().max()
+    assert torch.equal(values, before)
+
+
+@pytest.mark.parametrize("iterations", [0, 1, 10])
+def test_a_sample_that_misleads_is_corrected(iterations: int) -> None:
+    """The sample sees numbers larger than the others are."""
+    selector = Selector(100_003, 0.02, Config(max_adaptation_iterations=iterations))
+    values = torch.randn(100_003, generator=torch.Generator().manual_seed(0))
+    assert selector.stride > 1
+    values[5 :: selector.stride] *= 3
+    found = selector.positions(values, 5)
+    assert 0.8 * selector.target <= len(found) <= selector.target
+    exact = torch.topk(values.abs(), selector.target).indices
+    assert torch.isin(found, exact).all()
+
+
+def test_the_sample_is_as_large_as_asked_for_and_meets_all_columns() -> None:
+    for size in (100_000, 1_000_000, 25_000_000, 2**22):
+        for ratio in (0.01, 0.1):
+            stride = Selector(size, 0.06, Config(sample_ratio=ratio)).stride
+            assert ratio <= 1 / stride <= 1.5 * ratio
+            assert gcd(size, stride) == 1
+    assert Selector(1_000_000, 0.06, Config(sample_ratio=1)).stride == 1
+
+
+def test_where_the_sample_starts_changes_by_step_and_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    starts: list[int] = []
+    positions = Selector.positions
+
+    def spy(selector: Selector, values: Tensor, start: int) -> Tensor:
+        assert 0 <= start < selector.stride
+        starts.append(start)
+        return positions(selector, values, start)
+
+    monkeypatch.setattr(Selector, "positions", spy)
+    layout = Layout([(1000, 100)])
+    a = aggregation(4, layout.shapes, compress_ratio=0.02)
+    for t in range(8):
+        step(a, gradients(4, layout, t))
+    assert len(set(starts)) > 20
+
+
+# --- What it costs -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_workers", [1, 4])
+@pytest.mark.parametrize(("fp16_values", "value"), [(True, 16), (False, 32)])
+@pytest.mark.parametrize(("int32_indices", "index"), [(True, 32), (False, 64)])
+@pytest.mark.parametrize("ratio", [0.001, 0.01])
+def test_bits_are_those_of_the_formula(
+    n_workers: int, fp16_values: bool, value: int, int32_indices: bool, index: int, ratio: float
+) -> None:
+    """k positions and numbers, in whole words, of n − 1 workers; their lengths; the vectors."""
+    a = aggregation(
+        n_workers, compress_ratio=ratio, fp16_values=fp16_values, int32_indices=int32_indices
+    )
+    layout, n = Layout(SHAPES), n_workers
+    step(a, gradients(n, layout, 0))
+    target = sum(max(1, round(ratio * prod(s))) for s in SHAPES if len(s) >= 2)
+    rest = torch.zeros(layout.size, dtype=torch.bool)
+    for span in matrices(layout):
+        rest[span] = True
+    sent = (a.state_dict()["momentum"][:, rest] == 0).sum(1).tolist()  # masked
+    assert all(0.8 * target <= count <= target for count in sent)
+    own = [count * index + ceil(count * value / index) * index for count in sent]
+    vectors = round(2 * (n - 1) * 32 * 10 / n)
+    expected = [sum(own) - own[(i + 1) % n] + (n - 1) * 32 + vectors for i in range(n)]
+    assert a._network.bits.tolist() == expected
+    assert a._network.messages.tolist() == [4 * (n - 1)] * n
+    whole = target * index + ceil(target * value / index) * index
+    assert a.compression_rate == pytest.approx(32 * layout.size / (whole + 320))
+
+
+def test_the_rate_is_the_published_one() -> None:
+    """0.1 % of numbers with positions: 500 times less; half of the bits of the numbers: 667."""
+    for options, rate in (({}, 500), ({"fp16_values": True}, 667)):
+        a = aggregation(1, [(4000, 1000)], **options)
+        assert a.compression_rate == pytest.approx(rate, rel=1e-3)
+
+
+def test_the_benchmark_says_what_it_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    dgc_selection.main(["size=200_000", "share=0.01", "rounds=2", "seconds=0.1"])
+    line = json.loads(capsys.readouterr().out)
+    assert line["target"] == 2_000
+    assert line["recall"] > 0.8
+    assert min(line["selection_ms"], line["topk_ms"]) > 0
+
+
+def test_only_vectors_and_only_matrices() -> None:
+    for shapes in ([(5,), (3,)], [(30, 4)]):
+        layout = Layout(shapes)
+        a = aggregation(2, shapes, compress_ratio=0.5, momentum=0)
+        applied, given = torch.zeros(layout.size), torch.zeros(layout.size)
+        for t in range(3):
+            gradient = gradients(2, layout, t)
+            given += gradient.mean(0)
+            applied += step(a, gradient)[0]
+        assert torch.allclose(applied + a.state_dict()["kept"].mean(0), given, atol=1e-5)
+
+
+# --- Warm-up -------------------------------------------------------------------------------------
+
+
+def test_the_share_warms_up() -> None:
+    config = Config(warmup_epochs=4)
+    shares = [config.share(epoch) for epoch in (0, 0.9, 1, 2, 3, 4, 100)]
+    paper = [0.25, 0.25, 0.0625, 0.0156, 0.004, 0.001, 0.001]
+    assert shares == pytest.approx(paper, rel=0.02)
+    listed = (0.25, 0.063, 0.015, 0.004, 0.001)
+    config = Config(warmup_epochs=5, warmup_ratios=listed, compress_ratio=0.0005)
+    assert [config.share(e + 0.5) for e in range(7)] == [*listed, 0.0005, 0.0005]
+    assert Config().share(0) == 0.001
+
+
+def test_the_share_is_that_of_the_epoch() -> None:
+    layout = Layout([(100, 100)])
+    a = aggregation(1, layout.shapes, warmup_epochs=2, warmup_ratios=(1, 0.1), compress_ratio=0.01)
+    for epoch, expected in (
+        (0, 10_000),
+        (1, 1_000),
+        (1.99, 1_000),
+        (2, 100),
+        (3, 100),
+        (0, 10_000),
+    ):
+        a.at_epoch(epoch)
+        assert (step(a, gradients(1, layout, int(epoch))) != 0).sum() == expected
+
+
+# --- State ---------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_is_the_same_to_the_bit() -> None:
+    options = {"compress_ratio": 0.02, "warmup_epochs": 2, "fp16_values": True, "clip": 50.0}
+    layout, shapes = Layout([(300, 100), (9,)]), [(300, 100), (9,)]
+    whole, first = aggregation(3, shapes, **options), aggregation(3, shapes, **options)
+    for t in range(4):
+        step(whole, gradients(3, layout, t))
+        step(first, gradients(3, layout, t))
+    whole.at_epoch(1)
+    first.at_epoch(1)
+    second = aggregation(3, shapes, **options)
+    second.load_state_dict(first.state_dict())
+    for t in range(4, 8):
+        expected = step(whole, gradients(3, layout, t))
+        assert torch.equal(step(second, gradients(3, layout, t)), expected)
+    for name, value in whole.state_dict().items():
+        other = second.state_dict()[name]
+        assert torch.equal(value, other) if isinstance(value, Tensor) else value == other
+    with pytest.raises(ValueError, match="use the same model"):
+        aggregation(3).load_state_dict(first.state_dict())
+
+
+# --- In several processes ------------------------------------------------------------------------
+
+
+@pytest.mark.parallel([4])
+@pytest.mark.parametrize("hosted", [1, 2])
+@pytest.mark.parametrize("fp16_values", [False, True])
+def test_processes_are_one_process(hosted: int, fp16_values: bool) -> None:
+    topology = topologies.make("ring", hosted * processes().size)
+    layout = Layout([(300, 100), (9,), (12, 5)])
+    config = Config(compress_ratio=0.011, clip=60.0, fp16_values=fp16_values)
+    apart = DGCAggregation(Network(topology), layout, config)
+    alone = DGCAggregation(Network(topology, Processes()), layout, config)
+    vectors = torch.zeros(layout.size, dtype=torch.bool)
+    vectors[layout.spans([1])[0]] = True
+    here = list(apart._network.workers)
+    for t in range(5):
+        gradient = gradients(topology.n_workers, layout, t)
+        gradient *= torch.rand(len(gradient), 1, generator=torch.Generator().manual_seed(t))
+        expected = step(alone, gradient.clone())
+        mean = step(apart, gradient[here].clone())
+        assert torch.equal(mean[:, ~vectors], expected[here][:, ~vectors])
+        assert torch.allclose(mean, expected[here], atol=1e-6)
+    for name in ("kept", "momentum"):
+        assert torch.equal(apart.state_dict()[name], alone.state_dict()[name][here])
+    assert apart._network.bits.tolist() == alone._network.bits[here].tolist()
+    assert apart._network.messages.tolist() == alone._network.messages[here].tolist()
+
+
+@pytest.mark.parallel([4])
+def test_anyones_training_loop_between_processes() -> None:
+    """A share of 1 is SGD on the mean over the processes; with less they stay together too."""
+    who = processes()
+    inputs = torch.randn(40, 6, generator=torch.Generator().manual_seed(who.rank))
+    targets = inputs.sum(1, keepdim=True)
+    for ratio in (1.0, 0.1):
+        torch.manual_seed(who.rank)  # not the same at first
+        model = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 1))
+        dgc = DGC(model.named_parameters(), Config(compress_ratio=ratio, clip=50.0))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        losses = []
+        for _ in range(150):
+            loss = (model(inputs) - targets).square().mean()
+            losses.append(loss.item())
+            loss.backward()
+            optimizer_step(optimizer, dgc)
+        parameters = torch.cat([p.detach().flatten() for p in model.parameters()])
+        for other in who.gather(parameters):
+            assert torch.equal(other, parameters)
+        assert losses[-1] < 0.1 * losses[0]
+        assert dgc.bits > 0
+
+
+# --- In someone else's training loop -------------------------------------------------------------
+
+
+def model_and_data() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 1))
+    inputs = torch.randn(64, 6)
+    return model, inputs, inputs.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("batches", [1, 4])
+def test_several_batches_a_step_are_one_large_batch(batches: int) -> None:
+    parameters = []
+    for number in (1, batches):
+        model, inputs, targets = model_and_data()
+        config = Config(compress_ratio=0.1, num_batches_per_step=number)
+        dgc = DGC(model.parameters(), config)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(20):
+            before = [p.detach().clone() for p in model.parameters()]
+            for call, (x, y) in enumerate(
+                zip(inputs.chunk(number), targets.chunk(number), strict=True), start=1
+            ):
+                optimizer.zero_grad()  # allowed, not needed
+                (model(x) - y).square().mean().backward()
+                optimizer_step(optimizer, dgc)
+                same = map(torch.equal, before, model.parameters())
+                assert all(same) == (call < number), "only the last one steps"
+                assert not any(p.grad.any() for p in model.parameters())
+        parameters.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.allclose(parameters[0], parameters[1], atol=1e-5)
+
+
+def test_a_resumed_training_loop_is_the_same_to_the_bit() -> None:
+    def train(dgc: DGC, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        for _ in range(steps):
+            (model(inputs) - targets).square().mean().backward()
+            optimizer_step(optimizer, dgc)
+
+    config = Config(compress_ratio=0.1, num_batches_per_step=2)
+    model, inputs, targets = model_and_data()
+    dgc = DGC(model.parameters(), config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    train(dgc, optimizer, 7)
+    state = dgc.state_dict()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    train(dgc, optimizer, 7)
+    expected = [p.detach().clone() for p in model.parameters()]
+
+    model.load_state_dict(weights)
+    resumed = DGC(model.parameters(), config)
+    resumed.load_state_dict(state)
+    train(resumed, torch.optim.SGD(model.parameters(), lr=0.01), 7)
+    assert all(map(torch.equal, model.parameters(), expected))
+    assert resumed.bits == dgc.bits
+
+
+def test_gradients_that_are_none_or_odd_are_refused_before_anything_changes() -> None:
+    model, inputs, targets = model_and_data()
+    dgc = DGC(model.named_parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    before = dgc.state_dict()
+    with pytest.raises(ValueError, match=r"0\.weight.* has no gradient"):
+        optimizer_step(optimizer, dgc)
+    (model(inputs) - targets).square().mean().backward()
+    model[2].bias.grad = None  # type: ignore[index]
+    with pytest.raises(ValueError, match=r"2\.bias.* has no gradient"):
+        optimizer_step(optimizer, dgc)
+    assert torch.equal(dgc.state_dict()["gradient"], before["gradient"])
+
+    embedding = nn.Embedding(10, 3, sparse=True)
+    dgc = DGC(embedding.parameters())
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(ValueError, match=r"parameter 0.*\(10, 3\).*sparse"):
+        optimizer_step(torch.optim.SGD(embedding.parameters(), lr=0.1), dgc)
+
+
+def test_an_optimizer_with_momentum_or_of_others_is_refused() -> None:
+    model, inputs, targets = model_and_data()
+    dgc = DGC(model.parameters())
+    (model(inputs) - targets).square().mean().backward()
+    with pytest.raises(ValueError, match=r"momentum=0\.9; use momentum=0"):
+        optimizer_step(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), dgc)
+    with pytest.raises(ValueError, match="same list"):
+        optimizer_step(torch.optim.SGD(list(model.parameters())[:2], lr=0.1), dgc)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.float16])
+def test_odd_parameters_are_refused(dtype: torch.dtype) -> None:
+    odd = torch.zeros(3, 2, dtype=dtype)
+    with pytest.raises(BadInput, match=r"parameter 1.*\(3, 2\).*use torch\.float32"):
+        DGC([torch.zeros(2, 2), odd])
+
+
+def test_no_parameters_and_too_many_workers_are_refused() -> None:
+    with pytest.raises(ValueError, match="no parameters"):
+        DGC([])
+    with pytest.raises(ValueError, match="hosts 3 workers"):
+        DGC([torch.zeros(2, 2)], network=Network(topologies.make("ring", 3), Processes()))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("compress_ratio", 0),
+        ("compress_ratio", 1.5),
+        ("compress_ratio", float("nan")),
+        ("sample_ratio", 0.005),
+        ("sample_ratio", 1.1),
+        ("max_adaptation_iterations", -1),
+        ("momentum", 1),
+        ("momentum", -0.1),
+        ("clip", 0),
+        ("clip", float("inf")),
+        ("warmup_epochs", -1),
+        ("num_batches_per_step", 0),
+        ("num_batches_per_step", 1.5),
+        ("seed", -1),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(key: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^{key}={value}: use "):
+        Config(**{key: value})
+
+
+def test_warm_up_lists_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"warmup_ratios=.* has 2 entries; .* warmup_epochs=3"):
+        Config(warmup_epochs=3, warmup_ratios=(0.2, 0.1))
+    with pytest.raises(ValueError, match=r"warmup_ratios=.* has 0\b"):
+        Config(warmup_epochs=2, warmup_ratios=(0.2, 0))
+    with pytest.raises(ValueError, match="epoch=-1"):
+        Config().share(-1)

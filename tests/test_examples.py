@@ -1,0 +1,48 @@
+"""Examples run as they stand: alone, and in several processes."""
+
+import re
+from dataclasses import dataclass
+
+import pytest
+
+from tests import launch
+
+PROCESSES = 4
+
+
+@dataclass
+class Shown:
+    """What an example prints, once."""
+
+    accuracy: str  # a pattern with one group: % of the model that it ends with
+    alone: str  # a pattern that its output has in one process,
+    together: str  # and in PROCESSES
+    least: float = 90.0  # %
+
+
+EXAMPLES = {
+    "gossip.py": Shown(
+        r"accuracy of the mean model: (\d+\.\d)%",
+        alone=r"^sent by each worker: 0\.0 kB$",
+        # 240 steps, two neighbors, 4 bytes a number: one side of each matrix a step, in turns, and
+        # all biases: 2 · 4 · (120 · (64 + 128 + 128 + 128 + 128 + 10) + 240 · (128 + 128 + 10))
+        together=r"^sent by each worker: 1073\.3 kB$",
+    ),
+}
+
+
+def test_every_example_has_its_row() -> None:
+    assert sorted(EXAMPLES) == sorted(p.name for p in (launch.ROOT / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("processes", [None, PROCESSES], ids=["alone", "together"])
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_learns(name: str, processes: int | None) -> None:
+    shown = EXAMPLES[name]
+    # Four processes that import torch on a busy machine take long.
+    ended = launch.python(f"examples/{name}", processes=processes, timeout=240)
+    assert ended.returncode == 0, ended.stderr
+    (accuracy,) = re.findall(shown.accuracy, ended.stdout)  # process 0 prints, and nobody else
+    assert float(accuracy) > shown.least
+    expected = shown.alone if processes is None else shown.together
+    assert re.search(expected, ended.stdout, re.MULTILINE), ended.stdout

@@ -1,0 +1,765 @@
+"""Laws of GossipOptimizer: with a torch optimizer inside, in a loop of plain PyTorch.
+
+Axes: worker, one a process; D numbers of a worker's model.
+"""
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import algorithms
+import gossip_optimizer
+import network
+import topologies
+from gossip_optimizer import (
+    AllReduce,
+    Averaging,
+    Choco,
+    DeepSqueeze,
+    Gossip,
+    GossipOptimizer,
+    Method,
+    Moniqua,
+    PowerGossip,
+)
+from network import BadInput, Network, Processes, processes
+from parameters import Layout
+
+N = 4
+ALONE = Processes()
+METHODS = {
+    "all-reduce": AllReduce(),
+    "dpsgd": Gossip(diffusion_rate=0.7),
+    "power-gossip": PowerGossip(),
+    "power-gossip, rank 2": PowerGossip(rank=2, num_iterations=2, warm_start=False, seed=3),
+    "choco": Choco(diffusion_rate=0.4),
+    "choco, qsgd": Choco(diffusion_rate=0.4, compressor="qsgd", levels=8, topology="star"),
+    "deepsqueeze": DeepSqueeze(diffusion_rate=0.2, compressor="top-k", keep_ratio=0.3),
+    "moniqua": Moniqua(diffusion_rate=0.3, theta=0.5),
+}
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    "momentum": lambda model: torch.optim.SGD(
+        model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01
+    ),
+    "adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-4),
+    "groups": lambda model: torch.optim.SGD(
+        [
+            {"params": [p for p in model.parameters() if p.dim() == 2], "lr": 0.05},
+            {"params": [p for p in model.parameters() if p.dim() == 1], "momentum": 0.9},
+        ],
+        lr=0.2,
+    ),
+}
+
+
+def mlp(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+def loss(model: nn.Module, worker: int, t: int) -> Tensor:
+    """Of a batch that depends on the worker and the step only."""
+    generator = torch.Generator().manual_seed(1000 * worker + t)
+    inputs = torch.randn(8, 6, generator=generator)
+    labels = torch.randint(3, (8,), generator=generator)
+    return nn.functional.cross_entropy(model(inputs), labels)
+
+
+def run(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, worker: int | None = None
+) -> None:
+    """The loop of a user."""
+    for t in steps:
+        optimizer.zero_grad()
+        loss(model, processes().rank if worker is None else worker, t).backward()
+        optimizer.step()
+
+
+def numbers(model: nn.Module) -> Tensor:
+    """A copy of the parameters: [D]."""
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def fill(model: nn.Module, x: Tensor) -> None:
+    with torch.no_grad():
+        for parameter, values in zip(
+            model.parameters(), x.split([p.numel() for p in model.parameters()]), strict=True
+        ):
+            parameter.copy_(values.view_as(parameter))
+
+
+def everywhere(model: nn.Module) -> Tensor:
+    """[worker, D]"""
+    return torch.stack(processes().gather(numbers(model)))
+
+
+def wrapped(
+    make: Make, method: Method, seed: int = 0, **options: Any
+) -> tuple[nn.Sequential, GossipOptimizer]:
+    model = mlp(seed)
+    return model, GossipOptimizer(make(model), method, **options)
+
+
+def dense(make: Make, W: Tensor, steps: int, local_steps: int = 1) -> Tensor:
+    """x ← W (x − lr u(g)) of all workers, one after the other, in this process: [worker, D]."""
+    models = [mlp() for _ in range(N)]
+    optimizers = [make(model) for model in models]
+    for t in range(steps):
+        for worker, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            run(model, optimizer, range(t, t + 1), worker)
+        if (t + 1) % local_steps == 0:
+            for model, x in zip(models, W @ torch.stack([*map(numbers, models)]), strict=True):
+                fill(model, x)
+    return torch.stack([*map(numbers, models)])
+
+
+def mixing(topology: str = "ring") -> Tensor:
+    """W [worker, worker]"""
+    (of_round,) = topologies.make(topology, N).rounds
+    return torch.from_numpy(of_round.matrix().toarray()).float()
+
+
+# What is computed, in four processes.
+
+
+@pytest.mark.parallel([4])
+@pytest.mark.parametrize("local_steps", [1, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_gossip_on_a_ring_is_the_dense_computation(name: str, local_steps: int) -> None:
+    make = OPTIMIZERS[name]
+    model, optimizer = wrapped(make, Gossip(), processes().rank, local_steps=local_steps)
+    run(model, optimizer, range(10))
+    expected = dense(make, mixing(), 10, local_steps)
+    torch.testing.assert_close(everywhere(model), expected, rtol=1e-5, atol=1e-5)
+    assert (expected - expected.mean(0)).abs().max() > 1e-3  # the workers do differ
+
+
+@pytest.mark.parallel([4])
+def test_best_diffusion_rate_is_that_of_the_topology() -> None:
+    make, rate = OPTIMIZERS["sgd"], topologies.make("star", N).best_diffusion_rate
+    assert rate != 1
+    model, optimizer = wrapped(make, Gossip(topology="star", diffusion_rate="auto"))
+    run(model, optimizer, range(5))
+    W = (1 - rate) * torch.eye(N) + rate * mixing("star")
+    torch.testing.assert_close(everywhere(model), dense(make, W, 5), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parallel([4])
+def test_gossip_keeps_the_mean_and_brings_workers_together() -> None:
+    """With a learning rate of 0 only gossip is left."""
+    for name, method in METHODS.items():
+        model, optimizer = wrapped(lambda m: torch.optim.SGD(m.parameters(), lr=0), method)
+        fill(model, numbers(mlp(processes().rank)))
+        before = everywhere(model)
+        assert before.std(0).max() > 0.1
+        run(model, optimizer, range(60))
+        after = everywhere(model)
+        assert (after.mean(0) - before.mean(0)).abs().max() < 1e-5, name
+        # Moniqua has noise of size θ.
+        assert after.std(0).norm() < 0.5 * before.std(0).norm(), name
+
+
+@pytest.mark.parallel([4])
+def test_all_reduce_is_sgd_on_the_mean_gradient() -> None:
+    make = OPTIMIZERS["momentum"]
+    model, optimizer = wrapped(make, AllReduce())
+    run(model, optimizer, range(10))
+    single = mlp()
+    reference = make(single)
+    for t in range(10):
+        reference.zero_grad()
+        torch.stack([loss(single, worker, t) for worker in range(N)]).mean().backward()
+        reference.step()
+    expected = numbers(single).expand(N, -1)
+    torch.testing.assert_close(everywhere(model), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parallel([4])
+def test_power_gossip_at_full_rank_is_gossip() -> None:
+    make = OPTIMIZERS["momentum"]
+    model, optimizer = wrapped(make, PowerGossip(rank=6))
+    run(model, optimizer, range(10))
+    torch.testing.assert_close(everywhere(model), dense(make, mixing(), 10), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parallel([4])
+def test_parameters_without_gradients_are_averaged_only() -> None:
+    who = processes()
+    model, optimizer = wrapped(OPTIMIZERS["momentum"], Gossip())
+    with torch.no_grad():
+        model[0].bias.fill_(who.rank)
+    model[0].bias.requires_grad_(False)
+    run(model, optimizer, range(1))
+    expected = mixing() @ torch.arange(N).float()
+    torch.testing.assert_close(model[0].bias, expected[who.rank].expand(5), check_stride=False)
+
+
+@pytest.mark.parallel([4])
+def test_training_starts_from_the_values_of_process_0() -> None:
+    """And the memory is one buffer, whose views the parameters are."""
+    model, optimizer = wrapped(OPTIMIZERS["sgd"], Gossip(), seed=processes().rank)
+    assert torch.equal(everywhere(model), numbers(mlp(0)).expand(N, -1))
+    assert len({p.untyped_storage().data_ptr() for p in model.parameters()}) == 1
+    assert optimizer.n_workers == N
+
+
+@pytest.mark.parallel([4])
+def test_bits_are_those_of_the_averaging_algorithm() -> None:
+    for name, method in METHODS.items():
+        model, optimizer = wrapped(OPTIMIZERS["sgd"], method, local_steps=2)
+        run(model, optimizer, range(9))
+        directly = method.network(processes(), torch.device("cpu"))
+        layout = Layout(p.shape for p in model.parameters())
+        averaging, x = method.build(directly, layout, 0), torch.randn(1, layout.size)
+        for _ in range(4):
+            directly.run(averaging.step(x))
+        assert optimizer.bits == directly.bits[0] > 0, name
+        assert optimizer.messages == directly.messages[0], name
+
+
+@pytest.mark.parallel([4])
+def test_bits_of_gossip_and_power_gossip_are_the_formulas() -> None:
+    counted = {}
+    for name, method in (("gossip", Gossip()), ("power", PowerGossip())):
+        model, optimizer = wrapped(OPTIMIZERS["sgd"], method)
+        run(model, optimizer, range(2))
+        counted[name] = optimizer.bits
+    neighbors, vectors = 2, 5 + 4 + 3
+    assert counted["gossip"] == 2 * neighbors * 32 * (30 + 20 + 12 + vectors)
+    rows_and_columns = (5 + 6) + (4 + 5) + (3 + 4)  # one side in each of the two steps
+    assert counted["power"] == neighbors * 32 * (rows_and_columns + 2 * vectors)
+
+
+@pytest.mark.parallel([4])
+def test_workers_that_change_their_neighbors() -> None:
+    """A time-varying topology: exact averaging in one period of two rounds."""
+    model, optimizer = wrapped(
+        lambda m: torch.optim.SGD(m.parameters(), lr=0), Gossip(topology="one-peer-exponential")
+    )
+    fill(model, numbers(mlp(processes().rank)))
+    mean = everywhere(model).mean(0)
+    run(model, optimizer, range(2))
+    torch.testing.assert_close(everywhere(model), mean.expand(N, -1))
+
+
+# Layers that are unfrozen.
+
+
+def unfrozen(method: Method, saved: Path | None = None) -> tuple[nn.Module, GossipOptimizer]:
+    """The last layer for 5 steps, then all for 5 more; `saved`: through a file in between."""
+    model = mlp(processes().rank)
+
+    def made() -> GossipOptimizer:
+        local = torch.optim.SGD(model[4].parameters(), lr=0.1, momentum=0.9)
+        return GossipOptimizer(local, method)
+
+    optimizer = made()
+    model[:4].requires_grad_(False)
+    run(model, optimizer, range(5))
+    model[:4].requires_grad_(True)
+    optimizer.add_param_group({"params": model[:4].parameters(), "lr": 0.05})
+    run(model, optimizer, range(5, 7))
+    if saved:
+        torch.save((model.state_dict(), optimizer.state_dict()), saved)
+        optimizer = made()
+        optimizer.add_param_group({"params": model[:4].parameters(), "lr": 0.7})
+        values, state = torch.load(saved)
+        model.load_state_dict(values)
+        optimizer.load_state_dict(state)
+    run(model, optimizer, range(7, 10))
+    return model, optimizer
+
+
+@pytest.mark.parallel([4])
+def test_groups_added_during_training_are_averaged() -> None:
+    model, optimizer = unfrozen(Gossip())
+    assert len(optimizer.param_groups) == 2
+    body = sum(p.numel() for p in mlp()[:4].parameters())
+
+    def own(i: int) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+        reference = mlp()
+        fill(reference[:4], numbers(mlp(0)[:4]))
+        return reference, torch.optim.SGD(reference[4].parameters(), lr=0.1, momentum=0.9)
+
+    pairs = [own(i) for i in range(N)]
+    for t in range(10):
+        for worker, (reference, local) in enumerate(pairs):
+            if t == 5:
+                local.add_param_group({"params": reference[:4].parameters(), "lr": 0.05})
+            # Before step 5 the body has each process' own values: those of the real models.
+            if t < 5:
+                fill(reference[:4], numbers(mlp(worker)[:4]))
+            elif t == 5:
+                fill(reference[:4], numbers(mlp(0)[:4]))
+            run(reference, local, range(t, t + 1), worker)
+        X = mixing() @ torch.stack([numbers(reference) for reference, _ in pairs])
+        for (reference, _), x in zip(pairs, X, strict=True):
+            fill(reference[4], x[body:])
+            if t >= 5:
+                fill(reference[:4], x[:body])
+    expected = torch.stack([numbers(reference) for reference, _ in pairs])
+    torch.testing.assert_close(everywhere(model), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parallel([4])
+@pytest.mark.parametrize("name", ["power-gossip", "choco"])
+def test_state_covers_groups_added_during_training(name: str, tmp_path: Path) -> None:
+    straight, _ = unfrozen(METHODS[name])
+    resumed, _ = unfrozen(METHODS[name], tmp_path / f"{processes().rank}.pt")
+    assert torch.equal(numbers(straight), numbers(resumed))
+
+
+# State.
+
+
+@pytest.mark.parallel([4])
+@pytest.mark.parametrize("local", ["momentum", "adam"])
+def test_a_saved_state_goes_on_bit_for_bit(local: str, tmp_path: Path) -> None:
+    """With a scheduler, in a file, and in the middle of three local steps."""
+    file = tmp_path / f"{processes().rank}.pt"
+    for name, method in METHODS.items():
+
+        def made(
+            seed: int = 0, method: Method = method
+        ) -> tuple[nn.Module, GossipOptimizer, torch.optim.lr_scheduler.StepLR]:
+            model, optimizer = wrapped(OPTIMIZERS[local], method, seed=seed, local_steps=3)
+            return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+
+        def go_on(*parts: Any) -> tuple[Tensor, int]:
+            model, optimizer, scheduler = parts
+            for t in range(10, 20):
+                run(model, optimizer, range(t, t + 1))
+                scheduler.step()
+            return numbers(model), optimizer.bits
+
+        straight = made()
+        run(straight[0], straight[1], range(10))
+        torch.save([part.state_dict() for part in straight], file)
+        expected, bits = go_on(*straight)
+
+        resumed = made(seed=5)
+        run(resumed[0], resumed[1], range(3))  # what was before is forgotten
+        for part, state in zip(resumed, torch.load(file), strict=True):
+            part.load_state_dict(state)
+        found, found_bits = go_on(*resumed)
+        assert torch.equal(found, expected), name
+        assert found_bits == bits, name
+
+
+def test_another_state_is_refused_and_changes_nothing() -> None:
+    make = OPTIMIZERS["momentum"]
+    model, optimizer = wrapped(make, PowerGossip(), processes=ALONE)
+    run(model, optimizer, range(2), worker=0)
+    state = optimizer.state_dict()
+
+    def refused(text: str, **changes: Any) -> None:
+        before = copy.deepcopy(optimizer.state_dict())
+        gossip = {**state["gossip"], **changes}
+        with pytest.raises(ValueError, match=text):
+            optimizer.load_state_dict({**state, "gossip": gossip})
+        after = optimizer.state_dict()
+        assert str(before) == str(after)
+
+    refused(r"rank=2 \(here 1\); use the same", rank=2)
+    refused(r"method='Choco' \(here 'PowerGossip'\)", method="Choco")
+    refused(r"n_workers=4 \(here 1\)", n_workers=4)
+    refused("the state is of worker 1, this is worker 0; save and load", worker=1)
+    refused("of version 7, this is version 1", version=7)
+    refused(
+        r"parameter 0 is of shape \(7, 6\) in the state, \(5, 6\) here",
+        shapes=[[[7, 6], *state["gossip"]["shapes"][0][1:]]],
+    )
+    refused(
+        "6 parameters here|5 parameters in the state", shapes=[state["gossip"]["shapes"][0][1:]]
+    )
+    refused("added in 2 parts, here they are 1", shapes=state["gossip"]["shapes"] * 2)
+    with pytest.raises(ValueError, match="not the state of a GossipOptimizer"):
+        optimizer.load_state_dict(make(mlp()).state_dict())
+    other = torch.optim.SGD([{"params": [p]} for p in mlp().parameters()], lr=0.1)
+    with pytest.raises(ValueError, match="number of parameter groups"):
+        optimizer.load_state_dict({**other.state_dict(), "gossip": state["gossip"]})
+    optimizer.load_state_dict(state)
+
+
+@pytest.mark.parallel([4])
+def test_the_state_of_another_worker_is_refused() -> None:
+    _, optimizer = wrapped(OPTIMIZERS["sgd"], PowerGossip())
+    of_process_0 = processes().broadcast(optimizer.state_dict())
+    if processes().rank == 0:
+        optimizer.load_state_dict(of_process_0)
+    else:
+        with pytest.raises(ValueError, match="is of worker 0, this is worker"):
+            optimizer.load_state_dict(of_process_0)
+
+
+# The mean model.
+
+
+@pytest.mark.parallel([4])
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_mean_model_is_there_within_and_gone_after(fails: bool) -> None:
+    model, optimizer = wrapped(OPTIMIZERS["sgd"], Gossip())
+    run(model, optimizer, range(3))
+    before, bits = everywhere(model), optimizer.bits
+
+    def evaluate() -> None:
+        with optimizer.mean_model():
+            torch.testing.assert_close(numbers(model), before.mean(0), rtol=1e-5, atol=1e-6)
+            assert torch.equal(*everywhere(model)[:2])
+            if fails:
+                raise KeyError
+            with pytest.raises(RuntimeError, match="leave it first"):
+                optimizer.step()
+            with pytest.raises(RuntimeError, match="mean already"), optimizer.mean_model():
+                pass
+
+    if fails:
+        with pytest.raises(KeyError):
+            evaluate()
+    else:
+        evaluate()
+    assert torch.equal(everywhere(model), before)
+    assert optimizer.bits == bits
+    run(model, optimizer, range(3, 5))
+
+
+# What torch's own tools expect.
+
+
+@pytest.mark.parallel([4])
+@pytest.mark.parametrize("unscale_first", [False, True])
+def test_a_worker_whose_gradients_overflow_gossips_all_the_same(unscale_first: bool) -> None:
+    """x ← W (x − lr g), without the second term for worker 2 in step 1."""
+    who = processes()
+    model, optimizer = wrapped(OPTIMIZERS["momentum"], Gossip())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for t in range(4):
+        optimizer.zero_grad()
+        scaler.scale(loss(model, who.rank, t)).backward()
+        if t == 1 and who.rank == 2:
+            model[0].weight.grad[1, 1] = float("inf")
+        if unscale_first:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        # The scale is each worker's own.
+        assert scaler.get_scale() == (2.0**9 if t >= 1 and who.rank == 2 else 2.0**10)
+
+    models = [mlp() for _ in range(N)]
+    locals_ = [OPTIMIZERS["momentum"](m) for m in models]
+    for t in range(4):
+        for worker in range(N):
+            if (t, worker) != (1, 2):
+                run(models[worker], locals_[worker], range(t, t + 1), worker)
+        for m, x in zip(models, mixing() @ torch.stack([*map(numbers, models)]), strict=True):
+            fill(m, x)
+    expected = torch.stack([*map(numbers, models)])
+    torch.testing.assert_close(everywhere(model), expected, rtol=1e-5, atol=1e-5)
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 5),
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.5, total_steps=10),
+    "cyclic": lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2),
+    "sequential": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [
+            torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=3),
+            torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+        ],
+        [3],
+    ),
+}
+
+
+@pytest.mark.filterwarnings("error")  # "lr_scheduler.step() before optimizer.step()" and the like
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_alone_with_a_scheduler_it_is_the_wrapped_optimizer_to_the_bit(name: str) -> None:
+    make = OPTIMIZERS["momentum"]
+    model, optimizer = wrapped(make, PowerGossip(), processes=ALONE)
+    reference = mlp()
+    plain = make(reference)
+    schedulers = SCHEDULERS[name](optimizer), SCHEDULERS[name](plain)
+    for t in range(8):
+        run(model, optimizer, range(t, t + 1), worker=0)
+        run(reference, plain, range(t, t + 1), worker=0)
+        for scheduler in schedulers:
+            scheduler.step()
+        assert torch.equal(numbers(model), numbers(reference))
+        assert optimizer.wrapped.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
+    assert optimizer.bits == optimizer.messages == 0
+    state, expected = optimizer.state_dict(), plain.state_dict()
+    assert state["param_groups"] == expected["param_groups"]
+    for index, of_parameter in expected["state"].items():
+        assert torch.equal(
+            state["state"][index]["momentum_buffer"], of_parameter["momentum_buffer"]
+        )
+
+
+def test_alone_with_a_scaler_it_is_the_wrapped_optimizer_to_the_bit() -> None:
+    make = OPTIMIZERS["adam"]
+    model, optimizer = wrapped(make, Gossip(), processes=ALONE)
+    reference = mlp()
+    for m, o in ((model, optimizer), (reference, make(reference))):
+        scaler = torch.amp.GradScaler("cpu", growth_interval=2)
+        for t in range(10):
+            o.zero_grad()
+            scaler.scale(loss(m, 0, t)).backward()
+            if t == 3:
+                m[2].weight.grad[0, 0] = float("nan")
+            scaler.step(o)
+            scaler.update()
+    assert not torch.equal(numbers(reference), numbers(mlp()))
+    assert torch.equal(numbers(model), numbers(reference))
+
+
+def test_alone_closures_are_the_wrapped_optimizers() -> None:
+    model, reference = mlp(), mlp()
+    local = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    optimizer = GossipOptimizer(local, Gossip(), processes=ALONE)
+    plain = torch.optim.LBFGS(reference.parameters(), max_iter=3)
+    results = []
+    for m, o in ((model, optimizer), (reference, plain)):
+
+        def closure(m: nn.Module = m, o: torch.optim.Optimizer = o) -> Tensor:
+            o.zero_grad()
+            value = loss(m, 0, 0)
+            value.backward()
+            return value
+
+        results.append([o.step(closure).item() for _ in range(3)])
+    assert results[0] == results[1]
+    assert torch.equal(numbers(model), numbers(reference))
+
+
+def test_the_wrapped_optimizers_groups_state_and_defaults_are_its_own() -> None:
+    model, optimizer = wrapped(OPTIMIZERS["momentum"], Gossip(), processes=ALONE)
+    run(model, optimizer, range(1), worker=0)
+    for _ in range(2):
+        assert optimizer.param_groups is optimizer.wrapped.param_groups
+        assert optimizer.state is optimizer.wrapped.state
+        assert optimizer.defaults is optimizer.wrapped.defaults
+        optimizer.load_state_dict(optimizer.state_dict())  # which replaces them
+    for set_to_none in (False, True):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        assert all((p.grad is None) == set_to_none for p in model.parameters())
+    assert repr(optimizer.wrapped) in repr(optimizer)
+    assert "Gossip(topology='ring'" in repr(optimizer)
+
+
+def test_hooks_run_once_a_step() -> None:
+    model, optimizer = wrapped(OPTIMIZERS["sgd"], Gossip(), processes=ALONE)
+    calls: list[str] = []
+    handles = [
+        optimizer.register_step_pre_hook(lambda o, a, k: calls.append("before")),
+        optimizer.register_step_post_hook(lambda o, a, k: calls.append("after")),
+        optimizer.wrapped.register_step_post_hook(lambda o, a, k: calls.append("wrapped")),
+        optimizer.register_state_dict_pre_hook(lambda o: calls.append("saving")),
+        optimizer.register_state_dict_post_hook(lambda o, state: state | {"note": 1}),
+        optimizer.register_load_state_dict_pre_hook(lambda o, state: calls.append("loading")),
+        optimizer.register_load_state_dict_post_hook(lambda o: calls.append("loaded")),
+    ]
+    run(model, optimizer, range(1), worker=0)
+    assert calls == ["before", "wrapped", "after"]
+    state = optimizer.state_dict()
+    assert state["note"] == 1
+    optimizer.load_state_dict(state)
+    assert calls[3:] == ["saving", "loading", "loaded"]
+    for handle in handles:
+        handle.remove()
+    run(model, optimizer, range(1), worker=0)
+    assert len(calls) == 6
+
+
+@pytest.mark.parametrize(
+    "attempt", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"]
+)
+def test_copies_are_refused(attempt: Callable[[Any], Any]) -> None:
+    _, optimizer = wrapped(OPTIMIZERS["sgd"], Gossip(), processes=ALONE)
+    with pytest.raises(TypeError, match="save state_dict"):
+        attempt(optimizer)
+
+
+@pytest.mark.parallel([4])
+def test_a_model_that_was_moved_is_noticed() -> None:
+    """A copy of a model is no move, nor are values loaded into it."""
+    model, optimizer = wrapped(OPTIMIZERS["sgd"], Gossip())
+    run(copy.deepcopy(model), optimizer, range(1))
+    model.load_state_dict(mlp(1).state_dict())
+    run(model, optimizer, range(1))
+    model[2].weight.data = model[2].weight.data.clone()
+    with pytest.raises(RuntimeError, match=r"shape \(4, 5\).*after moving the model"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="after moving the model"), optimizer.mean_model():
+        pass
+
+
+# Bad input.
+
+
+def parameters(*tensors: Tensor) -> list[nn.Parameter]:
+    return [nn.Parameter(tensor, requires_grad=tensor.is_floating_point()) for tensor in tensors]
+
+
+SHARED = torch.zeros(2, 3)
+BAD_PARAMETERS: dict[str, tuple[list[Any], str]] = {
+    "complex": (
+        parameters(torch.zeros(2), torch.zeros(2, 3, dtype=torch.complex64)),
+        r"parameter 1 of shape \(2, 3\) is torch.complex64; .* torch.float32 only",
+    ),
+    "integer": (parameters(torch.zeros(4, dtype=torch.int64)), r"\(4,\) is torch.int64"),
+    "double": (parameters(torch.zeros(4).double()), r"\(4,\) is torch.float64"),
+    "mixed types": (
+        parameters(torch.zeros(4), torch.zeros(3).bfloat16()),
+        r"parameter 1 of shape \(3,\) is torch.bfloat16",
+    ),
+    "sparse": (parameters(torch.zeros(2, 3).to_sparse()), r"\(2, 3\) is sparse"),
+    "mixed devices": (
+        parameters(torch.zeros(4), torch.zeros(3, device="meta")),
+        r"parameter 1 of shape \(3,\) has no memory",
+    ),
+    "twice": (parameters(SHARED, SHARED), r"parameter 1 of .* the same memory as parameter 0"),
+    "lazy": ([nn.LazyLinear(3).weight], "parameter 0 has no shape yet; run a batch"),
+    "nothing": (parameters(torch.zeros(0)), "have no numbers"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PARAMETERS)
+def test_bad_parameters_are_refused(name: str) -> None:
+    bad, text = BAD_PARAMETERS[name]
+    local = torch.optim.SGD(bad, lr=0.1)
+    with pytest.raises(ValueError, match=text):
+        GossipOptimizer(local, Gossip(), processes=ALONE)
+
+
+@pytest.mark.parametrize("name", BAD_PARAMETERS.keys() - {"mixed devices", "nothing"})
+def test_bad_parameters_that_are_added_are_refused(name: str) -> None:
+    """And everything stays as it was."""
+    model, optimizer = wrapped(OPTIMIZERS["momentum"], Gossip(), processes=ALONE)
+    with pytest.raises(ValueError, match=r"parameter [67]"):
+        optimizer.add_param_group({"params": BAD_PARAMETERS[name][0]})
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": list(model.parameters())})
+    assert len(optimizer.param_groups) == len(optimizer.state_dict()["gossip"]["averaging"]) == 1
+    run(model, optimizer, range(1), worker=0)
+
+
+def test_a_group_without_numbers_may_be_added() -> None:
+    model, optimizer = wrapped(OPTIMIZERS["momentum"], Gossip(), processes=ALONE)
+    optimizer.add_param_group({"params": []})
+    optimizer.add_param_group({"params": nn.Parameter(torch.zeros(0, 3))})
+    run(model, optimizer, range(1), worker=0)
+
+
+BAD_METHODS: dict[str, tuple[Callable[[], Method], str]] = {
+    "topology": (lambda: Gossip(topology="rign"), 'topology "rign" is unknown; choose from'),
+    "topology option": (lambda: Gossip(topology_options={"k": 2}), "k"),
+    "rate": (lambda: Gossip(diffusion_rate=0), "diffusion_rate=0: use a number above 0"),
+    "rate's name": (lambda: Gossip(diffusion_rate="best"), 'diffusion_rate="best": use a number'),
+    "rate's spectrum": (
+        lambda: Gossip(topology="random-matching", diffusion_rate="auto"),
+        "best diffusion rate",
+    ),
+    "rank": (lambda: PowerGossip(rank=0), "rank=0: use 1 or more"),
+    "rank's type": (lambda: PowerGossip(rank=1.5), r"PowerGossip\(rank=1.5\).* int"),  # type: ignore[arg-type]
+    "flag's type": (lambda: PowerGossip(warm_start=1), "warm_start=1.* bool"),  # type: ignore[arg-type]
+    "rounding": (lambda: PowerGossip(rank=2, round_weights=True), "use rank=1"),
+    "compressor": (lambda: Choco(compressor="zip"), 'compressor "zip" is unknown'),
+    "share": (lambda: Choco(compressor="top-k", keep_ratio=2.0), "keep_ratio"),
+    "levels": (lambda: DeepSqueeze(compressor="qsgd", levels=0), "levels"),
+    "theta": (lambda: Moniqua(theta=-1), "theta=-1: use a number above 0"),
+    "algorithm": (lambda: Averaging("choo"), 'algorithm "choo" is unknown; choose from all-reduce'),
+    "not for learning": (lambda: Averaging("chebyshev"), 'algorithm "chebyshev" is unknown'),
+    "option": (lambda: Averaging("choco", options={"rnak": 1}), '"rnak" is unknown; choose from'),
+    "no method": (lambda: "choco", "method='choco' is none"),  # type: ignore[arg-type,return-value]
+}
+
+
+@pytest.mark.parametrize("name", BAD_METHODS)
+def test_bad_methods_are_refused(name: str) -> None:
+    method, text = BAD_METHODS[name]
+    with pytest.raises(ValueError, match=text):
+        wrapped(OPTIMIZERS["sgd"], method(), processes=ALONE)
+
+
+def test_other_bad_arguments_are_refused() -> None:
+    for local_steps in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match=f"local_steps={local_steps}: use a whole number"):
+            wrapped(OPTIMIZERS["sgd"], Gossip(), local_steps=local_steps, processes=ALONE)
+    model, optimizer = wrapped(OPTIMIZERS["sgd"], Gossip(), processes=ALONE)
+    for wrong in (optimizer, model):
+        with pytest.raises(ValueError, match=f"{type(wrong).__name__} cannot be wrapped"):
+            GossipOptimizer(wrong, Gossip(), processes=ALONE)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_sparse_gradients_are_refused(with_closure: bool) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Embedding(5, 3, sparse=True))
+    optimizer = GossipOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), Gossip(), processes=ALONE
+    )
+
+    def closure() -> Tensor:
+        value: Tensor = model[1](torch.tensor([1])).sum()
+        value.backward()
+        return value
+
+    if not with_closure:
+        closure()
+    with pytest.raises(ValueError, match=r"parameter 2 of shape \(5, 3\) has a sparse gradient"):
+        optimizer.step(closure if with_closure else None)
+
+
+@pytest.mark.parallel([4])
+def test_processes_that_differ_are_refused_everywhere() -> None:
+    """And nobody waits for the others."""
+    who = processes()
+    odd = who.rank == 2
+    methods: tuple[tuple[Method, str], ...] = (
+        (PowerGossip(rank=2 if odd else 1), "the method differs between processes"),
+        (Gossip() if odd else Choco(), "the method differs between processes"),
+        (Gossip(diffusion_rate=-1.0 if odd else 1.0), "diffusion_rate"),
+    )
+    for method, text in methods:
+        with pytest.raises(BadInput, match=text):
+            wrapped(OPTIMIZERS["sgd"], method)
+    with pytest.raises(BadInput, match="local_steps differs between processes: 2 in process 2"):
+        wrapped(OPTIMIZERS["sgd"], Gossip(), local_steps=2 if odd else 1)
+
+    def another(shape: tuple[int, ...], **options: Any) -> list[nn.Parameter]:
+        return parameters(torch.zeros(2), torch.zeros(shape if odd else (3, 3), **options))
+
+    for bad, text in (
+        (another((3, 4)), r"parameter 1 is of shape \(3, 4\) in process 2, \(3, 3\) in process 0"),
+        (another((3, 3))[: 1 if odd else 2], "1 parameters in process 2, 2 in process 0"),
+        (another((3, 3), dtype=torch.float64 if odd else None), "is torch.float64"),
+    ):
+        with pytest.raises(BadInput, match=text):
+            GossipOptimizer(torch.optim.SGD(bad, lr=0.1), Gossip())
+        model, optimizer = wrapped(OPTIMIZERS["sgd"], Gossip())
+        with pytest.raises(BadInput):
+            optimizer.add_param_group({"params": bad})
+        assert len(optimizer.param_groups) == 1
+        run(model, optimizer, range(1))
+
+
+def test_every_averaging_algorithm_can_be_described() -> None:
+    """By its name; those with a class of their own are the same algorithm."""
+    layout = Layout(p.shape for p in mlp().parameters())
+    own = {method.row()[0] for method in METHODS.values()}
+    assert own == set(algorithms.AVERAGING)
+    for name in algorithms.AVERAGING:
+        method = Averaging(name, topology="torus", seed=2)
+        alone = method.network(ALONE, torch.device("cpu"))
+        assert isinstance(alone, Network)
+        method.build(alone, layout, 0)
+    assert gossip_optimizer.network is network
