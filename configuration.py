@@ -1,14 +1,16 @@
 """From a command line to a configuration, and from an error to one sentence and an exit code.
 
-    python train.py --config FILE.yaml --output-dir DIR key=value key.sub=value
+    python train.py --config FILE.yaml --output-dir DIR --suffix TEXT key=value key.sub=value
 
-`--config` may be repeated. Files come first, in their order, then key=value: later ones win.
+`--config` may be repeated. Files come first, in their order, then key=value: later ones win. The
+suffix goes to the end of the output folder's name, given or dated.
 """
 
 import argparse
 import dataclasses
 import difflib
 import inspect
+import math
 import re
 import sys
 import warnings
@@ -21,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import network
+import runs
 from network import BadInput
 
 # A whole number for a float, or a tuple for a list, is what a user means by it.
@@ -28,10 +31,12 @@ warnings.filterwarnings("ignore", message="Implicit conversion from (int to floa
 
 
 def read_command_line(config: DictConfig, arguments: Sequence[str], description: str) -> str | None:
-    """Change `config` as the command line says; returns --output-dir, or None.
+    """Change `config` as the command line says; returns --output-dir with --suffix, or None for
+    neither. With a suffix alone that is runs.DATED with the suffix, for runs.Output to fill in.
 
-    Raises BadInput for an unknown key, a value of the wrong type, a file that is missing, empty or
-    not YAML. `--help` prints the keys with their defaults, and exits.
+    Raises BadInput for an unknown key, a value of the wrong type, a file that is missing, empty,
+    not YAML or that has a key twice, a suffix that is no part of a name. `--help` prints the keys
+    with their defaults, and exits.
     """
     parser = argparse.ArgumentParser(
         description=description,
@@ -44,6 +49,7 @@ def read_command_line(config: DictConfig, arguments: Sequence[str], description:
     parser.add_argument("-h", "--help", action="store_true", help="show this and exit")
     parser.add_argument("--config", action="append", default=[], metavar="FILE.yaml")
     parser.add_argument("--output-dir", metavar="DIR")
+    parser.add_argument("--suffix", default="", metavar="TEXT")
     parser.add_argument("assignments", nargs="*", metavar="key=value")
     try:
         options, unknown = parser.parse_known_intermixed_args(list(arguments))
@@ -51,15 +57,16 @@ def read_command_line(config: DictConfig, arguments: Sequence[str], description:
         raise BadInput(str(error)) from error
     if unknown:
         raise BadInput(
-            f'option "{unknown[0]}" is unknown; use --config FILE.yaml, --output-dir DIR, key=value'
+            f'option "{unknown[0]}" is unknown; '
+            "use --config FILE.yaml, --output-dir DIR, --suffix TEXT, key=value"
         )
     if options.help:
         if network.processes().rank == 0:
             parser.print_help()
         sys.exit(0)
     for file in options.config:
-        for key, value in _read_yaml(file).items():
-            assign(config, str(key), value, source=f"{file}: ")
+        for key, (value, line) in _read_yaml(file).items():
+            assign(config, str(key), value, source=f"{file}, line {line}: ")
     for assignment in options.assignments:
         key, equals, text = assignment.partition("=")
         if not equals:
@@ -69,15 +76,49 @@ def read_command_line(config: DictConfig, arguments: Sequence[str], description:
         except yaml.YAMLError as error:
             raise BadInput(f"{key}={text}: the value is not YAML ({_problem(error)})") from error
         assign(config, key, value)
-    return options.output_dir
+    return _output_dir(options.output_dir, options.suffix, config)
+
+
+def _output_dir(folder: str | None, suffix: str, config: DictConfig) -> str | None:
+    """The folder's name with the suffix. Raises BadInput."""
+    if not suffix:
+        return folder
+    if any(character in suffix for character in "/\\\0{}"):
+        raise BadInput(f'--suffix "{suffix}": use letters that can be part of a folder\'s name')
+    if folder is None and config.get("resume"):
+        raise BadInput("resume=true: say with --output-dir which run is to go on")
+    return f"{runs.DATED if folder is None else folder.rstrip('/')}{suffix}"
 
 
 def take_up(config: DictConfig, file: Path) -> None:
     """Give keys that have their defaults the values in a run's config.yaml."""
     defaults = OmegaConf.structured(_schema(config))
-    for key, value in _read_yaml(str(file)).items():
+    for key, (value, line) in _read_yaml(str(file)).items():
         if key in defaults and config[key] == defaults[key]:
-            assign(config, str(key), value, source=f"{file}: ")
+            assign(config, str(key), value, source=f"{file}, line {line}: ")
+
+
+def changed(config: DictConfig, kind: type[Any] | None = None) -> str:
+    """YAML, a line `key: value` for each key that has not its default: read back as a file, these
+    lines make the same configuration of the defaults.
+
+    kind: the config class; needed if `config` was made of a plain mapping
+    """
+    kind = kind or _schema(config)
+    defaults = OmegaConf.to_container(OmegaConf.structured(kind))
+    values = OmegaConf.to_container(config)
+    assert isinstance(defaults, dict)
+    assert isinstance(values, dict)
+    lines = [
+        # One entry as a mapping {key: value} on one line, without its braces.
+        yaml.dump({key: value}, Dumper=_Dumper, default_flow_style=True, width=math.inf)
+        .strip()
+        .removeprefix("{")
+        .removesuffix("}")
+        for key, value in values.items()
+        if value != defaults.get(key) or type(value) is not type(defaults.get(key))
+    ]
+    return "\n".join(lines)
 
 
 def assign(config: DictConfig, key: str, value: Any, source: str = "") -> None:
@@ -139,7 +180,8 @@ def run_entry_point(main: Callable[[list[str]], object]) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as everyone means it: 1e-3 is a number, on and 2024-01-01 are words."""
+    """YAML as everyone means it: 1e-3 is a number, on and 2024-01-01 are words, and a key stands in
+    one place (YAML 1.2, § 3.2.1.3; PyYAML would take the last)."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 as PyYAML declares it
         first: [
@@ -149,6 +191,20 @@ class _Loader(yaml.SafeLoader):
         ]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            name, line = (key.tag, str(key.value)), key.start_mark.line
+            if name in lines:
+                raise yaml.constructor.ConstructorError(
+                    None,
+                    None,
+                    f'key "{key.value}" is there already, in line {lines[name] + 1}; keep one',
+                    key.start_mark,
+                )
+            lines[name] = line
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
@@ -161,21 +217,31 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _read_yaml(file: str) -> dict[Any, Any]:
+class _Dumper(yaml.SafeDumper):
+    """Quotes what _Loader would not take for a word."""
+
+    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
+def _read_yaml(file: str) -> dict[Any, tuple[Any, int]]:
+    """Key → value, and the line (from 1) it stands in. Raises BadInput."""
     try:
-        text = Path(file).read_text()
+        text = Path(file).read_text(encoding="utf-8")
     except OSError as error:
         raise BadInput(f"--config {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise BadInput(f"--config {file} is not a text file") from error
     try:
-        content = yaml.load(text, Loader=_Loader)
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        content = None if node is None else loader.construct_document(node)
     except yaml.YAMLError as error:
         raise BadInput(f"--config {file} is not YAML: {_problem(error)}") from error
     if not isinstance(content, dict):
         found = "is empty" if content is None else f"holds a {type(content).__name__}"
         raise BadInput(f"--config {file} {found}; it should hold lines of the form key: value")
-    return content
+    lines = {str(key.value): key.start_mark.line + 1 for key, _ in node.value}
+    return {key: (value, lines.get(str(key), 1)) for key, value in content.items()}
 
 
 def _problem(error: yaml.YAMLError) -> str:

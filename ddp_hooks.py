@@ -233,9 +233,10 @@ class DDPHook:
     def _counted_hook(
         self, state: PowerSGDState, bucket: dist.GradBucket
     ) -> torch.futures.Future[Tensor]:
-        """PyTorch's hook, one bucket after the other while the backward pass goes on, and what it sends, on the network's counters."""
+        """PyTorch's hook, one bucket after the other while the backward pass goes on; counts what
+        it sends."""
         if self._settling:
-            here = [bucket.buffer().device] if bucket.buffer().is_cuda else None
+            here: Any = [bucket.buffer().device] if bucket.buffer().is_cuda else None
             nothing: torch.futures.Future[Tensor] = torch.futures.Future(devices=here)
             nothing.set_result(bucket.buffer())
             return nothing

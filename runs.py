@@ -27,6 +27,8 @@ import metrics
 from network import Stopped
 
 FIGURE = "figure.png"
+_DATE = "{date}"
+DATED = f"output/{_DATE}"  # a new folder; the date comes when it is made
 _FILES = (metrics.FILE, "config.yaml", "info.json", FIGURE)
 
 
@@ -54,15 +56,17 @@ class CannotWrite(Stopped):
 class Output:
     """The folder of a run, with its configuration and the logs opened.
 
-    `wanted`: the folder; None makes a new dated one under output/. ValueError if it holds a run
-    and neither config.overwrite nor `go_on` is set, or cannot be written.
+    `wanted`: the folder; None makes a new dated one under output/, and so does a name with {date},
+    there and so called. ValueError if it holds a run and neither config.overwrite nor `go_on` is
+    set, or cannot be written.
 
     With `go_on`, what the run has written is kept: its rows up to `offset` bytes (all later ones
     are forgotten).
     """
 
     def __init__(self, wanted: str | None, config: Any, go_on: bool = False, offset: int = 0):
-        self.folder = Path(wanted) if wanted else new_dated_folder()
+        dated = not wanted or _DATE in wanted
+        self.folder = new_dated_folder(wanted or DATED) if dated else Path(wanted or "")
         self._go_on, self._offset = go_on, offset
         self._logs: list[Any] = []
         self._info: dict[str, Any] = {}
@@ -137,16 +141,17 @@ class Output:
             log.close()
 
 
-def new_dated_folder() -> Path:
-    """output/DATE-TIME, made; runs that start in the same second get a number behind it."""
+def new_dated_folder(name: str = DATED) -> Path:
+    """The folder of this name with DATE-TIME for {date}, made; runs that start in the same second
+    get a number behind it."""
     now = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
-    folder = Path("output") / now
+    folder = Path(name.replace(_DATE, now))
     for number in itertools.count(2):
         try:
             folder.mkdir(parents=True)
             break
         except FileExistsError:
-            folder = Path("output") / f"{now}-{number}"
+            folder = Path(name.replace(_DATE, f"{now}-{number}"))
     return folder
 
 

@@ -1,6 +1,6 @@
 """Every worker trains on its share of the digits and talks to two neighbors, 2 kB at a time.
 
-    mpirun -np 4 python examples/gossip.py        or alone: python examples/gossip.py
+Run `mpirun -np 4 python examples/gossip.py`, or alone `python examples/gossip.py`.
 """
 
 import torch

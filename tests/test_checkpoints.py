@@ -19,6 +19,7 @@ import metrics
 import network
 import train
 from algorithms import AVERAGING
+from centralized import AGGREGATIONS
 from checkpoints import Checkpoints
 from compressors import COMPRESSORS
 from network import BadInput, Interrupted, Processes
@@ -41,6 +42,10 @@ SMALL: dict[str, Any] = {
 STEPS = 20
 CASES: list[dict[str, Any]] = [
     *({"optimizer": name} for name in AVERAGING if name not in ("choco", "deepsqueeze")),
+    *({"optimizer": name, "optimizer_keep_ratio": 0.1} for name in AGGREGATIONS),
+    {"optimizer": "powersgd", "optimizer_num_iterations": 3, "gradient_clipping": 1.0},
+    {"optimizer": "powersgd", "optimizer_rank": 2, "optimizer_num_batches_per_step": 3},
+    {"optimizer": "dgc", "optimizer_num_batches_per_step": 2, "optimizer_warmup_epochs": 1},
     *(
         {
             "optimizer": name,
@@ -110,10 +115,10 @@ class AtStep:
     def __call__(self) -> None:
         original = train._Run._update
 
-        def update(run: Any) -> None:
-            if run.step == self.step:
+        def update(run: Any, gradient: Tensor) -> None:
+            if run.step >= self.step:
                 os.kill(os.getpid(), signal.SIGKILL)
-            original(run)
+            original(run, gradient)
 
         train._Run._update = update  # type: ignore[method-assign,assignment]
 

@@ -1,14 +1,18 @@
 """Laws of the configuration: what a command line changes, what is refused, and with which words."""
 
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import configuration
+import runs
 import train
 from network import BadInput
 from tests import launch
@@ -96,6 +100,19 @@ def test_a_mapping_takes_the_place_of_the_one_before() -> None:
     assert config.topology_options == {"degree": 4, "rewiring": 0.1}
 
 
+def test_a_dotted_key_in_a_file_changes_one_entry(tmp_path: Path) -> None:
+    file = yaml_file(tmp_path, "topology_options: {degree: 4}\ntopology_options.rewiring: 0.1\n")
+    assert config_after("--config", file).topology_options == {"degree": 4, "rewiring": 0.1}
+    file = yaml_file(tmp_path, "topology_options.rewiring: 0.2\n")
+    config = config_after("--config", file, "topology_options.degree=4")
+    assert config.topology_options == {"rewiring": 0.2, "degree": 4}
+
+
+def test_a_run_to_go_on_with_is_named_by_its_folder() -> None:
+    text = refusal("--suffix", ".e500", "resume=true")
+    assert "--output-dir" in text
+
+
 def test_the_output_folder_is_handed_back() -> None:
     def folder_of(*arguments: str) -> str | None:
         config = OmegaConf.structured(train.Config)
@@ -104,6 +121,76 @@ def test_the_output_folder_is_handed_back() -> None:
     assert folder_of() is None
     assert folder_of("seed=3", "--output-dir", "some/where", "num_epochs=1") == "some/where"
     assert folder_of("--output-dir=some/where") == "some/where"
+    assert folder_of("--output-dir", "some/where/", "--suffix", ".e500") == "some/where.e500"
+    assert folder_of("--suffix=-2", "--output-dir", "some/where") == "some/where-2"
+    assert folder_of("--suffix", "", "seed=3") is None
+
+
+def test_a_suffix_ends_the_name_of_a_dated_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = OmegaConf.structured(train.Config)
+    wanted = configuration.read_command_line(config, ["--suffix", ".e500"], "")
+    first, second = (runs.Output(wanted, config) for _ in range(2))
+    assert first.folder != second.folder
+    for output in (first, second):
+        assert re.fullmatch(r"output/\d{4}-\d\d-\d\d-\d{6}(-2)?\.e500", str(output.folder))
+        assert (output.folder / "config.yaml").exists()
+        output.close()
+    mine = runs.Output("results/{date}-mine", config)
+    assert re.fullmatch(r"results/[\d-]+-mine", str(mine.folder))
+    mine.close()
+
+
+# What is shown.
+
+
+def test_changed_keys_are_shown_a_line_each() -> None:
+    assert configuration.changed(config_after()) == ""
+    text = configuration.changed(
+        config_after("seed=7", "topology=12", "cuda_aware=on", "lr_schedule_milestones=[[1, 1e-4]]")
+    )
+    assert text.splitlines() == [
+        "seed: 7",
+        "cuda_aware: on",
+        "lr_schedule_milestones: [[1, 0.0001]]",
+        "topology: '12'",
+    ]
+    plain = runs.plain_copy(config_after("n_workers=3"))
+    assert configuration.changed(plain, train.Config) == "n_workers: 3"
+
+
+WORDS = st.text(st.characters(codec="utf-8", exclude_characters="$\\"), max_size=8)
+NUMBERS = st.floats(allow_nan=False, width=64)
+
+
+@settings(max_examples=30)
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "topology": WORDS
+            | st.sampled_from(["1e-3", "true", "on", "null", "2024-01-01", "a: b"]),
+            "data_dir": st.none() | WORDS,
+            "seed": st.integers(0, 2**40),
+            "learning_rate": NUMBERS,
+            "overlapping": st.booleans(),
+            "topology_options": st.dictionaries(WORDS.filter(bool), st.integers() | WORDS),
+            "spectrum_logging_params": st.lists(WORDS),
+            "lr_schedule_milestones": st.lists(st.tuples(st.integers(), NUMBERS).map(list)),
+            "optimizer_diffusion_rate": NUMBERS | st.just("auto"),
+        },
+    )
+)
+def test_what_is_shown_can_be_read_back(values: dict[str, Any]) -> None:
+    config = OmegaConf.structured(train.Config)
+    for key, value in values.items():
+        config[key] = value
+    text = configuration.changed(config)
+    with tempfile.TemporaryDirectory() as folder:
+        again = config_after("--config", yaml_file(Path(folder), text)) if text else config_after()
+    assert again == config
 
 
 # What is refused: each time the key, what was found, what would do.
@@ -134,9 +221,14 @@ def test_the_output_folder_is_handed_back() -> None:
         ("topology_options=4", ["topology_options=4", "a mapping {name: value, ...}"]),
         ("learning_rate=[1", ["learning_rate=[1", "not YAML"]),
         ("learning_rate", ['"learning_rate"', "key=value"]),
-        ("--nope", ['"--nope"', "--config FILE.yaml, --output-dir DIR, key=value"]),
+        ("--nope", ['"--nope"', "--config FILE.yaml, --output-dir DIR, --suffix TEXT, key"]),
         ("--output", ['"--output"']),  # no guessing at abbreviations
         ("--output-dir", ["--output-dir"]),
+        ("--suffix", ["--suffix"]),
+        ("--suffix=a/b", ['--suffix "a/b"', "folder's name"]),
+        ("--suffix=../b", ['--suffix "../b"']),
+        ("--suffix=a\\b", ['--suffix "a\\b"']),
+        ("--suffix={date}", ['--suffix "{date}"']),
     ],
 )
 def test_a_bad_argument_is_refused_with_what_would_do(assignment: str, words: list[str]) -> None:
@@ -152,8 +244,13 @@ def test_a_bad_argument_is_refused_with_what_would_do(assignment: str, words: li
         ("- 1\n- 2\n", ["holds a list", "key: value"]),
         ("seed: 1\ntopology: [ring\nnum_epochs: 3\n", ["line 3", "not YAML"]),
         ("seed: 1\n\tnum_epochs: 3\n", ["line 2", "not YAML"]),
-        ("seed: 1\nn_workrs: 4\n", ['"n_workrs"', "did you mean n_workers?"]),
-        ("seed: 1.5\n", ["seed=1.5", "a whole number"]),
+        ("seed: 1\nn_workrs: 4\n", ["line 2", '"n_workrs"', "did you mean n_workers?"]),
+        ("# why\n\nseed: 1.5\n", ["line 3", "seed=1.5", "a whole number"]),
+        ("seed: 1\nnum_epochs: 2\nseed: 3\n", ["line 3", '"seed"', "already, in line 1"]),
+        ("topology_options:\n  degree: 4\n  degree: 5\n", ["line 3", '"degree"', "line 2"]),
+        ("topology_options: {a: 1, a: 2}\n", ["line 1", '"a"']),
+        ("seed: 1\n---\nseed: 2\n", ["line 2", "not YAML", "another document"]),
+        ("seed: 1\nlearning_rate.x: 3\n", ["line 2", '"learning_rate.x"', "did you mean"]),
         ("5: 1\n", ['"5"', "unknown"]),
         ("\x00\xff", ["not"]),
     ],
@@ -198,7 +295,7 @@ def test_help_lists_every_key_with_its_default_and_meaning() -> None:
     assert re.search(r"^  batch_size=16 +per worker$", shown.stdout, re.MULTILINE)
     assert re.search(r"^  n_workers=null +workers in all", shown.stdout, re.MULTILINE)
     assert re.search(r"^  seed=1$", shown.stdout, re.MULTILINE)
-    for option in ("--config FILE.yaml", "--output-dir DIR", "--help"):
+    for option in ("--config FILE.yaml", "--output-dir DIR", "--suffix TEXT", "--help"):
         assert option in shown.stdout
 
 

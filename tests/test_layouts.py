@@ -28,17 +28,18 @@ def trained(who: Processes, optimizer: str) -> train._Run:
 
 
 @pytest.mark.parallel([4, 8])
-@pytest.mark.parametrize("optimizer", ["power-gossip", "dpsgd", "all-reduce"])
+@pytest.mark.parametrize("optimizer", ["power-gossip", "dpsgd", "all-reduce", "powersgd"])
 def test_eight_workers_in_four_and_eight_processes_are_those_of_one(optimizer: str) -> None:
     """Bits and messages exactly, parameters to 1e-5 relative, on one thread a process.
 
-    (Methods that round to signs or levels are not continuous: a rounding error may flip a sign.)
+    (Methods that round to signs or levels are not continuous: a rounding error may flip a sign.
+    PowerSGD's directions follow what is left, of which rounding is a larger share: 1e-4.)
     """
     assert torch.get_num_threads() == 1
     together, apart = trained(Processes(), optimizer), trained(processes(), optimizer)
     x = apart.network.gather(apart.parameters.x)
     difference = (x - together.parameters.x).norm() / together.parameters.x.norm()
-    assert difference < 1e-5
+    assert difference < (1e-4 if optimizer == "powersgd" else 1e-5)
     for count in ("bits", "messages"):
         counted = apart.network.gather(torch.tensor(getattr(apart.network, count)))
         assert counted.tolist() == getattr(together.network, count).tolist()

@@ -1,0 +1,166 @@
+"""What averaging a gradient costs: our PowerSGD beside PyTorch's hook, and a plain all-reduce.
+
+    mpirun -np 4 python benchmarks/powersgd_step.py rank=4 model=resnet50
+
+prints one JSON line. Times are milliseconds beyond the backward pass: of a step (backward and
+averaging, no update) minus the backward pass alone, medians of rounds in which all take turns.
+
+    ours_ms        powersgd.PowerSGD, two half-iterations a step
+    hook_ms        torch.distributed's powerSGD_hook in DistributedDataParallel (gloo), same rank
+    all_reduce_ms  DistributedDataParallel without a hook
+    ratio          ours_ms / hook_ms
+
+The model has a network's parameters only; its backward pass writes a fixed random gradient.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import configuration
+import ddp_hooks
+from benchmarks.timing import in_turns
+from network import BadInput, processes
+from powersgd import Config as PowerSGDConfig
+from powersgd import PowerSGD, optimizer_step
+
+SECONDS = 60.0
+
+
+@dataclass
+class Config:
+    """What to measure."""
+
+    model: str = "resnet50"  # resnet50, or small to try it out
+    rank: int = 1
+    rounds: int = 9
+
+
+class _Gradients(nn.Module):
+    """Parameters whose gradients are always the same: of Σ_k p_k · g_k."""
+
+    def __init__(self, shapes: list[tuple[int, ...]], seed: int):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.given = [torch.randn(shape) for shape in shapes]
+        self.weights = nn.ParameterList([torch.zeros(shape) for shape in shapes])
+
+    def forward(self) -> Tensor:
+        return torch.stack(
+            [
+                torch.dot(p.flatten(), g.flatten())
+                for p, g in zip(self.weights, self.given, strict=True)
+            ]
+        ).sum()
+
+
+class _Still(torch.optim.Optimizer):
+    """Changes nothing."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Nothing."""
+
+
+def resnet50() -> list[tuple[int, ...]]:
+    """The shapes of its 25,557,032 parameters. He et al. (2015), arXiv:1512.03385, Table 1."""
+    shapes: list[tuple[int, ...]] = []
+
+    def convolution(out: int, into: int, size: int) -> None:
+        shapes.extend([(out, into, size, size), (out,), (out,)])  # and its batch norm
+
+    convolution(64, 3, 7)
+    into = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            convolution(width, into, 1)
+            convolution(width, width, 3)
+            convolution(4 * width, width, 1)
+            if block == 0:
+                convolution(4 * width, into, 1)
+            into = 4 * width
+    return [*shapes, (1000, into), (1000,)]
+
+
+MODELS: dict[str, Callable[[], list[tuple[int, ...]]]] = {
+    "resnet50": resnet50,
+    "small": lambda: [(64, 3, 7, 7), (64,), (256, 128, 3, 3), (128, 256), (10, 512), (10,)],
+}
+
+
+def main(arguments: list[str]) -> None:
+    """Measure as the arguments say, print one line."""
+    who = processes()
+    config = OmegaConf.structured(Config)
+    configuration.read_command_line(config, arguments, __doc__ or "")
+    if config.model not in MODELS:
+        raise BadInput(f'model "{config.model}" is unknown; choose from {", ".join(MODELS)}')
+    shapes = MODELS[config.model]()
+    ddp_hooks.process_group(who, torch.device("cpu"))
+
+    def distributed(with_hook: bool) -> Callable[[], None]:
+        # One bucket: with several, gloo mixes up the messages that the hook sends for each.
+        model = DistributedDataParallel(_Gradients(shapes, who.rank), bucket_cap_mb=10**4)
+        if with_hook:
+            state = hooks.PowerSGDState(None, config.rank, start_powerSGD_iter=2)
+            model.register_comm_hook(state, hooks.powerSGD_hook)
+
+        def step() -> None:
+            model.zero_grad(set_to_none=False)
+            model().backward()
+
+        return step
+
+    module = _Gradients(shapes, who.rank)
+    powersgd = PowerSGD(
+        module.parameters(), PowerSGDConfig(rank=config.rank, min_compression_rate=2)
+    )
+    apart = _Gradients(shapes, who.rank)
+
+    still = _Still(module.parameters(), {})
+
+    def ours() -> None:
+        module().backward()  # adds to the error
+        optimizer_step(still, powersgd)
+
+    def backward() -> None:
+        apart.zero_grad(set_to_none=False)
+        apart().backward()
+
+    functions = {
+        "backward_ms": backward,
+        "ours_ms": ours,
+        "hook_ms": distributed(True),
+        "all_reduce_ms": distributed(False),
+    }
+    times = in_turns(
+        list(functions.values()), config.rounds, SECONDS, who, torch.device("cpu"), lambda: None
+    )
+    if who.rank == 0:
+        found = {n: 1e3 * median(s) for n, s in zip(functions, times, strict=True)}
+        beyond = {n: found[n] - found["backward_ms"] for n in list(functions)[1:]}
+        print(
+            json.dumps(
+                {
+                    "model": config.model,
+                    "numbers": sum(p.numel() for p in module.parameters()),
+                    "rank": config.rank,
+                    "processes": who.size,
+                    "backward_ms": round(found["backward_ms"], 1),
+                    **{name: round(value, 1) for name, value in beyond.items()},
+                    "ratio": round(beyond["ours_ms"] / beyond["hook_ms"], 3),
+                    "compression_rate": round(powersgd.compression_rate, 1),
+                }
+            )
+        )
+
+
+if __name__ == "__main__":
+    configuration.run_entry_point(main)

@@ -1,0 +1,38 @@
+"""All workers apply the same mean gradient, of which each step sends a low-rank piece.
+
+Run `mpirun -np 4 python examples/compressed_gradients.py`, or alone.
+"""
+
+import torch
+from mpi4py import MPI
+from sklearn.datasets import load_digits
+from torch import nn
+
+from powersgd import Config, PowerSGD, optimizer_step
+
+EPOCHS, BATCH_SIZE = 20, 32
+rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+
+pixels, digits = load_digits(return_X_y=True)
+images, labels = torch.from_numpy(pixels).float() / 16, torch.from_numpy(digits)
+order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+test, train = order[:360], order[360:]
+mine = train[rank : len(train) - len(train) % size : size]  # the same number for every worker
+
+torch.manual_seed(rank)  # for the batches; models start from process 0's values
+model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU())
+model.append(nn.Linear(128, 10))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+powersgd = PowerSGD(model.named_parameters(), Config(rank=2, min_compression_rate=2))
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
+
+for _ in range(EPOCHS):
+    for batch in mine[torch.randperm(len(mine))].split(BATCH_SIZE):
+        nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
+        optimizer_step(optimizer, powersgd)  # in place of optimizer.step() and zero_grad()
+    scheduler.step()
+
+accuracy = (model(images[test]).argmax(1) == labels[test]).float().mean().item()
+if rank == 0:
+    print(f"accuracy: {accuracy:.1%}")
+    print(f"sent by each worker: {powersgd.bits / 8000:.1f} kB")

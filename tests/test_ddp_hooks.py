@@ -1,0 +1,348 @@
+"""Laws of PyTorch's DDP hooks on our workers: what they equal, what they send, and that they go on.
+
+Axes: worker, D numbers of a worker's model.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import algorithms
+import ddp_hooks
+import topologies
+from ddp_hooks import HOOKS, DDPHook
+from network import Network, Processes, processes
+from parameters import Parameters
+from randomness import generator
+
+RATE = 0.05
+SIZES = (12, 20, 7)
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(*SIZES[:2]), nn.Tanh(), nn.Linear(*SIZES[1:]))
+
+
+def linear() -> nn.Module:
+    """Its gradient is a matrix of no more than the rank of all workers' samples."""
+    torch.manual_seed(3)
+    return nn.Linear(12, 10, bias=False)
+
+
+def wide() -> nn.Module:
+    """Three of DDP's buckets, as the first ones hold 1 MiB."""
+    torch.manual_seed(3)
+    layers = [nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 600)]
+    return nn.Sequential(*layers)
+
+
+class Worker:
+    """One model and its learning algorithm, on random regression problems."""
+
+    def __init__(
+        self,
+        make: Callable[[Network, Parameters, Callable[[Tensor], Any]], Any],
+        model: Callable[[], nn.Module] = mlp,
+        who: Processes | None = None,
+        samples: int = 6,
+        fixed: bool = False,
+    ):
+        self.who = who or processes()
+        self.network = Network(topologies.make("ring", self.who.size), self.who)
+        self.model = model()
+        self.parameters = Parameters([self.model])
+        self.algorithm = make(self.network, self.parameters, self.update)
+        self.steps, self.samples, self.fixed = 0, samples, fixed
+
+    def update(self, gradient: Tensor) -> None:
+        self.parameters.x.sub_(gradient, alpha=RATE)
+
+    def gradient(self) -> float:
+        n_in = next(self.model.parameters()).shape[1]
+        t = 0 if self.fixed else self.steps
+        random = generator(5, "test", self.network.workers.start, t)
+        inputs = torch.from_numpy(random.standard_normal((self.samples, n_in))).float()
+        outputs = self.model(inputs)
+        targets = torch.from_numpy(random.standard_normal(outputs.shape)).float()
+        loss = (outputs - targets).square().mean()
+        loss.backward()
+        return loss.item()
+
+    def train(self, steps: int) -> "Worker":
+        for _ in range(steps):
+            assert self.algorithm.step(self.gradient) > 0, "the loss is handed back"
+            self.steps += 1
+        return self
+
+    @property
+    def x(self) -> Tensor:
+        return self.parameters.x
+
+
+def hooked(hook: str = "ddp-powersgd", **options: Any) -> Callable[..., DDPHook]:
+    options = {"start_iteration": 3, "min_compression_rate": 1.0} | options
+    return lambda network, parameters, update: DDPHook(
+        network, parameters, update, hook=hook, **options
+    )
+
+
+def all_reduce(**options: Any) -> Callable[..., algorithms.DPSGD]:
+    return lambda network, parameters, update: algorithms.DPSGD(
+        network, algorithms.AllReduce(network), parameters, update, **options
+    )
+
+
+def close(a: Tensor, b: Tensor, tolerance: float = 1e-5) -> bool:
+    return bool((a - b).norm() <= tolerance * b.norm())
+
+
+# What it computes.
+
+
+@pytest.mark.parallel([1, 4])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_before_compression_starts_it_is_all_reduce_sgd(hook: str) -> None:
+    start = mlp()
+    ours = Worker(hooked(hook, start_iteration=8, weight_decay=0.1)).train(8)
+    theirs = Worker(all_reduce(weight_decay=0.1)).train(8)
+    assert close(ours.x, theirs.x)
+    assert not close(ours.x, Parameters([start]).x)
+    assert ours.network.bits.tolist() == theirs.network.bits.tolist()
+    assert ours.network.messages.tolist() == theirs.network.messages.tolist()
+
+
+@pytest.mark.parallel([4])
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("warm_start", [True, False])
+@pytest.mark.parametrize("model", [mlp, wide])
+def test_workers_stay_together_and_learn(
+    hook: str, warm_start: bool, model: Callable[[], nn.Module]
+) -> None:
+    """Three buckets are all-reduced in the same order everywhere, or this would not end."""
+    worker = Worker(hooked(hook, warm_start=warm_start), model, fixed=True)
+    before = worker.gradient()
+    worker.train(10)
+    xs = worker.network.gather(worker.x)
+    assert torch.equal(xs, xs[:1].expand_as(xs))
+    assert worker.gradient() < before
+    uncompressed = Worker(all_reduce(), model, fixed=True).train(10)
+    assert not close(worker.x, uncompressed.x), "rank 1 is not all there is"
+
+
+@pytest.mark.parallel([3])
+@pytest.mark.parametrize(
+    ("rank", "samples", "error_feedback"), [(3, 1, False), (10, 6, False), (10, 6, True)]
+)
+def test_a_gradient_of_the_rank_that_is_sent_comes_through_whole(
+    rank: int, samples: int, error_feedback: bool
+) -> None:
+    """The mean of 3 workers' gradients has the rank of their samples, at most the full rank of 10.
+
+    (Rank 3 without error feedback: what each worker did not find in the mean grows in its error,
+    and with it the noise of rounding, which no direction is left for.)
+    """
+    theirs = Worker(all_reduce(), linear, samples=samples).train(12)
+    ours = Worker(hooked(rank=rank, error_feedback=error_feedback), linear, samples=samples)
+    ours.algorithm.state.min_compression_rate = 0  # full rank costs more than it saves
+    ours.train(12)
+    assert ours.algorithm.state.total_numel_after_compression == 9 * rank * (12 + 10)
+    assert close(ours.x, theirs.x, 1e-5)
+    ours = Worker(hooked(rank=1, error_feedback=error_feedback), linear, samples=samples).train(12)
+    assert not close(ours.x, theirs.x, 1e-3)
+
+
+@pytest.mark.parallel([2])
+def test_errors_are_fed_back() -> None:
+    """Σ_t of what is applied + mean_i e_i = Σ_t mean_i g_i, if gradients do not depend on x."""
+    applied = []
+    worker = Worker(hooked(), mlp)
+    worker.algorithm._update = lambda gradient: applied.append(gradient.clone())
+    worker.train(9)
+    plain = Worker(all_reduce(), mlp)
+    given: list[Tensor] = []
+    plain.algorithm._averaging = algorithms.AllReduce(plain.network)
+    plain.algorithm._update = lambda gradient: given.append(
+        plain.network.gather(gradient).mean(0, keepdim=True)
+    )
+    plain.train(9)
+    (error,) = worker.algorithm.state.error_dict.values()
+    missing = worker.network.gather(error[None]).mean(0)
+    difference = sum(given) - sum(applied)  # in the order of the flat buffer, not the bucket's
+    assert isinstance(difference, Tensor)
+    assert difference.norm() > 0.01
+    assert torch.allclose(difference[0].sort().values, missing.sort().values, atol=1e-5)
+
+
+@pytest.mark.parallel([2])
+def test_the_mean_gradient_is_clipped() -> None:
+    seen: list[Tensor] = []
+    worker = Worker(hooked(clip=0.01))
+    worker.algorithm._update = lambda gradient: seen.append(gradient.clone())
+    worker.train(5)
+    assert torch.stack(seen).norm(dim=2).flatten().tolist() == pytest.approx([0.01] * 5)
+
+
+@pytest.mark.parallel([2])
+def test_gradients_stay_in_the_flat_buffer() -> None:
+    worker = Worker(hooked())
+    views = [parameter.grad.data_ptr() for parameter in worker.model.parameters()]  # type: ignore[union-attr]
+    worker.train(5)
+    assert [p.grad.data_ptr() for p in worker.model.parameters()] == views  # type: ignore[union-attr]
+    start = worker.parameters.grad.data_ptr()
+    assert all(0 <= view - start < 4 * worker.parameters.layout.size for view in views)
+
+
+# What it sends.
+
+
+@pytest.mark.parallel([1, 4])
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize(("rank", "least_rate"), [(1, 1.0), (2, 1.0), (2, 3.0)])
+@pytest.mark.parametrize("model", [mlp, wide])
+def test_what_is_counted_is_what_pytorch_all_reduces(
+    monkeypatch: pytest.MonkeyPatch,
+    hook: str,
+    rank: int,
+    least_rate: float,
+    model: Callable[[], nn.Module],
+) -> None:
+    """By the ring's formula, 2 (n − 1)/n of the bits in 2 (n − 1) messages."""
+    sizes: list[int] = []
+    original = dist.all_reduce
+
+    def spy(tensor: Tensor, *rest: Any, **more: Any) -> Any:
+        sizes.append(tensor.numel())
+        return original(tensor, *rest, **more)
+
+    monkeypatch.setattr(dist, "all_reduce", spy)
+    worker = Worker(hooked(hook, rank=rank, min_compression_rate=least_rate), model).train(6)
+    n, state = worker.who.size, worker.algorithm.state
+    assert sum(sizes) == 3 * worker.parameters.layout.size + state.total_numel_after_compression
+    expected = sum(round(2 * (n - 1) * 32 * size / n) for size in sizes)
+    assert worker.network.bits.tolist() == [expected]
+    assert worker.network.messages.tolist() == [2 * (n - 1) * sum(size > 0 for size in sizes)]
+
+
+def test_sizes_by_hand() -> None:
+    """Matrices 20 × 12 and 7 × 20 at rank 2, vectors of 20 and 7 numbers."""
+    worker = Worker(hooked(rank=2), who=Processes()).train(4)
+    state = worker.algorithm.state
+    assert state.p_memory_dict[0].numel() == 2 * (20 + 7)
+    assert state.q_memory_dict[0].numel() == 2 * (12 + 20)
+    assert state.total_numel_after_compression == 2 * (20 + 7 + 12 + 20) + 27
+    worker = Worker(hooked("ddp-batched-powersgd", rank=2), who=Processes()).train(4)
+    side = int(np.ceil(np.sqrt(worker.parameters.layout.size)))
+    assert worker.algorithm.state.q_memory_dict[0].shape == (side, 2)
+
+
+# Checkpoints.
+
+
+@pytest.mark.parallel([1, 4])
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("warm_start", [True, False])
+@pytest.mark.parametrize("at", [2, 5])
+def test_it_goes_on_bit_for_bit(hook: str, warm_start: bool, at: int) -> None:
+    through = Worker(hooked(hook, warm_start=warm_start, seed=7), wide).train(at)
+    x, state = through.x.clone(), through.algorithm.state_dict()
+    through.train(4)
+    again = Worker(hooked(hook, warm_start=warm_start, seed=8), wide)
+    again.x.copy_(x)
+    again.algorithm.load_state_dict(state)
+    again.steps = at
+    again.train(4)
+    assert torch.equal(again.x, through.x)
+    ours, theirs = again.algorithm.state_dict(), through.algorithm.state_dict()
+    assert str(ours) == str(theirs)
+
+
+@pytest.mark.parallel([2])
+def test_the_state_has_an_axis_of_workers_and_is_a_copy() -> None:
+    worker = Worker(hooked()).train(5)
+    state = worker.algorithm.state_dict()
+    before = state["errors"][0].clone()
+    assert before.shape == (1, worker.parameters.layout.size)
+    assert all(len(tensor) == 1 for name in ("p", "q") for tensor in state[name].values())
+    worker.train(1)
+    assert torch.equal(state["errors"][0], before)
+
+
+# The process group.
+
+
+@pytest.mark.parallel([2])
+def test_the_process_group_is_made_once_and_anew_for_other_processes() -> None:
+    device = torch.device("cpu")
+    group = ddp_hooks.process_group(processes(), device)
+    assert ddp_hooks.process_group(processes(), device) is group
+    assert (group.size(), group.rank()) == (2, processes().rank)
+    assert ddp_hooks.process_group(Processes(), device).size() == 1
+    assert ddp_hooks.process_group(processes(), device).size() == 2
+
+
+def test_a_process_group_of_someone_else_is_used_or_refused(tmp_path: Any) -> None:
+    ddp_hooks._end()
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        ddp_hooks.process_group(Processes(), torch.device("cpu"))
+        ddp_hooks._end()
+        assert dist.is_initialized(), "it is not ours to take down"
+        two = Processes()
+        two.size = 2
+        with pytest.raises(ValueError, match=r"process 0 of 1, where MPI has 0 of 2"):
+            ddp_hooks.process_group(two, torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rank": 0}, "optimizer_rank=0: use 1 or more"),
+        ({"min_compression_rate": 0.5}, "optimizer_min_compression_rate=0.5: use 1 or more"),
+        ({"min_compression_rate": float("nan")}, "optimizer_min_compression_rate=nan"),
+        ({"start_iteration": -1}, "optimizer_start_iteration=-1: use 0 or more"),
+        ({"start_iteration": 1}, "optimizer_start_iteration=1: use 2 or more, or"),
+        ({"start_iteration": 1, "warm_start": False}, "optimizer_error_feedback=false"),
+        ({"start_iteration": 0, "error_feedback": False}, "optimizer_warm_start=false"),
+        ({"hook": "powersgd"}, "choose from ddp-powersgd, ddp-batched-powersgd"),
+        ({"hook": "ddp-batched-powersgd", "rank": 22}, "optimizer_rank=22.*21 × 21"),
+    ],
+)
+def test_what_pytorch_cannot_do_is_refused_before_the_start(
+    options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        Worker(hooked(**options), who=Processes())
+
+
+def test_compression_may_start_at_once_without_memory() -> None:
+    options: dict[str, Any] = {"start_iteration": 0, "warm_start": False, "error_feedback": False}
+    Worker(hooked(**options), who=Processes()).train(3)
+
+
+def test_several_workers_in_a_process_are_refused() -> None:
+    network = Network(topologies.make("ring", 4), Processes())
+    parameters = Parameters([mlp() for _ in range(4)])
+    with pytest.raises(ValueError, match=r"4 workers in a process.*mpirun -np N"):
+        DDPHook(network, parameters, lambda gradient: None, hook="ddp-powersgd")
+
+
+def test_a_parameter_without_gradient_is_named() -> None:
+    def model() -> nn.Module:
+        module = mlp()
+        module[1].register_parameter("idle", nn.Parameter(torch.zeros(3)))  # type: ignore[index]
+        return module
+
+    with pytest.raises(ValueError, match=r"parameter 1\.idle gets no gradient"):
+        Worker(hooked(), model, who=Processes()).train(1)
