@@ -439,15 +439,17 @@ def optimizer_step(optimizer: torch.optim.Optimizer, powersgd: PowerSGD) -> None
 def named(
     params: Iterable[Tensor] | Iterable[tuple[str, Tensor]],
 ) -> tuple[list[str], list[Tensor]]:
-    """Names (or numbers) and tensors. ValueError if there are none."""
-    names, tensors = [], []
+    """What errors call the parameters, and the parameters. ValueError if there are none."""
+    names: list[str] = []
+    tensors: list[Tensor] = []
     for number, entry in enumerate(params):
-        if isinstance(entry, Tensor):
-            names.append(f"parameter {number} of shape {tuple(entry.shape)}")
-            tensors.append(entry)
+        if isinstance(entry, tuple):
+            name, tensor = entry
+            names.append(f'parameter "{name}"')
         else:
-            names.append(f'parameter "{entry[0]}"')
-            tensors.append(entry[1])
+            tensor = entry
+            names.append(f"parameter {number} of shape {tuple(tensor.shape)}")
+        tensors.append(tensor)
     if not tensors:
         raise ValueError("there are no parameters; give model.parameters()")
     return names, tensors

@@ -1,0 +1,145 @@
+"""Laws of training with compressed gradients, for every row of the registry."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+import train
+from centralized import AGGREGATIONS
+from ddp_hooks import HOOKS
+from network import Processes
+
+# With these nothing is compressed, and all is applied at once.
+EVERYTHING: dict[str, dict[str, Any]] = {
+    "powersgd": {"optimizer_min_compression_rate": 1e9},
+    "dgc": {"optimizer_keep_ratio": 1.0},
+}
+COMPRESSING: dict[str, dict[str, Any]] = {
+    "powersgd": {"optimizer_rank": 1},
+    "dgc": {"optimizer_keep_ratio": 0.03},
+}
+STEPS = 24
+
+
+def configured(**changes: Any) -> Any:
+    config = OmegaConf.structured(train.Config)
+    values = {"n_workers": 4, "task_architecture": "MLP", "log_verbosity": 0}
+    for key, value in (values | changes).items():
+        config[key] = value
+    return config
+
+
+def trained(steps: int = STEPS, **changes: Any) -> train._Run:
+    run = train._Run(configured(**changes), Processes())
+    run.load_data()
+    for t in range(steps):
+        epoch, step = divmod(t, run.task.steps_per_epoch)
+        for schedule in run.schedules:
+            schedule(epoch + step / run.task.steps_per_epoch)
+        run.algorithm.step(partial(run._gradient, epoch, step))
+    return run
+
+
+def test_every_aggregation_is_tested() -> None:
+    assert set(EVERYTHING) == set(COMPRESSING) == set(AGGREGATIONS)
+
+
+@pytest.mark.parametrize("name", AGGREGATIONS)
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_without_compression_it_is_all_reduce(name: str, nesterov: bool) -> None:
+    """With momentum and weight decay."""
+    common: dict[str, Any] = {"weight_decay": 0.01, "nesterov": nesterov}
+    expected = trained(optimizer="all-reduce", **common)
+    found = trained(optimizer=name, **EVERYTHING[name], **common)
+    x, y = expected.parameters.x, found.parameters.x
+    assert (x - y).norm() < 1e-5 * x.norm()
+    start = trained(0).parameters.x
+    assert (x - start).norm() > 0.05 * start.norm(), "it has moved"
+
+
+@pytest.mark.parametrize("name", AGGREGATIONS)
+def test_workers_stay_together_and_learn_with_fewer_bits(name: str) -> None:
+    run = trained(120, optimizer=name, **COMPRESSING[name])
+    x = run.parameters.x
+    assert (x == x[0]).all()
+    plain = trained(1, optimizer="all-reduce").network.bits[0] * 120
+    assert run.network.bits[0] < 0.2 * plain
+    accuracy = run.task.evaluate(run.parameters.models[0])
+    assert accuracy["accuracy"] > 0.85 * accuracy["count"]
+
+
+@pytest.mark.parametrize("name", AGGREGATIONS)
+def test_several_batches_a_step_are_one_large_batch(name: str) -> None:
+    """Their mean gradient; nothing is sent in between, and parameters rest."""
+    several = trained(3, optimizer=name, optimizer_num_batches_per_step=4, **EVERYTHING[name])
+    start = trained(0).parameters.x
+    assert torch.equal(several.parameters.x, start)
+    assert several.network.bits[0] == 0
+    several.algorithm.step(partial(several._gradient, 0, 3))
+    alone = trained(0, optimizer=name, **EVERYTHING[name])
+    alone.parameters.grad.zero_()
+
+    def mean_gradient() -> None:
+        for step in range(4):
+            alone._gradient(0, step)
+        alone.parameters.grad.div_(4)
+
+    alone.algorithm.step(mean_gradient)
+    x, y = several.parameters.x, alone.parameters.x
+    assert (x - start).norm() > 1e-3 * start.norm()
+    assert (x - y).norm() < 1e-5 * (x - start).norm()
+
+
+def test_clipping_concerns_the_new_gradient_only() -> None:
+    """A worker whose gradients are shorter than the limit is not held back by a large error."""
+    plain = trained(optimizer="powersgd")
+    norms = plain.parameters.grad.norm(dim=1)
+    clipped = trained(optimizer="powersgd", gradient_clipping=100.0)
+    assert norms.min() > 0, "there are errors"
+    x, y = plain.parameters.x, clipped.parameters.x
+    assert (x - y).norm() < 1e-5 * x.norm()
+    tight = trained(optimizer="powersgd", gradient_clipping=0.1)
+    start = trained(0).parameters.x
+    assert (tight.parameters.x - start).norm() < 0.5 * (x - start).norm()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": "powersgd", "optimizer_rank": 0}, "optimizer_rank=0: use 1 or more"),
+        (
+            {"optimizer": "powersgd", "optimizer_min_compression_rate": 0.5},
+            "optimizer_min_compression_rate=0.5: use 1",
+        ),
+        (
+            {"optimizer": "dgc", "optimizer_keep_ratio": 1.5},
+            "optimizer_keep_ratio=1.5: use",
+        ),
+        (
+            {"optimizer": "dgc", "optimizer_keep_ratio": 0.0},
+            "optimizer_keep_ratio=0.0: use",
+        ),
+        (
+            {"optimizer": "dgc", "optimizer_warmup_epochs": 2, "optimizer_warmup_ratios": [0.2]},
+            "optimizer_warmup_ratios",
+        ),
+        (
+            {"optimizer": "dgc", "optimizer_warmup_epochs": 1, "optimizer_warmup_ratios": [1.5]},
+            "optimizer_warmup_ratios",
+        ),
+        ({"optimizer": "dgc", "local_optimizer": "adamw"}, "local_optimizer=adamw: dgc"),
+        ({"optimizer": "powersgd", "local_steps": 2}, "local_steps=2 is for gossip"),
+        ({"optimizer": "powersgdd"}, 'optimizer "powersgdd" is unknown; choose from .*powersgd'),
+        *(({"optimizer": hook}, "4 workers in a process") for hook in HOOKS),
+        (
+            {"optimizer": "ddp-powersgd", "n_workers": 1, "optimizer_start_iteration": 1},
+            "optimizer_start_iteration=1",
+        ),
+    ],
+)
+def test_bad_input_names_the_key(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        train._Run(configured(**changes), Processes())
