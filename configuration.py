@@ -237,7 +237,7 @@ def _read_yaml(file: str) -> dict[Any, tuple[Any, int]]:
         content = None if node is None else loader.construct_document(node)
     except yaml.YAMLError as error:
         raise BadInput(f"--config {file} is not YAML: {_problem(error)}") from error
-    if not isinstance(content, dict):
+    if not isinstance(content, dict) or not isinstance(node, yaml.MappingNode):
         found = "is empty" if content is None else f"holds a {type(content).__name__}"
         raise BadInput(f"--config {file} {found}; it should hold lines of the form key: value")
     lines = {str(key.value): key.start_mark.line + 1 for key, _ in node.value}

@@ -16,7 +16,7 @@ The optimizer has no momentum of its own: it is corrected for what waits, so it 
 Axes: worker (hosted here). D numbers a worker. A position is a number's place among the D.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, gcd, isfinite, prod, sqrt
 from typing import Any
@@ -28,6 +28,7 @@ import randomness
 from network import Conversation, Gather, Mean, Network, processes
 from parameters import Layout
 from powersgd import (
+    Params,
     gradient_of,
     named,
     network_of_processes,
@@ -397,7 +398,7 @@ class DGC:
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[tuple[str, Tensor]],
+        params: Params,
         config: Config | None = None,
         network: Network | None = None,
     ):

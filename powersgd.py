@@ -26,6 +26,8 @@ import topologies
 from network import Conversation, Mean, Network, Processes, processes
 from parameters import Layout, Stack, batches, matrix_shape
 
+Params = Iterable[Tensor | tuple[str, Tensor]]  # model.parameters() or model.named_parameters()
+
 _TINY = 1e-30  # a direction that is shorter is 0
 _DEPENDENT = 1e-5  # a share of a direction that 32 bits may have made
 _ATTEMPTS = 8  # to draw independent directions, of which the first succeeds
@@ -347,7 +349,7 @@ class PowerSGD:
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[tuple[str, Tensor]],
+        params: Params,
         config: Config | None = None,
         network: Network | None = None,
     ):
@@ -436,9 +438,7 @@ def optimizer_step(optimizer: torch.optim.Optimizer, powersgd: PowerSGD) -> None
             parameter.grad = error
 
 
-def named(
-    params: Iterable[Tensor] | Iterable[tuple[str, Tensor]],
-) -> tuple[list[str], list[Tensor]]:
+def named(params: Params) -> tuple[list[str], list[Tensor]]:
     """What errors call the parameters, and the parameters. ValueError if there are none."""
     names: list[str] = []
     tensors: list[Tensor] = []

@@ -223,6 +223,8 @@ def main(arguments: list[str] | None = None) -> None:
         )
         if _output is not None:
             log_info(run.facts())
+            if run.config.log_verbosity > 0:
+                print(configuration.changed(run.config, Config))
         run.train()
         if _output is not None:
             _report(_output.folder)
@@ -668,7 +670,7 @@ class _Run:
 
     def _log_clock(self, epoch: int) -> None:
         for phase, spent in self.clock.phases.items():
-            self._log("phase_seconds", spent.total, epoch, phase=phase)
+            self._log("phase_seconds", spent.total, epoch, phase=phase, instances=spent.instances)
             if self.who.rank == 0:
                 log_runtime(phase, spent.mean, spent.deviation, spent.instances)
 

@@ -3,7 +3,7 @@
 A new experiment is its file and its row in `EXPERIMENTS`.
 """
 
-from experiments import learning
+from experiments import compressed_gradients, learning
 from experiments.runner import Experiment
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -20,6 +20,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         learning.FASHION_MNIST | {"decentralized_data_dirichlet_alpha": 0.1},
         tuning_epochs=1,
     ),
+    "compressed_gradients": compressed_gradients.experiment(),
     "topics_lstm": learning.experiment(
         "what each method reaches in language modeling: an LSTM on Python's reference texts",
         learning.TOPICS_LSTM,

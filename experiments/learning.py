@@ -147,7 +147,7 @@ def _grid(values: Values, method: str, rates: Sequence[float], epochs: int) -> l
 
 def _score(rows: "DataFrame", measure: str) -> float:
     """The larger, the better; a run that diverged is the worst."""
-    value = _last(rows, measure, "test_avg")
+    value = last(rows, measure, "test_avg")
     if value.empty or not value.notna().all():
         return float("-inf")
     return float(value.iloc[0]) * (-1 if measure == "perplexity" else 1)
@@ -170,8 +170,8 @@ def _table(
         if any(_score(r, measure) == float("-inf") for r in of_seeds):
             lines.append(f"| {method} | diverged | | | | | | |")
             continue
-        mean = [percent * float(_last(r, measure, "test_avg").iloc[0]) for r in of_seeds]
-        worst = [percent * float(worst_is(_last(r, measure, "test"))) for r in of_seeds]
+        mean = [percent * float(last(r, measure, "test_avg").iloc[0]) for r in of_seeds]
+        worst = [percent * float(worst_is(last(r, measure, "test"))) for r in of_seeds]
         bits = sum(float(r["bits"].max()) for r in of_seeds)
         seconds = sum(float(r["seconds"].max()) for r in of_seeds) / len(of_seeds)
         setting = settings[method]
@@ -179,14 +179,14 @@ def _table(
         if "optimizer_theta" in setting:
             gamma = f"{gamma}, θ {setting['optimizer_theta']}"
         lines.append(
-            f"| {method} | {_spread(mean)}{unit} | {_spread(worst)}{unit} "
+            f"| {method} | {spread(mean)}{unit} | {spread(worst)}{unit} "
             f"| {bits / len(of_seeds) / 8e6:.1f} | {plain / bits:.1f}× | {seconds:.0f} "
             f"| {setting['learning_rate']} | {gamma} |"
         )
     return "\n".join(lines)
 
 
-def _last(rows: "DataFrame", name: str, split: str) -> Any:
+def last(rows: "DataFrame", name: str, split: str) -> Any:
     """The values at the last epoch that has such rows; none for a run that diverged early."""
     if "split" not in rows:
         return rows["value"][:0]
@@ -194,7 +194,8 @@ def _last(rows: "DataFrame", name: str, split: str) -> Any:
     return chosen[chosen["epoch"] == chosen["epoch"].max()]["value"]
 
 
-def _spread(values: Sequence[float]) -> str:
+def spread(values: Sequence[float]) -> str:
+    """Mean ± standard deviation."""
     mean = sum(values) / len(values)
     deviation = (sum((v - mean) ** 2 for v in values) / max(1, len(values) - 1)) ** 0.5
     return f"{mean:.2f} ± {deviation:.2f}"
@@ -204,7 +205,7 @@ def _figure(rows: Mapping[str, list["DataFrame"]], measure: str, path: Path) -> 
     """What each method reached against what it sent: a point with its spread over the seeds."""
     points = {}
     for method, of_seeds in rows.items():
-        reached = [float(v) for r in of_seeds for v in _last(r, measure, "test_avg")]
+        reached = [float(v) for r in of_seeds for v in last(r, measure, "test_avg")]
         if len(reached) == len(of_seeds):
             bits = sum(float(r["bits"].max()) for r in of_seeds) / len(of_seeds)
             points[method] = bits / 8e6, [100 * v if measure == "accuracy" else v for v in reached]

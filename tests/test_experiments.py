@@ -204,7 +204,8 @@ def test_configurations_are_accepted(name: str) -> None:
     (first, *_) = Folder(name, Path("/nowhere")).runs(EXPERIMENTS[name])
     for run in first:
         config = OmegaConf.structured(train.Config)
-        train.configuration.read_command_line(config, run.command[2:], "")
+        keys = run.command[run.command.index(str(runner.ROOT / "train.py")) + 1 :]
+        train.configuration.read_command_line(config, keys, "")
         train._checked(config, runner_alone())
     assert len({run.identity for run in first}) == len(first)
 

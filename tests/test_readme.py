@@ -31,15 +31,27 @@ SHOWN = {  # the end of what each Python block prints, by a word of it
 
 @pytest.mark.parametrize("word", SHOWN)
 def test_python_blocks_run_anywhere(word: str, tmp_path: Path) -> None:
-    (block,) = [block for block in blocks("python") if word in block]
+    (block,) = [block for block in blocks("python") if word in block and block not in QUOTED]
     (tmp_path / "block.py").write_text(block)
     ended = launch.python("block.py", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert re.search(SHOWN[word], ended.stdout), ended.stdout
 
 
+QUOTED = [block for block in blocks("python") if block.startswith("# examples/")]
+
+
 def test_every_python_block_is_tested() -> None:
-    assert len(blocks("python")) == len(SHOWN)
+    assert len(blocks("python")) == len(SHOWN) + len(QUOTED)
+
+
+@pytest.mark.parametrize("block", QUOTED)
+def test_quoted_lines_are_those_of_the_example(block: str) -> None:
+    """In the same order; tests/test_examples.py runs the whole."""
+    path, *lines = block.splitlines()
+    left = iter((launch.ROOT / path.removeprefix("# ")).read_text().splitlines())
+    for line in filter(None, lines):
+        assert line in left, line
 
 
 def run(command: str, *more: str, cwd: Path = launch.ROOT) -> subprocess.CompletedProcess[str]:
@@ -52,7 +64,7 @@ def run(command: str, *more: str, cwd: Path = launch.ROOT) -> subprocess.Complet
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         text=True,
         capture_output=True,
-        timeout=90,
+        timeout=240,
     )
 
 
@@ -83,7 +95,7 @@ def test_the_consensus_command_runs_as_it_stands(tmp_path: Path) -> None:
 
 
 def test_other_commands_are_tested_elsewhere() -> None:
-    """make train and make test by CI, --help, mpi_check and experiments by their own tests."""
+    """make train and make test by CI, --help, mpi_check, examples and experiments by their own."""
     others = [
         command for command in COMMANDS if command not in TRAINING and "gossip_run" not in command
     ]
@@ -92,6 +104,8 @@ def test_other_commands_are_tested_elsewhere() -> None:
         "make test",
         "python train.py --help",
         "mpirun -np 8 python environment/mpi_check.py",
+        "mpirun -np 4 python examples/gossip.py",
+        "mpirun -np 4 python examples/compressed_gradients.py",
         "python -m experiments run fashion_mnist",
         "python -m experiments report fashion_mnist",
     ]

@@ -1,0 +1,112 @@
+"""What does averaging compressed gradients cost in accuracy, bits and time?
+
+All methods take the settings of all-reduce as they are: learning rate, momentum, epochs, batches.
+Eight processes, one worker each, since PyTorch's hooks take one. Deep Gradient Compression reaches
+its share after a warm-up of one epoch in five.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments.learning import last, spread
+from experiments.runner import Experiment, Results, Run
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+SEEDS = (1, 2, 3)
+PROCESSES = 8
+STEP = ("data", "gradient", "averaging", "communication", "update")  # phases of a step
+
+Values = dict[str, Any]
+
+_COMMON: Values = {
+    "optimizer_min_compression_rate": 2.0,
+    "optimizer_num_iterations": 2,
+    "evaluation_interval": 100,  # the last epoch only
+    "checkpoint_interval": 100,
+}
+TASKS: dict[str, Values] = {
+    "Digits": {"task": "Digits", "batch_size": 16, "num_epochs": 40, "learning_rate": 0.05},
+    "FashionMNIST": {
+        "task": "FashionMNIST",
+        "batch_size": 32,
+        "num_epochs": 5,
+        "learning_rate": 0.1,
+        "distributed_lr_warmup_epoch": 0.0,
+        "lr_schedule_milestones": [[4, 0.1]],
+    },
+}
+METHODS: dict[str, Values] = {
+    "all-reduce": {"optimizer": "all-reduce"},
+    "PowerSGD, rank 1": {"optimizer": "powersgd", "optimizer_rank": 1},
+    "PowerSGD, rank 2": {"optimizer": "powersgd", "optimizer_rank": 2},
+    "PyTorch's hook, rank 2": {"optimizer": "ddp-powersgd", "optimizer_rank": 2},
+    "PyTorch's batched hook, rank 2": {"optimizer": "ddp-batched-powersgd", "optimizer_rank": 2},
+    "DGC, 1 %": {"optimizer": "dgc", "optimizer_keep_ratio": 0.01},
+}
+
+
+def experiment() -> Experiment:
+    """The runs of all tasks, methods and seeds; a table for each task."""
+    return Experiment(
+        "what averaging compressed gradients costs, on Digits and FashionMNIST",
+        [lambda results: [r for task in TASKS for rs in _runs(task).values() for r in rs]],
+        report,
+    )
+
+
+def _runs(task: str) -> dict[str, list[Run]]:
+    epochs = TASKS[task]["num_epochs"]
+    return {
+        method: [
+            Run(
+                "train",
+                {**_COMMON, **TASKS[task], **values, "seed": seed}
+                | ({"optimizer_warmup_epochs": epochs // 5} if "dgc" in values.values() else {}),
+                {"task": task, "method": method, "seed": seed},
+                PROCESSES,
+            )
+            for seed in SEEDS
+        ]
+        for method, values in METHODS.items()
+    }
+
+
+def report(results: Results, folder: Path) -> str:
+    """A Markdown table for each task: mean ± standard deviation over the seeds."""
+    parts = []
+    for task in TASKS:
+        rows = {method: [results(run) for run in runs] for method, runs in _runs(task).items()}
+        parts.append(f"{task}\n\n{_table(rows)}\n")
+    return "\n".join(parts)
+
+
+def _table(rows: Mapping[str, Sequence["DataFrame"]]) -> str:
+    plain = sum(_bits(r) for r in rows["all-reduce"])
+    lines = [
+        "| method | accuracy | MB sent per worker | less than all-reduce | ms a step |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for method, of_seeds in rows.items():
+        accuracies = [100 * float(last(r, "accuracy", "test_avg").iloc[0]) for r in of_seeds]
+        bits = sum(_bits(r) for r in of_seeds)
+        milliseconds = sum(map(_milliseconds, of_seeds)) / len(of_seeds)
+        lines.append(
+            f"| {method} | {spread(accuracies)} % | {bits / len(of_seeds) / 8e6:.2f} "
+            f"| {plain / bits:.1f}× | {milliseconds:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def _bits(rows: "DataFrame") -> float:
+    return float(rows["bits"].max())
+
+
+def _milliseconds(rows: "DataFrame") -> float:
+    """Of a step, evaluation and checkpoints left out; a step has one gradient a worker."""
+    phases = rows[rows["name"] == "phase_seconds"]
+    end = phases[phases["epoch"] == phases["epoch"].max()]
+    steps = float(end[end["phase"] == "gradient"]["instances"].iloc[0])
+    return 1e3 * float(end[end["phase"].isin(STEP)]["value"].sum()) / steps
