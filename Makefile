@@ -33,7 +33,7 @@ test: setup ## all tests, under 1, 2, 3, 4 and 8 MPI processes
 check: setup ## formatting, lint, types
 	@$(activate) && ruff format --check . && ruff check . && mypy
 
-bench: setup ## milliseconds per gossip step
+bench: setup ## milliseconds per step: gossip, and compressed gradients beside PyTorch's
 	@$(activate) && \
 	mpirun -np 8 $(gossip_step) algorithm=power-gossip model=resnet20 rank=1 && \
 	mpirun -np 8 $(gossip_step) algorithm=power-gossip model=resnet20 rank=4 && \
@@ -44,7 +44,10 @@ bench: setup ## milliseconds per gossip step
 	mpirun -np 8 $(gossip_step) model=matrix100 && \
 	$(gossip_step) model=matrix100 n_workers=8 && \
 	$(gossip_step) model=matrix100 n_workers=1024 && \
-	mpirun -np 2 $(gossip_step) algorithm=power-gossip model=lstm rank=1
+	mpirun -np 2 $(gossip_step) algorithm=power-gossip model=lstm rank=1 && \
+	mpirun -np 4 python benchmarks/powersgd_step.py rank=1 && \
+	mpirun -np 4 python benchmarks/powersgd_step.py rank=4 && \
+	python benchmarks/dgc_selection.py
 
 clean: ## remove .venv, builds and caches; keeps output/ and data/
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

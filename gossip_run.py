@@ -286,6 +286,8 @@ def main(arguments: list[str] | None = None) -> None:
         _output = who.agree(lambda: runs.Output(output_dir, run.config) if who.rank == 0 else None)
         if _output is not None:
             log_info(run.facts())
+            if run.config.log_verbosity > 0:
+                print(configuration.changed(run.config, Config))
         run.sweep()
         if _output is not None:
             _report(_output.folder)
