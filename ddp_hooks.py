@@ -248,7 +248,8 @@ class DDPHook:
             sizes = [bucket.buffer().numel()]
         else:
             sizes = self._sizes(state, bucket)
-        count(self._network, sizes, 8 * bucket.buffer().element_size())
+        for size in filter(None, sizes):
+            self._network.count_all_reduce(8 * bucket.buffer().element_size() * size)
         future = self._hook(state, bucket)
         self._before = None if bucket.is_last() else future
         return future
@@ -321,15 +322,6 @@ class _Announcement(nn.Module):
 
     def forward(self) -> None:
         return None
-
-
-def count(network: Network, sizes: list[int], bits: int) -> None:
-    """Put a worker's all-reduces of so many numbers, of so many bits each, on its counters, by the
-    formula of a ring all-reduce that network.Mean is counted by."""
-    n = network.n_workers
-    for size in filter(None, sizes):
-        network._bits += round(2 * (n - 1) * size * bits / n)
-        network._messages += 2 * (n - 1)
 
 
 # --- The process group ---------------------------------------------------------------------------

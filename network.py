@@ -387,6 +387,15 @@ class Network:
         if self._under_way:
             self._under_way = [t for t in self._under_way if not t.has_arrived()]
 
+    def count_all_reduce(self, bits: int) -> None:
+        """Put an all-reduce of so many bits a worker on the counters, which someone else has made.
+
+        As `Mean` is counted: as a ring all-reduce.
+        """
+        sent, messages = _ring_all_reduce(self.n_workers, bits)
+        self._bits += sent
+        self._messages += messages
+
     def state_dict(self) -> dict[str, Any]:
         """What is counted, by worker, and the round."""
         return {
@@ -757,6 +766,12 @@ def _memory(rows: Tensor) -> Any:
     return octets if octets.is_cuda else octets.numpy()
 
 
+def _ring_all_reduce(n: int, bits: int) -> tuple[int, int]:
+    """Bits and messages that each of n workers sends of so many bits: 2 (n − 1)/n of them
+    (Patarasuk & Yuan 2009, doi:10.1016/j.jpdc.2008.09.002), in 2 (n − 1) messages."""
+    return round(2 * (n - 1) * bits / n), 2 * (n - 1)
+
+
 class _Reduction(_Transport):
     """All-reduce. What a ring all-reduce sends is counted, whatever the MPI library does."""
 
@@ -764,8 +779,9 @@ class _Reduction(_Transport):
         assert tensor.shape[0] == network.rows
         n = network.n_workers
         size = tensor[0].numel() * tensor.element_size() * 8
-        self.bits = np.full(network.rows, round(2 * (n - 1) * size / n), dtype=np.int64)
-        self.messages = np.full(network.rows, 2 * (n - 1), dtype=np.int64)
+        bits, messages = _ring_all_reduce(n, size)
+        self.bits = np.full(network.rows, bits, dtype=np.int64)
+        self.messages = np.full(network.rows, messages, dtype=np.int64)
         self._by_copy = tensor.unflatten(0, (network.copies, network.hosted))
         self._n_workers, self._hosted = n, network.hosted
         self._communicator = network.processes.communicator

@@ -641,7 +641,7 @@ def test_bad_parameters_are_refused(name: str) -> None:
         GossipOptimizer(local, Gossip(), processes=ALONE)
 
 
-@pytest.mark.parametrize("name", BAD_PARAMETERS.keys() - {"mixed devices", "nothing"})
+@pytest.mark.parametrize("name", sorted(BAD_PARAMETERS.keys() - {"mixed devices", "nothing"}))
 def test_bad_parameters_that_are_added_are_refused(name: str) -> None:
     """And everything stays as it was."""
     model, optimizer = wrapped(OPTIMIZERS["momentum"], Gossip(), processes=ALONE)
