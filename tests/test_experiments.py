@@ -14,7 +14,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import train
-from experiments import EXPERIMENTS, learning, runner
+from experiments import EXPERIMENTS, compressed_gradients, learning, runner
 from experiments.__main__ import main
 from experiments.runner import Experiment, Folder, Results, Run, carry_out
 from network import BadInput
@@ -221,6 +221,29 @@ def test_every_method_has_the_same_grid() -> None:
         tried = {tuple(run.values.get(key) for key in keys) for run in runs}
         gammas = [None] if method == "all-reduce" else learning.DIFFUSION_RATES
         assert tried == {(rate, gamma) for rate in (0.05, 0.1) for gamma in gammas}
+
+
+def test_compressed_gradients_from_the_runs_to_the_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real runs of one epoch, four workers in a process."""
+    methods = ("all-reduce", "PowerSGD, rank 2", "DGC, 1 %")
+    few = {method: compressed_gradients.METHODS[method] for method in methods}
+    monkeypatch.setattr(compressed_gradients, "METHODS", few)
+    monkeypatch.setattr(compressed_gradients, "SEEDS", (1, 2))
+    monkeypatch.setattr(compressed_gradients, "PROCESSES", 1)
+    small = {"task": "Digits", "task_architecture": "MLP", "num_epochs": 1, "n_workers": 4}
+    monkeypatch.setattr(compressed_gradients, "TASKS", {"Digits": small})
+    experiment, folder = compressed_gradients.experiment(), Folder("small", tmp_path)
+    assert not runner.carry_out(experiment, folder, cores=2)
+    text = experiment.report(folder.results, tmp_path)
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")][2:]
+    assert [row[0].removeprefix("| ") for row in rows] == list(methods)
+    accuracies, less = ([float(row[k].split()[0].rstrip("×")) for row in rows] for k in (1, 3))
+    assert min(accuracies) > 30
+    assert less[0] == 1.0
+    assert min(less[1:]) > 5
+    assert all(0 < float(row[4].rstrip(" |")) < 1000 for row in rows)
 
 
 def test_learning_from_the_first_run_to_the_table(
