@@ -86,7 +86,7 @@ def start(_possible: None, tmp_path: Path) -> Iterator[Start]:
     for cluster in clusters:
         if cluster.poll() is None:
             cluster.terminate()
-            cluster.communicate(timeout=20)
+            cluster.communicate(timeout=90)
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def namespaces(cluster: Cluster) -> list[str]:
 
 def end(cluster: Cluster) -> tuple[int, str, str]:
     """Exit code, output, errors."""
-    output, errors = cluster.communicate(timeout=40)
+    output, errors = cluster.communicate(timeout=120)
     return cluster.returncode, output, errors
 
 
@@ -249,11 +249,11 @@ def test_the_next_start_removes_what_a_killed_one_left(start: Start, left_behind
         os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
         assert len(namespaces(killed)) == 3, "else there is nothing to remove"
         assert end(start("true"))[0] == 0
-        assert visitor.wait(timeout=5) == -signal.SIGKILL
+        assert visitor.wait(timeout=60) == -signal.SIGKILL
     finally:
         visitor.kill()
         visitor.wait()
-        killed.communicate(timeout=20)
+        killed.communicate(timeout=90)
     assert left_behind(killed) == []
 
 
@@ -261,7 +261,7 @@ def test_mpirun_ends_with_a_killed_script(start: Start, left_behind: Traces) -> 
     cluster = start(*ENDLESS)
     wait_for_start(cluster)
     cluster.kill()
-    cluster.communicate(timeout=20)  # ends when nobody holds its output any more
+    cluster.communicate(timeout=90)  # ends when nobody holds its output any more
     assert set(left_behind(cluster)) == set(namespaces(cluster))
     assert end(start("true"))[0] == 0
 
@@ -316,7 +316,7 @@ def refusal(*arguments: str, user: int = 0, path: str | None = None) -> str:
         env={**os.environ, "PATH": path or os.environ["PATH"]},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=90,
         check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")

@@ -26,7 +26,7 @@ def run(
     merged = {**os.environ, **variables}
     environment = {name: value for name, value in merged.items() if value != ""}
     return subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, check=False
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=180, check=False
     )
 
 

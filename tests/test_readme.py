@@ -58,14 +58,15 @@ def run(command: str, *more: str, cwd: Path = launch.ROOT) -> subprocess.Complet
     words = shlex.split(command)
     words[words.index("python")] = sys.executable
     words = [str(launch.ROOT / word) if word == "train.py" else word for word in words]
-    return subprocess.run(
-        [*words, *more],
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        text=True,
-        capture_output=True,
-        timeout=240,
-    )
+    with launch.one_mpirun_at_a_time():
+        return subprocess.run(
+            [*words, *more],
+            cwd=cwd,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            text=True,
+            capture_output=True,
+            timeout=240,
+        )
 
 
 @pytest.mark.parametrize("command", [c for c in TRAINING if "--output-dir" not in c])
