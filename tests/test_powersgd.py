@@ -298,6 +298,25 @@ def test_a_loop_goes_on_where_it_was(zero: bool) -> None:
     assert their.bits == aggregator.bits
 
 
+def test_zero_grad_does_not_lose_what_was_not_sent() -> None:
+    """A loop that goes on calling it learns the same as one that does not."""
+    ends = []
+    for calls in (False, True):
+        net = model(1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        aggregator = PowerSGD(net.parameters(), Config(min_compression_rate=1))
+        for t in range(8):
+            if calls:
+                optimizer.zero_grad()
+            x, y = data(0, t)
+            nn.functional.cross_entropy(net(x), y).backward()
+            optimizer_step(optimizer, aggregator)
+        ends.append(nn.utils.parameters_to_vector(net.parameters()).detach())
+    assert (ends[0] - ends[1]).norm() < 1e-5 * ends[0].norm()
+    start = nn.utils.parameters_to_vector(model(1).parameters())
+    assert (ends[0] - start).norm() > 0.05 * start.norm()
+
+
 def test_what_cannot_be_averaged_is_named() -> None:
     def refused(params: Any, message: str) -> None:
         with pytest.raises(ValueError, match=message):
