@@ -26,6 +26,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         learning.TOPICS_LSTM,
         measure="perplexity",
         rates=(5.0, 10.0),
-        tuning_epochs=2,
+        tuning_epochs=1,
     ),
 }

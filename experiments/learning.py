@@ -43,12 +43,12 @@ TOPICS_LSTM: Values = {
     "task": "LSTM",
     "task_architecture": "LSTM",
     "task_options": {"hidden_size": 128, "num_layers": 1, "dropout": 0.2, "sequence_length": 20},
-    "num_epochs": 8,
+    "num_epochs": 5,
     "batch_size": 8,
     "momentum": 0.0,
     "weight_decay": 0.0,
     "gradient_clipping": 0.4,
-    "lr_schedule_milestones": [[6, 0.1]],
+    "lr_schedule_milestones": [[4, 0.1]],
 }
 
 
