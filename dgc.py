@@ -26,7 +26,7 @@ from torch import Tensor
 
 import randomness
 from network import Conversation, Gather, Mean, Network, processes
-from parameters import Layout
+from parameters import Layout, put_in, take_out
 from powersgd import (
     Params,
     gradient_of,
@@ -277,7 +277,7 @@ class DGCAggregation:
             return
         messages: list[Mean | Gather] = []
         if self._spans:
-            self._take_whole()
+            take_out(self._kept, self._spans, self._whole.tensor)
             messages.append(self._whole)
         if self._places:
             self._chosen.pieces = [self._take_chosen(row) for row in range(len(gradient))]
@@ -285,7 +285,7 @@ class DGCAggregation:
         received = iter((yield tuple(messages)))
         mean.zero_()
         if self._spans:
-            self._give_whole(next(received), mean)
+            put_in(next(received), self._spans, mean)
         if self._places:
             self._give_chosen(next(received), mean)
 
@@ -305,21 +305,6 @@ class DGCAggregation:
             u.mul_(config.momentum).add_(gradient)
             v.add_(u)
         gradient.zero_()
-
-    def _take_whole(self) -> None:
-        start = 0
-        for span in self._spans:
-            stop = start + span.stop - span.start
-            self._whole.tensor[:, start:stop] = self._kept[:, span]
-            self._kept[:, span] = 0
-            start = stop
-
-    def _give_whole(self, received: Tensor, mean: Tensor) -> None:
-        start = 0
-        for span in self._spans:
-            stop = start + span.stop - span.start
-            mean[:, span] = received[:, start:stop]
-            start = stop
 
     def _take_chosen(self, row: int) -> Tensor:
         """What a worker sends: its positions, then their numbers, in words of a position's size."""

@@ -120,6 +120,26 @@ def batches(x: Tensor, stack: Stack) -> list[Tensor]:
     ]
 
 
+def take_out(x: Tensor, spans: Iterable[slice], packed: Tensor) -> None:
+    """Move the numbers of these spans of x [worker, D] to packed [worker, ...], one span behind the
+    other from its start; x is zero there afterwards."""
+    start = 0
+    for span in spans:
+        stop = start + span.stop - span.start
+        packed[:, start:stop] = x[:, span]
+        x[:, span] = 0
+        start = stop
+
+
+def put_in(packed: Tensor, spans: Iterable[slice], x: Tensor) -> None:
+    """Write to the spans of x [worker, D] what lies one behind the other in packed."""
+    start = 0
+    for span in spans:
+        stop = start + span.stop - span.start
+        x[:, span] = packed[:, start:stop]
+        start = stop
+
+
 class Parameters:
     """The parameters, gradients and floating-point buffers of the hosted workers' models.
 

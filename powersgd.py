@@ -24,7 +24,7 @@ from torch import Tensor
 import randomness
 import topologies
 from network import Conversation, Mean, Network, Processes, processes
-from parameters import Layout, Stack, batches, matrix_shape
+from parameters import Layout, Stack, batches, matrix_shape, put_in, take_out
 
 Params = Iterable[Tensor | tuple[str, Tensor]]  # model.parameters() or model.named_parameters()
 
@@ -144,12 +144,12 @@ class Aggregation:
             side, first = self._iterations % 2, iteration == 0
             message, parts = self._messages[side, first]
             if first:
-                self._take_rest(gradient, message.tensor)
+                take_out(gradient, self._rest, message.tensor)
             for group, part in zip(self._groups, parts, strict=True):
                 group.multiply(gradient, iteration, side, part)
             received = yield message  # [1, numbers]
             if first:
-                self._give_rest(received, mean)
+                put_in(received, self._rest, mean)
             skip = self._rest_size if first else 0
             start = skip
             for group in self._groups:
@@ -161,21 +161,6 @@ class Aggregation:
                 group.orthonormalize(self._iterations)
         for group in self._groups:
             group.apply(gradient, mean)
-
-    def _take_rest(self, gradient: Tensor, message: Tensor) -> None:
-        start = 0
-        for span in self._rest:
-            stop = start + span.stop - span.start
-            message[:, start:stop] = gradient[:, span]
-            gradient[:, span] = 0
-            start = stop
-
-    def _give_rest(self, received: Tensor, mean: Tensor) -> None:
-        start = 0
-        for span in self._rest:
-            stop = start + span.stop - span.start
-            mean[:, span] = received[:, start:stop]
-            start = stop
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, and the directions that come next: [worker, ...], the same for all."""
