@@ -32,11 +32,13 @@ class Evaluation:
         task: Task,
         parameters: Parameters,
         mean_model: Parameters,
+        steps_per_epoch: int,
         log: Log,
         refuse_divergence: Callable[[int, str, float, int], None],
     ):
         self._config, self._network, self._task = config, network, task
         self._parameters, self._mean_model = parameters, mean_model
+        self._steps_per_epoch = steps_per_epoch
         self._log, self._refuse_divergence = log, refuse_divergence
         self._consensus_distance = 0.0
 
@@ -46,7 +48,7 @@ class Evaluation:
 
         Returns what the progress bar says, and a score: the larger, the better.
         """
-        network, steps = self._network, self._task.steps_per_epoch
+        network, steps = self._network, self._steps_per_epoch
         of_batches = {
             name: network.gather(total.double() / steps).mean().item()
             for name, total in sums.items()

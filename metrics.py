@@ -25,6 +25,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -318,11 +319,66 @@ def scatter(
     _draw(path, {"points": draw if points else None}, {"points": ("", x, y)}, width=7.0)
 
 
+def curves(
+    panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]],
+    path: Path | str,
+    x: str,
+    y: str,
+    log_x: bool = False,
+    log_y: bool = False,
+) -> None:
+    """Draw panels side by side, {title: {label: (xs, ys)}}, with the same labels and axes.
+
+    ValueError if there is nothing to draw.
+    """
+    import pandas as pd
+
+    def draw(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], axes: "Axes") -> None:
+        for i, (label, (xs, ys)) in enumerate(lines.items()):
+            _plot(axes, pd.Series(list(xs)), pd.Series(list(ys)), i, label)
+        if log_x:
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter("{x:g}")
+        if log_y:
+            axes.set_yscale("log")
+
+    _draw(
+        path,
+        {title: partial(draw, lines) if lines else None for title, lines in panels.items()},
+        {title: (title, x, y) for title in panels},
+        width=7.0 if len(panels) == 1 else 4.2,
+    )
+
+
 def consensus_summary(rows: "DataFrame") -> str:
-    """The table at the end of gossip_run.py: each algorithm at its best setting. Plain text.
+    """The table at the end of gossip_run.py, see `consensus_table`. Plain text.
+
+    ValueError without rows named error.
+    """
+    columns = list(zip(*consensus_table(rows), strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    lines = [
+        "   ".join(
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in zip(*columns, strict=True)
+    ]
+    start = max(group["value"].iloc[0] for group in _settings(rows).values())
+    return "\n".join(
+        [
+            f"Best setting of each algorithm; the error at the start is {start:.6g}",
+            *(f"  {line}".rstrip() for line in lines),
+        ]
+    )
+
+
+def consensus_table(rows: "DataFrame") -> list[list[str]]:
+    """Each algorithm of gossip_run.py at its best setting, [line][cell], the header first.
 
     Best is the smallest final error. Steps and bits (sent by worker 0) are those of the first row
-    whose error is at most 1e-3, or 1e-6, of the initial one. ValueError without rows named error.
+    whose error is at most 1e-3, or 1e-6, of the initial one. Columns without content are left out.
+    ValueError without rows named error.
     """
     settings = _settings(rows)
     header = ["algorithm", "diffusion rate", "theta", "to 1e-3", "sent", "to 1e-6", "sent"]
@@ -343,21 +399,7 @@ def consensus_summary(rows: "DataFrame") -> str:
         ]
         table.append([*line, last, f"{sum(tried)} of {len(tried)}"])
     columns = [column for column in zip(*table, strict=True) if any(column[1:])]
-    widths = [max(map(len, column)) for column in columns]
-    lines = [
-        "   ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in zip(*columns, strict=True)
-    ]
-    start = max(group["value"].iloc[0] for group in settings.values())
-    return "\n".join(
-        [
-            f"Best setting of each algorithm; the error at the start is {start:.6g}",
-            *(f"  {line}".rstrip() for line in lines),
-        ]
-    )
+    return [list(line) for line in zip(*columns, strict=True)]
 
 
 def consensus_figure(rows: "DataFrame", path: Path | str) -> None:

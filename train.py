@@ -70,6 +70,9 @@ class Config:
     n_workers: int | None = None  # workers in all; null: one for each process
     seed: int = 1
     num_epochs: int = 40
+    max_steps_per_epoch: int | None = (
+        None  # leave out the rest of each epoch, to try or time things
+    )
     device: str = "auto"  # auto, cpu, cuda or cuda:NUMBER; auto spreads processes over the GPUs
     cuda_aware: str = "auto"  # give GPU memory to MPI? auto asks the MPI library; on, off
     overwrite: bool = False  # allow an output folder that holds a run, which is then lost
@@ -300,6 +303,9 @@ class _Run:
 
     def _build(self) -> None:
         c = self.config
+        self.steps_per_epoch = min(
+            self.task.steps_per_epoch, c.max_steps_per_epoch or self.task.steps_per_epoch
+        )
         self.parameters = Parameters(
             [self.task.model(c.task_architecture, c.seed) for _ in self.network.workers],
             self.device,
@@ -315,6 +321,7 @@ class _Run:
             self.task,
             self.parameters,
             self.mean_model,
+            self.steps_per_epoch,
             self._log,
             self._refuse_divergence,
         )
@@ -414,7 +421,7 @@ class _Run:
             "messages_staged_in_host_memory": self.network.stage,
             "diffusion_rate": self.diffusion_rate(),
             "parameters": self.parameters.layout.size,
-            "steps_per_epoch": self.task.steps_per_epoch,
+            "steps_per_epoch": self.steps_per_epoch,
             "python": platform.python_version(),
             "torch": torch.__version__,
             "topology": self.topology.summary(),
@@ -428,7 +435,7 @@ class _Run:
 
     def train(self) -> None:
         """All epochs that are left, each followed by its rows."""
-        c, steps = self.config, self.task.steps_per_epoch
+        c, steps = self.config, self.steps_per_epoch
         self.started = time.perf_counter() - self.seconds
         show = self.who.rank == 0 and c.log_verbosity > 0
         bar = tqdm(
@@ -461,7 +468,7 @@ class _Run:
 
     def _train_epoch(self, epoch: int, first_step: int, sums: dict[str, Tensor], bar: tqdm) -> None:
         """An epoch from a step on; adds the batches' metrics to their sums, each [worker]."""
-        steps = self.task.steps_per_epoch
+        steps = self.steps_per_epoch
         for step in range(first_step, steps):
             rate = learning_rate(self.config, epoch + (step + 1) / steps)
             for group in self.optimizer.param_groups:
@@ -777,6 +784,7 @@ def _checked(asked: DictConfig, who: Processes) -> Any:
         demand(key, lambda v: v >= 1, "1 or more")
     for key in ("seed", "rank", "log_verbosity"):
         demand(key, lambda v: v >= 0, "0 or more")
+    demand("max_steps_per_epoch", lambda v: v is None or v >= 1, "1 or more, or null for all")
     demand("learning_rate", lambda v: v > 0 and math.isfinite(v), "a number above 0")
     demand("distributed_lr_warmup_factor", lambda v: v > 0 and math.isfinite(v), "a number above 0")
     demand("distributed_lr_warmup_epoch", lambda v: v >= 0, "a number of epochs, or 0 for none")

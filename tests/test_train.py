@@ -338,6 +338,20 @@ def test_spectrum_rows_are_the_singular_values_of_differences() -> None:
 # The schedule reaches the optimizer.
 
 
+def test_an_epoch_may_have_fewer_steps() -> None:
+    run, rows = trained(max_steps_per_epoch=3, num_epochs=2)
+    whole, all_rows = trained(max_steps_per_epoch=10**6)
+    assert run.step == 6
+    assert whole.step == whole.task.steps_per_epoch > 6
+    per_step = all_rows["bits"].max() / whole.step
+    assert rows["bits"].max() == pytest.approx(6 * per_step)
+    first, _ = trained(max_steps_per_epoch=1)
+    assert first.steps_per_epoch == 1
+    _, rows = trained(max_steps_per_epoch=1, learning_rate=1e-9)
+    loss = rows[(rows["name"] == "cross_entropy") & (rows["split"] == "train")]["value"].iloc[0]
+    assert loss == pytest.approx(math.log(10), abs=0.4)  # of that one batch, before learning
+
+
 def test_a_milestone_holds_from_its_epoch_on() -> None:
     """What follows a factor of almost zero changes nothing (momentum is multiplied by it too)."""
     frozen = {"optimizer": "all-reduce", "lr_schedule_milestones": [[1.001, 1e-12]]}
