@@ -22,23 +22,19 @@ over processes does not show.
 """
 
 import ctypes
-import fcntl
 import os
 import socket
-import stat
 import sys
-import termios
 import time
 import traceback
 import weakref
-from array import array
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from math import prod
 from types import TracebackType
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -213,28 +209,9 @@ def _end_together(found: Processes) -> None:
             text = f"process {found.rank} of {found.size} on {socket.gethostname()} failed:\n"
             text += "".join(traceback.format_exception(kind, error, trace))
         print(f"\n{text}", file=sys.stderr, flush=True)
-        _wait_for_reader(sys.stderr)
         found.communicator.Abort(error.exit_code if isinstance(error, Stopped) else 1)
 
     sys.excepthook = hook
-
-
-def _wait_for_reader(stream: TextIO, seconds: float = 5.0) -> None:
-    """Until mpirun has read what was written to it, if it reads from a pipe. What is still in the
-    pipe when a process aborts may be lost, and with it the reason."""
-    end = time.monotonic() + seconds
-    try:
-        if not stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode):
-            return
-        while time.monotonic() < end:
-            waiting = array("i", [0])
-            fcntl.ioctl(stream.fileno(), termios.FIONREAD, waiting)
-            if waiting[0] == 0:
-                break
-            time.sleep(0.01)
-    except (OSError, ValueError):  # no file
-        return
-    time.sleep(0.05)  # and has passed it on
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:

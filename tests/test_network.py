@@ -1,8 +1,5 @@
 """Messages arrive where W says, in any layout of processes, and are counted once."""
 
-import io
-import os
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import network as network_module
 import topologies
 from network import (
     BadInput,
@@ -327,25 +323,3 @@ def test_devices() -> None:
         assert choose_device("auto", 0) == torch.device("cpu")
         with pytest.raises(ValueError, match="no GPU is visible"):
             choose_device("cuda:0", 0)
-
-
-def test_the_reason_is_read_before_the_end() -> None:
-    """What is still in the pipe to mpirun when a process aborts may be lost."""
-    reader, writer = os.pipe()
-    read: list[bytes] = []
-
-    def later() -> None:
-        time.sleep(0.3)
-        read.append(os.read(reader, 100))
-
-    thread = threading.Thread(target=later)
-    with open(writer, "w") as stream:
-        print("the reason", file=stream, flush=True)
-        thread.start()
-        network_module._wait_for_reader(stream, seconds=30)
-        assert read == [b"the reason\n"]
-        thread.join()
-        print("nobody reads this", file=stream, flush=True)
-        network_module._wait_for_reader(stream, seconds=0.1)
-    os.close(reader)
-    network_module._wait_for_reader(io.StringIO())
