@@ -13,6 +13,7 @@ Axes: worker (hosted here: one); D numbers a worker; n workers.
 
 import atexit
 import socket
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -349,7 +350,11 @@ def process_group(who: Processes, device: torch.device) -> dist.ProcessGroup:
                 f"{who.rank} of {who.size}; call torch.distributed.destroy_process_group() first"
             )
     elif not dist.is_initialized():
+        ours = sys.excepthook
         dist.init_process_group(backend, store=_store(who), rank=who.rank, world_size=who.size)
+        # PyTorch's own collects what ours writes until that returns, which it does not: it ends all
+        # processes, and nobody would know why.
+        sys.excepthook = ours
         _made = wanted
     group = dist.group.WORLD
     assert group is not None

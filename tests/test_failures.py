@@ -260,11 +260,13 @@ def test_an_exception_in_one_process_ends_all(tmp_path: Path) -> None:
     assert "After 1 epoch" not in ended.stdout
 
 
-def test_a_diverging_run_stops_and_keeps_the_rows_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["power-gossip", "ddp-powersgd"])
+def test_a_diverging_run_stops_and_keeps_the_rows_before(tmp_path: Path, optimizer: str) -> None:
     """The second epoch has a huge learning rate; all workers diverge at about the same time."""
     ended = launch.python(
         "train.py",
         *TINY,
+        f"optimizer={optimizer}",
         "num_epochs=3",
         "lr_schedule_milestones=[[1.01, 1e9]]",
         "--output-dir",
