@@ -202,7 +202,8 @@ def _end_together(found: Processes) -> None:
             MPI.Finalize()
             os._exit(2 if isinstance(error, BadInput) else 128 + error.signal)
         # If several fail at once, for the same reason, the first to speak ends the others.
-        time.sleep(min(0.1 * found.rank, 3.0))
+        # Ending them takes a while where processes share cores.
+        time.sleep(0.0 if found.rank == 0 else min(0.5 + 0.1 * found.rank, 3.0))
         if isinstance(error, Stopped):
             text = f"error: {error}"
         else:

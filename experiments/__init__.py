@@ -3,10 +3,26 @@
 A new experiment is its file and its row in `EXPERIMENTS`.
 """
 
-from experiments import compressed_gradients, learning
+from experiments import (
+    compressed_gradients,
+    compression_pays,
+    consensus,
+    learning,
+    moniqua_tuning,
+    papers,
+    spectrum,
+)
 from experiments.runner import Experiment
 
 EXPERIMENTS: dict[str, Experiment] = {
+    "consensus": consensus.experiment(
+        "how fast workers agree, and for how many bits: random, low-rank, faces",
+        {"random": {}, "low-rank": {}, "lfw": {}},
+    ),
+    "consensus_faces": consensus.experiment(
+        "the same on the paper's faces, which are fetched from the net",
+        {"faces": {"matrix_size": 64}},
+    ),
     "fashion_mnist": learning.experiment(
         "what each method reaches on FashionMNIST, data dealt out evenly", learning.FASHION_MNIST
     ),
@@ -28,4 +44,14 @@ EXPERIMENTS: dict[str, Experiment] = {
         rates=(5.0, 10.0),
         tuning_epochs=1,
     ),
+    "compression_pays": compression_pays.experiment(),
+    # The paper's, as published, and each in a small form for data and cores at hand.
+    "cifar10_resnet20": papers.cifar10(),
+    "cifar10_resnet20_small": papers.cifar10_small(),
+    "wikitext2_lstm": papers.wikitext2(),
+    "wikitext2_lstm_small": papers.wikitext2_small(),
+    "lstm_spectrum": spectrum.published(),
+    "lstm_spectrum_small": spectrum.small(),
+    "moniqua_tuning": moniqua_tuning.published(),
+    "moniqua_tuning_small": moniqua_tuning.small(),
 }

@@ -4,6 +4,9 @@ python -m experiments list                 the questions
 python -m experiments run NAME             run what has not been run
 python -m experiments status NAME          what is done, failed, left
 python -m experiments report NAME          table (Markdown) and figures
+python -m experiments report NAME --publish    and put them into RESULTS.md
+
+--launcher mpirun: here; process: all workers of a run in one process; slurm: a job for each run.
 """
 
 import argparse
@@ -12,9 +15,12 @@ import sys
 from pathlib import Path
 
 import configuration
-from experiments import EXPERIMENTS
+from experiments import EXPERIMENTS, results
+from experiments.launchers import LAUNCHERS
 from experiments.runner import Experiment, Folder, carry_out
 from network import BadInput
+
+JOBS = 64  # of Slurm at a time
 
 
 def main(arguments: list[str]) -> None:
@@ -26,30 +32,41 @@ def main(arguments: list[str]) -> None:
     )
     parser.add_argument("command", choices=["list", "run", "status", "report"])
     parser.add_argument("name", nargs="?", help="an experiment")
-    parser.add_argument("--cores", type=int, default=os.cpu_count(), help="runs at a time")
+    parser.add_argument("--cores", type=int, help="to use at a time; of Slurm: jobs at a time")
+    parser.add_argument("--launcher", default="mpirun", help=", ".join(LAUNCHERS))
     parser.add_argument("--dry-run", action="store_true", help="show the commands only")
+    parser.add_argument("--publish", action="store_true", help="put the report into RESULTS.md")
     options = parser.parse_args(arguments)
     if options.command == "list":
+        width = max(map(len, EXPERIMENTS)) + 2
         for name, experiment in EXPERIMENTS.items():
-            print(f"{name:<24}{experiment.title}")
+            print(f"{name:<{width}}{experiment.title}")
         return
     if options.name not in EXPERIMENTS:
         choices = ", ".join(EXPERIMENTS)
         raise BadInput(f'experiment "{options.name}" is unknown; choose from {choices}')
-    if options.cores < 1:
+    if options.cores is not None and options.cores < 1:
         raise BadInput(f"--cores {options.cores}: use 1 or more")
+    if options.launcher not in LAUNCHERS:
+        choices = ", ".join(LAUNCHERS)
+        raise BadInput(f'launcher "{options.launcher}" is unknown; choose from {choices}')
+    cores = options.cores or (JOBS if options.launcher == "slurm" else os.cpu_count() or 1)
     experiment, folder = EXPERIMENTS[options.name], Folder(options.name)
     if options.command == "status":
         _status(experiment, folder)
     elif options.command == "report":
         _report(options.name, experiment, folder)
+        if options.publish:
+            results.publish(options.name, folder.path)
+            print(f"and put into {results.RESULTS}")
     elif options.dry_run:
         for runs in folder.runs(experiment):
             for run in runs:
                 print(f"{folder.state(run):<7}{' '.join(run.command)}")
     else:
         with folder.claimed():
-            failed = carry_out(experiment, folder, options.cores)
+            failed = carry_out(experiment, folder, cores, options.launcher)
+        _tell_others(experiment, folder)
         if failed:
             print(f"{len(failed)} runs failed; run again to try them once more", file=sys.stderr)
             sys.exit(1)
@@ -64,6 +81,15 @@ def _status(experiment: Experiment, folder: Folder) -> None:
         for run, state in zip(runs, states, strict=True):
             if state == "failed":
                 print(f"  failed: {folder.of(run) / 'log.txt'}")
+    _tell_others(experiment, folder)
+
+
+def _tell_others(experiment: Experiment, folder: Folder) -> None:
+    others = folder.others(experiment)
+    if others:
+        print("kept, but not used, since the experiment has no such run now:")
+    for path, differing in others:
+        print(f"  {path}: {', '.join(differing)}")
 
 
 def _report(name: str, experiment: Experiment, folder: Folder) -> None:
@@ -72,8 +98,8 @@ def _report(name: str, experiment: Experiment, folder: Folder) -> None:
     except ValueError as error:
         raise BadInput(f"{error}; run it first: python -m experiments run {name}") from error
     text += f"\n`python -m experiments run {name}`: {folder.provenance(experiment)}\n"
-    (folder.path / "report.md").write_text(text)
-    print(f"{text}\nwritten to {Path(folder.path) / 'report.md'}")
+    (folder.path / results.REPORT).write_text(text)
+    print(f"{text}\nwritten to {Path(folder.path) / results.REPORT}")
 
 
 if __name__ == "__main__":

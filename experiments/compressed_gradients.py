@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.learning import last, spread
+from experiments.learning import STEP, last, spread
 from experiments.runner import Experiment, Results, Run
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 SEEDS = (1, 2, 3)
 PROCESSES = 8
-STEP = ("data", "gradient", "averaging", "communication", "update")  # phases of a step
 
 Values = dict[str, Any]
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 SEEDS = (1, 2, 3)
 TUNING_SEED = 11
+STEP = ("data", "gradient", "averaging", "communication", "update")  # phases of a step
 DIFFUSION_RATES = (1.0, 0.3, 0.1, 0.03)
 
 Values = dict[str, Any]
@@ -108,13 +109,9 @@ def experiment(
 
     def report(results: Results, folder: Path) -> str:
         runs = chosen(results)
-        rows = {method: [results(run) for run in of_seeds] for method, of_seeds in runs.items()}
-        settings = {method: of_seeds[0].values for method, of_seeds in runs.items()}
-        _figure(rows, measure, folder / "figure.svg")
-        table = _table(rows, settings, measure)
-        return (
-            f"{title[0].upper()}{title[1:]}\n\n{table}\n\n![{measure} against bits](figure.svg)\n"
-        )
+        tried = "the same learning rates and diffusion rates γ were tried for each method"
+        note = f"{tried}, in one run of {_count(tuning_epochs, 'epoch')} with another seed."
+        return compared(title, runs, results, folder, measure, note)
 
     return Experiment(title, [tuning, final], report)
 
@@ -143,6 +140,32 @@ def _grid(values: Values, method: str, rates: Sequence[float], epochs: int) -> l
             )
         )
     return runs
+
+
+def compared(
+    title: str,
+    runs: Mapping[str, Sequence[Run]],
+    results: Results,
+    folder: Path,
+    measure: str,
+    note: str,
+) -> str:
+    """A report on the methods' runs, one for each seed: a table, and a figure against bits."""
+    rows = {method: [results(run) for run in of_seeds] for method, of_seeds in runs.items()}
+    settings = {method: of_seeds[0].values for method, of_seeds in runs.items()}
+    _figure(rows, measure, folder / "figure.svg")
+    table = _table(rows, settings, measure)
+    (seeds,) = {len(of_seeds) for of_seeds in runs.values()}
+    above = (
+        f"{title[0].upper()}{title[1:]}.\n\nMean ± standard deviation of {_count(seeds, 'seed')}; "
+        f"{note} Seconds are those of a run, evaluation included; megabytes those that a worker "
+        "sends in it."
+    )
+    return f"{above}\n\n{table}\n\n![{measure} against megabytes](figure.svg)\n"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _score(rows: "DataFrame", measure: str) -> float:
@@ -181,16 +204,27 @@ def _table(
         lines.append(
             f"| {method} | {spread(mean)}{unit} | {spread(worst)}{unit} "
             f"| {bits / len(of_seeds) / 8e6:.1f} | {plain / bits:.1f}× | {seconds:.0f} "
-            f"| {setting['learning_rate']} | {gamma} |"
+            f"| {_learning_rate(setting)} | {gamma} |"
         )
     return "\n".join(lines)
 
 
+def _learning_rate(setting: Mapping[str, Any]) -> str:
+    """After the warm-up, if there is one."""
+    factor = setting.get("distributed_lr_warmup_factor", 1)
+    return f"{setting['learning_rate'] * factor:.3g}"
+
+
 def last(rows: "DataFrame", name: str, split: str) -> Any:
     """The values at the last epoch that has such rows; none for a run that diverged early."""
-    if "split" not in rows:
-        return rows["value"][:0]
-    chosen = rows[(rows["name"] == name) & (rows["split"] == split)]
+    return last_of(rows, name, split=split)
+
+
+def last_of(rows: "DataFrame", name: str, **tags: str) -> Any:
+    """`last`, for rows told by other tags."""
+    chosen = rows[rows["name"] == name]
+    for tag, value in tags.items():
+        chosen = chosen[chosen[tag] == value] if tag in chosen else chosen[:0]
     return chosen[chosen["epoch"] == chosen["epoch"].max()]["value"]
 
 

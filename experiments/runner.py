@@ -1,10 +1,10 @@
 """Runs an experiment's configurations, each once, and remembers which are done.
 
-A run is an entry point with values for its keys and a number of processes. It has a folder named
-by the hash of these, output/experiments/EXPERIMENT/HASH, with what the entry point writes, log.txt,
-run.json (the run itself) and, when it has ended well, done.json: seconds, versions, commit. That is
-the last thing written, in one piece, so that half a run never counts. A run that was killed goes on
-from its last checkpoint.
+A run is an entry point with values for its keys, a number of processes, and perhaps the rate of the
+links between them. It has a folder named by the hash of these, output/experiments/EXPERIMENT/HASH,
+with what the entry point writes, log.txt, run.json (the run itself) and, when it has ended well,
+done.json: seconds, versions, commit. That is the last thing written, in one piece, so that half a
+run never counts. A run that was killed goes on from its last checkpoint.
 """
 
 import fcntl
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 import metrics
+from experiments.launchers import LAUNCHERS, Job, Launcher, last_output
 from network import BadInput
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = Path("output/experiments")
+EMULATOR = ROOT / "environment" / "emulated_cluster.py"
+# Long messages that cross do not wait for each other, see the README.
+CROSSING_MESSAGES = "OMPI_MCA_btl_tcp_flags=send"
 
 
 @dataclass(frozen=True)
@@ -42,26 +46,43 @@ class Run:
 
     labels     what a report tells this run by; no part of its identity
     processes  MPI processes; 1: no launcher
+    rate       of the links of an emulated cluster with a host for each process, as
+               environment/emulated_cluster.py takes it ("100mbit", "none"); "": no such cluster
     """
 
     entry: str
     values: Mapping[str, Any]
     labels: Mapping[str, Any] = field(default_factory=dict)
     processes: int = 1
+    rate: str = ""
 
     @property
     def identity(self) -> str:
         """A hash of everything that decides the result."""
         content = [self.entry, self.processes, dict(self.values)]
-        text = json.dumps(content, sort_keys=True)
+        text = json.dumps([*content, self.rate] if self.rate else content, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     @property
-    def command(self) -> list[str]:
-        """What starts it, but for the output folder."""
+    def program(self) -> list[str]:
+        """What a launcher starts, but for the output folder. An emulated cluster starts its own
+        processes."""
         values = [f"{key}={_yaml(value)}" for key, value in self.values.items()]
-        launcher = ["mpirun", "-np", str(self.processes)] if self.processes > 1 else []
-        return [*launcher, sys.executable, str(ROOT / f"{self.entry}.py"), *values]
+        program = [sys.executable, str(ROOT / f"{self.entry}.py"), *values]
+        if not self.rate:
+            return program
+        hosts = ["--hosts", str(self.processes), "--rate", self.rate]
+        return ["env", CROSSING_MESSAGES, sys.executable, str(EMULATOR), *hosts, "--", *program]
+
+    @property
+    def command(self) -> list[str]:
+        """What starts it here, but for the output folder."""
+        mpirun = ["mpirun", "-np", str(self.processes)]
+        return [*(mpirun if self.processes > 1 and not self.rate else []), *self.program]
+
+    def cores(self, available: int) -> int:
+        """That it takes while it runs. Who measures links wants to be alone."""
+        return available if self.rate else min(self.processes, available)
 
 
 Results = Callable[[Run], "DataFrame"]  # the rows of a run that is done
@@ -108,15 +129,15 @@ class Folder:
     def provenance(self, experiment: Experiment) -> str:
         """What the runs were made with, a sentence."""
         runs = {run.identity: run for stage in self.runs(experiment) for run in stage}
-        done = [json.loads((self.of(r) / "done.json").read_text()) for r in runs.values()]
-        seconds = sum(facts["seconds"] for facts in done)
+        done = [_read(self.of(run) / "done.json") for run in runs.values()]
+        seconds = sum(facts.get("seconds", 0) for facts in done)
 
         def all_of(key: str) -> str:
-            return ", ".join(sorted({str(facts[key]) for facts in done}))
+            return ", ".join(sorted({str(facts.get(key, "unknown")) for facts in done}))
 
         return (
-            f"{len(done)} runs, {seconds / 3600:.1f} core hours; Python {all_of('python')}, torch "
-            f"{all_of('torch')}; {all_of('cores')} cores, {all_of('processor')}; "
+            f"{len(done)} runs, one by one {seconds / 3600:.1f} hours; Python {all_of('python')}, "
+            f"torch {all_of('torch')}; {all_of('cores')} cores, {all_of('processor')}; "
             f"{all_of('date')}; commit {all_of('commit')}."
         )
 
@@ -128,6 +149,24 @@ class Folder:
             except ValueError:  # of a stage before that is not done
                 return
             yield runs
+
+    def others(self, experiment: Experiment) -> list[tuple[Path, list[str]]]:
+        """Folders of runs that the experiment does not have now, as after a change of its
+        configurations, each with the keys by which it differs from the run most like it.
+
+        None as long as not all runs can be known.
+        """
+        stages = list(self.runs(experiment))
+        if len(stages) < len(experiment.stages):
+            return []
+        now = {run.identity: run for stage in stages for run in stage}
+        found = []
+        for file in sorted(self.path.glob("*/run.json")):
+            if file.parent.name not in now:
+                then = _read(file)
+                differing = (_differing(then, run) for run in now.values())
+                found.append((file.parent, min(differing, key=len, default=[])))
+        return found
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
@@ -141,11 +180,17 @@ class Folder:
             yield
 
 
-def carry_out(experiment: Experiment, folder: Folder, cores: int) -> list[Run]:
-    """Run what is not done, as many at a time as cores allow; returns the runs that failed.
+def carry_out(
+    experiment: Experiment, folder: Folder, cores: int, launcher: str = "mpirun"
+) -> list[Run]:
+    """Run what is not done, as many at a time as cores allow (of Slurm's jobs: as many as `cores`
+    says); returns the runs that failed.
 
-    A run that fails does not stop the others; it is tried again by the next call.
+    A run that fails does not stop the others; it is tried again by the next call. Raises BadInput
+    if the launcher, one of `LAUNCHERS`, cannot be used here.
     """
+    start = LAUNCHERS[launcher]
+    start.check()
     failed: list[Run] = []
     for number, stage in enumerate(experiment.stages, 1):
         runs = list({run.identity: run for run in stage(folder.results)}.values())
@@ -153,38 +198,49 @@ def carry_out(experiment: Experiment, folder: Folder, cores: int) -> list[Run]:
         if not left:
             continue
         print(f"stage {number} of {len(experiment.stages)}: {len(left)} runs of {len(runs)}")
+        _refuse_emulation(left, launcher)
         progress = _Progress(len(left))
         with _Cores(cores) as free, ThreadPoolExecutor(cores) as pool:
 
             def one(run: Run, progress: "_Progress" = progress, free: "_Cores" = free) -> bool:
-                with free.taking(run.processes):
-                    ok = _carry_out_one(run, folder.of(run))
+                with free.taking(1 if launcher == "slurm" else run.cores(cores)):
+                    ok = _carry_out_one(run, folder.of(run), start)
                 progress.tell(run, ok, folder.of(run))
                 return ok
 
-            outcome = list(pool.map(one, left))
+            try:
+                outcome = list(pool.map(one, left))
+            except KeyboardInterrupt:
+                start.leave()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
         failed = [run for run, ok in zip(left, outcome, strict=True) if not ok]
         if failed:
             break  # the next stage needs them all
     return failed
 
 
-def _carry_out_one(run: Run, folder: Path) -> bool:
+def _refuse_emulation(runs: Sequence[Run], launcher: str) -> None:
+    if launcher != "mpirun" and any(run.rate for run in runs):
+        raise BadInput(
+            f"--launcher {launcher}: these runs emulate a cluster on one machine, which only "
+            "--launcher mpirun does"
+        )
+
+
+def _carry_out_one(run: Run, folder: Path, launcher: Launcher) -> bool:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "failed.json").unlink(missing_ok=True)
-    _write(folder / "run.json", {"entry": run.entry, "values": dict(run.values)})
+    _write(folder / "run.json", _description(run))
     again = "resume=true" if run.entry == "train" else "overwrite=true"
-    command = [*run.command, again, "log_verbosity=0", "--output-dir", str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    start = time.perf_counter()
-    with (folder / "log.txt").open("a") as log:
-        log.write(f"$ {' '.join(command)}\n")
-        log.flush()
-        before = log.tell()
-        code = subprocess.run(command, stdout=log, stderr=log, env=environment).returncode
+    how = [again, "log_verbosity=0", "--output-dir", str(folder)]
+    start, log = time.perf_counter(), folder / "log.txt"
+    name = f"{folder.parent.name}-{folder.name}"
+    processes = 1 if run.rate else run.processes
+    code = launcher(Job([*run.program, *how], processes, log, folder, name))
     seconds = time.perf_counter() - start
     # That a setting diverges is a result.
-    lines = (folder / "log.txt").read_text()[before:].splitlines()
+    lines = last_output(log).splitlines()
     diverged = code != 0 and any(line.startswith("error: diverged") for line in lines)
     facts = {"seconds": round(seconds, 2), "exit_code": code, "diverged": diverged}
     ok = code == 0 or diverged
@@ -286,6 +342,32 @@ def _yaml(value: Any) -> str:
     return (
         str(yaml.safe_dump(value, default_flow_style=True, width=10**6)).split("\n...")[0].strip()
     )
+
+
+def _description(run: Run) -> dict[str, Any]:
+    """What run.json holds; processes and rate since they decide the result too."""
+    facts = {"entry": run.entry, "processes": run.processes, "values": dict(run.values)}
+    return facts | ({"rate": run.rate} if run.rate else {})
+
+
+def _differing(then: Mapping[str, Any], run: Run) -> list[str]:
+    """key=THEN (now NOW) for what differs between a run.json and a run."""
+    was: dict[str, Any] = {**then, **then.get("values", {})}
+    now: dict[str, Any] = {**_description(run), **run.values}
+    return [
+        f"{key}={_yaml(was.get(key))} (now {_yaml(now.get(key))})"
+        for key in sorted(({*was, *now}) - {"values"})
+        if was.get(key) != now.get(key)
+    ]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What JSON a file holds; nothing if it is damaged."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:

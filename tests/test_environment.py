@@ -4,10 +4,13 @@ Everything runs in subprocesses, in the environment that setup.sh made.
 """
 
 import os
+import re
 import shutil
+import socket
 import subprocess
 import sys
 import tomllib
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -224,9 +227,12 @@ def test_constraints_pin_whatever_is_installed() -> None:
     assert installed - pins - theirs == set()
 
 
-@pytest.mark.parametrize(("processes", "launcher"), [(1, []), (4, ["mpirun", "-np", "4"])])
-def test_mpi_check_reports_every_process(processes: int, launcher: list[str]) -> None:
-    result = run(*launcher, sys.executable, "environment/mpi_check.py")
+@pytest.mark.parametrize(
+    ("processes", "arguments"), [(1, []), (2, ["--quick"]), (4, [])], ids=["1", "2, quick", "4"]
+)
+def test_mpi_check_reports_every_process(processes: int, arguments: list[str]) -> None:
+    launcher = [] if processes == 1 else ["mpirun", "-np", str(processes)]
+    result = run(*launcher, sys.executable, "environment/mpi_check.py", *arguments)
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
     assert [line.split()[0] for line in lines[1 : processes + 1]] == list(
@@ -236,6 +242,26 @@ def test_mpi_check_reports_every_process(processes: int, launcher: list[str]) ->
     assert f"ring exchange: correct in {everyone} (cpu memory)" in lines
     assert f"all-reduce: correct in {everyone} (cpu memory)" in lines
     assert lines[-1] == f"MPI works: {everyone} on 1 host"
+    if processes == 4:
+        check_speeds(lines)
+    else:
+        assert "µs" not in result.stdout
+
+
+def check_speeds(lines: list[str]) -> None:
+    """The table of four processes, and what stands below it."""
+    start = lines.index("CPU memory: above the diagonal µs for 8 bytes, below it MB/s for 4 MiB")
+    assert lines[start + 1].split() == ["0", "1", "2", "3"]
+    for row in range(4):
+        number, *cells = lines[start + 2 + row].split()
+        assert number == str(row)
+        assert cells[row] == "-"
+        assert all(float(cell) > 0 for cell in cells if cell != "-")
+    assert re.fullmatch(r"on a host \(6 pairs\): .* µs, .* MB/s", lines[start + 6])
+    host = re.escape(socket.gethostname())
+    pair = rf"[0-3] \({host}\) and [0-3] \({host}\)"
+    slowest = rf"slowest: [\d.]+ µs between {pair}, [\d.]+ MB/s between {pair}"
+    assert re.fullmatch(slowest, lines[start + 7])
 
 
 def test_mpi_check_names_the_process_with_a_wrong_content(tmp_path: Path) -> None:
@@ -254,6 +280,99 @@ def test_mpi_check_names_the_process_with_a_wrong_content(tmp_path: Path) -> Non
     assert "process 2: ring exchange: 100000 of 100000 numbers from process 1" in result.stderr
     assert "process 0: ring exchange" not in result.stderr
     assert "MPI works" not in result.stdout
+
+
+def test_mpi_check_refuses_bad_arguments_in_one_sentence() -> None:
+    """One process says it; mpirun's own words about exit codes are not ours."""
+    result = run("mpirun", "-np", "2", sys.executable, "environment/mpi_check.py", "--quik")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.count("error: unrecognized arguments: --quik; use: mpirun -np N") == 1
+    assert "Traceback" not in result.stderr
+
+
+def test_mpi_check_help_is_its_docstring() -> None:
+    quick, shown = mpi_check.parse(["--help"])
+    assert not quick
+    assert shown is not None
+    assert mpi_check.USAGE in shown
+    assert str(mpi_check.__doc__) in shown
+    assert mpi_check.parse([]) == (False, None)
+    assert mpi_check.parse(["--quick"]) == (True, None)
+
+
+def test_mpi_check_measures_in_rounds_and_through_host_memory(tmp_path: Path) -> None:
+    """Rounds of two pairs; staged, as from a GPU, but from the CPU's memory. What
+    arrives is what was sent."""
+    driver = tmp_path / "rounds.py"
+    driver.write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT / 'environment')!r})\n"
+        "import mpi_check, torch\n"
+        "comm = mpi_check.MPI.COMM_WORLD\n"
+        "mpi_check.ALONE, mpi_check.LARGE = 2, 2**17\n"
+        "mpi_check.SIZES = [2**16, 2**17]\n"
+        "ports, Port = [], mpi_check.Port\n"
+        "class Filled(Port):\n"
+        "    def __init__(self, *arguments):\n"
+        "        super().__init__(*arguments)\n"
+        "        self._content.fill_(comm.rank % 2)\n"
+        "        ports.append(self)\n"
+        "mpi_check.Port = Filled\n"
+        "cpu = torch.device('cpu')\n"
+        "found = mpi_check.measure_pairs(comm, cpu, staged=True)\n"
+        "if comm.rank == 0:\n"
+        "    print(sorted(found))\n"
+        "    print(mpi_check.speeds(found, ['a', 'a', 'a', 'b']))\n"
+        "assert all(len(p._content.unique()) == 1 for p in ports), ports\n"
+    )
+    result = run("mpirun", "-np", "4", sys.executable, driver)
+    assert result.returncode == 0, result.stdout + result.stderr
+    pairs, within, between, slowest = result.stdout.splitlines()
+    assert pairs == str(list(combinations(range(4), 2)))
+    assert within.startswith("on a host (3 pairs): ")
+    assert between.startswith("between hosts (3 pairs): ")
+    assert slowest.startswith("slowest: ")
+
+
+@pytest.mark.parametrize("n", range(1, 40))
+def test_rounds_hold_every_pair_once_and_a_process_once_a_round(n: int) -> None:
+    found = mpi_check.rounds(n)
+    assert sorted(pair for pairs in found for pair in pairs) == list(combinations(range(n), 2))
+    for pairs in found:
+        processes = [process for pair in pairs for process in pair]
+        assert len(set(processes)) == len(processes)
+    if n <= mpi_check.ALONE:
+        assert all(len(pairs) == 1 for pairs in found)
+    else:
+        assert len(found) == n - 1 + n % 2
+
+
+def test_speeds_are_shown_by_process_and_by_host() -> None:
+    found = {(0, 1): (1.234e-6, 8.5e9), (0, 2): (25.6e-6, 0.117e9), (1, 2): (24.44e-6, 0.118e9)}
+    assert mpi_check.speeds(found, ["a", "a", "b"]).splitlines() == [
+        "      0     1     2",
+        "0     -  1.23  25.6",
+        "1  8500     -  24.4",
+        "2   117   118     -",
+        "on a host (1 pair): 1.23 (1.23 to 1.23) µs, 8500 (8500 to 8500) MB/s",
+        "between hosts (2 pairs): 25.0 (24.4 to 25.6) µs, 118 (117 to 118) MB/s",
+        "slowest: 25.6 µs between 0 (a) and 2 (b), 117 MB/s between 0 (a) and 2 (b)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0.0123, "0.01"),
+        (9.994, "9.99"),
+        (9.996, "10.0"),
+        (99.94, "99.9"),
+        (99.96, "100"),
+        (1234.5, "1234"),
+    ],
+)
+def test_numbers_have_three_digits(value: float, shown: str) -> None:
+    assert mpi_check.three_digits(value) == shown
 
 
 def test_difference_names_the_first_wrong_number() -> None:

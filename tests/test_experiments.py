@@ -8,16 +8,32 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
+from experiments.launchers import Launcher
 from omegaconf import OmegaConf
 
+import configuration
+import gossip_run
 import train
-from experiments import EXPERIMENTS, compressed_gradients, learning, runner
+from experiments import (
+    EXPERIMENTS,
+    compressed_gradients,
+    compression_pays,
+    consensus,
+    learning,
+    moniqua_tuning,
+    results,
+    runner,
+    spectrum,
+)
+from experiments import __main__ as experiments_main
 from experiments.__main__ import main
 from experiments.runner import Experiment, Folder, Results, Run, carry_out
 from network import BadInput
+from tests import slurm
 from tests.launch import ROOT, python
 
 # Stands in for train.py: value, and what to do before writing it.
@@ -67,10 +83,59 @@ def test_every_run_once(folder: Folder) -> None:
     assert [value(folder, run) for run in [*runs, twin]] == [0, 1, 2, 0]
     assert [starts(folder, run) for run in runs] == [1, 1, 1]
     assert folder.state(twin) == "done"
-    assert "4 runs, 0.0 core hours; Python 3" in folder.provenance(
+    assert "4 runs, one by one 0.0 hours; Python 3" in folder.provenance(
         asked(*runs, twin, Run("train", {"value": 7}))
     )
     assert (folder.of(runs[0]) / "run.json").exists()
+
+
+def test_runs_of_another_version_are_shown_and_kept(
+    folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = asked(Run("train", {"value": 1, "seed": 3}), Run("train", {"value": 2, "seed": 3}))
+    now = asked(Run("train", {"value": 1, "seed": 3}), Run("train", {"value": 5, "seed": 3}))
+    assert folder.others(now) == []
+    assert carry_out(before, folder, 1) == []
+    (old,) = folder.others(now)
+    gone = before.stages[0](folder.results)[1]
+    assert old == (folder.of(gone), ["value=2 (now 1)"])
+    assert carry_out(now, folder, 1) == []
+    experiments_main._status(now, folder)
+    assert f"{folder.of(gone)}: value=2 (now 1)" in capsys.readouterr().out
+    assert folder.state(gone) == "done"
+    (folder.of(gone) / "run.json").write_text("{")
+    assert len(folder.others(now)) == 1, "also if it cannot be read"
+
+
+def test_damaged_rows_are_named_and_the_others_used(folder: Folder) -> None:
+    run = Run("train", {"value": 4})
+    assert carry_out(asked(run), folder, 1) == []
+    file = folder.of(run) / "metrics.jsonl"
+    file.write_text(f'{{"name": "va\n{file.read_text()}')
+    with pytest.warns(UserWarning, match=r"metrics\.jsonl, line 1 is not a row; left out"):
+        assert value(folder, run) == 4
+
+
+def test_a_report_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "RESULTS", tmp_path / "RESULTS.md")
+    monkeypatch.setattr(results, "PUBLISHED", tmp_path / "docs" / "results")
+    made = tmp_path / "output"
+    made.mkdir()
+    first, second = list(EXPERIMENTS)[:2]
+    for name, text in ((second, "later"), (first, "old"), (first, "new")):
+        (made / "report.md").write_text(f"{text} ![a figure](figure.svg)\n")
+        (made / "figure.svg").write_text(text)
+        results.publish(name, made)
+    text = (tmp_path / "RESULTS.md").read_text()
+    assert text.startswith("# Results")
+    assert text.index(f"## {first}\n\nnew") < text.index(f"## {second}\n\nlater")
+    assert "old" not in text
+    assert f"(docs/results/{first}/figure.svg)" in text
+    assert (tmp_path / "docs" / "results" / first / "figure.svg").read_text() == "new"
+
+
+def test_what_is_published_stands_in_results() -> None:
+    assert results.RESULTS.read_text() == results.assembled()
 
 
 def test_a_run_is_what_decides_its_result() -> None:
@@ -81,8 +146,10 @@ def test_a_run_is_what_decides_its_result() -> None:
         Run("train", {**run.values, "a": 2}),
         Run("train", {**run.values, "a": "1"}),
         Run("train", run.values, processes=2),
+        Run("train", run.values, rate="10mbit"),
+        Run("train", run.values, rate="none"),
     ]
-    assert len({run.identity, *(other.identity for other in others)}) == 5
+    assert len({run.identity, *(other.identity for other in others)}) == 7
 
 
 def test_values_arrive_as_they_are() -> None:
@@ -141,10 +208,10 @@ def test_no_more_at_a_time_than_cores_allow(folder: Folder) -> None:
     log: list[float] = []
     original = runner._carry_out_one
 
-    def observed(run: Run, path: Path) -> bool:
+    def observed(run: Run, path: Path, launcher: Launcher) -> bool:
         log.append(1)
         peak.append(len(log))
-        result = original(run, path)
+        result = original(run, path, launcher)
         log.pop()
         return result
 
@@ -153,6 +220,36 @@ def test_no_more_at_a_time_than_cores_allow(folder: Folder) -> None:
         patch.setattr(runner, "_carry_out_one", observed)
         carry_out(asked(*runs), folder, 2)
     assert max(peak) == 2
+
+
+def test_an_experiment_of_slurms_jobs(folder: Folder, tmp_path: Path) -> None:
+    """As many at a time as Slurm likes; a failed one stops nobody."""
+    flag = str(tmp_path / "flag")
+    runs = [Run("train", {"value": i, "sleep": 0.5}) for i in range(3)]
+    bad = Run("train", {"value": 9, "fail": flag})
+    question = asked(bad, *runs)
+    try:
+        with slurm.running() as cluster, pytest.MonkeyPatch.context() as patch:
+            for name, value_of in cluster.environment.items():
+                patch.setenv(name, value_of)
+            assert carry_out(question, folder, 64, "slurm") == [bad]
+            Path(flag).touch()
+            assert carry_out(question, folder, 64, "slurm") == []
+    except slurm.Unavailable as reason:
+        pytest.skip(str(reason))
+    assert [value(folder, run) for run in runs] == [0, 1, 2]
+    assert [starts(folder, run) for run in [bad, *runs]] == [2, 1, 1, 1]
+
+
+def test_emulated_links_only_with_the_launcher_that_makes_them(folder: Folder) -> None:
+    run = Run("train", {"value": 1}, processes=2, rate="10mbit")
+    with pytest.raises(BadInput, match="--launcher process: these runs emulate a cluster"):
+        carry_out(asked(run), folder, 2, "process")
+    assert folder.state(run) == "new"
+    assert "mpirun" not in run.command
+    assert run.command[:2] == ["env", "OMPI_MCA_btl_tcp_flags=send"]
+    assert [run.cores(n) for n in (1, 2, 16)] == [1, 2, 16]
+    assert [Run("train", {}, processes=4).cores(n) for n in (2, 16)] == [2, 4]
 
 
 DRIVER = """
@@ -203,15 +300,128 @@ def test_configurations_are_accepted(name: str) -> None:
     """By the entry point, before anything runs."""
     (first, *_) = Folder(name, Path("/nowhere")).runs(EXPERIMENTS[name])
     for run in first:
-        config = OmegaConf.structured(train.Config)
-        keys = run.command[run.command.index(str(runner.ROOT / "train.py")) + 1 :]
-        train.configuration.read_command_line(config, keys, "")
-        train._checked(config, runner_alone())
+        module = {"train": train, "gossip_run": gossip_run}[run.entry]
+        config = OmegaConf.structured(module.Config)
+        keys = run.command[run.command.index(str(runner.ROOT / f"{run.entry}.py")) + 1 :]
+        configuration.read_command_line(config, keys, "")
+        who = train.Processes()
+        who.size = run.processes
+        module._checked(config, who)
     assert len({run.identity for run in first}) == len(first)
 
 
-def runner_alone() -> train.Processes:
-    return train.Processes()
+def test_every_published_experiment_has_a_small_form() -> None:
+    published = {"cifar10_resnet20", "wikitext2_lstm", "lstm_spectrum", "moniqua_tuning"}
+    assert {f"{name}_small" for name in published} <= set(EXPERIMENTS)
+    assert {"consensus", "consensus_faces"} <= set(EXPERIMENTS)
+
+
+def test_small_forms_keep_what_is_published() -> None:
+    """Diffusion rates as they are, learning rates in proportion."""
+    (runs,) = Folder("", Path("/nowhere")).runs(EXPERIMENTS["cifar10_resnet20_small"])
+    of = {run.labels["method"]: run.values for run in runs}
+    assert of["CHOCO, sign"]["optimizer_diffusion_rate"] == 0.45
+    assert of["CHOCO, sign"]["learning_rate"] == pytest.approx(0.1 * 16 / 11.3, rel=1e-4)
+    assert of["PowerGossip, 1 iteration"]["optimizer_diffusion_rate"] == 1.308
+    assert of["PowerGossip, 1 iteration"]["learning_rate"] == 0.1
+    assert of["Moniqua, 2 bits"]["optimizer_diffusion_rate"] == 0.005
+    (runs,) = Folder("", Path("/nowhere")).runs(EXPERIMENTS["wikitext2_lstm_small"])
+    of = {run.labels["method"]: run.values for run in runs}
+    assert of["CHOCO, top 1 %"]["optimizer_diffusion_rate"] == 0.01
+    assert of["PowerGossip, rank 8, 4 iterations"]["optimizer_rank"] == 8
+    assert of["PowerGossip, rank 8, 4 iterations"]["optimizer_num_iterations"] == 4
+
+
+SMALL = {
+    "task": "Digits",
+    "task_architecture": "MLP",
+    "n_workers": 4,
+    "num_epochs": 2,
+    "distributed_lr_warmup_epoch": 0.0,
+    "lr_schedule_milestones": [],
+}
+
+
+def test_consensus_from_the_run_to_the_table(tmp_path: Path) -> None:
+    few = {"algorithm": ["uncompressed", "power_gossip"], "num_steps": 60}
+    experiment = consensus.experiment("who agrees", {"lfw": few, "low-rank": few})
+    folder = Folder("consensus", tmp_path)
+    assert carry_out(experiment, folder, 2) == []
+    text = experiment.report(folder.results, tmp_path)
+    assert text.startswith("Who agrees\n\n### Photographs of faces, 25 × 25\n\n| algorithm |")
+    lines = [line.split(" | ") for line in text.splitlines() if line.startswith("| un")]
+    assert len(lines) == 2
+    assert lines[0][1] == "24 steps"  # 0.744521^(2 · 24) < 1e-6^... for the slowest mode; measured
+    assert (tmp_path / "lfw.svg").exists()
+    assert "power_gossip" in (tmp_path / "low-rank.svg").read_text()
+
+
+def test_spectra_from_the_runs_to_the_table(tmp_path: Path) -> None:
+    values = {"D-PSGD": SMALL | {"optimizer": "dpsgd"}, "PowerGossip": SMALL}
+    names = ("layers.0.weight", "layers.2.weight")
+    experiment = spectrum._experiment("how low", values, (1, 2), names)
+    folder = Folder("spectrum", tmp_path)
+    assert carry_out(experiment, folder, 2) == []
+    text = experiment.report(folder.results, tmp_path)
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) == 4
+    for row in rows:
+        first, eight = (float(cell.strip("% ")) for cell in row[3:5])
+        assert 0 < first <= eight <= 100
+    assert "epoch 2" in (tmp_path / "figure.svg").read_text()
+
+
+def test_moniquas_grid_from_the_runs_to_the_table(tmp_path: Path) -> None:
+    values = SMALL | {"optimizer": "moniqua"}
+    experiment = moniqua_tuning._experiment("which", values, (0.25, 1e-9), (0.1, 1e9))
+    folder = Folder("moniqua", tmp_path)
+    assert carry_out(experiment, folder, 2) == []
+    text = experiment.report(folder.results, tmp_path)
+    cells = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    assert cells[0] == ["θ \\ γ", "0.1", "1e+09"]
+    assert float(cells[2][1].split()[0]) > 30
+    assert cells[2][2] == "diverged"
+
+
+def test_when_compression_pays_from_rows_to_tables(tmp_path: Path) -> None:
+    """Rows as they would be if links did exactly what is predicted, and computing took 0.2 s."""
+    sent = {method: 1e6 * (i + 1) for i, method in enumerate(compression_pays.METHODS)}  # bytes
+
+    def results(run: Run) -> pd.DataFrame:
+        method, rate = run.labels["method"], run.labels.get("rate")
+        rows: list[dict[str, Any]] = []
+        epochs = range(1, run.values["num_epochs"] + 1)
+        for epoch in epochs:
+            bits = 8 * sent[method] * 5 * epoch
+            phase = {"name": "phase_seconds", "epoch": epoch, "bits": bits}
+            link = 0.0
+            if rate is not None:
+                link = 8 * sent[method] / (compression_pays.RATES[rate] * 1448 / 1514)
+            rows += [
+                phase | {"phase": "gradient", "value": 0.2 * 5 * epoch, "instances": 20 * epoch},
+                phase | {"phase": "communication", "value": link * 5 * epoch, "instances": 1},
+                phase | {"phase": "evaluation", "value": 17.0 * epoch, "instances": 1},
+            ]
+            perplexity = 100 / epoch + (1000 if method == "DGC, 1 %" else 0)
+            rows.append(
+                {"name": "perplexity", "split": "test_avg", "value": perplexity, "epoch": epoch}
+            )
+        return pd.DataFrame(rows)
+
+    text = compression_pays.report(results, tmp_path)
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    steps, times = rows[2:8], rows[10:16]
+    for row in steps:
+        for cell in row[2:5]:
+            measured, predicted = cell.rstrip(")").split(" (")
+            assert measured == predicted
+        assert row[5] == "0.2"
+    assert "perplexity of 18.3 (all-reduce ends with 16.7" in text
+    assert times[0][2] == "30"  # six epochs of five steps
+    assert float(times[0][6]) == pytest.approx(30 * 0.2 / 60)
+    assert times[5][2:] == ["never"] * 5
+    for name in ("step.svg", "target.svg"):
+        assert "D-PSGD" in (tmp_path / name).read_text()
 
 
 def test_every_method_has_the_same_grid() -> None:
@@ -263,8 +473,8 @@ def test_learning_from_the_first_run_to_the_table(
         assert run.values["optimizer_diffusion_rate"] == 0.5  # the other diverges
         assert run.values["num_epochs"] == 4
     text = experiment.report(folder.results, tmp_path)
-    assert text.startswith("How well\n\n| method |")
-    line = text.splitlines()[4].split("|")
+    assert text.startswith("How well.\n\nMean ± standard deviation of 2 seeds; the same")
+    (line,) = [t.split("|") for t in text.splitlines() if t.startswith("| D-PSGD")]
     assert line[1].strip() == "D-PSGD"
     mean, deviation = map(float, line[2].replace("%", "").split("±"))
     finals = [folder.results(run) for run in list(folder.runs(experiment))[1][:2]]

@@ -107,8 +107,9 @@ def test_other_commands_are_tested_elsewhere() -> None:
         "mpirun -np 8 python environment/mpi_check.py",
         "mpirun -np 4 python examples/gossip.py",
         "mpirun -np 4 python examples/compressed_gradients.py",
-        "python -m experiments run fashion_mnist",
-        "python -m experiments report fashion_mnist",
+        "python -m experiments list",
+        "python -m experiments run consensus",
+        "python -m experiments report consensus",
     ]
 
 
