@@ -83,18 +83,26 @@ def report(results: Results, folder: Path) -> str:
 
 
 def _table(rows: Mapping[str, Sequence["DataFrame"]]) -> str:
-    plain = sum(_bits(r) for r in rows["all-reduce"])
+    plain = sum(_bits(r) for r in rows["all-reduce"]) / len(rows["all-reduce"])
     lines = [
         "| method | accuracy | MB sent per worker | less than all-reduce | ms a step |",
         "| --- | --- | --- | --- | --- |",
     ]
     for method, of_seeds in rows.items():
-        accuracies = [100 * float(last(r, "accuracy", "test_avg").iloc[0]) for r in of_seeds]
-        bits = sum(_bits(r) for r in of_seeds)
-        milliseconds = sum(map(_milliseconds, of_seeds)) / len(of_seeds)
+        ended = [r for r in of_seeds if not last(r, "accuracy", "test_avg").empty]
+        diverged = len(of_seeds) - len(ended)
+        if not ended:
+            lines.append(f"| {method} | diverged | | | |")
+            continue
+        accuracies = [100 * float(last(r, "accuracy", "test_avg").iloc[0]) for r in ended]
+        reached = f"{spread(accuracies)} %"
+        if diverged:
+            reached += f" ({diverged} of {len(of_seeds)} diverged)"
+        bits = sum(_bits(r) for r in ended) / len(ended)
+        milliseconds = sum(map(_milliseconds, ended)) / len(ended)
         lines.append(
-            f"| {method} | {spread(accuracies)} % | {bits / len(of_seeds) / 8e6:.2f} "
-            f"| {plain / bits:.1f}× | {milliseconds:.1f} |"
+            f"| {method} | {reached} | {bits / 8e6:.2f} | {plain / bits:.1f}× "
+            f"| {milliseconds:.1f} |"
         )
     return "\n".join(lines)
 

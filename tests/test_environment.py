@@ -302,8 +302,10 @@ def test_mpi_check_help_is_its_docstring() -> None:
 
 
 def test_mpi_check_measures_in_rounds_and_through_host_memory(tmp_path: Path) -> None:
-    """Rounds of two pairs; staged, as from a GPU, but from the CPU's memory. What
-    arrives is what was sent."""
+    """Rounds of two pairs; staged, as from a GPU, but from the CPU's memory.
+
+    The smaller number sends to the larger one, which in the end everyone has from process 0.
+    """
     driver = tmp_path / "rounds.py"
     driver.write_text(
         f"import sys; sys.path.insert(0, {str(ROOT / 'environment')!r})\n"
@@ -315,7 +317,7 @@ def test_mpi_check_measures_in_rounds_and_through_host_memory(tmp_path: Path) ->
         "class Filled(Port):\n"
         "    def __init__(self, *arguments):\n"
         "        super().__init__(*arguments)\n"
-        "        self._content.fill_(comm.rank % 2)\n"
+        "        self._content.fill_(comm.rank)\n"
         "        ports.append(self)\n"
         "mpi_check.Port = Filled\n"
         "cpu = torch.device('cpu')\n"
@@ -323,7 +325,7 @@ def test_mpi_check_measures_in_rounds_and_through_host_memory(tmp_path: Path) ->
         "if comm.rank == 0:\n"
         "    print(sorted(found))\n"
         "    print(mpi_check.speeds(found, ['a', 'a', 'a', 'b']))\n"
-        "assert all(len(p._content.unique()) == 1 for p in ports), ports\n"
+        "assert not ports[0]._content.any(), ports[0]._content\n"
     )
     result = run("mpirun", "-np", "4", sys.executable, driver)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -1,0 +1,229 @@
+"""When does compression pay? Seconds per step on slow and fast links, and the time to a target.
+
+Four hosts, made of this machine by environment/emulated_cluster.py; a worker on each, on a ring. A
+step is timed on links of each rate, next to its prediction: what the method sends, over the rate,
+plus the time of a step on links without a limit. If the two differ, something is sent that is not
+counted, or waits that is not explained.
+
+How good a model is after so many steps does not depend on the links. So the learning is done once,
+in one process, and the time to a target is steps to the target × seconds per step.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import metrics
+from experiments import learning
+from experiments.runner import Experiment, Results, Run
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+HOSTS = 4
+RATES = {"10mbit": 10e6, "100mbit": 100e6, "1gbit": 1e9, "none": float("inf")}  # bits per second
+# Of what a link carries, content: frames of 1500 bytes with headers of Ethernet, IP and TCP.
+CONTENT = 1448 / 1514
+STEPS = 5  # of an epoch, where steps are timed; the first of EPOCHS is for warming up
+EPOCHS = 3
+TARGET = 1.1  # times the perplexity that all-reduce ends with
+
+Values = dict[str, Any]
+
+MODEL: Values = {
+    "task": "LSTM",
+    "task_architecture": "LSTM",
+    "task_options": {"hidden_size": 440, "num_layers": 1, "dropout": 0.2, "sequence_length": 20},
+    "n_workers": HOSTS,
+    "topology": "ring",
+    "batch_size": 8,
+    "learning_rate": 10.0,
+    "momentum": 0.0,
+    "weight_decay": 0.0,
+    "gradient_clipping": 0.4,
+    "distributed_lr_warmup_epoch": 0.0,
+    "overlapping": False,  # so that the times of computing and sending add up
+    "checkpoint_interval": 100,
+    "seed": 1,
+}
+METHODS: dict[str, Values] = {
+    "all-reduce": {"optimizer": "all-reduce"},
+    "D-PSGD": {"optimizer": "dpsgd"},
+    "PowerGossip, 2 iterations": {"optimizer": "power-gossip", "optimizer_num_iterations": 2},
+    "CHOCO, sign": {
+        "optimizer": "choco",
+        "optimizer_compressor": "sign-and-norm",
+        "optimizer_diffusion_rate": 0.8,
+    },
+    "PowerSGD, rank 2": {"optimizer": "powersgd", "optimizer_rank": 2},
+    "DGC, 1 %": {"optimizer": "dgc", "optimizer_keep_ratio": 0.01},
+}
+
+
+def experiment() -> Experiment:
+    """Steps timed at each rate, and the learning in one process."""
+    title = "when compression pays: an LSTM on four hosts with links of 10 Mbit/s to no limit"
+    return Experiment(title, [lambda results: [*_learning().values(), *_timing().values()]], report)
+
+
+def _learning() -> dict[str, Run]:
+    return {
+        method: Run(
+            "train",
+            {**MODEL, **values, "num_epochs": 6, "lr_schedule_milestones": [[5, 0.1]]},
+            {"method": method},
+        )
+        for method, values in METHODS.items()
+    }
+
+
+def _timing() -> dict[tuple[str, str], Run]:
+    short = {
+        "num_epochs": EPOCHS,
+        "max_steps_per_epoch": STEPS,
+        "evaluation_interval": 100,
+        "evaluate_average_model": False,
+        "lr_schedule_milestones": [],
+    }
+    return {
+        (method, rate): Run(
+            "train", {**MODEL, **values, **short}, {"method": method, "rate": rate}, HOSTS, rate
+        )
+        for rate in RATES
+        for method, values in METHODS.items()
+    }
+
+
+def report(results: Results, folder: Path) -> str:
+    """Two tables and two figures."""
+    rows = {key: results(run) for key, run in _timing().items()}
+    measured = {key: _seconds(r) for key, r in rows.items()}
+    sent = {method: _bytes(rows[method, "none"]) for method in METHODS}
+    predicted = {
+        (method, rate): measured[method, "none"] + 8 * sent[method] / (bits * CONTENT)
+        for method in METHODS
+        for rate, bits in RATES.items()
+    }
+    learned = {method: results(run) for method, run in _learning().items()}
+    final = {
+        m: float(learning.last(r, "perplexity", "test_avg").iloc[0]) for m, r in learned.items()
+    }
+    target = TARGET * final["all-reduce"]
+    steps = {method: _steps_to(learned[method], target) for method in METHODS}
+
+    _figures(measured, predicted, steps, folder)
+    return "\n\n".join(
+        [
+            "Four hosts on a ring, an LSTM of "
+            f"{_parameters(rows['D-PSGD', 'none']):,} parameters, Python's reference texts. "
+            "Seconds a step, in brackets the prediction: bytes sent ÷ rate + a step on links "
+            "without limit.",
+            _table_of_steps(measured, predicted, sent),
+            "![seconds a step by rate of the links](step.svg)",
+            f"Minutes to a perplexity of {target:.1f} (all-reduce ends with "
+            f"{final['all-reduce']:.1f} after 6 epochs):",
+            _table_of_times(measured, steps, final),
+            "![time to the target by rate of the links](target.svg)\n",
+        ]
+    )
+
+
+def _table_of_steps(
+    measured: Mapping[tuple[str, str], float],
+    predicted: Mapping[tuple[str, str], float],
+    sent: Mapping[str, float],
+) -> str:
+    links = " | ".join(map(_name, RATES))
+    lines = [
+        f"| method | MB sent a step | {links} | at 10 Mbit/s, D-PSGD takes |",
+        f"| --- | --- |{' --- |' * len(RATES)} --- |",
+    ]
+    for method in METHODS:
+        cells = [
+            f"{measured[method, rate]:.3g}"
+            + (f" ({predicted[method, rate]:.3g})" if rate != "none" else "")
+            for rate in RATES
+        ]
+        slower = measured["D-PSGD", "10mbit"] / measured[method, "10mbit"]
+        lines.append(
+            f"| {method} | {sent[method] / 1e6:.3g} | {' | '.join(cells)} | {slower:.1f}× |"
+        )
+    return "\n".join(lines)
+
+
+def _table_of_times(
+    measured: Mapping[tuple[str, str], float],
+    steps: Mapping[str, float],
+    final: Mapping[str, float],
+) -> str:
+    links = " | ".join(map(_name, RATES))
+    lines = [
+        f"| method | perplexity at the end | steps to the target | {links} |",
+        f"| --- | --- | --- |{' --- |' * len(RATES)}",
+    ]
+    for method in METHODS:
+        if steps[method] == float("inf"):
+            cells = ["never"] * (1 + len(RATES))
+        else:
+            times = [steps[method] * measured[method, rate] / 60 for rate in RATES]
+            cells = [f"{steps[method]:.0f}", *(f"{minutes:.3g}" for minutes in times)]
+        lines.append(f"| {method} | {final[method]:.1f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _figures(
+    measured: Mapping[tuple[str, str], float],
+    predicted: Mapping[tuple[str, str], float],
+    steps: Mapping[str, float],
+    folder: Path,
+) -> None:
+    limited = [rate for rate, bits in RATES.items() if bits < float("inf")]
+    megabits = [RATES[rate] / 1e6 for rate in limited]
+    panels = {
+        title: {m: (megabits, [of[m, rate] for rate in limited]) for m in METHODS}
+        for title, of in (("Measured", measured), ("Predicted", predicted))
+    }
+    x = "rate of a link (Mbit/s)"
+    metrics.curves(panels, folder / "step.svg", x, "seconds a step", log_x=True, log_y=True)
+    reached = {
+        m: (megabits, [steps[m] * measured[m, rate] / 60 for rate in limited])
+        for m in METHODS
+        if steps[m] < float("inf")
+    }
+    metrics.curves(
+        {"": reached}, folder / "target.svg", x, "minutes to the target", log_x=True, log_y=True
+    )
+
+
+def _seconds(rows: "DataFrame") -> float:
+    """Of a step, after the first epoch: between the rows at the ends of epochs, evaluation and
+    checkpoints left out."""
+    phases = rows[(rows["name"] == "phase_seconds") & rows["phase"].isin(learning.STEP)]
+    by_epoch = phases.groupby("epoch")["value"].sum()
+    return float(by_epoch[EPOCHS] - by_epoch[1]) / (STEPS * (EPOCHS - 1))
+
+
+def _bytes(rows: "DataFrame") -> float:
+    """That a worker sends in a step, after the first epoch."""
+    bits = rows[rows["name"] == "phase_seconds"].groupby("epoch")["bits"].max()
+    return float(bits[EPOCHS] - bits[1]) / (STEPS * (EPOCHS - 1)) / 8
+
+
+def _parameters(rows: "DataFrame") -> int:
+    """Of the model, as D-PSGD shows: it sends them all, four bytes each, to two neighbors."""
+    return round(_bytes(rows) / 8)
+
+
+def _steps_to(rows: "DataFrame", target: float) -> float:
+    """Steps until the mean model's perplexity was at most that; infinity if it never was."""
+    chosen = rows[(rows["name"] == "perplexity") & (rows["split"] == "test_avg")]
+    reached = chosen[chosen["value"] <= target]["epoch"]
+    if reached.empty:
+        return float("inf")
+    phases = rows[(rows["name"] == "phase_seconds") & (rows["phase"] == "gradient")]
+    gradients = phases[phases["epoch"] == reached.min()]["instances"].iloc[0]
+    return float(gradients) / HOSTS  # one process computes them all
+
+
+def _name(rate: str) -> str:
+    return "no limit" if rate == "none" else f"{RATES[rate] / 1e6:g} Mbit/s"

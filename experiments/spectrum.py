@@ -1,0 +1,113 @@
+"""Why does a low rank do? Singular values of what two neighbors' models differ by, as they learn.
+
+Source: Vogels, Karimireddy & Jaggi (2020), arXiv:2008.01425, who show them for the LSTM.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import metrics
+from experiments import learning
+from experiments.presets import preset
+from experiments.runner import Experiment, Results, Run
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+METHODS = {"D-PSGD": "dpsgd", "PowerGossip, 8 iterations": "power-gossip-8-iterations"}
+
+
+def published() -> Experiment:
+    """The LSTM of 3 × 650 units on WikiText-2, ring of 16."""
+    values = {method: preset("wikitext2_lstm", name) for method, name in METHODS.items()}
+    return _experiment(
+        "singular values of neighbors' differences as an LSTM learns WikiText-2",
+        values,
+        (1, 10, 30, 60, 90),
+        ("encoder.weight", "rnn.weight_ih_l0", "rnn.weight_hh_l2"),
+        processes=16,
+    )
+
+
+def small() -> Experiment:
+    """One layer of 128 units on Python's reference texts, ring of 8."""
+    values = {
+        method: learning.TOPICS_LSTM
+        | {"learning_rate": 10.0, "optimizer_diffusion_rate": 1.0}
+        | {key: v for key, v in preset("wikitext2_lstm", name).items() if "optimizer" in key}
+        for method, name in METHODS.items()
+    }
+    return _experiment(
+        "the same, small: an LSTM on Python's reference texts",
+        values,
+        (1, 2, 3, 5),
+        ("encoder.weight", "rnn.weight_ih_l0", "rnn.weight_hh_l0"),
+    )
+
+
+def _experiment(
+    title: str,
+    values: Mapping[str, Mapping[str, Any]],
+    epochs: Sequence[int],
+    parameters: Sequence[str],
+    processes: int = 1,
+) -> Experiment:
+    logging: dict[str, Any] = {
+        "spectrum_logging_epochs": list(epochs),
+        "spectrum_logging_params": list(parameters),
+        "spectrum_logging_worker_pairs": [[0, 1]],
+    }
+    runs = {
+        method: Run("train", {**v, **logging, "seed": 1}, {"method": method}, processes)
+        for method, v in values.items()
+    }
+
+    def report(results: Results, folder: Path) -> str:
+        lines = [
+            "| method | parameter | singular values | share of the largest, of the squares "
+            "| of the largest 8 | consensus distance at the end |",
+            "| --- | --- | --- | --- | --- | --- |",
+        ]
+        panels: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
+        for method, run in runs.items():
+            rows = results(run)
+            distance = learning.last_of(rows, "consensus_distance", type="params_only").iloc[0]
+            for parameter in parameters:
+                values = _values(rows, parameter, epochs[-1])
+                squares = [v**2 for v in values]
+                lines.append(
+                    f"| {method} | {parameter} | {len(values)} | {squares[0] / sum(squares):.0%} "
+                    f"| {sum(squares[:8]) / sum(squares):.0%} | {distance:.3g} |"
+                )
+            panels[f"{method}: {parameters[1]}"] = {
+                f"epoch {epoch}": _curve(_values(rows, parameters[1], epoch)) for epoch in epochs
+            }
+        metrics.curves(
+            panels,
+            folder / "figure.svg",
+            "number of the singular value",
+            "singular value",
+            log_y=True,
+        )
+        table = "\n".join(lines)
+        return (
+            f"{title[0].upper()}{title[1:]}\n\nWorkers 0 and 1, epoch {epochs[-1]}:\n\n{table}\n\n"
+            "![singular values by number](figure.svg)\n"
+        )
+
+    return Experiment(title, [lambda results: list(runs.values())], report)
+
+
+def _values(rows: "DataFrame", parameter: str, epoch: int) -> list[float]:
+    """Singular values, largest first."""
+    chosen = rows[
+        (rows["name"] == "spectrum") & (rows["parameter"] == parameter) & (rows["epoch"] == epoch)
+    ]
+    if chosen.empty:
+        raise ValueError(f"no spectrum of {parameter} at epoch {epoch}")
+    return [float(v) for v in chosen.sort_values("index")["value"]]
+
+
+def _curve(values: list[float]) -> tuple[list[float], list[float]]:
+    return [float(i) for i in range(1, len(values) + 1)], values

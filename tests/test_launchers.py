@@ -1,0 +1,462 @@
+"""Jobs run once, to their end, and whoever starts them may be killed: with real processes, a real
+mpirun and a real Slurm, where these can be had.
+
+The programs that are started are tiny; nothing here depends on how fast they are.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from experiments import launchers
+from experiments.launchers import LAUNCHERS, Job, Mpirun, OneProcess, Slurm, last_output
+from network import BadInput
+from tests import slurm
+from tests.launch import ROOT, one_mpirun_at_a_time
+
+HERE = ("mpirun", "process")
+
+# Calls a launcher, as the runner does in a thread of its own, among other threads; exits with the
+# job's code.
+DRIVER = """
+import sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from experiments.launchers import LAUNCHERS, Job
+name, folder, processes, *command = sys.argv[1:]
+job = Job(command, int(processes), Path(folder, "log.txt"), Path(folder), "a job")
+for _ in range(20):
+    threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+with ThreadPoolExecutor(1) as pool:
+    sys.exit(pool.submit(LAUNCHERS[name], job).result())
+"""
+
+# Until SIGUSR1, or for SECONDS; then it takes a while, as writing a checkpoint does. A second signal
+# has its usual effect, as in train.py.
+LASTING = """
+import os, signal, sys, time
+from pathlib import Path
+folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
+stopped = []
+def stop(number, _):
+    stopped.append(number)
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+signal.signal(signal.SIGUSR1, stop)
+(folder / f"began-{os.getpid()}").touch()
+end = time.monotonic() + seconds
+while not stopped and time.monotonic() < end:
+    time.sleep(0.05)
+time.sleep(1)
+(folder / f"ended-{os.getpid()}").touch()
+print("the end", flush=True)
+sys.exit(128 + stopped[0] if stopped else 5)
+"""
+
+MPI = "from mpi4py import MPI; print('process', MPI.COMM_WORLD.rank, 'of', MPI.COMM_WORLD.size)"
+
+
+def job_of(folder: Path, *command: str, processes: int = 1) -> Job:
+    return Job(command, processes, folder / "log.txt", folder, "a job")
+
+
+def shell(folder: Path, text: str) -> Job:
+    return job_of(folder, "sh", "-c", text)
+
+
+def python(folder: Path, text: str, *arguments: object, processes: int = 1) -> Job:
+    command = [sys.executable, "-c", text, *map(str, arguments)]
+    return job_of(folder, *command, processes=processes)
+
+
+def output(job: Job) -> list[str]:
+    return last_output(job.log).splitlines()
+
+
+def starts(job: Job) -> int:
+    return job.log.read_text().count("$ ") if job.log.exists() else 0
+
+
+def count(folder: Path, pattern: str) -> int:
+    return len(list(folder.glob(pattern)))
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 90) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@contextmanager
+def killed(name: str, job: Job, running: Callable[[], object]) -> Iterator[subprocess.Popen[bytes]]:
+    """A program that has called the launcher, and is killed when `running` is true."""
+    arguments = [name, str(job.folder), str(job.processes), *job.command]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", DRIVER, *arguments]
+    with subprocess.Popen(command, env=environment, start_new_session=True) as program:
+        try:
+            wait_for(lambda: running() or program.poll() is not None)
+            assert program.poll() is None
+            yield program
+        finally:
+            program.kill()
+
+
+# --- Every launcher on this machine ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_the_exit_code_and_all_output(name: str, tmp_path: Path) -> None:
+    launcher = LAUNCHERS[name]
+    launcher.check()
+    job = shell(tmp_path, "echo threads $OMP_NUM_THREADS; echo complaint >&2; exit 3")
+    assert launcher(job) == 3
+    assert output(job) == ["threads 1", "complaint"]
+    assert launcher(shell(tmp_path, "echo once more")) == 0
+    assert output(job) == ["once more"]
+    assert starts(job) == 2
+    assert "$ sh -c 'echo once more'\n" in job.log.read_text()
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_ends_by_a_signal_and_commands_that_are_not_there(name: str, tmp_path: Path) -> None:
+    assert LAUNCHERS[name](shell(tmp_path, "kill -KILL $$")) == 128 + signal.SIGKILL
+    missing = job_of(tmp_path, "no-such-program")
+    assert LAUNCHERS[name](missing) == 127
+    assert output(missing) == ["error: no-such-program: No such file or directory"]
+
+
+def test_python_ignores_no_signal_for_others(tmp_path: Path) -> None:
+    """A shell's pipe shall end as ever, although a Python program has started it."""
+    code = OneProcess()(shell(tmp_path, "kill -PIPE $$"))
+    assert code == 128 + signal.SIGPIPE
+
+
+@pytest.mark.parametrize(
+    ("given", "processes", "added"),
+    [([], 4, ["n_workers=4"]), (["n_workers=8"], 4, []), (["seed=2"], 1, [])],
+)
+def test_workers_instead_of_processes(
+    given: list[str], processes: int, added: list[str], tmp_path: Path
+) -> None:
+    job = python(tmp_path, "import sys; print(*sys.argv[1:])", *given, processes=processes)
+    assert OneProcess()(job) == 0
+    assert output(job) == [" ".join([*given, *added])]
+
+
+def test_as_many_processes_as_wanted(tmp_path: Path) -> None:
+    job = python(tmp_path, MPI, processes=2)
+    with one_mpirun_at_a_time():
+        assert Mpirun()(job) == 0
+    assert sorted(output(job)) == ["process 0 of 2", "process 1 of 2"]
+    assert f"$ mpirun -np 2 {sys.executable} -c " in job.log.read_text()
+
+
+def test_many_threads(tmp_path: Path) -> None:
+    jobs = [shell(tmp_path / str(code), f"echo I am {code}; exit {code}") for code in range(12)]
+    with ThreadPoolExecutor(6) as pool:
+        codes = list(pool.map(OneProcess(), jobs))
+    assert codes == list(range(12))
+    assert [output(job) for job in jobs] == [[f"I am {code}"] for code in range(12)]
+
+
+def test_launchers_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BadInput, match=r"^--launcher mpirun: there is no mpirun on PATH; "):
+        LAUNCHERS["mpirun"].check()
+    with pytest.raises(BadInput, match=r"^--launcher slurm: there is no sbatch on PATH; "):
+        LAUNCHERS["slurm"].check()
+    LAUNCHERS["process"].check()
+
+
+# --- Whoever starts a job may be killed -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "processes"), [("process", 1), ("mpirun", 2)])
+def test_a_killed_runner_leaves_nothing_behind(name: str, processes: int, tmp_path: Path) -> None:
+    """Its processes are told to end, and the next start waits until they have."""
+    job = python(tmp_path, LASTING, tmp_path, 600, processes=processes)
+    again = shell(tmp_path, f"ls -d {tmp_path}/ended-*")
+    with (
+        one_mpirun_at_a_time(),
+        killed(name, job, lambda: count(tmp_path, "began-*") == processes) as program,
+    ):
+        program.kill()
+        program.wait()
+        assert LAUNCHERS[name](again) == 0
+    assert len(output(again)) == processes
+    assert "the end" in job.log.read_text()
+
+
+def test_the_next_start_waits_for_processes_that_mpirun_has_lost(tmp_path: Path) -> None:
+    """All of the runner's group is killed, mpirun too. Who is no MPI process notices nothing."""
+    job = python(tmp_path, LASTING, tmp_path, 3, processes=2)
+    again = shell(tmp_path, f"ls -d {tmp_path}/ended-*")
+    with (
+        one_mpirun_at_a_time(),
+        killed("mpirun", job, lambda: count(tmp_path, "began-*") == 2) as program,
+    ):
+        os.killpg(program.pid, signal.SIGKILL)
+        program.wait()
+        assert count(tmp_path, "ended-*") == 0
+        assert Mpirun()(again) == 0
+    assert len(output(again)) == 2
+
+
+def test_a_start_does_not_wait_for_ever(tmp_path: Path) -> None:
+    job = shell(tmp_path, "echo never")
+    with launchers._alone(tmp_path, patience=0):
+        assert Mpirun(patience=0.2)(job) == 1
+    text = job.log.read_text()
+    assert text.startswith("error: an earlier start of this run is still there after 0.2 seconds; ")
+    assert "never" not in text
+    assert Mpirun(patience=0.2)(job) == 0
+
+
+def test_a_runner_that_is_gone_before_its_command_starts(tmp_path: Path) -> None:
+    """The kernel would tell nobody any more."""
+    number = int(signal.SIGUSR1)
+    guard = launchers._guard("bound", number, 1 if os.getpid() != 1 else 2)
+    done = subprocess.run([*guard, "touch", str(tmp_path / "done")])
+    assert done.returncode == 128 + number
+    assert not (tmp_path / "done").exists()
+
+
+def test_a_process_that_starts_late_leaves_the_folder_to_others(tmp_path: Path) -> None:
+    locked = [*launchers._guard("locked", tmp_path / "running"), "echo", "here"]
+    with launchers._alone(tmp_path, patience=0):
+        done = subprocess.run(locked, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "running is locked by another start of this run" in done.stderr
+    assert subprocess.run(locked, capture_output=True, text=True).stdout == "here\n"
+
+
+def test_an_interrupted_start_takes_its_process_along(tmp_path: Path) -> None:
+    """Where a launcher is called in the main thread."""
+    job = shell(tmp_path, "echo here; exec sleep 600")
+
+    def interrupt() -> None:
+        wait_for(lambda: job.log.exists() and "here" in output(job))
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    other = threading.Thread(target=interrupt)
+    other.start()
+    with pytest.raises(KeyboardInterrupt):
+        OneProcess()(job)
+    other.join()
+    assert OneProcess(patience=0)(shell(tmp_path, "true")) == 0
+
+
+# --- Slurm ----------------------------------------------------------------------------------------
+
+
+def test_what_stands_in_a_job_before_the_command(tmp_path: Path) -> None:
+    """Without its script, a job was given up; a second start forgets the first one's exit code."""
+    script, exit_file = tmp_path / "slurm-1.sh", tmp_path / "slurm-1.sh.exit"
+    reported = launchers._guard("reported", script)
+    command = [*reported, "sh", "-c", f"ls {tmp_path}; exit 7"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: this job was given up before it started\n"
+    script.touch()
+    exit_file.write_text("of the first start")
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 7
+    assert done.stdout.splitlines()[1:] == ["slurm-1.sh"]
+    assert json.loads(exit_file.read_text())["exit_code"] == 7
+
+
+@pytest.fixture(scope="module")
+def daemons() -> Iterator[slurm.Cluster]:
+    try:
+        with slurm.running() as cluster:
+            yield cluster
+    except slurm.Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture
+def cluster(daemons: slurm.Cluster, monkeypatch: pytest.MonkeyPatch) -> slurm.Cluster:
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_"))]:
+        monkeypatch.delenv(name)
+    for name, value in daemons.environment.items():
+        monkeypatch.setenv(name, value)
+    return daemons
+
+
+def number_of(job: Job) -> str:
+    """The number of the job that is recorded; "" if there is none."""
+    file = job.folder / launchers.SLURM
+    return str(json.loads(file.read_text())["job"]) if file.exists() else ""
+
+
+def leftovers(job: Job) -> list[str]:
+    return sorted(path.name for path in job.folder.glob("slurm*"))
+
+
+def began(job: Job) -> bool:
+    return count(job.folder, "began-*") > 0
+
+
+@contextmanager
+def called(launcher: Slurm, job: Job) -> Iterator[Callable[[], int]]:
+    """The launcher is called in a thread; the function waits for the exit code."""
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(launcher, job)
+        try:
+            yield lambda: future.result(timeout=120)
+        finally:
+            launcher.leave()
+
+
+def test_slurm_runs_jobs_at_the_same_time(cluster: slurm.Cluster, tmp_path: Path) -> None:
+    """With their exit codes and their output; here and under mpirun."""
+    folders = [tmp_path / name for name in ("a", "100 % b", "c", "d", "e")]
+    jobs = [
+        shell(folders[0], "echo threads $OMP_NUM_THREADS; pwd; echo complaint >&2"),
+        shell(folders[1], "exit 3"),
+        shell(folders[2], "kill -KILL $$"),
+        job_of(folders[3], "no-such-program"),
+        python(folders[4], MPI, processes=2),
+    ]
+    launcher = Slurm()
+    launcher.check()
+    with one_mpirun_at_a_time(), ThreadPoolExecutor(len(jobs)) as pool:
+        codes = list(pool.map(launcher, jobs))
+    assert codes == [0, 3, 128 + signal.SIGKILL, 127, 0]
+    assert output(jobs[0]) == ["threads 1", os.getcwd(), "complaint"]
+    assert output(jobs[3]) == ["error: no-such-program: No such file or directory"]
+    assert sorted(output(jobs[4])) == ["process 0 of 2", "process 1 of 2"]
+    assert [starts(job) for job in jobs] == [1] * 5
+    assert [leftovers(job) for job in jobs] == [[]] * 5
+
+
+def test_slurm_goes_on_without_the_runner(cluster: slurm.Cluster, tmp_path: Path) -> None:
+    """The next one waits for the same job."""
+    job = python(tmp_path, LASTING, tmp_path, 600)
+    with killed("slurm", job, lambda: began(job)) as program:
+        program.kill()
+        program.wait()
+    number = number_of(job)
+    assert cluster.jobs() == [number]
+    with called(Slurm(), job) as code:
+        time.sleep(0.5)
+        assert number_of(job) == number
+        assert Mpirun()(job) == 1
+        assert output(job)[-1].startswith(f"error: Slurm's job {number} does this run; use ")
+        cluster.command("scancel", "--signal=USR1", "--batch", number)
+        assert code() == 128 + signal.SIGUSR1
+    assert starts(job) == count(tmp_path, "began-*") == 1
+    assert leftovers(job) == []
+
+
+def test_what_slurm_has_forgotten(cluster: slurm.Cluster, tmp_path: Path) -> None:
+    """A job whose number sbatch has told nobody, and which ended when no runner was there."""
+    job = python(tmp_path, LASTING, tmp_path, 600)
+    let_go(job, lambda: began(job))
+    number, record = number_of(job), tmp_path / launchers.SLURM
+    record.write_text(json.dumps({**json.loads(record.read_text()), "job": ""}))
+    let_go(job, lambda: number_of(job) == number)
+    cluster.command("scancel", "--signal=USR1", "--batch", number)
+    wait_for(lambda: cluster.command("scontrol", "show", "job", number).returncode != 0)
+    assert Slurm()(job) == 128 + signal.SIGUSR1
+    assert starts(job) == count(tmp_path, "began-*") == 1
+    assert leftovers(job) == []
+
+
+def let_go(job: Job, condition: Callable[[], object]) -> None:
+    """Call a launcher, and leave it when the condition is true."""
+    launcher = Slurm()
+    with called(launcher, job) as code:
+        wait_for(condition)
+        launcher.leave()
+        with pytest.raises(KeyboardInterrupt):
+            code()
+
+
+def test_jobs_that_others_end(cluster: slurm.Cluster, tmp_path: Path) -> None:
+    asked, cancelled, gone, pending = (
+        python(tmp_path / str(i), LASTING, tmp_path / str(i), 600, processes=n)
+        for i, n in enumerate((1, 1, 1, 1000))
+    )
+    with (
+        called(Slurm(), asked) as code_of_asked,
+        called(Slurm(), cancelled) as code_of_cancelled,
+        called(Slurm(patience=1), gone) as code_of_gone,
+        called(Slurm(), pending) as code_of_pending,
+    ):
+        wait_for(lambda: began(asked) and began(cancelled) and began(gone) and number_of(pending))
+        cluster.command("scancel", "--signal=USR1", "--batch", number_of(asked))
+        cluster.command("scancel", number_of(cancelled), number_of(pending))
+        kill_with_guard(gone)
+        assert code_of_asked() == 128 + signal.SIGUSR1
+        assert code_of_cancelled() == 128 + signal.SIGTERM
+        assert code_of_gone() == code_of_pending() == 1
+    complaint = " has gone without an exit code; its last state: "
+    assert complaint in output(gone)[-1]
+    assert f"{complaint}CANCELLED\n" in pending.log.read_text()
+
+
+def kill_with_guard(job: Job) -> None:
+    """The command, and before it the process that would write its exit code."""
+    (file,) = job.folder.glob("began-*")
+    number = file.name.removeprefix("began-")
+    status = Path("/proc", number, "status").read_text()
+    os.kill(int(status.partition("PPid:")[2].split()[0]), signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        os.kill(int(number), signal.SIGKILL)
+
+
+def test_what_sbatch_refuses(
+    cluster: slurm.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads further options from the environment."""
+    monkeypatch.setenv("SBATCH_PARTITION", "nowhere")
+    job = shell(tmp_path, "true")
+    assert Slurm()(job) == 1
+    assert "error: sbatch refuses: " in job.log.read_text()
+    assert "invalid partition specified: nowhere" in job.log.read_text()
+    assert leftovers(job) == []
+
+
+def test_a_controller_that_is_away(
+    cluster: slurm.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the start it is an error; later, jobs go on and their ends are waited for."""
+    job = python(tmp_path, LASTING, tmp_path, 1)
+    launcher = Slurm()
+    with called(launcher, job) as code:
+        wait_for(lambda: began(job))
+        cluster.stop_controller()
+        try:
+            with pytest.raises(
+                BadInput, match=r"^--launcher slurm: Slurm's controller does not an"
+            ):
+                launcher.check()
+            wait_for(lambda: count(tmp_path, "ended-*"))
+        finally:
+            cluster.start_controller()
+        assert code() == 5
+
+
+def test_slurm_on_several_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open MPI finds out which, and puts a process on each."""
+    job = job_of(tmp_path, "sh", "-c", "echo $SLURMD_NODENAME", processes=2)
+    try:
+        with slurm.running(cores=(1, 1)) as cluster, one_mpirun_at_a_time():
+            for name, value in cluster.environment.items():
+                monkeypatch.setenv(name, value)
+            assert Slurm()(job) == 0
+    except slurm.Unavailable as reason:
+        pytest.skip(str(reason))
+    assert sorted(output(job)) == ["node0", "node1"]
