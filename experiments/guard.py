@@ -1,4 +1,4 @@
-"""Stands between a launcher and its command. The standard library only: it starts in 20 ms.
+"""Stands between a launcher and its command. The standard library only: it starts in 30 ms.
 
     python guard.py bound SIGNAL PARENT COMMAND …    COMMAND gets the signal of this number when the
                                                      process PARENT, which has started this, is gone
@@ -6,8 +6,7 @@
     python guard.py reported FILE COMMAND …          in a job of Slurm: COMMAND's exit code will
                                                      stand in FILE.exit
 
-The first two become COMMAND: it has their process number. preexec_fn would save the start, but it
-runs Python in a fork of a program with threads, which now and then hangs for ever.
+They exit with COMMAND's exit code, 128 + the signal's number if a signal has ended it.
 """
 
 import fcntl
@@ -18,15 +17,44 @@ import sys
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def bound(number: int, parent: int, command: list[str]) -> None:
-    """PARENT counts as gone when the thread that has started this is. What COMMAND starts itself is
-    its own affair."""
+def bound(number: int, parent: int, command: list[str]) -> int:
+    """PARENT counts as gone when the thread that has started this is.
+
+    As the threads of PARENT end one by one, the kernel tells it several times: to this process,
+    which hands it on once, since a second signal ends train.py without a checkpoint. It hands on
+    SIGTERM, too. SIGINT it leaves to COMMAND, which a terminal tells as well. When this process is
+    killed, COMMAND gets the signal.
+
+    preexec_fn in PARENT would do without this process; but it runs Python in a fork of a program
+    with threads, which now and then hangs for ever.
+    """
     import ctypes
 
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+    prctl = ctypes.CDLL(None).prctl
+    waited_for = {signal.Signals(number), signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, waited_for)
+    prctl(PR_SET_PDEATHSIG, number)
+    guard = os.getpid()
     if os.getppid() != parent:  # it was gone before
-        sys.exit(128 + number)
-    become(command)
+        return 128 + number
+    child = os.fork()
+    if child == 0:
+        prctl(PR_SET_PDEATHSIG, number)
+        if os.getppid() != guard:
+            os._exit(128 + number)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        become(command)
+    left = {number, int(signal.SIGTERM)}  # to be handed on
+    while True:
+        arrived = signal.sigwait(waited_for)
+        if arrived == signal.SIGCHLD:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                code = os.waitstatus_to_exitcode(status)
+                return code if code >= 0 else 128 - code
+        elif arrived in left:
+            left.remove(arrived)
+            os.kill(child, arrived)
 
 
 def locked(file: str, command: list[str]) -> None:
@@ -41,6 +69,7 @@ def locked(file: str, command: list[str]) -> None:
 
 
 def become(command: list[str]) -> None:
+    """Turn into it: the process number stays."""
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and that is inherited
         signal.signal(number, signal.SIG_DFL)
     try:
@@ -97,7 +126,7 @@ def reported(file: str, command: list[str]) -> int:
 if __name__ == "__main__":
     how, *rest = sys.argv[1:]
     if how == "bound":
-        bound(int(rest[0]), int(rest[1]), rest[2:])
+        sys.exit(bound(int(rest[0]), int(rest[1]), rest[2:]))
     elif how == "locked":
         locked(rest[0], rest[1:])
     else:

@@ -442,7 +442,8 @@ def test_compressed_gradients_from_the_runs_to_the_tables(
     monkeypatch.setattr(compressed_gradients, "METHODS", few)
     monkeypatch.setattr(compressed_gradients, "SEEDS", (1, 2))
     monkeypatch.setattr(compressed_gradients, "PROCESSES", 1)
-    small = {"task": "Digits", "task_architecture": "MLP", "num_epochs": 1, "n_workers": 4}
+    small = {"task": "Digits", "task_architecture": "MLP", "num_epochs": 1, "batch_size": 16}
+    small |= {"n_workers": 4}
     monkeypatch.setattr(compressed_gradients, "TASKS", {"Digits": small})
     experiment, folder = compressed_gradients.experiment(), Folder("small", tmp_path)
     assert not runner.carry_out(experiment, folder, cores=2)
