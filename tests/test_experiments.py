@@ -12,7 +12,6 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from experiments.launchers import Launcher
 from omegaconf import OmegaConf
 
 import configuration
@@ -31,6 +30,7 @@ from experiments import (
 )
 from experiments import __main__ as experiments_main
 from experiments.__main__ import main
+from experiments.launchers import Launcher
 from experiments.runner import Experiment, Folder, Results, Run, carry_out
 from network import BadInput
 from tests import slurm
