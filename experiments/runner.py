@@ -190,7 +190,6 @@ def carry_out(
     if the launcher, one of `LAUNCHERS`, cannot be used here.
     """
     start = LAUNCHERS[launcher]
-    start.check()
     failed: list[Run] = []
     for number, stage in enumerate(experiment.stages, 1):
         runs = list({run.identity: run for run in stage(folder.results)}.values())
@@ -199,6 +198,8 @@ def carry_out(
             continue
         print(f"stage {number} of {len(experiment.stages)}: {len(left)} runs of {len(runs)}")
         _refuse_emulation(left, launcher)
+        if launcher != "mpirun" or any(run.processes > 1 for run in left):
+            start.check()
         progress = _Progress(len(left))
         with _Cores(cores) as free, ThreadPoolExecutor(cores) as pool:
 

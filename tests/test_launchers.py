@@ -41,8 +41,8 @@ with ThreadPoolExecutor(1) as pool:
     sys.exit(pool.submit(LAUNCHERS[name], job).result())
 """
 
-# Until SIGUSR1, or for SECONDS; then it takes a while, as writing a checkpoint does. As in train.py,
-# a second signal has its usual effect.
+# Until SIGUSR1, or for SECONDS; then it takes a while, as writing a checkpoint does. A second
+# signal has its usual effect, as in train.py.
 LASTING = """
 import os, signal, sys, time
 from pathlib import Path
