@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 import metrics
+from environment import emulated_cluster
 from experiments.launchers import LAUNCHERS, Job, Launcher, last_output
 from network import BadInput
 
@@ -222,11 +223,18 @@ def carry_out(
 
 
 def _refuse_emulation(runs: Sequence[Run], launcher: str) -> None:
-    if launcher != "mpirun" and any(run.rate for run in runs):
+    """Raises BadInput if runs need an emulated cluster and there cannot be one."""
+    if not any(run.rate for run in runs):
+        return
+    if launcher != "mpirun":
         raise BadInput(
             f"--launcher {launcher}: these runs emulate a cluster on one machine, which only "
             "--launcher mpirun does"
         )
+    try:
+        emulated_cluster.check_machine(sys.executable)
+    except emulated_cluster.Refused as refusal:
+        raise BadInput(f"these runs emulate a cluster on this machine: {refusal}") from refusal
 
 
 def _carry_out_one(run: Run, folder: Path, launcher: Launcher) -> bool:

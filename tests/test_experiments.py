@@ -245,6 +245,10 @@ def test_emulated_links_only_with_the_launcher_that_makes_them(folder: Folder) -
     run = Run("train", {"value": 1}, processes=2, rate="10mbit")
     with pytest.raises(BadInput, match="--launcher process: these runs emulate a cluster"):
         carry_out(asked(run), folder, 2, "process")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", "")
+        with pytest.raises(BadInput, match=r"no ip on|only root"):
+            carry_out(asked(run), folder, 2)
     assert folder.state(run) == "new"
     assert "mpirun" not in run.command
     assert run.command[:2] == ["env", "OMPI_MCA_btl_tcp_flags=send"]
