@@ -143,13 +143,18 @@ def assign(config: DictConfig, key: str, value: Any, source: str = "") -> None:
 
 
 def describe(config: DictConfig) -> str:
-    """A line for each key: its default and the comment behind it in the config class."""
+    """A line for each key: its default and the comment behind it in the config class, which may go
+    on in a line that begins with "#   "."""
     kind = _schema(config)
-    comments = {}
+    comments: dict[str, str] = {}
+    last = ""
     for line in inspect.getsource(kind).splitlines():
         name, _, rest = line.strip().partition(":")
-        if "#" in rest:
+        if line.strip().startswith("#   ") and last:
+            comments[last] += " " + line.strip().removeprefix("#").strip()
+        elif "#" in rest:
             comments[name] = rest.split("#", 1)[1].strip()
+        last = name if name in comments and "#" in rest else ""
     defaults = OmegaConf.to_container(OmegaConf.structured(kind))
     assert isinstance(defaults, dict)
     return "\n".join(

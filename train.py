@@ -70,9 +70,7 @@ class Config:
     n_workers: int | None = None  # workers in all; null: one for each process
     seed: int = 1
     num_epochs: int = 40
-    max_steps_per_epoch: int | None = (
-        None  # leave out the rest of each epoch, to try or time things
-    )
+    max_steps_per_epoch: int | None = None  # leave out the rest of each epoch; null: nothing
     device: str = "auto"  # auto, cpu, cuda or cuda:NUMBER; auto spreads processes over the GPUs
     cuda_aware: str = "auto"  # give GPU memory to MPI? auto asks the MPI library; on, off
     overwrite: bool = False  # allow an output folder that holds a run, which is then lost

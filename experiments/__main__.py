@@ -50,6 +50,10 @@ def main(arguments: list[str]) -> None:
     if options.launcher not in LAUNCHERS:
         choices = ", ".join(LAUNCHERS)
         raise BadInput(f'launcher "{options.launcher}" is unknown; choose from {choices}')
+    if options.publish and options.command != "report":
+        raise BadInput(f"--publish goes with report, not with {options.command}")
+    if options.dry_run and options.command != "run":
+        raise BadInput(f"--dry-run goes with run, not with {options.command}")
     cores = options.cores or (JOBS if options.launcher == "slurm" else os.cpu_count() or 1)
     experiment, folder = EXPERIMENTS[options.name], Folder(options.name)
     if options.command == "status":

@@ -344,3 +344,13 @@ def test_a_milestone_within_the_warm_up_counts_too() -> None:
         lr_schedule_milestones=[[1, 0.5]],
     )
     assert train.learning_rate(config, 2) == pytest.approx(0.1 * 2 * 0.5)
+
+
+def test_help_tells_what_keys_are_for() -> None:
+    """The comments in the class, also long ones, and none of them at the wrong key."""
+    lines = configuration.describe(OmegaConf.structured(train.Config)).splitlines()
+    told = {line.split("=")[0].strip(): line for line in lines}
+    assert told["max_steps_per_epoch"].endswith("leave out the rest of each epoch; null: nothing")
+    assert told["optimizer"].endswith("powersgd, dgc, ddp-powersgd, ddp-batched-powersgd")
+    assert told["topology"].endswith("a name, or the path of an edge list or adjacency file")
+    assert told["learning_rate"].strip() == "learning_rate=0.05"

@@ -512,3 +512,9 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert "run it first: python -m experiments run fashion_mnist" in early.stderr
     with pytest.raises(BadInput, match="--cores 0: use 1 or more"):
         main(["run", "fashion_mnist", "--cores", "0"])
+    with pytest.raises(BadInput, match='launcher "slrum" is unknown; choose from mpirun'):
+        main(["run", "fashion_mnist", "--launcher", "slrum"])
+    with pytest.raises(BadInput, match="--publish goes with report, not with run"):
+        main(["run", "fashion_mnist", "--publish"])
+    with pytest.raises(BadInput, match="--dry-run goes with run, not with report"):
+        main(["report", "fashion_mnist", "--dry-run"])
