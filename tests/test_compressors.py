@@ -5,7 +5,7 @@ from math import ceil, log2, prod
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -420,6 +420,9 @@ def test_sign_and_norm(shape: tuple[int, int], seed: int) -> None:
 
 
 @given(shapes_of_matrices, st.integers(1, 5), st.integers(0, 99))
+@example((50, 80), 1, 0)  # large enough for LAPACK to look for a few vectors only
+@example((80, 50), 5, 0)
+@example((49, 50), 1, 0)
 def test_svd_is_the_best_approximation(shape: tuple[int, int], rank: int, seed: int) -> None:
     v = normal(2, *shape, seed=seed)
     u, s, vt = torch.linalg.svd(v.double(), full_matrices=False)
@@ -434,6 +437,21 @@ def test_svd_is_the_best_approximation(shape: tuple[int, int], rank: int, seed: 
         torch.testing.assert_close(
             squares(v - result), s[:, rank:].square().sum(-1), rtol=1e-5, atol=1e-6
         )
+
+
+@pytest.mark.parametrize("leading", [(), (1,), (2, 3)])
+@pytest.mark.parametrize(("shape", "rank"), [((60, 90), 2), ((90, 60), 6), ((60, 90), 7)])
+def test_eigenvectors_of_large_matrices(
+    leading: tuple[int, ...], shape: tuple[int, int], rank: int
+) -> None:
+    """Few or many of them, and with any leading axes: the rows PyTorch finds, but for their signs."""
+    v = normal(*leading, *shape).double()
+    symmetric = v @ v.mT
+    found = compressors._largest_eigenvectors(symmetric, rank)
+    expected = torch.linalg.eigh(symmetric).eigenvectors.mT[..., -rank:, :]
+    assert found.shape == expected.shape
+    alike = (found * expected).sum(-1).abs()
+    torch.testing.assert_close(alike, torch.ones_like(alike))
 
 
 @pytest.mark.parametrize("levels", [1, 2, 4, 7, 100, 127])

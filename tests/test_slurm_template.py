@@ -323,8 +323,9 @@ def test_a_job_of_slurm_is_requeued_and_goes_on(cluster: slurm.Cluster, tmp_path
         # Slurm would wait two minutes before it starts it again.
         soon = ("scontrol", "update", f"JobId={number}", "StartTime=now")
         wait_until(lambda: cluster.command(*soon).returncode == 0)
-        wait_until(lambda: show("JobState") in ("COMPLETED", "FAILED", ""), 180)
+        ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "DEADLINE")
+        wait_until(lambda: show("JobState") in ended, 300)
     said = log.read_text()
     assert "stopped by SIGUSR1 after step" in said
-    assert "After 40 epochs" in said
+    assert "After 40 epochs" in said, cluster.command("scontrol", "show", "job", number).stdout
     assert last_step(output) > step
