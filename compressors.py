@@ -47,7 +47,6 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-from scipy.linalg import eigh
 from torch import Tensor
 from torch.nn import functional
 
@@ -490,6 +489,8 @@ def _largest_eigenvectors(symmetric: Tensor, count: int) -> Tensor:
         return torch.linalg.eigh(symmetric).eigenvectors.mT[..., -count:, :]
     # On a CPU, a few vectors of a large matrix take less than half the time that all take; PyTorch
     # has no way to ask for them.
+    from scipy.linalg import eigh  # a fifth of a second, which few programs need
+
     few = (size - count, size - 1)
     vectors = [
         eigh(matrix, subset_by_index=few, check_finite=False)[1].T

@@ -21,9 +21,9 @@ def bound(number: int, parent: int, command: list[str]) -> int:
     """PARENT counts as gone when the thread that has started this is.
 
     As the threads of PARENT end one by one, the kernel tells it several times: to this process,
-    which hands it on once, since a second signal ends train.py without a checkpoint. It hands on
-    SIGTERM, too. SIGINT it leaves to COMMAND, which a terminal tells as well. When this process is
-    killed, COMMAND gets the signal.
+    which hands it on once, since a second signal ends train.py without a checkpoint; so PARENT can
+    also send it. It hands on SIGTERM, too. SIGINT it leaves to COMMAND, which a terminal tells as
+    well. When this process is killed, COMMAND gets the signal.
 
     preexec_fn in PARENT would do without this process; but it runs Python in a fork of a program
     with threads, which now and then hangs for ever.

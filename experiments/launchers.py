@@ -11,11 +11,10 @@ other. Launchers can be called in several threads at a time.
 
 Nothing runs twice at a time in a folder, however a runner ends, and whatever launcher the next one
 uses. On this machine, what a runner has started gets SIGUSR1 when the runner is gone, even by
-SIGKILL: train.py then writes a checkpoint and ends, and other programs just end. folder/running
-stays locked until the last of the processes has ended, and the next start waits for that. Jobs of
-Slurm go on without the runner, and the next one waits for the same jobs; folder/slurm.json tells
-which these are. Ctrl-C in a terminal goes to the runner and to what it has started here, but not to
-Slurm's jobs (`scancel` ends those).
+SIGKILL, or leaves (Ctrl-C): train.py then writes a checkpoint and ends, and other programs just
+end. folder/running stays locked until the last of the processes has ended, and the next start waits
+for that. Jobs of Slurm go on without the runner (`scancel` ends them), and the next one waits for
+the same jobs; folder/slurm.json tells which these are.
 
 Slurm. sbatch itself reads further options from the environment: SBATCH_PARTITION, SBATCH_ACCOUNT,
 SBATCH_TIMELIMIT, SBATCH_GRES, SBATCH_QOS, SBATCH_MEM_PER_CPU, SBATCH_CONSTRAINT, …  (man sbatch,
@@ -46,6 +45,10 @@ from typing import IO, Any, Protocol
 from network import BadInput
 
 GUARD = Path(__file__).resolve().with_name("guard.py")
+
+# What a job here gets when it shall end. Not SIGTERM: mpirun hands that on as well, but kills its
+# processes half a second later.
+STOP = signal.SIGUSR1
 
 # In a run's folder:
 RUNNING = "running"  # locked, by those who start the run and by its processes
@@ -92,8 +95,9 @@ class Launcher(Protocol):
         """Run it and wait for its end; the exit code."""
 
     def leave(self) -> None:
-        """The runner was asked to end (Ctrl-C): let go of jobs that go on without it. Who waits for
-        one raises KeyboardInterrupt."""
+        """The runner was asked to end (Ctrl-C). Jobs here are told to, and what waits for one
+        returns with its exit code. Jobs of Slurm go on; what waits for one raises
+        KeyboardInterrupt, as does whoever starts another job."""
 
 
 class _Refused(Exception):
@@ -103,11 +107,68 @@ class _Refused(Exception):
 # --- On this machine ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Mpirun:
-    """`mpirun -np N`, or the command alone for one process; each process has one thread."""
+class _Here:
+    """Who calls `leave` from another thread has all its jobs told to end."""
 
-    patience: float = 60.0  # seconds that an earlier start of the job has to end
+    def __init__(self, patience: float = 60.0):
+        """patience: seconds that an earlier start of a job has to end"""
+        self._patience = patience
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._leaving = False
+        self._changing = threading.Lock()
+
+    def leave(self) -> None:
+        with self._changing:
+            self._leaving = True
+            for process in self._running:
+                process.send_signal(STOP)
+
+    def _run(self, job: Job, shown: Sequence[str], actual: Sequence[str]) -> int:
+        """shown: the command that stands in the log"""
+        try:
+            with _alone(job.folder, self._patience) as lock, job.log.open("a") as log:
+                _refuse_while_in_slurm(job.folder)
+                fcntl.flock(lock, fcntl.LOCK_SH)
+                with self._started(shown, actual, log, lock) as process:
+                    code = process.wait()
+        except _Refused as refusal:
+            return _failed(job, str(refusal))
+        return code if code >= 0 else 128 - code
+
+    @contextmanager
+    def _started(
+        self, shown: Sequence[str], actual: Sequence[str], log: IO[str], lock: IO[str]
+    ) -> Iterator[subprocess.Popen[bytes]]:
+        """Raises KeyboardInterrupt after `leave`."""
+        with self._changing:
+            if self._leaving:
+                raise KeyboardInterrupt
+            log.write(f"$ {shlex.join(shown)}\n")
+            log.flush()
+            process = subprocess.Popen(
+                [*_guard("bound", int(STOP), os.getpid()), *actual],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=_environment(),
+                pass_fds=[lock.fileno()],
+                # Ctrl-C would end mpirun before anybody has written a checkpoint.
+                start_new_session=True,
+            )
+            self._running.add(process)
+        try:
+            yield process
+        except BaseException:  # Ctrl-C, where this is the main thread
+            process.send_signal(STOP)
+            process.wait()
+            raise
+        finally:
+            with self._changing:
+                self._running.remove(process)
+
+
+class Mpirun(_Here):
+    """`mpirun -np N`, or the command alone for one process; each process has one thread."""
 
     def check(self) -> None:
         if not shutil.which("mpirun"):
@@ -120,18 +181,11 @@ class Mpirun:
         mpirun = _mpirun(job.processes)
         # mpirun closes what it has inherited, so every process takes the lock for itself.
         locked = _guard("locked", job.folder.resolve() / RUNNING) if mpirun else []
-        shown, actual = [*mpirun, *job.command], [*mpirun, *locked, *job.command]
-        return _run_here(job, shown, actual, self.patience)
-
-    def leave(self) -> None:
-        """The terminal has told them, too."""
+        return self._run(job, [*mpirun, *job.command], [*mpirun, *locked, *job.command])
 
 
-@dataclass(frozen=True)
-class OneProcess:
+class OneProcess(_Here):
     """n_workers=N at the end of the command, unless it says n_workers= itself. No MPI."""
-
-    patience: float = 60.0  # seconds that an earlier start of the job has to end
 
     def check(self) -> None:
         pass
@@ -140,39 +194,7 @@ class OneProcess:
         told = any(argument.startswith("n_workers=") for argument in job.command)
         workers = [] if told or job.processes == 1 else [f"n_workers={job.processes}"]
         command = [*job.command, *workers]
-        return _run_here(job, command, command, self.patience)
-
-    def leave(self) -> None:
-        """The terminal has told it, too."""
-
-
-def _run_here(job: Job, shown: Sequence[str], actual: Sequence[str], patience: float) -> int:
-    """shown: the command that stands in the log"""
-    # Not SIGTERM: mpirun hands that on as well, but kills its processes half a second later.
-    bound = _guard("bound", int(signal.SIGUSR1), os.getpid())
-    try:
-        with _alone(job.folder, patience) as lock, job.log.open("a") as log:
-            _refuse_while_in_slurm(job.folder)
-            fcntl.flock(lock, fcntl.LOCK_SH)
-            log.write(f"$ {shlex.join(shown)}\n")
-            log.flush()
-            process = subprocess.Popen(
-                [*bound, *actual],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=_environment(),
-                pass_fds=[lock.fileno()],
-            )
-            try:
-                code = process.wait()
-            except BaseException:  # Ctrl-C, where this is the main thread
-                process.terminate()
-                process.wait()
-                raise
-    except _Refused as refusal:
-        return _failed(job, str(refusal))
-    return code if code >= 0 else 128 - code
+        return self._run(job, command, command)
 
 
 def _refuse_while_in_slurm(folder: Path) -> None:

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -28,7 +28,7 @@ import yaml
 
 import metrics
 from environment import emulated_cluster
-from experiments.launchers import LAUNCHERS, Job, Launcher, last_output
+from experiments.launchers import LAUNCHERS, STOP, Job, Launcher, last_output
 from network import BadInput
 
 if TYPE_CHECKING:
@@ -202,19 +202,22 @@ def carry_out(
         if launcher != "mpirun" or any(run.processes > 1 for run in left):
             start.check()
         progress = _Progress(len(left))
-        with _Cores(cores) as free, ThreadPoolExecutor(cores) as pool:
+        free = _Cores(cores)
+        with ThreadPoolExecutor(cores) as pool:
 
             def one(run: Run, progress: "_Progress" = progress, free: "_Cores" = free) -> bool:
                 with free.taking(1 if launcher == "slurm" else run.cores(cores)):
                     ok = _carry_out_one(run, folder.of(run), start)
-                progress.tell(run, ok, folder.of(run))
+                progress.tell(run, folder)
                 return ok
 
             try:
                 outcome = list(pool.map(one, left))
             except KeyboardInterrupt:
-                start.leave()
+                print("stopping; run again to go on from here", file=sys.stderr, flush=True)
                 pool.shutdown(wait=False, cancel_futures=True)
+                free.close()
+                start.leave()
                 raise
         failed = [run for run, ok in zip(left, outcome, strict=True) if not ok]
         if failed:
@@ -253,7 +256,8 @@ def _carry_out_one(run: Run, folder: Path, launcher: Launcher) -> bool:
     diverged = code != 0 and any(line.startswith("error: diverged") for line in lines)
     facts = {"seconds": round(seconds, 2), "exit_code": code, "diverged": diverged}
     ok = code == 0 or diverged
-    _write(folder / ("done.json" if ok else "failed.json"), facts | circumstances())
+    if code != 128 + STOP:
+        _write(folder / ("done.json" if ok else "failed.json"), facts | circumstances())
     return ok
 
 
@@ -297,19 +301,17 @@ class _Cores:
 
     def __init__(self, number: int):
         self._number = self._free = number
+        self._closed = False
         self._changed = threading.Condition()
-
-    def __enter__(self) -> "_Cores":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
     @contextmanager
     def taking(self, wanted: int) -> Iterator[None]:
+        """Raises CancelledError after `close`."""
         wanted = min(wanted, self._number)
         with self._changed:
-            self._changed.wait_for(lambda: self._free >= wanted)
+            self._changed.wait_for(lambda: self._closed or self._free >= wanted)
+            if self._closed:
+                raise CancelledError
             self._free -= wanted
         try:
             yield
@@ -317,6 +319,12 @@ class _Cores:
             with self._changed:
                 self._free += wanted
                 self._changed.notify_all()
+
+    def close(self) -> None:
+        """Whoever waits gets none."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
 
 class _Progress:
@@ -327,12 +335,16 @@ class _Progress:
         self._start = time.perf_counter()
         self._lock = threading.Lock()
 
-    def tell(self, run: Run, ok: bool, folder: Path) -> None:
+    def tell(self, run: Run, folder: Folder) -> None:
         with self._lock:
             self._ended += 1
             spent = time.perf_counter() - self._start
             left = spent / self._ended * (self._number - self._ended) / 60
-            outcome = "done" if ok else f"FAILED, see {folder / 'log.txt'}"
+            outcome = {
+                "done": "done",
+                "failed": f"FAILED, see {folder.of(run) / 'log.txt'}",
+                "begun": "stopped",
+            }[folder.state(run)]
             print(
                 f"  {self._ended}/{self._number}  {_name(run)}: {outcome}  ({left:.0f} min left)",
                 flush=True,

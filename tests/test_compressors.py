@@ -444,7 +444,7 @@ def test_svd_is_the_best_approximation(shape: tuple[int, int], rank: int, seed: 
 def test_eigenvectors_of_large_matrices(
     leading: tuple[int, ...], shape: tuple[int, int], rank: int
 ) -> None:
-    """Few or many of them, and with any leading axes: the rows PyTorch finds, but for their signs."""
+    """Few or many, with any leading axes: the rows that PyTorch finds, but for their signs."""
     v = normal(*leading, *shape).double()
     symmetric = v @ v.mT
     found = compressors._largest_eigenvectors(symmetric, rank)

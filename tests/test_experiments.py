@@ -5,8 +5,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -261,32 +262,82 @@ import sys
 from pathlib import Path
 from experiments import runner
 from experiments.runner import Experiment, Folder, Run, carry_out
-runner.ROOT = Path(sys.argv[1])
-runs = [Run("train", {"value": i, "sleep": 6.0 * (i == 1)}) for i in range(3)]
+root, cores, processes = sys.argv[1:]
+runner.ROOT = Path(root)
+runs = [
+    Run("train", {"value": i, "sleep": 6.0 * (i == 1)}, processes=int(processes))
+    for i in range(3)
+]
 folder = Folder("question", runner.ROOT / "output")
 with folder.claimed():
-    carry_out(Experiment("", [lambda results: runs], lambda results, path: ""), folder, 1)
+    carry_out(
+        Experiment("", [lambda results: runs], lambda results, path: ""),
+        folder,
+        int(cores),
+        "process",
+    )
 """
 
 
-def test_a_killed_runner_goes_on(folder: Folder, tmp_path: Path) -> None:
+@dataclass(frozen=True)
+class Driver:
+    process: subprocess.Popen[str]
+    runs: list[Run]
+    again: Callable[[], subprocess.CompletedProcess[str]]
+
+
+@contextmanager
+def driver(folder: Folder, cores: int = 1, processes: int = 1) -> Iterator[Driver]:
+    """A runner of three runs, the second of which lasts; it is under way."""
+    program = folder.path.parents[1] / "driver.py"
+    program.write_text(DRIVER)
+    arguments = [str(program), str(program.parent), str(cores), str(processes)]
+    runs = [
+        Run("train", {"value": i, "sleep": 6.0 * (i == 1)}, processes=processes) for i in range(3)
+    ]
+    with subprocess.Popen(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            _wait(lambda: folder.state(runs[1]) == "begun" and starts(folder, runs[1]) == 1)
+            yield Driver(process, runs, lambda: python(*arguments))
+        finally:
+            process.kill()
+
+
+def test_a_killed_runner_goes_on(folder: Folder) -> None:
     """Nothing is done twice, and nothing half done counts."""
-    driver = tmp_path / "driver.py"
-    driver.write_text(DRIVER)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(driver), str(tmp_path)]
-    runs = [Run("train", {"value": i, "sleep": 6.0 * (i == 1)}) for i in range(3)]
-    with subprocess.Popen(command, env=environment, start_new_session=True) as program:
-        _wait(lambda: folder.state(runs[1]) == "begun")
-        again = python(driver, tmp_path)
-        os.killpg(program.pid, signal.SIGKILL)
+    with driver(folder) as program:
+        again = program.again()
+        os.killpg(program.process.pid, signal.SIGKILL)
     assert again.returncode != 0
     assert "is in use by another runner; wait for it" in again.stderr
-    assert [folder.state(run) for run in runs] == ["done", "begun", "new"]
-    ended = python(driver, tmp_path)
+    assert [folder.state(run) for run in program.runs] == ["done", "begun", "new"]
+    _goes_on(folder, program)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_interrupted_runner_goes_on(folder: Folder, processes: int) -> None:
+    """Ctrl-C: what runs is told to end, and what waits, for its turn or for cores, never starts."""
+    with driver(folder, cores=processes, processes=processes) as program:
+        os.killpg(program.process.pid, signal.SIGINT)  # as a terminal does
+        output, _ = program.process.communicate(timeout=30)
+    assert "stopping; run again to go on from here" in output
+    assert [folder.state(run) for run in program.runs] == ["done", "begun", "new"]
+    assert program.process.returncode != 0
+    _goes_on(folder, program)
+
+
+def _goes_on(folder: Folder, program: Driver) -> None:
+    ended = program.again()
     assert ended.returncode == 0, ended.stderr
-    assert [folder.state(run) for run in runs] == ["done"] * 3
-    assert [starts(folder, run) for run in runs] == [1, 2, 1]
+    assert [folder.state(run) for run in program.runs] == ["done"] * 3
+    assert [starts(folder, run) for run in program.runs] == [1, 2, 1]
 
 
 def _wait(condition: Callable[[], bool], seconds: float = 30) -> None:

@@ -97,6 +97,11 @@ def wait_for(condition: Callable[[], object], seconds: float = 90) -> None:
         time.sleep(0.02)
 
 
+def children(*parents: int) -> list[int]:
+    lists = (file for pid in parents for file in Path(f"/proc/{pid}/task").glob("*/children"))
+    return [int(pid) for file in lists for pid in file.read_text().split()]
+
+
 @contextmanager
 def killed(name: str, job: Job, running: Callable[[], object]) -> Iterator[subprocess.Popen[bytes]]:
     """A program that has called the launcher, and is killed when `running` is true."""
@@ -199,14 +204,16 @@ def test_a_killed_runner_leaves_nothing_behind(name: str, processes: int, tmp_pa
 
 
 def test_the_next_start_waits_for_processes_that_mpirun_has_lost(tmp_path: Path) -> None:
-    """All of the runner's group is killed, mpirun too. Who is no MPI process notices nothing."""
+    """The runner is killed, its guard and mpirun too. Who is no MPI process notices nothing."""
     job = python(tmp_path, LASTING, tmp_path, 3, processes=2)
     again = shell(tmp_path, f"ls -d {tmp_path}/ended-*")
     with (
         one_mpirun_at_a_time(),
         killed("mpirun", job, lambda: count(tmp_path, "began-*") == 2) as program,
     ):
-        os.killpg(program.pid, signal.SIGKILL)
+        guard = children(program.pid)
+        for process in [*guard, *children(*guard), program.pid]:
+            os.kill(process, signal.SIGKILL)
         program.wait()
         assert count(tmp_path, "ended-*") == 0
         assert Mpirun()(again) == 0

@@ -320,8 +320,8 @@ def test_a_job_of_slurm_is_requeued_and_goes_on(cluster: slurm.Cluster, tmp_path
         wait_until(lambda: show("Restarts") == "1" and show("JobState") == "PENDING")
         step = last_step(output)
         assert step > 0
-        # Slurm would wait two minutes before it starts it again. Within the second in which the node
-        # ended the job it refuses to start it ("Job credential revoked").
+        # Slurm would wait two minutes before it starts it again. Within the second in which the
+        # node has ended the job it refuses to start it ("Job credential revoked").
         soon = ("scontrol", "update", f"JobId={number}", "StartTime=now+3")
         wait_until(lambda: cluster.command(*soon).returncode == 0)
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "DEADLINE")
