@@ -20,19 +20,19 @@ EXPERIMENTS: dict[str, Experiment] = {
         {"random": {}, "low-rank": {}, "lfw": {}},
     ),
     "consensus_faces": consensus.experiment(
-        "the same on the paper's faces, which are fetched from the net",
+        "how fast workers agree on the paper's faces, which are fetched from the net",
         {"faces": {"matrix_size": 64}},
     ),
     "fashion_mnist": learning.experiment(
         "what each method reaches on FashionMNIST, data dealt out evenly", learning.FASHION_MNIST
     ),
     "fashion_mnist_sorted": learning.experiment(
-        "the same, data sorted by label: each worker sees one or two labels",
+        "what each method reaches on FashionMNIST, sorted by label: a worker sees one or two",
         learning.FASHION_MNIST | {"use_decentralized_data": True},
         tuning_epochs=1,
     ),
     "fashion_mnist_dirichlet": learning.experiment(
-        "the same, labels dealt out by a Dirichlet distribution with alpha 0.1",
+        "what each method reaches on FashionMNIST, dealt out by Dirichlet, alpha 0.1",
         learning.FASHION_MNIST | {"decentralized_data_dirichlet_alpha": 0.1},
         tuning_epochs=1,
     ),

@@ -37,7 +37,7 @@ def small() -> Experiment:
         "seed": 1,
     }
     return _experiment(
-        "the same, small: a CNN on FashionMNIST, 2 epochs",
+        "Moniqua's grid, small: a CNN on FashionMNIST, 2 epochs",
         values,
         (0.0625, 0.25, 1.0, 4.0),
         (0.005, 0.03, 0.1, 0.3, 1.0),

@@ -39,7 +39,7 @@ def small() -> Experiment:
         for method, name in METHODS.items()
     }
     return _experiment(
-        "the same, small: an LSTM on Python's reference texts",
+        "singular values of neighbors' differences, small: an LSTM on Python's reference texts",
         values,
         (1, 2, 3, 5),
         ("encoder.weight", "rnn.weight_ih_l0", "rnn.weight_hh_l0"),
