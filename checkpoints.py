@@ -40,7 +40,7 @@ Tree = Any  # dict[str, Tree] | list[Tree] | Tensor | int | float | str | None
 class Checkpoints:
     """The last and the best state of the run in an output folder.
 
-    Every method is called by all processes at the same time, and raises network.BadInput in all of
+    Every method is called by all processes at the same time, and raises errors.BadInput in all of
     them if a file cannot be written, read, or is not what the index says.
     """
 

@@ -22,9 +22,10 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+import errors
 import network
 import runs
-from network import BadInput
+from errors import BadInput
 
 # A whole number for a float, or a tuple for a list, is what a user means by it.
 warnings.filterwarnings("ignore", message="Implicit conversion from (int to float|tuple to list)")
@@ -171,11 +172,11 @@ def run_entry_point(main: Callable[[list[str]], object]) -> None:
         if network.processes().rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
-    except network.Interrupted as error:
+    except errors.Interrupted as error:
         if network.processes().rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(128 + error.signal)
-    except network.Stopped as error:
+    except errors.Stopped as error:
         if network.processes().size > 1:
             raise  # the others may not know
         print(f"error: {error}", file=sys.stderr, flush=True)

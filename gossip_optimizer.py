@@ -32,7 +32,8 @@ import compressors
 import network
 import randomness
 import topologies
-from network import BadInput, Network, Processes, together
+from errors import BadInput
+from network import Network, Processes, together
 from parameters import Layout
 
 _VERSION = 1  # of `state_dict`

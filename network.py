@@ -40,6 +40,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from errors import BadInput, Interrupted, Stopped
 from topologies import Round, Topology
 
 T = TypeVar("T")
@@ -79,24 +80,6 @@ class Gather:
 
 Message = ToEach | ToAll | Mean | Gather
 Conversation = Generator[Any, Any, None]  # yields Message | tuple[Message, ...]
-
-
-class BadInput(ValueError):
-    """What the user asked for cannot be done; the text is one sentence that says what would do."""
-
-
-class Stopped(RuntimeError):
-    """The run cannot go on, for a reason that the text says in one sentence."""
-
-    exit_code = 1
-
-
-class Interrupted(Stopped):
-    """The run was asked to stop, and all processes know: by a signal of this number."""
-
-    def __init__(self, text: str, signal: int):
-        super().__init__(text)
-        self.signal = signal
 
 
 # --- The processes of a run ----------------------------------------------------------------------

@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import checkpoints
 import metrics
-from network import Stopped
+from errors import Stopped
 
 FIGURE = "figure.png"
 _DATE = "{date}"

@@ -45,17 +45,9 @@ import runs
 import tasks
 import topologies
 from checkpoints import Checkpoints
+from errors import BadInput, Interrupted, Stopped
 from evaluation import Evaluation
-from network import (
-    BadInput,
-    Interrupted,
-    Network,
-    Processes,
-    Stopped,
-    choose_device,
-    cuda_aware_mpi,
-    processes,
-)
+from network import Network, Processes, choose_device, cuda_aware_mpi, processes
 from network import hosted_workers as hosted
 from parameters import Parameters
 
@@ -207,7 +199,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Train as `config` says, after `arguments` (key=value, --config, --output-dir) changed it.
 
     Raises BadInput, in all processes, if something asked for cannot be done; Diverged if a
-    worker's loss becomes infinite or NaN; network.Interrupted when a signal has ended the run.
+    worker's loss becomes infinite or NaN; errors.Interrupted when a signal has ended the run.
     """
     global _output, output_dir
     who = processes()

@@ -25,7 +25,8 @@ import compressors
 import configuration
 import topologies
 from benchmarks.timing import in_turns
-from network import BadInput, Network, choose_device, processes
+from errors import BadInput
+from network import Network, choose_device, processes
 from parameters import Layout
 
 Shapes = list[tuple[int, ...]]

@@ -28,7 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 import configuration
 import ddp_hooks
 from benchmarks.timing import in_turns
-from network import BadInput, processes
+from errors import BadInput
+from network import processes
 from powersgd import Config as PowerSGDConfig
 from powersgd import PowerSGD, optimizer_step
 

@@ -14,11 +14,10 @@ import os
 import sys
 from pathlib import Path
 
-import configuration
+from errors import BadInput
 from experiments import EXPERIMENTS, results
 from experiments.launchers import LAUNCHERS
 from experiments.runner import Experiment, Folder, carry_out
-from network import BadInput
 
 JOBS = 64  # of Slurm at a time
 
@@ -107,4 +106,10 @@ def _report(name: str, experiment: Experiment, folder: Folder) -> None:
 
 
 if __name__ == "__main__":
-    configuration.run_entry_point(main)
+    try:
+        main(sys.argv[1:])
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -21,6 +21,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +29,8 @@ import yaml
 
 import metrics
 from environment import emulated_cluster
+from errors import BadInput
 from experiments.launchers import LAUNCHERS, STOP, Job, Launcher, last_output
-from network import BadInput
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -264,7 +265,6 @@ def _carry_out_one(run: Run, folder: Path, launcher: Launcher) -> bool:
 @cache
 def circumstances() -> dict[str, Any]:
     """Versions, commit and machine, for whoever reads the results."""
-    import torch
 
     def git(*arguments: str) -> str:
         try:
@@ -279,7 +279,7 @@ def circumstances() -> dict[str, Any]:
     return {
         "commit": (git("rev-parse", "--short", "HEAD") + changed) or "unknown",
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": version("torch"),
         "cores": os.cpu_count(),
         "processor": _processor(),
         "date": time.strftime("%Y-%m-%d"),

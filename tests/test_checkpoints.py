@@ -22,7 +22,8 @@ from algorithms import AVERAGING
 from centralized import AGGREGATIONS
 from checkpoints import Checkpoints
 from compressors import COMPRESSORS
-from network import BadInput, Interrupted, Processes
+from errors import BadInput, Interrupted
+from network import Processes
 from tests.launch import python
 
 # Children begin as copies of a process that has imported everything: a start takes no seconds.

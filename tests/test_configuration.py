@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 import configuration
 import runs
 import train
-from network import BadInput
+from errors import BadInput
 from tests import launch
 
 

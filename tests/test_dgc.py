@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import topologies
 from benchmarks import dgc_selection
 from dgc import DGC, Config, DGCAggregation, Selector, optimizer_step
-from network import BadInput, Network, Processes, processes
+from errors import BadInput
+from network import Network, Processes, processes
 from parameters import Layout
 from randomness import generator
 

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 import configuration
 import gossip_run
 import train
+from errors import BadInput
 from experiments import (
     EXPERIMENTS,
     compressed_gradients,
@@ -33,7 +34,6 @@ from experiments import __main__ as experiments_main
 from experiments.__main__ import main
 from experiments.launchers import Launcher
 from experiments.runner import Experiment, Folder, Results, Run, carry_out
-from network import BadInput
 from tests import slurm
 from tests.launch import ROOT, python
 
@@ -543,6 +543,12 @@ def test_learning_from_the_first_run_to_the_table(
     assert deviation == pytest.approx(pd.Series(accuracies).std(), abs=0.006)
     assert line[5].strip() == "1.0×"
     assert "CHOCO, sign" in (tmp_path / "figure.svg").read_text()
+
+
+def test_what_is_done_is_told_at_once() -> None:
+    """The command line and the runner do without PyTorch, which takes seconds to import."""
+    told = python("-c", "import experiments.__main__, sys; print('torch' in sys.modules)")
+    assert told.stdout == "False\n", told.stderr
 
 
 def test_the_command_line(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 import configuration
 import metrics
 import train
-from network import BadInput
+from errors import BadInput
 from tests import launch
 
 TINY = ["task_architecture=MLP", "num_epochs=1", "log_verbosity=0"]
@@ -77,14 +77,14 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
 TRY_ALL = """
 import json, sys
 from omegaconf import OmegaConf
-import network, train
+import errors, network, train
 
 messages, rank = {}, network.processes().rank
 for name, arguments in json.load(open("refusals.json")).items():
     train.config, train.output_dir = OmegaConf.structured(train.Config), None
     try:
         train.main(["n_workers=4", *TINY, *arguments])
-    except network.BadInput as error:
+    except errors.BadInput as error:
         messages[name] = str(error)
     except BaseException as error:
         messages[name] = f"{type(error).__name__}: {error}"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import algorithms
 import topologies
+from errors import BadInput
 from gossip_optimizer import (
     AllReduce,
     Averaging,
@@ -26,7 +27,7 @@ from gossip_optimizer import (
     Moniqua,
     PowerGossip,
 )
-from network import BadInput, Network, Processes, processes
+from network import Network, Processes, processes
 from parameters import Layout
 
 N = 4

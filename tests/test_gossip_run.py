@@ -21,8 +21,9 @@ from torch import Tensor
 import gossip_run
 import metrics
 import runs
+from errors import BadInput
 from gossip_run import ALGORITHMS, DATA
-from network import BadInput, processes
+from network import processes
 from tests import launch
 
 TINY: dict[str, Any] = {

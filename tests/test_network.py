@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import topologies
+from errors import BadInput
 from network import (
-    BadInput,
     Conversation,
     Gather,
     Mean,

@@ -21,7 +21,8 @@ import metrics
 import runs
 import tasks
 import train
-from network import BadInput, processes
+from errors import BadInput
+from network import processes
 from tasks.task import Batch, Split
 from tests import launch
 
