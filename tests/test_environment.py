@@ -203,7 +203,7 @@ def test_a_driver_in_another_folder_imports_the_modules(tmp_path: Path) -> None:
     driver.write_text("import tasks, topologies\nprint(topologies.__file__)\n")
     result = run(sys.executable, driver, cwd=tmp_path, PYTHONPATH="")
     assert result.returncode == 0, result.stderr
-    assert Path(result.stdout.strip()) == ROOT / "topologies.py"
+    assert Path(result.stdout.strip()) == ROOT / "topologies" / "__init__.py"
 
 
 def test_every_module_can_be_imported_from_another_folder() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.sparse import csr_array
 
 import topologies
-from topologies import TOPOLOGIES, UNDIRECTED, Round, Topology, make, matchings, undirected
+from topologies import TOPOLOGIES, UNDIRECTED, Round, Topology, make, matchings, spectra, undirected
 
 VARYING = {"one-peer-exponential", "base-graph", "random-matching", "epidemic", "round-robin"}
 DIRECTED = {"unidirectional-ring", "exponential", "one-peer-exponential", "epidemic"}
@@ -329,7 +329,7 @@ def test_every_connected_graph_averages(graph: nx.Graph) -> None:
 def test_large_spectra_equal_dense_ones(name: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     small = make(name, n // 8)
     dense = small.spectral_gap, small.largest_eigenvalue
-    monkeypatch.setattr(topologies, "_DENSE", 1)
+    monkeypatch.setattr(spectra, "DENSE", 1)
     sparse = make(name, n // 8)
     assert sparse.spectral_gap == pytest.approx(dense[0], rel=1e-6)
     assert sparse.largest_eigenvalue == pytest.approx(dense[1], rel=1e-6)
@@ -514,7 +514,7 @@ def test_round_robin_takes_any_graph(tmp_path: Path) -> None:
 def test_large_periods_equal_dense_ones(name: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     dense = make(name, n)
     kept, exact = dense.contraction() ** dense.period, dense.averages_exactly
-    monkeypatch.setattr(topologies, "_DENSE", 1)
+    monkeypatch.setattr(spectra, "DENSE", 1)
     sparse = make(name, n)
     assert sparse.contraction() ** dense.period == pytest.approx(kept, rel=1e-4, abs=1e-12)
     assert sparse.averages_exactly == exact
