@@ -8,6 +8,7 @@ goes with the size of the updates, and is tried at two values.
 
 from collections.abc import Mapping, Sequence
 from itertools import product
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -229,8 +230,10 @@ def last_of(rows: "DataFrame", name: str, **tags: str) -> Any:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Mean ± standard deviation."""
+    """Mean ± standard deviation, or that one of them is infinite."""
     mean = sum(values) / len(values)
+    if not isfinite(mean):
+        return "infinite"
     deviation = (sum((v - mean) ** 2 for v in values) / max(1, len(values) - 1)) ** 0.5
     return f"{mean:.2f} ± {deviation:.2f}"
 

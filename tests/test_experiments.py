@@ -480,6 +480,11 @@ def test_when_compression_pays_from_rows_to_tables(tmp_path: Path) -> None:
         assert "D-PSGD" in (tmp_path / name).read_text()
 
 
+def test_the_spread_over_seeds() -> None:
+    assert learning.spread([1.0, 2.0, 3.0]) == "2.00 ± 1.00"
+    assert learning.spread([1.0, float("inf")]) == "infinite"
+
+
 def test_every_method_has_the_same_grid() -> None:
     for method in learning.METHODS:
         runs = learning._grid(learning.FASHION_MNIST, method, (0.05, 0.1), 2)
