@@ -19,6 +19,11 @@ EXPERIMENTS: dict[str, Experiment] = {
         "how fast workers agree, and for how many bits: random, low-rank, faces",
         {"random": {}, "low-rank": {}, "lfw": {}},
     ),
+    "consensus_others": consensus.experiment(
+        "how fast workers agree with further compressors",
+        {"random": {}, "low-rank": {}, "lfw": {}},
+        [consensus.OTHERS],
+    ),
     "consensus_faces": consensus.experiment(
         "how fast workers agree on the paper's faces, which are fetched from the net",
         {"faces": {"matrix_size": 64}},

@@ -398,8 +398,9 @@ SMALL = {
 
 
 def test_consensus_from_the_run_to_the_table(tmp_path: Path) -> None:
-    few = {"algorithm": ["uncompressed", "power_gossip"], "num_steps": 60}
-    experiment = consensus.experiment("who agrees", {"lfw": few, "low-rank": few})
+    few = {"num_steps": 60}
+    parts = [("uncompressed", "chebyshev"), ("power_gossip",)]
+    experiment = consensus.experiment("who agrees", {"lfw": few, "low-rank": few}, parts)
     folder = Folder("consensus", tmp_path)
     assert carry_out(experiment, folder, 2) == []
     text = experiment.report(folder.results, tmp_path)
