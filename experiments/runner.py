@@ -137,8 +137,9 @@ class Folder:
         def all_of(key: str) -> str:
             return ", ".join(sorted({str(facts.get(key, "unknown")) for facts in done}))
 
+        took = f"{seconds / 3600:.1f} hours" if seconds >= 3600 else f"{seconds / 60:.1f} minutes"
         return (
-            f"{len(done)} runs, one by one {seconds / 3600:.1f} hours; Python {all_of('python')}, "
+            f"{len(done)} runs, one by one {took}; Python {all_of('python')}, "
             f"torch {all_of('torch')}; {all_of('cores')} cores, {all_of('processor')}; "
             f"{all_of('date')}; commit {all_of('commit')}."
         )
