@@ -292,10 +292,15 @@ def compare(runs: Mapping[str, "DataFrame"], path: Path | str) -> None:
 
 
 def scatter(
-    points: Mapping[str, tuple[float, Sequence[float]]], path: Path | str, x: str, y: str
+    points: Mapping[str, tuple[float, Sequence[float]]],
+    path: Path | str,
+    x: str,
+    y: str,
+    log_y: bool = False,
 ) -> None:
     """Draw a point for each label: (x, what several runs reached): their mean and, as a bar, from
-    the least to the largest. The horizontal axis is logarithmic; x and y name the axes.
+    the least to the largest. The horizontal axis is logarithmic, the vertical one if asked; x and y
+    name the axes.
 
     ValueError if there is nothing to draw.
     """
@@ -315,6 +320,10 @@ def scatter(
             )
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:g}")
+        if log_y:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("{x:g}")
 
     _draw(path, {"points": draw if points else None}, {"points": ("", x, y)}, width=7.0)
 

@@ -246,5 +246,8 @@ def _figure(rows: Mapping[str, list["DataFrame"]], measure: str, path: Path) -> 
         if len(reached) == len(of_seeds):
             bits = sum(float(r["bits"].max()) for r in of_seeds) / len(of_seeds)
             points[method] = bits / 8e6, [100 * v if measure == "accuracy" else v for v in reached]
-    unit = ", %" if measure == "accuracy" else ""
-    metrics.scatter(points, path, "megabytes sent by a worker", f"test {measure}, mean model{unit}")
+    x, y = "megabytes sent by a worker", f"test {measure}, mean model"
+    if measure == "accuracy":
+        metrics.scatter(points, path, x, f"{y}, %")
+    else:
+        metrics.scatter(points, path, x, y, log_y=True)
