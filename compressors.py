@@ -435,7 +435,8 @@ class SVD:
     δ = Σ_{i ≤ r} σ_i² / Σ_i σ_i² ≥ r/min(m, k).    Eckart & Young (1936), doi:10.1007/BF02288367
 
     The vectors are eigenvectors of the shorter side's Gram matrix, which is several times faster
-    than a singular value decomposition; in double precision, since squares lose half the digits.
+    than a singular value decomposition; in double precision, since squares lose half the digits
+    (which the first vector does not miss).
 
     A matrix with a NaN or infinity arrives as NaN throughout. Raises ValueError for a rank below 1.
     """

@@ -28,7 +28,7 @@ HIDDEN = (  # from the figure, for clarity; the table has them all
     "finite_time",
 )
 
-# The paper's, and what costs next to nothing. Most of the time goes into singular value
+# The paper's, and what costs next to nothing. A third of the time goes into singular value
 # decompositions, so these are a run of their own.
 PAPERS = (
     (
