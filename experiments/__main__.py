@@ -2,7 +2,7 @@
 
 python -m experiments list                 the questions
 python -m experiments run NAME             run what has not been run
-python -m experiments status NAME          what is done, failed, left
+python -m experiments status [NAME]        what is done, failed, left
 python -m experiments report NAME          table (Markdown) and figures
 python -m experiments report NAME --publish    and put them into RESULTS.md
 
@@ -12,12 +12,14 @@ python -m experiments report NAME --publish    and put them into RESULTS.md
 import argparse
 import os
 import sys
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 
 from errors import BadInput
 from experiments import EXPERIMENTS, results
 from experiments.launchers import LAUNCHERS
-from experiments.runner import Experiment, Folder, carry_out
+from experiments.runner import Experiment, Folder, Run, carry_out
 
 JOBS = 64  # of Slurm at a time
 
@@ -41,9 +43,9 @@ def main(arguments: list[str]) -> None:
         for name, experiment in EXPERIMENTS.items():
             print(f"{name:<{width}}{experiment.title}")
         return
-    if options.name not in EXPERIMENTS:
-        choices = ", ".join(EXPERIMENTS)
-        raise BadInput(f'experiment "{options.name}" is unknown; choose from {choices}')
+    if options.name not in EXPERIMENTS and (options.name or options.command != "status"):
+        found = f'experiment "{options.name}" is unknown' if options.name else "no experiment named"
+        raise BadInput(f"{found}; choose from {', '.join(EXPERIMENTS)}")
     if options.cores is not None and options.cores < 1:
         raise BadInput(f"--cores {options.cores}: use 1 or more")
     if options.launcher not in LAUNCHERS:
@@ -53,6 +55,9 @@ def main(arguments: list[str]) -> None:
         raise BadInput(f"--publish goes with report, not with {options.command}")
     if options.dry_run and options.command != "run":
         raise BadInput(f"--dry-run goes with run, not with {options.command}")
+    if options.name is None:
+        _status_of_all()
+        return
     cores = options.cores or (JOBS if options.launcher == "slurm" else os.cpu_count() or 1)
     experiment, folder = EXPERIMENTS[options.name], Folder(options.name)
     if options.command == "status":
@@ -76,11 +81,29 @@ def main(arguments: list[str]) -> None:
         print(f"done; see: python -m experiments report {options.name}")
 
 
+def _status_of_all() -> None:
+    width = max(map(len, EXPERIMENTS)) + 2
+    for name, experiment in EXPERIMENTS.items():
+        folder = Folder(name)
+        stages = list(folder.runs(experiment))
+        states = _states(folder, chain.from_iterable(stages))
+        more = ", more when these are done" if len(stages) < len(experiment.stages) else ""
+        print(f"{name:<{width}}{_counted(states)}{more}")
+
+
+def _states(folder: Folder, runs: Iterable[Run]) -> list[str]:
+    return [folder.state(run) for run in runs]
+
+
+def _counted(states: Sequence[str]) -> str:
+    counts = {state: states.count(state) for state in ("done", "failed", "begun", "new")}
+    return ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+
+
 def _status(experiment: Experiment, folder: Folder) -> None:
     for number, runs in enumerate(folder.runs(experiment), 1):
-        states = [folder.state(run) for run in runs]
-        counts = ", ".join(f"{states.count(s)} {s}" for s in ("done", "failed", "begun", "new"))
-        print(f"stage {number} of {len(experiment.stages)}: {counts}")
+        states = _states(folder, runs)
+        print(f"stage {number} of {len(experiment.stages)}: {_counted(states)}")
         for run, state in zip(runs, states, strict=True):
             if state == "failed":
                 print(f"  failed: {folder.of(run) / 'log.txt'}")

@@ -569,6 +569,12 @@ def test_the_command_line(tmp_path: Path) -> None:
     unknown = python("-m", "experiments", "run", "questoin")
     assert unknown.returncode == 2
     assert 'error: experiment "questoin" is unknown; choose from' in unknown.stderr
+    nameless = python("-m", "experiments", "run")
+    assert nameless.returncode == 2
+    assert "error: no experiment named; choose from" in nameless.stderr
+    states = python("-m", "experiments", "status")
+    assert states.returncode == 0, states.stderr
+    assert [line.split()[0] for line in states.stdout.splitlines()] == list(EXPERIMENTS)
     early = subprocess.run(
         [sys.executable, "-m", "experiments", "report", "fashion_mnist"],
         cwd=tmp_path,
