@@ -104,7 +104,7 @@ class PlainGossip(_Stateless):
 class AllReduce(_Stateless):
     """x_i ← (1/n) Σ_j x_j: the centralized baseline.
 
-    Counted as a ring all-reduce: 2 (n − 1)/n · 32 D bits a worker (Patarasuk & Yuan 2009,
+    Sends 2 (n − 1)/n · 32 D bits a worker, as few as can be (Patarasuk & Yuan 2009,
     doi:10.1016/j.jpdc.2008.09.002).
     """
 

@@ -103,6 +103,17 @@ class Processes:
             all_cores = set().union(*host.allgather(cores))
             host.Free()
             self.threads = max(1, min(len(cores), len(all_cores) // self.local_size))
+        self._tags = 0
+
+    def others(self, step: int) -> list[int]:
+        """All other processes, from the next one on (step 1) or from the one before back (−1): if
+        all send to the first ones first, each hears one at a time."""
+        return [(self.rank + step * k) % self.size for k in range(1, self.size)]
+
+    def new_tag(self) -> int:
+        """A tag for messages: 1, 2, … and again; the same in all processes, if they all ask."""
+        self._tags = self._tags % 32767 + 1  # the largest that every MPI knows
+        return self._tags
 
     def agree(self, action: Callable[[], T]) -> T:
         """Run `action` in every process; if the user's input failed in one, refuse in all.
@@ -374,9 +385,9 @@ class Network:
     def count_all_reduce(self, bits: int) -> None:
         """Put an all-reduce of so many bits a worker on the counters, which someone else has made.
 
-        As `Mean` is counted: as a ring all-reduce.
+        As `Mean` is counted: as one that sends no more than it must.
         """
-        sent, messages = _ring_all_reduce(self.n_workers, bits)
+        sent, messages = _all_reduce(self.n_workers, bits)
         self._bits += sent
         self._messages += messages
 
@@ -750,53 +761,135 @@ def _memory(rows: Tensor) -> Any:
     return octets if octets.is_cuda else octets.numpy()
 
 
-def _ring_all_reduce(n: int, bits: int) -> tuple[int, int]:
-    """Bits and messages that each of n workers sends of so many bits: 2 (n − 1)/n of them
-    (Patarasuk & Yuan 2009, doi:10.1016/j.jpdc.2008.09.002), in 2 (n − 1) messages."""
+def _all_reduce(n: int, bits: int) -> tuple[int, int]:
+    """Bits and messages that each of n workers sends of so many bits: 2 (n − 1)/n of them, in
+    2 (n − 1) messages. Fewer bits would not do (Patarasuk & Yuan 2009,
+    doi:10.1016/j.jpdc.2008.09.002)."""
     return round(2 * (n - 1) * bits / n), 2 * (n - 1)
 
 
+class _Sum:
+    """Puts the sum over all processes in a tensor's place, in two rounds.
+
+    In the first, each of p processes receives its p-th part of the numbers from all others; in the
+    second, it sends them that part's sum. A part is summed in one place, in an order that does not
+    depend on who is faster: all see the same, to the bit, every time.
+
+    MPI's own all-reduce that does not block would send other bytes than are counted (Open MPI's, in
+    place: all numbers up and down a tree, which takes several times as long on slow links), and
+    ends the process where the numbers are on a GPU (github.com/open-mpi/ompi/issues/9845).
+    """
+
+    def __init__(self, among: Processes, tensor: Tensor):
+        from mpi4py import MPI
+
+        self._start_all, self._wait_all = MPI.Prequest.Startall, MPI.Request.Waitall
+        self._test_all = MPI.Request.Testall
+        parts = tensor.view(-1).tensor_split(among.size)
+        self._own = parts[among.rank]
+        self._collected = self._own.new_empty(among.size, len(self._own))
+        self._place = self._collected[among.rank]
+        # The second round begins at a time of its own in each process. So its messages cannot be
+        # told from others by their order, as all the rest can.
+        tag = among.new_tag()
+        receive, send = among.communicator.Recv_init, among.communicator.Send_init
+        first, second = [], []
+        for sender in among.others(-1):
+            first.append(receive([_memory(self._collected[sender]), MPI.BYTE], sender))
+            second.append(receive([_memory(parts[sender]), MPI.BYTE], sender, tag))
+        for process in among.others(1):
+            first.append(send([_memory(parts[process]), MPI.BYTE], process))
+            second.append(send([_memory(self._own), MPI.BYTE], process, tag))
+        self._rounds = first, second
+        self._round = 2  # 0, 1, or 2: all is there
+        weakref.finalize(self, _free, first + second).atexit = False
+
+    def start(self) -> None:
+        """Where the tensor is on a GPU, what computes it must have ended."""
+        self._round = 0
+        self._start_all(self._rounds[0])
+
+    def is_done(self) -> bool:
+        """Does not block. Lets the second round begin once the first has ended."""
+        while self._round < 2:
+            if not self._test_all(self._rounds[self._round]):
+                return False
+            self._end_round()
+        return True
+
+    def wait(self) -> None:
+        while self._round < 2:
+            self._wait_all(self._rounds[self._round])
+            self._end_round()
+
+    def _end_round(self) -> None:
+        self._round += 1
+        if self._round == 1:
+            self._place.copy_(self._own)
+            _sum_in_pairs(self._collected[None], self._own[None])
+            if self._own.is_cuda:
+                torch.cuda.current_stream().synchronize()
+            self._start_all(self._rounds[1])
+
+
+# Numbers that a sum takes at a time: on a CPU, what its caches hold.
+_AT_ONCE = {"cpu": 2**20, "cuda": 2**26}
+
+
+def _sum_in_pairs(rows: Tensor, out: Tensor) -> None:
+    """out [copy, number] becomes the sum of rows [copy, row, number], ((r_0 + r_1) + (r_2 + r_3))
+    + …: the same to the bit where blocks of 2, 4, 8, … rows are summed first, in other processes."""
+    width = max(1, _AT_ONCE[rows.device.type] // (rows.shape[0] * rows.shape[1]))
+    for terms, total in zip(rows.split(width, 2), out.split(width, 1), strict=True):
+        while (count := terms.shape[1]) > 2:
+            pairs = terms[:, :-1:2] + terms[:, 1::2]
+            terms = torch.cat([pairs, terms[:, -1:]], 1) if count % 2 else pairs
+        if count == 2:
+            torch.add(terms[:, 0], terms[:, 1], out=total)
+        else:
+            total.copy_(terms[:, 0])
+
+
 class _Reduction(_Transport):
-    """All-reduce. What a ring all-reduce sends is counted, whatever the MPI library does."""
+    """All-reduce: among the workers of a process by a sum, between processes by `_Sum`."""
 
     def __init__(self, network: Network, tensor: Tensor, to_each: bool = False, index: int = 0):
         assert tensor.shape[0] == network.rows
         n = network.n_workers
         size = tensor[0].numel() * tensor.element_size() * 8
-        bits, messages = _ring_all_reduce(n, size)
+        bits, messages = _all_reduce(n, size)
         self.bits = np.full(network.rows, bits, dtype=np.int64)
         self.messages = np.full(network.rows, messages, dtype=np.int64)
         self._by_copy = tensor.unflatten(0, (network.copies, network.hosted))
         self._n_workers, self._hosted = n, network.hosted
-        self._communicator = network.processes.communicator
-        self._total = torch.empty_like(self._by_copy[:, 0])  # [copy, ...]
+        self._total = tensor.new_empty(network.copies, *tensor.shape[1:])
         self._on_gpu = tensor.is_cuda
         self._shared = self._total  # the memory that MPI sees
+        self._sum: _Sum | None = None
+        if network.processes.communicator is None:
+            return
         if network.stage:
             self._shared = torch.empty(
                 self._total.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
             )
-        self._request: Any = None
+        self._sum = _Sum(network.processes, self._shared)
 
     def post(self) -> None:
-        torch.sum(self._by_copy, dim=1, out=self._total)
-        if self._communicator is None:
+        _sum_in_pairs(self._by_copy[..., None].flatten(2), self._total[..., None].flatten(1))
+        if self._sum is None:
             return
         if self._shared is not self._total:
             self._shared.copy_(self._total, non_blocking=True)
         if self._on_gpu:
             torch.cuda.current_stream().synchronize()
-        from mpi4py import MPI
-
-        memory = self._shared if self._shared.is_cuda else self._shared.numpy()
-        self._request = self._communicator.Iallreduce(MPI.IN_PLACE, memory)
+        self._sum.start()
 
     def has_arrived(self) -> bool:
-        return self._request is None or bool(self._request.Test())
+        return self._sum is None or self._sum.is_done()
 
     def wait(self) -> Tensor:
-        if self._request is not None:
-            self._request.Wait()
+        if self._sum is not None:
+            self._sum.wait()
             if self._shared is not self._total:
                 self._total.copy_(self._shared, non_blocking=True)
         mean = self._total.div_(self._n_workers)
@@ -806,8 +899,7 @@ class _Reduction(_Transport):
 class _Gathering(_Transport):
     """All-gather of pieces [length] that differ in length, which all workers first tell each other.
 
-    What a ring all-gather sends is counted, whatever the MPI library does: a worker passes on every
-    piece but that of its successor, and n − 1 lengths of 32 bits. It is known once posted.
+    Every worker sends its piece to all others, and its length in 32 bits.
     """
 
     def __init__(self, network: Network, pieces: Sequence[Tensor]):
@@ -817,62 +909,50 @@ class _Gathering(_Transport):
             assert piece.ndim == 1, f"a piece of shape {tuple(piece.shape)}, expected [length]"
             assert piece.dtype == pieces[0].dtype, "pieces of one type, please"
         self._network, self._pieces = network, pieces
-        self._communicator = network.processes.communicator
         self._on_gpu = pieces[0].is_cuda
-        self._host_received: Tensor | None = None
-        self._request: Any = None
+        lengths = np.array([len(piece) for piece in pieces], dtype=np.int32)
+        others = network.n_workers - 1
+        self.bits = others * (lengths.astype(np.int64) * (8 * pieces[0].element_size()) + 32)
+        self.messages = np.full(len(pieces), 2 * others, dtype=np.int64)
+        self._own_lengths = lengths
+        self._requests: list[Any] = []
 
     def post(self) -> None:
-        network, pieces = self._network, self._pieces
-        n, hosted = network.n_workers, network.hosted
-        lengths = np.array([len(piece) for piece in pieces], dtype=np.int32)
-        self._lengths = np.empty(n, dtype=np.int32)
-        if self._communicator is None:
-            self._lengths[:] = lengths
-        else:
-            self._communicator.Allgather(lengths, self._lengths)
-        sizes = self._lengths.astype(np.int64) * (8 * pieces[0].element_size())
-        successors = np.arange(1, n + 1)[network.workers.start : network.workers.stop] % n
-        self.bits = sizes.sum() - sizes[successors] + (n - 1) * 32
-        self.messages = np.full(hosted, 2 * (n - 1), dtype=np.int64)
-
-        total = int(self._lengths.sum(dtype=np.int64))
-        self._received = pieces[0].new_empty(total)
-        if self._communicator is None:
-            torch.cat(list(pieces), out=self._received)
-            return
-        self._leaving = pieces[0] if hosted == 1 else torch.cat(list(pieces))
-        arriving = self._received
+        network, among = self._network, self._network.processes
+        lengths = self._own_lengths
+        if among.communicator is not None:
+            lengths = np.empty(network.n_workers, dtype=np.int32)
+            among.communicator.Allgather(self._own_lengths, lengths)
+        self._lengths = lengths.tolist()
+        self._received = self._pieces[0].new_empty(sum(self._lengths))
+        self._shared = self._received  # the memory that MPI sees
         if network.stage:
-            on_gpu = self._on_gpu
-            arriving = torch.empty(total, dtype=arriving.dtype, pin_memory=on_gpu)
-            self._host_received = arriving
-            host = torch.empty(len(self._leaving), dtype=arriving.dtype, pin_memory=on_gpu)
-            self._leaving = host.copy_(self._leaving, non_blocking=True)
+            self._shared = torch.empty(
+                self._received.shape, dtype=self._received.dtype, pin_memory=self._on_gpu
+            )
+        by_process = lengths.reshape(among.size, -1).sum(1, dtype=np.int64)
+        parts = self._shared.split(by_process.tolist())
+        own = parts[among.rank]
+        own.copy_(torch.cat(list(self._pieces)), non_blocking=True)
+        if among.communicator is None:
+            return
         if self._on_gpu:
             torch.cuda.current_stream().synchronize()
-        if total > np.iinfo(np.int32).max:
-            raise ValueError(
-                f"{total} numbers in one gather, of which MPI can count 2³¹; send fewer at a time"
-            )
         from mpi4py import MPI
 
-        # MPI counts in 32 bits, so it is better told of numbers than of bytes.
-        number = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T}
-        kind = number[arriving.element_size()]
-        by_process = self._lengths.reshape(-1, hosted).sum(axis=1, dtype=np.int64)
-        starts = np.cumsum(by_process) - by_process
-        self._request = self._communicator.Iallgatherv(
-            [_memory(self._leaving), len(self._leaving), kind],
-            [_memory(arriving), (by_process.tolist(), starts.tolist()), kind],
-        )
+        receive, send = among.communicator.Irecv, among.communicator.Isend
+        self._requests = [
+            *(receive([_memory(parts[sender]), MPI.BYTE], sender) for sender in among.others(-1)),
+            *(send([_memory(own), MPI.BYTE], process) for process in among.others(1)),
+        ]
+        self._wait_all, self._test_all = MPI.Request.Waitall, MPI.Request.Testall
 
     def has_arrived(self) -> bool:
-        return self._request is None or bool(self._request.Test())
+        return not self._requests or bool(self._test_all(self._requests))
 
     def wait(self) -> list[Tensor]:
-        if self._request is not None:
-            self._request.Wait()
-            if self._host_received is not None:
-                self._received.copy_(self._host_received, non_blocking=True)
-        return list(self._received.split(self._lengths.tolist()))
+        if self._requests:
+            self._wait_all(self._requests)
+        if self._shared is not self._received:
+            self._received.copy_(self._shared, non_blocking=True)
+        return list(self._received.split(self._lengths))

@@ -152,7 +152,7 @@ def _floor(network: Network, x: Tensor, algorithm: str, bits: int) -> Callable[[
         total = torch.zeros(x.shape[1])
 
         def reduce() -> None:
-            who.communicator.Iallreduce(MPI.IN_PLACE, total.numpy()).Wait()
+            who.communicator.Allreduce(MPI.IN_PLACE, total.numpy())
             _touch(x)
 
         return reduce

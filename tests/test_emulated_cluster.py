@@ -155,6 +155,45 @@ def test_messages_go_around_a_ring_of_hosts(start: Start, left_behind: Traces) -
     assert left_behind(cluster) == []
 
 
+# Process 0 tells of each host what is counted of it, and what its link has carried, in bytes.
+COUNTED = """
+import torch, topologies
+from network import Gather, Mean, Network, ToAll, processes
+who = processes()
+network = Network(topologies.make("ring", who.size))
+message = MESSAGE
+carried = pathlib.Path("/sys/class/net/eth0/statistics/tx_bytes")
+def conversation():
+    yield message
+network.run(conversation())  # whatever there is to set up
+who.gather(None)
+before, counted = int(carried.read_text()), int(network.bits[0])
+network.run(conversation())
+time.sleep(0.5)
+rows = who.gather(((int(network.bits[0]) - counted) / 8, int(carried.read_text()) - before))
+if who.rank == 0:
+    print(json.dumps(rows), flush=True)
+"""
+MESSAGES = {
+    "to neighbors": "ToAll(torch.ones(1, 500_000))",
+    "all-reduce": "Mean(torch.ones(1, 500_000))",
+    "all-gather": "Gather([torch.ones(100_000 * (1 + who.rank))])",
+}
+
+
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_what_is_counted_is_what_a_link_carries(start: Start, kind: str) -> None:
+    """But for headers, 4.6 %, and TCP's acknowledgments of what arrives."""
+    cluster = start(*program(COUNTED.replace("MESSAGE", MESSAGES[kind])), hosts=4, rate="none")
+    code, output, errors = end(cluster)
+    assert (code, errors) == (0, "")
+    rows = json.loads(output)
+    everything = sum(counted for counted, _ in rows)
+    for counted, carried in rows:
+        assert counted < carried < 1.1 * counted + 0.03 * everything
+    assert sum(carried for _, carried in rows) < 1.1 * everything
+
+
 # Process 0 sends 1 MB to each of two others, then they to it; it tells bits per second of both.
 TRANSFERS = """
 comm = MPI.COMM_WORLD

@@ -105,6 +105,46 @@ def test_bits_and_messages_do_not_depend_on_the_layout(hosted: int) -> None:
         assert apart.gather(torch.tensor(apart.messages)).tolist() == alone.messages.tolist()
 
 
+@pytest.mark.parallel([2, 3, 4, 8])
+@pytest.mark.parametrize("hosted", [1, 2, 3])
+@pytest.mark.parametrize("stage", [False, True])
+def test_means_are_those_of_one_process(hosted: int, stage: bool) -> None:
+    """To the bit where a process hosts 1, 2, 4, … workers: the same pairs are added. Each process
+    lets messages travel on at times of its own."""
+    who = processes()
+    topology = topologies.make("ring", hosted * who.size)
+    apart, alone = Network(topology, stage=stage), Network(topology, ALONE)
+    mine = slice(apart.workers.start, apart.workers.stop)
+    for size in (1, 2, 7, 1000, 30_001):
+        generator = torch.Generator().manual_seed(size)
+        a = torch.randn(topology.n_workers, size, generator=generator)
+        b = torch.randn(topology.n_workers, 2, size, dtype=torch.float64, generator=generator)
+        single, double = a[mine].clone(), b[mine].clone()
+        sent = Mean(single), ToAll(single), Mean(double)
+        for step in range(3):
+            means: list[Tensor] = []
+
+            def conversation(
+                messages: tuple[Mean | ToAll, ...], means: list[Tensor] = means
+            ) -> Conversation:
+                first, _, second = yield messages
+                means.extend([first.clone(), second.clone()])
+
+            alone.run(conversation((Mean(a), ToAll(a), Mean(b))))
+            exchange = apart.start(conversation(sent))
+            for _ in range((7 * who.rank + 5 * step) % 11):
+                apart.progress()
+            exchange.finish()
+            for mean, expected, x in zip(means[2:], means[:2], (a, b), strict=True):
+                torch.testing.assert_close(expected, x.mean(0, keepdim=True))
+                if hosted == 3:
+                    torch.testing.assert_close(mean, expected)
+                else:
+                    assert torch.equal(mean, expected)
+            a += 1
+            single += 1
+
+
 def pieces_of(workers: range, step: int, dtype: torch.dtype) -> list[Tensor]:
     """Worker i's piece has (3 i + step) mod 7 numbers, which say whose it is and where."""
     return [
@@ -133,9 +173,8 @@ def check_gathers(network: Network, dtype: torch.dtype) -> None:
             assert torch.equal(got, want)
         size = 8 * expected[0].element_size()
         for row, i in enumerate(network.workers):
-            others = sum(len(piece) for j, piece in enumerate(expected) if j != (i + 1) % n)
             reduction = round(2 * (n - 1) * 32 / n)
-            assert network.bits[row] == reduction + others * size + (n - 1) * 32
+            assert network.bits[row] == reduction + (n - 1) * (len(expected[i]) * size + 32)
             assert network.messages[row] == (2 + 2) * (n - 1)
     assert not any(isinstance(kept, Gather) for kept in network._transports)
 
