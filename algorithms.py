@@ -1,7 +1,7 @@
 """Averaging algorithms, and the learning algorithms built on them.
 
 An averaging algorithm's `step(x)` changes x [worker, D] in place. It is a generator that does no
-communication itself: it yields messages and is resumed with what arrived (see network.py).
+communication itself: it yields messages and is resumed with what arrived (see network).
 
 To add one: write its class here and its row in `AVERAGING`; train.py, the benchmark and the tests
 of the laws that every averaging algorithm obeys (tests/test_algorithms.py) find it there.

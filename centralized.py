@@ -1,6 +1,6 @@
 """The centralized relatives of gossip: all workers apply one mean of their compressed gradients.
 
-A gradient aggregation's `step(gradient, mean)` is a conversation (see network.py), as an averaging
+A gradient aggregation's `step(gradient, mean)` is a conversation (see network), as an averaging
 algorithm's step is. To add one: write its class and its row in `AGGREGATIONS`; train.py and the
 tests of the laws that every aggregation obeys (tests/test_centralized.py) find it there.
 

@@ -16,7 +16,7 @@ Up to 16 processes, one pair measures while the others sleep. Beyond, many pairs
 share a link, and the table is left out.
 
 With GPUs it is measured from GPU memory too: directly if MPI is CUDA-aware, else through pinned
-host memory, as network.py does it.
+host memory, as network does it.
 
 It shows whether MPI found the fast network. Orders of magnitude between hosts: 1 to 5 µs and 10 to
 50 GB/s for InfiniBand, 20 to 100 µs for TCP, which carries 0.1 GB/s on 1 Gbit/s and 1.1 on 10; on

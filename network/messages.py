@@ -1,0 +1,43 @@
+"""What a conversation yields."""
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class ToEach:
+    """A message of its own for every neighbor: tensor [worker, neighbor, ...], contiguous."""
+
+    tensor: Tensor
+
+
+@dataclass(eq=False)
+class ToAll:
+    """The same message for every neighbor: tensor [worker, ...]."""
+
+    tensor: Tensor
+
+
+@dataclass(eq=False)
+class Mean:
+    """All-reduce: every worker receives the mean over all n workers. tensor [worker, ...]."""
+
+    tensor: Tensor
+
+
+@dataclass(eq=False)
+class Gather:
+    """All-gather: every worker receives the pieces of all n workers, in the order of their numbers.
+
+    pieces: a contiguous tensor [length] for each hosted worker; lengths may differ between workers
+    and from one time to the next, the type of the numbers must not differ between workers.
+    """
+
+    pieces: Sequence[Tensor]
+
+
+Message = ToEach | ToAll | Mean | Gather
+Conversation = Generator[Any, Any, None]  # yields Message | tuple[Message, ...]
