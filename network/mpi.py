@@ -39,11 +39,6 @@ class Processes:
             self.threads = max(1, min(len(cores), len(all_cores) // self.local_size))
         self._tags = 0
 
-    def others(self, step: int) -> list[int]:
-        """All other processes, from the next one on (step 1) or from the one before back (−1): if
-        all send to the first ones first, each hears one at a time."""
-        return [(self.rank + step * k) % self.size for k in range(1, self.size)]
-
     def new_tag(self) -> int:
         """A tag for messages: 1, 2, … and again; the same in all processes, if they all ask."""
         self._tags = self._tags % 32767 + 1  # the largest that every MPI knows

@@ -1,7 +1,7 @@
 """How messages travel: in memory between the workers of a process, by MPI between processes."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -254,68 +254,76 @@ def all_reduce_cost(n: int, bits: int) -> tuple[int, int]:
     return round(2 * (n - 1) * bits / n), 2 * (n - 1)
 
 
-class _Sum:
-    """Puts the sum over all processes in a tensor's place, in two rounds.
+# Requests of MPI; the next ones are made when these are done.
+Steps = Iterator[list[Any]]
 
-    In the first, each of p processes receives its p-th part of the numbers from all others; in the
-    second, it sends them that part's sum. A part is summed in one place, in an order that does not
-    depend on who is faster: all see the same, to the bit, every time.
+
+class _Collective:
+    """Messages between all processes, under way as steps that follow one another."""
+
+    def __init__(self, steps: Steps):
+        from mpi4py import MPI
+
+        self._wait_all, self._test_all = MPI.Request.Waitall, MPI.Request.Testall
+        self._steps = steps
+        self._requests = next(steps, None)
+
+    def is_done(self) -> bool:
+        """Does not block; lets the next step begin."""
+        while self._requests is not None:
+            if not self._test_all(self._requests):
+                return False
+            self._requests = next(self._steps, None)
+        return True
+
+    def wait(self) -> None:
+        while self._requests is not None:
+            self._wait_all(self._requests)
+            self._requests = next(self._steps, None)
+
+
+def _exchange(
+    among: Processes, tag: int, leaving: Sequence[Tensor], arriving: Sequence[Tensor]
+) -> list[Any]:
+    """Requests: a tensor leaves for each process and one arrives from each; this process' own are
+    left out.
+
+    All processes call it with the same tag. What begins at a time of its own in each process, as
+    all but the first step does, cannot be told from other messages by its order.
+    """
+    from mpi4py import MPI
+
+    def away(steps: int) -> int:
+        return (among.rank + steps) % among.size
+
+    receive, send = among.communicator.Irecv, among.communicator.Isend
+    senders, receivers = map(away, range(-1, -among.size, -1)), map(away, range(1, among.size))
+    return [
+        *(receive([_memory(arriving[process]), MPI.BYTE], process, tag) for process in senders),
+        *(send([_memory(leaving[process]), MPI.BYTE], process, tag) for process in receivers),
+    ]
+
+
+def _sum(among: Processes, tag: int, tensor: Tensor) -> Steps:
+    """The sum over all processes comes in a tensor's place.
+
+    Each of p processes receives its p-th part of the numbers from all others; then it sends them
+    that part's sum. A part is summed in one place, in an order that does not depend on who is
+    faster: all see the same, to the bit, every time.
 
     MPI's own all-reduce that does not block would send other bytes than are counted (Open MPI's, in
     place: all numbers up and down a tree, which takes several times as long on slow links), and
     ends the process where the numbers are on a GPU (github.com/open-mpi/ompi/issues/9845).
     """
-
-    def __init__(self, among: Processes, tensor: Tensor):
-        from mpi4py import MPI
-
-        self._start_all, self._wait_all = MPI.Prequest.Startall, MPI.Request.Waitall
-        self._test_all = MPI.Request.Testall
-        parts = tensor.view(-1).tensor_split(among.size)
-        self._own = parts[among.rank]
-        self._collected = self._own.new_empty(among.size, len(self._own))
-        self._place = self._collected[among.rank]
-        # The second round begins at a time of its own in each process. So its messages cannot be
-        # told from others by their order, as all the rest can.
-        tag = among.new_tag()
-        receive, send = among.communicator.Recv_init, among.communicator.Send_init
-        first, second = [], []
-        for sender in among.others(-1):
-            first.append(receive([_memory(self._collected[sender]), MPI.BYTE], sender))
-            second.append(receive([_memory(parts[sender]), MPI.BYTE], sender, tag))
-        for process in among.others(1):
-            first.append(send([_memory(parts[process]), MPI.BYTE], process))
-            second.append(send([_memory(self._own), MPI.BYTE], process, tag))
-        self._rounds = first, second
-        self._round = 2  # 0, 1, or 2: all is there
-        weakref.finalize(self, _free, first + second).atexit = False
-
-    def start(self) -> None:
-        """Where the tensor is on a GPU, what computes it must have ended."""
-        self._round = 0
-        self._start_all(self._rounds[0])
-
-    def is_done(self) -> bool:
-        """Does not block. Lets the second round begin once the first has ended."""
-        while self._round < 2:
-            if not self._test_all(self._rounds[self._round]):
-                return False
-            self._end_round()
-        return True
-
-    def wait(self) -> None:
-        while self._round < 2:
-            self._wait_all(self._rounds[self._round])
-            self._end_round()
-
-    def _end_round(self) -> None:
-        self._round += 1
-        if self._round == 1:
-            self._place.copy_(self._own)
-            _sum_in_pairs(self._collected[None], self._own[None])
-            if self._own.is_cuda:
-                torch.cuda.current_stream().synchronize()
-            self._start_all(self._rounds[1])
+    parts = tensor.view(-1).tensor_split(among.size)
+    own = parts[among.rank]
+    collected = own.new_empty(among.size, len(own))
+    yield _exchange(among, tag, parts, collected.unbind())
+    collected[among.rank] = own
+    _sum_in_pairs(collected[None], own[None])
+    if own.is_cuda:
+        torch.cuda.current_stream().synchronize()
+    yield _exchange(among, tag, [own] * among.size, parts)
 
 
 # Numbers that a sum takes at a time: on a CPU, what its caches hold.
@@ -353,31 +361,30 @@ class Reduction(Transport):
         self._total = tensor.new_empty(network.copies, *tensor.shape[1:])
         self._on_gpu = tensor.is_cuda
         self._shared = self._total  # the memory that MPI sees
-        self._sum: _Sum | None = None
-        if network.processes.communicator is None:
-            return
         if network.stage:
             self._shared = torch.empty(
                 self._total.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
             )
-        self._sum = _Sum(network.processes, self._shared)
+        self._among = network.processes
+        self._tag = self._among.new_tag()
+        self._under_way: _Collective | None = None
 
     def post(self) -> None:
         _sum_in_pairs(self._by_copy[..., None].flatten(2), self._total[..., None].flatten(1))
-        if self._sum is None:
+        if self._among.communicator is None:
             return
         if self._shared is not self._total:
             self._shared.copy_(self._total, non_blocking=True)
         if self._on_gpu:
             torch.cuda.current_stream().synchronize()
-        self._sum.start()
+        self._under_way = _Collective(_sum(self._among, self._tag, self._shared))
 
     def has_arrived(self) -> bool:
-        return self._sum is None or self._sum.is_done()
+        return self._under_way is None or self._under_way.is_done()
 
     def wait(self) -> Tensor:
-        if self._sum is not None:
-            self._sum.wait()
+        if self._under_way is not None:
+            self._under_way.wait()
             if self._shared is not self._total:
                 self._total.copy_(self._shared, non_blocking=True)
         mean = self._total.div_(self._n_workers)
@@ -403,7 +410,7 @@ class Gathering(Transport):
         self.bits = others * (lengths.astype(np.int64) * (8 * pieces[0].element_size()) + 32)
         self.messages = np.full(len(pieces), 2 * others, dtype=np.int64)
         self._own_lengths = lengths
-        self._requests: list[Any] = []
+        self._under_way: _Collective | None = None
 
     def post(self) -> None:
         network, among = self._network, self._network.processes
@@ -426,21 +433,15 @@ class Gathering(Transport):
             return
         if self._on_gpu:
             torch.cuda.current_stream().synchronize()
-        from mpi4py import MPI
-
-        receive, send = among.communicator.Irecv, among.communicator.Isend
-        self._requests = [
-            *(receive([_memory(parts[sender]), MPI.BYTE], sender) for sender in among.others(-1)),
-            *(send([_memory(own), MPI.BYTE], process) for process in among.others(1)),
-        ]
-        self._wait_all, self._test_all = MPI.Request.Waitall, MPI.Request.Testall
+        requests = _exchange(among, among.new_tag(), [own] * among.size, parts)
+        self._under_way = _Collective(iter([requests]))
 
     def has_arrived(self) -> bool:
-        return not self._requests or bool(self._test_all(self._requests))
+        return self._under_way is None or self._under_way.is_done()
 
     def wait(self) -> list[Tensor]:
-        if self._requests:
-            self._wait_all(self._requests)
+        if self._under_way is not None:
+            self._under_way.wait()
         if self._shared is not self._received:
             self._received.copy_(self._shared, non_blocking=True)
         return list(self._received.split(self._lengths))
