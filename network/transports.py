@@ -304,20 +304,18 @@ def _exchange(
     ]
 
 
-def _sum(among: Processes, tag: int, tensor: Tensor) -> Steps:
-    """The sum over all processes comes in a tensor's place.
+def _sum(among: Processes, tag: int, parts: Sequence[Tensor], collected: Tensor) -> Steps:
+    """Where p processes have a tensor in p parts each, the sums of these come in their place.
 
-    Each of p processes receives its p-th part of the numbers from all others; then it sends them
-    that part's sum. A part is summed in one place, in an order that does not depend on who is
+    Each process receives its part from all others (collected [process, number]); then it sends
+    them that part's sum. A part is summed in one place, in an order that does not depend on who is
     faster: all see the same, to the bit, every time.
 
     MPI's own all-reduce that does not block would send other bytes than are counted (Open MPI's, in
     place: all numbers up and down a tree, which takes several times as long on slow links), and
     ends the process where the numbers are on a GPU (github.com/open-mpi/ompi/issues/9845).
     """
-    parts = tensor.view(-1).tensor_split(among.size)
     own = parts[among.rank]
-    collected = own.new_empty(among.size, len(own))
     yield _exchange(among, tag, parts, collected.unbind())
     collected[among.rank] = own
     _sum_in_pairs(collected[None], own[None])
@@ -365,8 +363,11 @@ class Reduction(Transport):
             self._shared = torch.empty(
                 self._total.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
             )
-        self._among = network.processes
-        self._tag = self._among.new_tag()
+        among = self._among = network.processes
+        self._tag = among.new_tag()
+        self._parts = self._shared.view(-1).tensor_split(among.size)
+        alone, own = among.communicator is None, self._parts[among.rank]
+        self._collected = own.new_empty(0 if alone else among.size, len(own))
         self._under_way: _Collective | None = None
 
     def post(self) -> None:
@@ -377,7 +378,8 @@ class Reduction(Transport):
             self._shared.copy_(self._total, non_blocking=True)
         if self._on_gpu:
             torch.cuda.current_stream().synchronize()
-        self._under_way = _Collective(_sum(self._among, self._tag, self._shared))
+        steps = _sum(self._among, self._tag, self._parts, self._collected)
+        self._under_way = _Collective(steps)
 
     def has_arrived(self) -> bool:
         return self._under_way is None or self._under_way.is_done()
