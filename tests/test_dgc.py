@@ -265,7 +265,7 @@ def test_where_the_sample_starts_changes_by_step_and_worker(
 def test_bits_are_those_of_the_formula(
     n_workers: int, fp16_values: bool, value: int, int32_indices: bool, index: int, ratio: float
 ) -> None:
-    """k positions and numbers, in whole words, of n − 1 workers; their lengths; the vectors."""
+    """k positions and numbers, in whole words, to n − 1 workers; their length; the vectors."""
     a = aggregation(
         n_workers, compress_ratio=ratio, fp16_values=fp16_values, int32_indices=int32_indices
     )
@@ -279,7 +279,7 @@ def test_bits_are_those_of_the_formula(
     assert all(0.8 * target <= count <= target for count in sent)
     own = [count * index + ceil(count * value / index) * index for count in sent]
     vectors = round(2 * (n - 1) * 32 * 10 / n)
-    expected = [sum(own) - own[(i + 1) % n] + (n - 1) * 32 + vectors for i in range(n)]
+    expected = [(n - 1) * (bits + 32) + vectors for bits in own]
     assert a._network.bits.tolist() == expected
     assert a._network.messages.tolist() == [4 * (n - 1)] * n
     whole = target * index + ceil(target * value / index) * index
