@@ -288,8 +288,9 @@ def _exchange(
     """Requests: a tensor leaves for each process and one arrives from each; this process' own are
     left out.
 
-    All processes call it with the same tag. What begins at a time of its own in each process, as
-    all but the first step does, cannot be told from other messages by its order.
+    All processes call it with the same tag: 0, as all other messages have, where it is called when
+    a message is posted, so that order tells them apart. What begins later, at a time of its own in
+    each process, takes a tag of its own.
     """
     from mpi4py import MPI
 
@@ -316,7 +317,7 @@ def _sum(among: Processes, tag: int, parts: Sequence[Tensor], collected: Tensor)
     ends the process where the numbers are on a GPU (github.com/open-mpi/ompi/issues/9845).
     """
     own = parts[among.rank]
-    yield _exchange(among, tag, parts, collected.unbind())
+    yield _exchange(among, 0, parts, collected.unbind())
     collected[among.rank] = own
     _sum_in_pairs(collected[None], own[None])
     if own.is_cuda:
@@ -345,7 +346,7 @@ def _sum_in_pairs(rows: Tensor, out: Tensor) -> None:
 
 
 class Reduction(Transport):
-    """All-reduce: among the workers of a process by a sum, between processes by `_Sum`."""
+    """All-reduce: among the workers of a process by a sum, between processes by `_sum`."""
 
     def __init__(self, network: "Network", tensor: Tensor, to_each: bool = False, index: int = 0):
         assert tensor.shape[0] == network.rows
@@ -435,7 +436,7 @@ class Gathering(Transport):
             return
         if self._on_gpu:
             torch.cuda.current_stream().synchronize()
-        requests = _exchange(among, among.new_tag(), [own] * among.size, parts)
+        requests = _exchange(among, 0, [own] * among.size, parts)
         self._under_way = _Collective(iter([requests]))
 
     def has_arrived(self) -> bool:
