@@ -240,9 +240,20 @@ def _pieces(rows: Tensor, chosen: np.ndarray, process: np.ndarray) -> list[tuple
     ]
 
 
+_LONGEST = 2**31 - 1  # bytes
+
+
 def _memory(rows: Tensor) -> Any:
-    """The memory of rows for MPI, without a copy: bytes, whatever the numbers' type."""
+    """The memory of rows for MPI, without a copy: bytes, whatever the numbers' type.
+
+    Raises ValueError for more than MPI can count.
+    """
     assert rows.is_contiguous(), "a message must lie in one piece"
+    if rows.nbytes > _LONGEST:
+        raise ValueError(
+            f"a message of {rows.nbytes} bytes, of which MPI can count {_LONGEST}; send fewer "
+            f"numbers at a time"
+        )
     octets = rows.detach().view(-1).view(torch.uint8)
     return octets if octets.is_cuda else octets.numpy()
 

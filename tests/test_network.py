@@ -362,3 +362,16 @@ def test_devices() -> None:
         assert choose_device("auto", 0) == torch.device("cpu")
         with pytest.raises(ValueError, match="no GPU is visible"):
             choose_device("cuda:0", 0)
+
+
+@pytest.mark.parallel(2)
+def test_a_message_too_long_for_mpi_is_refused_everywhere() -> None:
+    """Memory that nothing is written to takes none."""
+    network = Network(topologies.make("ring", 2))
+    numbers = torch.empty(1, 2**31, dtype=torch.uint8)
+
+    def conversation() -> Conversation:
+        yield ToAll(numbers)
+
+    with pytest.raises(ValueError, match="a message of 2147483648 bytes, of which MPI can count"):
+        network.run(conversation())
