@@ -1,4 +1,7 @@
-"""How a run ends other than well. In a module of its own, which is imported in no time."""
+"""How a run ends other than well, or does not begin.
+
+In a module of its own, which is imported in no time.
+"""
 
 
 class BadInput(ValueError):
@@ -17,3 +20,9 @@ class Interrupted(Stopped):
     def __init__(self, text: str, signal: int):
         super().__init__(text)
         self.signal = signal
+
+
+def check_at_least_one(name: str, value: int) -> None:
+    """Raises ValueError for a number below 1."""
+    if value < 1:
+        raise ValueError(f"{name}={value}: use 1 or more")

@@ -15,7 +15,7 @@ As a driver:
 The experiment is that of Vogels, Karimireddy & Jaggi (2020), arXiv:2008.01425. Nothing happens at
 import. `python gossip_run.py --help` lists the keys.
 
-An algorithm of your own: its class and row in algorithms.py (a compressor's: in compressors.py) and
+An algorithm of your own: its class and row in algorithms/ (a compressor's: in compressors/) and
 a row in ALGORITHMS here; starting data of your own: a row in DATA.
 
 Axes: worker (hosted here), setting (of one algorithm's grid), D numbers of a worker's matrix.

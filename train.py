@@ -114,7 +114,7 @@ class Config:
     optimizer_num_iterations: int = 2  # of power iteration, a step
     optimizer_warm_start: bool = True  # begin with the last step's directions; false: random ones
     optimizer_round_weights: bool = False  # round directions to their signs
-    optimizer_compressor: str = "sign-and-norm"  # of choco and deepsqueeze; see compressors.py
+    optimizer_compressor: str = "sign-and-norm"  # of choco and deepsqueeze; see compressors/
     optimizer_keep_ratio: float = 0.01  # share of the numbers that top-k and random-k send
     optimizer_levels: int = 4  # of qsgd
     optimizer_theta: float = 0.25  # moniqua: bound on the differences of neighbors' numbers

@@ -25,6 +25,7 @@ from compressors import (
     TopK,
     pack,
     packed_size,
+    sparse,
     unpack,
 )
 from parameters import Layout, Stack
@@ -402,13 +403,13 @@ def test_random_k_positions_are_distinct_and_uniform(n: int, keep_ratio: float) 
 def test_random_k_with_too_few_draws_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrix by matrix: what others of the batch need does not show."""
     count, n = 20, 400
-    enough = compressors._distinct(draws_of(200, n), count, n)
-    monkeypatch.setattr(compressors, "_SPARE_DRAWS", -6)
-    scarce = compressors._distinct(draws_of(200, n), count, n)
+    enough = sparse._distinct(draws_of(200, n), count, n)
+    monkeypatch.setattr(sparse, "_SPARE_DRAWS", -6)
+    scarce = sparse._distinct(draws_of(200, n), count, n)
     fallen = (scarce != enough).any(-1)
     assert 0 < fallen.sum() < 200
     assert (scarce.sort(-1).values.diff() > 0).all()
-    assert torch.equal(compressors._distinct(draws_of(7, n), count, n), scarce[:7])
+    assert torch.equal(sparse._distinct(draws_of(7, n), count, n), scarce[:7])
 
 
 @given(shapes_of_matrices, st.integers(0, 99))
