@@ -311,7 +311,7 @@ class _Run:
 
     def __init__(self, asked: DictConfig, who: Processes):
         """Checks what can be checked without data. Raises ValueError."""
-        c = self.config = _checked(asked, who)
+        c = self.config = checked(asked, who)
         self.who = who
         self.topology = topologies.make(
             c.topology, c.n_workers, seed=c.seed, options=c.topology_options
@@ -595,7 +595,7 @@ def _read(arguments: list[str]) -> str | None:
     return configuration.read_command_line(config, arguments, description)
 
 
-def _checked(asked: DictConfig, who: Processes) -> Any:
+def checked(asked: DictConfig, who: Processes) -> Any:
     """A copy of the configuration with its blanks filled in. ValueError for impossible values."""
     c = runs.plain_copy(asked)
     c.n_workers = who.size if c.n_workers is None else c.n_workers

@@ -34,12 +34,10 @@ from tqdm import tqdm
 
 import algorithms
 import centralized
-import compressors
 import configuration
 import ddp_hooks
 import dgc
 import metrics
-import powersgd
 import randomness
 import runs
 import tasks
@@ -47,9 +45,10 @@ import topologies
 from checkpoints import Checkpoints
 from errors import BadInput, Interrupted, Stopped
 from evaluation import Evaluation
+from local_optimizers import DECOUPLED, LOCAL_OPTIMIZERS, learning_rate
 from network import Network, Processes, choose_device, cuda_aware_mpi, processes
-from network import hosted_workers as hosted
 from parameters import Parameters
+from train_settings import averaging_options, centralized_options, checked, hook_options
 
 V = TypeVar("V")
 
@@ -251,7 +250,7 @@ class _Run:
 
     def __init__(self, asked: DictConfig, who: Processes):
         """Checks what can be checked without data. Raises ValueError."""
-        c = self.config = _checked(asked, who)
+        c = self.config = checked(asked, who)
         self.who = who
         self.topology = topologies.make(
             c.topology, c.n_workers, seed=c.seed, options=c.topology_options
@@ -321,7 +320,7 @@ class _Run:
                 raise ValueError(f'spectrum_logging_params: no parameter "{name}" among {names}')
         self.optimizer = LOCAL_OPTIMIZERS[c.local_optimizer](nn.Parameter(self.parameters.x), c)
         # x ← (1 − η λ) x, which torch's optimizer would do to normalization layers too.
-        decoupled = c.weight_decay if c.local_optimizer in _DECOUPLED else 0.0
+        decoupled = c.weight_decay if c.local_optimizer in DECOUPLED else 0.0
         self.decoupled_decay = [
             (self.parameters.x[:, span], decoupled)
             for span in (self.parameters.decay_spans() if decoupled else [])
@@ -339,7 +338,7 @@ class _Run:
                 self.parameters,
                 self._update,
                 hook=c.optimizer,
-                **_hook_options(c),
+                **hook_options(c),
                 seed=c.seed,
                 weight_decay=weight_decay,
                 clip=c.gradient_clipping,
@@ -357,20 +356,7 @@ class _Run:
 
     def _averaging(self) -> algorithms.Averaging:
         c = self.config
-        svd_rank = c.optimizer_rank if c.optimizer_compressor == "svd" else None
-        options = algorithms.Options(
-            diffusion_rate=self.diffusion_rate(),
-            rank=c.optimizer_rank,
-            num_iterations=c.optimizer_num_iterations,
-            warm_start=c.optimizer_warm_start,
-            round_weights=c.optimizer_round_weights,
-            compressor=c.optimizer_compressor,
-            compressor_options=compressors.Options(
-                keep_ratio=c.optimizer_keep_ratio, rank=svd_rank, levels=c.optimizer_levels
-            ),
-            theta=c.optimizer_theta,
-            seed=c.seed,
-        )
+        options = averaging_options(c, self.diffusion_rate())
         return algorithms.make(c.optimizer, self.network, self.parameters.layout, options)
 
     def _centralized(self, weight_decay: float) -> Learning:
@@ -672,23 +658,6 @@ class _Run:
                 log_runtime(phase, spent.mean, spent.deviation, spent.instances)
 
 
-def learning_rate(c: Any, epoch: float) -> float:
-    """The learning rate at a (fractional) epoch.
-
-    From learning_rate linearly to learning_rate · distributed_lr_warmup_factor during the first
-    distributed_lr_warmup_epoch epochs (Goyal et al. 2017, arXiv:1706.02677, § 2.2), and times
-    `factor` from each milestone (epoch, factor) on.
-    """
-    rate = c.learning_rate
-    if c.distributed_lr_warmup_epoch > 0:
-        share = min(epoch / c.distributed_lr_warmup_epoch, 1.0)
-        rate *= 1 + (c.distributed_lr_warmup_factor - 1) * share
-    for milestone, factor in c.lr_schedule_milestones:
-        if epoch >= milestone:
-            rate *= factor
-    return float(rate)
-
-
 def whole_number_buffers(model: nn.Module) -> dict[str, Tensor]:
     """A model's buffers of whole numbers, such as batch norm's count of batches."""
     return {name: b for name, b in model.named_buffers() if not b.is_floating_point()}
@@ -707,37 +676,6 @@ def _moved(tree: Any, device: torch.device) -> Any:
     return [_moved(value, device) for value in tree] if isinstance(tree, list) else tree
 
 
-def _sgd(x: nn.Parameter, c: Any) -> torch.optim.Optimizer:
-    momentum = 0.0 if c.optimizer == "dgc" else c.momentum  # which has its own
-    return torch.optim.SGD(
-        [x],
-        lr=c.learning_rate,
-        momentum=momentum,
-        nesterov=c.nesterov and momentum > 0,
-        fused=True,
-    )
-
-
-def _adamw(x: nn.Parameter, c: Any) -> torch.optim.Optimizer:
-    """Loshchilov & Hutter (2019), arXiv:1711.05101; its decay is decoupled, see _Run._update."""
-    return torch.optim.AdamW(
-        [x],
-        lr=c.learning_rate,
-        betas=(c.adam_beta1, c.adam_beta2),
-        eps=c.adam_epsilon,
-        weight_decay=0.0,
-        fused=True,
-    )
-
-
-# The names that users choose from; state is elementwise, so one optimizer serves all workers.
-LOCAL_OPTIMIZERS: dict[str, Callable[[nn.Parameter, Any], torch.optim.Optimizer]] = {
-    "sgd": _sgd,
-    "adamw": _adamw,
-}
-_DECOUPLED = ("adamw",)  # weight decay apart from the gradient
-
-
 # --- Before and after ----------------------------------------------------------------------------
 
 
@@ -751,149 +689,6 @@ def _read(arguments: list[str]) -> str | None:
         configuration.take_up(config, Path(folder) / "config.yaml")
         configuration.read_command_line(config, arguments, description)
     return folder
-
-
-def _checked(asked: DictConfig, who: Processes) -> Any:
-    """A copy of the configuration with its blanks filled in. ValueError for impossible values."""
-    c = runs.plain_copy(asked)  # no checks in the hot path
-    c.n_workers = who.size if c.n_workers is None else c.n_workers
-    hosted(c.n_workers, who.size)
-
-    demand = partial(runs.demand, c)
-    for key in (
-        "num_epochs",
-        "batch_size",
-        "checkpoint_interval",
-        "evaluation_interval",
-        "local_steps",
-        "optimizer_rank",
-        "optimizer_num_iterations",
-        "optimizer_num_batches_per_step",
-        "recalibration_batches",
-    ):
-        demand(key, lambda v: v >= 1, "1 or more")
-    for key in ("seed", "rank", "log_verbosity"):
-        demand(key, lambda v: v >= 0, "0 or more")
-    demand("max_steps_per_epoch", lambda v: v is None or v >= 1, "1 or more, or null for all")
-    demand("learning_rate", lambda v: v > 0 and math.isfinite(v), "a number above 0")
-    demand("distributed_lr_warmup_factor", lambda v: v > 0 and math.isfinite(v), "a number above 0")
-    demand("distributed_lr_warmup_epoch", lambda v: v >= 0, "a number of epochs, or 0 for none")
-    for key in ("adam_beta1", "adam_beta2"):
-        demand(key, lambda v: 0 <= v < 1, "a number from 0 to below 1")
-    demand("adam_epsilon", lambda v: v > 0 and math.isfinite(v), "a number above 0")
-    demand(
-        "gradient_clipping",
-        lambda v: v is None or (v > 0 and math.isfinite(v)),
-        "a number above 0, or null",
-    )
-    demand(
-        "mean_model_statistics",
-        lambda v: v in ("averaged", "recalibrated"),
-        "averaged or recalibrated",
-    )
-    choices = ", ".join(LOCAL_OPTIMIZERS)
-    demand("local_optimizer", lambda v: v in LOCAL_OPTIMIZERS, f"one of {choices}")
-    demand("momentum", lambda v: 0 <= v < 1, "a number from 0 to below 1")
-    demand("weight_decay", lambda v: v >= 0 and math.isfinite(v), "0 or more")
-    demand("decentralized_data_shuffled_ratio", lambda v: 0 <= v <= 1, "a share from 0 to 1")
-    demand("cuda_aware", lambda v: v in ("auto", "on", "off"), "auto, on or off")
-    demand("distributed_backend", lambda v: v == "mpi", "mpi, the only one")
-    demand(
-        "optimizer_diffusion_rate",
-        lambda v: v == "auto" or (not isinstance(v, str) and v > 0 and math.isfinite(v)),
-        "a number above 0, or auto",
-    )
-    demand(
-        "lr_schedule_milestones",
-        lambda v: all(_numbers(pair, 2) and pair[0] >= 0 and pair[1] > 0 for pair in v),
-        "a list of [epoch, factor], such as [[150, 0.1], [225, 0.1]]",
-    )
-    demand(
-        "spectrum_logging_worker_pairs",
-        lambda v: all(
-            _numbers(pair, 2) and all(isinstance(n, int) and n in range(c.n_workers) for n in pair)
-            for pair in v
-        ),
-        f"a list of pairs of workers, 0 to {c.n_workers - 1}",
-    )
-    optimizers = [*algorithms.AVERAGING, *centralized.AGGREGATIONS, *ddp_hooks.HOOKS]
-    if c.optimizer not in optimizers:
-        choices = ", ".join(optimizers)
-        raise ValueError(f'optimizer "{c.optimizer}" is unknown; choose from {choices}')
-    if c.optimizer not in algorithms.AVERAGING and c.local_steps > 1:
-        raise ValueError(
-            f"local_steps={c.local_steps} is for gossip; {c.optimizer} goes with local_steps=1 "
-            "(and powersgd and dgc with optimizer_num_batches_per_step)"
-        )
-    if c.optimizer in centralized.AGGREGATIONS:
-        centralized_options(c)
-    if c.optimizer in ddp_hooks.HOOKS:
-        ddp_hooks.check(hosted=hosted(c.n_workers, who.size), **_hook_options(c))
-    if c.optimizer == "dgc" and c.local_optimizer != "sgd":
-        raise ValueError(
-            f"local_optimizer={c.local_optimizer}: dgc corrects the momentum of sgd; use sgd"
-        )
-    return c
-
-
-def _hook_options(c: Any) -> dict[str, Any]:
-    return {
-        "rank": c.optimizer_rank,
-        "start_iteration": c.optimizer_start_iteration,
-        "error_feedback": c.optimizer_error_feedback,
-        "warm_start": c.optimizer_warm_start,
-        "min_compression_rate": c.optimizer_min_compression_rate,
-    }
-
-
-def centralized_options(c: Any) -> centralized.Options:
-    """What the keys say of gradient aggregations. Raises ValueError that names the key."""
-
-    def of_keys(make: Callable[..., V], **keys: str) -> V:
-        try:
-            return make(**{name: c[key] for name, key in keys.items()})
-        except ValueError as error:  # which begins with NAME=value
-            name, equals, rest = str(error).partition("=")
-            raise ValueError(f"{keys.get(name, name)}{equals}{rest}") from error
-
-    c = {
-        **c,
-        "nesterov": c.nesterov and c.momentum > 0,
-        "optimizer_warmup_ratios": c.optimizer_warmup_ratios or None,
-    }
-    return centralized.Options(
-        of_keys(
-            powersgd.Config,
-            rank="optimizer_rank",
-            min_compression_rate="optimizer_min_compression_rate",
-            num_iters_per_step="optimizer_num_iterations",
-            start_compressing_after_num_steps="optimizer_start_compressing_after",
-            seed="seed",
-        ),
-        of_keys(
-            dgc.Config,
-            compress_ratio="optimizer_keep_ratio",
-            sample_ratio="optimizer_sample_ratio",
-            max_adaptation_iterations="optimizer_max_adaptation_iterations",
-            momentum="momentum",
-            nesterov="nesterov",
-            momentum_masking="optimizer_momentum_masking",
-            clip="gradient_clipping",
-            warmup_epochs="optimizer_warmup_epochs",
-            warmup_ratios="optimizer_warmup_ratios",
-            fp16_values="optimizer_fp16_values",
-            int32_indices="optimizer_int32_indices",
-            seed="seed",
-        ),
-    )
-
-
-def _numbers(values: Any, count: int) -> bool:
-    """Whether this is a list of so many numbers."""
-    try:
-        return len(values) == count and all(math.isfinite(value) for value in values)
-    except TypeError:
-        return False
 
 
 def _report(folder: Path) -> None:

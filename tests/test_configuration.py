@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import configuration
+import local_optimizers
 import runs
 import train
 from errors import BadInput
@@ -323,7 +324,7 @@ def test_learning_rate_by_hand(epoch: float, expected: float) -> None:
         distributed_lr_warmup_factor=8.0,
         lr_schedule_milestones=[[10, 0.1], [20, 0.5]],
     )
-    assert train.learning_rate(config, epoch) == pytest.approx(expected)
+    assert local_optimizers.learning_rate(config, epoch) == pytest.approx(expected)
 
 
 def test_learning_rate_without_warm_up_or_milestones() -> None:
@@ -333,7 +334,7 @@ def test_learning_rate_without_warm_up_or_milestones() -> None:
         distributed_lr_warmup_factor=8.0,
         lr_schedule_milestones=[],
     )
-    assert [train.learning_rate(config, epoch) for epoch in (0, 0.5, 100)] == [0.1] * 3
+    assert [local_optimizers.learning_rate(config, epoch) for epoch in (0, 0.5, 100)] == [0.1] * 3
 
 
 def test_a_milestone_within_the_warm_up_counts_too() -> None:
@@ -343,7 +344,7 @@ def test_a_milestone_within_the_warm_up_counts_too() -> None:
         distributed_lr_warmup_factor=3.0,
         lr_schedule_milestones=[[1, 0.5]],
     )
-    assert train.learning_rate(config, 2) == pytest.approx(0.1 * 2 * 0.5)
+    assert local_optimizers.learning_rate(config, 2) == pytest.approx(0.1 * 2 * 0.5)
 
 
 def test_help_tells_what_keys_are_for() -> None:

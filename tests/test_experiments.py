@@ -366,7 +366,7 @@ def test_configurations_are_accepted(name: str) -> None:
         configuration.read_command_line(config, keys, "")
         who = train.Processes()
         who.size = run.processes
-        module._checked(config, who)
+        module.checked(config, who)
     assert len({run.identity for run in first}) == len(first)
 
 

@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 import algorithms
 import configuration
 import gossip_run
+import local_optimizers
 import metrics
 import train
 from network import Processes
@@ -54,7 +55,7 @@ def test_a_preset_is_accepted(base: str, method: str | None) -> None:
     who = Processes()
     if str(config.get("optimizer")).startswith("ddp-"):
         who.size = config.n_workers  # one worker a process
-    checked = module_of(base)._checked(config, who)
+    checked = module_of(base).checked(config, who)
     assert checked.topology == "ring"
     assert checked.n_workers == (16 if base == "wikitext2_lstm" else 8)
     text = configuration.changed(config)
@@ -109,7 +110,7 @@ def test_cifar10_is_as_published(
     assert (c.weight_decay, c.reshuffle_data) == (1e-4, True)
     epochs = (0, 5, 149, 150, 225)
     expected = [0.1, 0.1 * factor, 0.1 * factor, 0.01 * factor, 0.001 * factor]
-    assert [train.learning_rate(c, epoch) for epoch in epochs] == pytest.approx(expected)
+    assert [local_optimizers.learning_rate(c, epoch) for epoch in epochs] == pytest.approx(expected)
 
 
 def test_wikitext2_is_as_published() -> None:
@@ -117,7 +118,7 @@ def test_wikitext2_is_as_published() -> None:
     assert (c.batch_size, c.num_epochs, c.momentum, c.weight_decay) == (64, 90, 0, 0)
     assert c.gradient_clipping == 0.4
     assert c.task_options.sequence_length == 30
-    rates = [train.learning_rate(c, epoch) for epoch in (59, 60, 80)]
+    rates = [local_optimizers.learning_rate(c, epoch) for epoch in (59, 60, 80)]
     assert rates == pytest.approx([47.5, 4.75, 0.475])
     for path in (FOLDER / "wikitext2_lstm").glob("power-gossip-rank-*.yaml"):
         c = loaded("wikitext2_lstm", path.stem)
@@ -126,7 +127,7 @@ def test_wikitext2_is_as_published() -> None:
 
 
 def test_consensus_grids_are_as_published() -> None:
-    c = gossip_run._checked(loaded("consensus", "all"), Processes())
+    c = gossip_run.checked(loaded("consensus", "all"), Processes())
     assert (c.hyperparameter_range_min, c.hyperparameter_range_max) == (1e-4, 1.308)
     run = gossip_run._Run(loaded("consensus", "all"), Processes())
     counts = {name: len(settings) for name, settings in run.settings.items()}
