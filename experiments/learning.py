@@ -199,7 +199,8 @@ def _table(
         bits = sum(float(r["bits"].max()) for r in of_seeds)
         seconds = sum(float(r["seconds"].max()) for r in of_seeds) / len(of_seeds)
         setting = settings[method]
-        gamma = setting.get("optimizer_diffusion_rate", "")
+        gossips = setting["optimizer"] != "all-reduce"
+        gamma = setting.get("optimizer_diffusion_rate", "") if gossips else ""
         if "optimizer_theta" in setting:
             gamma = f"{gamma}, θ {setting['optimizer_theta']}"
         lines.append(

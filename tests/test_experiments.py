@@ -26,6 +26,7 @@ from experiments import (
     consensus,
     learning,
     moniqua_tuning,
+    papers,
     results,
     runner,
     spectrum,
@@ -400,6 +401,26 @@ SMALL = {
     "distributed_lr_warmup_epoch": 0.0,
     "lr_schedule_milestones": [],
 }
+
+
+def test_a_table_of_the_paper_from_the_runs_on(tmp_path: Path) -> None:
+    """What a method has no use for is not shown as its setting."""
+    common = {**SMALL, "learning_rate": 0.1, "optimizer_diffusion_rate": 0.75}
+    values = {
+        method: {**common, "optimizer": optimizer}
+        for method, optimizer in {"all-reduce": "all-reduce", "D-PSGD": "dpsgd"}.items()
+    }
+    experiment = papers._experiment("a table", values, (1, 2), "accuracy")
+    folder = Folder("paper", tmp_path)
+    assert carry_out(experiment, folder, 2) == []
+    lines = experiment.report(folder.results, tmp_path).splitlines()
+    rows = {row[1].strip(): row for row in (line.split("|") for line in lines) if len(row) > 2}
+    assert rows["all-reduce"][8].strip() == ""
+    assert rows["D-PSGD"][8].strip() == "0.75"
+    assert float(rows["D-PSGD"][2].split("±")[0]) > 50
+    # A ring of four: two neighbors, or 2 · 3/4 of a model and of its loss.
+    assert rows["D-PSGD"][5].strip() == "1.0×"
+    assert rows["all-reduce"][5].strip() == "1.3×"
 
 
 def test_consensus_from_the_run_to_the_table(tmp_path: Path) -> None:
