@@ -207,14 +207,16 @@ def carry_out(
         free = _Cores(cores)
         with ThreadPoolExecutor(cores) as pool:
 
-            def one(run: Run, progress: "_Progress" = progress, free: "_Cores" = free) -> bool:
-                with free.taking(1 if launcher == "slurm" else run.cores(cores)):
+            def one(
+                turn: int, run: Run, progress: "_Progress" = progress, free: "_Cores" = free
+            ) -> bool:
+                with free.taking(1 if launcher == "slurm" else run.cores(cores), turn):
                     ok = _carry_out_one(run, folder.of(run), start)
                 progress.tell(run, folder)
                 return ok
 
             try:
-                outcome = list(pool.map(one, left))
+                outcome = list(pool.map(one, range(len(left)), left))
             except KeyboardInterrupt:
                 print("stopping; run again to go on from here", file=sys.stderr, flush=True)
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -298,22 +300,30 @@ def _processor() -> str:
 
 
 class _Cores:
-    """So many cores to be taken; a run that wants more than there are gets all of them."""
+    """So many cores to be taken, in turns; a run that wants more than there are gets all of them.
+
+    In turns, since otherwise one that wants many would wait until nobody else wants any.
+    """
 
     def __init__(self, number: int):
         self._number = self._free = number
+        self._turn = 0
         self._closed = False
         self._changed = threading.Condition()
 
     @contextmanager
-    def taking(self, wanted: int) -> Iterator[None]:
-        """Raises CancelledError after `close`."""
+    def taking(self, wanted: int, turn: int) -> Iterator[None]:
+        """turn: 0, 1, …, each once. Raises CancelledError after `close`."""
         wanted = min(wanted, self._number)
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._free >= wanted)
+            self._changed.wait_for(
+                lambda: self._closed or (self._turn == turn and self._free >= wanted)
+            )
             if self._closed:
                 raise CancelledError
             self._free -= wanted
+            self._turn += 1
+            self._changed.notify_all()
         try:
             yield
         finally:

@@ -7,8 +7,10 @@ mpi-pytest then starts mpirun for each parallel test, which takes longer.
 
 import ctypes
 import os
+import signal
 import sys
 from itertools import count, takewhile
+from pathlib import Path
 
 # Before torch is loaded: eight test processes on two cores must not run sixteen threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -35,12 +37,25 @@ def forget_mpi_in_environment() -> None:
 if MPI.COMM_WORLD.size == 1:
     forget_mpi_in_environment()
 
+# A shell's background job (`make test &`) ignores Ctrl-C, and so would all that tests start; but
+# some of them are there to be interrupted.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # Processes that drew different examples would wait for each other forever; and on a busy machine a
 # deadline only says that it is busy.
 hypothesis.settings.register_profile(
     "same everywhere", derandomize=True, database=None, deadline=None
 )
 hypothesis.settings.load_profile("same everywhere")
+
+
+@pytest.fixture
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine without data; returns the cache on it."""
+    monkeypatch.delenv("DATA", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("tasks.fashion_mnist.DEBIAN_FOLDER", tmp_path / "debian")
+    return tmp_path / "cache" / "decentralized-deep-learning"
 
 
 @pytest.hookimpl(trylast=True)

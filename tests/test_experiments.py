@@ -224,6 +224,21 @@ def test_no_more_at_a_time_than_cores_allow(folder: Folder) -> None:
     assert max(peak) == 2
 
 
+def test_runs_take_cores_in_their_order(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one that wants many cores would wait until nobody else wants any."""
+    runs = [Run("train", {"value": i}, processes=2) for i in range(8)]
+    order = []
+
+    def observed(run: Run, path: Path, launcher: Launcher) -> bool:
+        order.append(run.values["value"])
+        path.mkdir(parents=True)
+        return True
+
+    monkeypatch.setattr(runner, "_carry_out_one", observed)
+    carry_out(asked(*runs), folder, 2, "process")
+    assert order == list(range(8))
+
+
 def test_an_experiment_of_slurms_jobs(folder: Folder, tmp_path: Path) -> None:
     """As many at a time as Slurm likes; a failed one stops nobody."""
     flag = str(tmp_path / "flag")

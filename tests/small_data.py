@@ -1,0 +1,70 @@
+"""Files in the real formats, with few data."""
+
+import gzip
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import tasks
+from randomness import generator
+from tasks.task import Options
+
+
+def options(**changes: Any) -> Options:
+    defaults: dict[str, Any] = {
+        "task": "",
+        "n_workers": 4,
+        "batch_size": 8,
+        "seed": 1,
+        "decentralized": False,
+        "shuffled_ratio": 0.0,
+        "reshuffle": True,
+        "data_dir": None,
+        "download": False,
+        "device": torch.device("cpu"),
+    }
+    return Options(**(defaults | changes))
+
+
+def idx_bytes(array: np.ndarray, magic: tuple[int, ...] | None = None) -> bytes:
+    header = bytes(magic or (0, 0, 8, array.ndim))
+    return header + struct.pack(f">{array.ndim}I", *array.shape) + array.astype(np.uint8).tobytes()
+
+
+def write_fashion_mnist(
+    folder: Path, compress: bool = False, n_train: int = 50, side: int = 28
+) -> None:
+    """Its four files with few random images."""
+    folder.mkdir(parents=True, exist_ok=True)
+    random = generator(0, "test")
+    for prefix, count in (("train", n_train), ("t10k", 20)):
+        for kind, array in (
+            ("images-idx3", random.integers(0, 256, (count, side, side))),
+            ("labels-idx1", np.arange(count) % 10),
+        ):
+            content = idx_bytes(array)
+            if compress:
+                (folder / f"{prefix}-{kind}-ubyte.gz").write_bytes(gzip.compress(content))
+            else:
+                (folder / f"{prefix}-{kind}-ubyte").write_bytes(content)
+
+
+def write_cifar(folder: Path, n_labels: int, n_train: int = 10) -> None:
+    """The files of the binary version with few random images, so many in each to train."""
+    names = {10: [f"data_batch_{i}" for i in range(1, 6)], 100: ["train"]}[n_labels]
+    place = folder / {10: "cifar-10-batches-bin", 100: "cifar-100-binary"}[n_labels]
+    place.mkdir(parents=True, exist_ok=True)
+    random = generator(0, "test")
+    for name, count in (*((name, n_train) for name in names), ("test", 20)):
+        name = "test_batch" if (name, n_labels) == ("test", 10) else name
+        labels = [bytes([0, i % 100]) if n_labels == 100 else bytes([i % 10]) for i in range(count)]
+        records = (label + random.bytes(3072) for label in labels)
+        (place / f"{name}.bin").write_bytes(b"".join(records))
+
+
+def make_fashion_mnist(**changes: Any) -> tasks.Task:
+    arguments: dict[str, Any] = {"n_workers": 2, "batch_size": 8, "seed": 1, "download": False}
+    return tasks.make("FashionMNIST", **(arguments | changes))
