@@ -301,7 +301,7 @@ Setting = dict[str, float]  # what an algorithm's grid chooses
 
 # Settings share their steps in batches of so many numbers, all rows of x together. With an
 # algorithm's other tensors that is, on a CPU, what its caches hold; on a GPU, about 2 GiB.
-_TOGETHER = {"cpu": 2**19, "cuda": 2**26}
+_TOGETHER = {"cpu": 2**18, "cuda": 2**26}
 
 _DIVERGED = 100.0  # times the error of the start
 

@@ -26,6 +26,7 @@ SHOWN = {  # the end of what each Python block prints, by a word of it
     "log_metric": r"mean model: \d+\.\d%\n$",
     "PowerGossip": r"sent by worker 0: 0\.\d\d MB\n(.*\n)+",
     "OneNeighbor": r"^\[2\.0, 2\.0\] \[32, 32\]\n$",
+    "Half": r"\b2\.0 times fewer bits than uncompressed gossip\n",
 }
 
 
