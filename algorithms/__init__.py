@@ -3,6 +3,12 @@
 An averaging algorithm's `step(x)` changes x [worker, D] in place. It is a generator that does no
 communication itself: it yields messages and is resumed with what arrived (see network).
 
+    uncompressed.py   all numbers as they are: plain gossip, all-reduce, Chebyshev, finite time
+    compressed.py     CHOCO-Gossip, DeepSqueeze, Moniqua
+    power_gossip.py   PowerGossip
+    averaging.py      what they have in common
+    learning.py       D-PSGD, on top of any of them
+
 To add one: write its class in a module beside this one and its row in `AVERAGING` here; train.py,
 the benchmark and the tests of the laws that every averaging algorithm obeys
 (tests/test_algorithms.py) find it there.

@@ -31,6 +31,13 @@ is decoded beside it: CHOCO-Gossip and DeepSqueeze need the sender's own C(v), d
 message, to be exactly what its neighbors see. It adds, since a sparse C(v) then costs as little
 time as it does memory.
 
+    compressor.py   what a compressor is, and what it works with
+    sparse.py       TopK, RandomK
+    quantized.py    SignAndNorm, QSGD, Identity
+    low_rank.py     SVD
+    codec.py        a whole worker's message
+    packing.py      levels as bits
+
 To add a compressor: write its class in a module beside this one and its row in `COMPRESSORS` here;
 the tests of the laws that every compressor obeys (tests/test_compressors.py) find it there.
 
