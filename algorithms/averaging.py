@@ -30,6 +30,8 @@ class Averaging(Protocol):
 
 
 class Stateless:
+    """An algorithm whose next step depends on x only."""
+
     def state_dict(self) -> dict[str, Any]:
         return {}
 
