@@ -1,4 +1,4 @@
-"""Files in the real formats, with few data."""
+"""Files in the real formats, with few data, and what a task is told of a run."""
 
 import gzip
 import struct

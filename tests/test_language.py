@@ -16,22 +16,11 @@ from tasks import language, texts
 from tasks.language import LanguageModeling
 from tasks.language_models import LSTM, LanguageModel
 from tasks.task import Options
+from tests import small_data
 
 
 def options(**changes: Any) -> Options:
-    defaults: dict[str, Any] = {
-        "task": "LSTM",
-        "n_workers": 3,
-        "batch_size": 4,
-        "seed": 1,
-        "decentralized": False,
-        "shuffled_ratio": 0.0,
-        "reshuffle": True,
-        "data_dir": None,
-        "download": False,
-        "device": torch.device("cpu"),
-    }
-    return Options(**(defaults | changes))
+    return small_data.options(**({"task": "LSTM", "n_workers": 3, "batch_size": 4} | changes))
 
 
 def corpus(n_train: int, n_test: int = 500, n_words: int = 20) -> texts.Corpus:

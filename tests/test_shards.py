@@ -12,7 +12,7 @@ from torch import Tensor
 import tasks
 from randomness import generator
 from tasks.shards import Shards, apportion, bounds, skewed_by_label, sorted_by_label
-from tasks.task import Options
+from tests.small_data import options
 
 N_SAMPLES = 103  # a prime, so that nothing divides it
 SPLITS: list[dict[str, Any]] = [
@@ -26,20 +26,8 @@ SPLITS: list[dict[str, Any]] = [
 
 
 def shards(labels: Tensor | None = None, **changes: Any) -> Shards:
-    defaults: dict[str, Any] = {
-        "task": "",
-        "n_workers": 4,
-        "batch_size": 8,
-        "seed": 1,
-        "decentralized": False,
-        "shuffled_ratio": 0.0,
-        "reshuffle": True,
-        "data_dir": None,
-        "download": False,
-        "device": torch.device("cpu"),
-    }
     labels = torch.arange(N_SAMPLES) % 10 if labels is None else labels
-    return Shards(labels, Options(**(defaults | changes)))
+    return Shards(labels, options(**changes))
 
 
 # Who gets which sample.
