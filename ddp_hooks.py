@@ -30,6 +30,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from algorithms import Correction
+from errors import check_at_least_one
 from network import Network, Processes
 from parameters import Parameters, matrix_shape
 
@@ -107,8 +108,7 @@ def check(
             f"{hosted} workers in a process: PyTorch's DDP hooks take one; "
             "use mpirun -np N with N = n_workers"
         )
-    if rank < 1:
-        raise ValueError(f"optimizer_rank={rank}: use 1 or more")
+    check_at_least_one("optimizer_rank", rank)
     if not min_compression_rate >= 1:
         raise ValueError(f"optimizer_min_compression_rate={min_compression_rate}: use 1 or more")
     if start_iteration < 0:

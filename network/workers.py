@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from errors import check_at_least_one
 from network.messages import Conversation, Gather, Mean, Message, ToEach
 from network.mpi import Processes, cuda_aware_mpi, processes
 from network.transports import (
@@ -214,8 +215,7 @@ class Network:
 
 def hosted_workers(n_workers: int, n_processes: int) -> int:
     """How many workers each process hosts. ValueError if they cannot be spread evenly."""
-    if n_workers < 1:
-        raise ValueError(f"n_workers={n_workers}: use 1 or more")
+    check_at_least_one("n_workers", n_workers)
     if n_workers % n_processes:
         raise ValueError(
             f"n_workers={n_workers} cannot be spread over {n_processes} processes; "
