@@ -38,15 +38,13 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import Tensor
 from tqdm import tqdm
 
-import algorithms
-import compressors
-import configuration
-import metrics
-import runs
-import topologies
-from network import Network, Processes, choose_device, processes
-from network import hosted_workers as hosted
-from parameters import Layout
+from powergossip import algorithms, checks, compressors, topologies
+from powergossip.network import Network, Processes, choose_device, processes
+from powergossip.network import hosted_workers as hosted
+from powergossip.parameters import Layout
+from powergossip.runs import configuration, figures, metrics, tables
+from powergossip.runs.clock import Clock
+from powergossip.runs.output import FIGURE, Output, plain_copy
 
 
 @dataclass
@@ -114,7 +112,7 @@ def log_runtime(label: str, mean: float, std: float, instances: int) -> None:
 
 
 # What the default hooks write to, on process 0 while main() runs.
-_output: runs.Output | None = None
+_output: Output | None = None
 
 
 # --- What can be chosen by name ------------------------------------------------------------------
@@ -283,7 +281,7 @@ def main(arguments: list[str] | None = None) -> None:
     run = who.agree(lambda: _Run(config, who))
     run.load_data()
     try:
-        _output = who.agree(lambda: runs.Output(output_dir, run.config) if who.rank == 0 else None)
+        _output = who.agree(lambda: Output(output_dir, run.config) if who.rank == 0 else None)
         if _output is not None:
             log_info(run.facts())
             if run.config.log_verbosity > 0:
@@ -434,7 +432,7 @@ class _Run:
         ) as bar:
             for name, settings in self.settings.items():
                 bar.set_description(name, refresh=False)
-                clock = runs.Clock()
+                clock = Clock()
                 size = max(1, _TOGETHER[self.device.type] // self.start.numel())
                 for first in range(0, len(settings), size):
                     self._gossip(name, settings[first : first + size], clock, bar)
@@ -442,7 +440,7 @@ class _Run:
                 if self.who.rank == 0:
                     log_runtime(name, spent.mean, spent.deviation, spent.instances)
 
-    def _gossip(self, name: str, settings: list[Setting], clock: runs.Clock, bar: tqdm) -> None:
+    def _gossip(self, name: str, settings: list[Setting], clock: Clock, bar: tqdm) -> None:
         """Settings of one algorithm, all at once: each has copies of all workers."""
         batch, last = _Batch(self, name, settings), self.num_steps(name)
         for step in range(last + 1):
@@ -597,10 +595,10 @@ def _read(arguments: list[str]) -> str | None:
 
 def checked(asked: DictConfig, who: Processes) -> Any:
     """A copy of the configuration with its blanks filled in. ValueError for impossible values."""
-    c = runs.plain_copy(asked)
+    c = plain_copy(asked)
     c.n_workers = who.size if c.n_workers is None else c.n_workers
     hosted(c.n_workers, who.size)
-    demand = partial(runs.demand, c)
+    demand = partial(checks.require, c)
 
     def positive(value: Any) -> bool:
         return not isinstance(value, str) and 0 < value < math.inf
@@ -648,11 +646,16 @@ def _report(folder: Path) -> None:
     rows = metrics.load(folder)
     if "error" not in set(rows["name"]):  # a driver's log_metric has them
         return
-    figure = folder / runs.FIGURE
-    metrics.consensus_figure(rows, figure)
-    table = metrics.consensus_summary(rows)
+    figure = folder / FIGURE
+    figures.consensus_figure(rows, figure)
+    table = tables.consensus_summary(rows)
     print(f"\n{table}\n\nrows: {folder / metrics.FILE}\nfigure: {figure}")
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """Run as a program: main() with the command line; bad input is one sentence, exit code 2."""
     configuration.run_entry_point(main)
+
+
+if __name__ == "__main__":
+    command()

@@ -32,23 +32,23 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from tqdm import tqdm
 
-import algorithms
-import centralized
-import configuration
-import ddp_hooks
-import dgc
-import metrics
-import randomness
-import runs
-import tasks
-import topologies
-from checkpoints import Checkpoints
-from errors import BadInput, Interrupted, Stopped
-from evaluation import Evaluation
-from local_optimizers import DECOUPLED, LOCAL_OPTIMIZERS, learning_rate
-from network import Network, Processes, choose_device, cuda_aware_mpi, processes
-from parameters import Parameters
-from train_settings import averaging_options, centralized_options, checked, hook_options
+from powergossip import algorithms, randomness, tasks, topologies
+from powergossip.algorithms import aggregation, ddp, dgc
+from powergossip.errors import BadInput, Interrupted, Stopped
+from powergossip.network import Network, Processes, choose_device, cuda_aware_mpi, processes
+from powergossip.parameters import Parameters
+from powergossip.runs import configuration, figures, metrics, tables
+from powergossip.runs.checkpoints import Checkpoints
+from powergossip.runs.clock import Clock, Signals, Spent
+from powergossip.runs.output import FIGURE, Output
+from powergossip.training.evaluation import Evaluation
+from powergossip.training.local_optimizers import DECOUPLED, LOCAL_OPTIMIZERS, learning_rate
+from powergossip.training.settings import (
+    averaging_options,
+    centralized_options,
+    checked,
+    hook_options,
+)
 
 V = TypeVar("V")
 
@@ -184,7 +184,7 @@ def log_runtime(label: str, mean: float, std: float, instances: int) -> None:
 
 
 # What the default hooks write to, on process 0 while main() runs.
-_output: runs.Output | None = None
+_output: Output | None = None
 
 
 # --- The run -------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def main(arguments: list[str] | None = None) -> None:
     run.load_data()
     try:
         run.take_up(output_dir)
-        opened = partial(runs.Output, output_dir, run.config, run.config.resume, run.offset)
+        opened = partial(Output, output_dir, run.config, run.config.resume, run.offset)
         _output = who.agree(lambda: opened() if who.rank == 0 else None)
         run.checkpoints = Checkpoints(
             Path(who.broadcast(str(_output.folder) if _output is not None else "")), who
@@ -227,7 +227,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 class Learning(Protocol):
-    """A learning algorithm: algorithms.DPSGD, centralized.CentralizedSGD, ddp_hooks.DDPHook."""
+    """A learning algorithm: algorithms.DPSGD, aggregation.CentralizedSGD, ddp.DDPHook."""
 
     def step(self, compute_gradient: Callable[[], V]) -> V:
         """One step with what `compute_gradient` adds to parameters.grad; returns its result."""
@@ -258,7 +258,7 @@ class _Run:
         self.device = choose_device(c.device, who.local_rank)
         stage = {"on": False, "off": True, "auto": None}[c.cuda_aware]
         self.network = Network(self.topology, who, self.device, stage)
-        self.clock = runs.Clock()
+        self.clock = Clock()
         self.network.measure = self.clock
         self.step = 0  # since the start
         self.offset = 0  # bytes of metrics.jsonl that belong to the steps so far
@@ -330,10 +330,10 @@ class _Run:
     def _learning(self, weight_decay: float) -> Learning:
         """The learning algorithm by its name."""
         c = self.config
-        if c.optimizer in centralized.AGGREGATIONS:
+        if c.optimizer in aggregation.AGGREGATIONS:
             return self._centralized(weight_decay)
-        if c.optimizer in ddp_hooks.HOOKS:
-            return ddp_hooks.DDPHook(
+        if c.optimizer in ddp.HOOKS:
+            return ddp.DDPHook(
                 self.network,
                 self.parameters,
                 self._update,
@@ -362,14 +362,14 @@ class _Run:
     def _centralized(self, weight_decay: float) -> Learning:
         c = self.config
         corrects_momentum = c.optimizer == "dgc"  # which clips too
-        aggregation = centralized.AGGREGATIONS[c.optimizer](
+        aggregate = aggregation.AGGREGATIONS[c.optimizer](
             self.network, self.parameters.layout, centralized_options(c)
         )
-        if isinstance(aggregation, dgc.DGCAggregation):
-            self.schedules.append(aggregation.at_epoch)
-        return centralized.CentralizedSGD(
+        if isinstance(aggregate, dgc.DGCAggregation):
+            self.schedules.append(aggregate.at_epoch)
+        return aggregation.CentralizedSGD(
             self.network,
-            aggregation,
+            aggregate,
             self.parameters,
             self._update,
             weight_decay=weight_decay,
@@ -423,7 +423,7 @@ class _Run:
             smoothing=0,
         )
         first, first_step, sums = self.position
-        with bar, runs.Signals() as self.signals:
+        with bar, Signals() as self.signals:
             for epoch in range(first, c.num_epochs):
                 self._train_epoch(epoch, first_step, sums, bar)
                 score: float | None = None
@@ -624,7 +624,7 @@ class _Run:
         self.network.load_state_dict(state["network"])
         self.seconds = state["seconds"]
         for name, values in state["phases"].items():
-            self.clock.phases[name] = runs.Spent(*values)
+            self.clock.phases[name] = Spent(*values)
 
     def _save(self, position: Position, score: float | None = None) -> None:
         if self.checkpoints is None:
@@ -695,10 +695,15 @@ def _report(folder: Path) -> None:
     rows = metrics.load(folder)
     if rows.empty:  # a driver's log_metric has them
         return
-    figure = folder / runs.FIGURE
-    metrics.figure(rows, figure)
-    print(f"\n{metrics.summary(rows)}\n\nrows: {folder / metrics.FILE}\nfigure: {figure}")
+    figure = folder / FIGURE
+    figures.figure(rows, figure)
+    print(f"\n{tables.summary(rows)}\n\nrows: {folder / metrics.FILE}\nfigure: {figure}")
+
+
+def command() -> None:
+    """Run as a program: main() with the command line; bad input is one sentence, exit code 2."""
+    configuration.run_entry_point(main)
 
 
 if __name__ == "__main__":
-    configuration.run_entry_point(main)
+    command()

@@ -17,10 +17,10 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-import configuration
-import dgc
 from benchmarks.timing import in_turns
-from network import choose_device, processes
+from powergossip.algorithms import dgc
+from powergossip.network import choose_device, processes
+from powergossip.runs import configuration
 
 
 @dataclass

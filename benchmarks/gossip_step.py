@@ -20,14 +20,12 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-import algorithms
-import compressors
-import configuration
-import topologies
 from benchmarks.timing import in_turns
-from errors import BadInput
-from network import Network, choose_device, processes
-from parameters import Layout
+from powergossip import algorithms, compressors, topologies
+from powergossip.errors import BadInput
+from powergossip.network import Network, choose_device, processes
+from powergossip.parameters import Layout
+from powergossip.runs import configuration
 
 Shapes = list[tuple[int, ...]]
 

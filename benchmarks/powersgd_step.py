@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hooks
 from torch.nn.parallel import DistributedDataParallel
 
-import configuration
-import ddp_hooks
 from benchmarks.timing import in_turns
-from errors import BadInput
-from network import processes
-from powersgd import Config as PowerSGDConfig
-from powersgd import PowerSGD, optimizer_step
+from powergossip.algorithms import ddp
+from powergossip.algorithms.power_sgd import Config as PowerSGDConfig
+from powergossip.errors import BadInput
+from powergossip.network import processes
+from powergossip.optimizers.power_sgd import PowerSGD, optimizer_step
+from powergossip.runs import configuration
 
 SECONDS = 60.0
 
@@ -104,7 +104,7 @@ def main(arguments: list[str]) -> None:
     if config.model not in MODELS:
         raise BadInput(f'model "{config.model}" is unknown; choose from {", ".join(MODELS)}')
     shapes = MODELS[config.model]()
-    ddp_hooks.process_group(who, torch.device("cpu"))
+    ddp.process_group(who, torch.device("cpu"))
 
     def distributed(with_hook: bool) -> Callable[[], None]:
         # One bucket: with several, gloo mixes up the messages that the hook sends for each.

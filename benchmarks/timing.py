@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from network import Processes
+from powergossip.network import Processes
 
 
 def in_turns(

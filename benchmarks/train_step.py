@@ -19,11 +19,11 @@ import json
 from statistics import median
 from typing import Any
 
-import algorithms
-import configuration
 import train
 from benchmarks.timing import in_turns
-from network import processes
+from powergossip import algorithms
+from powergossip.network import processes
+from powergossip.runs import configuration
 
 ROUNDS, SECONDS = 15, 15.0
 

@@ -219,5 +219,5 @@ ask "Open MPI uses UCX" "MCA pml: ucx" "Open MPI was built without UCX; see $pre
 ask "torch was built for CUDA" "[0-9]" "this torch is a build without CUDA; point pip to torch's CUDA builds and install the pinned version again" \
     .venv/bin/python -c 'import torch; print(torch.version.cuda)'
 ask "MPI takes GPU memory" "CUDA-aware: yes" "Open MPI says that it is not CUDA-aware; training works, through pinned host memory (see environment/gpu_cluster.md)" \
-    env OMPI_MCA_pml=ucx bash -c 'source .venv/bin/activate && mpirun -np 2 python environment/mpi_check.py'
+    env OMPI_MCA_pml=ucx bash -c 'source .venv/bin/activate && mpirun -np 2 python -m powergossip.mpi_check'
 [ -n "$dry" ] || say "done. Before each use: export PATH=$prefix/bin:\$PATH && source .venv/bin/activate"

@@ -8,7 +8,8 @@ from mpi4py import MPI
 from sklearn.datasets import load_digits
 from torch import nn
 
-from powersgd import Config, PowerSGD, optimizer_step
+from powergossip.algorithms.power_sgd import Config
+from powergossip.optimizers.power_sgd import PowerSGD, optimizer_step
 
 EPOCHS, BATCH_SIZE = 20, 32
 rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size

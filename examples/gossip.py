@@ -8,7 +8,7 @@ from mpi4py import MPI
 from sklearn.datasets import load_digits
 from torch import nn
 
-from gossip_optimizer import GossipOptimizer, PowerGossip
+from powergossip.optimizers.gossip import GossipOptimizer, PowerGossip
 
 EPOCHS, BATCH_SIZE = 20, 32
 rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size

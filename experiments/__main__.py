@@ -16,10 +16,10 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 
-from errors import BadInput
 from experiments import EXPERIMENTS, results
 from experiments.launchers import LAUNCHERS
 from experiments.runner import Experiment, Folder, Run, carry_out
+from powergossip.errors import BadInput
 
 JOBS = 64  # of Slurm at a time
 

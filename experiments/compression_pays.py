@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import metrics
 from experiments import learning
 from experiments.runner import Experiment, Results, Run
+from powergossip.runs import figures
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -184,13 +184,13 @@ def _figures(
         for title, of in (("Measured", measured), ("Predicted", predicted))
     }
     x = "rate of a link (Mbit/s)"
-    metrics.curves(panels, folder / "step.svg", x, "seconds a step", log_x=True, log_y=True)
+    figures.curves(panels, folder / "step.svg", x, "seconds a step", log_x=True, log_y=True)
     reached = {
         m: (megabits, [steps[m] * measured[m, rate] / 60 for rate in limited])
         for m in METHODS
         if steps[m] < float("inf")
     }
-    metrics.curves(
+    figures.curves(
         {"": reached}, folder / "target.svg", x, "minutes to the target", log_x=True, log_y=True
     )
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import metrics
 from experiments.presets import preset
 from experiments.runner import Experiment, Results, Run
+from powergossip.runs import figures, tables
 
 TITLES = {
     "random": "Random matrices, 100 × 100",
@@ -74,8 +74,8 @@ def experiment(
         for kind in changes:
             rows = pd.concat([results(runs[kind, part]) for part in algorithms], ignore_index=True)
             name = f"{kind}.svg"
-            metrics.consensus_figure(rows[~rows["algorithm"].isin(HIDDEN)], folder / name)
-            table = _markdown(metrics.consensus_table(rows))
+            figures.consensus_figure(rows[~rows["algorithm"].isin(HIDDEN)], folder / name)
+            table = _markdown(tables.consensus_table(rows))
             parts.append(f"### {TITLES[kind]}\n\n{table}\n\n![error by step and bits]({name})")
         return "\n\n".join(parts) + "\n"
 

@@ -42,7 +42,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from errors import BadInput
+from powergossip.errors import BadInput
 
 GUARD = Path(__file__).resolve().with_name("guard.py")
 

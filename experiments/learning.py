@@ -12,8 +12,8 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import metrics
 from experiments.runner import Experiment, Results, Run
+from powergossip.runs import figures
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -249,6 +249,6 @@ def _figure(rows: Mapping[str, list["DataFrame"]], measure: str, path: Path) -> 
             points[method] = bits / 8e6, [100 * v if measure == "accuracy" else v for v in reached]
     x, y = "megabytes sent by a worker", f"test {measure}, mean model"
     if measure == "accuracy":
-        metrics.scatter(points, path, x, f"{y}, %")
+        figures.scatter(points, path, x, f"{y}, %")
     else:
-        metrics.scatter(points, path, x, y, log_y=True)
+        figures.scatter(points, path, x, y, log_y=True)

@@ -1,17 +1,15 @@
-"""The published settings: experiments/configs/BASE.yaml, and BASE/METHOD.yaml on top of it."""
+"""The values of the presets, for experiments that run or vary them."""
 
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-FOLDER = Path(__file__).parent / "configs"
+from powergossip import presets
 
 
 def preset(base: str, method: str | None = None) -> dict[str, Any]:
-    """The keys that they set."""
-    files = [FOLDER / f"{base}.yaml", *([FOLDER / base / f"{method}.yaml"] if method else [])]
+    """The keys that a preset sets, and their values."""
     values: dict[str, Any] = {}
-    for file in files:
+    for file in presets.files(f"{base}/{method}" if method else base):
         values |= yaml.safe_load(file.read_text("utf-8"))
     return values

@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-import metrics
 from environment import emulated_cluster
-from errors import BadInput
 from experiments.launchers import LAUNCHERS, STOP, Job, Launcher, last_output
+from powergossip.errors import BadInput
+from powergossip.runs import metrics
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import metrics
 from experiments import learning
 from experiments.presets import preset
 from experiments.runner import Experiment, Results, Run
+from powergossip.runs import figures
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -83,7 +83,7 @@ def _experiment(
             panels[f"{method}: {parameters[1]}"] = {
                 f"epoch {epoch}": _curve(_values(rows, parameters[1], epoch)) for epoch in epochs
             }
-        metrics.curves(
+        figures.curves(
             panels,
             folder / "figure.svg",
             "number of the singular value",

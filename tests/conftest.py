@@ -54,7 +54,7 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine without data; returns the cache on it."""
     monkeypatch.delenv("DATA", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("tasks.fashion_mnist.DEBIAN_FOLDER", tmp_path / "debian")
+    monkeypatch.setattr("powergossip.tasks.fashion_mnist.DEBIAN_FOLDER", tmp_path / "debian")
     return tmp_path / "cache" / "decentralized-deep-learning"
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-import tasks
-from randomness import generator
-from tasks.task import Options
+from powergossip import tasks
+from powergossip.randomness import generator
+from powergossip.tasks.task import Options
 
 
 def options(**changes: Any) -> Options:

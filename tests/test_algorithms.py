@@ -12,11 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import algorithms
-import compressors
-import randomness
-import topologies
-from algorithms import (
+from powergossip import algorithms, compressors, randomness, topologies
+from powergossip.algorithms import (
     AVERAGING,
     CONSENSUS_ONLY,
     Averaging,
@@ -25,12 +22,12 @@ from algorithms import (
     PlainGossip,
     PowerGossip,
 )
-from compressors import COMPRESSORS
-from compressors import Options as Compression
-from directions import Directions, EdgeNumbers
-from network import Network, Processes, processes
-from parameters import Layout
-from tasks.models import ResNet20
+from powergossip.algorithms.directions import Directions, EdgeNumbers
+from powergossip.compressors import COMPRESSORS
+from powergossip.compressors import Options as Compression
+from powergossip.network import Network, Processes, processes
+from powergossip.parameters import Layout
+from powergossip.tasks.models import ResNet20
 
 ALONE = Processes()
 SHAPES = [(4, 3), (6, 5), (3,), (4, 3), (2, 2, 3), (1, 7), ()]

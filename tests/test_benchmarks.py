@@ -7,8 +7,8 @@ import pytest
 from omegaconf import OmegaConf
 
 import train
-from algorithms import AVERAGING
 from benchmarks import gossip_step, train_step
+from powergossip.algorithms import AVERAGING
 
 
 @pytest.mark.parametrize("optimizer", ["power-gossip", "all-reduce"])

@@ -8,9 +8,9 @@ import torch
 from omegaconf import OmegaConf
 
 import train
-from centralized import AGGREGATIONS
-from ddp_hooks import HOOKS
-from network import Processes
+from powergossip.algorithms.aggregation import AGGREGATIONS
+from powergossip.algorithms.ddp import HOOKS
+from powergossip.network import Processes
 
 # With these nothing is compressed, and all is applied at once.
 EVERYTHING: dict[str, dict[str, Any]] = {

@@ -14,16 +14,15 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-import checkpoints
-import metrics
-import network
 import train
-from algorithms import AVERAGING
-from centralized import AGGREGATIONS
-from checkpoints import Checkpoints
-from compressors import COMPRESSORS
-from errors import BadInput, Interrupted
-from network import Processes
+from powergossip import network
+from powergossip.algorithms import AVERAGING
+from powergossip.algorithms.aggregation import AGGREGATIONS
+from powergossip.compressors import COMPRESSORS
+from powergossip.errors import BadInput, Interrupted
+from powergossip.network import Processes
+from powergossip.runs import checkpoints, metrics
+from powergossip.runs.checkpoints import Checkpoints
 from tests.launch import python
 
 # Children begin as copies of a process that has imported everything: a start takes no seconds.
@@ -297,7 +296,8 @@ def command(folder: Path, *more: str) -> list[str]:
 
 DRIVER = """
 import os, signal, time
-import train, configuration
+import train
+from powergossip.runs import configuration
 original = train._Run._gradient
 def gradient(run, epoch, step):
     if run.step == 7 and run.who.rank == run.who.size - 1 and not run.config.resume:
@@ -363,7 +363,7 @@ def test_another_config(finished: Path) -> None:
 
 
 def test_another_model(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tasks import models
+    from powergossip.tasks import models
 
     class Wider(models.MLP):
         def __init__(self, shape: Any, n_labels: int, **options: Any) -> None:
@@ -419,7 +419,8 @@ def test_a_run_is_not_overwritten_for_its_checkpoints(tmp_path: Path) -> None:
 
 LIMITED = """
 import resource, signal, sys
-import train, configuration
+import train
+from powergossip.runs import configuration
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 original = train._Run._save
 def save(run, position, score=None):
@@ -450,7 +451,8 @@ def test_no_space_left(tmp_path: Path) -> None:
 
 ROWS_LIMITED = """
 import resource, signal
-import train, configuration
+import train
+from powergossip.runs import configuration
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 original = train._Run.train
 def limited(run):

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-import tasks
-from randomness import generator
-from tasks import augmentation, cifar
-from tasks.images import ImageClassification, LabeledImages
-from tasks.task import Options
+from powergossip import tasks
+from powergossip.randomness import generator
+from powergossip.tasks import augmentation, cifar
+from powergossip.tasks.images import ImageClassification, LabeledImages
+from powergossip.tasks.task import Options
 
 FOLDERS = {
     ("Cifar", "python"): "cifar-10-batches-py",

@@ -354,8 +354,8 @@ def test_what_an_image_copies_is_there_and_all_that_is_needed(image: str, tmp_pa
     settings = tomllib.loads((tmp_path / "pyproject.toml").read_text())
     for module in settings["tool"]["setuptools"]["py-modules"]:
         assert (tmp_path / f"{module}.py").exists()
-    for package in settings["tool"]["setuptools"]["packages"]:
-        assert (tmp_path / package).is_dir()
+    for pattern in settings["tool"]["setuptools"]["packages"]["find"]["include"]:
+        assert (tmp_path / pattern.partition(".")[0] / "__init__.py").exists()
     for file in settings["project"]["license-files"]:
         assert (tmp_path / file).exists()
     # setup.sh finds what it reads, and gets as far as judging an interpreter, which is unfit here.
@@ -406,8 +406,10 @@ def test_programs_that_images_start_are_there() -> None:
     """Those in the usage on top, too."""
     text = "".join((ENVIRONMENT / name).read_text() for name in ("Dockerfile", "apptainer.def"))
     programs = re.findall(r'(?:python |python", ")(?:/project/)?([\w./]+\.py)', text)
-    assert {"train.py", "environment/mpi_check.py"} == set(programs)
-    for program in programs:
+    modules = re.findall(r'python(?:", "| )-m(?:", "| )([\w.]+)', text)
+    assert set(programs) == {"train.py"}
+    assert set(modules) == {"powergossip.mpi_check"}
+    for program in [*programs, *(f"{module.replace('.', '/')}.py" for module in modules)]:
         assert (ROOT / program).exists()
 
 

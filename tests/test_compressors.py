@@ -9,9 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import compressors
-import randomness
-from compressors import (
+from powergossip import compressors, randomness
+from powergossip.compressors import (
     COMPRESSORS,
     QSGD,
     SVD,
@@ -28,8 +27,8 @@ from compressors import (
     sparse,
     unpack,
 )
-from parameters import Layout, Stack
-from tasks.models import ResNet20
+from powergossip.parameters import Layout, Stack
+from powergossip.tasks.models import ResNet20
 
 SHAPES = [(4, 3), (6, 5), (3,), (4, 3), (2, 2, 3), (1, 7), (), (5,), (3,), (20, 11)]
 VARIANTS = {

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-import configuration
-import local_optimizers
-import runs
 import train
-from errors import BadInput
+from powergossip.errors import BadInput
+from powergossip.runs import configuration
+from powergossip.runs.output import Output, plain_copy
+from powergossip.training import local_optimizers
 from tests import launch
 
 
@@ -133,13 +133,13 @@ def test_a_suffix_ends_the_name_of_a_dated_folder(
     monkeypatch.chdir(tmp_path)
     config = OmegaConf.structured(train.Config)
     wanted = configuration.read_command_line(config, ["--suffix", ".e500"], "")
-    first, second = (runs.Output(wanted, config) for _ in range(2))
+    first, second = (Output(wanted, config) for _ in range(2))
     assert first.folder != second.folder
     for output in (first, second):
         assert re.fullmatch(r"output/\d{4}-\d\d-\d\d-\d{6}(-2)?\.e500", str(output.folder))
         assert (output.folder / "config.yaml").exists()
         output.close()
-    mine = runs.Output("results/{date}-mine", config)
+    mine = Output("results/{date}-mine", config)
     assert re.fullmatch(r"results/[\d-]+-mine", str(mine.folder))
     mine.close()
 
@@ -158,7 +158,7 @@ def test_changed_keys_are_shown_a_line_each() -> None:
         "lr_schedule_milestones: [[1, 0.0001]]",
         "topology: '12'",
     ]
-    plain = runs.plain_copy(config_after("n_workers=3"))
+    plain = plain_copy(config_after("n_workers=3"))
     assert configuration.changed(plain, train.Config) == "n_workers: 3"
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-import tasks
-from randomness import generator
-from tasks import cifar, fashion_mnist, idx
+from powergossip import tasks
+from powergossip.randomness import generator
+from powergossip.tasks import cifar, fashion_mnist, idx
 from tests.small_data import (
     idx_bytes,
     make_fashion_mnist,

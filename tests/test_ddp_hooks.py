@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import algorithms
-import ddp_hooks
-import topologies
-from ddp_hooks import HOOKS, DDPHook
-from network import Network, Processes, processes
-from parameters import Parameters
-from randomness import generator
+from powergossip import algorithms, topologies
+from powergossip.algorithms import ddp
+from powergossip.algorithms.ddp import HOOKS, DDPHook
+from powergossip.network import Network, Processes, processes
+from powergossip.parameters import Parameters
+from powergossip.randomness import generator
 
 RATE = 0.05
 SIZES = (12, 20, 7)
@@ -279,25 +278,25 @@ def test_the_state_has_an_axis_of_workers_and_is_a_copy() -> None:
 @pytest.mark.parallel([2])
 def test_the_process_group_is_made_once_and_anew_for_other_processes() -> None:
     device = torch.device("cpu")
-    group = ddp_hooks.process_group(processes(), device)
-    assert ddp_hooks.process_group(processes(), device) is group
+    group = ddp.process_group(processes(), device)
+    assert ddp.process_group(processes(), device) is group
     assert (group.size(), group.rank()) == (2, processes().rank)
-    assert ddp_hooks.process_group(Processes(), device).size() == 1
-    assert ddp_hooks.process_group(processes(), device).size() == 2
+    assert ddp.process_group(Processes(), device).size() == 1
+    assert ddp.process_group(processes(), device).size() == 2
 
 
 def test_a_process_group_of_someone_else_is_used_or_refused(tmp_path: Any) -> None:
-    ddp_hooks._end()
+    ddp._end()
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        ddp_hooks.process_group(Processes(), torch.device("cpu"))
-        ddp_hooks._end()
+        ddp.process_group(Processes(), torch.device("cpu"))
+        ddp._end()
         assert dist.is_initialized(), "it is not ours to take down"
         two = Processes()
         two.size = 2
         with pytest.raises(ValueError, match=r"process 0 of 1, where MPI has 0 of 2"):
-            ddp_hooks.process_group(two, torch.device("cpu"))
+            ddp.process_group(two, torch.device("cpu"))
     finally:
         dist.destroy_process_group()
 

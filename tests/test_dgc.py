@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import topologies
 from benchmarks import dgc_selection
-from dgc import DGC, Config, DGCAggregation, Selector, optimizer_step
-from errors import BadInput
-from network import Network, Processes, processes
-from parameters import Layout
-from randomness import generator
+from powergossip import topologies
+from powergossip.algorithms.dgc import Config, DGCAggregation, Selector
+from powergossip.errors import BadInput
+from powergossip.network import Network, Processes, processes
+from powergossip.optimizers.dgc import DGC, optimizer_step
+from powergossip.parameters import Layout
+from powergossip.randomness import generator
 
 SHAPES = [(40, 30), (9,), (50, 3, 2, 2), (7, 5), (1,), (200, 100)]
 

@@ -158,7 +158,7 @@ def test_messages_go_around_a_ring_of_hosts(start: Start, left_behind: Traces) -
 # Process 0 tells of each host what is counted of it, and what its link has carried, in bytes.
 COUNTED = """
 import torch, topologies
-from network import Gather, Mean, Network, ToAll, processes
+from powergossip.network import Gather, Mean, Network, ToAll, processes
 who = processes()
 network = Network(topologies.make("ring", who.size))
 message = MESSAGE

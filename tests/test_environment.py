@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from environment import mpi_check
+from powergossip import mpi_check
 
 ROOT = Path(__file__).parent.parent
 INPUTS = ["pyproject.toml", "environment/constraints.txt", "environment/setup.sh"]
@@ -200,10 +200,10 @@ def test_activation_is_written_once() -> None:
 
 def test_a_driver_in_another_folder_imports_the_modules(tmp_path: Path) -> None:
     driver = tmp_path / "driver.py"
-    driver.write_text("import tasks, topologies\nprint(topologies.__file__)\n")
+    driver.write_text("import train, topologies\nprint(topologies.__file__)\n")
     result = run(sys.executable, driver, cwd=tmp_path, PYTHONPATH="")
     assert result.returncode == 0, result.stderr
-    assert Path(result.stdout.strip()) == ROOT / "topologies" / "__init__.py"
+    assert Path(result.stdout.strip()) == ROOT / "topologies.py"
 
 
 def test_every_module_can_be_imported_from_another_folder() -> None:
@@ -268,8 +268,8 @@ def test_mpi_check_names_the_process_with_a_wrong_content(tmp_path: Path) -> Non
     """Process 1 of 3 sends numbers that process 2 does not expect."""
     driver = tmp_path / "wrong.py"
     driver.write_text(
-        f"import sys; sys.path.insert(0, {str(ROOT / 'environment')!r})\n"
-        "import mpi_check\n"
+        "import sys\n"
+        "from powergossip import mpi_check\n"
         "right = mpi_check.content\n"
         "if mpi_check.MPI.COMM_WORLD.rank == 1:\n"
         "    mpi_check.content = lambda rank, where: right(rank, where) + (rank == 1)\n"
@@ -284,7 +284,7 @@ def test_mpi_check_names_the_process_with_a_wrong_content(tmp_path: Path) -> Non
 
 def test_mpi_check_refuses_bad_arguments_in_one_sentence() -> None:
     """One process says it; mpirun's own words about exit codes are not ours."""
-    result = run("mpirun", "-np", "2", sys.executable, "environment/mpi_check.py", "--quik")
+    result = run("mpirun", "-np", "2", sys.executable, "-m", "powergossip.mpi_check", "--quik")
     assert result.returncode == 2
     assert result.stdout == ""
     assert result.stderr.count("error: unrecognized arguments: --quik; use: mpirun -np N") == 1
@@ -308,8 +308,8 @@ def test_mpi_check_measures_in_rounds_and_through_host_memory(tmp_path: Path) ->
     """
     driver = tmp_path / "rounds.py"
     driver.write_text(
-        f"import sys; sys.path.insert(0, {str(ROOT / 'environment')!r})\n"
-        "import mpi_check, torch\n"
+        "import sys, torch\n"
+        "from powergossip import mpi_check\n"
         "comm = mpi_check.MPI.COMM_WORLD\n"
         "mpi_check.ALONE, mpi_check.LARGE = 2, 2**17\n"
         "mpi_check.SIZES = [2**16, 2**17]\n"

@@ -15,10 +15,8 @@ import pandas as pd
 import pytest
 from omegaconf import OmegaConf
 
-import configuration
 import gossip_run
 import train
-from errors import BadInput
 from experiments import (
     EXPERIMENTS,
     compressed_gradients,
@@ -35,6 +33,8 @@ from experiments import __main__ as experiments_main
 from experiments.__main__ import main
 from experiments.launchers import Launcher
 from experiments.runner import Experiment, Folder, Results, Run, carry_out
+from powergossip.errors import BadInput
+from powergossip.runs import configuration
 from tests import slurm
 from tests.launch import ROOT, python
 

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-import configuration
-import metrics
 import train
-from errors import BadInput
+from powergossip.errors import BadInput
+from powergossip.runs import configuration, metrics
 from tests import launch
 
 TINY = ["task_architecture=MLP", "num_epochs=1", "log_verbosity=0"]
@@ -77,7 +76,8 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
 TRY_ALL = """
 import json, sys
 from omegaconf import OmegaConf
-import errors, network, train
+import train
+from powergossip import errors, network
 
 messages, rank = {}, network.processes().rank
 for name, arguments in json.load(open("refusals.json")).items():
@@ -231,7 +231,8 @@ def test_a_missing_extra_is_refused_before_anything_is_written(
 
 RAISING = """
 import time
-import network, tasks.images, train
+import train
+from powergossip import network, tasks
 
 loss, calls = tasks.images.ImageClassification.loss, []
 

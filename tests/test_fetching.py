@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from randomness import generator
-from tasks import cifar, fashion_mnist, files, texts
+from powergossip.randomness import generator
+from powergossip.tasks import cifar, fashion_mnist, files, texts
 from tests.small_data import make_fashion_mnist, options
 
 
@@ -199,7 +199,7 @@ def test_images_of_another_size_are_not_kept(
 KILLED = """
 import sys, time
 from pathlib import Path
-from tasks import files
+from powergossip.tasks import files
 
 def contents():
     yield "first", b"1" * 100_000

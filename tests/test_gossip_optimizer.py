@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import algorithms
-import topologies
-from errors import BadInput
-from gossip_optimizer import (
+from powergossip import algorithms, topologies
+from powergossip.errors import BadInput
+from powergossip.network import Network, Processes, processes
+from powergossip.optimizers.gossip import (
     AllReduce,
     Averaging,
     Choco,
@@ -27,8 +27,7 @@ from gossip_optimizer import (
     Moniqua,
     PowerGossip,
 )
-from network import Network, Processes, processes
-from parameters import Layout
+from powergossip.parameters import Layout
 
 N = 4
 ALONE = Processes()

@@ -19,11 +19,11 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 import gossip_run
-import metrics
-import runs
-from errors import BadInput
 from gossip_run import ALGORITHMS, DATA
-from network import processes
+from powergossip.errors import BadInput
+from powergossip.network import processes
+from powergossip.runs import metrics, tables
+from powergossip.runs.output import FIGURE
 from tests import launch
 
 TINY: dict[str, Any] = {
@@ -495,7 +495,7 @@ def test_a_run_ends_with_a_table_and_a_figure_and_its_configuration_repeats_it(
     rows = metrics.load(first)
     said = capsys.readouterr()
     assert gossip_run._output is None, "the logs are closed"
-    assert metrics.consensus_summary(rows) in said.out
+    assert tables.consensus_summary(rows) in said.out
     assert str(first / "figure.png") in said.out
     assert "moniqua" in said.err, "the progress bar"
     assert "100%" in said.err
@@ -555,7 +555,7 @@ def test_a_driver_in_another_folder_replaces_hooks_and_runs_twice(tmp_path: Path
 
     (dated,) = (tmp_path / "output").iterdir()
     assert (dated / metrics.FILE).read_bytes() == b"", "the hook took the rows"
-    assert not (dated / runs.FIGURE).exists()
+    assert not (dated / FIGURE).exists()
     rows_of_second = metrics.load(tmp_path / "second")
     assert errors(rows_of_second)[4] < 1e-9
     assert "final error" in ended.stdout
@@ -563,7 +563,8 @@ def test_a_driver_in_another_folder_replaces_hooks_and_runs_twice(tmp_path: Path
 
 HOOKED = """
 import sys
-import gossip_run, network
+import gossip_run
+from powergossip import network
 
 default = gossip_run.log_metric
 

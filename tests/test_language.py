@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import tasks
-from randomness import generator
-from tasks import language, texts
-from tasks.language import LanguageModeling
-from tasks.language_models import LSTM, LanguageModel
-from tasks.task import Options
+from powergossip import tasks
+from powergossip.randomness import generator
+from powergossip.tasks import language, texts
+from powergossip.tasks.language import LanguageModeling
+from powergossip.tasks.language_models import LSTM, LanguageModel
+from powergossip.tasks.task import Options
 from tests import small_data
 
 

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from errors import BadInput
 from experiments import launchers
 from experiments.launchers import LAUNCHERS, Job, Mpirun, OneProcess, Slurm, last_output
+from powergossip.errors import BadInput
 from tests import slurm
 from tests.launch import ROOT, one_mpirun_at_a_time
 

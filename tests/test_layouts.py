@@ -7,7 +7,7 @@ import torch
 from omegaconf import OmegaConf
 
 import train
-from network import Processes, processes
+from powergossip.network import Processes, processes
 
 STEPS = 50
 

@@ -14,8 +14,8 @@ import pandas as pd
 import pytest
 import torch
 
-import metrics
-from metrics import FILE, MetricsLog, TensorBoardLog
+from powergossip.runs import figures, metrics, tables
+from powergossip.runs.metrics import FILE, MetricsLog, TensorBoardLog
 
 
 def values(value: float, epoch: float = 1, bits: int = 8_000_000) -> dict[str, float | int]:
@@ -94,7 +94,7 @@ def test_killed_processes_lose_at_most_a_row(tmp_path: Path) -> None:
     program = """
 import itertools, sys
 from pathlib import Path
-from metrics import MetricsLog
+from powergossip.runs.metrics import MetricsLog
 log = MetricsLog(Path(sys.argv[1]), fresh=True)
 for k in itertools.count():
     log.write("loss", {"value": k, "epoch": 1, "bits": 1, "messages": 1, "seconds": 1}, {})
@@ -176,16 +176,17 @@ def test_a_run_without_rows(tmp_path: Path) -> None:
     rows = metrics.load(tmp_path)
     assert len(rows) == 0
     assert rows.columns.tolist() == ["name", "value", "epoch", "bits", "messages", "seconds"]
-    assert metrics.summary(rows) == "The run has no rows."
+    assert tables.summary(rows) == "The run has no rows."
     with pytest.raises(ValueError, match="nothing to draw"):
-        metrics.figure(rows, tmp_path / "run.png")
+        figures.figure(rows, tmp_path / "run.png")
     with pytest.raises(ValueError, match="nothing to draw"):
-        metrics.compare({"a": rows}, tmp_path / "runs.png")
+        figures.compare({"a": rows}, tmp_path / "runs.png")
 
 
 def test_writing_imports_no_heavy_library() -> None:
     program = """
-import sys, metrics
+import sys
+from powergossip.runs import metrics
 print(sorted({"pandas", "matplotlib", "torch", "tensorboard"} & set(sys.modules)))
 """
     printed = subprocess.check_output(
@@ -221,7 +222,7 @@ def test_missing_tensorboard_tells_what_to_install(
 
 
 def test_the_table_shows_the_last_epoch(tmp_path: Path) -> None:
-    lines = metrics.summary(write_run(tmp_path, epochs=3)).splitlines()
+    lines = tables.summary(write_run(tmp_path, epochs=3)).splitlines()
     assert lines == [
         "After 3 epochs",
         "  test accuracy, mean model          35.00%",
@@ -247,19 +248,19 @@ def test_lines_without_rows_are_left_out(tmp_path: Path) -> None:
         "phase_seconds": ["gradient", "gossip  "],
     }
     for name, labels in parts.items():
-        assert all(label in metrics.summary(rows) for label in labels)
-        shorter = metrics.summary(rows[rows["name"] != name])
+        assert all(label in tables.summary(rows) for label in labels)
+        shorter = tables.summary(rows[rows["name"] != name])
         assert not any(label in shorter for label in labels)
         assert "After 1 epoch\n" in shorter
-    assert "sent by" not in metrics.summary(rows.assign(bits=math.nan))
+    assert "sent by" not in tables.summary(rows.assign(bits=math.nan))
     untagged = rows[["name", "value", "epoch", "bits", "messages", "seconds"]]
-    assert "accuracy" not in metrics.summary(untagged)
+    assert "accuracy" not in tables.summary(untagged)
 
 
 def test_a_metric_measured_less_often_shows_its_last_value(tmp_path: Path) -> None:
     rows = write_run(tmp_path, epochs=3)
     late = (rows["name"] == "accuracy") & (rows["epoch"] == 3)
-    assert "test accuracy, mean model          25.00%" in metrics.summary(rows[~late])
+    assert "test accuracy, mean model          25.00%" in tables.summary(rows[~late])
 
 
 @pytest.mark.parametrize(
@@ -268,7 +269,7 @@ def test_a_metric_measured_less_often_shows_its_last_value(tmp_path: Path) -> No
      (5e9, "5 Gbit"), (3e15, "3e+03 Tbit")],
 )  # fmt: skip
 def test_large_numbers_have_prefixes(number: float, text: str) -> None:
-    assert metrics._human(number, "bit") == text
+    assert tables._human(number, "bit") == text
 
 
 # Figures
@@ -278,7 +279,7 @@ def test_large_numbers_have_prefixes(number: float, text: str) -> None:
 def test_figures_are_drawn(tmp_path: Path, epochs: int, name: str) -> None:
     rows = write_run(tmp_path, epochs)
     before = rows.copy()
-    metrics.figure(rows, tmp_path / name)
+    figures.figure(rows, tmp_path / name)
     assert (tmp_path / name).stat().st_size > 5000
     pd.testing.assert_frame_equal(rows, before)
     assert "matplotlib.pyplot" not in sys.modules
@@ -293,8 +294,8 @@ def test_figures_do_without_some_rows(tmp_path: Path, missing: str) -> None:
         rows = rows.drop(columns="worker")
     else:
         rows = rows[rows["name"] != missing]
-    metrics.figure(rows, tmp_path / "run.png")
-    metrics.compare({"a": rows, "b": rows}, tmp_path / "runs.png")
+    figures.figure(rows, tmp_path / "run.png")
+    figures.compare({"a": rows, "b": rows}, tmp_path / "runs.png")
     assert (tmp_path / "run.png").exists()
     assert (tmp_path / "runs.png").exists()
 
@@ -313,7 +314,7 @@ def test_figures_show_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.append(self))
     rows = write_run(tmp_path, epochs=3)
-    metrics.figure(rows, tmp_path / "run.png")
+    figures.figure(rows, tmp_path / "run.png")
     by_epoch, by_size, consensus = drawn[0].axes
     lines = {line.get_label(): line for line in by_epoch.get_lines()}
     np.testing.assert_allclose(y(lines["mean model"]), [15, 25, 35])
@@ -325,14 +326,14 @@ def test_figures_show_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     np.testing.assert_allclose(y(consensus.get_lines()[0]), [0.1, 0.01, 0.001])
     assert consensus.get_yscale() == "log"
 
-    metrics.compare({"one": rows, "two": rows.assign(bits=2 * rows["bits"])}, tmp_path / "x.png")
+    figures.compare({"one": rows, "two": rows.assign(bits=2 * rows["bits"])}, tmp_path / "x.png")
     by_epoch, by_size, consensus = drawn[1].axes
     assert [text.get_text() for text in drawn[1].legends[0].get_texts()] == ["one", "two"]
     np.testing.assert_allclose(x(by_size.get_lines()[1]), [2, 4, 6])
     np.testing.assert_allclose(y(by_epoch.get_lines()[1]), [15, 25, 35])
     assert len(consensus.get_lines()) == 2
 
-    metrics.figure(rows[rows["epoch"] == 2], tmp_path / "one_epoch.png")
+    figures.figure(rows[rows["epoch"] == 2], tmp_path / "one_epoch.png")
     band = drawn[2].axes[0].collections[0].get_paths()[0].get_extents()
     np.testing.assert_allclose(band.bounds, [1.98, 20, 0.04, 3])
     assert drawn[2].axes[0].get_xlim() == (1.48, 2.52)
@@ -366,7 +367,7 @@ def write_sweep(folder: Path) -> pd.DataFrame:
 def test_the_table_shows_each_algorithm_at_its_best(tmp_path: Path) -> None:
     rows = write_sweep(tmp_path)
     before = rows.copy()
-    assert metrics.consensus_summary(rows).splitlines() == [
+    assert tables.consensus_summary(rows).splitlines() == [
         "Best setting of each algorithm; the error at the start is 8000",
         "  algorithm   diffusion rate   theta   to 1e-3      sent   to 1e-6      sent"
         "   final error   diverged",
@@ -378,7 +379,7 @@ def test_the_table_shows_each_algorithm_at_its_best(tmp_path: Path) -> None:
         "      diverged     2 of 2",
     ]
     pd.testing.assert_frame_equal(rows, before)
-    some = metrics.consensus_summary(rows[rows["algorithm"] == "plain"])
+    some = tables.consensus_summary(rows[rows["algorithm"] == "plain"])
     assert "theta" not in some
     assert "diffusion rate" not in some
 
@@ -389,12 +390,12 @@ def test_the_consensus_figure_shows_the_best_settings(
     from matplotlib.figure import Figure
 
     rows = write_sweep(tmp_path)
-    metrics.consensus_figure(rows, tmp_path / "sweep.png")
+    figures.consensus_figure(rows, tmp_path / "sweep.png")
     assert (tmp_path / "sweep.png").stat().st_size > 5000
 
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.append(self))
-    metrics.consensus_figure(rows, tmp_path / "sweep.png")
+    figures.consensus_figure(rows, tmp_path / "sweep.png")
     by_step, by_size = drawn[0].axes
     names = [text.get_text() for text in drawn[0].legends[0].get_texts()]
     assert names == ["plain", "signs", "modulo"]
@@ -417,9 +418,9 @@ def test_consensus_without_positive_numbers_is_drawn_and_told(
         log.write("error", values(start, step, 0), {"algorithm": "plain"})
     log.close()
     rows = metrics.load(tmp_path)
-    assert "plain" in metrics.consensus_summary(rows)
-    metrics.consensus_figure(rows, tmp_path / "x.png")
+    assert "plain" in tables.consensus_summary(rows)
+    figures.consensus_figure(rows, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 5000
-    for function in (metrics.consensus_summary, lambda rows: metrics.consensus_figure(rows, "x")):
+    for function in (tables.consensus_summary, lambda rows: figures.consensus_figure(rows, "x")):
         with pytest.raises(ValueError, match=r"no rows of gossip_run.py's error"):
             function(rows[:0])

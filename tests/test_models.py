@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-import tasks
-from parameters import Parameters
-from tasks import language_models, models
-from tasks.task_options import of_model
+from powergossip import tasks
+from powergossip.parameters import Parameters
+from powergossip.tasks import language_models, models
+from powergossip.tasks.task_options import of_model
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import topologies
-from errors import BadInput
-from network import (
+from powergossip import topologies
+from powergossip.errors import BadInput
+from powergossip.network import (
     Conversation,
     Gather,
     Mean,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from parameters import Layout, Parameters, batches, matrix_shape
+from powergossip.parameters import Layout, Parameters, batches, matrix_shape
 
 shapes_of_tensors = st.lists(
     st.lists(st.integers(1, 5), max_size=4).map(tuple), min_size=1, max_size=8

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import powersgd
-import topologies
-from network import Network, Processes, processes
-from parameters import Layout
-from powersgd import Aggregation, Config, PowerSGD, optimizer_step
-from randomness import generator
-from tasks.models import ARCHITECTURES
+import powergossip.optimizers
+from powergossip import topologies
+from powergossip.algorithms.power_sgd import Aggregation, Config
+from powergossip.network import Network, Processes, processes
+from powergossip.optimizers.power_sgd import PowerSGD, optimizer_step
+from powergossip.parameters import Layout
+from powergossip.randomness import generator
+from powergossip.tasks.models import ARCHITECTURES
 
 SHAPES = [(6, 4), (9,), (6, 4), (3, 2, 2), (8, 6), (1,)]
 NO_LEAST_RATE = {"min_compression_rate": 1.0}
@@ -346,7 +347,7 @@ def test_what_cannot_be_averaged_is_named() -> None:
 
 def test_powersgd_reads_its_registry_names() -> None:
     """The names that its users know."""
-    assert {f for f in vars(powersgd) if not f.startswith("_")} >= {
+    assert {f for f in vars(powergossip.optimizers) if not f.startswith("_")} >= {
         "Config",
         "PowerSGD",
         "optimizer_step",

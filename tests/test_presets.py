@@ -6,16 +6,14 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-import algorithms
-import configuration
 import gossip_run
-import local_optimizers
-import metrics
 import train
-from network import Processes
-from tests import launch
+from powergossip import algorithms, presets
+from powergossip.network import Processes
+from powergossip.runs import configuration, metrics
+from powergossip.training import local_optimizers
 
-FOLDER = launch.ROOT / "experiments" / "configs"
+FOLDER = presets.FOLDER
 BASES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 COMBINATIONS = [
     (base, path.stem if path else None)

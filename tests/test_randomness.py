@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-import randomness
+from powergossip import randomness
 
 
 def test_a_stream_does_not_depend_on_what_is_drawn_beside_it() -> None:

@@ -105,7 +105,7 @@ def test_other_commands_are_tested_elsewhere() -> None:
         "make train",
         "make test",
         "python train.py --help",
-        "mpirun -np 8 python environment/mpi_check.py",
+        "mpirun -np 8 python -m powergossip.mpi_check",
         "mpirun -np 4 python examples/gossip.py",
         "mpirun -np 4 python examples/compressed_gradients.py",
         "python -m experiments list",

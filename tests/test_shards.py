@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import tasks
-from randomness import generator
-from tasks.shards import Shards, apportion, bounds, skewed_by_label, sorted_by_label
+from powergossip import tasks
+from powergossip.randomness import generator
+from powergossip.tasks.shards import Shards, apportion, bounds, skewed_by_label, sorted_by_label
 from tests.small_data import options
 
 N_SAMPLES = 103  # a prime, so that nothing divides it

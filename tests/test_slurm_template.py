@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import Checkpoints
-from network import Processes
+from powergossip.network import Processes
+from powergossip.runs.checkpoints import Checkpoints
 from tests import launch, slurm
 
 TEMPLATE = launch.ROOT / "environment" / "slurm" / "train.sbatch"

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import tasks
-from randomness import generator
-from tasks import augmentation, digits
-from tasks.images import ImageClassification, LabeledImages
+from powergossip import tasks
+from powergossip.randomness import generator
+from powergossip.tasks import augmentation, digits
+from powergossip.tasks.images import ImageClassification, LabeledImages
 from tests.small_data import options, write_cifar, write_fashion_mnist
 
 N_SAMPLES = 103  # of the small tasks here: a prime, so that nothing divides it

@@ -11,8 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.sparse import csr_array
 
-import topologies
-from topologies import TOPOLOGIES, UNDIRECTED, Round, Topology, make, matchings, spectra, undirected
+from powergossip import topologies
+from powergossip.topologies import (
+    TOPOLOGIES,
+    UNDIRECTED,
+    Round,
+    Topology,
+    make,
+    matchings,
+    spectra,
+    undirected,
+)
 
 VARYING = {"one-peer-exponential", "base-graph", "random-matching", "epidemic", "round-robin"}
 DIRECTED = {"unidirectional-ring", "exponential", "one-peer-exponential", "epidemic"}

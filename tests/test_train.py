@@ -17,13 +17,13 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-import metrics
-import runs
-import tasks
 import train
-from errors import BadInput
-from network import processes
-from tasks.task import Batch, Split
+from powergossip import tasks
+from powergossip.errors import BadInput
+from powergossip.network import processes
+from powergossip.runs import metrics, tables
+from powergossip.runs.output import new_dated_folder
+from powergossip.tasks.task import Batch, Split
 from tests import launch
 
 TINY: dict[str, Any] = {
@@ -579,7 +579,7 @@ def test_main_leaves_a_run_that_can_be_repeated_from_its_config(
     rows = metrics.load(first)
     table = capsys.readouterr().out
     assert f"{value(rows, 'accuracy', split='test_avg'):.2%}" in table
-    assert metrics.summary(rows) in table
+    assert tables.summary(rows) in table
     assert str(first / "figure.png") in table
     assert (first / "figure.png").read_bytes().startswith(b"\x89PNG")
     info = json.loads((first / "info.json").read_text())
@@ -674,7 +674,7 @@ def test_runs_of_the_same_second_get_folders_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    folders = {runs.new_dated_folder() for _ in range(3)}
+    folders = {new_dated_folder() for _ in range(3)}
     assert len(folders) == 3
     assert {folder.resolve().parent for folder in folders} == {tmp_path / "output"}
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import train
+from powergossip.training.settings import centralized_options
 from tests.test_centralized import configured, trained
-from train_settings import centralized_options
 
 # What a key's effect is seen with, besides another value for it than its default.
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {

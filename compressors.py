@@ -1,0 +1,16 @@
+"""The compressors, at a glance. The same objects as in `powergossip.compressors`.
+
+Numbers behind a year are those of arXiv.
+
+A row of `COMPRESSORS` (`optimizer_compressor` in train.py):
+
+    identity        Identity      all entries, 32 bits each
+    qsgd            QSGD          stochastic rounding to levels   Alistarh et al. (2017), 1610.02132
+    random-k        RandomK       random entries, shared seed     Stich et al. (2018), 1809.07599
+    sign-and-norm   SignAndNorm   1 bit an entry, and a norm Karimireddy et al. (2019), 1901.09847
+    svd             SVD           best rank-r approximation  Eckart & Young (1936)
+    top-k           TopK          largest entries                 Stich et al. (2018), 1809.07599
+"""
+
+from powergossip.compressors import *  # noqa: F403
+from powergossip.compressors import __all__ as __all__

@@ -1,0 +1,1 @@
+"""Decentralized deep learning with compressed communication."""

@@ -1,0 +1,181 @@
+"""Averaging with messages of a compressor's, or of the numbers modulo a bound."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from powergossip import randomness
+from powergossip.algorithms.averaging import Rate, Remember, column
+from powergossip.compressors import Codec, pack, packed_size, unpack
+from powergossip.network import Conversation, Network, ToAll
+
+
+class ChocoGossip:
+    """Everyone keeps public copies x̂ of itself and its neighbors, and sends what changes its own.
+
+        q_i = C(x_i − x̂_i)
+        x̂_j ← x̂_j + q_j                         for every neighbor j and for i itself
+        x_i ← x_i + γ Σ_j w_ij (x̂_j − x̂_i)
+
+    Koloskova, Stich & Jaggi (2019), arXiv:1902.00340, Algorithm 1. Sends C's message to every
+    neighbor. Where its authors save memory and keep only the sum Σ_j w_ij x̂_j, we keep every x̂_j:
+    the sum's rounding errors differ from those of its terms, stay, and push the mean on in every
+    step, while copies are the same to the bit at both ends.
+
+    Raises ValueError unless γ > 0, or for a time-varying topology: who is not heard in some rounds
+    could not be copied.
+    """
+
+    def __init__(self, network: Network, codec: Codec, diffusion_rate: Rate = 1.0):
+        if len(network.rounds) > 1:
+            raise ValueError(
+                f"CHOCO needs neighbors that hear each other in every round, but topology "
+                f'"{network.topology.name}" is time-varying; use a static one, such as ring'
+            )
+        rates = column(network, "diffusion_rate", diffusion_rate) * network.weights
+        self._rates, self._total = rates[:, None], rates.sum(1, keepdim=True)
+        self._codec = codec
+        self._senders, self._neighbors = network.row_workers, network.neighbors
+        shape = (network.rows, codec.numbers)
+        self._public = torch.zeros(shape, device=network.device)  # x̂_i
+        self._publics = torch.zeros(  # x̂_j [worker, neighbor, D]
+            *network.neighbors.shape, codec.numbers, device=network.device
+        )
+        self._difference = torch.zeros_like(self._public)
+        self._steps = 0
+        self._message = Remember(ToAll)
+
+    def step(self, x: Tensor) -> Conversation:
+        """One step of Algorithm 1."""
+        codec, t = self._codec, self._steps
+        message = codec.encode(torch.sub(x, self._public, out=self._difference), t)
+        received = yield self._message(message)
+        codec.add(message, self._senders, t, self._public)
+        codec.add(received, self._neighbors, t, self._publics)
+        x[:, None].baddbmm_(self._rates, self._publics)
+        x.addcmul_(self._total, self._public, value=-1)
+        self._steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """public: x̂_i [worker, D]; publics: x̂_j [worker, neighbor, D]."""
+        return {
+            "steps": self._steps,
+            "public": self._public.clone(),
+            "publics": self._publics.clone(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._steps = state["steps"]
+        self._public.copy_(state["public"])
+        self._publics.copy_(state["publics"])
+
+
+class DeepSqueeze:
+    """What compression leaves out is kept, and added the next time.
+
+        v_i = x_i + δ_i;   c_i = C(v_i);   δ_i ← v_i − c_i
+        x_i ← x_i + γ Σ_j w_ij (c_j − c_i)
+
+    Tang et al. (2019), arXiv:1907.07346, Algorithm 1, as an averaging step. Sends C's message to
+    every neighbor. Raises ValueError unless γ > 0.
+    """
+
+    def __init__(self, network: Network, codec: Codec, diffusion_rate: Rate = 1.0):
+        self._rate = column(network, "diffusion_rate", diffusion_rate)
+        self._network, self._codec = network, codec
+        self._senders = network.row_workers
+        self._error = torch.zeros(network.rows, codec.numbers, device=network.device)  # δ
+        self._steps = 0
+        self._message = Remember(ToAll)
+
+    def step(self, x: Tensor) -> Conversation:
+        """One step of Algorithm 1."""
+        codec, t, slots = self._codec, self._steps, self._network.slots
+        message = codec.encode(self._error.add_(x), t)  # v
+        received = yield self._message(message)
+        own = codec.decode(message, self._senders, t)
+        self._error.sub_(own)
+        rates = self._rate * slots.weights
+        x[:, None].baddbmm_(rates[:, None], codec.decode(received, slots.neighbors, t))
+        x.addcmul_(rates.sum(1, keepdim=True), own, value=-1)
+        self._steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """error: δ_i [worker, D]."""
+        return {"steps": self._steps, "error": self._error.clone()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._steps = state["steps"]
+        self._error.copy_(state["error"])
+
+
+class Moniqua:
+    """Neighbors that differ by less than θ need only say where they are modulo B.
+
+    With δ = 1/3 (2 bits: four levels), B = 2θ/(1 − 2δ) and mod(·, a) into [−a/2, a/2):
+
+        q_i = ⌊(mod(x_i/B, 1) + ½)/δ + u⌋ δ − ½      u uniform on [0, 1), the same at every worker
+        x̂_i − x_i = q_i B − mod(x_i, B)
+        x_i ← x_i + γ Σ_j w_ij (mod(q_j B − x_i, B) − (x̂_i − x_i))
+
+    Lu & De Sa (2020), arXiv:2002.11787, Algorithm 1. Sends 2 bits a number to every neighbor.
+    Raises ValueError unless γ > 0 and θ > 0.
+
+    A step computes with whole numbers. In units of δB, with y = mod(x_i + B/2, B) in [0, 3) and
+    l_i = ⌊y + u⌋ the level sent, the second term of the sum is l_i − y, and the first is l_j − y
+    plus the multiple of 3 that brings it into [−3/2, 3/2): it depends on the cell c = ⌊y + ½⌋ only,
+
+        mod(l_j − y, 3) − (l_i − y) = mod(l_j − c, 3) + c − l_i
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        numbers: int,
+        theta: Rate,
+        diffusion_rate: Rate = 1.0,
+        seed: int = 0,
+    ):
+        """`numbers`: D."""
+        self._rate = column(network, "diffusion_rate", diffusion_rate)
+        self._quantum = 2 * column(network, "theta", theta)  # δB [worker, 1]
+        self._network, self._numbers = network, numbers
+        self._key = randomness.keys(seed, "moniqua", [()])[0].to(network.device)
+        self._steps = 0
+        shape, device = (network.rows, numbers), network.device
+        self._outgoing = ToAll(
+            torch.zeros(network.rows, packed_size(numbers, 2), dtype=torch.uint8, device=device)
+        )
+        # Scratch: new memory of this size would take longer than what is computed in it.
+        self._y, self._work = torch.zeros(2, *shape, device=device)
+        self._levels, self._cells, self._thirds = torch.zeros(
+            3, *shape, dtype=torch.int8, device=device
+        )
+
+    def step(self, x: Tensor) -> Conversation:
+        """One step, in units of δB."""
+        slots, y, levels, cells = self._network.slots, self._y, self._levels, self._cells
+        u = randomness.uniform(self._key, self._steps, self._numbers)
+        torch.div(x, 3 * self._quantum, out=y).add_(0.5)
+        y.sub_(torch.floor(y, out=self._work)).mul_(3)  # mod(x_i + B/2, B)
+        levels.copy_(torch.add(y, u, out=self._work)).clamp_(max=3)
+        self._outgoing.tensor.copy_(pack(levels.view(torch.uint8), 2))
+        cells.copy_(y.add_(0.5))
+        received = yield self._outgoing
+        own = torch.sub(cells, levels, out=levels)
+        rates = self._rate * slots.weights * self._quantum
+        for slot in range(received.shape[1]):
+            theirs = unpack(received[:, slot], 2, self._numbers).view(torch.int8).sub_(cells)
+            # mod(·, 3) of −3 … 3: minus 3 times the whole number next to a third of it
+            thirds = torch.mul(theirs, 11, out=self._thirds).add_(16).bitwise_right_shift_(5)
+            theirs.sub_(thirds, alpha=3).add_(own)
+            x.addcmul_(rates[:, slot, None], self._work.copy_(theirs))
+        self._steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self._steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._steps = state["steps"]

@@ -1,0 +1,131 @@
+"""Averaging with all numbers as they are."""
+
+from collections.abc import Mapping, Sequence
+from math import log
+from typing import Any
+
+from torch import Tensor
+
+from powergossip.algorithms.averaging import Rate, Remember, Stateless, column
+from powergossip.network import Conversation, Mean, Network, ToAll
+
+
+class PlainGossip(Stateless):
+    """x_i ← x_i + γ Σ_j w_ij (x_j − x_i).    Xiao & Boyd (2004), doi:10.1016/j.sysconle.2004.02.022
+
+    Sends D numbers of 32 bits to each neighbor. Raises ValueError unless γ > 0.
+    """
+
+    def __init__(self, network: Network, diffusion_rate: Rate = 1.0):
+        rate = column(network, "diffusion_rate", diffusion_rate)
+        self._network = network
+        # For each round: 1 − γ Σ_j w_ij [worker, 1]; γ w_ij [worker, 1] for each slot.
+        weights = [rate * slots.weights for slots in network.rounds]
+        self._own_weights = [1 - w.sum(1, keepdim=True) for w in weights]
+        self._weights = [w.unsqueeze(-1).unbind(1) for w in weights]
+        self._message = Remember(ToAll)
+
+    def step(self, x: Tensor) -> Conversation:
+        """x_i ← (1 − γ Σ_j w_ij) x_i + Σ_j γ w_ij x_j
+
+        Number by number, so that a worker's result is the same to the bit whoever is hosted beside
+        it; a matrix product would round differently for one worker and for eight.
+        """
+        t = self._network.round % len(self._network.rounds)
+        received = yield self._message(x)  # [worker, neighbor, D]
+        x.mul_(self._own_weights[t])
+        for weight, x_j in zip(self._weights[t], received.unbind(1), strict=True):
+            x.addcmul_(weight, x_j)
+
+
+class AllReduce(Stateless):
+    """x_i ← (1/n) Σ_j x_j: the centralized baseline.
+
+    Sends 2 (n − 1)/n · 32 D bits a worker, as few as can be (Patarasuk & Yuan 2009,
+    doi:10.1016/j.jpdc.2008.09.002).
+    """
+
+    def __init__(self, network: Network):
+        self._message = Remember(Mean)
+
+    def step(self, x: Tensor) -> Conversation:
+        """x_i ← (1/n) Σ_j x_j"""
+        x.copy_((yield self._message(x)))
+
+
+class ChebyshevGossip:
+    """Plain gossip with memory, as fast as its spectrum lets a polynomial of W be.
+
+        x^{t+1} ← ω_{t+1} (x^t − γ* (I − W) x^t − x^{t−1}) + x^{t−1},   ω_1 = 1
+        ω_2 = 1/(1 − ρ²/2),  ω_{t+1} = 1/(1 − ρ² ω_t/4),   ρ the contraction of plain gossip at γ*
+
+    Contracts by (1 − √ξ)/(1 + √ξ) a step in the long run, ξ = λ_2/λ_max. Golub & Varga (1961),
+    "Chebyshev semi-iterative methods", doi:10.1007/BF01386013. Sends what plain gossip sends.
+
+    Raises ValueError for a topology without a spectrum: directed or time-varying.
+    """
+
+    def __init__(self, network: Network):
+        topology = network.topology
+        self._gossip = PlainGossip(network, topology.best_diffusion_rate)
+        self._rho = topology.contraction(topology.best_diffusion_rate)
+        self._omega = 1.0
+        self._steps = 0
+        self._previous: Tensor | None = None
+
+    def step(self, x: Tensor) -> Conversation:
+        """x^{t+1} from x^t and x^{t−1}"""
+        now = x.clone()
+        yield from self._gossip.step(x)
+        if self._previous is not None:
+            square = self._rho**2
+            self._omega = 1 / (1 - square * (self._omega / 4 if self._steps > 1 else 1 / 2))
+            x.sub_(self._previous).mul_(self._omega).add_(self._previous)
+        self._previous = now
+        self._steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"omega": self._omega, "steps": self._steps, "previous": self._previous}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._omega, self._steps = state["omega"], state["steps"]
+        self._previous = state["previous"]
+
+
+class FiniteTimeGossip:
+    """Plain gossip with γ_t = 1/λ_t over the distinct non-zero eigenvalues λ_t of I − W.
+
+    Exact after one pass over them, as Π_t (1 − λ/λ_t) is 0 at each; then it begins again.
+    Hendrickx et al. (2014), arXiv:1211.6324.
+
+    The order is Leja's, which keeps what rounding errors are multiplied by small. Sends what plain
+    gossip sends. Raises ValueError for a topology without a spectrum: directed or time-varying.
+    """
+
+    def __init__(self, network: Network):
+        rates = [1 / value for value in _leja_order(network.topology.distinct_eigenvalues.tolist())]
+        self._gossip = [PlainGossip(network, rate) for rate in rates]
+        self._steps = 0
+
+    def step(self, x: Tensor) -> Conversation:
+        """x ← x − γ_t (I − W) x"""
+        if self._gossip:
+            yield from self._gossip[self._steps % len(self._gossip)].step(x)
+        self._steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self._steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._steps = state["steps"]
+
+
+def _leja_order(values: Sequence[float]) -> list[float]:
+    """The largest, then always the one whose distances to those before have the largest product."""
+    left, order = sorted(values), list[float]()
+    while left:
+        # The sum is 0 at first, for all: the last of them is the largest.
+        best = max(reversed(left), key=lambda v: sum(log(abs(v - other)) for other in order))
+        left.remove(best)
+        order.append(best)
+    return order

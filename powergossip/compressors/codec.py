@@ -1,0 +1,220 @@
+"""A whole worker's message: its numbers through a compressor into bytes, and back."""
+
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from powergossip import randomness
+from powergossip.compressors.compressor import Compressor, Levels, Senders, Stream
+from powergossip.compressors.packing import pack, packed_size, unpack
+from powergossip.parameters import Layout, Stack
+
+
+class Codec:
+    """Messages of workers' numbers x [worker, D], tensor by tensor through a compressor.
+
+    size     # bytes of one worker's message
+    numbers  # D
+    workers  # int64 [worker]: the numbers of the workers whose x is encoded here, row by row
+
+    Messages are views of memory that the next `encode` overwrites, and decoded numbers of memory
+    that the next `decode` with as many senders overwrites.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        compressor: Compressor,
+        workers: Sequence[int],
+        seed: int = 0,
+        device: torch.device | None = None,
+    ):
+        self._compressor, self.numbers = compressor, layout.size
+        self._stacks = [*layout.stacks, *_stacks_of_vectors(layout)]
+        self._plan = _Plan(compressor, self._stacks)
+        self.size = self._plan.size
+        self.workers = torch.tensor(workers, dtype=torch.int64, device=device)
+        self._key = randomness.keys(seed, "compressor", [()])[0].to(device)
+        self._counter = -1  # of the last message
+        self._kept: list[dict[str, Tensor]] = []  # for it, of each stack
+        self._x: Tensor | None = None
+        self._matrices: list[Tensor] = []  # views of x
+        self._outgoing = _Fields(self._plan, (len(workers),), torch.uint8, device)
+        self._message = torch.zeros(len(workers), self.size, dtype=torch.uint8, device=device)
+        # By the senders' shape: their messages, what they decode to, and views of the last `out`.
+        self._incoming: dict[tuple[int, ...], _Fields] = {}
+        self._decoded: dict[tuple[int, ...], Tensor] = {}
+        self._added: dict[tuple[int, ...], tuple[Tensor, list[Tensor]]] = {}
+
+    def encode(self, x: Tensor, counter: int) -> Tensor:
+        """The message of each worker: uint8 [worker, bytes], contiguous, the same memory each time.
+
+        x is [worker, D], float32, of any row stride. `counter` is the number of the step (or of the
+        message, where a step has several): it chooses the random numbers.
+        """
+        assert x.shape == (len(self.workers), self.numbers), x.shape
+        if x is not self._x:
+            self._x, self._matrices = x, _matrices(x, self._stacks)
+        streams = self._streams(self.workers, counter)
+        for v, fields, stream in zip(self._matrices, self._outgoing.fields, streams, strict=True):
+            parts = self._compressor.compress(v, stream)
+            for field, part in zip(fields, parts, strict=True):
+                field.copy_(part)
+        self._outgoing.write(self._message)
+        return self._message
+
+    def decode(self, message: Tensor, senders: Tensor, counter: int) -> Tensor:
+        """C(x) of each sender: [*, D], for messages [*, bytes] of the workers `senders` [*].
+
+        Leading axes are arbitrary, such as [worker] or [worker, neighbor]. `counter` is what the
+        senders encoded with. Padding (sender −1) decodes to zeros where its message
+        is zeros.
+        """
+        leading = tuple(senders.shape)
+        if leading not in self._decoded:
+            self._decoded[leading] = torch.empty(*leading, self.numbers, device=message.device)
+        out = self._decoded[leading].zero_()
+        self.add(message, senders, counter, out)
+        return out
+
+    def add(self, message: Tensor, senders: Tensor, counter: int, out: Tensor) -> None:
+        """out ← out + C(x), for a contiguous out [*, D]; otherwise as `decode`."""
+        leading = tuple(senders.shape)
+        assert message.shape == (*leading, self.size), (message.shape, leading, self.size)
+        if leading not in self._incoming:
+            self._incoming[leading] = _Fields(self._plan, leading, torch.float32, message.device)
+        if leading not in self._added or self._added[leading][0] is not out:
+            self._added[leading] = out, _matrices(out, self._stacks)
+        incoming, (_, matrices) = self._incoming[leading], self._added[leading]
+        incoming.read(message)
+        streams = self._streams(senders, counter)
+        for fields, matrix, stream in zip(incoming.fields, matrices, streams, strict=True):
+            self._compressor.decompress(fields, matrix, stream)
+
+    def _streams(self, senders: Tensor, counter: int) -> list[Stream]:
+        """Of each stack [*, layer]."""
+        if counter != self._counter:
+            self._counter, self._kept = counter, [{} for _ in self._stacks]
+        of_all = Senders(self._key, senders, counter, self.numbers)
+        pairs = zip(self._stacks, self._kept, strict=True)
+        return [Stream(of_all, stack, kept) for stack, kept in pairs]
+
+
+class _Plan:
+    """Where the fields of each stack lie in a message.
+
+    places  # of each stack, by the compressor's order
+    wide    # bytes of all numbers but levels, which come first
+    levels  # the kind of all levels, or None
+    count   # how many
+    size    # bytes of all
+    """
+
+    def __init__(self, compressor: Compressor, stacks: Sequence[Stack]):
+        fields = [compressor.fields(stack.rows, stack.columns) for stack in stacks]
+        self.places: list[list[_Place]] = [[] for _ in stacks]
+        self.wide = self.count = 0
+        self.levels: Levels | None = None
+        order = [(s, f) for s in range(len(stacks)) for f in range(len(fields[s]))]
+
+        def width(index: tuple[int, int]) -> int:
+            kind = fields[index[0]][index[1]].kind
+            return 0 if isinstance(kind, Levels) else kind.itemsize
+
+        for s, f in sorted(order, key=width, reverse=True):  # stable
+            kind, length = fields[s][f]
+            layers = stacks[s].layers
+            if isinstance(kind, Levels):
+                assert self.levels in (None, kind), "a message has one kind of levels"
+                self.levels = kind
+                self.places[s].append(_Place(None, layers, length, self.count))
+                self.count += layers * length
+            else:
+                start = self.wide // kind.itemsize
+                self.places[s].append(_Place(kind, layers, length, start))
+                self.wide += layers * length * kind.itemsize
+        self.size = self.wide
+        if self.levels:
+            self.size += packed_size(self.count, self.levels.bits)
+
+
+class _Place(NamedTuple):
+    """A field of the layers of a stack, in memory of its type."""
+
+    dtype: torch.dtype | None  # None: levels
+    layers: int
+    length: int
+    start: int
+
+    def view(self, wide: Tensor, levels: Tensor) -> Tensor:
+        """uint8 [*, bytes], or levels [*, number] → [*, layer, length]"""
+        memory = levels if self.dtype is None else wide.view(self.dtype)
+        numbers = memory[..., self.start : self.start + self.layers * self.length]
+        return numbers.unflatten(-1, (self.layers, self.length))
+
+
+class _Fields:
+    """The fields of messages of senders [*], in memory where every number is aligned.
+
+    fields  # of each stack, by the compressor's order: views [*, layer, length]
+    """
+
+    def __init__(
+        self,
+        plan: _Plan,
+        senders: tuple[int, ...],
+        type_of_levels: torch.dtype,
+        device: torch.device | None,
+    ):
+        wide = torch.zeros(*senders, -(-plan.wide // 8) * 8, dtype=torch.uint8, device=device)
+        self._levels = torch.zeros(*senders, plan.count, dtype=type_of_levels, device=device)
+        self.fields = [tuple(p.view(wide, self._levels) for p in of) for of in plan.places]
+        self._wide, self._plan = wide[..., : plan.wide], plan
+
+    def write(self, message: Tensor) -> None:
+        """To message [*, bytes]; levels are by their numbers."""
+        plan = self._plan
+        message[..., : plan.wide].copy_(self._wide)
+        if plan.levels:
+            message[..., plan.wide :].copy_(pack(self._levels, plan.levels.bits))
+
+    def read(self, message: Tensor) -> None:
+        """From message [*, bytes]; levels are what they stand for."""
+        plan = self._plan
+        self._wide.copy_(message[..., : plan.wide])
+        if plan.levels:
+            packed = message[..., plan.wide :]
+            levels = unpack(packed, plan.levels.bits, plan.count).view(torch.int8)
+            self._levels.copy_(levels.mul_(plan.levels.step).add_(plan.levels.first))
+
+
+def _stacks_of_vectors(layout: Layout) -> list[Stack]:
+    """Vectors of one length that lie next to each other, as matrices of one column."""
+    vectors = sorted(
+        (start, prod(shape))
+        for start, shape in zip(layout.starts, layout.shapes, strict=True)
+        if len(shape) < 2
+    )
+    stacks: list[Stack] = []
+    for start, length in vectors:
+        if stacks and stacks[-1].rows == length:
+            stacks[-1] = Stack(length, 1, stacks[-1].layers + 1, stacks[-1].start)
+        else:
+            stacks.append(Stack(length, 1, 1, start))
+    return stacks
+
+
+def _matrices(x: Tensor, stacks: Iterable[Stack]) -> list[Tensor]:
+    """Views [*, layer, row, column] of x [*, D]."""
+    return [
+        x[..., stack.start : stack.stop].unflatten(-1, (stack.layers, stack.rows, stack.columns))
+        for stack in stacks
+    ]
+
+
+def size(compressor: Compressor, rows: int, columns: int) -> int:
+    """Bytes that a matrix of this shape takes in a message."""
+    return _Plan(compressor, [Stack(rows, columns, layers=1, start=0)]).size

@@ -1,0 +1,97 @@
+"""All entries, with as many bits each as levels take; and with all of them."""
+
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from powergossip.compressors.compressor import Field, Levels, Stream
+
+
+@dataclass(frozen=True)
+class Identity:
+    """C(v) = v.
+
+    Message: N floats, row by row. δ = 1.
+    """
+
+    def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
+        return (Field(torch.float32, rows * columns),)
+
+    def compress(self, v: Tensor, stream: Stream) -> tuple[Tensor, ...]:
+        return (v.flatten(-2),)
+
+    def decompress(self, fields: tuple[Tensor, ...], out: Tensor, stream: Stream) -> None:
+        out.flatten(-2).add_(fields[0])
+
+
+@dataclass(frozen=True)
+class SignAndNorm:
+    """C(v) = sign(v) ‖v‖₁/N, with sign(0) = +1.
+
+    Message: the float ‖v‖₁/N; then N bits, 1 for +.
+    δ = ‖v‖₁²/(N ‖v‖²).    Karimireddy, Rebjock, Stich & Jaggi (2019), arXiv:1901.09847, Lemma 8
+
+    A NaN or infinity comes out through the mean, at every entry.
+    """
+
+    def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
+        return Field(torch.float32, 1), Field(Levels(-1, step=2, count=2), rows * columns)
+
+    def compress(self, v: Tensor, stream: Stream) -> tuple[Tensor, ...]:
+        v = v.flatten(-2)
+        mean = torch.linalg.vector_norm(v, 1, dim=-1, keepdim=True).div_(v.shape[-1])
+        return mean, torch.ge(v, 0)
+
+    def decompress(self, fields: tuple[Tensor, ...], out: Tensor, stream: Stream) -> None:
+        mean, signs = fields
+        out.flatten(-2).addcmul_(signs, mean)  # a product without rounding
+
+
+@dataclass(frozen=True)
+class QSGD:
+    """C(v) = scale · ‖v‖₂ sign(v) ξ(v)/s, where s |v_j|/‖v‖₂ is rounded to a neighboring integer
+    ξ_j ∈ {0 … s} at random, so that E ξ_j = s |v_j|/‖v‖₂.
+
+    Message: the float ‖v‖₂; then N numbers sign(v_j) ξ_j ∈ {−s … s} of ⌈log₂(2s + 1)⌉ bits each.
+    With `unbiased`, scale = 1: E C(v) = v and E‖C(v) − v‖² ≤ ω ‖v‖² for ω = min(N/s², √N/s).
+        Alistarh, Grubic, Li, Tomioka & Vojnovic (2017), arXiv:1610.02132, § 3.1, Lemma 3.1
+    Otherwise, for what needs a contraction (CHOCO-Gossip), scale = 1/(1 + ω): δ = 1/(1 + ω).
+        Koloskova, Stich & Jaggi (2019), arXiv:1902.00340, § 3.5
+
+    The paper sends the numbers in Elias coding, whose length depends on v; here they have a fixed
+    width. Both ends have the random numbers, but only the sender uses them.
+
+    A NaN or infinity comes out through the norm, at every entry. Raises ValueError for levels s
+    below 1 or above 127 (more than 8 bits).
+    """
+
+    levels: int = 4
+    unbiased: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.levels <= 127:
+            raise ValueError(f"levels={self.levels}: use a number from 1 to 127")
+
+    def variance_bound(self, numbers: int) -> float:
+        """ω for N numbers."""
+        return min(numbers / self.levels**2, sqrt(numbers) / self.levels)
+
+    def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
+        levels = Levels(-self.levels, step=1, count=2 * self.levels + 1)
+        return Field(torch.float32, 1), Field(levels, rows * columns)
+
+    def compress(self, v: Tensor, stream: Stream) -> tuple[Tensor, ...]:
+        v = v.flatten(-2)
+        norm = torch.linalg.vector_norm(v, dim=-1, keepdim=True)
+        share = v.abs().div_(norm).mul_(self.levels)
+        rounded = share.add_(stream.uniform()).floor_().clamp_(max=self.levels)
+        rounded = rounded.copysign_(v).add_(self.levels).nan_to_num_()  # 0/0 too: the norm is 0
+        return norm, rounded
+
+    def decompress(self, fields: tuple[Tensor, ...], out: Tensor, stream: Stream) -> None:
+        norm, rounded = fields
+        out = out.flatten(-2)
+        scale = 1.0 if self.unbiased else 1 / (1 + self.variance_bound(out.shape[-1]))
+        out.add_(rounded * (norm * (scale / self.levels)))

@@ -1,0 +1,175 @@
+"""Some of the entries, as they are."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil, floor, log, sqrt
+
+import torch
+from torch import Tensor
+
+from powergossip import checks
+from powergossip.compressors.compressor import Field, Stream, poison
+
+
+@dataclass(frozen=True)
+class TopK:
+    """C(v) = the K entries of v that are largest by magnitude, 0 elsewhere.
+
+    Message: K floats, the values; then their K positions in the matrix, row by row, as unsigned
+    integers of 1 byte (N ≤ 256), 2 bytes (N ≤ 65,536) or 4. In no particular order.
+    K = max(1, ⌊keep_ratio · N⌋); or, matched to a method of that rank, K = max(1, ⌊r (m + k)/4⌋)
+    for m rows and k columns, at most N: keep_ratio = r (m + k)/(4 m k).
+    δ = K/N.    Stich, Cordonnier & Jaggi (2018), arXiv:1809.07599, Definition 2.1, Lemma A.1
+
+    A NaN counts as the largest and is sent. Raises ValueError for keep_ratio outside (0, 1], or a
+    rank below 1.
+    """
+
+    keep_ratio: float = 0.01
+    rank: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_keep_ratio(self.keep_ratio)
+        if self.rank is not None:
+            checks.at_least_one("rank", self.rank)
+
+    def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
+        kept, numbers = self.kept(rows, columns), rows * columns
+        assert numbers <= 2**31, "positions have 4 bytes, signed where torch computes with them"
+        width = torch.uint8 if numbers <= 2**8 else torch.uint16
+        return (
+            Field(torch.float32, kept),
+            Field(width if numbers <= 2**16 else torch.int32, kept),
+        )
+
+    def compress(self, v: Tensor, stream: Stream) -> tuple[Tensor, ...]:
+        kept, v = self.kept(*v.shape[-2:]), v.flatten(-2)
+        positions = _largest(v.abs(), kept)
+        return v.gather(-1, positions), positions
+
+    def decompress(self, fields: tuple[Tensor, ...], out: Tensor, stream: Stream) -> None:
+        values, positions = fields
+        out.flatten(-2).scatter_add_(-1, positions.long(), values)
+
+    def kept(self, rows: int, columns: int) -> int:
+        """K"""
+        if self.rank is None:
+            return _share(self.keep_ratio, rows * columns)
+        return min(rows * columns, max(1, self.rank * (rows + columns) // 4))
+
+
+def _largest(a: Tensor, count: int) -> Tensor:
+    """The positions of the `count` largest of a [*, n] ≥ 0: int64 [*, count]; NaN is largest.
+
+    Where few are wanted of many: columns of 8 numbers each; none of the largest is missing from the
+    `count` columns with the largest maxima (but for ties), so only these need to be searched. Twice
+    as fast on a CPU as to search all.
+    """
+    height = 8
+    width = a.shape[-1] // height
+    if width < 4 * count or width < 1024:
+        return a.topk(count, sorted=False).indices
+    a = a.view(torch.int32)  # of the same order, and faster to compare
+    table = a[..., : height * width].unflatten(-1, (height, width))
+    columns = table.amax(-2).topk(count, sorted=False).indices[..., None, :]
+    in_columns = columns.expand(*columns.shape[:-2], height, count)
+    rows = torch.arange(0, height * width, width, device=a.device)[:, None]
+    candidates = table.gather(-1, in_columns).flatten(-2)
+    positions = (columns + rows).flatten(-2)
+    if height * width < a.shape[-1]:
+        rest = torch.arange(height * width, a.shape[-1], device=a.device)
+        candidates = torch.cat([candidates, a[..., height * width :]], -1)
+        positions = torch.cat([positions, rest.expand(*positions.shape[:-1], -1)], -1)
+    return positions.gather(-1, candidates.topk(count, sorted=False).indices)
+
+
+@dataclass(frozen=True)
+class RandomK:
+    """C(v) = K entries of v at random positions, 0 elsewhere; not scaled up.
+
+    Message: K floats, the values. The positions are K distinct ones, every choice of K as likely as
+    any other, drawn anew in each step from what all workers share: they send the same entries.
+    K = max(1, ⌊keep_ratio · N⌋).
+    δ = K/N in expectation.    Stich, Cordonnier & Jaggi (2018), arXiv:1809.07599, Definition 2.1
+
+    If an entry is NaN or infinite, sent or not, all values are sent as NaN. Raises ValueError for
+    keep_ratio outside (0, 1].
+    """
+
+    keep_ratio: float = 0.01
+
+    def __post_init__(self) -> None:
+        _check_keep_ratio(self.keep_ratio)
+
+    def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
+        return (Field(torch.float32, _share(self.keep_ratio, rows * columns)),)
+
+    def compress(self, v: Tensor, stream: Stream) -> tuple[Tensor, ...]:
+        v = v.flatten(-2)
+        positions = self.positions(stream, v.shape[-1]).expand(*v.shape[:-1], -1)
+        return (v.gather(-1, positions).add_(poison(v)),)
+
+    def decompress(self, fields: tuple[Tensor, ...], out: Tensor, stream: Stream) -> None:
+        out = out.flatten(-2)
+        positions = self.positions(stream, out.shape[-1]).expand(*out.shape[:-1], -1)
+        out.scatter_add_(-1, positions, fields[0])
+
+    def positions(self, stream: Stream, numbers: int) -> Tensor:
+        """Where the values stand among N numbers, in the message's order: int64 [layer, K]."""
+        count = _share(self.keep_ratio, numbers)
+        return stream.once("positions", lambda: _distinct(stream.shared_bits, count, numbers))
+
+
+def _distinct(bits: Callable[[int], Tensor], count: int, n: int) -> Tensor:
+    """`count` distinct positions below n for each matrix, a uniform choice: int64 [*, count].
+
+    bits(m) gives m random int64 for each matrix: [*, m].
+
+    Few of many: the first `count` different ones of a sequence of positions drawn with replacement.
+    It is as long as these take on average plus 8 standard deviations. Should it ever be too short,
+    or is a large share wanted: n random numbers, and where the smallest of them stand.
+    """
+    if count == 1:
+        return _below(n, bits(1))
+    mean = n * log(n / (n - count)) if count < n else n
+    deviation = count / (n - count) * sqrt(n / 2) if count < n else n
+    draws = ceil(mean + 8 * deviation) + _SPARE_DRAWS
+    if draws > n // 2:
+        return _smallest(bits(n), count)
+    position = _below(n, bits(draws))
+    order = torch.arange(draws, device=position.device)
+    position, order = _halves((position << 32 | order).sort(-1).values)  # equal ones together
+    order[..., 1:] += (position[..., 1:] == position[..., :-1]).long() << 30  # the repeated: last
+    order, position = _halves((order << 32 | position).sort(-1).values[..., :count])
+    enough = order[..., -1:] < 1 << 30
+    if not enough.all():
+        position = torch.where(enough, position, _smallest(bits(n), count))
+    return position
+
+
+def _below(n: int, bits: Tensor) -> Tensor:
+    """Uniform whole numbers from 0 to n − 1."""
+    return (bits >> 32 & 0xFFFFFFFF) * n >> 32
+
+
+def _smallest(a: Tensor, count: int) -> Tensor:
+    """The positions of the `count` smallest of a [*, n], all different, in ascending order."""
+    return a.topk(count, largest=False).indices
+
+
+def _halves(a: Tensor) -> tuple[Tensor, Tensor]:
+    """The upper and the lower 32 bits."""
+    return a >> 32, a & 0xFFFFFFFF
+
+
+_SPARE_DRAWS = 8
+
+
+def _share(ratio: float, numbers: int) -> int:
+    """max(1, ⌊ratio · numbers⌋), with 0.29 · 100 = 29 although floats say 28.999999999999996."""
+    return max(1, floor(ratio * numbers * (1 + 1e-12)))
+
+
+def _check_keep_ratio(value: float) -> None:
+    if not 0 < value <= 1:
+        raise ValueError(f"keep_ratio={value:g}: use a number above 0 and at most 1")

@@ -1,0 +1,194 @@
+"""The processes of a run, and what they agree on outside of conversations."""
+
+import ctypes
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from functools import cache
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from powergossip.errors import BadInput, Interrupted, Stopped
+
+T = TypeVar("T")
+
+
+class Processes:
+    """The processes of a communicator, or this one alone. `processes()` are those of the run."""
+
+    def __init__(self, communicator: Any = None):
+        self.communicator = communicator
+        self.rank, self.size = 0, 1
+        self.local_rank, self.local_size = 0, 1
+        cores = _cores()
+        self.threads = len(cores)  # this process' share of the cores of its host
+        if self.communicator is not None:
+            from mpi4py import MPI
+
+            self.rank, self.size = self.communicator.rank, self.communicator.size
+            host = self.communicator.Split_type(MPI.COMM_TYPE_SHARED)
+            self.local_rank, self.local_size = host.rank, host.size
+            all_cores = set().union(*host.allgather(cores))
+            host.Free()
+            self.threads = max(1, min(len(cores), len(all_cores) // self.local_size))
+        self._tags = 0
+
+    def new_tag(self) -> int:
+        """A tag for messages: 1, 2, … and again; the same in all processes, if they all ask."""
+        self._tags = self._tags % 32767 + 1  # the largest that every MPI knows
+        return self._tags
+
+    def agree(self, action: Callable[[], T]) -> T:
+        """Run `action` in every process; if the user's input failed in one, refuse in all.
+
+        `action` must not communicate. Raises BadInput, everywhere the same, if it raised ValueError
+        or OSError anywhere.
+        """
+        result, complaint = None, None
+        try:
+            result = action()
+        except (ValueError, OSError) as error:
+            complaint = str(error)
+        for text in self.gather(complaint):
+            if text is not None:
+                raise BadInput(text)
+        return result  # type: ignore[return-value]  # a complaint has been raised
+
+    def one_by_one(self, action: Callable[[], T]) -> T:
+        """`agree`, but first in one process of each host while the others wait (downloads)."""
+        first = self.local_rank == 0
+        result = self.agree(lambda: action() if first else None)
+        others = self.agree(lambda: None if first else action())
+        return result if first else others  # type: ignore[return-value]
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all processes, in all processes (pickled: for small and rare things)."""
+        return [value] if self.communicator is None else self.communicator.allgather(value)
+
+    def broadcast(self, value: T) -> T:
+        """Process 0's value, in all processes."""
+        return value if self.communicator is None else self.communicator.bcast(value)
+
+    def sum(self, array: np.ndarray) -> np.ndarray:
+        """Sum of an array over the processes, in all processes."""
+        if self.communicator is None:
+            return array
+        total = np.empty_like(array)
+        self.communicator.Allreduce(np.ascontiguousarray(array), total)
+        return total
+
+
+@cache
+def processes() -> Processes:
+    """The processes of this run. Starts MPI if there is a launcher, and then takes care that an
+    exception in one process ends them all."""
+    found = Processes(_world_communicator())
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(found.threads)
+    if found.size > 1:
+        _end_together(found)
+    return found
+
+
+def _world_communicator() -> Any:
+    """A communicator of all processes; None where no launcher is at work, which needs no MPI."""
+    launchers = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")
+    if "mpi4py.MPI" not in sys.modules and not any(name in os.environ for name in launchers):
+        return None
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.Dup() if MPI.COMM_WORLD.size > 1 else None
+
+
+def _cores() -> set[int]:
+    """The cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return set(os.sched_getaffinity(0))
+    return set(range(os.cpu_count() or 1))
+
+
+def _end_together(found: Processes) -> None:
+    """An uncaught exception in one process would leave the others waiting for its messages."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, (BadInput, Interrupted)):  # raised in all processes
+            if found.rank == 0:
+                print(f"error: {error}", file=sys.stderr, flush=True)
+            from mpi4py import MPI
+
+            MPI.Finalize()
+            os._exit(2 if isinstance(error, BadInput) else 128 + error.signal)
+        # If several fail at once, for the same reason, the first to speak ends the others.
+        # Ending them takes a while where processes share cores.
+        time.sleep(0.0 if found.rank == 0 else min(0.5 + 0.1 * found.rank, 3.0))
+        if isinstance(error, Stopped):
+            text = f"error: {error}"
+        else:
+            text = f"process {found.rank} of {found.size} on {socket.gethostname()} failed:\n"
+            text += "".join(traceback.format_exception(kind, error, trace))
+        print(f"\n{text}", file=sys.stderr, flush=True)
+        found.communicator.Abort(error.exit_code if isinstance(error, Stopped) else 1)
+
+    sys.excepthook = hook
+
+
+def choose_device(wanted: str, local_rank: int) -> torch.device:
+    """For "auto": the GPU of the local process' number modulo their count, or else the CPU.
+
+    Raises ValueError for a device that torch does not know or that is not there.
+    """
+    choices = "use auto, cpu, cuda or cuda:NUMBER"
+    gpus = torch.cuda.device_count()
+    if wanted == "auto":
+        wanted = "cuda" if gpus else "cpu"
+    if wanted == "cpu":
+        return torch.device("cpu")
+    kind, _, number = wanted.partition(":")
+    if kind != "cuda" or (number and not number.isdecimal()):
+        raise ValueError(f'device "{wanted}" is unknown; {choices}')
+    if gpus == 0:
+        raise ValueError(f'device "{wanted}": no GPU is visible to torch here; use cpu')
+    index = int(number) if number else local_rank % gpus
+    if index >= gpus:
+        raise ValueError(f'device "{wanted}" is not there; the GPUs are cuda:0 to cuda:{gpus - 1}')
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def cuda_aware_mpi() -> bool | None:
+    """Whether the MPI library takes GPU memory, by its own word; None if it does not say.
+
+    Open MPI and its relatives answer MPIX_Query_cuda_support, MPICH answers
+    MPIX_GPU_query_support.
+    """
+    from mpi4py import MPI
+
+    del MPI  # loads the library, whose symbols the process then has
+    for library in [None, *_loaded_mpi_libraries()]:
+        try:
+            symbols = ctypes.CDLL(library)
+        except OSError:
+            continue
+        if hasattr(symbols, "MPIX_Query_cuda_support"):
+            return bool(symbols.MPIX_Query_cuda_support())
+        if hasattr(symbols, "MPIX_GPU_query_support"):
+            answer = ctypes.c_int(0)
+            cuda = 0  # MPIX_GPU_SUPPORT_CUDA
+            return symbols.MPIX_GPU_query_support(cuda, ctypes.byref(answer)) == 0 and bool(answer)
+    return None
+
+
+def _loaded_mpi_libraries() -> list[str]:
+    """Files of this process' memory map that look like an MPI library (Linux)."""
+    try:
+        with open("/proc/self/maps") as maps:
+            files = {line.split(maxsplit=5)[-1].strip() for line in maps if "/" in line}
+    except OSError:
+        return []
+    return sorted(file for file in files if os.path.basename(file).startswith("libmpi"))

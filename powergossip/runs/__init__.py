@@ -1,0 +1,1 @@
+"""A run on disk: configuration, output folder, checkpoints, rows, tables, figures."""

@@ -1,0 +1,78 @@
+"""Elapsed time by phase, and signals that ask a run to stop."""
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+
+@dataclass
+class Spent:
+    """Seconds on a phase, over its instances."""
+
+    instances: int = 0
+    total: float = 0.0
+    squares: float = 0.0  # the sum of the squared durations
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.instances
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation over the instances."""
+        return math.sqrt(max(0.0, self.squares / self.instances - self.mean**2))
+
+
+class Clock:
+    """Seconds by phase. A phase within a phase counts for the inner one only."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, Spent] = {}
+        self._inner = 0.0  # spent in phases within the current one
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        outer, self._inner = self._inner, 0.0
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - start
+            duration = spent - self._inner
+            self._inner = outer + spent
+            of_phase = self.phases.setdefault(phase, Spent())
+            of_phase.instances += 1
+            of_phase.total += duration
+            of_phase.squares += duration**2
+
+
+class Signals:
+    """Whether this process was asked to stop, while the context is open: by SIGTERM, or by SIGUSR1,
+    which Slurm can send before a time limit. A second signal has its usual effect."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Signals":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+        self._restore()
+
+    def _restore(self) -> None:
+        while self._before:
+            signal.signal(*self._before.popitem())

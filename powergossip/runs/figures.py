@@ -1,0 +1,277 @@
+"""Figures of runs' rows. See powergossip.runs.metrics for the rows."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from pandas import DataFrame, Series
+from powergossip.runs.metrics import select_rows
+from powergossip.runs.tables import best_settings, by_setting
+
+# Okabe & Ito's palette, which colorblind people can tell apart; line styles tell the rest.
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_STYLES = ("-", "--", ":")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
+
+
+def figure(rows: "DataFrame", path: Path | str) -> None:
+    """Draw a training run: accuracy against epochs and against what was sent, consensus distance.
+
+    The path's suffix tells the format (.png, .pdf, .svg). ValueError if there is nothing to draw.
+    """
+    mean = select_rows(rows, "accuracy", split="test_avg")
+    workers = select_rows(rows, "accuracy", split="test")
+    if "worker" not in workers:
+        workers = workers.assign(worker=0)
+    distance = select_rows(rows, "consensus_distance", type="params_only")
+
+    def accuracy_by_epoch(axes: "Axes") -> None:
+        if workers["worker"].nunique() > 1:
+            by_epoch = (100 * workers["value"]).groupby(workers["epoch"])
+            axes.fill_between(
+                *_wide_enough(by_epoch.min(), by_epoch.max()),
+                color=_COLORS[0],
+                alpha=0.2,
+                linewidth=0,
+                label=f"all {workers['worker'].nunique()} workers, worst to best",
+            )
+        first = workers[workers["worker"] == 0]
+        _plot(axes, first["epoch"], 100 * first["value"], 1, "worker 0")
+        _plot(axes, mean["epoch"], 100 * mean["value"], 0, "mean model")
+
+    def accuracy_by_size(axes: "Axes") -> None:
+        _plot(axes, mean["bits"] / 8e6, 100 * mean["value"], 0, "mean model")
+        axes.set_xlim(left=0)
+
+    def consensus(axes: "Axes") -> None:
+        _plot(axes, distance["epoch"], distance["value"], 0, "all workers")
+        if (distance["value"] > 0).any():
+            axes.set_yscale("log")
+
+    _draw(
+        path,
+        {
+            "accuracy": accuracy_by_epoch if len(mean) or len(workers) else None,
+            "size": accuracy_by_size if mean["bits"].max() > 0 else None,
+            "consensus": consensus if len(distance) else None,
+        },
+    )
+
+
+def compare(runs: Mapping[str, "DataFrame"], path: Path | str) -> None:
+    """Draw several training runs, by label, over each other: the mean model's accuracy against
+    epochs and against what was sent (logarithmic), and the consensus distance.
+
+    ValueError if there is nothing to draw.
+    """
+    means = {label: select_rows(rows, "accuracy", split="test_avg") for label, rows in runs.items()}
+    distances = {
+        label: select_rows(rows, "consensus_distance", type="params_only")
+        for label, rows in runs.items()
+    }
+
+    def accuracy_by_epoch(axes: "Axes") -> None:
+        for i, (label, mean) in enumerate(means.items()):
+            _plot(axes, mean["epoch"], 100 * mean["value"], i, label)
+
+    def accuracy_by_size(axes: "Axes") -> None:
+        for i, (label, mean) in enumerate(means.items()):
+            sent = mean[mean["bits"] > 0]
+            _plot(axes, sent["bits"] / 8e6, 100 * sent["value"], i, label)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+
+    def consensus(axes: "Axes") -> None:
+        for i, (label, distance) in enumerate(distances.items()):
+            apart = distance[distance["value"] > 0]
+            _plot(axes, apart["epoch"], apart["value"], i, label)
+        axes.set_yscale("log")
+
+    some_sent = any(mean["bits"].max() > 0 for mean in means.values())
+    some_apart = any((distance["value"] > 0).any() for distance in distances.values())
+    _draw(
+        path,
+        {
+            "accuracy": accuracy_by_epoch if any(map(len, means.values())) else None,
+            "size": accuracy_by_size if some_sent else None,
+            "consensus": consensus if some_apart else None,
+        },
+    )
+
+
+def scatter(
+    points: Mapping[str, tuple[float, Sequence[float]]],
+    path: Path | str,
+    x: str,
+    y: str,
+    log_y: bool = False,
+) -> None:
+    """Draw a point for each label: (x, what several runs reached): their mean and, as a bar, from
+    the least to the largest. The horizontal axis is logarithmic, the vertical one if asked; x and y
+    name the axes.
+
+    ValueError if there is nothing to draw.
+    """
+
+    def draw(axes: "Axes") -> None:
+        for i, (label, (at, reached)) in enumerate(points.items()):
+            mean = sum(reached) / len(reached)
+            axes.errorbar(
+                at,
+                mean,
+                yerr=[[mean - min(reached)], [max(reached) - mean]],
+                color=_COLORS[i % len(_COLORS)],
+                marker=_MARKERS[i % len(_MARKERS)],
+                linestyle="",
+                capsize=3,
+                label=label,
+            )
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        if log_y:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("{x:g}")
+
+    _draw(path, {"points": draw if points else None}, {"points": ("", x, y)}, width=7.0)
+
+
+def curves(
+    panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]],
+    path: Path | str,
+    x: str,
+    y: str,
+    log_x: bool = False,
+    log_y: bool = False,
+) -> None:
+    """Draw panels side by side, {title: {label: (xs, ys)}}, with the same labels and axes.
+
+    ValueError if there is nothing to draw.
+    """
+    import pandas as pd
+
+    def draw(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], axes: "Axes") -> None:
+        for i, (label, (xs, ys)) in enumerate(lines.items()):
+            _plot(axes, pd.Series(list(xs)), pd.Series(list(ys)), i, label)
+        if log_x:
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter("{x:g}")
+        if log_y:
+            axes.set_yscale("log")
+
+    _draw(
+        path,
+        {title: partial(draw, lines) if lines else None for title, lines in panels.items()},
+        {title: (title, x, y) for title in panels},
+        width=7.0 if len(panels) == 1 else 4.2,
+    )
+
+
+def consensus_figure(rows: "DataFrame", path: Path | str) -> None:
+    """Draw gossip_run.py's errors against steps and against bits, each algorithm at its best.
+
+    Axes are logarithmic; what they cannot show is left out, unless it is all there is. ValueError
+    without rows named error.
+    """
+    best = {
+        algorithm: group[group["name"] == "error"]
+        for algorithm, group in best_settings(by_setting(rows)).items()
+    }
+
+    def some_positive(column: str) -> bool:
+        return any((group[column] > 0).any() for group in best.values())
+
+    def error(axes: "Axes", against: str, scale: float) -> None:
+        logarithmic = [column for column in (against, "value") if some_positive(column)]
+        for i, (algorithm, group) in enumerate(best.items()):
+            shown = group[(group[logarithmic] > 0).all(axis=1)]
+            _plot(axes, shown[against] / scale, shown["value"], i, algorithm)
+        if against in logarithmic:
+            axes.set_xscale("log")
+        if "value" in logarithmic:
+            axes.set_yscale("log")
+
+    _draw(
+        path,
+        {
+            "error by step": lambda axes: error(axes, "epoch", 1),
+            "error by size": (lambda axes: error(axes, "bits", 1e6))
+            if some_positive("bits")
+            else None,
+        },
+    )
+
+
+_LABELS = {  # panel: title, x, y
+    "accuracy": ("Accuracy by epoch", "epoch", "test accuracy (%)"),
+    "size": ("Accuracy by data sent", "sent by worker 0 (MB)", "test accuracy (%)"),
+    "consensus": ("Distance between the workers", "epoch", "consensus distance"),
+    "error by step": ("Error by step", "step", "squared distance to the mean"),
+    "error by size": (
+        "Error by data sent",
+        "sent by worker 0 (Mbit)",
+        "squared distance to the mean",
+    ),
+}
+
+
+def _draw(
+    path: Path | str,
+    panels: "Mapping[str, Callable[[Axes], None] | None]",
+    labels: Mapping[str, tuple[str, str, str]] = _LABELS,
+    width: float = 4.2,  # inches, of a panel
+) -> None:
+    """Draw the panels that are not None side by side into a file, their legend below."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+    from matplotlib.ticker import MaxNLocator
+
+    drawn = {panel: draw for panel, draw in panels.items() if draw is not None}
+    if not drawn:
+        raise ValueError(f"nothing to draw in {path}: there are no rows of what it shows")
+    layout = ConstrainedLayoutEngine(wspace=0.06)
+    figure = Figure(figsize=(0.6 + width * len(drawn), 3.9), layout=layout)
+    FigureCanvasAgg(figure)
+    all_axes = figure.subplots(1, len(drawn), squeeze=False)[0]
+    for axes, (panel, draw) in zip(all_axes, drawn.items(), strict=True):
+        title, x, y = labels[panel]
+        axes.set_title(title, fontsize=11)
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        axes.grid(color="0.9")
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        draw(axes)
+        if x == "epoch":
+            axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, min_n_ticks=1))
+            first, last = axes.dataLim.intervalx
+            if last - first < 0.5:
+                axes.set_xlim(first - 0.5, last + 0.5)
+    lines, names = all_axes[0].get_legend_handles_labels()
+    columns = min(len(names), max(3, 2 * len(drawn)))
+    figure.legend(lines, names, loc="outside lower center", ncols=columns, frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def _plot(axes: "Axes", x: "Series", y: "Series", index: int, label: str) -> None:
+    """A line in the index-th color and style, with a mark at each point if there are few."""
+    if not len(x):
+        return
+    style = _STYLES[index // len(_COLORS) % len(_STYLES)]
+    marker = "o" if len(x) <= 25 else ""
+    color = _COLORS[index % len(_COLORS)]
+    axes.plot(x, y, color=color, linestyle=style, marker=marker, markersize=4, label=label)
+
+
+def _wide_enough(low: "Series", high: "Series") -> tuple["Series", "Series", "Series"]:
+    """(x, low, high) of a band that can be seen even if it has one epoch only."""
+    import pandas as pd
+
+    if len(low) > 1:
+        return low.index.to_series(), low, high
+    x = pd.Series([low.index[0] - 0.02, low.index[0] + 0.02])
+    return x, pd.Series([low.iloc[0]] * 2), pd.Series([high.iloc[0]] * 2)

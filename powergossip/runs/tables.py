@@ -1,0 +1,161 @@
+"""Tables of a run's rows, as plain text. See powergossip.runs.metrics for the rows."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from powergossip.runs.metrics import COLUMNS, last_rows
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+
+def summary(rows: "DataFrame") -> str:
+    """The table at the end of a training run: accuracy, bits, time. Plain text.
+
+    Each line shows the last epoch that has its rows; a line whose rows are missing is left out.
+    Megabytes are 10⁶ bytes.
+    """
+    lines: list[tuple[str, str]] = []
+    mean = last_rows(rows, "accuracy", split="test_avg")["value"]
+    if len(mean):
+        lines.append(("test accuracy, mean model", f"{mean.iloc[-1]:.2%}"))
+    workers = last_rows(rows, "accuracy", split="test")["value"]
+    if len(workers) == 1:
+        lines.append(("test accuracy, one worker", f"{workers.iloc[0]:.2%}"))
+    elif len(workers):
+        spread = f"{workers.mean():.2%} (worst {workers.min():.2%}, best {workers.max():.2%})"
+        lines.append((f"test accuracy, mean of {len(workers)} workers", spread))
+    for split, of in (("test_avg", "mean model"), ("test", "workers")):
+        entropy = last_rows(rows, "cross_entropy", split=split)["value"]
+        if len(entropy):
+            lines.append((f"test cross entropy, {of}", f"{entropy.mean():.4f}"))
+            break
+    consensus = last_rows(rows, "consensus_distance", type="params_only")["value"]
+    if len(consensus):
+        lines.append(("consensus distance", f"{consensus.iloc[-1]:.3g}"))
+
+    bits = rows["bits"].max()
+    if bits >= 0:
+        lines.append(("sent by worker 0", f"{_human(bits, 'bit')} = {_human(bits / 8, 'B')}"))
+    plain = last_rows(rows, "uncompressed_gossip_bits")
+    if len(plain) and plain["bits"].iloc[-1] > 0:
+        ratio = plain["value"].iloc[-1] / plain["bits"].iloc[-1]
+        lines.append(("", f"{ratio:.1f} times fewer bits than uncompressed gossip"))
+    if rows["messages"].max() >= 0:
+        lines.append(("", f"{rows['messages'].max():,.0f} messages"))
+
+    seconds = rows["seconds"].max()
+    if seconds >= 0:
+        lines.append(("time", f"{seconds:.1f} s"))
+    phases = last_rows(rows, "phase_seconds")
+    if len(phases) and "phase" in phases:
+        for phase, spent in phases.groupby("phase", sort=False)["value"].last().items():
+            share = f" ({spent / seconds:.0%})" if seconds > 0 else ""
+            lines.append((f"    {phase}", f"{spent:.1f} s{share}"))
+
+    if not lines:
+        return "The run has no rows."
+    last = rows["epoch"].max()
+    title = [f"After {last:g} epoch{'' if last == 1 else 's'}"] if last >= 0 else []
+    width = max(len(label) for label, _ in lines)
+    return "\n".join([*title, *(f"  {label:<{width}}   {value}" for label, value in lines)])
+
+
+def consensus_summary(rows: "DataFrame") -> str:
+    """The table at the end of gossip_run.py, see `consensus_table`. Plain text.
+
+    ValueError without rows named error.
+    """
+    columns = list(zip(*consensus_table(rows), strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    lines = [
+        "   ".join(
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in zip(*columns, strict=True)
+    ]
+    start = max(group["value"].iloc[0] for group in by_setting(rows).values())
+    return "\n".join(
+        [
+            f"Best setting of each algorithm; the error at the start is {start:.6g}",
+            *(f"  {line}".rstrip() for line in lines),
+        ]
+    )
+
+
+def consensus_table(rows: "DataFrame") -> list[list[str]]:
+    """Each algorithm of gossip_run.py at its best setting, [line][cell], the header first.
+
+    Best is the smallest final error. Steps and bits (sent by worker 0) are those of the first row
+    whose error is at most 1e-3, or 1e-6, of the initial one. Columns without content are left out.
+    ValueError without rows named error.
+    """
+    settings = by_setting(rows)
+    header = ["algorithm", "diffusion rate", "theta", "to 1e-3", "sent", "to 1e-6", "sent"]
+    table = [[*header, "final error", "diverged"]]
+    for algorithm, best in best_settings(settings).items():
+        line = [algorithm, *(_short(best[key].iloc[0]) for key in ("diffusion_rate", "theta"))]
+        errors = best[best["name"] == "error"]
+        for target in (1e-3, 1e-6):
+            reached = errors[errors["value"] <= target * errors["value"].iloc[0]]
+            if len(reached):
+                steps, bits = reached.iloc[0][["epoch", "bits"]]
+                line += [f"{steps:.0f} steps", _human(bits, "bit")]
+            else:
+                line += ["never", ""]
+        last = "diverged" if has_diverged(best) else f"{errors['value'].iloc[-1]:.3g}"
+        tried = [has_diverged(group) for (name, *_), group in settings.items() if name == algorithm]
+        table.append([*line, last, f"{sum(tried)} of {len(tried)}"])
+    columns = [column for column in zip(*table, strict=True) if any(column[1:])]
+    return [list(line) for line in zip(*columns, strict=True)]
+
+
+def by_setting(rows: "DataFrame") -> "dict[tuple[str, ...], DataFrame]":
+    """The rows of gossip_run.py by setting, (algorithm, diffusion_rate, theta), by epoch.
+
+    ValueError if there are none.
+    """
+    tags = ["algorithm", "diffusion_rate", "theta"]
+    chosen = rows[rows["name"].isin(["error", "diverged"])].sort_values("epoch", kind="stable")
+    chosen = chosen.reindex(columns=[*COLUMNS, *tags])
+    chosen[tags] = chosen[tags].astype(object).where(chosen[tags].notna(), "")
+    settings = {
+        tuple(str(tag) for tag in key): group
+        for key, group in chosen.groupby(tags, sort=False)
+        if (group["name"] == "error").any()
+    }
+    if not settings:
+        raise ValueError("there are no rows of gossip_run.py's error")
+    return settings
+
+
+def best_settings(settings: "Mapping[tuple[str, ...], DataFrame]") -> "dict[str, DataFrame]":
+    """Each algorithm's setting with the smallest final error; diverged ones come last."""
+
+    def rank(group: "DataFrame") -> tuple[bool, float]:
+        return has_diverged(group), group[group["name"] == "error"]["value"].iloc[-1]
+
+    best: dict[str, DataFrame] = {}
+    for (algorithm, *_), group in settings.items():
+        if algorithm not in best or rank(group) < rank(best[algorithm]):
+            best[algorithm] = group
+    return best
+
+
+def has_diverged(group: "DataFrame") -> bool:
+    return bool((group["name"] == "diverged").any())
+
+
+def _short(number: str) -> str:
+    """A number written in full, to four digits."""
+    return f"{float(number):.4g}" if number else ""
+
+
+def _human(number: float, unit: str) -> str:
+    """Three digits and a prefix: 12.3 Mbit."""
+    for prefix in ("", "k", "M", "G", "T"):
+        if number < 999.5 or prefix == "T":
+            break
+        number /= 1000
+    return f"{number:.3g} {prefix}{unit}"

@@ -1,0 +1,211 @@
+"""CIFAR-10 and CIFAR-100: 50,000 + 10,000 color images of 32 × 32 pixels, 10 or 100 labels.
+
+Krizhevsky (2009), "Learning multiple layers of features from tiny images". Read as
+https://www.cs.toronto.edu/~kriz/cifar.html offers and describes them: the "python version" or the
+"binary version", in its archive or unpacked.
+"""
+
+import io
+import pickle
+import tarfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from powergossip.tasks import files
+from powergossip.tasks.augmentation import crop_and_flip
+from powergossip.tasks.images import ImageClassification, LabeledImages
+from powergossip.tasks.task import Options, Task
+
+SHAPE = (3, 32, 32)  # channel, row, column
+N_BYTES = 3 * 32 * 32  # of an image
+
+Parse = Callable[[str, bytes], LabeledImages]  # where content is from (for messages), content
+
+
+@dataclass(frozen=True)
+class Cifar:
+    """How one of the two is laid out in files."""
+
+    name: str  # that the archives' names start with
+    n_labels: int
+    batches: tuple[str, ...]  # files; the last one is to test, the others are to train
+    python_folder: str
+    binary_folder: str
+    labels_key: bytes  # in the python version
+    label_columns: tuple[str, ...]  # of the hub; a binary record starts with these, ours is last
+
+    def task(self, options: Options) -> Task:
+        """The images from `data_dir`, or from the first place that has them: $DATA, the user's
+        cache, the Hugging Face hub. Training batches are cropped and flipped.
+
+        Raises ValueError if they are nowhere, if a file is damaged, or if the options do not fit
+        them.
+        """
+        train, test = self.load(options)
+        return ImageClassification(train, test, self.n_labels, options, crop_and_flip)
+
+    def load(self, options: Options) -> tuple[LabeledImages, LabeledImages]:
+        """Training and test images, in the order of the files."""
+        readers = self._readers()
+        hub = files.Hub(f"uoft-cs/{self.name.replace('-', '')}", self._binary, self._convert)
+        source = files.Source(options.task, tuple(readers), hub)
+        form, paths = files.find(source, options.data_dir, options.download)
+        *batches, test = readers[form](paths)
+        train = LabeledImages(
+            torch.cat([batch.images for batch in batches]),
+            torch.cat([batch.labels for batch in batches]),
+        )
+        return train, test
+
+    @property
+    def _python(self) -> files.Form:
+        return files.Form(self.batches, self.python_folder)
+
+    @property
+    def _binary(self) -> files.Form:
+        return files.Form(tuple(f"{batch}.bin" for batch in self.batches), self.binary_folder)
+
+    def _readers(self) -> dict[files.Form, Callable[[list[Path]], list[LabeledImages]]]:
+        """Each form in which the data may come → a function from its files to the batches."""
+        python_archive = files.Form((f"{self.name}-python.tar.gz",))
+        binary_archive = files.Form((f"{self.name}-binary.tar.gz",))
+        return {
+            self._python: partial(_unpacked, self._parse_pickle),
+            self._binary: partial(_unpacked, self._parse_records),
+            python_archive: partial(_archived, self._parse_pickle, self._python),
+            binary_archive: partial(_archived, self._parse_records, self._binary),
+        }
+
+    def _parse_pickle(self, where: str, content: bytes) -> LabeledImages:
+        """{b"data": uint8 [sample, 3072], b"labels" (or b"fine_labels"): [label of sample], …}"""
+        try:
+            batch = _Unpickler(io.BytesIO(content), encoding="bytes").load()
+        except Exception as error:  # what damaged pickles raise is not limited
+            problem = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{where} is damaged, or no file of {self.name}: {problem}") from error
+        if not isinstance(batch, dict):
+            raise ValueError(f"{where} holds a {type(batch).__name__} instead of a dictionary")
+        for key in (b"data", self.labels_key):
+            if key not in batch:
+                found = ", ".join(str(key) for key in batch)
+                raise ValueError(f"{where} holds no {key!r}, which {self.name} has, but {found}")
+        data, labels = batch[b"data"], batch[self.labels_key]
+        if not isinstance(data, np.ndarray) or data.dtype != np.uint8:
+            raise ValueError(f"{where}: {b'data'!r} is no array of bytes")
+        if data.ndim != 2 or data.shape[1] != N_BYTES:
+            raise ValueError(
+                f"{where}: {b'data'!r} is {data.shape} instead of (samples, {N_BYTES})"
+            )
+        if not isinstance(labels, list) or not all(type(label) is int for label in labels):
+            raise ValueError(f"{where}: {self.labels_key!r} is no list of whole numbers")
+        return self._checked(where, data, labels)
+
+    def _parse_records(self, where: str, content: bytes) -> LabeledImages:
+        """A byte for each label and 3072 for the image, sample after sample."""
+        size = len(self.label_columns) + N_BYTES
+        if len(content) % size:
+            raise ValueError(
+                f"{where} is truncated, or no file of {self.name}: {len(content)} bytes are no "
+                f"multiple of {size}"
+            )
+        records = np.frombuffer(content, dtype=np.uint8).reshape(-1, size)
+        data = records[:, len(self.label_columns) :]
+        return self._checked(where, data, records[:, len(self.label_columns) - 1].tolist())
+
+    def _checked(self, where: str, data: np.ndarray, labels: list[int]) -> LabeledImages:
+        """data: uint8 [sample, byte of image]"""
+        if len(data) != len(labels):
+            raise ValueError(f"{where} holds {len(data)} images and {len(labels)} labels")
+        if not labels:
+            raise ValueError(f"{where} holds no images")
+        wrong = [label for label in labels if not 0 <= label < self.n_labels]
+        if wrong:
+            raise ValueError(f"{where} holds label {wrong[0]}; 0 to {self.n_labels - 1} exist")
+        images = torch.from_numpy(data.copy()).view(-1, *SHAPE)
+        return LabeledImages(images, torch.tensor(labels))
+
+    def _convert(self, splits: Any) -> Iterator[tuple[str, bytes]]:
+        """What the hub has, as files of the binary version."""
+        *train, test = self._binary.names
+        for split, names in (("train", train), ("test", [test])):
+            rows = splits[split]
+            bounds = np.arange(len(names) + 1) * len(rows) // len(names)
+            for name, first, last in zip(names, bounds, bounds[1:], strict=False):
+                yield name, b"".join(self._record(rows[int(i)]) for i in range(first, last))
+
+    def _record(self, row: Any) -> bytes:
+        image = np.asarray(row["img"], dtype=np.uint8)  # [row, column, channel]
+        if image.shape != (32, 32, 3):
+            raise ValueError(f"an image on the hub is {image.shape} instead of (32, 32, 3)")
+        labels = bytes(row[column] for column in self.label_columns)
+        return labels + np.ascontiguousarray(image.transpose(2, 0, 1)).tobytes()
+
+
+CIFAR10 = Cifar(
+    name="cifar-10",
+    n_labels=10,
+    batches=(*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"),
+    python_folder="cifar-10-batches-py",
+    binary_folder="cifar-10-batches-bin",
+    labels_key=b"labels",
+    label_columns=("label",),
+)
+CIFAR100 = Cifar(
+    name="cifar-100",
+    n_labels=100,
+    batches=("train", "test"),
+    python_folder="cifar-100-python",
+    binary_folder="cifar-100-binary",
+    labels_key=b"fine_labels",
+    label_columns=("coarse_label", "fine_label"),
+)
+
+
+def _unpacked(parse: Parse, paths: list[Path]) -> list[LabeledImages]:
+    return [parse(str(path), files.read(path)) for path in paths]
+
+
+def _archived(parse: Parse, form: files.Form, paths: list[Path]) -> list[LabeledImages]:
+    """The files of a form from the one archive that they are in."""
+    (path,) = paths
+    content = files.uncompressed(path)
+    batches = []
+    try:
+        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+            for name in form.names:
+                member = archive.extractfile(f"{form.folder}/{name}")
+                assert member is not None
+                batches.append((f"{path}: {name}", member.read()))
+    except KeyError as error:
+        raise ValueError(f"{path} lacks a file: {error.args[0]}") from error
+    except tarfile.TarError as error:
+        raise ValueError(f"{path} is damaged or truncated: {error}") from error
+    return [parse(where, content) for where, content in batches]
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes arrays of numpy and what needs no names, such as lists and numbers, and nothing else:
+    a data file must not run code.
+
+    The names are those that Python 2 and 3, and numpy before and after version 2, write.
+    """
+
+    KNOWN: Mapping[tuple[str, str], Any] = {
+        ("multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
+        ("numeric", "_frombuffer"): np.empty(0).__reduce_ex__(5)[0],
+        ("numpy", "ndarray"): np.ndarray,
+        ("numpy", "dtype"): np.dtype,
+        ("_codecs", "encode"): lambda text, encoding: text.encode("latin1"),  # bytes, of Python 3
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        plain = module.removeprefix("numpy.core.").removeprefix("numpy._core.")
+        if (plain, name) not in self.KNOWN:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which data have no need of")
+        return self.KNOWN[plain, name]

@@ -1,0 +1,39 @@
+"""Digits: 1797 handwritten digits of 8 × 8 pixels in 17 gray levels, shipped with scikit-learn.
+
+Alpaydin & Kaynak (1998), "Optical Recognition of Handwritten Digits", doi:10.24432/C50P49 (the
+test part of it).
+"""
+
+import torch
+
+from powergossip.randomness import generator
+from powergossip.tasks.images import ImageClassification, LabeledImages
+from powergossip.tasks.task import Options, Task
+
+SPLIT_SEED = 0  # of the split into training and test images, which is the same for every run
+
+
+def task(options: Options) -> Task:
+    """1437 training and 360 test images. Needs neither files nor a network.
+
+    Raises ValueError if the options do not fit the data.
+    """
+    train, test = load()
+    return ImageClassification(train, test, n_labels=10, options=options)
+
+
+def load() -> tuple[LabeledImages, LabeledImages]:
+    """Training and test images, both with all labels in the same proportions."""
+    # Takes a second, for which only those who use Digits should wait.
+    from sklearn.datasets import load_digits
+
+    pixels, digits = load_digits(return_X_y=True)
+    shuffled = generator(SPLIT_SEED, "digits").permutation(len(digits))
+    by_label = shuffled[digits[shuffled].argsort(kind="stable")]
+    images = torch.from_numpy(pixels[by_label]).to(torch.uint8).view(-1, 1, 8, 8)
+    labels = torch.from_numpy(digits[by_label]).to(torch.int64)
+    is_test = torch.arange(len(labels)) % 5 == 0
+    return (
+        LabeledImages(images[~is_test], labels[~is_test]),
+        LabeledImages(images[is_test], labels[is_test]),
+    )

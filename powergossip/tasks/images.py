@@ -1,0 +1,183 @@
+"""Image classification: images in memory, dealt out to workers.
+
+Axis names: sample, channel, row, column, worker, label.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from powergossip.randomness import generator
+from powergossip.tasks import modules, task_options
+from powergossip.tasks.augmentation import Augmentation
+from powergossip.tasks.models import ARCHITECTURES, NORMALIZATIONS
+from powergossip.tasks.shards import Shards
+from powergossip.tasks.task import Batch, Options, Split
+
+OPTIONS = {"normalization": task_options.one_of(NORMALIZATIONS)}
+EVALUATION_CHUNK = 500  # images at a time: enough to be fast, little enough for any memory
+
+
+@dataclass(frozen=True)
+class LabeledImages:
+    images: Tensor  # uint8 [sample, channel, row, column]
+    labels: Tensor  # int64 [sample]
+
+
+@dataclass(frozen=True)
+class _Split:
+    """Images as they rest: a pixel's channels next to each other."""
+
+    pixels: Tensor  # uint8 [sample, row, column, channel], contiguous
+    labels: Tensor  # int64 [sample]
+
+    @classmethod
+    def of(cls, data: LabeledImages, device: torch.device) -> "_Split":
+        pixels = data.images.permute(0, 2, 3, 1).contiguous()
+        return cls(pixels.to(device), data.labels.to(device))
+
+
+class ImageClassification:
+    """A `Task`: batches are (float32 [sample, channel, row, column], int64 [sample]), the images
+    normalized to mean 0 and variance 1 in each channel of the training set.
+
+    Models carry nothing from batch to batch. Images rest as bytes, a quarter of their normalized
+    size, since every process holds them all.
+    """
+
+    def __init__(
+        self,
+        train: LabeledImages,
+        test: LabeledImages,
+        n_labels: int,
+        options: Options,
+        augment: Augmentation | None = None,
+    ) -> None:
+        """augment: applied to the training batches' bytes [sample, row, column, channel], with a
+        generator derived from (seed, epoch, worker, step). Raises ValueError if the options do not
+        fit the data."""
+        task_options.check(options.task, options.task_options, OPTIONS)
+        self.augment = augment
+        self._shards = Shards(train.labels, options)
+        self._options = options
+        self._n_labels = n_labels
+        shape = tuple(train.images.shape[1:])  # channel, row, column
+        self._architectures = modules.architectures(
+            ARCHITECTURES, (shape, n_labels), options.task_options
+        )
+        self._shift, self._scale = _normalization(train.images, options.device)
+        self._splits = {
+            "train": _Split.of(train, options.device),
+            "test": _Split.of(test, options.device),
+        }
+
+    @property
+    def architectures(self) -> Mapping[str, Callable[[], nn.Module]]:
+        """Name → a function that builds the model on the CPU with fresh random weights."""
+        return self._architectures
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """The same for all workers: the full batches in the smallest shard."""
+        return self._shards.steps_per_epoch
+
+    def model(self, architecture: str, seed: int) -> nn.Module:
+        """A new model on the task's device; its weights depend on architecture and seed only.
+
+        Raises ValueError if the architecture is unknown, too deep for images of this size, or does
+        not take a task option.
+        """
+        return modules.fresh(self._architectures, architecture, seed, self._options.device)
+
+    def batch(self, worker: int, epoch: int, step: int) -> Batch:
+        """A worker's images and labels at a step of an epoch, 0 ≤ step < steps_per_epoch."""
+        assert 0 <= step < self.steps_per_epoch
+        size = self._options.batch_size
+        indices = self._shards.indices(worker, epoch)[step * size : (step + 1) * size]
+        train = self._splits["train"]
+        images = train.pixels.index_select(0, indices)
+        if self.augment is not None:
+            random = generator(self._options.seed, "augment", epoch, worker, step)
+            images = self.augment(images, random)
+        return self._normalize(images), train.labels.index_select(0, indices)
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Mean cross-entropy [nats] of a batch; it and the accuracy, detached, as metrics."""
+        images, labels = batch
+        scores = model(images)  # [sample, label]
+        loss = functional.cross_entropy(scores, labels)
+        accuracy = (scores.detach().argmax(1) == labels).float().mean()
+        return loss, {"cross_entropy": loss.detach(), "accuracy": accuracy}
+
+    def carried(self, model: nn.Module) -> dict[str, Tensor]:
+        """Nothing."""
+        return {}
+
+    def carry(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
+        """Nothing to do: no image depends on the one before."""
+        assert not state
+
+    def evaluate(
+        self, model: nn.Module, split: Split = "test", part: tuple[int, int] = (0, 1)
+    ) -> dict[str, float]:
+        """Sums over the i-th of n parts of a split, part = (i, n): cross-entropy [nats], accuracy
+        (how many are right), count. Training images are not augmented here."""
+        i, n = part
+        assert 0 <= i < n
+        data = self._splits[split]
+        first, last = (len(data.labels) * bound // n for bound in (i, i + 1))
+        cross_entropy = torch.zeros((), dtype=torch.float64, device=self._options.device)
+        correct = torch.zeros((), dtype=torch.int64, device=self._options.device)
+        with torch.no_grad(), modules.evaluation_mode(model):
+            for start in range(first, last, EVALUATION_CHUNK):
+                chunk = slice(start, min(start + EVALUATION_CHUNK, last))
+                scores, labels = model(self._normalize(data.pixels[chunk])), data.labels[chunk]
+                losses = functional.cross_entropy(scores, labels, reduction="none")
+                cross_entropy += losses.double().sum()
+                correct += (scores.argmax(1) == labels).sum()
+        return {
+            "cross_entropy": cross_entropy.item(),
+            "accuracy": float(correct.item()),
+            "count": float(last - first),
+        }
+
+    def derived(self, means: Mapping[str, float]) -> dict[str, float]:
+        """None."""
+        return {}
+
+    def label_counts(self, epoch: int = 0) -> Tensor:
+        """How many samples of each label each worker has in an epoch: int64 [worker, label]."""
+        labels = self._splits["train"].labels
+        return torch.stack(
+            [
+                torch.bincount(
+                    labels[self._shards.indices(worker, epoch)], minlength=self._n_labels
+                )
+                for worker in range(self._options.n_workers)
+            ]
+        ).cpu()
+
+    def _normalize(self, pixels: Tensor) -> Tensor:
+        """uint8 [sample, row, column, channel] → float32 [sample, channel, row, column] in the same
+        order in memory: convolutions and pooling, which keep the order they are given, take up to
+        half the time then on a CPU."""
+        rows = pixels.flatten(2).float()  # whole rows at a time, for vector instructions
+        return rows.sub_(self._shift).mul_(self._scale).view(pixels.shape).permute(0, 3, 1, 2)
+
+
+def _normalization(images: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Mean and 1 / standard deviation for each number of a row: float32 [column · channel]."""
+    # By how often each byte occurs: exact, and without a copy of the images in floating point.
+    counts = torch.stack(
+        [torch.bincount(channel.flatten(), minlength=256) for channel in images.unbind(1)]
+    ).double()  # [channel, byte]
+    shares = counts / counts.sum(1, keepdim=True)
+    byte = torch.arange(256, dtype=torch.float64, device=images.device)
+    mean = shares @ byte
+    variance = (shares * (byte - mean[:, None]) ** 2).sum(1)
+    scale = torch.where(variance > 0, variance, 1).rsqrt()  # a blank channel stays 0
+    n_columns = images.shape[3]
+    return mean.repeat(n_columns).float().to(device), scale.repeat(n_columns).float().to(device)

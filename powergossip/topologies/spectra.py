@@ -1,0 +1,100 @@
+"""Eigenvalues of a large I − W, and how much of the distance to the mean a product of W's keeps.
+
+scipy.sparse.linalg takes half a second to import, and few runs need it.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from scipy.sparse import csr_array, diags_array
+
+from powergossip import randomness
+
+EXACT = 1e-12  # what may be left of a distance that is averaged exactly
+DENSE = 2000  # workers up to which the whole spectrum is computed
+
+
+def sparse_extremes(laplacian: csr_array) -> tuple[float, float]:
+    """λ_2 and λ_max of a large sparse I − W, to about 1e-8.
+
+    Lanczos on the vectors of mean 0. It converges fast if the wanted end of the spectrum is not
+    crowded, as on random graphs; if it is, as on a long ring, the graph has small separators, and
+    a sparse factorization of the matrix shifted to that end is cheap.
+    """
+    bound = 2 * float(laplacian.diagonal().max())  # Gershgorin
+    shift = 1e-8
+    smallest = _eigenvalue_nearest(laplacian, -shift, 2 * bound)
+    largest = _eigenvalue_nearest(laplacian, bound + shift, 2 * bound)
+    return smallest, largest
+
+
+def _eigenvalue_nearest(laplacian: csr_array, end: float, scale: float) -> float:
+    """The eigenvalue nearest to `end`, outside the spectrum, on the vectors of mean 0."""
+    from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh, splu
+
+    n = laplacian.shape[0]
+    start = randomness.generator(0, "Lanczos").standard_normal(n)
+    start -= start.mean()
+    sign = 1.0 if end < 0 else -1.0  # at the low end, the largest of scale − λ
+
+    def apply(x: np.ndarray) -> np.ndarray:
+        x = x.ravel() - x.mean()
+        y = scale * x - sign * (laplacian @ x)
+        return y - y.mean()
+
+    operator = LinearOperator((n, n), matvec=apply, dtype=np.float64)
+    options: dict[str, Any] = {"k": 1, "which": "LA", "v0": start, "return_eigenvectors": False}
+    try:
+        value = eigsh(operator, ncv=30, maxiter=60, tol=1e-8, **options)[0]
+        return float(sign * (scale - value))
+    except ArpackNoConvergence:
+        pass
+    shifted = csr_array(laplacian - end * diags_array(np.ones(n))) * sign
+    solve = splu(shifted.tocsc(), permc_spec="MMD_AT_PLUS_A", options={"SymmetricMode": True}).solve
+
+    def invert(x: np.ndarray) -> np.ndarray:
+        y = solve(x.ravel() - x.mean())
+        return y - y.mean()
+
+    operator = LinearOperator((n, n), matvec=invert, dtype=np.float64)
+    value = eigsh(operator, tol=1e-10, **options)[0]
+    return float(end + sign / value)
+
+
+def norm_beside_the_mean(steps: Sequence[csr_array]) -> float:
+    """‖(I − J) W_T … W_1‖₂, J the averaging matrix: how much of the distance to the mean is kept.
+
+    Dense up to 2000 workers; above, Lanczos. ValueError if that does not converge.
+    """
+    n = steps[0].shape[0]
+    if n <= DENSE:
+        product = np.eye(n) - 1 / n
+        for step in steps:
+            product = step @ product
+        return float(np.linalg.norm(product - product.mean(axis=0), 2))
+    from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
+
+    def apply(x: np.ndarray) -> np.ndarray:
+        x = x.ravel() - x.mean()
+        for step in steps:
+            x = step @ x
+        return x - x.mean()
+
+    def apply_transposed(x: np.ndarray) -> np.ndarray:
+        for step in reversed(steps):
+            x = step.T @ x
+        return x - x.mean()
+
+    start = randomness.generator(0, "Lanczos").standard_normal(n)
+    frobenius = float(np.linalg.norm(apply(start)))  # of the product, on average
+    if frobenius < EXACT:
+        return frobenius
+    square = LinearOperator((n, n), matvec=lambda x: apply_transposed(apply(x)), dtype=np.float64)
+    options: dict[str, Any] = {"k": 1, "which": "LA", "v0": start, "return_eigenvectors": False}
+    try:
+        value = eigsh(square, maxiter=100, tol=1e-6, **options)[0]
+    except ArpackNoConvergence as error:
+        raise ValueError(f"the contraction of {n} workers takes too long") from error
+    return math.sqrt(max(float(value), 0.0))

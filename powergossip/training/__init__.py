@@ -1,0 +1,1 @@
+"""How train.py trains: settings, local optimizers, evaluation."""

@@ -1,0 +1,34 @@
+"""The topologies, at a glance. The same objects as in `powergossip.topologies`.
+
+Numbers behind a year are those of arXiv. A row of `TOPOLOGIES` is a value of `topology` in train.py
+and gossip_run.py, where the path of an edge list or adjacency file is accepted too.
+
+Static, undirected:
+
+    ring                  two neighbors each
+    chain                 a ring without one edge
+    star                  worker 0 is everyone's only neighbor
+    fully-connected       every pair of workers
+    torus                 a × b grid, closed in both directions
+    hypercube             indices that differ in one bit
+    binary-tree           worker i's children are 2i + 1 and 2i + 2
+    social-network        32 workers                    Davis, Gardner & Gardner (1941)
+    watts-strogatz        small world                   Watts & Strogatz (1998)
+    random-regular        a random graph of one degree
+
+Static, directed:
+
+    unidirectional-ring   worker i receives from i − 1
+    exponential           from i − 1, i − 2, i − 4, …   Ying et al. (2021), 2110.13363
+
+Time-varying:
+
+    one-peer-exponential  one hop of exponential a round        Assran et al. (2019), 1811.10792
+    base-graph            exact mean after each period          Takezawa et al. (2023), 2305.11420
+    random-matching       random pairs                          Boyd et al. (2006)
+    round-robin           the edges of a graph, one matching a round
+    epidemic              every worker sends to s random others de Vos et al. (2023), 2310.01972
+"""
+
+from powergossip.topologies import *  # noqa: F403
+from powergossip.topologies import __all__ as __all__
