@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
+from typing import Any
 
 import networkx as nx
 import numpy as np
@@ -86,6 +86,11 @@ EVERY: list[Case] = [
     *COMPRESSED,
     *((name, Options()) for name in CONSENSUS_ONLY),
 ]
+
+
+def replace(options: Options, **changes: Any) -> Options:
+    """The same options but for the changes."""
+    return Options(**{**options.given, "compressor_options": options.compressor_options, **changes})
 
 
 def label(value: object) -> str | None:

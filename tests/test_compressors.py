@@ -39,7 +39,12 @@ VARIANTS = {
         Options(levels=40),
         Options(levels=127),
     ],
-    "random-k": [Options(), Options(keep_ratio=0.05), Options(keep_ratio=0.5), Options(1.0)],
+    "random-k": [
+        Options(),
+        Options(keep_ratio=0.05),
+        Options(keep_ratio=0.5),
+        Options(keep_ratio=1.0),
+    ],
     "svd": [Options(), Options(rank=2), Options(rank=3), Options(rank=100)],
     "top-k": [
         Options(),

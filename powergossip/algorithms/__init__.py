@@ -19,10 +19,11 @@ Symbols: x_i worker i's numbers; w_ij the weight with which i uses what j sends;
 rate; X_i one of i's parameter tensors seen as a matrix [row, column].
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from typing import Any
 
 from powergossip import compressors
+from powergossip import options as _options
 from powergossip.algorithms.averaging import Averaging, MatricesOnly, Rate
 from powergossip.algorithms.compressed import ChocoGossip, DeepSqueeze, Moniqua
 from powergossip.algorithms.learning import DPSGD, Correction
@@ -38,7 +39,6 @@ __all__ = [
     "DPSGD",
     "AllReduce",
     "Averaging",
-    "Builder",
     "ChebyshevGossip",
     "ChocoGossip",
     "Correction",
@@ -50,75 +50,137 @@ __all__ = [
     "PlainGossip",
     "PowerGossip",
     "Rate",
+    "defaults",
     "make",
 ]
 
 
-@dataclass(frozen=True)
-class Options:
-    """What averaging algorithms can be told; each takes what concerns it."""
-
-    diffusion_rate: Rate = 1.0  # γ
-    rank: int = 1  # power-gossip
-    num_iterations: int = 1  # power-gossip: of power iteration, a step
-    warm_start: bool = True  # power-gossip
-    round_weights: bool = False  # power-gossip
-    compressor: str = "sign-and-norm"  # choco, deepsqueeze: a row of compressors.COMPRESSORS
-    compressor_options: compressors.Options = field(default_factory=compressors.Options)
-    theta: Rate = 0.25  # moniqua: θ
-    seed: int = 0
-
-
-Builder = Callable[[Network, Layout, Options], Averaging]
-
-
-def _power_gossip(network: Network, layout: Layout, options: Options) -> Averaging:
+def _power_gossip(
+    network: Network,
+    layout: Layout,
+    *,
+    diffusion_rate: Rate = 1.0,
+    rank: int = 1,
+    num_iterations: int = 1,
+    warm_start: bool = True,
+    round_weights: bool = False,
+    seed: int = 0,
+) -> Averaging:
     power_gossip = PowerGossip(
         network,
         layout,
-        diffusion_rate=options.diffusion_rate,
-        rank=options.rank,
-        num_iterations=options.num_iterations,
-        warm_start=options.warm_start,
-        round_weights=options.round_weights,
-        seed=options.seed,
+        diffusion_rate=diffusion_rate,
+        rank=rank,
+        num_iterations=num_iterations,
+        warm_start=warm_start,
+        round_weights=round_weights,
+        seed=seed,
     )
     return MatricesOnly(layout, power_gossip, PlainGossip(network))
 
 
-def _codec(network: Network, layout: Layout, options: Options) -> Codec:
-    compressor = compressors.make(options.compressor, options.compressor_options)
-    senders = network.row_workers.tolist()
-    return Codec(layout, compressor, senders, options.seed, network.device)
+def _choco(
+    network: Network,
+    layout: Layout,
+    *,
+    diffusion_rate: Rate = 1.0,
+    compressor: str = "sign-and-norm",
+    seed: int = 0,
+    **compressor_options: Any,
+) -> Averaging:
+    codec = _codec(network, layout, compressor, compressor_options, seed)
+    return ChocoGossip(network, codec, diffusion_rate)
 
 
-# The names that users choose from: optimizer in train.py, algorithm in the benchmark.
-AVERAGING: dict[str, Builder] = {
-    "all-reduce": lambda network, layout, options: AllReduce(network),
-    "dpsgd": lambda network, layout, options: PlainGossip(network, options.diffusion_rate),
+def _deepsqueeze(
+    network: Network,
+    layout: Layout,
+    *,
+    diffusion_rate: Rate = 1.0,
+    compressor: str = "sign-and-norm",
+    seed: int = 0,
+    **compressor_options: Any,
+) -> Averaging:
+    codec = _codec(network, layout, compressor, compressor_options, seed)
+    return DeepSqueeze(network, codec, diffusion_rate)
+
+
+def _codec(
+    network: Network, layout: Layout, name: str, options: Mapping[str, Any], seed: int
+) -> Codec:
+    compressor = compressors.make(name, **options)
+    return Codec(layout, compressor, network.row_workers.tolist(), seed, network.device)
+
+
+def _dpsgd(network: Network, layout: Layout, *, diffusion_rate: Rate = 1.0) -> Averaging:
+    return PlainGossip(network, diffusion_rate)
+
+
+def _moniqua(
+    network: Network,
+    layout: Layout,
+    *,
+    theta: Rate = 0.25,
+    diffusion_rate: Rate = 1.0,
+    seed: int = 0,
+) -> Averaging:
+    return Moniqua(network, layout.size, theta, diffusion_rate, seed)
+
+
+# The names that users choose from: `optimizer` in train.py, `algorithm` in the benchmark. A row is
+# called with the network and the layout; its other parameters are the algorithm's options.
+AVERAGING: dict[str, _options.Row] = {
+    "all-reduce": lambda network, layout: AllReduce(network),
+    "dpsgd": _dpsgd,
     "power-gossip": _power_gossip,
-    "choco": lambda network, layout, options: ChocoGossip(
-        network, _codec(network, layout, options), options.diffusion_rate
-    ),
-    "deepsqueeze": lambda network, layout, options: DeepSqueeze(
-        network, _codec(network, layout, options), options.diffusion_rate
-    ),
-    "moniqua": lambda network, layout, options: Moniqua(
-        network, layout.size, options.theta, options.diffusion_rate, options.seed
-    ),
+    "choco": _choco,
+    "deepsqueeze": _deepsqueeze,
+    "moniqua": _moniqua,
 }
 
-# Limits to hold the others against. They take x for what they left, so not for learning.
-CONSENSUS_ONLY: dict[str, Builder] = {
-    "chebyshev": lambda network, layout, options: ChebyshevGossip(network),
-    "finite-time": lambda network, layout, options: FiniteTimeGossip(network),
+# Limits to compare the others with. They assume that nothing else changes x: not for learning.
+CONSENSUS_ONLY: dict[str, _options.Row] = {
+    "chebyshev": lambda network, layout: ChebyshevGossip(network),
+    "finite-time": lambda network, layout: FiniteTimeGossip(network),
 }
 
 
-def make(name: str, network: Network, layout: Layout, options: Options) -> Averaging:
-    """The averaging algorithm of that name. ValueError for an unknown name or bad options."""
-    builders = AVERAGING | CONSENSUS_ONLY
-    if name not in builders:
-        choices = ", ".join(sorted(builders))
-        raise ValueError(f'algorithm "{name}" is unknown; choose from {choices}')
-    return builders[name](network, layout, options)
+class Options(_options.Options):
+    """Options of all averaging algorithms as attributes, for rows that take them in one object."""
+
+    def __init__(self, **given: Any):
+        compressor_options = given.pop("compressor_options", compressors.Options())
+        super().__init__(AVERAGING | CONSENSUS_ONLY, given)
+        self.compressor_options = compressor_options
+
+
+def defaults(name: str, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return option → default of an algorithm, including the options of its compressor: the one
+    that `given` names, or the default one. Raises ValueError for an unknown name."""
+    row = _options.find(AVERAGING | CONSENSUS_ONLY, "algorithm", name)
+    return _options.defaults(row, given, compressor=compressors.COMPRESSORS)
+
+
+def make(
+    name: str, network: Network, layout: Layout, options: Options | None = None, **given: Any
+) -> Averaging:
+    """Build the averaging algorithm of that name with the options `given`.
+
+    From an `options` object it takes its own. Raises ValueError for an unknown name, an option that
+    the algorithm does not have, or a bad value.
+    """
+    row = _options.find(AVERAGING | CONSENSUS_ONLY, "algorithm", name)
+    if _options.takes_all(row):
+        built: Averaging = row(network, layout, options or Options(**given))
+        return built
+    if options is not None:
+        own = _options.defaults(row)
+        given = {option: value for option, value in options.given.items() if option in own}
+        if "compressor" in own:
+            given = options.compressor_options.given | given
+    known = _options.defaults(row, given, compressor=compressors.COMPRESSORS)
+    if options is not None:
+        given = {option: value for option, value in given.items() if option in known}
+    _options.check(name, given, known)
+    built = row(network, layout, **given)
+    return built

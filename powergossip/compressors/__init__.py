@@ -46,9 +46,9 @@ Symbols: v a matrix of N = rows · columns numbers; K the numbers kept; δ the c
 E‖v − C(v)‖² ≤ (1 − δ)‖v‖².
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
+from powergossip import options as _options
 from powergossip.compressors.codec import Codec, size
 from powergossip.compressors.compressor import Compressor, Field, Levels, Senders, Stream
 from powergossip.compressors.low_rank import SVD
@@ -79,30 +79,38 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Options:
-    """What compressors can be told; each takes what concerns it."""
-
-    keep_ratio: float = 0.01  # top-k, random-k: share of the numbers that is sent
-    rank: int | None = None  # svd (None: 1); top-k: in place of keep_ratio, as large as that rank's
-    levels: int = 4  # qsgd: s
-    unbiased: bool = False  # qsgd: not scaled down to a contraction
-
-
-# The names that users choose from: optimizer_compressor in train.py.
-COMPRESSORS: dict[str, Callable[[Options], Compressor]] = {
-    "identity": lambda options: Identity(),
-    "qsgd": lambda options: QSGD(options.levels, options.unbiased),
-    "random-k": lambda options: RandomK(options.keep_ratio),
-    "sign-and-norm": lambda options: SignAndNorm(),
-    "svd": lambda options: SVD(1 if options.rank is None else options.rank),
-    "top-k": lambda options: TopK(options.keep_ratio, options.rank),
+# The names that users choose from: `optimizer_compressor` in train.py. A row's options are the
+# fields of its class.
+COMPRESSORS: dict[str, _options.Row] = {
+    "identity": Identity,
+    "qsgd": QSGD,
+    "random-k": RandomK,
+    "sign-and-norm": SignAndNorm,
+    "svd": SVD,
+    "top-k": TopK,
 }
 
 
-def make(name: str, options: Options | None = None) -> Compressor:
-    """The compressor of that name. ValueError for an unknown name or bad options."""
-    if name not in COMPRESSORS:
-        choices = ", ".join(sorted(COMPRESSORS))
-        raise ValueError(f'compressor "{name}" is unknown; choose from {choices}')
-    return COMPRESSORS[name](options or Options())
+class Options(_options.Options):
+    """Options of all compressors as attributes, for a row that takes them in one object."""
+
+    def __init__(self, **given: Any):
+        super().__init__(COMPRESSORS, given)
+
+
+def make(name: str, options: Options | None = None, **given: Any) -> Compressor:
+    """Build the compressor of that name with the options `given`.
+
+    From an `options` object it takes its own. Raises ValueError for an unknown name, an option that
+    the compressor does not have, or a bad value.
+    """
+    row = _options.find(COMPRESSORS, "compressor", name)
+    if _options.takes_all(row):
+        built: Compressor = row(options or Options(**given))
+        return built
+    known = _options.defaults(row)
+    if options is not None:
+        given = {option: value for option, value in options.given.items() if option in known}
+    _options.check(name, given, known)
+    built = row(**given)
+    return built

@@ -6,7 +6,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import TracebackType
 from typing import Any, TypeVar
@@ -43,6 +44,22 @@ class Processes:
         """A tag for messages: 1, 2, … and again; the same in all processes, if they all ask."""
         self._tags = self._tags % 32767 + 1  # the largest that every MPI knows
         return self._tags
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Run the block in every process; if the user's input fails in one, it is rejected in all.
+
+        The block must not communicate. Raises BadInput, the same in all processes, if it raises
+        ValueError or OSError in any. On process 0 alone: `if processes.rank == 0:` inside.
+        """
+        complaint = None
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            complaint = str(error)
+        for text in self.gather(complaint):
+            if text is not None:
+                raise BadInput(text)
 
     def agree(self, action: Callable[[], T]) -> T:
         """Run `action` in every process; if the user's input failed in one, refuse in all.

@@ -113,7 +113,7 @@ class Averaging(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known = {option.name for option in fields(algorithms.Options)} - {"diffusion_rate", "seed"}
+        known = set(vars(algorithms.Options())) - {"diffusion_rate", "seed", "given"}
         for name in self.options:
             if name not in known:
                 choices = ", ".join(sorted(known))
@@ -164,9 +164,9 @@ class _Compressed(Method):
 
     _: KW_ONLY
     compressor: str = "sign-and-norm"
-    keep_ratio: float = compressors.Options.keep_ratio
+    keep_ratio: float = 0.01
     rank: int | None = None
-    levels: int = compressors.Options.levels
+    levels: int = 4
     unbiased: bool = False
 
     def _options(self) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class Moniqua(Method):
     """Two bits a number; neighbors must differ by less than θ. algorithms.Moniqua"""
 
     _: KW_ONLY
-    theta: float = algorithms.Options.theta  # type: ignore[assignment]  # a number
+    theta: float = 0.25
 
     def row(self) -> tuple[str, dict[str, Any]]:
         return "moniqua", {"theta": self.theta}

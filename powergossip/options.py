@@ -1,0 +1,82 @@
+"""Options of a method: the parameters of its constructor or builder that have a default.
+
+A row of a registry is a class or a function. The registry gives its required parameters, which are
+positional: the network and the layout, for instance. The parameters with a default are the row's
+options, under the names that configurations and command lines use. No other list of them exists.
+
+A row with a parameter such as `compressor` and with `**compressor_options` chooses from another
+registry. Its options then include those of the chosen row.
+
+A row whose last required parameter is called `options` gets all options in one object.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+Row = Callable[..., Any]
+Registry = Mapping[str, Row]
+
+
+def find(registry: Registry, kind: str, name: object) -> Row:
+    """Return the row of that name. Raises ValueError that lists the names."""
+    if not isinstance(name, str) or name not in registry:
+        raise ValueError(f'{kind} "{name}" is unknown; choose from {", ".join(sorted(registry))}')
+    return registry[name]
+
+
+def defaults(
+    row: Row, given: Mapping[str, Any] | None = None, **registries: Registry
+) -> dict[str, Any]:
+    """Return option → default of a row.
+
+    `registries` are the other registries that its options choose from, by option, and `given` may
+    name the choice; otherwise it is the default. Raises ValueError for an unknown choice.
+    """
+    parameters = inspect.signature(row).parameters.values()
+    found = {p.name: p.default for p in parameters if p.default is not p.empty}
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        for option, registry in registries.items():
+            if option in found:
+                choice = (given or {}).get(option, found[option])
+                found = {**defaults(find(registry, option, choice)), **found}
+    return found
+
+
+def takes_all(row: Row) -> bool:
+    """Whether the row gets all options in one object, as its last required parameter."""
+    required = [
+        p.name
+        for p in inspect.signature(row).parameters.values()
+        if p.default is p.empty and p.kind is not p.VAR_KEYWORD
+    ]
+    return bool(required) and required[-1] == "options"
+
+
+def check(name: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Raise ValueError for a given option that the method `name` does not have."""
+    for option, value in given.items():
+        if option not in known:
+            accepted = f"use {', '.join(known)}" if known else "it has none"
+            raise ValueError(f"{option}={value}: {name} has no such option; {accepted}")
+
+
+class Options(SimpleNamespace):
+    """Options as attributes: the defaults of all rows of a registry, and on top those given.
+
+    given   # those that were given
+    """
+
+    def __init__(self, registry: Registry, given: Mapping[str, Any]):
+        every: dict[str, Any] = {}
+        for row in registry.values():
+            if not takes_all(row):
+                for option, default in defaults(row).items():
+                    # None where rows differ: each then takes its own default.
+                    every[option] = default if every.get(option, default) == default else None
+        for option, value in given.items():
+            if option not in every:
+                raise TypeError(f"{option}={value!r} is an option of none of {', '.join(registry)}")
+        super().__init__(**{**every, **given})
+        self.given = dict(given)
