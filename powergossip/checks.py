@@ -1,16 +1,97 @@
-"""Checks of values, with one grammar: KEY=VALUE: use ACCEPTED."""
+"""Checks of values, with one grammar for all errors: KEY=VALUE: use ACCEPTED."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 
+class BadValue(ValueError):
+    """A value that is not accepted. The text is "NAME=VALUE: use ACCEPTED".
+
+    name      # of the parameter, or of the configuration key
+    value
+    accepted  # description of the accepted values, such as "1 or more"
+    """
+
+    def __init__(self, name: str, value: object, accepted: str):
+        super().__init__(name, value, accepted)
+        self.name, self.value, self.accepted = name, value, accepted
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.value}: use {self.accepted}"
+
+    def renamed(self, name: str) -> "BadValue":
+        """Return the same error for another name: `optimizer_rank` for `rank`, for instance."""
+        return BadValue(name, self.value, self.accepted)
+
+
+def check(name: str, value: object, ok: bool, accepted: str) -> None:
+    """Raise BadValue unless ok."""
+    if not ok:
+        raise BadValue(name, value, accepted)
+
+
 def require(config: Any, key: str, ok: Callable[[Any], bool], accepted: str) -> None:
-    """Raise ValueError, "key=value: use ACCEPTED", unless config[key] is ok."""
-    if not ok(config[key]):
-        raise ValueError(f"{key}={config[key]}: use {accepted}")
+    """Raise BadValue unless ok(config[key])."""
+    check(key, config[key], ok(config[key]), accepted)
 
 
-def at_least_one(name: str, value: int) -> None:
-    """Raise ValueError for a value below 1."""
-    if value < 1:
-        raise ValueError(f"{name}={value}: use 1 or more")
+def is_finite(value: object) -> bool:
+    """Return whether the value is a number, and neither infinite nor NaN."""
+    return isinstance(value, Real) and math.isfinite(value)
+
+
+def at_least(name: str, value: Any, minimum: float) -> None:
+    """Raise BadValue unless value ≥ minimum."""
+    check(name, value, isinstance(value, Real) and value >= minimum, f"{minimum} or more")
+
+
+def at_least_one(name: str, value: Any) -> None:
+    """Raise BadValue unless value ≥ 1."""
+    at_least(name, value, 1)
+
+
+def not_negative(name: str, value: Any) -> None:
+    """Raise BadValue unless value ≥ 0."""
+    at_least(name, value, 0)
+
+
+def positive(name: str, value: Any) -> None:
+    """Raise BadValue unless the value is finite and > 0."""
+    check(name, value, is_finite(value) and value > 0, "a number above 0")
+
+
+def between(name: str, value: Any, minimum: float, maximum: float) -> None:
+    """Raise BadValue unless minimum ≤ value ≤ maximum."""
+    ok = isinstance(value, Real) and minimum <= value <= maximum
+    check(name, value, ok, f"a number from {minimum} to {maximum}")
+
+
+def fraction(name: str, value: Any) -> None:
+    """Raise BadValue unless 0 ≤ value ≤ 1."""
+    between(name, value, 0, 1)
+
+
+def below_one(name: str, value: Any) -> None:
+    """Raise BadValue unless 0 ≤ value < 1."""
+    ok = isinstance(value, Real) and 0 <= value < 1
+    check(name, value, ok, "a number from 0 to below 1")
+
+
+def one_of(name: str, value: object, choices: Iterable[str]) -> None:
+    """Raise BadValue unless the value is one of the choices."""
+    known = list(choices)
+    listed = " or ".join(filter(None, [", ".join(known[:-1]), *known[-1:]]))
+    check(name, value, value in known, listed)
+
+
+def n_workers(value: Any) -> None:
+    """Raise BadValue unless there is at least one worker."""
+    at_least_one("n_workers", value)
+
+
+def all_of(test: Callable[..., None], values: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Apply a check of this module to several entries of `values`, by name."""
+    for name in names:
+        test(name, values[name])
