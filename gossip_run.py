@@ -590,7 +590,7 @@ def _rows_of(state: Any, rows: Tensor) -> Any:
 
 def _read(arguments: list[str]) -> str | None:
     description = (__doc__ or "").split("\n\n")[0]
-    return configuration.read_command_line(config, arguments, description)
+    return configuration.read_command_line(config, arguments, description).output_dir
 
 
 def checked(asked: DictConfig, who: Processes) -> Any:

@@ -681,14 +681,7 @@ def _moved(tree: Any, device: torch.device) -> Any:
 
 def _read(arguments: list[str]) -> str | None:
     description = (__doc__ or "").split("\n\n")[0]
-    before = config.copy()
-    folder = configuration.read_command_line(config, arguments, description)
-    if config.resume and folder and (Path(folder) / "config.yaml").exists():
-        # What is not said is as it was.
-        config.merge_with(before)
-        configuration.take_up(config, Path(folder) / "config.yaml")
-        configuration.read_command_line(config, arguments, description)
-    return folder
+    return configuration.read_command_line(config, arguments, description).output_dir
 
 
 def _report(folder: Path) -> None:

@@ -1,7 +1,8 @@
-"""Laws of the configuration: what a command line changes, what is refused, and with which words."""
+"""Laws of the configuration: values from files and command lines, their sources, errors, help."""
 
 import re
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,11 @@ def config_after(*arguments: str | Path) -> DictConfig:
     return config
 
 
-def refusal(*arguments: str | Path) -> str:
+def rejection(*arguments: str | Path) -> str:
     with pytest.raises(BadInput) as caught:
         config_after(*arguments)
     text = str(caught.value)
-    assert "\n" not in text, "a sentence, not a page"
+    assert "\n" not in text, "one line"
     return text
 
 
@@ -39,7 +40,7 @@ def yaml_file(folder: Path, text: str, name: str = "some.yaml") -> Path:
     return folder / name
 
 
-# What is accepted.
+# Accepted values.
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_assignments_come_after_files_and_later_ones_win(tmp_path: Path) -> None
     assert (config.seed, config.batch_size, config.num_epochs) == (10, 11, 33)
 
 
-def test_a_mapping_takes_the_place_of_the_one_before() -> None:
+def test_a_mapping_replaces_the_previous_one() -> None:
     config = config_after("topology_options={degree: 4, rewiring: 0.1}", "topology_options={}")
     assert config.topology_options == {}
     config = config_after("topology_options={degree: 4}", "topology_options.rewiring=0.1")
@@ -109,15 +110,15 @@ def test_a_dotted_key_in_a_file_changes_one_entry(tmp_path: Path) -> None:
     assert config.topology_options == {"rewiring": 0.2, "degree": 4}
 
 
-def test_a_run_to_go_on_with_is_named_by_its_folder() -> None:
-    text = refusal("--suffix", ".e500", "resume=true")
+def test_resuming_requires_an_output_folder() -> None:
+    text = rejection("--suffix", ".e500", "resume=true")
     assert "--output-dir" in text
 
 
-def test_the_output_folder_is_handed_back() -> None:
+def test_the_output_folder_is_returned() -> None:
     def folder_of(*arguments: str) -> str | None:
         config = OmegaConf.structured(train.Config)
-        return configuration.read_command_line(config, arguments, "")
+        return configuration.read_command_line(config, arguments, "").output_dir
 
     assert folder_of() is None
     assert folder_of("seed=3", "--output-dir", "some/where", "num_epochs=1") == "some/where"
@@ -127,12 +128,12 @@ def test_the_output_folder_is_handed_back() -> None:
     assert folder_of("--suffix", "", "seed=3") is None
 
 
-def test_a_suffix_ends_the_name_of_a_dated_folder(
+def test_a_suffix_is_appended_to_a_dated_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = OmegaConf.structured(train.Config)
-    wanted = configuration.read_command_line(config, ["--suffix", ".e500"], "")
+    wanted = configuration.read_command_line(config, ["--suffix", ".e500"], "").output_dir
     first, second = (Output(wanted, config) for _ in range(2))
     assert first.folder != second.folder
     for output in (first, second):
@@ -144,10 +145,72 @@ def test_a_suffix_ends_the_name_of_a_dated_folder(
     mine.close()
 
 
-# What is shown.
+# Which keys were given, and where.
 
 
-def test_changed_keys_are_shown_a_line_each() -> None:
+def test_the_source_of_each_key_is_returned(tmp_path: Path) -> None:
+    file = yaml_file(tmp_path, "seed: 10\nbatch_size: 11\ntopology_options.degree: 4\n")
+    config = OmegaConf.structured(train.Config)
+    config.momentum = 0.5
+    config.local_steps = 3
+    config.num_epochs = 40  # the default: not distinguishable from an untouched key
+    arguments = ["--config", str(file), "seed=1", "local_steps=1"]
+    found = configuration.read_command_line(config, arguments, "").given
+    assert {key: source.place for key, source in found.items()} == {
+        "seed": "the command line",  # though it is the default: the last one wins
+        "local_steps": "the command line",
+        "batch_size": f"{file}, line 2",
+        "topology_options": f"{file}, line 3",
+        "momentum": "config",
+    }
+    assert {key for key, source in found.items() if not source.explicit} == {"momentum"}
+    assert configuration.set_by_driver(config).keys() == found.keys() - {"seed", "local_steps"}
+
+
+def test_values_of_a_saved_configuration_are_not_explicit(tmp_path: Path) -> None:
+    """Neither a complete file nor a run's config.yaml, of a version with fewer keys, is written
+    by hand. A key that is also on the command line is."""
+    complete = yaml_file(tmp_path, OmegaConf.to_yaml(config_after("batch_size=9")))
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").touch()
+    of_run = yaml_file(run, "batch_size: 9\nseed: 3\n", "config.yaml")
+    for file in (complete, of_run):
+        config = OmegaConf.structured(train.Config)
+        arguments = ["--config", str(file), "seed=3"]
+        found = configuration.read_command_line(config, arguments, "").given
+        assert config.batch_size == 9
+        assert (found["batch_size"].explicit, found["seed"].explicit) == (False, True)
+
+
+def test_a_resumed_run_keeps_the_values_of_keys_that_are_not_given(tmp_path: Path) -> None:
+    yaml_file(tmp_path, "seed: 3\nbatch_size: 9\nmomentum: 0.5\nformer_key: 1\n", "config.yaml")
+    config = OmegaConf.structured(train.Config)
+    config.momentum = 0.7  # by a driver
+    arguments = ["resume=true", "seed=1", "--output-dir", str(tmp_path)]
+    found = configuration.read_command_line(config, arguments, "").given
+    assert (config.seed, config.batch_size, config.momentum) == (1, 9, 0.7)
+    assert {key: source.explicit for key, source in found.items()} == {
+        "resume": True,
+        "seed": True,
+        "batch_size": False,
+        "momentum": False,
+    }
+    without = config_after("seed=1", "--output-dir", tmp_path)
+    assert without.batch_size == train.Config.batch_size
+
+
+def test_a_rejected_command_line_changes_nothing(tmp_path: Path) -> None:
+    config = OmegaConf.structured(train.Config)
+    with pytest.raises(BadInput):
+        configuration.read_command_line(config, ["seed=7", "n_workrs=8"], "")
+    assert config == OmegaConf.structured(train.Config)
+
+
+# The changed keys, which a run prints.
+
+
+def test_changed_keys_have_a_line_each() -> None:
     assert configuration.changed(config_after()) == ""
     text = configuration.changed(
         config_after("seed=7", "topology=12", "cuda_aware=on", "lr_schedule_milestones=[[1, 1e-4]]")
@@ -184,7 +247,7 @@ NUMBERS = st.floats(allow_nan=False, width=64)
         },
     )
 )
-def test_what_is_shown_can_be_read_back(values: dict[str, Any]) -> None:
+def test_the_lines_of_the_changed_keys_can_be_read_again(values: dict[str, Any]) -> None:
     config = OmegaConf.structured(train.Config)
     for key, value in values.items():
         config[key] = value
@@ -194,82 +257,81 @@ def test_what_is_shown_can_be_read_back(values: dict[str, Any]) -> None:
     assert again == config
 
 
-# What is refused: each time the key, what was found, what would do.
+# Bad input: the error contains the key, the value, and where it stands.
 
 
 @pytest.mark.parametrize(
     ("assignment", "words"),
     [
-        ("n_workrs=4", ['"n_workrs"', "did you mean n_workers?"]),
-        ("toplogy=ring", ['"toplogy"', "topology"]),
-        ("xyz=1", ['"xyz"', "choose from", "n_workers", "distributed_init_file"]),
-        ("learning_rate.x=3", ['"learning_rate.x"', "did you mean learning_rate?"]),
-        ("=3", ['""', "unknown"]),
-        ("n_workers=2.5", ["n_workers=2.5", "a whole number, or null"]),
-        ("n_workers=yes", ["n_workers=yes", "a whole number, or null"]),
-        ("seed=abc", ["seed=abc", "a whole number"]),
-        ("seed=null", ["seed=null", "a whole number"]),
-        ("batch_size=true", ["batch_size=true", "a whole number"]),
-        ("learning_rate=fast", ["learning_rate=fast", "a number"]),
-        ("learning_rate=[1]", ["learning_rate=[1]", "a number"]),
-        ("overlapping=maybe", ["overlapping=maybe", "true or false"]),
-        ("overlapping=3", ["overlapping=3", "true or false"]),
-        ("overlapping=0.5", ["overlapping=0.5", "true or false"]),
-        ("topology=[ring]", ["topology=['ring']", "a word"]),
-        ("lr_schedule_milestones=5", ["lr_schedule_milestones=5", "a list"]),
-        ("spectrum_logging_epochs=[a]", ["spectrum_logging_epochs", "a list of whole numbers"]),
-        ("spectrum_logging_params=weight", ["spectrum_logging_params=weight", "a list of words"]),
-        ("topology_options=4", ["topology_options=4", "a mapping {name: value, ...}"]),
-        ("learning_rate=[1", ["learning_rate=[1", "not YAML"]),
+        ("n_workrs=4", ["n_workrs", "did you mean n_workers?"]),
+        ("toplogy=ring", ["toplogy", "topology"]),
+        ("xyz=1", ["xyz", "n_workers", "distributed_init_file"]),  # all keys
+        ("learning_rate.x=3", ["learning_rate.x", "did you mean learning_rate?"]),
+        ("=3", ['""']),
+        ("n_workers=2.5", ["n_workers=2.5:", "null"]),
+        ("n_workers=yes", ["n_workers=yes:", "null"]),
+        ("seed=abc", ["seed=abc:"]),
+        ("seed=null", ["seed=null:"]),
+        ("batch_size=true", ["batch_size=true:"]),
+        ("learning_rate=fast", ["learning_rate=fast:"]),
+        ("learning_rate=[1]", ["learning_rate=[1]:"]),
+        ("overlapping=maybe", ["overlapping=maybe:", "true or false"]),
+        ("overlapping=3", ["overlapping=3:", "true or false"]),
+        ("overlapping=0.5", ["overlapping=0.5:", "true or false"]),
+        ("topology=[ring]", ["topology=['ring']:"]),
+        ("lr_schedule_milestones=5", ["lr_schedule_milestones=5:", "list"]),
+        ("spectrum_logging_epochs=[a]", ["spectrum_logging_epochs=['a']:", "list"]),
+        ("spectrum_logging_params=weight", ["spectrum_logging_params=weight:", "list"]),
+        ("topology_options=4", ["topology_options=4:", "{name: value, ...}"]),
+        ("learning_rate=[1", ["learning_rate=[1:", "YAML"]),
         ("learning_rate", ['"learning_rate"', "key=value"]),
-        ("--nope", ['"--nope"', "--config FILE.yaml, --output-dir DIR, --suffix TEXT, key"]),
-        ("--output", ['"--output"']),  # no guessing at abbreviations
+        ("--nope", ["--nope", "--config", "--output-dir", "--suffix", "key=value"]),
+        ("--output", ["--output"]),  # abbreviations are not accepted
         ("--output-dir", ["--output-dir"]),
         ("--suffix", ["--suffix"]),
-        ("--suffix=a/b", ['--suffix "a/b"', "folder's name"]),
-        ("--suffix=../b", ['--suffix "../b"']),
-        ("--suffix=a\\b", ['--suffix "a\\b"']),
-        ("--suffix={date}", ['--suffix "{date}"']),
+        ("--suffix=a/b", ["--suffix=a/b:"]),
+        ("--suffix=../b", ["--suffix=../b:"]),
+        ("--suffix=a\\b", ["--suffix=a\\b:"]),
+        ("--suffix={date}", ["--suffix={date}:"]),
     ],
 )
-def test_a_bad_argument_is_refused_with_what_would_do(assignment: str, words: list[str]) -> None:
-    text = refusal(assignment)
+def test_the_error_of_a_bad_argument(assignment: str, words: list[str]) -> None:
+    text = rejection(assignment)
     assert [word for word in words if word not in text] == []
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("", ["is empty", "key: value"]),
-        ("# nothing\n", ["is empty"]),
-        ("- 1\n- 2\n", ["holds a list", "key: value"]),
-        ("seed: 1\ntopology: [ring\nnum_epochs: 3\n", ["line 3", "not YAML"]),
-        ("seed: 1\n\tnum_epochs: 3\n", ["line 2", "not YAML"]),
-        ("seed: 1\nn_workrs: 4\n", ["line 2", '"n_workrs"', "did you mean n_workers?"]),
-        ("# why\n\nseed: 1.5\n", ["line 3", "seed=1.5", "a whole number"]),
-        ("seed: 1\nnum_epochs: 2\nseed: 3\n", ["line 3", '"seed"', "already, in line 1"]),
+        ("", ["empty", "key: value"]),
+        ("# nothing\n", ["empty"]),
+        ("- 1\n- 2\n", ["list", "key: value"]),
+        ("seed: 1\ntopology: [ring\nnum_epochs: 3\n", ["line 3", "YAML"]),
+        ("seed: 1\n\tnum_epochs: 3\n", ["line 2", "YAML"]),
+        ("seed: 1\nn_workrs: 4\n", ["line 2", "n_workrs", "did you mean n_workers?"]),
+        ("# why\n\nseed: 1.5\n", ["line 3", "seed=1.5:"]),
+        ("seed: 1\nnum_epochs: 2\nseed: 3\n", ["line 3", '"seed"', "line 1"]),
         ("topology_options:\n  degree: 4\n  degree: 5\n", ["line 3", '"degree"', "line 2"]),
         ("topology_options: {a: 1, a: 2}\n", ["line 1", '"a"']),
-        ("seed: 1\n---\nseed: 2\n", ["line 2", "not YAML", "another document"]),
-        ("seed: 1\nlearning_rate.x: 3\n", ["line 2", '"learning_rate.x"', "did you mean"]),
-        ("5: 1\n", ['"5"', "unknown"]),
+        ("seed: 1\n---\nseed: 2\n", ["line 2", "YAML"]),
+        ("seed: 1\nlearning_rate.x: 3\n", ["line 2", "learning_rate.x", "did you mean"]),
+        ("5: 1\n", ['"5"']),
         ("\x00\xff", ["not"]),
     ],
 )
-def test_a_bad_file_is_refused_by_its_name(tmp_path: Path, content: str, words: list[str]) -> None:
+def test_the_error_of_a_bad_file_names_it(tmp_path: Path, content: str, words: list[str]) -> None:
     file = tmp_path / "some.yaml"
     file.write_bytes(content.encode("latin1"))
-    text = refusal("--config", file)
+    text = rejection("--config", file)
     assert [word for word in [str(file), *words] if word not in text] == []
 
 
-def test_a_file_that_cannot_be_read_is_refused_by_its_name(tmp_path: Path) -> None:
-    assert "No such file" in (text := refusal("--config", tmp_path / "no.yaml"))
-    assert str(tmp_path / "no.yaml") in text
-    assert "Is a directory" in refusal("--config", tmp_path)
+def test_the_error_of_an_unreadable_file_names_it(tmp_path: Path) -> None:
+    assert str(tmp_path / "no.yaml") in rejection("--config", tmp_path / "no.yaml")
+    assert str(tmp_path) in rejection("--config", tmp_path)
 
 
-def test_a_driver_cannot_set_what_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_cannot_set_unknown_keys_or_wrong_types(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
     with pytest.raises(OmegaConfBaseException, match="no_such_key"):
         train.config["no_such_key"] = 1
@@ -347,11 +409,21 @@ def test_a_milestone_within_the_warm_up_counts_too() -> None:
     assert local_optimizers.learning_rate(config, 2) == pytest.approx(0.1 * 2 * 0.5)
 
 
-def test_help_tells_what_keys_are_for() -> None:
-    """The comments in the class, also long ones, and none of them at the wrong key."""
-    lines = configuration.describe(OmegaConf.structured(train.Config)).splitlines()
-    told = {line.split("=")[0].strip(): line for line in lines}
-    assert told["max_steps_per_epoch"].endswith("leave out the rest of each epoch; null: nothing")
-    assert told["optimizer"].endswith("powersgd, dgc, ddp-powersgd, ddp-batched-powersgd")
-    assert told["topology"].endswith("a name, or the path of an edge list or adjacency file")
-    assert told["learning_rate"].strip() == "learning_rate=0.05"
+def test_help_shows_the_comment_of_each_key() -> None:
+    """The comments in the class, also those of two lines, and none of them at the wrong key."""
+
+    @dataclass
+    class Config:
+        without: int = 1
+        short: str = "a"  # a comment
+        long: list[int] = field(default_factory=list)  # a comment
+        #   of two lines
+        last: float = 0.5
+
+    lines = configuration.describe(OmegaConf.structured(Config)).splitlines()
+    assert [line.split(maxsplit=1) for line in lines] == [
+        ["without=1"],
+        ["short=a", "a comment"],
+        ["long=[]", "a comment of two lines"],
+        ["last=0.5"],
+    ]

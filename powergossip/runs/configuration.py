@@ -1,10 +1,10 @@
-"""From a command line to a configuration, and from an error to one sentence and an exit code.
+"""Configurations from command lines, and exit codes from errors.
 
     python train.py --config FILE.yaml --output-dir DIR --suffix TEXT key=value key.sub=value
     python train.py --config cifar10_resnet20/power-gossip          a preset by its name
 
 `--config` may be repeated. Files come first, in their order, then key=value: later ones win. The
-suffix goes to the end of the output folder's name, given or dated.
+suffix is appended to the output folder's name, given or dated.
 """
 
 import argparse
@@ -15,7 +15,8 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +26,101 @@ from omegaconf.errors import OmegaConfBaseException
 
 from powergossip import errors, network, presets
 from powergossip.errors import BadInput
-from powergossip.runs.output import DATED
+from powergossip.runs import metrics
+from powergossip.runs.output import CONFIG_FILE, DATED
 
-# A whole number for a float, or a tuple for a list, is what a user means by it.
+# An integer for a float, or a tuple for a list, is accepted on purpose.
 warnings.filterwarnings("ignore", message="Implicit conversion from (int to float|tuple to list)")
 
 
-def read_command_line(config: DictConfig, arguments: Sequence[str], description: str) -> str | None:
-    """Change `config` as the command line says; returns --output-dir with --suffix, or None for
-    neither. With a suffix alone that is DATED with the suffix, for Output to fill in.
+@dataclass(frozen=True)
+class Source:
+    """Origin of a key's value.
 
-    Raises BadInput for an unknown key, a value of the wrong type, a file that is missing, empty,
-    not YAML or that has a key twice, a suffix that is no part of a name. `--help` prints the keys
-    with their defaults, and exits.
+    place     # "the command line", "FILE.yaml, line 3", or DRIVER
+    explicit  # given for this run, on the command line or in a hand-written file; False for values
+              #   of a saved configuration and for those that a driver has set
     """
+
+    place: str
+    explicit: bool
+
+
+COMMAND_LINE = Source("the command line", explicit=True)
+DRIVER = Source("config", explicit=False)  # set in the module's `config` before
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """The result of `read_command_line`.
+
+    output_dir  # --output-dir with --suffix, or None without either
+    given       # key → source of its value; keys that are not here have their defaults
+    """
+
+    output_dir: str | None
+    given: Mapping[str, Source]
+
+
+@dataclass(frozen=True)
+class _Assignment:
+    """One key=value. `key` may be dotted."""
+
+    key: str
+    value: Any
+    source: Source
+    prefix: str = ""  # of error messages: the file and the line
+
+    @property
+    def name(self) -> str:
+        return self.key.partition(".")[0]
+
+    def apply(self, config: DictConfig) -> None:
+        assign(config, self.key, self.value, self.prefix)
+
+
+def read_command_line(
+    config: DictConfig, arguments: Sequence[str], description: str
+) -> CommandLine:
+    """Change `config` as specified on the command line. Return the output folder and given keys.
+
+    With a suffix but without a folder, the folder is DATED with the suffix, which Output resolves.
+
+    Where the configuration has a key `resume` that is true afterwards, keys that are not given keep
+    the values of the run in the output folder, from its config.yaml.
+
+    Raises BadInput, and leaves `config` alone, for an unknown key, a value of the wrong type, a
+    file that is missing, empty, not YAML or has a key twice, or a suffix that cannot be part of a
+    name. `--help` prints the keys with their defaults and exits.
+    """
+    options = _parse(config, arguments, description)
+    assignments = [
+        *(a for file in _config_files(options.config) for a in _of_file(config, file)),
+        *map(_of_argument, options.assignments),
+    ]
+    after = _after(config, assignments)
+    resume = "resume" in config and after.resume
+    folder = _output_dir(options.output_dir, options.suffix, resume)
+    if resume and folder and (Path(folder) / CONFIG_FILE).exists():
+        assignments = [*_of_saved_run(config, Path(folder) / CONFIG_FILE), *assignments]
+        _after(config, assignments)
+    given = set_by_driver(config) | {a.name: a.source for a in assignments}
+    for assignment in assignments:
+        assignment.apply(config)
+    return CommandLine(folder, given)
+
+
+def set_by_driver(config: DictConfig) -> dict[str, Source]:
+    """Return DRIVER as the source of each key whose value is not the default."""
+    defaults = OmegaConf.to_container(OmegaConf.structured(_schema(config)))
+    values = OmegaConf.to_container(config)
+    assert isinstance(defaults, dict)
+    assert isinstance(values, dict)
+    return {str(key): DRIVER for key in values if values[key] != defaults[key]}
+
+
+def _parse(config: DictConfig, arguments: Sequence[str], description: str) -> argparse.Namespace:
+    """Options and assignments of a command line, as text. Raises BadInput; exits after --help."""
     parser = argparse.ArgumentParser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -65,45 +147,72 @@ def read_command_line(config: DictConfig, arguments: Sequence[str], description:
         if network.processes().rank == 0:
             parser.print_help()
         sys.exit(0)
-    for file in _config_files(options.config):
-        for key, (value, line) in _read_yaml(file).items():
-            assign(config, str(key), value, source=f"{file}, line {line}: ")
-    for assignment in options.assignments:
-        key, equals, text = assignment.partition("=")
-        if not equals:
-            raise BadInput(f'"{assignment}" is not an assignment; write key=value')
-        try:
-            value = yaml.load(text, Loader=_Loader)
-        except yaml.YAMLError as error:
-            raise BadInput(f"{key}={text}: the value is not YAML ({_problem(error)})") from error
-        assign(config, key, value)
-    return _output_dir(options.output_dir, options.suffix, config)
+    return options
 
 
-def _output_dir(folder: str | None, suffix: str, config: DictConfig) -> str | None:
+def _of_argument(text: str) -> _Assignment:
+    """Parse key=value. Raises BadInput."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise BadInput(f'"{text}" is not an assignment; use key=value')
+    try:
+        return _Assignment(key, yaml.load(value, Loader=_Loader), COMMAND_LINE)
+    except yaml.YAMLError as error:
+        raise BadInput(f"{key}={value}: the value is not YAML ({_problem(error)})") from error
+
+
+def _of_file(config: DictConfig, file: str) -> list[_Assignment]:
+    """The assignments of a --config file. Raises BadInput.
+
+    A file with nearly all keys is the saved configuration of a run, whose values nobody chose one
+    by one. So is config.yaml beside the rows of a run.
+    """
+    path = Path(file)
+    content = _read_yaml(f"--config {file}", path)
+    beside_rows = path.name == CONFIG_FILE and (path.parent / metrics.FILE).exists()
+    saved = beside_rows or len(config.keys() & content.keys()) > 0.9 * len(config)
+    return [
+        _Assignment(
+            str(key), value, Source(f"{file}, line {line}", not saved), f"{file}, line {line}: "
+        )
+        for key, (value, line) in content.items()
+    ]
+
+
+def _of_saved_run(config: DictConfig, file: Path) -> list[_Assignment]:
+    """The values of a run's config.yaml, for known keys that have their defaults in `config`."""
+    changed_before = set_by_driver(config)
+    return [
+        _Assignment(key, value, Source(f"{file}, line {line}", False), f"{file}, line {line}: ")
+        for key, (value, line) in _read_yaml(str(file), file).items()
+        if key in config and key not in changed_before
+    ]
+
+
+def _after(config: DictConfig, assignments: Iterable[_Assignment]) -> DictConfig:
+    """A copy of the configuration with the assignments. Raises BadInput."""
+    copy = config.copy()
+    for assignment in assignments:
+        assignment.apply(copy)
+    return copy
+
+
+def _output_dir(folder: str | None, suffix: str, resume: bool) -> str | None:
     """The folder's name with the suffix. Raises BadInput."""
     if not suffix:
         return folder
     if any(character in suffix for character in "/\\\0{}"):
-        raise BadInput(f'--suffix "{suffix}": use letters that can be part of a folder\'s name')
-    if folder is None and config.get("resume"):
-        raise BadInput("resume=true: say with --output-dir which run is to go on")
+        raise BadInput(f"--suffix={suffix}: use characters that can be part of a folder's name")
+    if folder is None and resume:
+        raise BadInput("resume=true: use --output-dir to name the run")
     return f"{DATED if folder is None else folder.rstrip('/')}{suffix}"
 
 
-def take_up(config: DictConfig, file: Path) -> None:
-    """Give keys that have their defaults the values in a run's config.yaml."""
-    defaults = OmegaConf.structured(_schema(config))
-    for key, (value, line) in _read_yaml(str(file)).items():
-        if key in defaults and config[key] == defaults[key]:
-            assign(config, str(key), value, source=f"{file}, line {line}: ")
-
-
 def changed(config: DictConfig, kind: type[Any] | None = None) -> str:
-    """YAML, a line `key: value` for each key that has not its default: read back as a file, these
-    lines make the same configuration of the defaults.
+    """Return YAML with a line `key: value` for each key whose value is not the default.
 
-    kind: the config class; needed if `config` was made of a plain mapping
+    Read as a --config file, these lines give the same configuration. `kind` is the config class,
+    which is needed if `config` was made from a plain mapping.
     """
     kind = kind or _schema(config)
     defaults = OmegaConf.to_container(OmegaConf.structured(kind))
@@ -123,9 +232,9 @@ def changed(config: DictConfig, kind: type[Any] | None = None) -> str:
 
 
 def assign(config: DictConfig, key: str, value: Any, source: str = "") -> None:
-    """config[key] = value, where key may be dotted. BadInput for an unknown key or a wrong type.
+    """Set config[key], where key may be dotted. A list or mapping replaces the previous one.
 
-    A list or mapping takes the place of the one before.
+    Raises BadInput for an unknown key or a wrong type; its text begins with `source`.
     """
     kinds = {f.name: f.type for f in dataclasses.fields(_schema(config))}
     name, *inside = key.split(".")
@@ -134,18 +243,20 @@ def assign(config: DictConfig, key: str, value: Any, source: str = "") -> None:
         close = difflib.get_close_matches(key, kinds, n=3)
         hint = f"did you mean {' or '.join(close)}?" if close else f"choose from {', '.join(kinds)}"
         raise BadInput(f'{source}key "{key}" is unknown; {hint}')
-    refusal = BadInput(f"{source}{key}={_yaml_value(value)}: use {_type_name(kind)}")
+    wrong_type = BadInput(f"{source}{key}={_yaml_value(value)}: use {_type_name(kind)}")
     if kind is bool and isinstance(value, (int, float)) and value not in (0, 1):
-        raise refusal  # OmegaConf would take any number for true
+        raise wrong_type  # OmegaConf takes any number for true
     try:
         OmegaConf.update(config, key, value, merge=False)
     except (OmegaConfBaseException, TypeError, ValueError) as error:
-        raise refusal from error
+        raise wrong_type from error
 
 
 def describe(config: DictConfig) -> str:
-    """A line for each key: its default and the comment behind it in the config class, which may go
-    on in a line that begins with "#   "."""
+    """Return the help text: a line for each key with its default and its comment in the class.
+
+    A comment may continue in a line that begins with "#   ".
+    """
     kind = _schema(config)
     comments: dict[str, str] = {}
     last = ""
@@ -165,7 +276,10 @@ def describe(config: DictConfig) -> str:
 
 
 def run_entry_point(main: Callable[[list[str]], object]) -> None:
-    """Call main(arguments) as a program: bad input is one sentence from process 0, exit code 2."""
+    """Call main(arguments) as a program. Errors of the user become one sentence and an exit code.
+
+    2: BadInput. 128 + the signal's number: Interrupted. Stopped has its own code.
+    """
     try:
         main(sys.argv[1:])
     except BadInput as error:
@@ -178,7 +292,7 @@ def run_entry_point(main: Callable[[list[str]], object]) -> None:
         sys.exit(128 + error.signal)
     except errors.Stopped as error:
         if network.processes().size > 1:
-            raise  # the others may not know
+            raise  # maybe in this process only
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
@@ -186,8 +300,8 @@ def run_entry_point(main: Callable[[list[str]], object]) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as everyone means it: 1e-3 is a number, on and 2024-01-01 are words, and a key stands in
-    one place (YAML 1.2, § 3.2.1.3; PyYAML would take the last)."""
+    """YAML 1.2 where PyYAML differs: 1e-3 is a number, on and 2024-01-01 are strings, and a
+    duplicate key is an error (YAML 1.2, § 3.2.1.3)."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 as PyYAML declares it
         first: [
@@ -206,7 +320,7 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(
                     None,
                     None,
-                    f'key "{key.value}" is there already, in line {lines[name] + 1}; keep one',
+                    f'key "{key.value}" is also in line {lines[name] + 1}; keep one',
                     key.start_mark,
                 )
             lines[name] = line
@@ -224,13 +338,13 @@ _Loader.add_implicit_resolver(
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what _Loader would not take for a word."""
+    """Quotes strings that _Loader would read as another type."""
 
     yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
 def _config_files(given: Sequence[str]) -> list[str]:
-    """The files of `--config`: paths as they are, presets by name as their files, each once."""
+    """The files of `--config`: paths, and the files of the presets that are named, each once."""
     found: list[str] = []
     for name in given:
         if Path(name).is_file():
@@ -241,25 +355,25 @@ def _config_files(given: Sequence[str]) -> list[str]:
     return found
 
 
-def _read_yaml(file: str) -> dict[Any, tuple[Any, int]]:
-    """Key → value, and the line (from 1) it stands in. Raises BadInput."""
+def _read_yaml(label: str, file: Path) -> dict[Any, tuple[Any, int]]:
+    """Key → (value, line from 1) of a file, which errors call by its label. Raises BadInput."""
     try:
-        text = Path(file).read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
     except OSError as error:
-        close = difflib.get_close_matches(file, presets.names(), n=3)
+        close = difflib.get_close_matches(str(file), presets.names(), n=3)
         hint = f"; did you mean the preset {' or '.join(close)}?" if close else ""
-        raise BadInput(f"--config {file}: {error.strerror}{hint}") from error
+        raise BadInput(f"{label}: {error.strerror}{hint}") from error
     except UnicodeDecodeError as error:
-        raise BadInput(f"--config {file} is not a text file") from error
+        raise BadInput(f"{label} is not a text file") from error
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
         content = None if node is None else loader.construct_document(node)
     except yaml.YAMLError as error:
-        raise BadInput(f"--config {file} is not YAML: {_problem(error)}") from error
+        raise BadInput(f"{label} is not YAML: {_problem(error)}") from error
     if not isinstance(content, dict) or not isinstance(node, yaml.MappingNode):
-        found = "is empty" if content is None else f"holds a {type(content).__name__}"
-        raise BadInput(f"--config {file} {found}; it should hold lines of the form key: value")
+        found = "is empty" if content is None else f"contains a {type(content).__name__}"
+        raise BadInput(f"{label} {found}; use lines of the form key: value")
     lines = {str(key.value): key.start_mark.line + 1 for key, _ in node.value}
     return {key: (value, lines.get(str(key), 1)) for key, value in content.items()}
 
@@ -271,7 +385,7 @@ def _problem(error: yaml.YAMLError) -> str:
 
 
 def _schema(config: DictConfig) -> type[Any]:
-    """The dataclass that the configuration was made of."""
+    """The config class, a dataclass."""
     kind = OmegaConf.get_type(config)
     assert kind is not None
     return kind
@@ -282,13 +396,13 @@ def _type_name(kind: Any) -> str:
         int: "a whole number",
         float: "a number",
         bool: "true or false",
-        str: "a word",
+        str: "a string",
         int | None: "a whole number, or null",
-        str | None: "a word, or null",
-        float | int | str: "a number or a word",
-        float | int | str | None: "a number or a word, or null",
+        str | None: "a string, or null",
+        float | int | str: "a number or a string",
+        float | int | str | None: "a number or a string, or null",
         list[int]: "a list of whole numbers",
-        list[str]: "a list of words",
+        list[str]: "a list of strings",
     }
     if kind in known:
         return known[kind]

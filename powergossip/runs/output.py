@@ -22,7 +22,9 @@ from powergossip.runs import checkpoints, metrics
 FIGURE = "figure.png"
 _DATE = "{date}"
 DATED = f"output/{_DATE}"  # a new folder; the date comes when it is made
-_FILES = (metrics.FILE, "config.yaml", "info.json", FIGURE)
+CONFIG_FILE = "config.yaml"
+INFO_FILE = "info.json"
+_FILES = (metrics.FILE, CONFIG_FILE, INFO_FILE, FIGURE)
 
 
 def plain_copy(config: DictConfig) -> Any:
