@@ -1,89 +1,99 @@
-"""What a step of training costs, and how much of the averaging hides behind the gradient.
+"""The time of a training step, and how much of the averaging the gradient hides.
 
     mpirun -np 8 python benchmarks/train_step.py task=FashionMNIST batch_size=128
 
-takes the keys of train.py and prints one JSON line. All times are milliseconds a step, medians of
-rounds in which these take turns:
+The arguments are keys of train.py. The output is one JSON line. All times are milliseconds a step,
+medians of rounds in which these take turns:
 
     data_ms         fetching the batches of the hosted workers
     compute_ms      batches, gradients and local update, without averaging
     averaging_ms    a step of averaging alone: compressing, messages, mixing
     sequential_ms   a step of training with overlapping=false
-    overlapping_ms  a step of training with overlapping=true: messages travel meanwhile
+    overlapping_ms  a step of training with overlapping=true: messages in flight meanwhile
 
-With cores enough, overlapping_ms is close to the larger of compute_ms and averaging_ms; where
-processes share cores and memory, there is nothing to hide: moving a message is computing.
+With enough cores, overlapping_ms is close to the larger of compute_ms and averaging_ms. Where
+processes share cores and memory, moving a message is computation too, and nothing is hidden.
 """
 
 import json
+from collections.abc import Callable
 from statistics import median
-from typing import Any
 
 import train
 from benchmarks.timing import in_turns
 from powergossip import algorithms
 from powergossip.network import processes
 from powergossip.runs import configuration
+from powergossip.training.settings import checked
+from powergossip.training.trainer import Trainer
 
 ROUNDS, SECONDS = 15, 15.0
 
 
 def main(arguments: list[str]) -> None:
-    """Measure as the arguments say, print one line."""
-    who = processes()
-    who.agree(lambda: configuration.read_command_line(train.config, arguments, __doc__ or ""))
-    run = who.agree(lambda: train._Run(train.config, who))
-    run.load_data()
-    c, step = run.config, 0
-    averaging = run._averaging()
+    """Measure the configuration of the arguments; print one line."""
+    comm = processes()
+    with comm.agreed():
+        configuration.read_command_line(train.config, arguments, __doc__ or "")
+        c = checked(train.config, comm)
+    trainer, step = Trainer(c, comm), 0
+    network, parameters, local = trainer.network, trainer.parameters, trainer.local
+    averaging = trainer.averaging(parameters.layout)
 
     def fetch() -> None:
-        for worker in run.network.workers:
-            run.task.batch(worker, 0, step % run.task.steps_per_epoch)
+        for worker in network.workers:
+            trainer.task.batch(worker, 0, step % trainer.steps_per_epoch)
 
-    def gradient() -> Any:
+    def gradient() -> None:
         nonlocal step
         step += 1
-        run.parameters.grad.zero_()
-        return run._gradient(0, step % run.task.steps_per_epoch)
+        trainer.gradient(0, step % trainer.steps_per_epoch)
 
     def compute() -> None:
+        parameters.grad.zero_()
         gradient()
-        run._update(run.parameters.grad)
+        local.step(parameters.grad)
 
     def average() -> None:
-        run.network.run(averaging.step(run.parameters.x))
+        network.run(averaging.step(parameters.x))
 
-    def training(overlapping: bool) -> algorithms.DPSGD:
-        return algorithms.DPSGD(
-            run.network,
+    def training(overlapping: bool) -> Callable[[], None]:
+        rule = algorithms.DPSGD(
+            network,
             averaging,
-            run.parameters,
-            run._update,
+            parameters,
+            local.step,
             overlapping=overlapping,
             weight_decay=c.weight_decay,
         )
 
-    one_by_one, at_once = training(False), training(True)
-    for _ in range(20):  # workers that have come apart, as they do when they learn
-        one_by_one.step(gradient)
-    start = run.parameters.x.clone()
+        def train_step() -> None:
+            rule.start()
+            gradient()
+            rule.finish()
+
+        return train_step
+
+    sequential, overlapping = training(False), training(True)
+    for _ in range(20):  # workers that differ, as they do when they learn
+        sequential()
+    start = parameters.x.clone()
     functions = {
         "data_ms": fetch,
         "compute_ms": compute,
         "averaging_ms": average,
-        "sequential_ms": lambda: one_by_one.step(gradient),
-        "overlapping_ms": lambda: at_once.step(gradient),
+        "sequential_ms": sequential,
+        "overlapping_ms": overlapping,
     }
     times = in_turns(
         list(functions.values()),
         ROUNDS,
         SECONDS,
-        who,
-        run.device,
-        before=lambda: run.parameters.x.copy_(start),
+        comm,
+        trainer.device,
+        before=lambda: parameters.x.copy_(start),
     )
-    if who.rank == 0:
+    if comm.rank == 0:
         medians = {
             name: round(1e3 * median(seconds), 3)
             for name, seconds in zip(functions, times, strict=True)
@@ -96,7 +106,7 @@ def main(arguments: list[str]) -> None:
                     "optimizer": c.optimizer,
                     "batch_size": c.batch_size,
                     "n_workers": c.n_workers,
-                    "processes": who.size,
+                    "processes": comm.size,
                     **medians,
                     "data_share": round(medians["data_ms"] / medians["sequential_ms"], 4),
                     "averaging_share": round(

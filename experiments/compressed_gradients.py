@@ -21,8 +21,6 @@ PROCESSES = 8
 Values = dict[str, Any]
 
 _COMMON: Values = {
-    "optimizer_min_compression_rate": 2.0,
-    "optimizer_num_iterations": 2,
     "evaluation_interval": 100,  # the last epoch only
     "checkpoint_interval": 100,
 }

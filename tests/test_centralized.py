@@ -1,6 +1,5 @@
 """Laws of training with compressed gradients, for every row of the registry."""
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +10,8 @@ import train
 from powergossip.algorithms.aggregation import AGGREGATIONS
 from powergossip.algorithms.ddp import HOOKS
 from powergossip.network import Processes
+from powergossip.training.settings import checked
+from powergossip.training.trainer import Trainer
 
 # With these nothing is compressed, and all is applied at once.
 EVERYTHING: dict[str, dict[str, Any]] = {
@@ -32,14 +33,11 @@ def configured(**changes: Any) -> Any:
     return config
 
 
-def trained(steps: int = STEPS, **changes: Any) -> train._Run:
-    run = train._Run(configured(**changes), Processes())
-    run.load_data()
+def trained(steps: int = STEPS, **changes: Any) -> Trainer:
+    run = Trainer(checked(configured(**changes), Processes()), Processes())
     for t in range(steps):
         epoch, step = divmod(t, run.task.steps_per_epoch)
-        for schedule in run.schedules:
-            schedule(epoch + step / run.task.steps_per_epoch)
-        run.algorithm.step(partial(run._gradient, epoch, step))
+        run.train_step(epoch, step)
     return run
 
 
@@ -78,16 +76,16 @@ def test_several_batches_a_step_are_one_large_batch(name: str) -> None:
     start = trained(0).parameters.x
     assert torch.equal(several.parameters.x, start)
     assert several.network.bits[0] == 0
-    several.algorithm.step(partial(several._gradient, 0, 3))
+    several.rule.start()
+    several.gradient(0, 3)
+    several.rule.finish()
     alone = trained(0, optimizer=name, **EVERYTHING[name])
     alone.parameters.grad.zero_()
-
-    def mean_gradient() -> None:
-        for step in range(4):
-            alone._gradient(0, step)
-        alone.parameters.grad.div_(4)
-
-    alone.algorithm.step(mean_gradient)
+    alone.rule.start()
+    for step in range(4):
+        alone.gradient(0, step)
+    alone.parameters.grad.div_(4)
+    alone.rule.finish()
     x, y = several.parameters.x, alone.parameters.x
     assert (x - start).norm() > 1e-3 * start.norm()
     assert (x - y).norm() < 1e-5 * (x - start).norm()
@@ -142,4 +140,4 @@ def test_clipping_concerns_the_new_gradient_only() -> None:
 )
 def test_bad_input_names_the_key(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        train._Run(configured(**changes), Processes())
+        Trainer(checked(configured(**changes), Processes()), Processes())

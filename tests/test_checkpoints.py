@@ -23,6 +23,7 @@ from powergossip.errors import BadInput, Interrupted
 from powergossip.network import Processes
 from powergossip.runs import checkpoints, metrics
 from powergossip.runs.checkpoints import Checkpoints
+from powergossip.training.trainer import Trainer
 from tests.launch import python
 
 # Children begin as copies of a process that has imported everything: a start takes no seconds.
@@ -113,7 +114,7 @@ class AtStep:
         self.step = step
 
     def __call__(self) -> None:
-        original = train._Run._gradient
+        original = Trainer.gradient
 
         def gradient(run: Any, epoch: int, step: int) -> Any:
             found = original(run, epoch, step)
@@ -121,7 +122,7 @@ class AtStep:
                 os.kill(os.getpid(), signal.SIGKILL)
             return found
 
-        train._Run._gradient = gradient  # type: ignore[method-assign,assignment]
+        Trainer.gradient = gradient  # type: ignore[method-assign,assignment]
 
 
 class WhileWriting:
@@ -199,8 +200,8 @@ def test_a_run_that_is_stopped_within_an_epoch_goes_on_to_the_bit(
     changes = SMALL | case
     run(tmp_path / "whole", changes)
     with monkeypatch.context() as patch:
-        at_eight = lambda run: signal.SIGUSR1 if run.step == 8 else None  # noqa: E731
-        patch.setattr(train._Run, "_asked_to_stop", at_eight)
+        at_eight = lambda run, signals: signal.SIGUSR1 if run.step == 8 else None  # noqa: E731
+        patch.setattr(Trainer, "_received_signal", at_eight)
         with pytest.raises(Interrupted, match="stopped by SIGUSR1 after step 8 "):
             run(tmp_path / "stopped", changes)
     found = Checkpoints(tmp_path / "stopped", Processes()).describe()
@@ -298,13 +299,14 @@ DRIVER = """
 import os, signal, time
 import train
 from powergossip.runs import configuration
-original = train._Run._gradient
+from powergossip.training.trainer import Trainer
+original = Trainer.gradient
 def gradient(run, epoch, step):
-    if run.step == 7 and run.who.rank == run.who.size - 1 and not run.config.resume:
+    if run.step == 7 and run.processes.rank == run.processes.size - 1 and not run.config.resume:
         os.kill(os.getpid(), signal.{name})
     time.sleep(0.05)  # not done before process 0 asks the others
     return original(run, epoch, step)
-train._Run._gradient = gradient
+Trainer.gradient = gradient
 configuration.run_entry_point(train.main)
 """
 
@@ -421,13 +423,14 @@ LIMITED = """
 import resource, signal, sys
 import train
 from powergossip.runs import configuration
+from powergossip.training.trainer import Trainer
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-original = train._Run._save
-def save(run, position, score=None):
+original = Trainer._save
+def save(run, checkpoints, offset, position, score=None):
     if position[0] == 3:
         resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
-    original(run, position, score)
-train._Run._save = save
+    original(run, checkpoints, offset, position, score)
+Trainer._save = save
 configuration.run_entry_point(train.main)
 """
 
@@ -453,12 +456,13 @@ ROWS_LIMITED = """
 import resource, signal
 import train
 from powergossip.runs import configuration
+from powergossip.training.trainer import Trainer
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-original = train._Run.train
-def limited(run):
+original = Trainer.train
+def limited(run, *rest):
     resource.setrlimit(resource.RLIMIT_FSIZE, (3_000, 3_000))
-    original(run)
-train._Run.train = limited
+    original(run, *rest)
+Trainer.train = limited
 configuration.run_entry_point(train.main)
 """
 

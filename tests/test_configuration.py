@@ -356,7 +356,7 @@ def test_help_lists_every_key_with_its_default_and_meaning() -> None:
         default = re.split(r" {2,}", line.strip())[0].partition("=")[2]
         assert config_after(f"{key}={default}") == config, "a default can be given back"
     assert re.search(r"^  batch_size=16 +per worker$", shown.stdout, re.MULTILINE)
-    assert re.search(r"^  n_workers=null +workers in all", shown.stdout, re.MULTILINE)
+    assert re.search(r"^  n_workers=null +number of workers", shown.stdout, re.MULTILINE)
     assert re.search(r"^  seed=1$", shown.stdout, re.MULTILINE)
     for option in ("--config FILE.yaml", "--output-dir DIR", "--suffix TEXT", "--help"):
         assert option in shown.stdout

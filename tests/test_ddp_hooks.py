@@ -56,7 +56,7 @@ class Worker:
         self.network = Network(topologies.make("ring", self.who.size), self.who)
         self.model = model()
         self.parameters = Parameters([self.model])
-        self.algorithm = make(self.network, self.parameters, self.update)
+        self.rule = make(self.network, self.parameters, self.update)
         self.steps, self.samples, self.fixed = 0, samples, fixed
 
     def update(self, gradient: Tensor) -> None:
@@ -75,7 +75,9 @@ class Worker:
 
     def train(self, steps: int) -> "Worker":
         for _ in range(steps):
-            assert self.algorithm.step(self.gradient) > 0, "the loss is handed back"
+            self.rule.start()
+            self.gradient()
+            self.rule.finish()
             self.steps += 1
         return self
 
@@ -148,9 +150,9 @@ def test_a_gradient_of_the_rank_that_is_sent_comes_through_whole(
     """
     theirs = Worker(all_reduce(), linear, samples=samples).train(12)
     ours = Worker(hooked(rank=rank, error_feedback=error_feedback), linear, samples=samples)
-    ours.algorithm.state.min_compression_rate = 0  # full rank costs more than it saves
+    ours.rule.state.min_compression_rate = 0  # full rank costs more than it saves
     ours.train(12)
-    assert ours.algorithm.state.total_numel_after_compression == 9 * rank * (12 + 10)
+    assert ours.rule.state.total_numel_after_compression == 9 * rank * (12 + 10)
     assert close(ours.x, theirs.x, 1e-5)
     ours = Worker(hooked(rank=1, error_feedback=error_feedback), linear, samples=samples).train(12)
     assert not close(ours.x, theirs.x, 1e-3)
@@ -161,16 +163,16 @@ def test_errors_are_fed_back() -> None:
     """Σ_t of what is applied + mean_i e_i = Σ_t mean_i g_i, if gradients do not depend on x."""
     applied = []
     worker = Worker(hooked(), mlp)
-    worker.algorithm._update = lambda gradient: applied.append(gradient.clone())
+    worker.rule._update = lambda gradient: applied.append(gradient.clone())
     worker.train(9)
     plain = Worker(all_reduce(), mlp)
     given: list[Tensor] = []
-    plain.algorithm._averaging = algorithms.AllReduce(plain.network)
-    plain.algorithm._update = lambda gradient: given.append(
+    plain.rule._averaging = algorithms.AllReduce(plain.network)
+    plain.rule._update = lambda gradient: given.append(
         plain.network.gather(gradient).mean(0, keepdim=True)
     )
     plain.train(9)
-    (error,) = worker.algorithm.state.error_dict.values()
+    (error,) = worker.rule.state.error_dict.values()
     missing = worker.network.gather(error[None]).mean(0)
     difference = sum(given) - sum(applied)  # in the order of the flat buffer, not the bucket's
     assert isinstance(difference, Tensor)
@@ -182,7 +184,7 @@ def test_errors_are_fed_back() -> None:
 def test_the_mean_gradient_is_clipped() -> None:
     seen: list[Tensor] = []
     worker = Worker(hooked(clip=0.01))
-    worker.algorithm._update = lambda gradient: seen.append(gradient.clone())
+    worker.rule._update = lambda gradient: seen.append(gradient.clone())
     worker.train(5)
     assert torch.stack(seen).norm(dim=2).flatten().tolist() == pytest.approx([0.01] * 5)
 
@@ -221,7 +223,7 @@ def test_what_is_counted_is_what_pytorch_all_reduces(
 
     monkeypatch.setattr(dist, "all_reduce", spy)
     worker = Worker(hooked(hook, rank=rank, min_compression_rate=least_rate), model).train(6)
-    n, state = worker.who.size, worker.algorithm.state
+    n, state = worker.who.size, worker.rule.state
     assert sum(sizes) == 3 * worker.parameters.layout.size + state.total_numel_after_compression
     expected = sum(round(2 * (n - 1) * 32 * size / n) for size in sizes)
     assert worker.network.bits.tolist() == [expected]
@@ -231,13 +233,13 @@ def test_what_is_counted_is_what_pytorch_all_reduces(
 def test_sizes_by_hand() -> None:
     """Matrices 20 × 12 and 7 × 20 at rank 2, vectors of 20 and 7 numbers."""
     worker = Worker(hooked(rank=2), who=Processes()).train(4)
-    state = worker.algorithm.state
+    state = worker.rule.state
     assert state.p_memory_dict[0].numel() == 2 * (20 + 7)
     assert state.q_memory_dict[0].numel() == 2 * (12 + 20)
     assert state.total_numel_after_compression == 2 * (20 + 7 + 12 + 20) + 27
     worker = Worker(hooked("ddp-batched-powersgd", rank=2), who=Processes()).train(4)
     side = int(np.ceil(np.sqrt(worker.parameters.layout.size)))
-    assert worker.algorithm.state.q_memory_dict[0].shape == (side, 2)
+    assert worker.rule.state.q_memory_dict[0].shape == (side, 2)
 
 
 # Checkpoints.
@@ -249,22 +251,22 @@ def test_sizes_by_hand() -> None:
 @pytest.mark.parametrize("at", [2, 5])
 def test_it_goes_on_bit_for_bit(hook: str, warm_start: bool, at: int) -> None:
     through = Worker(hooked(hook, warm_start=warm_start, seed=7), wide).train(at)
-    x, state = through.x.clone(), through.algorithm.state_dict()
+    x, state = through.x.clone(), through.rule.state_dict()
     through.train(4)
     again = Worker(hooked(hook, warm_start=warm_start, seed=8), wide)
     again.x.copy_(x)
-    again.algorithm.load_state_dict(state)
+    again.rule.load_state_dict(state)
     again.steps = at
     again.train(4)
     assert torch.equal(again.x, through.x)
-    ours, theirs = again.algorithm.state_dict(), through.algorithm.state_dict()
+    ours, theirs = again.rule.state_dict(), through.rule.state_dict()
     assert str(ours) == str(theirs)
 
 
 @pytest.mark.parallel([2])
 def test_the_state_has_an_axis_of_workers_and_is_a_copy() -> None:
     worker = Worker(hooked()).train(5)
-    state = worker.algorithm.state_dict()
+    state = worker.rule.state_dict()
     before = state["errors"][0].clone()
     assert before.shape == (1, worker.parameters.layout.size)
     assert all(len(tensor) == 1 for name in ("p", "q") for tensor in state[name].values())

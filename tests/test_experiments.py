@@ -34,6 +34,7 @@ from experiments.__main__ import main
 from experiments.launchers import Launcher
 from experiments.runner import Experiment, Folder, Results, Run, carry_out
 from powergossip.errors import BadInput
+from powergossip.network import Processes
 from powergossip.runs import configuration
 from tests import slurm
 from tests.launch import ROOT, python
@@ -380,7 +381,7 @@ def test_configurations_are_accepted(name: str) -> None:
         config = OmegaConf.structured(module.Config)
         keys = run.command[run.command.index(str(runner.ROOT / f"{run.entry}.py")) + 1 :]
         configuration.read_command_line(config, keys, "")
-        who = train.Processes()
+        who = Processes()
         who.size = run.processes
         module.checked(config, who)
     assert len({run.identity for run in first}) == len(first)

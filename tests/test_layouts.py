@@ -1,29 +1,30 @@
 """How workers are spread over processes does not show in what they learn."""
 
-from functools import partial
-
 import pytest
 import torch
 from omegaconf import OmegaConf
 
 import train
 from powergossip.network import Processes, processes
+from powergossip.training.settings import checked
+from powergossip.training.trainer import Trainer
 
 STEPS = 50
 
 
-def trained(who: Processes, optimizer: str) -> train._Run:
+def trained(who: Processes, optimizer: str) -> Trainer:
     """Eight workers after 50 steps on Digits."""
     config = OmegaConf.structured(train.Config)
     config.n_workers, config.optimizer, config.weight_decay = 8, optimizer, 1e-3
     # Large steps make training chaotic: at learning_rate=0.05 with momentum 0.9, rounding errors
     # (which differ between products of one and of eight workers) grow by half in every step.
     config.learning_rate, config.momentum = 0.02, 0.0
-    run = train._Run(config, who)
-    run.load_data()
+    run = Trainer(checked(config, who), who)
     for t in range(STEPS):
         epoch, step = divmod(t, run.task.steps_per_epoch)
-        run.algorithm.step(partial(run._gradient, epoch, step))
+        run.rule.start()
+        run.gradient(epoch, step)
+        run.rule.finish()
     return run
 
 

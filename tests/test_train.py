@@ -24,6 +24,9 @@ from powergossip.network import processes
 from powergossip.runs import metrics, tables
 from powergossip.runs.output import new_dated_folder
 from powergossip.tasks.task import Batch, Split
+from powergossip.training.measurements import Hooks
+from powergossip.training.settings import checked
+from powergossip.training.trainer import Trainer
 from tests import launch
 
 TINY: dict[str, Any] = {
@@ -41,26 +44,22 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "output_dir", None)
 
 
-def trained(**changes: Any) -> tuple[train._Run, pd.DataFrame]:
+def trained(**changes: Any) -> tuple[Trainer, pd.DataFrame]:
     """A run in this process, after training, and its rows; it leaves no files."""
-    run = built(**changes)
     rows: list[dict[str, Any]] = []
 
     def keep(name: str, values: Any, tags: Any) -> None:
         rows.append({"name": name, **values, **tags})
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "log_metric", keep)
-        run.train()
+    run = built(Hooks(log_metric=keep), **changes)
+    run.train()
     return run, pd.DataFrame(rows)
 
 
-def built(**changes: Any) -> train._Run:
+def built(hooks: Hooks | None = None, task: Any = None, **changes: Any) -> Trainer:
     """A run before its first step."""
     config = OmegaConf.merge(OmegaConf.structured(train.Config), TINY, changes)
-    run = train._Run(config, processes())  # type: ignore[arg-type]
-    run.load_data()
-    return run
+    return Trainer(checked(config, processes()), processes(), hooks, task=task)  # type: ignore[arg-type]
 
 
 def select(rows: pd.DataFrame, name: str, **tags: Any) -> pd.DataFrame:
@@ -165,7 +164,7 @@ def test_the_mean_model_is_evaluated_only_if_wanted() -> None:
 # Bits and messages: a formula in the shapes of the model's parameters.
 
 
-def sent(run: train._Run, optimizer: str, degree: int, rank: int, iterations: int) -> list[int]:
+def sent(run: Trainer, optimizer: str, degree: int, rank: int, iterations: int) -> list[int]:
     """Bits and messages of worker 0 for all steps of the run."""
     shapes = [tuple(p.shape) for p in run.parameters.models[0].parameters()]
     D, steps, n = sum(map(math.prod, shapes)), run.step, run.config.n_workers
@@ -408,16 +407,13 @@ class Fed:
         return {}
 
 
-def fed(task: Fed, steps: int, **changes: Any) -> train._Run:
+def fed(task: Fed, steps: int, **changes: Any) -> Trainer:
     """A run on this task, after some steps."""
-    config = OmegaConf.merge(
-        OmegaConf.structured(train.Config), TINY, {"n_workers": task.n_workers}, changes
-    )
-    run = train._Run(config, processes())  # type: ignore[arg-type]
-    run.task = task  # type: ignore[assignment]
-    run._build()
+    run = built(task=task, n_workers=task.n_workers, **changes)
     for step in range(steps):
-        run.algorithm.step(lambda step=step: run._gradient(0, step))  # type: ignore[misc]
+        run.rule.start()
+        run.gradient(0, step)
+        run.rule.finish()
         run.step += 1
     return run
 
@@ -541,7 +537,7 @@ def test_recalibrated_statistics_are_those_of_the_mean_models_activations() -> N
                 run.task.loss(model, run.task.batch(worker, 0, step))
     seen = torch.stack([a.mean((0, 2, 3)) for a in activations]).mean(0)
     spread = torch.stack([a.transpose(0, 1).flatten(1).var(1) for a in activations]).mean(0)
-    norm = run.mean_model.models[0].norm
+    norm = run.evaluation.mean_model.models[0].norm
     assert isinstance(norm, nn.BatchNorm2d)
     torch.testing.assert_close(norm.running_mean, seen, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(norm.running_var, spread, atol=1e-5, rtol=1e-4)
@@ -598,11 +594,11 @@ def test_overwriting_leaves_nothing_of_the_run_before(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "figure.png").write_text("old")
 
-    def fail(run: Any) -> None:
+    def fail(run: Any, *rest: Any) -> None:
         raise RuntimeError("before the first step")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train._Run, "train", fail)
+        patch.setattr(Trainer, "train", fail)
         with pytest.raises(RuntimeError, match="before the first step"):
             train.main([*settings, "num_epochs=1", "overwrite=true"])
     assert sorted(file.name for file in tmp_path.iterdir()) == [

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import train
-from powergossip.training.settings import centralized_options
+from powergossip.network import Processes
+from powergossip.training.settings import checked, method_options
 from tests.test_centralized import configured, trained
 
 # What a key's effect is seen with, besides another value for it than its default.
@@ -19,6 +20,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizer_compressor": ("top-k", {"optimizer": "choco"}),
     "optimizer_keep_ratio": (0.5, {"optimizer": "choco", "optimizer_compressor": "top-k"}),
     "optimizer_levels": (7, {"optimizer": "choco", "optimizer_compressor": "qsgd"}),
+    "optimizer_unbiased": (True, {"optimizer": "choco", "optimizer_compressor": "qsgd"}),
     "optimizer_theta": (1.0, {"optimizer": "moniqua"}),
     "optimizer_min_compression_rate": (50.0, {"optimizer": "powersgd"}),
     "optimizer_start_compressing_after": (2, {"optimizer": "powersgd"}),
@@ -49,5 +51,5 @@ def test_a_key_changes_what_is_computed_or_sent(key: str) -> None:
 
 
 def test_a_key_that_changes_time_only_arrives() -> None:
-    options = centralized_options(configured(**{TIME_ONLY: 3}))
-    assert options.dgc.max_adaptation_iterations == 3
+    c = checked(configured(optimizer="dgc", **{TIME_ONLY: 3}), Processes())
+    assert method_options(c)["max_adaptation_iterations"] == 3

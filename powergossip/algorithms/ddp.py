@@ -1,14 +1,14 @@
-"""PyTorch's own PowerSGD, as the communication hooks of DistributedDataParallel (DDP), on our
-workers: one worker a process, whose gradients PyTorch averages while the backward pass runs.
+"""PyTorch's own PowerSGD: the communication hooks of DistributedDataParallel (DDP).
 
-The hooks and what they compute are PyTorch's; this module gives them MPI's processes, Parameters'
-flat memory, and checkpoints, and counts what they send. `HOOKS` are the names users choose from.
+One worker a process; PyTorch averages the gradients while the backward pass runs. The hooks and
+their mathematics are PyTorch's. This module supplies the processes of MPI, the flat memory of
+Parameters and checkpoints, and counts bits. `HOOKS` are the names users choose from.
 
-Process group: NCCL where every process of a host has a GPU of its own, otherwise gloo (NCCL refuses
-to share one). If gloo picks an interface that the other hosts cannot reach, name the right one in
-the environment variable GLOO_SOCKET_IFNAME.
+Process group: NCCL where every process of a host has a GPU of its own, otherwise gloo, since NCCL
+does not let two processes share a GPU. If gloo picks an interface that other hosts cannot reach,
+set the environment variable GLOO_SOCKET_IFNAME.
 
-Axes: worker (hosted here: one); D numbers a worker; n workers.
+Axes: worker (hosted here: one); D parameters of a worker; n workers.
 """
 
 import atexit
@@ -16,10 +16,9 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from functools import partial
 from math import ceil, prod, sqrt
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,21 +29,21 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from powergossip import checks
-from powergossip.algorithms import Correction
+from powergossip.algorithms.learning import Correction, Update
 from powergossip.network import Network, Processes
 from powergossip.parameters import Parameters, matrix_shape
 
-V = TypeVar("V")
 Hook = Callable[[PowerSGDState, dist.GradBucket], torch.futures.Future[Tensor]]
-Sizes = Callable[[PowerSGDState, dist.GradBucket], list[int]]  # numbers in each all-reduce
+Sizes = Callable[[PowerSGDState, dist.GradBucket], list[int]]  # elements of each all-reduce
 
 
 def layerwise_sizes(state: PowerSGDState, bucket: dist.GradBucket) -> list[int]:
-    """Of powerSGD_hook: the tensors left as they are, all P [row, rank] and all Q [column, rank].
+    """Elements of powerSGD_hook's all-reduces: uncompressed tensors, all P, all Q.
 
-    A matrix is compressed if that makes it min_compression_rate times smaller, or more.
+    P is [row, rank], Q is [column, rank]. A matrix is compressed if its P and Q together have fewer
+    elements by a factor above min_compression_rate.
     """
-    left, ps, qs = 0, 0, 0
+    uncompressed, ps, qs = 0, 0, 0
     for shape in (gradient.shape for gradient in bucket.gradients()):
         rows, columns = matrix_shape(shape)
         rank = min(rows, columns, state.matrix_approximation_rank)
@@ -52,12 +51,12 @@ def layerwise_sizes(state: PowerSGDState, bucket: dist.GradBucket) -> list[int]:
             ps += rows * rank
             qs += columns * rank
         else:
-            left += prod(shape)
-    return [left, ps, qs]
+            uncompressed += prod(shape)
+    return [uncompressed, ps, qs]
 
 
 def batched_sizes(state: PowerSGDState, bucket: dist.GradBucket) -> list[int]:
-    """Of batched_powerSGD_hook: P and Q, each [side, rank], of the bucket as one square matrix."""
+    """Elements of batched_powerSGD_hook's all-reduces: P and Q [side, rank] of a square matrix."""
     side = ceil(sqrt(bucket.buffer().numel()))
     rank = state.matrix_approximation_rank
     if rank > side:
@@ -69,21 +68,21 @@ def batched_sizes(state: PowerSGDState, bucket: dist.GradBucket) -> list[int]:
 
 
 def _orthogonalize(matrices: Tensor, epsilon: float = 0.0) -> None:
-    """PyTorch's, for a single matrix too."""
+    """PyTorch's orthogonalization, also for a single matrix."""
     batch = matrices if matrices.ndim == 3 else matrices[None]
     powersgd_of_torch._orthogonalize(batch, epsilon)
 
 
-# PyTorch's, which up to 2.13 stops with an AssertionError: it orthogonalizes a matrix by a function
-# that takes batches of matrices only, since github.com/pytorch/pytorch/pull/75157. This is its code
-# with ours in that place.
+# Up to version 2.13 PyTorch's hook raises AssertionError: since
+# github.com/pytorch/pytorch/pull/75157 it gives a single matrix to a function that takes batches
+# only. This is PyTorch's code with the function above in that place.
 batched_powerSGD_hook: Hook = FunctionType(
     powersgd_of_torch.batched_powerSGD_hook.__code__,
     {**vars(powersgd_of_torch), "_orthogonalize": _orthogonalize},
 )
 
 
-# The names that users choose from: optimizer in train.py.
+# The names that users choose from: `optimizer` in train.py.
 HOOKS: dict[str, tuple[Hook, Sizes]] = {
     "ddp-powersgd": (powerSGD_hook, layerwise_sizes),
     "ddp-batched-powersgd": (batched_powerSGD_hook, batched_sizes),
@@ -99,9 +98,9 @@ def check(
     warm_start: bool,
     min_compression_rate: float,
 ) -> None:
-    """ValueError, with the configuration's key, for what PyTorch cannot do.
+    """Raise ValueError, with the configuration's key, for values that PyTorch does not support.
 
-    hosted  # workers in this process
+    hosted  # number of workers in this process
     """
     if hosted > 1:
         raise ValueError(
@@ -121,34 +120,34 @@ def check(
 
 
 class DDPHook:
-    """x_i ← x_i − η u(g), g = (1/n) Σ_j g_j before start_iteration, PowerSGD's estimate of it from
-    then on. A learning algorithm, as algorithms.DPSGD is one.
+    """x_i ← x_i − η u(g), g = (1/n) Σ_j g_j before start_iteration, then PowerSGD's estimate of it.
 
-    Vogels et al. (2019), arXiv:1905.13727, as PyTorch has it: "ddp-powersgd" compresses layer by
-    layer, "ddp-batched-powersgd" each of DDP's buckets as one square matrix. `update(g)` is the
-    step of a local optimizer over `parameters.x`.
+    A learning rule, as algorithms.DPSGD is one. Vogels et al. (2019), arXiv:1905.13727, in
+    PyTorch's implementation: "ddp-powersgd" compresses layer by layer, "ddp-batched-powersgd" each
+    of DDP's buckets as one square matrix. `update(g)` is the step of a local optimizer over
+    `parameters.x`.
 
     rank, start_iteration, error_feedback, warm_start, min_compression_rate, seed
                         matrix_approximation_rank, start_powerSGD_iter, use_error_feedback,
                         warm_start, min_compression_rate and random_seed of PyTorch's PowerSGDState
-    weight_decay, clip  of g, which all workers share, where DPSGD has each worker's own: to clip
-                        before DDP has averaged is too late
+    weight_decay, clip  of the mean gradient g; DPSGD applies them to each worker's own gradient,
+                        which DDP does not expose before it averages
 
-    Counted as ring all-reduces: 2 (n − 1)/n · 32 bits for each number of a bucket before
-    start_iteration, then for each of P, Q, and the tensors that are left as they are.
+    Bits are counted as ring all-reduces: 2 (n − 1)/n · 32 bits for each element of a bucket before
+    start_iteration, then for each element of P, of Q and of the uncompressed tensors.
 
-    The models' own memory is used: their forward pass, and what evaluates them, know nothing of
-    DDP. Raises ValueError for more than one worker a process and for options that PyTorch cannot
-    serve; and in the first step, if a parameter gets no gradient: then DDP would wait for it.
+    The models keep their own memory; their forward pass does not go through DDP. Raises ValueError
+    for more than one worker a process, for options that PyTorch does not support, and in the first
+    step for a parameter without a gradient, which DDP would wait for.
 
-    A matrix whose gradient is all zeros gives NaN, in PyTorch's hooks too.
+    A matrix whose gradient is all zeros gives NaN, as PyTorch's hooks do.
     """
 
     def __init__(
         self,
         network: Network,
         parameters: Parameters,
-        update: Callable[[Tensor], Any],
+        update: Update,
         *,
         hook: str,
         rank: int = 1,
@@ -188,44 +187,45 @@ class DDPHook:
             warm_start=warm_start,
             random_seed=seed,
         )
-        self._before: torch.futures.Future[Tensor] | None = None  # the bucket before, in this step
-        self._ddp: DistributedDataParallel | None = None  # wrapped in the first step: it talks
+        self._before: torch.futures.Future[Tensor] | None = None  # the previous bucket of this step
+        self._ddp: DistributedDataParallel | None = None  # made in the first step: communicates
+        self._missing: _Missing | None = None  # in the first step
 
-    def step(self, compute_gradient: Callable[[], V]) -> V:
-        """One step; the backward pass in `compute_gradient` leaves the mean in `parameters.grad`.
-        What it returns is returned."""
-        first = self._ddp is None
+    def start(self) -> None:
+        """g ← 0; DDP expects a backward pass."""
         if self._ddp is None:
             self._ddp = self._wrapped()
+            self._missing = _Missing(self._parameters.models[0])
         self._parameters.grad.zero_()
         self._ddp()
-        if first:
-            compute_gradient = partial(self._gradient_of_all_parameters, compute_gradient)
-        result = compute_gradient()
+
+    def finish(self) -> None:
+        """Update with the mean gradient, which the backward pass has left in `parameters.grad`."""
+        if self._missing is not None:
+            self._missing.check()
+            self._missing = None
         self._correct()
         self._update(self._parameters.grad)
-        return result
 
     def _wrapped(self) -> DistributedDataParallel:
-        """DDP around the parameters of the hosted worker's model, buckets in their final order."""
+        """DDP over the parameters of the hosted model, with buckets in their final order."""
         (model,) = self._parameters.models
         group = process_group(self._network.processes, self._network.device)
         self.state.process_group = group
         with warnings.catch_warnings():
-            # torch 2.13 announces another name for broadcast_buffers, and that it cannot yet do
-            # without the broadcast at the start.
+            # torch 2.13 deprecates broadcast_buffers without a complete replacement.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             ddp = DistributedDataParallel(
-                _Announcement(model),
+                _NoOpForward(model),
                 process_group=group,
                 broadcast_buffers=False,
-                init_sync=False,  # workers start alike, or as the checkpoint says
+                init_sync=False,  # workers start alike, or from a checkpoint
             )
         self._settling = True
         ddp.register_comm_hook(self.state, self._counted_hook)
-        # After its first backward pass DDP puts the gradients in buckets anew, in the order in
-        # which they came. A resumed run would find errors and directions of another order: so the
-        # first pass is one of zeros, whose order depends on nothing but the model.
+        # After its first backward pass DDP rebuilds its buckets in the order in which gradients
+        # arrived. A resumed run would then find errors and directions of another order. So the
+        # first pass has zero gradients, in an order that depends on the model only.
         ddp()
         torch.stack([parameter.sum() for parameter in model.parameters()]).sum().mul(0).backward()
         self._settling = False
@@ -234,16 +234,15 @@ class DDPHook:
     def _counted_hook(
         self, state: PowerSGDState, bucket: dist.GradBucket
     ) -> torch.futures.Future[Tensor]:
-        """PyTorch's hook, one bucket after the other while the backward pass goes on; counts what
-        it sends."""
+        """PyTorch's hook, one bucket after the other during the backward pass; counts its bits."""
         if self._settling:
             here: Any = [bucket.buffer().device] if bucket.buffer().is_cuda else None
             nothing: torch.futures.Future[Tensor] = torch.futures.Future(devices=here)
             nothing.set_result(bucket.buffer())
             return nothing
         if self._before is not None:
-            # Over gloo, the all-reduces of two buckets under way begin in an order that differs
-            # from process to process. And without warm start one would clear the other's P and Q.
+            # Over gloo, the all-reduces of two buckets in flight start in an order that differs
+            # between processes. Without warm start one would also clear the other's P and Q.
             self._before.wait()
         if state.iter < state.start_powerSGD_iter:
             sizes = [bucket.buffer().numel()]
@@ -255,28 +254,8 @@ class DDPHook:
         self._before = None if bucket.is_last() else future
         return future
 
-    def _gradient_of_all_parameters(self, compute_gradient: Callable[[], V]) -> V:
-        """compute_gradient(). ValueError if a parameter took no part in it."""
-        (model,) = self._parameters.models
-        missing = dict(model.named_parameters())
-        hooks = [
-            parameter.register_post_accumulate_grad_hook(
-                lambda _, name=name: missing.pop(name, None)
-            )
-            for name, parameter in model.named_parameters()
-        ]
-        result = compute_gradient()
-        for hook in hooks:
-            hook.remove()
-        if missing:
-            raise ValueError(
-                f"parameter {', '.join(missing)} gets no gradient, for which PyTorch's DDP hooks "
-                "would wait: take it out of the model, or use optimizer=powersgd"
-            )
-        return result
-
     def state_dict(self) -> dict[str, Any]:
-        """Of PyTorch's PowerSGDState; its tensors, by bucket, are [worker, ...]."""
+        """The contents of PyTorch's PowerSGDState; tensors, by bucket, are [worker, ...]."""
         state = self.state
         _, keys, position, *_ = state.rng.get_state(legacy=True)
         return {
@@ -292,7 +271,7 @@ class DDPHook:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Take up where another instance was: with as many workers, and the same model."""
+        """Restore the state returned by `state_dict()`: same model, same number of workers."""
         state = self.state
         state.iter = saved["steps"]
         keys = saved["rng_keys"][0].cpu().numpy().astype(np.uint32)
@@ -313,9 +292,34 @@ class DDPHook:
         }
 
 
-class _Announcement(nn.Module):
-    """Called through DDP it computes nothing, and tells DDP that a backward pass comes: what the
-    forward pass was, DDP need not know if every parameter takes part in it."""
+class _Missing:
+    """The parameters of a model that get no gradient in a backward pass."""
+
+    def __init__(self, model: nn.Module):
+        self._names = dict(model.named_parameters())
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(
+                lambda _, name=name: self._names.pop(name, None)
+            )
+            for name, parameter in model.named_parameters()
+        ]
+
+    def check(self) -> None:
+        """Raise ValueError if there are any."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._names:
+            raise ValueError(
+                f"parameter {', '.join(self._names)} gets no gradient, for which PyTorch's DDP "
+                "hooks would wait: take it out of the model, or use optimizer=powersgd"
+            )
+
+
+class _NoOpForward(nn.Module):
+    """A forward pass through DDP that computes nothing but prepares DDP for a backward pass.
+
+    DDP need not see the real forward pass, since every parameter takes part in it.
+    """
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -328,18 +332,18 @@ class _Announcement(nn.Module):
 # --- The process group ---------------------------------------------------------------------------
 
 _Made = tuple[int, int, str]  # rank, size, backend
-_made: _Made | None = None  # the default group, if it is ours
+_made: _Made | None = None  # the default group, if made here
 
 
-def process_group(who: Processes, device: torch.device) -> dist.ProcessGroup:
-    """torch.distributed's group of these processes, made at the first call. All must call it.
+def process_group(processes: Processes, device: torch.device) -> dist.ProcessGroup:
+    """Return torch.distributed's group of these processes; the first call makes it. Collective.
 
-    Raises ValueError if someone else has made torch.distributed's default group of other processes.
+    Raises ValueError if torch.distributed already has a default group of other processes.
     """
     global _made
-    alone_on_gpu = device.type == "cuda" and who.local_size <= torch.cuda.device_count()
+    alone_on_gpu = device.type == "cuda" and processes.local_size <= torch.cuda.device_count()
     backend = "nccl" if alone_on_gpu and dist.is_nccl_available() else "gloo"
-    wanted = who.rank, who.size, backend
+    wanted = processes.rank, processes.size, backend
     if dist.is_initialized() and _made not in (None, wanted):
         _end()
     if dist.is_initialized() and _made is None:
@@ -347,13 +351,16 @@ def process_group(who: Processes, device: torch.device) -> dist.ProcessGroup:
         if there != wanted[:2]:
             raise ValueError(
                 f"torch.distributed is in use as process {there[0]} of {there[1]}, where MPI has "
-                f"{who.rank} of {who.size}; call torch.distributed.destroy_process_group() first"
+                f"{processes.rank} of {processes.size}; "
+                f"call torch.distributed.destroy_process_group() first"
             )
     elif not dist.is_initialized():
         ours = sys.excepthook
-        dist.init_process_group(backend, store=_store(who), rank=who.rank, world_size=who.size)
-        # PyTorch's own collects what ours writes until that returns, which it does not: it ends all
-        # processes, and nobody would know why.
+        dist.init_process_group(
+            backend, store=_store(processes), rank=processes.rank, world_size=processes.size
+        )
+        # PyTorch's excepthook would capture the output of ours until ours returns. It never
+        # returns: it ends all processes, and the reason would be lost.
         sys.excepthook = ours
         _made = wanted
     group = dist.group.WORLD
@@ -361,20 +368,20 @@ def process_group(who: Processes, device: torch.device) -> dist.ProcessGroup:
     return group
 
 
-def _store(who: Processes) -> dist.TCPStore:
-    """Where processes tell each other their addresses: process 0 serves it, on a free port."""
+def _store(processes: Processes) -> dist.TCPStore:
+    """The store in which processes find each other's addresses; process 0 serves it."""
     store = None
     address = "", 0
-    if who.rank == 0:
-        host = "127.0.0.1" if who.local_size == who.size else _own_address()
-        store = dist.TCPStore(host, 0, who.size, is_master=True, wait_for_workers=False)
+    if processes.rank == 0:
+        host = "127.0.0.1" if processes.local_size == processes.size else _own_address()
+        store = dist.TCPStore(host, 0, processes.size, is_master=True, wait_for_workers=False)
         address = host, store.port
-    host, port = who.broadcast(address)
-    return store or dist.TCPStore(host, port, who.size, is_master=False)
+    host, port = processes.broadcast(address)
+    return store or dist.TCPStore(host, port, processes.size, is_master=False)
 
 
 def _own_address() -> str:
-    """This host's address, as others see it: that of the interface that leads elsewhere."""
+    """This host's address as other hosts see it: that of the default route's interface."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # an address for documentation; nothing is sent
@@ -385,7 +392,7 @@ def _own_address() -> str:
 
 @atexit.register
 def _end() -> None:
-    """Take down the group that `process_group` made."""
+    """Destroy the group that `process_group` made."""
     global _made
     if _made is not None and dist.is_initialized():
         dist.destroy_process_group()

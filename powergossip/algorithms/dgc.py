@@ -214,6 +214,8 @@ class DGCAggregation:
     Raises ValueError for more numbers than positions of 32 bits can tell apart.
     """
 
+    owns_momentum = clips = True
+
     def __init__(self, network: Network, layout: Layout, config: Config):
         if config.int32_indices and layout.size > torch.iinfo(torch.int32).max:
             raise ValueError(

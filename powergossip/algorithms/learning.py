@@ -1,21 +1,58 @@
-"""Learning with an averaging algorithm."""
+"""Learning rules: how workers combine local updates with communication.
+
+A step of a rule is `start()`, the computation of the gradients, and `finish()`:
+
+    rule.start()                   the first messages are sent; parameters.grad is cleared
+    ... add to parameters.grad     messages are in flight
+    rule.finish()                  receive, mix, update parameters.x
+
+DPSGD averages models. CentralizedSGD applies one mean of compressed gradients in all workers;
+`ddp.DDPHook` does so with PyTorch's hooks. Gradient aggregations, its building blocks, are in
+power_sgd.py and dgc.py.
+
+Axes: worker (hosted here); D parameters of a worker.
+"""
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from powergossip.algorithms.aggregation import Aggregation
 from powergossip.algorithms.averaging import Averaging
 from powergossip.algorithms.plain import AllReduce
-from powergossip.network import Network
+from powergossip.network import Exchange, Network
 from powergossip.parameters import Parameters
 
-V = TypeVar("V")
+Update = Callable[[Tensor], Any]  # the step of a local optimizer with a gradient [worker, D]
+
+
+class Learning(Protocol):
+    """A learning rule over the flat buffers `parameters.x` and `parameters.grad`."""
+
+    def start(self) -> None:
+        """Prepare `parameters.grad` for the backward pass, and send the first messages."""
+        ...
+
+    def finish(self) -> None:
+        """Complete the step with the gradients in `parameters.grad`; changes `parameters.x`."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on; tensors are [worker, ...]."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict()`."""
+        ...
 
 
 class Correction:
-    """g ← g · min(1, clip/‖g‖) + λ x, the latter on all but normalization layers: in place on each
-    worker's gradient.    Clipping: Pascanu, Mikolov & Bengio (2013), arXiv:1211.5063, § 3.2.
+    """g ← g · min(1, clip/‖g‖) + λ x, in place on the gradient of each worker.
+
+    Weight decay λ spares normalization layers.
+    Clipping: Pascanu, Mikolov & Bengio (2013), arXiv:1211.5063, § 3.2.
     """
 
     def __init__(self, parameters: Parameters, weight_decay: float, clip: float | None = None):
@@ -39,15 +76,15 @@ class DPSGD:
         overlapping:  x_{t+1} = G(x_t) − η u(g(x_t))
         otherwise:    x_{t+1} = G(x_t − η u(g(x_t)))
 
-    Lian et al. (2017), arXiv:1705.09056, Algorithm 1, where the gradient is taken at the same x_t
-    that goes to the neighbors: hence both can be under way at the same time. All-reduce always
-    comes after the update, which makes it SGD on the mean gradient.
+    Lian et al. (2017), arXiv:1705.09056, Algorithm 1. There the gradient is taken at the same x_t
+    that neighbors receive, so messages are in flight while it is computed. All-reduce always
+    follows the update, which makes it SGD on the mean gradient.
 
-    `update(g)` is the step of a local optimizer over `parameters.x`, without weight decay of its
-    own: the coupled one, g + λ x_t, is added here while x is still x_t.
-
-    clip         see Correction
-    local_steps  gossip takes place in every so many-th step only (Stich 2019, arXiv:1805.09767)
+    update        the step of a local optimizer over `parameters.x`, without coupled weight decay,
+                  which is added here: g + λ x_t
+    weight_decay, clip
+                  see Correction
+    local_steps   gossip in every k-th step only (Stich 2019, arXiv:1805.09767)
     """
 
     def __init__(
@@ -55,7 +92,7 @@ class DPSGD:
         network: Network,
         averaging: Averaging,
         parameters: Parameters,
-        update: Callable[[Tensor], Any],
+        update: Update,
         *,
         overlapping: bool = True,
         weight_decay: float = 0.0,
@@ -67,36 +104,103 @@ class DPSGD:
         self._overlapping = overlapping and not isinstance(averaging, AllReduce)
         self._x, self._g = parameters.x, parameters.grad
         self._correct = Correction(parameters, weight_decay, clip)
+        self._exchange: Exchange | None = None  # of this step, in flight
 
-    def step(self, compute_gradient: Callable[[], V]) -> V:
-        """One step; `compute_gradient` adds to `parameters.grad`, and what it returns is
-        returned."""
+    def start(self) -> None:
+        """Send the first messages of x_t, if this step gossips and overlaps; g ← 0."""
         self._steps += 1
-        if self._steps % self._local_steps:
-            result = self._gradient(compute_gradient)
-            self._update(self._g)
-        elif self._overlapping:
-            exchange = self._network.start(self._averaging.step(self._x))
-            result = self._gradient(compute_gradient)
-            exchange.finish()
-            self._update(self._g)
-        else:
-            result = self._gradient(compute_gradient)
-            self._update(self._g)
-            self._network.run(self._averaging.step(self._x))
-        return result
-
-    def _gradient(self, compute_gradient: Callable[[], V]) -> V:
+        if self._overlapping and self._gossips():
+            self._exchange = self._network.start(self._averaging.step(self._x))
         self._g.zero_()
-        result = compute_gradient()
+
+    def finish(self) -> None:
+        """Mix and update, in the order of the class's equations."""
         self._correct()
-        return result
+        if self._exchange is not None:
+            self._exchange.finish()
+            self._exchange = None
+        self._update(self._g)
+        if self._gossips() and not self._overlapping:
+            self._network.run(self._averaging.step(self._x))
+
+    def _gossips(self) -> bool:
+        return self._steps % self._local_steps == 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the averaging algorithm, and how many steps there were; tensors are [worker, ...]."""
+        """steps: number of steps; averaging: the state of the averaging algorithm."""
         return {"steps": self._steps, "averaging": self._averaging.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up where another instance was."""
+        """Restore the state returned by `state_dict()`."""
         self._steps = state["steps"]
         self._averaging.load_state_dict(state["averaging"])
+
+
+class CentralizedSGD:
+    """x_i ← x_i − η u(mean), mean = aggregate(e_i + g_i), e_i ← the residual of worker i.
+
+    Workers that start alike stay alike. The residual e_i stays in `parameters.grad`, where the next
+    backward pass adds to it: error feedback costs no time.
+
+    update                the step of a local optimizer over `parameters.x`
+    weight_decay, clip    of a worker's own gradient g_i, before e_i is added; see Correction
+    num_batches_per_step  g_i is the mean over this number of batches; nothing is sent in between
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        aggregation: Aggregation,
+        parameters: Parameters,
+        update: Update,
+        *,
+        weight_decay: float = 0.0,
+        clip: float | None = None,
+        num_batches_per_step: int = 1,
+    ):
+        self._network, self._aggregation, self._update = network, aggregation, update
+        self._gradient = parameters.grad
+        self._mean = torch.zeros_like(parameters.grad)
+        self._correct = Correction(parameters, weight_decay, clip)
+        self._num_batches, self._batches = num_batches_per_step, 0
+        # Where the gradient alone is needed, the residual has a buffer of its own.
+        apart = clip is not None or num_batches_per_step > 1
+        self._error = torch.zeros_like(parameters.grad) if apart else None
+
+    def start(self) -> None:
+        """Clear the gradient before the first batch of a step, unless it holds the residual."""
+        if self._error is not None and self._batches == 0:
+            self._gradient.zero_()
+
+    def finish(self) -> None:
+        """Aggregate and update after the last batch of a step; otherwise only count the batch."""
+        g = self._gradient
+        self._batches = (self._batches + 1) % self._num_batches
+        if self._batches:
+            return
+        if self._num_batches > 1:
+            g.div_(self._num_batches)
+        self._correct()
+        if self._error is not None:
+            g.add_(self._error)
+        self._network.run(self._aggregation.step(g, self._mean))
+        if self._error is not None:
+            self._error.copy_(g)
+        self._update(self._mean)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The aggregation's state, the residuals, and the batches of an incomplete step."""
+        return {
+            "aggregation": self._aggregation.state_dict(),
+            "batches": self._batches,
+            "gradient": self._gradient,
+            "error": self._error,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict()`."""
+        self._aggregation.load_state_dict(state["aggregation"])
+        self._batches = state["batches"]
+        self._gradient.copy_(state["gradient"])
+        if self._error is not None:
+            self._error.copy_(state["error"])

@@ -93,6 +93,8 @@ class Aggregation:
     against 0.917 … 0.972 on Digits at rank 1.)
     """
 
+    owns_momentum = clips = False
+
     def __init__(self, network: Network, layout: Layout, config: Config):
         self._network, self._config, self._size = network, config, layout.size
         chosen = [s for s in layout.stacks if config.compresses(s.rows, s.columns)]
@@ -126,6 +128,9 @@ class Aggregation:
         for group in self._groups:
             travel += group.layers * config.numbers(group.rows, group.columns)
         return self._size / travel
+
+    def at_epoch(self, epoch: float) -> None:
+        """Nothing follows a schedule."""
 
     def step(self, gradient: Tensor, mean: Tensor) -> Conversation:
         """gradient [worker, D]: taken, the error stays. mean [worker, D]: what all apply."""

@@ -12,7 +12,7 @@ from typing import Any
 
 
 @dataclass
-class Spent:
+class PhaseTime:
     """Seconds on a phase, over its instances."""
 
     instances: int = 0
@@ -33,7 +33,7 @@ class Clock:
     """Seconds by phase. A phase within a phase counts for the inner one only."""
 
     def __init__(self) -> None:
-        self.phases: dict[str, Spent] = {}
+        self.phases: dict[str, PhaseTime] = {}
         self._inner = 0.0  # spent in phases within the current one
 
     @contextmanager
@@ -46,7 +46,7 @@ class Clock:
             spent = time.perf_counter() - start
             duration = spent - self._inner
             self._inner = outer + spent
-            of_phase = self.phases.setdefault(phase, Spent())
+            of_phase = self.phases.setdefault(phase, PhaseTime())
             of_phase.instances += 1
             of_phase.total += duration
             of_phase.squares += duration**2

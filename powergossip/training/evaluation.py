@@ -1,10 +1,10 @@
-"""What the workers' models, and their mean, are worth while they learn: rows for metrics.jsonl.
+"""Evaluation of the workers' models and of their mean during training.
 
-Axes: worker (hosted by this process), D numbers of a worker's model.
+Axes: worker (hosted by this process); D parameters of a worker.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from powergossip.network import Network
 from powergossip.parameters import Parameters
 from powergossip.tasks import Split, Task
-
-Log = Callable[..., None]  # (name, value, epoch, **tags)
+from powergossip.training.measurements import Rows, check_finite
 
 
 class Evaluation:
-    """Measures the models as they are. All its methods are called by all processes; what they send
-    is not counted.
+    """Logs rows about the present models. All processes call its methods; no bits are counted.
 
-    refuse_divergence(worker, what, value, epoch) raises for a value that is not finite
+    mean_model  # Parameters of one model: the mean of all workers' at the last evaluation
+
+    Raises Diverged for a metric of a worker that is not finite.
     """
 
     def __init__(
@@ -31,22 +31,21 @@ class Evaluation:
         network: Network,
         task: Task,
         parameters: Parameters,
-        mean_model: Parameters,
         steps_per_epoch: int,
-        log: Log,
-        refuse_divergence: Callable[[int, str, float, int], None],
+        rows: Rows,
     ):
         self._config, self._network, self._task = config, network, task
-        self._parameters, self._mean_model = parameters, mean_model
-        self._steps_per_epoch = steps_per_epoch
-        self._log, self._refuse_divergence = log, refuse_divergence
+        self._parameters, self._steps_per_epoch = parameters, steps_per_epoch
+        model = task.model(config.task_architecture, config.seed)
+        self.mean_model = Parameters([model], network.device)
+        self._log = rows
         self._consensus_distance = 0.0
 
     def __call__(self, epoch: int, step: int, sums: Mapping[str, Tensor]) -> tuple[str, float]:
-        """Rows on the models as they are after so many epochs and steps; `sums` are those of the
-        batches' metrics over the last epoch, each [worker].
+        """Log the rows after this number of epochs and steps.
 
-        Returns what the progress bar says, and a score: the larger, the better.
+        `sums` are those of the batches' metrics over the last epoch, each [worker]. Returns a text
+        for the progress bar, and a score: the larger, the better.
         """
         network, steps = self._network, self._steps_per_epoch
         of_batches = {
@@ -55,7 +54,7 @@ class Evaluation:
         }
         for name, value in self._with_derived(of_batches).items():
             self._log(name, value, epoch, split="train")
-        mean_of_workers = self._of_workers(epoch)
+        mean_of_workers = self._of_workers(epoch, step)
         self._log_consensus(epoch)
         rounds = step // self._config.local_steps
         uncompressed = int(network.bits_to_all(self._parameters.layout.size, rounds)[0])
@@ -74,22 +73,22 @@ class Evaluation:
         return f"{shown}consensus distance {self._consensus_distance:.2g}", score
 
     def _splits(self) -> list[tuple[Split, str, str]]:
-        """What to evaluate on, and the names that workers' and the mean model's rows have there."""
+        """Splits to evaluate on; tag `split` of the workers' rows, and of the mean model's."""
         splits: list[tuple[Split, str, str]] = [("test", "test", "test_avg")]
         if self._config.evaluate_training_data:
             splits.append(("train", "train_full", "train_avg"))
         return splits
 
-    def _of_workers(self, epoch: int) -> dict[str, float]:
-        """Rows for each worker's model; the means over workers on test data."""
+    def _of_workers(self, epoch: int, step: int) -> dict[str, float]:
+        """Log rows for each worker's model. Returns the means over workers on test data."""
         network, means = self._network, dict[str, float]()
         for split, workers_rows, _ in self._splits():
             tables = [self._means(self._task.evaluate(m, split)) for m in self._parameters.models]
             for name in tables[0]:
                 for worker, table in zip(network.workers, tables, strict=True):
                     if name != "perplexity":  # which may overflow
-                        # the update of the last step is seen here first
-                        self._refuse_divergence(worker, f"{split} {name}", table[name], epoch)
+                        # the first look at the last step's update
+                        check_finite(worker, f"{split} {name}", table[name], step, epoch)
                 of_hosted = torch.tensor([table[name] for table in tables], dtype=torch.float64)
                 values = network.gather(of_hosted)
                 for worker, value in enumerate(values.tolist()):
@@ -99,19 +98,21 @@ class Evaluation:
         return means
 
     def _of_mean_model(self, epoch: int) -> dict[str, float]:
-        """Rows for the mean of all workers' models; its means on test data.
+        """Log rows for the mean of all workers' models. Returns its metrics on test data.
 
-        Batch norm's running statistics are the workers' averaged, or taken anew from training data.
+        Batch norm's running statistics are the workers' mean, or recalibrated on training data.
         """
-        who, network = self._network.processes, self._network
-        mean_model, of_test = self._mean_model, dict[str, float]()
+        processes, network = self._network.processes, self._network
+        mean_model, of_test = self.mean_model, dict[str, float]()
         mean_model.x.copy_(network.mean(self._parameters.x))
         mean_model.buffers.copy_(network.mean(self._parameters.buffers))
         if self._config.mean_model_statistics == "recalibrated":
             self._recalibrate()
         for split, _, rows in self._splits():
-            part = self._task.evaluate(mean_model.models[0], split, (who.rank, who.size))
-            sums = who.sum(np.array(list(part.values()))).tolist()
+            part = self._task.evaluate(
+                mean_model.models[0], split, (processes.rank, processes.size)
+            )
+            sums = processes.sum(np.array(list(part.values()))).tolist()
             means = self._means(dict(zip(part, sums, strict=True)))
             for name, value in means.items():
                 self._log(name, value, epoch, split=rows)
@@ -120,9 +121,11 @@ class Evaluation:
         return of_test
 
     def _recalibrate(self) -> None:
-        """Give the mean model the statistics that its own activations have on training data: of as
-        many batches of each worker."""
-        (model,) = self._mean_model.models
+        """Recompute the mean model's running statistics from its own activations on training data.
+
+        Each worker contributes the same number of batches.
+        """
+        (model,) = self.mean_model.models
         layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         if not layers:
             return
@@ -139,12 +142,14 @@ class Evaluation:
         self._task.carry(model, carried)
         for layer, momentum in zip(layers, momenta, strict=True):
             layer.momentum = momentum
-        hosted_rows = self._mean_model.buffers.repeat(self._network.hosted, 1)
-        self._mean_model.buffers.copy_(self._network.mean(hosted_rows))
+        hosted_rows = self.mean_model.buffers.repeat(self._network.hosted, 1)
+        self.mean_model.buffers.copy_(self._network.mean(hosted_rows))
 
     def _log_consensus(self, epoch: int) -> None:
-        """How far workers are from their mean, as the root of the mean square over workers: in all,
-        with running statistics, and by parameter."""
+        """Log the root mean square over workers of their distance to the mean.
+
+        Of the parameters, of parameters with running statistics, and by parameter.
+        """
         network, parameters = self._network, self._parameters
         x, buffers = parameters.x, parameters.buffers
         squares = (x - network.mean(x)).double().square()
@@ -164,7 +169,7 @@ class Evaluation:
         self._consensus_distance = math.sqrt(of_parameters)
 
     def _means(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """{metric: sum, "count": samples} as {metric: mean}, and what follows from the means."""
+        """Turn {metric: sum, "count": samples} into {metric: mean}, with derived metrics."""
         count = sums["count"]
         return self._with_derived({k: v / count for k, v in sums.items() if k != "count"})
 
@@ -172,12 +177,12 @@ class Evaluation:
         return means | self._task.derived(means)
 
     def log_spectra(self, epoch: int) -> None:
-        """Singular values of the difference of two workers' matrices, largest first."""
+        """Log the singular values of the difference of two workers' matrices, largest first."""
         layout, names = self._parameters.layout, self._parameters.names
         for parameter in self._config.spectrum_logging_params:
             (span,) = layout.spans([names.index(parameter)])
             shape = layout.shapes[names.index(parameter)]
-            everyone = self._network.gather(self._parameters.x[:, span])  # [worker, number]
+            everyone = self._network.gather(self._parameters.x[:, span])  # [worker, element]
             for first, second in self._config.spectrum_logging_worker_pairs:
                 difference = (everyone[first] - everyone[second]).view(shape[0], -1)
                 for index, value in enumerate(torch.linalg.svdvals(difference).tolist()):

@@ -1,31 +1,32 @@
-"""What a worker does with its own gradient: torch's optimizers, and the learning rate of a step."""
+"""The local optimizer: a worker's own update, and the learning rate of a step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from powergossip.parameters import Parameters
 
 
 def learning_rate(c: Any, epoch: float) -> float:
-    """The learning rate at a (fractional) epoch.
+    """The learning rate at a fractional epoch.
 
-    From learning_rate linearly to learning_rate · distributed_lr_warmup_factor during the first
-    distributed_lr_warmup_epoch epochs (Goyal et al. 2017, arXiv:1706.02677, § 2.2), and times
-    `factor` from each milestone (epoch, factor) on.
+    It changes linearly from learning_rate to learning_rate · distributed_lr_warmup_factor during
+    the first distributed_lr_warmup_epoch epochs (Goyal et al. 2017, arXiv:1706.02677, § 2.2), and
+    is multiplied by `factor` from each milestone (epoch, factor) on.
     """
     rate = c.learning_rate
     if c.distributed_lr_warmup_epoch > 0:
-        share = min(epoch / c.distributed_lr_warmup_epoch, 1.0)
-        rate *= 1 + (c.distributed_lr_warmup_factor - 1) * share
+        fraction = min(epoch / c.distributed_lr_warmup_epoch, 1.0)
+        rate *= 1 + (c.distributed_lr_warmup_factor - 1) * fraction
     for milestone, factor in c.lr_schedule_milestones:
         if epoch >= milestone:
             rate *= factor
     return float(rate)
 
 
-def _sgd(x: nn.Parameter, c: Any) -> torch.optim.Optimizer:
-    momentum = 0.0 if c.optimizer == "dgc" else c.momentum  # which has its own
+def _sgd(x: nn.Parameter, c: Any, momentum: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(
         [x],
         lr=c.learning_rate,
@@ -35,8 +36,8 @@ def _sgd(x: nn.Parameter, c: Any) -> torch.optim.Optimizer:
     )
 
 
-def _adamw(x: nn.Parameter, c: Any) -> torch.optim.Optimizer:
-    """Loshchilov & Hutter (2019), arXiv:1711.05101; its decay is decoupled, see train.py."""
+def _adamw(x: nn.Parameter, c: Any, momentum: float) -> torch.optim.Optimizer:
+    """Loshchilov & Hutter (2019), arXiv:1711.05101; LocalOptimizer applies the weight decay."""
     return torch.optim.AdamW(
         [x],
         lr=c.learning_rate,
@@ -47,9 +48,58 @@ def _adamw(x: nn.Parameter, c: Any) -> torch.optim.Optimizer:
     )
 
 
-# The names that users choose from; state is elementwise, so one optimizer serves all workers.
-LOCAL_OPTIMIZERS: dict[str, Callable[[nn.Parameter, Any], torch.optim.Optimizer]] = {
+# The names that users choose from. State is elementwise, so one optimizer serves all workers.
+LOCAL_OPTIMIZERS: dict[str, Callable[[nn.Parameter, Any, float], torch.optim.Optimizer]] = {
     "sgd": _sgd,
     "adamw": _adamw,
 }
 DECOUPLED = ("adamw",)  # weight decay apart from the gradient
+
+
+class LocalOptimizer:
+    """x ← (1 − η λ) x − η u(g) for the flat buffer x of all hosted workers.
+
+    The decay λ is that of optimizers with decoupled weight decay, and spares normalization layers.
+    Otherwise it is 0 here, and `coupled_decay` is the λ that a learning rule adds to the gradient.
+
+    momentum   # of SGD, in place of the configured one: 0 where an aggregation has its own
+    """
+
+    def __init__(self, parameters: Parameters, c: Any, momentum: float | None = None):
+        decoupled = c.local_optimizer in DECOUPLED
+        self.coupled_decay = 0.0 if decoupled else c.weight_decay
+        self._x = nn.Parameter(parameters.x)
+        momentum = c.momentum if momentum is None else momentum
+        self._optimizer = LOCAL_OPTIMIZERS[c.local_optimizer](self._x, c, momentum)
+        decay = c.weight_decay if decoupled else 0.0
+        self._decayed = [
+            (parameters.x[:, span], decay) for span in (parameters.decay_spans() if decay else [])
+        ]
+
+    @property
+    def rate(self) -> float:
+        """The learning rate η of the next step."""
+        rate: float = self._optimizer.param_groups[0]["lr"]
+        return rate
+
+    @rate.setter
+    def rate(self, value: float) -> None:
+        self._optimizer.param_groups[0]["lr"] = value
+
+    def step(self, gradient: Tensor) -> None:
+        """Update x in place with a gradient [worker, D]."""
+        self._x.grad = gradient
+        for part, decay in self._decayed:
+            part.mul_(1 - self.rate * decay)
+        self._optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Momenta and the like [worker, D], and the number of steps."""
+        return {
+            name: None if value is None else torch.as_tensor(value)
+            for name, value in self._optimizer.state[self._x].items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict()`."""
+        self._optimizer.state[self._x].update(state)

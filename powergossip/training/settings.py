@@ -1,179 +1,235 @@
-"""What the keys of train.Config mean to the parts of a run, and which values they may have."""
+"""The keys of train.Config: accepted values, and the options of the chosen method.
+
+A key `optimizer_X` is the option X of the method `optimizer`. Its options are those of its row (see
+powergossip.options), so a new option needs no line here. null stands for the default.
+"""
 
 import math
-from collections.abc import Callable
-from functools import partial
-from typing import Any, TypeVar
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, ListConfig
 
-from powergossip import algorithms, checks, compressors
-from powergossip.algorithms import aggregation, ddp, dgc, power_sgd
+from powergossip import algorithms, checks, options
+from powergossip.algorithms import aggregation, ddp
 from powergossip.network import Processes
 from powergossip.network import hosted_workers as hosted
 from powergossip.runs.output import plain_copy
 from powergossip.training.local_optimizers import LOCAL_OPTIMIZERS
 
-V = TypeVar("V")
+PREFIX = "optimizer_"
+
+# Options that a method calls by another name than the key: the published names of its class.
+ALIASES: dict[str, dict[str, str]] = {
+    "powersgd": {
+        "num_iterations": "num_iters_per_step",
+        "start_compressing_after": "start_compressing_after_num_steps",
+    },
+    "dgc": {"keep_ratio": "compress_ratio"},
+}
+# Defaults of train.py that differ from those of the method's constructor, by key.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "power-gossip": {"num_iterations": 2},
+    "powersgd": {"num_iterations": 2, "min_compression_rate": 2.0},
+    "dgc": {"keep_ratio": 0.01},
+    **{name: {"start_iteration": 2} for name in ddp.HOOKS},
+}
+# Options that have a key of their own, without the prefix.
+OWN_KEYS = {
+    "seed": "seed",
+    "momentum": "momentum",
+    "nesterov": "nesterov",
+    "clip": "gradient_clipping",
+    "weight_decay": "weight_decay",
+}
+# Options of learning.CentralizedSGD, which makes a learning rule of an aggregation.
+OF_RULE = {"num_batches_per_step": 1}
 
 
-def checked(asked: DictConfig, who: Processes) -> Any:
-    """A copy of the configuration with its blanks filled in. ValueError for impossible values."""
-    c = plain_copy(asked)  # no checks in the hot path
-    c.n_workers = who.size if c.n_workers is None else c.n_workers
-    hosted(c.n_workers, who.size)
+def checked(
+    asked: DictConfig, processes: Processes, explicit: Collection[str] | None = None
+) -> Any:
+    """Return a copy of the configuration with resolved blanks. Raises ValueError for bad values.
 
-    demand = partial(checks.require, c)
-    for key in (
-        "num_epochs",
-        "batch_size",
-        "checkpoint_interval",
-        "evaluation_interval",
-        "local_steps",
-        "optimizer_rank",
-        "optimizer_num_iterations",
-        "optimizer_num_batches_per_step",
-        "recalibration_batches",
-    ):
-        demand(key, lambda v: v >= 1, "1 or more")
-    for key in ("seed", "rank", "log_verbosity"):
-        demand(key, lambda v: v >= 0, "0 or more")
-    demand("max_steps_per_epoch", lambda v: v is None or v >= 1, "1 or more, or null for all")
-    demand("learning_rate", lambda v: v > 0 and math.isfinite(v), "a number above 0")
-    demand("distributed_lr_warmup_factor", lambda v: v > 0 and math.isfinite(v), "a number above 0")
-    demand("distributed_lr_warmup_epoch", lambda v: v >= 0, "a number of epochs, or 0 for none")
-    for key in ("adam_beta1", "adam_beta2"):
-        demand(key, lambda v: 0 <= v < 1, "a number from 0 to below 1")
-    demand("adam_epsilon", lambda v: v > 0 and math.isfinite(v), "a number above 0")
-    demand(
+    Keys of the method's options have their values, and those that the method lacks are removed. Of
+    the latter, one that is in `explicit` raises ValueError; others that are set give one warning.
+    """
+    c = plain_copy(asked)  # without types, which would be checked in the hot path
+    c.n_workers = processes.size if c.n_workers is None else c.n_workers
+    hosted(c.n_workers, processes.size)
+    _check_values(c)
+    _check_method(c)
+    _resolve_options(c, explicit or ())
+    if c.optimizer in aggregation.AGGREGATIONS:
+        checks.at_least_one("optimizer_num_batches_per_step", c.optimizer_num_batches_per_step)
+    if c.optimizer in ddp.HOOKS:
+        ddp.check(hosted=hosted(c.n_workers, processes.size), **hook_options(c))
+    return c
+
+
+def _check_values(c: Any) -> None:
+    """Raise ValueError for a value that no method accepts."""
+    checks.all_of(
+        checks.at_least_one,
+        c,
+        (
+            "num_epochs",
+            "batch_size",
+            "checkpoint_interval",
+            "evaluation_interval",
+            "local_steps",
+            "recalibration_batches",
+        ),
+    )
+    checks.all_of(checks.not_negative, c, ("seed", "rank", "log_verbosity"))
+    checks.all_of(
+        checks.positive, c, ("learning_rate", "distributed_lr_warmup_factor", "adam_epsilon")
+    )
+    checks.all_of(checks.below_one, c, ("adam_beta1", "adam_beta2", "momentum"))
+    checks.fraction("decentralized_data_shuffled_ratio", c.decentralized_data_shuffled_ratio)
+    checks.one_of("mean_model_statistics", c.mean_model_statistics, ("averaged", "recalibrated"))
+    checks.one_of("local_optimizer", c.local_optimizer, LOCAL_OPTIMIZERS)
+    checks.one_of("cuda_aware", c.cuda_aware, ("auto", "on", "off"))
+    checks.one_of("distributed_backend", c.distributed_backend, ("mpi",))
+
+    def require(key: str, ok: Callable[[Any], bool], accepted: str) -> None:
+        checks.require(c, key, ok, accepted)
+
+    require("max_steps_per_epoch", lambda v: v is None or v >= 1, "1 or more, or null for all")
+    require("distributed_lr_warmup_epoch", lambda v: v >= 0, "a number of epochs, or 0 for none")
+    require("weight_decay", lambda v: v >= 0 and math.isfinite(v), "0 or more")
+    require(
         "gradient_clipping",
         lambda v: v is None or (v > 0 and math.isfinite(v)),
         "a number above 0, or null",
     )
-    demand(
-        "mean_model_statistics",
-        lambda v: v in ("averaged", "recalibrated"),
-        "averaged or recalibrated",
-    )
-    choices = ", ".join(LOCAL_OPTIMIZERS)
-    demand("local_optimizer", lambda v: v in LOCAL_OPTIMIZERS, f"one of {choices}")
-    demand("momentum", lambda v: 0 <= v < 1, "a number from 0 to below 1")
-    demand("weight_decay", lambda v: v >= 0 and math.isfinite(v), "0 or more")
-    demand("decentralized_data_shuffled_ratio", lambda v: 0 <= v <= 1, "a share from 0 to 1")
-    demand("cuda_aware", lambda v: v in ("auto", "on", "off"), "auto, on or off")
-    demand("distributed_backend", lambda v: v == "mpi", "mpi, the only one")
-    demand(
+    require(
         "optimizer_diffusion_rate",
-        lambda v: v == "auto" or (not isinstance(v, str) and v > 0 and math.isfinite(v)),
+        lambda v: v is None or v == "auto" or (checks.is_finite(v) and v > 0),
         "a number above 0, or auto",
     )
-    demand(
+    require(
         "lr_schedule_milestones",
-        lambda v: all(_numbers(pair, 2) and pair[0] >= 0 and pair[1] > 0 for pair in v),
+        lambda v: all(_is_pair(pair) and pair[0] >= 0 and pair[1] > 0 for pair in v),
         "a list of [epoch, factor], such as [[150, 0.1], [225, 0.1]]",
     )
-    demand(
+    require(
         "spectrum_logging_worker_pairs",
         lambda v: all(
-            _numbers(pair, 2) and all(isinstance(n, int) and n in range(c.n_workers) for n in pair)
+            _is_pair(pair) and all(isinstance(n, int) and n in range(c.n_workers) for n in pair)
             for pair in v
         ),
         f"a list of pairs of workers, 0 to {c.n_workers - 1}",
     )
-    optimizers = [*algorithms.AVERAGING, *aggregation.AGGREGATIONS, *ddp.HOOKS]
-    if c.optimizer not in optimizers:
-        choices = ", ".join(optimizers)
+
+
+def _is_pair(values: Any) -> bool:
+    """Whether this is a list of two finite numbers."""
+    try:
+        return len(values) == 2 and all(math.isfinite(value) for value in values)
+    except TypeError:
+        return False
+
+
+def _check_method(c: Any) -> None:
+    """Raise ValueError for an unknown method, or one that does not go with other keys."""
+    known = {**algorithms.AVERAGING, **aggregation.AGGREGATIONS, **dict.fromkeys(ddp.HOOKS)}
+    if c.optimizer not in known:
+        choices = ", ".join(known)
         raise ValueError(f'optimizer "{c.optimizer}" is unknown; choose from {choices}')
     if c.optimizer not in algorithms.AVERAGING and c.local_steps > 1:
         raise ValueError(
-            f"local_steps={c.local_steps} is for gossip; {c.optimizer} goes with local_steps=1 "
-            "(and powersgd and dgc with optimizer_num_batches_per_step)"
+            f"local_steps={c.local_steps} is for gossip; use local_steps=1 with {c.optimizer} "
+            "(powersgd and dgc have optimizer_num_batches_per_step)"
         )
-    if c.optimizer in aggregation.AGGREGATIONS:
-        centralized_options(c)
-    if c.optimizer in ddp.HOOKS:
-        ddp.check(hosted=hosted(c.n_workers, who.size), **hook_options(c))
-    if c.optimizer == "dgc" and c.local_optimizer != "sgd":
-        raise ValueError(
-            f"local_optimizer={c.local_optimizer}: dgc corrects the momentum of sgd; use sgd"
-        )
-    return c
 
 
-def averaging_options(c: Any, diffusion_rate: float) -> algorithms.Options:
-    """What the keys say of averaging algorithms; the diffusion rate as a number."""
-    svd_rank = c.optimizer_rank if c.optimizer_compressor == "svd" else None
-    return algorithms.Options(
-        diffusion_rate=diffusion_rate,
-        rank=c.optimizer_rank,
-        num_iterations=c.optimizer_num_iterations,
-        warm_start=c.optimizer_warm_start,
-        round_weights=c.optimizer_round_weights,
-        compressor=c.optimizer_compressor,
-        compressor_options=compressors.Options(
-            keep_ratio=c.optimizer_keep_ratio, rank=svd_rank, levels=c.optimizer_levels
-        ),
-        theta=c.optimizer_theta,
-        seed=c.seed,
-    )
+# --- Options of the method -----------------------------------------------------------------------
+
+
+def _row_defaults(optimizer: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return option → default of a method's row; `given` may choose the compressor."""
+    if optimizer in algorithms.AVERAGING:
+        return algorithms.defaults(optimizer, given)
+    if optimizer in aggregation.AGGREGATIONS:
+        return options.defaults(aggregation.AGGREGATIONS[optimizer])
+    return options.defaults(ddp.DDPHook)
+
+
+def option_defaults(optimizer: str, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return X → default for the keys optimizer_X of a method.
+
+    `given`, X → value, may choose the compressor, whose options are included.
+    """
+    keys = {name: key for key, name in ALIASES.get(optimizer, {}).items()}
+    found = {
+        keys.get(name, name): default
+        for name, default in _row_defaults(optimizer, given or {}).items()
+        if name not in OWN_KEYS and name not in OF_RULE
+    }
+    rule = OF_RULE if optimizer in aggregation.AGGREGATIONS else {}
+    return found | rule | DEFAULTS.get(optimizer, {})
+
+
+def _resolve_options(c: Any, explicit: Collection[str]) -> None:
+    """Give the method's keys their values, and remove those that it lacks. See `checked`."""
+    given = {
+        key.removeprefix(PREFIX): value
+        for key, value in c.items()
+        if key.startswith(PREFIX) and value is not None and value != []
+    }
+    known = option_defaults(c.optimizer, given)
+    lacking = [f"{PREFIX}{name}" for name in given if name not in known]
+    for key in lacking:
+        if key in explicit:
+            accepted = ", ".join(f"{PREFIX}{name}" for name in known) or "none"
+            raise ValueError(
+                f"{key}={c[key]}: optimizer={c.optimizer} has no such option; leave it out "
+                f"(its options: {accepted})"
+            )
+    if lacking:
+        warnings.warn(
+            f"ignored, since optimizer={c.optimizer} has no such options: {', '.join(lacking)}",
+            stacklevel=3,
+        )
+    for key in [key for key in c if key.startswith(PREFIX)]:
+        del c[key]
+    for name, default in known.items():
+        c[f"{PREFIX}{name}"] = given.get(name, default)
+
+
+def method_options(c: Any) -> dict[str, Any]:
+    """Return the options of the method of a checked configuration, under its own names.
+
+    Without those of the learning rule.
+    """
+    given = {key.removeprefix(PREFIX): c[key] for key in c if key.startswith(PREFIX)}
+    keys = {name: key for key, name in ALIASES.get(c.optimizer, {}).items()}
+    values: dict[str, Any] = {}
+    for name in _row_defaults(c.optimizer, given):
+        if name in OWN_KEYS:
+            values[name] = c[OWN_KEYS[name]]
+        elif name not in OF_RULE:
+            value = given[keys.get(name, name)]
+            values[name] = list(value) if isinstance(value, ListConfig) else value
+    if "nesterov" in values:
+        values["nesterov"] = c.nesterov and c.momentum > 0
+    return values
 
 
 def hook_options(c: Any) -> dict[str, Any]:
-    """What the keys say of PyTorch's hooks."""
-    return {
-        "rank": c.optimizer_rank,
-        "start_iteration": c.optimizer_start_iteration,
-        "error_feedback": c.optimizer_error_feedback,
-        "warm_start": c.optimizer_warm_start,
-        "min_compression_rate": c.optimizer_min_compression_rate,
-    }
+    """Return the options of PyTorch's hooks alone, without those shared with other methods."""
+    return {name: value for name, value in method_options(c).items() if name not in OWN_KEYS}
 
 
-def centralized_options(c: Any) -> aggregation.Options:
-    """What the keys say of gradient aggregations. Raises ValueError that names the key."""
-
-    def of_keys(make: Callable[..., V], **keys: str) -> V:
-        try:
-            return make(**{name: c[key] for name, key in keys.items()})
-        except ValueError as error:  # which begins with NAME=value
-            name, equals, rest = str(error).partition("=")
-            raise ValueError(f"{keys.get(name, name)}{equals}{rest}") from error
-
-    c = {
-        **c,
-        "nesterov": c.nesterov and c.momentum > 0,
-        "optimizer_warmup_ratios": c.optimizer_warmup_ratios or None,
-    }
-    return aggregation.Options(
-        of_keys(
-            power_sgd.Config,
-            rank="optimizer_rank",
-            min_compression_rate="optimizer_min_compression_rate",
-            num_iters_per_step="optimizer_num_iterations",
-            start_compressing_after_num_steps="optimizer_start_compressing_after",
-            seed="seed",
-        ),
-        of_keys(
-            dgc.Config,
-            compress_ratio="optimizer_keep_ratio",
-            sample_ratio="optimizer_sample_ratio",
-            max_adaptation_iterations="optimizer_max_adaptation_iterations",
-            momentum="momentum",
-            nesterov="nesterov",
-            momentum_masking="optimizer_momentum_masking",
-            clip="gradient_clipping",
-            warmup_epochs="optimizer_warmup_epochs",
-            warmup_ratios="optimizer_warmup_ratios",
-            fp16_values="optimizer_fp16_values",
-            int32_indices="optimizer_int32_indices",
-            seed="seed",
-        ),
-    )
-
-
-def _numbers(values: Any, count: int) -> bool:
-    """Whether this is a list of so many numbers."""
+@contextmanager
+def errors_name_keys(optimizer: str) -> Iterator[None]:
+    """Rename the options of a method in the errors of the block to their keys."""
     try:
-        return len(values) == count and all(math.isfinite(value) for value in values)
-    except TypeError:
-        return False
+        yield
+    except checks.BadValue as error:
+        keys = {name: key for key, name in ALIASES.get(optimizer, {}).items()}
+        key = OWN_KEYS.get(error.name, f"{PREFIX}{keys.get(error.name, error.name)}")
+        raise error.renamed(key) from error

@@ -1,0 +1,62 @@
+"""Measurements of a run: rows for the hooks of an entry point, and the check for divergence."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from powergossip.errors import Stopped
+from powergossip.network import Network
+
+
+class Diverged(Stopped):
+    """A worker's loss, or a metric of its model, is no longer finite."""
+
+
+def check_finite(worker: int, name: str, value: float, step: int, epoch: int) -> None:
+    """Raise Diverged for a value that is infinite or NaN; epoch counts from 1."""
+    if not math.isfinite(value):
+        raise Diverged(
+            f"diverged: worker {worker}'s {name} is {value} at step {step} "
+            f"(epoch {epoch}); try a smaller learning_rate or optimizer_diffusion_rate"
+        )
+
+
+def _ignore(*arguments: Any) -> None:
+    """Do nothing."""
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """The functions that receive a run's measurements; called on process 0 only.
+
+    log_metric   # (name, values, tags)
+    log_info     # (facts)
+    log_runtime  # (label, mean, std, instances), in seconds
+    """
+
+    log_metric: Callable[[str, Mapping[str, float], Mapping[str, Any]], None] = _ignore
+    log_info: Callable[[Mapping[str, Any]], None] = _ignore
+    log_runtime: Callable[[str, float, float, int], None] = _ignore
+
+
+class Rows:
+    """Adds epoch, bits, messages and seconds to a value, for `Hooks.log_metric`.
+
+    Bits and messages are those sent by worker 0 until now.
+    """
+
+    def __init__(self, hooks: Hooks, network: Network, seconds: Callable[[], float]):
+        self._hooks, self._network, self._seconds = hooks, network, seconds
+
+    def __call__(self, name: str, value: float, epoch: int, **tags: Any) -> None:
+        """Log a row on process 0."""
+        if self._network.processes.rank == 0:
+            values = {
+                "value": value,
+                "epoch": epoch,
+                "bits": int(self._network.bits[0]),
+                "messages": int(self._network.messages[0]),
+                "seconds": self._seconds(),
+            }
+            self._hooks.log_metric(name, values, tags)

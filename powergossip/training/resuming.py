@@ -1,0 +1,66 @@
+"""Which runs may be resumed: those with the same configuration, but for a few keys."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from powergossip.training.settings import PREFIX, option_defaults
+
+# Keys that may change when a run is resumed.
+FREE_TO_CHANGE = (
+    "checkpoint_interval",
+    "cuda_aware",
+    "data_dir",
+    "device",
+    "download",
+    "log_verbosity",
+    "num_epochs",
+    "overwrite",
+    "rank",
+    "resume",
+    "tensorboard",
+)
+
+
+def check_same_run_without_checkpoint(folder: Path, config: Any) -> None:
+    """Raise ValueError if the folder holds another run, whose rows would be lost."""
+    file = folder / "config.yaml"
+    if file.exists():
+        saved = OmegaConf.to_container(OmegaConf.load(file))
+        assert isinstance(saved, dict)
+        check_same_run(folder, {str(key): value for key, value in saved.items()}, config)
+
+
+def check_same_run(folder: Path, saved: Mapping[str, Any], config: Any) -> None:
+    """Raise ValueError if the saved configuration differs in a key that may not change."""
+    now = OmegaConf.to_container(config)
+    assert isinstance(now, dict)
+    before = _with_present_options(saved, config)
+    differing = [
+        f"{key}={now.get(key)} (was {before.get(key)})"
+        for key in sorted({*now, *before})
+        if key not in FREE_TO_CHANGE and now.get(key) != before.get(key)
+    ]
+    if differing:
+        raise ValueError(
+            f"the run in {folder} cannot be resumed with {', '.join(differing)}; "
+            "keep these values, or use another --output-dir"
+        )
+
+
+def _with_present_options(saved: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """The saved configuration without the keys of other methods.
+
+    Earlier versions saved the keys of all methods, and [] for a list of defaults.
+    """
+    if saved.get("optimizer") != config.optimizer:
+        return dict(saved)
+    given = {key.removeprefix(PREFIX): value for key, value in saved.items()}
+    known = option_defaults(config.optimizer, given)
+    return {
+        key: None if value == [] and key.startswith(PREFIX) else value
+        for key, value in saved.items()
+        if not key.startswith(PREFIX) or key.removeprefix(PREFIX) in known
+    }

@@ -1,0 +1,453 @@
+"""The trainer: everything between a checked configuration and the rows of a run."""
+
+import platform
+import signal
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from powergossip import algorithms, randomness, tasks, topologies
+from powergossip.algorithms import aggregation, ddp, learning
+from powergossip.errors import Interrupted
+from powergossip.network import Network, Processes, choose_device, cuda_aware_mpi
+from powergossip.parameters import Layout, Parameters
+from powergossip.runs.checkpoints import Checkpoints
+from powergossip.runs.clock import Clock, PhaseTime, Signals
+from powergossip.training.evaluation import Evaluation
+from powergossip.training.local_optimizers import LocalOptimizer, learning_rate
+from powergossip.training.measurements import Hooks, Rows, check_finite
+from powergossip.training.resuming import check_same_run, check_same_run_without_checkpoint
+from powergossip.training.settings import errors_name_keys, hook_options, method_options
+
+Position = tuple[int, int, dict[str, Tensor]]  # epoch, step in it, sums of metrics over its steps
+
+
+class Trainer:
+    """Trains the workers of a run. All processes construct it and call its methods together.
+
+    config      # as `settings.checked` returns it
+    hooks       # receive rows and facts, on process 0
+    resume_from # output folder of a run to resume from its last checkpoint, if it has one
+    task        # data and models; None: those of the configuration
+
+    Raises BadInput, in all processes, for impossible values, missing data, or a run to resume that
+    had another configuration or model.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        processes: Processes,
+        hooks: Hooks | None = None,
+        resume_from: Path | None = None,
+        task: tasks.Task | None = None,
+    ):
+        c = self.config = config
+        self.processes, self._hooks = processes, hooks or Hooks()
+        self.clock = Clock()
+        with processes.agreed():
+            self.topology = topologies.make(
+                c.topology, c.n_workers, seed=c.seed, options=c.topology_options
+            )
+            self.device = choose_device(c.device, processes.local_rank)
+            stage = {"on": False, "off": True, "auto": None}[c.cuda_aware]
+            self.network = Network(self.topology, processes, self.device, stage)
+            self.network.measure = self.clock
+            self._check_method()
+        self.task = task or processes.one_by_one(self._make_task)
+        self.steps_per_epoch = min(
+            self.task.steps_per_epoch, c.max_steps_per_epoch or self.task.steps_per_epoch
+        )
+        with processes.agreed():
+            models = [self.task.model(c.task_architecture, c.seed) for _ in self.network.workers]
+            self.parameters = Parameters(models, self.device)
+            self._check_spectrum_names()
+            self._make_rule()
+        self.rows = Rows(self._hooks, self.network, lambda: time.perf_counter() - self._started)
+        self.evaluation = Evaluation(
+            c, self.network, self.task, self.parameters, self.steps_per_epoch, self.rows
+        )
+        if c.overlapping and processes.size > 1:
+            self._progress_messages_during_backward()
+
+        self.step = 0  # since the start of the run
+        self.position: Position = (0, 0, {})
+        self.metrics_bytes = 0  # of metrics.jsonl that belong to the steps so far
+        self._seconds = 0.0  # of the run, without time lost in interruptions
+        self._started = time.perf_counter()
+        self._next_poll = 0  # the step after which processes exchange received signals
+        self._last_poll = 0, time.perf_counter()
+        if resume_from is not None:
+            self._resume(resume_from)
+
+    # --- Construction ---
+
+    def _make_task(self) -> tasks.Task:
+        c = self.config
+        return tasks.make(
+            c.task,
+            n_workers=c.n_workers,
+            batch_size=c.batch_size,
+            seed=c.seed,
+            decentralized=c.use_decentralized_data,
+            shuffled_ratio=c.decentralized_data_shuffled_ratio,
+            dirichlet_alpha=c.decentralized_data_dirichlet_alpha,
+            reshuffle=c.reshuffle_data,
+            data_dir=c.data_dir,
+            download=c.download,
+            device=self.device,
+            task_options=c.task_options,
+        )
+
+    def _check_method(self) -> None:
+        """Raise ValueError for bad options of the method, before data are loaded."""
+        c, layout = self.config, Layout([(2, 2)])
+        if c.optimizer in algorithms.AVERAGING:
+            self.averaging(layout)
+        elif c.optimizer in aggregation.AGGREGATIONS:
+            owns_momentum = self._aggregation(layout).owns_momentum
+            if owns_momentum and c.local_optimizer != "sgd":
+                raise ValueError(
+                    f"local_optimizer={c.local_optimizer}: {c.optimizer} corrects the momentum of "
+                    "sgd; use sgd"
+                )
+
+    def averaging(self, layout: Layout) -> algorithms.Averaging:
+        """Build the averaging algorithm of the configuration. Raises ValueError."""
+        given = method_options(self.config)
+        if "diffusion_rate" in given:
+            given["diffusion_rate"] = self.diffusion_rate()
+        with errors_name_keys(self.config.optimizer):
+            return algorithms.make(self.config.optimizer, self.network, layout, **given)
+
+    def _aggregation(self, layout: Layout) -> aggregation.Aggregation:
+        given = method_options(self.config)
+        with errors_name_keys(self.config.optimizer):
+            return aggregation.make(self.config.optimizer, self.network, layout, **given)
+
+    def _make_rule(self) -> None:
+        """Build the local optimizer and the learning rule."""
+        c, parameters, network = self.config, self.parameters, self.network
+        self._at_epoch: Callable[[float], None] = lambda epoch: None
+        self.rule: learning.Learning
+        if c.optimizer in aggregation.AGGREGATIONS:
+            aggregate = self._aggregation(parameters.layout)
+            self._at_epoch = aggregate.at_epoch
+            self.local = LocalOptimizer(parameters, c, 0.0 if aggregate.owns_momentum else None)
+            self.rule = learning.CentralizedSGD(
+                network,
+                aggregate,
+                parameters,
+                self._update,
+                weight_decay=self.local.coupled_decay,
+                clip=None if aggregate.clips else c.gradient_clipping,
+                num_batches_per_step=c.optimizer_num_batches_per_step,
+            )
+            return
+        self.local = LocalOptimizer(parameters, c)
+        if c.optimizer in ddp.HOOKS:
+            self.rule = ddp.DDPHook(
+                network,
+                parameters,
+                self._update,
+                hook=c.optimizer,
+                **hook_options(c),
+                seed=c.seed,
+                weight_decay=self.local.coupled_decay,
+                clip=c.gradient_clipping,
+            )
+        else:
+            self.rule = learning.DPSGD(
+                network,
+                self.averaging(parameters.layout),
+                parameters,
+                self._update,
+                overlapping=c.overlapping,
+                weight_decay=self.local.coupled_decay,
+                clip=c.gradient_clipping,
+                local_steps=c.local_steps,
+            )
+
+    def _update(self, gradient: Tensor) -> None:
+        """The local update of a learning rule."""
+        with self.clock("update"):
+            self.local.step(gradient)
+
+    def _progress_messages_during_backward(self) -> None:
+        for model in self.parameters.models:
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(lambda _: self.network.progress())
+
+    def _check_spectrum_names(self) -> None:
+        for name in self.config.spectrum_logging_params:
+            if name not in self.parameters.names:
+                names = ", ".join(self.parameters.names)
+                raise ValueError(f'spectrum_logging_params: no parameter "{name}" among {names}')
+
+    def diffusion_rate(self) -> float | None:
+        """γ as configured, or the best for plain gossip on this topology; None without gossip."""
+        rate = self.config.get("optimizer_diffusion_rate")
+        if rate == "auto":
+            return self.topology.best_diffusion_rate
+        return None if rate is None else float(rate)
+
+    def facts(self) -> dict[str, Any]:
+        """Metadata of the run: software versions, layout of processes, topology, data."""
+        distributed_gpu = self.device.type == "cuda" and self.processes.size > 1
+        counts = self.task.label_counts()
+        return {
+            "processes": self.processes.size,
+            "n_workers": self.config.n_workers,
+            "threads_per_process": torch.get_num_threads(),
+            "device": str(self.device),
+            "cuda_aware_mpi": cuda_aware_mpi() if distributed_gpu else None,
+            "messages_staged_in_host_memory": self.network.stage,
+            "diffusion_rate": self.diffusion_rate(),
+            "parameters": self.parameters.layout.size,
+            "steps_per_epoch": self.steps_per_epoch,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "topology": self.topology.summary(),
+        } | ({} if counts is None else {"label_counts": counts.tolist()})  # [worker][label]
+
+    # --- Training ---
+
+    def train(
+        self,
+        checkpoints: Checkpoints | None = None,
+        metrics_offset: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """Train the remaining epochs; each is followed by its rows.
+
+        checkpoints     # where to save; None: nowhere
+        metrics_offset  # bytes of metrics.jsonl on the disk, saved with a checkpoint on process 0
+
+        Raises Diverged in the process that sees it; Interrupted in all after a signal.
+        """
+        c, steps = self.config, self.steps_per_epoch
+        self._started = time.perf_counter() - self._seconds
+        save = partial(self._save, checkpoints, metrics_offset)
+        bar = tqdm(
+            total=c.num_epochs * steps,
+            initial=min(self.step, c.num_epochs * steps),
+            disable=self.processes.rank > 0 or c.log_verbosity == 0,
+            unit="step",
+            mininterval=0.5,
+            smoothing=0,
+        )
+        first, first_step, sums = self.position
+        with bar, Signals() as signals:
+            for epoch in range(first, c.num_epochs):
+                for step in range(first_step, steps):
+                    self._train_step(epoch, step, sums)
+                    bar.update()
+                    self._stop_if_asked(signals, (epoch, step + 1, sums), save)
+                score = self._end_epoch(epoch + 1, sums, bar)
+                first_step, sums = 0, {}
+                if (epoch + 1) % c.checkpoint_interval == 0 or epoch + 1 == c.num_epochs:
+                    save((epoch + 1, 0, {}), score)
+
+    def train_step(self, epoch: int, step: int) -> dict[str, Tensor]:
+        """One step of all hosted workers; returns the batches' metrics, each [worker]."""
+        self.local.rate = learning_rate(self.config, epoch + (step + 1) / self.steps_per_epoch)
+        self._at_epoch(epoch + step / self.steps_per_epoch)
+        # The phase has compression and mixing; the phases within it count for themselves.
+        with self.clock("averaging"):
+            self.rule.start()
+            metrics = self.gradient(epoch, step)
+            self.rule.finish()
+        self.step += 1
+        return metrics
+
+    def _train_step(self, epoch: int, step: int, sums: dict[str, Tensor]) -> None:
+        """One step; adds the batches' metrics to their sums."""
+        for name, values in self.train_step(epoch, step).items():
+            sums[name] = sums[name] + values if name in sums else values
+
+    def gradient(self, epoch: int, step: int) -> dict[str, Tensor]:
+        """Add the hosted workers' gradients to parameters.grad; metrics, each [worker]."""
+        collected: dict[str, list[Tensor]] = {}
+        for worker, model in zip(self.network.workers, self.parameters.models, strict=True):
+            try:
+                metrics = self._worker_gradient(worker, model, epoch, step)
+            except Exception as error:
+                error.add_note(f"in worker {worker} at step {self.step} (epoch {epoch + 1})")
+                raise
+            for name, value in metrics.items():
+                collected.setdefault(name, []).append(value)
+        return {name: torch.stack(values) for name, values in collected.items()}
+
+    def _worker_gradient(
+        self, worker: int, model: nn.Module, epoch: int, step: int
+    ) -> dict[str, Tensor]:
+        with self.clock("data"):
+            batch = self.task.batch(worker, epoch, step)
+        with self.clock("gradient"):
+            # For layers that use torch's generator: equal in any layout of processes.
+            torch.manual_seed(randomness.torch_seed(self.config.seed, "layers", worker, self.step))
+            loss, metrics = self.task.loss(model, batch)
+            check_finite(worker, "loss", loss.item(), self.step, epoch + 1)
+            loss.backward()
+        return metrics
+
+    def _end_epoch(self, epoch: int, sums: Mapping[str, Tensor], bar: tqdm) -> float | None:
+        """Log the rows at the end of an epoch; returns the score, if there was an evaluation."""
+        c, score = self.config, None
+        if epoch % c.evaluation_interval == 0 or epoch == c.num_epochs:
+            with self.clock("evaluation"):
+                shown, score = self.evaluation(epoch, self.step, sums)
+            bar.set_postfix_str(shown, refresh=False)
+            if c.log_verbosity > 1 and self.processes.rank == 0:
+                bar.write(f"epoch {epoch}: {shown}")
+        if epoch in c.spectrum_logging_epochs:
+            self.evaluation.log_spectra(epoch)
+        for phase, spent in self.clock.phases.items():
+            self.rows("phase_seconds", spent.total, epoch, phase=phase, instances=spent.instances)
+            if self.processes.rank == 0:
+                self._hooks.log_runtime(phase, spent.mean, spent.deviation, spent.instances)
+        if self.processes.rank == 0:
+            self._hooks.log_info({"state.progress": epoch / c.num_epochs})
+        return score
+
+    def _stop_if_asked(
+        self, signals: Signals, position: Position, save: Callable[[Position], None]
+    ) -> None:
+        """Save and raise Interrupted if a process has received a signal."""
+        number = self._received_signal(signals)
+        if number is not None:
+            save(position)
+            raise Interrupted(
+                f"stopped by {signal.Signals(number).name} after step {self.step} "
+                f"(epoch {position[0] + 1}); the same command with resume=true resumes there",
+                number,
+            )
+
+    def _received_signal(self, signals: Signals) -> int | None:
+        """A signal that some process received, in all processes at the same step.
+
+        Processes exchange it about three times a second, by process 0's clock.
+        """
+        if self.processes.size == 1:
+            return signals.received
+        if self.step < self._next_poll:
+            return None
+        now = time.perf_counter()
+        steps = self.step - self._last_poll[0]
+        per_step = (now - self._last_poll[1]) / max(1, steps)
+        self._last_poll = self.step, now
+        received = self.processes.gather((signals.received, max(1, int(0.3 / per_step))))
+        self._next_poll = self.step + received[0][1]
+        return next((number for number, _ in received if number is not None), None)
+
+    # --- Checkpoints ---
+
+    def _resume(self, folder: Path) -> None:
+        """Restore the last checkpoint of the run in this folder. Raises BadInput."""
+        saved = Checkpoints(folder, self.processes)
+        entry = saved.describe()
+        if entry is None:  # killed before the first checkpoint, or a new folder
+            with self.processes.agreed():
+                check_same_run_without_checkpoint(folder, self.config)
+            return
+        with self.processes.agreed():
+            check_same_run(folder, entry["facts"]["config"], self.config)
+        state = saved.load(self.network.workers)
+        with self.processes.agreed():
+            self._check_same_model(folder, state)
+        self.metrics_bytes = entry["facts"]["metrics_bytes"]
+        self.load_state_dict(state)
+
+    def _check_same_model(self, folder: Path, state: Mapping[str, Any]) -> None:
+        for name in ("x", "buffers"):
+            saved, now = state[name].shape[1], getattr(self.parameters, name).shape[1]
+            if saved != now:
+                raise ValueError(
+                    f"the run in {folder} has another model: {saved} elements of {name} for each "
+                    f"worker, not {now}; use the same data and version of this program"
+                )
+
+    def state_dict(self, position: Position) -> dict[str, Any]:
+        """Everything that the next step depends on; tensors are [worker, ...]."""
+        parameters, (epoch, step, sums) = self.parameters, position
+        integer_buffers = [_integer_buffers(model) for model in parameters.models]
+        return {
+            "step": self.step,
+            "epoch": epoch,
+            "step_in_epoch": step,
+            "sums": sums,
+            "x": parameters.x,
+            "buffers": parameters.buffers,
+            "whole_number_buffers": {
+                name: torch.stack([buffers[name] for buffers in integer_buffers])
+                for name in integer_buffers[0]
+            },
+            "optimizer": self.local.state_dict(),
+            "algorithm": self.rule.state_dict(),
+            "network": self.network.state_dict(),
+            "carried": _stacked([self.task.carried(model) for model in parameters.models]),
+            "seconds": time.perf_counter() - self._started,
+            "phases": {
+                name: [spent.instances, spent.total, spent.squares]
+                for name, spent in self.clock.phases.items()
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict()`."""
+        parameters, device = self.parameters, self.device
+        self.step = state["step"]
+        self.position = state["epoch"], state["step_in_epoch"], _moved(state["sums"], device)
+        parameters.x.copy_(state["x"])
+        parameters.buffers.copy_(state["buffers"])
+        for i, model in enumerate(parameters.models):
+            for name, buffer in _integer_buffers(model).items():
+                buffer.copy_(state["whole_number_buffers"][name][i])
+            self.task.carry(model, {k: v[i].to(device) for k, v in state["carried"].items()})
+        self.local.load_state_dict(_moved(state["optimizer"], device))
+        self.rule.load_state_dict(_moved(state["algorithm"], device))
+        self.network.load_state_dict(state["network"])
+        self._seconds = state["seconds"]
+        for name, values in state["phases"].items():
+            self.clock.phases[name] = PhaseTime(*values)
+
+    def _save(
+        self,
+        checkpoints: Checkpoints | None,
+        metrics_offset: Callable[[], int],
+        position: Position,
+        score: float | None = None,
+    ) -> None:
+        if checkpoints is None:
+            return
+        with self.clock("checkpoint"):
+            facts = {
+                "config": OmegaConf.to_container(self.config),
+                "metrics_bytes": metrics_offset() if self.processes.rank == 0 else 0,
+            }
+            state = self.state_dict(position)
+            checkpoints.save(self.step, self.network.workers, state, facts, score)
+
+
+def _integer_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """A model's buffers that are not floating-point, such as batch norm's count of batches."""
+    return {name: b for name, b in model.named_buffers() if not b.is_floating_point()}
+
+
+def _stacked(by_worker: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([state[name] for state in by_worker]) for name in by_worker[0]}
+
+
+def _moved(tree: Any, device: torch.device) -> Any:
+    """The tree with its tensors on a device."""
+    if isinstance(tree, Tensor):
+        return tree.to(device)
+    if isinstance(tree, dict):
+        return {key: _moved(value, device) for key, value in tree.items()}
+    return [_moved(value, device) for value in tree] if isinstance(tree, list) else tree
