@@ -139,7 +139,8 @@ class Selector:
         self._block = _BLOCK if self.target * _BLOCK < size / 2 else 1
 
     def positions(self, values: Tensor, start: int) -> Tensor:
-        """Select positions int64 [≤ target] in values [size]. The sample begins at `start` < stride."""
+        """Select positions in values [size]: int64 [≤ target]. The sample begins at `start`, which
+        is below the stride."""
         if self.stride == 1:
             return self._sorted(values)
         sample = values[start :: self.stride].abs()
