@@ -26,22 +26,29 @@ def find(registry: Registry, kind: str, name: object) -> Row:
     return registry[name]
 
 
-def defaults(
+def parameters(
     row: Row, given: Mapping[str, Any] | None = None, **registries: Registry
-) -> dict[str, Any]:
-    """Return option → default of a row.
+) -> dict[str, inspect.Parameter]:
+    """Return option → parameter of a row.
 
     `registries` are the other registries that its options choose from, by option, and `given` may
     name the choice; otherwise it is the default. Raises ValueError for an unknown choice.
     """
-    parameters = inspect.signature(row).parameters.values()
-    found = {p.name: p.default for p in parameters if p.default is not p.empty}
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+    own = inspect.signature(row).parameters.values()
+    found = {p.name: p for p in own if p.default is not p.empty}
+    if any(p.kind is p.VAR_KEYWORD for p in own):
         for option, registry in registries.items():
             if option in found:
-                choice = (given or {}).get(option, found[option])
-                found = {**defaults(find(registry, option, choice)), **found}
+                choice = (given or {}).get(option, found[option].default)
+                found = {**parameters(find(registry, option, choice)), **found}
     return found
+
+
+def defaults(
+    row: Row, given: Mapping[str, Any] | None = None, **registries: Registry
+) -> dict[str, Any]:
+    """Return option → default of a row; see `parameters`."""
+    return {name: p.default for name, p in parameters(row, given, **registries).items()}
 
 
 def takes_all(row: Row) -> bool:

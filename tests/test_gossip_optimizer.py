@@ -16,30 +16,25 @@ from torch import Tensor, nn
 from powergossip import algorithms, topologies
 from powergossip.errors import BadInput
 from powergossip.network import Network, Processes, processes
-from powergossip.optimizers.gossip import (
-    AllReduce,
-    Averaging,
-    Choco,
-    DeepSqueeze,
-    Gossip,
-    GossipOptimizer,
-    Method,
-    Moniqua,
-    PowerGossip,
-)
+from powergossip.optimizers import GossipOptimizer, gossip
+from powergossip.optimizers.gossip import Method
 from powergossip.parameters import Layout
 
 N = 4
 ALONE = Processes()
 METHODS = {
-    "all-reduce": AllReduce(),
-    "dpsgd": Gossip(diffusion_rate=0.7),
-    "power-gossip": PowerGossip(),
-    "power-gossip, rank 2": PowerGossip(rank=2, num_iterations=2, warm_start=False, seed=3),
-    "choco": Choco(diffusion_rate=0.4),
-    "choco, qsgd": Choco(diffusion_rate=0.4, compressor="qsgd", levels=8, topology="star"),
-    "deepsqueeze": DeepSqueeze(diffusion_rate=0.2, compressor="top-k", keep_ratio=0.3),
-    "moniqua": Moniqua(diffusion_rate=0.3, theta=0.5),
+    "all-reduce": Method("all-reduce"),
+    "dpsgd": Method("dpsgd", diffusion_rate=0.7),
+    "power-gossip": Method("power-gossip"),
+    "power-gossip, rank 2": Method(
+        "power-gossip", rank=2, num_iterations=2, warm_start=False, seed=3
+    ),
+    "choco": Method("choco", diffusion_rate=0.4),
+    "choco, qsgd": Method(
+        "choco", diffusion_rate=0.4, compressor="qsgd", levels=8, topology="star"
+    ),
+    "deepsqueeze": Method("deepsqueeze", diffusion_rate=0.2, compressor="top-k", keep_ratio=0.3),
+    "moniqua": Method("moniqua", diffusion_rate=0.3, theta=0.5),
 }
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -100,9 +95,10 @@ def everywhere(model: nn.Module) -> Tensor:
 
 
 def wrapped(
-    make: Make, method: Method, seed: int = 0, **options: Any
+    make: Make, method: str | Method, start: int = 0, **options: Any
 ) -> tuple[Any, GossipOptimizer]:
-    model = mlp(seed)
+    """A model initialized from the seed `start`, and its optimizer."""
+    model = mlp(start)
     return model, GossipOptimizer(make(model), method, **options)
 
 
@@ -133,7 +129,7 @@ def mixing(topology: str = "ring") -> Tensor:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_gossip_on_a_ring_is_the_dense_computation(name: str, local_steps: int) -> None:
     make = OPTIMIZERS[name]
-    model, optimizer = wrapped(make, Gossip(), processes().rank, local_steps=local_steps)
+    model, optimizer = wrapped(make, "dpsgd", processes().rank, local_steps=local_steps)
     run(model, optimizer, range(10))
     expected = dense(make, mixing(), 10, local_steps)
     torch.testing.assert_close(everywhere(model), expected, rtol=1e-5, atol=1e-5)
@@ -144,7 +140,7 @@ def test_gossip_on_a_ring_is_the_dense_computation(name: str, local_steps: int) 
 def test_best_diffusion_rate_is_that_of_the_topology() -> None:
     make, rate = OPTIMIZERS["sgd"], topologies.make("star", N).best_diffusion_rate
     assert rate != 1
-    model, optimizer = wrapped(make, Gossip(topology="star", diffusion_rate="auto"))
+    model, optimizer = wrapped(make, "dpsgd", topology="star", diffusion_rate="auto")
     run(model, optimizer, range(5))
     W = (1 - rate) * torch.eye(N) + rate * mixing("star")
     torch.testing.assert_close(everywhere(model), dense(make, W, 5), rtol=1e-5, atol=1e-5)
@@ -168,7 +164,7 @@ def test_gossip_keeps_the_mean_and_brings_workers_together() -> None:
 @pytest.mark.parallel([4])
 def test_all_reduce_is_sgd_on_the_mean_gradient() -> None:
     make = OPTIMIZERS["momentum"]
-    model, optimizer = wrapped(make, AllReduce())
+    model, optimizer = wrapped(make, "all-reduce")
     run(model, optimizer, range(10))
     single = mlp()
     reference = make(single)
@@ -183,7 +179,7 @@ def test_all_reduce_is_sgd_on_the_mean_gradient() -> None:
 @pytest.mark.parallel([4])
 def test_power_gossip_at_full_rank_is_gossip() -> None:
     make = OPTIMIZERS["momentum"]
-    model, optimizer = wrapped(make, PowerGossip(rank=6))
+    model, optimizer = wrapped(make, "power-gossip", rank=6)
     run(model, optimizer, range(10))
     torch.testing.assert_close(everywhere(model), dense(make, mixing(), 10), rtol=1e-5, atol=1e-5)
 
@@ -191,7 +187,7 @@ def test_power_gossip_at_full_rank_is_gossip() -> None:
 @pytest.mark.parallel([4])
 def test_parameters_without_gradients_are_averaged_only() -> None:
     who = processes()
-    model, optimizer = wrapped(OPTIMIZERS["momentum"], Gossip())
+    model, optimizer = wrapped(OPTIMIZERS["momentum"], "dpsgd")
     with torch.no_grad():
         model[0].bias.fill_(who.rank)
     model[0].bias.requires_grad_(False)
@@ -203,7 +199,7 @@ def test_parameters_without_gradients_are_averaged_only() -> None:
 @pytest.mark.parallel([4])
 def test_training_starts_from_the_values_of_process_0() -> None:
     """And the memory is one buffer, whose views the parameters are."""
-    model, optimizer = wrapped(OPTIMIZERS["sgd"], Gossip(), seed=processes().rank)
+    model, optimizer = wrapped(OPTIMIZERS["sgd"], "dpsgd", start=processes().rank)
     assert torch.equal(everywhere(model), numbers(mlp(0)).expand(N, -1))
     assert len({p.untyped_storage().data_ptr() for p in model.parameters()}) == 1
     assert optimizer.n_workers == N
@@ -226,7 +222,7 @@ def test_bits_are_those_of_the_averaging_algorithm() -> None:
 @pytest.mark.parallel([4])
 def test_bits_of_gossip_and_power_gossip_are_the_formulas() -> None:
     counted = {}
-    for name, method in (("gossip", Gossip()), ("power", PowerGossip())):
+    for name, method in (("gossip", "dpsgd"), ("power", "power-gossip")):
         model, optimizer = wrapped(OPTIMIZERS["sgd"], method)
         run(model, optimizer, range(2))
         counted[name] = optimizer.bits
@@ -240,7 +236,7 @@ def test_bits_of_gossip_and_power_gossip_are_the_formulas() -> None:
 def test_workers_that_change_their_neighbors() -> None:
     """A time-varying topology: exact averaging in one period of two rounds."""
     model, optimizer = wrapped(
-        lambda m: torch.optim.SGD(m.parameters(), lr=0), Gossip(topology="one-peer-exponential")
+        lambda m: torch.optim.SGD(m.parameters(), lr=0), "dpsgd", topology="one-peer-exponential"
     )
     fill(model, numbers(mlp(processes().rank)))
     mean = everywhere(model).mean(0)
@@ -251,7 +247,7 @@ def test_workers_that_change_their_neighbors() -> None:
 # Layers that are unfrozen.
 
 
-def unfrozen(method: Method, saved: Path | None = None) -> tuple[nn.Module, GossipOptimizer]:
+def unfrozen(method: str | Method, saved: Path | None = None) -> tuple[nn.Module, GossipOptimizer]:
     """The last layer for 5 steps, then all for 5 more; `saved`: through a file in between."""
     model = mlp(processes().rank)
 
@@ -278,7 +274,7 @@ def unfrozen(method: Method, saved: Path | None = None) -> tuple[nn.Module, Goss
 
 @pytest.mark.parallel([4])
 def test_groups_added_during_training_are_averaged() -> None:
-    model, optimizer = unfrozen(Gossip())
+    model, optimizer = unfrozen("dpsgd")
     assert len(optimizer.param_groups) == 2
     body = sum(p.numel() for p in mlp()[:4].parameters())
 
@@ -326,7 +322,7 @@ def test_a_saved_state_goes_on_bit_for_bit(local: str, tmp_path: Path) -> None:
     for name, method in METHODS.items():
 
         def made(seed: int = 0, method: Method = method) -> tuple[Any, ...]:
-            model, optimizer = wrapped(OPTIMIZERS[local], method, seed=seed, local_steps=3)
+            model, optimizer = wrapped(OPTIMIZERS[local], method, start=seed, local_steps=3)
             return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
 
         def go_on(*parts: Any) -> tuple[Tensor, int]:
@@ -352,7 +348,7 @@ def test_a_saved_state_goes_on_bit_for_bit(local: str, tmp_path: Path) -> None:
 
 def test_another_state_is_refused_and_changes_nothing() -> None:
     make = OPTIMIZERS["momentum"]
-    model, optimizer = wrapped(make, PowerGossip(), processes=ALONE)
+    model, optimizer = wrapped(make, "power-gossip", processes=ALONE)
     run(model, optimizer, range(2), worker=0)
     state = optimizer.state_dict()
 
@@ -365,10 +361,10 @@ def test_another_state_is_refused_and_changes_nothing() -> None:
         assert str(before) == str(after)
 
     refused(r"rank=2 \(here 1\); use the same", rank=2)
-    refused(r"method='Choco' \(here 'PowerGossip'\)", method="Choco")
+    refused(r"method='choco' \(here 'power-gossip'\)", method="choco")
     refused(r"n_workers=4 \(here 1\)", n_workers=4)
-    refused("the state is of worker 1, this is worker 0; save and load", worker=1)
-    refused("of version 7, this is version 1", version=7)
+    refused("of worker 1, this is worker 0", worker=1)
+    refused("version 7, this is version 2", version=7)
     refused(
         r"parameter 0 is of shape \(7, 6\) in the state, \(5, 6\) here",
         shapes=[[[7, 6], *state["gossip"]["shapes"][0][1:]]],
@@ -376,7 +372,7 @@ def test_another_state_is_refused_and_changes_nothing() -> None:
     refused(
         "6 parameters here|5 parameters in the state", shapes=[state["gossip"]["shapes"][0][1:]]
     )
-    refused("added in 2 parts, here they are 1", shapes=state["gossip"]["shapes"] * 2)
+    refused("2 parts, here are 1", shapes=state["gossip"]["shapes"] * 2)
     with pytest.raises(ValueError, match="not the state of a GossipOptimizer"):
         optimizer.load_state_dict(make(mlp()).state_dict())
     other = torch.optim.SGD([{"params": [p]} for p in mlp().parameters()], lr=0.1)
@@ -387,12 +383,12 @@ def test_another_state_is_refused_and_changes_nothing() -> None:
 
 @pytest.mark.parallel([4])
 def test_the_state_of_another_worker_is_refused() -> None:
-    _, optimizer = wrapped(OPTIMIZERS["sgd"], PowerGossip())
+    _, optimizer = wrapped(OPTIMIZERS["sgd"], "power-gossip")
     of_process_0 = processes().broadcast(optimizer.state_dict())
     if processes().rank == 0:
         optimizer.load_state_dict(of_process_0)
     else:
-        with pytest.raises(ValueError, match="is of worker 0, this is worker"):
+        with pytest.raises(ValueError, match="of worker 0, this is worker"):
             optimizer.load_state_dict(of_process_0)
 
 
@@ -402,7 +398,7 @@ def test_the_state_of_another_worker_is_refused() -> None:
 @pytest.mark.parallel([4])
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_mean_model_is_there_within_and_gone_after(fails: bool) -> None:
-    model, optimizer = wrapped(OPTIMIZERS["sgd"], Gossip())
+    model, optimizer = wrapped(OPTIMIZERS["sgd"], "dpsgd")
     run(model, optimizer, range(3))
     before, bits = everywhere(model), optimizer.bits
 
@@ -435,7 +431,7 @@ def test_the_mean_model_is_there_within_and_gone_after(fails: bool) -> None:
 def test_a_worker_whose_gradients_overflow_gossips_all_the_same(unscale_first: bool) -> None:
     """x ← W (x − lr g), without the second term for worker 2 in step 1."""
     who = processes()
-    model, optimizer = wrapped(OPTIMIZERS["momentum"], Gossip())
+    model, optimizer = wrapped(OPTIMIZERS["momentum"], "dpsgd")
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for t in range(4):
         optimizer.zero_grad()
@@ -481,7 +477,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_alone_with_a_scheduler_it_is_the_wrapped_optimizer_to_the_bit(name: str) -> None:
     make = OPTIMIZERS["momentum"]
-    model, optimizer = wrapped(make, PowerGossip(), processes=ALONE)
+    model, optimizer = wrapped(make, "power-gossip", processes=ALONE)
     reference = mlp()
     plain = make(reference)
     schedulers = SCHEDULERS[name](optimizer), SCHEDULERS[name](plain)
@@ -503,7 +499,7 @@ def test_alone_with_a_scheduler_it_is_the_wrapped_optimizer_to_the_bit(name: str
 
 def test_alone_with_a_scaler_it_is_the_wrapped_optimizer_to_the_bit() -> None:
     make = OPTIMIZERS["adam"]
-    model, optimizer = wrapped(make, Gossip(), processes=ALONE)
+    model, optimizer = wrapped(make, "dpsgd", processes=ALONE)
     reference: Any = mlp()
     pairs: list[tuple[Any, torch.optim.Optimizer]] = [
         (model, optimizer),
@@ -525,7 +521,7 @@ def test_alone_with_a_scaler_it_is_the_wrapped_optimizer_to_the_bit() -> None:
 def test_alone_closures_are_the_wrapped_optimizers() -> None:
     model, reference = mlp(), mlp()
     local = torch.optim.LBFGS(model.parameters(), max_iter=3)
-    optimizer = GossipOptimizer(local, Gossip(), processes=ALONE)
+    optimizer = GossipOptimizer(local, "dpsgd", processes=ALONE)
     plain = torch.optim.LBFGS(reference.parameters(), max_iter=3)
     results = []
     for m, o in ((model, optimizer), (reference, plain)):
@@ -542,7 +538,7 @@ def test_alone_closures_are_the_wrapped_optimizers() -> None:
 
 
 def test_the_wrapped_optimizers_groups_state_and_defaults_are_its_own() -> None:
-    model, optimizer = wrapped(OPTIMIZERS["momentum"], Gossip(), processes=ALONE)
+    model, optimizer = wrapped(OPTIMIZERS["momentum"], "dpsgd", processes=ALONE)
     run(model, optimizer, range(1), worker=0)
     for _ in range(2):
         assert optimizer.param_groups is optimizer.wrapped.param_groups
@@ -553,11 +549,11 @@ def test_the_wrapped_optimizers_groups_state_and_defaults_are_its_own() -> None:
         optimizer.zero_grad(set_to_none=set_to_none)
         assert all((p.grad is None) == set_to_none for p in model.parameters())
     assert repr(optimizer.wrapped) in repr(optimizer)
-    assert "Gossip(topology='ring'" in repr(optimizer)
+    assert "Method('dpsgd', topology='ring'" in repr(optimizer)
 
 
 def test_hooks_run_once_a_step() -> None:
-    model, optimizer = wrapped(OPTIMIZERS["sgd"], Gossip(), processes=ALONE)
+    model, optimizer = wrapped(OPTIMIZERS["sgd"], "dpsgd", processes=ALONE)
     calls: list[str] = []
     handles = [
         optimizer.register_step_pre_hook(lambda o, a, k: calls.append("before")),
@@ -584,7 +580,7 @@ def test_hooks_run_once_a_step() -> None:
     "attempt", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"]
 )
 def test_copies_are_refused(attempt: Callable[[Any], Any]) -> None:
-    _, optimizer = wrapped(OPTIMIZERS["sgd"], Gossip(), processes=ALONE)
+    _, optimizer = wrapped(OPTIMIZERS["sgd"], "dpsgd", processes=ALONE)
     with pytest.raises(TypeError, match="save state_dict"):
         attempt(optimizer)
 
@@ -592,7 +588,7 @@ def test_copies_are_refused(attempt: Callable[[Any], Any]) -> None:
 @pytest.mark.parallel([4])
 def test_a_model_that_was_moved_is_noticed() -> None:
     """A copy of a model is no move, nor are values loaded into it."""
-    model, optimizer = wrapped(OPTIMIZERS["sgd"], Gossip())
+    model, optimizer = wrapped(OPTIMIZERS["sgd"], "dpsgd")
     run(copy.deepcopy(model), optimizer, range(1))
     model.load_state_dict(mlp(1).state_dict())
     run(model, optimizer, range(1))
@@ -614,7 +610,7 @@ SHARED = torch.zeros(2, 3)
 BAD_PARAMETERS: dict[str, tuple[list[Any], str]] = {
     "complex": (
         parameters(torch.zeros(2), torch.zeros(2, 3, dtype=torch.complex64)),
-        r"parameter 1 of shape \(2, 3\) is torch.complex64; .* torch.float32 only",
+        r"parameter 1 of shape \(2, 3\) is torch.complex64; use torch.float32",
     ),
     "integer": (parameters(torch.zeros(4, dtype=torch.int64)), r"\(4,\) is torch.int64"),
     "double": (parameters(torch.zeros(4).double()), r"\(4,\) is torch.float64"),
@@ -629,7 +625,7 @@ BAD_PARAMETERS: dict[str, tuple[list[Any], str]] = {
     ),
     "twice": (parameters(SHARED, SHARED), r"parameter 1 of .* the same memory as parameter 0"),
     "lazy": ([nn.LazyLinear(3).weight], "parameter 0 has no shape yet; run a batch"),
-    "nothing": (parameters(torch.zeros(0)), "have no numbers"),
+    "nothing": (parameters(torch.zeros(0)), "have no elements"),
 }
 
 
@@ -638,13 +634,13 @@ def test_bad_parameters_are_refused(name: str) -> None:
     bad, text = BAD_PARAMETERS[name]
     local = torch.optim.SGD(bad, lr=0.1)
     with pytest.raises(ValueError, match=text):
-        GossipOptimizer(local, Gossip(), processes=ALONE)
+        GossipOptimizer(local, "dpsgd", processes=ALONE)
 
 
 @pytest.mark.parametrize("name", sorted(BAD_PARAMETERS.keys() - {"mixed devices", "nothing"}))
 def test_bad_parameters_that_are_added_are_refused(name: str) -> None:
     """And everything stays as it was."""
-    model, optimizer = wrapped(OPTIMIZERS["momentum"], Gossip(), processes=ALONE)
+    model, optimizer = wrapped(OPTIMIZERS["momentum"], "dpsgd", processes=ALONE)
     with pytest.raises(ValueError, match=r"parameter [67]"):
         optimizer.add_param_group({"params": BAD_PARAMETERS[name][0]})
     with pytest.raises(ValueError, match="more than one parameter group"):
@@ -654,59 +650,77 @@ def test_bad_parameters_that_are_added_are_refused(name: str) -> None:
 
 
 def test_a_group_without_numbers_may_be_added() -> None:
-    model, optimizer = wrapped(OPTIMIZERS["momentum"], Gossip(), processes=ALONE)
+    model, optimizer = wrapped(OPTIMIZERS["momentum"], "dpsgd", processes=ALONE)
     optimizer.add_param_group({"params": []})
     optimizer.add_param_group({"params": nn.Parameter(torch.zeros(0, 3))})
     run(model, optimizer, range(1), worker=0)
 
 
-BAD_METHODS: dict[str, tuple[Callable[[], Method], str]] = {
-    "topology": (lambda: Gossip(topology="rign"), 'topology "rign" is unknown; choose from'),
-    "topology option": (lambda: Gossip(topology_options={"k": 2}), "k"),
-    "rate": (lambda: Gossip(diffusion_rate=0), "diffusion_rate=0: use a number above 0"),
-    "rate's name": (lambda: Gossip(diffusion_rate="best"), 'diffusion_rate="best": use a number'),
+BAD_METHODS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "topology": ("dpsgd", {"topology": "rign"}, 'topology "rign" is unknown; choose from'),
+    "topology option": ("dpsgd", {"topology_options": {"k": 2}}, "k"),
+    "topology's type": ("dpsgd", {"topology": 3}, "^topology=3: use"),
+    "rate": ("dpsgd", {"diffusion_rate": 0}, "^diffusion_rate=0: use"),
+    "rate's name": ("dpsgd", {"diffusion_rate": "best"}, "^diffusion_rate='best': use .*auto"),
     "rate's spectrum": (
-        lambda: Gossip(topology="random-matching", diffusion_rate="auto"),
+        "dpsgd",
+        {"topology": "random-matching", "diffusion_rate": "auto"},
         "best diffusion rate",
     ),
-    "rank": (lambda: PowerGossip(rank=0), "rank=0: use 1 or more"),
-    "rank's type": (lambda: PowerGossip(rank=1.5), r"PowerGossip\(rank=1.5\).* int"),  # type: ignore[arg-type]
-    "flag's type": (lambda: PowerGossip(warm_start=1), "warm_start=1.* bool"),  # type: ignore[arg-type]
-    "rounding": (lambda: PowerGossip(rank=2, round_weights=True), "use rank=1"),
-    "compressor": (lambda: Choco(compressor="zip"), 'compressor "zip" is unknown'),
-    "share": (lambda: Choco(compressor="top-k", keep_ratio=2.0), "keep_ratio"),
-    "levels": (lambda: DeepSqueeze(compressor="qsgd", levels=0), "levels"),
-    "theta": (lambda: Moniqua(theta=-1), "theta=-1: use a number above 0"),
-    "algorithm": (lambda: Averaging("choo"), 'algorithm "choo" is unknown; choose from all-reduce'),
-    "not for learning": (lambda: Averaging("chebyshev"), 'algorithm "chebyshev" is unknown'),
-    "option": (lambda: Averaging("choco", options={"rnak": 1}), '"rnak" is unknown; choose from'),
+    "rank": ("power-gossip", {"rank": 0}, "^rank=0: use 1 or more"),
+    "rank's type": ("power-gossip", {"rank": 1.5}, "^rank=1.5: use an integer$"),
+    "rank is no flag": ("power-gossip", {"rank": True}, "^rank=True: use an integer$"),
+    "flag's type": ("power-gossip", {"warm_start": 1}, "^warm_start=1: use True or False$"),
+    "seed's type": ("power-gossip", {"seed": "1"}, "^seed='1': use an integer$"),
+    "rounding": ("power-gossip", {"rank": 2, "round_weights": True}, "round_weights=True"),
+    "compressor": ("choco", {"compressor": "zip"}, 'compressor "zip" is unknown'),
+    "ratio": ("choco", {"compressor": "top-k", "keep_ratio": 2.0}, "keep_ratio"),
+    "compressor's rank": (
+        "choco",
+        {"compressor": "top-k", "rank": "1"},
+        "^rank='1': use None or an integer$",
+    ),
+    "levels": ("deepsqueeze", {"compressor": "qsgd", "levels": 0}, "levels"),
+    "theta": ("moniqua", {"theta": -1}, "^theta=-1: use"),
+    "algorithm": ("choo", {}, 'algorithm "choo" is unknown; choose from all-reduce'),
+    "not for learning": ("chebyshev", {}, 'algorithm "chebyshev" is unknown'),
+    "option": ("choco", {"rnak": 1}, "^rnak=1: choco .*use diffusion_rate, compressor"),
+    "another's option": ("dpsgd", {"rank": 1}, "^rank=1: dpsgd .*use diffusion_rate$"),
+    "another compressor's option": (
+        "choco",
+        {"compressor": "top-k", "levels": 4},
+        "^levels=4: choco .*keep_ratio",
+    ),
+    "option of none": ("all-reduce", {"rank": 1}, "^rank=1: all-reduce"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_METHODS)
 def test_bad_methods_are_refused(name: str) -> None:
-    method, text = BAD_METHODS[name]
-    with pytest.raises(ValueError, match=text):
-        wrapped(OPTIMIZERS["sgd"], method(), processes=ALONE)
+    method, options, text = BAD_METHODS[name]
+    with pytest.raises(BadInput, match=text):
+        wrapped(OPTIMIZERS["sgd"], method, **options, processes=ALONE)
 
 
 def test_other_bad_arguments_are_refused() -> None:
     for local_steps in (0, -1, 1.5, True):
-        with pytest.raises(ValueError, match=f"local_steps={local_steps}: use a whole number"):
-            wrapped(OPTIMIZERS["sgd"], Gossip(), local_steps=local_steps, processes=ALONE)
-    model, optimizer = wrapped(OPTIMIZERS["sgd"], Gossip(), processes=ALONE)
-    with pytest.raises(ValueError, match="method='choco' is none; use PowerGossip"):
-        wrapped(OPTIMIZERS["sgd"], "choco", processes=ALONE)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=f"^local_steps={local_steps}: use"):
+            wrapped(OPTIMIZERS["sgd"], "dpsgd", local_steps=local_steps, processes=ALONE)
+    model, optimizer = wrapped(OPTIMIZERS["sgd"], "dpsgd", processes=ALONE)
+    with pytest.raises(ValueError, match=r"^method=3: use one of all-reduce, .*power-gossip"):
+        wrapped(OPTIMIZERS["sgd"], 3, processes=ALONE)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^rank=2: use it with a name"):
+        wrapped(OPTIMIZERS["sgd"], METHODS["power-gossip"], rank=2, processes=ALONE)
     for wrong in (optimizer, model):
         with pytest.raises(ValueError, match=f"{type(wrong).__name__} cannot be wrapped"):
-            GossipOptimizer(wrong, Gossip(), processes=ALONE)
+            GossipOptimizer(wrong, "dpsgd", processes=ALONE)
 
 
 @pytest.mark.parametrize("with_closure", [False, True])
 def test_sparse_gradients_are_refused(with_closure: bool) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Embedding(5, 3, sparse=True))
     optimizer = GossipOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), Gossip(), processes=ALONE
+        torch.optim.SGD(model.parameters(), lr=0.1), "dpsgd", processes=ALONE
     )
 
     def closure() -> Tensor:
@@ -725,16 +739,17 @@ def test_processes_that_differ_are_refused_everywhere() -> None:
     """And nobody waits for the others."""
     who = processes()
     odd = who.rank == 2
-    methods: tuple[tuple[Method, str], ...] = (
-        (PowerGossip(rank=2 if odd else 1), "the method differs between processes"),
-        (Gossip() if odd else Choco(), "the method differs between processes"),
-        (Gossip(diffusion_rate=-1.0 if odd else 1.0), "diffusion_rate"),
+    methods: tuple[tuple[str, dict[str, Any], str], ...] = (
+        ("power-gossip", {"rank": 2 if odd else 1}, "the method differs between processes"),
+        ("dpsgd" if odd else "choco", {}, "the method differs between processes"),
+        ("dpsgd", {"diffusion_rate": -1.0 if odd else 1.0}, "diffusion_rate"),
+        ("dpsgd", {"rank" if odd else "diffusion_rate": 1}, "rank=1: dpsgd has no such option"),
     )
-    for method, text in methods:
+    for method, options, text in methods:
         with pytest.raises(BadInput, match=text):
-            wrapped(OPTIMIZERS["sgd"], method)
+            wrapped(OPTIMIZERS["sgd"], method, **options)
     with pytest.raises(BadInput, match="local_steps differs between processes: 2 in process 2"):
-        wrapped(OPTIMIZERS["sgd"], Gossip(), local_steps=2 if odd else 1)
+        wrapped(OPTIMIZERS["sgd"], "dpsgd", local_steps=2 if odd else 1)
 
     def another(shape: tuple[int, ...], **options: Any) -> list[nn.Parameter]:
         return parameters(torch.zeros(2), torch.zeros(shape if odd else (3, 3), **options))
@@ -745,21 +760,104 @@ def test_processes_that_differ_are_refused_everywhere() -> None:
         (another((3, 3), dtype=torch.float64 if odd else None), "is torch.float64"),
     ):
         with pytest.raises(BadInput, match=text):
-            GossipOptimizer(torch.optim.SGD(bad, lr=0.1), Gossip())
-        model, optimizer = wrapped(OPTIMIZERS["sgd"], Gossip())
+            GossipOptimizer(torch.optim.SGD(bad, lr=0.1), "dpsgd")
+        model, optimizer = wrapped(OPTIMIZERS["sgd"], "dpsgd")
         with pytest.raises(BadInput):
             optimizer.add_param_group({"params": bad})
         assert len(optimizer.param_groups) == 1
         run(model, optimizer, range(1))
 
 
-def test_every_averaging_algorithm_can_be_described() -> None:
-    """By its name; those with a class of their own are the same algorithm."""
+@pytest.mark.parametrize("name", algorithms.AVERAGING)
+def test_every_averaging_algorithm_is_reached_by_its_name(name: str) -> None:
     layout = Layout(p.shape for p in mlp().parameters())
-    own = {method.row()[0] for method in METHODS.values()}
-    assert own == set(algorithms.AVERAGING)
-    for name in algorithms.AVERAGING:
-        method = Averaging(name, topology="torus", seed=2)
-        alone = method.network(ALONE, torch.device("cpu"))
-        assert isinstance(alone, Network)
-        method.build(alone, layout, 0)
+    assert name in {method.name for method in METHODS.values()}
+    method = Method(name, topology="torus", seed=2)
+    assert set(method.options) == set(algorithms.defaults(name)) - {"seed"}
+    method.build(method.network(ALONE, torch.device("cpu")), layout, 0)
+    by_name = wrapped(OPTIMIZERS["sgd"], name, topology="torus", seed=2, processes=ALONE)[1]
+    assert by_name.method.facts() == method.facts()
+
+
+def test_names_of_methods_describe_the_same() -> None:
+    """The functions that take the place of a name and its options."""
+    for described, name, options in (
+        (gossip.AllReduce(), "all-reduce", {}),
+        (gossip.Gossip(diffusion_rate=0.5), "dpsgd", {"diffusion_rate": 0.5}),
+        (gossip.PowerGossip(rank=2, topology="star"), "power-gossip", {"rank": 2}),
+        (gossip.Choco(compressor="qsgd", levels=8), "choco", {"compressor": "qsgd", "levels": 8}),
+        (gossip.DeepSqueeze(seed=3), "deepsqueeze", {"seed": 3}),
+        (gossip.Moniqua(theta=0.5), "moniqua", {"theta": 0.5}),
+        (gossip.Averaging("choco", options={"seed": 2}), "choco", {"seed": 2}),
+    ):
+        facts = Method(name, **{"topology": described.topology, **options}).facts()
+        _, optimizer = wrapped(OPTIMIZERS["sgd"], described, processes=ALONE)
+        assert optimizer.method.facts() == facts
+
+
+def test_a_row_that_takes_all_options_in_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    def build(network: Network, layout: Layout, options: algorithms.Options) -> Any:
+        found.append((options.diffusion_rate, options.rank, options.seed))
+        return algorithms.PlainGossip(network, options.diffusion_rate)
+
+    monkeypatch.setitem(algorithms.AVERAGING, "mine", build)
+    wrapped(OPTIMIZERS["sgd"], "mine", diffusion_rate=0.5, rank=3, seed=7, processes=ALONE)
+    assert found == [(0.5, 3, 7)]
+
+
+# What version 1 of the state recorded of a method.
+VERSION_1: dict[str, dict[str, Any]] = {
+    "power-gossip": {
+        "method": "PowerGossip",
+        "diffusion_rate": 1.0,
+        "rank": 1,
+        "num_iterations": 1,
+        "warm_start": True,
+        "round_weights": False,
+    },
+    "all-reduce": {"method": "AllReduce", "diffusion_rate": 1.0},
+    "choco": {
+        "method": "Choco",
+        "diffusion_rate": 0.4,
+        "compressor": "sign-and-norm",
+        "keep_ratio": 0.01,
+        "rank": None,
+        "levels": 4,
+        "unbiased": False,
+    },
+}
+
+
+@pytest.mark.parametrize("name", VERSION_1)
+def test_a_state_of_version_1_is_loaded(name: str) -> None:
+    _, optimizer = wrapped(OPTIMIZERS["momentum"], METHODS[name], processes=ALONE)
+    state = optimizer.state_dict()
+    facts = METHODS[name].facts()
+    others = {k: v for k, v in state["gossip"].items() if k not in facts}
+    earlier = VERSION_1[name] | {"topology": "ring", "topology_options": {}, "seed": 0}
+    optimizer.load_state_dict({**state, "gossip": {**others, **earlier, "version": 1}})
+    earlier["topology"] = "star"
+    with pytest.raises(ValueError, match=r"topology='star' \(here 'ring'\)"):
+        optimizer.load_state_dict({**state, "gossip": {**others, **earlier, "version": 1}})
+    earlier["method"] = "Averaging"  # whose options were elsewhere
+    with pytest.raises(ValueError, match="version 1, this is version 2"):
+        optimizer.load_state_dict({**state, "gossip": {**others, **earlier, "version": 1}})
+
+
+@pytest.mark.parallel([4])
+def test_added_groups_of_equal_shapes_draw_different_directions() -> None:
+    """So a step changes them differently, even if their values are the same."""
+    layers = [nn.Linear(6, 5, bias=False) for _ in range(3)]
+    local = torch.optim.SGD(layers[0].parameters(), lr=0)
+    optimizer = GossipOptimizer(local, "power-gossip")
+    for layer in layers[1:]:
+        optimizer.add_param_group({"params": layer.parameters()})
+    values = torch.randn(30, generator=torch.Generator().manual_seed(processes().rank))
+    for layer in layers:
+        fill(layer, values)
+    optimizer.step()
+    first, second, third = map(numbers, layers)
+    for one, other in ((first, second), (first, third), (second, third)):
+        assert (one - other).abs().max() > 1e-3

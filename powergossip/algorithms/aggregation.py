@@ -12,7 +12,7 @@ Axes: worker (hosted here); D parameters of a worker.
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -29,8 +29,8 @@ class Aggregation(Protocol):
     clips          # whether it clips gradients itself
     """
 
-    owns_momentum: bool
-    clips: bool
+    owns_momentum: ClassVar[bool]
+    clips: ClassVar[bool]
 
     def step(self, gradient: Tensor, mean: Tensor) -> Conversation:
         """Reduce gradient [worker, D] to its residual; fill mean [worker, D], equal in all."""

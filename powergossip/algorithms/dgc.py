@@ -1,56 +1,46 @@
-"""Deep Gradient Compression: all workers apply one mean gradient, of which each sends its largest
-numbers; the others wait, with their momentum, until they have grown.
+"""Deep Gradient Compression: all workers apply one mean gradient. Each worker sends its entries of
+largest magnitude, and accumulates the others locally with momentum correction.
 
-In anyone's training loop, one worker a process (`mpirun -np 8 python mine.py`):
+`optimizers.DGC` puts it into a training loop of your own.
 
-    dgc = DGC(model.named_parameters(), Config(compress_ratio=0.001, warmup_epochs=4))
-    for epoch in range(num_epochs):
-        dgc.at_epoch(epoch)
-        for batch in batches:
-            loss(model, batch).backward()
-            optimizer_step(optimizer, dgc)  # in place of optimizer.step() and zero_grad()
-
-The optimizer has no momentum of its own: it is corrected for what waits, so it is in here.
-`DGCAggregation` is the same on the flat buffers of train.py.
-
-Axes: worker (hosted here). D numbers a worker. A position is a number's place among the D.
+Axes: worker (hosted here). Each worker has D elements. A position is an index 0 … D − 1.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, gcd, isfinite, prod, sqrt
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from powergossip import randomness
+from powergossip import checks, randomness
 from powergossip.network import Conversation, Gather, Mean, Network
 from powergossip.parameters import Layout, put_in, take_out
 
-_LEAST_SELECTED = 0.8  # of the target; with fewer the threshold was too high
-_LOWERING = 0.8  # by which it is then multiplied
-_LEAST_IN_SAMPLE = 16  # numbers above the threshold; with fewer it would say little
-_BLOCK = 32  # numbers that are looked at by their largest
-_BLOCKS_AT_ONCE = 2**14  # whose numbers (2 MiB) stay in the cache for a second look
+_LEAST_SELECTED = 0.8  # fraction of the target; below it the threshold is lowered
+_LOWERING = 0.8  # factor by which it is lowered
+_LEAST_IN_SAMPLE = 16  # elements above the threshold in a sample, for a reliable threshold
+_BLOCK = 32  # elements that are compared with the threshold through their maximum
+_BLOCKS_AT_ONCE = 2**14  # 2 MiB of elements, which the second pass finds in the CPU's cache
 
 
 @dataclass(frozen=True)
 class Config:
     """
-    compress_ratio             share of each tensor's numbers that travels, after the warm-up
-    sample_ratio               share of a tensor's numbers, at least, that the threshold is from
-    max_adaptation_iterations  times that a threshold is lowered, at most
-    momentum, nesterov         as of torch.optim.SGD
-    momentum_masking           whether what is sent also loses its momentum
-    clip                       a gradient (of the mean's scale) longer than this is scaled down
-    warmup_epochs              until compress_ratio is reached
-    warmup_ratios              the share in each of them; None: see `share`
-    fp16_values, int32_indices how numbers and positions travel; else float32 and int64
-    num_batches_per_step       calls of optimizer_step that make a step
-    seed                       of where samples start
+    compress_ratio             fraction of each tensor's elements that is sent, after the warm-up
+    sample_ratio               fraction of a tensor that is sampled for the threshold, at least
+    max_adaptation_iterations  largest number of times that a threshold is lowered
+    momentum, nesterov         as in torch.optim.SGD
+    momentum_masking           clear the momentum of sent elements
+    clip                       largest norm of a gradient, in units of the mean gradient
+    warmup_epochs              epochs before compress_ratio applies
+    warmup_ratios              fraction in each of these epochs; None: see `share`
+    fp16_values, int32_indices sizes of sent values and positions; else float32 and int64
+    num_batches_per_step       calls of optimizer_step per step
+    seed                       of the samples' offsets
 
-    Raises ValueError for a value that makes no sense.
+    Raises ValueError for a value out of range.
     """
 
     compress_ratio: float = 0.001
@@ -68,16 +58,14 @@ class Config:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.compress_ratio <= 1:
-            raise ValueError(
-                f"compress_ratio={self.compress_ratio}: use a share above 0, at most 1"
-            )
-        if not 0.01 <= self.sample_ratio <= 1:
-            raise ValueError(f"sample_ratio={self.sample_ratio}: use a share from 0.01 to 1")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum={self.momentum}: use 0 or more, below 1")
-        if self.clip is not None and not (isfinite(self.clip) and self.clip > 0):
-            raise ValueError(f"clip={self.clip}: use a length above 0, or None")
+        def require(name: str, ok: bool, accepted: str) -> None:
+            checks.check(name, getattr(self, name), ok, accepted)
+
+        require("compress_ratio", 0 < self.compress_ratio <= 1, "a fraction above 0, at most 1")
+        require("sample_ratio", 0.01 <= self.sample_ratio <= 1, "a fraction from 0.01 to 1")
+        require("momentum", 0 <= self.momentum < 1, "0 or more, below 1")
+        clip_is_norm = self.clip is None or (isfinite(self.clip) and self.clip > 0)
+        require("clip", clip_is_norm, "a norm above 0, or None")
         for name, least in (
             ("max_adaptation_iterations", 0),
             ("warmup_epochs", 0),
@@ -85,27 +73,21 @@ class Config:
             ("seed", 0),
         ):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"{name}={value}: use a whole number, {least} or more")
+            ok = isinstance(value, int) and value >= least
+            require(name, ok, f"an integer, {least} or more")
         if self.warmup_ratios is not None:
-            if len(self.warmup_ratios) < self.warmup_epochs:
-                raise ValueError(
-                    f"warmup_ratios={list(self.warmup_ratios)} has {len(self.warmup_ratios)} "
-                    f"entries; use one for each of warmup_epochs={self.warmup_epochs}"
-                )
-            for ratio in self.warmup_ratios:
-                if not 0 < ratio <= 1:
-                    raise ValueError(
-                        f"warmup_ratios={list(self.warmup_ratios)} has {ratio}; "
-                        "use shares above 0, at most 1"
-                    )
+            enough = len(self.warmup_ratios) >= self.warmup_epochs
+            require("warmup_ratios", enough, f"one for each of warmup_epochs={self.warmup_epochs}")
+            in_range = all(0 < ratio <= 1 for ratio in self.warmup_ratios)
+            require("warmup_ratios", in_range, "fractions above 0, at most 1")
 
     def share(self, epoch: float) -> float:
-        """The share that travels in an epoch e = 0, 1, … (fractions count as the epoch begun).
+        """Return the fraction of elements sent in epoch e = ⌊epoch⌋.
 
-        warmup_ratios[e] while e < warmup_epochs, or without a list
-        compress_ratio^((e + 1) / (warmup_epochs + 1)); then compress_ratio. With 0.001 and 4
-        epochs that is 0.251, 0.063, 0.016, 0.004, the paper's schedule (Lin et al. 2018, § 3.3).
+        It is warmup_ratios[e] for e < warmup_epochs, or without that list
+        compress_ratio^((e + 1) / (warmup_epochs + 1)). From then on it is compress_ratio. With
+        0.001 and 4 epochs the warm-up is 0.251, 0.063, 0.016, 0.004, the paper's schedule (Lin et
+        al. 2018, § 3.3).
 
         Raises ValueError for a negative epoch.
         """
@@ -120,41 +102,42 @@ class Config:
 
 
 class Selector:
-    """Finds the largest of `size` numbers by absolute value, without sorting them.
+    """Selection of the `share` · size elements of largest magnitude, without sorting.
 
-        t ← the m-th largest of a sample, m a little more than its share of the target
-        while fewer than 0.8 · target numbers are above t: t ← 0.8 t
-        the target largest of those above t
+        t ← the m-th largest of a sample, m slightly above the sample's part of the target
+        while fewer than 0.8 · target elements exceed t: t ← 0.8 t
+        the target largest of those that exceed t
 
-    Lin et al. (2018), arXiv:1712.01887, § 5 (hierarchical selection). The threshold aims a little
-    low, since a surplus, which costs next to nothing to cut exactly, is likelier to be right than
-    a shortage. So the numbers found are `target` or, if the last line has no surplus to cut, at
-    least 0.8 · target; fewer only if others are 0. Where a sample would be as large as the tensor
-    or the threshold cannot be lowered in max_adaptation_iterations, all numbers are sorted.
+    Lin et al. (2018), arXiv:1712.01887, § 5 (hierarchical selection). The threshold aims slightly
+    low, because cutting a surplus exactly is cheap, and lowering the threshold is not. The result
+    has `target` elements or, if there was no surplus, at least 0.8 · target; fewer only if all
+    others are 0. All elements are sorted if the sample would be as large as the tensor, or if
+    max_adaptation_iterations do not suffice.
 
     target  # round(share · size), at least 1
-    stride  # of the sample; 1: none is taken
+    stride  # of the sample; 1: no sampling
     """
 
     def __init__(self, size: int, share: float, config: Config):
         self.size, self.target = size, max(1, round(share * size))
         self._iterations = config.max_adaptation_iterations
         sample = max(config.sample_ratio * size, _LEAST_IN_SAMPLE * size / self.target)
-        # No factor in common with the size: else a stride could see a few columns only.
+        # Coprime to the size: another stride could sample a few columns only.
         self.stride = max(1, floor(size / sample))
         while gcd(self.stride, size) > 1:
             self.stride -= 1
-        # A block is worth a look by its largest only where most have nothing.
+        # Maxima of blocks pay only where most blocks have no element above the threshold.
         self._block = _BLOCK if self.target * _BLOCK < size / 2 else 1
 
     def positions(self, values: Tensor, start: int) -> Tensor:
-        """int64 [≤ target], of values [size]; `start` (below stride) is where the sample starts."""
+        """Select positions in values [size]: int64 [≤ target]. The sample begins at `start`, which
+        is below the stride."""
         if self.stride == 1:
             return self._sorted(values)
         sample = values[start :: self.stride].abs()
         expected = self.target * len(sample) / self.size
         rank = min(len(sample), ceil(expected + 2 * sqrt(expected)))
-        # As all comparisons here it lets NaN through, for a run that diverged shall show it.
+        # All comparisons here select NaN, so that divergence stays visible.
         threshold = torch.topk(sample, rank, sorted=False).values.min().item()
         for iteration in range(self._iterations + 1):
             found = self._above(values, threshold)
@@ -171,7 +154,7 @@ class Selector:
         return torch.topk(values.abs(), self.target, sorted=False).indices
 
     def _above(self, values: Tensor, threshold: float) -> Tensor:
-        """Positions of the numbers with |number| > threshold, or NaN: int64."""
+        """Positions of elements with magnitude > threshold, or NaN: int64."""
         if self._block == 1:
             return _above(values.abs(), threshold)
         rows = self.size // self._block
@@ -195,32 +178,33 @@ def _above(values: Tensor, threshold: float) -> Tensor:
 
 
 class DGCAggregation:
-    """What all workers apply; what worker i does not send waits in v_i, with momentum u_i.
+    """The mean of the workers' sparse gradients.
+
+    Worker i accumulates the elements that it has not sent in v_i, with momentum u_i:
 
         g ← g · min(1, clip / (√n ‖g‖))                       local clipping
         u ← m u + g;    v ← v + u                             momentum correction
         u ← m (u + g);  v ← v + u + g                         with Nesterov's momentum, instead
         send v where it is largest;  v ← 0, u ← 0 there       momentum masking
-        mean ← 1/n Σ_i of what is sent
+        mean ← 1/n Σ_i of the sent elements
 
-    Lin et al. (2018), arXiv:1712.01887, Algorithms 1 and 2 and § 3. `Selector` chooses in each
-    tensor of two or more dimensions. Other tensors, and all where the share is 1, are sent whole;
-    nothing of their momentum is masked, so that a share of 1 is SGD with momentum. What 16 bits
-    do not tell of a number stays in v.
+    Lin et al. (2018), arXiv:1712.01887, Algorithms 1 and 2 and § 3. `Selector` selects from each
+    tensor of two or more dimensions. Other tensors, and all tensors at a fraction of 1, are sent
+    whole and keep their momentum, so that a fraction of 1 is SGD with momentum. Rounding errors of
+    16-bit values stay in v.
 
-    Sends an all-reduce of the tensors sent whole and one all-gather of the others' chosen numbers
-    and positions, at the same time.
+    Cost on the wire: an all-reduce of the whole tensors and, concurrently, one all-gather of the
+    selected values and their positions.
 
-    Raises ValueError for more numbers than positions of 32 bits can tell apart.
+    Raises ValueError for more elements than 32-bit positions can address.
     """
 
-    owns_momentum = clips = True
+    owns_momentum: ClassVar[bool] = True
+    clips: ClassVar[bool] = True
 
     def __init__(self, network: Network, layout: Layout, config: Config):
         if config.int32_indices and layout.size > torch.iinfo(torch.int32).max:
-            raise ValueError(
-                f"int32_indices cannot tell {layout.size} numbers apart; use int32_indices=False"
-            )
+            raise ValueError(f"int32_indices=True: use False for {layout.size} elements")
         self._network, self._layout, self._config = network, layout, config
         workers, device = network.rows, network.device
         self._momentum = torch.zeros(workers, layout.size, device=device)  # u
@@ -229,7 +213,7 @@ class DGCAggregation:
         matrices = [i for i, shape in enumerate(layout.shapes) if len(shape) >= 2]
         vectors = [i for i, shape in enumerate(layout.shapes) if len(shape) < 2]
         self._spans = layout.spans(vectors)
-        # In the order of their places, in which they are also read.
+        # (start, size), in the order of memory.
         self._places = sorted((layout.starts[i], prod(layout.shapes[i])) for i in matrices)
         size = sum(span.stop - span.start for span in self._spans)
         self._whole = Mean(torch.zeros(workers, size, device=device))
@@ -241,7 +225,7 @@ class DGCAggregation:
         self.at_epoch(0)
 
     def at_epoch(self, epoch: float) -> None:
-        """The share that travels follows the warm-up."""
+        """Set the fraction that is sent, which follows the warm-up."""
         self._set_share(self._config.share(epoch))
 
     def _set_share(self, share: float) -> None:
@@ -252,7 +236,7 @@ class DGCAggregation:
 
     @property
     def compression_rate(self) -> float:
-        """Bits of a gradient over the bits that a worker tells of it, at the present share."""
+        """Bits of a gradient over the bits of a worker's messages, at the current fraction."""
         size = self._layout.size
         if self._share == 1:
             return 1.0
@@ -261,8 +245,8 @@ class DGCAggregation:
         return 32 * size / bits
 
     def step(self, gradient: Tensor, mean: Tensor) -> Conversation:
-        """gradient [worker, D]: taken in, left 0. mean [worker, D]: what all apply."""
-        self._take_in(gradient)
+        """Accumulate gradient [worker, D] and clear it. Fill mean [worker, D]."""
+        self._accumulate(gradient)
         self._steps += 1
         if self._share == 1:
             mean.copy_((yield self._everything)[0])
@@ -273,17 +257,17 @@ class DGCAggregation:
             take_out(self._kept, self._spans, self._whole.tensor)
             messages.append(self._whole)
         if self._places:
-            self._chosen.pieces = [self._take_chosen(row) for row in range(len(gradient))]
+            self._chosen.pieces = [self._select(row) for row in range(len(gradient))]
             messages.append(self._chosen)
         received = iter((yield tuple(messages)))
         mean.zero_()
         if self._spans:
             put_in(next(received), self._spans, mean)
         if self._places:
-            self._give_chosen(next(received), mean)
+            self._add_received(next(received), mean)
 
-    def _take_in(self, gradient: Tensor) -> None:
-        """The update of u and v, by the gradient as clipped."""
+    def _accumulate(self, gradient: Tensor) -> None:
+        """Update u and v with the clipped gradient."""
         config, u, v = self._config, self._momentum, self._kept
         if config.clip is not None:
             longest = config.clip / sqrt(self._network.n_workers)
@@ -299,8 +283,11 @@ class DGCAggregation:
             v.add_(u)
         gradient.zero_()
 
-    def _take_chosen(self, row: int) -> Tensor:
-        """What a worker sends: its positions, then their numbers, in words of a position's size."""
+    def _select(self, row: int) -> Tensor:
+        """A worker's message: selected positions, then their values, in words of a position's size.
+
+        The values leave v, but for rounding errors, and their momentum is cleared.
+        """
         config, kept = self._config, self._kept[row]
         worker = self._network.workers[row]
         random = randomness.generator(config.seed, "dgc", self._steps, worker)
@@ -327,11 +314,11 @@ class DGCAggregation:
         return words
 
     def _words(self, count: int) -> int:
-        """Words that so many positions and numbers take."""
+        """Words of a message with `count` positions and values."""
         return count + ceil(count * self._value.itemsize / self._index.itemsize)
 
-    def _give_chosen(self, pieces: Sequence[Tensor], mean: Tensor) -> None:
-        """mean += 1/n Σ_i, in the order of the workers, so that all get the same."""
+    def _add_received(self, pieces: Sequence[Tensor], mean: Tensor) -> None:
+        """mean += 1/n Σ_i, in the same order in all processes, so that the result is the same."""
         for words in pieces:
             size = self._index.itemsize
             count = len(words) * size // (size + self._value.itemsize)
@@ -341,7 +328,7 @@ class DGCAggregation:
             mean[1:, place : place + size] = mean[0, place : place + size]
 
     def state_dict(self) -> dict[str, Any]:
-        """Number of steps and share; momentum u and what is kept, v: [worker, D]."""
+        """Number of steps, current fraction, and [worker, D]: momentum u, accumulated v."""
         return {
             "steps": self._steps,
             "share": self._share,
@@ -350,16 +337,13 @@ class DGCAggregation:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up where another instance was. Raises ValueError for a state of another model."""
+        """Restore the state returned by `state_dict()`. Raises ValueError if it does not fit."""
         if state["kept"].shape != self._kept.shape:
             raise ValueError(
-                f"DGC's state is of {list(state['kept'].shape)} numbers [worker, D], "
-                f"here they are {list(self._kept.shape)}; use the same model"
+                f"DGC's state has shape {list(state['kept'].shape)} [worker, D], "
+                f"not {list(self._kept.shape)}; use the same model"
             )
         self._steps = state["steps"]
         self._set_share(state["share"])
         self._momentum.copy_(state["momentum"])
         self._kept.copy_(state["kept"])
-
-
-# --- In someone else's training loop -------------------------------------------------------------

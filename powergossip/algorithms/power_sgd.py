@@ -1,45 +1,42 @@
-"""PowerSGD: all workers apply one mean gradient, of which each step learns a low-rank piece.
+"""PowerSGD: all workers apply one mean gradient, approximated by matrices of low rank.
 
-In anyone's training loop, one worker a process (`mpirun -np 8 python mine.py`):
-
-    powersgd = PowerSGD(list(model.parameters()), Config(rank=1))
-    for batch in batches:
-        loss(model, batch).backward()       # adds to p.grad, which holds what was not sent yet
-        optimizer_step(optimizer, powersgd)  # in place of optimizer.step() and zero_grad()
-
-`Aggregation` is the same on the flat buffers of train.py.
+`optimizers.PowerSGD` puts it into a training loop of your own. power_sgd_reference.py is the same
+algorithm without the batching, to be read beside the paper.
 
 Axes: worker (hosted here), batch (the layers of one worker, or one layer of all workers, see
-parameters.batches), rank, row, column. D numbers a worker.
+parameters.batches), rank, row, column. Each worker has D elements.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from powergossip import randomness
+from powergossip import checks, randomness
 from powergossip.network import Conversation, Mean, Network
 from powergossip.parameters import Layout, Stack, batches, put_in, take_out
 
-_TINY = 1e-30  # a direction that is shorter is 0
-_DEPENDENT = 1e-5  # a share of a direction that 32 bits may have made
-_ATTEMPTS = 8  # to draw independent directions, of which the first succeeds
+_LEFT, _RIGHT = 0, 1  # sides of a matrix: vectors as long as a column, and as long as a row
+
+_TINY = 1e-30  # norms below this count as zero
+_DEPENDENT = 1e-5  # relative residual below which a direction depends on others (float32 rounding)
+_RIDGE = 1e-15  # relative to a direction's squared norm
+_ATTEMPTS = 8  # redraws of dependent directions; the first almost always succeeds
 
 
 @dataclass(frozen=True)
 class Config:
     """
-    rank                                of what a half-iteration learns of each matrix
-    min_compression_rate                a tensor that would compress less is all-reduced as it is
-    num_iters_per_step                  half-iterations of power iteration a step
+    rank                                rank of the approximation in each half-iteration
+    min_compression_rate                tensors that would be compressed less are all-reduced whole
+    num_iters_per_step                  half-iterations of power iteration per step
     start_compressing_after_num_steps   steps of plain all-reduce at the beginning
     seed                                of the first directions
 
-    Raises ValueError for a value that makes no sense.
+    Raises ValueError for a value out of range.
     """
 
     rank: int = 1
@@ -56,44 +53,45 @@ class Config:
             ("min_compression_rate", 1),
         ):
             value = getattr(self, name)
-            if not (isfinite(value) and value >= least):
-                raise ValueError(f"{name}={value}: use {least} or more")
+            checks.check(name, value, isfinite(value) and value >= least, f"{least} or more")
 
     def numbers(self, rows: int, columns: int) -> float:
-        """How many numbers of a matrix travel in a step, on average."""
+        """Elements that are sent for a compressed matrix per step, on average."""
         rank = min(self.rank, rows, columns)
         return self.num_iters_per_step * rank * (rows + columns) / 2
 
     def compresses(self, rows: int, columns: int) -> bool:
-        """Whether such a matrix travels compressed."""
+        """Whether a matrix of this shape is compressed."""
         return rows * columns >= self.min_compression_rate * self.numbers(rows, columns)
 
 
 class Aggregation:
-    """The workers' mean gradient, approximately; what is left of each waits for the next step.
+    """The mean gradient of all workers, approximately. Each worker keeps its error.
 
-    Per matrix M_i of worker i, a half-iteration:
+    Per matrix M_i of worker i, with `in` on the right side (sides alternate, across steps too), a
+    half-iteration is:
 
-        in ← orthonormalize(in)                 the same in all workers; each matrix by itself
-        out_i = M_iᵀ in                         or M_i in: sides alternate, across steps too
-        M_i ← M_i − in out_iᵀ                   the error
-        mean += in (mean_i out_i)ᵀ;   in ← mean_i out_i
+        in ← orthonormalize(in)                 the same in all workers, for each matrix by itself
+        out_i = M_i in
+        M_i ← M_i − out_i inᵀ                   the error
+        mean += (mean_i out_i) inᵀ;   in ← mean_i out_i
 
-    Vogels et al. (2019), arXiv:1905.13727, as its authors now recommend it; Algorithm 2 of Vogels
-    et al. (2020), arXiv:2008.01425, is close. Sends, per half-iteration, an all-reduce of rank ·
-    columns (or rows) numbers for each compressed matrix; the rest of the tensors as they are, in
-    the first.
+    On the left side, out_i = M_iᵀ in and M_i ← M_i − in out_iᵀ. `_Group` computes it without
+    writing M_i in every half-iteration: it collects the factors left and right of all updates, and
+    M_i after some of them is M_i − Σ leftᵀ right.
 
-    M_i is read once for each half-iteration and written once a step: half-iterations that follow
-    the first work on M_i − Σ left right without forming it.
+    Vogels et al. (2019), arXiv:1905.13727, as its authors now recommend it. Algorithm 2 of Vogels
+    et al. (2020), arXiv:2008.01425, is close. The directions `in` follow the error, not the whole
+    gradient: with one half-iteration per step and a constant gradient they converge to its leading
+    singular vectors, and further half-iterations each find new ones. (Directions that always follow
+    the whole gradient learn worse: 0.915 … 0.958 against 0.917 … 0.972 on Digits at rank 1.)
 
-    Directions follow what is left, not the whole gradient: with one half-iteration a step and a
-    gradient that stays, they converge to its leading singular vectors; more of them each learn
-    something new. (Directions that always follow the whole gradient learn worse: 0.915 … 0.958
-    against 0.917 … 0.972 on Digits at rank 1.)
+    Cost on the wire per half-iteration: an all-reduce of rank · rows (or columns) elements for each
+    compressed matrix. The first one of a step includes all other tensors, uncompressed.
     """
 
-    owns_momentum = clips = False
+    owns_momentum: ClassVar[bool] = False
+    clips: ClassVar[bool] = False
 
     def __init__(self, network: Network, layout: Layout, config: Config):
         self._network, self._config, self._size = network, config, layout.size
@@ -106,67 +104,64 @@ class Aggregation:
         ]
         self._rest = _complement([(s.start, s.stop) for s in chosen], layout.size)
         self._rest_size = sum(span.stop - span.start for span in self._rest)
-        # Of even and odd half-iterations: what leaves, by group; the rest of the tensors is before
-        # it in the first of a step.
-        sizes = [[g.out_size(side) for g in self._groups] for side in (0, 1)]
-        self._messages: dict[tuple[int, bool], tuple[Mean, list[Tensor]]] = {}
-        for side in (0, 1):
-            for first in (False, True):
-                skip = self._rest_size if first else 0
-                flat = torch.zeros(workers, skip + sum(sizes[side]), device=device)
-                parts = flat[:, skip:].split(sizes[side], dim=1) if self._groups else ()
-                self._messages[side, first] = Mean(flat), list(parts)
+        self._messages = {
+            (side, first): _Outgoing(self._groups, side, self._rest_size * first, workers, device)
+            for side in (_LEFT, _RIGHT)
+            for first in (False, True)  # of a step
+        }
         self._everything: Mean | None = None
         self._steps = self._iterations = 0
         for group in self._groups:
-            group.draw(0)
+            group.draw(self._side)
+
+    def at_epoch(self, epoch: float) -> None:
+        """PowerSGD has no schedule."""
 
     @property
     def compression_rate(self) -> float:
-        """Numbers of a gradient over the numbers that travel of it in a step, on average."""
-        config, travel = self._config, float(self._rest_size)
+        """Elements of a gradient over the elements sent for it per step, on average."""
+        config, sent = self._config, float(self._rest_size)
         for group in self._groups:
-            travel += group.layers * config.numbers(group.rows, group.columns)
-        return self._size / travel
+            sent += group.layers * config.numbers(group.rows, group.columns)
+        return self._size / sent
 
-    def at_epoch(self, epoch: float) -> None:
-        """Nothing follows a schedule."""
+    @property
+    def _side(self) -> int:
+        """The side of `in` in the next half-iteration."""
+        return _LEFT if self._iterations % 2 else _RIGHT
 
     def step(self, gradient: Tensor, mean: Tensor) -> Conversation:
-        """gradient [worker, D]: taken, the error stays. mean [worker, D]: what all apply."""
+        """Replace gradient [worker, D] by the error, and fill mean [worker, D]."""
         self._steps += 1
         if self._steps <= self._config.start_compressing_after_num_steps:
-            if self._everything is None or self._everything.tensor is not gradient:
-                self._everything = Mean(gradient)
+            if self._everything is None:
+                self._everything = Mean(torch.empty_like(gradient))
+            self._everything.tensor.copy_(gradient)
             mean.copy_((yield self._everything))
             gradient.zero_()
             return
         self._everything = None
+        matrices = [group.matrices(gradient) for group in self._groups]
         for iteration in range(self._config.num_iters_per_step):
-            side, first = self._iterations % 2, iteration == 0
-            message, parts = self._messages[side, first]
+            side, first = self._side, iteration == 0
+            outgoing = self._messages[side, first]
             if first:
-                take_out(gradient, self._rest, message.tensor)
-            for group, part in zip(self._groups, parts, strict=True):
-                group.multiply(gradient, iteration, side, part)
-            received = yield message  # [1, numbers]
+                take_out(gradient, self._rest, outgoing.message.tensor)
+            for group, M, out in zip(self._groups, matrices, outgoing.products, strict=True):
+                group.multiply(M, iteration, side, out)
+            received = yield outgoing.message  # [1, elements]
             if first:
                 put_in(received, self._rest, mean)
-            skip = self._rest_size if first else 0
-            start = skip
-            for group in self._groups:
-                stop = start + group.out_size(side)
-                group.take(received[:, start:stop], iteration, side)
-                start = stop
             self._iterations += 1
-            for group in self._groups:
-                group.orthonormalize(self._iterations)
-        for group in self._groups:
-            group.apply(gradient, mean)
+            for group, out in zip(self._groups, outgoing.split(received), strict=True):
+                group.receive(out, iteration, side)
+                group.orthonormalize(self._side, self._iterations)
+        for group, M in zip(self._groups, matrices, strict=True):
+            group.apply(M, group.matrices(mean))
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, and the directions that come next: [worker, ...], the same for all."""
-        directions = [group.directions.reshape(1, -1) for group in self._groups]
+        """Counters, and the next directions: [worker, ...], the same for all workers."""
+        directions = [group.directions[self._side].reshape(1, -1) for group in self._groups]
         flat = torch.cat(directions, 1) if directions else torch.zeros(1, 0)
         return {
             "steps": self._steps,
@@ -175,30 +170,52 @@ class Aggregation:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up where another instance was."""
+        """Restore the state returned by `state_dict()`. Raises ValueError if it does not fit."""
         self._steps, self._iterations = state["steps"], state["iterations"]
         flat = state["directions"].to(self._network.device)
-        side, sizes = self._iterations % 2, []
-        for group in self._groups:
-            group.directions = group.directions_of(side)
-            sizes.append(group.directions.numel())
+        directions = [group.directions[self._side] for group in self._groups]
+        sizes = [d.numel() for d in directions]
         if flat.shape[1] != sum(sizes):
             raise ValueError(
-                f"PowerSGD's state has {flat.shape[1]} numbers of directions, not {sum(sizes)}; "
+                f"PowerSGD's state has directions of {flat.shape[1]} elements, not {sum(sizes)}; "
                 "it belongs to another model, or another rank"
             )
-        for group, part in zip(self._groups, flat[0].split(sizes), strict=True):
-            group.directions.copy_(part.view_as(group.directions))
+        for own, saved in zip(directions, flat[0].split(sizes), strict=True):
+            own.copy_(saved.view_as(own))
+
+
+class _Outgoing:
+    """The message of a half-iteration.
+
+    message    # a Mean of [worker, elements]: `skip` elements of other tensors, then the products
+    products   # views [worker, elements of a group] of the message, one for each group
+    """
+
+    def __init__(
+        self,
+        groups: Iterable["_Group"],
+        side: int,
+        skip: int,
+        workers: int,
+        device: torch.device,
+    ):
+        self._sizes = [skip, *(group.product_size(side) for group in groups)]
+        self.message = Mean(torch.zeros(workers, sum(self._sizes), device=device))
+        self.products = self.split(self.message.tensor)
+
+    def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """The products in a tensor [.., elements] that is laid out as the message is."""
+        return tensor.split(self._sizes, dim=1)[1:]
 
 
 class _Group:
-    """Matrices of one shape that products take together: [batch, row, column].
+    """Matrices of one shape in batched products: [batch, row, column].
 
-    With one worker, a batch has the layers of a stack; with several, it has one layer (number
-    `part` of the stack) of all workers. Shared tensors, the same for all workers, have the layers
-    of the batch in front, or 1. Directions lie as rows: [.., rank, length].
+    With one worker, a batch has the layers of a stack. With several, it has one layer of all
+    workers, the one with index `part` in the stack. Tensors that are equal in all workers have the
+    batch's layers in front, or 1. Vectors are rows of tensors: [.., rank, length].
 
-    directions   # shared: `in`, orthonormal, of the side that comes next; lengths: side 0 columns
+    directions  # `in` by side: (left [layers, rank, row], right [layers, rank, column])
     """
 
     def __init__(
@@ -212,114 +229,123 @@ class _Group:
         rank = min(config.rank, stack.rows, stack.columns)
         self._stack, self._part, self._rank, self._alone = stack, part, rank, workers == 1
         self.rows, self.columns = stack.rows, stack.columns
-        self.layers = stack.layers if self._alone else 1  # shared
+        self.layers = stack.layers if self._alone else 1
         self._batch = stack.layers if self._alone else workers
         chosen = range(stack.layers) if self._alone else [part]
         ids = [(stack.start, layer) for layer in chosen]
         self._keys = randomness.keys(config.seed, "powersgd", ids).to(device)
+
+        def pair(batch: int, vectors: int) -> tuple[Tensor, Tensor]:
+            left, right = (
+                torch.zeros(batch, vectors, length, device=device)
+                for length in (self.rows, self.columns)
+            )
+            return left, right
+
         count = config.num_iters_per_step * rank
+        self._own = pair(self._batch, count)  # (left, right) of all updates of this step
+        self._mean = pair(self.layers, count)  # the same, with mean_i out_i in place of out_i
+        self.directions = pair(self.layers, rank)
 
-        def factors(batch: int, length: int) -> Tensor:
-            return torch.zeros(batch, count, length, device=device)
+    def matrices(self, x: Tensor) -> Tensor:
+        """The view of x [worker, D] that this group works on: [batch, row, column]."""
+        return batches(x, self._stack)[self._part]
 
-        # Σ_j left_jᵀ right_j is what has been taken out of the matrices, and what all apply.
-        self._taken = factors(self._batch, self.rows), factors(self._batch, self.columns)
-        self._applied = factors(self.layers, self.rows), factors(self.layers, self.columns)
-        lengths = self.columns, self.rows
-        self._of_side = [torch.zeros(self.layers, rank, n, device=device) for n in lengths]
-        self.directions = self._of_side[0]
-        self._ridge = 1e-15 * torch.eye(rank, dtype=torch.float64, device=device)
-        self._views: dict[int, tuple[Tensor, Tensor]] = {}
+    def product_size(self, side: int) -> int:
+        """Elements of `out` in a worker's message; `side` is that of `in`."""
+        return self.directions[1 - side].numel()
 
-    def directions_of(self, side: int) -> Tensor:
-        """The memory of a side's directions."""
-        return self._of_side[side]
+    def draw(self, side: int) -> None:
+        """Draw random orthonormal directions for the first half-iteration, the same everywhere."""
+        self.directions[side].copy_(self._random(side, 0, 0))
+        self.orthonormalize(side, 0)
 
-    def out_size(self, side: int) -> int:
-        """Numbers that a worker sends in a half-iteration."""
-        return self.layers * self._rank * (self.columns if side else self.rows)
-
-    def draw(self, counter: int) -> None:
-        """Random orthonormal directions, the same in all workers."""
-        self.directions.copy_(self._random(counter, 0))
-        self.orthonormalize(counter)
-
-    def _random(self, counter: int, attempt: int) -> Tensor:
-        shape = tuple(self.directions.shape[1:])
+    def _random(self, side: int, counter: int, attempt: int) -> Tensor:
+        shape = tuple(self.directions[side].shape[1:])
         return randomness.normal(self._keys, _ATTEMPTS * counter + attempt, shape)
 
-    def multiply(self, x: Tensor, iteration: int, side: int, out: Tensor) -> None:
-        """out [worker, numbers] ← `in` times what is left of the matrices."""
-        matrices, directions = self._matrices(x), self.directions.expand(self._batch, -1, -1)
-        result = out.view(self._batch, self._rank, -1)
-        torch.bmm(directions, matrices if side else matrices.mT, out=result)
-        other, this = (0, 1) if side else (1, 0)  # which of (left, right)
-        before = slice(0, iteration * self._rank)
-        if iteration:
-            across = directions @ self._taken[other][:, before].mT  # [batch, rank, rank · before]
-            result.baddbmm_(across, self._taken[this][:, before], alpha=-1)
-        now = slice(before.stop, before.stop + self._rank)
-        self._taken[other][:, now] = directions
-        self._taken[this][:, now] = result
+    def multiply(self, M: Tensor, iteration: int, side: int, out: Tensor) -> None:
+        """out [worker, elements] ← M_t in, or M_tᵀ in on the left side.
 
-    def take(self, received: Tensor, iteration: int, side: int) -> None:
-        """The mean of all workers' `out` [1, numbers], which is the next `in`."""
-        mean = received.view(self.layers, self._rank, -1)
-        other, this = (0, 1) if side else (1, 0)
-        now = slice(iteration * self._rank, (iteration + 1) * self._rank)
-        self._applied[other][:, now] = self.directions
-        self._applied[this][:, now] = mean
-        self.directions = self._of_side[1 - side].copy_(mean)
-
-    def orthonormalize(self, counter: int) -> None:
-        """G = p pᵀ = L Lᵀ with directions of length 1 as rows, p ← L⁻¹ p; twice, since the first
-        time leaves what rounding makes of G (Fukaya et al. 2014, doi:10.1109/ScalA.2014.11).
-
-        A direction that is 0, or in the span of those before it but for rounding, means nothing
-        (that of a matrix of which nothing is left, say): it is drawn anew.
+        M is not written until `apply`. After the step's updates j so far, M_t = M − Σ_j left_jᵀ
+        right_j, so M_t in = M in − Σ_j left_jᵀ (right_j in); `iteration` counts them.
         """
-        p = self.directions.double()
-        for attempt in range(1, _ATTEMPTS):
-            p /= torch.linalg.vector_norm(p, dim=2, keepdim=True).clamp_(min=_TINY)
-            factor, info = torch.linalg.cholesky_ex(p @ p.mT + self._ridge)
-            own = factor.diagonal(dim1=1, dim2=2)  # what is a direction's own, after those before
-            failed = (info[:, None] > 0) | ~(own > _DEPENDENT)
-            if not failed.any():
-                break
-            drawn = self._random(counter, attempt).double()
-            p = torch.where(failed[..., None], drawn, p)
-        if self._rank > 1:
-            p = torch.linalg.solve_triangular(factor, p, upper=False)
-            factor = torch.linalg.cholesky_ex(p @ p.mT + self._ridge).L
-            p = torch.linalg.solve_triangular(factor, p, upper=False)
-        self.directions.copy_(p)
+        directions = self.directions[side].expand(self._batch, -1, -1)
+        result = out.view(self._batch, self._rank, -1)
+        torch.bmm(directions, M.mT if side == _RIGHT else M, out=result)
+        factors, others = self._own[side], self._own[1 - side]  # of the side of `in`, and of `out`
+        done = iteration * self._rank
+        if iteration:
+            inner = directions @ factors[:, :done].mT  # right_j in, [batch, rank, done]
+            result.baddbmm_(inner, others[:, :done], alpha=-1)
+        factors[:, done : done + self._rank] = directions
+        others[:, done : done + self._rank] = result
 
-    def apply(self, x: Tensor, mean: Tensor) -> None:
-        """M_i ← M_i − Σ_j left_jᵀ right_j with i's own; mean ← the same sum of the mean ones."""
-        left, right = self._taken
-        self._matrices(x).baddbmm_(left.mT, right, alpha=-1)
-        left, right = self._applied
-        target = self._matrices(mean)
+    def receive(self, received: Tensor, iteration: int, side: int) -> None:
+        """Take mean_i out_i [1, elements] as the next `in`, on the other side."""
+        out = received.view(self.layers, self._rank, -1)
+        now = slice(iteration * self._rank, (iteration + 1) * self._rank)
+        self._mean[side][:, now] = self.directions[side]
+        self._mean[1 - side][:, now] = out
+        self.directions[1 - side].copy_(out)
+
+    def orthonormalize(self, side: int, counter: int) -> None:
+        """Orthonormalize `in` on this side; `counter` is that of half-iterations."""
+        directions = self.directions[side]
+        directions.copy_(
+            orthonormalize(directions, lambda attempt: self._random(side, counter, attempt))
+        )
+
+    def apply(self, M: Tensor, mean: Tensor) -> None:
+        """M ← M − Σ_j left_jᵀ right_j, and mean ← the same sum with the workers' mean factors."""
+        left, right = self._own
+        M.baddbmm_(left.mT, right, alpha=-1)
+        left, right = self._mean
         if self._alone:
-            torch.bmm(left.mT, right, out=target)
+            torch.bmm(left.mT, right, out=mean)
         else:
-            target.copy_(left.mT @ right)
+            mean.copy_(left.mT @ right)
 
-    def _matrices(self, x: Tensor) -> Tensor:
-        known = self._views.get(id(x))
-        if known is None or known[0] is not x:
-            known = self._views[id(x)] = x, batches(x, self._stack)[self._part]
-        return known[1]
+
+def orthonormalize(directions: Tensor, redraw: Callable[[int], Tensor]) -> Tensor:
+    """Orthonormal rows that span the same space: directions [batch, rank, length] → float64.
+
+    G = p pᵀ = L Lᵀ with rows p of length 1, and p ← L⁻¹ p. The second pass removes the rounding
+    errors of the first (Fukaya et al. 2014, doi:10.1109/ScalA.2014.11).
+
+    A direction that is 0 or, up to rounding, in the span of those before it carries no information
+    (the matrix may be 0, say). It is replaced by that of `redraw(attempt)` [batch, rank, length],
+    attempt = 1, 2, …
+    """
+    p = directions.double()
+    for attempt in range(1, _ATTEMPTS):
+        p /= torch.linalg.vector_norm(p, dim=2, keepdim=True).clamp_(min=_TINY)
+        factor, info = _cholesky(p)
+        residual = factor.diagonal(dim1=1, dim2=2)  # of a direction, given those before it
+        failed = (info[:, None] > 0) | ~(residual > _DEPENDENT)
+        if not failed.any():
+            break
+        p = torch.where(failed[..., None], redraw(attempt).double(), p)
+    if p.shape[1] > 1:
+        p = torch.linalg.solve_triangular(factor, p, upper=False)
+        factor, _ = _cholesky(p)
+        p = torch.linalg.solve_triangular(factor, p, upper=False)
+    return p
+
+
+def _cholesky(p: Tensor) -> tuple[Tensor, Tensor]:
+    """L of p pᵀ + ridge = L Lᵀ, and whether it failed (> 0), by batch."""
+    gram = p @ p.mT
+    gram.diagonal(dim1=1, dim2=2).add_(_RIDGE)
+    factor, info = torch.linalg.cholesky_ex(gram)
+    return factor, info
 
 
 def _complement(spans: Iterable[tuple[int, int]], size: int) -> list[slice]:
-    """The positions of 0 … size − 1 that no span has."""
-    left, position = [], 0
+    """The positions of 0 … size − 1 outside of all spans."""
+    found, position = [], 0
     for start, stop in [*sorted(spans), (size, size)]:
         if position < start:
-            left.append(slice(position, start))
+            found.append(slice(position, start))
         position = stop
-    return left
-
-
-# --- In someone else's training loop -------------------------------------------------------------
+    return found

@@ -1,91 +1,148 @@
 """Checks of a training loop's parameters and gradients, and a common start of all workers."""
 
 from collections.abc import Iterable, Sequence
-from math import prod
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
-from powergossip import topologies
-from powergossip.network import Network, Processes
-from powergossip.parameters import matrix_shape
+from powergossip.errors import BadInput
+from powergossip.network import Processes
 
 Params = Iterable[Tensor | tuple[str, Tensor]]  # model.parameters() or model.named_parameters()
 
 
 def named(params: Params) -> tuple[list[str], list[Tensor]]:
-    """What errors call the parameters, and the parameters. ValueError if there are none."""
+    """Return the parameters' names in error messages, and the parameters."""
     names: list[str] = []
     tensors: list[Tensor] = []
-    for number, entry in enumerate(params):
+    for index, entry in enumerate(params):
         if isinstance(entry, tuple):
             name, tensor = entry
             names.append(f'parameter "{name}"')
         else:
             tensor = entry
-            names.append(f"parameter {number} of shape {tuple(tensor.shape)}")
+            shape = "" if is_lazy(tensor) else f" of shape {tuple(tensor.shape)}"
+            names.append(f"parameter {index}{shape}")
         tensors.append(tensor)
-    if not tensors:
-        raise ValueError("there are no parameters; give model.parameters()")
     return names, tensors
 
 
-def refuse_odd(names: Sequence[str], params: Sequence[Tensor]) -> None:
-    """Raises ValueError for parameters that cannot be compressed."""
-    for name, parameter in zip(names, params, strict=True):
-        if parameter.dtype != torch.float32:
-            raise ValueError(f"{name} is {parameter.dtype}; use torch.float32")
-        if parameter.layout != torch.strided:
-            raise ValueError(f"{name} is {parameter.layout}; use a dense tensor")
-        if parameter.device != params[0].device:
+def check_parameters(names: Sequence[str], parameters: Sequence[Tensor]) -> None:
+    """Raise ValueError unless all are dense float32 tensors on one device, each in memory of its
+    own."""
+    first_at: dict[int, int] = {}  # address → index
+    for index, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
+        if is_lazy(parameter):
+            raise ValueError(f"{name} has no shape yet; run a batch through the model first")
+        if type(parameter.data) is not Tensor:
             raise ValueError(
-                f"{name} is on {parameter.device}, others on {params[0].device}; use one device"
+                f"{name} is a {type(parameter.data).__name__}; use plain tensors, whole in every "
+                "process"
             )
-        if not prod(matrix_shape(parameter.shape)):
-            raise ValueError(f"{name} has no numbers; leave it out")
+        if parameter.layout is not torch.strided:
+            raise ValueError(f"{name} is sparse ({parameter.layout}); use dense parameters")
+        if parameter.dtype != torch.float32:
+            raise ValueError(
+                f"{name} is {parameter.dtype}; use torch.float32, for instance by model.float()"
+            )
+        if parameter.is_meta:
+            raise ValueError(f"{name} has no memory (device meta); use model.to_empty(...)")
+        if parameter.device != parameters[0].device:
+            raise ValueError(
+                f"{name} is on {parameter.device}, others on {parameters[0].device}; use one device"
+            )
+        if parameter.numel():
+            first = first_at.setdefault(parameter.data_ptr(), index)
+            if first != index:
+                raise ValueError(
+                    f"{name} has the same memory as parameter {first}; give each tensor once"
+                )
 
 
-def refuse_others(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
-    """Raises ValueError unless the optimizer is of these parameters."""
+def check_gradients(
+    names: Sequence[str], parameters: Sequence[Tensor], *, required: bool
+) -> list[Tensor]:
+    """Return the gradients p.grad. Raises ValueError for one that is sparse or not float32.
+
+    `required`: also for a missing one. Otherwise the result has the others only.
+    """
+    gradients = []
+    for name, parameter in zip(names, parameters, strict=True):
+        gradient = parameter.grad
+        if gradient is None:
+            if required:
+                raise ValueError(f"{name} has no gradient; call backward first, or leave it out")
+            continue
+        if gradient.layout is not torch.strided:
+            raise ValueError(
+                f"{name} has a sparse gradient; use sparse=False in its embedding layer"
+            )
+        if gradient.dtype != torch.float32:
+            raise ValueError(f"{name} has a gradient of {gradient.dtype}; use torch.float32")
+        gradients.append(gradient)
+    return gradients
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
+    """Raise ValueError unless the optimizer has exactly these parameters."""
     theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if theirs != {id(p) for p in params}:
+    if theirs != {id(p) for p in parameters}:
         raise ValueError(
-            f"the optimizer has {len(theirs)} parameters that are not the {len(params)} whose "
-            "gradients are averaged; make both of the same list"
+            f"the optimizer has {len(theirs)} parameters that are not the {len(parameters)} whose "
+            "gradients are averaged; use the same list for both"
         )
 
 
-def gradient_of(name: str, parameter: Tensor) -> Tensor:
-    """p.grad. Raises ValueError if there is none, or it is sparse."""
-    gradient = parameter.grad
-    if gradient is None:
-        raise ValueError(f"{name} has no gradient; call backward first, or leave it out")
-    if gradient.layout != torch.strided:
-        raise ValueError(f"{name} has a sparse gradient; use sparse=False")
-    return gradient
-
-
-def network_of_processes(who: Processes, device: torch.device) -> Network:
-    """All processes, one worker each. The gradients' mean knows no graph, so any will do."""
-    return Network(topologies.make("ring", who.size), who, device)
-
-
-def start_together(who: Processes, params: Sequence[Tensor]) -> None:
-    """Give all workers process 0's parameters. Raises BadInput if the shapes differ."""
-    shapes = [tuple(p.shape) for p in params]
-    first = who.broadcast(shapes)
-
-    def check() -> None:
-        if shapes != first:
-            raise ValueError(
-                "the processes have different models: "
-                f"{len(shapes)} parameters here, {len(first)} in process 0, or other shapes"
+def check_same_everywhere(processes: Processes, subject: str, fact: Any) -> None:
+    """Raise BadInput in all processes unless `fact` is equal in all."""
+    everywhere = processes.gather(fact)
+    for process, other in enumerate(everywhere):
+        if other != everywhere[0]:
+            raise BadInput(
+                f"{subject} differs between processes: {other} in process {process}, "
+                f"{everywhere[0]} in process 0; use the same in all"
             )
 
-    who.agree(check)
-    if who.size == 1:
+
+def check_same_shapes_everywhere(
+    processes: Processes, parameters: Sequence[Tensor], first: int = 0
+) -> None:
+    """Raise BadInput in all processes unless the shapes are equal in all. `first` is the index of
+    the first of these parameters in the optimizer."""
+    everywhere = processes.gather([tuple(p.shape) for p in parameters])
+    for process, shapes in enumerate(everywhere):
+        check_shapes(shapes, everywhere[0], f"in process {process}", "in process 0", first)
+
+
+def check_shapes(
+    shapes: Sequence[Any], expected: Sequence[Any], here: str, there: str, first: int = 0
+) -> None:
+    """Raise BadInput unless these lists of shapes, found `here` and `there`, are equal."""
+    if len(shapes) != len(expected):
+        raise BadInput(
+            f"{len(shapes)} parameters {here}, {len(expected)} {there}; use the same model"
+        )
+    for index, (shape, other) in enumerate(zip(shapes, expected, strict=True), first):
+        if tuple(shape) != tuple(other):
+            raise BadInput(
+                f"parameter {index} is of shape {tuple(shape)} {here}, {tuple(other)} {there}; "
+                "use the same model"
+            )
+
+
+def broadcast_from_process_0(processes: Processes, tensors: Sequence[Tensor]) -> None:
+    """Overwrite these float32 tensors with those of process 0, in one message. Not counted."""
+    if processes.size == 1:
         return
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).cpu()
+    # The sum of bit patterns, as integers, with zeros is exact, also for −0 and NaN. An MPI
+    # reduction of an array does not pickle it.
+    own = flat.view(torch.int32).numpy()
+    bits = processes.sum(own if processes.rank == 0 else np.zeros_like(own))
+    values = torch.from_numpy(bits).view(torch.float32).split([t.numel() for t in tensors])
     with torch.no_grad():
-        for parameter in params:
-            value = parameter.detach().cpu() if who.rank == 0 else None
-            parameter.copy_(who.broadcast(value))  # type: ignore[arg-type]  # rank 0 has one
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value.view_as(tensor))

@@ -1,4 +1,14 @@
-"""PowerSGD in a training loop of one's own, one worker a process."""
+"""PowerSGD in a training loop of your own, one worker per process (`mpirun -np 8 python mine.py`).
+
+    from powergossip.optimizers import Config, PowerSGD, optimizer_step
+
+    powersgd = PowerSGD(list(model.parameters()), Config(rank=1))
+    for batch in batches:
+        loss(model, batch).backward()        # adds to p.grad, which holds the error
+        optimizer_step(optimizer, powersgd)  # in place of optimizer.step() and zero_grad()
+
+The algorithm is algorithms.power_sgd.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,26 +17,21 @@ import torch
 from torch import Tensor
 
 from powergossip.algorithms.power_sgd import Aggregation, Config
-from powergossip.network import Network, processes
-from powergossip.optimizers.checks import (
-    Params,
-    gradient_of,
-    named,
-    network_of_processes,
-    refuse_odd,
-    refuse_others,
-    start_together,
-)
-from powergossip.parameters import Layout
+from powergossip.network import Network
+from powergossip.optimizers.checks import Params
+from powergossip.optimizers.gradients import Gradients
 
 
 class PowerSGD:
-    """Averages the gradients of these parameters over the processes of this run.
+    """The approximate mean of the gradients of these parameters over all processes.
 
     params: tensors, or (name, tensor) pairs, in an order that all processes share. All workers
-    start from process 0's parameters.
+    start from the parameters of process 0. network: one with a worker per process; by default one
+    of all processes.
 
-    Raises ValueError for parameters that are not of 32-bit floating point.
+    flat  # the parameters, the error and the mean as `Gradients`
+
+    Raises ValueError, in all processes, for parameters that are not dense float32 tensors.
     """
 
     def __init__(
@@ -36,85 +41,80 @@ class PowerSGD:
         network: Network | None = None,
     ):
         self.config = config or Config()
-        self._names, self._params = named(params)
-        who = processes()
-        who.agree(lambda: refuse_odd(self._names, self._params))
-        device = self._params[0].device
-        self.network = network or network_of_processes(who, device)
-        self._layout = Layout(p.shape for p in self._params)
-        self._aggregation = Aggregation(self.network, self._layout, self.config)
-        self._error = torch.zeros(1, self._layout.size, device=device)
-        self._mean = torch.zeros_like(self._error)
-        self._error_views = self._layout.tensors(self._error[0])
-        self._mean_views = self._layout.tensors(self._mean[0])
-        start_together(who, self._params)
+        self.flat = Gradients(params, network)
+        self.network = self.flat.network
+        self._aggregation = Aggregation(self.network, self.flat.layout, self.config)
 
     @property
     def compression_rate(self) -> float:
-        """Numbers of a gradient over the numbers that travel of it in a step, on average."""
+        """Elements of a gradient over the elements sent for it per step, on average."""
         return self._aggregation.compression_rate
 
     @property
     def bits(self) -> int:
         """Bits that this worker has sent since the start."""
-        return int(self.network.bits[0])
+        return self.flat.bits
 
     def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """The approximate mean over all workers, which the next call overwrites.
+        """Return the approximate mean over all workers, which the next call overwrites.
 
-        From `gradients`, in the order of the parameters, what was sent of them is subtracted: the
-        error, to be part of the next step's gradients.
+        `gradients`, in the order of the parameters, are replaced by the error: the part of them
+        that was not sent. Add it to the gradients of the next step.
         """
-        for gradient, view in zip(gradients, self._error_views, strict=True):
-            if gradient.data_ptr() != view.data_ptr():
-                view.copy_(gradient)
-        self.network.run(self._aggregation.step(self._error, self._mean))
-        for gradient, view in zip(gradients, self._error_views, strict=True):
-            if gradient.data_ptr() != view.data_ptr():
-                gradient.copy_(view)
-        return self._mean_views
+        errors = self.flat.gradients
+        for gradient, error in zip(gradients, errors, strict=True):
+            if gradient.data_ptr() != error.data_ptr():
+                error.copy_(gradient)
+        self.network.run(self._aggregation.step(self.flat.gradient, self.flat.mean))
+        for gradient, error in zip(gradients, errors, strict=True):
+            if gradient.data_ptr() != error.data_ptr():
+                gradient.copy_(error)
+        return self.flat.means
 
     def state_dict(self) -> dict[str, Any]:
         """Directions, counters and the error."""
         return {
             "aggregation": self._aggregation.state_dict(),
             "network": self.network.state_dict(),
-            "error": self._error.clone(),
+            "error": self.flat.gradient.clone(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up where another instance was; p.grad becomes the error. ValueError for a state of
-        other parameters."""
-        if state["error"].shape != self._error.shape:
+        """Restore the state returned by `state_dict()`; p.grad becomes the error.
+
+        Raises ValueError for a state of other parameters.
+        """
+        error = self.flat.gradient
+        if state["error"].shape != error.shape:
             raise ValueError(
-                f"PowerSGD's state is of {state['error'].shape[1]} numbers, "
-                f"these parameters have {self._error.shape[1]}; use the same model"
+                f"PowerSGD's state has {state['error'].shape[1]} elements, "
+                f"these parameters have {error.shape[1]}; use the same model"
             )
         self._aggregation.load_state_dict(state["aggregation"])
         self.network.load_state_dict(state["network"])
-        self._error.copy_(state["error"])
-        for parameter, view in zip(self._params, self._error_views, strict=True):
+        error.copy_(state["error"])
+        for parameter, view in zip(self.flat.parameters, self.flat.gradients, strict=True):
             parameter.grad = view
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer, powersgd: PowerSGD) -> None:
-    """A step of the optimizer with the mean of all workers' gradients.
+    """A step of the optimizer with the approximate mean of all workers' gradients.
 
-    Leaves the error in p.grad, onto which the next backward pass adds, so that zero_grad is not
-    needed; zero_grad(set_to_none=False) would lose it. Raises ValueError for a parameter without
-    gradient or with a sparse one.
+    The error is left in p.grad, where the next backward pass adds to it, so zero_grad is not
+    needed. zero_grad() is harmless, but zero_grad(set_to_none=False) would clear the error.
+
+    Raises ValueError, before anything is sent, for a parameter with a missing or sparse gradient,
+    and for an optimizer of other parameters.
     """
-    params, names = powersgd._params, powersgd._names
-    refuse_others(optimizer, params)
-    gradients = [gradient_of(name, p) for name, p in zip(names, params, strict=True)]
-    for gradient, error in zip(gradients, powersgd._error_views, strict=True):
+    flat = powersgd.flat
+    for gradient, error in zip(flat.of_loop(optimizer), flat.gradients, strict=True):
         if gradient.data_ptr() != error.data_ptr():  # at first, and after zero_grad
             error.add_(gradient)
-    means = powersgd.aggregate(powersgd._error_views)
-    for parameter, mean in zip(params, means, strict=True):
+    means = powersgd.aggregate(flat.gradients)
+    for parameter, mean in zip(flat.parameters, means, strict=True):
         parameter.grad = mean
     try:
         optimizer.step()
     finally:
-        for parameter, error in zip(params, powersgd._error_views, strict=True):
+        for parameter, error in zip(flat.parameters, flat.gradients, strict=True):
             parameter.grad = error

@@ -1,0 +1,24 @@
+"""Gradients and steps for the tests of gradient aggregations (PowerSGD, DGC)."""
+
+import torch
+from torch import Tensor
+
+from powergossip.algorithms.aggregation import Aggregation
+from powergossip.network import Network
+from powergossip.parameters import Layout
+from powergossip.randomness import generator
+
+
+def gradients(n_workers: int, layout: Layout, *ids: int) -> Tensor:
+    """Standard normal gradients [worker, D], which differ by `ids`."""
+    drawn = generator(3, "test", *ids).standard_normal((n_workers, layout.size))
+    return torch.from_numpy(drawn).float()
+
+
+def step(network: Network, aggregation: Aggregation, gradient: Tensor) -> Tensor:
+    """The mean [worker, D] that a step returns, which is the same for all workers."""
+    mean = torch.full_like(gradient, torch.nan)
+    network.run(aggregation.step(gradient, mean))
+    same = torch.allclose(mean, mean[:1].expand_as(mean), rtol=0, atol=0, equal_nan=True)
+    assert same, "all workers apply the same"
+    return mean
