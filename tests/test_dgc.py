@@ -548,7 +548,7 @@ def test_values_that_make_no_sense_are_rejected(key: str, value: Any) -> None:
 def test_warm_up_lists_that_make_no_sense_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"warmup_ratios=.*warmup_epochs=3"):
         Config(warmup_epochs=3, warmup_ratios=(0.2, 0.1))
-    with pytest.raises(ValueError, match=r"warmup_ratios=.* has 0\b"):
+    with pytest.raises(ValueError, match=r"warmup_ratios=.*0"):
         Config(warmup_epochs=2, warmup_ratios=(0.2, 0))
     with pytest.raises(ValueError, match="epoch=-1"):
         Config().share(-1)

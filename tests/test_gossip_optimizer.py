@@ -781,7 +781,7 @@ def test_every_averaging_algorithm_is_reached_by_its_name(name: str) -> None:
 
 def test_names_of_methods_describe_the_same() -> None:
     """The functions that take the place of a name and its options."""
-    for described, name, options in (
+    cases: list[tuple[Method, str, dict[str, Any]]] = [
         (gossip.AllReduce(), "all-reduce", {}),
         (gossip.Gossip(diffusion_rate=0.5), "dpsgd", {"diffusion_rate": 0.5}),
         (gossip.PowerGossip(rank=2, topology="star"), "power-gossip", {"rank": 2}),
@@ -789,7 +789,8 @@ def test_names_of_methods_describe_the_same() -> None:
         (gossip.DeepSqueeze(seed=3), "deepsqueeze", {"seed": 3}),
         (gossip.Moniqua(theta=0.5), "moniqua", {"theta": 0.5}),
         (gossip.Averaging("choco", options={"seed": 2}), "choco", {"seed": 2}),
-    ):
+    ]
+    for described, name, options in cases:
         facts = Method(name, **{"topology": described.topology, **options}).facts()
         _, optimizer = wrapped(OPTIMIZERS["sgd"], described, processes=ALONE)
         assert optimizer.method.facts() == facts

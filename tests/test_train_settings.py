@@ -1,14 +1,34 @@
-"""Every key of averaging and of compressed gradients reaches what it is for."""
+"""Every key of a method has an effect, and keys of other methods are not ignored silently."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 import train
+from powergossip import options
+from powergossip.algorithms import AVERAGING
+from powergossip.algorithms.aggregation import AGGREGATIONS
+from powergossip.compressors import COMPRESSORS
+from powergossip.errors import BadInput
 from powergossip.network import Processes
-from powergossip.training.settings import checked, method_options
+from powergossip.runs import configuration
+from powergossip.training.resuming import check_same_run
+from powergossip.training.settings import (
+    ALIASES,
+    DEFAULTS,
+    OF_RULE,
+    OWN_KEYS,
+    PREFIX,
+    checked,
+    method_options,
+    option_defaults,
+)
 from tests.test_centralized import configured, trained
+
+ALONE = Processes()
 
 # What a key's effect is seen with, besides another value for it than its default.
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -53,3 +73,61 @@ def test_a_key_changes_what_is_computed_or_sent(key: str) -> None:
 def test_a_key_that_changes_time_only_arrives() -> None:
     c = checked(configured(optimizer="dgc", **{TIME_ONLY: 3}), Processes())
     assert method_options(c)["max_adaptation_iterations"] == 3
+
+
+# Keys of other methods.
+
+
+def test_a_key_that_the_method_lacks_is_rejected_where_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("optimizer_theta: 0.5\n")
+    for arguments in (["optimizer_theta=0.5"], ["--config", str(file)]):
+        monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
+        with pytest.raises(
+            BadInput, match=r"optimizer_theta=0.5: optimizer=dpsgd .*diffusion_rate"
+        ):
+            train.main(["optimizer=dpsgd", *arguments, "--output-dir", str(tmp_path / "run")])
+    assert not (tmp_path / "run").exists()
+    accepted = ["optimizer=moniqua", "optimizer_theta=0.5", "optimizer_rank=null"]
+    found = configuration.read_command_line(OmegaConf.structured(train.Config), accepted, "")
+    explicit = [key for key, source in found.given.items() if source.explicit]
+    assert checked(configured(optimizer="moniqua", optimizer_theta=0.5), ALONE, explicit)
+
+
+def test_a_driver_may_loop_over_methods_with_one_warning() -> None:
+    config = configured(optimizer="dpsgd", optimizer_theta=0.5, optimizer_rank=2)
+    with pytest.warns(UserWarning, match="optimizer_rank, optimizer_theta") as caught:
+        found = checked(config, ALONE)
+    assert len(caught) == 1
+    assert [key for key in found if key.startswith("optimizer_")] == ["optimizer_diffusion_rate"]
+
+
+@pytest.mark.parametrize("optimizer", [*AVERAGING, *AGGREGATIONS])
+def test_null_is_the_default_of_the_constructor_or_of_the_table(optimizer: str) -> None:
+    """The configuration that is recorded has the keys of the method, with their values."""
+    found = checked(configured(optimizer=optimizer), ALONE)
+    keys = {key.removeprefix(PREFIX) for key in found if key.startswith(PREFIX)}
+    assert keys == set(option_defaults(optimizer))
+    given = method_options(found)
+    row = (AVERAGING | AGGREGATIONS)[optimizer]
+    names = ALIASES.get(optimizer, {})
+    overridden = {names.get(key, key) for key in DEFAULTS.get(optimizer, {})}
+    for name, default in options.defaults(row, compressor=COMPRESSORS).items():
+        if name not in overridden and name not in OWN_KEYS and name not in OF_RULE:
+            assert given[name] == default, name
+
+
+def test_a_configuration_of_an_earlier_version_is_the_same_run(tmp_path: Path) -> None:
+    """It has the keys of all methods, and [] for a list of defaults."""
+    for optimizer in ("power-gossip", "dgc"):
+        now = checked(configured(optimizer=optimizer), ALONE)
+        saved = {**OmegaConf.to_container(now), "optimizer_theta": 0.25}  # type: ignore[dict-item]
+        if optimizer == "dgc":
+            saved["optimizer_warmup_ratios"] = []
+        check_same_run(tmp_path, saved, now)
+        with pytest.raises(ValueError, match="optimizer_"):
+            check_same_run(
+                tmp_path, saved | {"optimizer_rank": 7, "optimizer_keep_ratio": 0.5}, now
+            )

@@ -61,7 +61,7 @@ def checked(
     hosted(c.n_workers, processes.size)
     _check_values(c)
     _check_method(c)
-    _resolve_options(c, explicit or ())
+    _resolve_options(c, explicit or (), warn=processes.rank == 0)
     if c.optimizer in aggregation.AGGREGATIONS:
         checks.at_least_one("optimizer_num_batches_per_step", c.optimizer_num_batches_per_step)
     if c.optimizer in ddp.HOOKS:
@@ -173,7 +173,7 @@ def option_defaults(optimizer: str, given: Mapping[str, Any] | None = None) -> d
     return found | rule | DEFAULTS.get(optimizer, {})
 
 
-def _resolve_options(c: Any, explicit: Collection[str]) -> None:
+def _resolve_options(c: Any, explicit: Collection[str], warn: bool) -> None:
     """Give the method's keys their values, and remove those that it lacks. See `checked`."""
     given = {
         key.removeprefix(PREFIX): value
@@ -189,7 +189,7 @@ def _resolve_options(c: Any, explicit: Collection[str]) -> None:
                 f"{key}={c[key]}: optimizer={c.optimizer} has no such option; leave it out "
                 f"(its options: {accepted})"
             )
-    if lacking:
+    if lacking and warn:
         warnings.warn(
             f"ignored, since optimizer={c.optimizer} has no such options: {', '.join(lacking)}",
             stacklevel=3,
