@@ -255,7 +255,7 @@ GOOD = {b"data": IMAGES, b"labels": [1, 2, 3]}
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
-def test_damaged_python_files_are_refused_by_name(
+def test_damaged_python_files_are_rejected_by_name(
     tmp_path: Path, content: bytes, found: str
 ) -> None:
     folder = write_files(tmp_path, "Cifar", "python", packed=False)
@@ -273,7 +273,7 @@ def test_damaged_python_files_are_refused_by_name(
         (b"\0\x64" + bytes(3072), "holds label 100; 0 to 99 exist"),
     ],
 )
-def test_damaged_binary_files_are_refused_by_name(
+def test_damaged_binary_files_are_rejected_by_name(
     tmp_path: Path, content: bytes, found: str
 ) -> None:
     folder = write_files(tmp_path, "Cifar100", "binary", packed=False)
@@ -282,7 +282,7 @@ def test_damaged_binary_files_are_refused_by_name(
         load("Cifar100", tmp_path)
 
 
-def test_damaged_archives_are_refused_by_name(tmp_path: Path) -> None:
+def test_damaged_archives_are_rejected_by_name(tmp_path: Path) -> None:
     archive = write_files(tmp_path, "Cifar", "python", packed=True)
     whole = archive.read_bytes()
     flipped = bytearray(whole)

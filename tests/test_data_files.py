@@ -55,7 +55,7 @@ ARRAY = np.zeros((3, 4, 5))
     ],
     ids=lambda value: value.strip(" :") if isinstance(value, str) else "",
 )
-def test_damaged_idx_files_are_refused_by_name(tmp_path: Path, content: bytes, found: str) -> None:
+def test_damaged_idx_files_are_rejected_by_name(tmp_path: Path, content: bytes, found: str) -> None:
     path = tmp_path / "t10k-images-idx3-ubyte"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=f"t10k-images-idx3-ubyte .*{found}"):
@@ -81,7 +81,7 @@ def test_data_dir_is_read(nowhere: Path, tmp_path: Path, compress: bool, subfold
     assert task.evaluate(task.model("CNN", 1))["count"] == 20
 
 
-def test_files_that_do_not_match_are_refused(tmp_path: Path) -> None:
+def test_files_that_do_not_match_are_rejected(tmp_path: Path) -> None:
     write_fashion_mnist(tmp_path)
     labels = tmp_path / "train-labels-idx1-ubyte"
     labels.write_bytes(idx_bytes(np.arange(49) % 10))
@@ -248,7 +248,7 @@ def test_sums_are_looked_for_beside_a_file_and_above(tmp_path: Path, above: bool
         cifar.CIFAR10.load(options(task="Cifar", data_dir=tmp_path))
 
 
-def test_lines_that_are_no_sums_are_refused(tmp_path: Path) -> None:
+def test_lines_that_are_no_sums_are_rejected(tmp_path: Path) -> None:
     write_fashion_mnist(tmp_path)
     for line in ("0" * 63 + "  name", "0" * 64 + " name", "SHA256 (name) = " + "0" * 64, "hello"):
         (tmp_path / "SHA256SUMS").write_text("0" * 64 + "  other\n" + line + "\n")

@@ -89,7 +89,7 @@ def test_batches_do_not_depend_on_epoch_or_on_what_was_asked_before() -> None:
     assert not torch.equal(first[0], task.batch(2, 0, 2)[0])
 
 
-def test_sizes_that_do_not_fit_are_refused_in_sequences() -> None:
+def test_sizes_that_do_not_fit_are_rejected_in_sequences() -> None:
     """72 words for each of two workers: 12 sequences of 5 words with one after each."""
     assert numbered_task(144, n_workers=2, batch_size=12).steps_per_epoch == 1
     with pytest.raises(
@@ -437,7 +437,7 @@ def test_files_of_words_are_read(
     assert next(rarer.parameters()).shape[0] < n_words
 
 
-def test_damaged_texts_are_refused_by_name(tmp_path: Path) -> None:
+def test_damaged_texts_are_rejected_by_name(tmp_path: Path) -> None:
     write_files(tmp_path, WIKI)
     (tmp_path / "wiki.test.tokens").write_bytes(b"caf\xe9 \n")
     with pytest.raises(ValueError, match=r"wiki.test.tokens is damaged, or no text in UTF-8"):
@@ -492,13 +492,13 @@ def test_models_have_the_sizes_that_options_say() -> None:
         ("dropout", None, "a number from 0 to below 1"),
     ],
 )
-def test_impossible_values_are_refused(option: str, value: Any, would_do: str) -> None:
+def test_impossible_values_are_rejected(option: str, value: Any, would_do: str) -> None:
     with pytest.raises(ValueError, match=rf"^task_options.{option}=.*: use {would_do}$"):
         language.task(options(task_options={option: value}))
     language.task(options(task_options={"dropout": 0, "sequence_length": 1}))
 
 
-def test_ways_to_deal_out_labels_are_refused() -> None:
+def test_ways_to_deal_out_labels_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"dirichlet_alpha=0.1: text has no labels; leave it out"):
         language.task(options(dirichlet_alpha=0.1))
     with pytest.raises(ValueError, match=r"shuffled_ratio=0.1: text keeps its order; use 0"):

@@ -83,7 +83,7 @@ def test_which_shards_are_kept_depends_on_the_seed(split: dict[str, Any]) -> Non
         ({"n_workers": 0}, "n_workers=0 is not possible"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_sizes_that_do_not_fit_are_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         shards(**changes)
 

@@ -238,7 +238,7 @@ def test_further_metrics_follow_from_the_means(any_task: tasks.Task, name: str) 
     assert derived == ({"perplexity": math.exp(1.5)} if name == "LSTM" else {})
 
 
-def test_unknown_options_are_refused_with_the_choices(name: str, data: Path) -> None:
+def test_unknown_options_are_rejected_with_the_choices(name: str, data: Path) -> None:
     known = "dataset, sequence_length, min_count" if name == "LSTM" else "normalization$"
     with pytest.raises(
         ValueError, match=f'task "{name}" has no option "depth", "width"; choose from {known}'
@@ -349,7 +349,7 @@ def test_augmentation_depends_on_seed_worker_epoch_and_step() -> None:
 # Names.
 
 
-def test_unknown_names_are_refused_with_the_choices() -> None:
+def test_unknown_names_are_rejected_with_the_choices() -> None:
     with pytest.raises(
         ValueError,
         match=r'task "Digit" is unknown; choose from Digits, FashionMNIST, Cifar, Cifar100, LSTM$',
