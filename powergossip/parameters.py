@@ -28,7 +28,7 @@ NORMALIZATION_LAYERS = (
 
 @dataclass(frozen=True)
 class Stack:
-    """All matrices of one shape: `layers` of them, [rows, columns] each, from index `start` of D."""
+    """The matrices of one shape: `layers` of them, [rows, columns] each, from index `start`."""
 
     rows: int
     columns: int
