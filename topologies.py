@@ -1,13 +1,14 @@
 """The topologies, at a glance. The same objects as in `powergossip.topologies`.
 
-Numbers behind a year are those of arXiv. A row of `TOPOLOGIES` is a value of `topology` in train.py
-and gossip_run.py, where the path of an edge list or adjacency file is accepted too.
+The number after a year is the arXiv identifier. The rows of `TOPOLOGIES` are the values of
+`topology` in train.py and gossip_run.py, which also accept the path of an edge-list or adjacency
+file.
 
 Static, undirected:
 
     ring                  two neighbors each
     chain                 a ring without one edge
-    star                  worker 0 is everyone's only neighbor
+    star                  worker 0 is the only neighbor of every other worker
     fully-connected       every pair of workers
     torus                 a × b grid, closed in both directions
     hypercube             indices that differ in one bit
@@ -23,10 +24,10 @@ Static, directed:
 
 Time-varying:
 
-    one-peer-exponential  one hop of exponential a round        Assran et al. (2019), 1811.10792
+    one-peer-exponential  one hop of exponential per round      Assran et al. (2019), 1811.10792
     base-graph            exact mean after each period          Takezawa et al. (2023), 2305.11420
     random-matching       random pairs                          Boyd et al. (2006)
-    round-robin           the edges of a graph, one matching a round
+    round-robin           the edges of a graph, one matching per round
     epidemic              every worker sends to s random others de Vos et al. (2023), 2310.01972
 """
 

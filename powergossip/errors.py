@@ -1,21 +1,18 @@
-"""How a run ends other than well, or does not begin.
-
-In a module of its own, which is imported in no time.
-"""
+"""Exceptions that end a run. Imports nothing heavy."""
 
 
 class BadInput(ValueError):
-    """What the user asked for cannot be done; the text is one sentence that says what would do."""
+    """Invalid input of the user. The text is one sentence with the accepted values."""
 
 
 class Stopped(RuntimeError):
-    """The run cannot go on, for a reason that the text says in one sentence."""
+    """The run cannot continue. The text is one sentence with the reason."""
 
     exit_code = 1
 
 
 class Interrupted(Stopped):
-    """The run was asked to stop, and all processes know: by a signal of this number."""
+    """The run was stopped by this signal, after all processes agreed on it."""
 
     def __init__(self, text: str, signal: int):
         super().__init__(text)

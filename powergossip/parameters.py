@@ -1,14 +1,14 @@
-"""The flat buffer that holds the parameters of all hosted workers, and its views.
+"""The flat buffer of all parameters of the hosted workers, and its views.
 
-Axes: worker (hosted by this process), layer (matrices of one shape), row, column; D numbers a
-worker. `x[worker, D]` is the memory; models' parameters are views into it, and so are the matrices
-that compression works on. Tensors are laid out so that
+Axes: worker (hosted by this process), layer (among matrices of one shape), row, column. D is the
+number of parameters of a worker. `x[worker, D]` is the memory. The models' parameters are views of
+it, and so are the matrices that are compressed. The order of the tensors:
 
-- matrices of one shape lie next to each other: one batched product serves them all;
-- shapes come in descending order of min(rows, columns): what a rank r can compress
-  (min(rows, columns) > r) is a prefix, whatever r is;
-- vectors follow (an n-vector is an n × 1 matrix of rank 1: nothing to compress), and of these
-  the ones that weight decay spares come last.
+- Matrices of one shape are adjacent, so that one batched product serves them all.
+- Shapes are in descending order of min(rows, columns), so that the matrices compressible with rank
+  r, those with min(rows, columns) > r, are a prefix for every r.
+- Vectors follow: an n × 1 matrix has rank 1 and cannot be compressed. Those that are exempt from
+  weight decay come last.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,7 +28,7 @@ NORMALIZATION_LAYERS = (
 
 @dataclass(frozen=True)
 class Stack:
-    """The matrices of one shape: `layers` of them, [rows, columns] each, from position `start`."""
+    """The matrices of one shape: `layers` of them, [rows, columns] each, from index `start`."""
 
     rows: int
     columns: int
@@ -37,31 +37,33 @@ class Stack:
 
     @property
     def stop(self) -> int:
-        """The position after the last matrix."""
+        """The index after the last matrix."""
         return self.start + self.layers * self.rows * self.columns
 
 
 class Layout:
-    """Where each tensor of a worker lies in its D numbers.
+    """The index ranges of a worker's tensors in its D parameters.
 
-    A tensor of two or more dimensions is the matrix [first dimension, all the others]
-    (Vogels et al. 2019, arXiv:1905.13727, § 3). `decayed` marks, tensor by tensor, what weight
-    decay applies to; None: all.
+    A tensor of two or more dimensions counts as the matrix [first dimension, all the others]
+    (Vogels et al. 2019, arXiv:1905.13727, § 3). `decayed` has an entry for each tensor: whether
+    weight decay applies to it. None means all.
     """
 
     def __init__(self, shapes: Iterable[Sequence[int]], decayed: Sequence[bool] | None = None):
         self.shapes = [tuple(shape) for shape in shapes]
         decayed = [True] * len(self.shapes) if decayed is None else decayed
         if len(decayed) != len(self.shapes):
-            raise ValueError(f"{len(self.shapes)} shapes, but {len(decayed)} marks of weight decay")
+            raise ValueError(
+                f"decayed has {len(decayed)} entries: use {len(self.shapes)}, one for each shape"
+            )
 
-        def place(index: int) -> tuple[object, ...]:
+        def order_key(index: int) -> tuple[object, ...]:
             rows, columns = matrix_shape(self.shapes[index])
             is_vector = len(self.shapes[index]) < 2
             return is_vector, is_vector and not decayed[index], -min(rows, columns), rows, columns
 
-        order = sorted(range(len(self.shapes)), key=lambda index: (place(index), index))
-        self.starts = [0] * len(self.shapes)  # position of each tensor, in the order given
+        order = sorted(range(len(self.shapes)), key=lambda index: (order_key(index), index))
+        self.starts = [0] * len(self.shapes)  # first index of each tensor, in the order of `shapes`
         self.stacks: list[Stack] = []
         position = 0
         for index in order:
@@ -79,11 +81,14 @@ class Layout:
         self.matrices_size = self.stacks[-1].stop if self.stacks else 0
 
     def compressible(self, rank: int) -> list[Stack]:
-        """The stacks that a rank can compress, min(rows, columns) > rank: a prefix of `stacks`."""
+        """The stacks with min(rows, columns) > rank: a prefix of `stacks`."""
         return [stack for stack in self.stacks if min(stack.rows, stack.columns) > rank]
 
     def spans(self, which: Iterable[int]) -> list[slice]:
-        """The positions of some tensors (indices in the order given), neighbors merged."""
+        """The index ranges of some tensors, with adjacent ranges merged.
+
+        which: indices of tensors, in the order of `shapes`.
+        """
         pieces = sorted((self.starts[i], self.starts[i] + prod(self.shapes[i])) for i in which)
         merged: list[list[int]] = []
         for start, stop in pieces:
@@ -94,7 +99,7 @@ class Layout:
         return [slice(start, stop) for start, stop in merged]
 
     def tensors(self, flat: Tensor) -> list[Tensor]:
-        """Views of one worker's numbers [D] in the tensors' own shapes, in the order given."""
+        """Views of one worker's parameters [D] as its tensors, in the order of `shapes`."""
         return [
             flat[start : start + prod(shape)].view(shape)
             for start, shape in zip(self.starts, self.shapes, strict=True)
@@ -102,14 +107,14 @@ class Layout:
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """(rows, columns) of a tensor seen as a matrix; a vector or number is a single column."""
+    """(rows, columns) of a tensor as a matrix. A vector or scalar is a single column."""
     return (shape[0], prod(shape[1:])) if shape else (1, 1)
 
 
 def batches(x: Tensor, stack: Stack) -> list[Tensor]:
-    """Views [batch, row, column] of a stack's matrices in x [worker, D], as few as strides allow.
+    """The fewest views [batch, row, column] of a stack's matrices in x [worker, D].
 
-    With one worker all layers are one batch; with several, each layer is a batch over workers.
+    For one worker, all layers are one batch. For several, each layer is a batch over workers.
     """
     size = stack.rows * stack.columns
     if x.shape[0] == 1:
@@ -121,8 +126,10 @@ def batches(x: Tensor, stack: Stack) -> list[Tensor]:
 
 
 def take_out(x: Tensor, spans: Iterable[slice], packed: Tensor) -> None:
-    """Move the numbers of these spans of x [worker, D] to packed [worker, ...], one span behind the
-    other from its start; x is zero there afterwards."""
+    """Move the elements of x [worker, D] in these spans to the start of packed [worker, ...].
+
+    The spans are concatenated. The elements of x in the spans become zero.
+    """
     start = 0
     for span in spans:
         stop = start + span.stop - span.start
@@ -132,7 +139,7 @@ def take_out(x: Tensor, spans: Iterable[slice], packed: Tensor) -> None:
 
 
 def put_in(packed: Tensor, spans: Iterable[slice], x: Tensor) -> None:
-    """Write to the spans of x [worker, D] what lies one behind the other in packed."""
+    """Write the concatenated spans at the start of packed [worker, ...] to x [worker, D]."""
     start = 0
     for span in spans:
         stop = start + span.stop - span.start
@@ -145,23 +152,23 @@ class Parameters:
 
     x        # [worker, D]   the models' parameters are views of it
     grad     # [worker, D]   their .grad are views of it
-    buffers  # [worker, B]   running statistics and the like; never gossiped
+    buffers  # [worker, B]   running statistics and the like, never gossiped
 
-    The models (one a worker, of the same architecture) are changed to use this memory. Their
-    gradients must be cleared with `grad.zero_()`, not by setting them to None.
+    The models, one per worker and all of one architecture, are changed to use this memory. Clear
+    their gradients by `grad.zero_()`, not by setting them to None.
     """
 
     def __init__(self, models: Sequence[nn.Module], device: torch.device | None = None):
         self.models = list(models)
         first = self.models[0]
         self.names = [name for name, _ in first.named_parameters()]
-        spared = {
+        exempt = {
             parameter
             for module in first.modules()
             if isinstance(module, NORMALIZATION_LAYERS)
             for parameter in module.parameters(recurse=False)
         }
-        self.decayed = [parameter not in spared for parameter in first.parameters()]
+        self.decayed = [parameter not in exempt for parameter in first.parameters()]
         self.layout = Layout((p.shape for p in first.parameters()), self.decayed)
         self.buffer_layout = Layout(b.shape for b in _float_buffers(first).values())
 
@@ -185,7 +192,7 @@ class Parameters:
                 model.get_submodule(owner)._buffers[leaf] = view
 
     def decay_spans(self) -> list[slice]:
-        """Positions of D that weight decay applies to: all but normalization layers' own."""
+        """The ranges of D with weight decay: all parameters but those of normalization layers."""
         return self.layout.spans(i for i, decayed in enumerate(self.decayed) if decayed)
 
 

@@ -1,15 +1,13 @@
-"""Random numbers that depend on a seed, a purpose and who asks — on nothing else.
+"""Random numbers that depend on a seed, a purpose and ids (worker, edge, epoch, …) alone.
 
-No generator is global and none is shared, so that neither the layout of workers over processes nor
-the order in which they are served shows in the numbers.
+No generator is global or shared. The layout of workers over processes and the order of computation
+thus do not affect the numbers. There are two kinds:
 
-Two kinds:
-
-- `generator(seed, purpose, *ids)`: a numpy generator, for what is drawn rarely or in bulk
-  (shuffling, data, graphs).
-- `keys` with `bits`, `uniform` or `normal`: a counter-based stream. The numbers are a function of
-  (key, counter), so there is no state to keep or save, the two ends of an edge cannot fall out of
-  step, and the streams of all edges are drawn in one batched expression on any device.
+- `generator(seed, purpose, *ids)`: a numpy generator, for rare or bulk sampling (shuffling, data,
+  graphs).
+- `keys` with `bits`, `uniform` or `normal`: counter-based streams. The numbers are a function of
+  (key, counter). There is no state to save, the two ends of an edge cannot fall out of step, and
+  the streams of all edges are sampled by one batched expression on any device.
 """
 
 import hashlib
@@ -22,23 +20,25 @@ from torch import Tensor
 
 
 def seed_sequence(seed: int, purpose: str, *ids: int) -> np.random.SeedSequence:
-    """The root of all randomness: one sequence for each (seed, purpose, worker, edge, epoch, ...).
+    """The root of all randomness: one sequence for each (seed, purpose, *ids).
 
-    `purpose` is a word such as "shuffle"; `ids` are non-negative numbers below 2³².
-    Different arguments give independent streams (numpy's `spawn_key`).
+    `purpose` is a word such as "shuffle". `ids` are non-negative integers below 2³², such as worker
+    and epoch. Different arguments give independent streams (numpy's `spawn_key`).
     """
     word = int.from_bytes(hashlib.sha256(purpose.encode()).digest()[:4], "little")
     return np.random.SeedSequence(seed, spawn_key=(word, *ids))
 
 
 def generator(seed: int, purpose: str, *ids: int) -> np.random.Generator:
-    """A numpy generator of its own for this purpose, e.g. `generator(seed, "shuffle", epoch)`."""
+    """A numpy generator for this purpose alone, e.g. `generator(seed, "shuffle", epoch)`."""
     return np.random.default_rng(seed_sequence(seed, purpose, *ids))
 
 
 def torch_seed(seed: int, purpose: str, *ids: int) -> int:
-    """A 63-bit number to hand to `torch.manual_seed`, for layers that draw from torch's global
-    generator (initialization, dropout)."""
+    """A 63-bit seed for `torch.manual_seed`.
+
+    For layers that use torch's global generator: initialization, dropout.
+    """
     return int(seed_sequence(seed, purpose, *ids).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
@@ -49,14 +49,14 @@ def keys(seed: int, purpose: str, ids: Iterable[tuple[int, ...]]) -> Tensor:
 
 
 def bits(keys: Tensor, counter: int, shape: tuple[int, ...], start: Tensor | int = 0) -> Tensor:
-    """64 independent random bits each: int64 [*keys.shape, *shape], on the keys' device.
+    """64 independent random bits per element: int64 [*keys.shape, *shape], on the keys' device.
 
-    The stream of one key at one counter is always the same, whatever other keys are drawn beside
-    it; `start` (below 2³²; it and the keys broadcast) takes it up from a later number. No two of a
-    key's 2⁶⁴ numbers, at all counters together, are the same.
+    The stream of a key at a counter does not depend on the other keys of the batch. `start`, below
+    2³², is the index of the first element in that stream. It broadcasts with the keys. The 2⁶⁴
+    elements of a key, over all counters, are distinct.
 
-    SplitMix64's finalizer (Steele, Lea & Flood 2014, doi:10.1145/2714064.2660195) hashes key and
-    counter.
+    Key and counter are hashed by SplitMix64's finalizer (Steele, Lea & Flood 2014,
+    doi:10.1145/2714064.2660195).
     """
     count = math.prod(shape)
     first = torch.as_tensor(start, device=keys.device)[..., None] + (counter << 32)
@@ -66,19 +66,19 @@ def bits(keys: Tensor, counter: int, shape: tuple[int, ...], start: Tensor | int
 
 
 def uniform(keys: Tensor, counter: int, count: int, start: Tensor | int = 0) -> Tensor:
-    """Independent numbers uniform on [0, 1), for rounding: float32 [*keys.shape, count].
+    """Independent uniform random numbers on [0, 1), for rounding: float32 [*keys.shape, count].
 
-    They are odd multiples of 2⁻¹⁷, so their mean is ½ exactly, and ⌊y + u⌋ is y on average to 2⁻¹⁷.
-    Four come from each number of `bits`, the first four from number `start`.
+    They are odd multiples of 2⁻¹⁷, so that their mean is ½ exactly and the mean of ⌊y + u⌋ is y up
+    to 2⁻¹⁷. Each element of `bits` gives four numbers, from element `start` on.
     """
     drawn = bits(keys, counter, (-(-count // 4),), start).view(torch.int16)[..., :count]
     return drawn.float().add_(2**15 + 0.5).mul_(2**-16)
 
 
 def normal(keys: Tensor, counter: int, shape: tuple[int, ...], start: Tensor | int = 0) -> Tensor:
-    """Independent standard normal numbers [*keys.shape, *shape], float32; see `bits`.
+    """Independent standard normal numbers: float32 [*keys.shape, *shape]. Arguments as for `bits`.
 
-    The two halves of the bits feed a Box–Muller transform.
+    The two halves of the 64 bits are the inputs of a Box–Muller transform.
     """
     drawn = bits(keys, counter, shape, start)
     high = _shift_right(drawn, 32).double()
@@ -88,13 +88,13 @@ def normal(keys: Tensor, counter: int, shape: tuple[int, ...], start: Tensor | i
     return radius.mul_(angle.cos_()).float()
 
 
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # SplitMix64's increment, as a signed number
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # SplitMix64's increment, as a signed integer
 
 
 def _splitmix(z: Tensor) -> Tensor:
-    """SplitMix64's mixing function on int64, which wraps around as the original's uint64 does.
+    """SplitMix64's mixing function, in place, on int64, which wraps around as uint64 does.
 
-    In place: new memory for each operation would cost more than the operation.
+    Allocating the result of each operation would cost more than the operation.
     """
     part = torch.empty_like(z)
     z.bitwise_xor_(_shift_right(z, 30, part)).mul_(0xBF58476D1CE4E5B9 - 2**64)
@@ -103,6 +103,6 @@ def _splitmix(z: Tensor) -> Tensor:
 
 
 def _shift_right(z: Tensor, bits: int, out: Tensor | None = None) -> Tensor:
-    """Shift in zeros from the left (torch's >> repeats the sign)."""
+    """Logical right shift (torch's >> repeats the sign bit)."""
     shifted = torch.bitwise_right_shift(z, bits, out=out)
     return shifted.bitwise_and_((1 << (64 - bits)) - 1)

@@ -216,7 +216,7 @@ def test_data_files_cannot_run_code(tmp_path: Path, named: str) -> None:
     for content in (named.format(made).encode(), pickle.dumps({b"data": Command(made)})):
         (folder / "data_batch_2").write_bytes(content)
         with pytest.raises(
-            ValueError, match=r"data_batch_2 is damaged.* asks for (posix|builtins)"
+            ValueError, match=r"data_batch_2 is damaged.*UnpicklingError.* (posix|builtins)"
         ):
             load("Cifar", tmp_path)
         assert not made.exists()
@@ -237,10 +237,10 @@ GOOD = {b"data": IMAGES, b"labels": [1, 2, 3]}
         (b"<html>Not Found</html>", "is damaged"),
         (b"\x80\x04" + bytes(100), "is damaged"),
         (pickle.dumps([1, 2]), "holds a list instead of a dictionary"),
-        (pickle.dumps({b"labels": [1]}), "holds no b'data', which cifar-10 has, but b'labels'"),
+        (pickle.dumps({b"labels": [1]}), "holds b'labels', but no b'data' of cifar-10"),
         (
             pickle.dumps({b"data": IMAGES, b"fine_labels": [1, 2, 3]}),
-            "holds no b'labels', which cifar-10 has, but b'data', b'fine_labels'",
+            "holds b'data', b'fine_labels', but no b'labels' of cifar-10",
         ),
         (pickle.dumps(GOOD | {b"data": [1, 2]}), "b'data' is no array of bytes"),
         (pickle.dumps(GOOD | {b"data": IMAGES.astype(float)}), "b'data' is no array of bytes"),
@@ -249,13 +249,13 @@ GOOD = {b"data": IMAGES, b"labels": [1, 2, 3]}
         (pickle.dumps(GOOD | {b"labels": [1, 2.5, 3]}), "b'labels' is no list of whole numbers"),
         (pickle.dumps(GOOD | {b"labels": 3}), "b'labels' is no list of whole numbers"),
         (pickle.dumps(GOOD | {b"labels": [1, 2]}), "holds 3 images and 2 labels"),
-        (pickle.dumps(GOOD | {b"labels": [1, 10, 3]}), "holds label 10; 0 to 9 exist"),
-        (pickle.dumps(GOOD | {b"labels": [1, -1, 3]}), "holds label -1; 0 to 9 exist"),
+        (pickle.dumps(GOOD | {b"labels": [1, 10, 3]}), "holds label 10: use 0 to 9"),
+        (pickle.dumps(GOOD | {b"labels": [1, -1, 3]}), "holds label -1: use 0 to 9"),
         (pickle.dumps({b"data": IMAGES[:0], b"labels": []}), "holds no images"),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
-def test_damaged_python_files_are_refused_by_name(
+def test_damaged_python_files_are_rejected_by_name(
     tmp_path: Path, content: bytes, found: str
 ) -> None:
     folder = write_files(tmp_path, "Cifar", "python", packed=False)
@@ -268,12 +268,12 @@ def test_damaged_python_files_are_refused_by_name(
     ("content", "found"),
     [
         (b"", "holds no images"),
-        (bytes(3074 * 2 - 1), "is truncated, .*: 6147 bytes are no multiple of 3074"),
+        (bytes(3074 * 2 - 1), "is truncated, .*: 6147 bytes .* 3074"),
         (bytes(3073), ".* no file of cifar-100: 3073 bytes"),
-        (b"\0\x64" + bytes(3072), "holds label 100; 0 to 99 exist"),
+        (b"\0\x64" + bytes(3072), "holds label 100: use 0 to 99"),
     ],
 )
-def test_damaged_binary_files_are_refused_by_name(
+def test_damaged_binary_files_are_rejected_by_name(
     tmp_path: Path, content: bytes, found: str
 ) -> None:
     folder = write_files(tmp_path, "Cifar100", "binary", packed=False)
@@ -282,7 +282,7 @@ def test_damaged_binary_files_are_refused_by_name(
         load("Cifar100", tmp_path)
 
 
-def test_damaged_archives_are_refused_by_name(tmp_path: Path) -> None:
+def test_damaged_archives_are_rejected_by_name(tmp_path: Path) -> None:
     archive = write_files(tmp_path, "Cifar", "python", packed=True)
     whole = archive.read_bytes()
     flipped = bytearray(whole)
@@ -304,14 +304,14 @@ def test_damaged_archives_are_refused_by_name(tmp_path: Path) -> None:
         load("Cifar", tmp_path)
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_missing_files_are_named(tmp_path: Path) -> None:
     folder = write_files(tmp_path, "Cifar", "python", packed=False)
     (folder / "data_batch_3").unlink()
-    with pytest.raises(ValueError, match=r"lacks cifar-10-batches-py/data_batch_3$"):
+    with pytest.raises(ValueError, match=r"^data_dir=.*: use .* cifar-10-batches-py/data_batch_3$"):
         load("Cifar", tmp_path)
     with pytest.raises(
         ValueError,
-        match=r"lacks the folder cifar-100-python; the folder cifar-100-binary; "
+        match=r"^data_dir=.*: use .*the folder cifar-100-python; the folder cifar-100-binary; "
         r"cifar-100-python.tar.gz; or cifar-100-binary.tar.gz$",
     ):
         load("Cifar100", tmp_path)

@@ -38,7 +38,10 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
     "no workers": (["n_workers=0"], ["n_workers=0", "1 or more"]),
     "too many workers": (["n_workers=2000"], ["2000 workers", "n_workers"]),
     "disconnected graph": (["topology=disconnected.txt"], ["disconnected.txt", "connect"]),
-    "graph of another size": (["topology=triangle.txt"], ["triangle.txt", "3 workers", "is 4"]),
+    "graph of another size": (
+        ["topology=triangle.txt"],
+        ["triangle.txt", "3 workers", "n_workers=4"],
+    ),
     "graph file that is missing": (["topology=no.txt"], ["no.txt"]),
     "data folder that is missing": (["data_dir=nowhere"], ["data_dir=nowhere"]),
     "data that are missing": (

@@ -129,5 +129,5 @@ def test_weight_decay_spares_normalization_layers() -> None:
 
 
 def test_shapes_and_marks_must_match() -> None:
-    with pytest.raises(ValueError, match="2 shapes, but 1 marks"):
+    with pytest.raises(ValueError, match=r"decayed.* 1 .*: use 2"):
         Layout([(1,), (2,)], decayed=[True])

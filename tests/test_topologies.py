@@ -43,7 +43,7 @@ def matrices(topology: Topology) -> list[np.ndarray]:
 
 
 def steps_together(topology: Topology, diffusion_rate: float, steps: int) -> np.ndarray:
-    """What so many steps of plain gossip multiply the workers with."""
+    """The product of the matrices of this number of steps of plain gossip."""
     product = np.eye(topology.n_workers)
     for W in (matrices(topology) * steps)[:steps]:
         product = (1 - diffusion_rate) * product + diffusion_rate * W @ product
@@ -51,7 +51,7 @@ def steps_together(topology: Topology, diffusion_rate: float, steps: int) -> np.
 
 
 def distance_kept(topology: Topology, diffusion_rate: float, steps: int) -> float:
-    """The worst-case factor of so many steps on the distance to the mean."""
+    """The worst-case factor of this number of steps on the distance to the mean."""
     product = steps_together(topology, diffusion_rate, steps)
     return float(np.linalg.norm(product - product.mean(axis=0), 2))
 
@@ -131,7 +131,7 @@ def test_metropolis_hastings_weights(name: str, n: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "n"), REGISTERED)
-def test_summaries_tell_the_size(name: str, n: int) -> None:
+def test_a_summary_has_the_size(name: str, n: int) -> None:
     topology = make(name, n)
     text = topology.summary()
     assert text.startswith(f"{name}: {n} worker")
@@ -143,32 +143,32 @@ def test_summaries_tell_the_size(name: str, n: int) -> None:
 def test_a_summary_in_full() -> None:
     assert make("chain", 8).summary().splitlines() == [
         "chain: 8 workers, 7 edges",
-        "  neighbors heard by a worker    1 to 2",
+        "  neighbors per worker           1 to 2",
         "  diameter                       7 hops",
         "  spectral gap of I - W          0.050747   (largest eigenvalue 1.28259)",
         "  best diffusion rate            1.500000",
-        "  distance kept by a step        0.923880 at that rate, 0.949253 at rate 1",
+        "  contraction per step           0.923880 at that rate, 0.949253 at rate 1",
         "  Chebyshev bound                0.668179",
     ]
     assert make("exponential", 8).summary().splitlines() == [
         "exponential: 8 workers, 20 edges, directed",
-        "  neighbors heard by a worker    3",
+        "  neighbors per worker           3",
         "  diameter                       3 hops",
-        "  distance kept by a step        0.500000 at rate 1",
+        "  contraction per step           0.500000 at rate 1",
     ]
     assert make("base-graph", 6).summary().splitlines() == [
         "base-graph: 6 workers, 7 edges, 4 rounds",
-        "  neighbors heard by a worker    0 to 1 a round, 2 to 3 in all",
-        "  distance kept by a step        "
+        "  neighbors per worker           0 to 1 per round, 2 to 3 in all",
+        "  contraction per step           "
         "0 at rate 1: averages exactly after its period of 4 rounds",
     ]
     one_way = make("one-peer-exponential", 3).summary().splitlines()
     assert one_way[0] == "one-peer-exponential: 3 workers, 3 edges, 2 rounds, directed"
     assert one_way[2] == (
-        "  distance kept by a step        0.500000 at rate 1, the mean of its 2 rounds"
+        "  contraction per step           0.500000 at rate 1, the mean of its 2 rounds"
     )
-    assert "directed, row-stochastic: the mean may move" in make("epidemic", 8).summary()
-    assert "not computed: it takes too long" in make("round-robin", 3000).summary()
+    assert "row-stochastic" in make("epidemic", 8).summary()
+    assert "not computed" in make("round-robin", 3000).summary()
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ def test_large_spectra_equal_dense_ones(name: str, n: int, monkeypatch: pytest.M
         gap = 2 / 3 * (1 - math.cos(2 * math.pi / n))
         assert make(name, n).spectral_gap == pytest.approx(gap, rel=1e-4)
         assert make(name, n).largest_eigenvalue == pytest.approx(4 / 3, rel=1e-6)
-    with pytest.raises(ValueError, match=f"all eigenvalues of {n // 8} workers take too long"):
+    with pytest.raises(ValueError, match=f"{n // 8} workers"):
         _ = sparse.eigenvalues
 
 
@@ -389,7 +389,7 @@ def test_random_matchings_are_uniform() -> None:
 
 
 def test_random_rounds_are_drawn_until_they_connect() -> None:
-    # Two matchings of eight workers are one ring with probability 48/105; Topology refuses others.
+    # Two matchings of eight workers are one ring with probability 48/105; Topology rejects others.
     rings = [make("random-matching", 8, seed=seed, options={"period": 2}) for seed in range(12)]
     assert {len(ring.edges) for ring in rings} == {8}
     for seed in range(4):
@@ -450,6 +450,27 @@ def test_a_base_graph_of_five() -> None:
         [(0, 1, 0.5), (2, 3, 0.5)],
         [(0, 2, 0.5), (1, 3, 0.5)],
     ]
+
+
+def test_remaining_workers_of_a_base_graph_average_in_groups() -> None:
+    """Step 2 of Takezawa et al. (2023), algorithm 2, where k + 1 does not divide their number."""
+
+    def neighbors(n: int, k: int, t: int) -> list[list[int]]:
+        r = make("base-graph", n, options={"k": k}).round(t)
+        return [[j for j, _ in r.sources(i)] for i in range(n)]
+
+    # 5 = 4 + 1, k = 3: worker 4 is paired with 0, and three workers remain.
+    assert neighbors(5, 3, 1) == [[4], [2, 3], [1, 3], [1, 2], [0]]
+    # 13 = 9 + 3 + 1, k = 2: of workers 0 … 8, four are paired, three and two remain. Then one of
+    # workers 9, 10, 11 is paired and two remain, while 0 … 8 average along the axes of 3 × 3.
+    pairs = [[9], [10], [11], [12]]
+    assert neighbors(13, 2, 2) == [*pairs, [5, 6], [4, 6], [4, 5], [8], [7], [0], [1], [2], [3]]
+    triples = [[1, 2], [0, 2], [0, 1], [4, 5], [3, 5], [3, 4], [7, 8], [6, 8], [6, 7]]
+    assert neighbors(13, 2, 3) == [*triples, [12], [11], [10], [9]]
+    weights = make("base-graph", 13, options={"k": 2}).round(2).weights
+    assert weights[4, 5] == pytest.approx(1 / 3)
+    assert weights[7, 8] == pytest.approx(1 / 2)
+    assert weights[0, 9] == pytest.approx(9 / 13)
 
 
 @pytest.mark.parametrize(("n", "s"), [(2, None), (8, None), (8, 1), (8, 5), (8, 7)])
@@ -515,7 +536,8 @@ def test_round_robin_takes_any_graph(tmp_path: Path) -> None:
     path = write(tmp_path, "a.edgelist", "Zoe Ada\nBea Zoe\n")
     topology = make("round-robin", 3, options={"graph": path})
     assert topology.edges.tolist() == [[0, 2], [1, 2]]
-    assert f"the rounds are matchings of {path}; the file's names" in topology.summary()
+    assert f"matchings of {path}; " in topology.summary()
+    assert "0 is Ada, 1 is Bea, 2 is Zoe" in topology.summary()
 
 
 @pytest.mark.parametrize("name", sorted(VARYING))
@@ -566,9 +588,9 @@ def test_rounds_repeat_and_connect_together() -> None:
     assert topology.edges.tolist() == [[0, 1], [0, 2], [1, 3], [2, 3]]
     assert topology.contraction() == pytest.approx(0, abs=1e-6)  # one-peer exponential: exact
     assert "4 workers, 4 edges, 2 rounds" in topology.summary()
-    with pytest.raises(ValueError, match='square" changes from round to round'):
+    with pytest.raises(ValueError, match=r'"square".* best diffusion rate'):
         _ = topology.best_diffusion_rate
-    with pytest.raises(ValueError, match="is not connected: it has 2 components, workers 2, 3"):
+    with pytest.raises(ValueError, match=r'"half" is not connected: .* 2 components, workers 2, 3'):
         Topology("half", rounds[:1])
 
 
@@ -580,11 +602,11 @@ def test_contraction_over_a_period_is_per_round() -> None:
 
 def test_a_directed_graph_must_lead_everywhere() -> None:
     rows = [[0, 0, 0], [0.5, 0, 0], [0, 0.5, 0]]
-    with pytest.raises(ValueError, match="is not connected: it has 3 components"):
+    with pytest.raises(ValueError, match=r'"one way" is not connected: .* 3 components'):
         Topology("one way", (Round(csr_array(np.array(rows))),), row_stochastic=True)
 
 
-def test_row_stochastic_rounds_must_say_so() -> None:
+def test_row_stochastic_rounds_must_be_marked() -> None:
     weights = csr_array(np.array([[0, 0.5, 0], [0, 0, 0.5], [0.25, 0, 0]]))
     with pytest.raises(ValueError, match="not doubly stochastic in round 0"):
         Topology("epidemic", (Round(weights),))
@@ -600,12 +622,12 @@ def test_row_stochastic_rounds_must_say_so() -> None:
     [
         ([[0, -0.1], [-0.1, 0]], "negative"),
         ([[0, math.nan], [0.5, 0]], "not a number"),
-        ([[0, 0.7, 0.7], [0.5, 0, 0], [0.5, 0, 0]], "worker 0 gives its neighbors 1.4"),
+        ([[0, 0.7, 0.7], [0.5, 0, 0], [0.5, 0, 0]], r"worker 0's .* 1\.4"),
         ([[0.5, 0.5], [0.5, 0.5]], "worker 0 is its own neighbor"),
         ([[0, 0.5, 0.5]], "square, not 1 × 3"),
     ],
 )
-def test_bad_weights_are_refused(weights: list[list[float]], message: str) -> None:
+def test_bad_weights_are_rejected(weights: list[list[float]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Round(csr_array(np.array(weights)))
 
@@ -662,38 +684,38 @@ def test_a_file_may_have_comments_and_stand_in_the_working_folder(
     assert make("friends", 3).edges.tolist() == [[0, 1], [1, 2]]
 
 
-def test_names_are_sorted_and_numbered(tmp_path: Path) -> None:
+def test_workers_are_the_sorted_names_of_a_file(tmp_path: Path) -> None:
     path = write(tmp_path, "a.edgelist", "Zoe Ada\nBea Zoe\n")
     topology = make(path, 3)
     assert topology.edges.tolist() == [[0, 2], [1, 2]]
     assert "0 is Ada, 1 is Bea, 2 is Zoe" in topology.summary()
     topology = make(write(tmp_path, "b.edgelist", "10 9\n9 2\n"), 3)
     assert topology.edges.tolist() == [[0, 1], [1, 2]]
-    assert topology.note == "the file's names are sorted and numbered: 0 is 2, 1 is 9, 2 is 10"
+    assert topology.note.endswith(": 0 is 2, 1 is 9, 2 is 10")
 
 
 @pytest.mark.parametrize(
     ("name", "text", "n", "message"),
     [
-        ("a.edgelist", "0 1\n2 3\n", 4, "the graph in .*a.edgelist is not connected: it has 2 c"),
-        ("a.edgelist", "0 1\n1 2\n2 0\n3 4\n", 5, "workers 3, 4 are apart; add edges"),
-        ("a.adjlist", "0 1 2\n3\n", 4, "worker 3 is apart"),
-        ("a.edgelist", "0 1\n1 2\n", 8, "the graph in .*a.edgelist has 3 workers, n_workers is 8"),
-        ("a.edgelist", "0 1\n1 3\n", 4, "has 3 workers .no line names worker 2., n_workers is 4"),
+        ("a.edgelist", "0 1\n2 3\n", 4, "a.edgelist is not connected: .* 2 components"),
+        ("a.edgelist", "0 1\n1 2\n2 0\n3 4\n", 5, "workers 3, 4"),
+        ("a.adjlist", "0 1 2\n3\n", 4, "worker 3"),
+        ("a.edgelist", "0 1\n1 2\n", 8, "^n_workers=8: use 3; .*a.edgelist"),
+        ("a.edgelist", "0 1\n1 3\n", 4, "^n_workers=4: use 3; .*a.edgelist .*worker 2"),
         ("a.edgelist", "0 1\n1\n", 2, 'a.edgelist, line 2: "1" is not an edge'),
         ("a.edgelist", "0 1\n\n0 1 2 3\n", 4, 'line 3: "0 1 2 3" is not an edge'),
-        ("a.txt", "0 1 5\n1 2 5\n", 3, "name it .edgelist or .adjlist"),
+        ("a.txt", "0 1 5\n1 2 5\n", 3, "a.txt .* use .*.edgelist or .adjlist"),
         ("a.adjlist", "0 1\n1 (2)\n", 3, 'line 2: "\\(2\\)" is not the name of a worker'),
         ("a.txt", "{0 1\n", 2, 'line 1: "{0" is not the name of a worker'),
         ("a.txt", "# nothing\n", 2, "a.txt holds no edges"),
     ],
 )
-def test_bad_files_are_refused(tmp_path: Path, name: str, text: str, n: int, message: str) -> None:
+def test_bad_files_are_rejected(tmp_path: Path, name: str, text: str, n: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(write(tmp_path, name, text), n)
 
 
-def test_unreadable_files_are_refused(tmp_path: Path) -> None:
+def test_unreadable_files_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"missing\.edgelist cannot be read: No such file"):
         make("missing.edgelist", 4)
     with pytest.raises(ValueError, match="cannot be read: Is a directory"):
@@ -703,7 +725,7 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
         make(str(tmp_path / "picture"), 4)
 
 
-# What else is refused
+# Other bad arguments
 
 
 @pytest.mark.parametrize(
@@ -715,45 +737,40 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
             {},
             '"rign" is unknown; choose from base-graph, binary-tree, .*, or give the path',
         ),
-        ("ring", 0, {}, "n_workers=0 must be at least 1"),
-        ("social-network", 8, {}, "social-network has 32 workers, n_workers is 8"),
-        ("hypercube", 12, {}, "needs a power of two, n_workers is 12; use 8 or 16"),
+        ("ring", 0, {}, "^n_workers=0: use 1 or more$"),
+        ("social-network", 8, {}, "^n_workers=8: use 32 .*social-network"),
+        ("hypercube", 12, {}, "^n_workers=12: use a power of two, like 8 or 16"),
         ("ring", 8, {"degree": 3}, '"ring" has no option "degree"; it has none'),
         ("watts-strogatz", 8, {"k": 3}, 'has no option "k"; choose from degree, rewiring'),
-        ("watts-strogatz", 8, {"degree": 3}, "degree=3 must be even"),
-        ("watts-strogatz", 8, {"degree": 8}, "degree=8 .* less than n_workers, which is 8"),
-        ("watts-strogatz", 8, {"rewiring": 1.5}, "rewiring=1.5 must be between 0 and 1"),
-        ("watts-strogatz", 8, {"rewiring": "no"}, "rewiring='no' must be a number"),
-        ("random-regular", 8, {"degree": 2.5}, "degree=2.5 must be a whole number"),
-        ("random-regular", 8, {"degree": True}, "degree=True must be a whole number"),
-        ("random-regular", 7, {"degree": 3}, "degree=3 .* product even"),
-        ("random-regular", 4, {"degree": 4}, "degree=4 must be less than n_workers, which is 4"),
-        ("random-regular", 64, {"degree": 1}, "none of 100 draws is connected"),
-        ("graphs/a.txt", 8, {"degree": 1}, 'is a file and has no options, not "degree"'),
+        ("watts-strogatz", 8, {"degree": 3}, "^topology_options.degree=3: use an even number"),
+        ("watts-strogatz", 8, {"degree": 8}, "degree=8: use .* less than n_workers=8$"),
+        ("watts-strogatz", 8, {"rewiring": 1.5}, "rewiring=1.5: use a number from 0 to 1$"),
+        ("watts-strogatz", 8, {"rewiring": "no"}, "rewiring=no: use a number$"),
+        ("random-regular", 8, {"degree": 2.5}, "degree=2.5: use a whole number$"),
+        ("random-regular", 8, {"degree": True}, "degree=True: use a whole number$"),
+        ("random-regular", 7, {"degree": 3}, "degree=3: use .* even"),
+        ("random-regular", 4, {"degree": 4}, "degree=4: use less than n_workers=4"),
+        ("random-regular", 64, {"degree": 1}, '"random-regular".* connected'),
+        ("graphs/a.txt", 8, {"degree": 1}, 'graphs/a.txt" .* no option "degree"'),
         ("one-peer-exponential", 8, {"k": 1}, 'has no option "k"; it has none'),
-        ("base-graph", 8, {"k": -3}, '"base-graph": k=-3 must be at least 1'),
-        ("base-graph", 8, {"k": 0}, '"base-graph": k=0 must be at least 1'),
-        ("base-graph", 8, {"k": 1.5}, "k=1.5 must be a whole number"),
-        ("random-matching", 8, {"period": 0}, '"random-matching": period=0 must be at least 1'),
-        ("random-matching", 8, {"period": 1}, "none of 100 draws of 1 round connects .*be larger"),
-        ("epidemic", 8, {"period": 0}, '"epidemic": period=0 must be at least 1'),
-        ("epidemic", 64, {"s": 1, "period": 1}, "none of 100 draws of 1 round .*period=1 must be"),
-        ("epidemic", 8, {"s": 0}, '"epidemic": s=0 must be at least 1 and less than n_workers'),
-        ("epidemic", 8, {"s": 8}, "s=8 must be .* less than n_workers, which is 8"),
-        ("round-robin", 8, {"graph": 3}, "graph=3 must be a name"),
-        (
-            "round-robin",
-            8,
-            {"graph": "rign"},
-            'graph="rign" is not .*; choose from .*, ring, .* or',
-        ),
-        ("round-robin", 8, {"graph": "exponential"}, 'graph="exponential" is not a static undir'),
-        ("round-robin", 8, {"graph": "round-robin"}, 'graph="round-robin" is not a static undir'),
-        ("round-robin", 12, {"graph": "hypercube"}, "power of two, n_workers is 12; use 8 or 16"),
+        ("base-graph", 8, {"k": -3}, "^topology_options.k=-3: use 1 or more$"),
+        ("base-graph", 8, {"k": 0}, "k=0: use 1 or more$"),
+        ("base-graph", 8, {"k": 1.5}, "k=1.5: use a whole number$"),
+        ("random-matching", 8, {"period": 0}, "^topology_options.period=0: use 1 or more$"),
+        ("random-matching", 8, {"period": 1}, 'period=1: use more; .*"random-matching"'),
+        ("epidemic", 8, {"period": 0}, "period=0: use 1 or more$"),
+        ("epidemic", 64, {"s": 1, "period": 1}, 'period=1: use more; .*"epidemic"'),
+        ("epidemic", 8, {"s": 0}, "^topology_options.s=0: use .* 1 or more"),
+        ("epidemic", 8, {"s": 8}, "s=8: use .* less than n_workers=8$"),
+        ("round-robin", 8, {"graph": 3}, "graph=3: use a name$"),
+        ("round-robin", 8, {"graph": "rign"}, "^topology_options.graph=rign: use .*, ring, "),
+        ("round-robin", 8, {"graph": "exponential"}, "graph=exponential: use "),
+        ("round-robin", 8, {"graph": "round-robin"}, "graph=round-robin: use "),
+        ("round-robin", 12, {"graph": "hypercube"}, "n_workers=12: use a power of two"),
         ("round-robin", 8, {"graph": "no.edgelist"}, "no.edgelist cannot be read: No such file"),
     ],
 )
-def test_bad_arguments_are_refused(
+def test_bad_arguments_are_rejected(
     name: str, n: int, options: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -763,7 +780,7 @@ def test_bad_arguments_are_refused(
 @pytest.mark.parametrize("name", sorted(DIRECTED | VARYING))
 def test_other_graphs_have_no_best_rate(name: str) -> None:
     kind = "changes from round to round" if name in VARYING else "is directed"
-    message = f'"{name}" {kind}: .* give a rate as a number, 1 to mix with the weights as they are'
+    message = f'"{name}" {kind}: .* best diffusion rate'
     topology = make(name, 8)
     for spectrum in ("best_diffusion_rate", "eigenvalues", "chebyshev_contraction"):
         with pytest.raises(ValueError, match=message):

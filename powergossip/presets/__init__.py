@@ -1,12 +1,12 @@
-"""Settings of published experiments: BASE.yaml, and BASE/METHOD.yaml on top of it.
+"""Presets: configurations of published experiments, BASE.yaml plus the changes of BASE/METHOD.yaml.
 
-`--config BASE/METHOD` names a preset; `files` lists the files that it stands for.
+`--config BASE/METHOD` selects a preset, and `files` lists its files.
 """
 
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-_FORMER = "experiments/configs/"  # the presets' former folder, which drivers may still name
+_FORMER = "experiments/configs/"  # the former folder of the presets, accepted for compatibility
 
 
 def names() -> list[str]:
@@ -17,9 +17,9 @@ def names() -> list[str]:
 
 
 def files(name: str) -> list[Path]:
-    """The files of a preset, to be read in this order: BASE.yaml before BASE/METHOD.yaml.
+    """The files of a preset in the order of reading: BASE.yaml before BASE/METHOD.yaml.
 
-    A path in the presets' former folder stands for that file alone. An unknown name gives [].
+    A path in the former folder of the presets selects that file alone. An unknown name gives [].
     """
     if _FORMER in name:
         path = FOLDER / name.rpartition(_FORMER)[2]

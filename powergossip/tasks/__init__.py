@@ -1,4 +1,12 @@
-"""Data and models: a task gives batches to a worker, a loss and an evaluation.
+"""Tasks: data sets, their partition over the workers, models, losses and evaluation.
+
+- task.py: the protocol `Task`, and the `Options` of all tasks.
+- digits.py, fashion_mnist.py, cifar.py, language.py: the tasks, a module each.
+- images.py, augmentation.py, models.py: image classification, random crops, image models.
+- texts.py, language_models.py: texts as word indices, language models.
+- files.py, idx.py: finding, downloading, verifying and reading the files of a data set.
+- shards.py: the samples of each worker, IID or non-IID.
+- task_options.py, modules.py: options of single tasks, construction of models.
 
 A new task is its module and its row in `TASKS`.
 """
@@ -40,34 +48,34 @@ def make(
     dirichlet_alpha: float | None = None,
     task_options: Mapping[str, Any] = {},
 ) -> Task:
-    """The task of this name, with its data loaded onto the device.
+    """Build the task of this name, with its data loaded onto the device.
 
     batch_size      per worker
-    seed            decides who gets which samples and in which order
-    decentralized   sort the samples by label and give each worker a contiguous piece, for good
-    shuffled_ratio  the share of the samples that is mixed back then; in [0, 1]
-    reshuffle       deal the samples out anew each epoch; if False, each worker keeps its own.
-                    Without meaning when decentralized or dealt out by Dirichlet's distribution.
-    data_dir        the folder with the data's files; None: the usual places. Tasks whose data come
-                    with a library need none.
-    download        whether to fetch what is in none of these places
-    dirichlet_alpha draw each worker's proportions of labels from Dirichlet(α·1), for good; small α:
-                    few labels each. None: do not.
-    task_options    name → value: what only this task understands; what is not named keeps its
-                    default
+    seed            of the partition of the samples and of their order
+    decentralized   non-IID: sort the samples by label and give each worker a contiguous piece. The
+                    shards are fixed.
+    shuffled_ratio  fraction of the sorted samples that is shuffled; in [0, 1]
+    reshuffle       repartition the samples every epoch; False: fixed shards. Without effect on
+                    non-IID shards, which are fixed.
+    data_dir        the folder with the data files; None: the default places (see `files`). Tasks on
+                    data from a library need none.
+    download        whether to download data that are in none of these places
+    dirichlet_alpha non-IID: the label proportions of each worker are sampled from Dirichlet(α·1).
+                    Small α: few labels per worker. The shards are fixed. None: off.
+    task_options    option of this task → value. Options that are left out have their defaults.
 
-    Text has no labels and keeps its order: language tasks give each worker a contiguous piece, for
-    good, whatever `decentralized` and `reshuffle` say, and refuse `dirichlet_alpha`, and
+    Text has no labels and keeps its order. Each worker of a language task has a fixed contiguous
+    piece: `decentralized` and `reshuffle` have no effect. `dirichlet_alpha` is rejected, and so is
     `shuffled_ratio` above 0 with `decentralized`.
 
-    Raises ValueError for an unknown name or option, a value that is impossible, sizes that do not
-    fit each other, a folder that does not exist, data that are missing or damaged.
+    Raises ValueError for an unknown name or option, an invalid value, sizes that do not match, a
+    folder that does not exist, and data that are missing or damaged.
     """
     if name not in TASKS:
         raise ValueError(f'task "{name}" is unknown; choose from {", ".join(TASKS)}')
     folder = None if data_dir is None else Path(data_dir).expanduser()
     if folder is not None and not folder.is_dir():
-        raise ValueError(f"data_dir={data_dir} is not a folder; name one, or leave data_dir empty")
+        raise ValueError(f"data_dir={data_dir}: use an existing folder, or leave data_dir empty")
     return TASKS[name](
         Options(
             task=name,

@@ -1,8 +1,8 @@
 """CIFAR-10 and CIFAR-100: 50,000 + 10,000 color images of 32 × 32 pixels, 10 or 100 labels.
 
-Krizhevsky (2009), "Learning multiple layers of features from tiny images". Read as
-https://www.cs.toronto.edu/~kriz/cifar.html offers and describes them: the "python version" or the
-"binary version", in its archive or unpacked.
+Krizhevsky (2009), "Learning multiple layers of features from tiny images". The files are those of
+https://www.cs.toronto.edu/~kriz/cifar.html, which describes their formats: the "python version" or
+the "binary version", as an archive or unpacked.
 """
 
 import io
@@ -25,27 +25,27 @@ from powergossip.tasks.task import Options, Task
 SHAPE = (3, 32, 32)  # channel, row, column
 N_BYTES = 3 * 32 * 32  # of an image
 
-Parse = Callable[[str, bytes], LabeledImages]  # where content is from (for messages), content
+Parse = Callable[[str, bytes], LabeledImages]  # (name for error messages, content) → images
 
 
 @dataclass(frozen=True)
 class Cifar:
-    """How one of the two is laid out in files."""
+    """CIFAR-10 or CIFAR-100, by the names and formats of its files."""
 
-    name: str  # that the archives' names start with
+    name: str  # prefix of the archives' names
     n_labels: int
-    batches: tuple[str, ...]  # files; the last one is to test, the others are to train
+    batches: tuple[str, ...]  # files: training batches, then the test batch
     python_folder: str
     binary_folder: str
     labels_key: bytes  # in the python version
-    label_columns: tuple[str, ...]  # of the hub; a binary record starts with these, ours is last
+    label_columns: tuple[str, ...]  # on the hub and in binary records; the last one is used
 
     def task(self, options: Options) -> Task:
-        """The images from `data_dir`, or from the first place that has them: $DATA, the user's
-        cache, the Hugging Face hub. Training batches are cropped and flipped.
+        """Classification of the images, with random crops and flips of the training batches.
 
-        Raises ValueError if they are nowhere, if a file is damaged, or if the options do not fit
-        them.
+        The data come from `data_dir`, or from the first place that has them: $DATA, the user's
+        cache, the Hugging Face hub. Raises ValueError if they are not found, if a file is damaged,
+        or if the options do not match them.
         """
         train, test = self.load(options)
         return ImageClassification(train, test, self.n_labels, options, crop_and_flip)
@@ -72,7 +72,7 @@ class Cifar:
         return files.Form(tuple(f"{batch}.bin" for batch in self.batches), self.binary_folder)
 
     def _readers(self) -> dict[files.Form, Callable[[list[Path]], list[LabeledImages]]]:
-        """Each form in which the data may come → a function from its files to the batches."""
+        """Form of the data → a function from its files to the batches."""
         python_archive = files.Form((f"{self.name}-python.tar.gz",))
         binary_archive = files.Form((f"{self.name}-binary.tar.gz",))
         return {
@@ -86,15 +86,15 @@ class Cifar:
         """{b"data": uint8 [sample, 3072], b"labels" (or b"fine_labels"): [label of sample], …}"""
         try:
             batch = _Unpickler(io.BytesIO(content), encoding="bytes").load()
-        except Exception as error:  # what damaged pickles raise is not limited
-            problem = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{where} is damaged, or no file of {self.name}: {problem}") from error
+        except Exception as error:  # damaged pickles raise exceptions of any type
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{where} is damaged, or no file of {self.name}: {reason}") from error
         if not isinstance(batch, dict):
             raise ValueError(f"{where} holds a {type(batch).__name__} instead of a dictionary")
         for key in (b"data", self.labels_key):
             if key not in batch:
                 found = ", ".join(str(key) for key in batch)
-                raise ValueError(f"{where} holds no {key!r}, which {self.name} has, but {found}")
+                raise ValueError(f"{where} holds {found}, but no {key!r} of {self.name}")
         data, labels = batch[b"data"], batch[self.labels_key]
         if not isinstance(data, np.ndarray) or data.dtype != np.uint8:
             raise ValueError(f"{where}: {b'data'!r} is no array of bytes")
@@ -107,11 +107,11 @@ class Cifar:
         return self._checked(where, data, labels)
 
     def _parse_records(self, where: str, content: bytes) -> LabeledImages:
-        """A byte for each label and 3072 for the image, sample after sample."""
+        """Records of a byte for each label and 3072 bytes for the image."""
         size = len(self.label_columns) + N_BYTES
         if len(content) % size:
             raise ValueError(
-                f"{where} is truncated, or no file of {self.name}: {len(content)} bytes are no "
+                f"{where} is truncated, or no file of {self.name}: {len(content)} bytes are not a "
                 f"multiple of {size}"
             )
         records = np.frombuffer(content, dtype=np.uint8).reshape(-1, size)
@@ -119,19 +119,19 @@ class Cifar:
         return self._checked(where, data, records[:, len(self.label_columns) - 1].tolist())
 
     def _checked(self, where: str, data: np.ndarray, labels: list[int]) -> LabeledImages:
-        """data: uint8 [sample, byte of image]"""
+        """Check counts and labels.    data: uint8 [sample, byte of image]"""
         if len(data) != len(labels):
             raise ValueError(f"{where} holds {len(data)} images and {len(labels)} labels")
         if not labels:
             raise ValueError(f"{where} holds no images")
         wrong = [label for label in labels if not 0 <= label < self.n_labels]
         if wrong:
-            raise ValueError(f"{where} holds label {wrong[0]}; 0 to {self.n_labels - 1} exist")
+            raise ValueError(f"{where} holds label {wrong[0]}: use 0 to {self.n_labels - 1}")
         images = torch.from_numpy(data.copy()).view(-1, *SHAPE)
         return LabeledImages(images, torch.tensor(labels))
 
     def _convert(self, splits: Any) -> Iterator[tuple[str, bytes]]:
-        """What the hub has, as files of the binary version."""
+        """Convert the splits of the hub to files of the binary version: (name, content)."""
         *train, test = self._binary.names
         for split, names in (("train", train), ("test", [test])):
             rows = splits[split]
@@ -172,7 +172,7 @@ def _unpacked(parse: Parse, paths: list[Path]) -> list[LabeledImages]:
 
 
 def _archived(parse: Parse, form: files.Form, paths: list[Path]) -> list[LabeledImages]:
-    """The files of a form from the one archive that they are in."""
+    """Parse the files of a form from their archive, the only path."""
     (path,) = paths
     content = files.uncompressed(path)
     batches = []
@@ -190,10 +190,9 @@ def _archived(parse: Parse, form: files.Form, paths: list[Path]) -> list[Labeled
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes arrays of numpy and what needs no names, such as lists and numbers, and nothing else:
-    a data file must not run code.
+    """An unpickler of numpy arrays and built-in types alone: a data file must not run code.
 
-    The names are those that Python 2 and 3, and numpy before and after version 2, write.
+    `KNOWN` has the names written by Python 2 and 3, and by numpy before and after version 2.
     """
 
     KNOWN: Mapping[tuple[str, str], Any] = {
@@ -207,5 +206,5 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         plain = module.removeprefix("numpy.core.").removeprefix("numpy._core.")
         if (plain, name) not in self.KNOWN:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which data have no need of")
+            raise pickle.UnpicklingError(f"it needs {module}.{name}, which is not allowed in data")
         return self.KNOWN[plain, name]

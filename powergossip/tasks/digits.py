@@ -10,21 +10,21 @@ from powergossip.randomness import generator
 from powergossip.tasks.images import ImageClassification, LabeledImages
 from powergossip.tasks.task import Options, Task
 
-SPLIT_SEED = 0  # of the split into training and test images, which is the same for every run
+SPLIT_SEED = 0  # of the split into training and test images, fixed for all runs
 
 
 def task(options: Options) -> Task:
-    """1437 training and 360 test images. Needs neither files nor a network.
+    """Classification of 1437 training and 360 test images. Needs neither files nor a network.
 
-    Raises ValueError if the options do not fit the data.
+    Raises ValueError if the options do not match the data.
     """
     train, test = load()
     return ImageClassification(train, test, n_labels=10, options=options)
 
 
 def load() -> tuple[LabeledImages, LabeledImages]:
-    """Training and test images, both with all labels in the same proportions."""
-    # Takes a second, for which only those who use Digits should wait.
+    """Training and test images, split with equal label proportions."""
+    # Imported here because it takes a second.
     from sklearn.datasets import load_digits
 
     pixels, digits = load_digits(return_X_y=True)

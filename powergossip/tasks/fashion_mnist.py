@@ -15,7 +15,7 @@ from powergossip.tasks.images import ImageClassification, LabeledImages
 from powergossip.tasks.task import Options, Task
 
 N_LABELS = 10
-SPLITS = {"train": "train", "test": "t10k"}  # split → how its files' names start
+SPLITS = {"train": "train", "test": "t10k"}  # split → prefix of its file names
 DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")  # of the package dataset-fashion-mnist
 FORM = files.Form(
     tuple(
@@ -28,10 +28,11 @@ FORM = files.Form(
 
 
 def task(options: Options) -> Task:
-    """The images from `data_dir`, or from the first place that has them: $DATA, Debian's package
-    dataset-fashion-mnist, the user's cache, the Hugging Face hub.
+    """Classification of the images, without augmentation.
 
-    Raises ValueError if they are nowhere, if a file is damaged, or if the options do not fit them.
+    The data come from `data_dir`, or from the first place that has them: $DATA, Debian's package
+    dataset-fashion-mnist, the user's cache, the Hugging Face hub. Raises ValueError if they are not
+    found, if a file is damaged, or if the options do not match them.
     """
     train_images, train_labels, test_images, test_labels = find(options)
     train, test = load(train_images, train_labels), load(test_images, test_labels)
@@ -44,7 +45,7 @@ def task(options: Options) -> Task:
 
 
 def find(options: Options) -> list[Path]:
-    """The four files: images and labels to train, images and labels to test."""
+    """The four files: training images and labels, test images and labels."""
     source = files.Source(
         options.task,
         (FORM,),
@@ -56,14 +57,14 @@ def find(options: Options) -> list[Path]:
 
 
 def load(images_path: Path, labels_path: Path) -> LabeledImages:
-    """A split from its two IDX files. Raises ValueError if they are damaged or do not match."""
+    """Load a split from its two IDX files. Raises ValueError if they are damaged or mismatched."""
     images, labels = idx.read(images_path, rank=3), idx.read(labels_path, rank=1)
     if len(images) != len(labels):
         raise ValueError(
             f"{images_path} holds {len(images)} images, {labels_path} {len(labels)} labels"
         )
     if labels.max() >= N_LABELS:
-        raise ValueError(f"{labels_path} holds label {labels.max()}; 0 to {N_LABELS - 1} exist")
+        raise ValueError(f"{labels_path} holds label {labels.max()}: use 0 to {N_LABELS - 1}")
     return LabeledImages(images[:, None], labels.to(torch.int64))
 
 

@@ -1,9 +1,9 @@
-"""Where a task's files lie, whether they are what they were, and how they get there.
+"""Data files: search, checksums, download.
 
-They are looked for in `data_dir`; if that is not set, in $DATA, then in places of the task's own
-(such as a package of the distribution's), then in the user's cache. In `data_dir` and $DATA a
-subfolder with the task's name will do as well. What is in none of these places is fetched from the
-Hugging Face hub into the cache.
+The files of a task are searched for in `data_dir`. Without it, they are searched for in $DATA, in
+places specific to the task (such as a package of the distribution) and in the user's cache.
+`data_dir` and $DATA may also have them in a subfolder with the name of the task. Files found in
+none of these places are downloaded from the Hugging Face hub to the cache.
 """
 
 import gzip
@@ -21,19 +21,19 @@ from typing import Any
 
 SUMS = "SHA256SUMS"
 GZIP_MAGIC = b"\x1f\x8b"
-PATIENCE = 5.0  # seconds until the hub counts as out of reach
+PATIENCE = 5.0  # seconds: timeout of the hub
 
 
 @dataclass(frozen=True)
 class Form:
-    """A way in which data come: files with these names."""
+    """A form of a data set: files with these names."""
 
     names: tuple[str, ...]
-    folder: str = ""  # that the official archive unpacks them into
-    suffix: str = ""  # that any of the files may have besides
+    folder: str = ""  # the folder in the official archive
+    suffix: str = ""  # optional suffix of each file, such as .gz
 
     def paths(self, place: Path) -> list[Path]:
-        """The files in a place: in its folder `folder`, or in itself if that is its name."""
+        """The paths of the files in a place: in its subfolder `folder`, or directly in `folder`."""
         inside = place if place.name == self.folder else place / self.folder
         plain = [inside / name for name in self.names]
         return [path if path.is_file() else Path(f"{path}{self.suffix}") for path in plain]
@@ -42,14 +42,14 @@ class Form:
         return f"the folder {self.folder}" if self.folder else self.listed(self.names)
 
     def listed(self, names: Iterable[str]) -> str:
-        """The names of some of its files, for a message."""
-        besides = f" (or the same with {self.suffix})" if self.suffix else ""
-        return ", ".join(names) + besides
+        """Some of its file names, for an error message."""
+        alternative = f" (or the same with {self.suffix})" if self.suffix else ""
+        return ", ".join(names) + alternative
 
 
 @dataclass(frozen=True)
 class Hub:
-    """A dataset on the Hugging Face hub, and which files to make of it."""
+    """A dataset on the Hugging Face hub, and its conversion to files of a form."""
 
     name: str
     form: Form
@@ -59,20 +59,20 @@ class Hub:
 
 @dataclass(frozen=True)
 class Source:
-    """What a task needs to have, and where it can come from."""
+    """The data of a task: accepted forms and places."""
 
     task: str
-    forms: tuple[Form, ...]  # any of them will do; the first found is taken
+    forms: tuple[Form, ...]  # alternatives, in order of preference
     hub: Hub
-    places: tuple[Path, ...] = ()  # of the task's own
-    remedy: str = ""  # what puts the files there
+    places: tuple[Path, ...] = ()  # specific to the task
+    remedy: str = ""  # advice: how to get the files into these places
 
 
 @dataclass(frozen=True)
 class _Problem:
-    """Why data were not fetched, and what helps."""
+    """The reason why data were not downloaded, and a remedy."""
 
-    what: str
+    reason: str
     remedy: str = ""
 
 
@@ -80,9 +80,9 @@ class _Problem:
 
 
 def find(source: Source, data_dir: Path | None, download: bool) -> tuple[Form, list[Path]]:
-    """The form in which the data were found, and its files. May fetch them first.
+    """Find the data, or download them: their form and its files.
 
-    Raises ValueError, saying where it looked and what would do, if they are not to be had.
+    Raises ValueError, with the places searched and the remedies, if the data cannot be found.
     """
     if data_dir is not None:
         places = _with_subfolder(data_dir, source.task)
@@ -91,20 +91,20 @@ def find(source: Source, data_dir: Path | None, download: bool) -> tuple[Form, l
         places += [*source.places, cache(source.task)]
     found = _first(source.forms, places)
     if found is None and data_dir is not None:
-        lacking = [lack for place in places if (lack := _lack(source.forms, place))]
-        wanted = lacking[0] if lacking else _any_of(source.forms)
-        raise ValueError(f"data_dir={data_dir} lacks {wanted}")
+        missing = [files for place in places if (files := _missing(source.forms, place))]
+        accepted = missing[0] if missing else _any_of(source.forms)
+        raise ValueError(f"data_dir={data_dir}: use a folder with {accepted}")
     if found is None:
         problem = _fetch(source) if download else _Problem("download is off", "set download=true")
         found = _first([source.hub.form], [cache(source.task)])
         if found is None:
-            assert problem is not None, "what was written is there"
-            raise ValueError(_nowhere(source, places, problem))
+            assert problem is not None, "a successful download is in the cache"
+            raise ValueError(_not_found(source, places, problem))
     return found
 
 
 def cache(task: str) -> Path:
-    """The user's folder for what a task has fetched."""
+    """The user's folder for downloads of a task."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "decentralized-deep-learning" / task
 
@@ -127,8 +127,8 @@ def _first(forms: Iterable[Form], places: Sequence[Path]) -> tuple[Form, list[Pa
     return None
 
 
-def _lack(forms: Sequence[Form], place: Path) -> str:
-    """What a place lacks that has some of the files; "" if it has none."""
+def _missing(forms: Sequence[Form], place: Path) -> str:
+    """The missing files of a place that has some of the files; "" for any other place."""
     for form in forms:
         there = [path.is_file() for path in form.paths(place)]
         if any(there):
@@ -144,17 +144,17 @@ def _any_of(forms: Sequence[Form]) -> str:
     return f"{'; '.join(others)}; or {last}" if others else last
 
 
-def _nowhere(source: Source, places: Sequence[Path], problem: _Problem) -> str:
-    looked = [] if _environment() else ["$DATA (not set)"]
+def _not_found(source: Source, places: Sequence[Path], problem: _Problem) -> str:
+    searched = [] if _environment() else ["$DATA (not set)"]
     for place in places:
-        lack = _lack(source.forms, place)
-        looked.append(f"{place} (lacks {lack})" if lack else str(place))
+        missing = _missing(source.forms, place)
+        searched.append(f"{place} (lacks {missing})" if missing else str(place))
     remedies = [source.remedy, f"set data_dir to a folder with {_any_of(source.forms)}"]
     *first, last = [remedy for remedy in (*remedies, problem.remedy) if remedy]
     advice = f"{', '.join(first)}, or {last}" if first else last
     return (
-        f"{source.task}'s data are in none of {', '.join(looked)}, and were not fetched: "
-        f"{problem.what}. {advice[0].upper()}{advice[1:]}"
+        f"the data of task {source.task} are in none of {', '.join(searched)}, and were not "
+        f"downloaded: {problem.reason}; {advice}"
     )
 
 
@@ -162,9 +162,9 @@ def _nowhere(source: Source, places: Sequence[Path], problem: _Problem) -> str:
 
 
 def read(path: Path) -> bytes:
-    """A file's content, verified if its folder or the one above holds a SHA256SUMS that lists it.
+    """Read a file, and verify its checksum if a SHA256SUMS in its folder or the one above has it.
 
-    Raises ValueError, naming the file, if it cannot be read or is not the one that is listed.
+    Raises ValueError, with the path, if it cannot be read or if the checksum is wrong.
     """
     try:
         content = path.read_bytes()
@@ -174,14 +174,16 @@ def read(path: Path) -> bytes:
         for listed in _sums(folder, path.relative_to(folder)):
             if listed != hashlib.sha256(content).hexdigest():
                 raise ValueError(
-                    f"{path} does not match {SUMS}; fetch it again, or remove that line"
+                    f"{path} does not match {SUMS}; download it again, or remove it from {SUMS}"
                 )
     return content
 
 
 def uncompressed(path: Path) -> bytes:
-    """As `read`, and decompressed if the file was compressed by gzip; what that cannot undo is a
-    ValueError too."""
+    """Read a file as `read` does, and decompress it if it is gzipped.
+
+    Raises ValueError for a damaged gzip file, too.
+    """
     content = read(path)
     try:
         return gzip.decompress(content) if content.startswith(GZIP_MAGIC) else content
@@ -190,10 +192,11 @@ def uncompressed(path: Path) -> bytes:
 
 
 def _sums(folder: Path, name: Path) -> Iterator[str]:
-    """The sums that a folder lists for a file. ValueError for a line that is none of sha256sum's.
+    """The checksums of a file in the SHA256SUMS of a folder.
 
-    That format is the sum, a blank, a blank or an asterisk, and the name; a backslash before it
-    all says that the name is escaped, which ours never are.
+    A line is the checksum, a blank, a blank or an asterisk, and the name, as sha256sum writes it. A
+    leading backslash marks an escaped name, which our files never need. Raises ValueError for any
+    other line.
     """
     try:
         lines = (folder / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -204,20 +207,22 @@ def _sums(folder: Path, name: Path) -> Iterator[str]:
     for number, line in enumerate(lines, 1):
         match = re.fullmatch(r"\\?([0-9a-fA-F]{64}) [ *](.+)", line)
         if match is None and line.strip():
-            raise ValueError(f"{folder / SUMS}: line {number} is not a sum and a name: {line!r}")
+            raise ValueError(
+                f"{folder / SUMS}, line {number}: {line!r} is not a checksum and a name"
+            )
         if match is not None and Path(match[2]) == name:
             yield match[1].lower()
 
 
-# Fetching
+# Downloading
 
 
 def write(folder: Path, contents: Iterable[tuple[str, bytes]]) -> None:
-    """Files, (name, content) each, and a SHA256SUMS of them into a folder, made if need be.
+    """Write files, (name, content) each, and their SHA256SUMS to a folder, which is created.
 
-    Nothing appears before all is written beside it. Then each file appears complete, whoever does
-    the same at the time; SHA256SUMS is first, so that a process that is killed leaves no folder
-    that has all files but not their sums.
+    All files are first written to a temporary folder and then renamed: each appears complete, even
+    if several processes write concurrently. SHA256SUMS is renamed first, so that a killed process
+    cannot leave all files without their checksums.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".incomplete-") as scratch:
@@ -232,27 +237,27 @@ def write(folder: Path, contents: Iterable[tuple[str, bytes]]) -> None:
 
 
 def _fetch(source: Source) -> _Problem | None:
-    """Fetch the data from the hub into the cache; what went wrong, if so."""
+    """Download the data from the hub to the cache; the problem, if there was one."""
     hub = source.hub
     problem = _out_of_reach(hub.name)
     if problem is not None:
         return problem
-    # Takes seconds, and comes with the extra `data` only.
+    # Imported here because it takes seconds and belongs to the extra `data`.
     import datasets
 
     try:
         splits = datasets.load_dataset(hub.name, **hub.arguments)
         write(cache(source.task) / hub.form.folder, hub.convert(splits))
-    except Exception as error:  # the library lets errors of many others through
+    except Exception as error:  # of any type: the library passes on errors of others
         return _Problem(f"{type(error).__name__}: {error}")
     return None
 
 
 def _out_of_reach(name: str) -> _Problem | None:
-    """Why the hub cannot be asked for this dataset, if so; known within `PATIENCE`.
+    """The problem with reaching this dataset on the hub, if there is one, within `PATIENCE`.
 
-    The library itself repeats its attempts for minutes, and a name lookup cannot be interrupted:
-    hence one attempt, in a thread that nobody waits for.
+    The library retries for minutes, and a name lookup cannot be interrupted. Hence one attempt, in
+    a daemon thread that may outlive the call.
     """
     if importlib.util.find_spec("datasets") is None:
         return _Problem("Hugging Face datasets is not installed", "pip install datasets")

@@ -1,9 +1,9 @@
-"""The IDX file format of the MNIST family: arrays of bytes behind a header of big-endian integers.
+"""The IDX file format of the MNIST family: a header of big-endian integers, then an array of bytes.
 
-    0 0 type rank | size of each axis, 32 bits each | the entries, the last axis fastest
+    0 0 type rank | size of each axis, 32 bits each | the elements, the last axis fastest
 
-Type 8 is unsigned bytes, the only one that images and labels use. LeCun, Cortes & Burges (1998),
-"The MNIST database of handwritten digits".
+Images and labels have type 8, unsigned bytes. LeCun, Cortes & Burges (1998), "The MNIST database of
+handwritten digits".
 """
 
 import math
@@ -19,10 +19,10 @@ UNSIGNED_BYTE = 8
 
 
 def read(path: Path, rank: int) -> Tensor:
-    """The file's array, which must have `rank` axes: uint8. The file may be compressed by gzip.
+    """Read the array of a file, which must have `rank` axes: uint8. The file may be gzipped.
 
-    Raises ValueError, naming the file and what was found, if it is damaged, something else, or not
-    what SHA256SUMS beside it says.
+    Raises ValueError, with the file and its content, if it is damaged, of another format, or does
+    not match the SHA256SUMS beside it.
     """
     content = bytearray(files.uncompressed(path))
     start = 4 + 4 * rank
@@ -35,20 +35,20 @@ def read(path: Path, rank: int) -> Tensor:
             f"it starts with {content[:4].hex()} instead of {expected.hex()}"
         )
     sizes = struct.unpack(f">{rank}I", content[4:start])
-    found, promised = len(content) - start, math.prod(sizes)
-    if found != promised:
+    found, expected_size = len(content) - start, math.prod(sizes)
+    if found != expected_size:
         shape = " × ".join(map(str, sizes))
-        problem = "is truncated" if found < promised else "has too many bytes"
+        problem = "is truncated" if found < expected_size else "has too many bytes"
         raise ValueError(
-            f"{path} {problem}: its header says {shape} = {promised} bytes, {found} follow"
+            f"{path} {problem}: {found} bytes follow a header of {shape} = {expected_size} bytes"
         )
-    if promised == 0:
-        raise ValueError(f"{path} is empty: its header says {sizes}")
+    if expected_size == 0:
+        raise ValueError(f"{path} is empty: its header has the sizes {sizes}")
     return torch.frombuffer(content, dtype=torch.uint8, offset=start).view(sizes)
 
 
 def encoded(array: Tensor) -> bytes:
-    """The content of the file, uncompressed, that holds a uint8 array."""
+    """The content of an uncompressed IDX file with this uint8 array."""
     header = bytes([0, 0, UNSIGNED_BYTE, array.dim()]) + struct.pack(
         f">{array.dim()}I", *array.shape
     )

@@ -1,4 +1,4 @@
-"""Image classification: images in memory, dealt out to workers.
+"""Image classification: images in memory, partitioned over the workers.
 
 Axis names: sample, channel, row, column, worker, label.
 """
@@ -18,7 +18,7 @@ from powergossip.tasks.shards import Shards
 from powergossip.tasks.task import Batch, Options, Split
 
 OPTIONS = {"normalization": task_options.one_of(NORMALIZATIONS)}
-EVALUATION_CHUNK = 500  # images at a time: enough to be fast, little enough for any memory
+EVALUATION_CHUNK = 500  # images per forward pass: fast, and small in memory
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class LabeledImages:
 
 @dataclass(frozen=True)
 class _Split:
-    """Images as they rest: a pixel's channels next to each other."""
+    """The stored images of a split, with the channels of a pixel adjacent."""
 
     pixels: Tensor  # uint8 [sample, row, column, channel], contiguous
     labels: Tensor  # int64 [sample]
@@ -41,11 +41,13 @@ class _Split:
 
 
 class ImageClassification:
-    """A `Task`: batches are (float32 [sample, channel, row, column], int64 [sample]), the images
-    normalized to mean 0 and variance 1 in each channel of the training set.
+    """A `Task` with batches of images and labels.
 
-    Models carry nothing from batch to batch. Images rest as bytes, a quarter of their normalized
-    size, since every process holds them all.
+    images: float32 [sample, channel, row, column]. labels: int64 [sample].
+
+    Images are normalized to mean 0 and variance 1 in each channel of the training set. Models have
+    no state beyond parameters and buffers. Images are stored as bytes, a quarter of their
+    normalized size, since every process has all of them.
     """
 
     def __init__(
@@ -56,9 +58,11 @@ class ImageClassification:
         options: Options,
         augment: Augmentation | None = None,
     ) -> None:
-        """augment: applied to the training batches' bytes [sample, row, column, channel], with a
-        generator derived from (seed, epoch, worker, step). Raises ValueError if the options do not
-        fit the data."""
+        """augment: applied to the bytes of training batches [sample, row, column, channel], with a
+        generator derived from (seed, epoch, worker, step).
+
+        Raises ValueError if the options do not match the data.
+        """
         task_options.check(options.task, options.task_options, OPTIONS)
         self.augment = augment
         self._shards = Shards(train.labels, options)
@@ -81,19 +85,19 @@ class ImageClassification:
 
     @property
     def steps_per_epoch(self) -> int:
-        """The same for all workers: the full batches in the smallest shard."""
+        """Number of full batches in the smallest shard, for all workers."""
         return self._shards.steps_per_epoch
 
     def model(self, architecture: str, seed: int) -> nn.Module:
-        """A new model on the task's device; its weights depend on architecture and seed only.
+        """Build a model on the task's device. Its weights depend on architecture and seed only.
 
-        Raises ValueError if the architecture is unknown, too deep for images of this size, or does
-        not take a task option.
+        Raises ValueError if the architecture is unknown, too deep for images of this size, or lacks
+        one of the task options.
         """
         return modules.fresh(self._architectures, architecture, seed, self._options.device)
 
     def batch(self, worker: int, epoch: int, step: int) -> Batch:
-        """A worker's images and labels at a step of an epoch, 0 ≤ step < steps_per_epoch."""
+        """The images and labels of a worker at a step of an epoch, 0 ≤ step < steps_per_epoch."""
         assert 0 <= step < self.steps_per_epoch
         size = self._options.batch_size
         indices = self._shards.indices(worker, epoch)[step * size : (step + 1) * size]
@@ -105,7 +109,7 @@ class ImageClassification:
         return self._normalize(images), train.labels.index_select(0, indices)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean cross-entropy [nats] of a batch; it and the accuracy, detached, as metrics."""
+        """The mean cross-entropy [nats] of a batch. Metrics: it and the accuracy, detached."""
         images, labels = batch
         scores = model(images)  # [sample, label]
         loss = functional.cross_entropy(scores, labels)
@@ -113,18 +117,20 @@ class ImageClassification:
         return loss, {"cross_entropy": loss.detach(), "accuracy": accuracy}
 
     def carried(self, model: nn.Module) -> dict[str, Tensor]:
-        """Nothing."""
+        """Empty: no state is carried from batch to batch."""
         return {}
 
     def carry(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
-        """Nothing to do: no image depends on the one before."""
+        """Do nothing: no state is carried from batch to batch."""
         assert not state
 
     def evaluate(
         self, model: nn.Module, split: Split = "test", part: tuple[int, int] = (0, 1)
     ) -> dict[str, float]:
-        """Sums over the i-th of n parts of a split, part = (i, n): cross-entropy [nats], accuracy
-        (how many are right), count. Training images are not augmented here."""
+        """Sums over the i-th of n parts of a split, part = (i, n), without augmentation.
+
+        The sums are cross-entropy [nats], accuracy (number of correct predictions) and count.
+        """
         i, n = part
         assert 0 <= i < n
         data = self._splits[split]
@@ -145,11 +151,11 @@ class ImageClassification:
         }
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
-        """None."""
+        """Empty: there are no derived metrics."""
         return {}
 
     def label_counts(self, epoch: int = 0) -> Tensor:
-        """How many samples of each label each worker has in an epoch: int64 [worker, label]."""
+        """Number of samples per worker and label in an epoch: int64 [worker, label]."""
         labels = self._splits["train"].labels
         return torch.stack(
             [
@@ -161,23 +167,25 @@ class ImageClassification:
         ).cpu()
 
     def _normalize(self, pixels: Tensor) -> Tensor:
-        """uint8 [sample, row, column, channel] → float32 [sample, channel, row, column] in the same
-        order in memory: convolutions and pooling, which keep the order they are given, take up to
-        half the time then on a CPU."""
-        rows = pixels.flatten(2).float()  # whole rows at a time, for vector instructions
+        """uint8 [sample, row, column, channel] → float32 [sample, channel, row, column].
+
+        The order in memory remains: channels_last. Convolutions and pooling keep it, and take down
+        to half the time on a CPU.
+        """
+        rows = pixels.flatten(2).float()  # whole rows, for vector instructions
         return rows.sub_(self._shift).mul_(self._scale).view(pixels.shape).permute(0, 3, 1, 2)
 
 
 def _normalization(images: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Mean and 1 / standard deviation for each number of a row: float32 [column · channel]."""
-    # By how often each byte occurs: exact, and without a copy of the images in floating point.
+    """Mean and 1 / standard deviation for each element of a row: float32 [column · channel]."""
+    # From the histogram of the bytes: exact, and without a floating-point copy of the images.
     counts = torch.stack(
         [torch.bincount(channel.flatten(), minlength=256) for channel in images.unbind(1)]
     ).double()  # [channel, byte]
-    shares = counts / counts.sum(1, keepdim=True)
+    frequencies = counts / counts.sum(1, keepdim=True)
     byte = torch.arange(256, dtype=torch.float64, device=images.device)
-    mean = shares @ byte
-    variance = (shares * (byte - mean[:, None]) ** 2).sum(1)
-    scale = torch.where(variance > 0, variance, 1).rsqrt()  # a blank channel stays 0
+    mean = frequencies @ byte
+    variance = (frequencies * (byte - mean[:, None]) ** 2).sum(1)
+    scale = torch.where(variance > 0, variance, 1).rsqrt()  # a constant channel becomes 0
     n_columns = images.shape[3]
     return mean.repeat(n_columns).float().to(device), scale.repeat(n_columns).float().to(device)

@@ -1,10 +1,10 @@
-"""Language modeling: predict the next word of a text.
+"""Language modeling: prediction of the next word of a text.
 
 Axis names: stream, position (in a sequence), worker.
 
-A worker's data are a contiguous piece of the training text. It is cut into batch_size streams, side
-by side; step s of an epoch takes the s-th sequence of each, so that a model can carry its state
-from batch to batch. The order is the same in each epoch.
+The data of a worker are a contiguous piece of the training text, split into batch_size parallel
+streams. Step s of an epoch takes the s-th sequence of each stream, so that a model can carry its
+state from batch to batch. The order is the same in each epoch.
 """
 
 import math
@@ -27,45 +27,49 @@ OPTIONS = {
     "hidden_size": task_options.COUNT,
     "num_layers": task_options.COUNT,
     "num_heads": task_options.COUNT,
-    "dropout": task_options.SHARE,
+    "dropout": task_options.FRACTION,
 }
-N_STREAMS = 64  # that a text to evaluate is cut into
-NO_WORD = -1  # nothing to predict: fills the last of them
+N_STREAMS = 64  # parallel streams of a text in evaluation
+NO_WORD = -1  # target without prediction: pads the last stream
 
 
 def task(options: Options) -> Task:
-    """Language modeling on a text of `texts.TEXTS`, by default Python's help, which needs no files.
+    """Language modeling on a text of `texts.TEXTS`.
 
-    task_options: dataset: the text; sequence_length: words in a sequence, 30; min_count: rarer
-    words of the training text are taken for unknown, 3 for topics and 1 for the others, which have
-    that done. The others are the models'.
+    task_options:
 
-    Raises ValueError if the text is nowhere or damaged, or if the options do not fit it.
+        dataset          the text, by default "topics": Python's help, which needs no files
+        sequence_length  words per sequence, by default 30
+        min_count        rarer words of the training text become unknown. By default 3 for topics
+                         and 1 for the other texts, which have their rare words replaced already.
+
+    Further options are those of the models. Raises ValueError if the text is not found or damaged,
+    or if the options do not match it.
     """
     task_options.check(options.task, options.task_options, OPTIONS)
     given = dict(options.task_options)
     dataset = given.pop("dataset", "topics")
     length = given.pop("sequence_length", 30)
     min_count = given.pop("min_count", 3 if dataset == "topics" else 1)
-    _refuse_labels(options)
+    _check_partition(options)
     train, test = texts.TEXTS[dataset](options)
-    return LanguageModeling(texts.numbered(train, test, min_count), length, options, given)
+    return LanguageModeling(texts.indexed(train, test, min_count), length, options, given)
 
 
 class LanguageModeling:
-    """A `Task`: batches are (words, next words, whether the epoch begins): int64 [stream, position]
-    twice and bool [].
+    """A `Task` with batches (words, next words, first step of the epoch).
 
-    A model's state is carried through an epoch, detached from the batches before, so that gradients
-    reach back to the start of a sequence. "Samples" are words: they are what is counted.
+    Words are int64 [stream, position], and the last entry is bool []. The state of a model is
+    carried through an epoch and detached between batches, so that gradients end at the start of a
+    sequence. Samples are words, in counts and metrics.
     """
 
     def __init__(
         self, corpus: texts.Corpus, length: int, options: Options, model_options: Mapping[str, Any]
     ) -> None:
-        """length: words in a sequence. Raises ValueError if the options do not fit the corpus."""
+        """length: words per sequence. Raises ValueError if the options do not match the corpus."""
         n_words = len(corpus.train)
-        # A sequence and the word after it, that its last one is to predict.
+        # A sequence needs one word more: the target of its last position.
         smallest = smallest_shard(n_words // (length + 1), options, f"sequences of {length} words")
         assert smallest >= options.batch_size
         self._length = length
@@ -88,20 +92,24 @@ class LanguageModeling:
 
     @property
     def steps_per_epoch(self) -> int:
-        """The same for all workers: the full sequences in each of the streams of the smallest
-        piece. Words that fill no sequence are left out."""
+        """Number of full sequences per stream in the smallest piece, for all workers.
+
+        The remaining words are left out.
+        """
         return self._steps_per_epoch
 
     def model(self, architecture: str, seed: int) -> nn.Module:
-        """A new model on the task's device; its weights depend on architecture and seed only.
+        """Build a model on the task's device. Its weights depend on architecture and seed only.
 
-        Raises ValueError if the architecture is unknown or does not take a task option.
+        Raises ValueError if the architecture is unknown or lacks one of the task options.
         """
         return modules.fresh(self._architectures, architecture, seed, self._options.device)
 
     def batch(self, worker: int, epoch: int, step: int) -> Batch:
-        """A worker's words, the ones after them, and whether this is the first step of an epoch
-        (on the CPU), 0 ≤ step < steps_per_epoch."""
+        """The words of a worker, their next words, and whether this is the first step of an epoch.
+
+        0 ≤ step < steps_per_epoch. The last entry is on the CPU.
+        """
         assert 0 <= step < self.steps_per_epoch
         piece = self._texts["train"][self._bounds[worker] : self._bounds[worker + 1]]
         n_streams = self._options.batch_size
@@ -111,9 +119,9 @@ class LanguageModeling:
         return streams[:, first:last], streams[:, first + 1 : last + 1], torch.tensor(step == 0)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean cross-entropy [nats] of a batch; it and the accuracy, detached, as metrics.
+        """The mean cross-entropy [nats] of a batch. Metrics: it and the accuracy, detached.
 
-        Changes the state that the model carries, in place.
+        Changes the carried state of the model in place.
         """
         assert isinstance(model, LanguageModel)
         words, targets, epoch_begins = batch
@@ -124,23 +132,23 @@ class LanguageModeling:
         return loss, {"cross_entropy": loss.detach(), "accuracy": accuracy}
 
     def carried(self, model: nn.Module) -> dict[str, Tensor]:
-        """The state after the last batch; empty before the first, and for models that have none."""
+        """The state after the last batch. Empty before the first, and for models without state."""
         assert isinstance(model, LanguageModel)
         return dict(model.state)
 
     def carry(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
-        """Let the model, in place, continue from what `carried` gave."""
+        """Restore, in place, the state returned by `carried`."""
         assert isinstance(model, LanguageModel)
         model.state = {name: value.to(self._options.device) for name, value in state.items()}
 
     def evaluate(
         self, model: nn.Module, split: Split = "test", part: tuple[int, int] = (0, 1)
     ) -> dict[str, float]:
-        """Sums over the i-th of n parts of a split, part = (i, n): cross-entropy [nats], accuracy
-        (how many words are predicted right), count.
+        """Sums over the i-th of n parts of a split, part = (i, n).
 
-        A text is cut into 64 streams, and a part is some of them: so the sums of all parts do not
-        depend on their number. The state is carried through a stream.
+        The sums are cross-entropy [nats], accuracy (number of words predicted correctly) and count.
+        A text is split into 64 streams, and a part consists of whole streams, so that the total
+        over all parts does not depend on n. The state is carried through a stream.
         """
         assert isinstance(model, LanguageModel)
         i, n = part
@@ -171,7 +179,7 @@ class LanguageModeling:
         }
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
-        """The perplexity, exp of the mean cross-entropy; infinite if that is too large a number."""
+        """The perplexity, exp of the mean cross-entropy; infinite if it overflows."""
         try:
             return {"perplexity": math.exp(means["cross_entropy"])}
         except OverflowError:
@@ -183,9 +191,9 @@ class LanguageModeling:
 
 
 def _streams(text: Tensor) -> tuple[Tensor, Tensor]:
-    """Words of a text and the ones after them, cut into streams: int64 [N_STREAMS, position].
+    """The words of a text and their next words, in parallel streams: int64 [N_STREAMS, position].
 
-    After the end of the text come words 0, with `NO_WORD` to predict.
+    The end of the last stream is padded with words 0 and targets `NO_WORD`.
     """
     size = -(-(len(text) - 1) // N_STREAMS)
     words = text.new_zeros(N_STREAMS * size)
@@ -194,15 +202,15 @@ def _streams(text: Tensor) -> tuple[Tensor, Tensor]:
     return words.view(N_STREAMS, size), targets.view(N_STREAMS, size)
 
 
-def _refuse_labels(options: Options) -> None:
-    """Raises ValueError for ways to deal out samples that text does not allow."""
+def _check_partition(options: Options) -> None:
+    """Raise ValueError for partitions that need labels or another order of the samples."""
     if options.dirichlet_alpha is not None:
         raise ValueError(
-            f"decentralized_data_dirichlet_alpha={options.dirichlet_alpha}: text has no labels; "
-            "leave it out"
+            f"decentralized_data_dirichlet_alpha={options.dirichlet_alpha}: use null; text has no "
+            f"labels"
         )
     if options.decentralized and options.shuffled_ratio != 0:
         raise ValueError(
-            f"decentralized_data_shuffled_ratio={options.shuffled_ratio}: text keeps its order; "
-            "use 0"
+            f"decentralized_data_shuffled_ratio={options.shuffled_ratio}: use 0; text keeps its "
+            f"order"
         )

@@ -1,9 +1,9 @@
-"""Models for language: words [stream, position] → scores of the next word [stream, position, word].
+"""Language models: words [stream, position] → scores of the next word [stream, position, word].
 
-Words are numbers of a vocabulary (int64). Axis names besides: layer, unit, head.
+Words are indices into a vocabulary (int64). Further axis names: layer, unit, head.
 
-`ARCHITECTURES` holds a builder for each: `Shape` → model. What a builder takes by name only is an
-option of the task.
+`ARCHITECTURES` maps names to builders, `Shape` → model. The keyword-only parameters of a builder
+are options of the task.
 """
 
 import warnings
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-# cuDNN wants all of an LSTM's weights in one piece of memory, in its own order, and copies them
-# there each time. Ours stay where the flat buffer of parameters.py has them: flatten_parameters()
-# would take them out of it.
+# cuDNN copies the weights of an LSTM to contiguous memory, in an order of its own, at each call.
+# flatten_parameters() would do so once, but would detach them from the flat buffer of
+# parameters.py.
 warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous")
 
 Shape = tuple[int, int]  # words in the vocabulary, words in the longest sequence
@@ -24,10 +24,9 @@ State = dict[str, Tensor]
 
 
 class LanguageModel(nn.Module, ABC):
-    """A model that may continue where it was after the words before.
+    """A language model with a state that may be carried from batch to batch.
 
-    state: what it carries from batch to batch, neither parameters nor buffers; the task's, which
-    alone sets it.
+    state: the carried state, which is neither parameter nor buffer. Only the task sets it.
     """
 
     def __init__(self) -> None:
@@ -36,17 +35,21 @@ class LanguageModel(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, words: Tensor, state: State) -> tuple[Tensor, State]:
-        """Words and the state before them → scores and the state after them; {} is the state before
-        any words. Does not touch self.state."""
+        """Words and the state before them → scores and the state after them.
+
+        {} is the initial state. self.state is neither read nor changed.
+        """
 
 
 class LSTM(LanguageModel):
-    """Embedding, LSTM layers, and scores by the embedding's own matrix (tied) plus a bias. Dropout
-    after the embedding and each layer. 28,949,319 parameters for 28,869 words.
+    """Embedding, LSTM layers, and an output layer that shares the embedding's weights, with a bias.
 
-    Zaremba et al. (2014), arXiv 1409.2329; tied: Press & Wolf (2016), arXiv 1608.05859. Names and
-    initial weights are those of PyTorch's example word_language_model, on which the PowerGossip
-    paper's model is based: embedding uniform in ±0.1, bias 0, LSTM layers torch's default.
+    Dropout follows the embedding and each layer. 28,949,319 parameters for 28,869 words. Zaremba et
+    al. (2014), arXiv 1409.2329, and, for the shared weights, Press & Wolf (2016), arXiv 1608.05859.
+
+    Names and initial weights are those of PyTorch's example word_language_model, on which the
+    PowerGossip paper's model is based: embedding uniform in ±0.1, bias 0, LSTM layers as torch
+    initializes them.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class LSTM(LanguageModel):
             hidden_size,
             hidden_size,
             num_layers,
-            dropout=dropout if num_layers > 1 else 0,  # there it is between layers
+            dropout=dropout if num_layers > 1 else 0,  # between layers
             batch_first=True,
         )
         self.bias = nn.Parameter(torch.zeros(n_words))
@@ -80,13 +83,12 @@ class LSTM(LanguageModel):
 
 
 class Transformer(LanguageModel):
-    """Embeddings of words and positions, blocks of causal attention and a two-layer net, both
-    behind layer norms, and scores by the words' embedding (tied). Carries nothing from batch to
-    batch.
+    """Decoder-only transformer, with learned positions and pre-normalization. It has no state.
 
-    Vaswani et al. (2017), arXiv 1706.03762, the decoder alone; norms before instead of after, as in
-    Radford et al. (2019), "Language models are unsupervised multitask learners"; dropout where both
-    have it. Initial weights are normal with deviation 0.02, biases 0.
+    The output layer shares the weights of the word embedding. Vaswani et al. (2017), arXiv
+    1706.03762, with the norms before attention and MLP as in Radford et al. (2019), "Language
+    models are unsupervised multitask learners", and dropout where both have it. Initial weights are
+    normal with standard deviation 0.02, biases 0.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class Transformer(LanguageModel):
         num_heads: int = 4,
         dropout: float = 0.1,
     ) -> None:
-        """Raises ValueError if hidden_size is no multiple of num_heads."""
+        """Raises ValueError unless hidden_size is a multiple of num_heads."""
         super().__init__()
         n_words, longest = shape
         if hidden_size % num_heads:
@@ -147,10 +149,9 @@ class Block(nn.Module):
         return x + self.dropout(self.net(self.norm2(x)))
 
     def attention(self, x: Tensor) -> Tensor:
-        """Each position's mean over itself and those before, weighted by softmax(q·k / √units) in
-        each head."""
+        """Causal multi-head attention: means of values, weighted by softmax(q·k / √units)."""
         parts = self.queries_keys_values(x).chunk(3, dim=2)
-        # each [stream, head, position, unit of head]
+        # q, k, v: [stream, head, position, unit of head]
         q, k, v = (part.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for part in parts)
         heads = functional.scaled_dot_product_attention(
             q, k, v, dropout_p=self.dropout.p if self.training else 0.0, is_causal=True

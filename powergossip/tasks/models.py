@@ -1,8 +1,8 @@
-"""Models for images [sample, channel, row, column] → scores [sample, label].
+"""Image models: images [sample, channel, row, column] → scores [sample, label].
 
-Weights start as torch's default initializers leave them. `ARCHITECTURES` holds a builder for each:
-(channels, rows, columns) of the images and the number of labels → model. What a builder takes by
-name only is an option of the tasks.
+Initial weights are torch's defaults. `ARCHITECTURES` maps names to builders: (channels, rows,
+columns) of the images and the number of labels → model. The keyword-only parameters of a builder
+are options of the tasks.
 """
 
 from collections.abc import Callable
@@ -22,9 +22,9 @@ NORMALIZATIONS: dict[str, Callable[[int], nn.Module]] = {
 
 
 class CNN(nn.Module):
-    """Two 3 × 3 convolutions, each halving the image by max pooling, and two linear layers.
+    """Two 3 × 3 convolutions, each followed by 2 × 2 max pooling, and two linear layers.
 
-    Without normalization: batch statistics are not gossiped, and so small a net needs none.
+    Without normalization: batch statistics are not gossiped, and a model of this size needs none.
     """
 
     def __init__(self, shape: Shape, n_labels: int, width: int = 16, hidden: int = 64) -> None:
@@ -36,14 +36,14 @@ class CNN(nn.Module):
         self.output = nn.Linear(hidden, n_labels)
 
     def forward(self, images: Tensor) -> Tensor:
-        # Pooling first and max(·, 0) after gives the same as the other way round, on a quarter.
+        # Pooling before relu gives the same result as after it, with a quarter of the operations.
         x = functional.max_pool2d(self.conv1(images), 2).relu()
         x = functional.max_pool2d(self.conv2(x), 2).relu()
         return self.output(self.hidden(x.flatten(1)).relu())
 
 
 class MLP(nn.Module):
-    """Two hidden layers."""
+    """A multilayer perceptron with two hidden layers."""
 
     def __init__(self, shape: Shape, n_labels: int, hidden: int = 128) -> None:
         super().__init__()
@@ -58,9 +58,9 @@ class MLP(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A 3 × 3 convolution, stages of residual blocks, the mean over the image, a linear layer.
+    """A 3 × 3 convolution, stages of residual blocks, global average pooling, a linear layer.
 
-    widths: channels of each stage. The first stage keeps the size of the image, each other one
+    widths: channels of each stage. The first stage keeps the size of the image, every other stage
     halves it. Where a stage changes the shape, the shortcut is a projection (option B of He et al.
     2015, arXiv 1512.03385, § 3.3).
     """
@@ -68,7 +68,7 @@ class ResNet(nn.Module):
     def __init__(
         self, shape: Shape, n_labels: int, widths: list[int], depth: int, normalization: str
     ) -> None:
-        """depth: residual blocks in a stage; normalization: of `NORMALIZATIONS`."""
+        """depth: residual blocks per stage; normalization: a name in `NORMALIZATIONS`."""
         super().__init__()
         norm = NORMALIZATIONS[normalization]
         self.conv = nn.Conv2d(shape[0], widths[0], 3, padding=1, bias=False)
@@ -108,46 +108,47 @@ class ResidualBlock(nn.Module):
 
 
 def ResNet20(shape: Shape, n_labels: int, *, normalization: str = "batch") -> ResNet:
-    """Three stages of three blocks with 16, 32 and 64 channels; 272,474 parameters for 3 channels
+    """Three stages of three blocks with 16, 32 and 64 channels, 272,474 parameters for 3 channels
     and 10 labels.    He et al. (2015), arXiv 1512.03385, § 4.2
 
-    For CIFAR they use option A, zeros for the new channels; the PowerGossip paper's parameter count
-    is that of projections.
+    For CIFAR they use option A, zeros for the new channels. Here projections are used, as the
+    parameter count in the PowerGossip paper implies.
     """
     return ResNet(shape, n_labels, [16, 32, 64], 3, normalization)
 
 
 def ResNet18(shape: Shape, n_labels: int, *, normalization: str = "batch") -> ResNet:
-    """Four stages of two blocks with 64 to 512 channels; 11,173,962 parameters for 3 channels and
+    """Four stages of two blocks with 64 to 512 channels, 11,173,962 parameters for 3 channels and
     10 labels.    He et al. (2015), arXiv 1512.03385, table 1
 
-    Theirs is for images of 224 × 224 pixels. For small ones, as is usual for CIFAR, its 7 × 7
-    convolution with stride 2 and the max pooling after it are one 3 × 3 convolution.
+    The original is for images of 224 × 224 pixels. As is usual for CIFAR, one 3 × 3 convolution
+    replaces its 7 × 7 convolution with stride 2 and the max pooling that follows.
     """
     return ResNet(shape, n_labels, [64, 128, 256, 512], 2, normalization)
 
 
 class VGG11(nn.Module):
-    """Eight 3 × 3 convolutions with 64 to 512 channels, five of which max pooling follows, the mean
-    over what is left of the image, a linear layer; 9,228,362 parameters for 3 channels and 10
-    labels.    Simonyan & Zisserman (2014), arXiv 1409.1556, table 1, column A
+    """Eight 3 × 3 convolutions with five max poolings, global average pooling, a linear layer.
 
-    Theirs is for images of 224 × 224 pixels and ends in three linear layers; one is usual for
-    CIFAR. Unlike theirs, convolutions are normalized, which makes their biases pointless: there are
-    none.
+    64 to 512 channels, 9,228,362 parameters for 3 channels and 10 labels.    Simonyan & Zisserman
+    (2014), arXiv 1409.1556, table 1, column A
+
+    The original is for images of 224 × 224 pixels and ends in three linear layers. One is usual for
+    CIFAR. Unlike the original, convolutions are normalized and have no biases, which normalization
+    would cancel.
     """
 
-    # Channels of each convolution, and pools between them.
+    # Channels of each convolution, and max poolings.
     LAYERS = (64, "pool", 128, "pool", 256, 256, "pool", 512, 512, "pool", 512, 512, "pool")
 
     def __init__(self, shape: Shape, n_labels: int, *, normalization: str = "batch") -> None:
-        """Raises ValueError if there are less than 32 rows or columns."""
+        """Raises ValueError for images with fewer than 32 rows or columns."""
         super().__init__()
         channels, rows, columns = shape
         if min(rows, columns) < 32:
             raise ValueError(
-                f"VGG11 halves images five times, for which {rows} × {columns} pixels are too few; "
-                "use images of 32 × 32 or more, or another task_architecture"
+                f"task_architecture=VGG11: use another one, or images of at least 32 × 32 pixels; "
+                f"these have {rows} × {columns}"
             )
         layers: list[nn.Module] = []
         for width in self.LAYERS:

@@ -1,4 +1,4 @@
-"""What tasks do with models of any kind: build them by name, evaluate them without a trace."""
+"""Models of any kind: construction by name with derived randomness, evaluation mode."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,16 +21,16 @@ def architectures(
 ) -> Architectures:
     """Name → a function that builds the model with these arguments and task options.
 
-    The function raises ValueError if the model does not take one of the options.
+    The function raises ValueError for an option that the model does not have.
     """
 
     def build(name: str) -> nn.Module:
         for key in options:
-            takers = [other for other in builders if key in task_options.of_model(builders[other])]
-            if name not in takers:
+            having = [other for other in builders if key in task_options.of_model(builders[other])]
+            if name not in having:
                 raise ValueError(
-                    f"task_options.{key}: {name} has no {key}; use task_architecture="
-                    f"{' or '.join(takers)}, or leave {key} out"
+                    f"task_options.{key}: use it with task_architecture={' or '.join(having)}; "
+                    f"{name} has no {key}"
                 )
         return builders[name](*arguments, **options)
 
@@ -40,7 +40,7 @@ def architectures(
 def fresh(
     architectures: Architectures, architecture: str, seed: int, device: torch.device
 ) -> nn.Module:
-    """A new model on the device; its weights depend on architecture and seed only.
+    """Build a model on the device. Its weights depend on architecture and seed only.
 
     Raises ValueError if the architecture is unknown or cannot be built.
     """
@@ -48,7 +48,7 @@ def fresh(
         raise ValueError(
             f'task_architecture "{architecture}" is unknown; choose from {", ".join(architectures)}'
         )
-    # On the CPU alone: torch.manual_seed would seed the GPU's generator too, which the fork does
+    # Only the CPU's generator: torch.manual_seed would also seed the GPU's, which this fork does
     # not restore.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(torch_seed(seed, "model"))
@@ -57,7 +57,7 @@ def fresh(
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Every module in evaluation mode; afterwards each is back in the mode it was in."""
+    """Set all modules to evaluation mode, and restore the mode of each afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""Which samples each worker has, and in which order it sees them."""
+"""Partition of the samples over the workers (IID, sorted by label, Dirichlet) and their order."""
 
 import math
 
@@ -6,19 +6,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from powergossip import checks
 from powergossip.randomness import generator
 from powergossip.tasks.task import Options
 
 
 class Shards:
-    """The samples 0 … n−1 dealt out to workers; every sample has exactly one worker in an epoch.
+    """A partition of the samples 0 … n−1 over the workers: each belongs to one worker per epoch.
 
-    Shards differ in size by at most one. An epoch's order is computed when first asked for, and
-    only the latest is kept.
+    The sizes of shards differ by at most one. The order of an epoch is computed at its first use,
+    and only the latest is cached.
     """
 
     def __init__(self, labels: Tensor, options: Options) -> None:
-        """labels: int64 [sample]. Raises ValueError if the options do not fit the data."""
+        """labels: int64 [sample]. Raises ValueError if the options do not match the data."""
         n_samples, n_workers = len(labels), options.n_workers
         self.steps_per_epoch = smallest_shard(n_samples, options) // options.batch_size
         self._seed = options.seed
@@ -26,7 +27,7 @@ class Shards:
         self._bounds = bounds(n_samples, n_workers)
         self._fixed: np.ndarray | None = None  # [sample], worker after worker
         if options.dirichlet_alpha is not None:
-            _refuse_alpha(options.dirichlet_alpha, options.decentralized)
+            _check_alpha(options.dirichlet_alpha, options.decentralized)
             random = generator(options.seed, "dirichlet")
             self._fixed = skewed_by_label(labels, self._bounds, options.dirichlet_alpha, random)
         elif options.decentralized:
@@ -39,7 +40,7 @@ class Shards:
         self._order = torch.empty(0, dtype=torch.int64)  # [sample], worker after worker
 
     def indices(self, worker: int, epoch: int) -> Tensor:
-        """The samples of a worker in the order of an epoch: int64 [sample in shard]."""
+        """The samples of a worker, in the order of an epoch: int64 [sample of the shard]."""
         assert 0 <= worker < len(self._bounds) - 1
         if epoch != self._epoch:
             self._order = torch.from_numpy(self._ordered(epoch)).to(self._device)
@@ -55,28 +56,26 @@ class Shards:
 
 
 def bounds(n: int, n_workers: int) -> np.ndarray:
-    """Where each worker's piece of n things begins, and the last one's ends: [worker + 1]."""
+    """Boundaries of n elements split over the workers: worker i has those from [i] to [i + 1]."""
     return np.arange(n_workers + 1) * n // n_workers
 
 
 def smallest_shard(n_samples: int, options: Options, samples: str = "samples") -> int:
-    """How many samples every worker has at least.
+    """Number of samples in the smallest shard.
 
-    Raises ValueError, calling them `samples`, if these are not enough for a batch, or if there are
-    no workers or no batches.
+    Raises ValueError if it is less than a batch, or if n_workers or batch_size is below 1. The text
+    calls the samples `samples`.
     """
     n_workers, batch_size = options.n_workers, options.batch_size
-    if n_workers < 1:
-        raise ValueError(f"n_workers={n_workers} is not possible; use at least 1")
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size} is not possible; use at least 1")
+    checks.at_least_one("n_workers", n_workers)
+    checks.at_least_one("batch_size", batch_size)
     smallest = n_samples // n_workers
     if batch_size > smallest:
         remedies = {"batch_size": smallest, "n_workers": n_samples // batch_size}
         remedy = " or ".join(f"{key} ≤ {most}" for key, most in remedies.items() if most)
         raise ValueError(
-            f"batch_size={batch_size} is larger than the smallest shard: {n_samples} {samples} "
-            f"for {n_workers} workers are {smallest} for each; use {remedy or 'fewer of both'}"
+            f"batch_size={batch_size}: use {remedy or 'less of batch_size and n_workers'}; "
+            f"{n_samples} {samples} for {n_workers} workers are {smallest} for each"
         )
     return smallest
 
@@ -84,85 +83,89 @@ def smallest_shard(n_samples: int, options: Options, samples: str = "samples") -
 def sorted_by_label(
     labels: Tensor, shuffled_ratio: float, random: np.random.Generator
 ) -> np.ndarray:
-    """Samples in the order of their labels [sample], but for a share that is mixed back uniformly:
-    so many places are drawn, and the samples in them change places among themselves.
+    """The samples sorted by label [sample], with a random fraction of them shuffled.
 
-    Raises ValueError if the ratio is not in [0, 1].
+    Indices are sampled without replacement, and the samples at these indices are permuted
+    uniformly. Raises ValueError if the fraction `shuffled_ratio` is not in [0, 1].
     """
     if not 0 <= shuffled_ratio <= 1:
         raise ValueError(
-            f"decentralized_data_shuffled_ratio={shuffled_ratio} is not a share; "
-            "use a number from 0 (sorted by label) to 1 (shuffled)"
+            f"decentralized_data_shuffled_ratio={shuffled_ratio}: use a number from 0 to 1, where "
+            "0 is sorted by label and 1 is shuffled"
         )
     order = labels.cpu().numpy().argsort(kind="stable")
-    mixed = random.choice(len(order), round(shuffled_ratio * len(order)), replace=False)
-    order[np.sort(mixed)] = order[mixed]
+    shuffled = random.choice(len(order), round(shuffled_ratio * len(order)), replace=False)
+    order[np.sort(shuffled)] = order[shuffled]
     return order
 
 
 def skewed_by_label(
     labels: Tensor, bounds: np.ndarray, alpha: float, random: np.random.Generator
 ) -> np.ndarray:
-    """Samples [sample] such that worker i, who has those from bounds[i] to bounds[i + 1], has
-    labels in the proportions q_i ~ Dirichlet(α·1).    Hsu, Qi & Brown (2019), arXiv:1909.06335
+    """Order the samples such that worker i has label proportions q_i ~ Dirichlet(α·1): [sample].
 
-    Workers take theirs one after another, without replacement. When a label runs out, its share
-    goes to the labels left, in proportion; so the last workers are furthest from what they drew.
+    Worker i has the samples from bounds[i] to bounds[i + 1].    Hsu, Qi & Brown (2019),
+    arXiv:1909.06335
+
+    Workers are served in order, without replacement. When a label is exhausted, its proportion goes
+    to the remaining labels, in proportion to theirs. The last workers thus deviate most from q_i.
     Hsu et al. write Dirichlet(αp) with prior proportions p: for a uniform p, their α is ours times
     the number of labels.
     """
-    kinds, label, available = np.unique(labels.cpu(), return_inverse=True, return_counts=True)
+    classes, label, available = np.unique(labels.cpu(), return_inverse=True, return_counts=True)
     shuffled = random.permutation(len(labels))
     by_label = shuffled[label[shuffled].argsort(kind="stable")]
-    stop = np.cumsum(available)  # [label], where each label's samples end in by_label
+    stop = np.cumsum(available)  # [label], the end of each label's samples in by_label
     order = []
     for size in np.diff(bounds):
-        counts = apportion(size, _log_gamma_variates(alpha, len(kinds), random), available)
+        counts = apportion(size, _log_gamma_variates(alpha, len(classes), random), available)
         start = stop - available
         order += [by_label[i : i + count] for i, count in zip(start, counts, strict=True)]
         available = available - counts
     return np.concatenate(order)
 
 
-def apportion(size: int, log_shares: np.ndarray, available: np.ndarray) -> np.ndarray:
-    """How many of each label [label], `size` in all, in proportion to exp(log_shares) among the
-    labels that do not run out, and at most `available` of each.
+def apportion(size: int, log_weights: np.ndarray, available: np.ndarray) -> np.ndarray:
+    """Number of samples of each label [label], `size` in total and at most `available` of each.
 
-    The parts after the decimal point are rounded up where they are largest.
+    The numbers are proportional to exp(log_weights) among the labels that are not exhausted. They
+    are rounded by the largest remainder method.
     """
     exact = np.zeros(len(available))
-    left = available > 0
-    while left.any():
-        shares = np.exp(log_shares - log_shares[left].max(), where=left, out=np.zeros(len(left)))
-        wanted = (size - exact[~left].sum()) * shares / shares.sum()
-        used_up = left & (wanted >= available)
-        exact = np.where(left, np.minimum(wanted, available), exact)
-        if not used_up.any():
+    open_ = available > 0  # labels that are not exhausted
+    while open_.any():
+        weights = np.exp(
+            log_weights - log_weights[open_].max(), where=open_, out=np.zeros(len(open_))
+        )
+        wanted = (size - exact[~open_].sum()) * weights / weights.sum()
+        exhausted = open_ & (wanted >= available)
+        exact = np.where(open_, np.minimum(wanted, available), exact)
+        if not exhausted.any():
             break
-        left = left & ~used_up
+        open_ = open_ & ~exhausted
     counts = np.floor(exact).astype(np.int64)
-    largest_parts = (counts - exact).argsort(kind="stable")
-    counts[largest_parts[: size - counts.sum()]] += 1
+    by_remainder = (counts - exact).argsort(kind="stable")
+    counts[by_remainder[: size - counts.sum()]] += 1
     return counts
 
 
 def _log_gamma_variates(alpha: float, count: int, random: np.random.Generator) -> np.ndarray:
-    """Logarithms of independent Gamma(α) variates, which are Dirichlet(α·1) but for their sum.
+    """Logarithms of independent Gamma(α) variates. Normalized variates are Dirichlet(α·1).
 
-    G_α = G_{α+1} U^{1/α}, U uniform: for small α all but one of them are too small for a float,
-    and the labels left when that one has run out would have no shares.    Marsaglia & Tsang (2000),
-    doi:10.1145/358407.358414
+    G_α = G_{α+1} U^{1/α}, U uniform.    Marsaglia & Tsang (2000), doi:10.1145/358407.358414
+
+    Logarithms, because for small α all variates but one underflow, and the remaining labels would
+    have no proportions once the label of that one is exhausted.
     """
-    alpha = float(np.clip(alpha, 1e-300, 1e300))  # which is no difference, but cannot overflow
+    alpha = float(np.clip(alpha, 1e-300, 1e300))  # the same distribution, without overflow
     uniform = 1 - random.random(count)  # never 0
     return np.log(random.standard_gamma(alpha + 1, count)) + np.log(uniform) / alpha
 
 
-def _refuse_alpha(alpha: float, decentralized: bool) -> None:
+def _check_alpha(alpha: float, decentralized: bool) -> None:
     if not (alpha > 0 and math.isfinite(alpha)):
         raise ValueError(f"decentralized_data_dirichlet_alpha={alpha}: use a number above 0")
     if decentralized:
         raise ValueError(
-            f"decentralized_data_dirichlet_alpha={alpha} and use_decentralized_data=true are two "
-            "ways to deal the data out; use one of them"
+            f"decentralized_data_dirichlet_alpha={alpha}: use null with use_decentralized_data=true"
         )

@@ -1,4 +1,4 @@
-"""What a task is: data for every worker, models to train on it, a loss, an evaluation."""
+"""The protocol `Task`: data for every worker, models, a loss and an evaluation."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -8,14 +8,14 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-# Inputs and targets, the first axis of both being the sample, and what else the task's loss needs.
+# Inputs and targets, both with samples as the first axis, and further arguments of the task's loss.
 Batch = tuple[Tensor, ...]
 Split = Literal["train", "test"]
 
 
 @dataclass(frozen=True)
 class Options:
-    """What every task is told. Each field is explained in `tasks.make`."""
+    """Options of all tasks. `tasks.make` documents each field."""
 
     task: str  # its name in the registry
     n_workers: int
@@ -32,7 +32,7 @@ class Options:
 
 
 class Task(Protocol):
-    """Knows the data of all workers, so that any process can serve any of them."""
+    """Data, models, loss and evaluation. Every process has the data of all workers."""
 
     @property
     def architectures(self) -> Mapping[str, Callable[[], nn.Module]]:
@@ -41,40 +41,40 @@ class Task(Protocol):
 
     @property
     def steps_per_epoch(self) -> int:
-        """The same for all workers: the full batches in the smallest shard."""
+        """Number of full batches in the smallest shard, for all workers."""
         ...
 
     def model(self, architecture: str, seed: int) -> nn.Module:
-        """A new model on the task's device; its weights depend on architecture and seed only.
+        """Build a model on the task's device. Its weights depend on architecture and seed only.
 
-        Raises ValueError if the task has no such architecture, or not for its data and options.
+        Raises ValueError if the task has no such architecture for its data and options.
         """
         ...
 
     def batch(self, worker: int, epoch: int, step: int) -> Batch:
-        """A worker's batch at a step of an epoch, 0 ≤ step < steps_per_epoch.
+        """The batch of a worker at a step of an epoch, 0 ≤ step < steps_per_epoch.
 
-        A function of (seed, worker, epoch, step) alone, so that a run can be resumed at any step.
+        A function of (seed, worker, epoch, step) alone, so that a run can resume at any step.
         """
         ...
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The mean loss of a batch, to differentiate, and named means over it, detached.
+        """The mean loss of a batch, for differentiation, and named mean metrics, detached.
 
-        Changes what the model carries to the worker's next batch, and no more of the model than
-        running it changes.
+        Updates the carried state of the model. Otherwise the model changes only as a forward pass
+        changes it.
         """
         ...
 
     def carried(self, model: nn.Module) -> dict[str, Tensor]:
-        """What the loss of the next batch depends on besides parameters and buffers.
+        """State that the loss of the next batch depends on, besides parameters and buffers.
 
-        Empty for most tasks. With these, parameters and buffers, a run continues bit for bit.
+        Empty for most tasks. With this state, parameters and buffers, a run resumes bit for bit.
         """
         ...
 
     def carry(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
-        """Let the model, in place, continue from what `carried` gave. Any device will do."""
+        """Restore, in place, the state returned by `carried`, from any device."""
         ...
 
     def evaluate(
@@ -82,19 +82,18 @@ class Task(Protocol):
     ) -> dict[str, float]:
         """Sums of the metrics over the i-th of n parts of a split, part = (i, n), and "count".
 
-        Processes that evaluate one part each add up what they get and divide by the count (which
-        is 0 for the parts of more processes than there is to do).
-        Leaves the model as it was, including which of its modules are in training mode, and what it
-        carries.
+        Processes that evaluate one part each sum up the results and divide by the count. A part may
+        be empty, with count 0. The model is not changed, including its carried state and the
+        training mode of its modules.
         """
         ...
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Further metrics, that follow from the means of those that `evaluate` adds up."""
+        """Further metrics, as functions of the means of the metrics of `evaluate`."""
         ...
 
     def label_counts(self, epoch: int = 0) -> Tensor | None:
-        """How many samples of each label each worker has in an epoch: int64 [worker, label].
+        """Number of samples per worker and label in an epoch: int64 [worker, label].
 
         None where samples have no labels.
         """

@@ -1,6 +1,6 @@
-"""`task_options`: what a user may tell a single task, and what refuses the rest.
+"""`task_options`: the options of single tasks, and their validation.
 
-The options of a model are the keyword-only parameters of what builds it, and so are their defaults.
+The options of a model, and their defaults, are the keyword-only parameters of its builder.
 """
 
 import inspect
@@ -11,10 +11,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Kind:
-    """Which values an option may have."""
+    """The accepted values of an option."""
 
-    allows: Callable[[Any], bool]
-    would_do: str  # in words
+    accepts: Callable[[Any], bool]
+    accepted: str  # in words
 
 
 def one_of(choices: Iterable[str]) -> Kind:
@@ -23,21 +23,21 @@ def one_of(choices: Iterable[str]) -> Kind:
 
 
 COUNT = Kind(lambda value: type(value) is int and value >= 1, "a whole number, 1 or more")
-SHARE = Kind(
+FRACTION = Kind(
     lambda value: type(value) in (int, float) and 0 <= value < 1, "a number from 0 to below 1"
 )
 
 
 def check(task: str, options: Mapping[str, Any], known: Mapping[str, Kind]) -> None:
-    """Raises ValueError for an option of a task that is not known, and an impossible value."""
+    """Raise ValueError for unknown options of a task and for values that are not accepted."""
     unknown = sorted(set(options) - set(known))
     if unknown:
         quoted = ", ".join(f'"{key}"' for key in unknown)
         choices = f"choose from {', '.join(known)}" if known else "it has none"
         raise ValueError(f'task "{task}" has no option {quoted}; {choices}')
     for key, value in options.items():
-        if not known[key].allows(value):
-            raise ValueError(f"task_options.{key}={value}: use {known[key].would_do}")
+        if not known[key].accepts(value):
+            raise ValueError(f"task_options.{key}={value}: use {known[key].accepted}")
 
 
 def of_model(build: Callable[..., Any]) -> dict[str, Any]:

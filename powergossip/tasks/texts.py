@@ -1,7 +1,7 @@
-"""Texts for language modeling, as numbers: one for each word of a vocabulary.
+"""Texts for language modeling, as sequences of word indices.
 
-A text is a sequence of words, the end of a line being one of them, `EOS`. Words that the vocabulary
-lacks are `UNKNOWN`.
+A text is a sequence of words. The end of a line is the word `EOS`, and words outside the vocabulary
+become `UNKNOWN`.
 """
 
 import hashlib
@@ -22,26 +22,27 @@ EOS, UNKNOWN = "<eos>", "<unk>"
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text to train with and one to test with."""
+    """A training text and a test text, as word indices."""
 
-    vocabulary: tuple[str, ...]  # word of each number: the most frequent first
+    vocabulary: tuple[str, ...]  # word of each index, in descending order of frequency
     train: Tensor  # int64 [word of the text]
     test: Tensor  # int64 [word of the text]
 
 
-def numbered(train: list[str], test: list[str], min_count: int) -> Corpus:
-    """Texts by the vocabulary of the words that the training text has `min_count` times or more.
+def indexed(train: list[str], test: list[str], min_count: int) -> Corpus:
+    """Convert texts to word indices.
 
-    It always has `UNKNOWN`.
+    The vocabulary has the words that occur at least `min_count` times in the training text, and
+    `UNKNOWN`.
     """
     counts = Counter(train)
     counts[UNKNOWN] += 0
     known = (word for word in counts if counts[word] >= min_count or word == UNKNOWN)
     vocabulary = tuple(sorted(known, key=lambda word: (-counts[word], word)))
-    numbers = {word: number for number, word in enumerate(vocabulary)}
+    index = {word: i for i, word in enumerate(vocabulary)}
 
     def encode(words: list[str]) -> Tensor:
-        return torch.tensor([numbers.get(word, numbers[UNKNOWN]) for word in words])
+        return torch.tensor([index.get(word, index[UNKNOWN]) for word in words])
 
     return Corpus(vocabulary, encode(train), encode(test))
 
@@ -50,17 +51,17 @@ def numbered(train: list[str], test: list[str], min_count: int) -> Corpus:
 
 
 def topics(options: Options) -> tuple[list[str], list[str]]:
-    """The texts on Python's grammar and types that its help() shows, which come with Python: of
-    version 3.11, 80,000 words to train, 6,500 to test. Other versions' differ a little.
+    """The topics of Python's help(), on its grammar and types, which come with Python.
 
-    About one topic in ten is for testing, chosen by the SHA-256 of its name, so that it stays there
-    in other versions. Some topics contain others: a paragraph is left to the shortest topic
-    that has it, lest test paragraphs are trained on.
+    Version 3.11 has 80,000 training words and 6,500 test words. Other versions differ slightly.
+    About one topic in ten is for testing, chosen by the SHA-256 of its name, so that the choice is
+    the same in other versions. Some topics contain others. A paragraph belongs only to the shortest
+    topic that has it, so that no test paragraph is in the training text.
     """
-    # Half a megabyte, for which only those who use it should wait.
+    # Imported here because it is half a megabyte.
     from pydoc_data.topics import topics as texts
 
-    paragraphs: dict[str, list[str]] = {}  # topic → its own
+    paragraphs: dict[str, list[str]] = {}  # topic → paragraphs
     seen: set[str] = set()
     for name in sorted(texts, key=lambda name: (len(texts[name]), name)):
         own = paragraphs[name] = []
@@ -81,8 +82,11 @@ def is_test_topic(name: str) -> bool:
 
 
 def tokens(text: str) -> list[str]:
-    """Words of a plain text: runs of letters and underscores, in lower case; runs of digits; runs
-    of the same other sign; `EOS` at the end of each line that is not blank."""
+    """The words of a plain text, in lower case.
+
+    A word is a run of letters and underscores, a run of digits, or a run of one other character.
+    `EOS` is at the end of each line that is not blank.
+    """
     words: list[str] = []
     for line in text.splitlines():
         if line.strip():
@@ -96,16 +100,16 @@ def tokens(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class _Files:
-    """A text in two files (others there are not read) of words with blanks between them."""
+    """A text in two files of words separated by blanks. Validation texts are not read."""
 
-    names: tuple[str, str]  # to train, to test
-    folder: str  # that the archive unpacks them into
+    names: tuple[str, str]  # training, test
+    folder: str  # the folder in the archive
     hub: str
     hub_arguments: Mapping[str, str]
-    column: str  # of the hub: a line
+    column: str  # of the lines, on the hub
 
     def __call__(self, options: Options) -> tuple[list[str], list[str]]:
-        """Both texts. Raises ValueError if they are nowhere or cannot be read."""
+        """Training and test words. Raises ValueError if they are not found or cannot be read."""
         in_folder = files.Form(self.names, self.folder)
         source = files.Source(
             options.task,
@@ -120,7 +124,7 @@ class _Files:
             except UnicodeDecodeError as error:
                 raise ValueError(f"{path} is damaged, or no text in UTF-8: {error}") from error
             if len(texts[-1]) < 2:
-                raise ValueError(f"{path} holds less than two words, so there is none to predict")
+                raise ValueError(f"{path} holds {len(texts[-1])} words: use 2 or more")
         return texts[0], texts[1]
 
     def _convert(self, splits: Any) -> Iterator[tuple[str, bytes]]:
@@ -130,17 +134,19 @@ class _Files:
 
 
 def split_lines(text: str) -> list[str]:
-    """Words of a text that has blanks between them; `EOS` at the end of every line, also blank
-    ones, as is usual for these texts."""
+    """The words of a text, separated by blanks.
+
+    `EOS` is at the end of every line, blank ones included, as is usual for these texts.
+    """
     lines = text.split("\n")
     if not lines[-1].strip():
         lines.pop()
     return [word for line in lines for word in (*line.split(), EOS)]
 
 
-# Merity et al. (2016), "Pointer sentinel mixture models", arXiv 1609.07843. Words as the files have
-# them. The PowerGossip paper's 28,869 are another program's (spaCy's), in lower case; and what its
-# code measures on is the validation text.
+# Merity et al. (2016), "Pointer sentinel mixture models", arXiv 1609.07843. The words are those of
+# the files. The 28,869 words of the PowerGossip paper are in lower case and from another tokenizer
+# (spaCy), and its code evaluates on the validation text.
 wikitext2 = _Files(
     names=("wiki.train.tokens", "wiki.test.tokens"),
     folder="wikitext-2",
@@ -149,7 +155,7 @@ wikitext2 = _Files(
     column="text",
 )
 # Mikolov et al. (2010), "Recurrent neural network based language model", of Marcus et al. (1993).
-# The hub's own files are a program, which datasets no longer runs; this is what it made of them.
+# The hub's own files are a program, which datasets no longer runs. This is its output.
 ptb = _Files(
     names=("ptb.train.txt", "ptb.test.txt"),
     folder="ptb",
@@ -158,7 +164,7 @@ ptb = _Files(
     column="sentence",
 )
 
-# name → a function of the options that gives the words to train and to test with
+# name → a function of the options that returns training words and test words
 TEXTS: dict[str, Callable[[Options], tuple[list[str], list[str]]]] = {
     "topics": topics,
     "wikitext2": wikitext2,

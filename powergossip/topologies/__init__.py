@@ -1,18 +1,19 @@
-"""networkx graph → mixing matrix → who talks to whom in each round.
+"""Topologies: networkx graph → mixing matrix → the neighbors of each worker in each round.
 
-**W[i, j] is the weight with which worker i uses what worker j sends**; what is left, w_ii = 1 − Σ_j
-w_ij, is the weight of i's own model. So row i lists whom i hears, and column j lists who hears j. W
-is doubly stochastic (every row and every column sums to 1, which keeps the workers' mean where it
-is) unless a topology says `row_stochastic`.
+**W[i, j] is the weight with which worker i averages the message of worker j**, and w_ii = 1 − Σ_j
+w_ij is the weight of its own model. Row i thus lists the workers that i receives from, and column j
+the workers that j sends to. W is doubly stochastic: every row and every column sums to 1, which
+conserves the mean of the workers. Topologies with `row_stochastic` set are the exception.
 
-A `Topology` is a sequence of rounds that repeats; a static graph has one. `make` builds one by name
-or from a file, and `TOPOLOGIES` lists the names. The spectrum is that of I − W: its non-zero
-eigenvalues λ_2 ≤ … ≤ λ_max say how fast gossip averages (Xiao & Boyd 2004,
-doi:10.1016/j.sysconle.2004.02.022). Several rounds have none; what counts is by how much a whole
-period shrinks the distance to the mean, and some periods average exactly.
+A `Topology` is a sequence of rounds that repeats. A static graph has one round. `make` builds a
+topology from its name in `TOPOLOGIES` or from a file.
 
-Axes: worker, edge, group, member, block. Matrices over the workers are [worker that hears, worker
-that sends].
+The spectrum of a static undirected topology is that of I − W. Its non-zero eigenvalues
+λ_2 ≤ … ≤ λ_max determine the speed of averaging (Xiao & Boyd 2004,
+doi:10.1016/j.sysconle.2004.02.022). For several rounds the measure is the contraction of the
+distance to the mean over a whole period. Some periods average exactly.
+
+Axes: worker, edge, group, member, block. Matrices over the workers are [receiver, sender].
 """
 
 import inspect
@@ -20,7 +21,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from powergossip.topologies.files import from_file, means_a_file
+from powergossip import checks
+from powergossip.topologies.files import from_file, is_path
 from powergossip.topologies.mixing import Round, Topology
 from powergossip.topologies.static import (
     UNDIRECTED,
@@ -96,33 +98,38 @@ TOPOLOGIES: dict[str, Callable[..., Topology]] = {  # name → function(n_worker
 def make(
     name: str, n_workers: int, *, seed: int = 0, options: Mapping[str, Any] | None = None
 ) -> Topology:
-    """The topology of that name for `n_workers`, or the graph in the file of that name.
+    """Build the topology of this name for `n_workers`, or read the graph from the file `name`.
 
-    A name that is not in `TOPOLOGIES` is a file if it has a path separator, ends in .edgelist,
-    .adjlist or .txt, or exists. `options` go to the topology's function; files take none.
-    ValueError for an unknown name or option, an option of the wrong type, a graph of another size
-    or that is not connected, and a file that cannot be read.
+    A name that is not in `TOPOLOGIES` is a path if it has a path separator, ends in .edgelist,
+    .adjlist or .txt, or is an existing file. `options` are passed to the topology's function. Files
+    take none.
+
+    Raises ValueError for an unknown name or option, an option of the wrong type, a graph of another
+    size, a graph that is not connected, and a file that cannot be read.
     """
     options = dict(options or {})
-    if n_workers < 1:
-        raise ValueError(f"n_workers={n_workers} must be at least 1")
+    checks.at_least_one("n_workers", n_workers)
     if name in TOPOLOGIES:
-        _refuse_options(name, TOPOLOGIES[name], options)
+        _check_options(name, TOPOLOGIES[name], options)
         return TOPOLOGIES[name](n_workers, seed, **options)
-    if not means_a_file(name):
+    if not is_path(name):
         raise ValueError(
             f'topology "{name}" is unknown; choose from {", ".join(sorted(TOPOLOGIES))}, '
             f"or give the path of an edge-list or adjacency file"
         )
     if options:
-        raise ValueError(f'topology "{name}" is a file and has no options, not {_quote(options)}')
+        raise ValueError(f'topology "{name}" is a file and has no option {_quote(options)}')
     return from_file(Path(name), n_workers)
 
 
-# What is refused
+# Validation of options
 
 
-def _refuse_options(name: str, function: Callable[..., Topology], options: dict[str, Any]) -> None:
+def _check_options(name: str, function: Callable[..., Topology], options: dict[str, Any]) -> None:
+    """Raise ValueError unless `options` name keyword-only parameters and have their types.
+
+    A parameter annotated as `float` accepts whole numbers.
+    """
     known = {
         key: parameter.annotation
         for key, parameter in inspect.signature(function).parameters.items()
@@ -133,10 +140,10 @@ def _refuse_options(name: str, function: Callable[..., Topology], options: dict[
         choices = f"choose from {', '.join(known)}" if known else "it has none"
         raise ValueError(f'topology "{name}" has no option {_quote(unknown)}; {choices}')
     for key, value in options.items():
-        wanted = (int | float) if known[key] is float else known[key]
-        if isinstance(value, bool) or not isinstance(value, wanted):
+        accepted = (int | float) if known[key] is float else known[key]
+        if isinstance(value, bool) or not isinstance(value, accepted):
             kind = {float: "a number", str: "a name"}.get(known[key], "a whole number")
-            raise ValueError(f'topology "{name}": {key}={value!r} must be {kind}')
+            raise ValueError(f"topology_options.{key}={value}: use {kind}")
 
 
 def _quote(names: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""Edge coloring: no two edges at a worker have the same color."""
+"""Edge coloring: no two edges of a worker have the same color."""
 
 import networkx as nx
 import numpy as np
@@ -10,10 +10,10 @@ def is_bipartite(adjacency: csr_array) -> bool:
 
 
 class _Coloring:
-    """The colors of edges so far, no two of them the same at a worker.
+    """A partial edge coloring, in which no two edges of a worker have the same color.
 
-    neighbor[u]  # color → the neighbor on the edge of that color
-    free[u]      # int: bit c is 1 if none of u's edges has color c
+    neighbor[u]  # color → the neighbor at the other end of u's edge of that color
+    free[u]      # int: bit c is 1 if no edge of u has color c
     """
 
     def __init__(self, n_workers: int, colors: int):
@@ -46,12 +46,12 @@ class _Coloring:
 
 
 def edge_colors(n_workers: int, edges: np.ndarray, bipartite: bool) -> np.ndarray:
-    """A color for each edge [edge, 2] that none next to it has: int64 [edge].
+    """Color the edges [edge, 2] such that adjacent edges differ: int64 [edge].
 
-    One edge after the other takes a color free at both ends, for which others change theirs if
-    there is none. Colors are 0 … Δ − 1 if the graph is bipartite (Kőnig 1916,
-    doi:10.1007/BF01456961), else 0 … Δ (Misra & Gries 1992, doi:10.1016/0020-0190(92)90041-S).
-    Usually few others change; all of them for every edge at worst.
+    Edges are colored one by one, with a color that is free at both ends. If there is none, other
+    edges are recolored first: usually few of them, in the worst case all. The colors are 0 … Δ − 1
+    if the graph is bipartite (Kőnig 1916, doi:10.1007/BF01456961), else 0 … Δ (Misra & Gries 1992,
+    doi:10.1016/0020-0190(92)90041-S), where Δ is the largest degree.
     """
     largest = int(np.bincount(edges.ravel(), minlength=n_workers).max())
     coloring = _Coloring(n_workers, largest if bipartite else largest + 1)
@@ -61,7 +61,7 @@ def edge_colors(n_workers: int, edges: np.ndarray, bipartite: bool) -> np.ndarra
             coloring.put(u, v, _lowest(common))
         elif bipartite:
             a, b = _lowest(coloring.free[u]), _lowest(coloring.free[v])
-            coloring.swap(v, a, b)  # comes to u's side of the graph with a, so never to u
+            coloring.swap(v, a, b)  # the path enters u's side by edges of color a: never u
             coloring.put(u, v, a)
         else:
             _put_with_fan(coloring, u, v)
@@ -70,18 +70,18 @@ def edge_colors(n_workers: int, edges: np.ndarray, bipartite: bool) -> np.ndarra
 
 
 def _put_with_fan(coloring: _Coloring, u: int, v: int) -> None:
-    """Color the edge (u, v), whose ends have no free color in common.
+    """Color the edge (u, v) if its ends have no free color in common.
 
-    Neighbors of u are a fan v = f_0, f_1, … if (u, f_i+1) has a color that is free at f_i: each can
-    pass its color on to the one before, and the last takes a new one.
+    Neighbors v = f_0, f_1, … of u form a fan if the color of (u, f_i+1) is free at f_i. Each edge
+    of a fan can pass its color on to the one before. The last edge then takes a new color.
     """
     free, neighbor = coloring.free, coloring.neighbor[u]
     fan = [v]
     while not free[u] & free[fan[-1]]:
         d = _lowest(free[fan[-1]])
         if neighbor[d] in fan:
-            # d is free at the fan's end and at the one before `neighbor[d]`. Making it free at u,
-            # too, takes it from one of them at most.
+            # d is free at the fan's end and at the vertex before `neighbor[d]`. The swap makes it
+            # free at u and leaves it free at one of these two at least.
             before = fan.index(neighbor[d]) - 1
             coloring.swap(u, d, _lowest(free[u]))
             if free[fan[before]] >> d & 1:
@@ -98,5 +98,5 @@ def _put_with_fan(coloring: _Coloring, u: int, v: int) -> None:
 
 
 def _lowest(bits: int) -> int:
-    """The number of the lowest bit that is 1."""
+    """Index of the lowest bit that is 1."""
     return (bits & -bits).bit_length() - 1

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import networkx as nx
 
-from powergossip.topologies.mixing import Topology, refuse_disconnected
+from powergossip.topologies.mixing import Topology, check_connected
 from powergossip.topologies.static import adjacency_matrix, undirected
 
 
-def means_a_file(name: str) -> bool:
+def is_path(name: str) -> bool:
+    """Whether a value of `topology` is the path of a file instead of a name."""
     separators = {os.sep, "/", os.altsep or os.sep}
     return (
         any(s in name for s in separators)
@@ -19,20 +20,25 @@ def means_a_file(name: str) -> bool:
 
 
 def from_file(path: Path, n_workers: int) -> Topology:
-    """The undirected graph in an edge-list or adjacency file, as networkx writes them.
+    """Read the undirected graph from an edge-list or adjacency file, as networkx writes them.
 
-    Edge list: two workers a line; what follows them (networkx's `{...}`, a number) is not used.
-    Adjacency list: a worker and then its neighbors, each edge once or twice. `#` begins a comment.
-    The suffix .edgelist or .adjlist tells which; of another file, lines of two say the same either
-    way, and otherwise the contents decide. Workers are numbered as in the file if its names
-    are 0 … n−1; if not, names are sorted (whole numbers as numbers) and numbered, and the
-    topology's note says so. ValueError naming file and line for what cannot be read.
+    - Edge list: two workers per line. Attributes after them (networkx's `{...}`, a weight) are
+      ignored.
+    - Adjacency list: a worker followed by its neighbors, each edge once or twice.
+    - `#` starts a comment.
+
+    The suffix .edgelist or .adjlist determines the format. For other suffixes the contents do:
+    lines of two names mean the same in both formats. If the names are 0 … n−1, they are the worker
+    indices. Otherwise the sorted names (integers by value) are the workers 0, 1, …, and the note of
+    the topology lists them.
+
+    Raises ValueError, with file and line, for a file that cannot be read.
     """
-    what = f"the graph in {path}"
+    subject = f"the graph in {path}"
     graph: nx.Graph[str] = nx.Graph()
-    for names, neighbors in _read_lines(path):
-        graph.add_node(names)
-        graph.add_edges_from((names, neighbor) for neighbor in neighbors)
+    for name, neighbors in _read_lines(path):
+        graph.add_node(name)
+        graph.add_edges_from((name, neighbor) for neighbor in neighbors)
     if not graph:
         raise ValueError(f"{path} holds no edges")
 
@@ -45,20 +51,25 @@ def from_file(path: Path, n_workers: int) -> Topology:
         integers = False
     if not integers or [int(name) for name in order] != list(range(len(order))):
         shown = ", ".join(f"{i} is {name}" for i, name in enumerate(order[:4]))
-        note = f"the file's names are sorted and numbered: {shown}{', ...' * (len(order) > 4)}"
+        note = f"workers are the sorted names in the file: {shown}{', ...' * (len(order) > 4)}"
     if len(order) != n_workers:
         missing = set(range(int(order[-1]) + 1)) - set(map(int, order)) if integers else set()
-        hint = f" (no line names worker {min(missing)})" if missing else ""
-        raise ValueError(f"{what} has {len(order)} workers{hint}, n_workers is {n_workers}")
+        hint = f" (worker {min(missing)} is missing)" if missing else ""
+        raise ValueError(
+            f"n_workers={n_workers}: use {len(order)}; {subject} has {len(order)} workers{hint}"
+        )
     ordered = nx.empty_graph(0)
     ordered.add_nodes_from(order)
     ordered.add_edges_from(graph.edges())
-    refuse_disconnected(adjacency_matrix(ordered), what)
+    check_connected(adjacency_matrix(ordered), subject)
     return undirected(str(path), ordered, note=note)
 
 
 def _read_lines(path: Path) -> list[tuple[str, list[str]]]:
-    """(a worker's name, the names of neighbors) of each line; ValueError naming file and line."""
+    """(name of the worker, names of its neighbors) for each line.
+
+    Raises ValueError, with file and line, for a line of another format.
+    """
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -72,8 +83,8 @@ def _read_lines(path: Path) -> list[tuple[str, list[str]]]:
         is_edge_list = any("{" in line for _, line in lines)
         if not is_edge_list and lines and all(len(line.split()) == 3 for _, line in lines):
             raise ValueError(
-                f"{path} may be an edge list with weights or an adjacency list: "
-                f"name it .edgelist or .adjlist"
+                f"{path} may be an edge list with weights or an adjacency list; "
+                f"use the suffix .edgelist or .adjlist"
             )
     read = []
     for number, line in lines:
@@ -81,12 +92,11 @@ def _read_lines(path: Path) -> list[tuple[str, list[str]]]:
         if is_edge_list:
             if not others or not (len(others) < 3 or others[1].startswith("{")):
                 raise ValueError(
-                    f'{path}, line {number}: "{line}" is not an edge; an edge list has two '
-                    f"workers a line"
+                    f'{path}, line {number}: "{line}" is not an edge; use two workers per line'
                 )
             others = others[:1]
-        odd = [name for name in (first, *others) if set(name) & set("{}[](),;:")]
-        if odd:
-            raise ValueError(f'{path}, line {number}: "{odd[0]}" is not the name of a worker')
+        invalid = [name for name in (first, *others) if set(name) & set("{}[](),;:")]
+        if invalid:
+            raise ValueError(f'{path}, line {number}: "{invalid[0]}" is not the name of a worker')
         read.append((first, others))
     return read

@@ -1,4 +1,4 @@
-"""Rounds and topologies: mixing matrices, who talks to whom, how fast gossip averages."""
+"""Rounds and topologies: mixing matrices, the neighbors of each worker, the speed of averaging."""
 
 import math
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ from scipy.sparse.csgraph import connected_components, shortest_path
 
 from powergossip.topologies import spectra
 
-_ROUNDING = 1e-9  # how far a sum of weights may be from 1
+_ROUNDING = 1e-9  # tolerance for a sum of weights, which should be 1
 
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """Who hears whom in one round: the weights w_ij of W off its diagonal, csr [worker, worker].
+    """The off-diagonal weights w_ij of one round's mixing matrix W: csr [receiver, sender].
 
-    Kept with sorted columns, without zeros. ValueError for a diagonal entry, a negative weight, or
-    a row that sums to more than 1.
+    Stored with sorted columns and without zeros. Raises ValueError for a diagonal entry, a negative
+    weight, or a row that sums to more than 1.
     """
 
     weights: csr_array
@@ -35,11 +35,12 @@ class Round:
             raise ValueError(f"worker {np.flatnonzero(weights.diagonal())[0]} is its own neighbor")
         if not np.isfinite(weights.data).all() or (weights.data < 0).any():
             raise ValueError("a weight is negative or not a number")
-        heard = weights.sum(axis=1)
-        if (heard > 1 + _ROUNDING).any():
-            worst = int(heard.argmax())
+        received = weights.sum(axis=1)
+        if (received > 1 + _ROUNDING).any():
+            worst = int(received.argmax())
             raise ValueError(
-                f"worker {worst} gives its neighbors {heard[worst]:g} in all, more than 1"
+                f"the weights of worker {worst}'s neighbors sum to {received[worst]:g}; use 1 or "
+                f"less"
             )
 
     @property
@@ -47,21 +48,21 @@ class Round:
         return int(self.weights.shape[0])
 
     def sources(self, worker: int) -> list[tuple[int, float]]:
-        """Whom `worker` hears: (j, w_worker,j), ascending."""
+        """The workers that `worker` receives from: (j, w_worker,j), ascending."""
         return _entries(self.weights, worker)
 
     def targets(self, worker: int) -> list[tuple[int, float]]:
-        """Who hears `worker`: (i, w_i,worker), ascending."""
+        """The workers that `worker` sends to: (i, w_i,worker), ascending."""
         return _entries(self._transposed, worker)
 
     @cached_property
     def symmetric(self) -> bool:
-        """Whether W = Wᵀ: who hears me, I hear with the same weight."""
+        """Whether W = Wᵀ: messages go both ways on every edge, with one weight."""
         difference = abs(self.weights - self._transposed)
         return difference.nnz == 0 or bool(difference.max() <= _ROUNDING)
 
     def matrix(self) -> csr_array:
-        """The mixing matrix W, with its diagonal: csr [worker, worker], each row sums to 1."""
+        """The mixing matrix W, with its diagonal: csr [receiver, sender]. Each row sums to 1."""
         own = np.clip(1 - self.weights.sum(axis=1), 0, None)
         return csr_array(self.weights + diags_array(own))
 
@@ -76,27 +77,27 @@ class Round:
 class Topology:
     """A sequence of rounds that repeats, `rounds[t % period]` at step t.
 
-    ValueError if a round is not doubly stochastic (if `row_stochastic`, columns may sum to
-    anything), or if the edges of the whole period do not connect every worker to every other.
+    Raises ValueError if a round is not doubly stochastic, or if the edges of a whole period do not
+    connect every worker to every other. With `row_stochastic`, columns may have any sum.
     """
 
     name: str
     rounds: tuple[Round, ...]
     row_stochastic: bool = False
-    note: str = ""  # a sentence for the summary, e.g. how a file's names were numbered
+    note: str = ""  # a sentence for the summary, e.g. the worker indices of the names in a file
 
     def __post_init__(self) -> None:
         if len({r.n_workers for r in self.rounds}) != 1:
-            raise ValueError(f"{self._subject}: the rounds are not of one size, or there are none")
+            raise ValueError(f"{self._subject}: use one round or more, all of one size")
         for t, r in enumerate(self.rounds):
-            # W's column sums are 1 where a worker gives its neighbors what they give it.
+            # Column i of W sums to 1 if the weights to and from worker i have the same sum.
             excess = np.abs(r.weights.sum(axis=0) - r.weights.sum(axis=1))
             if not self.row_stochastic and (excess > _ROUNDING).any():
                 raise ValueError(
-                    f"{self._subject} is not doubly stochastic in round {t}: the weights given to "
-                    f"worker {excess.argmax()} do not sum to 1, so the mean would move"
+                    f"{self._subject} is not doubly stochastic in round {t}: column "
+                    f"{excess.argmax()} of W does not sum to 1, so the mean would move"
                 )
-        refuse_disconnected(self.union, self._subject)
+        check_connected(self.union, self._subject)
 
     @property
     def n_workers(self) -> int:
@@ -117,39 +118,41 @@ class Topology:
 
     @cached_property
     def union(self) -> csr_array:
-        """Who hears whom in some round of the period: csr [worker, worker], entries 1, sorted.
+        """The edges of all rounds of the period: csr [receiver, sender], entries 1, sorted.
 
-        State kept per edge has a place for each entry: row i lists whom i hears, ascending, and
-        every round's weights are zero elsewhere.
+        State per edge is stored in the order of these entries. Row i lists the workers that i
+        receives from in some round, ascending.
         """
         return union_pattern(self.rounds)
 
     @cached_property
     def edges(self) -> np.ndarray:
-        """Every pair that talks in some round of the period, in either direction: int64 [edge, 2],
-        lower worker first, ascending."""
+        """The undirected edges of all rounds of the period: int64 [edge, 2], ascending.
+
+        An edge joins two workers if one sends to the other in some round. The lower index is first.
+        """
         pairs = np.stack(self.union.nonzero(), axis=1).astype(np.int64)
         return np.unique(np.sort(pairs, axis=1), axis=0)
 
     @cached_property
     def degrees(self) -> np.ndarray:
-        """How many workers each one hears over the period: int64 [worker]."""
+        """Number of workers that each worker receives from over the period: int64 [worker]."""
         return np.diff(self.union.indptr).astype(np.int64)
 
-    # Spectrum. One worker agrees with itself at once, as if λ_2 = λ_max = 1.
+    # Spectrum. A single worker counts as λ_2 = λ_max = 1: it agrees with itself after one step.
 
     @cached_property
     def eigenvalues(self) -> np.ndarray:
         """All eigenvalues of I − W, ascending, the first one 0: float64 [worker].
 
-        ValueError where there is no such spectrum (directed, time-varying), or for more than
-        2000 workers (the dense computation is cubic).
+        Raises ValueError for directed and time-varying topologies, which have no such spectrum, and
+        for more than 2000 workers, since the dense computation is cubic.
         """
         laplacian = self._laplacian
         if self.n_workers > spectra.DENSE:
             raise ValueError(
                 f"{self._subject}: all eigenvalues of {self.n_workers} workers take too long; "
-                f"the spectral gap and the largest one are known for any number"
+                f"use spectral_gap and largest_eigenvalue"
             )
         values = np.linalg.eigvalsh(laplacian.toarray())
         values[0] = 0.0
@@ -159,8 +162,8 @@ class Topology:
     def distinct_eigenvalues(self) -> np.ndarray:
         """The distinct non-zero eigenvalues of I − W, ascending: float64 [at most worker − 1].
 
-        Plain gossip with the diffusion rates 1/λ_t, one of these a step, averages exactly.
-        ValueError as `eigenvalues`.
+        Plain gossip averages exactly in one step per eigenvalue λ_t, at the diffusion rate 1/λ_t.
+        Raises ValueError as `eigenvalues` does.
         """
         values = self.eigenvalues[1:]
         return values[np.flatnonzero(np.diff(values, prepend=0.0) > 1e-8)]
@@ -169,29 +172,29 @@ class Topology:
     def spectral_gap(self) -> float:
         """λ_2, the smallest non-zero eigenvalue of I − W.
 
-        ValueError if directed or time-varying.
+        Raises ValueError if directed or time-varying.
         """
         return self._extremes[0]
 
     @cached_property
     def largest_eigenvalue(self) -> float:
-        """λ_max of I − W. ValueError if directed or time-varying."""
+        """λ_max of I − W. Raises ValueError if directed or time-varying."""
         return self._extremes[1]
 
     @property
     def best_diffusion_rate(self) -> float:
         """γ* = 2/(λ_2 + λ_max), the best fixed rate of plain gossip. Xiao & Boyd (2004), section 4.
 
-        ValueError if directed or time-varying.
+        Raises ValueError if directed or time-varying.
         """
         return 2 / (self.spectral_gap + self.largest_eigenvalue)
 
     def contraction(self, diffusion_rate: float = 1.0) -> float:
-        """By how much a step of plain gossip shrinks the distance to the mean, at worst.
+        """Worst-case factor of a step of plain gossip on the distance to the mean.
 
-        Symmetric: max(|1 − γλ_2|, |1 − γλ_max|). Else the largest singular value of what the
-        rounds of one period, (1 − γ)I + γW, make of the distance, per round (geometric mean).
-        ValueError if that takes too long, which it may for more than 2000 workers.
+        A static symmetric W gives max(|1 − γλ_2|, |1 − γλ_max|). Otherwise it is the geometric mean
+        over a period: ‖(I − J) M_T … M_1‖₂^(1/T), where M_t = (1 − γ)I + γW_t and J averages.
+        Raises ValueError if that takes too long, which can happen for more than 2000 workers.
         """
         if self.n_workers == 1:
             return 0.0
@@ -211,41 +214,43 @@ class Topology:
     def averages_exactly(self) -> bool:
         """Whether one period of plain gossip at rate 1 brings all workers to their mean.
 
-        Up to 1e-12 of the distance, for rounding. ValueError as `contraction`.
+        The tolerance is 1e-12 of the distance, for rounding. Raises ValueError as `contraction`.
         """
-        return self._kept**self.period < spectra.EXACT
+        return self._contraction_at_1**self.period < spectra.EXACT
 
     @cached_property
-    def _kept(self) -> float:
-        """contraction(1.0), which takes a while."""
+    def _contraction_at_1(self) -> float:
+        """contraction(1.0), cached because it is slow."""
         return self.contraction(1.0)
 
     @property
     def chebyshev_contraction(self) -> float:
-        """(1 − √ξ)/(1 + √ξ), ξ = λ_2/λ_max: what no fixed linear iteration with two memories beats.
+        """(1 − √ξ)/(1 + √ξ), ξ = λ_2/λ_max: the best contraction per step with two memories.
 
-        ValueError if directed or time-varying.
+        No fixed linear iteration that combines the last two iterates contracts faster.
+        Raises ValueError if directed or time-varying.
         """
         root = math.sqrt(self.spectral_gap / self.largest_eigenvalue)
         return (1 - root) / (1 + root)
 
     def summary(self) -> str:
-        """Several lines a person understands: size, degrees, diameter, how fast gossip averages."""
+        """A description in several lines: size, degrees, diameter, speed of averaging."""
         low, high = self.degrees.min(), self.degrees.max()
         lines = [
             f"{self.name}: {counted(self.n_workers, 'worker')}, {counted(len(self.edges), 'edge')}"
             + (f", {self.period} rounds" if self.period > 1 else "")
             + ("" if self.symmetric else ", directed")
             + (", row-stochastic: the mean may move" if self.row_stochastic else ""),
-            f"  neighbors heard by a worker    {_range(low, high)}",
+            f"  neighbors per worker           {_range(low, high)}",
         ]
         if self.period > 1:
-            heard = [np.diff(r.weights.indptr) for r in self.rounds]
-            each = _range(min(h.min() for h in heard), max(h.max() for h in heard))
+            degrees = [np.diff(r.weights.indptr) for r in self.rounds]
+            per_round = _range(min(d.min() for d in degrees), max(d.max() for d in degrees))
             lines[-1] = (
-                f"  neighbors heard by a worker    {each} a round, {_range(low, high)} in all"
+                f"  neighbors per worker           {per_round} per round, "
+                f"{_range(low, high)} in all"
             )
-        elif self.n_workers * self.union.nnz <= 2 * 10**7:  # what it costs
+        elif self.n_workers * self.union.nnz <= 2 * 10**7:  # operations
             hops = shortest_path(self.union, unweighted=True)
             lines.append(f"  diameter                       {counted(int(hops.max()), 'hop')}")
         if self.symmetric and self.period == 1:
@@ -254,12 +259,12 @@ class Topology:
                 f"  spectral gap of I - W          {self.spectral_gap:.6g}"
                 f"   (largest eigenvalue {self.largest_eigenvalue:.6g})",
                 f"  best diffusion rate            {best:.6f}",
-                "  distance kept by a step        "
+                "  contraction per step           "
                 f"{self.contraction(best):.6f} at that rate, {self.contraction(1.0):.6f} at rate 1",
                 f"  Chebyshev bound                {self.chebyshev_contraction:.6f}",
             ]
         else:
-            lines.append(f"  distance kept by a step        {self._kept_by_a_step}")
+            lines.append(f"  contraction per step           {self._contraction_line}")
         if self.note:
             lines.append(f"  {self.note}")
         return "\n".join(lines)
@@ -269,26 +274,26 @@ class Topology:
         return f'topology "{self.name}"'
 
     @property
-    def _kept_by_a_step(self) -> str:
-        """The line of a summary for a directed or time-varying topology."""
+    def _contraction_line(self) -> str:
+        """The contraction in the summary of a directed or time-varying topology."""
         try:
-            kept = self._kept
+            contraction = self._contraction_at_1
         except ValueError:
-            return "not computed: it takes too long for so many workers"
+            return f"not computed: it takes too long for {self.n_workers} workers"
         if self.averages_exactly:
             return (
                 f"0 at rate 1: averages exactly after its period of {counted(self.period, 'round')}"
             )
         mean = f", the mean of its {self.period} rounds" if self.period > 1 else ""
-        return f"{kept:.6f} at rate 1{mean}"
+        return f"{contraction:.6f} at rate 1{mean}"
 
     @property
     def _laplacian(self) -> csr_array:
         if self.period > 1 or not self.symmetric:
             kind = "changes from round to round" if self.period > 1 else "is directed"
             raise ValueError(
-                f"{self._subject} {kind}: I - W has no spectrum from which a best diffusion rate "
-                f"follows; give a rate as a number, 1 to mix with the weights as they are"
+                f"{self._subject} {kind}: it has no spectrum of I - W, and thus no best diffusion "
+                f"rate; give a rate as a number, e.g. 1 for the weights of W"
             )
         return csr_array(diags_array(np.ones(self.n_workers)) - self.rounds[0].matrix())
 
@@ -303,7 +308,7 @@ class Topology:
 
 
 def union_pattern(rounds: Sequence[Round]) -> csr_array:
-    """The pattern of all rounds' weights together: csr [worker, worker], entries 1, sorted."""
+    """The edges of all rounds: csr [receiver, sender], entries 1, sorted."""
     coordinates = np.concatenate([np.stack(r.weights.nonzero()) for r in rounds], axis=1)
     union = csr_array((np.ones(coordinates.shape[1]), coordinates), shape=rounds[0].weights.shape)
     union.sum_duplicates()
@@ -311,17 +316,17 @@ def union_pattern(rounds: Sequence[Round]) -> csr_array:
     return union
 
 
-def refuse_disconnected(weights: csr_array, what: str) -> None:
-    """ValueError unless everyone hears everyone, directly or through others."""
+def check_connected(weights: csr_array, subject: str) -> None:
+    """Raise ValueError, about `subject`, unless a directed path leads from each worker to all."""
     count, member = connected_components(weights, directed=True, connection="strong")
     if count <= 1:
         return
-    apart = np.flatnonzero(member != np.bincount(member).argmax())
-    workers = ", ".join(map(str, apart[:8])) + (", ..." if len(apart) > 8 else "")
-    are = "worker {} is" if len(apart) == 1 else "workers {} are"
+    outside = np.flatnonzero(member != np.bincount(member).argmax())
+    workers = ", ".join(map(str, outside[:8])) + (", ..." if len(outside) > 8 else "")
+    are = "worker {} is" if len(outside) == 1 else "workers {} are"
     raise ValueError(
-        f"{what} is not connected: it has {count} components, {are.format(workers)} apart; "
-        f"add edges between the components, or leave those workers out"
+        f"{subject} is not connected: of its {count} components, {are.format(workers)} outside "
+        f"the largest; add edges between the components, or remove those workers"
     )
 
 

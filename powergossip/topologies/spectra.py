@@ -1,6 +1,6 @@
-"""Eigenvalues of a large I − W, and how much of the distance to the mean a product of W's keeps.
+"""Extreme eigenvalues of a large I − W, and the norm of a product of mixing matrices.
 
-scipy.sparse.linalg takes half a second to import, and few runs need it.
+scipy.sparse.linalg takes half a second to import and few runs need it: hence the local imports.
 """
 
 import math
@@ -12,16 +12,16 @@ from scipy.sparse import csr_array, diags_array
 
 from powergossip import randomness
 
-EXACT = 1e-12  # what may be left of a distance that is averaged exactly
-DENSE = 2000  # workers up to which the whole spectrum is computed
+EXACT = 1e-12  # relative distance to the mean that counts as an exact average
+DENSE = 2000  # workers: the largest size for dense computations
 
 
 def sparse_extremes(laplacian: csr_array) -> tuple[float, float]:
     """λ_2 and λ_max of a large sparse I − W, to about 1e-8.
 
-    Lanczos on the vectors of mean 0. It converges fast if the wanted end of the spectrum is not
-    crowded, as on random graphs; if it is, as on a long ring, the graph has small separators, and
-    a sparse factorization of the matrix shifted to that end is cheap.
+    Lanczos on the vectors of mean 0. It converges fast where eigenvalues are well separated, as on
+    random graphs. Where they are not, as on a long ring, the graph has small separators, and a
+    sparse factorization of the matrix shifted to that end of the spectrum is cheap.
     """
     bound = 2 * float(laplacian.diagonal().max())  # Gershgorin
     shift = 1e-8
@@ -31,7 +31,7 @@ def sparse_extremes(laplacian: csr_array) -> tuple[float, float]:
 
 
 def _eigenvalue_nearest(laplacian: csr_array, end: float, scale: float) -> float:
-    """The eigenvalue nearest to `end`, outside the spectrum, on the vectors of mean 0."""
+    """The eigenvalue nearest to `end`, a point outside the spectrum, on the vectors of mean 0."""
     from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh, splu
 
     n = laplacian.shape[0]
@@ -64,9 +64,9 @@ def _eigenvalue_nearest(laplacian: csr_array, end: float, scale: float) -> float
 
 
 def norm_beside_the_mean(steps: Sequence[csr_array]) -> float:
-    """‖(I − J) W_T … W_1‖₂, J the averaging matrix: how much of the distance to the mean is kept.
+    """‖(I − J) W_T … W_1‖₂, where J averages: the contraction of the distance to the mean.
 
-    Dense up to 2000 workers; above, Lanczos. ValueError if that does not converge.
+    Dense up to 2000 workers, Lanczos above. Raises ValueError if Lanczos does not converge.
     """
     n = steps[0].shape[0]
     if n <= DENSE:
@@ -88,7 +88,7 @@ def norm_beside_the_mean(steps: Sequence[csr_array]) -> float:
         return x - x.mean()
 
     start = randomness.generator(0, "Lanczos").standard_normal(n)
-    frobenius = float(np.linalg.norm(apply(start)))  # of the product, on average
+    frobenius = float(np.linalg.norm(apply(start)))  # estimate of the product's Frobenius norm
     if frobenius < EXACT:
         return frobenius
     square = LinearOperator((n, n), matvec=lambda x: apply_transposed(apply(x)), dtype=np.float64)
