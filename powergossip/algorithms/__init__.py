@@ -1,22 +1,24 @@
 """Averaging algorithms, and the learning algorithms built on them.
 
 An averaging algorithm's `step(x)` changes x [worker, D] in place. It is a generator that does no
-communication itself: it yields messages and is resumed with what arrived (see network).
+communication itself: it yields messages and is resumed with the received ones (see network).
 
-    uncompressed.py   all numbers as they are: plain gossip, all-reduce, Chebyshev, finite time
+    averaging.py      the interface
+    plain.py          without compression: plain gossip, all-reduce, Chebyshev, finite time
     compressed.py     CHOCO-Gossip, DeepSqueeze, Moniqua
-    power_gossip.py   PowerGossip
-    averaging.py      what they have in common
-    learning.py       D-PSGD, on top of any of them
+    power_gossip.py   PowerGossip; directions.py has its memory, power_gossip_reference.py the plain
+                      version that its tests compare with
+    learning.py       D-PSGD, on top of any averaging algorithm
+    aggregation.py    the interface of compressed gradients: power_sgd.py, dgc.py; ddp.py
 
-To add one: write its class in a module beside this one and its row in `AVERAGING` here; train.py,
-the benchmark and the tests of the laws that every averaging algorithm obeys
-(tests/test_algorithms.py) find it there.
+To add one, write its class in a module beside this one and its row in `AVERAGING` here. train.py,
+gossip_run.py and the tests of the laws of all averaging algorithms (tests/test_algorithms.py) use
+the registry.
 
-Axes: worker (hosted here), neighbor (slot), batch (matrices of one shape that one product serves:
+Axes: worker (hosted here), neighbor (slot), batch (matrices of one shape in one batched product:
 the layers of one worker, or one layer of all workers), rank, row, column.
-Symbols: x_i worker i's numbers; w_ij the weight with which i uses what j sends; γ the diffusion
-rate; X_i one of i's parameter tensors seen as a matrix [row, column].
+Symbols: x_i the parameters of worker i, D elements; w_ij the weight of j's values at i; γ the
+diffusion rate; X_i one of i's parameter tensors as a matrix [row, column].
 """
 
 from collections.abc import Mapping
@@ -24,7 +26,7 @@ from typing import Any
 
 from powergossip import compressors
 from powergossip import options as _options
-from powergossip.algorithms.averaging import Averaging, MatricesOnly, Rate
+from powergossip.algorithms.averaging import Averaging, Rate
 from powergossip.algorithms.compressed import ChocoGossip, DeepSqueeze, Moniqua
 from powergossip.algorithms.learning import DPSGD, Correction
 from powergossip.algorithms.plain import AllReduce, ChebyshevGossip, FiniteTimeGossip, PlainGossip
@@ -44,7 +46,6 @@ __all__ = [
     "Correction",
     "DeepSqueeze",
     "FiniteTimeGossip",
-    "MatricesOnly",
     "Moniqua",
     "Options",
     "PlainGossip",
@@ -53,30 +54,6 @@ __all__ = [
     "defaults",
     "make",
 ]
-
-
-def _power_gossip(
-    network: Network,
-    layout: Layout,
-    *,
-    diffusion_rate: Rate = 1.0,
-    rank: int = 1,
-    num_iterations: int = 1,
-    warm_start: bool = True,
-    round_weights: bool = False,
-    seed: int = 0,
-) -> Averaging:
-    power_gossip = PowerGossip(
-        network,
-        layout,
-        diffusion_rate=diffusion_rate,
-        rank=rank,
-        num_iterations=num_iterations,
-        warm_start=warm_start,
-        round_weights=round_weights,
-        seed=seed,
-    )
-    return MatricesOnly(layout, power_gossip, PlainGossip(network))
 
 
 def _choco(
@@ -127,18 +104,18 @@ def _moniqua(
     return Moniqua(network, layout.size, theta, diffusion_rate, seed)
 
 
-# The names that users choose from: `optimizer` in train.py, `algorithm` in the benchmark. A row is
-# called with the network and the layout; its other parameters are the algorithm's options.
+# Registry names: `optimizer` in train.py, `algorithm` in gossip_run.py. A row is called with the
+# network and the layout; its other parameters are the algorithm's options.
 AVERAGING: dict[str, _options.Row] = {
     "all-reduce": lambda network, layout: AllReduce(network),
     "dpsgd": _dpsgd,
-    "power-gossip": _power_gossip,
+    "power-gossip": PowerGossip,
     "choco": _choco,
     "deepsqueeze": _deepsqueeze,
     "moniqua": _moniqua,
 }
 
-# Limits to compare the others with. They assume that nothing else changes x: not for learning.
+# Limits for comparison, not for learning: they assume that nothing else changes x.
 CONSENSUS_ONLY: dict[str, _options.Row] = {
     "chebyshev": lambda network, layout: ChebyshevGossip(network),
     "finite-time": lambda network, layout: FiniteTimeGossip(network),

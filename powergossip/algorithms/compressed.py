@@ -1,4 +1,4 @@
-"""Averaging with messages of a compressor's, or of the numbers modulo a bound."""
+"""Averaging with compressed messages, and with messages modulo a bound."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,51 +7,49 @@ import torch
 from torch import Tensor
 
 from powergossip import randomness
-from powergossip.algorithms.averaging import Rate, Remember, column
+from powergossip.algorithms.averaging import Rate, column
 from powergossip.compressors import Codec, pack, packed_size, unpack
 from powergossip.network import Conversation, Network, ToAll
 
 
 class ChocoGossip:
-    """Everyone keeps public copies x̂ of itself and its neighbors, and sends what changes its own.
+    """Workers keep public copies x̂ of themselves and of their neighbors, and send updates of them.
 
         q_i = C(x_i − x̂_i)
         x̂_j ← x̂_j + q_j                         for every neighbor j and for i itself
         x_i ← x_i + γ Σ_j w_ij (x̂_j − x̂_i)
 
     Koloskova, Stich & Jaggi (2019), arXiv:1902.00340, Algorithm 1. Sends C's message to every
-    neighbor. Where its authors save memory and keep only the sum Σ_j w_ij x̂_j, we keep every x̂_j:
-    the sum's rounding errors differ from those of its terms, stay, and push the mean on in every
-    step, while copies are the same to the bit at both ends.
+    neighbor. The authors save memory by keeping only the sum Σ_j w_ij x̂_j. Every x̂_j is kept here,
+    because the rounding errors of the sum differ from those of its terms, accumulate, and make the
+    mean drift, while the copies are the same to the bit at both ends.
 
-    Raises ValueError unless γ > 0, or for a time-varying topology: who is not heard in some rounds
-    could not be copied.
+    Raises ValueError unless γ > 0, or for a time-varying topology, where the copies of neighbors
+    that are absent in some rounds would be outdated.
     """
 
     def __init__(self, network: Network, codec: Codec, diffusion_rate: Rate = 1.0):
         if len(network.rounds) > 1:
             raise ValueError(
-                f"CHOCO needs neighbors that hear each other in every round, but topology "
-                f'"{network.topology.name}" is time-varying; use a static one, such as ring'
+                f"topology={network.topology.name}: use a static topology with CHOCO, such as ring"
             )
         rates = column(network, "diffusion_rate", diffusion_rate) * network.weights
         self._rates, self._total = rates[:, None], rates.sum(1, keepdim=True)
         self._codec = codec
         self._senders, self._neighbors = network.row_workers, network.neighbors
-        shape = (network.rows, codec.numbers)
+        shape = (network.rows, codec.elements)
         self._public = torch.zeros(shape, device=network.device)  # x̂_i
         self._publics = torch.zeros(  # x̂_j [worker, neighbor, D]
-            *network.neighbors.shape, codec.numbers, device=network.device
+            *network.neighbors.shape, codec.elements, device=network.device
         )
         self._difference = torch.zeros_like(self._public)
         self._steps = 0
-        self._message = Remember(ToAll)
 
     def step(self, x: Tensor) -> Conversation:
         """One step of Algorithm 1."""
         codec, t = self._codec, self._steps
         message = codec.encode(torch.sub(x, self._public, out=self._difference), t)
-        received = yield self._message(message)
+        received = yield ToAll(message)
         codec.add(message, self._senders, t, self._public)
         codec.add(received, self._neighbors, t, self._publics)
         x[:, None].baddbmm_(self._rates, self._publics)
@@ -73,7 +71,7 @@ class ChocoGossip:
 
 
 class DeepSqueeze:
-    """What compression leaves out is kept, and added the next time.
+    """Gossip with error feedback: the compression error δ is added to the next message.
 
         v_i = x_i + δ_i;   c_i = C(v_i);   δ_i ← v_i − c_i
         x_i ← x_i + γ Σ_j w_ij (c_j − c_i)
@@ -86,15 +84,14 @@ class DeepSqueeze:
         self._rate = column(network, "diffusion_rate", diffusion_rate)
         self._network, self._codec = network, codec
         self._senders = network.row_workers
-        self._error = torch.zeros(network.rows, codec.numbers, device=network.device)  # δ
+        self._error = torch.zeros(network.rows, codec.elements, device=network.device)  # δ
         self._steps = 0
-        self._message = Remember(ToAll)
 
     def step(self, x: Tensor) -> Conversation:
         """One step of Algorithm 1."""
         codec, t, slots = self._codec, self._steps, self._network.slots
         message = codec.encode(self._error.add_(x), t)  # v
-        received = yield self._message(message)
+        received = yield ToAll(message)
         own = codec.decode(message, self._senders, t)
         self._error.sub_(own)
         rates = self._rate * slots.weights
@@ -112,7 +109,7 @@ class DeepSqueeze:
 
 
 class Moniqua:
-    """Neighbors that differ by less than θ need only say where they are modulo B.
+    """Quantized values modulo B suffice between neighbors that differ by less than θ.
 
     With δ = 1/3 (2 bits: four levels), B = 2θ/(1 − 2δ) and mod(·, a) into [−a/2, a/2):
 
@@ -120,58 +117,57 @@ class Moniqua:
         x̂_i − x_i = q_i B − mod(x_i, B)
         x_i ← x_i + γ Σ_j w_ij (mod(q_j B − x_i, B) − (x̂_i − x_i))
 
-    Lu & De Sa (2020), arXiv:2002.11787, Algorithm 1. Sends 2 bits a number to every neighbor.
+    Lu & De Sa (2020), arXiv:2002.11787, Algorithm 1. Sends 2 bits an element to every neighbor.
     Raises ValueError unless γ > 0 and θ > 0.
 
-    A step computes with whole numbers. In units of δB, with y = mod(x_i + B/2, B) in [0, 3) and
+    A step computes with integers. In units of δB, with y = mod(x_i + B/2, B) in [0, 3) and
     l_i = ⌊y + u⌋ the level sent, the second term of the sum is l_i − y, and the first is l_j − y
-    plus the multiple of 3 that brings it into [−3/2, 3/2): it depends on the cell c = ⌊y + ½⌋ only,
+    plus the multiple of 3 that brings it into [−3/2, 3/2). That multiple depends on the cell
+    c = ⌊y + ½⌋ only:
 
-        mod(l_j − y, 3) − (l_i − y) = mod(l_j − c, 3) + c − l_i
+        mod(l_j − y, 3) − (l_i − y) = mod(l_j − c, 3) + c − l_i,   mod(n, 3) = n − 3 round(n/3)
     """
 
     def __init__(
         self,
         network: Network,
-        numbers: int,
+        elements: int,
         theta: Rate,
         diffusion_rate: Rate = 1.0,
         seed: int = 0,
     ):
-        """`numbers`: D."""
+        """`elements`: D."""
         self._rate = column(network, "diffusion_rate", diffusion_rate)
         self._quantum = 2 * column(network, "theta", theta)  # δB [worker, 1]
-        self._network, self._numbers = network, numbers
+        self._network, self._elements = network, elements
         self._key = randomness.keys(seed, "moniqua", [()])[0].to(network.device)
         self._steps = 0
-        shape, device = (network.rows, numbers), network.device
-        self._outgoing = ToAll(
-            torch.zeros(network.rows, packed_size(numbers, 2), dtype=torch.uint8, device=device)
+        shape, device = (network.rows, elements), network.device
+        self._message = torch.zeros(
+            network.rows, packed_size(elements, 2), dtype=torch.uint8, device=device
         )
-        # Scratch: new memory of this size would take longer than what is computed in it.
-        self._y, self._work = torch.zeros(2, *shape, device=device)
-        self._levels, self._cells, self._thirds = torch.zeros(
-            3, *shape, dtype=torch.int8, device=device
-        )
+        # Scratch memory: allocating it in every step would take longer than the arithmetic.
+        self._y, self._float = torch.zeros(2, *shape, device=device)
+        self._l, self._c, self._thirds = torch.zeros(3, *shape, dtype=torch.int8, device=device)
 
     def step(self, x: Tensor) -> Conversation:
         """One step, in units of δB."""
-        slots, y, levels, cells = self._network.slots, self._y, self._levels, self._cells
-        u = randomness.uniform(self._key, self._steps, self._numbers)
+        slots, y, l_i, c = self._network.slots, self._y, self._l, self._c
+        u = randomness.uniform(self._key, self._steps, self._elements)
         torch.div(x, 3 * self._quantum, out=y).add_(0.5)
-        y.sub_(torch.floor(y, out=self._work)).mul_(3)  # mod(x_i + B/2, B)
-        levels.copy_(torch.add(y, u, out=self._work)).clamp_(max=3)
-        self._outgoing.tensor.copy_(pack(levels.view(torch.uint8), 2))
-        cells.copy_(y.add_(0.5))
-        received = yield self._outgoing
-        own = torch.sub(cells, levels, out=levels)
+        y.sub_(torch.floor(y, out=self._float)).mul_(3)  # mod(x_i + B/2, B)
+        l_i.copy_(torch.add(y, u, out=self._float)).clamp_(max=3)
+        self._message.copy_(pack(l_i.view(torch.uint8), 2))
+        c.copy_(y.add_(0.5))
+        received = yield ToAll(self._message)
+        c_minus_l_i = torch.sub(c, l_i, out=l_i)
         rates = self._rate * slots.weights * self._quantum
         for slot in range(received.shape[1]):
-            theirs = unpack(received[:, slot], 2, self._numbers).view(torch.int8).sub_(cells)
-            # mod(·, 3) of −3 … 3: minus 3 times the whole number next to a third of it
-            thirds = torch.mul(theirs, 11, out=self._thirds).add_(16).bitwise_right_shift_(5)
-            theirs.sub_(thirds, alpha=3).add_(own)
-            x.addcmul_(rates[:, slot, None], self._work.copy_(theirs))
+            l_j = unpack(received[:, slot], 2, self._elements).view(torch.int8)
+            n = l_j.sub_(c)
+            n.sub_(_third_rounded(n, out=self._thirds), alpha=3)  # mod(l_j − c, 3)
+            n.add_(c_minus_l_i)
+            x.addcmul_(rates[:, slot, None], self._float.copy_(n))
         self._steps += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -179,3 +175,8 @@ class Moniqua:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._steps = state["steps"]
+
+
+def _third_rounded(n: Tensor, out: Tensor) -> Tensor:
+    """round(n/3) for integers |n| ≤ 3, as ⌊(11 n + 16)/32⌋."""
+    return torch.mul(n, 11, out=out).add_(16).bitwise_right_shift_(5)

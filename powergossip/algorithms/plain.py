@@ -1,4 +1,4 @@
-"""Averaging with all numbers as they are."""
+"""Averaging without compression: plain gossip, all-reduce, and two accelerated variants."""
 
 from collections.abc import Mapping, Sequence
 from math import log
@@ -6,14 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from powergossip.algorithms.averaging import Rate, Remember, Stateless, column
+from powergossip.algorithms.averaging import Rate, Stateless, column
 from powergossip.network import Conversation, Mean, Network, ToAll
 
 
 class PlainGossip(Stateless):
     """x_i ← x_i + γ Σ_j w_ij (x_j − x_i).    Xiao & Boyd (2004), doi:10.1016/j.sysconle.2004.02.022
 
-    Sends D numbers of 32 bits to each neighbor. Raises ValueError unless γ > 0.
+    Sends D elements of 32 bits to each neighbor. Raises ValueError unless γ > 0.
     """
 
     def __init__(self, network: Network, diffusion_rate: Rate = 1.0):
@@ -23,16 +23,18 @@ class PlainGossip(Stateless):
         weights = [rate * slots.weights for slots in network.rounds]
         self._own_weights = [1 - w.sum(1, keepdim=True) for w in weights]
         self._weights = [w.unsqueeze(-1).unbind(1) for w in weights]
-        self._message = Remember(ToAll)
 
     def step(self, x: Tensor) -> Conversation:
-        """x_i ← (1 − γ Σ_j w_ij) x_i + Σ_j γ w_ij x_j
+        """x_i ← (1 − γ Σ_j w_ij) x_i + Σ_j γ w_ij x_j"""
+        self.mix(x, (yield ToAll(x)))
 
-        Number by number, so that a worker's result is the same to the bit whoever is hosted beside
-        it; a matrix product would round differently for one worker and for eight.
+    def mix(self, x: Tensor, received: Tensor) -> None:
+        """The update of x [worker, D] with the neighbors' received [worker, neighbor, D].
+
+        Elementwise, so that a worker's result is the same to the bit in any layout of workers over
+        processes; a matrix product would round differently for one worker and for eight.
         """
         t = self._network.round % len(self._network.rounds)
-        received = yield self._message(x)  # [worker, neighbor, D]
         x.mul_(self._own_weights[t])
         for weight, x_j in zip(self._weights[t], received.unbind(1), strict=True):
             x.addcmul_(weight, x_j)
@@ -41,26 +43,26 @@ class PlainGossip(Stateless):
 class AllReduce(Stateless):
     """x_i ← (1/n) Σ_j x_j: the centralized baseline.
 
-    Sends 2 (n − 1)/n · 32 D bits a worker, as few as can be (Patarasuk & Yuan 2009,
+    Sends 2 (n − 1)/n · 32 D bits a worker, the lower bound (Patarasuk & Yuan 2009,
     doi:10.1016/j.jpdc.2008.09.002).
     """
 
     def __init__(self, network: Network):
-        self._message = Remember(Mean)
+        pass
 
     def step(self, x: Tensor) -> Conversation:
         """x_i ← (1/n) Σ_j x_j"""
-        x.copy_((yield self._message(x)))
+        x.copy_((yield Mean(x)))
 
 
 class ChebyshevGossip:
-    """Plain gossip with memory, as fast as its spectrum lets a polynomial of W be.
+    """Chebyshev acceleration of plain gossip: the best polynomial of W for its spectrum.
 
         x^{t+1} ← ω_{t+1} (x^t − γ* (I − W) x^t − x^{t−1}) + x^{t−1},   ω_1 = 1
         ω_2 = 1/(1 − ρ²/2),  ω_{t+1} = 1/(1 − ρ² ω_t/4),   ρ the contraction of plain gossip at γ*
 
-    Contracts by (1 − √ξ)/(1 + √ξ) a step in the long run, ξ = λ_2/λ_max. Golub & Varga (1961),
-    "Chebyshev semi-iterative methods", doi:10.1007/BF01386013. Sends what plain gossip sends.
+    Contracts by (1 − √ξ)/(1 + √ξ) a step asymptotically, ξ = λ_2/λ_max. Golub & Varga (1961),
+    "Chebyshev semi-iterative methods", doi:10.1007/BF01386013. Costs as much as plain gossip.
 
     Raises ValueError for a topology without a spectrum: directed or time-varying.
     """
@@ -95,11 +97,11 @@ class ChebyshevGossip:
 class FiniteTimeGossip:
     """Plain gossip with γ_t = 1/λ_t over the distinct non-zero eigenvalues λ_t of I − W.
 
-    Exact after one pass over them, as Π_t (1 − λ/λ_t) is 0 at each; then it begins again.
-    Hendrickx et al. (2014), arXiv:1211.6324.
+    Exact after one pass over them, since Π_t (1 − λ/λ_t) is 0 at each of them; then the pass is
+    repeated. Hendrickx et al. (2014), arXiv:1211.6324.
 
-    The order is Leja's, which keeps what rounding errors are multiplied by small. Sends what plain
-    gossip sends. Raises ValueError for a topology without a spectrum: directed or time-varying.
+    Leja's order of the eigenvalues keeps the amplification of rounding errors small. Costs as much
+    as plain gossip. Raises ValueError for a topology without a spectrum: directed or time-varying.
     """
 
     def __init__(self, network: Network):
@@ -121,10 +123,11 @@ class FiniteTimeGossip:
 
 
 def _leja_order(values: Sequence[float]) -> list[float]:
-    """The largest, then always the one whose distances to those before have the largest product."""
+    """The largest value first, then always the one with the largest product of distances to those
+    already chosen."""
     left, order = sorted(values), list[float]()
     while left:
-        # The sum is 0 at first, for all: the last of them is the largest.
+        # The sum is 0 for all at first; `max` then returns the first of the reversed: the largest.
         best = max(reversed(left), key=lambda v: sum(log(abs(v - other)) for other in order))
         left.remove(best)
         order.append(best)

@@ -1,47 +1,53 @@
-"""PowerGossip: averaging by power iteration on the difference of neighbors."""
+"""PowerGossip: averaging by power iteration on the difference of neighbors.
+
+The update rule is `PowerGossip._iteration`. `directions.py` has the memory of the directions and
+their orthonormalization, `power_gossip_reference.py` a plain version of the algorithm.
+"""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from powergossip import checks
-from powergossip.algorithms.averaging import Rate, Remember, column
-from powergossip.algorithms.directions import Directions, EdgeNumbers
+from powergossip.algorithms.averaging import Rate, column
+from powergossip.algorithms.directions import Directions, EdgeConstants
 from powergossip.algorithms.plain import PlainGossip
-from powergossip.network import Conversation, Network, together
-from powergossip.parameters import Layout, Stack, batches
+from powergossip.network import Conversation, Network, ToAll, together
+from powergossip.parameters import Layout, batches
+from powergossip.tensor_cache import TensorCache
 
 
 class PowerGossip:
-    """Neighbors learn a low-rank piece of the difference of their matrices by power iteration.
+    """Neighbors learn a low-rank part of the difference of their matrices by power iteration.
 
     Per edge (i, j) and matrix, both ends hold the same directions p (rank r). One iteration:
 
         p ← orthonormalize(p)
-        s_i = X_iᵀ p                    goes to j         (the next iteration: X_i p; sides swap)
+        s_i = X_iᵀ p                    is sent to j      (the next iteration: X_i p; sides swap)
         d = s_j − s_i                   the same at both ends
         X_i ← X_i + γ w_ij p dᵀ,   X_j ← X_j − γ w_ij p dᵀ
-        p ← d                           warm start; else p is drawn anew
+        p ← d                           warm start; else p is resampled
 
     Vogels, Karimireddy & Jaggi (2020), arXiv:2008.01425, Algorithm 1. The update is an orthogonal
-    projection of the difference, so the mean stays where it is, and with
-    V = Σ_i ‖x_i − x̄‖² no step with γ ≤ 2/λ_max(I − W) makes V grow (ibid., Lemma 1).
+    projection of the difference. It preserves the mean, and V = Σ_i ‖x_i − x̄‖² grows in no step
+    with γ ≤ 2/λ_max(I − W) (ibid., Lemma 1).
 
-    Where we go further than the paper:
+    Departures from the paper:
 
-    - Directions that have collapsed (d = 0 up to rounding: the neighbors agreed) are drawn anew, at
-      both ends.
-    - A matrix that rank r cannot compress, min(rows, columns) ≤ r, is not sent twice over: it
-      takes part in plain gossip with the same γ, once a step.
+    - Collapsed directions (d = 0 up to rounding, because the neighbors agree) are resampled at both
+      ends.
+    - Matrices that rank r cannot compress, min(rows, columns) ≤ r, and vectors take part in plain
+      gossip, once a step and in one message. Matrices use the same γ. Vectors use γ = 1, since γ is
+      tuned for compressed messages.
     - For r > 1, orthonormalization is a Cholesky factorization of the Gram matrix in double
-      precision, with a relative ridge of 1e-12. Being a continuous function of d, which both ends
-      have to the bit, it cannot let them disagree; where directions have become dependent, the
-      projection loses that one, instead of the run.
+      precision, with a relative ridge of 1e-12. It is a continuous function of d, which both ends
+      have to the bit, so the ends cannot disagree. A linearly dependent direction is dropped
+      instead of the factorization failing.
 
     Cost, a step and neighbor: num_iterations · 32 r Σ_matrices (columns or rows, in turns) bits,
-    and 32 bits for each number of the matrices not compressed.
+    and 32 bits for each element of the vectors and of the matrices that are not compressed.
 
     Raises ValueError for a rank or number of iterations below 1, γ that is not positive,
     round_weights with a rank other than 1, or a mixing matrix that is not symmetric.
@@ -63,94 +69,132 @@ class PowerGossip:
         checks.at_least_one("rank", rank)
         checks.at_least_one("num_iterations", num_iterations)
         if round_weights and rank != 1:
-            raise ValueError(
-                f"round_weights=True rounds a single direction; use rank=1, not {rank}"
-            )
+            raise ValueError(f"rank={rank}: use rank=1 with round_weights=True")
         if not network.symmetric:
             raise ValueError(
-                f"PowerGossip needs both ends of an edge to use the same weight, but topology "
-                f'"{network.topology.name}" is directed; use an undirected one, such as ring'
+                f"topology={network.topology.name}: use an undirected topology with PowerGossip, "
+                f"such as ring; both ends of an edge must have the same weight"
             )
         self._network = network
         self._num_iterations = num_iterations
         self._warm_start = warm_start
         self._round_weights = round_weights
 
-        stacks = layout.compressible(rank)
-        rows = [(stack.layers, stack.rows) for stack in stacks]
-        columns = [(stack.layers, stack.columns) for stack in stacks]
-        self._edges = []  # of each round: the two sides' directions
+        self._stacks = layout.compressible(rank)
+        rows = [(stack.layers, stack.rows) for stack in self._stacks]
+        columns = [(stack.layers, stack.columns) for stack in self._stacks]
+        self._edges = []  # for each round: the directions of both sides
         for slots in network.rounds:
-            edges = EdgeNumbers(network, slots, rate, seed)
+            edges = EdgeConstants(network, slots, rate, seed)
             self._edges.append((Directions(edges, rank, rows), Directions(edges, rank, columns)))
-        self._iterations = [0] * len(network.rounds)  # of each round, since the start
-        self._any_compressed = bool(stacks)
-        self._matrices = Remember(lambda x: _matrices(x, stacks))
-        compressed = stacks[-1].stop if stacks else 0
-        self._uncompressed = Remember(lambda x: x[:, compressed:])
-        self._plain = PlainGossip(network, diffusion_rate)
+        self._iterations = [0] * len(network.rounds)  # by round, since the start
+
+        # Spans of the elements that are not compressed, which lie behind the compressed ones.
+        self._compressed = self._stacks[-1].stop if self._stacks else 0
+        matrices = slice(0, layout.matrices_size - self._compressed)
+        vectors = slice(matrices.stop, layout.size - self._compressed)
+        self._plain = [
+            (span, PlainGossip(network, gossip_rate))
+            for span, gossip_rate in ((matrices, diffusion_rate), (vectors, 1.0))
+            if span.stop > span.start
+        ]
+        self._views = TensorCache[_Views]()
+        self._spans = TensorCache[list[Tensor]]()
         for t, (side, _) in enumerate(self._edges):
             side.draw(self._counter(t))
 
     def step(self, x: Tensor) -> Conversation:
-        """num_iterations iterations on what can be compressed, plain gossip on the rest."""
+        """num_iterations iterations on the compressed matrices, plain gossip on the rest."""
+        views = self._views.get(x, self._views_of)
         steps = []
-        if self._any_compressed:
-            steps.append(self._compressed_step(self._matrices(x)))
-        if (rest := self._uncompressed(x)).shape[1]:
-            steps.append(self._plain.step(rest))
+        if self._stacks:
+            steps.append(self._compressed_step(views.matrices, views.transposes))
+        if self._plain:
+            steps.append(self._plain_step(views.rest))
         yield from together(*steps)
 
-    def _compressed_step(self, matrices: tuple[Sequence[Tensor], Sequence[Tensor]]) -> Conversation:
+    def _plain_step(self, rest: Tensor) -> Conversation:
+        received = yield ToAll(rest)
+        spans = zip(
+            self._plain,
+            self._spans.get(rest, self._spans_of),
+            self._spans.get(received, self._spans_of),
+            strict=True,
+        )
+        for (_, gossip), x, received_x in spans:
+            gossip.mix(x, received_x)
+
+    def _compressed_step(
+        self, matrices: Sequence[Tensor], transposes: Sequence[Tensor]
+    ) -> Conversation:
         t = self._network.round % len(self._edges)
         for _ in range(self._num_iterations):
-            # Side 0: p are rows long, s and d columns; side 1: the other way round.
-            here = self._iterations[t] % 2
-            p, d = self._edges[t][here], self._edges[t][1 - here]
-            s, weighted = d.own, p.weighted
+            # Side 0: p are rows long, s and d columns. Side 1: the other way round.
+            side = self._iterations[t] % 2
+            p, d = self._edges[t][side], self._edges[t][1 - side]
             if not self._warm_start:
                 p.draw(self._counter(t))
             if self._round_weights:
                 p.round(self._counter(t))
             else:
                 p.orthonormalize(self._counter(t))
-
-            for directions, X, own in zip(p.stacks, matrices[here], s.stacks, strict=True):
-                torch.bmm(directions, X, out=own)  # s_i = X_iᵀ p, for all neighbors and layers
-            for own, outgoing in zip(s.views, d.message_views, strict=True):
-                outgoing.copy_(own)
-            d.take_differences((yield d.message))
-            torch.mul(p.flat, p.weights, out=weighted.flat)  # γ w_ij p
-            for directions, difference, X in zip(
-                weighted.stacks, d.stacks, matrices[here], strict=True
-            ):
-                X.baddbmm_(directions.mT, difference)  # X_i ← X_i + Σ_j γ w_ij p d_ijᵀ
+            yield from self._iteration(p, d, transposes if side else matrices)
             self._iterations[t] += 1
 
+    def _iteration(self, p: Directions, d: Directions, matrices: Sequence[Tensor]) -> Conversation:
+        """X_i ← X_i + Σ_j γ w_ij p d_ijᵀ, for all matrices and neighbors; d is the next p.
+
+        A batched product serves the matrices of one shape. Its rows are the directions of all
+        neighbors, hence the transposes: s_iᵀ = pᵀ X_i.
+        """
+        for p_T, X, s_T in zip(p.stacks, matrices, d.own.stacks, strict=True):
+            torch.bmm(p_T, X, out=s_T)
+        received = yield d.message()
+        d.take_differences(received)
+        for weighted_p_T, d_T, X in zip(p.weighted().stacks, d.stacks, matrices, strict=True):
+            X.baddbmm_(weighted_p_T.mT, d_T)
+
+    def _views_of(self, x: Tensor) -> "_Views":
+        matrices = [view for stack in self._stacks for view in batches(x, stack)]
+        return _Views(matrices, [view.mT for view in matrices], x[:, self._compressed :])
+
+    def _spans_of(self, rest: Tensor) -> list[Tensor]:
+        return [rest[..., span] for span, _ in self._plain]
+
     def _counter(self, t: int) -> int:
-        """Of random draws: different for every round and iteration."""
+        """The counter of random draws, different for every round and iteration."""
         return self._iterations[t] * len(self._edges) + t
 
     def state_dict(self) -> dict[str, Any]:
-        """For each round of the topology: the number of iterations, and `directions`
-        [worker, neighbor, ...], the next p before orthonormalization."""
+        """Under `matrices`, for each round of the topology: the number of iterations, and
+        `directions` [worker, neighbor, ...], the next p before orthonormalization.
+
+        `rest` is the state of plain gossip, which is empty.
+        """
         return {
-            "iterations": list(self._iterations),
-            "directions": [
-                sides[iterations % 2].packed()
-                for sides, iterations in zip(self._edges, self._iterations, strict=True)
-            ],
+            "matrices": {
+                "iterations": list(self._iterations),
+                "directions": [
+                    sides[iterations % 2].packed()
+                    for sides, iterations in zip(self._edges, self._iterations, strict=True)
+                ],
+            },
+            "rest": {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._iterations = list(state["iterations"])
+        """Restore the state returned by `state_dict()`."""
+        matrices = state["matrices"]
+        self._iterations = list(matrices["iterations"])
         for sides, iterations, directions in zip(
-            self._edges, self._iterations, state["directions"], strict=True
+            self._edges, self._iterations, matrices["directions"], strict=True
         ):
             sides[iterations % 2].unpack(directions)
 
 
-def _matrices(x: Tensor, stacks: Sequence[Stack]) -> tuple[list[Tensor], list[Tensor]]:
-    """Views [batch, row, column] of the stacks' matrices, and their transposes."""
-    views = [view for stack in stacks for view in batches(x, stack)]
-    return views, [view.mT for view in views]
+class _Views(NamedTuple):
+    """Views of x [worker, D]."""
+
+    matrices: list[Tensor]  # [batch, row, column], those that are compressed
+    transposes: list[Tensor]  # [batch, column, row]
+    rest: Tensor  # [worker, element], the elements that are not compressed

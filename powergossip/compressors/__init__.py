@@ -1,48 +1,48 @@
-"""What a message looks like: compressors, and the codec that turns a worker's numbers into bytes.
+"""Compressors of matrices, and the codec that turns a worker's tensors into a message of bytes.
 
-A compressor C sees matrices v [*, row, column] — any leading axes, all matrices at once — and knows
-nothing of bytes, layouts or workers. It makes a few *fields* of each matrix, rows of numbers of one
-type; their types and lengths follow from the matrix' shape alone:
+A compressor C works on matrices v [*, row, column], any leading axes, all matrices at once. It does
+not depend on bytes, layouts or workers. It converts each matrix to a few *fields*, rows of elements
+of one type. Their types and lengths follow from the shape of the matrix:
 
-    fields(rows, columns)           what a message consists of, hence its size
+    fields(rows, columns)           the fields of a matrix, hence the size of a message
     compress(v, stream)             v → the fields, one tensor [*, length] each
     decompress(fields, out, stream) out [*, row, column] ← out + C(v)
 
-A field may also be of *levels*, one of a few whole numbers for each entry: `compress` says which,
-and the codec packs them to as few bits as that takes.
+The elements of a field may also be *levels*, a small set of integers. `compress` returns the index
+of each level, and the codec packs the indices to the least number of bits.
 
-`stream` is the matrix' own source of random numbers, a function of (seed, sending worker, place of
-the matrix in the layout, step counter), or, for what all workers share, of the others alone: sender
-and receiver have the same one. So RandomK sends no positions, and QSGD's rounding does not depend
-on which process hosts the worker.
+`stream` is the source of random numbers of a matrix, a function of (seed, sending worker, place of
+the matrix in the layout, step counter), or of all these but the worker for values that all workers
+share. Sender and receiver have the same stream. Hence RandomK sends no positions, and QSGD's
+rounding does not depend on which process hosts the worker.
 
 `Codec` does this for a whole layout: x [worker, D] → message [worker, bytes], and back for any
 number of senders at once. All matrices of one shape are one call, as are all vectors of one length
-(n × 1 matrices). In a message
+(n × 1 matrices). A message consists of
 
-    all 4-byte numbers of all tensors, then all 2-byte numbers, then all bytes, then all levels
-    as one string of bits,
+    all 4-byte elements of all tensors, then all 2-byte elements, then all 1-byte elements, then all
+    levels as one string of bits,
 
-each section in the order of the layout's tensors and of a compressor's fields: thus every number is
-aligned, and nothing is padded. Numbers are in the machine's byte order.
+each section in the order of the layout's tensors and of a compressor's fields. Thus every element
+is aligned without padding. The byte order is the machine's.
 
-Decoding uses elementwise arithmetic only, so that its result is the same to the bit whatever else
-is decoded beside it: CHOCO-Gossip and DeepSqueeze need the sender's own C(v), decoded from its own
-message, to be exactly what its neighbors see. It adds, since a sparse C(v) then costs as little
-time as it does memory.
+Decoding uses elementwise arithmetic only, so that its result is the same to the bit in any batch.
+CHOCO-Gossip and DeepSqueeze rely on this: the sender's own C(v), decoded from its own message, must
+equal the C(v) of its neighbors. Decoding adds to its output, since a sparse C(v) then costs time in
+proportion to its message.
 
-    compressor.py   what a compressor is, and what it works with
+    compressor.py   the interface
     sparse.py       TopK, RandomK
     quantized.py    SignAndNorm, QSGD, Identity
     low_rank.py     SVD
-    codec.py        a whole worker's message
+    codec.py        a worker's message
     packing.py      levels as bits
 
-To add a compressor: write its class in a module beside this one and its row in `COMPRESSORS` here;
-the tests of the laws that every compressor obeys (tests/test_compressors.py) find it there.
+To add a compressor, write its class in a module beside this one and its row in `COMPRESSORS` here.
+The tests of the laws of all compressors (tests/test_compressors.py) use the registry.
 
 Axes: worker (hosted here), neighbor (slot), layer (tensors of one shape), row, column.
-Symbols: v a matrix of N = rows · columns numbers; K the numbers kept; δ the contraction,
+Symbols: v a matrix of N = rows · columns entries; K the number of entries kept; δ the contraction,
 E‖v − C(v)‖² ≤ (1 − δ)‖v‖².
 """
 
@@ -79,8 +79,8 @@ __all__ = [
 ]
 
 
-# The names that users choose from: `optimizer_compressor` in train.py. A row's options are the
-# fields of its class.
+# Registry names: `optimizer_compressor` in train.py. The options of a row are the fields of its
+# class.
 COMPRESSORS: dict[str, _options.Row] = {
     "identity": Identity,
     "qsgd": QSGD,

@@ -1,6 +1,6 @@
-"""A whole worker's message: its numbers through a compressor into bytes, and back."""
+"""The codec: a worker's tensors through a compressor into one message of bytes, and back."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -11,17 +11,18 @@ from powergossip import randomness
 from powergossip.compressors.compressor import Compressor, Levels, Senders, Stream
 from powergossip.compressors.packing import pack, packed_size, unpack
 from powergossip.parameters import Layout, Stack
+from powergossip.tensor_cache import TensorCache
 
 
 class Codec:
-    """Messages of workers' numbers x [worker, D], tensor by tensor through a compressor.
+    """Messages of x [worker, D], tensor by tensor through a compressor.
 
-    size     # bytes of one worker's message
-    numbers  # D
-    workers  # int64 [worker]: the numbers of the workers whose x is encoded here, row by row
+    size      # bytes of one worker's message
+    elements  # D
+    workers   # int64 [worker]: index of the worker in each row of an encoded x
 
-    Messages are views of memory that the next `encode` overwrites, and decoded numbers of memory
-    that the next `decode` with as many senders overwrites.
+    A message lies in memory that the next `encode` overwrites. Decoded elements lie in memory that
+    the next `decode` for the same shape of senders overwrites.
     """
 
     def __init__(
@@ -32,34 +33,31 @@ class Codec:
         seed: int = 0,
         device: torch.device | None = None,
     ):
-        self._compressor, self.numbers = compressor, layout.size
+        self._compressor, self.elements = compressor, layout.size
         self._stacks = [*layout.stacks, *_stacks_of_vectors(layout)]
         self._plan = _Plan(compressor, self._stacks)
         self.size = self._plan.size
         self.workers = torch.tensor(workers, dtype=torch.int64, device=device)
         self._key = randomness.keys(seed, "compressor", [()])[0].to(device)
         self._counter = -1  # of the last message
-        self._kept: list[dict[str, Tensor]] = []  # for it, of each stack
-        self._x: Tensor | None = None
-        self._matrices: list[Tensor] = []  # views of x
+        self._kept: list[dict[str, Tensor]] = []  # by stack, for that counter
+        self._matrices = TensorCache[list[Tensor]]()
         self._outgoing = _Fields(self._plan, (len(workers),), torch.uint8, device)
         self._message = torch.zeros(len(workers), self.size, dtype=torch.uint8, device=device)
-        # By the senders' shape: their messages, what they decode to, and views of the last `out`.
+        # By the senders' shape: the fields of their messages, and the decoded elements.
         self._incoming: dict[tuple[int, ...], _Fields] = {}
         self._decoded: dict[tuple[int, ...], Tensor] = {}
-        self._added: dict[tuple[int, ...], tuple[Tensor, list[Tensor]]] = {}
 
     def encode(self, x: Tensor, counter: int) -> Tensor:
         """The message of each worker: uint8 [worker, bytes], contiguous, the same memory each time.
 
-        x is [worker, D], float32, of any row stride. `counter` is the number of the step (or of the
-        message, where a step has several): it chooses the random numbers.
+        x is [worker, D], float32, of any row stride. `counter` is the index of the step (or of the
+        message, where a step has several) and selects the random numbers.
         """
-        assert x.shape == (len(self.workers), self.numbers), x.shape
-        if x is not self._x:
-            self._x, self._matrices = x, _matrices(x, self._stacks)
+        assert x.shape == (len(self.workers), self.elements), x.shape
+        matrices = self._matrices.get(x, self._matrices_of)
         streams = self._streams(self.workers, counter)
-        for v, fields, stream in zip(self._matrices, self._outgoing.fields, streams, strict=True):
+        for v, fields, stream in zip(matrices, self._outgoing.fields, streams, strict=True):
             parts = self._compressor.compress(v, stream)
             for field, part in zip(fields, parts, strict=True):
                 field.copy_(part)
@@ -69,13 +67,12 @@ class Codec:
     def decode(self, message: Tensor, senders: Tensor, counter: int) -> Tensor:
         """C(x) of each sender: [*, D], for messages [*, bytes] of the workers `senders` [*].
 
-        Leading axes are arbitrary, such as [worker] or [worker, neighbor]. `counter` is what the
-        senders encoded with. Padding (sender −1) decodes to zeros where its message
-        is zeros.
+        Leading axes are arbitrary, such as [worker] or [worker, neighbor]. `counter` is the one of
+        the senders' `encode`. Padding (sender −1) decodes to zeros if its message is zeros.
         """
         leading = tuple(senders.shape)
         if leading not in self._decoded:
-            self._decoded[leading] = torch.empty(*leading, self.numbers, device=message.device)
+            self._decoded[leading] = torch.empty(*leading, self.elements, device=message.device)
         out = self._decoded[leading].zero_()
         self.add(message, senders, counter, out)
         return out
@@ -86,31 +83,36 @@ class Codec:
         assert message.shape == (*leading, self.size), (message.shape, leading, self.size)
         if leading not in self._incoming:
             self._incoming[leading] = _Fields(self._plan, leading, torch.float32, message.device)
-        if leading not in self._added or self._added[leading][0] is not out:
-            self._added[leading] = out, _matrices(out, self._stacks)
-        incoming, (_, matrices) = self._incoming[leading], self._added[leading]
+        incoming, matrices = self._incoming[leading], self._matrices.get(out, self._matrices_of)
         incoming.read(message)
         streams = self._streams(senders, counter)
         for fields, matrix, stream in zip(incoming.fields, matrices, streams, strict=True):
             self._compressor.decompress(fields, matrix, stream)
 
     def _streams(self, senders: Tensor, counter: int) -> list[Stream]:
-        """Of each stack [*, layer]."""
+        """The random streams of the senders' layers, by stack."""
         if counter != self._counter:
             self._counter, self._kept = counter, [{} for _ in self._stacks]
-        of_all = Senders(self._key, senders, counter, self.numbers)
+        of_all = Senders(self._key, senders, counter, self.elements)
         pairs = zip(self._stacks, self._kept, strict=True)
         return [Stream(of_all, stack, kept) for stack, kept in pairs]
 
+    def _matrices_of(self, x: Tensor) -> list[Tensor]:
+        """Views [*, layer, row, column] of x [*, D], by stack."""
+        return [
+            x[..., s.start : s.stop].unflatten(-1, (s.layers, s.rows, s.columns))
+            for s in self._stacks
+        ]
+
 
 class _Plan:
-    """Where the fields of each stack lie in a message.
+    """The places of the fields of each stack in a message.
 
-    places  # of each stack, by the compressor's order
-    wide    # bytes of all numbers but levels, which come first
+    places  # by stack, in the compressor's order
+    wide    # bytes of the fields other than levels, which come first
     levels  # the kind of all levels, or None
-    count   # how many
-    size    # bytes of all
+    count   # number of levels
+    size    # bytes of the message
     """
 
     def __init__(self, compressor: Compressor, stacks: Sequence[Stack]):
@@ -142,7 +144,7 @@ class _Plan:
 
 
 class _Place(NamedTuple):
-    """A field of the layers of a stack, in memory of its type."""
+    """The place of a field of all layers of a stack; `start` counts elements of its type."""
 
     dtype: torch.dtype | None  # None: levels
     layers: int
@@ -150,16 +152,16 @@ class _Place(NamedTuple):
     start: int
 
     def view(self, wide: Tensor, levels: Tensor) -> Tensor:
-        """uint8 [*, bytes], or levels [*, number] → [*, layer, length]"""
+        """uint8 [*, bytes], or levels [*, level] → [*, layer, length]"""
         memory = levels if self.dtype is None else wide.view(self.dtype)
-        numbers = memory[..., self.start : self.start + self.layers * self.length]
-        return numbers.unflatten(-1, (self.layers, self.length))
+        elements = memory[..., self.start : self.start + self.layers * self.length]
+        return elements.unflatten(-1, (self.layers, self.length))
 
 
 class _Fields:
-    """The fields of messages of senders [*], in memory where every number is aligned.
+    """The fields of messages of senders [*], in memory where every element is aligned.
 
-    fields  # of each stack, by the compressor's order: views [*, layer, length]
+    fields  # by stack, in the compressor's order: views [*, layer, length]
     """
 
     def __init__(
@@ -175,14 +177,14 @@ class _Fields:
         self._wide, self._plan = wide[..., : plan.wide], plan
 
     def write(self, message: Tensor) -> None:
-        """To message [*, bytes]; levels are by their numbers."""
+        """Write to message [*, bytes]; levels are given by their indices."""
         plan = self._plan
         message[..., : plan.wide].copy_(self._wide)
         if plan.levels:
             message[..., plan.wide :].copy_(pack(self._levels, plan.levels.bits))
 
     def read(self, message: Tensor) -> None:
-        """From message [*, bytes]; levels are what they stand for."""
+        """Read from message [*, bytes]; levels become their values."""
         plan = self._plan
         self._wide.copy_(message[..., : plan.wide])
         if plan.levels:
@@ -192,7 +194,7 @@ class _Fields:
 
 
 def _stacks_of_vectors(layout: Layout) -> list[Stack]:
-    """Vectors of one length that lie next to each other, as matrices of one column."""
+    """Stacks of adjacent vectors of one length, as matrices of one column."""
     vectors = sorted(
         (start, prod(shape))
         for start, shape in zip(layout.starts, layout.shapes, strict=True)
@@ -207,14 +209,6 @@ def _stacks_of_vectors(layout: Layout) -> list[Stack]:
     return stacks
 
 
-def _matrices(x: Tensor, stacks: Iterable[Stack]) -> list[Tensor]:
-    """Views [*, layer, row, column] of x [*, D]."""
-    return [
-        x[..., stack.start : stack.stop].unflatten(-1, (stack.layers, stack.rows, stack.columns))
-        for stack in stacks
-    ]
-
-
 def size(compressor: Compressor, rows: int, columns: int) -> int:
-    """Bytes that a matrix of this shape takes in a message."""
+    """Bytes of a matrix of this shape in a message."""
     return _Plan(compressor, [Stack(rows, columns, layers=1, start=0)]).size

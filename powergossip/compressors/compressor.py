@@ -1,4 +1,4 @@
-"""What a compressor is, and what it works with. See compressors/__init__.py."""
+"""The interface of compressors, and the types in it. See compressors/__init__.py."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from powergossip.parameters import Stack
 
 @dataclass(frozen=True)
 class Levels:
-    """Whole numbers within ±127, numbered from 0 on: first, first + step, …; `count` of them."""
+    """`count` integers within ±127: first, first + step, …. Their indices start at 0."""
 
     first: int
     step: int
@@ -22,46 +22,47 @@ class Levels:
 
     @property
     def bits(self) -> int:
-        """That it takes to tell them apart: ⌈log₂ count⌉."""
+        """Bits per level: ⌈log₂ count⌉."""
         return (self.count - 1).bit_length()
 
 
 class Field(NamedTuple):
-    """A part of a message: so many numbers of one type, or each one of some levels."""
+    """A part of a message: `length` elements of one type, or of one kind of levels."""
 
     kind: torch.dtype | Levels
     length: int
 
 
 class Senders:
-    """Who sent some messages [*], in which step: what random numbers depend on besides the seed.
+    """The senders of messages [*] and the step, from which random numbers are derived.
 
-    numbers  # int64 [*]: the senders' numbers
+    key      # of the seed
+    workers  # int64 [*]: indices of the senders
+    counter  # of the step
     size     # D
     """
 
-    def __init__(self, key: Tensor, numbers: Tensor, counter: int, size: int):
+    def __init__(self, key: Tensor, workers: Tensor, counter: int, size: int):
         self.key, self.counter = key, counter
-        self._numbers, self._size = numbers, size
+        self._workers, self._size = workers, size
 
     @cached_property
     def uniform(self) -> Tensor:
-        """Uniform on [0, 1), for rounding, drawn when first asked for: float32 [*, D]."""
-        keys = randomness.bits(self.key, 0, (1,), self._numbers)[..., 0]
+        """Uniform on [0, 1), for rounding, drawn at the first access: float32 [*, D]."""
+        keys = randomness.bits(self.key, 0, (1,), self._workers)[..., 0]
         return randomness.uniform(keys, self.counter, self._size)
 
 
 class Stream(NamedTuple):
     """Random numbers of the layers of a stack, the same at sender and receiver.
 
-    A worker has one stream of numbers for each counter, and all workers share another; a matrix'
-    part of either begins at the matrix' place among the worker's D numbers and has as many numbers
-    as the matrix has entries.
+    Each worker has one stream of D random numbers for each counter, and all workers share another.
+    A matrix uses the part of either that corresponds to its elements among the D.
     """
 
     senders: Senders  # [*]
     stack: Stack
-    kept: dict[str, Tensor]  # while the counter stays as it is
+    kept: dict[str, Tensor]  # values of `once`, for one counter
 
     def uniform(self) -> Tensor:
         """Uniform float32 [*, layer, rows · columns] on [0, 1), for rounding."""
@@ -75,38 +76,37 @@ class Stream(NamedTuple):
         return randomness.bits(self.senders.key, 1 + self.senders.counter, (count,), starts)
 
     def once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """make(), or what it was the last time, if that was in the same step: for what all senders
-        share."""
+        """make(), cached per step; for values shared by all senders."""
         if name not in self.kept:
             self.kept[name] = make()
         return self.kept[name]
 
 
 class Compressor(Protocol):
-    """What is sent of a matrix, and what that means."""
+    """Conversion of matrices to the fields of messages, and back."""
 
     def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
-        """The parts of one matrix' message; its shape decides."""
+        """The fields of a matrix of this shape."""
         ...
 
     def compress(self, v: Tensor, stream: Stream) -> tuple[Tensor, ...]:
         """The fields [*, length] of v [*, row, column], float32.
 
-        Integers may come in a wider type, which the codec narrows; levels by their numbers 0, 1, …
-        in any type. A matrix with a NaN makes fields that decompress to at least one NaN, so that
-        divergence is seen.
+        Integers may have a wider type, which the codec narrows. Levels are given by their indices
+        0, 1, … in any type. The fields of a matrix with a NaN decompress to at least one NaN, so
+        that divergence stays visible.
         """
         ...
 
     def decompress(self, fields: tuple[Tensor, ...], out: Tensor, stream: Stream) -> None:
         """out ← out + C(v), for out [*, row, column] that is contiguous in its last two axes.
 
-        By elementwise arithmetic, each number of C(v) rounded before it is added. Levels arrive
-        as what they are, float32.
+        Elementwise arithmetic only; each element of C(v) is rounded before it is added. Levels are
+        given by their values, float32.
         """
         ...
 
 
-def poison(v: Tensor) -> Tensor:
-    """0 where a row of v [*, n] is finite, NaN where it is not: [*, 1]."""
+def nan_if_not_finite(v: Tensor) -> Tensor:
+    """0 for a row of v [*, n] that is finite, NaN for any other: [*, 1]."""
     return v.abs().amax(-1, keepdim=True).mul_(0)

@@ -1,4 +1,4 @@
-"""The best approximation of a low rank."""
+"""Low-rank approximation by singular value decomposition."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from powergossip import checks
-from powergossip.compressors.compressor import Field, Stream, poison
+from powergossip.compressors.compressor import Field, Stream, nan_if_not_finite
 
 
 @dataclass(frozen=True)
@@ -16,14 +16,16 @@ class SVD:
 
     Message: r · min(m, k) floats, orthonormal singular vectors of the shorter side, one after the
     other in ascending order of singular value; then r · max(m, k) floats, those of the longer side
-    times their singular values. Where this is not less than N floats: v itself, as `Identity`.
+    times their singular values. If that is not less than N floats, v itself is sent as by
+    `Identity`.
     δ = Σ_{i ≤ r} σ_i² / Σ_i σ_i² ≥ r/min(m, k).    Eckart & Young (1936), doi:10.1007/BF02288367
 
-    The vectors are eigenvectors of the shorter side's Gram matrix, which is several times faster
-    than a singular value decomposition; in double precision, since squares lose half the digits
-    (which the first vector does not miss).
+    The vectors are computed as eigenvectors of the shorter side's Gram matrix, which is several
+    times faster than a singular value decomposition. The Gram matrix is in double precision, since
+    squaring loses half the digits; the first vector alone does not need them.
 
-    A matrix with a NaN or infinity arrives as NaN throughout. Raises ValueError for a rank below 1.
+    A matrix with a NaN or infinity is decoded as NaN throughout. Raises ValueError for a rank
+    below 1.
     """
 
     rank: int = 1
@@ -44,7 +46,7 @@ class SVD:
         rank = self._rank_sent(*v.shape[-2:])
         if rank is None:
             return (v.flatten(-2),)
-        not_finite = poison(v.flatten(-2))  # [*, 1]
+        not_finite = nan_if_not_finite(v.flatten(-2))  # [*, 1]
         short, long = _largest_singular(_wide(v).where(not_finite[..., None] == 0, 0), rank)
         return short.flatten(-2), long.flatten(-2) + not_finite
 
@@ -53,7 +55,7 @@ class SVD:
         if rank is None:
             out.flatten(-2).add_(fields[0])
             return
-        # One rank after the other: a matrix product may round differently in another batch.
+        # One rank after the other: a matrix product could round differently in another batch.
         short, long = (field.unflatten(-1, (rank, -1)).unbind(-2) for field in fields)
         out = _wide(out)
         total = short[0][..., :, None] * long[0][..., None, :]
@@ -62,7 +64,7 @@ class SVD:
         out.add_(total)
 
     def _rank_sent(self, rows: int, columns: int) -> int | None:
-        """r; None if the matrix is sent whole."""
+        """r, or None if the matrix is sent uncompressed."""
         rank = min(self.rank, rows, columns)
         return rank if rank * (rows + columns) < rows * columns else None
 
@@ -76,10 +78,10 @@ def _largest_singular(wide: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         vectors = torch.linalg.eigh(wide @ wide.mT).eigenvectors.mT[..., -rank:, :]
         return vectors, vectors @ wide
 
-    # On a CPU, a few vectors of a large matrix take less than half the time that all take; PyTorch
-    # has no way to ask for them. The very first is as sharp from a Gram matrix in single precision,
-    # if the squares are within its range.
-    from scipy.linalg import eigh  # a fifth of a second, which few programs need
+    # On a CPU, a few vectors of a large matrix take less than half the time of all vectors, but
+    # PyTorch cannot compute a subset. The leading vector is equally accurate from a Gram matrix in
+    # single precision, if the squares are within its range.
+    from scipy.linalg import eigh  # imported here: takes a fifth of a second
 
     precision = np.float32 if rank == 1 else np.float64
     vectors = torch.empty(*wide.shape[:-2], rank, rows)

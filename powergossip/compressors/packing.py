@@ -1,4 +1,4 @@
-"""Small whole numbers, packed into bytes with as few bits as they take."""
+"""Packing of small integers into bytes."""
 
 from functools import cache
 
@@ -8,26 +8,28 @@ from torch.nn import functional
 
 
 def packed_size(count: int, bits: int) -> int:
-    """Bytes that `count` numbers of so many bits take: ⌈count · bits / 8⌉."""
+    """Bytes of `count` integers of `bits` bits: ⌈count · bits / 8⌉."""
     return -(-count * bits // 8)
 
 
 def pack(levels: Tensor, bits: int) -> Tensor:
     """levels [*, n], uint8 below 2^bits → uint8 [*, ⌈n · bits / 8⌉], for 1 to 8 bits.
 
-    The bytes are one little-endian string of bits, in which number j has the bits j · bits to
-    (j + 1) · bits − 1; what is left over at the end is 0.
+    The bytes are one little-endian string of bits, in which integer j has the bits j · bits to
+    (j + 1) · bits − 1. Unused bits at the end are 0.
     """
     count = levels.shape[-1]
-    if 8 % bits == 0:  # a word of 8/bits numbers becomes a byte
+    if 8 % bits == 0:  # a word of 8/bits integers becomes a byte
         fields = 8 // bits
         words = _words(levels, fields)
-        # Shifted copies of the word add up; number i of copy i lands in the topmost byte, and no
-        # two numbers meet there or below.
+        # A sum of shifted copies of the word: integer i of copy i gets into the topmost byte, and
+        # no two integers overlap there or below.
         top = 8 * (fields - 1)
         factor = sum(1 << (top - i * (8 - bits)) for i in range(fields))
         return words.mul(factor).bitwise_right_shift_(top).to(torch.uint8)
-    words = _words(levels, 8)  # a word of 8 numbers becomes `bits` bytes: close the gaps, thrice
+    words = _words(
+        levels, 8
+    )  # a word of 8 integers becomes `bits` bytes, by closing the gaps in three steps
     for half in (8, 16, 32):
         used = half // 8 * bits
         low = words & _lowest(used, 2 * half)
@@ -37,11 +39,11 @@ def pack(levels: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """What `pack` made of `count` numbers: uint8 [*, count]."""
+    """The inverse of `pack` for `count` integers: uint8 [*, count]."""
     if 8 % bits == 0:
         words = _unpacked_bytes(bits, packed.device).index_select(0, packed.flatten().int())
-        numbers = words.view(torch.uint8).view(*packed.shape[:-1], packed.shape[-1] * (8 // bits))
-        return numbers[..., :count]
+        levels = words.view(torch.uint8).view(*packed.shape[:-1], packed.shape[-1] * (8 // bits))
+        return levels[..., :count]
     groups = -(-count // 8)
     padded = functional.pad(packed, (0, groups * bits - packed.shape[-1]))
     padded = functional.pad(padded.unflatten(-1, (groups, bits)), (0, 8 - bits))
@@ -54,7 +56,7 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def _words(levels: Tensor, length: int) -> Tensor:
-    """Each `length` numbers of levels [*, n] as one integer; zeros fill up the last."""
+    """Groups of `length` levels [*, n] as one wider integer each, the last padded with zeros."""
     if missing := -levels.shape[-1] % length:
         levels = functional.pad(levels, (0, missing))
     elif levels.storage_offset() % length or not levels.is_contiguous():
@@ -63,7 +65,7 @@ def _words(levels: Tensor, length: int) -> Tensor:
 
 
 def _lowest(ones: int, lane: int) -> int:
-    """A 64-bit mask: so many ones at the bottom of each lane."""
+    """A 64-bit mask with `ones` ones at the bottom of each lane of `lane` bits."""
     return sum(((1 << ones) - 1) << start for start in range(0, 64, lane))
 
 
@@ -72,7 +74,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @cache
 def _unpacked_bytes(bits: int, device: torch.device) -> Tensor:
-    """Each of the 256 bytes as a word of 8/bits numbers, for bits that divide 8."""
+    """Each of the 256 bytes as a word of 8/bits integers, for bits that divide 8."""
     shifts = torch.arange(0, 8, bits)
-    numbers = (torch.arange(256)[:, None] >> shifts) & (2**bits - 1)
-    return numbers.to(torch.uint8).view(_INTEGERS[8 // bits])[:, 0].to(device)
+    levels = (torch.arange(256)[:, None] >> shifts) & (2**bits - 1)
+    return levels.to(torch.uint8).view(_INTEGERS[8 // bits])[:, 0].to(device)

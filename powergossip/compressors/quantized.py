@@ -1,4 +1,4 @@
-"""All entries, with as many bits each as levels take; and with all of them."""
+"""Quantization: sign and norm, QSGD, and the identity."""
 
 from dataclasses import dataclass
 from math import sqrt
@@ -33,7 +33,7 @@ class SignAndNorm:
     Message: the float ‖v‖₁/N; then N bits, 1 for +.
     δ = ‖v‖₁²/(N ‖v‖²).    Karimireddy, Rebjock, Stich & Jaggi (2019), arXiv:1901.09847, Lemma 8
 
-    A NaN or infinity comes out through the mean, at every entry.
+    A NaN or infinity reaches every decoded entry through the mean.
     """
 
     def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
@@ -54,16 +54,16 @@ class QSGD:
     """C(v) = scale · ‖v‖₂ sign(v) ξ(v)/s, where s |v_j|/‖v‖₂ is rounded to a neighboring integer
     ξ_j ∈ {0 … s} at random, so that E ξ_j = s |v_j|/‖v‖₂.
 
-    Message: the float ‖v‖₂; then N numbers sign(v_j) ξ_j ∈ {−s … s} of ⌈log₂(2s + 1)⌉ bits each.
+    Message: the float ‖v‖₂; then N integers sign(v_j) ξ_j ∈ {−s … s} of ⌈log₂(2s + 1)⌉ bits each.
     With `unbiased`, scale = 1: E C(v) = v and E‖C(v) − v‖² ≤ ω ‖v‖² for ω = min(N/s², √N/s).
         Alistarh, Grubic, Li, Tomioka & Vojnovic (2017), arXiv:1610.02132, § 3.1, Lemma 3.1
-    Otherwise, for what needs a contraction (CHOCO-Gossip), scale = 1/(1 + ω): δ = 1/(1 + ω).
+    Otherwise scale = 1/(1 + ω): δ = 1/(1 + ω), for algorithms that need a contraction (CHOCO).
         Koloskova, Stich & Jaggi (2019), arXiv:1902.00340, § 3.5
 
-    The paper sends the numbers in Elias coding, whose length depends on v; here they have a fixed
+    The paper sends the integers in Elias coding, whose length depends on v. Here they have a fixed
     width. Both ends have the random numbers, but only the sender uses them.
 
-    A NaN or infinity comes out through the norm, at every entry. Raises ValueError for levels s
+    A NaN or infinity reaches every decoded entry through the norm. Raises ValueError for levels s
     below 1 or above 127 (more than 8 bits).
     """
 
@@ -74,9 +74,9 @@ class QSGD:
         if not 1 <= self.levels <= 127:
             raise ValueError(f"levels={self.levels}: use a number from 1 to 127")
 
-    def variance_bound(self, numbers: int) -> float:
-        """ω for N numbers."""
-        return min(numbers / self.levels**2, sqrt(numbers) / self.levels)
+    def variance_bound(self, elements: int) -> float:
+        """ω for N elements."""
+        return min(elements / self.levels**2, sqrt(elements) / self.levels)
 
     def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
         levels = Levels(-self.levels, step=1, count=2 * self.levels + 1)
@@ -85,8 +85,8 @@ class QSGD:
     def compress(self, v: Tensor, stream: Stream) -> tuple[Tensor, ...]:
         v = v.flatten(-2)
         norm = torch.linalg.vector_norm(v, dim=-1, keepdim=True)
-        share = v.abs().div_(norm).mul_(self.levels)
-        rounded = share.add_(stream.uniform()).floor_().clamp_(max=self.levels)
+        scaled = v.abs().div_(norm).mul_(self.levels)
+        rounded = scaled.add_(stream.uniform()).floor_().clamp_(max=self.levels)
         rounded = rounded.copysign_(v).add_(self.levels).nan_to_num_()  # 0/0 too: the norm is 0
         return norm, rounded
 

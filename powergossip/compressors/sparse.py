@@ -1,4 +1,4 @@
-"""Some of the entries, as they are."""
+"""Sparsification: top-k, random-k."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from powergossip import checks
-from powergossip.compressors.compressor import Field, Stream, poison
+from powergossip.compressors.compressor import Field, Stream, nan_if_not_finite
 
 
 @dataclass(frozen=True)
 class TopK:
-    """C(v) = the K entries of v that are largest by magnitude, 0 elsewhere.
+    """C(v) = the K entries of v with the largest magnitudes, 0 elsewhere.
 
     Message: K floats, the values; then their K positions in the matrix, row by row, as unsigned
     integers of 1 byte (N ≤ 256), 2 bytes (N ≤ 65,536) or 4. In no particular order.
@@ -34,12 +34,12 @@ class TopK:
             checks.at_least_one("rank", self.rank)
 
     def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
-        kept, numbers = self.kept(rows, columns), rows * columns
-        assert numbers <= 2**31, "positions have 4 bytes, signed where torch computes with them"
-        width = torch.uint8 if numbers <= 2**8 else torch.uint16
+        kept, entries = self.kept(rows, columns), rows * columns
+        assert entries <= 2**31, "positions are int32"
+        width = torch.uint8 if entries <= 2**8 else torch.uint16
         return (
             Field(torch.float32, kept),
-            Field(width if numbers <= 2**16 else torch.int32, kept),
+            Field(width if entries <= 2**16 else torch.int32, kept),
         )
 
     def compress(self, v: Tensor, stream: Stream) -> tuple[Tensor, ...]:
@@ -54,16 +54,16 @@ class TopK:
     def kept(self, rows: int, columns: int) -> int:
         """K"""
         if self.rank is None:
-            return _share(self.keep_ratio, rows * columns)
+            return _fraction(self.keep_ratio, rows * columns)
         return min(rows * columns, max(1, self.rank * (rows + columns) // 4))
 
 
 def _largest(a: Tensor, count: int) -> Tensor:
     """The positions of the `count` largest of a [*, n] ≥ 0: int64 [*, count]; NaN is largest.
 
-    Where few are wanted of many: columns of 8 numbers each; none of the largest is missing from the
-    `count` columns with the largest maxima (but for ties), so only these need to be searched. Twice
-    as fast on a CPU as to search all.
+    For a small fraction, entries are arranged in columns of 8. The `count` columns with the largest
+    maxima contain the `count` largest entries (up to ties), so only these columns are searched.
+    Twice as fast on a CPU as a search of all entries.
     """
     height = 8
     width = a.shape[-1] // height
@@ -87,8 +87,8 @@ def _largest(a: Tensor, count: int) -> Tensor:
 class RandomK:
     """C(v) = K entries of v at random positions, 0 elsewhere; not scaled up.
 
-    Message: K floats, the values. The positions are K distinct ones, every choice of K as likely as
-    any other, drawn anew in each step from what all workers share: they send the same entries.
+    Message: K floats, the values. The positions are a uniform random choice of K, resampled in each
+    step from the stream that all workers share: all of them send the same entries.
     K = max(1, ⌊keep_ratio · N⌋).
     δ = K/N in expectation.    Stich, Cordonnier & Jaggi (2018), arXiv:1809.07599, Definition 2.1
 
@@ -102,32 +102,35 @@ class RandomK:
         _check_keep_ratio(self.keep_ratio)
 
     def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
-        return (Field(torch.float32, _share(self.keep_ratio, rows * columns)),)
+        return (Field(torch.float32, _fraction(self.keep_ratio, rows * columns)),)
 
     def compress(self, v: Tensor, stream: Stream) -> tuple[Tensor, ...]:
         v = v.flatten(-2)
         positions = self.positions(stream, v.shape[-1]).expand(*v.shape[:-1], -1)
-        return (v.gather(-1, positions).add_(poison(v)),)
+        return (v.gather(-1, positions).add_(nan_if_not_finite(v)),)
 
     def decompress(self, fields: tuple[Tensor, ...], out: Tensor, stream: Stream) -> None:
         out = out.flatten(-2)
         positions = self.positions(stream, out.shape[-1]).expand(*out.shape[:-1], -1)
         out.scatter_add_(-1, positions, fields[0])
 
-    def positions(self, stream: Stream, numbers: int) -> Tensor:
-        """Where the values stand among N numbers, in the message's order: int64 [layer, K]."""
-        count = _share(self.keep_ratio, numbers)
-        return stream.once("positions", lambda: _distinct(stream.shared_bits, count, numbers))
+    def positions(self, stream: Stream, entries: int) -> Tensor:
+        """The positions of the values among N entries, in the message's order: int64 [layer, K]."""
+        count = _fraction(self.keep_ratio, entries)
+        return stream.once("positions", lambda: _distinct(stream.shared_bits, count, entries))
 
 
 def _distinct(bits: Callable[[int], Tensor], count: int, n: int) -> Tensor:
-    """`count` distinct positions below n for each matrix, a uniform choice: int64 [*, count].
+    """Sample `count` of the positions 0 … n − 1 without replacement: int64 [*, count].
 
     bits(m) gives m random int64 for each matrix: [*, m].
 
-    Few of many: the first `count` different ones of a sequence of positions drawn with replacement.
-    It is as long as these take on average plus 8 standard deviations. Should it ever be too short,
-    or is a large share wanted: n random numbers, and where the smallest of them stand.
+    For a small fraction, positions are drawn with replacement and repeated ones are rejected, which
+    costs O(count) random numbers. `_smallest(bits(n), count)` alone would be right too, but it costs
+    n of them: for 1 % of n = 10⁵ or 10⁶ positions it takes 15 times as long. It serves as the
+    fallback, for a large fraction and for a matrix with too many repeated positions. The number of
+    draws is the mean that `count` distinct ones take (the coupon collector's) plus 8 standard
+    deviations.
     """
     if count == 1:
         return _below(n, bits(1))
@@ -136,19 +139,32 @@ def _distinct(bits: Callable[[int], Tensor], count: int, n: int) -> Tensor:
     draws = ceil(mean + 8 * deviation) + _SPARE_DRAWS
     if draws > n // 2:
         return _smallest(bits(n), count)
-    position = _below(n, bits(draws))
-    order = torch.arange(draws, device=position.device)
-    position, order = _halves((position << 32 | order).sort(-1).values)  # equal ones together
-    order[..., 1:] += (position[..., 1:] == position[..., :-1]).long() << 30  # the repeated: last
-    order, position = _halves((order << 32 | position).sort(-1).values[..., :count])
-    enough = order[..., -1:] < 1 << 30
+    position, order = _first_occurrences(_below(n, bits(draws)))
+    position, order = position[..., :count], order[..., :count]
+    enough = order[..., -1:] < _REPEATED
     if not enough.all():
         position = torch.where(enough, position, _smallest(bits(n), count))
     return position
 
 
+def _first_occurrences(position: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions [*, draw] in the order of drawing, the repeated ones moved to the end; and their
+    indices, plus `_REPEATED` for the repeated ones."""
+    order = torch.arange(position.shape[-1], device=position.device)
+    position, order = _sorted_pairs(position, order)
+    order[..., 1:] += (position[..., 1:] == position[..., :-1]).long() * _REPEATED
+    order, position = _sorted_pairs(order, position)
+    return position, order
+
+
+def _sorted_pairs(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Pairs of integers below 2³² [*, pair] in lexicographic order, sorted as one int64 each."""
+    pairs = (first << 32 | second).sort(-1).values
+    return pairs >> 32, pairs & 0xFFFFFFFF
+
+
 def _below(n: int, bits: Tensor) -> Tensor:
-    """Uniform whole numbers from 0 to n − 1."""
+    """Uniform integers from 0 to n − 1."""
     return (bits >> 32 & 0xFFFFFFFF) * n >> 32
 
 
@@ -157,17 +173,13 @@ def _smallest(a: Tensor, count: int) -> Tensor:
     return a.topk(count, largest=False).indices
 
 
-def _halves(a: Tensor) -> tuple[Tensor, Tensor]:
-    """The upper and the lower 32 bits."""
-    return a >> 32, a & 0xFFFFFFFF
-
-
 _SPARE_DRAWS = 8
+_REPEATED = 1 << 30  # more than the number of draws
 
 
-def _share(ratio: float, numbers: int) -> int:
-    """max(1, ⌊ratio · numbers⌋), with 0.29 · 100 = 29 although floats say 28.999999999999996."""
-    return max(1, floor(ratio * numbers * (1 + 1e-12)))
+def _fraction(ratio: float, entries: int) -> int:
+    """max(1, ⌊ratio · entries⌋), with 0.29 · 100 = 29 where floats give 28.999999999999996."""
+    return max(1, floor(ratio * entries * (1 + 1e-12)))
 
 
 def _check_keep_ratio(value: float) -> None:

@@ -1,24 +1,25 @@
-"""The workers of this process, and the messages between all workers. Nothing else knows MPI.
+"""The workers of this process and the messages between all workers. No other package uses MPI.
 
-An algorithm's step is a conversation: a generator that yields what leaves and is resumed with what
-arrived. It yields a message, or several in a tuple, to travel at the same time:
+An algorithm's step is a conversation: a generator that yields outgoing messages and is resumed with
+the received ones. It yields one message, or a tuple of messages that are sent concurrently:
 
     yields                                                        is resumed with
-    ToEach(tensor)  # [worker, neighbor, ...]  each its own       [worker, neighbor, ...]
+    ToEach(tensor)  # [worker, neighbor, ...]  one per neighbor   [worker, neighbor, ...]
     ToAll(tensor)   # [worker, ...]            all the same       [worker, neighbor, ...]
     Mean(tensor)    # [worker, ...]            all-reduce         [1, ...], the mean
     Gather(pieces)  # worker × [any length]    all-gather         n × [length], of all workers
 
-What arrives lies in memory that the next message of the same object overwrites. A message object
-that is yielded again (its tensor refilled) reuses its receive buffer and MPI requests; so a method
-that sends the same shape at each step keeps its message objects.
+The receive buffer and the MPI requests belong to the memory of the tensor that is sent. They are
+created when a tensor is sent for the first time, reused whenever it is sent again by the same kind
+of message (in the same round of a time-varying topology), and freed with the tensor. A received
+tensor is therefore overwritten when the next message is sent from the same memory.
 
-Axes: worker (hosted by this process), neighbor (a slot; padded to the largest degree: weight 0,
-number −1, nothing sent, and what "arrives" there is finite but has no meaning).
+Axes: worker (hosted by this process), neighbor (a slot; padded to the largest degree with weight 0
+and index −1; nothing is sent there, and its received values are finite but meaningless).
 
-Bits and messages are counted here and nowhere else, from the bytes that leave a worker: messages
-between workers of one process count as those between processes do, so that the layout of workers
-over processes does not show.
+Bits and messages are counted in this package only, from the bytes that a worker sends. Messages
+between workers of one process count like those between processes, so that the counts do not depend
+on the layout of workers over processes.
 """
 
 from powergossip.network.messages import Conversation, Gather, Mean, Message, ToAll, ToEach

@@ -1,4 +1,4 @@
-"""What a conversation yields."""
+"""The messages that a conversation yields."""
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(eq=False)
 class ToEach:
-    """A message of its own for every neighbor: tensor [worker, neighbor, ...], contiguous."""
+    """A separate message for every neighbor: tensor [worker, neighbor, ...], contiguous."""
 
     tensor: Tensor
 
@@ -30,10 +30,10 @@ class Mean:
 
 @dataclass(eq=False)
 class Gather:
-    """All-gather: every worker receives the pieces of all n workers, in the order of their numbers.
+    """All-gather: every worker receives the pieces of all n workers, ordered by worker index.
 
-    pieces: a contiguous tensor [length] for each hosted worker; lengths may differ between workers
-    and from one time to the next, the type of the numbers must not differ between workers.
+    pieces: a contiguous tensor [length] for each hosted worker. Lengths may differ between workers
+    and between calls; all pieces have the same dtype.
     """
 
     pieces: Sequence[Tensor]

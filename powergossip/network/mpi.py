@@ -1,4 +1,4 @@
-"""The processes of a run, and what they agree on outside of conversations."""
+"""The processes of a run, and their communication outside of conversations."""
 
 import ctypes
 import os
@@ -21,14 +21,14 @@ T = TypeVar("T")
 
 
 class Processes:
-    """The processes of a communicator, or this one alone. `processes()` are those of the run."""
+    """The processes of a communicator, or this process alone. See `processes()` for a run's."""
 
     def __init__(self, communicator: Any = None):
         self.communicator = communicator
         self.rank, self.size = 0, 1
         self.local_rank, self.local_size = 0, 1
         cores = _cores()
-        self.threads = len(cores)  # this process' share of the cores of its host
+        self.threads = len(cores)  # cores of the host for this process
         if self.communicator is not None:
             from mpi4py import MPI
 
@@ -41,8 +41,8 @@ class Processes:
         self._tags = 0
 
     def new_tag(self) -> int:
-        """A tag for messages: 1, 2, … and again; the same in all processes, if they all ask."""
-        self._tags = self._tags % 32767 + 1  # the largest that every MPI knows
+        """The next tag for messages, cyclic from 1. Equal in all processes if all of them call."""
+        self._tags = self._tags % 32767 + 1  # MPI guarantees tags up to 32767
         return self._tags
 
     @contextmanager
@@ -62,30 +62,24 @@ class Processes:
                 raise BadInput(text)
 
     def agree(self, action: Callable[[], T]) -> T:
-        """Run `action` in every process; if the user's input failed in one, refuse in all.
-
-        `action` must not communicate. Raises BadInput, everywhere the same, if it raised ValueError
-        or OSError anywhere.
-        """
-        result, complaint = None, None
-        try:
+        """Return `action()`, run as the block of `agreed`."""
+        with self.agreed():
             result = action()
-        except (ValueError, OSError) as error:
-            complaint = str(error)
-        for text in self.gather(complaint):
-            if text is not None:
-                raise BadInput(text)
-        return result  # type: ignore[return-value]  # a complaint has been raised
+        return result
 
     def one_by_one(self, action: Callable[[], T]) -> T:
-        """`agree`, but first in one process of each host while the others wait (downloads)."""
-        first = self.local_rank == 0
-        result = self.agree(lambda: action() if first else None)
-        others = self.agree(lambda: None if first else action())
-        return result if first else others  # type: ignore[return-value]
+        """Return `action()`, run first in one process of each host, then in the others (downloads).
+
+        Bad input is handled as in `agreed`.
+        """
+        for turn in (True, False):
+            with self.agreed():
+                if turn == (self.local_rank == 0):
+                    result = action()
+        return result
 
     def gather(self, value: T) -> list[T]:
-        """The values of all processes, in all processes (pickled: for small and rare things)."""
+        """The values of all processes, in all processes. Pickled: for small and rare values."""
         return [value] if self.communicator is None else self.communicator.allgather(value)
 
     def broadcast(self, value: T) -> T:
@@ -103,8 +97,8 @@ class Processes:
 
 @cache
 def processes() -> Processes:
-    """The processes of this run. Starts MPI if there is a launcher, and then takes care that an
-    exception in one process ends them all."""
+    """The processes of this run. Starts MPI if there is a launcher; an uncaught exception in one
+    process then ends them all."""
     found = Processes(_world_communicator())
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(found.threads)
@@ -114,7 +108,7 @@ def processes() -> Processes:
 
 
 def _world_communicator() -> Any:
-    """A communicator of all processes; None where no launcher is at work, which needs no MPI."""
+    """A communicator of all processes; None without a launcher, where MPI is not needed."""
     launchers = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")
     if "mpi4py.MPI" not in sys.modules and not any(name in os.environ for name in launchers):
         return None
@@ -131,7 +125,7 @@ def _cores() -> set[int]:
 
 
 def _end_together(found: Processes) -> None:
-    """An uncaught exception in one process would leave the others waiting for its messages."""
+    """End all processes on an uncaught exception: the others would wait for messages forever."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, (BadInput, Interrupted)):  # raised in all processes
@@ -141,8 +135,8 @@ def _end_together(found: Processes) -> None:
 
             MPI.Finalize()
             os._exit(2 if isinstance(error, BadInput) else 128 + error.signal)
-        # If several fail at once, for the same reason, the first to speak ends the others.
-        # Ending them takes a while where processes share cores.
+        # If several processes fail at once for the same reason, the first one reports it and ends
+        # the others, which takes a while where processes share cores.
         time.sleep(0.0 if found.rank == 0 else min(0.5 + 0.1 * found.rank, 3.0))
         if isinstance(error, Stopped):
             text = f"error: {error}"
@@ -156,11 +150,11 @@ def _end_together(found: Processes) -> None:
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
-    """For "auto": the GPU of the local process' number modulo their count, or else the CPU.
+    """The device of a name. "auto" is GPU number local rank modulo the number of GPUs, or the CPU.
 
-    Raises ValueError for a device that torch does not know or that is not there.
+    Raises ValueError for a device that is unknown to torch or not present.
     """
-    choices = "use auto, cpu, cuda or cuda:NUMBER"
+    choices = "use auto, cpu, cuda or cuda:INDEX"
     gpus = torch.cuda.device_count()
     if wanted == "auto":
         wanted = "cuda" if gpus else "cpu"
@@ -168,25 +162,24 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     kind, _, number = wanted.partition(":")
     if kind != "cuda" or (number and not number.isdecimal()):
-        raise ValueError(f'device "{wanted}" is unknown; {choices}')
+        raise ValueError(f"device={wanted}: {choices}")
     if gpus == 0:
-        raise ValueError(f'device "{wanted}": no GPU is visible to torch here; use cpu')
+        raise ValueError(f"device={wanted}: use cpu; no GPU is visible to torch")
     index = int(number) if number else local_rank % gpus
     if index >= gpus:
-        raise ValueError(f'device "{wanted}" is not there; the GPUs are cuda:0 to cuda:{gpus - 1}')
+        raise ValueError(f"device={wanted}: use cuda:0 to cuda:{gpus - 1}, the GPUs present")
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 
 def cuda_aware_mpi() -> bool | None:
-    """Whether the MPI library takes GPU memory, by its own word; None if it does not say.
+    """Whether the MPI library reports support of GPU memory; None if it has no such query.
 
-    Open MPI and its relatives answer MPIX_Query_cuda_support, MPICH answers
-    MPIX_GPU_query_support.
+    Open MPI and its relatives provide MPIX_Query_cuda_support, MPICH MPIX_GPU_query_support.
     """
     from mpi4py import MPI
 
-    del MPI  # loads the library, whose symbols the process then has
+    del MPI  # the import has loaded the library and its symbols
     for library in [None, *_loaded_mpi_libraries()]:
         try:
             symbols = ctypes.CDLL(library)

@@ -1,9 +1,9 @@
-"""How messages travel: in memory between the workers of a process, by MPI between processes."""
+"""Transports of messages: in memory within a process, by MPI between processes."""
 
 import weakref
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,78 +16,118 @@ if TYPE_CHECKING:
     from powergossip.network.workers import Network
 
 
+class _RoundEdges(NamedTuple):
+    """All directed edges source → destination of a round, by destination, then source. [edge]
+
+    out_slot  # index of the edge among those that leave its source
+    in_slot   # index of the edge among those that enter its destination
+    """
+
+    source: np.ndarray
+    destination: np.ndarray
+    out_slot: np.ndarray
+    in_slot: np.ndarray
+
+    def select(self, chosen: np.ndarray) -> "_RoundEdges":
+        """The edges where a mask [edge] is true."""
+        return _RoundEdges(*(of_edges[chosen] for of_edges in self))
+
+
+def _edges_of(of_round: Round) -> _RoundEdges:
+    weights = of_round.weights  # csr: row = destination, column = source
+    source = weights.indices.astype(np.int64)
+    destination = np.repeat(np.arange(of_round.n_workers), np.diff(weights.indptr))
+    in_slot = np.arange(len(source)) - weights.indptr[destination]
+    by_source = np.lexsort((destination, source))
+    first = np.searchsorted(source[by_source], source[by_source])  # edge of the same source
+    out_slot = np.empty_like(in_slot)
+    out_slot[by_source] = np.arange(len(source)) - first
+    return _RoundEdges(source, destination, out_slot, in_slot)
+
+
 class Edges:
-    """Who sends what to whom in a round, for the workers that a process hosts. numpy arrays.
+    """The edges of a round that start or end at a worker of this process. numpy arrays.
 
-    A row is a hosted worker of a copy: copy · hosted + position among the hosted.
+    A row is a hosted worker of a copy: copy · hosted + index of the worker among the hosted ones.
 
-    neighbors, weights  # [row, slot], see Slots
+    neighbors, weights  # [row, in_slot], see Slots
     out_degrees         # [row]
-    slots, targets      # int: the largest numbers of workers that one hears, and sends to
+    n_in, n_out         # int: the largest in-degree and out-degree of all workers
 
-    Each kind of edge is a pair of arrays, row and slot (among the worker's targets for what leaves,
-    among its neighbors for what arrives):
-    inside_from, inside_to  both ends are hosted here, in the same order
-    sent, received          the other end is in `sent_process`, `received_process`; ordered by
-                            process, in an order that both processes share
+    The other attributes address the rows of messages by pairs of arrays (row, slot): out_slot for a
+    message that leaves, in_slot for one that arrives.
+
+    inside_source, inside_destination  # the two ends of the edges inside of this process
+    outgoing, outgoing_process         # edges to other processes, and to which
+    incoming, incoming_process         # edges from other processes, and from which
+
+    The last two are ordered by process, then in an order that both processes share: by copy,
+    destination and in_slot.
+
+    Example: the chain 0 – 1 – 2 – 3 in two processes, seen by the one that hosts workers 0 and 1.
+
+        edge    out_slot  in_slot                  neighbors    [[1, −1], [0, 2]]
+        1 → 0   0         0         inside         out_degrees  [1, 2]
+        0 → 1   0         0         inside         inside_source (row, out_slot)      (1, 0), (0, 0)
+        2 → 1   0         1         incoming       inside_destination (row, in_slot)  (0, 0), (1, 0)
+        1 → 2   1         0         outgoing       incoming (1, 1), outgoing (1, 1), with process 1
     """
 
     def __init__(self, of_round: Round, workers: range, copies: int):
-        weights, n, hosted = of_round.weights, of_round.n_workers, len(workers)
-        degrees = np.diff(weights.indptr)
-        hears = np.repeat(np.arange(n), degrees)  # an edge: worker `hears` hears worker `sends`
-        sends = weights.indices.astype(np.int64)
-        in_slot = np.arange(len(sends)) - weights.indptr[hears]
-        out_slot = np.empty_like(in_slot)
-        by_sender = np.lexsort((hears, sends))
-        sent_by = np.bincount(sends, minlength=n)
-        first = np.concatenate(([0], np.cumsum(sent_by)))
-        out_slot[by_sender] = np.arange(len(sends)) - first[sends[by_sender]]
+        n, hosted = of_round.n_workers, len(workers)
+        edges = _edges_of(of_round)
+        source, destination = edges.source, edges.destination
+        in_degrees = np.bincount(destination, minlength=n)
+        all_out_degrees = np.bincount(source, minlength=n)
+        self.n_in = int(in_degrees.max(initial=0))
+        self.n_out = int(all_out_degrees.max(initial=0))
+        self.out_degrees = np.tile(all_out_degrees[workers.start : workers.stop], copies)
 
-        self.slots = int(degrees.max(initial=0))
-        self.targets = int(sent_by.max(initial=0))
-        self.out_degrees = np.tile(sent_by[workers.start : workers.stop], copies)
-        here = (workers.start <= hears) & (hears < workers.stop)
-        mine = (workers.start <= sends) & (sends < workers.stop)
-        neighbors = np.full((hosted, self.slots), -1, dtype=np.int64)
-        own_weights = np.zeros((hosted, self.slots))
-        neighbors[hears[here] - workers.start, in_slot[here]] = sends[here]
-        own_weights[hears[here] - workers.start, in_slot[here]] = weights.data[here]
+        starts_here = (workers.start <= source) & (source < workers.stop)
+        ends_here = (workers.start <= destination) & (destination < workers.stop)
+        neighbors = np.full((hosted, self.n_in), -1, dtype=np.int64)
+        weights = np.zeros((hosted, self.n_in))
+        place = destination[ends_here] - workers.start, edges.in_slot[ends_here]
+        neighbors[place] = source[ends_here]
+        weights[place] = of_round.weights.data[ends_here]
         self.neighbors = np.tile(neighbors, (copies, 1))
-        self.weights = np.tile(own_weights, (copies, 1))
+        self.weights = np.tile(weights, (copies, 1))
 
-        def in_all_copies(
-            chosen: np.ndarray, worker: np.ndarray, slot: np.ndarray
-        ) -> tuple[np.ndarray, np.ndarray]:
-            offsets = hosted * np.arange(copies)[:, None]
-            rows = (worker[chosen] - workers.start + offsets).ravel()
-            return rows, np.tile(slot[chosen], copies)
+        def rows_and_slots(
+            worker: np.ndarray, slot: np.ndarray, process: np.ndarray
+        ) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
+            """(row, slot) of some edges in all copies, and the process of each, ordered by it."""
+            rows = (worker - workers.start + hosted * np.arange(copies)[:, None]).ravel()
+            slots, processes = np.tile(slot, copies), np.tile(process, copies)
+            order = np.argsort(processes, kind="stable")
+            return (rows[order], slots[order]), processes[order]
 
-        inside, away, back = here & mine, mine & ~here, here & ~mine
-        self.inside_from = in_all_copies(inside, sends, out_slot)
-        self.inside_to = in_all_copies(inside, hears, in_slot)
-        # By process, copy, hearing worker, slot there; edges are in the order of the last two.
-        process = np.tile(hears[away] // hosted, copies)
-        order = np.argsort(process, kind="stable")
-        row, slot = in_all_copies(away, sends, out_slot)
-        self.sent, self.sent_process = (row[order], slot[order]), process[order]
-        process = np.tile(sends[back] // hosted, copies)
-        order = np.argsort(process, kind="stable")
-        row, slot = in_all_copies(back, hears, in_slot)
-        self.received, self.received_process = (row[order], slot[order]), process[order]
+        inside = edges.select(starts_here & ends_here)
+        here = np.zeros_like(inside.source)
+        self.inside_source, _ = rows_and_slots(inside.source, inside.out_slot, here)
+        self.inside_destination, _ = rows_and_slots(inside.destination, inside.in_slot, here)
+        leaving = edges.select(starts_here & ~ends_here)
+        self.outgoing, self.outgoing_process = rows_and_slots(
+            leaving.source, leaving.out_slot, leaving.destination // hosted
+        )
+        arriving = edges.select(ends_here & ~starts_here)
+        self.incoming, self.incoming_process = rows_and_slots(
+            arriving.destination, arriving.in_slot, arriving.source // hosted
+        )
 
 
 class Transport:
-    """One message: `post` lets it leave, `wait` returns what arrived."""
+    """The memory and requests of one message: `post` sends it, `wait` returns the received one."""
 
     bits: np.ndarray  # int64 [worker]  sent by each hosted worker
     messages: np.ndarray  # int64 [worker]
+    busy = False  # between `post` and `wait`, set by Network
 
     def post(self) -> None:
         raise NotImplementedError
 
     def has_arrived(self) -> bool:
-        """Whether `wait` would return at once; does not block."""
+        """Whether `wait` would return at once. Does not block."""
         raise NotImplementedError
 
     def wait(self) -> Tensor | list[Tensor]:
@@ -95,52 +135,52 @@ class Transport:
 
 
 class Delivery(Transport):
-    """A message to neighbors, and the memory that their messages arrive in.
+    """A message to neighbors, and the memory for the messages received from them.
 
-    Seen as rows: tensor[worker, slot] (ToEach) or tensor[worker] (ToAll) is a row that leaves, and
-    received[worker, slot] a row that arrives.
+    Both are addressed by rows: tensor[worker, out_slot] (ToEach) or tensor[worker] (ToAll) is an
+    outgoing row, received[worker, in_slot] an incoming one.
     """
 
     def __init__(self, network: "Network", tensor: Tensor, to_each: bool, index: int):
         edges, rows = network.edges[index], network.rows
         axes = 2 if to_each else 1
-        expected = (rows, edges.targets)[:axes]
+        expected = (rows, edges.n_out)[:axes]
         assert tensor.shape[:axes] == expected, f"message {tensor.shape}, expected {expected}, ..."
-        numbers = prod(tensor.shape[axes:])
-        self.bits = edges.out_degrees * (numbers * tensor.element_size() * 8)
+        elements = prod(tensor.shape[axes:])
+        self.bits = edges.out_degrees * (elements * tensor.element_size() * 8)
         self.messages = edges.out_degrees
-        self._received = tensor.new_zeros(rows, edges.slots, *tensor.shape[axes:])
-        leaving = tensor.view(prod(expected), numbers)
-        arriving = self._received.view(rows * edges.slots, numbers)
+        self._received = tensor.new_zeros(rows, edges.n_in, *tensor.shape[axes:])
+        outgoing = tensor.view(prod(expected), elements)
+        incoming = self._received.view(rows * edges.n_in, elements)
 
-        def leaving_rows(row: np.ndarray, slot: np.ndarray) -> np.ndarray:
-            return row * edges.targets + slot if to_each else row
+        def outgoing_rows(row: np.ndarray, slot: np.ndarray) -> np.ndarray:
+            return row * edges.n_out + slot if to_each else row
 
-        def arriving_rows(row: np.ndarray, slot: np.ndarray) -> np.ndarray:
-            return row * edges.slots + slot
+        def incoming_rows(row: np.ndarray, slot: np.ndarray) -> np.ndarray:
+            return row * edges.n_in + slot
 
         self._inside = self._between = None
-        if len(edges.inside_from[0]):
-            # A slot that nothing arrives in shows its own worker's row: one indexing fills all.
-            own = np.repeat(np.arange(rows), edges.slots)
-            source = leaving_rows(own, np.zeros_like(own))
-            source[arriving_rows(*edges.inside_to)] = leaving_rows(*edges.inside_from)
-            self._inside = leaving, torch.from_numpy(source).to(tensor.device), arriving
-        if len(edges.sent_process) or len(edges.received_process):
+        if len(edges.inside_source[0]):
+            # One indexing fills all slots; those without an edge inside get their own worker's row.
+            own = np.repeat(np.arange(rows), edges.n_in)
+            source = outgoing_rows(own, np.zeros_like(own))
+            source[incoming_rows(*edges.inside_destination)] = outgoing_rows(*edges.inside_source)
+            self._inside = outgoing, torch.from_numpy(source).to(tensor.device), incoming
+        if len(edges.outgoing_process) or len(edges.incoming_process):
             self._between = _Between(
                 network,
-                leaving,
-                leaving_rows(*edges.sent),
-                edges.sent_process,
-                arriving,
-                arriving_rows(*edges.received),
-                edges.received_process,
+                outgoing,
+                outgoing_rows(*edges.outgoing),
+                edges.outgoing_process,
+                incoming,
+                incoming_rows(*edges.incoming),
+                edges.incoming_process,
             )
 
     def post(self) -> None:
         if self._inside:
-            leaving, index, arriving = self._inside
-            torch.index_select(leaving, 0, index, out=arriving)
+            outgoing, index, incoming = self._inside
+            torch.index_select(outgoing, 0, index, out=incoming)
         if self._between:
             self._between.post()
 
@@ -154,40 +194,40 @@ class Delivery(Transport):
 
 
 class _Between:
-    """Rows that travel between processes, with their persistent MPI requests.
+    """Rows that are sent between processes, with their persistent MPI requests.
 
-    A process that hosts one worker sends from and receives into the rows themselves; with more
+    A process that hosts one worker sends from and receives into the rows themselves. With more
     workers, all rows for one process are packed into one message. `sent` and `received` are the
-    rows of `leaving` and `arriving`, ordered by process.
+    indices of rows of `outgoing` and `incoming`, ordered by process.
     """
 
     def __init__(
         self,
         network: "Network",
-        leaving: Tensor,
+        outgoing: Tensor,
         sent: np.ndarray,
         sent_process: np.ndarray,
-        arriving: Tensor,
+        incoming: Tensor,
         received: np.ndarray,
         received_process: np.ndarray,
     ):
-        device = leaving.device
-        self._leaving, self._arriving = leaving, arriving
-        self._on_gpu = leaving.is_cuda
+        device = outgoing.device
+        self._rows_out, self._rows_in = outgoing, incoming
+        self._on_gpu = outgoing.is_cuda
         self._pack = self._unpack = None
         if network.rows > 1:
             self._pack = torch.from_numpy(sent).to(device)
             self._unpack = torch.from_numpy(received).to(device)
-            leaving = leaving.new_empty(len(sent), leaving.shape[1])
-            arriving = arriving.new_empty(len(received), arriving.shape[1])
+            outgoing = outgoing.new_empty(len(sent), outgoing.shape[1])
+            incoming = incoming.new_empty(len(received), incoming.shape[1])
             sent, received = np.arange(len(sent)), np.arange(len(received))
-        self._outgoing, self._incoming = leaving, arriving
-        self._host_outgoing, self._host_incoming = leaving, arriving
+        self._outgoing, self._incoming = outgoing, incoming
+        self._host_outgoing, self._host_incoming = outgoing, incoming
         self._stage = network.stage
         if self._stage:
             self._host_outgoing, self._host_incoming = (
                 torch.zeros(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
-                for t in (leaving, arriving)
+                for t in (outgoing, incoming)
             )
 
         from mpi4py import MPI
@@ -207,10 +247,10 @@ class _Between:
 
     def post(self) -> None:
         if self._pack is not None:
-            torch.index_select(self._leaving, 0, self._pack, out=self._outgoing)
+            torch.index_select(self._rows_out, 0, self._pack, out=self._outgoing)
         if self._stage:
             self._host_outgoing.copy_(self._outgoing, non_blocking=True)
-        if self._on_gpu:  # what MPI reads must be there, and what it overwrites must have been read
+        if self._on_gpu:  # kernels that write what MPI reads, or read what it overwrites, must end
             torch.cuda.current_stream().synchronize()
         self._start_all(self._requests)
 
@@ -222,7 +262,7 @@ class _Between:
         if self._stage:
             self._incoming.copy_(self._host_incoming, non_blocking=True)
         if self._unpack is not None:
-            self._arriving.index_copy_(0, self._unpack, self._incoming)
+            self._rows_in.index_copy_(0, self._unpack, self._incoming)
 
 
 def _free(requests: list[Any]) -> None:
@@ -231,7 +271,7 @@ def _free(requests: list[Any]) -> None:
 
 
 def _pieces(rows: Tensor, chosen: np.ndarray, process: np.ndarray) -> list[tuple[int, Tensor]]:
-    """The chosen rows for each process; they lie next to each other, as a message must."""
+    """The chosen rows for each process, which must be adjacent to form one message."""
     starts = np.flatnonzero(np.diff(process, prepend=-1))
     stops = np.append(starts, len(process))[1:]
     return [
@@ -244,33 +284,35 @@ _LONGEST = 2**31 - 1  # bytes
 
 
 def _memory(rows: Tensor) -> Any:
-    """The memory of rows for MPI, without a copy: bytes, whatever the numbers' type.
+    """The memory of rows as bytes for MPI, without a copy, whatever their dtype.
 
-    Raises ValueError for more than MPI can count.
+    Raises ValueError for a message beyond MPI's limit.
     """
-    assert rows.is_contiguous(), "a message must lie in one piece"
+    assert rows.is_contiguous(), "a message must be contiguous"
     if rows.nbytes > _LONGEST:
         raise ValueError(
-            f"a message of {rows.nbytes} bytes, of which MPI can count {_LONGEST}; send fewer "
-            f"numbers at a time"
+            f"a message of {rows.nbytes} bytes exceeds MPI's limit of {_LONGEST} bytes; "
+            f"send fewer elements at a time"
         )
     octets = rows.detach().view(-1).view(torch.uint8)
     return octets if octets.is_cuda else octets.numpy()
 
 
 def all_reduce_cost(n: int, bits: int) -> tuple[int, int]:
-    """Bits and messages that each of n workers sends of so many bits: 2 (n − 1)/n of them, in
-    2 (n − 1) messages. Fewer bits would not do (Patarasuk & Yuan 2009,
-    doi:10.1016/j.jpdc.2008.09.002)."""
+    """Bits and messages that each of n workers sends in an all-reduce of `bits` bits.
+
+    2 (n − 1)/n · bits in 2 (n − 1) messages, the lower bound (Patarasuk & Yuan 2009,
+    doi:10.1016/j.jpdc.2008.09.002).
+    """
     return round(2 * (n - 1) * bits / n), 2 * (n - 1)
 
 
-# Requests of MPI; the next ones are made when these are done.
+# The MPI requests of each step of a collective, which are created when the step before is complete.
 Steps = Iterator[list[Any]]
 
 
 class _Collective:
-    """Messages between all processes, under way as steps that follow one another."""
+    """Messages between all processes in successive steps."""
 
     def __init__(self, steps: Steps):
         from mpi4py import MPI
@@ -280,7 +322,7 @@ class _Collective:
         self._requests = next(steps, None)
 
     def is_done(self) -> bool:
-        """Does not block; lets the next step begin."""
+        """Whether all steps are complete. Does not block; starts the next step if one is due."""
         while self._requests is not None:
             if not self._test_all(self._requests):
                 return False
@@ -294,56 +336,56 @@ class _Collective:
 
 
 def _exchange(
-    among: Processes, tag: int, leaving: Sequence[Tensor], arriving: Sequence[Tensor]
+    comm: Processes, tag: int, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]
 ) -> list[Any]:
-    """Requests: a tensor leaves for each process and one arrives from each; this process' own are
-    left out.
+    """Post the exchange of one tensor with every other process and return the requests.
 
-    All processes call it with the same tag: 0, as all other messages have, where it is called when
-    a message is posted, so that order tells them apart. What begins later, at a time of its own in
-    each process, takes a tag of its own.
+    All processes call it with the same tag. A call at the time when a message is posted uses tag 0,
+    like all other messages; their order identifies them. A call at a later time, which differs
+    between processes, needs a tag of its own.
     """
     from mpi4py import MPI
 
     def away(steps: int) -> int:
-        return (among.rank + steps) % among.size
+        return (comm.rank + steps) % comm.size
 
-    receive, send = among.communicator.Irecv, among.communicator.Isend
-    senders, receivers = map(away, range(-1, -among.size, -1)), map(away, range(1, among.size))
+    receive, send = comm.communicator.Irecv, comm.communicator.Isend
+    sources, destinations = map(away, range(-1, -comm.size, -1)), map(away, range(1, comm.size))
     return [
-        *(receive([_memory(arriving[process]), MPI.BYTE], process, tag) for process in senders),
-        *(send([_memory(leaving[process]), MPI.BYTE], process, tag) for process in receivers),
+        *(receive([_memory(incoming[process]), MPI.BYTE], process, tag) for process in sources),
+        *(send([_memory(outgoing[process]), MPI.BYTE], process, tag) for process in destinations),
     ]
 
 
-def _sum(among: Processes, tag: int, parts: Sequence[Tensor], collected: Tensor) -> Steps:
-    """Where p processes have a tensor in p parts each, the sums of these come in their place.
+def _sum(comm: Processes, tag: int, parts: Sequence[Tensor], collected: Tensor) -> Steps:
+    """Replace the parts of a tensor by their sums over the processes, one part per process.
 
-    Each process receives its part from all others (collected [process, number]); then it sends
-    them that part's sum. A part is summed in one place, in an order that does not depend on who is
-    faster: all see the same, to the bit, every time.
+    Each process receives its part from all others (collected [process, element]), then sends them
+    the sum of that part. A part is summed in one process, in an order that does not depend on
+    timing, so the result is the same to the bit in all processes and every time.
 
-    MPI's own all-reduce that does not block would send other bytes than are counted (Open MPI's, in
-    place: all numbers up and down a tree, which takes several times as long on slow links), and
-    ends the process where the numbers are on a GPU (github.com/open-mpi/ompi/issues/9845).
+    MPI's own non-blocking all-reduce is unsuitable. It sends other bytes than are counted (Open
+    MPI's, in place: all elements up and down a tree, which takes several times as long on slow
+    links), and it ends the process for tensors on a GPU (github.com/open-mpi/ompi/issues/9845).
     """
-    own = parts[among.rank]
-    yield _exchange(among, 0, parts, collected.unbind())
-    collected[among.rank] = own
+    own = parts[comm.rank]
+    yield _exchange(comm, 0, parts, collected.unbind())
+    collected[comm.rank] = own
     _sum_in_pairs(collected[None], own[None])
     if own.is_cuda:
         torch.cuda.current_stream().synchronize()
-    yield _exchange(among, tag, [own] * among.size, parts)
+    yield _exchange(comm, tag, [own] * comm.size, parts)
 
 
-# Numbers that a sum takes at a time: on a CPU, what its caches hold.
+# Elements of a sum per block; on a CPU, a block fits in the caches.
 _AT_ONCE = {"cpu": 2**20, "cuda": 2**26}
 
 
 def _sum_in_pairs(rows: Tensor, out: Tensor) -> None:
-    """out [copy, number] becomes the sum of rows [copy, row, number], added in pairs.
+    """out [copy, element] ← the sum of rows [copy, row, element], added in pairs.
 
-    It is the same to the bit where blocks of 2, 4, 8, … rows are summed first, in other processes.
+    The result is the same to the bit if blocks of 2, 4, 8, … rows are summed first, in other
+    processes.
     """
     width = max(1, _AT_ONCE[rows.device.type] // (rows.shape[0] * rows.shape[1]))
     for terms, total in zip(rows.split(width, 2), out.split(width, 1), strict=True):
@@ -357,9 +399,9 @@ def _sum_in_pairs(rows: Tensor, out: Tensor) -> None:
 
 
 class Reduction(Transport):
-    """All-reduce: among the workers of a process by a sum, between processes by `_sum`."""
+    """All-reduce: a local sum over the workers of a process, then `_sum` between processes."""
 
-    def __init__(self, network: "Network", tensor: Tensor, to_each: bool = False, index: int = 0):
+    def __init__(self, network: "Network", tensor: Tensor):
         assert tensor.shape[0] == network.rows
         n = network.n_workers
         size = tensor[0].numel() * tensor.element_size() * 8
@@ -370,35 +412,35 @@ class Reduction(Transport):
         self._n_workers, self._hosted = n, network.hosted
         self._total = tensor.new_empty(network.copies, *tensor.shape[1:])
         self._on_gpu = tensor.is_cuda
-        self._shared = self._total  # the memory that MPI sees
+        self._shared = self._total  # the memory that MPI accesses
         if network.stage:
             self._shared = torch.empty(
                 self._total.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
             )
-        among = self._among = network.processes
-        self._tag = among.new_tag()
-        self._parts = self._shared.view(-1).tensor_split(among.size)
-        alone, own = among.communicator is None, self._parts[among.rank]
-        self._collected = own.new_empty(0 if alone else among.size, len(own))
-        self._under_way: _Collective | None = None
+        comm = self._comm = network.processes
+        self._tag = comm.new_tag()
+        self._parts = self._shared.view(-1).tensor_split(comm.size)
+        alone, own = comm.communicator is None, self._parts[comm.rank]
+        self._collected = own.new_empty(0 if alone else comm.size, len(own))
+        self._collective: _Collective | None = None
 
     def post(self) -> None:
         _sum_in_pairs(self._by_copy[..., None].flatten(2), self._total[..., None].flatten(1))
-        if self._among.communicator is None:
+        if self._comm.communicator is None:
             return
         if self._shared is not self._total:
             self._shared.copy_(self._total, non_blocking=True)
         if self._on_gpu:
             torch.cuda.current_stream().synchronize()
-        steps = _sum(self._among, self._tag, self._parts, self._collected)
-        self._under_way = _Collective(steps)
+        steps = _sum(self._comm, self._tag, self._parts, self._collected)
+        self._collective = _Collective(steps)
 
     def has_arrived(self) -> bool:
-        return self._under_way is None or self._under_way.is_done()
+        return self._collective is None or self._collective.is_done()
 
     def wait(self) -> Tensor:
-        if self._under_way is not None:
-            self._under_way.wait()
+        if self._collective is not None:
+            self._collective.wait()
             if self._shared is not self._total:
                 self._total.copy_(self._shared, non_blocking=True)
         mean = self._total.div_(self._n_workers)
@@ -406,17 +448,17 @@ class Reduction(Transport):
 
 
 class Gathering(Transport):
-    """All-gather of pieces [length] that differ in length, which all workers first tell each other.
+    """All-gather of pieces [length] of different lengths.
 
-    Every worker sends its piece to all others, and its length in 32 bits.
+    Every worker sends its piece, and its length in 32 bits, to all others.
     """
 
     def __init__(self, network: "Network", pieces: Sequence[Tensor]):
-        assert network.copies == 1, "a gather knows no copies"
+        assert network.copies == 1, "Gather does not support copies > 1"
         assert len(pieces) == network.hosted, f"{len(pieces)} pieces, {network.hosted} workers"
         for piece in pieces:
             assert piece.ndim == 1, f"a piece of shape {tuple(piece.shape)}, expected [length]"
-            assert piece.dtype == pieces[0].dtype, "pieces of one type, please"
+            assert piece.dtype == pieces[0].dtype, "all pieces must have the same dtype"
         self._network, self._pieces = network, pieces
         self._on_gpu = pieces[0].is_cuda
         lengths = np.array([len(piece) for piece in pieces], dtype=np.int32)
@@ -424,38 +466,38 @@ class Gathering(Transport):
         self.bits = others * (lengths.astype(np.int64) * (8 * pieces[0].element_size()) + 32)
         self.messages = np.full(len(pieces), 2 * others, dtype=np.int64)
         self._own_lengths = lengths
-        self._under_way: _Collective | None = None
+        self._collective: _Collective | None = None
 
     def post(self) -> None:
-        network, among = self._network, self._network.processes
+        network, comm = self._network, self._network.processes
         lengths = self._own_lengths
-        if among.communicator is not None:
+        if comm.communicator is not None:
             lengths = np.empty(network.n_workers, dtype=np.int32)
-            among.communicator.Allgather(self._own_lengths, lengths)
+            comm.communicator.Allgather(self._own_lengths, lengths)
         self._lengths = lengths.tolist()
         self._received = self._pieces[0].new_empty(sum(self._lengths))
-        self._shared = self._received  # the memory that MPI sees
+        self._shared = self._received  # the memory that MPI accesses
         if network.stage:
             self._shared = torch.empty(
                 self._received.shape, dtype=self._received.dtype, pin_memory=self._on_gpu
             )
-        by_process = lengths.reshape(among.size, -1).sum(1, dtype=np.int64)
+        by_process = lengths.reshape(comm.size, -1).sum(1, dtype=np.int64)
         parts = self._shared.split(by_process.tolist())
-        own = parts[among.rank]
+        own = parts[comm.rank]
         own.copy_(torch.cat(list(self._pieces)), non_blocking=True)
-        if among.communicator is None:
+        if comm.communicator is None:
             return
         if self._on_gpu:
             torch.cuda.current_stream().synchronize()
-        requests = _exchange(among, 0, [own] * among.size, parts)
-        self._under_way = _Collective(iter([requests]))
+        requests = _exchange(comm, 0, [own] * comm.size, parts)
+        self._collective = _Collective(iter([requests]))
 
     def has_arrived(self) -> bool:
-        return self._under_way is None or self._under_way.is_done()
+        return self._collective is None or self._collective.is_done()
 
     def wait(self) -> list[Tensor]:
-        if self._under_way is not None:
-            self._under_way.wait()
+        if self._collective is not None:
+            self._collective.wait()
         if self._shared is not self._received:
             self._received.copy_(self._shared, non_blocking=True)
         return list(self._received.split(self._lengths))

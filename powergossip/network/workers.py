@@ -1,7 +1,7 @@
-"""The workers of this process among all, and conversations under way."""
+"""The workers of this process among all workers, and their conversations."""
 
-import weakref
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from powergossip import checks
-from powergossip.network.messages import Conversation, Gather, Mean, Message, ToEach
-from powergossip.network.mpi import Processes, cuda_aware_mpi, processes
+from powergossip.network import mpi
+from powergossip.network.messages import Conversation, Gather, Mean, Message, ToAll, ToEach
+from powergossip.network.mpi import Processes, cuda_aware_mpi
 from powergossip.network.transports import (
     Delivery,
     Edges,
@@ -21,15 +22,16 @@ from powergossip.network.transports import (
     Transport,
     all_reduce_cost,
 )
+from powergossip.tensor_cache import TensorCache
 from powergossip.topologies import Topology
 
 
 @dataclass(frozen=True)
 class Slots:
-    """Whom the hosted workers hear in one round of the topology.
+    """The neighbors from which the hosted workers receive in one round of the topology.
 
-    neighbors  # int64 [worker, neighbor]  their numbers, ascending; padding: −1
-    weights    # [worker, neighbor]        w_ij with which i uses what j sends; padding: 0
+    neighbors  # int64 [worker, neighbor]  their worker indices, ascending; padding: −1
+    weights    # [worker, neighbor]        w_ij, i's weight for the values of j; padding: 0
     """
 
     neighbors: Tensor
@@ -37,23 +39,24 @@ class Slots:
 
 
 class Network:
-    """The workers 0 … n−1 of a topology, spread in equal blocks over the processes.
+    """The workers 0 … n−1 of a topology, in equal blocks over the processes.
 
-    workers    # range: the numbers of the workers that this process hosts
+    workers    # range: indices of the workers that this process hosts
     rounds     # Slots for each round of the topology's period
-    slots      # Slots of the current round; neighbors and weights are theirs
+    slots      # Slots of the current round; `neighbors` and `weights` are theirs
     symmetric  # whether W is symmetric; then a neighbor's slot serves for sending and receiving
     round      # number of conversations finished, t of the topology's round
-    edges      # for each round, how its messages travel
+    edges      # for each round, the edges that start or end in this process
 
-    `copies` > 1 hosts as many independent copies of all workers, for many settings at once: the
-    first axis of every tensor is then [copy · worker], a row for each hosted worker of each copy.
+    `copies` > 1 hosts that number of independent copies of all workers, to run several settings
+    concurrently. The first axis of every tensor is then [copy · worker], one row for each hosted
+    worker of each copy.
 
-    `measure("communication")` is the context in which messages are posted and waited for; entry
-    points put a clock there.
+    `measure("communication")` is the context in which messages are posted and waited for. Entry
+    points install a clock there.
 
-    `stage` says whether messages pass through (pinned) host memory on their way to MPI; None
-    decides: where tensors are on a GPU and MPI does not take GPU memory.
+    `stage` selects staging through (pinned) host memory for messages between processes. None
+    selects it where tensors are on a GPU and MPI is not CUDA-aware.
 
     Raises ValueError if the workers cannot be spread evenly.
     """
@@ -61,12 +64,12 @@ class Network:
     def __init__(
         self,
         topology: Topology,
-        among: Processes | None = None,
+        processes: Processes | None = None,
         device: torch.device | None = None,
         stage: bool | None = None,
         copies: int = 1,
     ):
-        self.processes = among or processes()
+        self.processes = processes or mpi.processes()
         self.device = device or torch.device("cpu")
         if stage is None:
             stage = (
@@ -94,15 +97,14 @@ class Network:
             )
             for edges in self.edges
         ]
-        self._under_way: list[Transport] = []  # those not known to have arrived
         self._bits = np.zeros(self.rows, dtype=np.int64)
         self._messages = np.zeros(self.rows, dtype=np.int64)
-        self._transports: weakref.WeakKeyDictionary[Message, dict[int, Transport]]
-        self._transports = weakref.WeakKeyDictionary()
+        self._transports = TensorCache[Transport]()
+        self._in_flight: list[Transport] = []
 
     @property
     def slots(self) -> Slots:
-        """Whom the hosted workers hear in the current round."""
+        """The neighbors of the hosted workers in the current round."""
         return self.rounds[self.round % len(self.rounds)]
 
     @property
@@ -117,7 +119,7 @@ class Network:
 
     @property
     def row_workers(self) -> Tensor:
-        """The worker that each row of a tensor belongs to: int64 [row]."""
+        """The index of the worker in each row of a tensor: int64 [row]."""
         return torch.tensor(self.workers, device=self.device).repeat(self.copies)
 
     @property
@@ -130,26 +132,31 @@ class Network:
         """Messages that each hosted worker has sent since the start: int64 [worker]."""
         return self._messages
 
-    def progress(self) -> None:
-        """Let messages under way travel on, without waiting for them.
+    @property
+    def in_flight(self) -> int:
+        """The number of messages posted that were not complete at the last `progress`."""
+        return len(self._in_flight)
 
-        MPI moves long messages only while it is called: to be called now and then between `start`
-        and `finish`.
+    def progress(self) -> None:
+        """Advance the messages in flight without waiting for them.
+
+        MPI transfers long messages only during calls of its functions. Call this now and then
+        between `start` and `finish`.
         """
-        if self._under_way:
-            self._under_way = [t for t in self._under_way if not t.has_arrived()]
+        if self._in_flight:
+            self._in_flight = [t for t in self._in_flight if not t.has_arrived()]
 
     def count_all_reduce(self, bits: int) -> None:
-        """Put an all-reduce of so many bits a worker on the counters, which someone else has made.
+        """Count an all-reduce of `bits` bits a worker that was performed elsewhere (PyTorch DDP).
 
-        As `Mean` is counted: as one that sends no more than it must.
+        It is counted like `Mean`, at the lower bound of an all-reduce.
         """
         sent, messages = all_reduce_cost(self.n_workers, bits)
         self._bits += sent
         self._messages += messages
 
     def state_dict(self) -> dict[str, Any]:
-        """What is counted, by worker, and the round."""
+        """The counters, by worker, and the round."""
         return {
             "round": self.round,
             "bits": torch.from_numpy(self._bits.copy()),
@@ -157,33 +164,33 @@ class Network:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting from there."""
+        """Restore the state returned by `state_dict()`."""
         self.round = state["round"]
         self._bits[:] = state["bits"].numpy()
         self._messages[:] = state["messages"].numpy()
 
-    def bits_to_all(self, numbers: int, steps: int = 1) -> np.ndarray:
-        """What it would cost to send so many numbers of 32 bits to all neighbors in each of the
-        first `steps` rounds: bits, int64 [worker]."""
+    def bits_to_all(self, elements: int, steps: int = 1) -> np.ndarray:
+        """The cost of a message of `elements` 32-bit elements to all neighbors in each of the first
+        `steps` rounds: bits, int64 [worker]."""
         periods, more = divmod(steps, len(self.edges))
         degrees = sum(
             edges.out_degrees * (periods + (t < more)) for t, edges in enumerate(self.edges)
         )
-        return np.asarray(degrees * (32 * numbers))
+        return np.asarray(degrees * (32 * elements))
 
     def run(self, conversation: Conversation) -> None:
-        """Carry a conversation through."""
+        """Run a conversation from its start to its end."""
         self.start(conversation).finish()
 
     def start(self, conversation: Conversation) -> "Exchange":
-        """Let the first messages of a conversation leave; `finish()` carries it through.
+        """Send the first messages of a conversation; `finish()` runs the rest.
 
-        What those messages read (the tensors yielded) must not be changed in between.
+        The tensors of those messages must not be changed in between.
         """
         return Exchange(self, conversation)
 
     def mean(self, tensor: Tensor) -> Tensor:
-        """The mean of tensor [worker, ...] over all workers: [...]. Measuring: not counted.
+        """The mean of tensor [worker, ...] over all workers: [...]. A measurement: not counted.
 
         With several copies, the mean of each: [copy, ...].
         """
@@ -193,7 +200,7 @@ class Network:
         return means[0] if self.copies == 1 else means[:: self.hosted]
 
     def gather(self, values: Tensor) -> Tensor:
-        """values [worker, ...] of all n workers, in all processes. Measuring: not counted.
+        """values [worker, ...] of all n workers, in all processes. A measurement: not counted.
 
         With several copies: [copy · n, ...].
         """
@@ -202,19 +209,57 @@ class Network:
         parts = np.concatenate(self.processes.gather(own), axis=1)
         return torch.from_numpy(parts.reshape(self.copies * self.n_workers, *parts.shape[2:]))
 
+    def post(self, messages: Sequence[Message]) -> list[Transport]:
+        """Send messages and count them. `receive` returns the messages that arrive in exchange."""
+        transports = [self._transport(message) for message in messages]
+        with self.measure("communication"):
+            for transport in transports:
+                transport.post()
+                self._bits += transport.bits
+                self._messages += transport.messages
+        self._in_flight = self._in_flight + transports
+        return transports
+
+    def receive(self, transports: Sequence[Transport]) -> list[Any]:
+        """Wait for the messages that arrive in exchange for those posted, and return them."""
+        with self.measure("communication"):
+            received = [transport.wait() for transport in transports]
+        for transport in transports:
+            transport.busy = False
+        self._in_flight = [transport for transport in self._in_flight if transport.busy]
+        return received
+
     def _transport(self, message: Message) -> Transport:
-        if isinstance(message, Gather):  # of other lengths each time: there is nothing to keep
-            return Gathering(self, message.pieces)
-        of_rounds = self._transports.setdefault(message, {})
-        index = 0 if isinstance(message, Mean) else self.round % len(self.rounds)
-        if index not in of_rounds:
-            kind = Reduction if isinstance(message, Mean) else Delivery
-            of_rounds[index] = kind(self, message.tensor, isinstance(message, ToEach), index)
-        return of_rounds[index]
+        """The transport of a message, marked as busy: that of the tensor's memory, the kind of
+        message and the round, or another one while that is busy."""
+        if isinstance(message, Gather):  # of another length each time: nothing to reuse
+            transport: Transport = Gathering(self, message.pieces)
+        else:
+            kind = type(message)
+            index = 0 if kind is Mean else self.round % len(self.rounds)
+            for spare in itertools.count():
+                transport = self._transports.get(
+                    message.tensor,
+                    lambda tensor: self._make_transport(kind, tensor, index),
+                    kind,
+                    index,
+                    spare,
+                )
+                if not transport.busy:
+                    break
+        transport.busy = True
+        return transport
+
+    def _make_transport(
+        self, kind: type[ToEach | ToAll | Mean], tensor: Tensor, index: int
+    ) -> Transport:
+        if kind is Mean:
+            return Reduction(self, tensor)
+        return Delivery(self, tensor, kind is ToEach, index)
 
 
 def hosted_workers(n_workers: int, n_processes: int) -> int:
-    """How many workers each process hosts. ValueError if they cannot be spread evenly."""
+    """The number of workers that each process hosts. ValueError if they cannot be spread evenly."""
     checks.at_least_one("n_workers", n_workers)
     if n_workers % n_processes:
         raise ValueError(
@@ -225,21 +270,19 @@ def hosted_workers(n_workers: int, n_processes: int) -> int:
 
 
 class Exchange:
-    """A conversation under way: its first messages have left when this object exists."""
+    """A conversation in progress. Its first messages are in flight once this object exists."""
 
     def __init__(self, network: Network, conversation: Conversation):
         self._network = network
         self._conversation = conversation
-        self._under_way: list[Transport] | None = []
-        self._several = False
+        self._posted: list[Transport] | None = []  # None: the conversation has ended
+        self._several = False  # whether the conversation yielded a tuple
         self._advance(None)
 
     def finish(self) -> None:
-        """Receive, answer, and so on to the conversation's end."""
-        while self._under_way is not None:
-            self._network._under_way = []
-            with self._network.measure("communication"):
-                received = [transport.wait() for transport in self._under_way]
+        """Receive and send in turns until the conversation ends."""
+        while self._posted is not None:
+            received = self._network.receive(self._posted)
             self._advance(tuple(received) if self._several else received[0])
         self._network.round += 1
 
@@ -247,23 +290,14 @@ class Exchange:
         try:
             messages = self._conversation.send(received)
         except StopIteration:
-            self._under_way = None
+            self._posted = None
             return
-        network = self._network
         self._several = isinstance(messages, tuple)
-        if not self._several:
-            messages = (messages,)
-        self._under_way = [network._transport(message) for message in messages]
-        with network.measure("communication"):
-            for transport in self._under_way:
-                transport.post()
-                network._bits += transport.bits
-                network._messages += transport.messages
-        network._under_way = self._under_way
+        self._posted = self._network.post(messages if self._several else (messages,))
 
 
 def together(*conversations: Conversation) -> Conversation:
-    """Several conversations as one, whose messages travel at the same time."""
+    """Merge conversations into one that sends their messages concurrently."""
     waiting: list[tuple[Conversation, Any]] = [(c, None) for c in conversations]
     while True:
         asked: list[tuple[Conversation, tuple[Message, ...], bool]] = []
