@@ -39,7 +39,7 @@ from powergossip.network import Network, Processes, choose_device, cuda_aware_mp
 from powergossip.parameters import Parameters
 from powergossip.runs import configuration, figures, metrics, tables
 from powergossip.runs.checkpoints import Checkpoints
-from powergossip.runs.clock import Clock, Signals, Spent
+from powergossip.runs.clock import Clock, PhaseTime, Signals
 from powergossip.runs.output import FIGURE, Output
 from powergossip.training.evaluation import Evaluation
 from powergossip.training.local_optimizers import DECOUPLED, LOCAL_OPTIMIZERS, learning_rate
@@ -624,7 +624,7 @@ class _Run:
         self.network.load_state_dict(state["network"])
         self.seconds = state["seconds"]
         for name, values in state["phases"].items():
-            self.clock.phases[name] = Spent(*values)
+            self.clock.phases[name] = PhaseTime(*values)
 
     def _save(self, position: Position, score: float | None = None) -> None:
         if self.checkpoints is None:
