@@ -1,4 +1,4 @@
-"""Trees of tensors, such as a `state_dict`: nested dicts and lists with tensors among the leaves."""
+"""Trees of tensors, such as a `state_dict`: dicts and lists with tensors among the leaves."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
