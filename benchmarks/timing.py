@@ -1,4 +1,4 @@
-"""Times of things that take turns, so that what else a machine does hits all of them."""
+"""Times of functions that take turns, so that other load on the machine affects all of them."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,29 +12,31 @@ def in_turns(
     functions: Sequence[Callable[[], object]],
     rounds: int,
     seconds: float,
-    who: Processes,
+    processes: Processes,
     device: torch.device,
     before: Callable[[], object],
 ) -> list[list[float]]:
-    """Seconds a call, [function][round]: the functions take turns, so that noise hits both.
+    """Return the seconds of a call, [function][round]. The functions take turns.
 
-    `before` is called before each round of calls, of which there are at most 200.
+    rounds   # number of measurements of each function
+    seconds  # approximate time of all measurements together
+    before   # called before each measurement, which has at most 200 calls
     """
 
     def measure(function: Callable[[], object], count: int) -> float:
         before()
-        who.gather(None)  # start together
+        processes.gather(None)  # start at the same time
         start = time.perf_counter()
         for _ in range(count):
             function()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        who.gather(None)  # and it takes as long as it takes the slowest
+        processes.gather(None)  # the slowest process counts
         return (time.perf_counter() - start) / count
 
     counts = []
     for function in functions:
-        once = who.broadcast(measure(function, 3))
+        once = processes.broadcast(measure(function, 3))
         counts.append(min(200, max(1, int(seconds / rounds / len(functions) / once))))
     times: list[list[float]] = [[] for _ in functions]
     for _ in range(rounds):

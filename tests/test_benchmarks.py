@@ -1,14 +1,18 @@
-"""Benchmarks run and say what they measured; how fast is not for a test."""
+"""Benchmarks run and print their measurements. Speed is not tested."""
 
 import json
 from math import prod
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
 import train
 from benchmarks import gossip_step, train_step
+from powergossip import options
 from powergossip.algorithms import AVERAGING
+from powergossip.compressors import COMPRESSORS
+from powergossip.errors import BadInput
 
 
 @pytest.mark.parametrize("optimizer", ["power-gossip", "all-reduce"])
@@ -32,7 +36,7 @@ def test_a_step_of_averaging(
 ) -> None:
     monkeypatch.setattr(gossip_step, "config", OmegaConf.structured(gossip_step.Config))
     quick = ["rounds=2", "seconds=0.1", "n_workers=8", "model=matrix100"]
-    gossip_step.main([f"algorithm={algorithm}", "keep_ratio=0.05", *quick])
+    gossip_step.main([f"algorithm={algorithm}", *quick])
     line = json.loads(capsys.readouterr().out)
     assert line["algorithm"] == algorithm
     assert line["ms_per_step"] > 0
@@ -46,6 +50,31 @@ def test_a_step_of_averaging(
         "moniqua": 2 * 2 * 10_000,
     }
     assert line["bits_per_step"] == expected[algorithm]
+
+
+def test_options_are_those_of_the_algorithms(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each option of an averaging algorithm and of a compressor is a key; a key that the chosen
+    algorithm lacks is rejected."""
+    rows = [*AVERAGING.values(), *COMPRESSORS.values()]
+    assert set(gossip_step.OPTIONS) == {option for row in rows for option in options.defaults(row)}
+
+    def line(*arguments: str) -> dict[str, Any]:
+        monkeypatch.setattr(gossip_step, "config", OmegaConf.structured(gossip_step.Config))
+        quick = ["rounds=1", "seconds=0.01", "n_workers=4", "model=matrix100"]
+        gossip_step.main([*quick, *arguments])
+        printed: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return printed
+
+    top_k = line("algorithm=choco", "compressor=top-k", "keep_ratio=0.05")
+    assert (top_k["compressor"], top_k["bits_per_step"]) == ("top-k", 2 * 500 * (32 + 16))
+    assert line("algorithm=power-gossip", "rank=3")["rank"] == 3
+    for bad in (["algorithm=dpsgd", "rank=1"], ["algorithm=choco", "keep_ratio=0.05"]):
+        with pytest.raises(BadInput, match=bad[1]):
+            line(*bad)
+    with pytest.raises(BadInput, match="model=vgg"):
+        line("model=vgg")
 
 
 def test_shapes_are_those_of_the_models() -> None:

@@ -1,4 +1,4 @@
-"""The presets in experiments/configs: they load, are accepted, and say what was published."""
+"""The presets: they load, are accepted, and have the published values."""
 
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 import gossip_run
 import train
 from powergossip import algorithms, presets
+from powergossip.consensus import Sweep
 from powergossip.network import Processes
 from powergossip.runs import configuration, metrics
 from powergossip.training import local_optimizers
@@ -20,7 +21,7 @@ COMBINATIONS = [
     for base in BASES
     for path in [None, *sorted((FOLDER / base).glob("*.yaml"))]
 ]
-# What goes on top of another file of the same folder.
+# Files that are used on top of another file of the same folder.
 ADDITIONS = {("cifar10_resnet20", "dgc-half-precision"): "dgc", ("consensus", "faces"): "choco"}
 
 
@@ -50,10 +51,10 @@ def test_there_are_presets_of_all_three_experiments() -> None:
 @pytest.mark.parametrize(("base", "method"), COMBINATIONS)
 def test_a_preset_is_accepted(base: str, method: str | None) -> None:
     config = loaded(base, method)
-    who = Processes()
+    processes = Processes()
     if str(config.get("optimizer")).startswith("ddp-"):
-        who.size = config.n_workers  # one worker a process
-    checked = module_of(base).checked(config, who)
+        processes.size = config.n_workers  # one worker per process
+    checked = module_of(base).checked(config, processes)
     assert checked.topology == "ring"
     assert checked.n_workers == (16 if base == "wikitext2_lstm" else 8)
     text = configuration.changed(config)
@@ -62,7 +63,7 @@ def test_a_preset_is_accepted(base: str, method: str | None) -> None:
 
 
 @pytest.mark.parametrize("file", sorted(FOLDER.rglob("*.yaml")), ids=lambda file: file.stem)
-def test_a_preset_says_where_its_numbers_are_from(file: Path) -> None:
+def test_a_preset_names_its_source(file: Path) -> None:
     comment = [line for line in file.read_text("utf-8").splitlines() if line.startswith("#")]
     assert "Source" in "\n".join(comment)
     assert max(map(len, file.read_text("utf-8").splitlines())) <= 100
@@ -127,8 +128,8 @@ def test_wikitext2_is_as_published() -> None:
 def test_consensus_grids_are_as_published() -> None:
     c = gossip_run.checked(loaded("consensus", "all"), Processes())
     assert (c.hyperparameter_range_min, c.hyperparameter_range_max) == (1e-4, 1.308)
-    run = gossip_run._Run(loaded("consensus", "all"), Processes())
-    counts = {name: len(settings) for name, settings in run.settings.items()}
+    sweep = Sweep(loaded("consensus", "all"), Processes())
+    counts = {name: len(settings) for name, settings in sweep.settings.items()}
     assert counts["power_gossip"] == counts["uncompressed"] == 1
     assert (counts["sign_choco"], counts["moniqua"]) == (20, 100)
 

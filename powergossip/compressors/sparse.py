@@ -126,8 +126,8 @@ def _distinct(bits: Callable[[int], Tensor], count: int, n: int) -> Tensor:
     bits(m) gives m random int64 for each matrix: [*, m].
 
     For a small fraction, positions are drawn with replacement and repeated ones are rejected, which
-    costs O(count) random numbers. `_smallest(bits(n), count)` alone would be right too, but it costs
-    n of them: for 1 % of n = 10⁵ or 10⁶ positions it takes 15 times as long. It serves as the
+    costs O(count) random numbers. `_smallest(bits(n), count)` alone would be right too, but costs n
+    of them: for 1 % of n = 10⁵ or 10⁶ positions it takes 15 times as long. It serves as the
     fallback, for a large fraction and for a matrix with too many repeated positions. The number of
     draws is the mean that `count` distinct ones take (the coupon collector's) plus 8 standard
     deviations.

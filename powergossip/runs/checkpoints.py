@@ -1,18 +1,19 @@
-"""The state of a run on disk, so that it can go on from there: after a crash, a time limit, or in
-another layout of processes.
+"""Checkpoints, from which a run can resume: after a crash or a time limit, in any layout of
+processes.
 
 A state is a tree of dicts and lists. Its tensors with an axis are [worker, ...], a row for each
-worker that the process hosts; its other leaves (numbers, words, None, tensors without an axis) are
-the same in all processes. Each process writes the part of its own workers, and whoever hosts a
-worker later reads its rows from the part they are in; all processes must see the same folder.
+worker that the process hosts. Its other leaves (numbers, strings, None, tensors without an axis)
+are the same in all processes. Each process writes a part with the rows of its own workers. A
+process that loads the state of a worker reads the worker's rows from the part that contains them.
+All processes must see the same folder.
 
     OUTPUT_DIR/checkpoints/
-        index.json                which folders are the last and the best, what they were made of
+        index.json                the last and the best checkpoint, and the parts of both
         step-000490/part-3.pt     the workers of process 3
 
-The index is replaced, in one piece, when all parts of a new checkpoint are on the disk: a process
-that is killed while it writes leaves the previous checkpoints as they were. Folders that the index
-does not name are removed by the next `save`.
+The index is replaced atomically once all parts of a new checkpoint are on the disk. A process that
+is killed while it writes does not damage the previous checkpoints. The next `save` removes folders
+that are not in the index.
 """
 
 import errno
@@ -21,7 +22,7 @@ import json
 import os
 import shutil
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,24 +30,24 @@ import torch
 from torch import Tensor
 
 from powergossip.network import Processes
+from powergossip.runs.files import sync_folder, write_atomically
+from powergossip.trees import Tree, map_tensors
 
 FOLDER = "checkpoints"
 _INDEX = "index.json"
 _VERSION = 1
 
-Tree = Any  # dict[str, Tree] | list[Tree] | Tensor | int | float | str | None
-
 
 class Checkpoints:
-    """The last and the best state of the run in an output folder.
+    """The last and the best checkpoint of the run in an output folder.
 
-    Every method is called by all processes at the same time, and raises errors.BadInput in all of
-    them if a file cannot be written, read, or is not what the index says.
+    All processes call each method at the same time. Methods raise errors.BadInput in all of them if
+    a file cannot be written or read, or differs from its description in the index.
     """
 
-    def __init__(self, output_dir: Path, who: Processes):
+    def __init__(self, output_dir: Path, processes: Processes):
         self._folder = Path(output_dir) / FOLDER
-        self._who = who
+        self._processes = processes
 
     def save(
         self,
@@ -56,36 +57,40 @@ class Checkpoints:
         facts: Mapping[str, Any],
         score: float | None = None,
     ) -> None:
-        """Write the state of the hosted `workers` after so many steps.
+        """Write the state of the hosted `workers` after `step` steps.
 
-        facts   what process 0 wants to know again, anything JSON knows: `describe` returns it
-        score   the larger, the better; the checkpoint with the largest so far is kept as the best
+        facts   # JSON values that `describe` returns; those of process 0 count
+        score   # larger is better; the first checkpoint with the largest score is kept as the best
         """
-        who = self._who
-        name = who.broadcast(self._new_name(step) if who.rank == 0 else "")
+        processes = self._processes
+        name = processes.broadcast(self._new_name(step) if processes.rank == 0 else "")
         folder = self._folder / name
-
-        def write() -> dict[str, Any]:
-            folder.mkdir(parents=True, exist_ok=True)
-            return _write_part(folder / f"part-{who.rank}.pt", workers, state)
-
         try:
-            parts = who.gather(who.agree(write))
-            who.agree(lambda: self._publish(name, step, parts, facts, score) if not who.rank else 0)
+            with processes.agreed():
+                folder.mkdir(parents=True, exist_ok=True)
+                part = _write_part(folder / f"part-{processes.rank}.pt", workers, state)
+            parts = processes.gather(part)
+            with processes.agreed():
+                if processes.rank == 0:
+                    self._publish(name, step, parts, facts, score)
         except ValueError:
-            if who.rank == 0:
+            if processes.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
 
     def describe(self, which: str = "last") -> dict[str, Any] | None:
-        """step, score and facts of the "last" or "best" checkpoint; None if there is none."""
-        who = self._who
-        found = who.agree(lambda: self._entry(which) if who.rank == 0 else None)
-        return who.broadcast(found)
+        """Return step, score and facts of the "last" or "best" checkpoint; None without one."""
+        entry = None
+        with self._processes.agreed():
+            if self._processes.rank == 0:
+                entry = self._entry(which)
+        return self._processes.broadcast(entry)
 
     def load(self, workers: range, which: str = "last") -> Tree:
-        """The state of these workers, tensors on the CPU; there must be such a checkpoint."""
-        return self._who.agree(lambda: self._load(workers, which))
+        """Return the state of these workers, on the CPU, from an existing checkpoint."""
+        with self._processes.agreed():
+            state = self._load(workers, which)
+        return state
 
     # --- The index ---
 
@@ -98,7 +103,9 @@ class Checkpoints:
         except ValueError as error:
             raise ValueError(f"{path} is damaged ({error}); restore it or remove it") from error
         if not isinstance(index, dict) or index.get("version") != _VERSION:
-            raise ValueError(f"{path} is of another version of this program; use the one it is of")
+            raise ValueError(
+                f"{path} was written by an incompatible version; use the version that wrote it"
+            )
         return index
 
     def _entry(self, which: str) -> dict[str, Any] | None:
@@ -106,7 +113,7 @@ class Checkpoints:
         return entry
 
     def _new_name(self, step: int) -> str:
-        """Not that of an earlier checkpoint of the same step, which is kept until this is there."""
+        """The name of a new folder, also where there is an earlier checkpoint of the same step."""
         name, number = f"step-{step:06d}", 1
         while (self._folder / name).exists():
             number += 1
@@ -131,15 +138,9 @@ class Checkpoints:
         best = self._entry("best")
         if score is not None and (best is None or score > best["score"]):
             best = entry
-        _sync(self._folder / name)
+        sync_folder(self._folder / name)
         index = {"version": _VERSION, "last": entry, "best": best}
-        path, new = self._folder / _INDEX, self._folder / f"{_INDEX}.new"
-        with new.open("wb") as file:
-            file.write(json.dumps(index, indent=1).encode())
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-        _sync(self._folder)
+        write_atomically(self._folder / _INDEX, json.dumps(index, indent=1), sync=True)
         named = {entry["folder"], best["folder"] if best else name}
         for other in self._folder.iterdir():
             if other.is_dir() and other.name not in named:
@@ -162,13 +163,13 @@ class Checkpoints:
 
 
 def _write_part(path: Path, workers: range, state: Tree) -> dict[str, Any]:
-    """Write a file; returns what the index says of it."""
+    """Write a part. Return its description for the index."""
     with path.open("wb") as file:
         hashing = _Hashing(file)
         try:
-            torch.save(_to_cpu(state), hashing)  # type: ignore[arg-type]  # it only writes
+            torch.save(_to_cpu(state), hashing)  # type: ignore[arg-type]  # only write and flush are used
         except RuntimeError:
-            # torch reports a failed write as an error of its own.
+            # torch reports a failed write as an error of its own type.
             if hashing.failed is None:
                 raise
         if hashing.failed is not None:
@@ -187,19 +188,19 @@ def _write_part(path: Path, workers: range, state: Tree) -> dict[str, Any]:
 
 
 def _read_part(path: Path, part: Mapping[str, Any]) -> Tree:
-    """Read a file and hold it against the index. Raises ValueError."""
+    """Read a part. Raises ValueError unless its size and checksum are those in the index."""
     remedy = "restore it, or remove the folder checkpoints to start from the beginning"
     try:
         size = path.stat().st_size
         if size != part["bytes"]:
             raise ValueError(
-                f"the checkpoint {path} is damaged: it has {size} bytes, not {part['bytes']}; "
+                f"the checkpoint {path} is damaged: {size} bytes instead of {part['bytes']}; "
                 f"{remedy}"
             )
         with path.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != part["sha256"]:
                 raise ValueError(
-                    f"the checkpoint {path} is damaged: its SHA-256 is another; {remedy}"
+                    f"the checkpoint {path} is damaged: SHA-256 checksum mismatch; {remedy}"
                 )
             file.seek(0)
             return torch.load(file, map_location="cpu", weights_only=True)
@@ -212,9 +213,9 @@ def _read_part(path: Path, part: Mapping[str, Any]) -> Tree:
 
 
 class _Hashing:
-    """A file to write to that remembers how much was written, its hash, and a failure.
+    """A writable file that records size, SHA-256 and the first failure.
 
-    A failure is remembered, not raised: torch's writer does not survive an exception.
+    A failure is recorded, not raised: torch's writer does not survive an exception.
     """
 
     def __init__(self, file: BinaryIO):
@@ -242,46 +243,26 @@ class _Hashing:
                 self.failed = error
 
 
-def _sync(folder: Path) -> None:
-    """Make sure that the names in a folder outlive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 # --- Trees ---------------------------------------------------------------------------------------
 
 
-def _map(tree: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
-    """The tree with each tensor changed."""
-    if isinstance(tree, Tensor):
-        return change(tree)
-    if isinstance(tree, Mapping):
-        return {key: _map(value, change) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return [_map(value, change) for value in tree]
-    return tree
-
-
 def _to_cpu(tree: Tree) -> Tree:
-    """Tensors on the CPU that own no more memory than they show: torch.save writes all of it."""
+    """Tensors on the CPU, each with a storage of its own: torch.save writes the whole storage."""
 
-    def alone(tensor: Tensor) -> Tensor:
+    def compact(tensor: Tensor) -> Tensor:
         tensor = tensor.detach().cpu().contiguous()
         whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
         return tensor if whole else tensor.clone()
 
-    return _map(tree, alone)
+    return map_tensors(compact, tree)
 
 
 def _rows(tree: Tree, rows: slice) -> Tree:
-    return _map(tree, lambda tensor: tensor[rows] if tensor.ndim else tensor)
+    return map_tensors(lambda tensor: tensor[rows] if tensor.ndim else tensor, tree)
 
 
 def _join(trees: Sequence[Tree]) -> Tree:
-    """Tensors with an axis one below the other; the rest as in the first tree."""
+    """Concatenate tensors that have an axis; other leaves are those of the first tree."""
     first = trees[0]
     if isinstance(first, Tensor):
         return torch.cat(list(trees)) if first.ndim else first

@@ -1,4 +1,4 @@
-"""Elapsed time by phase, and signals that ask a run to stop."""
+"""Elapsed time by phase, and signals that end a run."""
 
 import math
 import signal
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass
 class PhaseTime:
-    """Seconds on a phase, over its instances."""
+    """Seconds in a phase, over its instances."""
 
     instances: int = 0
     total: float = 0.0
@@ -25,16 +25,16 @@ class PhaseTime:
 
     @property
     def deviation(self) -> float:
-        """The standard deviation over the instances."""
+        """Standard deviation over the instances."""
         return math.sqrt(max(0.0, self.squares / self.instances - self.mean**2))
 
 
 class Clock:
-    """Seconds by phase. A phase within a phase counts for the inner one only."""
+    """Seconds by phase. Time in a nested phase counts for the inner one only."""
 
     def __init__(self) -> None:
         self.phases: dict[str, PhaseTime] = {}
-        self._inner = 0.0  # spent in phases within the current one
+        self._inner = 0.0  # seconds in phases nested in the current one
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -43,18 +43,22 @@ class Clock:
         try:
             yield
         finally:
-            spent = time.perf_counter() - start
-            duration = spent - self._inner
-            self._inner = outer + spent
-            of_phase = self.phases.setdefault(phase, PhaseTime())
-            of_phase.instances += 1
-            of_phase.total += duration
-            of_phase.squares += duration**2
+            elapsed = time.perf_counter() - start
+            duration = elapsed - self._inner
+            self._inner = outer + elapsed
+            phase_time = self.phases.setdefault(phase, PhaseTime())
+            phase_time.instances += 1
+            phase_time.total += duration
+            phase_time.squares += duration**2
 
 
 class Signals:
-    """Whether this process was asked to stop, while the context is open: by SIGTERM, or by SIGUSR1,
-    which Slurm can send before a time limit. A second signal has its usual effect."""
+    """Record of the first SIGTERM or SIGUSR1 while the context is open.
+
+    Slurm can send SIGUSR1 before a time limit. A second signal has its usual effect.
+
+    received  # number of the signal, or None
+    """
 
     def __init__(self) -> None:
         self.received: int | None = None

@@ -17,8 +17,10 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -392,20 +394,20 @@ def _schema(config: DictConfig) -> type[Any]:
 
 
 def _type_name(kind: Any) -> str:
-    known = {
+    names = {
         int: "a whole number",
         float: "a number",
         bool: "true or false",
         str: "a string",
-        int | None: "a whole number, or null",
-        str | None: "a string, or null",
         float | int | str: "a number or a string",
-        float | int | str | None: "a number or a string, or null",
         list[int]: "a list of whole numbers",
         list[str]: "a list of strings",
     }
-    if kind in known:
-        return known[kind]
+    if type(None) in get_args(kind):
+        other = [part for part in get_args(kind) if part is not type(None)]
+        return f"{_type_name(reduce(or_, other))}, or null"
+    if kind in names:
+        return names[kind]
     return "a list" if str(kind).startswith("list") else "a mapping {name: value, ...}"
 
 

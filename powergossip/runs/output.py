@@ -1,7 +1,11 @@
-"""What a run leaves behind, and how long its phases take: for the entry points.
+"""The output folder of a run.
 
-An output folder holds config.yaml, metrics.jsonl (a row a measurement), info.json, figure.png,
-TensorBoard's events if wanted, and checkpoints/ (see checkpoints.py).
+config.yaml      all keys and their values
+metrics.jsonl    a row for each measurement, see metrics.py
+info.json        metadata and progress
+figure.png
+checkpoints/     see checkpoints.py
+events.out.…     for TensorBoard, if configured
 """
 
 import datetime
@@ -18,61 +22,62 @@ from omegaconf.errors import OmegaConfBaseException
 
 from powergossip.errors import Stopped
 from powergossip.runs import checkpoints, metrics
+from powergossip.runs.files import write_atomically
 
 FIGURE = "figure.png"
 _DATE = "{date}"
-DATED = f"output/{_DATE}"  # a new folder; the date comes when it is made
+DATED = f"output/{_DATE}"  # a new folder, whose date is set when it is made
 CONFIG_FILE = "config.yaml"
 INFO_FILE = "info.json"
 _FILES = (metrics.FILE, CONFIG_FILE, INFO_FILE, FIGURE)
 
 
 def plain_copy(config: DictConfig) -> Any:
-    """A copy without types and interpolations. ValueError for a value that cannot be worked out."""
+    """Return a copy without types, with resolved interpolations. Raises ValueError without one."""
     try:
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:  # of a value such as ${seed}, where no seed is
+    except OmegaConfBaseException as error:  # a reference such as ${seed} to an unknown key
         raise ValueError(str(error).replace("\n    full_key", ", key").splitlines()[0]) from error
     return OmegaConf.create(values)
 
 
 class CannotWrite(Stopped):
-    """The output folder takes no more."""
+    """A file in the output folder cannot be written."""
 
     exit_code = 2
 
 
 class Output:
-    """The folder of a run, with its configuration and the logs opened.
+    """The folder of a run, with its configuration and open logs.
 
-    `wanted`: the folder; None makes a new dated one under output/, and so does a name with {date},
-    there and so called. ValueError if it holds a run and neither config.overwrite nor `go_on` is
-    set, or cannot be written.
+    name    # of the folder; {date} in it stands for the date of a new one, and None for DATED
+    config  # written to config.yaml; its keys `overwrite` and `tensorboard` count here
+    resume  # keep the run in the folder, with its rows up to `offset` bytes
+    folder  # its path
 
-    With `go_on`, what the run has written is kept: its rows up to `offset` bytes (all later ones
-    are forgotten).
+    Raises ValueError if the folder cannot be written, or contains a run and neither
+    config.overwrite nor `resume` is set.
     """
 
-    def __init__(self, wanted: str | None, config: Any, go_on: bool = False, offset: int = 0):
-        dated = not wanted or _DATE in wanted
-        self.folder = new_dated_folder(wanted or DATED) if dated else Path(wanted or "")
-        self._go_on, self._offset = go_on, offset
+    def __init__(self, name: str | None, config: Any, resume: bool = False, offset: int = 0):
+        dated = not name or _DATE in name
+        self.folder = new_dated_folder(name or DATED) if dated else Path(name or "")
         self._logs: list[Any] = []
         self._info: dict[str, Any] = {}
         try:
-            self._claim(config)
+            if resume:
+                self._resume(config, offset)
+            else:
+                self._start(config)
         except OSError as error:
             raise ValueError(f"output folder {self.folder}: {error.strerror or error}") from error
 
-    def _claim(self, config: Any) -> None:
+    def _start(self, config: Any) -> None:
         folder = self.folder
         held = [folder / name for name in _FILES if (folder / name).exists()]
         held.extend(folder.glob("events.out.tfevents.*"))
         if (folder / checkpoints.FOLDER).exists():
             held.append(folder / checkpoints.FOLDER)
-        if self._go_on:
-            self._claim_again(config)
-            return
         if held and not config.overwrite:
             raise ValueError(
                 f"{folder} already holds a run ({held[0].name}); "
@@ -86,35 +91,33 @@ class Output:
                 shutil.rmtree(file)
             else:
                 file.unlink()
-        (folder / "config.yaml").write_text(OmegaConf.to_yaml(config))
+        (folder / CONFIG_FILE).write_text(OmegaConf.to_yaml(config))
         self.rows = metrics.MetricsLog(folder / metrics.FILE, fresh=True)
         self._logs.append(self.rows)
 
-    def _claim_again(self, config: Any) -> None:
+    def _resume(self, config: Any, offset: int) -> None:
         folder = self.folder
         folder.mkdir(parents=True, exist_ok=True)
-        self.rows = metrics.MetricsLog(folder / metrics.FILE, fresh=self._offset == 0)
+        self.rows = metrics.MetricsLog(folder / metrics.FILE, fresh=offset == 0)
         self._logs.append(self.rows)
-        self.rows.truncate(self._offset)
+        self.rows.truncate(offset)
         if config.tensorboard:
             self._logs.append(metrics.TensorBoardLog(folder))
-        (folder / "config.yaml").write_text(OmegaConf.to_yaml(config))
-        if (folder / "info.json").exists():
-            self._info = json.loads((folder / "info.json").read_text())
+        (folder / CONFIG_FILE).write_text(OmegaConf.to_yaml(config))
+        if (folder / INFO_FILE).exists():
+            self._info = _read_info(folder / INFO_FILE)
 
     def write(self, name: str, values: Mapping[str, float], tags: Mapping[str, Any]) -> None:
-        """A row, to all logs. Raises CannotWrite."""
+        """Write a row to all logs. Raises CannotWrite."""
         with self._writing():
             for log in self._logs:
                 log.write(name, values, tags)
 
     def add_info(self, info: Mapping[str, Any]) -> None:
-        """Facts, to what info.json has already. Raises CannotWrite."""
+        """Add to info.json. Raises CannotWrite."""
         self._info.update(info)
         with self._writing():
-            new = self.folder / "info.json.new"
-            new.write_text(json.dumps(self._info, indent=1) + "\n")
-            new.replace(self.folder / "info.json")
+            write_atomically(self.folder / INFO_FILE, json.dumps(self._info, indent=1) + "\n")
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -122,7 +125,7 @@ class Output:
             yield
         except OSError as error:
             raise CannotWrite(
-                f"output folder {self.folder}: {error.strerror or error}; what is there is kept"
+                f"output folder {self.folder}: {error.strerror or error}; existing files are kept"
             ) from error
 
     def close(self) -> None:
@@ -130,9 +133,19 @@ class Output:
             log.close()
 
 
+def _read_info(path: Path) -> dict[str, Any]:
+    """The contents of info.json. Raises ValueError that names the file."""
+    try:
+        info = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); restore it or remove it") from error
+    if not isinstance(info, dict):
+        raise ValueError(f"{path} is damaged (not a mapping); restore it or remove it")
+    return info
+
+
 def new_dated_folder(name: str = DATED) -> Path:
-    """The folder of this name with DATE-TIME for {date}, made; runs that start in the same second
-    get a number behind it."""
+    """Make the folder of this name, with DATE-TIME for {date}, and -2, -3, … if it exists."""
     now = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
     folder = Path(name.replace(_DATE, now))
     for number in itertools.count(2):

@@ -25,6 +25,7 @@ from powergossip.training.local_optimizers import LocalOptimizer, learning_rate
 from powergossip.training.measurements import Hooks, Rows, check_finite
 from powergossip.training.resuming import check_same_run, check_same_run_without_checkpoint
 from powergossip.training.settings import errors_name_keys, hook_options, method_options
+from powergossip.trees import map_tensors
 
 Position = tuple[int, int, dict[str, Tensor]]  # epoch, step in it, sums of metrics over its steps
 
@@ -402,16 +403,17 @@ class Trainer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`."""
         parameters, device = self.parameters, self.device
+        moved = partial(map_tensors, lambda tensor: tensor.to(device))
         self.step = state["step"]
-        self.position = state["epoch"], state["step_in_epoch"], _moved(state["sums"], device)
+        self.position = state["epoch"], state["step_in_epoch"], moved(state["sums"])
         parameters.x.copy_(state["x"])
         parameters.buffers.copy_(state["buffers"])
         for i, model in enumerate(parameters.models):
             for name, buffer in _integer_buffers(model).items():
                 buffer.copy_(state["whole_number_buffers"][name][i])
             self.task.carry(model, {k: v[i].to(device) for k, v in state["carried"].items()})
-        self.local.load_state_dict(_moved(state["optimizer"], device))
-        self.rule.load_state_dict(_moved(state["algorithm"], device))
+        self.local.load_state_dict(moved(state["optimizer"]))
+        self.rule.load_state_dict(moved(state["algorithm"]))
         self.network.load_state_dict(state["network"])
         self._seconds = state["seconds"]
         for name, values in state["phases"].items():
@@ -442,12 +444,3 @@ def _integer_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 def _stacked(by_worker: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.stack([state[name] for state in by_worker]) for name in by_worker[0]}
-
-
-def _moved(tree: Any, device: torch.device) -> Any:
-    """The tree with its tensors on a device."""
-    if isinstance(tree, Tensor):
-        return tree.to(device)
-    if isinstance(tree, dict):
-        return {key: _moved(value, device) for key, value in tree.items()}
-    return [_moved(value, device) for value in tree] if isinstance(tree, list) else tree

@@ -1,0 +1,28 @@
+"""Gossip without learning: a sweep of averaging algorithms over grids of settings.
+
+    methods.py   the averaging algorithms by the names of the published experiment
+    data.py      starting matrices
+    settings.py  checks of the configuration, grids
+    sweep.py     the sweep: many settings at once, a row for each measurement
+
+The experiment is that of Vogels, Karimireddy & Jaggi (2020), arXiv:2008.01425. gossip_run.py is its
+entry point.
+"""
+
+from powergossip.consensus.data import DATA, Matrices
+from powergossip.consensus.methods import ALGORITHMS, Method
+from powergossip.consensus.settings import Setting, checked
+from powergossip.consensus.sweep import Batch, Hooks, Sweep, is_logged
+
+__all__ = [
+    "ALGORITHMS",
+    "DATA",
+    "Batch",
+    "Hooks",
+    "Matrices",
+    "Method",
+    "Setting",
+    "Sweep",
+    "checked",
+    "is_logged",
+]

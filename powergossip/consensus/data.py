@@ -1,0 +1,133 @@
+"""Starting matrices of the workers.
+
+A row of `DATA` is a function of the configuration. It returns a function of the worker index, whose
+values are float32 tensors [row, column]. It raises ValueError for a configuration that it cannot
+serve.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from powergossip.checks import BadValue
+
+DEFAULT_SIZE = 100  # of matrix_size
+
+Matrices = Callable[[int], Tensor]  # worker → its matrix, float32 [row, column]
+
+
+def _random(c: Any) -> Matrices:
+    """N(0, 1). Worker i has torch.manual_seed(seed + i); torch.randn(matrix_size, matrix_size)."""
+
+    def matrix(worker: int) -> Tensor:
+        generator = torch.Generator().manual_seed(c.seed + worker)
+        return torch.randn(c.matrix_size, c.matrix_size, generator=generator)
+
+    return matrix
+
+
+def _offset(c: Any) -> Matrices:
+    """Random plus i for worker i. A matrix of rank 1 dominates the differences of the workers."""
+    random = _random(c)
+    return lambda worker: random(worker) + worker
+
+
+def _sparse(c: Any) -> Matrices:
+    """Zeros, with a 1 at index i of worker i's matrix, flattened."""
+    elements = c.matrix_size**2
+    if c.n_workers > elements:
+        size = int(np.ceil(np.sqrt(c.n_workers)))
+        raise BadValue(
+            "matrix_size",
+            c.matrix_size,
+            f"{size} or more for data_type=sparse: an element for each of {c.n_workers} workers",
+        )
+
+    def matrix(worker: int) -> Tensor:
+        flat = torch.zeros(elements)
+        flat[worker] = 1
+        return flat.view(c.matrix_size, c.matrix_size)
+
+    return matrix
+
+
+def _log_normal(c: Any) -> Matrices:
+    """exp of random: a few large entries."""
+    random = _random(c)
+    return lambda worker: random(worker).exp()
+
+
+def _low_rank(c: Any) -> Matrices:
+    """Random singular vectors, singular values k^−2 for k = 1, 2, …"""
+
+    def matrix(worker: int) -> Tensor:
+        generator = torch.Generator().manual_seed(c.seed + worker)
+        u, v = torch.linalg.qr(torch.randn(2, c.matrix_size, c.matrix_size, generator=generator)).Q
+        return u * torch.arange(1.0, c.matrix_size + 1) ** -2 @ v.mT
+
+    return matrix
+
+
+def _faces(c: Any) -> Matrices:
+    """The Olivetti faces, 64 × 64, from scikit-learn: image i of the shuffled set for worker i."""
+    from sklearn.datasets import fetch_olivetti_faces
+
+    try:
+        found = fetch_olivetti_faces(
+            data_home=c.data_dir,
+            shuffle=True,
+            random_state=np.random.RandomState(0),
+            n_retries=1,
+            delay=0.1,
+        )
+    except OSError as error:
+        raise ValueError(
+            f"data_type=faces: the Olivetti faces cannot be fetched ({error}); use data_dir=FOLDER "
+            f"with scikit-learn's olivetti_py3.pkz, or data_type=lfw or random"
+        ) from error
+    return _images(c, found.images)
+
+
+def _lfw(c: Any) -> Matrices:
+    """Image i of 200 photographs, 25 × 25, that are part of scikit-image, for worker i.
+
+    The first 100 show faces (Labeled Faces in the Wild), the others do not.
+    """
+    try:
+        from skimage.data import lfw_subset
+    except ImportError as error:
+        raise ValueError(
+            "data_type=lfw: scikit-image is not installed; use pip install scikit-image, "
+            "or another data_type"
+        ) from error
+    return _images(c, lfw_subset())
+
+
+def _images(c: Any, images: np.ndarray) -> Matrices:
+    """images [image, row, column]. Raises ValueError for too few, or for another matrix_size."""
+    count, size, _ = images.shape
+    if c.n_workers > count:
+        raise BadValue(
+            "n_workers", c.n_workers, f"{count} or less: data_type={c.data_type} has {count} images"
+        )
+    if c.matrix_size not in (size, DEFAULT_SIZE):  # the default counts as not given
+        raise BadValue(
+            "matrix_size",
+            c.matrix_size,
+            f"{size}, the size of the images of data_type={c.data_type}, or the default",
+        )
+    return lambda worker: torch.from_numpy(images[worker]).float()
+
+
+DATA: dict[str, Callable[[Any], Matrices]] = {
+    "random": _random,
+    "offset": _offset,
+    "sparse": _sparse,
+    "log-normal": _log_normal,
+    "low-rank": _low_rank,
+    "faces": _faces,
+    "lfw": _lfw,
+}

@@ -1,0 +1,63 @@
+"""Averaging algorithms by the names that the published experiment gives them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from powergossip import algorithms, options
+from powergossip.network import Network
+from powergossip.parameters import Layout
+
+
+@dataclass(frozen=True)
+class Method:
+    """An averaging algorithm, its fixed options, and its grid.
+
+    averaging  # row of algorithms.AVERAGING or algorithms.CONSENSUS_ONLY
+    options    # of that row
+    grid       # names of the options to sweep: diffusion_rate, theta
+    max_steps  # upper limit for num_steps
+    """
+
+    averaging: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    grid: tuple[str, ...] = ()
+    max_steps: int | None = None
+
+    def build(self, network: Network, layout: Layout, values: Mapping[str, Any]) -> Any:
+        """Build the averaging algorithm. Its options come from `values`; other keys are ignored."""
+        given = {**values, **self.options}
+        row = (algorithms.AVERAGING | algorithms.CONSENSUS_ONLY)[self.averaging]
+        if options.takes_all(row):
+            every = vars(algorithms.Options())
+            known = {option: value for option, value in given.items() if option in every}
+            return algorithms.make(self.averaging, network, layout, algorithms.Options(**known))
+        own = algorithms.defaults(self.averaging, given)
+        known = {option: value for option, value in given.items() if option in own}
+        return algorithms.make(self.averaging, network, layout, **known)
+
+
+# As published: by then, methods of the family of plain gossip agree up to rounding.
+_FEW_STEPS = 500
+_RATE = ("diffusion_rate",)
+
+ALGORITHMS: dict[str, Method] = {
+    "uncompressed": Method("dpsgd", max_steps=_FEW_STEPS),
+    "power_gossip": Method("power-gossip"),
+    "power_gossip_random": Method("power-gossip", {"warm_start": False}),
+    "power_gossip_signs": Method("power-gossip", {"round_weights": True}),
+    "power_gossip_random_signs": Method(
+        "power-gossip", {"warm_start": False, "round_weights": True}
+    ),
+    "sign_choco": Method("choco", {"compressor": "sign-and-norm"}, _RATE),
+    "topk_choco": Method("choco", {"compressor": "top-k"}, _RATE),
+    "randomk_choco": Method("choco", {"compressor": "random-k"}, _RATE),
+    "svd_choco": Method("choco", {"compressor": "svd"}, _RATE),
+    "qsgd_choco": Method("choco", {"compressor": "qsgd"}, _RATE),
+    "fp_choco": Method("choco", {"compressor": "identity"}, _RATE),
+    "sign_deepsqueeze": Method("deepsqueeze", {"compressor": "sign-and-norm"}, _RATE),
+    "topk_deepsqueeze": Method("deepsqueeze", {"compressor": "top-k"}, _RATE),
+    "moniqua": Method("moniqua", grid=("diffusion_rate", "theta")),
+    "chebyshev": Method("chebyshev", max_steps=_FEW_STEPS),
+    "finite_time": Method("finite-time", max_steps=_FEW_STEPS),
+}

@@ -1,0 +1,88 @@
+"""Laws of output folders, of files written in one piece, and of the best checkpoint."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from powergossip import trees
+from powergossip.network import Processes
+from powergossip.runs.checkpoints import Checkpoints
+from powergossip.runs.files import write_atomically
+from powergossip.runs.output import Output
+
+
+@pytest.fixture
+def config() -> Any:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.create({"overwrite": False, "tensorboard": False})
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", ""])
+def test_a_damaged_info_file_is_named(tmp_path: Path, config: Any, content: str) -> None:
+    Output(str(tmp_path), config).close()
+    (tmp_path / "info.json").write_text(content)
+    with pytest.raises(ValueError, match=r"info\.json") as caught:
+        Output(str(tmp_path), config, resume=True)
+    assert str(tmp_path / "info.json") in str(caught.value)
+    assert (tmp_path / "info.json").read_text() == content
+
+
+def test_a_resumed_run_keeps_its_information_and_the_rows_up_to_an_offset(
+    tmp_path: Path, config: Any
+) -> None:
+    first = Output(str(tmp_path), config)
+    first.add_info({"a": 1, "b": 2})
+    first.write("error", {"value": 1.0}, {})
+    offset = first.rows.offset
+    first.write("error", {"value": 2.0}, {})
+    first.close()
+    again = Output(str(tmp_path), config, resume=True, offset=offset)
+    again.add_info({"b": 3})
+    again.close()
+    assert json.loads((tmp_path / "info.json").read_text()) == {"a": 1, "b": 3}
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_an_interrupted_write_leaves_the_old_contents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: bool
+) -> None:
+    file = tmp_path / "index.json"
+    write_atomically(file, "old", sync)
+    assert [path.name for path in tmp_path.iterdir()] == ["index.json"]
+
+    def interrupted(self: Path, target: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write_atomically(file, "new", sync)
+    assert file.read_text() == "old"
+    write_atomically(file, "new", sync)
+    assert file.read_text() == "new"
+
+
+def test_of_equal_scores_the_first_checkpoint_is_the_best(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, Processes())
+    for step, score in enumerate([0.1, 0.5, 0.5, 0.3]):
+        checkpoints.save(step, range(1), {"x": torch.full((1, 2), float(step))}, {}, score)
+    best, last = checkpoints.describe("best"), checkpoints.describe("last")
+    assert best is not None
+    assert last is not None
+    assert (best["step"], last["step"]) == (1, 3)
+    assert checkpoints.load(range(1), "best")["x"].tolist() == [[1.0, 1.0]]
+
+
+def test_a_tree_keeps_its_shape_and_its_other_leaves() -> None:
+    tree = {"a": [torch.ones(2), 3, None], "b": {"c": torch.zeros(1), "d": "text"}, "e": (1, 2)}
+    doubled = trees.map_tensors(lambda tensor: 2 * tensor, tree)
+    assert doubled["a"][0].tolist() == [2.0, 2.0]
+    assert doubled["a"][1:] == [3, None]
+    assert doubled["b"]["c"].tolist() == [0.0]
+    assert (doubled["b"]["d"], doubled["e"]) == ("text", [1, 2])
+    assert tree["a"][0].tolist() == [1.0, 1.0], "unchanged"  # type: ignore[index]
