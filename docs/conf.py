@@ -11,12 +11,9 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.writers.html5 import HTML5Translator
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout of this file, not another one
 
-import costs  # noqa: E402
-import docstrings  # noqa: E402
-import drawings  # noqa: E402
+from docs import costs, docstrings, drawings  # noqa: E402
 
 project = "Decentralized deep learning"
 author = "The decentralized-deep-learning authors"
@@ -81,7 +78,7 @@ def generate(app: Sphinx) -> None:
 
 
 def add_title(app: Sphinx, name: str, source: list[str]) -> None:
-    """Reports of experiments get a title: they are made as parts of RESULTS.md, which has its own."""
+    """Give reports of experiments a title. They are made as parts of RESULTS.md, which has one."""
     if name.startswith("results/"):
         source[0] = f"# {name.split('/')[1]}\n\n{source[0]}"
 

@@ -16,7 +16,9 @@ from powergossip.parameters import Layout
 from powergossip.tasks.models import ResNet20
 
 WORKERS = 8
-STEPS = 2  # PowerGossip and PowerSGD send one side of their factors in a step, the other in the next
+STEPS = (
+    2  # PowerGossip and PowerSGD send one side of their factors in a step, the other in the next
+)
 
 Step = Callable[[torch.Tensor], Conversation]
 Build = Callable[[Network, Layout], Step]
