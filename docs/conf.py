@@ -13,7 +13,7 @@ from sphinx.writers.html5 import HTML5Translator
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout of this file, not another one
 
-from docs import costs, docstrings, drawings  # noqa: E402
+from docs import costs, docstrings, drawings
 
 project = "Decentralized deep learning"
 author = "The decentralized-deep-learning authors"
@@ -37,6 +37,7 @@ html_static_path = ["_static"]
 html_css_files = ["katex/katex.min.css", "site.css"]
 html_js_files = ["katex/katex.min.js", "equations.js"]
 html_math_renderer = "katex"
+html_sidebars = {"topologies": []}  # it has no pages below it
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {

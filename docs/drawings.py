@@ -64,11 +64,13 @@ def _positions(topology: Topology) -> dict[int, np.ndarray]:
         }
     if name == "torus":
         side = int(np.sqrt(n))
-        # A little apart from the lines, so that an edge around the torus is not hidden by others.
-        return {
-            i: np.array([i % side + 0.18 * (i // side) ** 2, -(i // side) - 0.18 * (i % side) ** 2])
-            for i in range(n)
-        }
+        points = {}
+        for i in range(n):
+            # The torus from above, a little turned, so that no two workers coincide.
+            along, around = 2 * np.pi * np.array([i // side, i % side]) / side + 0.5
+            radius, angle = 1 + 0.45 * np.cos(around), along + 0.25 * np.sin(around)
+            points[i] = radius * np.array([np.cos(angle), np.sin(angle)])
+        return points
     if name == "binary-tree":
         level = [int(np.log2(i + 1)) for i in range(n)]
         return {
@@ -152,7 +154,8 @@ def _save(figure: pyplot.Figure, path: Path) -> None:
 
 def _spectra_table(chosen: Sequence[Topology]) -> str:
     lines = [
-        "| topology | workers | edges | λ₂ | λ_max | γ* | factor at γ* | at γ = 1 | Chebyshev |",
+        "| topology | workers | edges | $\\lambda_2$ | $\\lambda_{\\max}$ | $\\gamma^*$ "
+        "| factor at $\\gamma^*$ | at $\\gamma = 1$ | Chebyshev |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for t in chosen:

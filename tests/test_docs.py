@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import itertools
 import re
 import shlex
 import subprocess
@@ -241,9 +242,9 @@ def test_commands_name_what_exists(page: str, command: str) -> None:
         rest = words[words.index("experiments") + 1 :]
         assert rest[0] in ("list", "run", "status", "report")
         assert all(word in EXPERIMENTS for word in rest[1:2])
-    modules = [after for word, after in zip(words, words[1:], strict=False) if word == "-m"]
+    modules = re.findall(r"python -m ([\w.]+)", command)
     assert all(importlib.util.find_spec(module) for module in modules)
-    for before, word in zip(words, words[1:], strict=False):
+    for before, word in itertools.pairwise(words):
         if before == "--config" and not word.endswith(".yaml"):
             assert presets.files(word), word
     config = gossip_run.config if "gossip_run.py" in words else train.config
