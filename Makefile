@@ -2,17 +2,19 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check bench clean
+.PHONY: help setup train test check bench docs docs-serve clean
 
 # processes of `make train`, and what is handed on to it:  make train NP=4 ARGS="topology=torus seed=2"
 NP ?= 8
 ARGS ?=
+# port of `make docs-serve`
+PORT ?= 8000
 
 activate := source .venv/bin/activate
 gossip_step := python benchmarks/gossip_step.py
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\): .*## /make \1\t/p' Makefile | expand -t 14
+	@sed -n 's/^\([a-z-]*\): .*## /make \1\t/p' Makefile | expand -t 18
 
 setup: ## make .venv, once
 	@bash environment/setup.sh
@@ -49,6 +51,13 @@ bench: setup ## milliseconds per step: gossip, and compressed gradients beside P
 	mpirun -np 4 python benchmarks/powersgd_step.py rank=4 && \
 	python benchmarks/dgc_selection.py
 
+docs: setup ## the documentation site, in docs/_build/html; warnings are errors
+	@$(activate) && python -m sphinx -q -W --keep-going -d docs/_build/doctrees docs docs/_build/html && \
+	echo "docs/_build/html/index.html"
+
+docs-serve: docs ## the site at http://localhost:8000; PORT=…
+	@$(activate) && python -m http.server --bind 127.0.0.1 --directory docs/_build/html $(PORT)
+
 clean: ## remove .venv, builds and caches; keeps output/ and data/
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build docs/_build docs/_generated *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""What the README shows works as it stands there."""
+"""The README's blocks run as they stand, and its tables agree with the code and the reports."""
 
 import os
 import re
@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+import train
+from powergossip import algorithms, compressors, tasks, topologies
+from powergossip.algorithms import aggregation, ddp
+from powergossip.runs import configuration
 from tests import launch
 
 README = (launch.ROOT / "README.md").read_text()
@@ -20,45 +24,43 @@ def blocks(language: str) -> list[str]:
 
 
 COMMANDS = [line for block in blocks("bash") for line in block.splitlines()]
-TRAINING = [line for line in COMMANDS if "train.py" in line and "--help" not in line]
 
-SHOWN = {  # the end of what each Python block prints, by a word of it
-    "log_metric": r"mean model: \d+\.\d%\n$",
-    "PowerGossip": r"sent by worker 0: 0\.\d\d MB\n(.*\n)+",
-    "OneNeighbor": r"^\[2\.0, 2\.0\] \[32, 32\]\n$",
-    "Half": r"\b2\.0 times fewer bits than uncompressed gossip\n",
-}
+# The Python blocks by a word of each, with the end of its output. Those of a program share a
+# process: each has names of its own, and none trains, which would change settings of the next one.
+PROGRAMS = [
+    {"train.log_metric = log_metric": r"mean model: \d+\.\d%\n$"},
+    {"class Half": r"\b2\.0 times fewer bits than uncompressed gossip\n"},
+    {
+        "GossipOptimizer(": r"^norm of the mean model: \d\.\d{3}, sent: 0\.0 kB\n",
+        "PowerSGD(": r"^compression rate: \d+\.\d\n",
+        "class OneNeighbor": r"^\[2\.0, 2\.0\] \[32, 32\]\n$",
+    },
+]
 
 
-@pytest.mark.parametrize("word", SHOWN)
-def test_python_blocks_run_anywhere(word: str, tmp_path: Path) -> None:
-    (block,) = [block for block in blocks("python") if word in block and block not in QUOTED]
-    (tmp_path / "block.py").write_text(block)
-    ended = launch.python("block.py", cwd=tmp_path)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: next(iter(program)))
+def test_python_blocks_run_anywhere(program: dict[str, str], tmp_path: Path) -> None:
+    lines = []
+    for index, word in enumerate(program):
+        (block,) = [block for block in blocks("python") if word in block]
+        (tmp_path / f"block{index}.py").write_text(block)
+        lines.append(f"print('{'=' * 20}'); runpy.run_path('block{index}.py')")
+    (tmp_path / "program.py").write_text("\n".join(["import runpy", *lines]))
+    ended = launch.python("program.py", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
-    assert re.search(SHOWN[word], ended.stdout), ended.stdout
-
-
-QUOTED = [block for block in blocks("python") if block.startswith("# examples/")]
+    outputs = ended.stdout.split(f"{'=' * 20}\n")[1:]
+    for output, expected in zip(outputs, program.values(), strict=True):
+        assert re.search(expected, output, re.MULTILINE), output
 
 
 def test_every_python_block_is_tested() -> None:
-    assert len(blocks("python")) == len(SHOWN) + len(QUOTED)
-
-
-@pytest.mark.parametrize("block", QUOTED)
-def test_quoted_lines_are_those_of_the_example(block: str) -> None:
-    """In the same order; tests/test_examples.py runs the whole."""
-    path, *lines = block.splitlines()
-    left = iter((launch.ROOT / path.removeprefix("# ")).read_text().splitlines())
-    for line in filter(None, lines):
-        assert line in left, line
+    assert len(blocks("python")) == sum(map(len, PROGRAMS))
 
 
 def run(command: str, *more: str, cwd: Path = launch.ROOT) -> subprocess.CompletedProcess[str]:
     words = shlex.split(command)
     words[words.index("python")] = sys.executable
-    words = [str(launch.ROOT / word) if word == "train.py" else word for word in words]
+    words = [str(launch.ROOT / word) if word.endswith(".py") else word for word in words]
     with launch.one_mpirun_at_a_time():
         return subprocess.run(
             [*words, *more],
@@ -70,53 +72,109 @@ def run(command: str, *more: str, cwd: Path = launch.ROOT) -> subprocess.Complet
         )
 
 
-@pytest.mark.parametrize("command", [c for c in TRAINING if "--output-dir" not in c])
+TRAINING = [
+    line
+    for line in COMMANDS
+    if "python train.py" in line and "--help" not in line and "--config" not in line
+]
+
+
+@pytest.mark.parametrize("command", TRAINING)
 def test_training_commands_run(command: str, tmp_path: Path) -> None:
-    """With one epoch; that `make train` runs to its end is not for a test suite."""
+    """With one epoch. CI runs `make train` to its end."""
     ended = run(command, "num_epochs=1", "--output-dir", str(tmp_path))
     assert ended.returncode == 0, ended.stderr
     assert "test accuracy, mean model" in ended.stdout
     assert (tmp_path / "figure.png").exists()
 
 
-def test_stopping_and_going_on(tmp_path: Path) -> None:
-    """The first command with two epochs, the second with three."""
-    first, second = (command for command in TRAINING if "--output-dir" in command)
-    assert run(first, "num_epochs=2", cwd=tmp_path).returncode == 0
-    ended = run(second, "num_epochs=3", cwd=tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    assert "After 3 epochs" in ended.stdout
-
-
 def test_the_consensus_command_runs_as_it_stands(tmp_path: Path) -> None:
     (command,) = [line for line in COMMANDS if "gossip_run.py" in line]
-    ended = launch.python(*shlex.split(command)[1:], "--output-dir", tmp_path)
+    ended = run(command, "--output-dir", str(tmp_path))
     assert ended.returncode == 0, ended.stderr
     assert "uncompressed" in ended.stdout
     assert (tmp_path / "figure.png").exists()
 
 
+def test_presets_of_the_commands_exist() -> None:
+    """Their task needs CIFAR-10, so that the settings are read and the run is not started."""
+    (command,) = [line for line in COMMANDS if "--config" in line]
+    words = shlex.split(command)
+    config = train.config.copy()
+    configuration.read_command_line(config, words[words.index("train.py") + 1 :], "")
+    assert (config.task, config.optimizer) == ("Cifar", "power-gossip")
+    assert config.optimizer_num_iterations == 1
+
+
 def test_other_commands_are_tested_elsewhere() -> None:
-    """make train and make test by CI, --help, mpi_check, examples and experiments by their own."""
+    """make by CI, --help, mpi_check and examples by the tests of their own."""
     others = [
-        command for command in COMMANDS if command not in TRAINING and "gossip_run" not in command
+        command
+        for command in COMMANDS
+        if command not in TRAINING and "gossip_run" not in command and "--config" not in command
     ]
     assert others == [
+        "make setup",
+        "source .venv/bin/activate",
         "make train",
-        "make test",
         "python train.py --help",
         "mpirun -np 8 python -m powergossip.mpi_check",
         "mpirun -np 4 python examples/gossip.py",
         "mpirun -np 4 python examples/compressed_gradients.py",
-        "python -m experiments list",
-        "python -m experiments run consensus",
-        "python -m experiments report consensus",
+        "make test",
     ]
 
 
-def test_files_that_are_named_exist() -> None:
-    listing = README.split("## Where things are")[1]
-    for name in re.findall(r"^    ([a-z_]+(?:\.py|/))", listing, flags=re.MULTILINE):
+def test_sections_are_in_the_order_of_a_newcomer() -> None:
+    without_code = re.sub(r"^```.*?^```$", "", README, flags=re.DOTALL | re.MULTILINE)
+    assert re.findall(r"^## (.*)$", without_code, re.MULTILINE) == [
+        "Install",
+        "Train",
+        "Map of the repository",
+        "Use",
+        "Add an algorithm, a compressor, a topology, a task",
+        "Methods, topologies, tasks",
+        "Results",
+        "Documentation",
+        "Citation",
+        "License",
+    ]
+    assert len(re.findall(r"[A-Za-z]+", without_code)) <= 1500
+
+
+def test_the_map_has_every_file_and_folder_of_the_top_level() -> None:
+    listing = README.split("## Map of the repository")[1].split("##")[0]
+    shown = re.findall(r"^    ([a-z_]+(?:\.py|/))", listing, flags=re.MULTILINE)
+    tracked = subprocess.check_output(["git", "ls-files"], cwd=launch.ROOT, text=True).split()
+    folders = {name.split("/")[0] + "/" for name in tracked if "/" in name if name[0] != "."}
+    programs = {name for name in tracked if "/" not in name and name.endswith(".py")}
+    assert sorted(shown) == sorted(folders | programs)
+    assert len(shown) == 12
+
+
+def test_files_that_are_linked_exist() -> None:
+    for name in re.findall(r"\]\(([^)#:]+)\)", README):
         assert (launch.ROOT / name).exists(), name
-    for name in re.findall(r"\]\(((?:docs|environment)/[^)]*)\)", README):
-        assert (launch.ROOT / name).exists(), name
+
+
+def test_every_row_of_a_registry_is_in_the_table() -> None:
+    table = README.split("## Methods, topologies, tasks")[1].split("##")[0]
+    named = set(re.findall(r"`([^`]+)`", table))
+    registries = (
+        algorithms.AVERAGING,
+        aggregation.AGGREGATIONS,
+        ddp.HOOKS,
+        compressors.COMPRESSORS,
+        topologies.TOPOLOGIES,
+        tasks.TASKS,
+    )
+    assert {row for registry in registries for row in registry} <= named
+
+
+def test_results_are_those_of_the_report() -> None:
+    report = (launch.ROOT / "docs/results/fashion_mnist/report.md").read_text()
+    table = README.split("## Results")[1].split("##")[0]
+    rows = re.findall(r"^\| (?!method|---).*\|$", table, re.MULTILINE)
+    assert len(rows) == 8
+    for row in rows:
+        assert row in report  # a row of the report has further columns

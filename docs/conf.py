@@ -1,0 +1,91 @@
+"""Sphinx configuration of the documentation site: `make docs`.
+
+Pages are Markdown (MyST), API pages come from docstrings and types, drawings of topologies from the
+topologies themselves. Nothing is fetched when a page is read: KaTeX and its fonts are in `_static`.
+"""
+
+import sys
+from pathlib import Path
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.writers.html5 import HTML5Translator
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout of this file, not another one
+
+from docs import costs, docstrings, drawings
+
+project = "Decentralized deep learning"
+author = "The decentralized-deep-learning authors"
+copyright = author
+exclude_patterns = ["_build", "_generated"]
+
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+myst_enable_extensions = ["dollarmath", "deflist"]
+myst_heading_anchors = 3
+# Headings of a report may be two levels below its title.
+suppress_warnings = ["myst.header"]
+
+autoclass_content = "both"
+autodoc_inherit_docstrings = False  # an undocumented override of torch's would show torch's markup
+autodoc_member_order = "bysource"
+python_maximum_signature_line_length = 88
+
+html_theme = "pydata_sphinx_theme"
+html_title = project
+html_static_path = ["_static"]
+html_css_files = ["katex/katex.min.css", "site.css"]
+html_js_files = ["katex/katex.min.js", "equations.js"]
+html_math_renderer = "katex"
+html_sidebars = {"topologies": []}  # it has no pages below it
+html_copy_source = False
+html_show_sourcelink = False
+html_theme_options = {
+    "navbar_center": ["navbar-nav"],
+    "navbar_end": ["theme-switcher"],
+    "header_links_before_dropdown": 6,
+    "show_prev_next": True,
+    "footer_start": ["copyright"],
+    "footer_end": [],
+    "secondary_sidebar_items": ["page-toc"],
+    "navigation_with_keys": False,
+}
+
+
+def inline_equation(translator: HTML5Translator, node: nodes.math) -> None:
+    """An element that equations.js renders."""
+    translator.body.append(
+        translator.starttag(node, "span", "", CLASS="math") + translator.encode(node.astext())
+    )
+    translator.body.append("</span>")
+    raise nodes.SkipNode
+
+
+def displayed_equation(translator: HTML5Translator, node: nodes.math_block) -> None:
+    """As `inline_equation`, centered on lines of its own."""
+    translator.body.append(
+        translator.starttag(node, "div", "", CLASS="math display")
+        + translator.encode(node.astext())
+    )
+    translator.body.append("</div>\n")
+    raise nodes.SkipNode
+
+
+def generate(app: Sphinx) -> None:
+    """Drawings and tables that follow from the code."""
+    folder = Path(app.srcdir) / "_generated"
+    drawings.write(folder)
+    costs.write(folder)
+
+
+def add_title(app: Sphinx, name: str, source: list[str]) -> None:
+    """Give reports of experiments a title. They are made as parts of RESULTS.md, which has one."""
+    if name.startswith("results/"):
+        source[0] = f"# {name.split('/')[1]}\n\n{source[0]}"
+
+
+def setup(app: Sphinx) -> None:
+    app.add_html_math_renderer("katex", (inline_equation, None), (displayed_equation, None))
+    app.connect("builder-inited", generate)
+    app.connect("source-read", add_title)
+    app.connect("autodoc-process-docstring", docstrings.process)

@@ -1,0 +1,75 @@
+"""Bits that a worker sends in a step, for each method, counted by running it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import algorithms
+import topologies
+from powergossip.algorithms.dgc import Config as DGCConfig
+from powergossip.algorithms.dgc import DGCAggregation
+from powergossip.algorithms.power_sgd import Aggregation
+from powergossip.algorithms.power_sgd import Config as PowerSGDConfig
+from powergossip.network import Conversation, Network
+from powergossip.parameters import Layout
+from powergossip.tasks.models import ResNet20
+
+WORKERS = 8
+STEPS = (
+    2  # PowerGossip and PowerSGD send one side of their factors in a step, the other in the next
+)
+
+Step = Callable[[torch.Tensor], Conversation]
+Build = Callable[[Network, Layout], Step]
+
+
+def _averaging(name: str, **options: object) -> Build:
+    return lambda network, layout: algorithms.make(name, network, layout, **options).step
+
+
+def _power_sgd(network: Network, layout: Layout) -> Step:
+    config = PowerSGDConfig(rank=1, min_compression_rate=2, num_iters_per_step=2)
+    aggregation = Aggregation(network, layout, config)
+    return lambda x: aggregation.step(x, torch.zeros_like(x))
+
+
+def _dgc(network: Network, layout: Layout) -> Step:
+    aggregation = DGCAggregation(network, layout, DGCConfig(compress_ratio=0.01))
+    return lambda x: aggregation.step(x, torch.zeros_like(x))
+
+
+METHODS: dict[str, Build] = {
+    "D-PSGD": _averaging("dpsgd"),
+    "PowerGossip, rank 1, 1 iteration": _averaging("power-gossip"),
+    "PowerGossip, rank 1, 2 iterations": _averaging("power-gossip", num_iterations=2),
+    "PowerGossip, rank 4, 1 iteration": _averaging("power-gossip", rank=4),
+    "CHOCO or DeepSqueeze, sign": _averaging("choco", compressor="sign-and-norm"),
+    "CHOCO or DeepSqueeze, top 1 %": _averaging("choco", compressor="top-k", keep_ratio=0.01),
+    "CHOCO or DeepSqueeze, random 1 %": _averaging("choco", compressor="random-k", keep_ratio=0.01),
+    "CHOCO or DeepSqueeze, QSGD, 4 levels": _averaging("choco", compressor="qsgd", levels=4),
+    "Moniqua, 2 bits": _averaging("moniqua"),
+    "all-reduce": _averaging("all-reduce"),
+    "PowerSGD, rank 1, 2 half-iterations": _power_sgd,
+    "DGC, 1 %": _dgc,
+}
+
+
+def write(folder: Path) -> None:
+    """Write the table for ResNet-20 on a ring into folder/costs.md."""
+    layout = Layout(p.shape for p in ResNet20((3, 32, 32), 10).parameters())
+    sent = {name: _bytes(build, layout) for name, build in METHODS.items()}
+    lines = ["| method | bytes a step | D-PSGD sends |", "| --- | --- | --- |"]
+    for name, count in sent.items():
+        lines.append(f"| {name} | {count:,.0f} | {sent['D-PSGD'] / count:.1f}× |")
+    (folder / "costs.md").write_text("\n".join(lines) + "\n")
+
+
+def _bytes(build: Build, layout: Layout) -> float:
+    network = Network(topologies.make("ring", WORKERS))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(WORKERS, layout.size, generator=generator)
+    step = build(network, layout)
+    for _ in range(STEPS):
+        network.run(step(x))
+    return int(network.bits[0]) / 8 / STEPS

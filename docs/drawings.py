@@ -1,0 +1,189 @@
+"""Drawings and spectra of the topologies, made from the topologies themselves."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import networkx as nx
+import numpy as np
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+
+import topologies
+from powergossip.topologies import Round, Topology
+
+WORKERS = 16
+OWN_SIZE = {"social-network": 32}  # a data set: its number of workers is fixed
+UNDIRECTED = list(topologies.UNDIRECTED)
+DIRECTED = ["unidirectional-ring", "exponential"]
+TIME_VARYING = {  # the sizes whose rounds are drawn
+    "one-peer-exponential": 8,
+    "base-graph": 6,
+    "random-matching": 8,
+    "round-robin": 8,
+    "epidemic": 8,
+}
+ROUNDS = 4  # drawn, of each time-varying topology
+COLOR = "#3b6ea5"
+
+
+def write(folder: Path) -> None:
+    """Write SVG drawings and Markdown tables into a folder, which is made."""
+    folder.mkdir(exist_ok=True)
+    matplotlib.rcParams["svg.hashsalt"] = "topologies"  # the same file each time
+    undirected = [_make(name) for name in UNDIRECTED]
+    _graphs(undirected, folder / "undirected.svg", columns=5)
+    _graphs([_make(name) for name in DIRECTED], folder / "directed.svg", columns=2)
+    time_varying = [topologies.make(name, n) for name, n in TIME_VARYING.items()]
+    _rounds(time_varying, folder / "time-varying.svg")
+    _spectra(undirected, folder / "spectra.svg")
+    (folder / "spectra.md").write_text(_spectra_table(undirected))
+    without_spectrum = [_make(name) for name in (*DIRECTED, *TIME_VARYING)]
+    (folder / "periods.md").write_text(_periods_table(without_spectrum))
+
+
+def _make(name: str) -> Topology:
+    return topologies.make(name, OWN_SIZE.get(name, WORKERS))
+
+
+def _positions(topology: Topology) -> dict[int, np.ndarray]:
+    """worker → point: on a circle, or where the graph has a usual shape, in that."""
+    name, n = topology.name, topology.n_workers
+    if name == "star":
+        around = nx.circular_layout(range(1, n))
+        return {0: np.zeros(2), **around}
+    if name == "chain":
+        # In rows, forth and back.
+        side = int(np.ceil(np.sqrt(n)))
+        return {
+            i: np.array([i % side if i // side % 2 == 0 else side - 1 - i % side, -(i // side)])
+            for i in range(n)
+        }
+    if name == "torus":
+        side = int(np.sqrt(n))
+        points = {}
+        for i in range(n):
+            # The torus from above, a little turned, so that no two workers coincide.
+            along, around = 2 * np.pi * np.array([i // side, i % side]) / side + 0.5
+            radius, angle = 1 + 0.45 * np.cos(around), along + 0.25 * np.sin(around)
+            points[i] = radius * np.array([np.cos(angle), np.sin(angle)])
+        return points
+    if name == "binary-tree":
+        level = [int(np.log2(i + 1)) for i in range(n)]
+        return {
+            i: np.array([(i + 2 - 2 ** level[i] - 0.5) / 2 ** level[i], -level[i]])
+            for i in range(n)
+        }
+    if name in ("hypercube", "social-network", "random-regular"):
+        graph = nx.Graph(map(tuple, topology.edges.tolist()))
+        return dict(nx.kamada_kawai_layout(graph))
+    return dict(nx.circular_layout(range(n)))
+
+
+def _draw(axes: Axes, round_: Round, positions: dict[int, np.ndarray], title: str) -> None:
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(round_.n_workers))
+    receivers, senders = round_.weights.nonzero()
+    graph.add_edges_from(zip(senders.tolist(), receivers.tolist(), strict=True))
+    shown = graph.to_undirected() if round_.symmetric else graph
+    nx.draw_networkx(
+        shown,
+        positions,
+        ax=axes,
+        node_size=70,
+        node_color=COLOR,
+        edge_color="#888888",
+        width=0.9,
+        arrows=True,
+        arrowstyle="-" if round_.symmetric else "-|>",
+        arrowsize=7,
+        font_size=5,
+        font_color="white",
+    )
+    axes.set_title(title, fontsize=9)
+    axes.set_axis_off()
+    axes.margins(0.12)
+    axes.set_aspect("equal" if "tree" not in title else "auto")
+
+
+def _graphs(chosen: Sequence[Topology], path: Path, columns: int) -> None:
+    rows = -(-len(chosen) // columns)
+    figure, grid = pyplot.subplots(
+        rows, columns, figsize=(2 * columns, 2.1 * rows), squeeze=False, layout="constrained"
+    )
+    for axes, topology in zip(grid.flat, chosen, strict=False):
+        _draw(axes, topology.rounds[0], _positions(topology), topology.name)
+    for axes in grid.flat[len(chosen) :]:
+        axes.set_axis_off()
+    _save(figure, path)
+
+
+def _rounds(chosen: Sequence[Topology], path: Path) -> None:
+    figure, grid = pyplot.subplots(
+        len(chosen), ROUNDS, figsize=(8, 1.9 * len(chosen)), squeeze=False, layout="constrained"
+    )
+    for row, topology in zip(grid, chosen, strict=True):
+        for t, axes in enumerate(row):
+            if t < topology.period:
+                title = f"{topology.name}, round {t}" if t == 0 else f"round {t}"
+                _draw(axes, topology.round(t), _positions(topology), title)
+            else:
+                axes.set_axis_off()
+    _save(figure, path)
+
+
+def _spectra(chosen: Sequence[Topology], path: Path) -> None:
+    figure, axes = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
+    for line, topology in enumerate(reversed(chosen)):
+        values = topology.eigenvalues[1:]
+        axes.plot(values, [line] * len(values), "|", color=COLOR, markersize=11)
+    axes.set_yticks(range(len(chosen)), [t.name for t in reversed(chosen)], fontsize=8)
+    axes.set_xlabel("non-zero eigenvalues of I − W", fontsize=8)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.grid(axis="x", alpha=0.3)
+    _save(figure, path)
+
+
+def _save(figure: pyplot.Figure, path: Path) -> None:
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def _spectra_table(chosen: Sequence[Topology]) -> str:
+    lines = [
+        "| topology | workers | edges | $\\lambda_2$ | $\\lambda_{\\max}$ | $\\gamma^*$ "
+        "| factor at $\\gamma^*$ | at $\\gamma = 1$ | Chebyshev |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for t in chosen:
+        best = t.best_diffusion_rate
+        values = [
+            t.spectral_gap,
+            t.largest_eigenvalue,
+            best,
+            t.contraction(best),
+            t.contraction(1.0),
+            t.chebyshev_contraction,
+        ]
+        cells = [t.name, str(t.n_workers), str(len(t.edges)), *(f"{v + 0.0:.4f}" for v in values)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _periods_table(chosen: Sequence[Topology]) -> str:
+    lines = [
+        "| topology | workers | rounds in a period | factor of a round, γ = 1 |",
+        "| --- | --- | --- | --- |",
+    ]
+    for t in chosen:
+        if t.row_stochastic:
+            factor = "the mean may move"
+        elif t.averages_exactly:
+            factor = "exact mean after each period"
+        else:
+            factor = f"{t.contraction(1.0):.4f}"
+        lines.append(f"| {t.name} | {t.n_workers} | {t.period} | {factor} |")
+    return "\n".join(lines) + "\n"

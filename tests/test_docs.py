@@ -1,0 +1,329 @@
+"""The documentation site builds strictly, asks no other server, and its examples work."""
+
+import ast
+import importlib.util
+import itertools
+import re
+import shlex
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+
+import gossip_run
+import train
+from docs import docstrings
+from experiments import EXPERIMENTS
+from powergossip import algorithms, presets
+from powergossip.algorithms import aggregation, ddp
+from tests import launch
+
+DOCS = launch.ROOT / "docs"
+PAGES = sorted(
+    path
+    for path in DOCS.rglob("*.md")
+    if not {"_build", "_generated", "results"} & set(path.relative_to(DOCS).parts)
+)
+TEXTS = [*PAGES, launch.ROOT / "README.md", launch.ROOT / "CONTRIBUTING.md"]
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(launch.ROOT))
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    """A page's code blocks in a language."""
+    pattern = rf"^```{language}\n(.*?)^```$"
+    return re.findall(pattern, path.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+# --- The site ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site as `make docs` builds it, in another folder."""
+    folder = tmp_path_factory.mktemp("site")
+    options = ["-q", "-W", "--keep-going", "-d", str(folder / "doctrees")]
+    built = launch.python("-m", "sphinx", *options, DOCS, folder / "html", timeout=400)
+    assert built.returncode == 0, built.stderr
+    assert built.stderr == ""
+    return folder / "html"
+
+
+class Requests(HTMLParser):
+    """Addresses that a browser fetches when it shows a page. Links to click are not among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+        self.equations = 0
+        self.title = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {key: value or "" for key, value in attrs}
+        self.addresses += [given[key] for key in ("src", "data", "poster") if key in given]
+        self.addresses += [part.split()[0] for part in given.get("srcset", "").split(",") if part]
+        if tag == "link":
+            self.addresses.append(given.get("href", ""))
+        self.addresses += style_requests(given.get("style", ""))
+        self.equations += "math" in given.get("class", "").split()
+
+
+def style_requests(css: str) -> list[str]:
+    imports = re.findall(r"@import\s+[\"']([^\"']+)", css)
+    return imports + re.findall(r"url\(\s*[\"']?([^\"')]+)", css)
+
+
+def is_outside(address: str) -> bool:
+    return bool(re.match(r"([a-z]+:)?//", address, re.IGNORECASE))
+
+
+def test_no_page_asks_another_server(site: Path) -> None:
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > len(PAGES)
+    found = []
+    for page in pages:
+        requests = Requests()
+        text = page.read_text()
+        requests.feed(text)
+        requests.addresses += style_requests(" ".join(re.findall(r"<style.*?</style>", text, re.S)))
+        found += [(page.name, a) for a in requests.addresses if is_outside(a)]
+    for style in site.rglob("*.css"):
+        found += [(style.name, a) for a in style_requests(style.read_text()) if is_outside(a)]
+    assert found == []
+
+
+# Names of formats, and pages that are named in a message or comment.
+NAMES_IN_SCRIPTS = (
+    "http://www.w3.org/",
+    "https://snowballstem.org",
+    "https://developer.mozilla.org",
+)
+VERSION_WARNING = "https://pydata-sphinx-theme.readthedocs.io/"  # a message of the theme
+
+
+def test_no_script_asks_another_server(site: Path) -> None:
+    scripts = sorted(site.rglob("*.js"))
+    assert "katex.min.js" in {script.name for script in scripts}
+    for script in scripts:
+        for address in re.findall(r"(?:https?|wss?)://[^\s\"'`)]+", script.read_text()):
+            assert address.startswith((*NAMES_IN_SCRIPTS, VERSION_WARNING)), (script.name, address)
+
+
+def test_files_that_a_page_needs_are_in_the_site(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        requests = Requests()
+        requests.feed(page.read_text())
+        for address in requests.addresses:
+            path = re.split(r"[?#]", address)[0]
+            if path and not address.startswith("data:"):
+                assert (page.parent / path).exists(), (page.name, address)
+
+
+def test_fonts_of_equations_are_in_the_site(site: Path) -> None:
+    katex = site / "_static" / "katex"
+    fonts = style_requests((katex / "katex.min.css").read_text())
+    assert len(fonts) == 20
+    for font in fonts:
+        assert (katex / font).read_bytes()[:4] == b"wOF2"
+    assert "MIT" in (katex / "LICENSE").read_text()
+
+
+def test_every_method_has_a_page_with_equations(site: Path) -> None:
+    rows = [*algorithms.AVERAGING, *aggregation.AGGREGATIONS, *ddp.HOOKS]
+    options = [f"optimizer={row}" for row in rows]
+    options += [f"algorithm={row.replace('-', '_')}" for row in algorithms.CONSENSUS_ONLY]
+    pages = [page for page in (DOCS / "methods").glob("*.md") if page.stem != "index"]
+    for page in pages:
+        opening = page.read_text()[:1500]
+        named = re.findall(r"`((?:optimizer|algorithm)=[\w-]+)`", page.read_text())
+        assert named, page
+        assert opening.startswith("# ")
+        requests = Requests()
+        requests.feed((site / "methods" / f"{page.stem}.html").read_text())
+        assert requests.equations, page
+        for option in named:
+            if option in options:
+                options.remove(option)
+    assert options == []
+
+
+def test_docstrings_are_in_the_api_pages(site: Path) -> None:
+    text = (site / "api" / "algorithms.html").read_text()
+    assert 'id="powergossip.algorithms.PowerGossip"' in text
+    assert "https://arxiv.org/abs/2008.01425" in text
+    assert "system-message" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("x_i ← x_ + |y|*", "x_i ← x\\_ + \\|y\\|\\*\n"),
+        ("Use `a_` or b.", "Use ``a_``\\  or b.\n"),
+        ("Rule:\n\n    x ← y\n\n    z\n\nEnd.", "Rule:\n\n::\n\n   x ← y\n\n   z\n\nEnd.\n"),
+        ("rank     of it\nseed     first", "::\n\n   rank     of it\n   seed     first\n"),
+        ("- one\n- two *", "- one\n\n- two \\*\n"),
+        (
+            "See arXiv:2008.01425.",
+            "See `arXiv:2008.01425 <https://arxiv.org/abs/2008.01425>`__\\ .\n",
+        ),
+    ],
+)
+def test_docstrings_become_markup_that_shows_their_text(text: str, expected: str) -> None:
+    assert docstrings.to_rst(text) == expected
+
+
+# --- Code blocks ---------------------------------------------------------------------------------
+
+QUOTED = [
+    (page, block)
+    for page in PAGES
+    for block in blocks(page, "python")
+    if block.startswith("# examples/")
+]
+RUN = [page for page in PAGES if set(blocks(page, "python")) - {block for _, block in QUOTED}]
+
+
+@pytest.mark.parametrize("page", RUN, ids=name)
+def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
+    """One after the other in a process, each with names of its own."""
+    quoted = {block for _, block in QUOTED}
+    chosen = [block for block in blocks(page, "python") if block not in quoted]
+    lines = ["import runpy"]
+    for index, block in enumerate(chosen):
+        (tmp_path / f"block{index}.py").write_text(block)
+        lines.append(f"runpy.run_path('block{index}.py')")
+    (tmp_path / "program.py").write_text("\n".join(lines))
+    ended = launch.python("program.py", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize(("page", "block"), QUOTED, ids=lambda value: str(value)[-30:])
+def test_quoted_lines_are_those_of_the_example(page: Path, block: str) -> None:
+    """In the same order. The block is valid Python, and tests/test_examples.py runs the whole."""
+    path, *lines = block.splitlines()
+    ast.parse(block)
+    left = iter((launch.ROOT / path.removeprefix("# ")).read_text().splitlines())
+    for line in filter(None, lines):
+        assert line.split("  #")[0] in (other.split("  #")[0] for other in left), line
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """(page, command) of bash blocks and of indented lines."""
+    for page in TEXTS:
+        text = page.read_text().replace("\\\n", " ")
+        lines = [line for block in blocks(page, "bash") for line in block.splitlines()]
+        lines += re.findall(
+            r"^    ((?:mpirun|python|sbatch|bash|SBATCH_\w+=|powergossip).*)$", text, re.M
+        )
+        yield from ((name(page), line) for line in lines)
+
+
+COMMANDS = sorted(set(commands()))
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=lambda value: value[:60])
+def test_commands_name_what_exists(page: str, command: str) -> None:
+    """Files, modules, keys, presets, experiments and targets of make."""
+    words = shlex.split(command)
+    if words[0] == "make":
+        targets = re.findall(r"^([a-z-]+):", (launch.ROOT / "Makefile").read_text(), re.M)
+        assert words[1] in targets
+        return
+    for word in words:
+        if re.fullmatch(r"[\w/]+\.(py|sh|sbatch)", word):
+            assert (launch.ROOT / word).exists(), word
+    if "experiments" in words:
+        rest = words[words.index("experiments") + 1 :]
+        assert rest[0] in ("list", "run", "status", "report")
+        assert all(word in EXPERIMENTS for word in rest[1:2])
+    modules = re.findall(r"python -m ([\w.]+)", command)
+    assert all(importlib.util.find_spec(module) for module in modules)
+    for before, word in itertools.pairwise(words):
+        if before == "--config" and not word.endswith(".yaml"):
+            assert presets.files(word), word
+    config = gossip_run.config if "gossip_run.py" in words else train.config
+    keys = [w.split("=")[0] for w in words if re.match(r"[a-z]\w*=", w)]
+    if "emulated_cluster.py" not in command or "train" in command:
+        assert [key for key in keys if key not in config] == []
+
+
+def test_keys_in_the_text_exist() -> None:
+    for page in TEXTS:
+        for key in re.findall(
+            r"`((?:optimizer|distributed|decentralized_data)_\w+)", page.read_text()
+        ):
+            if key != "optimizer_X" and key != "optimizer_step":
+                assert key in train.config, (name(page), key)
+
+
+# --- Facts ---------------------------------------------------------------------------------------
+
+
+def test_measured_numbers_are_those_of_a_report() -> None:
+    """Every mean with a standard deviation, and the whole table with its bits."""
+    reports = "\n".join(p.read_text() for p in (DOCS / "results").glob("*/report.md"))
+    for page in TEXTS:
+        for number in re.findall(r"[\d.]+ ± [\d.]*\d", page.read_text()):
+            assert number in reports, (name(page), number)
+
+
+def test_every_report_is_on_the_page_of_results() -> None:
+    listed = re.findall(r"^results/(\w+)/report$", (DOCS / "results.md").read_text(), re.M)
+    assert sorted(listed) == sorted(p.parent.name for p in (DOCS / "results").glob("*/report.md"))
+
+
+def test_new_places_of_modules_exist() -> None:
+    text = (launch.ROOT / "CHANGELOG.md").read_text()
+    modules = set(re.findall(r"`(powergossip(?:\.\w+)+)`", text))
+    assert len(modules) > 15
+    for module in modules:
+        assert importlib.util.find_spec(module), module
+
+
+def test_old_modules_are_in_the_changelog() -> None:
+    """Every module that the top level had before there was a package."""
+    text = (launch.ROOT / "CHANGELOG.md").read_text()
+    table = "\n".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))
+    old = """centralized checkpoints configuration ddp_hooks dgc directions errors evaluation
+        gossip_optimizer local_optimizers metrics network parameters powersgd randomness runs tasks
+        train_settings algorithms compressors topologies"""
+    assert set(old.split()) <= set(re.findall(r"`(\w+)`", table))
+
+
+def test_files_that_pages_link_exist() -> None:
+    for page in TEXTS:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), (name(page), target)
+
+
+def test_citation_and_ci_fit_the_project() -> None:
+    project = tomllib.loads((launch.ROOT / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((launch.ROOT / "CITATION.cff").read_text())
+    assert citation["cff-version"] == "1.2.0"
+    assert (citation["version"], citation["license"]) == (project["version"], project["license"])
+    assert all(citation[key] for key in ("title", "message", "authors"))
+    ci = yaml.safe_load((launch.ROOT / ".github/workflows/ci.yml").read_text())
+    job = ci["jobs"]["test"]
+    versions = job["strategy"]["matrix"]["python"]
+    assert versions[0] == project["requires-python"].removeprefix(">=")
+    makefile = (launch.ROOT / "Makefile").read_text()
+    ran = [step["run"] for step in job["steps"] if "run" in step]
+    for target in (command.split()[1] for command in ran if command.startswith("make ")):
+        assert re.search(rf"^{target}:", makefile, re.M), target
+
+
+def test_authors_are_those_of_the_citation() -> None:
+    citation = yaml.safe_load((launch.ROOT / "CITATION.cff").read_text())
+    assert f'author = "{citation["authors"][0]["name"]}"' in (DOCS / "conf.py").read_text()
+
+
+def test_make_lists_its_targets() -> None:
+    shown = subprocess.check_output(["make", "help"], cwd=launch.ROOT, text=True)
+    assert re.search(r"^make docs +\w", shown, re.M)
+    assert re.search(r"^make docs-serve +\w", shown, re.M)
