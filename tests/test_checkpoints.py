@@ -58,7 +58,9 @@ CASES: list[dict[str, Any]] = [
     {
         "task": "LSTM",
         "task_architecture": "LSTM",  # carries its hidden state from batch to batch; dropout
-        "task_options": {"hidden_size": 16, "num_layers": 2},
+        "task_options": {"hidden_size": 16, "num_layers": 2, "min_count": 20},
+        "batch_size": 16,
+        "max_steps_per_epoch": 5,
         "gradient_clipping": 0.4,
         "optimizer": "choco",
         "optimizer_diffusion_rate": 0.1,
