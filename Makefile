@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check bench docs docs-serve clean
+.PHONY: help setup train test test-quick test-all check bench docs docs-serve clean
 
 # processes of `make train`, and what is handed on to it:  make train NP=4 ARGS="topology=torus seed=2"
 NP ?= 8
@@ -13,6 +13,17 @@ PORT ?= 8000
 activate := source .venv/bin/activate
 gossip_step := python benchmarks/gossip_step.py
 
+# Tests: first all for one process, on all cores; then those for several, under one mpirun each.
+process_counts := 2 3 4 8
+test_environment := export OMP_NUM_THREADS=1; { [ -t 1 ] || export PY_COLORS=0; }
+run_tests = $(activate) && $(test_environment) && failed= && \
+	{ python -m pytest -n auto --maxprocesses 8 --dist worksteal -m '$(1)' || failed=1; } && \
+	for n in $(process_counts); do \
+		echo "── $$n MPI processes ──"; \
+		mpirun -np $$n python -m pytest -q -m '$(1)' || failed="$$failed $$n"; \
+	done && \
+	{ [ -z "$$failed" ] || { echo "tests failed under$${failed} MPI processes" >&2; exit 1; }; }
+
 help: ## this list
 	@sed -n 's/^\([a-z-]*\): .*## /make \1\t/p' Makefile | expand -t 18
 
@@ -22,15 +33,14 @@ setup: ## make .venv, once
 train: setup ## train with eight MPI processes; NP=4, ARGS="key=value …"
 	@$(activate) && mpirun -np $(NP) python train.py $(ARGS)
 
-test: setup ## all tests, under 1, 2, 3, 4 and 8 MPI processes
-	@$(activate) && export OMP_NUM_THREADS=1 && failed= && \
-	{ [ -t 1 ] || export PY_COLORS=0; } && \
-	{ python -m pytest -n auto --maxprocesses 8 -m 'parallel[match]' || failed=1; } && \
-	for n in 2 3 4 8; do \
-		echo "── $$n MPI processes ──"; \
-		mpirun -np $$n python -m pytest -q -m 'parallel[match]' || failed="$$failed $$n"; \
-	done && \
-	{ [ -z "$$failed" ] || { echo "tests failed under$${failed} MPI processes" >&2; exit 1; }; }
+test: setup ## the tests, in minutes: laws, programs, and 2, 3, 4 and 8 MPI processes
+	@$(call run_tests,parallel[match] and not slow)
+
+test-quick: setup ## laws of every registry, one process, no programs: while you work
+	@$(activate) && $(test_environment) && python -m pytest --quick -m 'parallel[match]'
+
+test-all: setup ## all tests, also every case of the long tables: before a release
+	@$(call run_tests,parallel[match])
 
 check: setup ## formatting, lint, types
 	@$(activate) && ruff format --check . && ruff check . && mypy

@@ -1,8 +1,9 @@
-"""One voice under mpirun, and the same examples in every process.
+"""One report under mpirun, the same examples in every process, and the selection of files.
 
-`make test` runs what needs one process, then for each N what needs N of them under one
-`mpirun -np N python -m pytest -m 'parallel[match]'`. A plain `pytest` runs everything too:
-mpi-pytest then starts mpirun for each parallel test, which takes longer.
+`make test` runs the tests for one process, then for each N those for N processes under one
+`mpirun -np N python -m pytest -m 'parallel[match]'`, which reads only the files that have some.
+A plain `pytest` runs everything too: mpi-pytest then starts mpirun for each parallel test, which
+takes longer. `pytest --quick` leaves out files that start programs.
 """
 
 import ctypes
@@ -18,6 +19,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hypothesis
 import pytest
 from mpi4py import MPI
+
+from tests import selection
 
 
 def forget_mpi_in_environment() -> None:
@@ -56,6 +59,37 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("powergossip.tasks.fashion_mnist.DEBIAN_FOLDER", tmp_path / "debian")
     return tmp_path / "cache" / "decentralized-deep-learning"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    help = "leave out the files whose tests start programs, and tests marked slow"
+    parser.addoption("--quick", action="store_true", help=help)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Under mpirun, files without a test for this number of processes are not even imported."""
+    if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+        return None
+    text = collection_path.read_text()
+    size = MPI.COMM_WORLD.size
+    if size > 1 and size not in selection.process_counts(text):
+        return True
+    if config.getoption("--quick") and selection.starts_programs(text):
+        return True
+    return None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Check that no file is forgotten under mpirun, and make every choice of --quick."""
+    for item in items:
+        marks = item.get_closest_marker("parallel")
+        if marks is not None:
+            found = selection.process_counts(item.path.read_text())
+            assert set(selection.counts_of(*marks.args, **marks.kwargs)) <= found, item.nodeid
+    if config.getoption("--quick"):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,16 +1,30 @@
-"""Programs that tests start: Python in a process of its own, or in several under mpirun."""
+"""Programs that tests start: a Python script in a process of its own, or in several under mpirun.
 
+Scripts are forked from a process that has imported what they need (tests/forks.py). With
+`fresh=True`, and for `python -c` and `python -m`, a Python starts as a user starts it: for tests of
+imports, and of what a shell sees.
+"""
+
+import atexit
 import fcntl
+import functools
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
+from tests.forks import Fork
+
 ROOT = Path(__file__).parents[1]
+FORKS = Path(__file__).with_name("forks.py")
+# Imported before a fork. None of them starts a thread or MPI (tests/test_launch.py).
+PRELOADED = ("train", "gossip_run", "sklearn.datasets", "matplotlib.figure")
+
+Completed = subprocess.CompletedProcess[str]
 
 
 @contextmanager
@@ -23,27 +37,66 @@ def one_mpirun_at_a_time() -> Iterator[None]:
         yield
 
 
+@functools.cache
+def fork_server() -> str:
+    """The socket of a server that ends with this process."""
+    folder = tempfile.mkdtemp(prefix="forks-")  # in a short path, as sockets need it
+    place = os.path.join(folder, "socket")
+    server = subprocess.Popen(
+        [sys.executable, FORKS, "serve", place, *PRELOADED],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert server.stdin is not None
+    assert server.stdout is not None
+    assert server.stdout.readline() == "ready\n"
+
+    def end() -> None:
+        server.communicate()  # closes its stdin
+        os.unlink(place)
+        os.rmdir(folder)
+
+    atexit.register(end)
+    return place
+
+
 def python(
-    *arguments: str | Path, processes: int | None = None, cwd: Path = ROOT, timeout: float = 180
-) -> subprocess.CompletedProcess[str]:
+    *arguments: str | Path,
+    processes: int | None = None,
+    cwd: Path = ROOT,
+    timeout: float = 180,
+    fresh: bool = False,
+) -> Completed:
     """`python ARGUMENTS`, under `mpirun -np PROCESSES` if a number is given; it has ended when
     this returns. The project's modules can be imported from any folder."""
-    command = [sys.executable, *map(str, arguments)]
-    if processes is not None:
-        command = ["mpirun", "-np", str(processes), *command]
+    words = list(map(str, arguments))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with (
-        one_mpirun_at_a_time() if processes is not None else nullcontext(),
-        subprocess.Popen(
-            command,
-            cwd=cwd,
-            env=environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        ) as program,
-    ):
+    fresh = fresh or words[0].startswith("-")
+    if processes is not None:
+        started = [sys.executable]
+        if not fresh:
+            started += ["-I", "-S", str(FORKS), "stand-in", fork_server()]
+        command = ["mpirun", "-np", str(processes), *started, *words]
+        with one_mpirun_at_a_time():
+            return _run(command, cwd, environment, timeout)
+    if fresh:
+        return _run([sys.executable, *words], cwd, environment, timeout)
+    return _fork(words, cwd, environment, timeout)
+
+
+def _run(command: list[str], cwd: Path, environment: dict[str, str], timeout: float) -> Completed:
+    with subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as program:
         try:
             output, errors = program.communicate(timeout=timeout)
         except BaseException:
@@ -54,3 +107,18 @@ def python(
                 os.killpg(program.pid, signal.SIGKILL)
             raise
     return subprocess.CompletedProcess(command, program.returncode, output, errors)
+
+
+def _fork(words: list[str], cwd: Path, environment: dict[str, str], timeout: float) -> Completed:
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        files = (output.fileno(), errors.fileno())
+        fork = Fork(fork_server(), words, str(cwd), environment, files)
+        try:
+            code = fork.wait(timeout)
+        except TimeoutError:
+            raise subprocess.TimeoutExpired(words, timeout) from None
+        finally:
+            fork.close()
+        output.seek(0)
+        errors.seek(0)
+        return subprocess.CompletedProcess(words, code, output.read(), errors.read())

@@ -1,11 +1,8 @@
-"""A run that was killed goes on as if nothing had happened."""
+"""A run that was killed resumes as if nothing had happened."""
 
 import json
-import multiprocessing
-import os
 import random
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +21,8 @@ from powergossip.network import Processes
 from powergossip.runs import checkpoints, metrics
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training.trainer import Trainer
+from tests.killed import run
 from tests.launch import python
-
-# Children begin as copies of a process that has imported everything: a start takes no seconds.
-processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["train"])
 
 SMALL: dict[str, Any] = {
     "n_workers": 4,
@@ -41,45 +35,58 @@ SMALL: dict[str, Any] = {
     "lr_schedule_milestones": [[3, 0.1]],
 }  # 5 steps an epoch
 STEPS = 20
+# Each kind of state once. A new averaging rule or aggregation has its case without further ado.
+LOSSY = {"optimizer_keep_ratio": 0.1, "optimizer_diffusion_rate": 0.1}
+COMPRESSED: dict[str, list[str]] = {  # optimizer: compressors
+    "choco": ["random-k"],  # positions from a random stream
+    "deepsqueeze": ["qsgd"],  # rounding from a random stream
+}
 CASES: list[dict[str, Any]] = [
-    *({"optimizer": name} for name in AVERAGING if name not in ("choco", "deepsqueeze")),
+    *({"optimizer": name} for name in AVERAGING if name not in COMPRESSED),
     *({"optimizer": name, "optimizer_keep_ratio": 0.1} for name in AGGREGATIONS),
-    {"optimizer": "powersgd", "optimizer_num_iterations": 3, "gradient_clipping": 1.0},
-    {"optimizer": "powersgd", "optimizer_rank": 2, "optimizer_num_batches_per_step": 3},
-    {"optimizer": "dgc", "optimizer_num_batches_per_step": 2, "optimizer_warmup_epochs": 1},
     *(
-        {
-            "optimizer": name,
-            "optimizer_compressor": compressor,
-            "optimizer_keep_ratio": 0.1,
-            "optimizer_diffusion_rate": 0.1,
-        }
-        for name in ("choco", "deepsqueeze")
-        for compressor in COMPRESSORS
+        {"optimizer": name, "optimizer_compressor": compressor, **LOSSY}
+        for name, compressors in COMPRESSED.items()
+        for compressor in compressors
     ),
-    {"optimizer_rank": 2, "optimizer_num_iterations": 1},
-    {"optimizer_rank": 4, "optimizer_warm_start": False},
-    {"optimizer_round_weights": True, "topology": "star"},
-    {"topology": "round-robin", "optimizer_num_iterations": 1},
-    {"optimizer": "moniqua", "topology": "one-peer-exponential"},
+    # a step of several batches, whose mean is compressed; an increasing ratio
+    {"optimizer": "dgc", "optimizer_num_batches_per_step": 2, "optimizer_warmup_epochs": 1},
+    {"topology": "round-robin", "optimizer_num_iterations": 1},  # neighbors depend on the step
     {"local_optimizer": "adamw", "learning_rate": 0.003},
     {"local_steps": 3, "gradient_clipping": 0.5, "overlapping": False},
+    # buffers of batch norm, also whole numbers
     {"task_architecture": "ResNet20", "batch_size": 179, "num_epochs": 3},
     {
         "task": "LSTM",
         "task_architecture": "LSTM",  # carries its hidden state from batch to batch; dropout
-        "task_options": {"hidden_size": 16, "num_layers": 2},
+        "task_options": {"hidden_size": 16, "num_layers": 2, "min_count": 20},
+        "batch_size": 16,
+        "max_steps_per_epoch": 5,
         "gradient_clipping": 0.4,
         "optimizer": "choco",
         "optimizer_diffusion_rate": 0.1,
     },
 ]
-
+OTHER_CASES: list[dict[str, Any]] = [
+    *(
+        {"optimizer": name, "optimizer_compressor": compressor, **LOSSY}
+        for name, covered in COMPRESSED.items()
+        for compressor in COMPRESSORS
+        if compressor not in covered
+    ),
+    {"optimizer": "powersgd", "optimizer_num_iterations": 3, "gradient_clipping": 1.0},
+    {"optimizer": "powersgd", "optimizer_rank": 2, "optimizer_num_batches_per_step": 3},
+    {"optimizer_rank": 2, "optimizer_num_iterations": 1},
+    {"optimizer_rank": 4, "optimizer_warm_start": False},
+    {"optimizer_round_weights": True, "topology": "star"},
+    {"optimizer": "moniqua", "topology": "one-peer-exponential"},
+]
+ALL_CASES = [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in OTHER_CASES)]
 
 WITHIN_AN_EPOCH = [
-    {},
     {"local_steps": 3, "topology": "round-robin", "optimizer_num_iterations": 1},
     next(case for case in CASES if case.get("task") == "LSTM"),
+    pytest.param({}, marks=pytest.mark.slow),
 ]
 
 
@@ -87,64 +94,10 @@ def label(case: dict[str, Any]) -> str:
     return "-".join(str(value) for value in case.values())
 
 
-def run(folder: Path, changes: dict[str, Any], kill: Callable[[], None] | None = None) -> None:
-    """Train in this process; `kill` is called before it starts."""
-    if kill is not None:
-        kill()
-    torch.set_num_threads(1)
-    train.config = OmegaConf.structured(train.Config)
-    for key, value in changes.items():
-        train.config[key] = value
-    train.output_dir = str(folder)
-    train.main()
-
-
-def killed(folder: Path, changes: dict[str, Any], kill: Callable[[], None]) -> None:
-    """Train in a process that `kill` arranges the end of, by SIGKILL."""
-    child = processes.Process(target=run, args=(folder, changes, kill))
-    child.start()
-    child.join(60)
-    assert child.exitcode == -signal.SIGKILL
-
-
-class AtStep:
-    """Die in the middle of a step."""
-
-    def __init__(self, step: int):
-        self.step = step
-
-    def __call__(self) -> None:
-        original = Trainer.gradient
-
-        def gradient(run: Any, epoch: int, step: int) -> Any:
-            found = original(run, epoch, step)
-            if run.step == self.step:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return found
-
-        Trainer.gradient = gradient  # type: ignore[method-assign,assignment]
-
-
-class WhileWriting:
-    """Die in the second checkpoint: in a part of it, or when only the index is missing."""
-
-    def __init__(self, what: str):
-        self.what = what
-
-    def __call__(self) -> None:
-        count = 0
-        original = getattr(checkpoints, self.what)
-
-        def die(path: Path, *arguments: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count == 2:
-                if self.what == "_write_part":
-                    path.write_bytes(b"half a file")
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(path, *arguments)
-
-        setattr(checkpoints, self.what, die)
+def killed(folder: Path, changes: dict[str, Any], kind: str, argument: object) -> None:
+    """Train in a process that kills itself; see tests/killed.py."""
+    ended = python("tests/killed.py", folder, json.dumps(changes), kind, str(argument))
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
 
 
 def end_of(folder: Path) -> dict[str, Any]:
@@ -154,7 +107,7 @@ def end_of(folder: Path) -> dict[str, Any]:
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """Without what the clock says."""
+    """All rows, without times."""
     lines = (folder / metrics.FILE).read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     for row in rows:
@@ -179,13 +132,13 @@ def assert_same(one: Any, other: Any) -> None:
         assert one == other
 
 
-@pytest.mark.parametrize("case", CASES, ids=label)
-def test_a_killed_run_goes_on_to_the_bit(case: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ALL_CASES, ids=label)
+def test_a_killed_run_resumes_to_the_bit(case: dict[str, Any], tmp_path: Path) -> None:
     changes = SMALL | case
     run(tmp_path / "whole", changes)
     steps = end_of(tmp_path / "whole")["step"]
     step = random.Random(label(case)).randrange(int(steps // 3), int(steps))
-    killed(tmp_path / "killed", changes, AtStep(step))
+    killed(tmp_path / "killed", changes, "step", step)
     before = rows_of(tmp_path / "killed")
     assert len(before) < len(rows_of(tmp_path / "whole"))
     run(tmp_path / "killed", changes | {"resume": True})
@@ -194,7 +147,7 @@ def test_a_killed_run_goes_on_to_the_bit(case: dict[str, Any], tmp_path: Path) -
 
 
 @pytest.mark.parametrize("case", WITHIN_AN_EPOCH, ids=label)
-def test_a_run_that_is_stopped_within_an_epoch_goes_on_to_the_bit(
+def test_a_run_that_is_stopped_within_an_epoch_resumes_to_the_bit(
     case: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes = SMALL | case
@@ -202,7 +155,7 @@ def test_a_run_that_is_stopped_within_an_epoch_goes_on_to_the_bit(
     with monkeypatch.context() as patch:
         at_eight = lambda run, signals: signal.SIGUSR1 if run.step == 8 else None  # noqa: E731
         patch.setattr(Trainer, "_received_signal", at_eight)
-        with pytest.raises(Interrupted, match="stopped by SIGUSR1 after step 8 "):
+        with pytest.raises(Interrupted, match="SIGUSR1 after step 8 "):
             run(tmp_path / "stopped", changes)
     found = Checkpoints(tmp_path / "stopped", Processes()).describe()
     assert found is not None
@@ -212,11 +165,11 @@ def test_a_run_that_is_stopped_within_an_epoch_goes_on_to_the_bit(
     assert_same(end_of(tmp_path / "stopped"), end_of(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("what", ["_write_part", "_sync"])
-def test_killed_while_a_checkpoint_is_written(what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("function", ["_write_part", "_sync"])
+def test_killed_while_a_checkpoint_is_written(function: str, tmp_path: Path) -> None:
     """The one before is used, and the half one is removed."""
     run(tmp_path / "whole", SMALL)
-    killed(tmp_path / "killed", SMALL, WhileWriting(what))
+    killed(tmp_path / "killed", SMALL, "function", function)
     found = Checkpoints(tmp_path / "killed", Processes()).describe()
     assert found is not None
     assert found["step"] < STEPS
@@ -230,21 +183,20 @@ def test_killed_while_a_checkpoint_is_written(what: str, tmp_path: Path) -> None
 
 def test_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:
     run(tmp_path / "whole", SMALL)
-    killed(tmp_path / "killed", SMALL, AtStep(2))
+    killed(tmp_path / "killed", SMALL, "step", 2)
     run(tmp_path / "killed", SMALL | {"resume": True})
     assert rows_of(tmp_path / "killed") == rows_of(tmp_path / "whole")
 
 
 def test_rows_of_another_run_without_checkpoints_are_kept(tmp_path: Path) -> None:
-    killed(tmp_path, SMALL | {"evaluation_interval": 1, "checkpoint_interval": 4}, AtStep(12))
+    killed(tmp_path, SMALL | {"evaluation_interval": 1, "checkpoint_interval": 4}, "step", 12)
     assert not (tmp_path / checkpoints.FOLDER).exists()
     assert rows_of(tmp_path)
-    text = refused(tmp_path, topology="star")
-    assert "cannot go on with topology=star (was ring)" in text
+    assert "topology=star" in rejected(tmp_path, topology="star")
 
 
-def test_resume_where_nothing_is_begins(tmp_path: Path) -> None:
-    """So that a job that is put back into the queue needs one command only."""
+def test_resuming_an_empty_folder_begins_a_run(tmp_path: Path) -> None:
+    """A job that is put back into the queue needs one command only."""
     run(tmp_path / "new", SMALL | {"resume": True})
     run(tmp_path / "whole", SMALL)
     assert rows_of(tmp_path / "new") == rows_of(tmp_path / "whole")
@@ -261,16 +213,16 @@ def test_a_finished_run_can_be_prolonged(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "short") == rows_of(tmp_path / "whole")
 
 
-def test_time_goes_on_too(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_its_times(tmp_path: Path) -> None:
     run(tmp_path, SMALL | {"num_epochs": 2})
     before = metrics.load(tmp_path)
     run(tmp_path, SMALL | {"resume": True})
     after = metrics.load(tmp_path)
     assert after["seconds"].is_monotonic_increasing
     for phase in ("gradient", "averaging", "communication"):
-        spent = after[(after["name"] == "phase_seconds") & (after["phase"] == phase)]["value"]
-        assert spent.is_monotonic_increasing
-        assert spent.iloc[-1] > before[before["phase"] == phase]["value"].iloc[-1]
+        elapsed = after[(after["name"] == "phase_seconds") & (after["phase"] == phase)]["value"]
+        assert elapsed.is_monotonic_increasing
+        assert elapsed.iloc[-1] > before[before["phase"] == phase]["value"].iloc[-1]
 
 
 def test_the_best_is_kept(tmp_path: Path) -> None:
@@ -311,8 +263,11 @@ configuration.run_entry_point(train.main)
 """
 
 
-@pytest.mark.parametrize(("name", "layout"), [("SIGTERM", 1), ("SIGUSR1", 2), ("SIGUSR1", 4)])
-def test_a_signal_ends_a_run_that_goes_on_in_another_layout(
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("SIGTERM", 1), ("SIGUSR1", 4), pytest.param("SIGUSR1", 2, marks=pytest.mark.slow)],
+)
+def test_a_run_ended_by_a_signal_resumes_in_another_layout(
     name: str, layout: int, tmp_path: Path
 ) -> None:
     """In the middle of an epoch. A signal to one process of several is known to all."""
@@ -322,9 +277,9 @@ def test_a_signal_ends_a_run_that_goes_on_in_another_layout(
     arguments = command(tmp_path / "stopped")[1:]
     result = python(driver, *arguments, processes=layout)
     assert result.returncode == 128 + getattr(signal, name)
-    assert f"error: stopped by {name} after step" in result.stderr
     assert "Traceback" not in result.stderr
-    assert result.stderr.count("error: stopped by") == 1
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+    assert name in line
     stopped = Checkpoints(tmp_path / "stopped", Processes()).describe()
     assert stopped is not None
     assert 8 <= stopped["step"] < STEPS
@@ -342,8 +297,8 @@ def test_a_signal_ends_a_run_that_goes_on_in_another_layout(
 # --- Bad input ------------------------------------------------------------------------------------
 
 
-def refused(folder: Path, **changes: Any) -> str:
-    """What a run that goes on says; nothing of the folder may change."""
+def rejected(folder: Path, **changes: Any) -> str:
+    """The error of a resumed run, which must not change the folder."""
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(BadInput) as caught:
         run(folder, SMALL | {"resume": True} | changes)
@@ -358,13 +313,16 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_another_config(finished: Path) -> None:
-    text = refused(finished, topology="star", learning_rate=0.3)
-    assert "cannot go on with learning_rate=0.3 (was 0.05), topology=star (was ring)" in text
-    assert "n_workers=8 (was 4)" in refused(finished, n_workers=8)
+def test_a_run_cannot_resume_with_another_configuration(finished: Path) -> None:
+    text = rejected(finished, topology="star", learning_rate=0.3)
+    for words in ("learning_rate=0.3", "0.05", "topology=star", "ring"):
+        assert words in text
+    assert "n_workers=8" in rejected(finished, n_workers=8)
 
 
-def test_another_model(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_cannot_resume_with_another_model(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from powergossip.tasks import models
 
     class Wider(models.MLP):
@@ -372,15 +330,16 @@ def test_another_model(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             super().__init__(shape, n_labels, hidden=130)
 
     monkeypatch.setitem(models.ARCHITECTURES, "MLP", Wider)
-    text = refused(finished)
-    assert "is of another model: its workers have 26122 numbers (x), not 26790" in text
+    text = rejected(finished)
+    assert "26122" in text
+    assert "26790" in text
 
 
-def test_no_folder() -> None:
+def test_resume_needs_an_output_folder() -> None:
     train.config = OmegaConf.structured(train.Config)
     train.config.resume = True
     train.output_dir = None
-    with pytest.raises(BadInput, match="resume=true: say with --output-dir which run"):
+    with pytest.raises(BadInput, match=r"resume=true: .*--output-dir"):
         train.main()
 
 
@@ -391,27 +350,29 @@ def test_a_damaged_checkpoint(damage: str, tmp_path: Path) -> None:
     octets = part.read_bytes()
     if damage == "cut":
         part.write_bytes(octets[:1000])
-        assert f"has 1000 bytes, not {len(octets)}" in refused(tmp_path)
+        text = rejected(tmp_path)
+        assert "1000 bytes" in text
+        assert str(len(octets)) in text
     elif damage == "changed":
         part.write_bytes(octets[:2000] + bytes([octets[2000] ^ 1]) + octets[2001:])
-        assert "its SHA-256 is another" in refused(tmp_path)
+        assert "SHA-256" in rejected(tmp_path)
     elif damage == "missing":
         part.unlink()
-        assert "cannot be read: No such file" in refused(tmp_path)
+        assert "No such file" in rejected(tmp_path)
     else:
         (tmp_path / "checkpoints" / "index.json").write_text('{"version": 1, "la')
-        assert "index.json is damaged" in refused(tmp_path)
+        assert "index.json" in rejected(tmp_path)
 
 
 def test_rows_that_are_not_of_the_checkpoint(tmp_path: Path) -> None:
     run(tmp_path, SMALL)
     (tmp_path / metrics.FILE).write_text("")
-    assert "it is not the file of this run" in refused(tmp_path)
+    assert metrics.FILE in rejected(tmp_path)
 
 
 def test_a_run_is_not_overwritten_for_its_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(BadInput, match=r"already holds a run \(checkpoints\)"):
+    with pytest.raises(BadInput, match=r"checkpoints.*overwrite=true"):
         run(tmp_path, SMALL)
     run(tmp_path, SMALL | {"overwrite": True, "num_epochs": 1})
     found = Checkpoints(tmp_path, Processes()).describe()
@@ -436,13 +397,14 @@ configuration.run_entry_point(train.main)
 
 
 def test_no_space_left(tmp_path: Path) -> None:
-    """One clear sentence, and the checkpoint before is as it was."""
+    """One sentence; the checkpoint before is intact."""
     driver = tmp_path / "driver.py"
     driver.write_text(LIMITED)
     result = python(driver, *command(tmp_path / "run")[1:])
     assert result.returncode == 2, result.stderr
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error:")]
-    assert "part-0.pt cannot be written: File too large; make room" in line
+    assert "part-0.pt" in line
+    assert "File too large" in line
     assert "Traceback" not in result.stderr
     found = Checkpoints(tmp_path / "run", Processes()).describe()
     assert found is not None
@@ -474,7 +436,8 @@ def test_no_space_left_for_rows(n_processes: int | None, tmp_path: Path) -> None
     result = python(driver, *command(tmp_path / "run")[1:], processes=n_processes)
     assert result.returncode == 2, result.stderr
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error:")]
-    assert f"output folder {tmp_path / 'run'}: File too large; what is there is kept" in line
+    assert str(tmp_path / "run") in line
+    assert "File too large" in line
     assert "Traceback" not in result.stderr
     assert not metrics.load(tmp_path / "run").empty
 

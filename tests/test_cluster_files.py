@@ -17,7 +17,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.helpers import executable
+from tests.launch import ROOT
+
 ENVIRONMENT = ROOT / "environment"
 SCRIPT = ENVIRONMENT / "gpu_cluster.sh"
 
@@ -33,14 +35,6 @@ def bash(script: Path, *arguments: str, **variables: str) -> subprocess.Complete
         timeout=60,
         check=False,
     )
-
-
-def executable(path: Path, script: str) -> Path:
-    """A shell script in the place of a program."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/bash\n{script}\n")
-    path.chmod(0o755)
-    return path
 
 
 def versions() -> dict[str, str]:

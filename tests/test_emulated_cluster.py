@@ -1,7 +1,6 @@
-"""emulated_cluster.py with real namespaces and a real mpirun, where these can be had.
+"""emulated_cluster.py with real namespaces and a real mpirun, where these are available.
 
-What links carry is the work of token buckets: at a rate this slow, it depends little on what else
-the machine does.
+Token buckets limit the links. At a rate this slow, the load of the machine matters little.
 """
 
 import json
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import executable
 from tests.launch import ROOT
 
 EMULATOR = ROOT / "environment" / "emulated_cluster.py"
@@ -54,7 +54,7 @@ def _possible() -> None:
 
 @pytest.fixture
 def start(_possible: None, tmp_path: Path) -> Iterator[Start]:
-    """Starts a cluster whose processes can be told by their environment; see left_behind."""
+    """Starts a cluster whose processes are known by their environment; see left_behind."""
     clusters: list[Cluster] = []
 
     def start(
@@ -91,7 +91,7 @@ def start(_possible: None, tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture
 def left_behind(tmp_path: Path) -> Traces:
-    """Tells namespaces of the cluster, links made since, and processes of the test's clusters."""
+    """Lists namespaces of the cluster, links made since, and processes of the test's clusters."""
     links = set(os.listdir("/sys/class/net"))
 
     def left_behind(cluster: Cluster) -> list[str]:
@@ -118,7 +118,7 @@ def end(cluster: Cluster) -> tuple[int, str, str]:
 
 
 def wait_for_start(cluster: Cluster, hosts: int = 2) -> None:
-    """Until every process has said so."""
+    """Until every process has printed it."""
     assert cluster.stdout is not None
     assert [cluster.stdout.readline() for _ in range(hosts)] == ["started\n"] * hosts
 
@@ -130,7 +130,7 @@ def program(text: str) -> tuple[str, ...]:
     return sys.executable, "-c", f"import json, os, pathlib, time\nfrom mpi4py import MPI\n{text}"
 
 
-# Process 0 tells each process' network namespace and how many bytes it has sent through its link.
+# Process 0 prints the network namespace of each process, and the bytes sent through its link.
 RING = """
 comm = MPI.COMM_WORLD
 left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
@@ -155,7 +155,7 @@ def test_messages_go_around_a_ring_of_hosts(start: Start, left_behind: Traces) -
     assert left_behind(cluster) == []
 
 
-# Process 0 tells of each host what is counted of it, and what its link has carried, in bytes.
+# Process 0 prints for each host the counted bytes, and those that its link has carried.
 COUNTED = """
 import torch, topologies
 from powergossip.network import Gather, Mean, Network, ToAll, processes
@@ -174,6 +174,7 @@ rows = who.gather(((int(network.bits[0]) - counted) / 8, int(carried.read_text()
 if who.rank == 0:
     print(json.dumps(rows), flush=True)
 """
+SYMMETRIC = ("to neighbors", "all-reduce")
 MESSAGES = {
     "to neighbors": "ToAll(torch.ones(1, 500_000))",
     "all-reduce": "Mean(torch.ones(1, 500_000))",
@@ -181,8 +182,10 @@ MESSAGES = {
 }
 
 
-@pytest.mark.parametrize("kind", MESSAGES)
-def test_what_is_counted_is_what_a_link_carries(start: Start, kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind", ["all-gather", *(pytest.param(k, marks=pytest.mark.slow) for k in SYMMETRIC)]
+)
+def test_counted_bits_are_those_that_a_link_carries(start: Start, kind: str) -> None:
     """But for headers, 4.6 %, and TCP's acknowledgments of what arrives."""
     cluster = start(*program(COUNTED.replace("MESSAGE", MESSAGES[kind])), hosts=4, rate="none")
     code, output, errors = end(cluster)
@@ -194,7 +197,7 @@ def test_what_is_counted_is_what_a_link_carries(start: Start, kind: str) -> None
     assert sum(carried for _, carried in rows) < 1.1 * everything
 
 
-# Process 0 sends 1 MB to each of two others, then they to it; it tells bits per second of both.
+# Process 0 sends 1 MB to each of two others, then they to it; it prints both in bits per second.
 TRANSFERS = """
 comm = MPI.COMM_WORLD
 buffers = [bytearray(1_000_000), bytearray(1_000_000)]
@@ -227,7 +230,7 @@ def test_a_link_carries_its_rate_each_way(start: Start) -> None:
     assert min(best("none")) > 5 * RATE
 
 
-# How it ends.
+# --- Its end --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("code", [0, 7])
@@ -237,7 +240,13 @@ def test_the_exit_code_is_the_programs(start: Start, left_behind: Traces, code: 
     assert left_behind(cluster) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGHUP)),
+    ],
+)
 def test_a_signal_ends_it(start: Start, left_behind: Traces, number: signal.Signals) -> None:
     cluster = start(*ENDLESS)
     wait_for_start(cluster)
@@ -247,7 +256,7 @@ def test_a_signal_ends_it(start: Start, left_behind: Traces, number: signal.Sign
     assert left_behind(cluster) == []
 
 
-def test_the_program_gets_signals_and_what_it_leaves_running_is_ended(
+def test_the_program_gets_signals_and_its_leftover_processes_are_ended(
     start: Start, left_behind: Traces
 ) -> None:
     """The shell's `sleep` outlives it, in a session of its own."""
@@ -278,7 +287,9 @@ def test_a_signal_while_it_is_built(start: Start, left_behind: Traces) -> None:
     assert left_behind(cluster) == []
 
 
-def test_the_next_start_removes_what_a_killed_one_left(start: Start, left_behind: Traces) -> None:
+def test_the_next_start_removes_leftovers_of_a_killed_one(
+    start: Start, left_behind: Traces
+) -> None:
     killed = start(*ENDLESS)
     wait_for_start(killed)
     enter = ["ip", "netns", "exec", namespaces(killed)[0]]
@@ -339,7 +350,7 @@ while not os.path.exists({str(go)!r}):
     assert left_behind(first) == []
 
 
-# What cannot be done.
+# --- Errors ---------------------------------------------------------------------------------------
 
 
 def refusal(*arguments: str, user: int = 0, path: str | None = None) -> str:
@@ -408,19 +419,14 @@ OTHER_MPI = "echo 'HYDRA build details:'"
         ({"ip": "", "tc": "", "mpirun": NEW_MPI}, 'there is no program "train"'),
     ],
 )
-def test_what_is_missing_is_said(tmp_path: Path, programs: dict[str, str], sentence: str) -> None:
+def test_a_missing_tool_is_named(tmp_path: Path, programs: dict[str, str], sentence: str) -> None:
     for name, script in programs.items():
         executable(tmp_path / name, script)
     refused = refusal("--hosts", "2", "--rate", "none", "--", "train", path=str(tmp_path))
     assert sentence in refused
 
 
-def executable(path: Path, script: str) -> None:
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-
-
-def test_a_kernel_that_lacks_something_is_told_and_nothing_is_left(
+def test_an_error_of_the_kernel_is_reported_and_nothing_is_left(
     start: Start, left_behind: Traces, tmp_path: Path
 ) -> None:
     executable(tmp_path / "tc", "echo 'Error: Specified qdisc kind is unknown.' >&2; exit 1")

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from powergossip import mpi_check
+from tests.helpers import executable
+from tests.launch import ROOT
 
-ROOT = Path(__file__).parent.parent
 INPUTS = ["pyproject.toml", "environment/constraints.txt", "environment/setup.sh"]
 
 
@@ -31,14 +32,6 @@ def run(
     return subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=180, check=False
     )
-
-
-def executable(path: Path, script: str) -> Path:
-    """A shell script in the place of a program."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    return path
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from experiments import launchers
 from experiments.launchers import LAUNCHERS, Job, Mpirun, OneProcess, Slurm, last_output
 from powergossip.errors import BadInput
 from tests import slurm
+from tests.helpers import wait_until
 from tests.launch import ROOT, one_mpirun_at_a_time
 
 HERE = ("mpirun", "process")
@@ -90,13 +91,6 @@ def count(folder: Path, pattern: str) -> int:
     return len(list(folder.glob(pattern)))
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 90) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 def children(*parents: int) -> list[int]:
     lists = (file for pid in parents for file in Path(f"/proc/{pid}/task").glob("*/children"))
     return [int(pid) for file in lists for pid in file.read_text().split()]
@@ -110,7 +104,7 @@ def killed(name: str, job: Job, running: Callable[[], object]) -> Iterator[subpr
     command = [sys.executable, "-c", DRIVER, *arguments]
     with subprocess.Popen(command, env=environment, start_new_session=True) as program:
         try:
-            wait_for(lambda: running() or program.poll() is not None)
+            wait_until(lambda: running() or program.poll() is not None)
             assert program.poll() is None
             yield program
         finally:
@@ -263,7 +257,7 @@ def test_an_interrupted_start_takes_its_process_along(tmp_path: Path) -> None:
     job = shell(tmp_path, "echo here; exec sleep 600")
 
     def interrupt() -> None:
-        wait_for(lambda: job.log.exists() and "here" in output(job))
+        wait_until(lambda: job.log.exists() and "here" in output(job))
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     other = threading.Thread(target=interrupt)
@@ -385,7 +379,7 @@ def test_what_slurm_has_forgotten(cluster: slurm.Cluster, tmp_path: Path) -> Non
     record.write_text(json.dumps({**json.loads(record.read_text()), "job": ""}))
     let_go(job, lambda: number_of(job) == number)
     cluster.command("scancel", "--signal=USR1", "--batch", number)
-    wait_for(lambda: cluster.command("scontrol", "show", "job", number).returncode != 0)
+    wait_until(lambda: cluster.command("scontrol", "show", "job", number).returncode != 0)
     assert Slurm()(job) == 128 + signal.SIGUSR1
     assert starts(job) == count(tmp_path, "began-*") == 1
     assert leftovers(job) == []
@@ -395,7 +389,7 @@ def let_go(job: Job, condition: Callable[[], object]) -> None:
     """Call a launcher, and leave it when the condition is true."""
     launcher = Slurm()
     with called(launcher, job) as code:
-        wait_for(condition)
+        wait_until(condition)
         launcher.leave()
         with pytest.raises(KeyboardInterrupt):
             code()
@@ -412,7 +406,7 @@ def test_jobs_that_others_end(cluster: slurm.Cluster, tmp_path: Path) -> None:
         called(Slurm(patience=1), gone) as code_of_gone,
         called(Slurm(), pending) as code_of_pending,
     ):
-        wait_for(lambda: began(asked) and began(cancelled) and began(gone) and number_of(pending))
+        wait_until(lambda: began(asked) and began(cancelled) and began(gone) and number_of(pending))
         cluster.command("scancel", "--signal=USR1", "--batch", number_of(asked))
         cluster.command("scancel", number_of(cancelled), number_of(pending))
         kill_with_guard(gone)
@@ -453,14 +447,14 @@ def test_a_controller_that_is_away(
     job = python(tmp_path, LASTING, tmp_path, 1)
     launcher = Slurm()
     with called(launcher, job) as code:
-        wait_for(lambda: began(job))
+        wait_until(lambda: began(job))
         cluster.stop_controller()
         try:
             with pytest.raises(
                 BadInput, match=r"^--launcher slurm: Slurm's controller does not an"
             ):
                 launcher.check()
-            wait_for(lambda: count(tmp_path, "ended-*"))
+            wait_until(lambda: count(tmp_path, "ended-*"))
         finally:
             cluster.start_controller()
         assert code() == 5

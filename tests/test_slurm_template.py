@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,23 +17,11 @@ import pytest
 from powergossip.network import Processes
 from powergossip.runs.checkpoints import Checkpoints
 from tests import launch, slurm
+from tests.helpers import executable, wait_until
 
 TEMPLATE = launch.ROOT / "environment" / "slurm" / "train.sbatch"
 ACTIVATE = launch.ROOT / ".venv" / "bin" / "activate"
 STOPPED = 128 + signal.SIGUSR1
-
-
-def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it does not come"
-        time.sleep(0.02)
-
-
-def executable(path: Path, script: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/bash\n{script}\n")
-    path.chmod(0o755)
 
 
 # A train.py that waits for the signal; the second time it is sent it would end at once, as the real

@@ -1,0 +1,68 @@
+"""Training with a given configuration, and a program that does it until it kills itself.
+
+python tests/killed.py FOLDER CHANGES step STEP               in the middle of that step
+python tests/killed.py FOLDER CHANGES function NAME           in the second call of the function
+                                                              of powergossip.runs.checkpoints
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+import train
+from powergossip.runs import checkpoints
+from powergossip.training.trainer import Trainer
+
+
+def run(folder: Path, changes: dict[str, Any]) -> None:
+    """Train in this process."""
+    torch.set_num_threads(1)
+    train.config = OmegaConf.structured(train.Config)
+    for key, value in changes.items():
+        train.config[key] = value
+    train.output_dir = str(folder)
+    train.main()
+
+
+def die_at_step(step: int) -> None:
+    original = Trainer.gradient
+
+    def gradient(run: Any, epoch: int, of_epoch: int) -> Any:
+        found = original(run, epoch, of_epoch)
+        if run.step == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+    Trainer.gradient = gradient  # type: ignore[method-assign,assignment]
+
+
+def die_while_writing(name: str) -> None:
+    """In a part of the second checkpoint, or when only its index is missing."""
+    count = 0
+    original = getattr(checkpoints, name)
+
+    def die(path: Path, *arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 2:
+            if name == "_write_part":
+                path.write_bytes(b"half a file")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(path, *arguments)
+
+    setattr(checkpoints, name, die)
+
+
+if __name__ == "__main__":
+    folder, changes, kind, argument = sys.argv[1:]
+    if kind == "step":
+        die_at_step(int(argument))
+    else:
+        die_while_writing(argument)
+    run(Path(folder), json.loads(changes))

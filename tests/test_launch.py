@@ -1,0 +1,114 @@
+"""A fork is as good as a Python of its own, and the processes of mpirun can be forks."""
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import launch
+
+SHOW = """
+import atexit, json, os, sys
+atexit.register(print, "the end")
+threads = len(os.listdir("/proc/self/task"))
+MPI = "mpi4py.MPI" in sys.modules
+import torch
+print(json.dumps({
+    "name": __name__, "file": __file__, "arguments": sys.argv[1:], "folder": os.getcwd(),
+    "first in path": sys.path[0], "variable": os.environ.get("VARIABLE"), "threads": threads,
+    "session": os.getsid(0) == os.getpid(), "MPI": MPI, "input": sys.stdin.read(),
+    "torch threads": torch.get_num_threads(), "main": sys.modules["__main__"].__file__,
+}))
+"""
+
+
+def test_a_fork_is_like_a_fresh_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VARIABLE", "a value")
+    (tmp_path / "show.py").write_text(SHOW)
+    fork = launch.python("show.py", "an argument", "ü", cwd=tmp_path)
+    assert (fork.returncode, fork.stderr) == (0, "")
+    shown = json.loads(fork.stdout.splitlines()[0])
+    assert fork.stdout.splitlines()[1:] == ["the end"]
+    assert shown == {
+        "name": "__main__",
+        "file": "show.py",
+        "main": "show.py",
+        "arguments": ["an argument", "ü"],
+        "folder": str(tmp_path),
+        "first in path": str(tmp_path),
+        "variable": "a value",
+        "session": True,
+        "input": "",
+        "MPI": False,
+        "threads": 1,
+        "torch threads": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "errors"),
+    [
+        ("raise SystemExit(3)", 3, ""),
+        ("raise SystemExit('a sentence')", 1, "a sentence\n"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, ""),
+        ("import sys; sys.excepthook = lambda *_: print('a hook', file=sys.stderr); 1 / 0", 1, ""),
+    ],
+)
+def test_a_fork_ends_like_a_fresh_python(
+    script: str, code: int, errors: str, tmp_path: Path
+) -> None:
+    (tmp_path / "ending.py").write_text(script)
+    ended = launch.python("ending.py", cwd=tmp_path)
+    assert ended.returncode == code
+    assert ended.stderr == (errors or ("a hook\n" if "a hook" in script else ""))
+    assert ended.stdout == ""
+
+
+def test_an_exception_in_a_fork_shows_its_traceback(tmp_path: Path) -> None:
+    (tmp_path / "ending.py").write_text("def divide():\n    1 / 0\ndivide()")
+    ended = launch.python("ending.py", cwd=tmp_path)
+    assert ended.returncode == 1
+    assert "in divide" in ended.stderr
+    assert ended.stderr.endswith("ZeroDivisionError: division by zero\n")
+
+
+@pytest.mark.parametrize("processes", [None, 2])
+def test_a_program_that_takes_too_long_is_ended(processes: int | None, tmp_path: Path) -> None:
+    script = "import os, time\nopen(f'began-{os.getpid()}', 'w')\ntime.sleep(600)"
+    (tmp_path / "endless.py").write_text(script)
+    with pytest.raises(subprocess.TimeoutExpired):
+        launch.python("endless.py", cwd=tmp_path, processes=processes, timeout=4)
+    began = [file.name.removeprefix("began-") for file in tmp_path.glob("began-*")]
+    assert len(began) == (processes or 1)
+    end = time.monotonic() + 10
+    while any(Path("/proc", number).exists() for number in began):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+RING = """
+import os
+from mpi4py import MPI
+comm = MPI.COMM_WORLD
+left = comm.sendrecv(comm.rank, (comm.rank + 1) % comm.size, source=(comm.rank - 1) % comm.size)
+print(f"process {comm.rank} of {comm.size}, after {left}, {os.getppid()}")
+"""
+
+
+def test_forks_under_mpirun_are_mpi_processes(tmp_path: Path) -> None:
+    (tmp_path / "ring.py").write_text(RING)
+    ended = launch.python("ring.py", cwd=tmp_path, processes=3)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    lines = [line.rpartition(", ") for line in sorted(ended.stdout.splitlines())]
+    assert [words for words, _, _ in lines] == [
+        f"process {i} of 3, after {(i - 1) % 3}" for i in range(3)
+    ]
+    assert len({parent for _, _, parent in lines}) == 1, "the server"
+
+
+def test_the_exit_code_of_a_fork_is_that_of_mpirun(tmp_path: Path) -> None:
+    (tmp_path / "ending.py").write_text("import sys; sys.exit(7)")
+    assert launch.python("ending.py", cwd=tmp_path, processes=2).returncode == 7

@@ -1,0 +1,43 @@
+"""The selection of test files forgets no test."""
+
+from pathlib import Path
+
+import pytest
+
+from tests import selection
+
+FILES = sorted(Path(__file__).parent.glob("test_*.py"))
+
+
+@pytest.mark.parametrize(
+    ("mark", "counts"),
+    [
+        ("", set()),
+        ("pytest.mark.parallel", {3}),
+        ("pytest.mark.parallel()", {3}),
+        ("pytest.mark.parallel(2)", {2}),
+        ("pytest.mark.parallel([2, 4])", {2, 4}),
+        ("mark.parallel(nprocs=[1, 8])", {1, 8}),
+        ("pytest.mark.parallel(SIZES)", selection.ALL),
+    ],
+)
+def test_process_counts_are_those_of_the_marks(mark: str, counts: set[int]) -> None:
+    decorated = f"@{mark}\ndef test_it(): ...\n" if mark else "def test_it(): ...\n"
+    assert selection.process_counts(decorated) == counts
+    assert selection.process_counts(f"{decorated}@pytest.mark.parallel(64)\ndef f(): ...") == (
+        counts | {64}
+    )
+
+
+def test_every_number_of_processes_has_a_pass_of_make_test() -> None:
+    """tests/conftest.py checks in each run that `process_counts` holds every mark it meets."""
+    wanted = set().union(*(selection.process_counts(file.read_text()) for file in FILES))
+    makefile = (Path(__file__).parents[1] / "Makefile").read_text()
+    (passes,) = [line for line in makefile.splitlines() if line.startswith("process_counts := ")]
+    assert wanted - {1} == set(map(int, passes.split()[2:]))
+
+
+def test_files_that_start_programs_are_known_by_their_imports() -> None:
+    found = {file.name for file in FILES if selection.starts_programs(file.read_text())}
+    assert {"test_launchers.py", "test_failures.py", "test_checkpoints.py"} <= found
+    assert not {"test_algorithms.py", "test_compressors.py", "test_topologies.py"} & found
