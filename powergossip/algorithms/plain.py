@@ -48,7 +48,7 @@ class AllReduce(Stateless):
     """
 
     def __init__(self, network: Network):
-        pass
+        del network  # a parameter of all algorithms
 
     def step(self, x: Tensor) -> Conversation:
         """x_i ← (1/n) Σ_j x_j"""

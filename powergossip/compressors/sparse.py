@@ -126,8 +126,8 @@ def _distinct(bits: Callable[[int], Tensor], count: int, n: int) -> Tensor:
     bits(m) gives m random int64 for each matrix: [*, m].
 
     For a small fraction, positions are drawn with replacement and repeated ones are rejected, which
-    costs O(count) random numbers. `_smallest(bits(n), count)` alone would be right too, but it costs
-    n of them: for 1 % of n = 10⁵ or 10⁶ positions it takes 15 times as long. It serves as the
+    costs O(count) random numbers. `_smallest(bits(n), count)` alone would be right too, but costs n
+    of them: for 1 % of n = 10⁵ or 10⁶ positions it takes 15 times as long. It serves as the
     fallback, for a large fraction and for a matrix with too many repeated positions. The number of
     draws is the mean that `count` distinct ones take (the coupon collector's) plus 8 standard
     deviations.
@@ -139,27 +139,27 @@ def _distinct(bits: Callable[[int], Tensor], count: int, n: int) -> Tensor:
     draws = ceil(mean + 8 * deviation) + _SPARE_DRAWS
     if draws > n // 2:
         return _smallest(bits(n), count)
-    position, order = _first_occurrences(_below(n, bits(draws)))
-    position, order = position[..., :count], order[..., :count]
+    position, order = _first_occurrences(_below(n, bits(draws)), count)
     enough = order[..., -1:] < _REPEATED
     if not enough.all():
         position = torch.where(enough, position, _smallest(bits(n), count))
     return position
 
 
-def _first_occurrences(position: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions [*, draw] in the order of drawing, the repeated ones moved to the end; and their
-    indices, plus `_REPEATED` for the repeated ones."""
+def _first_occurrences(position: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The first `count` of the positions [*, draw] after moving repeated ones to the end; and the
+    index of each draw, plus `_REPEATED` for a repeated one."""
     order = torch.arange(position.shape[-1], device=position.device)
     position, order = _sorted_pairs(position, order)
     order[..., 1:] += (position[..., 1:] == position[..., :-1]).long() * _REPEATED
-    order, position = _sorted_pairs(order, position)
+    order, position = _sorted_pairs(order, position, count)
     return position, order
 
 
-def _sorted_pairs(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Pairs of integers below 2³² [*, pair] in lexicographic order, sorted as one int64 each."""
-    pairs = (first << 32 | second).sort(-1).values
+def _sorted_pairs(first: Tensor, second: Tensor, count: int | None = None) -> tuple[Tensor, Tensor]:
+    """The first `count` of pairs [*, pair] of integers in lexicographic order. A pair is sorted as
+    one int64, its halves are below 2³¹ and 2³²."""
+    pairs = (first << 32 | second).sort(-1).values[..., :count]
     return pairs >> 32, pairs & 0xFFFFFFFF
 
 
