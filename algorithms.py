@@ -1,8 +1,8 @@
 """The algorithms, at a glance. The same objects as in `powergossip.algorithms`.
 
-Numbers behind a year are those of arXiv.
+Numbers after a year are arXiv identifiers.
 
-Averaging (`optimizer` in train.py; a row of `AVERAGING`):
+Averaging (`optimizer` in train.py and a row of `AVERAGING`):
 
     all-reduce     AllReduce     exact mean of all workers: the centralized baseline
     dpsgd          PlainGossip   uncompressed gossip            Xiao & Boyd (2004)
@@ -11,12 +11,12 @@ Averaging (`optimizer` in train.py; a row of `AVERAGING`):
     deepsqueeze    DeepSqueeze   error feedback                 Tang et al. (2019), 1907.07346
     moniqua        Moniqua       2 bits, modulo a bound         Lu & De Sa (2020), 2002.11787
 
-Consensus only (`algorithm` in gossip_run.py; a row of `CONSENSUS_ONLY`):
+Consensus only (`algorithm` in gossip_run.py and a row of `CONSENSUS_ONLY`):
 
     chebyshev      ChebyshevGossip    accelerated gossip             Golub & Varga (1961)
     finite-time    FiniteTimeGossip   exact after finite steps   Hendrickx et al. (2014), 1211.6324
 
-Compressed gradients (`optimizer` in train.py; a row of `AGGREGATIONS`):
+Compressed gradients (`optimizer` in train.py and a row of `AGGREGATIONS`):
 
     powersgd       low-rank gradients                Vogels et al. (2019), 1905.13727
     dgc            sparse gradients with momentum    Lin et al. (2018), 1712.01887

@@ -1,6 +1,6 @@
 """The compressors, at a glance. The same objects as in `powergossip.compressors`.
 
-Numbers behind a year are those of arXiv.
+Numbers after a year are arXiv identifiers.
 
 A row of `COMPRESSORS` (`optimizer_compressor` in train.py):
 

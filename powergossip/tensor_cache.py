@@ -44,7 +44,7 @@ class TensorCache(Generic[V]):
         return values[place]
 
     def _reference(self, owner: Tensor) -> "weakref.ref[Tensor]":
-        """A weak reference whose end removes the owner's values, unless the cache is gone too."""
+        """A weak reference that removes the owner's values when the owner is gone."""
         cache, number = weakref.ref(self), id(owner)
 
         def forget(reference: "weakref.ref[Tensor]") -> None:

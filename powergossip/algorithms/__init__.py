@@ -6,10 +6,12 @@ communication itself: it yields messages and is resumed with the received ones (
     averaging.py      the interface
     plain.py          without compression: plain gossip, all-reduce, Chebyshev, finite time
     compressed.py     CHOCO-Gossip, DeepSqueeze, Moniqua
-    power_gossip.py   PowerGossip; directions.py has its memory, power_gossip_reference.py the plain
-                      version that its tests compare with
+    power_gossip.py   PowerGossip
+    directions.py     its memory and orthonormalization
+    power_gossip_reference.py   a plain version, for comparison in tests
     learning.py       D-PSGD, on top of any averaging algorithm
-    aggregation.py    the interface of compressed gradients: power_sgd.py, dgc.py; ddp.py
+    aggregation.py    the interface of compressed gradients: power_sgd.py, dgc.py
+    ddp.py            PyTorch's own hooks for compressed gradients
 
 To add one, write its class in a module beside this one and its row in `AVERAGING` here. train.py,
 gossip_run.py and the tests of the laws of all averaging algorithms (tests/test_algorithms.py) use
@@ -17,8 +19,8 @@ the registry.
 
 Axes: worker (hosted here), neighbor (slot), batch (matrices of one shape in one batched product:
 the layers of one worker, or one layer of all workers), rank, row, column.
-Symbols: x_i the parameters of worker i, D elements; w_ij the weight of j's values at i; γ the
-diffusion rate; X_i one of i's parameter tensors as a matrix [row, column].
+Symbols: x_i (the parameters of worker i, D elements), w_ij (the weight of j's values at i), γ (the
+diffusion rate), X_i (one of i's parameter tensors as a matrix [row, column]).
 """
 
 from collections.abc import Mapping
@@ -105,7 +107,7 @@ def _moniqua(
 
 
 # Registry names: `optimizer` in train.py, `algorithm` in gossip_run.py. A row is called with the
-# network and the layout; its other parameters are the algorithm's options.
+# network and the layout. Its other parameters are the algorithm's options.
 AVERAGING: dict[str, _options.Row] = {
     "all-reduce": lambda network, layout: AllReduce(network),
     "dpsgd": _dpsgd,

@@ -22,7 +22,7 @@ class Averaging(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that the next step depends on besides x; tensors are [worker, ...]."""
+        """The state that the next step depends on besides x. Tensors are [worker, ...]."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -31,7 +31,7 @@ class Averaging(Protocol):
 
 
 class Stateless:
-    """An algorithm whose next step depends on x only."""
+    """An algorithm without memory: the next step depends on x only."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -57,7 +57,7 @@ class ChocoGossip:
         self._steps += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """public: x̂_i [worker, D]; publics: x̂_j [worker, neighbor, D]."""
+        """public: x̂_i [worker, D], publics: x̂_j [worker, neighbor, D]."""
         return {
             "steps": self._steps,
             "public": self._public.clone(),
@@ -73,7 +73,7 @@ class ChocoGossip:
 class DeepSqueeze:
     """Gossip with error feedback: the compression error δ is added to the next message.
 
-        v_i = x_i + δ_i;   c_i = C(v_i);   δ_i ← v_i − c_i
+        v_i = x_i + δ_i,   c_i = C(v_i),   δ_i ← v_i − c_i
         x_i ← x_i + γ Σ_j w_ij (c_j − c_i)
 
     Tang et al. (2019), arXiv:1907.07346, Algorithm 1, as an averaging step. Sends C's message to

@@ -4,7 +4,7 @@ PowerGossip's update rule uses `Directions`, the directions of one side of the m
 edges. Every operation here gives the same result at both ends of an edge, to the bit.
 
 Axes: worker (hosted here), neighbor (slot), batch (the layers of one worker, or one layer of all
-workers; see parameters.batches), rank, length (rows or columns of a matrix).
+workers, see parameters.batches), rank, length (rows or columns of a matrix).
 """
 
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ class PerDirection:
         self.frames = [view.flatten(0, 1) for view in self.views]
 
     def fill(self, of_edge: Tensor) -> "PerDirection":
-        """Set a constant of each edge [worker, neighbor] for all its directions; return self."""
+        """Set a constant of each edge [worker, neighbor] for all its directions and return self."""
         for view in self.views:
             view.copy_(of_edge.view(*of_edge.shape, *[1] * (view.ndim - 2)))
         return self
@@ -172,14 +172,14 @@ class Directions:
         """directions ← s_received − s_own, or 0 where these differ by rounding errors only.
 
         Products of neighbors that agree may differ in the last bit, since their directions lie in
-        different slots. Such a difference would be normalized to a meaningless direction; it is
+        different slots. Such a difference would be normalized to a meaningless direction. It is
         set to 0 and the direction is resampled later. Both ends decide alike, because maxima are
         exact in any order.
         """
         theirs = self._received_views.get(received, self._views_of)
         for their, own, difference in zip(theirs, self.own.views, self.views, strict=True):
             torch.sub(their, own, out=difference)
-        # A cheap necessary condition first; it rarely holds before the workers agree.
+        # A cheap necessary condition first, which rarely holds before the workers agree.
         _compute_norms(self._directions, self._norms)
         _compute_norms(self.own, self._own_norms)
         if not (self._norms.flat <= self._noise_bounds.flat * self._own_norms.flat).any():
@@ -197,7 +197,7 @@ class Directions:
         self.unpack(drawn.mul_((edges.sign * (1 - edges.absent))[..., None]))
 
     def _redraw_collapsed(self, norms: Tensor, counter: int) -> bool:
-        """Resample the directions of norm 0; return whether there were any.
+        """Resample the directions of norm 0 and return whether there were any.
 
         `norms` [direction] is changed to 1 for padding. A direction is 0 at both ends or at
         neither, since both have the same d to the bit.
@@ -277,8 +277,8 @@ class Directions:
 def orthonormalizing(gram: Tensor, signs: Tensor) -> Tensor:
     """T = L⁻¹ S for G = p pᵀ = L Lᵀ: the rows of T p are orthonormal, up to the ridge.
 
-    gram [batch, rank, rank] in double precision; the ridge is added in place. signs [batch, rank,
-    rank]: S = ±1 times the identity, the sign of an edge.
+    gram: [batch, rank, rank] in double precision, to which the ridge is added in place.
+    signs: S [batch, rank, rank], ±1 times the identity, the sign of an edge.
     """
     gram.diagonal(dim1=1, dim2=2).mul_(1 + _RIDGE)
     factor = torch.linalg.cholesky_ex(gram).L

@@ -19,7 +19,7 @@ class PlainGossip(Stateless):
     def __init__(self, network: Network, diffusion_rate: Rate = 1.0):
         rate = column(network, "diffusion_rate", diffusion_rate)
         self._network = network
-        # For each round: 1 − γ Σ_j w_ij [worker, 1]; γ w_ij [worker, 1] for each slot.
+        # For each round: 1 − γ Σ_j w_ij [worker, 1], and γ w_ij [worker, 1] for each slot.
         weights = [rate * slots.weights for slots in network.rounds]
         self._own_weights = [1 - w.sum(1, keepdim=True) for w in weights]
         self._weights = [w.unsqueeze(-1).unbind(1) for w in weights]
@@ -32,7 +32,7 @@ class PlainGossip(Stateless):
         """The update of x [worker, D] with the neighbors' received [worker, neighbor, D].
 
         Elementwise, so that a worker's result is the same to the bit in any layout of workers over
-        processes; a matrix product would round differently for one worker and for eight.
+        processes. A matrix product would round differently for one worker and for eight.
         """
         t = self._network.round % len(self._network.rounds)
         x.mul_(self._own_weights[t])
@@ -48,7 +48,7 @@ class AllReduce(Stateless):
     """
 
     def __init__(self, network: Network):
-        pass
+        del network  # a parameter of all algorithms
 
     def step(self, x: Tensor) -> Conversation:
         """x_i ← (1/n) Σ_j x_j"""
@@ -97,7 +97,7 @@ class ChebyshevGossip:
 class FiniteTimeGossip:
     """Plain gossip with γ_t = 1/λ_t over the distinct non-zero eigenvalues λ_t of I − W.
 
-    Exact after one pass over them, since Π_t (1 − λ/λ_t) is 0 at each of them; then the pass is
+    Exact after one pass over them, since Π_t (1 − λ/λ_t) is 0 at each of them. Then the pass is
     repeated. Hendrickx et al. (2014), arXiv:1211.6324.
 
     Leja's order of the eigenvalues keeps the amplification of rounding errors small. Costs as much
@@ -127,7 +127,7 @@ def _leja_order(values: Sequence[float]) -> list[float]:
     already chosen."""
     left, order = sorted(values), list[float]()
     while left:
-        # The sum is 0 for all at first; `max` then returns the first of the reversed: the largest.
+        # The sum is 0 for all at first. Of equals, `max` returns the first one: the largest.
         best = max(reversed(left), key=lambda v: sum(log(abs(v - other)) for other in order))
         left.remove(best)
         order.append(best)

@@ -25,10 +25,10 @@ class PowerGossip:
     Per edge (i, j) and matrix, both ends hold the same directions p (rank r). One iteration:
 
         p ← orthonormalize(p)
-        s_i = X_iᵀ p                    is sent to j      (the next iteration: X_i p; sides swap)
+        s_i = X_iᵀ p                    is sent to j      (the next iteration: X_i p, sides swap)
         d = s_j − s_i                   the same at both ends
         X_i ← X_i + γ w_ij p dᵀ,   X_j ← X_j − γ w_ij p dᵀ
-        p ← d                           warm start; else p is resampled
+        p ← d                           warm start, or else p is resampled
 
     Vogels, Karimireddy & Jaggi (2020), arXiv:2008.01425, Algorithm 1. The update is an orthogonal
     projection of the difference. It preserves the mean, and V = Σ_i ‖x_i − x̄‖² grows in no step
@@ -73,7 +73,7 @@ class PowerGossip:
         if not network.symmetric:
             raise ValueError(
                 f"topology={network.topology.name}: use an undirected topology with PowerGossip, "
-                f"such as ring; both ends of an edge must have the same weight"
+                f"such as ring (both ends of an edge must have the same weight)"
             )
         self._network = network
         self._num_iterations = num_iterations
@@ -142,7 +142,7 @@ class PowerGossip:
             self._iterations[t] += 1
 
     def _iteration(self, p: Directions, d: Directions, matrices: Sequence[Tensor]) -> Conversation:
-        """X_i ← X_i + Σ_j γ w_ij p d_ijᵀ, for all matrices and neighbors; d is the next p.
+        """X_i ← X_i + Σ_j γ w_ij p d_ijᵀ, for all matrices and neighbors. d is the next p.
 
         A batched product serves the matrices of one shape. Its rows are the directions of all
         neighbors, hence the transposes: s_iᵀ = pᵀ X_i.

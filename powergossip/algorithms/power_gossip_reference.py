@@ -18,7 +18,7 @@ class PowerGossipReference:
     W            # [worker, worker], symmetric mixing matrix of a static graph
     shape        # (m, k)
     p            # edge → directions [m or k, rank], the same at both ends
-    iterations   # power iterations since the start; even: p [m, rank], odd: p [k, rank]
+    iterations   # power iterations since the start (even: p [m, rank], odd: p [k, rank])
     """
 
     def __init__(

@@ -42,8 +42,8 @@ To add a compressor, write its class in a module beside this one and its row in 
 The tests of the laws of all compressors (tests/test_compressors.py) use the registry.
 
 Axes: worker (hosted here), neighbor (slot), layer (tensors of one shape), row, column.
-Symbols: v a matrix of N = rows · columns entries; K the number of entries kept; δ the contraction,
-E‖v − C(v)‖² ≤ (1 − δ)‖v‖².
+Symbols: v (a matrix of N = rows · columns entries), K (the number of entries kept), δ (the
+contraction, E‖v − C(v)‖² ≤ (1 − δ)‖v‖²).
 """
 
 from typing import Any

@@ -78,7 +78,7 @@ class Codec:
         return out
 
     def add(self, message: Tensor, senders: Tensor, counter: int, out: Tensor) -> None:
-        """out ← out + C(x), for a contiguous out [*, D]; otherwise as `decode`."""
+        """out ← out + C(x), for a contiguous out [*, D], otherwise as `decode`."""
         leading = tuple(senders.shape)
         assert message.shape == (*leading, self.size), (message.shape, leading, self.size)
         if leading not in self._incoming:
@@ -144,7 +144,7 @@ class _Plan:
 
 
 class _Place(NamedTuple):
-    """The place of a field of all layers of a stack; `start` counts elements of its type."""
+    """The place of a field of all layers of a stack. `start` counts elements of its type."""
 
     dtype: torch.dtype | None  # None: levels
     layers: int
@@ -177,14 +177,14 @@ class _Fields:
         self._wide, self._plan = wide[..., : plan.wide], plan
 
     def write(self, message: Tensor) -> None:
-        """Write to message [*, bytes]; levels are given by their indices."""
+        """Write to message [*, bytes]. Levels are given by their indices."""
         plan = self._plan
         message[..., : plan.wide].copy_(self._wide)
         if plan.levels:
             message[..., plan.wide :].copy_(pack(self._levels, plan.levels.bits))
 
     def read(self, message: Tensor) -> None:
-        """Read from message [*, bytes]; levels become their values."""
+        """Read from message [*, bytes]. Levels become their values."""
         plan = self._plan
         self._wide.copy_(message[..., : plan.wide])
         if plan.levels:

@@ -76,7 +76,7 @@ class Stream(NamedTuple):
         return randomness.bits(self.senders.key, 1 + self.senders.counter, (count,), starts)
 
     def once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """make(), cached per step; for values shared by all senders."""
+        """make(), cached per step, for values shared by all senders."""
         if name not in self.kept:
             self.kept[name] = make()
         return self.kept[name]
@@ -101,7 +101,7 @@ class Compressor(Protocol):
     def decompress(self, fields: tuple[Tensor, ...], out: Tensor, stream: Stream) -> None:
         """out ← out + C(v), for out [*, row, column] that is contiguous in its last two axes.
 
-        Elementwise arithmetic only; each element of C(v) is rounded before it is added. Levels are
+        Elementwise arithmetic only. Each element of C(v) is rounded before it is added. Levels are
         given by their values, float32.
         """
         ...

@@ -22,7 +22,7 @@ class SVD:
 
     The vectors are computed as eigenvectors of the shorter side's Gram matrix, which is several
     times faster than a singular value decomposition. The Gram matrix is in double precision, since
-    squaring loses half the digits; the first vector alone does not need them.
+    squaring loses half the digits. The first vector alone does not need them.
 
     A matrix with a NaN or infinity is decoded as NaN throughout. Raises ValueError for a rank
     below 1.
@@ -71,7 +71,7 @@ class SVD:
 
 def _largest_singular(wide: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Left singular vectors [*, rank, row] of matrices [*, row, column] of at least as many columns
-    as rows, by ascending singular value; and their products with the matrices [*, rank, column]."""
+    as rows, by ascending singular value, and their products with the matrices [*, rank, column]."""
     rows, columns = wide.shape[-2:]
     if wide.is_cuda or rows < 50 or 10 * rank > rows:
         wide = wide.double()

@@ -15,7 +15,7 @@ from powergossip.compressors.compressor import Field, Stream, nan_if_not_finite
 class TopK:
     """C(v) = the K entries of v with the largest magnitudes, 0 elsewhere.
 
-    Message: K floats, the values; then their K positions in the matrix, row by row, as unsigned
+    Message: K floats, the values, then their K positions in the matrix, row by row, as unsigned
     integers of 1 byte (N ≤ 256), 2 bytes (N ≤ 65,536) or 4. In no particular order.
     K = max(1, ⌊keep_ratio · N⌋); or, matched to a method of that rank, K = max(1, ⌊r (m + k)/4⌋)
     for m rows and k columns, at most N: keep_ratio = r (m + k)/(4 m k).
@@ -59,7 +59,7 @@ class TopK:
 
 
 def _largest(a: Tensor, count: int) -> Tensor:
-    """The positions of the `count` largest of a [*, n] ≥ 0: int64 [*, count]; NaN is largest.
+    """The positions of the `count` largest of a [*, n] ≥ 0: int64 [*, count]. NaN is largest.
 
     For a small fraction, entries are arranged in columns of 8. The `count` columns with the largest
     maxima contain the `count` largest entries (up to ties), so only these columns are searched.
@@ -85,7 +85,7 @@ def _largest(a: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class RandomK:
-    """C(v) = K entries of v at random positions, 0 elsewhere; not scaled up.
+    """C(v) = K entries of v at random positions, 0 elsewhere, not scaled up.
 
     Message: K floats, the values. The positions are a uniform random choice of K, resampled in each
     step from the stream that all workers share: all of them send the same entries.
@@ -139,27 +139,27 @@ def _distinct(bits: Callable[[int], Tensor], count: int, n: int) -> Tensor:
     draws = ceil(mean + 8 * deviation) + _SPARE_DRAWS
     if draws > n // 2:
         return _smallest(bits(n), count)
-    position, order = _first_occurrences(_below(n, bits(draws)))
-    position, order = position[..., :count], order[..., :count]
+    position, order = _first_occurrences(_below(n, bits(draws)), count)
     enough = order[..., -1:] < _REPEATED
     if not enough.all():
         position = torch.where(enough, position, _smallest(bits(n), count))
     return position
 
 
-def _first_occurrences(position: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions [*, draw] in the order of drawing, the repeated ones moved to the end; and their
-    indices, plus `_REPEATED` for the repeated ones."""
+def _first_occurrences(position: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The first `count` of the positions [*, draw] after moving repeated ones to the end, and the
+    index of each draw, plus `_REPEATED` for a repeated one."""
     order = torch.arange(position.shape[-1], device=position.device)
     position, order = _sorted_pairs(position, order)
     order[..., 1:] += (position[..., 1:] == position[..., :-1]).long() * _REPEATED
-    order, position = _sorted_pairs(order, position)
+    order, position = _sorted_pairs(order, position, count)
     return position, order
 
 
-def _sorted_pairs(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Pairs of integers below 2³² [*, pair] in lexicographic order, sorted as one int64 each."""
-    pairs = (first << 32 | second).sort(-1).values
+def _sorted_pairs(first: Tensor, second: Tensor, count: int | None = None) -> tuple[Tensor, Tensor]:
+    """The first `count` of pairs [*, pair] of integers in lexicographic order. A pair is sorted as
+    one int64, its halves are below 2³¹ and 2³²."""
+    pairs = (first << 32 | second).sort(-1).values[..., :count]
     return pairs >> 32, pairs & 0xFFFFFFFF
 
 

@@ -14,8 +14,8 @@ created when a tensor is sent for the first time, reused whenever it is sent aga
 of message (in the same round of a time-varying topology), and freed with the tensor. A received
 tensor is therefore overwritten when the next message is sent from the same memory.
 
-Axes: worker (hosted by this process), neighbor (a slot; padded to the largest degree with weight 0
-and index −1; nothing is sent there, and its received values are finite but meaningless).
+Axes: worker (hosted by this process), neighbor (a slot, padded to the largest degree with weight 0
+and index −1). Nothing is sent in a padded slot, and its received values are finite but meaningless.
 
 Bits and messages are counted in this package only, from the bytes that a worker sends. Messages
 between workers of one process count like those between processes, so that the counts do not depend

@@ -33,7 +33,7 @@ class Gather:
     """All-gather: every worker receives the pieces of all n workers, ordered by worker index.
 
     pieces: a contiguous tensor [length] for each hosted worker. Lengths may differ between workers
-    and between calls; all pieces have the same dtype.
+    and between calls. All pieces have the same dtype.
     """
 
     pieces: Sequence[Tensor]

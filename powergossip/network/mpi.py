@@ -47,7 +47,7 @@ class Processes:
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """Run the block in every process; if the user's input fails in one, it is rejected in all.
+        """Run the block in every process. Input that fails in one is rejected in all.
 
         The block must not communicate. Raises BadInput, the same in all processes, if it raises
         ValueError or OSError in any. On process 0 alone: `if processes.rank == 0:` inside.
@@ -97,7 +97,7 @@ class Processes:
 
 @cache
 def processes() -> Processes:
-    """The processes of this run. Starts MPI if there is a launcher; an uncaught exception in one
+    """The processes of this run. Starts MPI if there is a launcher. An uncaught exception in one
     process then ends them all."""
     found = Processes(_world_communicator())
     if "OMP_NUM_THREADS" not in os.environ:
@@ -108,7 +108,7 @@ def processes() -> Processes:
 
 
 def _world_communicator() -> Any:
-    """A communicator of all processes; None without a launcher, where MPI is not needed."""
+    """A communicator of all processes, or None without a launcher, where MPI is not needed."""
     launchers = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")
     if "mpi4py.MPI" not in sys.modules and not any(name in os.environ for name in launchers):
         return None
@@ -173,7 +173,7 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
 
 
 def cuda_aware_mpi() -> bool | None:
-    """Whether the MPI library reports support of GPU memory; None if it has no such query.
+    """Whether the MPI library reports support of GPU memory, or None if it has no such query.
 
     Open MPI and its relatives provide MPIX_Query_cuda_support, MPICH MPIX_GPU_query_support.
     """

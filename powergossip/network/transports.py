@@ -161,7 +161,7 @@ class Delivery(Transport):
 
         self._inside = self._between = None
         if len(edges.inside_source[0]):
-            # One indexing fills all slots; those without an edge inside get their own worker's row.
+            # One indexing fills all slots. Those without an edge inside get their own worker's row.
             own = np.repeat(np.arange(rows), edges.n_in)
             source = outgoing_rows(own, np.zeros_like(own))
             source[incoming_rows(*edges.inside_destination)] = outgoing_rows(*edges.inside_source)
@@ -250,7 +250,7 @@ class _Between:
             torch.index_select(self._rows_out, 0, self._pack, out=self._outgoing)
         if self._stage:
             self._host_outgoing.copy_(self._outgoing, non_blocking=True)
-        if self._on_gpu:  # kernels that write what MPI reads, or read what it overwrites, must end
+        if self._on_gpu:  # wait for the kernels that use the memory of the messages
             torch.cuda.current_stream().synchronize()
         self._start_all(self._requests)
 
@@ -322,7 +322,7 @@ class _Collective:
         self._requests = next(steps, None)
 
     def is_done(self) -> bool:
-        """Whether all steps are complete. Does not block; starts the next step if one is due."""
+        """Whether all steps are complete. Does not block. Starts the next step if one is due."""
         while self._requests is not None:
             if not self._test_all(self._requests):
                 return False
@@ -341,7 +341,7 @@ def _exchange(
     """Post the exchange of one tensor with every other process and return the requests.
 
     All processes call it with the same tag. A call at the time when a message is posted uses tag 0,
-    like all other messages; their order identifies them. A call at a later time, which differs
+    like all other messages. Their order identifies them. A call at a later time, which differs
     between processes, needs a tag of its own.
     """
     from mpi4py import MPI
@@ -377,7 +377,7 @@ def _sum(comm: Processes, tag: int, parts: Sequence[Tensor], collected: Tensor) 
     yield _exchange(comm, tag, [own] * comm.size, parts)
 
 
-# Elements of a sum per block; on a CPU, a block fits in the caches.
+# Elements of a sum per block. On a CPU, a block fits in the caches.
 _AT_ONCE = {"cpu": 2**20, "cuda": 2**26}
 
 

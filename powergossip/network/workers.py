@@ -30,8 +30,8 @@ from powergossip.topologies import Topology
 class Slots:
     """The neighbors from which the hosted workers receive in one round of the topology.
 
-    neighbors  # int64 [worker, neighbor]  their worker indices, ascending; padding: −1
-    weights    # [worker, neighbor]        w_ij, i's weight for the values of j; padding: 0
+    neighbors  # int64 [worker, neighbor]  their worker indices, ascending, padded with −1
+    weights    # [worker, neighbor]        w_ij, i's weight for the values of j, padded with 0
     """
 
     neighbors: Tensor
@@ -43,8 +43,8 @@ class Network:
 
     workers    # range: indices of the workers that this process hosts
     rounds     # Slots for each round of the topology's period
-    slots      # Slots of the current round; `neighbors` and `weights` are theirs
-    symmetric  # whether W is symmetric; then a neighbor's slot serves for sending and receiving
+    slots      # Slots of the current round, `neighbors` and `weights` are theirs
+    symmetric  # whether W is symmetric, so that a neighbor's slot serves for sending and receiving
     round      # number of conversations finished, t of the topology's round
     edges      # for each round, the edges that start or end in this process
 
@@ -109,12 +109,12 @@ class Network:
 
     @property
     def neighbors(self) -> Tensor:
-        """int64 [worker, neighbor] of the current round; padding: −1."""
+        """int64 [worker, neighbor] of the current round, padded with −1."""
         return self.slots.neighbors
 
     @property
     def weights(self) -> Tensor:
-        """w_ij [worker, neighbor] of the current round; padding: 0."""
+        """w_ij [worker, neighbor] of the current round, padded with 0."""
         return self.slots.weights
 
     @property
@@ -183,7 +183,7 @@ class Network:
         self.start(conversation).finish()
 
     def start(self, conversation: Conversation) -> "Exchange":
-        """Send the first messages of a conversation; `finish()` runs the rest.
+        """Send the first messages of a conversation. `finish()` runs the rest.
 
         The tensors of those messages must not be changed in between.
         """
