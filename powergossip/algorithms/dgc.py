@@ -18,7 +18,7 @@ from powergossip import randomness
 from powergossip.network import Conversation, Gather, Mean, Network
 from powergossip.parameters import Layout, put_in, take_out
 
-_LEAST_SELECTED = 0.8  # fraction of the target; below it the threshold is lowered
+_LEAST_SELECTED = 0.8  # fraction of the target below which the threshold is lowered
 _LOWERING = 0.8  # factor by which it is lowered
 _LEAST_IN_SAMPLE = 16  # elements above the threshold in a sample, for a reliable threshold
 _BLOCK = 32  # elements that are compared with the threshold through their maximum
@@ -35,8 +35,8 @@ class Config:
     momentum_masking           clear the momentum of sent elements
     clip                       largest norm of a gradient, in units of the mean gradient
     warmup_epochs              epochs before compress_ratio applies
-    warmup_ratios              fraction in each of these epochs; None: see `share`
-    fp16_values, int32_indices sizes of sent values and positions; else float32 and int64
+    warmup_ratios              fraction in each of these epochs, or None: see `share`
+    fp16_values, int32_indices types of sent values and positions, else float32 and int64
     num_batches_per_step       calls of optimizer_step per step
     seed                       of the samples' offsets
 
@@ -119,12 +119,12 @@ class Selector:
 
     Lin et al. (2018), arXiv:1712.01887, § 5 (hierarchical selection). The threshold aims slightly
     low, because cutting a surplus exactly is cheap, and lowering the threshold is not. The result
-    has `target` elements or, if there was no surplus, at least 0.8 · target; fewer only if all
-    others are 0. All elements are sorted if the sample would be as large as the tensor, or if
+    has `target` elements or, if there was no surplus, at least 0.8 · target. It has fewer only if
+    all others are 0. All elements are sorted if the sample would be as large as the tensor, or if
     max_adaptation_iterations do not suffice.
 
     target  # round(share · size), at least 1
-    stride  # of the sample; 1: no sampling
+    stride  # of the sample, 1 for no sampling
     """
 
     def __init__(self, size: int, share: float, config: Config):
@@ -192,9 +192,9 @@ class DGCAggregation:
     Worker i accumulates the elements that it has not sent in v_i, with momentum u_i:
 
         g ← g · min(1, clip / (√n ‖g‖))                       local clipping
-        u ← m u + g;    v ← v + u                             momentum correction
-        u ← m (u + g);  v ← v + u + g                         with Nesterov's momentum, instead
-        send v where it is largest;  v ← 0, u ← 0 there       momentum masking
+        u ← m u + g,    v ← v + u                             momentum correction
+        u ← m (u + g),  v ← v + u + g                         with Nesterov's momentum, instead
+        send v where it is largest,  v ← 0, u ← 0 there       momentum masking
         mean ← 1/n Σ_i of the sent elements
 
     Lin et al. (2018), arXiv:1712.01887, Algorithms 1 and 2 and § 3. `Selector` selects from each

@@ -24,7 +24,7 @@ _LEFT, _RIGHT = 0, 1  # sides of a matrix: vectors as long as a column, and as l
 _TINY = 1e-30  # norms below this count as zero
 _DEPENDENT = 1e-5  # relative residual below which a direction depends on others (float32 rounding)
 _RIDGE = 1e-15  # relative to a direction's squared norm
-_ATTEMPTS = 8  # redraws of dependent directions; the first almost always succeeds
+_ATTEMPTS = 8  # redraws of dependent directions, of which the first almost always succeeds
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Aggregation:
         in ← orthonormalize(in)                 the same in all workers, for each matrix by itself
         out_i = M_i in
         M_i ← M_i − out_i inᵀ                   the error
-        mean += (mean_i out_i) inᵀ;   in ← mean_i out_i
+        mean += (mean_i out_i) inᵀ,   in ← mean_i out_i
 
     On the left side, out_i = M_iᵀ in and M_i ← M_i − in out_iᵀ. `_Group` computes it without
     writing M_i in every half-iteration: it collects the factors left and right of all updates, and
@@ -269,7 +269,7 @@ class _Group:
         """out [worker, elements] ← M_t in, or M_tᵀ in on the left side.
 
         M is not written until `apply`. After the step's updates j so far, M_t = M − Σ_j left_jᵀ
-        right_j, so M_t in = M in − Σ_j left_jᵀ (right_j in); `iteration` counts them.
+        right_j, so M_t in = M in − Σ_j left_jᵀ (right_j in). `iteration` counts them.
         """
         directions = self.directions[side].expand(self._batch, -1, -1)
         result = out.view(self._batch, self._rank, -1)
@@ -315,7 +315,7 @@ def orthonormalize(directions: Tensor, redraw: Callable[[int], Tensor]) -> Tenso
     errors of the first (Fukaya et al. 2014, doi:10.1109/ScalA.2014.11).
 
     A direction that is 0 or, up to rounding, in the span of those before it carries no information
-    (the matrix may be 0, say). It is replaced by that of `redraw(attempt)` [batch, rank, length],
+    (if the matrix is 0, for instance). It is replaced by that of `redraw(attempt)` [batch, rank, length],
     attempt = 1, 2, …
     """
     p = directions.double()

@@ -7,8 +7,8 @@
 
 The rest of the loop is unchanged and runs under `mpirun -np N`. Every process computes the gradient
 of its own data, and `step` updates its own parameters and then moves them towards those of its
-neighbors. This is D-PSGD with an averaging algorithm G, x ← G(x − η u(g)); Lian et al. (2017),
-arXiv:1705.09056. In a single process, it is the wrapped optimizer.
+neighbors. This is D-PSGD with an averaging algorithm G, x ← G(x − η u(g)), as in Lian et al.
+(2017), arXiv:1705.09056. In a single process, it is the wrapped optimizer.
 
 Axes: worker (always 1: that of this process), D elements of a part (the parameters of the
 construction, or of one `add_param_group`).
@@ -195,7 +195,7 @@ class _Part:
 
 
 class GossipOptimizer(torch.optim.Optimizer):
-    """A torch optimizer whose `step` ends with a round of gossip between all processes.
+    """A torch optimizer with a round of gossip between all processes at the end of its `step`.
 
         x_i ← x_i − η u(g_i)           the step of the wrapped optimizer, on this worker
         x ← G(x)                       in every `local_steps`-th step (Stich 2019, arXiv:1805.09767)
@@ -255,7 +255,7 @@ class GossipOptimizer(torch.optim.Optimizer):
         check_same_everywhere(processes, "the method", self.method.facts())
         check_same_everywhere(processes, "local_steps", local_steps)
         self._add_part(parameters)
-        # torch.optim.Optimizer.__init__ is not called; this prepares hooks and profiling.
+        # torch.optim.Optimizer.__init__ is not called. This prepares hooks and profiling.
         self.__setstate__({})
 
     # Attributes of the wrapped optimizer. Its load_state_dict replaces these objects.
@@ -310,7 +310,7 @@ class GossipOptimizer(torch.optim.Optimizer):
     # Steps.
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The step of the wrapped optimizer, whose result is returned, then gossip if it is due.
+        """The step of the wrapped optimizer, then gossip if it is due. Returns the former's result.
 
         `closure` computes the loss and calls backward, as in torch. Raises ValueError for sparse
         gradients, RuntimeError if a parameter was moved to other memory.
