@@ -32,7 +32,8 @@ EXAMPLES = {
         r"accuracy of the mean model: (\d+\.\d)%",
         alone=r"^sent by each worker: 0\.0 kB$",
         # 240 steps, two neighbors, 4 bytes per element: one side of each matrix per step, in
-        # turns, and all biases: 2 · 4 · (120 · (64 + 128 + 128 + 128 + 128 + 10) + 240 · (128 + 128 + 10))
+        # turns, and all biases:
+        # 2 · 4 · (120 · (64 + 128 + 128 + 128 + 128 + 10) + 240 · (128 + 128 + 10))
         together=r"^sent by each worker: 1073\.3 kB$",
     ),
 }

@@ -315,8 +315,8 @@ def orthonormalize(directions: Tensor, redraw: Callable[[int], Tensor]) -> Tenso
     errors of the first (Fukaya et al. 2014, doi:10.1109/ScalA.2014.11).
 
     A direction that is 0 or, up to rounding, in the span of those before it carries no information
-    (if the matrix is 0, for instance). It is replaced by that of `redraw(attempt)` [batch, rank, length],
-    attempt = 1, 2, …
+    (if the matrix is 0, for instance). It is replaced by the same one of `redraw(attempt)`
+    [batch, rank, length], attempt = 1, 2, …
     """
     p = directions.double()
     for attempt in range(1, _ATTEMPTS):
