@@ -111,7 +111,7 @@ class Config:
 
 
 class Selector:
-    """Selection of the `share` · size elements of largest magnitude, without sorting.
+    """Selection of the fraction · size elements of largest magnitude, without sorting.
 
         t ← the m-th largest of a sample, m slightly above the sample's part of the target
         while fewer than 0.8 · target elements exceed t: t ← 0.8 t
@@ -123,12 +123,12 @@ class Selector:
     all others are 0. All elements are sorted if the sample would be as large as the tensor, or if
     max_adaptation_iterations do not suffice.
 
-    target  # round(share · size), at least 1
+    target  # round(fraction · size), at least 1
     stride  # of the sample, 1 for no sampling
     """
 
-    def __init__(self, size: int, share: float, config: Config):
-        self.size, self.target = size, max(1, round(share * size))
+    def __init__(self, size: int, fraction: float, config: Config):
+        self.size, self.target = size, max(1, round(fraction * size))
         self._iterations = config.max_adaptation_iterations
         sample = max(config.sample_ratio * size, _LEAST_IN_SAMPLE * size / self.target)
         # Coprime to the size: another stride could sample a few columns only.
@@ -222,32 +222,32 @@ class DGCAggregation:
         matrices = [i for i, shape in enumerate(layout.shapes) if len(shape) >= 2]
         vectors = [i for i, shape in enumerate(layout.shapes) if len(shape) < 2]
         self._spans = layout.spans(vectors)
-        # (start, size), in the order of memory.
-        self._places = sorted((layout.starts[i], prod(layout.shapes[i])) for i in matrices)
+        # (first position, size), in the order of memory.
+        self._tensors = sorted((layout.starts[i], prod(layout.shapes[i])) for i in matrices)
         size = sum(span.stop - span.start for span in self._spans)
         self._whole = Mean(torch.zeros(workers, size, device=device))
         self._everything = Mean(self._kept)
         self._chosen = Gather([])
         self._index = torch.int32 if config.int32_indices else torch.int64
         self._value = torch.float16 if config.fp16_values else torch.float32
-        self._share = 0.0
+        self._fraction = 0.0
         self.at_epoch(0)
 
     def at_epoch(self, epoch: float) -> None:
         """Set the fraction that is sent, which follows the warm-up."""
-        self._set_share(self._config.share(epoch))
+        self._set_fraction(self._config.share(epoch))
 
-    def _set_share(self, share: float) -> None:
-        if share == self._share:
+    def _set_fraction(self, fraction: float) -> None:
+        if fraction == self._fraction:
             return
-        self._share = share
-        self._selectors = [Selector(size, share, self._config) for _, size in self._places]
+        self._fraction = fraction
+        self._selectors = [Selector(size, fraction, self._config) for _, size in self._tensors]
 
     @property
     def compression_rate(self) -> float:
         """Bits of a gradient over the bits of a worker's messages, at the current fraction."""
         size = self._layout.size
-        if self._share == 1:
+        if self._fraction == 1:
             return 1.0
         chosen = sum(selector.target for selector in self._selectors)
         bits = 8 * self._words(chosen) * self._index.itemsize + 32 * self._whole.tensor.shape[1]
@@ -257,7 +257,7 @@ class DGCAggregation:
         """Accumulate gradient [worker, D] and clear it. Fill mean [worker, D]."""
         self._accumulate(gradient)
         self._steps += 1
-        if self._share == 1:
+        if self._fraction == 1:
             mean.copy_((yield self._everything)[0])
             self._kept.zero_()
             return
@@ -265,14 +265,14 @@ class DGCAggregation:
         if self._spans:
             take_out(self._kept, self._spans, self._whole.tensor)
             messages.append(self._whole)
-        if self._places:
+        if self._tensors:
             self._chosen.pieces = [self._select(row) for row in range(len(gradient))]
             messages.append(self._chosen)
         received = iter((yield tuple(messages)))
         mean.zero_()
         if self._spans:
             put_in(next(received), self._spans, mean)
-        if self._places:
+        if self._tensors:
             self._add_received(next(received), mean)
 
     def _accumulate(self, gradient: Tensor) -> None:
@@ -302,10 +302,10 @@ class DGCAggregation:
         random = randomness.generator(config.seed, "dgc", self._steps, worker)
         starts = random.integers([selector.stride for selector in self._selectors])
         parts = []
-        for (place, size), selector, start in zip(
-            self._places, self._selectors, starts.tolist(), strict=True
+        for (first, size), selector, start in zip(
+            self._tensors, self._selectors, starts.tolist(), strict=True
         ):
-            parts.append(selector.positions(kept[place : place + size], start).add_(place))
+            parts.append(selector.positions(kept[first : first + size], start).add_(first))
         positions = torch.cat(parts)
         values = kept[positions]
         sent = values
@@ -333,14 +333,14 @@ class DGCAggregation:
             count = len(words) * size // (size + self._value.itemsize)
             values = words[count:].view(self._value)[:count].float().div_(len(pieces))
             mean[0].index_add_(0, words[:count], values)
-        for place, size in self._places if len(mean) > 1 else ():
-            mean[1:, place : place + size] = mean[0, place : place + size]
+        for first, size in self._tensors if len(mean) > 1 else ():
+            mean[1:, first : first + size] = mean[0, first : first + size]
 
     def state_dict(self) -> dict[str, Any]:
         """Number of steps, current fraction, and [worker, D]: momentum u, accumulated v."""
         return {
             "steps": self._steps,
-            "share": self._share,
+            "share": self._fraction,
             "momentum": self._momentum.clone(),
             "kept": self._kept.clone(),
         }
@@ -353,6 +353,6 @@ class DGCAggregation:
                 f"not {list(self._kept.shape)}; use the same model"
             )
         self._steps = state["steps"]
-        self._set_share(state["share"])
+        self._set_fraction(state["share"])
         self._momentum.copy_(state["momentum"])
         self._kept.copy_(state["kept"])

@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from inspect import Parameter
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
@@ -62,6 +63,7 @@ class Method:
     def __init__(
         self,
         name: str,
+        /,
         *,
         topology: str = "ring",
         topology_options: Mapping[str, Any] | None = None,
@@ -74,7 +76,7 @@ class Method:
         _check_type("topology", topology, str)
         _check_type("topology_options", self.topology_options, Mapping)
         _check_type("seed", seed, int)
-        if _options.takes_all(row):  # and checks them
+        if _options.takes_all(row):  # in an object that checks them
             self._seeded, self.options = True, options
             return
         known = _options.parameters(row, options, compressor=compressors.COMPRESSORS)
@@ -118,11 +120,14 @@ class Method:
 
 
 def _check_type(option: str, value: Any, annotation: Any) -> None:
-    """Raise ValueError for a value that is not of the annotated type. Tensors are not accepted."""
+    """Raise ValueError for a value that is not of the annotated type.
+
+    Tensors are not accepted. Annotations that are not types or unions of types accept every value.
+    """
     kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     accepted = {get_origin(kind) or kind for kind in kinds} - {Tensor}
-    if not all(isinstance(kind, type) for kind in accepted):
-        return  # the annotation of a row that someone added
+    if not all(isinstance(kind, type) for kind in accepted) or accepted & {Any, Parameter.empty}:
+        return
     if float in accepted:
         accepted.add(int)
     is_bool = isinstance(value, bool)
@@ -200,10 +205,9 @@ class GossipOptimizer(torch.optim.Optimizer):
         x_i ← x_i − η u(g_i)           the step of the wrapped optimizer, on this worker
         x ← G(x)                       in every `local_steps`-th step (Stich 2019, arXiv:1805.09767)
 
-    `method` is the name of an averaging algorithm, and `options` are its options. They include
-    topology="ring", topology_options, seed=0 and, for most algorithms, diffusion_rate, see
-    `Method`. The available options are those of the algorithm's constructor:
-    `algorithms.defaults("power-gossip")`.
+    `method` is the name of an averaging algorithm, such as "power-gossip". `options` are the
+    keyword arguments of `Method`: topology="ring", topology_options, seed=0, and the options of the
+    algorithm, which `algorithms.defaults("power-gossip")` lists. A `Method` is also accepted.
 
     The wrapped optimizer, `wrapped`, keeps its state, its parameter groups and its hooks. They are
     also this optimizer's, so that schedulers, GradScaler and code that sets learning rates work.
@@ -236,7 +240,7 @@ class GossipOptimizer(torch.optim.Optimizer):
         processes: Processes | None = None,
         **options: Any,
     ):
-        """`processes`: the participants; None: all processes of the run."""
+        """Wrap `optimizer`. processes: the participants, or None for all processes of the run."""
         self.wrapped = optimizer
         self._processes = processes = processes or network.processes()
         self._parts: list[_Part] = []
