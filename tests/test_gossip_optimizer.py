@@ -810,13 +810,13 @@ def test_a_row_that_takes_all_options_in_one_object(monkeypatch: pytest.MonkeyPa
 def test_options_without_a_type_accept_every_value(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
 
-    def build(network: Network, layout: Layout, *, gain=1.0, name: Any = None) -> Any:  # type: ignore[no-untyped-def]
-        found.append((gain, name))
+    def build(network: Network, layout: Layout, *, gain=1.0, kind: Any = None) -> Any:  # type: ignore[no-untyped-def]
+        found.append((gain, kind))
         return algorithms.PlainGossip(network)
 
     monkeypatch.setitem(algorithms.AVERAGING, "mine", build)
     wrapped(OPTIMIZERS["sgd"], "mine", gain="high", processes=ALONE)
-    wrapped(OPTIMIZERS["sgd"], "mine", name=(1, 2), processes=ALONE)
+    wrapped(OPTIMIZERS["sgd"], "mine", kind=(1, 2), processes=ALONE)
     assert found == [("high", None), (1.0, (1, 2))]
 
 

@@ -63,7 +63,6 @@ class Method:
     def __init__(
         self,
         name: str,
-        /,
         *,
         topology: str = "ring",
         topology_options: Mapping[str, Any] | None = None,
