@@ -1,11 +1,11 @@
-"""What it costs to find the largest numbers of a gradient, beside sorting them out exactly.
+"""The time of selecting the largest elements of a gradient, compared with an exact top-k.
 
     OMP_NUM_THREADS=1 python benchmarks/dgc_selection.py
 
-prints one JSON line: selection_ms and topk_ms are medians over rounds in which the two take turns,
-of Deep Gradient Compression's selection of `share` of `size` normal numbers and of torch.topk of
-their absolute values. speedup = topk_ms / selection_ms; `selected` and `target` are numbers of
-numbers, `recall` is the share of the exact ones among those selected.
+prints one JSON line. selection_ms is the time of Deep Gradient Compression's selection of a
+fraction `share` of `size` standard normal elements, topk_ms that of torch.topk of their magnitudes.
+Both are medians of interleaved rounds. speedup = topk_ms / selection_ms, `selected` and `target`
+count elements, and `recall` is the fraction of the exact top-k among the selected elements.
 """
 
 import json
@@ -26,23 +26,23 @@ from powergossip.runs import configuration
 @dataclass
 class Config:
     size: int = 25_000_000  # ResNet-50 has 25.6 million
-    share: float = 0.001  # that is selected
-    sample_ratio: float = 0.01  # that the threshold is from
+    share: float = 0.001  # fraction to select
+    sample_ratio: float = 0.01  # fraction sampled for the threshold
     device: str = "auto"  # auto, cpu, cuda or cuda:NUMBER
-    rounds: int = 11  # of which the median is taken
-    seconds: float = 10.0  # for all rounds together, about
+    rounds: int = 11  # for the median
+    seconds: float = 10.0  # of all rounds, approximately
 
 
 config = OmegaConf.structured(Config)
 
 
 def main(arguments: list[str]) -> None:
-    """Measure as the arguments say, print one line."""
-    who = processes()
-    who.agree(lambda: configuration.read_command_line(config, arguments, __doc__ or ""))
-    c = config
-    options = who.agree(lambda: dgc.Config(compress_ratio=c.share, sample_ratio=c.sample_ratio))
-    device = who.agree(lambda: choose_device(c.device, who.local_rank))
+    """Measure and print one line."""
+    comm, c = processes(), config
+    with comm.agreed():
+        configuration.read_command_line(config, arguments, __doc__ or "")
+        options = dgc.Config(compress_ratio=c.share, sample_ratio=c.sample_ratio)
+        device = choose_device(c.device, comm.local_rank)
     selector = dgc.Selector(c.size, c.share, options)
     values = torch.randn(c.size, generator=torch.Generator().manual_seed(0)).to(device)
     starts = count()
@@ -55,9 +55,9 @@ def main(arguments: list[str]) -> None:
 
     found, exact = select(), sort()
     recall = float(torch.isin(exact, found).float().mean())
-    times = in_turns([select, sort], c.rounds, c.seconds, who, device, before=lambda: None)
+    times = in_turns([select, sort], c.rounds, c.seconds, comm, device, before=lambda: None)
     selection_ms, topk_ms = (1e3 * float(np.median(seconds)) for seconds in times)
-    if who.rank == 0:
+    if comm.rank == 0:
         print(
             json.dumps(
                 {

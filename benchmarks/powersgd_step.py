@@ -1,16 +1,16 @@
-"""What averaging a gradient costs: our PowerSGD beside PyTorch's hook, and a plain all-reduce.
+"""The time of averaging a gradient: this PowerSGD, PyTorch's hook, and a plain all-reduce.
 
     mpirun -np 4 python benchmarks/powersgd_step.py rank=4 model=resnet50
 
 prints one JSON line. Times are milliseconds beyond the backward pass: of a step (backward and
-averaging, no update) minus the backward pass alone, medians of rounds in which all take turns.
+averaging, no update) minus the backward pass alone. They are medians of interleaved rounds.
 
-    ours_ms        powersgd.PowerSGD, two half-iterations a step
+    ours_ms        optimizers.PowerSGD, two half-iterations per step
     hook_ms        torch.distributed's powerSGD_hook in DistributedDataParallel (gloo), same rank
     all_reduce_ms  DistributedDataParallel without a hook
     ratio          ours_ms / hook_ms
 
-The model has a network's parameters only; its backward pass writes a fixed random gradient.
+The model has a network's parameters only. Its backward pass writes a fixed random gradient.
 """
 
 import json
@@ -27,10 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.timing import in_turns
 from powergossip.algorithms import ddp
-from powergossip.algorithms.power_sgd import Config as PowerSGDConfig
-from powergossip.errors import BadInput
 from powergossip.network import processes
-from powergossip.optimizers.power_sgd import PowerSGD, optimizer_step
+from powergossip.optimizers import Config as PowerSGDConfig
+from powergossip.optimizers import PowerSGD, optimizer_step
 from powergossip.runs import configuration
 
 SECONDS = 60.0
@@ -38,15 +37,15 @@ SECONDS = 60.0
 
 @dataclass
 class Config:
-    """What to measure."""
+    """Settings of a measurement."""
 
-    model: str = "resnet50"  # resnet50, or small to try it out
+    model: str = "resnet50"  # resnet50, or small for a quick try
     rank: int = 1
     rounds: int = 9
 
 
 class _Gradients(nn.Module):
-    """Parameters whose gradients are always the same: of Σ_k p_k · g_k."""
+    """A module with constant gradients g_k, those of Σ_k p_k · g_k."""
 
     def __init__(self, shapes: list[tuple[int, ...]], seed: int):
         super().__init__()
@@ -64,14 +63,14 @@ class _Gradients(nn.Module):
 
 
 class _Still(torch.optim.Optimizer):
-    """Changes nothing."""
+    """An optimizer that changes nothing."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Nothing."""
+        """Do nothing."""
 
 
 def resnet50() -> list[tuple[int, ...]]:
-    """The shapes of its 25,557,032 parameters. He et al. (2015), arXiv:1512.03385, Table 1."""
+    """Shapes of ResNet-50's 25,557,032 parameters. He et al. (2015), arXiv:1512.03385, Table 1."""
     shapes: list[tuple[int, ...]] = []
 
     def convolution(out: int, into: int, size: int) -> None:
@@ -97,18 +96,19 @@ MODELS: dict[str, Callable[[], list[tuple[int, ...]]]] = {
 
 
 def main(arguments: list[str]) -> None:
-    """Measure as the arguments say, print one line."""
-    who = processes()
+    """Measure and print one line."""
+    comm = processes()
     config = OmegaConf.structured(Config)
-    configuration.read_command_line(config, arguments, __doc__ or "")
-    if config.model not in MODELS:
-        raise BadInput(f'model "{config.model}" is unknown; choose from {", ".join(MODELS)}')
+    with comm.agreed():
+        configuration.read_command_line(config, arguments, __doc__ or "")
+        if config.model not in MODELS:
+            raise ValueError(f"model={config.model}: use {' or '.join(MODELS)}")
     shapes = MODELS[config.model]()
-    ddp.process_group(who, torch.device("cpu"))
+    ddp.process_group(comm, torch.device("cpu"))
 
     def distributed(with_hook: bool) -> Callable[[], None]:
-        # One bucket: with several, gloo mixes up the messages that the hook sends for each.
-        model = DistributedDataParallel(_Gradients(shapes, who.rank), bucket_cap_mb=10**4)
+        # One bucket, because gloo mixes up the hook's messages of several buckets.
+        model = DistributedDataParallel(_Gradients(shapes, comm.rank), bucket_cap_mb=10**4)
         if with_hook:
             state = hooks.PowerSGDState(None, config.rank, start_powerSGD_iter=2)
             model.register_comm_hook(state, hooks.powerSGD_hook)
@@ -119,11 +119,11 @@ def main(arguments: list[str]) -> None:
 
         return step
 
-    module = _Gradients(shapes, who.rank)
+    module = _Gradients(shapes, comm.rank)
     powersgd = PowerSGD(
         module.parameters(), PowerSGDConfig(rank=config.rank, min_compression_rate=2)
     )
-    apart = _Gradients(shapes, who.rank)
+    apart = _Gradients(shapes, comm.rank)
 
     still = _Still(module.parameters(), {})
 
@@ -142,9 +142,9 @@ def main(arguments: list[str]) -> None:
         "all_reduce_ms": distributed(False),
     }
     times = in_turns(
-        list(functions.values()), config.rounds, SECONDS, who, torch.device("cpu"), lambda: None
+        list(functions.values()), config.rounds, SECONDS, comm, torch.device("cpu"), lambda: None
     )
-    if who.rank == 0:
+    if comm.rank == 0:
         found = {n: 1e3 * median(s) for n, s in zip(functions, times, strict=True)}
         beyond = {n: found[n] - found["backward_ms"] for n in list(functions)[1:]}
         print(
@@ -153,7 +153,7 @@ def main(arguments: list[str]) -> None:
                     "model": config.model,
                     "numbers": sum(p.numel() for p in module.parameters()),
                     "rank": config.rank,
-                    "processes": who.size,
+                    "processes": comm.size,
                     "backward_ms": round(found["backward_ms"], 1),
                     **{name: round(value, 1) for name, value in beyond.items()},
                     "ratio": round(beyond["ours_ms"] / beyond["hook_ms"], 3),

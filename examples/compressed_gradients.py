@@ -1,4 +1,4 @@
-"""All workers apply the same mean gradient, of which each step sends a low-rank piece.
+"""PowerSGD: all workers apply the same mean gradient, compressed to low rank.
 
 Run `mpirun -np 4 python examples/compressed_gradients.py`, or alone.
 """
@@ -8,8 +8,7 @@ from mpi4py import MPI
 from sklearn.datasets import load_digits
 from torch import nn
 
-from powergossip.algorithms.power_sgd import Config
-from powergossip.optimizers.power_sgd import PowerSGD, optimizer_step
+from powergossip.optimizers import Config, PowerSGD, optimizer_step
 
 EPOCHS, BATCH_SIZE = 20, 32
 rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
@@ -18,9 +17,9 @@ pixels, digits = load_digits(return_X_y=True)
 images, labels = torch.from_numpy(pixels).float() / 16, torch.from_numpy(digits)
 order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
 test, train = order[:360], order[360:]
-mine = train[rank : len(train) - len(train) % size : size]  # the same number for every worker
+mine = train[rank : len(train) - len(train) % size : size]  # equally many samples for every worker
 
-torch.manual_seed(rank)  # for the batches; models start from process 0's values
+torch.manual_seed(rank)  # of the batches. Models start from the values of process 0
 model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU())
 model.append(nn.Linear(128, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

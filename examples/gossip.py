@@ -1,4 +1,5 @@
-"""Every worker trains on its share of the digits and talks to two neighbors, 2 kB at a time.
+"""PowerGossip on a ring. Each worker trains on its part of the digits and sends 2 kB to each of its
+two neighbors per step.
 
 Run `mpirun -np 4 python examples/gossip.py`, or alone `python examples/gossip.py`.
 """
@@ -8,7 +9,7 @@ from mpi4py import MPI
 from sklearn.datasets import load_digits
 from torch import nn
 
-from powergossip.optimizers.gossip import GossipOptimizer, PowerGossip
+from powergossip.optimizers import GossipOptimizer
 
 EPOCHS, BATCH_SIZE = 20, 32
 rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
@@ -17,13 +18,13 @@ pixels, digits = load_digits(return_X_y=True)
 images, labels = torch.from_numpy(pixels).float() / 16, torch.from_numpy(digits)
 order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
 test, train = order[:360], order[360:]
-mine = train[rank : len(train) - len(train) % size : size]  # the same number for every worker
+mine = train[rank : len(train) - len(train) % size : size]  # equally many samples for every worker
 
-torch.manual_seed(rank)  # for the batches; models start from process 0's values
+torch.manual_seed(rank)  # of the batches. Models start from the values of process 0
 model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU())
 model.append(nn.Linear(128, 10))
 local = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-optimizer = GossipOptimizer(local, PowerGossip(rank=1))  # the only line that differs
+optimizer = GossipOptimizer(local, "power-gossip", rank=1)  # the only line that differs
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
 
 for _ in range(EPOCHS):

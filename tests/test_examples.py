@@ -1,4 +1,4 @@
-"""Examples run as they stand: alone, and in several processes."""
+"""Examples run unchanged: in one process and in several."""
 
 import re
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ PROCESSES = 4
 
 @dataclass
 class Shown:
-    """What an example prints, once."""
+    """The output of an example, printed once."""
 
-    accuracy: str  # a pattern with one group: % of the model that it ends with
-    alone: str  # a pattern that its output has in one process,
-    together: str  # and in PROCESSES
+    accuracy: str  # pattern with one group: % of the final model
+    alone: str  # pattern in the output of one process,
+    together: str  # and of PROCESSES
     least: float = 90.0  # %
 
 
@@ -24,15 +24,16 @@ EXAMPLES = {
     "compressed_gradients.py": Shown(
         r"accuracy: (\d+\.\d)%",
         alone=r"^sent by each worker: 0\.0 kB$",
-        # 240 steps of all-reduces, 2 · 3/4 · 4 bytes a number: 2 · (rows + columns) of each matrix,
-        # and all biases: 240 · 1.5 · 4 · (2 · (192 + 256 + 138) + 266)
+        # 240 steps of all-reduces, 2 · 3/4 · 4 bytes per element: 2 · (rows + columns) of each
+        # matrix, and all biases: 240 · 1.5 · 4 · (2 · (192 + 256 + 138) + 266)
         together=r"^sent by each worker: 2070\.7 kB$",
     ),
     "gossip.py": Shown(
         r"accuracy of the mean model: (\d+\.\d)%",
         alone=r"^sent by each worker: 0\.0 kB$",
-        # 240 steps, two neighbors, 4 bytes a number: one side of each matrix a step, in turns, and
-        # all biases: 2 · 4 · (120 · (64 + 128 + 128 + 128 + 128 + 10) + 240 · (128 + 128 + 10))
+        # 240 steps, two neighbors, 4 bytes per element: one side of each matrix per step, in
+        # turns, and all biases:
+        # 2 · 4 · (120 · (64 + 128 + 128 + 128 + 128 + 10) + 240 · (128 + 128 + 10))
         together=r"^sent by each worker: 1073\.3 kB$",
     ),
 }
@@ -49,7 +50,7 @@ def test_an_example_learns(name: str, processes: int | None) -> None:
     # Four processes that import torch on a busy machine take long.
     ended = launch.python(f"examples/{name}", processes=processes, timeout=240)
     assert ended.returncode == 0, ended.stderr
-    (accuracy,) = re.findall(shown.accuracy, ended.stdout)  # process 0 prints, and nobody else
+    (accuracy,) = re.findall(shown.accuracy, ended.stdout)  # only process 0 prints
     assert float(accuracy) > shown.least
     expected = shown.alone if processes is None else shown.together
     assert re.search(expected, ended.stdout, re.MULTILINE), ended.stdout

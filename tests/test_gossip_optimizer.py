@@ -1,6 +1,6 @@
-"""Laws of GossipOptimizer: with a torch optimizer inside, in a loop of plain PyTorch.
+"""Laws of GossipOptimizer around a torch optimizer, in a loop of plain PyTorch.
 
-Axes: worker, one a process; D numbers of a worker's model.
+Axes: worker, one per process; D parameters of a worker's model.
 """
 
 import copy
@@ -59,7 +59,7 @@ def mlp(seed: int = 0) -> nn.Sequential:
 
 
 def loss(model: nn.Module, worker: int, t: int) -> Tensor:
-    """Of a batch that depends on the worker and the step only."""
+    """The loss of a batch that depends on the worker and the step only."""
     generator = torch.Generator().manual_seed(1000 * worker + t)
     inputs = torch.randn(8, 6, generator=generator)
     labels = torch.randint(3, (8,), generator=generator)
@@ -121,7 +121,7 @@ def mixing(topology: str = "ring") -> Tensor:
     return torch.from_numpy(of_round.matrix().toarray()).float()
 
 
-# What is computed, in four processes.
+# The computation, in four processes.
 
 
 @pytest.mark.parallel([4])
@@ -148,7 +148,7 @@ def test_best_diffusion_rate_is_that_of_the_topology() -> None:
 
 @pytest.mark.parallel([4])
 def test_gossip_keeps_the_mean_and_brings_workers_together() -> None:
-    """With a learning rate of 0 only gossip is left."""
+    """At a learning rate of 0."""
     for name, method in METHODS.items():
         model, optimizer = wrapped(lambda m: torch.optim.SGD(m.parameters(), lr=0), method)
         fill(model, numbers(mlp(processes().rank)))
@@ -198,7 +198,7 @@ def test_parameters_without_gradients_are_averaged_only() -> None:
 
 @pytest.mark.parallel([4])
 def test_training_starts_from_the_values_of_process_0() -> None:
-    """And the memory is one buffer, whose views the parameters are."""
+    """The parameters become views of one buffer."""
     model, optimizer = wrapped(OPTIMIZERS["sgd"], "dpsgd", start=processes().rank)
     assert torch.equal(everywhere(model), numbers(mlp(0)).expand(N, -1))
     assert len({p.untyped_storage().data_ptr() for p in model.parameters()}) == 1
@@ -316,7 +316,7 @@ def test_state_covers_groups_added_during_training(name: str, tmp_path: Path) ->
 
 @pytest.mark.parallel([4])
 @pytest.mark.parametrize("local", ["momentum", "adam"])
-def test_a_saved_state_goes_on_bit_for_bit(local: str, tmp_path: Path) -> None:
+def test_a_restored_optimizer_is_the_same_to_the_bit(local: str, tmp_path: Path) -> None:
     """With a scheduler, in a file, and in the middle of three local steps."""
     file = tmp_path / f"{processes().rank}.pt"
     for name, method in METHODS.items():
@@ -338,7 +338,7 @@ def test_a_saved_state_goes_on_bit_for_bit(local: str, tmp_path: Path) -> None:
         expected, bits = go_on(*straight)
 
         resumed = made(seed=5)
-        run(resumed[0], resumed[1], range(3))  # what was before is forgotten
+        run(resumed[0], resumed[1], range(3))  # forgotten by loading
         for part, state in zip(resumed, torch.load(file), strict=True):
             part.load_state_dict(state)
         found, found_bits = go_on(*resumed)
@@ -346,13 +346,13 @@ def test_a_saved_state_goes_on_bit_for_bit(local: str, tmp_path: Path) -> None:
         assert found_bits == bits, name
 
 
-def test_another_state_is_refused_and_changes_nothing() -> None:
+def test_another_state_is_rejected_and_changes_nothing() -> None:
     make = OPTIMIZERS["momentum"]
     model, optimizer = wrapped(make, "power-gossip", processes=ALONE)
     run(model, optimizer, range(2), worker=0)
     state = optimizer.state_dict()
 
-    def refused(text: str, **changes: Any) -> None:
+    def rejected(text: str, **changes: Any) -> None:
         before = copy.deepcopy(optimizer.state_dict())
         gossip = {**state["gossip"], **changes}
         with pytest.raises(ValueError, match=text):
@@ -360,19 +360,19 @@ def test_another_state_is_refused_and_changes_nothing() -> None:
         after = optimizer.state_dict()
         assert str(before) == str(after)
 
-    refused(r"rank=2 \(here 1\); use the same", rank=2)
-    refused(r"method='choco' \(here 'power-gossip'\)", method="choco")
-    refused(r"n_workers=4 \(here 1\)", n_workers=4)
-    refused("of worker 1, this is worker 0", worker=1)
-    refused("version 7, this is version 2", version=7)
-    refused(
+    rejected(r"rank=2 \(here 1\); use the same", rank=2)
+    rejected(r"method='choco' \(here 'power-gossip'\)", method="choco")
+    rejected(r"n_workers=4 \(here 1\)", n_workers=4)
+    rejected("of worker 1, this is worker 0", worker=1)
+    rejected("version 7, this is version 2", version=7)
+    rejected(
         r"parameter 0 is of shape \(7, 6\) in the state, \(5, 6\) here",
         shapes=[[[7, 6], *state["gossip"]["shapes"][0][1:]]],
     )
-    refused(
+    rejected(
         "6 parameters here|5 parameters in the state", shapes=[state["gossip"]["shapes"][0][1:]]
     )
-    refused("2 parts, here are 1", shapes=state["gossip"]["shapes"] * 2)
+    rejected("2 parts, here are 1", shapes=state["gossip"]["shapes"] * 2)
     with pytest.raises(ValueError, match="not the state of a GossipOptimizer"):
         optimizer.load_state_dict(make(mlp()).state_dict())
     other = torch.optim.SGD([{"params": [p]} for p in mlp().parameters()], lr=0.1)
@@ -382,7 +382,7 @@ def test_another_state_is_refused_and_changes_nothing() -> None:
 
 
 @pytest.mark.parallel([4])
-def test_the_state_of_another_worker_is_refused() -> None:
+def test_the_state_of_another_worker_is_rejected() -> None:
     _, optimizer = wrapped(OPTIMIZERS["sgd"], "power-gossip")
     of_process_0 = processes().broadcast(optimizer.state_dict())
     if processes().rank == 0:
@@ -397,7 +397,7 @@ def test_the_state_of_another_worker_is_refused() -> None:
 
 @pytest.mark.parallel([4])
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_mean_model_is_there_within_and_gone_after(fails: bool) -> None:
+def test_the_mean_model_is_present_within_the_context_only(fails: bool) -> None:
     model, optimizer = wrapped(OPTIMIZERS["sgd"], "dpsgd")
     run(model, optimizer, range(3))
     before, bits = everywhere(model), optimizer.bits
@@ -423,12 +423,12 @@ def test_the_mean_model_is_there_within_and_gone_after(fails: bool) -> None:
     run(model, optimizer, range(3, 5))
 
 
-# What torch's own tools expect.
+# Torch's own tools.
 
 
 @pytest.mark.parallel([4])
 @pytest.mark.parametrize("unscale_first", [False, True])
-def test_a_worker_whose_gradients_overflow_gossips_all_the_same(unscale_first: bool) -> None:
+def test_a_worker_with_overflowing_gradients_still_gossips(unscale_first: bool) -> None:
     """x ← W (x − lr g), without the second term for worker 2 in step 1."""
     who = processes()
     model, optimizer = wrapped(OPTIMIZERS["momentum"], "dpsgd")
@@ -579,7 +579,7 @@ def test_hooks_run_once_a_step() -> None:
 @pytest.mark.parametrize(
     "attempt", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"]
 )
-def test_copies_are_refused(attempt: Callable[[Any], Any]) -> None:
+def test_copies_are_rejected(attempt: Callable[[Any], Any]) -> None:
     _, optimizer = wrapped(OPTIMIZERS["sgd"], "dpsgd", processes=ALONE)
     with pytest.raises(TypeError, match="save state_dict"):
         attempt(optimizer)
@@ -587,7 +587,7 @@ def test_copies_are_refused(attempt: Callable[[Any], Any]) -> None:
 
 @pytest.mark.parallel([4])
 def test_a_model_that_was_moved_is_noticed() -> None:
-    """A copy of a model is no move, nor are values loaded into it."""
+    """A copy of the model does not count, nor do values loaded into it."""
     model, optimizer = wrapped(OPTIMIZERS["sgd"], "dpsgd")
     run(copy.deepcopy(model), optimizer, range(1))
     model.load_state_dict(mlp(1).state_dict())
@@ -630,7 +630,7 @@ BAD_PARAMETERS: dict[str, tuple[list[Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_PARAMETERS)
-def test_bad_parameters_are_refused(name: str) -> None:
+def test_bad_parameters_are_rejected(name: str) -> None:
     bad, text = BAD_PARAMETERS[name]
     local = torch.optim.SGD(bad, lr=0.1)
     with pytest.raises(ValueError, match=text):
@@ -638,8 +638,8 @@ def test_bad_parameters_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(BAD_PARAMETERS.keys() - {"mixed devices", "nothing"}))
-def test_bad_parameters_that_are_added_are_refused(name: str) -> None:
-    """And everything stays as it was."""
+def test_bad_parameters_that_are_added_are_rejected(name: str) -> None:
+    """And nothing changes."""
     model, optimizer = wrapped(OPTIMIZERS["momentum"], "dpsgd", processes=ALONE)
     with pytest.raises(ValueError, match=r"parameter [67]"):
         optimizer.add_param_group({"params": BAD_PARAMETERS[name][0]})
@@ -696,13 +696,13 @@ BAD_METHODS: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_METHODS)
-def test_bad_methods_are_refused(name: str) -> None:
+def test_bad_methods_are_rejected(name: str) -> None:
     method, options, text = BAD_METHODS[name]
     with pytest.raises(BadInput, match=text):
         wrapped(OPTIMIZERS["sgd"], method, **options, processes=ALONE)
 
 
-def test_other_bad_arguments_are_refused() -> None:
+def test_other_bad_arguments_are_rejected() -> None:
     for local_steps in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match=f"^local_steps={local_steps}: use"):
             wrapped(OPTIMIZERS["sgd"], "dpsgd", local_steps=local_steps, processes=ALONE)
@@ -717,7 +717,7 @@ def test_other_bad_arguments_are_refused() -> None:
 
 
 @pytest.mark.parametrize("with_closure", [False, True])
-def test_sparse_gradients_are_refused(with_closure: bool) -> None:
+def test_sparse_gradients_are_rejected(with_closure: bool) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Embedding(5, 3, sparse=True))
     optimizer = GossipOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), "dpsgd", processes=ALONE
@@ -735,8 +735,8 @@ def test_sparse_gradients_are_refused(with_closure: bool) -> None:
 
 
 @pytest.mark.parallel([4])
-def test_processes_that_differ_are_refused_everywhere() -> None:
-    """And nobody waits for the others."""
+def test_processes_that_differ_are_rejected_everywhere() -> None:
+    """No process waits for another."""
     who = processes()
     odd = who.rank == 2
     methods: tuple[tuple[str, dict[str, Any], str], ...] = (
@@ -808,43 +808,68 @@ def test_a_row_that_takes_all_options_in_one_object(monkeypatch: pytest.MonkeyPa
     assert found == [(0.5, 3, 7)]
 
 
-# What version 1 of the state recorded of a method.
-VERSION_1: dict[str, dict[str, Any]] = {
-    "power-gossip": {
-        "method": "PowerGossip",
-        "diffusion_rate": 1.0,
-        "rank": 1,
-        "num_iterations": 1,
-        "warm_start": True,
-        "round_weights": False,
-    },
-    "all-reduce": {"method": "AllReduce", "diffusion_rate": 1.0},
-    "choco": {
-        "method": "Choco",
-        "diffusion_rate": 0.4,
-        "compressor": "sign-and-norm",
-        "keep_ratio": 0.01,
-        "rank": None,
-        "levels": 4,
-        "unbiased": False,
-    },
+def test_options_without_a_type_accept_every_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    def build(network: Network, layout: Layout, *, gain=1.0, kind: Any = None) -> Any:  # type: ignore[no-untyped-def]
+        found.append((gain, kind))
+        return algorithms.PlainGossip(network)
+
+    monkeypatch.setitem(algorithms.AVERAGING, "mine", build)
+    wrapped(OPTIMIZERS["sgd"], "mine", gain="high", processes=ALONE)
+    wrapped(OPTIMIZERS["sgd"], "mine", kind=(1, 2), processes=ALONE)
+    assert found == [("high", None), (1.0, (1, 2))]
+
+
+# Facts of methods in version 1 of the state.
+VERSION_1: dict[str, tuple[Method, dict[str, Any]]] = {
+    "power-gossip": (
+        Method("power-gossip", rank=2),
+        {
+            "method": "PowerGossip",
+            "diffusion_rate": 1.0,
+            "rank": 2,
+            "num_iterations": 1,
+            "warm_start": True,
+            "round_weights": False,
+        },
+    ),
+    "all-reduce": (Method("all-reduce"), {"method": "AllReduce", "diffusion_rate": 1.0}),
+    "choco with rank 1": (
+        Method("choco", diffusion_rate=0.4, compressor="svd"),
+        {
+            "method": "Choco",
+            "diffusion_rate": 0.4,
+            "compressor": "svd",
+            "keep_ratio": 0.01,
+            "rank": None,
+            "levels": 4,
+            "unbiased": False,
+        },
+    ),
 }
 
 
 @pytest.mark.parametrize("name", VERSION_1)
 def test_a_state_of_version_1_is_loaded(name: str) -> None:
-    _, optimizer = wrapped(OPTIMIZERS["momentum"], METHODS[name], processes=ALONE)
+    method, earlier = VERSION_1[name]
+    _, optimizer = wrapped(OPTIMIZERS["momentum"], method, processes=ALONE)
     state = optimizer.state_dict()
-    facts = METHODS[name].facts()
-    others = {k: v for k, v in state["gossip"].items() if k not in facts}
-    earlier = VERSION_1[name] | {"topology": "ring", "topology_options": {}, "seed": 0}
-    optimizer.load_state_dict({**state, "gossip": {**others, **earlier, "version": 1}})
-    earlier["topology"] = "star"
+    others = {k: v for k, v in state["gossip"].items() if k not in method.facts()}
+
+    def load(**changes: Any) -> None:
+        facts = {"topology": "ring", "topology_options": {}, "seed": 0, "version": 1}
+        gossip = {**others, **earlier, **facts, **changes}
+        optimizer.load_state_dict({**state, "gossip": gossip})
+
+    load()
     with pytest.raises(ValueError, match=r"topology='star' \(here 'ring'\)"):
-        optimizer.load_state_dict({**state, "gossip": {**others, **earlier, "version": 1}})
-    earlier["method"] = "Averaging"  # whose options were elsewhere
+        load(topology="star")
+    if "rank" in earlier:
+        with pytest.raises(ValueError, match=r"rank=3 \(here [12]\)"):
+            load(rank=3)
     with pytest.raises(ValueError, match="version 1, this is version 2"):
-        optimizer.load_state_dict({**state, "gossip": {**others, **earlier, "version": 1}})
+        load(method="Averaging")  # whose options were elsewhere
 
 
 @pytest.mark.parallel([4])

@@ -18,7 +18,7 @@ from powergossip import checks, randomness
 from powergossip.network import Conversation, Gather, Mean, Network
 from powergossip.parameters import Layout, put_in, take_out
 
-_LEAST_SELECTED = 0.8  # fraction of the target; below it the threshold is lowered
+_LEAST_SELECTED = 0.8  # fraction of the target below which the threshold is lowered
 _LOWERING = 0.8  # factor by which it is lowered
 _LEAST_IN_SAMPLE = 16  # elements above the threshold in a sample, for a reliable threshold
 _BLOCK = 32  # elements that are compared with the threshold through their maximum
@@ -35,8 +35,8 @@ class Config:
     momentum_masking           clear the momentum of sent elements
     clip                       largest norm of a gradient, in units of the mean gradient
     warmup_epochs              epochs before compress_ratio applies
-    warmup_ratios              fraction in each of these epochs; None: see `share`
-    fp16_values, int32_indices sizes of sent values and positions; else float32 and int64
+    warmup_ratios              fraction in each of these epochs, or None: see `share`
+    fp16_values, int32_indices types of sent values and positions, else float32 and int64
     num_batches_per_step       calls of optimizer_step per step
     seed                       of the samples' offsets
 
@@ -102,7 +102,7 @@ class Config:
 
 
 class Selector:
-    """Selection of the `share` · size elements of largest magnitude, without sorting.
+    """Selection of the fraction · size elements of largest magnitude, without sorting.
 
         t ← the m-th largest of a sample, m slightly above the sample's part of the target
         while fewer than 0.8 · target elements exceed t: t ← 0.8 t
@@ -110,16 +110,16 @@ class Selector:
 
     Lin et al. (2018), arXiv:1712.01887, § 5 (hierarchical selection). The threshold aims slightly
     low, because cutting a surplus exactly is cheap, and lowering the threshold is not. The result
-    has `target` elements or, if there was no surplus, at least 0.8 · target; fewer only if all
-    others are 0. All elements are sorted if the sample would be as large as the tensor, or if
+    has `target` elements or, if there was no surplus, at least 0.8 · target. It has fewer only if
+    all others are 0. All elements are sorted if the sample would be as large as the tensor, or if
     max_adaptation_iterations do not suffice.
 
-    target  # round(share · size), at least 1
-    stride  # of the sample; 1: no sampling
+    target  # round(fraction · size), at least 1
+    stride  # of the sample, 1 for no sampling
     """
 
-    def __init__(self, size: int, share: float, config: Config):
-        self.size, self.target = size, max(1, round(share * size))
+    def __init__(self, size: int, fraction: float, config: Config):
+        self.size, self.target = size, max(1, round(fraction * size))
         self._iterations = config.max_adaptation_iterations
         sample = max(config.sample_ratio * size, _LEAST_IN_SAMPLE * size / self.target)
         # Coprime to the size: another stride could sample a few columns only.
@@ -183,9 +183,9 @@ class DGCAggregation:
     Worker i accumulates the elements that it has not sent in v_i, with momentum u_i:
 
         g ← g · min(1, clip / (√n ‖g‖))                       local clipping
-        u ← m u + g;    v ← v + u                             momentum correction
-        u ← m (u + g);  v ← v + u + g                         with Nesterov's momentum, instead
-        send v where it is largest;  v ← 0, u ← 0 there       momentum masking
+        u ← m u + g,    v ← v + u                             momentum correction
+        u ← m (u + g),  v ← v + u + g                         with Nesterov's momentum, instead
+        send v where it is largest,  v ← 0, u ← 0 there       momentum masking
         mean ← 1/n Σ_i of the sent elements
 
     Lin et al. (2018), arXiv:1712.01887, Algorithms 1 and 2 and § 3. `Selector` selects from each
@@ -213,32 +213,32 @@ class DGCAggregation:
         matrices = [i for i, shape in enumerate(layout.shapes) if len(shape) >= 2]
         vectors = [i for i, shape in enumerate(layout.shapes) if len(shape) < 2]
         self._spans = layout.spans(vectors)
-        # (start, size), in the order of memory.
-        self._places = sorted((layout.starts[i], prod(layout.shapes[i])) for i in matrices)
+        # (first position, size), in the order of memory.
+        self._tensors = sorted((layout.starts[i], prod(layout.shapes[i])) for i in matrices)
         size = sum(span.stop - span.start for span in self._spans)
         self._whole = Mean(torch.zeros(workers, size, device=device))
         self._everything = Mean(self._kept)
         self._chosen = Gather([])
         self._index = torch.int32 if config.int32_indices else torch.int64
         self._value = torch.float16 if config.fp16_values else torch.float32
-        self._share = 0.0
+        self._fraction = 0.0
         self.at_epoch(0)
 
     def at_epoch(self, epoch: float) -> None:
         """Set the fraction that is sent, which follows the warm-up."""
-        self._set_share(self._config.share(epoch))
+        self._set_fraction(self._config.share(epoch))
 
-    def _set_share(self, share: float) -> None:
-        if share == self._share:
+    def _set_fraction(self, fraction: float) -> None:
+        if fraction == self._fraction:
             return
-        self._share = share
-        self._selectors = [Selector(size, share, self._config) for _, size in self._places]
+        self._fraction = fraction
+        self._selectors = [Selector(size, fraction, self._config) for _, size in self._tensors]
 
     @property
     def compression_rate(self) -> float:
         """Bits of a gradient over the bits of a worker's messages, at the current fraction."""
         size = self._layout.size
-        if self._share == 1:
+        if self._fraction == 1:
             return 1.0
         chosen = sum(selector.target for selector in self._selectors)
         bits = 8 * self._words(chosen) * self._index.itemsize + 32 * self._whole.tensor.shape[1]
@@ -248,7 +248,7 @@ class DGCAggregation:
         """Accumulate gradient [worker, D] and clear it. Fill mean [worker, D]."""
         self._accumulate(gradient)
         self._steps += 1
-        if self._share == 1:
+        if self._fraction == 1:
             mean.copy_((yield self._everything)[0])
             self._kept.zero_()
             return
@@ -256,14 +256,14 @@ class DGCAggregation:
         if self._spans:
             take_out(self._kept, self._spans, self._whole.tensor)
             messages.append(self._whole)
-        if self._places:
+        if self._tensors:
             self._chosen.pieces = [self._select(row) for row in range(len(gradient))]
             messages.append(self._chosen)
         received = iter((yield tuple(messages)))
         mean.zero_()
         if self._spans:
             put_in(next(received), self._spans, mean)
-        if self._places:
+        if self._tensors:
             self._add_received(next(received), mean)
 
     def _accumulate(self, gradient: Tensor) -> None:
@@ -293,10 +293,10 @@ class DGCAggregation:
         random = randomness.generator(config.seed, "dgc", self._steps, worker)
         starts = random.integers([selector.stride for selector in self._selectors])
         parts = []
-        for (place, size), selector, start in zip(
-            self._places, self._selectors, starts.tolist(), strict=True
+        for (first, size), selector, start in zip(
+            self._tensors, self._selectors, starts.tolist(), strict=True
         ):
-            parts.append(selector.positions(kept[place : place + size], start).add_(place))
+            parts.append(selector.positions(kept[first : first + size], start).add_(first))
         positions = torch.cat(parts)
         values = kept[positions]
         sent = values
@@ -324,14 +324,14 @@ class DGCAggregation:
             count = len(words) * size // (size + self._value.itemsize)
             values = words[count:].view(self._value)[:count].float().div_(len(pieces))
             mean[0].index_add_(0, words[:count], values)
-        for place, size in self._places if len(mean) > 1 else ():
-            mean[1:, place : place + size] = mean[0, place : place + size]
+        for first, size in self._tensors if len(mean) > 1 else ():
+            mean[1:, first : first + size] = mean[0, first : first + size]
 
     def state_dict(self) -> dict[str, Any]:
         """Number of steps, current fraction, and [worker, D]: momentum u, accumulated v."""
         return {
             "steps": self._steps,
-            "share": self._share,
+            "share": self._fraction,
             "momentum": self._momentum.clone(),
             "kept": self._kept.clone(),
         }
@@ -344,6 +344,6 @@ class DGCAggregation:
                 f"not {list(self._kept.shape)}; use the same model"
             )
         self._steps = state["steps"]
-        self._set_share(state["share"])
+        self._set_fraction(state["share"])
         self._momentum.copy_(state["momentum"])
         self._kept.copy_(state["kept"])

@@ -24,7 +24,7 @@ _LEFT, _RIGHT = 0, 1  # sides of a matrix: vectors as long as a column, and as l
 _TINY = 1e-30  # norms below this count as zero
 _DEPENDENT = 1e-5  # relative residual below which a direction depends on others (float32 rounding)
 _RIDGE = 1e-15  # relative to a direction's squared norm
-_ATTEMPTS = 8  # redraws of dependent directions; the first almost always succeeds
+_ATTEMPTS = 8  # redraws of dependent directions, of which the first almost always succeeds
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Aggregation:
         in ← orthonormalize(in)                 the same in all workers, for each matrix by itself
         out_i = M_i in
         M_i ← M_i − out_i inᵀ                   the error
-        mean += (mean_i out_i) inᵀ;   in ← mean_i out_i
+        mean += (mean_i out_i) inᵀ,   in ← mean_i out_i
 
     On the left side, out_i = M_iᵀ in and M_i ← M_i − in out_iᵀ. `_Group` computes it without
     writing M_i in every half-iteration: it collects the factors left and right of all updates, and
@@ -110,6 +110,8 @@ class Aggregation:
             for first in (False, True)  # of a step
         }
         self._everything: Mean | None = None
+        self._viewed: tuple[Tensor, Tensor] | None = None
+        self._views: list[tuple[Tensor, Tensor]] = []
         self._steps = self._iterations = 0
         for group in self._groups:
             group.draw(self._side)
@@ -141,13 +143,13 @@ class Aggregation:
             gradient.zero_()
             return
         self._everything = None
-        matrices = [group.matrices(gradient) for group in self._groups]
+        matrices = self._matrices(gradient, mean)
         for iteration in range(self._config.num_iters_per_step):
             side, first = self._side, iteration == 0
             outgoing = self._messages[side, first]
             if first:
                 take_out(gradient, self._rest, outgoing.message.tensor)
-            for group, M, out in zip(self._groups, matrices, outgoing.products, strict=True):
+            for group, (M, _), out in zip(self._groups, matrices, outgoing.products, strict=True):
                 group.multiply(M, iteration, side, out)
             received = yield outgoing.message  # [1, elements]
             if first:
@@ -156,8 +158,16 @@ class Aggregation:
             for group, out in zip(self._groups, outgoing.split(received), strict=True):
                 group.receive(out, iteration, side)
                 group.orthonormalize(self._side, self._iterations)
-        for group, M in zip(self._groups, matrices, strict=True):
-            group.apply(M, group.matrices(mean))
+        for group, (M, M_mean) in zip(self._groups, matrices, strict=True):
+            group.apply(M, M_mean)
+
+    def _matrices(self, gradient: Tensor, mean: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Each group's views of both tensors, created once for the tensors of all steps. Creating
+        them in every step would take a tenth of its time in a network of small layers."""
+        if self._viewed is None or gradient is not self._viewed[0] or mean is not self._viewed[1]:
+            self._viewed = gradient, mean
+            self._views = [(g.matrices(gradient), g.matrices(mean)) for g in self._groups]
+        return self._views
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, and the next directions: [worker, ...], the same for all workers."""
@@ -268,7 +278,7 @@ class _Group:
         """out [worker, elements] ← M_t in, or M_tᵀ in on the left side.
 
         M is not written until `apply`. After the step's updates j so far, M_t = M − Σ_j left_jᵀ
-        right_j, so M_t in = M in − Σ_j left_jᵀ (right_j in); `iteration` counts them.
+        right_j, so M_t in = M in − Σ_j left_jᵀ (right_j in). `iteration` counts them.
         """
         directions = self.directions[side].expand(self._batch, -1, -1)
         result = out.view(self._batch, self._rank, -1)
@@ -314,8 +324,8 @@ def orthonormalize(directions: Tensor, redraw: Callable[[int], Tensor]) -> Tenso
     errors of the first (Fukaya et al. 2014, doi:10.1109/ScalA.2014.11).
 
     A direction that is 0 or, up to rounding, in the span of those before it carries no information
-    (the matrix may be 0, say). It is replaced by that of `redraw(attempt)` [batch, rank, length],
-    attempt = 1, 2, …
+    (if the matrix is 0, for instance). It is replaced by the same one of `redraw(attempt)`
+    [batch, rank, length], attempt = 1, 2, …
     """
     p = directions.double()
     for attempt in range(1, _ATTEMPTS):

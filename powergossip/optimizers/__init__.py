@@ -1,8 +1,10 @@
 """Optimizers for a training loop of your own, one worker per process.
 
-GossipOptimizer                   gossip after the step of any torch optimizer
-PowerSGD, Config, optimizer_step  low-rank compressed gradients
-DGC, DGCConfig                    sparse gradients with momentum; see optimizers.dgc
+Three ways to train in parallel:
+
+    GossipOptimizer                   gossip after the step of any torch optimizer
+    PowerSGD, Config, optimizer_step  low-rank compressed gradients
+    DGC, DGCConfig                    sparse gradients with momentum, see optimizers.dgc
 """
 
 from powergossip.algorithms.dgc import Config as DGCConfig

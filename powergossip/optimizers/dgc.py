@@ -29,8 +29,8 @@ class DGC:
     """The mean of the sparsified gradients of these parameters over all processes.
 
     params: tensors, or (name, tensor) pairs, in an order that all processes share. All workers
-    start from the parameters of process 0. network: one with a worker per process; by default one
-    of all processes.
+    start from the parameters of process 0. network: a network with one worker per process, by
+    default that of all processes.
 
     flat  # the parameters, the mean of the batches of this step and that of the workers
 

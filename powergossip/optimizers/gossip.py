@@ -7,8 +7,8 @@
 
 The rest of the loop is unchanged and runs under `mpirun -np N`. Every process computes the gradient
 of its own data, and `step` updates its own parameters and then moves them towards those of its
-neighbors. This is D-PSGD with an averaging algorithm G, x ← G(x − η u(g)); Lian et al. (2017),
-arXiv:1705.09056. In a single process, it is the wrapped optimizer.
+neighbors. This is D-PSGD with an averaging algorithm G, x ← G(x − η u(g)), as in Lian et al.
+(2017), arXiv:1705.09056. In a single process, it is the wrapped optimizer.
 
 Axes: worker (always 1: that of this process), D elements of a part (the parameters of the
 construction, or of one `add_param_group`).
@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from inspect import Parameter
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
@@ -74,7 +75,7 @@ class Method:
         _check_type("topology", topology, str)
         _check_type("topology_options", self.topology_options, Mapping)
         _check_type("seed", seed, int)
-        if _options.takes_all(row):  # and checks them
+        if _options.takes_all(row):  # in an object that checks them
             self._seeded, self.options = True, options
             return
         known = _options.parameters(row, options, compressor=compressors.COMPRESSORS)
@@ -118,11 +119,14 @@ class Method:
 
 
 def _check_type(option: str, value: Any, annotation: Any) -> None:
-    """Raise ValueError for a value that is not of the annotated type. Tensors are not accepted."""
+    """Raise ValueError for a value that is not of the annotated type.
+
+    Tensors are not accepted. Annotations that are not types or unions of types accept every value.
+    """
     kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     accepted = {get_origin(kind) or kind for kind in kinds} - {Tensor}
-    if not all(isinstance(kind, type) for kind in accepted):
-        return  # the annotation of a row that someone added
+    if not all(isinstance(kind, type) for kind in accepted) or accepted & {Any, Parameter.empty}:
+        return
     if float in accepted:
         accepted.add(int)
     is_bool = isinstance(value, bool)
@@ -195,15 +199,14 @@ class _Part:
 
 
 class GossipOptimizer(torch.optim.Optimizer):
-    """A torch optimizer whose `step` ends with a round of gossip between all processes.
+    """A torch optimizer with a round of gossip between all processes at the end of its `step`.
 
         x_i ← x_i − η u(g_i)           the step of the wrapped optimizer, on this worker
         x ← G(x)                       in every `local_steps`-th step (Stich 2019, arXiv:1805.09767)
 
-    `method` is the name of an averaging algorithm, and `options` are its options. They include
-    topology="ring", topology_options, seed=0 and, for most algorithms, diffusion_rate, see
-    `Method`. The available options are those of the algorithm's constructor:
-    `algorithms.defaults("power-gossip")`.
+    `method` is the name of an averaging algorithm, such as "power-gossip". `options` are the
+    keyword arguments of `Method`: topology="ring", topology_options, seed=0, and the options of the
+    algorithm, which `algorithms.defaults("power-gossip")` lists. A `Method` is also accepted.
 
     The wrapped optimizer, `wrapped`, keeps its state, its parameter groups and its hooks. They are
     also this optimizer's, so that schedulers, GradScaler and code that sets learning rates work.
@@ -236,7 +239,7 @@ class GossipOptimizer(torch.optim.Optimizer):
         processes: Processes | None = None,
         **options: Any,
     ):
-        """`processes`: the participants; None: all processes of the run."""
+        """Wrap `optimizer`. processes: the participants, or None for all processes of the run."""
         self.wrapped = optimizer
         self._processes = processes = processes or network.processes()
         self._parts: list[_Part] = []
@@ -255,7 +258,7 @@ class GossipOptimizer(torch.optim.Optimizer):
         check_same_everywhere(processes, "the method", self.method.facts())
         check_same_everywhere(processes, "local_steps", local_steps)
         self._add_part(parameters)
-        # torch.optim.Optimizer.__init__ is not called; this prepares hooks and profiling.
+        # torch.optim.Optimizer.__init__ is not called. This prepares hooks and profiling.
         self.__setstate__({})
 
     # Attributes of the wrapped optimizer. Its load_state_dict replaces these objects.
@@ -310,7 +313,7 @@ class GossipOptimizer(torch.optim.Optimizer):
     # Steps.
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The step of the wrapped optimizer, whose result is returned, then gossip if it is due.
+        """The step of the wrapped optimizer, then gossip if it is due. Returns the former's result.
 
         `closure` computes the loss and calls backward, as in torch. Raises ValueError for sparse
         gradients, RuntimeError if a parameter was moved to other memory.

@@ -21,8 +21,8 @@ class Gradients:
     """The parameters of a training loop, and buffers for a gradient and for the workers' mean.
 
     params: tensors, or (name, tensor) pairs, in an order that all processes share. Construction
-    gives all workers the values of process 0. network: one with a worker per process; by default
-    one of all processes.
+    gives all workers the values of process 0. network: a network with one worker per process,
+    by default that of all processes.
 
     parameters       # in the given order
     network, layout

@@ -26,8 +26,8 @@ class PowerSGD:
     """The approximate mean of the gradients of these parameters over all processes.
 
     params: tensors, or (name, tensor) pairs, in an order that all processes share. All workers
-    start from the parameters of process 0. network: one with a worker per process; by default one
-    of all processes.
+    start from the parameters of process 0. network: a network with one worker per process, by
+    default that of all processes.
 
     flat  # the parameters, the error and the mean as `Gradients`
 
@@ -80,7 +80,7 @@ class PowerSGD:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict()`; p.grad becomes the error.
+        """Restore the state returned by `state_dict()`. p.grad becomes the error.
 
         Raises ValueError for a state of other parameters.
         """
