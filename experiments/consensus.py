@@ -21,7 +21,7 @@ TITLES = {
     "lfw": "Photographs of faces, 25 × 25",
     "faces": "Photographs of faces (Olivetti), 64 × 64",
 }
-HIDDEN = (  # not in the figure, for clarity; the table has them
+HIDDEN = (  # not in the figure, for clarity, but in the table
     "power_gossip_signs",
     "power_gossip_random_signs",
     "sign_deepsqueeze",
@@ -59,7 +59,7 @@ def experiment(
     """An experiment on several kinds of data.
 
     changes     # kind of data → values on top of the published settings
-    algorithms  # of each run; the longest run first
+    algorithms  # of each run, the longest run first
     """
     runs = {
         (kind, part): Run(

@@ -47,10 +47,10 @@ CROSSING_MESSAGES = "OMPI_MCA_btl_tcp_flags=send"
 class Run:
     """An entry point (train or gossip_run) with values for its keys.
 
-    labels     # names of this run in reports; not part of its identity
-    processes  # MPI processes; 1: no launcher
+    labels     # names of this run in reports, not part of its identity
+    processes  # MPI processes. 1: no launcher
     rate       # of the links of an emulated cluster with a host for each process, as an argument
-               # of environment/emulated_cluster.py ("100mbit", "none"); "": no such cluster
+               # of environment/emulated_cluster.py ("100mbit", "none"). "": no such cluster
     """
 
     entry: str
@@ -194,7 +194,7 @@ def carry_out(
 ) -> list[Run]:
     """Carry out the runs that are not done. Return those that failed.
 
-    Concurrent runs have at most `cores` cores in total; with Slurm there are at most `cores` jobs.
+    Concurrent runs have at most `cores` cores in total. With Slurm there are at most `cores` jobs.
     A failed run does not stop the others, and is repeated by the next call. Raises BadInput if the
     launcher, one of `LAUNCHERS`, cannot be used here.
     """

@@ -113,8 +113,8 @@ def scatter(
 ) -> None:
     """Draw {label: (x, ys)}: the mean of ys as a point, and a bar from the smallest to the largest.
 
-    The horizontal axis is logarithmic; `log_y` makes the vertical one so. x and y are the labels of
-    the axes. Raises ValueError if there is nothing to draw.
+    The horizontal axis is logarithmic, the vertical one with `log_y`. x and y are the labels of the
+    axes. Raises ValueError if there is nothing to draw.
     """
 
     def draw(axes: "Axes") -> None:

@@ -7,14 +7,14 @@ one JSON object per line. The tables and figures use these rows:
 
 | name                     | tags                 | value                                          |
 | ------------------------ | -------------------- | ---------------------------------------------- |
-| accuracy, cross_entropy  | split=test_avg       | of the mean model on test data; fraction, nats |
+| accuracy, cross_entropy  | split=test_avg       | of the mean model, test data (fraction, nats)  |
 | accuracy                 | split=test, worker=i | of worker i's model                            |
 | consensus_distance       | type=params_only     | distance of the workers from their mean        |
 | uncompressed_gossip_bits |                      | bits of plain gossip for the same steps        |
 | phase_seconds            | phase=...            | time in that phase since the start             |
 | error                    | algorithm=..., and   | mean squared distance of the workers from the  |
-|                          | diffusion_rate=...,  | mean of the starting matrices; epoch is the    |
-|                          | theta=... of a grid  | step                                           |
+|                          | diffusion_rate=...,  | mean of the starting matrices (epoch: the      |
+|                          | theta=... of a grid  | step)                                          |
 | diverged                 | as error             | the step at which a setting diverged           |
 
 pandas, matplotlib and TensorBoard are imported where they are used, so that a training process that
