@@ -41,23 +41,23 @@ class Config:
     """All configuration keys. The trailing comments are the --help text."""
 
     # The run
-    n_workers: int | None = None  # total number of workers; null: one per process
+    n_workers: int | None = None  # total number of workers (null: one per process)
     seed: int = 42
     num_steps: int = 5000  # at most 500 for uncompressed, chebyshev and finite_time
-    device: str = "auto"  # auto, cpu, cuda or cuda:INDEX; auto assigns GPUs to processes in turn
+    device: str = "auto"  # auto, cpu, cuda or cuda:INDEX (auto assigns GPUs to processes in turn)
     overwrite: bool = False  # delete an existing run in the output folder
-    log_verbosity: int = 1  # 0: only the result; 1: a progress bar; 2: also a line per setting
+    log_verbosity: int = 1  # 0: only the result, 1: a progress bar, 2: also a line per setting
     tensorboard: bool = False  # also write events for TensorBoard
 
     # Data and topology
     data_type: str = "random"  # random, offset, sparse, log-normal, low-rank, faces, lfw
-    matrix_size: int = DEFAULT_SIZE  # rows and columns; images (faces, lfw) have their own size
-    data_dir: str | None = None  # folder of the faces; null: scikit-learn's own folder
+    matrix_size: int = DEFAULT_SIZE  # rows and columns, except for images (faces, lfw)
+    data_dir: str | None = None  # folder of the faces (null: scikit-learn's own folder)
     topology: str = "ring"  # a name, or the path of an edge list or adjacency file
     topology_options: dict[str, Any] = field(default_factory=dict)  # such as {degree: 4}
 
     # Algorithms
-    algorithm: Any = "power_gossip"  # a name, a list of names, or all; see gossip_run.ALGORITHMS
+    algorithm: Any = "power_gossip"  # a name of gossip_run.ALGORITHMS, a list of names, or all
     compression_rank: int = 1  # r of power_gossip and svd; top-k and random-k keep r (m + k) / 4
     #   entries of an m x k matrix
     compression_num_iterations: int = 1  # power iterations of power_gossip per step
@@ -67,7 +67,9 @@ class Config:
     hyperparameter_num_samples: int = 20  # number of diffusion rates
     hyperparameter_range_min: float = 1e-4
     hyperparameter_range_max: float = 1.308
-    diffusion_rate: float | int | str | None = None  # one rate for all; auto: the best for gossip
+    diffusion_rate: float | int | str | None = (
+        None  # one rate for all (auto: the best one for gossip)
+    )
     theta_num_samples: int = 10  # moniqua: number of bounds on the differences between neighbors
     theta_range_min: float = 0.1
     theta_range_max: float = 10.0
@@ -78,7 +80,7 @@ config: DictConfig = OmegaConf.structured(Config)
 output_dir: str | None = None  # None: a new dated folder under output/
 
 
-# --- Hooks: drivers may replace them; called on process 0 ----------------------------------------
+# --- Hooks, called on process 0. Drivers may replace them. ----------------------------------------
 
 
 def log_metric(name: str, values: Mapping[str, float], tags: Mapping[str, Any]) -> None:
@@ -87,7 +89,7 @@ def log_metric(name: str, values: Mapping[str, float], tags: Mapping[str, Any]) 
     x_i is worker i's matrix, and x̄_0 the mean of the starting matrices.
 
     values  # value, epoch (the step), bits and messages (sent by worker 0), seconds
-    tags    # algorithm; diffusion_rate and theta, as strings, for an algorithm with such a grid
+    tags    # algorithm, and the diffusion_rate and theta of its grid as strings
     """
     if _output is not None:
         _output.write(name, values, tags)

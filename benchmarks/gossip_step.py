@@ -69,7 +69,7 @@ class Config:
     topology: str = "ring"  # a name of topologies.TOPOLOGIES
     n_workers: int | None = None  # null: one per process
     device: str = "auto"  # auto, cpu, cuda or cuda:INDEX
-    rounds: int = 15  # number of measurements; the result is their median
+    rounds: int = 15  # number of measurements, of which the median is the result
     seconds: float = 5.0  # approximate time of all rounds together
     diffusion_rate: float | None = None
     rank: int | None = None  # of power-gossip, and of the compressors svd and top-k

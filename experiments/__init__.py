@@ -1,6 +1,7 @@
-"""One file a question: configurations, and a report of their rows. See __main__.py and runner.py.
+"""Experiments: configurations and a report of their rows, in a file per question.
 
-A new experiment is its file and its row in `EXPERIMENTS`.
+The command line is in __main__.py, the machinery in runner.py. A new experiment is a file and a row
+in `EXPERIMENTS`.
 """
 
 from experiments import (
@@ -25,32 +26,32 @@ EXPERIMENTS: dict[str, Experiment] = {
         [consensus.OTHERS],
     ),
     "consensus_faces": consensus.experiment(
-        "how fast workers agree on the paper's faces, which are fetched from the net",
+        "how fast workers agree on the paper's photographs of faces, which are downloaded",
         {"faces": {"matrix_size": 64}},
     ),
     "fashion_mnist": learning.experiment(
-        "what each method reaches on FashionMNIST, data dealt out evenly", learning.FASHION_MNIST
+        "accuracy of each method on FashionMNIST, IID data", learning.FASHION_MNIST
     ),
     "fashion_mnist_sorted": learning.experiment(
-        "what each method reaches on FashionMNIST, sorted by label: a worker sees one or two",
+        "accuracy of each method on FashionMNIST, non-IID: one or two labels per worker",
         learning.FASHION_MNIST | {"use_decentralized_data": True},
         tuning_epochs=1,
     ),
     "fashion_mnist_dirichlet": learning.experiment(
-        "what each method reaches on FashionMNIST, dealt out by Dirichlet, alpha 0.1",
+        "accuracy of each method on FashionMNIST, non-IID: Dirichlet, alpha 0.1",
         learning.FASHION_MNIST | {"decentralized_data_dirichlet_alpha": 0.1},
         tuning_epochs=1,
     ),
     "compressed_gradients": compressed_gradients.experiment(),
     "topics_lstm": learning.experiment(
-        "what each method reaches in language modeling: an LSTM on Python's reference texts",
+        "perplexity of each method in language modeling: an LSTM on Python's reference texts",
         learning.TOPICS_LSTM,
         measure="perplexity",
         rates=(5.0, 10.0),
         tuning_epochs=1,
     ),
     "compression_pays": compression_pays.experiment(),
-    # The paper's, as published, and each in a small form for data and cores at hand.
+    # The experiments of the PowerGossip paper, as published and in a small form.
     "cifar10_resnet20": papers.cifar10(),
     "cifar10_resnet20_small": papers.cifar10_small(),
     "wikitext2_lstm": papers.wikitext2(),

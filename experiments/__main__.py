@@ -1,12 +1,12 @@
 """Experiments: from a question to a table and a figure.
 
-python -m experiments list                 the questions
-python -m experiments run NAME             run what has not been run
-python -m experiments status [NAME]        what is done, failed, left
-python -m experiments report NAME          table (Markdown) and figures
-python -m experiments report NAME --publish    and put them into RESULTS.md
+python -m experiments list                     list the experiments
+python -m experiments run NAME                 carry out the missing runs
+python -m experiments status [NAME]            count completed, failed and missing runs
+python -m experiments report NAME              make the table (Markdown) and the figures
+python -m experiments report NAME --publish    also copy them to RESULTS.md
 
---launcher mpirun: here; process: all workers of a run in one process; slurm: a job for each run.
+--launcher mpirun: on this machine, process: all workers in one process, slurm: a job per run
 """
 
 import argparse
@@ -19,13 +19,14 @@ from pathlib import Path
 from experiments import EXPERIMENTS, results
 from experiments.launchers import LAUNCHERS
 from experiments.runner import Experiment, Folder, Run, carry_out
+from powergossip import checks
 from powergossip.errors import BadInput
 
-JOBS = 64  # of Slurm at a time
+JOBS = 64  # default limit of concurrent Slurm jobs
 
 
 def main(arguments: list[str]) -> None:
-    """As the command line says. Raises BadInput; exits with 1 if a run failed."""
+    """Carry out a command line. Raises BadInput; exits with 1 if a run failed."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments",
         description=__doc__,
@@ -33,28 +34,22 @@ def main(arguments: list[str]) -> None:
     )
     parser.add_argument("command", choices=["list", "run", "status", "report"])
     parser.add_argument("name", nargs="?", help="an experiment")
-    parser.add_argument("--cores", type=int, help="to use at a time; of Slurm: jobs at a time")
+    parser.add_argument(
+        "--cores", type=int, help="cores for concurrent runs; with Slurm: concurrent jobs"
+    )
     parser.add_argument("--launcher", default="mpirun", help=", ".join(LAUNCHERS))
-    parser.add_argument("--dry-run", action="store_true", help="show the commands only")
-    parser.add_argument("--publish", action="store_true", help="put the report into RESULTS.md")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands only")
+    parser.add_argument("--publish", action="store_true", help="copy the report to RESULTS.md")
     options = parser.parse_args(arguments)
     if options.command == "list":
         width = max(map(len, EXPERIMENTS)) + 2
         for name, experiment in EXPERIMENTS.items():
             print(f"{name:<{width}}{experiment.title}")
         return
-    if options.name not in EXPERIMENTS and (options.name or options.command != "status"):
-        found = f'experiment "{options.name}" is unknown' if options.name else "no experiment named"
-        raise BadInput(f"{found}; choose from {', '.join(EXPERIMENTS)}")
-    if options.cores is not None and options.cores < 1:
-        raise BadInput(f"--cores {options.cores}: use 1 or more")
-    if options.launcher not in LAUNCHERS:
-        choices = ", ".join(LAUNCHERS)
-        raise BadInput(f'launcher "{options.launcher}" is unknown; choose from {choices}')
-    if options.publish and options.command != "report":
-        raise BadInput(f"--publish goes with report, not with {options.command}")
-    if options.dry_run and options.command != "run":
-        raise BadInput(f"--dry-run goes with run, not with {options.command}")
+    try:
+        _check(options)
+    except checks.BadValue as error:
+        raise BadInput(str(error)) from error
     if options.name is None:
         _status_of_all()
         return
@@ -66,7 +61,7 @@ def main(arguments: list[str]) -> None:
         _report(options.name, experiment, folder)
         if options.publish:
             results.publish(options.name, folder.path)
-            print(f"and put into {results.RESULTS}")
+            print(f"copied to {results.RESULTS}")
     elif options.dry_run:
         for runs in folder.runs(experiment):
             for run in runs:
@@ -74,11 +69,26 @@ def main(arguments: list[str]) -> None:
     else:
         with folder.claimed():
             failed = carry_out(experiment, folder, cores, options.launcher)
-        _tell_others(experiment, folder)
+        _print_others(experiment, folder)
         if failed:
-            print(f"{len(failed)} runs failed; run again to try them once more", file=sys.stderr)
+            print(f"{len(failed)} runs failed; run again to repeat them", file=sys.stderr)
             sys.exit(1)
         print(f"done; see: python -m experiments report {options.name}")
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise BadValue for arguments that are not accepted."""
+    if options.name not in EXPERIMENTS and (options.name or options.command != "status"):
+        checks.one_of("experiment", options.name or "", EXPERIMENTS)
+    if options.cores is not None:
+        checks.at_least_one("--cores", options.cores)
+    checks.one_of("--launcher", options.launcher, LAUNCHERS)
+    if options.publish:
+        ok = options.command == "report"
+        checks.check("command", options.command, ok, "report with --publish")
+    if options.dry_run:
+        ok = options.command == "run"
+        checks.check("command", options.command, ok, "run with --dry-run")
 
 
 def _status_of_all() -> None:
@@ -87,7 +97,7 @@ def _status_of_all() -> None:
         folder = Folder(name)
         stages = list(folder.runs(experiment))
         states = _states(folder, chain.from_iterable(stages))
-        more = ", more when these are done" if len(stages) < len(experiment.stages) else ""
+        more = ", more after these" if len(stages) < len(experiment.stages) else ""
         print(f"{name:<{width}}{_counted(states)}{more}")
 
 
@@ -107,13 +117,13 @@ def _status(experiment: Experiment, folder: Folder) -> None:
         for run, state in zip(runs, states, strict=True):
             if state == "failed":
                 print(f"  failed: {folder.of(run) / 'log.txt'}")
-    _tell_others(experiment, folder)
+    _print_others(experiment, folder)
 
 
-def _tell_others(experiment: Experiment, folder: Folder) -> None:
+def _print_others(experiment: Experiment, folder: Folder) -> None:
     others = folder.others(experiment)
     if others:
-        print("kept, but not used, since the experiment has no such run now:")
+        print("kept but not used, since the experiment no longer has these runs:")
     for path, differing in others:
         print(f"  {path}: {', '.join(differing)}")
 

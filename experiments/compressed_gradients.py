@@ -1,16 +1,18 @@
-"""What does averaging compressed gradients cost in accuracy, bits and time?
+"""How much accuracy, bits and time does averaging compressed gradients cost?
 
-All methods take the settings of all-reduce as they are: learning rate, momentum, epochs, batches.
-Eight processes, one worker each, since PyTorch's hooks take one. Deep Gradient Compression reaches
-its share after a warm-up of one epoch in five.
+All methods use the settings of all-reduce: learning rate, momentum, epochs, batches. There are
+eight processes with one worker each, as PyTorch's hooks require. Deep Gradient Compression reaches
+its keep ratio after a warm-up of a fifth of the epochs.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.learning import STEP, last, spread
+from experiments.learning import STEP
 from experiments.runner import Experiment, Results, Run
+from powergossip.runs.metrics import last_values
+from powergossip.runs.tables import markdown, spread
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -46,9 +48,9 @@ METHODS: dict[str, Values] = {
 
 
 def experiment() -> Experiment:
-    """The runs of all tasks, methods and seeds; a table for each task."""
+    """The runs of all tasks, methods and seeds, and a table for each task."""
     return Experiment(
-        "what averaging compressed gradients costs, on Digits and FashionMNIST",
+        "the cost of averaging compressed gradients, on Digits and FashionMNIST",
         [lambda results: [r for task in TASKS for rs in _runs(task).values() for r in rs]],
         report,
     )
@@ -74,10 +76,10 @@ def _runs(task: str) -> dict[str, list[Run]]:
 def report(results: Results, folder: Path) -> str:
     """A Markdown table for each task: mean ± standard deviation over the seeds."""
     parts = [
-        f"What averaging compressed gradients costs: {PROCESSES} processes, one worker each, all "
+        f"The cost of averaging compressed gradients: {PROCESSES} processes, one worker each, all "
         "methods with the settings of all-reduce. Mean ± standard deviation of "
-        f"{len(SEEDS)} seeds; milliseconds of a step while all processes share this machine's "
-        "cores, evaluation left out.\n"
+        f"{len(SEEDS)} seeds. The time of a step excludes evaluation; all processes share the "
+        "cores of this machine.\n"
     ]
     for task, values in TASKS.items():
         rows = {method: [results(run) for run in runs] for method, runs in _runs(task).items()}
@@ -90,27 +92,31 @@ def report(results: Results, folder: Path) -> str:
 
 def _table(rows: Mapping[str, Sequence["DataFrame"]]) -> str:
     plain = sum(_bits(r) for r in rows["all-reduce"]) / len(rows["all-reduce"])
-    lines = [
-        "| method | accuracy | MB sent per worker | less than all-reduce | ms a step |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    header = ["method", "accuracy", "MB sent per worker", "less than all-reduce", "ms per step"]
+    lines: list[list[str]] = []
     for method, of_seeds in rows.items():
-        ended = [r for r in of_seeds if not last(r, "accuracy", "test_avg").empty]
+        reached = [last_values(r, "accuracy", split="test_avg") for r in of_seeds]
+        accuracies = [100 * float(values.iloc[0]) for values in reached if not values.empty]
+        ended = [r for r, values in zip(of_seeds, reached, strict=True) if not values.empty]
         diverged = len(of_seeds) - len(ended)
         if not ended:
-            lines.append(f"| {method} | diverged | | | |")
+            lines.append([method, "diverged", "", "", ""])
             continue
-        accuracies = [100 * float(last(r, "accuracy", "test_avg").iloc[0]) for r in ended]
-        reached = f"{spread(accuracies)} %"
+        accuracy = f"{spread(accuracies)} %"
         if diverged:
-            reached += f" ({diverged} of {len(of_seeds)} diverged)"
+            accuracy += f" ({diverged} of {len(of_seeds)} diverged)"
         bits = sum(_bits(r) for r in ended) / len(ended)
         milliseconds = sum(map(_milliseconds, ended)) / len(ended)
         lines.append(
-            f"| {method} | {reached} | {bits / 8e6:.2f} | {plain / bits:.1f}× "
-            f"| {milliseconds:.1f} |"
+            [
+                method,
+                accuracy,
+                f"{bits / 8e6:.2f}",
+                f"{plain / bits:.1f}×",
+                f"{milliseconds:.1f}",
+            ]
         )
-    return "\n".join(lines)
+    return markdown(header, lines)
 
 
 def _bits(rows: "DataFrame") -> float:
@@ -118,7 +124,7 @@ def _bits(rows: "DataFrame") -> float:
 
 
 def _milliseconds(rows: "DataFrame") -> float:
-    """Of a step, evaluation and checkpoints left out; a step has one gradient a worker."""
+    """Time of a step without evaluation and checkpoints. A step has one gradient per worker."""
     phases = rows[rows["name"] == "phase_seconds"]
     end = phases[phases["epoch"] == phases["epoch"].max()]
     steps = float(end[end["phase"] == "gradient"]["instances"].iloc[0])

@@ -1,12 +1,13 @@
 """When does compression pay? Seconds per step on slow and fast links, and the time to a target.
 
-Four hosts, made of this machine by environment/emulated_cluster.py; a worker on each, on a ring. A
-step is timed on links of each rate, next to its prediction: what the method sends, over the rate,
-plus the time of a step on links without a limit. If the two differ, something is sent that is not
-counted, or waits that is not explained.
+environment/emulated_cluster.py makes four hosts of this machine, with a worker on each, on a ring.
+The time of a step is measured on links of each rate and compared with a prediction: the bits that
+the method sends, divided by the rate, plus the time of a step on unlimited links. A difference
+would indicate uncounted messages or unexplained waiting.
 
-How good a model is after so many steps does not depend on the links. So the learning is done once,
-in one process, and the time to a target is steps to the target × seconds per step.
+The quality of a model after a number of steps does not depend on the links. Learning is therefore
+run once, in one process. The time to a target is the number of steps to the target times the
+seconds per step.
 """
 
 from collections.abc import Mapping
@@ -16,17 +17,19 @@ from typing import TYPE_CHECKING, Any
 from experiments import learning
 from experiments.runner import Experiment, Results, Run
 from powergossip.runs import figures
+from powergossip.runs.metrics import last_values
+from powergossip.runs.tables import markdown
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
 HOSTS = 4
 RATES = {"10mbit": 10e6, "100mbit": 100e6, "1gbit": 1e9, "none": float("inf")}  # bits per second
-# Of what a link carries, content: frames of 1500 bytes with headers of Ethernet, IP and TCP.
+# Payload fraction of a link: frames of 1500 bytes with headers of Ethernet, IP and TCP.
 CONTENT = 1448 / 1514
-STEPS = 5  # of an epoch, where steps are timed; the first of EPOCHS is for warming up
+STEPS = 5  # per epoch of a timed run, of which the first of EPOCHS is a warm-up
 EPOCHS = 3
-TARGET = 1.1  # times the perplexity that all-reduce ends with
+TARGET = 1.1  # times the final perplexity of all-reduce
 
 Values = dict[str, Any]
 
@@ -42,7 +45,7 @@ MODEL: Values = {
     "weight_decay": 0.0,
     "gradient_clipping": 0.4,
     "distributed_lr_warmup_epoch": 0.0,
-    "overlapping": False,  # so that the times of computing and sending add up
+    "overlapping": False,  # so that the times of computation and communication add up
     "checkpoint_interval": 100,
     "seed": 1,
 }
@@ -61,7 +64,7 @@ METHODS: dict[str, Values] = {
 
 
 def experiment() -> Experiment:
-    """Steps timed at each rate, and the learning in one process."""
+    """Timed steps at each rate, and learning in one process."""
     title = "when compression pays: an LSTM on four hosts with links of 10 Mbit/s to no limit"
     return Experiment(title, [lambda results: [*_learning().values(), *_timing().values()]], report)
 
@@ -106,7 +109,8 @@ def report(results: Results, folder: Path) -> str:
     }
     learned = {method: results(run) for method, run in _learning().items()}
     final = {
-        m: float(learning.last(r, "perplexity", "test_avg").iloc[0]) for m, r in learned.items()
+        method: float(last_values(r, "perplexity", split="test_avg").iloc[0])
+        for method, r in learned.items()
     }
     target = TARGET * final["all-reduce"]
     steps = {method: _steps_to(learned[method], target) for method in METHODS}
@@ -116,10 +120,10 @@ def report(results: Results, folder: Path) -> str:
         [
             "Four hosts on a ring, an LSTM of "
             f"{_parameters(rows['D-PSGD', 'none']):,} parameters, Python's reference texts. "
-            "Seconds a step, in brackets the prediction: bytes sent ÷ rate + a step on links "
-            "without limit.",
+            "Seconds per step and, in brackets, the prediction: bytes sent ÷ rate + the time of a "
+            "step on unlimited links.",
             _table_of_steps(measured, predicted, sent),
-            "![seconds a step by rate of the links](step.svg)",
+            "![seconds per step by rate of the links](step.svg)",
             f"Minutes to a perplexity of {target:.1f} (all-reduce ends with "
             f"{final['all-reduce']:.1f} after 6 epochs):",
             _table_of_times(measured, steps, final),
@@ -133,11 +137,8 @@ def _table_of_steps(
     predicted: Mapping[tuple[str, str], float],
     sent: Mapping[str, float],
 ) -> str:
-    links = " | ".join(map(_name, RATES))
-    lines = [
-        f"| method | MB sent a step | {links} | at 10 Mbit/s, D-PSGD takes |",
-        f"| --- | --- |{' --- |' * len(RATES)} --- |",
-    ]
+    header = ["method", "MB sent per step", *map(_name, RATES), "D-PSGD's time at 10 Mbit/s"]
+    lines = []
     for method in METHODS:
         cells = [
             f"{measured[method, rate]:.3g}"
@@ -145,10 +146,8 @@ def _table_of_steps(
             for rate in RATES
         ]
         slower = measured["D-PSGD", "10mbit"] / measured[method, "10mbit"]
-        lines.append(
-            f"| {method} | {sent[method] / 1e6:.3g} | {' | '.join(cells)} | {slower:.1f}× |"
-        )
-    return "\n".join(lines)
+        lines.append([method, f"{sent[method] / 1e6:.3g}", *cells, f"{slower:.1f}×"])
+    return markdown(header, lines)
 
 
 def _table_of_times(
@@ -156,19 +155,16 @@ def _table_of_times(
     steps: Mapping[str, float],
     final: Mapping[str, float],
 ) -> str:
-    links = " | ".join(map(_name, RATES))
-    lines = [
-        f"| method | perplexity at the end | steps to the target | {links} |",
-        f"| --- | --- | --- |{' --- |' * len(RATES)}",
-    ]
+    header = ["method", "final perplexity", "steps to the target", *map(_name, RATES)]
+    lines = []
     for method in METHODS:
         if steps[method] == float("inf"):
             cells = ["never"] * (1 + len(RATES))
         else:
             times = [steps[method] * measured[method, rate] / 60 for rate in RATES]
             cells = [f"{steps[method]:.0f}", *(f"{minutes:.3g}" for minutes in times)]
-        lines.append(f"| {method} | {final[method]:.1f} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([method, f"{final[method]:.1f}", *cells])
+    return markdown(header, lines)
 
 
 def _figures(
@@ -184,7 +180,7 @@ def _figures(
         for title, of in (("Measured", measured), ("Predicted", predicted))
     }
     x = "rate of a link (Mbit/s)"
-    figures.curves(panels, folder / "step.svg", x, "seconds a step", log_x=True, log_y=True)
+    figures.curves(panels, folder / "step.svg", x, "seconds per step", log_x=True, log_y=True)
     reached = {
         m: (megabits, [steps[m] * measured[m, rate] / 60 for rate in limited])
         for m in METHODS
@@ -196,26 +192,25 @@ def _figures(
 
 
 def _seconds(rows: "DataFrame") -> float:
-    """Of a step, after the first epoch: between the rows at the ends of epochs, evaluation and
-    checkpoints left out."""
+    """Seconds of a step after the first epoch, without evaluation and checkpoints."""
     phases = rows[(rows["name"] == "phase_seconds") & rows["phase"].isin(learning.STEP)]
     by_epoch = phases.groupby("epoch")["value"].sum()
     return float(by_epoch[EPOCHS] - by_epoch[1]) / (STEPS * (EPOCHS - 1))
 
 
 def _bytes(rows: "DataFrame") -> float:
-    """That a worker sends in a step, after the first epoch."""
+    """Bytes that a worker sends in a step after the first epoch."""
     bits = rows[rows["name"] == "phase_seconds"].groupby("epoch")["bits"].max()
     return float(bits[EPOCHS] - bits[1]) / (STEPS * (EPOCHS - 1)) / 8
 
 
 def _parameters(rows: "DataFrame") -> int:
-    """Of the model, as D-PSGD shows: it sends them all, four bytes each, to two neighbors."""
+    """Parameters of the model. D-PSGD sends them, four bytes each, to two neighbors."""
     return round(_bytes(rows) / 8)
 
 
 def _steps_to(rows: "DataFrame", target: float) -> float:
-    """Steps until the mean model's perplexity was at most that; infinity if it never was."""
+    """Steps until the perplexity of the mean model is at most `target`, or infinity."""
     chosen = rows[(rows["name"] == "perplexity") & (rows["split"] == "test_avg")]
     reached = chosen[chosen["value"] <= target]["epoch"]
     if reached.empty:

@@ -1,7 +1,8 @@
 """How fast do workers agree, and for how many bits? Gossip without learning.
 
-Every algorithm at its best setting of a grid, on several kinds of matrices: random ones, which are
-the hardest to compress; ones of a fast falling spectrum; photographs, between the two.
+Every algorithm is shown at the best setting of a grid, on several kinds of matrices. Random
+matrices are the hardest to compress, matrices with a rapidly decaying spectrum the easiest, and
+photographs lie in between.
 
 Source: Vogels, Karimireddy & Jaggi (2020), arXiv:2008.01425.
 """
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.presets import preset
-from experiments.runner import Experiment, Results, Run
+from experiments.runner import Experiment, Results, Run, sentence_case
 from powergossip.runs import figures, tables
 
 TITLES = {
@@ -20,7 +21,7 @@ TITLES = {
     "lfw": "Photographs of faces, 25 × 25",
     "faces": "Photographs of faces (Olivetti), 64 × 64",
 }
-HIDDEN = (  # from the figure, for clarity; the table has them all
+HIDDEN = (  # not in the figure, for clarity, but in the table
     "power_gossip_signs",
     "power_gossip_random_signs",
     "sign_deepsqueeze",
@@ -28,8 +29,8 @@ HIDDEN = (  # from the figure, for clarity; the table has them all
     "finite_time",
 )
 
-# The paper's, and what costs next to nothing. A third of the time goes into singular value
-# decompositions, so these are a run of their own.
+# The algorithms of the paper, and some that take little time. Singular value decompositions take a
+# third of the total time and have a separate run.
 PAPERS = (
     (
         "uncompressed",
@@ -55,8 +56,11 @@ def experiment(
     changes: Mapping[str, Mapping[str, Any]],
     algorithms: Sequence[tuple[str, ...]] = PAPERS,
 ) -> Experiment:
-    """changes: {kind of data: what its runs have besides the published settings}.
-    algorithms: those of each run; what takes longest first."""
+    """An experiment on several kinds of data.
+
+    changes     # kind of data → values on top of the published settings
+    algorithms  # of each run, the longest run first
+    """
     runs = {
         (kind, part): Run(
             "gossip_run",
@@ -70,18 +74,14 @@ def experiment(
     def report(results: Results, folder: Path) -> str:
         import pandas as pd
 
-        parts = [f"{title[0].upper()}{title[1:]}"]
+        parts = [sentence_case(title)]
         for kind in changes:
             rows = pd.concat([results(runs[kind, part]) for part in algorithms], ignore_index=True)
             name = f"{kind}.svg"
             figures.consensus_figure(rows[~rows["algorithm"].isin(HIDDEN)], folder / name)
-            table = _markdown(tables.consensus_table(rows))
+            header, *lines = tables.consensus_table(rows)
+            table = tables.markdown(header, lines)
             parts.append(f"### {TITLES[kind]}\n\n{table}\n\n![error by step and bits]({name})")
         return "\n\n".join(parts) + "\n"
 
     return Experiment(title, [lambda results: list(runs.values())], report)
-
-
-def _markdown(table: list[list[str]]) -> str:
-    header, *lines = table
-    return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *lines])

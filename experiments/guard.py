@@ -1,12 +1,13 @@
-"""Stands between a launcher and its command. The standard library only: it starts in 30 ms.
+"""A guard process between a launcher and its command.
 
-    python guard.py bound SIGNAL PARENT COMMAND …    COMMAND gets the signal of this number when the
-                                                     process PARENT, which has started this, is gone
-    python guard.py locked FILE COMMAND …            while COMMAND runs, FILE has a shared lock
-    python guard.py reported FILE COMMAND …          in a job of Slurm: COMMAND's exit code will
-                                                     stand in FILE.exit
+    python guard.py bound SIGNAL PARENT COMMAND …    send SIGNAL (a number) to COMMAND when its
+                                                     parent process PARENT has ended
+    python guard.py locked FILE COMMAND …            hold a shared lock on FILE while COMMAND runs
+    python guard.py reported FILE COMMAND …          in a Slurm job: write COMMAND's exit code to
+                                                     FILE.exit
 
-They exit with COMMAND's exit code, 128 + the signal's number if a signal has ended it.
+The exit code is COMMAND's, or 128 + the signal's number if a signal ended it. Only the standard
+library is imported, so that a guard starts in 30 ms.
 """
 
 import fcntl
@@ -18,25 +19,25 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def bound(number: int, parent: int, command: list[str]) -> int:
-    """PARENT counts as gone when the thread that has started this is.
+    """Run a command that gets a signal when the thread of PARENT that started the guard has ended.
 
-    As the threads of PARENT end one by one, the kernel tells it several times: to this process,
-    which hands it on once, since a second signal ends train.py without a checkpoint; so PARENT can
-    also send it. It hands on SIGTERM, too. SIGINT it leaves to COMMAND, which a terminal tells as
-    well. When this process is killed, COMMAND gets the signal.
+    The kernel may send the signal several times, as the threads of PARENT end one by one. The guard
+    forwards it once, since a second signal ends train.py without a checkpoint. PARENT may also send
+    it. SIGTERM is forwarded too. SIGINT is not, since a terminal sends it to COMMAND as well. If
+    the guard is killed, COMMAND gets the signal.
 
-    preexec_fn in PARENT would do without this process; but it runs Python in a fork of a program
-    with threads, which now and then hangs for ever.
+    preexec_fn in PARENT would need no guard, but it runs Python in a fork of a program with
+    threads, which occasionally deadlocks.
     """
     import ctypes
 
     prctl = ctypes.CDLL(None).prctl
     waited_for = {signal.Signals(number), signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who ignores it gets no exit codes
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, there are no exit codes
     before = signal.pthread_sigmask(signal.SIG_BLOCK, waited_for)
     prctl(PR_SET_PDEATHSIG, number)
     guard = os.getpid()
-    if os.getppid() != parent:  # it was gone before
+    if os.getppid() != parent:  # it has ended already
         return 128 + number
     child = os.fork()
     if child == 0:
@@ -45,7 +46,7 @@ def bound(number: int, parent: int, command: list[str]) -> int:
             os._exit(128 + number)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         become(command)
-    left = {number, int(signal.SIGTERM)}  # to be handed on
+    left = {number, int(signal.SIGTERM)}  # to be forwarded
     while True:
         arrived = signal.sigwait(waited_for)
         if arrived == signal.SIGCHLD:
@@ -59,7 +60,7 @@ def bound(number: int, parent: int, command: list[str]) -> int:
 
 
 def locked(file: str, command: list[str]) -> None:
-    """Exits with 1 if somebody else has FILE for himself."""
+    """Run a command with a lock on FILE. Exit with 1 if another process has an exclusive lock."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -70,7 +71,7 @@ def locked(file: str, command: list[str]) -> None:
 
 
 def become(command: list[str]) -> None:
-    """Turn into it: the process number stays."""
+    """Replace this process by the command."""
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and that is inherited
         signal.signal(number, signal.SIG_DFL)
     try:
@@ -81,11 +82,12 @@ def become(command: list[str]) -> None:
 
 
 def reported(file: str, command: list[str]) -> int:
-    """COMMAND's exit code, which is written at the end, in one piece.
+    """Run a command, and write its exit code atomically to FILE.exit. Return the exit code.
 
-    FILE is what was submitted. If it is gone the job was given up before it started, and another
-    one may do its work. Slurm tells all processes of a job when it shall end (SIGTERM), so that is
-    not handed on; but a warning before a time limit, as of --signal=B:USR1@60, arrives only here.
+    FILE is the submitted script. If it is missing, the job was cancelled before it started, and
+    another job may do its work. Slurm sends SIGTERM to all processes of a job, so it is not
+    forwarded. A warning before a time limit, as of --signal=B:USR1@60, is sent to this process
+    only.
     """
     import json
     import shlex
@@ -96,17 +98,17 @@ def reported(file: str, command: list[str]) -> int:
     if not Path(file).exists():
         print("error: this job was given up before it started", file=sys.stderr)
         return 1
-    exit_file.unlink(missing_ok=True)  # of the time before Slurm put it back into the queue
+    exit_file.unlink(missing_ok=True)  # from before the job was requeued
     print(f"$ {shlex.join(command)}", flush=True)
     child: list[subprocess.Popen[bytes]] = []
 
-    def hand_on(number: int, _: object) -> None:
+    def forward(number: int, _: object) -> None:
         if child:
             child[0].send_signal(number)
 
     signal.signal(signal.SIGTERM, lambda *_: None)
     for number in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, hand_on)
+        signal.signal(number, forward)
     try:
         child.append(subprocess.Popen(command))
         code = child[0].wait()

@@ -1,28 +1,29 @@
-"""How a run is started, and where: on this machine, or as a job of Slurm.
+"""Launchers of runs: on this machine, or as Slurm jobs.
 
-    mpirun     here, by `mpirun -np N` for N > 1 processes
-    process    here, all workers in one process: n_workers=N instead of N processes, same numbers
-    slurm      by `sbatch`; in the job, `mpirun -np N` for N > 1 processes
+    mpirun     on this machine, with `mpirun -np N` for N > 1 processes
+    process    on this machine, all workers in one process: n_workers=N instead of N processes,
+               with the same results
+    slurm      with `sbatch`; in the job, `mpirun -np N` for N > 1 processes
 
-A launcher returns when the job has ended, with its exit code, 128 + the signal's number if a signal
-has ended it. Every start is a line `$ COMMAND` in the log, see `last_output`. What a launcher
-itself has to complain about is a line `error: …` there, with exit code 1, so that one job stops no
-other. Launchers can be called in several threads at a time.
+A launcher returns when the job has ended, with its exit code, or 128 + the signal's number if a
+signal ended it. Every start is a line `$ COMMAND` in the log, see `last_output`. An error of the
+launcher itself is a line `error: …` in the log, with exit code 1, so that no job stops another.
+Launchers can be called in several threads concurrently.
 
-Nothing runs twice at a time in a folder, however a runner ends, and whatever launcher the next one
-uses. On this machine, what a runner has started gets SIGUSR1 when the runner is gone, even by
-SIGKILL, or leaves (Ctrl-C): train.py then writes a checkpoint and ends, and other programs just
-end. folder/running stays locked until the last of the processes has ended, and the next start waits
-for that. Jobs of Slurm go on without the runner (`scancel` ends them), and the next one waits for
-the same jobs; folder/slurm.json tells which these are.
+No two runs are in a folder at the same time, however a runner ends, and whatever launcher the next
+one uses. On this machine, the processes of a runner get SIGUSR1 when the runner has ended, even by
+SIGKILL, or is interrupted (Ctrl-C). train.py then writes a checkpoint and ends. Other programs just
+end. folder/running stays locked until the last process has ended, and the next start waits for
+that. Slurm jobs continue without the runner (`scancel` ends them). The next runner waits for the
+same jobs, which are recorded in folder/slurm.json.
 
-Slurm. sbatch itself reads further options from the environment: SBATCH_PARTITION, SBATCH_ACCOUNT,
+Slurm. sbatch reads further options from the environment: SBATCH_PARTITION, SBATCH_ACCOUNT,
 SBATCH_TIMELIMIT, SBATCH_GRES, SBATCH_QOS, SBATCH_MEM_PER_CPU, SBATCH_CONSTRAINT, …  (man sbatch,
-INPUT ENVIRONMENT VARIABLES). SBATCH_SIGNAL=B:USR1@120 lets train.py write a checkpoint two minutes
-before the time limit. Jobs have the environment and the working directory of the runner, whose
-folders they must see. Slurm may put a job back into its queue (--requeue): its command starts
-again. mpirun, and not srun, starts the processes: that takes no MPI plugin of Slurm. Open MPI reads
-Slurm's allocation, and starts its daemons on further nodes by srun.
+INPUT ENVIRONMENT VARIABLES). With SBATCH_SIGNAL=B:USR1@120 train.py writes a checkpoint two minutes
+before the time limit. Jobs have the environment and the working directory of the runner and must
+see its folders. Slurm may requeue a job (--requeue). Its command then starts again. mpirun starts
+the processes, not srun, since that requires no MPI plugin of Slurm. Open MPI reads Slurm's
+allocation and starts its daemons on further nodes with srun.
 """
 
 import fcntl
@@ -43,18 +44,19 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from powergossip.errors import BadInput
+from powergossip.runs.files import write_atomically
 
 GUARD = Path(__file__).resolve().with_name("guard.py")
 
-# What a job here gets when it shall end. Not SIGTERM: mpirun hands that on as well, but kills its
+# The signal that ends a job on this machine. mpirun forwards SIGTERM as well, but kills its
 # processes half a second later.
 STOP = signal.SIGUSR1
 
 # In a run's folder:
-RUNNING = "running"  # locked, by those who start the run and by its processes
-SLURM = "slurm.json"  # a job of Slurm that nobody has seen the end of: its number and script
+RUNNING = "running"  # locked by the launcher and by the processes of the run
+SLURM = "slurm.json"  # number and script of a Slurm job without a recorded end
 
-# Of a job that does nothing any more, unless Slurm says something else later.
+# States of a job that has ended, unless Slurm requeues it.
 ENDED = {
     "BOOT_FAIL",
     "CANCELLED",
@@ -73,11 +75,11 @@ ENDED = {
 class Job:
     """A command to be run.
 
-    command    without launcher: python train.py key=value …
-    processes  MPI processes
-    log        what it writes is appended here
-    folder     its own; no two jobs of a folder run at a time
-    name       for humans
+    command    # without launcher: python train.py key=value …
+    processes  # MPI processes
+    log        # file to which its output is appended
+    folder     # its own folder. No two jobs of a folder run at the same time
+    name       # shown by Slurm
     """
 
     command: Sequence[str]
@@ -89,29 +91,29 @@ class Job:
 
 class Launcher(Protocol):
     def check(self) -> None:
-        """Raises BadInput if this launcher cannot be used here."""
+        """Raise BadInput if this launcher cannot be used on this machine."""
 
     def __call__(self, job: Job) -> int:
-        """Run it and wait for its end; the exit code."""
+        """Run a job, wait for its end, and return its exit code."""
 
     def leave(self) -> None:
-        """The runner was asked to end (Ctrl-C). Jobs here are told to, and what waits for one
-        returns with its exit code. Jobs of Slurm go on; what waits for one raises
-        KeyboardInterrupt, as does whoever starts another job."""
+        """End the runner (Ctrl-C). Jobs on this machine are ended as well; the calls that wait for
+        them return with their exit codes. Slurm jobs continue. The calls that wait for them raise
+        KeyboardInterrupt. So does the start of another job."""
 
 
-class _Refused(Exception):
-    """A job cannot be run; the text is for its log."""
+class _CannotRun(Exception):
+    """A job cannot be run. The text is for its log."""
 
 
 # --- On this machine ------------------------------------------------------------------------------
 
 
 class _Here:
-    """Who calls `leave` from another thread has all its jobs told to end."""
+    """A launcher for this machine. `leave`, called in another thread, ends all its jobs."""
 
     def __init__(self, patience: float = 60.0):
-        """patience: seconds that an earlier start of a job has to end"""
+        """patience: seconds to wait for the end of an earlier start of a job"""
         self._patience = patience
         self._running: set[subprocess.Popen[bytes]] = set()
         self._leaving = False
@@ -124,15 +126,15 @@ class _Here:
                 process.send_signal(STOP)
 
     def _run(self, job: Job, shown: Sequence[str], actual: Sequence[str]) -> int:
-        """shown: the command that stands in the log"""
+        """shown: the command in the log"""
         try:
             with _alone(job.folder, self._patience) as lock, job.log.open("a") as log:
-                _refuse_while_in_slurm(job.folder)
+                _check_not_in_slurm(job.folder)
                 fcntl.flock(lock, fcntl.LOCK_SH)
                 with self._started(shown, actual, log, lock) as process:
                     code = process.wait()
-        except _Refused as refusal:
-            return _failed(job, str(refusal))
+        except _CannotRun as error:
+            return _failed(job, str(error))
         return code if code >= 0 else 128 - code
 
     @contextmanager
@@ -152,7 +154,7 @@ class _Here:
                 stderr=log,
                 env=_environment(),
                 pass_fds=[lock.fileno()],
-                # Ctrl-C would end mpirun before anybody has written a checkpoint.
+                # Ctrl-C in the same session would end mpirun before checkpoints are written.
                 start_new_session=True,
             )
             self._running.add(process)
@@ -173,35 +175,36 @@ class Mpirun(_Here):
     def check(self) -> None:
         if not shutil.which("mpirun"):
             raise BadInput(
-                "--launcher mpirun: there is no mpirun on PATH; activate the environment that "
-                "setup.sh made, or use --launcher process"
+                "--launcher mpirun: there is no mpirun on PATH; activate the environment made by "
+                "setup.sh, or use --launcher process"
             )
 
     def __call__(self, job: Job) -> int:
         mpirun = _mpirun(job.processes)
-        # mpirun closes what it has inherited, so every process takes the lock for itself.
+        # mpirun closes inherited files, so each process takes the lock itself.
         locked = _guard("locked", job.folder.resolve() / RUNNING) if mpirun else []
         return self._run(job, [*mpirun, *job.command], [*mpirun, *locked, *job.command])
 
 
 class OneProcess(_Here):
-    """n_workers=N at the end of the command, unless it says n_workers= itself. No MPI."""
+    """n_workers=N at the end of the command, unless it has n_workers= itself. No MPI."""
 
     def check(self) -> None:
         pass
 
     def __call__(self, job: Job) -> int:
-        told = any(argument.startswith("n_workers=") for argument in job.command)
-        workers = [] if told or job.processes == 1 else [f"n_workers={job.processes}"]
+        given = any(argument.startswith("n_workers=") for argument in job.command)
+        workers = [] if given or job.processes == 1 else [f"n_workers={job.processes}"]
         command = [*job.command, *workers]
         return self._run(job, command, command)
 
 
-def _refuse_while_in_slurm(folder: Path) -> None:
+def _check_not_in_slurm(folder: Path) -> None:
+    """Raise _CannotRun if the run is a Slurm job."""
     file = folder / SLURM
     if file.exists():
         number = _read(file).get("job") or "without a number yet"
-        raise _Refused(
+        raise _CannotRun(
             f"Slurm's job {number} does this run; use --launcher slurm, or end the job and "
             f"remove {file}"
         )
@@ -209,8 +212,10 @@ def _refuse_while_in_slurm(folder: Path) -> None:
 
 @contextmanager
 def _alone(folder: Path, patience: float) -> Iterator[IO[str]]:
-    """As long as the file is open, here or in a process that inherits it, no other start of a job
-    in this folder gets here. Raises _Refused if patience ends first."""
+    """Lock a folder while the file is open, in this process or one that inherits it.
+
+    Raises _CannotRun if another start of a job keeps the lock for `patience` seconds.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / RUNNING).open("a") as file:
         end = time.monotonic() + patience
@@ -220,9 +225,9 @@ def _alone(folder: Path, patience: float) -> Iterator[IO[str]]:
                 break
             except BlockingIOError:
                 if time.monotonic() > end:
-                    raise _Refused(
+                    raise _CannotRun(
                         f"an earlier start of this run is still there after {patience:g} seconds; "
-                        f"`fuser {folder / RUNNING}` tells its processes"
+                        f"`fuser {folder / RUNNING}` lists its processes"
                     ) from None
             time.sleep(0.05)
         yield file
@@ -232,51 +237,51 @@ def _alone(folder: Path, patience: float) -> Iterator[IO[str]]:
 
 
 class Slurm:
-    """A job of Slurm with N tasks on as many nodes as Slurm likes.
+    """A launcher of Slurm jobs with N tasks. Slurm chooses the nodes.
 
-    A job is known by its script, folder/slurm-TOKEN.sh, even before sbatch has told a number. With
-    the script's removal a job that has not started is given up: it ends at once when it starts. As
-    its last act a job writes its exit code into slurm-TOKEN.sh.exit, since Slurm forgets jobs after
-    a while (MinJobAge). A job that has gone without that has failed.
+    A job is identified by its script, folder/slurm-TOKEN.sh, even before sbatch has returned its
+    number. Removing the script cancels a job that has not started: it ends at once when it starts.
+    At its end a job writes its exit code to slurm-TOKEN.sh.exit, since Slurm forgets jobs after a
+    while (MinJobAge). A job that disappears without an exit code has failed.
 
-    All threads together ask Slurm for all jobs at once, and the less often the longer they wait.
+    A query to Slurm is for all jobs and shared by all threads. Queries become rarer with time.
     """
 
     def __init__(self, patience: float = 60.0, longest_interval: float = 10.0):
-        self._patience = patience  # seconds for a lock to be free, or a file to show up
+        self._patience = patience  # seconds to wait for a lock or a file
         self._longest_interval = longest_interval  # seconds
         self._leaving = threading.Event()
         self._asking = threading.Lock()
-        self._asked = -float("inf")  # when the answer was asked for
+        self._asked = -float("inf")  # time of the latest query
         self._answer: Mapping[str, _State] | None = None
 
     def check(self) -> None:
         for tool in ("sbatch", "squeue", "scontrol"):
             if not shutil.which(tool):
                 raise BadInput(
-                    f"--launcher slurm: there is no {tool} on PATH; run this where Slurm is, or "
+                    f"--launcher slurm: there is no {tool} on PATH; run this on a cluster, or "
                     "use --launcher mpirun"
                 )
         ping = subprocess.run(["scontrol", "ping"], capture_output=True, text=True)
         if "is UP" not in ping.stdout:
-            said = _first_line(ping.stdout + ping.stderr)
+            answer = _first_line(ping.stdout + ping.stderr)
             raise BadInput(
-                f"--launcher slurm: Slurm's controller does not answer, `scontrol ping` says "
-                f'"{said}"; try again later, or use --launcher mpirun'
+                f"--launcher slurm: Slurm's controller does not respond, `scontrol ping` prints "
+                f'"{answer}"; try again later, or use --launcher mpirun'
             )
 
     def __call__(self, job: Job) -> int:
         try:
             script, number = self._submitted(job)
-        except _Refused as refusal:
-            return _failed(job, str(refusal))
+        except _CannotRun as error:
+            return _failed(job, str(error))
         state = self._end(script, number)
         code = self._exit_code(script, state)
         if code is None:
             code = _failed(
                 job, f"Slurm's job {number} has gone without an exit code; its last state: {state}"
             )
-        # The record goes first: without it, the other files mean nothing.
+        # The record is removed first: without it, the other files are ignored.
         for file in (script.with_name(SLURM), script, _exit_file(script)):
             file.unlink(missing_ok=True)
         return code
@@ -285,40 +290,40 @@ class Slurm:
         self._leaving.set()
 
     def _submitted(self, job: Job) -> tuple[Path, str]:
-        """Script and number of the job that does this: an earlier runner's, else a new one."""
+        """Script and number of the job: that of an earlier runner, or a new one."""
         folder = job.folder.resolve()
         with _alone(folder, self._patience) as lock:
             record = folder / SLURM
             if record.exists():
                 before = _read(record)
                 script, number = folder / before.get("script", "none"), before.get("job", "")
-                # Without a number, the runner ended before sbatch; sbatch has ended, too, as the
-                # lock was its own as well.
+                # Without a number, the earlier runner ended before sbatch returned. sbatch has
+                # ended too, since it also held the lock.
                 number = number or self._find(script) or _read(_exit_file(script)).get("job", "")
                 if number:
-                    _write(record, json.dumps({"script": script.name, "job": number}))
+                    _write_record(record, script, number)
                     return script, number
                 record.unlink()
             for old in folder.glob("slurm-*.sh*"):
                 old.unlink()
             script = folder / f"slurm-{secrets.token_hex(4)}.sh"
             reported = [*_guard("reported", script), *_mpirun(job.processes), *job.command]
-            _write(script, f"#!/bin/sh\nexec {shlex.join(reported)}")
-            _write(record, json.dumps({"script": script.name, "job": ""}))
+            write_atomically(script, f"#!/bin/sh\nexec {shlex.join(reported)}\n")
+            _write_record(record, script, "")
             number = self._sbatch(job, script, lock)
-            _write(record, json.dumps({"script": script.name, "job": number}))
+            _write_record(record, script, number)
             return script, number
 
     def _sbatch(self, job: Job, script: Path, lock: IO[str]) -> str:
-        """The number of the job. Raises _Refused."""
+        """Submit a script. Return the number of the job. Raises _CannotRun."""
         log = str(job.log.resolve()).replace("%", "%%")
         command = [
             *("sbatch", "--parsable", "--requeue", "--open-mode=append", f"--output={log}"),
             *(f"--ntasks={job.processes}", f"--job-name={job.name}", f"--chdir={os.getcwd()}"),
             str(script),
         ]
-        # Slurm gives each node so many tasks. The policy that .venv sets, for more processes than
-        # cores, would have Open MPI put all of them on the first node.
+        # Slurm sets the number of tasks of each node. The policy of .venv, which allows more
+        # processes than cores, would make Open MPI start all of them on the first node.
         slots = {"PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe"}
         done = subprocess.run(
             command,
@@ -331,27 +336,27 @@ class Slurm:
         if done.returncode == 0:
             return done.stdout.strip().partition(";")[0]  # NUMBER;CLUSTER where there are several
         try:
-            number = self._find(script)  # sbatch may lose patience when it has been heard
-        except _Refused:
+            number = self._find(script)  # sbatch may time out after a successful submission
+        except _CannotRun:
             number = ""
         if not number:
             script.unlink()
             script.with_name(SLURM).unlink()
             complaint = done.stderr.strip() or f"exit code {done.returncode}"
-            raise _Refused(f"sbatch refuses: {complaint}")
+            raise _CannotRun(f"sbatch refuses: {complaint}")
         return number
 
     def _find(self, script: Path) -> str:
-        """The number of the job with this script, "" if there is none. Raises _Refused if Slurm
-        does not tell."""
+        """The number of the job with this script, or "". Raises _CannotRun if Slurm does not
+        respond."""
         jobs = self._jobs(time.monotonic())
         if jobs is None:
-            raise _Refused("squeue does not tell what jobs there are; try again later")
+            raise _CannotRun("squeue failed; try again later")
         return jobs[str(script)].number if str(script) in jobs else ""
 
     def _end(self, script: Path, number: str) -> str:
-        """Wait for it; the last state that Slurm tells. While the controller does not answer, the
-        jobs go on, and this waits for both."""
+        """Wait for the end of a job and return its last known state. While the controller does not
+        respond, jobs continue, and so does the waiting."""
         interval = 0.2  # seconds
         while True:
             began = time.monotonic()
@@ -363,18 +368,18 @@ class Slurm:
                 continue
             found = jobs.get(number) or jobs.get(str(script))
             if found is None:
-                return "unknown, Slurm has forgotten it"
+                return "unknown to Slurm"
             if found.name in ENDED:
                 return found.name
 
     def _exit_code(self, script: Path, state: str) -> int | None:
-        """None if the job has not written any."""
-        # After a state like CANCELLED there may be none. Otherwise there is one, and at most a
-        # shared file system takes its time to show it.
+        """The exit code that the job has written, or None."""
+        # After a state like CANCELLED there may be none. Otherwise there is one, but a shared file
+        # system may show it with a delay.
         own_end = state not in ENDED or state in ("COMPLETED", "FAILED")
         end = time.monotonic() + (self._patience if own_end else 0)
         while True:
-            os.listdir(script.parent)  # makes NFS look again
+            os.listdir(script.parent)  # refreshes the cache of NFS
             code = _read(_exit_file(script)).get("exit_code")
             if isinstance(code, int):
                 return code
@@ -384,8 +389,8 @@ class Slurm:
                 raise KeyboardInterrupt
 
     def _jobs(self, after: float) -> "Mapping[str, _State] | None":
-        """The user's jobs, those that have ended lately among them, by number and by script; asked
-        for after that time, perhaps by another thread. None if Slurm does not answer."""
+        """The user's jobs by number and by script, with those that have ended recently. The query
+        was made later than `after`, possibly in another thread. None if Slurm does not respond."""
         with self._asking:
             if self._asked < after:
                 self._asked = time.monotonic()
@@ -400,7 +405,7 @@ class _State:
 
 
 def _squeue() -> Mapping[str, _State] | None:
-    # The variables are filters and formats that a user likes to see.
+    # These variables are a user's filters and formats.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SQUEUE_")}
     done = subprocess.run(
         [
@@ -424,7 +429,7 @@ def _exit_file(script: Path) -> Path:
     return script.with_name(f"{script.name}.exit")
 
 
-# --- For all --------------------------------------------------------------------------------------
+# --- Common ---------------------------------------------------------------------------------------
 
 
 LAUNCHERS: dict[str, Launcher] = {
@@ -435,7 +440,7 @@ LAUNCHERS: dict[str, Launcher] = {
 
 
 def last_output(log: Path) -> str:
-    """What the latest start has written, as far as it has come."""
+    """Return the output of the latest start so far."""
     text = f"\n{log.read_bytes().decode(errors='replace')}"
     return text[text.rfind("\n$ ") + 1 :].partition("\n")[2]
 
@@ -445,7 +450,7 @@ def _mpirun(processes: int) -> list[str]:
 
 
 def _guard(*arguments: str | int | Path) -> list[str]:
-    # Without what is installed in site-packages, Python starts in half the time.
+    # Without site-packages, Python starts in half the time.
     return [sys.executable, "-I", "-S", str(GUARD), *map(str, arguments)]
 
 
@@ -464,7 +469,7 @@ def _first_line(text: str) -> str:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """{} if there is none, or it is not whole."""
+    """The mapping in a JSON file; {} if it is missing or incomplete."""
     try:
         content = json.loads(file.read_text())
     except (FileNotFoundError, ValueError):
@@ -473,8 +478,6 @@ def _read(file: Path) -> dict[str, Any]:
     return content
 
 
-def _write(file: Path, content: str) -> None:
-    """In one piece."""
-    new = file.with_name(f"{file.name}.new")
-    new.write_text(f"{content}\n")
-    new.replace(file)
+def _write_record(file: Path, script: Path, number: str) -> None:
+    content = {"script": script.name, "job": number}
+    write_atomically(file, json.dumps(content) + "\n")

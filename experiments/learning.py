@@ -1,19 +1,20 @@
 """How well does each method learn, and for how many bits?
 
-Every method gets the same budget: the same model, data, epochs and batches, and the same grid of
-learning rates and diffusion rates, tried with a seed of its own for a part of the epochs; the best
-setting is then run with three other seeds. All-reduce has no diffusion rate. Moniqua's bound θ
-goes with the size of the updates, and is tried at two values.
+Every method has the same budget: model, data, epochs, batches, and a grid of learning rates and
+diffusion rates. The grid is run with a separate seed for a part of the epochs. The best setting is
+then run with three other seeds. All-reduce has no diffusion rate. Moniqua has a further dimension
+in its grid, two values of the bound θ, since θ depends on the size of the updates.
 """
 
 from collections.abc import Mapping, Sequence
 from itertools import product
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.runner import Experiment, Results, Run
+from experiments.runner import Experiment, Results, Run, sentence_case
 from powergossip.runs import figures
+from powergossip.runs.metrics import last_values
+from powergossip.runs.tables import markdown, spread
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -82,7 +83,10 @@ def experiment(
     rates: Sequence[float] = (0.05, 0.1),
     tuning_epochs: int = 2,
 ) -> Experiment:
-    """measure: accuracy (of the mean model, the larger the better) or perplexity."""
+    """An experiment with a stage of tuning.
+
+    measure  # of the mean model: accuracy, where larger is better, or perplexity
+    """
 
     def tuning(results: Results) -> list[Run]:
         return [run for runs in grids().values() for run in runs]
@@ -110,15 +114,15 @@ def experiment(
 
     def report(results: Results, folder: Path) -> str:
         runs = chosen(results)
-        tried = "the same learning rates and diffusion rates γ were tried for each method"
-        note = f"{tried}, in one run of {_count(tuning_epochs, 'epoch')} with another seed."
+        grid = "each method was tuned on the same grid of learning rates and diffusion rates γ"
+        note = f"{grid}, with one run of {_count(tuning_epochs, 'epoch')} and another seed each."
         return compared(title, runs, results, folder, measure, note)
 
     return Experiment(title, [tuning, final], report)
 
 
 def _grid(values: Values, method: str, rates: Sequence[float], epochs: int) -> list[Run]:
-    """So many epochs each, the last half of them at a tenth of the learning rate."""
+    """The runs of the grid. The second half of the epochs has a tenth of the learning rate."""
     averages_fully = METHODS[method]["optimizer"] == "all-reduce"
     thetas: Sequence[float | None] = [None]
     if METHODS[method]["optimizer"] == "moniqua":
@@ -151,16 +155,16 @@ def compared(
     measure: str,
     note: str,
 ) -> str:
-    """A report on the methods' runs, one for each seed: a table, and a figure against bits."""
+    """Return the report on the runs of each method, one per seed: a table and a figure."""
     rows = {method: [results(run) for run in of_seeds] for method, of_seeds in runs.items()}
     settings = {method: of_seeds[0].values for method, of_seeds in runs.items()}
     _figure(rows, measure, folder / "figure.svg")
     table = _table(rows, settings, measure)
     (seeds,) = {len(of_seeds) for of_seeds in runs.values()}
     above = (
-        f"{title[0].upper()}{title[1:]}.\n\nMean ± standard deviation of {_count(seeds, 'seed')}; "
-        f"{note} Seconds are those of a run, evaluation included; megabytes those that a worker "
-        "sends in it."
+        f"{sentence_case(title)}.\n\nMean ± standard deviation of {_count(seeds, 'seed')}; "
+        f"{note} The time is that of a run with evaluation. MB sent are those of one worker in a "
+        "run."
     )
     return f"{above}\n\n{table}\n\n![{measure} against megabytes](figure.svg)\n"
 
@@ -170,8 +174,8 @@ def _count(number: int, noun: str) -> str:
 
 
 def _score(rows: "DataFrame", measure: str) -> float:
-    """The larger, the better; a run that diverged is the worst."""
-    value = last(rows, measure, "test_avg")
+    """The measure, negated if smaller is better; −∞ for a run that diverged."""
+    value = last_values(rows, measure, split="test_avg")
     if value.empty or not value.notna().all():
         return float("-inf")
     return float(value.iloc[0]) * (-1 if measure == "perplexity" else 1)
@@ -184,18 +188,26 @@ def _table(
     percent = 100 if measure == "accuracy" else 1
     unit = " %" if measure == "accuracy" else ""
     plain = sum(float(r["bits"].max()) for r in rows["D-PSGD"])
-    lines = [
-        f"| method | {measure}, mean model | worst worker | MB sent per worker | less than D-PSGD "
-        "| seconds | learning rate | γ |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    header = [
+        "method",
+        f"{measure}, mean model",
+        "worst worker",
+        "MB sent per worker",
+        "less than D-PSGD",
+        "seconds",
+        "learning rate",
+        "γ",
     ]
+    lines: list[list[str]] = []
     for method, of_seeds in rows.items():
         worst_is = min if measure == "accuracy" else max
         if any(_score(r, measure) == float("-inf") for r in of_seeds):
-            lines.append(f"| {method} | diverged | | | | | | |")
+            lines.append([method, "diverged", *[""] * (len(header) - 2)])
             continue
-        mean = [percent * float(last(r, measure, "test_avg").iloc[0]) for r in of_seeds]
-        worst = [percent * float(worst_is(last(r, measure, "test"))) for r in of_seeds]
+        mean = [
+            percent * float(last_values(r, measure, split="test_avg").iloc[0]) for r in of_seeds
+        ]
+        worst = [percent * float(worst_is(last_values(r, measure, split="test"))) for r in of_seeds]
         bits = sum(float(r["bits"].max()) for r in of_seeds)
         seconds = sum(float(r["seconds"].max()) for r in of_seeds) / len(of_seeds)
         setting = settings[method]
@@ -204,46 +216,31 @@ def _table(
         if "optimizer_theta" in setting:
             gamma = f"{gamma}, θ {setting['optimizer_theta']}"
         lines.append(
-            f"| {method} | {spread(mean)}{unit} | {spread(worst)}{unit} "
-            f"| {bits / len(of_seeds) / 8e6:.1f} | {plain / bits:.1f}× | {seconds:.0f} "
-            f"| {_learning_rate(setting)} | {gamma} |"
+            [
+                method,
+                f"{spread(mean)}{unit}",
+                f"{spread(worst)}{unit}",
+                f"{bits / len(of_seeds) / 8e6:.1f}",
+                f"{plain / bits:.1f}×",
+                f"{seconds:.0f}",
+                _learning_rate(setting),
+                str(gamma),
+            ]
         )
-    return "\n".join(lines)
+    return markdown(header, lines)
 
 
 def _learning_rate(setting: Mapping[str, Any]) -> str:
-    """After the warm-up, if there is one."""
+    """The learning rate after the warm-up."""
     factor = setting.get("distributed_lr_warmup_factor", 1)
     return f"{setting['learning_rate'] * factor:.3g}"
 
 
-def last(rows: "DataFrame", name: str, split: str) -> Any:
-    """The values at the last epoch that has such rows; none for a run that diverged early."""
-    return last_of(rows, name, split=split)
-
-
-def last_of(rows: "DataFrame", name: str, **tags: str) -> Any:
-    """`last`, for rows told by other tags."""
-    chosen = rows[rows["name"] == name]
-    for tag, value in tags.items():
-        chosen = chosen[chosen[tag] == value] if tag in chosen else chosen[:0]
-    return chosen[chosen["epoch"] == chosen["epoch"].max()]["value"]
-
-
-def spread(values: Sequence[float]) -> str:
-    """Mean ± standard deviation, or that one of them is infinite."""
-    mean = sum(values) / len(values)
-    if not isfinite(mean):
-        return "infinite"
-    deviation = (sum((v - mean) ** 2 for v in values) / max(1, len(values) - 1)) ** 0.5
-    return f"{mean:.2f} ± {deviation:.2f}"
-
-
 def _figure(rows: Mapping[str, list["DataFrame"]], measure: str, path: Path) -> None:
-    """What each method reached against what it sent: a point with its spread over the seeds."""
+    """Draw the measure by megabytes sent: a point for each method, with the range of its seeds."""
     points = {}
     for method, of_seeds in rows.items():
-        reached = [float(v) for r in of_seeds for v in last(r, measure, "test_avg")]
+        reached = [float(v) for r in of_seeds for v in last_values(r, measure, split="test_avg")]
         if len(reached) == len(of_seeds):
             bits = sum(float(r["bits"].max()) for r in of_seeds) / len(of_seeds)
             points[method] = bits / 8e6, [100 * v if measure == "accuracy" else v for v in reached]

@@ -1,9 +1,10 @@
-"""What do Moniqua's θ and γ have to be? Its accuracy for each pair of a grid.
+"""Which θ and γ does Moniqua need? Its accuracy on a grid of both.
 
-θ bounds how far the numbers of two neighbors may be apart: smaller is finer, until it is wrong.
+θ bounds the difference of two neighbors' parameters. A smaller θ gives a finer quantization, until
+differences exceed it.
 
-Source: Vogels, Karimireddy & Jaggi (2020), arXiv:2008.01425, who tuned it so; Lu & De Sa (2020),
-arXiv:2002.11787.
+Source: Vogels, Karimireddy & Jaggi (2020), arXiv:2008.01425, for the tuning; Lu & De Sa (2020),
+arXiv:2002.11787, for the method.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,11 +14,13 @@ from typing import Any
 
 from experiments import learning
 from experiments.presets import preset
-from experiments.runner import Experiment, Results, Run
+from experiments.runner import Experiment, Results, Run, sentence_case
+from powergossip.runs.metrics import last_values
+from powergossip.runs.tables import markdown
 
 
 def published() -> Experiment:
-    """ResNet-20 on CIFAR-10, around what was chosen: θ = 0.25, γ = 0.005."""
+    """ResNet-20 on CIFAR-10, around the published choice of θ = 0.25, γ = 0.005."""
     return _experiment(
         "Moniqua's accuracy by θ and γ: ResNet-20 on CIFAR-10, 300 epochs",
         preset("cifar10_resnet20", "moniqua"),
@@ -62,25 +65,24 @@ def _experiment(
     }
 
     def report(results: Results, folder: Path) -> str:
-        lines = [
-            f"| θ \\ γ | {' | '.join(f'{rate:g}' for rate in rates)} |",
-            f"| --- |{' --- |' * len(rates)}",
-        ]
-        for theta in thetas:
-            cells = [_cell(results(runs[theta, rate])) for rate in rates]
-            lines.append(f"| {theta:g} | {' | '.join(cells)} |")
-        table = "\n".join(lines)
+        table = markdown(
+            ["θ \\ γ", *(f"{rate:g}" for rate in rates)],
+            [
+                [f"{theta:g}", *(_cell(results(runs[theta, rate])) for rate in rates)]
+                for theta in thetas
+            ],
+        )
         return (
-            f"{title[0].upper()}{title[1:]}\n\nTest accuracy of the mean model and, in brackets, "
-            f"of the worst worker, in per cent:\n\n{table}\n"
+            f"{sentence_case(title)}\n\nTest accuracy of the mean model and, in brackets, "
+            f"of the worst worker, in percent:\n\n{table}\n"
         )
 
     return Experiment(title, [lambda results: list(runs.values())], report)
 
 
 def _cell(rows: Any) -> str:
-    mean = learning.last(rows, "accuracy", "test_avg")
+    mean = last_values(rows, "accuracy", split="test_avg")
     if mean.empty:
         return "diverged"
-    worst = learning.last(rows, "accuracy", "test").min()
+    worst = last_values(rows, "accuracy", split="test").min()
     return f"{100 * mean.iloc[0]:.1f} ({100 * worst:.1f})"

@@ -1,10 +1,9 @@
 """The tables of the PowerGossip paper, with the published settings, and their small forms.
 
-A small form asks the same question of data and a model that two cores get through in half an hour:
-FashionMNIST with a small CNN instead of CIFAR-10 with ResNet-20, the reference texts that Python
-ships with a small LSTM instead of WikiText-2 with a large one. What is tuned about a method
-(its diffusion rate, and its learning rate in proportion to the others') stays as published, so that
-a small form shows what these settings are worth elsewhere.
+A small form takes half an hour on two cores. It has FashionMNIST and a small CNN instead of
+CIFAR-10 and ResNet-20, and Python's reference texts and a small LSTM instead of WikiText-2 and a
+large one. Tuned values (diffusion rates, and learning rates relative to those of other methods)
+stay as published, so that a small form shows how well they transfer.
 
 Source: Vogels, Karimireddy & Jaggi (2020), arXiv:2008.01425.
 """
@@ -21,7 +20,7 @@ Values = dict[str, Any]
 
 CIFAR10, WIKITEXT2 = "cifar10_resnet20", "wikitext2_lstm"
 
-IMAGES = {  # what the table calls a method: its preset
+IMAGES = {  # name of a method in the table: its preset
     "all-reduce": "all-reduce",
     "D-PSGD": "dpsgd",
     "PowerGossip, 1 iteration": "power-gossip",
@@ -45,7 +44,7 @@ LANGUAGE = {
     "CHOCO, top 1 %": "choco-top-1",
     "DeepSqueeze, sign": "deepsqueeze",
 }
-# The factor that gossip without compression has: 1 in the small form.
+# The learning rate factor of uncompressed gossip, which corresponds to 1 in the small form.
 _PLAIN = preset(CIFAR10)["distributed_lr_warmup_factor"]
 _TUNED = (
     "optimizer",
@@ -134,7 +133,7 @@ def _experiment(
     }
 
     def report(results: Results, folder: Path) -> str:
-        note = "diffusion rates and, up to a factor for all, learning rates are the published ones."
+        note = "diffusion rates and, up to a common factor, learning rates are the published ones."
         return learning.compared(title, runs, results, folder, measure, note)
 
     return Experiment(title, [lambda results: [r for rs in runs.values() for r in rs]], report)

@@ -1,4 +1,4 @@
-"""The values of the presets, for experiments that run or vary them."""
+"""Values of presets, for experiments that run or modify them."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from powergossip import presets
 
 
 def preset(base: str, method: str | None = None) -> dict[str, Any]:
-    """The keys that a preset sets, and their values."""
+    """Return the keys that a preset sets, with their values."""
     values: dict[str, Any] = {}
     for file in presets.files(f"{base}/{method}" if method else base):
         values |= yaml.safe_load(file.read_text("utf-8"))

@@ -1,7 +1,7 @@
-"""RESULTS.md: the reports that were published, one after the other.
+"""RESULTS.md, the sequence of the published reports.
 
-A published report and its figures lie in docs/results/EXPERIMENT, so that what was measured is kept
-with the code that measured it; output/ is for everything that can be made again.
+A published report and its figures are in docs/results/EXPERIMENT, which keeps measurements with
+the code that made them. output/ contains reproducible files only.
 """
 
 import re
@@ -17,14 +17,14 @@ REPORT = "report.md"
 
 HEAD = """# Results
 
-Made by `python -m experiments report NAME --publish`, which adds or replaces an experiment's part.
-Under each part stands how to repeat it, and what it was made with. `python -m experiments list`
-says what else there is.
+Made by `python -m experiments report NAME --publish`, which adds or replaces the section of an
+experiment. The end of each section has the command that reproduces it, the versions and the
+machine. `python -m experiments list` lists all experiments.
 """
 
 
 def publish(name: str, folder: Path) -> None:
-    """Take over an experiment's report, with the figures it shows, and write RESULTS.md anew."""
+    """Copy an experiment's report and its figures, and rewrite RESULTS.md."""
     own = PUBLISHED / name
     if own.exists():
         shutil.rmtree(own)
@@ -37,7 +37,7 @@ def publish(name: str, folder: Path) -> None:
 
 
 def assembled() -> str:
-    """The text of RESULTS.md: the published reports in the order of `EXPERIMENTS`."""
+    """Return the text of RESULTS.md: the published reports in the order of `EXPERIMENTS`."""
     parts = [HEAD]
     for name in EXPERIMENTS:
         file = PUBLISHED / name / REPORT
@@ -51,5 +51,5 @@ def assembled() -> str:
 
 
 def _figures(text: str) -> list[str]:
-    """The files that a report shows."""
+    """The files of a report's figures."""
     return re.findall(r"!\[[^]]*\]\(([^)/]+)\)", text)

@@ -1,10 +1,10 @@
-"""Runs an experiment's configurations, each once, and remembers which are done.
+"""Runs of an experiment. Each is carried out once.
 
-A run is an entry point with values for its keys, a number of processes, and perhaps the rate of the
-links between them. It has a folder named by the hash of these, output/experiments/EXPERIMENT/HASH,
-with what the entry point writes, log.txt, run.json (the run itself) and, when it has ended well,
-done.json: seconds, versions, commit. That is the last thing written, in one piece, so that half a
-run never counts. A run that was killed goes on from its last checkpoint.
+A run is an entry point with values for its keys, a number of processes, and possibly the rate of
+the links between them. Its folder, output/experiments/EXPERIMENT/HASH, is named by a hash of these.
+It contains the output of the entry point, log.txt, run.json (the run itself) and done.json
+(seconds, versions, commit). done.json is written last, atomically, after a successful end, so that
+an incomplete run never counts. A run that was killed resumes from its last checkpoint.
 """
 
 import fcntl
@@ -31,6 +31,7 @@ from environment import emulated_cluster
 from experiments.launchers import LAUNCHERS, STOP, Job, Launcher, last_output
 from powergossip.errors import BadInput
 from powergossip.runs import metrics
+from powergossip.runs.files import write_atomically
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = Path("output/experiments")
 EMULATOR = ROOT / "environment" / "emulated_cluster.py"
-# Long messages that cross do not wait for each other, see the README.
+# Without it, long messages that cross wait for each other, see the README.
 CROSSING_MESSAGES = "OMPI_MCA_btl_tcp_flags=send"
 
 
@@ -46,10 +47,10 @@ CROSSING_MESSAGES = "OMPI_MCA_btl_tcp_flags=send"
 class Run:
     """An entry point (train or gossip_run) with values for its keys.
 
-    labels     what a report tells this run by; no part of its identity
-    processes  MPI processes; 1: no launcher
-    rate       of the links of an emulated cluster with a host for each process, as
-               environment/emulated_cluster.py takes it ("100mbit", "none"); "": no such cluster
+    labels     # names of this run in reports, not part of its identity
+    processes  # MPI processes. 1: no launcher
+    rate       # of the links of an emulated cluster with a host for each process, as an argument
+               # of environment/emulated_cluster.py ("100mbit", "none"). "": no such cluster
     """
 
     entry: str
@@ -60,14 +61,14 @@ class Run:
 
     @property
     def identity(self) -> str:
-        """A hash of everything that decides the result."""
+        """Hash of everything that determines the result."""
         content = [self.entry, self.processes, dict(self.values)]
         text = json.dumps([*content, self.rate] if self.rate else content, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     @property
     def program(self) -> list[str]:
-        """What a launcher starts, but for the output folder. An emulated cluster starts its own
+        """The command without launcher and output folder. An emulated cluster starts its own
         processes."""
         values = [f"{key}={_yaml(value)}" for key, value in self.values.items()]
         program = [sys.executable, str(ROOT / f"{self.entry}.py"), *values]
@@ -78,25 +79,25 @@ class Run:
 
     @property
     def command(self) -> list[str]:
-        """What starts it here, but for the output folder."""
+        """The command on this machine, without the output folder."""
         mpirun = ["mpirun", "-np", str(self.processes)]
         return [*(mpirun if self.processes > 1 and not self.rate else []), *self.program]
 
     def cores(self, available: int) -> int:
-        """That it takes while it runs. Who measures links wants to be alone."""
+        """Return the cores reserved for the run. An emulated cluster reserves all of them."""
         return available if self.rate else min(self.processes, available)
 
 
-Results = Callable[[Run], "DataFrame"]  # the rows of a run that is done
+Results = Callable[[Run], "DataFrame"]  # the rows of a completed run
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A question: the runs that answer it, and a report of their rows.
+    """A question, the runs that answer it, and a report of their rows.
 
-    title   the question, a line
-    stages  each makes runs, knowing the results of those before (tuning, then the real thing)
-    report  writes figures into a folder, and returns Markdown that refers to them by name
+    title   # the question, one line
+    stages  # functions that return runs, given the results of earlier stages (tuning, final runs)
+    report  # writes figures into a folder and returns Markdown that refers to them by name
     """
 
     title: str
@@ -104,8 +105,13 @@ class Experiment:
     report: Callable[[Results, Path], str]
 
 
+def sentence_case(text: str) -> str:
+    """Return the text with its first letter capitalized."""
+    return text[:1].upper() + text[1:]
+
+
 class Folder:
-    """Where the runs of an experiment are."""
+    """The folder of an experiment, with a folder for each run."""
 
     def __init__(self, name: str, output: Path = OUTPUT):
         self.path = Path(output) / name
@@ -114,7 +120,7 @@ class Folder:
         return self.path / run.identity
 
     def state(self, run: Run) -> str:
-        """done, failed, begun or new."""
+        """Return "done", "failed", "begun" or "new"."""
         folder = self.of(run)
         if (folder / "done.json").exists():
             return "done"
@@ -123,13 +129,13 @@ class Folder:
         return "begun" if folder.exists() else "new"
 
     def results(self, run: Run) -> "DataFrame":
-        """The rows of a run. ValueError if it is not done."""
+        """Return the rows of a run. Raises ValueError if it is not done."""
         if self.state(run) != "done":
             raise ValueError(f"{_name(run)} is {self.state(run)}, see {self.of(run)}")
         return metrics.load(self.of(run))
 
     def provenance(self, experiment: Experiment) -> str:
-        """What the runs were made with, a sentence."""
+        """Return a sentence with the number of runs, time, versions and machine."""
         runs = {run.identity: run for stage in self.runs(experiment) for run in stage}
         done = [_read(self.of(run) / "done.json") for run in runs.values()]
         seconds = sum(facts.get("seconds", 0) for facts in done)
@@ -139,25 +145,25 @@ class Folder:
 
         took = f"{seconds / 3600:.1f} hours" if seconds >= 3600 else f"{seconds / 60:.1f} minutes"
         return (
-            f"{len(done)} runs, one by one {took}; Python {all_of('python')}, "
+            f"{len(done)} runs, {took} in total; Python {all_of('python')}, "
             f"torch {all_of('torch')}; {all_of('cores')} cores, {all_of('processor')}; "
             f"{all_of('date')}; commit {all_of('commit')}."
         )
 
     def runs(self, experiment: Experiment) -> Iterator[list[Run]]:
-        """The runs of each stage, as far as they can be known yet."""
+        """Yield the runs of each stage, up to the first that depends on missing results."""
         for stage in experiment.stages:
             try:
                 runs = stage(self.results)
-            except ValueError:  # of a stage before that is not done
+            except ValueError:  # an earlier stage is not done
                 return
             yield runs
 
     def others(self, experiment: Experiment) -> list[tuple[Path, list[str]]]:
-        """Folders of runs that the experiment does not have now, as after a change of its
-        configurations, each with the keys by which it differs from the run most like it.
+        """Return folders of runs that the experiment no longer has, after a change of its
+        configurations. Each comes with the keys in which it differs from the most similar run.
 
-        None as long as not all runs can be known.
+        Empty while the runs of a stage are not known.
         """
         stages = list(self.runs(experiment))
         if len(stages) < len(experiment.stages):
@@ -173,7 +179,7 @@ class Folder:
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Refuse a second runner of the same experiment. Raises BadInput."""
+        """Lock the experiment. Raises BadInput if another runner has the lock."""
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / "lock").open("w") as lock:
             try:
@@ -186,11 +192,11 @@ class Folder:
 def carry_out(
     experiment: Experiment, folder: Folder, cores: int, launcher: str = "mpirun"
 ) -> list[Run]:
-    """Run what is not done, as many at a time as cores allow (of Slurm's jobs: as many as `cores`
-    says); returns the runs that failed.
+    """Carry out the runs that are not done. Return those that failed.
 
-    A run that fails does not stop the others; it is tried again by the next call. Raises BadInput
-    if the launcher, one of `LAUNCHERS`, cannot be used here.
+    Concurrent runs have at most `cores` cores in total. With Slurm there are at most `cores` jobs.
+    A failed run does not stop the others, and is repeated by the next call. Raises BadInput if the
+    launcher, one of `LAUNCHERS`, cannot be used here.
     """
     start = LAUNCHERS[launcher]
     failed: list[Run] = []
@@ -200,7 +206,7 @@ def carry_out(
         if not left:
             continue
         print(f"stage {number} of {len(experiment.stages)}: {len(left)} runs of {len(runs)}")
-        _refuse_emulation(left, launcher)
+        _check_emulation(left, launcher)
         if launcher != "mpirun" or any(run.processes > 1 for run in left):
             start.check()
         progress = _Progress(len(left))
@@ -212,31 +218,30 @@ def carry_out(
             ) -> bool:
                 with free.taking(1 if launcher == "slurm" else run.cores(cores), turn):
                     ok = _carry_out_one(run, folder.of(run), start)
-                progress.tell(run, folder)
+                progress.print(run, folder)
                 return ok
 
             try:
                 outcome = list(pool.map(one, range(len(left)), left))
             except KeyboardInterrupt:
-                print("stopping; run again to go on from here", file=sys.stderr, flush=True)
+                print("stopping; run again to resume", file=sys.stderr, flush=True)
                 pool.shutdown(wait=False, cancel_futures=True)
                 free.close()
                 start.leave()
                 raise
         failed = [run for run, ok in zip(left, outcome, strict=True) if not ok]
         if failed:
-            break  # the next stage needs them all
+            break  # the next stage depends on all of them
     return failed
 
 
-def _refuse_emulation(runs: Sequence[Run], launcher: str) -> None:
-    """Raises BadInput if runs need an emulated cluster and there cannot be one."""
+def _check_emulation(runs: Sequence[Run], launcher: str) -> None:
+    """Raise BadInput if runs require an emulated cluster that cannot be made."""
     if not any(run.rate for run in runs):
         return
     if launcher != "mpirun":
         raise BadInput(
-            f"--launcher {launcher}: these runs emulate a cluster on one machine, which only "
-            "--launcher mpirun does"
+            f"--launcher={launcher}: use mpirun; these runs emulate a cluster on this machine"
         )
     try:
         emulated_cluster.check_machine(sys.executable)
@@ -247,7 +252,7 @@ def _refuse_emulation(runs: Sequence[Run], launcher: str) -> None:
 def _carry_out_one(run: Run, folder: Path, launcher: Launcher) -> bool:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "failed.json").unlink(missing_ok=True)
-    _write(folder / "run.json", _description(run))
+    _write_json(folder / "run.json", _description(run))
     again = "resume=true" if run.entry == "train" else "overwrite=true"
     how = [again, "log_verbosity=0", "--output-dir", str(folder)]
     start, log = time.perf_counter(), folder / "log.txt"
@@ -255,19 +260,19 @@ def _carry_out_one(run: Run, folder: Path, launcher: Launcher) -> bool:
     processes = 1 if run.rate else run.processes
     code = launcher(Job([*run.program, *how], processes, log, folder, name))
     seconds = time.perf_counter() - start
-    # That a setting diverges is a result.
+    # Divergence of a setting is a result.
     lines = last_output(log).splitlines()
     diverged = code != 0 and any(line.startswith("error: diverged") for line in lines)
     facts = {"seconds": round(seconds, 2), "exit_code": code, "diverged": diverged}
     ok = code == 0 or diverged
     if code != 128 + STOP:
-        _write(folder / ("done.json" if ok else "failed.json"), facts | circumstances())
+        _write_json(folder / ("done.json" if ok else "failed.json"), facts | circumstances())
     return ok
 
 
 @cache
 def circumstances() -> dict[str, Any]:
-    """Versions, commit and machine, for whoever reads the results."""
+    """Versions, commit, machine and date."""
 
     def git(*arguments: str) -> str:
         try:
@@ -300,9 +305,9 @@ def _processor() -> str:
 
 
 class _Cores:
-    """So many cores to be taken, in turns; a run that wants more than there are gets all of them.
+    """A pool of cores, assigned in turns. A request for more cores than there are gets all.
 
-    In turns, since otherwise one that wants many would wait until nobody else wants any.
+    Without turns, a request for many cores would wait until there are no other requests.
     """
 
     def __init__(self, number: int):
@@ -313,7 +318,7 @@ class _Cores:
 
     @contextmanager
     def taking(self, wanted: int, turn: int) -> Iterator[None]:
-        """turn: 0, 1, …, each once. Raises CancelledError after `close`."""
+        """Hold cores. `turn` is 0, 1, …, each once. Raises CancelledError after `close`."""
         wanted = min(wanted, self._number)
         with self._changed:
             self._changed.wait_for(
@@ -332,25 +337,25 @@ class _Cores:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Whoever waits gets none."""
+        """Cancel all waiting requests."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
 
 class _Progress:
-    """A line for each run that has ended, with an estimate of the time left."""
+    """A line for each run that has ended, with an estimate of the remaining time."""
 
     def __init__(self, number: int):
         self._number, self._ended = number, 0
         self._start = time.perf_counter()
         self._lock = threading.Lock()
 
-    def tell(self, run: Run, folder: Folder) -> None:
+    def print(self, run: Run, folder: Folder) -> None:
         with self._lock:
             self._ended += 1
-            spent = time.perf_counter() - self._start
-            left = spent / self._ended * (self._number - self._ended) / 60
+            elapsed = time.perf_counter() - self._start
+            left = elapsed / self._ended * (self._number - self._ended) / 60
             outcome = {
                 "done": "done",
                 "failed": f"FAILED, see {folder.of(run) / 'log.txt'}",
@@ -368,7 +373,7 @@ def _name(run: Run) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """As key=value on a command line takes it."""
+    """The value in an argument key=value."""
     if isinstance(value, str):
         return value
     return (
@@ -377,13 +382,13 @@ def _yaml(value: Any) -> str:
 
 
 def _description(run: Run) -> dict[str, Any]:
-    """What run.json holds; processes and rate since they decide the result too."""
+    """The contents of run.json: everything that determines the result."""
     facts = {"entry": run.entry, "processes": run.processes, "values": dict(run.values)}
     return facts | ({"rate": run.rate} if run.rate else {})
 
 
 def _differing(then: Mapping[str, Any], run: Run) -> list[str]:
-    """key=THEN (now NOW) for what differs between a run.json and a run."""
+    """The differences between a run.json and a run, each as key=THEN (now NOW)."""
     was: dict[str, Any] = {**then, **then.get("values", {})}
     now: dict[str, Any] = {**_description(run), **run.values}
     return [
@@ -394,7 +399,7 @@ def _differing(then: Mapping[str, Any], run: Run) -> list[str]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What JSON a file holds; nothing if it is damaged."""
+    """The mapping in a JSON file; {} if it is missing or damaged."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -402,7 +407,5 @@ def _read(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(json.dumps(content, indent=1) + "\n")
-    new.replace(path)
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    write_atomically(path, json.dumps(content, indent=1) + "\n")

@@ -1,6 +1,6 @@
-"""Why does a low rank do? Singular values of what two neighbors' models differ by, as they learn.
+"""Why is a low rank enough? Singular values of the difference of two neighbors' models.
 
-Source: Vogels, Karimireddy & Jaggi (2020), arXiv:2008.01425, who show them for the LSTM.
+Source: Vogels, Karimireddy & Jaggi (2020), arXiv:2008.01425, which shows those of an LSTM.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from experiments import learning
 from experiments.presets import preset
-from experiments.runner import Experiment, Results, Run
+from experiments.runner import Experiment, Results, Run, sentence_case
 from powergossip.runs import figures
+from powergossip.runs.metrics import last_values
+from powergossip.runs.tables import markdown
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -64,21 +66,31 @@ def _experiment(
     }
 
     def report(results: Results, folder: Path) -> str:
-        lines = [
-            "| method | parameter | singular values | share of the largest, of the squares "
-            "| of the largest 8 | consensus distance at the end |",
-            "| --- | --- | --- | --- | --- | --- |",
+        header = [
+            "method",
+            "parameter",
+            "singular values",
+            "fraction of the squares: the largest",
+            "the largest 8",
+            "final consensus distance",
         ]
+        lines = []
         panels: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
         for method, run in runs.items():
             rows = results(run)
-            distance = learning.last_of(rows, "consensus_distance", type="params_only").iloc[0]
+            distance = last_values(rows, "consensus_distance", type="params_only").iloc[0]
             for parameter in parameters:
                 values = _values(rows, parameter, epochs[-1])
                 squares = [v**2 for v in values]
                 lines.append(
-                    f"| {method} | {parameter} | {len(values)} | {squares[0] / sum(squares):.0%} "
-                    f"| {sum(squares[:8]) / sum(squares):.0%} | {distance:.3g} |"
+                    [
+                        method,
+                        parameter,
+                        str(len(values)),
+                        f"{squares[0] / sum(squares):.0%}",
+                        f"{sum(squares[:8]) / sum(squares):.0%}",
+                        f"{distance:.3g}",
+                    ]
                 )
             panels[f"{method}: {parameters[1]}"] = {
                 f"epoch {epoch}": _curve(_values(rows, parameters[1], epoch)) for epoch in epochs
@@ -86,14 +98,14 @@ def _experiment(
         figures.curves(
             panels,
             folder / "figure.svg",
-            "number of the singular value",
+            "index of the singular value",
             "singular value",
             log_y=True,
         )
-        table = "\n".join(lines)
+        table = markdown(header, lines)
         return (
-            f"{title[0].upper()}{title[1:]}\n\nWorkers 0 and 1, epoch {epochs[-1]}:\n\n{table}\n\n"
-            "![singular values by number](figure.svg)\n"
+            f"{sentence_case(title)}\n\nWorkers 0 and 1, epoch {epochs[-1]}:\n\n{table}\n\n"
+            "![singular values by index](figure.svg)\n"
         )
 
     return Experiment(title, [lambda results: list(runs.values())], report)

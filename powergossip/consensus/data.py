@@ -1,8 +1,8 @@
 """Starting matrices of the workers.
 
-A row of `DATA` is a function of the configuration. It returns a function of the worker index, whose
-values are float32 tensors [row, column]. It raises ValueError for a configuration that it cannot
-serve.
+A row of `DATA` is a function of the configuration. It returns a function of the worker index that
+returns the worker's matrix, a float32 tensor [row, column]. It raises ValueError for a
+configuration that it cannot serve.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Gossip of many settings at once, and a row for each measurement.
 
 Axes: setting (of one algorithm's grid), worker (hosted by this process), D elements of a worker's
-matrix. Symbols: x_i worker i's matrix; x̄_0 the mean of all workers' starting matrices.
+matrix. Symbols: x_i worker i's matrix, x̄_0 the mean of all workers' starting matrices.
 """
 
 import platform
@@ -61,7 +61,7 @@ class Sweep:
     start     # [worker, D]  starting matrices
     mean      # [D], float64  x̄_0
 
-    batch_elements limits the size of x for the settings that are run concurrently; None gives
+    batch_elements limits the size of x for the settings that are run concurrently. None gives
     BATCH_ELEMENTS. All processes construct a sweep at the same time, and call `run` at the same
     time. Raises BadInput in all of them for a configuration that cannot be run.
     """

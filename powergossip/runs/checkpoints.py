@@ -59,8 +59,8 @@ class Checkpoints:
     ) -> None:
         """Write the state of the hosted `workers` after `step` steps.
 
-        facts   # JSON values that `describe` returns; those of process 0 count
-        score   # larger is better; the first checkpoint with the largest score is kept as the best
+        facts   # JSON values of process 0 that `describe` returns
+        score   # the first checkpoint with the largest score is kept as the best
         """
         processes = self._processes
         name = processes.broadcast(self._new_name(step) if processes.rank == 0 else "")

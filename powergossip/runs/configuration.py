@@ -40,7 +40,7 @@ class Source:
     """Origin of a key's value.
 
     place     # "the command line", "FILE.yaml, line 3", or DRIVER
-    explicit  # given for this run, on the command line or in a hand-written file; False for values
+    explicit  # given for this run, on the command line or in a hand-written file. False for values
               #   of a saved configuration and for those that a driver has set
     """
 
@@ -57,7 +57,7 @@ class CommandLine:
     """The result of `read_command_line`.
 
     output_dir  # --output-dir with --suffix, or None without either
-    given       # key → source of its value; keys that are not here have their defaults
+    given       # key → source of its value, for all keys but those that have their defaults
     """
 
     output_dir: str | None
@@ -166,8 +166,8 @@ def _of_argument(text: str) -> _Assignment:
 def _of_file(config: DictConfig, file: str) -> list[_Assignment]:
     """The assignments of a --config file. Raises BadInput.
 
-    A file with nearly all keys is the saved configuration of a run, whose values nobody chose one
-    by one. So is config.yaml beside the rows of a run.
+    A file with nearly all keys is a saved configuration, not written by hand. So is config.yaml in
+    a folder with the rows of a run.
     """
     path = Path(file)
     content = _read_yaml(f"--config {file}", path)
@@ -236,7 +236,7 @@ def changed(config: DictConfig, kind: type[Any] | None = None) -> str:
 def assign(config: DictConfig, key: str, value: Any, source: str = "") -> None:
     """Set config[key], where key may be dotted. A list or mapping replaces the previous one.
 
-    Raises BadInput for an unknown key or a wrong type; its text begins with `source`.
+    Raises BadInput, with a text that begins with `source`, for an unknown key or a wrong type.
     """
     kinds = {f.name: f.type for f in dataclasses.fields(_schema(config))}
     name, *inside = key.split(".")

@@ -1,4 +1,4 @@
-"""Figures of runs' rows. See powergossip.runs.metrics for the rows."""
+"""Figures of rows. See powergossip.runs.metrics for the rows."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -11,16 +11,18 @@ if TYPE_CHECKING:
 from powergossip.runs.metrics import select_rows
 from powergossip.runs.tables import best_settings, by_setting
 
-# Okabe & Ito's palette, which colorblind people can tell apart; line styles tell the rest.
+# The palette of Okabe & Ito, distinguishable with color vision deficiency. Further curves differ by
+# line style.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _STYLES = ("-", "--", ":")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
 
 
 def figure(rows: "DataFrame", path: Path | str) -> None:
-    """Draw a training run: accuracy against epochs and against what was sent, consensus distance.
+    """Draw a training run: accuracy by epoch and by megabytes sent, and consensus distance.
 
-    The path's suffix tells the format (.png, .pdf, .svg). ValueError if there is nothing to draw.
+    The path's suffix sets the format (.png, .pdf, .svg). Raises ValueError if there is nothing to
+    draw.
     """
     mean = select_rows(rows, "accuracy", split="test_avg")
     workers = select_rows(rows, "accuracy", split="test")
@@ -62,10 +64,10 @@ def figure(rows: "DataFrame", path: Path | str) -> None:
 
 
 def compare(runs: Mapping[str, "DataFrame"], path: Path | str) -> None:
-    """Draw several training runs, by label, over each other: the mean model's accuracy against
-    epochs and against what was sent (logarithmic), and the consensus distance.
+    """Draw several training runs, {label: rows}, in the same panels: accuracy of the mean model by
+    epoch and by megabytes sent (logarithmic), and consensus distance.
 
-    ValueError if there is nothing to draw.
+    Raises ValueError if there is nothing to draw.
     """
     means = {label: select_rows(rows, "accuracy", split="test_avg") for label, rows in runs.items()}
     distances = {
@@ -109,11 +111,10 @@ def scatter(
     y: str,
     log_y: bool = False,
 ) -> None:
-    """Draw a point for each label: (x, what several runs reached): their mean and, as a bar, from
-    the least to the largest. The horizontal axis is logarithmic, the vertical one if asked; x and y
-    name the axes.
+    """Draw {label: (x, ys)}: the mean of ys as a point, and a bar from the smallest to the largest.
 
-    ValueError if there is nothing to draw.
+    The horizontal axis is logarithmic, the vertical one with `log_y`. x and y are the labels of the
+    axes. Raises ValueError if there is nothing to draw.
     """
 
     def draw(axes: "Axes") -> None:
@@ -147,9 +148,9 @@ def curves(
     log_x: bool = False,
     log_y: bool = False,
 ) -> None:
-    """Draw panels side by side, {title: {label: (xs, ys)}}, with the same labels and axes.
+    """Draw panels side by side, {title: {label: (xs, ys)}}, with the same legend and axis labels.
 
-    ValueError if there is nothing to draw.
+    Raises ValueError if there is nothing to draw.
     """
     import pandas as pd
 
@@ -171,9 +172,9 @@ def curves(
 
 
 def consensus_figure(rows: "DataFrame", path: Path | str) -> None:
-    """Draw gossip_run.py's errors against steps and against bits, each algorithm at its best.
+    """Draw the errors of gossip_run.py by step and by bits, for each algorithm's best setting.
 
-    Axes are logarithmic; what they cannot show is left out, unless it is all there is. ValueError
+    An axis is logarithmic, without its values ≤ 0, unless all values are ≤ 0. Raises ValueError
     without rows named error.
     """
     best = {
@@ -224,7 +225,7 @@ def _draw(
     labels: Mapping[str, tuple[str, str, str]] = _LABELS,
     width: float = 4.2,  # inches, of a panel
 ) -> None:
-    """Draw the panels that are not None side by side into a file, their legend below."""
+    """Draw the panels that are not None side by side, with a legend below, and write the file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -232,7 +233,7 @@ def _draw(
 
     drawn = {panel: draw for panel, draw in panels.items() if draw is not None}
     if not drawn:
-        raise ValueError(f"nothing to draw in {path}: there are no rows of what it shows")
+        raise ValueError(f"nothing to draw in {path}: none of its rows is there")
     layout = ConstrainedLayoutEngine(wspace=0.06)
     figure = Figure(figsize=(0.6 + width * len(drawn), 3.9), layout=layout)
     FigureCanvasAgg(figure)
@@ -258,7 +259,7 @@ def _draw(
 
 
 def _plot(axes: "Axes", x: "Series", y: "Series", index: int, label: str) -> None:
-    """A line in the index-th color and style, with a mark at each point if there are few."""
+    """Draw a line in the index-th color and style, with markers if there are few points."""
     if not len(x):
         return
     style = _STYLES[index // len(_COLORS) % len(_STYLES)]
@@ -268,7 +269,7 @@ def _plot(axes: "Axes", x: "Series", y: "Series", index: int, label: str) -> Non
 
 
 def _wide_enough(low: "Series", high: "Series") -> tuple["Series", "Series", "Series"]:
-    """(x, low, high) of a band that can be seen even if it has one epoch only."""
+    """(x, low, high) of a band. A band of a single epoch is widened to be visible."""
     import pandas as pd
 
     if len(low) > 1:

@@ -1,24 +1,24 @@
-"""A run writes rows; tables and figures are functions of a DataFrame of them.
+"""The rows of a run. Tables and figures are functions of a DataFrame of rows.
 
-A row is what was measured at one moment: `name` ("accuracy"), `value`, `epoch` (fractions count
-within one), `bits` and `messages` (sent by worker 0 since the start), `seconds` (since the start),
-and tags that tell it from rows of the same name, e.g. split="test_avg". Rows lie in
-OUTPUT_DIR/metrics.jsonl, one JSON object a line. What the functions here look for:
+A row is a measurement: `name` ("accuracy"), `value`, `epoch` (with a fraction within an epoch),
+`bits` and `messages` (sent by worker 0 since the start), `seconds` (since the start), and tags that
+distinguish rows of the same name, such as split="test_avg". The file OUTPUT_DIR/metrics.jsonl has
+one JSON object per line. The tables and figures use these rows:
 
 | name                     | tags                 | value                                          |
 | ------------------------ | -------------------- | ---------------------------------------------- |
-| accuracy, cross_entropy  | split=test_avg       | of the mean model, on test data; a share, nats |
+| accuracy, cross_entropy  | split=test_avg       | of the mean model, test data (fraction, nats)  |
 | accuracy                 | split=test, worker=i | of worker i's model                            |
-| consensus_distance       | type=params_only     | how far the workers are from their mean        |
-| uncompressed_gossip_bits |                      | what plain gossip would have sent by now       |
-| phase_seconds            | phase=...            | spent in that phase since the start            |
-| error                    | algorithm=..., also  | mean squared distance of the workers to the    |
-|                          | diffusion_rate=...,  | mean of their starts; epoch is the step        |
-|                          | theta=...            |                                                |
-| diverged                 | as error             | the step at which a setting was given up       |
+| consensus_distance       | type=params_only     | distance of the workers from their mean        |
+| uncompressed_gossip_bits |                      | bits of plain gossip for the same steps        |
+| phase_seconds            | phase=...            | time in that phase since the start             |
+| error                    | algorithm=..., and   | mean squared distance of the workers from the  |
+|                          | diffusion_rate=...,  | mean of the starting matrices (epoch: the      |
+|                          | theta=... of a grid  | step)                                          |
+| diverged                 | as error             | the step at which a setting diverged           |
 
-pandas, matplotlib and TensorBoard are imported where they are used: a training process that only
-writes rows starts without them.
+pandas, matplotlib and TensorBoard are imported where they are used, so that a training process that
+only writes rows starts without them.
 """
 
 import json
@@ -29,18 +29,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pandas import DataFrame
+    from pandas import DataFrame, Series
 
 FILE = "metrics.jsonl"
 COLUMNS = ("name", "value", "epoch", "bits", "messages", "seconds")
 
 
 class MetricsLog:
-    """The file a run writes its rows to, one JSON object a line.
+    """The file of a run's rows, one JSON object per line.
 
-    A row is handed to the operating system before `write` returns, so that a killed process loses
-    at most the row it was writing. `fresh` empties the file; otherwise rows are added, after a last
-    line that was cut off has been removed.
+    A row is passed to the operating system before `write` returns. A killed process loses at most
+    the row that it was writing. `fresh` empties the file. Otherwise rows are appended, after an
+    incomplete last line has been removed.
     """
 
     def __init__(self, path: Path, fresh: bool) -> None:
@@ -52,35 +52,35 @@ class MetricsLog:
         self._file = self.path.open("ab", buffering=0)
 
     def write(self, name: str, values: Mapping[str, float | int], tags: Mapping[str, Any]) -> None:
-        """Add a row. `values`: value, epoch, bits, messages, seconds; `tags`: anything JSON knows.
+        """Append a row. `values`: value, epoch, bits, messages, seconds; `tags`: JSON values.
 
-        NaN and infinity are written as Python's json does. ValueError if a tag is named like a
-        value.
+        NaN and infinity are written as in Python's json. Raises ValueError if a tag has the name of
+        a value.
         """
         taken = sorted(set(tags) & {"name", *values})
         if taken:
             raise ValueError(f'metric "{name}": a tag cannot be named "{taken[0]}"')
         row = json.dumps({"name": name, **values, **tags}, default=_plain, ensure_ascii=False)
         left = row.encode() + b"\n"
-        while left:  # a disk that is almost full takes a part, and then says why not more
+        while left:  # on an almost full disk, the first write is short and the next one fails
             left = left[self._file.write(left) :]
 
     @property
     def offset(self) -> int:
-        """Bytes in the file, for a checkpoint to return to."""
+        """Size of the file in bytes, which a checkpoint stores."""
         return os.fstat(self._file.fileno()).st_size
 
     def synced_offset(self) -> int:
-        """`offset`, once all rows are on the disk."""
+        """Return `offset` after all rows have been written to the disk."""
         os.fsync(self._file.fileno())
         return self.offset
 
     def truncate(self, offset: int) -> None:
-        """Forget the rows written since `offset` was read. ValueError if the file is shorter."""
+        """Remove the rows after `offset`. Raises ValueError if the file is shorter."""
         if offset > self.offset:
             raise ValueError(
-                f"{self.path} has {self.offset} bytes, but the checkpoint was made when it had "
-                f"{offset}: it is not the file of this run"
+                f"{self.path} has {self.offset} bytes, fewer than the {offset} at the time of the "
+                f"checkpoint; restore it, or use another --output-dir"
             )
         self._file.truncate(offset)
 
@@ -91,8 +91,9 @@ class MetricsLog:
 class TensorBoardLog:
     """The same rows as TensorBoard scalars, in `output_dir`.
 
-    A scalar is named by the row's name and tags, accuracy/split-test/worker-0; TensorBoard's steps
-    are whole numbers, so step is 1000 · epoch. ValueError if TensorBoard is not installed.
+    A scalar is named by the row's name and tags, accuracy/split-test/worker-0. Its step is
+    1000 · epoch, since TensorBoard's steps are integers. Raises ValueError if TensorBoard is not
+    installed.
     """
 
     def __init__(self, output_dir: Path) -> None:
@@ -117,10 +118,10 @@ class TensorBoardLog:
 
 
 def load(output_dir: Path | str) -> "DataFrame":
-    """The rows of a run, in the order written; name, value, epoch, bits, messages, seconds first.
+    """Return the rows of a run in the order of the file. Its first columns are COLUMNS.
 
-    A tag that a row does not have is NaN. A last line that was cut off is left out; any other line
-    that is not a row is left out with a warning that names it. ValueError without such a file.
+    A tag that a row does not have is NaN. An incomplete last line is left out. Any other line that
+    is not a row is left out with a warning that names it. Raises ValueError without such a file.
     """
     import pandas as pd
 
@@ -129,10 +130,10 @@ def load(output_dir: Path | str) -> "DataFrame":
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise ValueError(
-            f"{output_dir} holds no run: {path} cannot be read ({error.strerror})"
+            f"{output_dir} contains no run: {path} cannot be read ({error.strerror})"
         ) from error
     rows = []
-    for number, line in enumerate(lines[:-1], 1):  # what follows the last newline was cut off
+    for number, line in enumerate(lines[:-1], 1):  # the part after the last newline is incomplete
         try:
             row = json.loads(line)
         except ValueError:
@@ -148,7 +149,7 @@ def load(output_dir: Path | str) -> "DataFrame":
 
 
 def select_rows(rows: "DataFrame", name: str, **tags: str) -> "DataFrame":
-    """The rows of that name and these tags, by epoch."""
+    """Return the rows of that name and these tags, ordered by epoch."""
     chosen = rows["name"] == name
     for key, value in tags.items():
         chosen = chosen & (rows[key] == value if key in rows else False)
@@ -156,18 +157,23 @@ def select_rows(rows: "DataFrame", name: str, **tags: str) -> "DataFrame":
 
 
 def last_rows(rows: "DataFrame", name: str, **tags: str) -> "DataFrame":
-    """The rows of that name and these tags, of the last epoch that has any."""
+    """Return the rows of that name and these tags at the last epoch that has such rows."""
     selected = select_rows(rows, name, **tags)
     return selected[selected["epoch"] == selected["epoch"].max()]
 
 
+def last_values(rows: "DataFrame", name: str, **tags: str) -> "Series":
+    """Return the values of `last_rows`. Empty if there are no such rows."""
+    return last_rows(rows, name, **tags)["value"]
+
+
 def _plain(value: Any) -> Any:
-    """What JSON writes for a tensor's or numpy's number, a path, …"""
+    """A JSON value for a scalar tensor, a numpy scalar, a path, …"""
     return value.item() if hasattr(value, "item") else str(value)
 
 
 def _cut_half_line(path: Path) -> None:
-    """Remove what follows the last newline: a row whose writing was interrupted."""
+    """Remove the part after the last newline: a row whose writing was interrupted."""
     with path.open("rb+") as file:
         contents = file.read()
         file.truncate(contents.rfind(b"\n") + 1)

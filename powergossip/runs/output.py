@@ -26,7 +26,7 @@ from powergossip.runs.files import write_atomically
 
 FIGURE = "figure.png"
 _DATE = "{date}"
-DATED = f"output/{_DATE}"  # a new folder, whose date is set when it is made
+DATED = f"output/{_DATE}"  # a new folder with its date
 CONFIG_FILE = "config.yaml"
 INFO_FILE = "info.json"
 _FILES = (metrics.FILE, CONFIG_FILE, INFO_FILE, FIGURE)
@@ -50,8 +50,8 @@ class CannotWrite(Stopped):
 class Output:
     """The folder of a run, with its configuration and open logs.
 
-    name    # of the folder; {date} in it stands for the date of a new one, and None for DATED
-    config  # written to config.yaml; its keys `overwrite` and `tensorboard` count here
+    name    # of the folder, where {date} stands for the date of a new one. None: DATED
+    config  # the configuration, with the keys `overwrite` and `tensorboard`
     resume  # keep the run in the folder, with its rows up to `offset` bytes
     folder  # its path
 

@@ -1,6 +1,7 @@
-"""Tables of a run's rows, as plain text. See powergossip.runs.metrics for the rows."""
+"""Tables of rows, as plain text and in Markdown. See powergossip.runs.metrics for the rows."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite
 from typing import TYPE_CHECKING
 
 from powergossip.runs.metrics import COLUMNS, last_rows
@@ -10,10 +11,10 @@ if TYPE_CHECKING:
 
 
 def summary(rows: "DataFrame") -> str:
-    """The table at the end of a training run: accuracy, bits, time. Plain text.
+    """Return the table at the end of a training run as plain text: accuracy, bits, time.
 
-    Each line shows the last epoch that has its rows; a line whose rows are missing is left out.
-    Megabytes are 10⁶ bytes.
+    Each line shows the last epoch that has its rows. A line without rows is left out. Megabytes are
+    10⁶ bytes.
     """
     lines: list[tuple[str, str]] = []
     mean = last_rows(rows, "accuracy", split="test_avg")["value"]
@@ -49,9 +50,9 @@ def summary(rows: "DataFrame") -> str:
         lines.append(("time", f"{seconds:.1f} s"))
     phases = last_rows(rows, "phase_seconds")
     if len(phases) and "phase" in phases:
-        for phase, spent in phases.groupby("phase", sort=False)["value"].last().items():
-            share = f" ({spent / seconds:.0%})" if seconds > 0 else ""
-            lines.append((f"    {phase}", f"{spent:.1f} s{share}"))
+        for phase, elapsed in phases.groupby("phase", sort=False)["value"].last().items():
+            fraction = f" ({elapsed / seconds:.0%})" if seconds > 0 else ""
+            lines.append((f"    {phase}", f"{elapsed:.1f} s{fraction}"))
 
     if not lines:
         return "The run has no rows."
@@ -62,9 +63,9 @@ def summary(rows: "DataFrame") -> str:
 
 
 def consensus_summary(rows: "DataFrame") -> str:
-    """The table at the end of gossip_run.py, see `consensus_table`. Plain text.
+    """Return the table at the end of gossip_run.py as plain text, see `consensus_table`.
 
-    ValueError without rows named error.
+    Raises ValueError without rows named error.
     """
     columns = list(zip(*consensus_table(rows), strict=True))
     widths = [max(map(len, column)) for column in columns]
@@ -85,11 +86,11 @@ def consensus_summary(rows: "DataFrame") -> str:
 
 
 def consensus_table(rows: "DataFrame") -> list[list[str]]:
-    """Each algorithm of gossip_run.py at its best setting, [line][cell], the header first.
+    """Return each algorithm of gossip_run.py at its best setting, [line][cell], the header first.
 
-    Best is the smallest final error. Steps and bits (sent by worker 0) are those of the first row
-    whose error is at most 1e-3, or 1e-6, of the initial one. Columns without content are left out.
-    ValueError without rows named error.
+    The best setting has the smallest final error. Steps and bits (sent by worker 0) are those of
+    the first row with an error of at most 1e-3, or 1e-6, times the initial one. Empty columns are
+    left out. Raises ValueError without rows named error.
     """
     settings = by_setting(rows)
     header = ["algorithm", "diffusion rate", "theta", "to 1e-3", "sent", "to 1e-6", "sent"]
@@ -112,9 +113,10 @@ def consensus_table(rows: "DataFrame") -> list[list[str]]:
 
 
 def by_setting(rows: "DataFrame") -> "dict[tuple[str, ...], DataFrame]":
-    """The rows of gossip_run.py by setting, (algorithm, diffusion_rate, theta), by epoch.
+    """Return the rows of gossip_run.py by setting: (algorithm, diffusion_rate, theta) → rows,
+    ordered by epoch.
 
-    ValueError if there are none.
+    Raises ValueError if there are none.
     """
     tags = ["algorithm", "diffusion_rate", "theta"]
     chosen = rows[rows["name"].isin(["error", "diverged"])].sort_values("epoch", kind="stable")
@@ -126,12 +128,15 @@ def by_setting(rows: "DataFrame") -> "dict[tuple[str, ...], DataFrame]":
         if (group["name"] == "error").any()
     }
     if not settings:
-        raise ValueError("there are no rows of gossip_run.py's error")
+        raise ValueError("there are no rows named error, as gossip_run.py writes them")
     return settings
 
 
 def best_settings(settings: "Mapping[tuple[str, ...], DataFrame]") -> "dict[str, DataFrame]":
-    """Each algorithm's setting with the smallest final error; diverged ones come last."""
+    """Return the rows of each algorithm's setting with the smallest final error.
+
+    A setting that has diverged is worse than any other.
+    """
 
     def rank(group: "DataFrame") -> tuple[bool, float]:
         return has_diverged(group), group[group["name"] == "error"]["value"].iloc[-1]
@@ -144,16 +149,32 @@ def best_settings(settings: "Mapping[tuple[str, ...], DataFrame]") -> "dict[str,
 
 
 def has_diverged(group: "DataFrame") -> bool:
+    """Return whether the rows of a setting end with its divergence."""
     return bool((group["name"] == "diverged").any())
 
 
+def markdown(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """Return a Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return "mean ± standard deviation", or "infinite" if a value is not finite."""
+    mean = sum(values) / len(values)
+    if not isfinite(mean):
+        return "infinite"
+    deviation = (sum((v - mean) ** 2 for v in values) / max(1, len(values) - 1)) ** 0.5
+    return f"{mean:.2f} ± {deviation:.2f}"
+
+
 def _short(number: str) -> str:
-    """A number written in full, to four digits."""
+    """A number with four digits."""
     return f"{float(number):.4g}" if number else ""
 
 
 def _human(number: float, unit: str) -> str:
-    """Three digits and a prefix: 12.3 Mbit."""
+    """A number with three digits and a prefix: 12.3 Mbit."""
     for prefix in ("", "k", "M", "G", "T"):
         if number < 999.5 or prefix == "T":
             break
