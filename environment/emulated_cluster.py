@@ -63,7 +63,8 @@ SWITCH_ADDRESS = "10.0.0.254/24"
 CONGESTION_CONTROL = "/proc/sys/net/ipv4/tcp_congestion_control"  # of TCP, in a namespace
 
 FRAME = 1514  # bytes: 1500 and an Ethernet header
-# Timers may be late by this without a loss of rate. A larger bucket would send more at once after idle time.
+# Timers may be late by this without a loss of rate. A larger bucket would send more at once after
+# idle time.
 BUCKET = 0.0005  # seconds at the full rate
 # Long enough that losses are rare even when all hosts send to one: TCP waits 200 ms for some.
 QUEUE = 0.2  # seconds at the full rate
