@@ -1,40 +1,40 @@
-"""One machine as a cluster with links of a limited rate (Linux, as root):
+"""Emulation of a cluster with limited bandwidth on one machine (Linux, as root):
 
     python environment/emulated_cluster.py --hosts 4 --rate 100mbit -- python train.py seed=2
 
-runs `mpirun -np 4 python train.py seed=2` with each process on a host of its own, and removes the
-hosts afterwards. All are linked to one switch. --rate is what a link carries, each way, in bits per
-second as tc writes them (10mbit, 1gbit; k is 1000), or none: no limit. Signals are handed on to
-mpirun. The exit code is mpirun's, or 2 if nothing could be run.
+runs `mpirun -np 4 python train.py seed=2` with each process on an emulated host of its own, and
+removes the hosts afterwards. All hosts are linked to one switch. --rate is the bandwidth of a link
+in each direction, in bits per second in the notation of tc (10mbit, 1gbit, k is 1000), or none for
+no limit. Signals are forwarded to mpirun. The exit code is mpirun's, or 2 if nothing could be run.
 
-What is emulated: the rate, by a token bucket at both ends of every link, one for each way. Messages
-travel by TCP in frames of 1500 bytes, whose headers count: 95.6 % of the rate is content at most.
-Who receives from several hosts, or sends to several, has one link for them all. TCP controls
-congestion by Linux' own default, cubic (where the kernel has it), whatever this machine's default.
+The emulation limits the rate by a token bucket for each direction at both ends of every link.
+Messages are sent by TCP in frames of 1500 bytes including headers: the payload is at most 95.6 % of
+the rate. A host that receives from several hosts, or sends to several, has one link for all of
+them. The congestion control of TCP is cubic, Linux' default, where the kernel has it, whatever the
+default of this machine.
 
-What is not emulated, and what to make of it:
+Not emulated:
 
-- Processors. All hosts compute with the cores of this machine, and so do TCP and this emulation.
-  More hosts than cores take turns: a step computes for longer than in a cluster. What the links
-  cost is the difference from the same command with `--rate none`, which also tells up to which rate
-  this machine keeps up at all. OMP_NUM_THREADS=1 gives a process no more than its share.
-- Latency. It is the local kernel's, tens of microseconds when idle. What is saved by sending fewer
-  bytes shows; what is saved by sending fewer messages does not.
-- The first bytes after silence. A link is then ahead by up to half a millisecond, or two frames if
-  those take longer: at 1gbit 62.5 kB pass at once, below 50mbit 3 kB.
-- Separate machines. Hosts share memory, disks, GPUs and the host's name, and MPI is aware of it
-  (MPI_COMM_TYPE_SHARED is everyone), but messages do not take the way through memory.
-- The outside. A host reaches the other hosts only: download data before.
+- Processors. All hosts compute with the cores of this machine, and so do TCP and the emulation. If
+  there are more hosts than cores, a step computes for longer than in a cluster. The cost of the
+  links is the difference to the same command with `--rate none`, which also shows the highest rate
+  that this machine can emulate. OMP_NUM_THREADS=1 limits a process to one core.
+- Latency. It is that of the local kernel, tens of microseconds when idle. Sending fewer bytes saves
+  time here, but sending fewer messages does not.
+- The first bytes after idle time. A link then sends up to half a millisecond of data at once, or
+  two frames if those are more: 62.5 kB at 1gbit, 3 kB below 50mbit.
+- Separate machines. Hosts share memory, disks, GPUs and the host name. MPI is aware of it
+  (MPI_COMM_TYPE_SHARED has all processes), but does not send messages through shared memory.
+- The internet. A host reaches only the other hosts. Download data beforehand.
 
-Open MPI shows as it is over TCP: when two processes send each other long messages at the same time,
-it often sends one after the other, at half the rate each. OMPI_MCA_btl_tcp_flags=send avoids most
-of that.
+Open MPI behaves as over any TCP network: of two long messages in opposite directions, it often
+sends one after the other, at half the rate each. OMPI_MCA_btl_tcp_flags=send avoids most of this.
 
-A host is a network namespace, emulated-cluster-PID-RANK with the PID of this script; look into one
-with `ip netns exec emulated-cluster-PID-RANK ip -s link`. The switch is a bridge in a namespace of
-its own, where mpirun runs too: the machine's addresses, routes and firewall are not involved, and
-clusters that run at the same time do not meet. If this script itself is killed (SIGKILL), mpirun
-ends too, and the next start removes the namespaces.
+A host is a network namespace, emulated-cluster-PID-RANK with the PID of this script. To inspect it:
+`ip netns exec emulated-cluster-PID-RANK ip -s link`. The switch is a bridge in a namespace of its
+own, in which mpirun runs. The machine's addresses, routes and firewall are not involved, and
+concurrent clusters do not interfere. If this script is killed (SIGKILL), mpirun ends too, and the
+next start removes the namespaces.
 """
 
 import argparse
@@ -53,19 +53,20 @@ from typing import NoReturn
 
 USAGE = "python environment/emulated_cluster.py --hosts N --rate RATE -- COMMAND …"
 
-NAMESPACES = Path("/run/netns")  # where ip keeps them
-FAMILY = "emulated-cluster"  # what their names begin with
+NAMESPACES = Path("/run/netns")  # the folder of ip's namespaces
+FAMILY = "emulated-cluster"  # prefix of their names
 
 MAX_HOSTS = 250
-SUBNET = "10.0.0.0/24"  # of every cluster: they do not meet
+SUBNET = "10.0.0.0/24"  # of every cluster, since clusters are isolated
 SWITCH_ADDRESS = "10.0.0.254/24"
 
-CONGESTION_CONTROL = "/proc/sys/net/ipv4/tcp_congestion_control"  # TCP's, in a namespace
+CONGESTION_CONTROL = "/proc/sys/net/ipv4/tcp_congestion_control"  # of TCP, in a namespace
 
 FRAME = 1514  # bytes: 1500 and an Ethernet header
-# A timer may be late by this without loss. A larger bucket lets more pass at once after silence.
+# Timers may be late by this without a loss of rate. A larger bucket would send more at once after
+# idle time.
 BUCKET = 0.0005  # seconds at the full rate
-# TCP has to wait 200 ms for some losses, so there shall be few of them even when all send to one.
+# Long enough that losses are rare even when all hosts send to one: TCP waits 200 ms for some.
 QUEUE = 0.2  # seconds at the full rate
 
 RATES = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}  # bits per second
@@ -79,12 +80,12 @@ FORWARDED = {
     signal.SIGUSR1,
     signal.SIGUSR2,
 }
-PATIENCE = 2.0  # seconds that a process has to end after a signal
+PATIENCE = 2.0  # seconds for a process to end after a signal
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Refused(ValueError):
-    """What was asked for cannot be done; the text is one sentence."""
+    """Invalid arguments, or a machine that cannot run them. The text is one sentence."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -93,7 +94,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: list[str]) -> tuple[int, int | None, list[str]]:
-    """Hosts, bits per second (None: no limit), command. Raises Refused."""
+    """Number of hosts, bits per second (None: no limit), command. Raises Refused."""
     parser = Parser(
         usage=USAGE,
         description=__doc__,
@@ -101,7 +102,7 @@ def parse(arguments: list[str]) -> tuple[int, int | None, list[str]]:
         allow_abbrev=False,
     )
     parser.add_argument("--hosts", required=True, metavar="N", help=f"1 to {MAX_HOSTS}")
-    parser.add_argument("--rate", required=True, help="what a link carries, or none")
+    parser.add_argument("--rate", required=True, help="bandwidth of a link, or none for no limit")
     split = arguments.index("--") if "--" in arguments else len(arguments)
     options, command = parser.parse_args(arguments[:split]), arguments[split + 1 :]
     if not re.fullmatch("[0-9]{1,9}", options.hosts) or not 1 <= int(options.hosts) <= MAX_HOSTS:
@@ -113,9 +114,10 @@ def parse(arguments: list[str]) -> tuple[int, int | None, list[str]]:
 
 
 def bits_per_second(text: str) -> int | None:
-    """Of a rate in tc's notation; None for "none". Raises Refused.
+    """Parse a rate in the notation of tc; None for "none". Raises Refused.
 
-    That includes what is easily mistaken: tc's mbps, megabytes per second, and bare numbers.
+    tc's mbps (megabytes per second) and numbers without a unit are rejected: both are easily
+    mistaken.
     """
     if text == "none":
         return None
@@ -127,7 +129,7 @@ def bits_per_second(text: str) -> int | None:
 
 
 def check_machine(program: str) -> None:
-    """Raises Refused if something is missing."""
+    """Raise Refused if a right or a program is missing."""
     if os.geteuid() != 0:
         raise Refused("only root can make network namespaces; run this as root")
     for tool in ("ip", "tc"):
@@ -136,7 +138,7 @@ def check_machine(program: str) -> None:
                 f"there is no {tool} on PATH; install it (Debian, Ubuntu: apt-get install iproute2)"
             )
     if not shutil.which("mpirun"):
-        raise Refused("there is no mpirun on PATH; activate the environment that setup.sh made")
+        raise Refused("there is no mpirun on PATH; activate the environment of setup.sh")
     version = subprocess.run(
         ["mpirun", "--version"], capture_output=True, text=True, check=False
     ).stdout.partition("\n")[0]
@@ -150,7 +152,7 @@ def check_machine(program: str) -> None:
 
 
 class Cluster:
-    """Hosts 0, 1, … and a switch. remove() removes what build() has made until then."""
+    """Hosts 0, 1, … and a switch. `remove` also removes the results of an incomplete `build`."""
 
     def __init__(self, n_hosts: int, rate: int | None) -> None:  # rate: bits per second
         self.rate = rate
@@ -159,7 +161,7 @@ class Cluster:
         self.switch = f"{self.name}-switch"
 
     def build(self) -> None:
-        """Raises Refused where the kernel does not allow that or lacks what it takes."""
+        """Create the namespaces and links. Raises Refused where the kernel does not support it."""
         batch("ip", [f"netns add {name}" for name in (self.switch, *self.hosts)])
         lines = [
             "link set lo up",
@@ -176,18 +178,18 @@ class Cluster:
         for rank, host in enumerate(self.hosts):
             address = f"address add 10.0.0.{rank + 1}/24 dev eth0"
             batch("ip", ["link set lo up", address, "link set eth0 up"], host)
-            # With bbr, connections that share a link leave a fifth of it unused.
+            # With bbr, connections that share a link would leave a fifth of it unused.
             command = ["ip", "netns", "exec", host, "sh", "-c", f"echo cubic >{CONGESTION_CONTROL}"]
             subprocess.run(command, stderr=subprocess.DEVNULL, check=False)
         if self.rate is not None:
             self.limit(self.rate)
 
     def limit(self, rate: int) -> None:
-        """Let every link carry so many bits per second, each way."""
+        """Limit every link to `rate` bits per second in each direction."""
         bucket = max(2 * FRAME, round(rate / 8 * BUCKET))  # bytes
         queue = max(100 * FRAME, round(rate / 8 * QUEUE))  # bytes
-        # TCP hands on up to 64 KiB as one; the bucket takes apart what does not fit, at 1gbit for
-        # much of a core.
+        # TCP passes on segments of up to 64 KiB. The bucket would split larger ones than it holds,
+        # which takes much of a core at 1gbit.
         segment = min(2**16, bucket // 2)  # bytes
 
         def qdisc(link: str) -> str:
@@ -199,16 +201,19 @@ class Cluster:
         batch("tc", [qdisc(f"port{rank}") for rank in range(len(self.hosts))], self.switch)
 
     def run(self, command: list[str], forwarded: set[signal.Signals]) -> int:
-        """mpirun's exit code, or 128 + the number of the signal that ended it. The signals to hand
-        on, and SIGCHLD, are blocked in the caller."""
+        """Run the command on all hosts, and return the exit code.
+
+        It is mpirun's, or 128 + the number of the signal that ended mpirun. The caller must have
+        blocked SIGCHLD and the forwarded signals.
+        """
         enter_host = f'exec ip netns exec "{self.name}-$OMPI_COMM_WORLD_RANK" "$@"'
         mpirun = [
             *("mpirun", "-np", str(len(self.hosts)), "--map-by", ":oversubscribe"),
             *("--bind-to", "none"),
-            # processes reach mpirun through the switch
+            # Processes reach mpirun through the switch,
             *("--pmixmca", "ptl_base_if_include", SUBNET),
             *("--pmixmca", "ptl_base_remote_connections", "1"),
-            # and each other by TCP, where MPI would choose the memory they share
+            # and each other by TCP. MPI's choice would be shared memory.
             *("--mca", "pml", "ob1", "--mca", "btl", "self,tcp", "--mca", "osc", "^sm"),
             *("--mca", "btl_tcp_if_include", SUBNET),
             *("sh", "-c", enter_host, "sh", *command),
@@ -217,7 +222,7 @@ class Cluster:
         process = subprocess.Popen(
             ["ip", "netns", "exec", self.switch, *mpirun],
             env=os.environ | as_root,
-            start_new_session=True,  # a terminal's Ctrl-C would arrive twice
+            start_new_session=True,  # otherwise Ctrl-C in a terminal would arrive twice
             preexec_fn=prepare_mpirun,
         )
         while (code := process.poll()) is None:
@@ -231,7 +236,7 @@ class Cluster:
 
 
 def batch(tool: str, lines: Iterable[str], namespace: str | None = None) -> None:
-    """Let ip or tc carry out the lines. Raises Refused with its complaint."""
+    """Run the lines with ip or tc. Raises Refused with the first line of its error output."""
     where = [] if namespace is None else ["-netns", namespace]
     done = subprocess.run(
         [tool, *where, "-batch", "-"],
@@ -241,31 +246,31 @@ def batch(tool: str, lines: Iterable[str], namespace: str | None = None) -> None
         check=False,
     )
     if done.returncode != 0:
-        complaint = done.stderr.partition("\n")[0]
+        message = done.stderr.partition("\n")[0]
         raise Refused(
-            f'no cluster can be emulated here, {tool} says "{complaint}"; '
-            "it takes all of root's rights, and veth, bridge and sch_tbf in the kernel"
+            f'no cluster can be emulated here, {tool} says "{message}"; '
+            "this needs all rights of root, and veth, bridge and sch_tbf in the kernel"
         )
 
 
 def prepare_mpirun() -> None:
-    """In the new process: signals arrive again, one of them when this script has been killed."""
+    """In the new process: unblock signals, and request SIGTERM for the end of this script."""
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def remove(names: Collection[str]) -> None:
-    """Namespaces with their links and with the processes that still run in them."""
-    for number in (signal.SIGTERM, signal.SIGKILL):  # mpirun has files to remove
-        asked: set[int] = set()
+    """Remove namespaces, their links and the processes that still run in them."""
+    for number in (signal.SIGTERM, signal.SIGKILL):  # SIGTERM: mpirun has files to remove
+        signaled: set[int] = set()
         deadline = time.monotonic() + PATIENCE
-        while (left := processes_in(names)) and time.monotonic() < deadline:
-            for process in left - asked:
+        while (running := processes_in(names)) and time.monotonic() < deadline:
+            for process in running - signaled:
                 with suppress(ProcessLookupError):
                     os.kill(process, number)
-            asked |= left
+            signaled |= running
             time.sleep(0.01)
-    # -force: another start may remove the same, and be faster
+    # -force: a concurrent start may remove the same namespaces.
     lines = [f"netns delete {name}" for name in names if (NAMESPACES / name).exists()]
     subprocess.run(
         ["ip", "-force", "-batch", "-"],
@@ -277,12 +282,12 @@ def remove(names: Collection[str]) -> None:
 
 
 def processes_in(names: Iterable[str]) -> set[int]:
-    """The processes whose network namespace has one of the names."""
+    """The processes in the network namespaces of these names."""
 
     def identity(path: Path) -> tuple[int, int] | None:
         try:
             status = path.stat()
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             return None
         return status.st_dev, status.st_ino
 
@@ -292,10 +297,10 @@ def processes_in(names: Iterable[str]) -> set[int]:
 
 
 def leftovers() -> list[str]:
-    """Namespaces whose script runs no more; with our PID, an earlier script's."""
+    """Namespaces of scripts that have ended. One with our PID is of an earlier script."""
 
     def runs(process: str) -> bool:
-        # a zombie, which in a container without an init may stay one, is in no namespace
+        # Zombies, which may stay in a container without an init, are in no namespace.
         return int(process) != os.getpid() and Path("/proc", process, "ns", "net").exists()
 
     names = [path.name for path in NAMESPACES.glob(f"{FAMILY}-*")]
@@ -304,9 +309,9 @@ def leftovers() -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code."""
-    # What is ignored from the start, like SIGHUP under nohup, stays so. The others wait until there
-    # is an mpirun to hand them on to, so that none of them ends this script before the removal.
+    """Run the command line, and return the exit code."""
+    # Signals that are ignored from the start, like SIGHUP under nohup, stay ignored. The others are
+    # blocked until mpirun runs, so that none of them ends this script before the removal.
     forwarded = {number for number in FORWARDED if signal.getsignal(number) != signal.SIG_IGN}
     signal.pthread_sigmask(signal.SIG_BLOCK, {*forwarded, signal.SIGCHLD})
     try:

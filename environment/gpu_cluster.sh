@@ -1,24 +1,24 @@
 #!/usr/bin/env bash
-# Builds a CUDA-aware Open MPI on UCX, makes .venv with it, and checks the result.
+# Builds a CUDA-aware Open MPI on UCX, creates .venv with it, and checks the result.
 #
 #     bash environment/gpu_cluster.sh --dry-run PREFIX     shows the commands
 #     bash environment/gpu_cluster.sh PREFIX               runs them
 #
-# PREFIX is where UCX and Open MPI go: a folder of yours that all nodes share. Nothing is written
-# elsewhere, but for .venv in the repository, and nothing needs root. What is done is not done again.
-# environment/gpu_cluster.md explains each step, and what to do if a check fails.
+# PREFIX is the folder for UCX and Open MPI: writable, and shared by all nodes. Nothing is written
+# elsewhere, except for .venv in the repository, and nothing needs root. Completed steps are skipped in
+# a second run. environment/gpu_cluster.md explains each step, and the remedies if a check fails.
 #
-# CUDA_HOME=…      the CUDA toolkit; otherwise the one that nvcc on PATH belongs to
-# GDRCOPY=DIR|no   where GDRCopy is (include/gdrapi.h); otherwise /usr if it is there
-# VERBS=DIR|no     where the headers of InfiniBand are; otherwise /usr if they are there
-# JOBS=N           compilers at the same time; otherwise one for each core
+# CUDA_HOME=…      the CUDA toolkit; default: that of nvcc on PATH
+# GDRCOPY=DIR|no   the folder of GDRCopy (include/gdrapi.h); default: /usr if it is there
+# VERBS=DIR|no     the folder of the InfiniBand headers; default: /usr if they are there
+# JOBS=N           concurrent compilers; default: the number of cores
 #
 # It has not yet been run on a cluster (see gpu_cluster.md).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# Checksums as in the recipes of Spack (UCX 1.20.1, package.py) and Homebrew (Open MPI 5.0.11, formula
-# open-mpi). Open MPI is of the version that environment/constraints.txt has as a ready-made package.
+# Checksums from the recipes of Spack (UCX 1.20.1, package.py) and Homebrew (Open MPI 5.0.11, formula
+# open-mpi). The version of Open MPI is that of the package in environment/constraints.txt.
 UCX_VERSION=1.20.1
 UCX_SHA256=545c419a7b5e04643cb8bff5a19b3b5071a8f8f0605f1e8efb36f8f3d7bfb9d3
 UCX_URL=https://github.com/openucx/ucx/releases/download/v$UCX_VERSION/ucx-$UCX_VERSION.tar.gz
@@ -53,20 +53,20 @@ for word in "$@"; do
         ;;
     esac
 done
-[ -n "$prefix" ] || refuse "there is no PREFIX, the folder where UCX and Open MPI go; $usage"
+[ -n "$prefix" ] || refuse "there is no PREFIX, the folder for UCX and Open MPI; $usage"
 case "$prefix" in
 /*) ;;
-*) refuse "PREFIX=$prefix: use an absolute path, which the libraries remember" ;;
+*) refuse "PREFIX=$prefix: use an absolute path, because the libraries store it" ;;
 esac
 case "$prefix" in
-*[[:space:]]*) refuse "PREFIX=$prefix: use a path without spaces, on which such builds fail" ;;
+*[[:space:]]*) refuse "PREFIX=$prefix: use a path without spaces, because these builds fail on them" ;;
 esac
 jobs=${JOBS:-$(nproc)}
 case "$jobs" in
 '' | *[!0-9]* | 0) refuse "JOBS=$jobs: use a number, 1 or more" ;;
 esac
 
-# ── What the machine has ────────────────────────────────────────────────────────────────────────────
+# ── Requirements ────────────────────────────────────────────────────────────────────────────────────
 missing=()
 for tool in cc c++ make tar gzip bzip2 perl sha256sum pkg-config python3; do
     command -v "$tool" >/dev/null || missing+=("$tool")
@@ -89,25 +89,25 @@ if [ -z "$cuda" ]; then
 elif [ ! -f "$cuda/include/cuda.h" ]; then
     missing+=("cuda.h in $cuda/include (or another CUDA_HOME)")
 fi
-# Stands for the driver's library on machines without a GPU; configure finds CUDA by it.
+# A stub of the driver's library, by which configure finds CUDA on machines without a GPU.
 stubs=$cuda/lib64/stubs
 if [ ${#missing[@]} = 0 ] && [ ! -e "$stubs/libcuda.so" ]; then
     missing+=("libcuda.so in $stubs (or another CUDA_HOME)")
 fi
 if [ ${#missing[@]} -gt 0 ]; then
     list=$(printf ', %s' "${missing[@]}")
-    [ -n "$dry" ] || refuse "this needs what is not here: ${list:2}; load the modules or install the packages that have it"
+    [ -n "$dry" ] || refuse "requirements are missing: ${list:2}; load their modules or install their packages"
     printf '# not here, and needed: %s\n' "${list:2}"
 fi
 
-# name of the option, wanted folder, header
+# arguments: name of the option, folder, header
 optional() {
     local name=$1 wanted=$2 header=$3
     case "$wanted" in
     no) echo "--without-$name" ;;
     '') if [ -f "/usr/include/$header" ]; then echo "--with-$name=/usr"; else echo "--without-$name"; fi ;;
     *)
-        [ -n "$dry" ] || [ -f "$wanted/include/$header" ] || refuse "there is no $wanted/include/$header; use no, or the folder that has it"
+        [ -n "$dry" ] || [ -f "$wanted/include/$header" ] || refuse "there is no $wanted/include/$header; use no, or the folder with this header"
         echo "--with-$name=$wanted"
         ;;
     esac
@@ -115,7 +115,7 @@ optional() {
 gdrcopy=$(optional gdrcopy "${GDRCOPY:-}" gdrapi.h)
 verbs=$(optional verbs "${VERBS:-}" infiniband/verbs.h)
 
-# ── Running, or showing ─────────────────────────────────────────────────────────────────────────────
+# ── Run or print commands ───────────────────────────────────────────────────────────────────────────
 shown() { printf '%q ' "$@" | sed 's/ $//'; }
 enter() { # a folder
     if [ -n "$dry" ]; then echo "cd $(shown "$1")"; else cd "$1"; fi
@@ -129,16 +129,16 @@ run() {
     say "$(shown "$@")"
     "$@" >>"$log" 2>&1 </dev/null || {
         tail -n 25 "$log" >&2
-        fail "the last command failed (see above, and $log); environment/gpu_cluster.md may know why"
+        fail "the last command failed (see above, and $log); environment/gpu_cluster.md has hints"
     }
 }
 log=$prefix/src/log
 if [ -z "$dry" ]; then
-    mkdir -p "$prefix/src" || refuse "PREFIX=$prefix cannot be made; use a folder of yours"
+    mkdir -p "$prefix/src" || refuse "PREFIX=$prefix: use a folder that can be created"
     : >"$log"
 fi
 
-# file, address, checksum
+# arguments: file, address, checksum
 fetch() {
     local file=$prefix/src/$1
     if [ -n "$dry" ]; then
@@ -148,15 +148,15 @@ fetch() {
     fi
     [ -f "$file" ] || { run "${fetcher[@]}" "$file.part" "$2" && mv "$file.part" "$file"; }
     echo "$3  $file" | sha256sum --check --status ||
-        fail "$file has another checksum than it should; remove it and run this again, and if that changes nothing do not use it"
+        fail "$file has another checksum than it should; remove it and run this again; if the checksum is still wrong, do not use the file"
 }
 
-# name and version, archive, address, checksum, command and options of configure
+# arguments: name and version, archive, address, checksum, command and options of configure
 build() {
     local name=$1 archive=$2 address=$3 checksum=$4 stamp=$prefix/src/$1.built
     shift 4
     if [ -z "$dry" ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$*" ]; then
-        say "$name is there"
+        say "$name is built already"
         return
     fi
     fetch "$archive" "$address" "$checksum"
@@ -172,14 +172,14 @@ build() {
 repository=$PWD
 
 # ── UCX ─────────────────────────────────────────────────────────────────────────────────────────────
-# configure-release is configure without debugging code; mt: MPI may be called by several threads.
+# configure-release is configure without debugging code. mt: several threads may call MPI.
 build "ucx-$UCX_VERSION" "ucx-$UCX_VERSION.tar.gz" "$UCX_URL" "$UCX_SHA256" \
     ./contrib/configure-release --prefix="$prefix" --enable-mt --enable-cma \
     --with-cuda="$cuda" "$gdrcopy" "$verbs" --without-java --without-go --disable-doxygen-doc
 
 # ── Open MPI ────────────────────────────────────────────────────────────────────────────────────────
-# Its own PMIx and the like, so that it depends on no others. btl-uct is a second way to UCX, which
-# UCX' authors advise against. The rpath is for UCX beside it.
+# With internal PMIx, PRRTE, hwloc and libevent, to be independent of those of the machine. btl-uct is a
+# second interface to UCX, which UCX' authors advise against. The rpath is for UCX in the same folder.
 build "openmpi-$OPENMPI_VERSION" "openmpi-$OPENMPI_VERSION.tar.bz2" "$OPENMPI_URL" "$OPENMPI_SHA256" \
     ./configure --prefix="$prefix" --with-ucx="$prefix" --with-cuda="$cuda" \
     --with-cuda-libdir="$stubs" --with-slurm --with-hwloc=internal --with-libevent=internal \
@@ -187,8 +187,8 @@ build "openmpi-$OPENMPI_VERSION" "openmpi-$OPENMPI_VERSION.tar.bz2" "$OPENMPI_UR
     --disable-mpi-fortran --disable-oshmem LDFLAGS="-Wl,-rpath,$prefix/lib"
 
 # ── The project ─────────────────────────────────────────────────────────────────────────────────────
-# setup.sh takes the mpirun on PATH. Its mpi4py may be a ready-made one that loads this library; one
-# that is built with this mpicc knows it in every detail.
+# setup.sh uses the mpirun on PATH. Its mpi4py may be a prebuilt one that loads this library. One that is
+# built with this mpicc matches the library exactly.
 [ -z "$dry" ] || echo "export PATH=$prefix/bin:\$PATH"
 export PATH=$prefix/bin:$PATH
 run env MPI=machine bash environment/setup.sh
@@ -196,7 +196,7 @@ run env MPICC="$prefix/bin/mpicc" .venv/bin/python -m pip install \
     -c environment/constraints.txt --force-reinstall --no-deps --no-cache-dir --no-binary mpi4py mpi4py
 
 # ── Checks ──────────────────────────────────────────────────────────────────────────────────────────
-# what is asked, what the answer must hold, what it means if it does not, command
+# arguments: property, pattern in the output, error message, command
 ask() {
     local question=$1 wanted=$2 otherwise=$3
     shift 3
@@ -204,13 +204,13 @@ ask() {
         echo "$(shown "$@") | grep $(shown "$wanted")"
         return
     fi
-    # no pipe into grep -q, which would end the command before its last line
+    # No pipe into grep -q, which would end the command before its last line.
     grep -q -e "$wanted" <<<"$("$@" 2>&1)" || fail "$otherwise"
     say "$question: yes"
 }
 ask "UCX was built for CUDA" "with-cuda=$cuda" "UCX was built without CUDA; see $prefix/src/ucx-$UCX_VERSION/config.log" \
     "$prefix/bin/ucx_info" -v
-ask "UCX has transports for GPU memory" cuda_copy "UCX finds no GPU here; run this on a node that has one" \
+ask "UCX has transports for GPU memory" cuda_copy "UCX finds no GPU here; run this on a node with one" \
     "$prefix/bin/ucx_info" -d
 ask "Open MPI was built for CUDA" mpi_built_with_cuda_support:value:true "Open MPI was built without CUDA; see $prefix/src/openmpi-$OPENMPI_VERSION/config.log" \
     "$prefix/bin/ompi_info" --parsable --all
@@ -218,6 +218,6 @@ ask "Open MPI uses UCX" "MCA pml: ucx" "Open MPI was built without UCX; see $pre
     "$prefix/bin/ompi_info"
 ask "torch was built for CUDA" "[0-9]" "this torch is a build without CUDA; point pip to torch's CUDA builds and install the pinned version again" \
     .venv/bin/python -c 'import torch; print(torch.version.cuda)'
-ask "MPI takes GPU memory" "CUDA-aware: yes" "Open MPI says that it is not CUDA-aware; training works, through pinned host memory (see environment/gpu_cluster.md)" \
+ask "MPI accepts GPU memory" "CUDA-aware: yes" "Open MPI says that it is not CUDA-aware; training works, staged through pinned host memory (see environment/gpu_cluster.md)" \
     env OMPI_MCA_pml=ucx bash -c 'source .venv/bin/activate && mpirun -np 2 python -m powergossip.mpi_check'
 [ -n "$dry" ] || say "done. Before each use: export PATH=$prefix/bin:\$PATH && source .venv/bin/activate"

@@ -1,4 +1,4 @@
-"""The former place of powergossip/mpi_check.py:  mpirun -np N python environment/mpi_check.py"""
+"""The former path of powergossip/mpi_check.py:  mpirun -np N python environment/mpi_check.py"""
 
 from powergossip.mpi_check import command
 

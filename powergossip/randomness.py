@@ -51,8 +51,8 @@ def keys(seed: int, purpose: str, ids: Iterable[tuple[int, ...]]) -> Tensor:
 def bits(keys: Tensor, counter: int, shape: tuple[int, ...], start: Tensor | int = 0) -> Tensor:
     """64 independent random bits per element: int64 [*keys.shape, *shape], on the keys' device.
 
-    The stream of a key at a counter does not depend on the other keys of the batch. `start`, below
-    2³², is the index of the first element in that stream. It broadcasts with the keys. The 2⁶⁴
+    The stream of a key at a counter does not depend on the other keys of the call. `start`, below
+    2³², is the index of the first element in that stream, and broadcasts with the keys. The 2⁶⁴
     elements of a key, over all counters, are distinct.
 
     Key and counter are hashed by SplitMix64's finalizer (Steele, Lea & Flood 2014,

@@ -1,4 +1,4 @@
-"""The layout of parameters: every number has one place, and views are views."""
+"""The layout of parameters: every element has one index, and views are views."""
 
 from math import prod
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from powergossip.parameters import Layout, Parameters, batches, matrix_shape
+from powergossip.parameters import Layout, Parameters, batches, matrix_shape, put_in, take_out
 
 shapes_of_tensors = st.lists(
     st.lists(st.integers(1, 5), max_size=4).map(tuple), min_size=1, max_size=8
@@ -61,6 +61,21 @@ def test_vectors_follow_and_what_is_not_decayed_comes_last() -> None:
     assert layout.starts == [4 + 9, 0, 4, 8]
     assert layout.matrices_size == 4
     assert layout.spans([1, 2, 3]) == [slice(0, 13)]
+
+
+def test_spans_are_moved_out_and_written_back() -> None:
+    """take_out leaves zeros in the spans alone, and put_in restores x."""
+    x = torch.arange(1.0, 21).view(2, 10)
+    before, spans = x.clone(), [slice(1, 3), slice(6, 9)]
+    packed = torch.full((2, 7), -1.0)
+    take_out(x, spans, packed)
+    assert packed.tolist() == [[2, 3, 7, 8, 9, -1, -1], [12, 13, 17, 18, 19, -1, -1]]
+    assert x.tolist() == [
+        [1, 0, 0, 4, 5, 6, 0, 0, 0, 10],
+        [11, 0, 0, 14, 15, 16, 0, 0, 0, 20],
+    ]
+    put_in(packed, spans, x)
+    assert torch.equal(x, before)
 
 
 def small_model() -> nn.Module:

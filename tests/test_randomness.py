@@ -6,7 +6,7 @@ import torch
 from powergossip import randomness
 
 
-def test_a_stream_does_not_depend_on_what_is_drawn_beside_it() -> None:
+def test_a_stream_does_not_depend_on_the_other_keys() -> None:
     pairs = [(0, 1), (1, 2), (0, 7)]
     together = randomness.normal(randomness.keys(3, "edge", pairs), 5, (4, 2))
     for pair, expected in zip(pairs, together, strict=True):
@@ -14,7 +14,7 @@ def test_a_stream_does_not_depend_on_what_is_drawn_beside_it() -> None:
         assert torch.equal(alone, expected)
 
 
-def test_start_takes_a_stream_up_later() -> None:
+def test_start_is_an_index_in_the_stream() -> None:
     key = randomness.keys(3, "edge", [(0, 1)])
     whole = randomness.normal(key, 5, (10,))
     assert torch.equal(randomness.normal(key, 5, (6,), start=4), whole[:, 4:])
@@ -34,7 +34,7 @@ def test_streams_are_standard_normal_and_independent() -> None:
     assert lag.abs().max() < 5 / n**0.5
 
 
-def test_uniform_numbers_are_uniform_and_taken_up_anywhere() -> None:
+def test_uniform_numbers_are_uniform_from_any_start() -> None:
     n = 40_002
     keys = randomness.keys(0, "edge", [(i, i + 1) for i in range(4)])
     numbers = randomness.uniform(keys, 2, n)

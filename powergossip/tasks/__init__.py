@@ -54,10 +54,10 @@ def make(
     seed            of the partition of the samples and of their order
     decentralized   non-IID: sort the samples by label and give each worker a contiguous piece. The
                     shards are fixed.
-    shuffled_ratio  fraction of the sorted samples that is shuffled; in [0, 1]
+    shuffled_ratio  fraction of the sorted samples that is shuffled, in [0, 1]
     reshuffle       repartition the samples every epoch; False: fixed shards. Without effect on
                     non-IID shards, which are fixed.
-    data_dir        the folder with the data files; None: the default places (see `files`). Tasks on
+    data_dir        the folder with the data files. None: the default places (see `files`). Tasks on
                     data from a library need none.
     download        whether to download data that are in none of these places
     dirichlet_alpha non-IID: the label proportions of each worker are sampled from Dirichlet(α·1).

@@ -148,7 +148,7 @@ def watts_strogatz(
     Each edge is rewired with probability `rewiring`. The graph is resampled until it is connected.
     Watts & Strogatz (1998), doi:10.1038/30918.
 
-    degree: even, less than n; 4 by default (less for fewer than 5 workers). Raises ValueError for
+    degree: even, less than n, by default 4 (less for fewer than 5 workers). Raises ValueError for
     other values, or if none of 100 samples is connected.
     """
     name = "watts-strogatz"
@@ -174,7 +174,7 @@ def watts_strogatz(
 def random_regular(n_workers: int, seed: int, *, degree: int | None = None) -> Topology:
     """A random connected graph in which every worker has `degree` neighbors.
 
-    degree: less than n, n · degree even; 4 by default (n − 1 for fewer than 5 workers). Raises
+    degree: less than n, with n · degree even, by default 4 (n − 1 for fewer than 5 workers). Raises
     ValueError for other values, or if none of 100 samples is connected.
     """
     name = "random-regular"

@@ -81,7 +81,7 @@ def epidemic(n_workers: int, seed: int, *, s: int | None = None, period: int = 1
     (2023), arXiv 2310.01972. The rounds repeat after `period`, and are resampled until they connect
     all workers.
 
-    s: at least 1 and less than n; 2 by default (1 for two workers). Raises ValueError for other
+    s: at least 1 and less than n, by default 2 (1 for two workers). Raises ValueError for other
     values, a period below 1, or if none of 100 samples connects all workers.
     """
     if s is None:
