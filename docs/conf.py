@@ -13,7 +13,10 @@ from sphinx.writers.html5 import HTML5Translator
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout of this file, not another one
 
+import gossip_run
+import train
 from docs import costs, docstrings, drawings
+from powergossip.runs import configuration
 
 project = "Decentralized deep learning"
 author = "The decentralized-deep-learning authors"
@@ -29,7 +32,9 @@ suppress_warnings = ["myst.header"]
 autoclass_content = "both"
 autodoc_inherit_docstrings = False  # an undocumented override of torch's would show torch's markup
 autodoc_member_order = "bysource"
-python_maximum_signature_line_length = 88
+python_maximum_signature_line_length = 100
+toc_object_entries_show_parents = "hide"
+highlight_language = "none"  # of blocks that name no language: formulas, commands, columns
 
 html_theme = "pydata_sphinx_theme"
 html_title = project
@@ -76,6 +81,9 @@ def generate(app: Sphinx) -> None:
     folder = Path(app.srcdir) / "_generated"
     drawings.write(folder)
     costs.write(folder)
+    for module in (train, gossip_run):
+        keys = configuration.describe(module.config)
+        (folder / f"{module.__name__}-keys.txt").write_text(f"{keys}\n")
 
 
 def add_title(app: Sphinx, name: str, source: list[str]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 _COLUMNS = re.compile(r"\S {3,}\S")
 _ITEM = re.compile(r"(?:[-*]|\d+\.) ")
 _CODE = re.compile(r"(``.+?``|`[^`]+`)")
+_EMPHASIS = re.compile(r"(?<![\w*])(\*{1,2})(?=\w)[^*]+(?<=[\w.!?)\]])\1(?![\w*])")
 _SOURCE = re.compile(r"arXiv:(?P<arxiv>\d{4}\.\d{4,5})|doi:(?P<doi>10\.[^\s,;)]*[^\s,;:.)])")
 
 
@@ -33,13 +34,21 @@ def _parts(block: str) -> list[tuple[bool, str]]:
     if _ITEM.match(lines[0]):
         items = [_prose(item) for item in re.split(r"\n(?=(?:[-*]|\d+\.) )", block)]
         return [(False, "\n\n".join(items))]
-    if len(lines) > 1 and any(_COLUMNS.search(line) for line in lines if line[0] != " "):
+    if _is_table(lines):
         return [(True, block)]
     found = []
     for indented, group in groupby(lines, key=lambda line: line.startswith("  ")):
         part = "\n".join(group)
+        if indented and found and _SOURCE.search(part):
+            indented, part = False, part.strip()  # the source of a formula, on a line of its own
         found.append((indented, part if indented else _prose(part)))
     return found
+
+
+def _is_table(lines: list[str]) -> bool:
+    """Whether the lines are aligned columns. A gap in one of several lines is one in a sentence."""
+    rows = [bool(_COLUMNS.search(line)) for line in lines if not line.startswith(" ")]
+    return len(lines) > 1 and all(rows[:1]) and sum(rows) > len(rows) / 2
 
 
 def _literal(text: str) -> str:
@@ -78,7 +87,16 @@ def _links(text: str) -> str:
 
 
 def _escape(text: str) -> str:
-    return re.sub(r"([\\*|`]|_(?=\W|$))", r"\\\1", re.sub(r" {3,}", " · ", text))
+    text = re.sub(r" {3,}", " · ", text)
+    done, position = "", 0
+    for found in _EMPHASIS.finditer(text):
+        done += _escape_marks(text[position : found.start()]) + found[0]
+        position = found.end()
+    return done + _escape_marks(text[position:])
+
+
+def _escape_marks(text: str) -> str:
+    return re.sub(r"([\\*|`]|_(?=\W|$))", r"\\\1", text)
 
 
 def process(app: Any, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
