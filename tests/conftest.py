@@ -20,7 +20,7 @@ import hypothesis
 import pytest
 from mpi4py import MPI
 
-from tests import selection
+from tests import launch, selection
 
 
 def forget_mpi_in_environment() -> None:
@@ -113,5 +113,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """No test for this number of processes is no failure under mpirun."""
+    launch.end_fork_server()
     if MPI.COMM_WORLD.size > 1 and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
         session.exitstatus = pytest.ExitCode.OK

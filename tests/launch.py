@@ -5,15 +5,15 @@ Scripts are forked from a process that has imported what they need (tests/forks.
 imports, and of what a shell sees.
 """
 
-import atexit
 import fcntl
 import functools
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,6 +25,7 @@ FORKS = Path(__file__).with_name("forks.py")
 PRELOADED = ("train", "gossip_run", "sklearn.datasets", "matplotlib.figure")
 
 Completed = subprocess.CompletedProcess[str]
+_ends: list[Callable[[], None]] = []
 
 
 @contextmanager
@@ -39,7 +40,7 @@ def one_mpirun_at_a_time() -> Iterator[None]:
 
 @functools.cache
 def fork_server() -> str:
-    """The socket of a server that ends with this process."""
+    """The socket of a server that ends with this process. Its socket goes at `end_fork_server`."""
     folder = tempfile.mkdtemp(prefix="forks-")  # in a short path, as sockets need it
     place = os.path.join(folder, "socket")
     server = subprocess.Popen(
@@ -56,11 +57,22 @@ def fork_server() -> str:
 
     def end() -> None:
         server.communicate()  # closes its stdin
-        os.unlink(place)
-        os.rmdir(folder)
+        shutil.rmtree(folder)
 
-    atexit.register(end)
+    _ends.append(end)
     return place
+
+
+def end_fork_server() -> None:
+    """At the end of the tests: end the server, if one was started."""
+    while _ends:
+        _ends.pop()()
+    fork_server.cache_clear()
+
+
+def stand_in() -> list[str]:
+    """A command in place of `python`: it runs a script in a fork, with the same exit code."""
+    return [sys.executable, "-I", "-S", str(FORKS), "stand-in", fork_server()]
 
 
 def python(
@@ -76,9 +88,7 @@ def python(
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     fresh = fresh or words[0].startswith("-")
     if processes is not None:
-        started = [sys.executable]
-        if not fresh:
-            started += ["-I", "-S", str(FORKS), "stand-in", fork_server()]
+        started = [sys.executable] if fresh else stand_in()
         command = ["mpirun", "-np", str(processes), *started, *words]
         with one_mpirun_at_a_time():
             return _run(command, cwd, environment, timeout)

@@ -270,7 +270,7 @@ configuration.run_entry_point(train.main)
 def test_a_run_ended_by_a_signal_resumes_in_another_layout(
     name: str, layout: int, tmp_path: Path
 ) -> None:
-    """In the middle of an epoch. A signal to one process of several is known to all."""
+    """In the middle of an epoch. A signal to one process of several stops all."""
     run(tmp_path / "whole", SMALL)
     driver = tmp_path / "driver.py"
     driver.write_text(DRIVER.format(name=name))
@@ -344,7 +344,7 @@ def test_resume_needs_an_output_folder() -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "missing", "index"])
-def test_a_damaged_checkpoint(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_an_error(damage: str, tmp_path: Path) -> None:
     run(tmp_path, SMALL)
     (part,) = {path for path in tmp_path.rglob("part-0.pt") if "000020" in str(path)}
     octets = part.read_bytes()
@@ -364,7 +364,7 @@ def test_a_damaged_checkpoint(damage: str, tmp_path: Path) -> None:
         assert "index.json" in rejected(tmp_path)
 
 
-def test_rows_that_are_not_of_the_checkpoint(tmp_path: Path) -> None:
+def test_a_run_cannot_resume_without_the_rows_before_its_checkpoint(tmp_path: Path) -> None:
     run(tmp_path, SMALL)
     (tmp_path / metrics.FILE).write_text("")
     assert metrics.FILE in rejected(tmp_path)
@@ -396,7 +396,7 @@ configuration.run_entry_point(train.main)
 """
 
 
-def test_no_space_left(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_the_checkpoint_before(tmp_path: Path) -> None:
     """One sentence; the checkpoint before is intact."""
     driver = tmp_path / "driver.py"
     driver.write_text(LIMITED)
@@ -430,7 +430,7 @@ configuration.run_entry_point(train.main)
 
 
 @pytest.mark.parametrize("n_processes", [None, 2])
-def test_no_space_left_for_rows(n_processes: int | None, tmp_path: Path) -> None:
+def test_a_full_disk_keeps_the_rows_before(n_processes: int | None, tmp_path: Path) -> None:
     driver = tmp_path / "driver.py"
     driver.write_text(ROWS_LIMITED)
     result = python(driver, *command(tmp_path / "run")[1:], processes=n_processes)
@@ -442,7 +442,7 @@ def test_no_space_left_for_rows(n_processes: int | None, tmp_path: Path) -> None
     assert not metrics.load(tmp_path / "run").empty
 
 
-# --- By itself ------------------------------------------------------------------------------------
+# --- The class Checkpoints ------------------------------------------------------------------------
 
 
 @pytest.mark.parallel(nprocs=[1, 2, 4])

@@ -1,7 +1,7 @@
-"""How a run fails: bad input with one sentence before anything is written, an exception in one
-process by ending all, a divergence with the step and the worker.
+"""Failures of a run: bad input is one sentence before anything is written, an exception in one
+process ends all, a divergence names the step and the worker.
 
-Most refusals share one mpirun: a driver tries them one after the other in both processes.
+Most cases of bad input share one mpirun: a driver tries them one after the other.
 """
 
 import json
@@ -21,27 +21,24 @@ from tests import launch
 
 TINY = ["task_architecture=MLP", "num_epochs=1", "log_verbosity=0"]
 
-# Bad input, by what it is: arguments and what the message must hold. In the folder: run/ with a
-# run, file (a regular file), disconnected.txt and triangle.txt (graphs), data/ without the data.
-REFUSALS: dict[str, tuple[list[str], list[str]]] = {
-    "key": (["n_workrs=4"], ['"n_workrs"', "did you mean n_workers?"]),
-    "type": (["n_workers=many"], ["n_workers=many", "a whole number"]),
+# Bad input: arguments, and words of the message. The folder has run/ with a run, a regular file
+# called file, the graphs disconnected.txt and triangle.txt, and data/ without the data.
+BAD_INPUT: dict[str, tuple[list[str], list[str]]] = {
+    "key": (["n_workrs=4"], ["n_workrs", "n_workers"]),
+    "type": (["n_workers=many"], ["n_workers=many", "whole number"]),
     "interpolation": (["seed=${nothing}"], ["nothing", "seed"]),
     "missing value": (["seed=???"], ["seed"]),
-    "topology": (["topology=rign"], ['topology "rign"', "choose from", "ring", "torus"]),
-    "topology option": (["topology_options={degree: 4}"], ['"ring"', '"degree"']),
-    "task": (["task=Digit"], ['task "Digit"', "choose from", "Digits", "FashionMNIST"]),
-    "optimizer": (["optimizer=adam"], ['optimizer "adam"', "choose from", "power-gossip"]),
-    "architecture": (["task_architecture=VGG"], ['"VGG"', "choose from", "CNN", "MLP"]),
-    "device": (["device=abacus"], ['"abacus"', "auto, cpu, cuda"]),
-    "uneven": (["n_workers=3"], ["n_workers=3", "2 processes", "a multiple of 2", "-np 3"]),
-    "no workers": (["n_workers=0"], ["n_workers=0", "1 or more"]),
-    "too many workers": (["n_workers=2000"], ["2000 workers", "n_workers"]),
+    "topology": (["topology=rign"], ["topology", "rign", "ring", "torus"]),
+    "topology option": (["topology_options={degree: 4}"], ["ring", "degree"]),
+    "task": (["task=Digit"], ["task", "Digit", "Digits", "FashionMNIST"]),
+    "optimizer": (["optimizer=adam"], ["optimizer", "adam", "power-gossip", "dpsgd"]),
+    "architecture": (["task_architecture=VGG"], ["VGG", "CNN", "MLP"]),
+    "device": (["device=abacus"], ["abacus", "auto", "cpu", "cuda"]),
+    "uneven": (["n_workers=3"], ["n_workers=3", "2 processes", "multiple of 2", "-np 3"]),
+    "no workers": (["n_workers=0"], ["n_workers=0", "1"]),
+    "too many workers": (["n_workers=2000"], ["2000", "n_workers"]),
     "disconnected graph": (["topology=disconnected.txt"], ["disconnected.txt", "connect"]),
-    "graph of another size": (
-        ["topology=triangle.txt"],
-        ["triangle.txt", "3 workers", "n_workers=4"],
-    ),
+    "graph of another size": (["topology=triangle.txt"], ["triangle.txt", "3", "4"]),
     "graph file that is missing": (["topology=no.txt"], ["no.txt"]),
     "data folder that is missing": (["data_dir=nowhere"], ["data_dir=nowhere"]),
     "data that are missing": (
@@ -49,33 +46,48 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
         ["data_dir=data", "train-images-idx3-ubyte"],
     ),
     "directed topology": (["topology=unidirectional-ring"], ["directed", "undirected", "ring"]),
-    "rank": (["optimizer_rank=0"], ["optimizer_rank=0", "1 or more"]),
-    "iterations": (["optimizer_num_iterations=0"], ["optimizer_num_iterations=0", "1 or more"]),
+    "rank": (["optimizer_rank=0"], ["optimizer_rank=0", "1"]),
+    "iterations": (["optimizer_num_iterations=0"], ["optimizer_num_iterations=0", "1"]),
     "rounded weights": (["optimizer_rank=2", "optimizer_round_weights=true"], ["rank=1"]),
-    "diffusion rate": (["optimizer_diffusion_rate=fast"], ["=fast", "a number above 0, or auto"]),
-    "negative diffusion rate": (["optimizer_diffusion_rate=-1"], ["=-1", "above 0, or auto"]),
-    "epochs": (["num_epochs=0"], ["num_epochs=0", "1 or more"]),
-    "batch size": (["batch_size=1000"], ["batch_size=1000", "batch_size ≤ 359"]),
-    "learning rate": (["learning_rate=.nan"], ["learning_rate=nan", "a number above 0"]),
-    "weight decay": (["weight_decay=.inf"], ["weight_decay=inf", "0 or more"]),
+    "diffusion rate": (
+        ["optimizer_diffusion_rate=fast"],
+        ["optimizer_diffusion_rate=fast", "auto"],
+    ),
+    "negative diffusion rate": (
+        ["optimizer_diffusion_rate=-1"],
+        ["optimizer_diffusion_rate=-1", "auto"],
+    ),
+    "epochs": (["num_epochs=0"], ["num_epochs=0", "1"]),
+    "batch size": (["batch_size=1000"], ["batch_size=1000", "359"]),
+    "learning rate": (["learning_rate=.nan"], ["learning_rate=nan", "0"]),
+    "weight decay": (["weight_decay=.inf"], ["weight_decay=inf", "0"]),
     "momentum": (["momentum=1"], ["momentum=1", "below 1"]),
     "milestones": (["lr_schedule_milestones=[5]"], ["lr_schedule_milestones", "[epoch, factor]"]),
-    "share": (["decentralized_data_shuffled_ratio=2"], ["ratio=2", "from 0 to 1"]),
+    "ratio": (
+        ["decentralized_data_shuffled_ratio=2"],
+        ["decentralized_data_shuffled_ratio=2", "0", "1"],
+    ),
     "backend": (["distributed_backend=gloo"], ["distributed_backend=gloo", "mpi"]),
-    "cuda_aware": (["cuda_aware=perhaps"], ["cuda_aware=perhaps", "auto, on or off"]),
-    "parameter": (["spectrum_logging_params=[conv9]"], ['"conv9"', "hidden1.weight"]),
-    "pair": (["spectrum_logging_worker_pairs=[[0, 4]]"], ["[[0, 4]]", "0 to 3"]),
-    "pair of fractions": (["spectrum_logging_worker_pairs=[[0, 1.0]]"], ["[0, 1.0]", "0 to 3"]),
+    "cuda_aware": (["cuda_aware=perhaps"], ["cuda_aware=perhaps", "auto", "on", "off"]),
+    "parameter": (["spectrum_logging_params=[conv9]"], ["conv9", "hidden1.weight"]),
+    "pair": (
+        ["spectrum_logging_worker_pairs=[[0, 4]]"],
+        ["spectrum_logging_worker_pairs", "[[0, 4]]", "3"],
+    ),
+    "pair of fractions": (
+        ["spectrum_logging_worker_pairs=[[0, 1.0]]"],
+        ["spectrum_logging_worker_pairs", "[0, 1.0]", "3"],
+    ),
     "folder that holds a run": (
         ["--output-dir", "run"],
-        ["run already holds a run", "--output-dir", "overwrite=true"],
+        ["run", "--output-dir", "overwrite=true"],
     ),
     "folder below a file": (["--output-dir", "file/run"], ["file/run", "Not a directory"]),
-    "folder that is a file": (["--output-dir", "file"], ["output folder file", "exists"]),
-    "folder that takes no files": (["--output-dir", "/proc/self"], ["output folder /proc/self"]),
+    "folder that is a file": (["--output-dir", "file"], ["file", "exists"]),
+    "folder that cannot be written": (["--output-dir", "/proc/self"], ["/proc/self"]),
 }
 
-# Then one good run, with hooks: refusals leave nothing behind, and hooks are process 0's.
+# Then one good run, with hooks: bad input leaves nothing behind, and hooks are process 0's.
 TRY_ALL = """
 import json, sys
 from omegaconf import OmegaConf
@@ -83,7 +95,7 @@ import train
 from powergossip import errors, network
 
 messages, rank = {}, network.processes().rank
-for name, arguments in json.load(open("refusals.json")).items():
+for name, arguments in json.load(open("bad_input.json")).items():
     train.config, train.output_dir = OmegaConf.structured(train.Config), None
     try:
         train.main(["n_workers=4", *TINY, *arguments])
@@ -110,16 +122,16 @@ def files_below(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def tried(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What became of all bad input under mpirun -np 2."""
-    folder = tmp_path_factory.mktemp("refusals")
+    """The messages of all bad input under mpirun -np 2, and the files before and after."""
+    folder = tmp_path_factory.mktemp("bad_input")
     (folder / "run").mkdir()
     (folder / "run" / "metrics.jsonl").write_text('{"name": "accuracy", "value": 1}\n')
     (folder / "data").mkdir()
     (folder / "file").write_text("a file")
     (folder / "disconnected.txt").write_text("0 1\n2 3\n")
     (folder / "triangle.txt").write_text("0 1\n1 2\n2 0\n")
-    arguments = {name: arguments for name, (arguments, _) in REFUSALS.items()}
-    (folder / "refusals.json").write_text(json.dumps(arguments))
+    arguments = {name: arguments for name, (arguments, _) in BAD_INPUT.items()}
+    (folder / "bad_input.json").write_text(json.dumps(arguments))
     (folder / "driver.py").write_text(TRY_ALL.replace("TINY", repr(TINY)))
 
     before = files_below(folder)
@@ -134,8 +146,8 @@ def tried(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", REFUSALS)
-def test_bad_input_is_refused_in_all_processes_with_one_sentence(
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_input_is_rejected_in_all_processes_with_one_sentence(
     tried: dict[str, Any], name: str
 ) -> None:
     messages = [of_process.get(name) for of_process in tried["messages"]]
@@ -143,14 +155,14 @@ def test_bad_input_is_refused_in_all_processes_with_one_sentence(
     assert messages[0] == messages[1]
     assert "\n" not in messages[0]
     assert "Error:" not in messages[0], "not BadInput"
-    assert [word for word in REFUSALS[name][1] if word not in messages[0]] == []
+    assert [word for word in BAD_INPUT[name][1] if word not in messages[0]] == []
 
 
-def test_refusals_write_nothing(tried: dict[str, Any]) -> None:
+def test_bad_input_writes_nothing(tried: dict[str, Any]) -> None:
     assert tried["after"] == tried["before"]
 
 
-def test_a_run_after_refusals_is_fine_and_calls_hooks_on_process_0_only(
+def test_a_run_after_bad_input_works_and_calls_hooks_on_process_0_only(
     tried: dict[str, Any],
 ) -> None:
     assert tried["ended"].returncode == 0, tried["ended"].stderr
@@ -160,24 +172,26 @@ def test_a_run_after_refusals_is_fine_and_calls_hooks_on_process_0_only(
 # As programs.
 
 
-def said(text: str) -> str:
-    """What our processes said, without what mpirun adds when one exits with an error."""
+def of_program(text: str) -> str:
+    """The output of the program, without that of mpirun when a process exits with an error."""
     return re.sub(r"-{70,}\n(prterun|mpirun).*?-{70,}\n", "", text, flags=re.DOTALL).strip()
 
 
-def test_bad_input_under_mpirun_is_told_once_with_exit_code_2() -> None:
+def test_bad_input_under_mpirun_is_printed_once_with_exit_code_2() -> None:
     ended = launch.python("train.py", "n_workrs=4", processes=2)
     assert ended.returncode == 2
-    assert said(ended.stderr) == 'error: key "n_workrs" is unknown; did you mean n_workers?'
+    assert re.fullmatch(r"error: .*n_workrs.*n_workers.*", of_program(ended.stderr))
     assert ended.stdout == ""
 
 
-def test_bad_input_of_a_driver_under_mpirun_is_told_once_with_exit_code_2(tmp_path: Path) -> None:
-    """A driver that does not catch BadInput is no reason for tracebacks."""
+def test_bad_input_of_a_driver_under_mpirun_is_printed_once_with_exit_code_2(
+    tmp_path: Path,
+) -> None:
+    """Without a traceback, although the driver does not catch BadInput."""
     (tmp_path / "driver.py").write_text("import train\ntrain.config.topology='rign'\ntrain.main()")
     ended = launch.python("driver.py", processes=2, cwd=tmp_path)
     assert ended.returncode == 2
-    assert re.fullmatch(r'error: topology "rign" is unknown; choose from .*', said(ended.stderr))
+    assert re.fullmatch(r"error: .*rign.*ring.*", of_program(ended.stderr))
     assert ended.stdout == ""
     assert [file.name for file in tmp_path.iterdir()] == ["driver.py"]
 
@@ -185,8 +199,8 @@ def test_bad_input_of_a_driver_under_mpirun_is_told_once_with_exit_code_2(tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["optimizer=adam"], 'optimizer "adam"'),
-        (["--output-dir", "held"], "held already holds a run"),
+        (["optimizer=adam"], "adam"),
+        (["--output-dir", "held"], "overwrite=true"),
         (["--config", "no.yaml"], "no.yaml"),
         (["task=FashionMNIST", "data_dir=nowhere"], "data_dir=nowhere"),
     ],
@@ -219,13 +233,13 @@ def test_bad_input_of_one_process_ends_with_exit_code_2(
 # TensorBoard is an extra.
 
 
-def test_a_missing_extra_is_refused_before_anything_is_written(
+def test_a_missing_extra_is_an_error_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # the import then fails
     monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
     monkeypatch.setattr(train, "output_dir", str(tmp_path))
-    with pytest.raises(BadInput, match="tensorboard=true needs TensorBoard"):
+    with pytest.raises(BadInput, match="tensorboard=true"):
         train.main([*TINY, "n_workers=2", "tensorboard=true"])
     assert files_below(tmp_path) == {}
 
@@ -278,11 +292,9 @@ def test_a_diverging_run_stops_and_keeps_the_rows_before(tmp_path: Path, optimiz
         processes=2,
     )
     assert ended.returncode not in (0, 2)
-    told = re.findall(
-        r"diverged: worker (\d)'s loss is \S+ at step (\d+) \(epoch 2\)", ended.stderr
-    )
-    assert len(told) == 1, ended.stderr
-    worker, step = map(int, told[0])
+    reported = re.findall(r"worker (\d)\D.* step (\d+) \(epoch 2\)", ended.stderr)
+    assert len(reported) == 1, ended.stderr
+    worker, step = map(int, reported[0])
     steps_per_epoch = 1437 // 2 // 16
     assert worker in (0, 1)
     assert steps_per_epoch < step < 2 * steps_per_epoch

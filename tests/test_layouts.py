@@ -1,4 +1,4 @@
-"""How workers are spread over processes does not show in what they learn."""
+"""The layout of workers over processes does not change what they learn."""
 
 import pytest
 import torch
@@ -34,8 +34,8 @@ def test_eight_workers_in_four_and_eight_processes_are_those_of_one(optimizer: s
     """Bits and messages exactly, parameters to 1e-5 relative, on one thread a process.
 
     All-reduce, which adds in pairs, and D-PSGD agree to the bit. (Methods that round to signs or
-    levels are not continuous: a rounding error may flip a sign. PowerSGD's directions follow what
-    is left, of which rounding is a larger share: 1e-4.)
+    levels are not continuous: a rounding error may flip a sign. PowerSGD's directions follow the
+    residual, of which rounding is a larger fraction: 1e-4.)
     """
     assert torch.get_num_threads() == 1
     who = processes()

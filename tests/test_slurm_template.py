@@ -1,5 +1,5 @@
-"""environment/slurm/train.sbatch: what it makes of a signal, with stand-ins for mpirun and Slurm;
-with the real mpirun; and all of it in a real Slurm where there is one."""
+"""environment/slurm/train.sbatch: its response to a signal, with stand-ins for mpirun and Slurm;
+with the real mpirun; and in a real Slurm where there is one."""
 
 import json
 import os
@@ -110,7 +110,7 @@ def job(tmp_path: Path) -> Job:
     return Job(tmp_path)
 
 
-def test_a_checkpoint_before_the_time_limit_and_again(job: Job) -> None:
+def test_a_job_is_requeued_after_a_checkpoint_before_the_time_limit(job: Job) -> None:
     code, errors = job.signalled("topology=torus", "task_options={hidden_size: 64}")
     assert (code, errors) == (STOPPED, "")
     assert job.requeued() == ["requeue 17"]
@@ -131,10 +131,10 @@ def test_a_checkpoint_before_the_time_limit_and_again(job: Job) -> None:
     [
         ("checkpoint 1", 1, ""),
         ("checkpoint 0", 0, ""),
-        (f"nothing {STOPPED}", STOPPED, "error: the time limit came before a checkpoint; "),
+        (f"nothing {STOPPED}", STOPPED, "error: "),
     ],
 )
-def test_no_requeue_for_what_failed_or_finished_or_came_nowhere(
+def test_a_job_that_failed_or_finished_or_has_no_checkpoint_is_not_requeued(
     job: Job, then: str, code: int, sentence: str
 ) -> None:
     ended, errors = job.signalled(THEN=then)
@@ -159,15 +159,15 @@ def test_a_checkpoint_of_an_earlier_job_is_no_progress(job: Job) -> None:
     time.sleep(0.05)  # later than that by any clock of files
     code, errors = job.signalled(THEN=f"nothing {STOPPED}")
     assert code == STOPPED
-    assert "before a checkpoint" in errors
+    assert errors.startswith("error: ")
     assert job.requeued() == []
 
 
-def test_where_requeueing_is_refused_it_says_how_to_go_on(job: Job) -> None:
+def test_without_requeueing_the_error_has_the_command_that_resumes(job: Job) -> None:
     executable(job.folder / "bin" / "scontrol", "exit 1")
     code, errors = job.signalled()
     assert code == STOPPED
-    assert "go on with: OUTPUT_DIR=output/slurm-17 sbatch" in errors
+    assert "OUTPUT_DIR=output/slurm-17 sbatch" in errors
 
 
 ARRAY = {"SLURM_JOB_ID": "19", "SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "2"}
@@ -196,13 +196,13 @@ def test_a_folder_that_is_given_has_one_for_each_job_of_an_array(job: Job) -> No
 @pytest.mark.parametrize(
     ("variables", "arguments", "sentence"),
     [
-        ({"SLURM_SUBMIT_DIR": "/"}, [], "there is no train.py in /"),
-        ({"SLURM_JOB_ID": ""}, [], "this is no job of Slurm"),
-        ({}, ["--output-dir", "mine"], "--output-dir: the output folder is the job's own"),
-        ({}, ["--suffix=.x"], "--suffix=.x: the output folder is the job's own"),
-        (ARRAY, [], "an array needs a file with a line for each job"),
-        ({**ARRAY, "SETTINGS": "no.txt"}, [], "SETTINGS=no.txt: there is no such file"),
-        ({**ARRAY, "SETTINGS": "train.py", "SLURM_ARRAY_TASK_ID": "99"}, [], "has no line 99"),
+        ({"SLURM_SUBMIT_DIR": "/"}, [], "train.py"),
+        ({"SLURM_JOB_ID": ""}, [], "Slurm"),
+        ({}, ["--output-dir", "mine"], "--output-dir"),
+        ({}, ["--suffix=.x"], "--suffix=.x"),
+        (ARRAY, [], "array"),
+        ({**ARRAY, "SETTINGS": "no.txt"}, [], "SETTINGS=no.txt"),
+        ({**ARRAY, "SETTINGS": "train.py", "SLURM_ARRAY_TASK_ID": "99"}, [], "99"),
     ],
 )
 def test_bad_input_is_one_sentence(
@@ -218,12 +218,12 @@ def test_bad_input_is_one_sentence(
     assert job.requeued() == []
 
 
-def test_without_setup_it_says_so(job: Job) -> None:
+def test_without_setup_the_error_names_it(job: Job) -> None:
     (job.repository / ".venv" / "bin" / "activate").unlink()
     with job.start() as started:
         _, errors = started.communicate(timeout=30)
     assert started.returncode == 2
-    assert "run this first: bash environment/setup.sh" in errors
+    assert "bash environment/setup.sh" in errors
 
 
 # --- The real train.py ----------------------------------------------------------------------------
@@ -235,8 +235,8 @@ def run(epochs: int) -> list[str]:
     return ["task_architecture=MLP", "log_verbosity=0", f"num_epochs={epochs}"]
 
 
-def under_way(output: Path) -> bool:
-    """An epoch is over."""
+def has_rows(output: Path) -> bool:
+    """Whether an epoch is over."""
     rows = output / "metrics.jsonl"
     return rows.exists() and rows.stat().st_size > 0
 
@@ -249,7 +249,7 @@ def last_step(output: Path) -> int:
 
 
 @needs_venv
-def test_mpirun_hands_the_signal_on_and_the_run_goes_on(job: Job, tmp_path: Path) -> None:
+def test_mpirun_passes_the_signal_on_and_the_run_resumes(job: Job, tmp_path: Path) -> None:
     (job.folder / "bin" / "mpirun").unlink()
     output = tmp_path / "output"
     variables = {
@@ -259,11 +259,11 @@ def test_mpirun_hands_the_signal_on_and_the_run_goes_on(job: Job, tmp_path: Path
     }
     with launch.one_mpirun_at_a_time():
         with job.start(*run(epochs=500), **variables) as started:
-            wait_until(lambda: under_way(output), 120)
+            wait_until(lambda: has_rows(output), 120)
             started.send_signal(signal.SIGUSR1)
             _, errors = started.communicate(timeout=120)
         assert started.returncode == STOPPED, errors
-        assert "stopped by SIGUSR1 after step" in errors
+        assert "SIGUSR1" in errors
         assert job.requeued() == ["requeue 17"]
 
         step = last_step(output)
@@ -286,7 +286,7 @@ def cluster() -> Iterator[slurm.Cluster]:
 
 
 @needs_venv
-def test_a_job_of_slurm_is_requeued_and_goes_on(cluster: slurm.Cluster, tmp_path: Path) -> None:
+def test_a_job_of_slurm_is_requeued_and_resumes(cluster: slurm.Cluster, tmp_path: Path) -> None:
     """scancel sends the signal as Slurm does before a time limit, which is a minute at least."""
     output, log = tmp_path / "run", tmp_path / "log"
 
@@ -303,7 +303,7 @@ def test_a_job_of_slurm_is_requeued_and_goes_on(cluster: slurm.Cluster, tmp_path
         )
         assert submitted.returncode == 0, submitted.stderr
         number = submitted.stdout.strip()
-        wait_until(lambda: under_way(output), 120)
+        wait_until(lambda: has_rows(output), 120)
         assert cluster.command("scancel", "--batch", "--signal=USR1", number).returncode == 0
         wait_until(lambda: show("Restarts") == "1" and show("JobState") == "PENDING")
         step = last_step(output)
@@ -314,7 +314,7 @@ def test_a_job_of_slurm_is_requeued_and_goes_on(cluster: slurm.Cluster, tmp_path
         wait_until(lambda: cluster.command(*soon).returncode == 0)
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "DEADLINE")
         wait_until(lambda: show("JobState") in ended, 300)
-    said = log.read_text()
-    assert "stopped by SIGUSR1 after step" in said
-    assert "After 40 epochs" in said, cluster.command("scontrol", "show", "job", number).stdout
+    printed = log.read_text()
+    assert "SIGUSR1" in printed
+    assert "After 40 epochs" in printed, cluster.command("scontrol", "show", "job", number).stdout
     assert last_step(output) > step
