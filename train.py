@@ -51,18 +51,18 @@ class Config:
     """All configuration keys. The trailing comments are the --help text."""
 
     # The run
-    n_workers: int | None = None  # number of workers; null: one for each process
+    n_workers: int | None = None  # number of workers, by default one for each process
     seed: int = 1
     num_epochs: int = 40
-    max_steps_per_epoch: int | None = None  # skip the rest of each epoch; null: skip nothing
-    device: str = "auto"  # auto, cpu, cuda or cuda:INDEX; auto spreads processes over the GPUs
-    cuda_aware: str = "auto"  # give GPU memory to MPI? auto asks the MPI library; on, off
+    max_steps_per_epoch: int | None = None  # skip the rest of each epoch
+    device: str = "auto"  # auto, cpu, cuda or cuda:INDEX (auto spreads processes over GPUs)
+    cuda_aware: str = "auto"  # give GPU memory to MPI: on, off, or auto (ask the library)
     overwrite: bool = False  # delete an existing run in the output folder
     resume: bool = False  # resume the run in the output folder from its last checkpoint
     checkpoint_interval: int = 5  # epochs between checkpoints; the end of a run always has one
-    log_verbosity: int = 1  # 0: only the result; 1: a progress bar; 2: also a line for each epoch
+    log_verbosity: int = 1  # 0 only the result, 1 a progress bar, 2 also a line for each epoch
     tensorboard: bool = False  # write events for TensorBoard beside metrics.jsonl
-    evaluation_interval: int = 1  # epochs between evaluations; the last epoch always has one
+    evaluation_interval: int = 1  # epochs between evaluations (the last epoch always has one)
     evaluate_average_model: bool = True  # evaluate the mean of all workers' models
     evaluate_training_data: bool = False  # also evaluate on all training data, not augmented
     mean_model_statistics: str = "averaged"  # batch norm: averaged, or recalibrated on data
@@ -73,9 +73,9 @@ class Config:
     task_architecture: str = "CNN"
     task_options: dict[str, Any] = field(default_factory=dict)  # such as {normalization: group}
     batch_size: int = 16  # per worker
-    data_dir: str | None = None  # folder with the task's files; null: the usual places
+    data_dir: str | None = None  # folder with the task's files, by default the usual places
     download: bool = True  # download data that are in none of these places
-    reshuffle_data: bool = True  # repartition the data every epoch; false: fixed shards
+    reshuffle_data: bool = True  # repartition the data every epoch (false: fixed shards)
     use_decentralized_data: bool = False  # non-IID: partition the data sorted by label
     decentralized_data_shuffled_ratio: float = 0.0  # fraction of the sorted data shuffled again
     decentralized_data_dirichlet_alpha: float | None = None  # non-IID: labels ~ Dirichlet(alpha)
@@ -88,27 +88,31 @@ class Config:
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
-    weight_decay: float = 0.0001  # not on normalization layers; of adamw: decoupled
-    gradient_clipping: float | None = None  # largest norm of a worker's gradient; null: unlimited
+    weight_decay: float = 0.0001  # not on normalization layers, decoupled for adamw
+    gradient_clipping: float | None = None  # largest norm of a worker's gradient, null: unlimited
     lr_schedule_milestones: list[Any] = field(  # [[epoch, factor], ...]: multiply from then on
         default_factory=lambda: [[30.0, 0.1]]
     )
-    distributed_lr_warmup_epoch: float = 5.0  # length of the linear warm-up; 0: none
+    distributed_lr_warmup_epoch: float = 5.0  # length of the linear warm-up, 0: none
     distributed_lr_warmup_factor: float = 1.0  # the warm-up ends at learning_rate times this
 
     # The method, and its options. Keys optimizer_X default to null: the default of the method
     optimizer: str = "power-gossip"  # gossip: all-reduce, dpsgd, power-gossip, choco, deepsqueeze,
-    #   moniqua; compressed gradients: powersgd, dgc, ddp-powersgd, ddp-batched-powersgd
+    #   moniqua. Compressed gradients: powersgd, dgc, ddp-powersgd, ddp-batched-powersgd
     topology: str = "ring"  # a name, or the path of an edge list or adjacency file
     topology_options: dict[str, Any] = field(default_factory=dict)  # such as {degree: 4}
-    overlapping: bool = True  # gossip while the gradient is computed; false: after the update
+    overlapping: bool = True  # gossip while the gradient is computed (false: after the update)
     local_steps: int = 1  # gossip every k-th step
-    optimizer_diffusion_rate: float | int | str | None = None  # γ (1); auto: best for plain gossip
-    optimizer_rank: int | None = None  # power-gossip, powersgd, hooks, svd (1); top-k: see docs
+    optimizer_diffusion_rate: float | int | str | None = (
+        None  # γ (1), auto: best for plain gossip
+    )
+    optimizer_rank: int | None = None  # power-gossip, powersgd, hooks, svd (1), top-k
     optimizer_num_iterations: int | None = None  # of power iteration per step (2)
     optimizer_warm_start: bool | None = None  # reuse the last step's directions (true)
     optimizer_round_weights: bool | None = None  # round directions to their signs (false)
-    optimizer_compressor: str | None = None  # choco, deepsqueeze (sign-and-norm); see compressors/
+    optimizer_compressor: str | None = (
+        None  # choco, deepsqueeze (sign-and-norm)
+    )
     optimizer_keep_ratio: float | None = None  # fraction of elements sent: top-k, random-k, dgc
     #   (0.01)
     optimizer_levels: int | None = None  # qsgd (4)

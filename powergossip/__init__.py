@@ -1,13 +1,13 @@
 """Decentralized deep learning with compressed communication.
 
-The names below are the public API; they are imported when they are first used, so that
-`import powergossip` costs nothing.
+The names below are the public API. They are imported on first use, so that `import powergossip`
+costs nothing.
 
     GossipOptimizer, PowerSGD, DGC   for a training loop of your own
     Network, ToAll, ToEach, Mean, Gather
                                      workers, and the messages between them
     Layout, Parameters               the flat buffer [worker, D] and its views
-    Trainer                          what train.py runs
+    Trainer                          a training run, as train.py makes it
     algorithms, compressors, topologies, tasks
                                      registries and their classes
 """

@@ -3,8 +3,8 @@
 `step(gradient, mean)` is a conversation (see powergossip.network), as an averaging algorithm's
 step is. `learning.CentralizedSGD` makes a learning rule of an aggregation.
 
-To add one, write its class and its row in `AGGREGATIONS`: train.py and the laws of
-tests/test_centralized.py find it there. A row is called with the network and the layout; its other
+To add one, write its class and its row in `AGGREGATIONS`, where train.py and the laws of
+tests/test_centralized.py find it. A row is called with the network and the layout. Its other
 parameters are its options (see powergossip.options).
 
 Axes: worker (hosted here); D parameters of a worker.
@@ -23,9 +23,9 @@ from powergossip.parameters import Layout
 
 
 class Aggregation(Protocol):
-    """Approximates the mean gradient; the residual of each worker is part of the next step.
+    """Approximates the mean gradient. The residual of each worker is part of the next step.
 
-    owns_momentum  # whether it applies momentum itself; the local optimizer then has none
+    owns_momentum  # whether it applies momentum itself, and the local optimizer has none
     clips          # whether it clips gradients itself
     """
 
@@ -33,11 +33,11 @@ class Aggregation(Protocol):
     clips: ClassVar[bool]
 
     def step(self, gradient: Tensor, mean: Tensor) -> Conversation:
-        """Reduce gradient [worker, D] to its residual; fill mean [worker, D], equal in all."""
+        """Reduce gradient [worker, D] to its residual, and fill mean [worker, D], equal in all."""
         ...
 
     def at_epoch(self, epoch: float) -> None:
-        """Follow schedules; called before each step with the fractional epoch."""
+        """Follow schedules. Called before each step with the fractional epoch."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

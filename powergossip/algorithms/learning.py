@@ -1,13 +1,13 @@
 """Learning rules: how workers combine local updates with communication.
 
-A step of a rule is `start()`, the computation of the gradients, and `finish()`:
+A step of a rule consists of `start()`, the gradients, and `finish()`:
 
     rule.start()                   the first messages are sent; parameters.grad is cleared
     ... add to parameters.grad     messages are in flight
     rule.finish()                  receive, mix, update parameters.x
 
-DPSGD averages models. CentralizedSGD applies one mean of compressed gradients in all workers;
-`ddp.DDPHook` does so with PyTorch's hooks. Gradient aggregations, its building blocks, are in
+DPSGD averages models. CentralizedSGD applies one mean of compressed gradients in all workers, as
+`ddp.DDPHook` does with PyTorch's hooks. Gradient aggregations, its building blocks, are in
 power_sgd.py and dgc.py.
 
 Axes: worker (hosted here); D parameters of a worker.
@@ -36,11 +36,11 @@ class Learning(Protocol):
         ...
 
     def finish(self) -> None:
-        """Complete the step with the gradients in `parameters.grad`; changes `parameters.x`."""
+        """Complete the step with the gradients in `parameters.grad`. Changes `parameters.x`."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on; tensors are [worker, ...]."""
+        """Everything that the next step depends on. Tensors are [worker, ...]."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -107,7 +107,7 @@ class DPSGD:
         self._exchange: Exchange | None = None  # of this step, in flight
 
     def start(self) -> None:
-        """Send the first messages of x_t, if this step gossips and overlaps; g ← 0."""
+        """Send the first messages of x_t, if this step gossips and overlaps. g ← 0."""
         self._steps += 1
         if self._overlapping and self._gossips():
             self._exchange = self._network.start(self._averaging.step(self._x))
@@ -127,7 +127,7 @@ class DPSGD:
         return self._steps % self._local_steps == 0
 
     def state_dict(self) -> dict[str, Any]:
-        """steps: number of steps; averaging: the state of the averaging algorithm."""
+        """The number of steps and the state of the averaging algorithm."""
         return {"steps": self._steps, "averaging": self._averaging.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -143,8 +143,8 @@ class CentralizedSGD:
     backward pass adds to it: error feedback costs no time.
 
     update                the step of a local optimizer over `parameters.x`
-    weight_decay, clip    of a worker's own gradient g_i, before e_i is added; see Correction
-    num_batches_per_step  g_i is the mean over this number of batches; nothing is sent in between
+    weight_decay, clip    of a worker's own gradient g_i, before e_i is added (see Correction)
+    num_batches_per_step  g_i is the mean over this number of batches. Nothing is sent in between.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class CentralizedSGD:
             self._gradient.zero_()
 
     def finish(self) -> None:
-        """Aggregate and update after the last batch of a step; otherwise only count the batch."""
+        """Aggregate and update after the last batch of a step. Otherwise only count the batch."""
         g = self._gradient
         self._batches = (self._batches + 1) % self._num_batches
         if self._batches:

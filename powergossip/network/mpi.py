@@ -61,12 +61,6 @@ class Processes:
             if text is not None:
                 raise BadInput(text)
 
-    def agree(self, action: Callable[[], T]) -> T:
-        """Return `action()`, run as the block of `agreed`."""
-        with self.agreed():
-            result = action()
-        return result
-
     def one_by_one(self, action: Callable[[], T]) -> T:
         """Return `action()`, run first in one process of each host, then in the others (downloads).
 

@@ -52,8 +52,8 @@ class Network:
     concurrently. The first axis of every tensor is then [copy · worker], one row for each hosted
     worker of each copy.
 
-    `measure("communication")` is the context in which messages are posted and waited for. Entry
-    points install a clock there.
+    `measure("communication")`, such as a clock, is the context in which messages are posted and
+    waited for.
 
     `stage` selects staging through (pinned) host memory for messages between processes. None
     selects it where tensors are on a GPU and MPI is not CUDA-aware.
@@ -68,6 +68,7 @@ class Network:
         device: torch.device | None = None,
         stage: bool | None = None,
         copies: int = 1,
+        measure: Callable[[str], AbstractContextManager[Any]] | None = None,
     ):
         self.processes = processes or mpi.processes()
         self.device = device or torch.device("cpu")
@@ -87,7 +88,7 @@ class Network:
         self.copies = copies
         self.rows = copies * self.hosted
         self.round = 0
-        self.measure: Callable[[str], AbstractContextManager[Any]] = lambda phase: nullcontext()
+        self.measure = measure or (lambda phase: nullcontext())
 
         self.edges = [Edges(r, self.workers, copies) for r in topology.rounds]
         self.rounds = [

@@ -1,1 +1,9 @@
-"""How train.py trains: settings, local optimizers, evaluation."""
+"""Training runs: the Trainer, settings, local optimizers, evaluation, measurements.
+
+trainer.py            Trainer: a training run from a checked configuration
+settings.py           accepted values of the keys, and options of the chosen method
+resuming.py           conditions for resuming a run
+local_optimizers.py   SGD and AdamW over the flat buffer, learning rate schedule
+evaluation.py         metrics of the workers' models and of their mean
+measurements.py       rows for the hooks, divergence
+"""

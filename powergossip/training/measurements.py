@@ -14,7 +14,7 @@ class Diverged(Stopped):
 
 
 def check_finite(worker: int, name: str, value: float, step: int, epoch: int) -> None:
-    """Raise Diverged for a value that is infinite or NaN; epoch counts from 1."""
+    """Raise Diverged for a value that is infinite or NaN. `epoch` counts from 1."""
     if not math.isfinite(value):
         raise Diverged(
             f"diverged: worker {worker}'s {name} is {value} at step {step} "
@@ -28,7 +28,7 @@ def _ignore(*arguments: Any) -> None:
 
 @dataclass(frozen=True)
 class Hooks:
-    """The functions that receive a run's measurements; called on process 0 only.
+    """The functions that receive a run's measurements. They are called on process 0 only.
 
     log_metric   # (name, values, tags)
     log_info     # (facts)

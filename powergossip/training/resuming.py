@@ -1,4 +1,4 @@
-"""Which runs may be resumed: those with the same configuration, but for a few keys."""
+"""Conditions for resuming a run: the same configuration, apart from a few keys."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +25,7 @@ FREE_TO_CHANGE = (
 
 
 def check_same_run_without_checkpoint(folder: Path, config: Any) -> None:
-    """Raise ValueError if the folder holds another run, whose rows would be lost."""
+    """Raise ValueError if the folder holds another run. Its rows would be lost."""
     file = folder / "config.yaml"
     if file.exists():
         saved = OmegaConf.to_container(OmegaConf.load(file))

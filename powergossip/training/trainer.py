@@ -36,7 +36,7 @@ class Trainer:
     config      # as `settings.checked` returns it
     hooks       # receive rows and facts, on process 0
     resume_from # output folder of a run to resume from its last checkpoint, if it has one
-    task        # data and models; None: those of the configuration
+    task        # data and models, by default those of the configuration
 
     Raises BadInput, in all processes, for impossible values, missing data, or a run to resume that
     had another configuration or model.
@@ -59,8 +59,7 @@ class Trainer:
             )
             self.device = choose_device(c.device, processes.local_rank)
             stage = {"on": False, "off": True, "auto": None}[c.cuda_aware]
-            self.network = Network(self.topology, processes, self.device, stage)
-            self.network.measure = self.clock
+            self.network = Network(self.topology, processes, self.device, stage, measure=self.clock)
             self._check_method()
         self.task = task or processes.one_by_one(self._make_task)
         self.steps_per_epoch = min(
@@ -193,7 +192,7 @@ class Trainer:
                 raise ValueError(f'spectrum_logging_params: no parameter "{name}" among {names}')
 
     def diffusion_rate(self) -> float | None:
-        """γ as configured, or the best for plain gossip on this topology; None without gossip."""
+        """γ as configured, or the best for plain gossip on this topology. None without gossip."""
         rate = self.config.get("optimizer_diffusion_rate")
         if rate == "auto":
             return self.topology.best_diffusion_rate
@@ -225,12 +224,12 @@ class Trainer:
         checkpoints: Checkpoints | None = None,
         metrics_offset: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Train the remaining epochs; each is followed by its rows.
+        """Train the remaining epochs. Each is followed by its rows.
 
-        checkpoints     # where to save; None: nowhere
+        checkpoints     # where to save, or None
         metrics_offset  # bytes of metrics.jsonl on the disk, saved with a checkpoint on process 0
 
-        Raises Diverged in the process that sees it; Interrupted in all after a signal.
+        Raises Diverged in the process that sees it, and Interrupted in all after a signal.
         """
         c, steps = self.config, self.steps_per_epoch
         self._started = time.perf_counter() - self._seconds
@@ -256,10 +255,10 @@ class Trainer:
                     save((epoch + 1, 0, {}), score)
 
     def train_step(self, epoch: int, step: int) -> dict[str, Tensor]:
-        """One step of all hosted workers; returns the batches' metrics, each [worker]."""
+        """Train one step of all hosted workers. Returns the batches' metrics, each [worker]."""
         self.local.rate = learning_rate(self.config, epoch + (step + 1) / self.steps_per_epoch)
         self._at_epoch(epoch + step / self.steps_per_epoch)
-        # The phase has compression and mixing; the phases within it count for themselves.
+        # The phase has compression and mixing. The phases within it count for themselves.
         with self.clock("averaging"):
             self.rule.start()
             metrics = self.gradient(epoch, step)
@@ -268,12 +267,12 @@ class Trainer:
         return metrics
 
     def _train_step(self, epoch: int, step: int, sums: dict[str, Tensor]) -> None:
-        """One step; adds the batches' metrics to their sums."""
+        """Train one step and add the batches' metrics to their sums."""
         for name, values in self.train_step(epoch, step).items():
             sums[name] = sums[name] + values if name in sums else values
 
     def gradient(self, epoch: int, step: int) -> dict[str, Tensor]:
-        """Add the hosted workers' gradients to parameters.grad; metrics, each [worker]."""
+        """Add the hosted workers' gradients to parameters.grad. Returns metrics, each [worker]."""
         collected: dict[str, list[Tensor]] = {}
         for worker, model in zip(self.network.workers, self.parameters.models, strict=True):
             try:
@@ -299,7 +298,7 @@ class Trainer:
         return metrics
 
     def _end_epoch(self, epoch: int, sums: Mapping[str, Tensor], bar: tqdm) -> float | None:
-        """Log the rows at the end of an epoch; returns the score, if there was an evaluation."""
+        """Log the rows at the end of an epoch. Returns the score, if there was an evaluation."""
         c, score = self.config, None
         if epoch % c.evaluation_interval == 0 or epoch == c.num_epochs:
             with self.clock("evaluation"):
@@ -375,7 +374,7 @@ class Trainer:
                 )
 
     def state_dict(self, position: Position) -> dict[str, Any]:
-        """Everything that the next step depends on; tensors are [worker, ...]."""
+        """Everything that the next step depends on. Tensors are [worker, ...]."""
         parameters, (epoch, step, sums) = self.parameters, position
         integer_buffers = [_integer_buffers(model) for model in parameters.models]
         return {
