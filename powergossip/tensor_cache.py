@@ -13,7 +13,8 @@ class TensorCache(Generic[V]):
     """Values derived from the memory of tensors: views of it, or message transports.
 
     A value is kept for an *owner*, the tensor that is not a view of another one, and the geometry
-    of a view: address, shape, strides and type. The expression `x[:, :100]` therefore finds the
+    of a view: address, shape and strides. (A view of another dtype is an owner of its own, as
+    PyTorch does not record its base.) The expression `x[:, :100]` therefore finds the
     same value every time, although it creates a new tensor object. The value is released when the
     owner and all its views are gone.
 
@@ -37,7 +38,7 @@ class TensorCache(Generic[V]):
         known = self._owners.get(id(owner))
         if known is None or known[0]() is not owner:
             known = self._owners[id(owner)] = self._reference(owner), {}
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, *key)
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), *key)
         values = known[1]
         if place not in values:
             values[place] = make(tensor.detach())
