@@ -34,6 +34,7 @@ autodoc_inherit_docstrings = False  # an undocumented override of torch's would 
 autodoc_member_order = "bysource"
 python_maximum_signature_line_length = 100
 toc_object_entries_show_parents = "hide"
+smartquotes = False  # two dashes begin an option
 highlight_language = "none"  # of blocks that name no language: formulas, commands, columns
 
 html_theme = "pydata_sphinx_theme"

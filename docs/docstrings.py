@@ -8,7 +8,7 @@ import re
 from itertools import groupby
 from typing import Any
 
-_COLUMNS = re.compile(r"\S {3,}\S")
+_COLUMNS = re.compile(r"\S {2,}\S")
 _ITEM = re.compile(r"(?:[-*]|\d+\.) ")
 _CODE = re.compile(r"(``.+?``|`[^`]+`)")
 _EMPHASIS = re.compile(r"(?<![\w*])(\*{1,2})(?=\w)[^*]+(?<=[\w.!?)\]])\1(?![\w*])")
