@@ -103,16 +103,12 @@ class Config:
     topology_options: dict[str, Any] = field(default_factory=dict)  # such as {degree: 4}
     overlapping: bool = True  # gossip while the gradient is computed (false: after the update)
     local_steps: int = 1  # gossip every k-th step
-    optimizer_diffusion_rate: float | int | str | None = (
-        None  # γ (1), auto: best for plain gossip
-    )
+    optimizer_diffusion_rate: float | int | str | None = None  # γ (1), auto: best for plain gossip
     optimizer_rank: int | None = None  # power-gossip, powersgd, hooks, svd (1), top-k
     optimizer_num_iterations: int | None = None  # of power iteration per step (2)
     optimizer_warm_start: bool | None = None  # reuse the last step's directions (true)
     optimizer_round_weights: bool | None = None  # round directions to their signs (false)
-    optimizer_compressor: str | None = (
-        None  # choco, deepsqueeze (sign-and-norm)
-    )
+    optimizer_compressor: str | None = None  # choco, deepsqueeze (sign-and-norm)
     optimizer_keep_ratio: float | None = None  # fraction of elements sent: top-k, random-k, dgc
     #   (0.01)
     optimizer_levels: int | None = None  # qsgd (4)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 
@@ -36,14 +37,18 @@ def require(config: Any, key: str, ok: Callable[[Any], bool], accepted: str) -> 
     check(key, config[key], ok(config[key]), accepted)
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real)
+
+
 def is_finite(value: object) -> bool:
     """Return whether the value is a number, and neither infinite nor NaN."""
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, Real) and math.isfinite(value)
 
 
 def at_least(name: str, value: Any, minimum: float) -> None:
     """Raise BadValue unless value ≥ minimum."""
-    check(name, value, isinstance(value, int | float) and value >= minimum, f"{minimum} or more")
+    check(name, value, _is_number(value) and value >= minimum, f"{minimum} or more")
 
 
 def at_least_one(name: str, value: Any) -> None:
@@ -63,7 +68,7 @@ def positive(name: str, value: Any) -> None:
 
 def between(name: str, value: Any, minimum: float, maximum: float) -> None:
     """Raise BadValue unless minimum ≤ value ≤ maximum."""
-    ok = isinstance(value, int | float) and minimum <= value <= maximum
+    ok = _is_number(value) and minimum <= value <= maximum
     check(name, value, ok, f"a number from {minimum} to {maximum}")
 
 
@@ -74,7 +79,7 @@ def fraction(name: str, value: Any) -> None:
 
 def below_one(name: str, value: Any) -> None:
     """Raise BadValue unless 0 ≤ value < 1."""
-    ok = isinstance(value, int | float) and 0 <= value < 1
+    ok = _is_number(value) and 0 <= value < 1
     check(name, value, ok, "a number from 0 to below 1")
 
 

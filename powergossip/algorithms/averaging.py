@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from powergossip import checks
 from powergossip.network import Conversation, Network
 
 Rate = float | Tensor  # one value, or one for each hosted worker: [worker]
@@ -45,6 +46,5 @@ def column(network: Network, name: str, value: Rate) -> Tensor:
     """One value, or one for each hosted worker, as [worker, 1]. ValueError unless above 0."""
     values = torch.as_tensor(value, dtype=torch.float32, device=network.device).reshape(-1, 1)
     for element in values.flatten().tolist():
-        if not 0 < element < float("inf"):
-            raise ValueError(f"{name}={element:g}: use a number above 0")
+        checks.check(name, f"{element:g}", 0 < element < float("inf"), "a number above 0")
     return values.expand(network.rows, 1)
