@@ -15,9 +15,10 @@ gossip_step := python benchmarks/gossip_step.py
 
 # Tests: first all for one process, on all cores; then those for several, under one mpirun each.
 process_counts := 2 3 4 8
+pytest_on_all_cores := python -m pytest -n auto --maxprocesses 8 --dist worksteal
 test_environment := export OMP_NUM_THREADS=1; { [ -t 1 ] || export PY_COLORS=0; }
 run_tests = $(activate) && $(test_environment) && failed= && \
-	{ python -m pytest -n auto --maxprocesses 8 --dist worksteal -m '$(1)' || failed=1; } && \
+	{ $(pytest_on_all_cores) -m '$(1)' || failed=1; } && \
 	for n in $(process_counts); do \
 		echo "── $$n MPI processes ──"; \
 		mpirun -np $$n python -m pytest -q -m '$(1)' || failed="$$failed $$n"; \
@@ -36,8 +37,8 @@ train: setup ## train with eight MPI processes; NP=4, ARGS="key=value …"
 test: setup ## the tests, in minutes: laws, programs, and 2, 3, 4 and 8 MPI processes
 	@$(call run_tests,parallel[match] and not slow)
 
-test-quick: setup ## laws of every registry, one process, no programs: while you work
-	@$(activate) && $(test_environment) && python -m pytest --quick -m 'parallel[match]'
+test-quick: setup ## laws of every registry, no MPI processes, no programs: while you work
+	@$(activate) && $(test_environment) && $(pytest_on_all_cores) --quick -m 'parallel[match]'
 
 test-all: setup ## all tests, also every case of the long tables: before a release
 	@$(call run_tests,parallel[match])
