@@ -811,7 +811,7 @@ def test_a_row_that_takes_all_options_in_one_object(monkeypatch: pytest.MonkeyPa
 def test_options_without_a_type_accept_every_value(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
 
-    def build(network: Network, layout: Layout, *, gain=1.0, kind: Any = None) -> Any:  # type: ignore[no-untyped-def]
+    def build(network: Network, layout: Layout, *, gain=1.0, kind: Any = None) -> Any:
         found.append((gain, kind))
         return algorithms.PlainGossip(network)
 

@@ -412,7 +412,11 @@ def test_the_final_error_decides_and_not_the_smallest(tmp_path: Path) -> None:
     """A setting whose error dips and then grows loses to one with a smaller final error; one that
     has diverged loses to both, however small its last error was."""
     log = MetricsLog(tmp_path / FILE, fresh=True)
-    errors = {"dips": [100, 0.001, 9], "steady": [100, 50, 8], "diverges": [100, 1e-6]}
+    errors: dict[str, list[float]] = {
+        "dips": [100, 0.001, 9],
+        "steady": [100, 50, 8],
+        "diverges": [100, 1e-6],
+    }
     for rate, values_of_rate in errors.items():
         tags = {"algorithm": "signs", "diffusion_rate": rate}
         for step, error in enumerate(values_of_rate):
