@@ -241,7 +241,7 @@ class Network:
                 transport = self._transports.get(
                     message.tensor,
                     lambda tensor: self._make_transport(kind, tensor, index),
-                    kind,
+                    kind.__name__,
                     index,
                     spare,
                 )
