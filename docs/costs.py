@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ Step = Callable[[torch.Tensor], Conversation]
 Build = Callable[[Network, Layout], Step]
 
 
-def _averaging(name: str, **options: object) -> Build:
+def _averaging(name: str, **options: Any) -> Build:
     return lambda network, layout: algorithms.make(name, network, layout, **options).step
 
 

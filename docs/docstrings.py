@@ -36,7 +36,7 @@ def _parts(block: str) -> list[tuple[bool, str]]:
         return [(False, "\n\n".join(items))]
     if _is_table(lines):
         return [(True, block)]
-    found = []
+    found: list[tuple[bool, str]] = []
     for indented, group in groupby(lines, key=lambda line: line.startswith("  ")):
         part = "\n".join(group)
         if indented and found and _SOURCE.search(part):

@@ -49,12 +49,16 @@ def _make(name: str) -> Topology:
     return topologies.make(name, OWN_SIZE.get(name, WORKERS))
 
 
+def _circle(workers: range) -> dict[int, np.ndarray]:
+    graph: nx.Graph[int] = nx.empty_graph(workers)
+    return dict(nx.circular_layout(graph))
+
+
 def _positions(topology: Topology) -> dict[int, np.ndarray]:
     """worker → point: on a circle, or where the graph has a usual shape, in that."""
     name, n = topology.name, topology.n_workers
     if name == "star":
-        around = nx.circular_layout(range(1, n))
-        return {0: np.zeros(2), **around}
+        return {0: np.zeros(2), **_circle(range(1, n))}
     if name == "chain":
         # In rows, forth and back.
         side = int(np.ceil(np.sqrt(n)))
@@ -78,13 +82,13 @@ def _positions(topology: Topology) -> dict[int, np.ndarray]:
             for i in range(n)
         }
     if name in ("hypercube", "social-network", "random-regular"):
-        graph = nx.Graph(map(tuple, topology.edges.tolist()))
+        graph: "nx.Graph[int]" = nx.Graph(map(tuple, topology.edges.tolist()))
         return dict(nx.kamada_kawai_layout(graph))
-    return dict(nx.circular_layout(range(n)))
+    return _circle(range(n))
 
 
 def _draw(axes: Axes, round_: Round, positions: dict[int, np.ndarray], title: str) -> None:
-    graph = nx.DiGraph()
+    graph: nx.DiGraph[int] = nx.DiGraph()
     graph.add_nodes_from(range(round_.n_workers))
     receivers, senders = round_.weights.nonzero()
     graph.add_edges_from(zip(senders.tolist(), receivers.tolist(), strict=True))
