@@ -82,7 +82,7 @@ def _positions(topology: Topology) -> dict[int, np.ndarray]:
             for i in range(n)
         }
     if name in ("hypercube", "social-network", "random-regular"):
-        graph: "nx.Graph[int]" = nx.Graph(map(tuple, topology.edges.tolist()))
+        graph: nx.Graph[int] = nx.Graph(map(tuple, topology.edges.tolist()))
         return dict(nx.kamada_kawai_layout(graph))
     return _circle(range(n))
 
