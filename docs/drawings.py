@@ -19,7 +19,7 @@ WORKERS = 16
 OWN_SIZE = {"social-network": 32}  # a data set: its number of workers is fixed
 UNDIRECTED = list(topologies.UNDIRECTED)
 DIRECTED = ["unidirectional-ring", "exponential"]
-TIME_VARYING = {  # the sizes whose rounds are drawn
+TIME_VARYING = {  # number of workers in the drawing
     "one-peer-exponential": 8,
     "base-graph": 6,
     "random-matching": 8,
@@ -82,7 +82,7 @@ def _positions(topology: Topology) -> dict[int, np.ndarray]:
             for i in range(n)
         }
     if name in ("hypercube", "social-network", "random-regular"):
-        graph: "nx.Graph[int]" = nx.Graph(map(tuple, topology.edges.tolist()))
+        graph: nx.Graph[int] = nx.Graph(map(tuple, topology.edges.tolist()))
         return dict(nx.kamada_kawai_layout(graph))
     return _circle(range(n))
 
