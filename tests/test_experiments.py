@@ -380,10 +380,14 @@ def test_configurations_are_accepted(name: str) -> None:
         module = {"train": train, "gossip_run": gossip_run}[run.entry]
         config = OmegaConf.structured(module.Config)
         keys = run.command[run.command.index(str(runner.ROOT / f"{run.entry}.py")) + 1 :]
-        configuration.read_command_line(config, keys, "")
-        who = Processes()
-        who.size = run.processes
-        module.checked(config, who)
+        given = configuration.read_command_line(config, keys, "").given
+        processes = Processes()
+        processes.size = run.processes
+        if module is train:
+            explicit = [key for key, source in given.items() if source.explicit]
+            train.checked(config, processes, explicit)
+        else:
+            gossip_run.checked(config, processes)
     assert len({run.identity for run in first}) == len(first)
 
 
@@ -420,11 +424,11 @@ SMALL = {
 
 
 def test_a_table_of_the_paper_from_the_runs_on(tmp_path: Path) -> None:
-    """What a method has no use for is not shown as its setting."""
+    """A key that a method lacks is not shown as its setting."""
     common = {**SMALL, "learning_rate": 0.1, "optimizer_diffusion_rate": 0.75}
     values = {
-        method: {**common, "optimizer": optimizer}
-        for method, optimizer in {"all-reduce": "all-reduce", "D-PSGD": "dpsgd"}.items()
+        "all-reduce": {**common, "optimizer": "all-reduce", "optimizer_diffusion_rate": None},
+        "D-PSGD": {**common, "optimizer": "dpsgd"},
     }
     experiment = papers._experiment("a table", values, (1, 2), "accuracy")
     folder = Folder("paper", tmp_path)
@@ -573,7 +577,7 @@ def test_learning_from_the_first_run_to_the_table(
         assert run.values["optimizer_diffusion_rate"] == 0.5  # the other diverges
         assert run.values["num_epochs"] == 4
     text = experiment.report(folder.results, tmp_path)
-    assert text.startswith("How well.\n\nMean ± standard deviation of 2 seeds; the same")
+    assert text.startswith("How well.\n\nMean ± standard deviation of 2 seeds")
     (line,) = [t.split("|") for t in text.splitlines() if t.startswith("| D-PSGD")]
     assert line[1].strip() == "D-PSGD"
     mean, deviation = map(float, line[2].replace("%", "").split("±"))
