@@ -68,7 +68,7 @@ def inline_equation(translator: HTML5Translator, node: nodes.math) -> None:
 
 
 def displayed_equation(translator: HTML5Translator, node: nodes.math_block) -> None:
-    """As `inline_equation`, centered on lines of its own."""
+    """Like `inline_equation`, centered on lines of its own."""
     translator.body.append(
         translator.starttag(node, "div", "", CLASS="math display")
         + translator.encode(node.astext())

@@ -145,9 +145,9 @@ class Folder:
 
         took = f"{seconds / 3600:.1f} hours" if seconds >= 3600 else f"{seconds / 60:.1f} minutes"
         return (
-            f"{len(done)} runs, {took} in total; Python {all_of('python')}, "
-            f"torch {all_of('torch')}; {all_of('cores')} cores, {all_of('processor')}; "
-            f"{all_of('date')}; commit {all_of('commit')}."
+            f"{len(done)} runs, {took} in total, Python {all_of('python')}, "
+            f"torch {all_of('torch')}, {all_of('cores')} cores, {all_of('processor')}, "
+            f"{all_of('date')}, commit {all_of('commit')}."
         )
 
     def runs(self, experiment: Experiment) -> Iterator[list[Run]]:

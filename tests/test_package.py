@@ -32,7 +32,16 @@ TOP_LEVEL = {"algorithms", "compressors", "gossip_run", "topologies", "train"}
 # --- Imports --------------------------------------------------------------------------------------
 
 # Below each part of the package: the parts that it may import, besides itself.
-BASE = {"checks", "errors", "options", "parameters", "presets", "randomness"}
+BASE = {
+    "checks",
+    "errors",
+    "options",
+    "parameters",
+    "presets",
+    "randomness",
+    "tensor_cache",
+    "trees",
+}
 NETWORK = BASE | {"topologies"}
 ALGORITHMS = NETWORK | {"compressors", "network"}
 RUNS = ALGORITHMS | {"algorithms"}
