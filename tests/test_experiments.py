@@ -459,6 +459,7 @@ def test_consensus_from_the_run_to_the_table(tmp_path: Path) -> None:
     assert "power_gossip" in (tmp_path / "low-rank.svg").read_text()
 
 
+@pytest.mark.slow
 def test_spectra_from_the_runs_to_the_table(tmp_path: Path) -> None:
     values = {"D-PSGD": SMALL | {"optimizer": "dpsgd"}, "PowerGossip": SMALL}
     names = ("hidden1.weight", "hidden2.weight")
@@ -474,6 +475,7 @@ def test_spectra_from_the_runs_to_the_table(tmp_path: Path) -> None:
     assert "epoch 2" in (tmp_path / "figure.svg").read_text()
 
 
+@pytest.mark.slow
 def test_moniquas_grid_from_the_runs_to_the_table(tmp_path: Path) -> None:
     values = SMALL | {"optimizer": "moniqua"}
     experiment = moniqua_tuning._experiment("which", values, (0.25, 1e-9), (0.1, 1e9))
@@ -536,6 +538,7 @@ def test_every_method_has_the_same_grid() -> None:
         assert tried == {(rate, gamma) for rate in (0.05, 0.1) for gamma in gammas}
 
 
+@pytest.mark.slow
 def test_compressed_gradients_from_the_runs_to_the_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

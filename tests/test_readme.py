@@ -59,9 +59,12 @@ def test_every_python_block_is_tested() -> None:
 
 
 def run(command: str, *more: str, cwd: Path = launch.ROOT) -> subprocess.CompletedProcess[str]:
-    words = shlex.split(command)
-    words[words.index("python")] = sys.executable
-    words = [str(launch.ROOT / word) if word.endswith(".py") else word for word in words]
+    words = [
+        str(launch.ROOT / word) if word.endswith(".py") else word for word in shlex.split(command)
+    ]
+    place = words.index("python")
+    # A script may run in a fork, which starts fast.
+    words[place : place + 1] = [sys.executable] if "-m" in words else launch.stand_in()
     with launch.one_mpirun_at_a_time() if words[0] == "mpirun" else nullcontext():
         return subprocess.run(
             [*words, *more],
