@@ -135,6 +135,8 @@ class _Here:
                     code = process.wait()
         except _CannotRun as error:
             return _failed(job, str(error))
+        if code and self._leaving:  # mpirun may report another code for the signal
+            return 128 + STOP
         return code if code >= 0 else 128 - code
 
     @contextmanager

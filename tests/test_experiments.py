@@ -86,7 +86,7 @@ def test_every_run_once(folder: Folder) -> None:
     assert [value(folder, run) for run in [*runs, twin]] == [0, 1, 2, 0]
     assert [starts(folder, run) for run in runs] == [1, 1, 1]
     assert folder.state(twin) == "done"
-    assert "4 runs, 0.0 minutes in total; Python 3" in folder.provenance(
+    assert "4 runs, 0.0 minutes in total, Python 3" in folder.provenance(
         asked(*runs, twin, Run("train", {"value": 7}))
     )
     assert (folder.of(runs[0]) / "run.json").exists()
