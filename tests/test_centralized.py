@@ -7,9 +7,12 @@ import torch
 from omegaconf import OmegaConf
 
 import train
+from powergossip import topologies
 from powergossip.algorithms.aggregation import AGGREGATIONS
 from powergossip.algorithms.ddp import HOOKS
-from powergossip.network import Processes
+from powergossip.algorithms.learning import CentralizedSGD
+from powergossip.network import Network, Processes
+from powergossip.parameters import Parameters
 from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
 
@@ -141,3 +144,37 @@ def test_clipping_concerns_the_new_gradient_only() -> None:
 def test_bad_input_names_the_key(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Trainer(checked(configured(**changes), Processes()), Processes())
+
+
+def test_the_residual_is_whole_in_a_step_of_several_batches() -> None:
+    """What an aggregation leaves is added once, beside the mean of the batches."""
+
+    class KeepsAll:
+        owns_momentum = clips = False
+
+        def __init__(self) -> None:
+            self.seen: list[torch.Tensor] = []
+
+        def at_epoch(self, epoch: float) -> None:
+            pass
+
+        def step(self, gradient: torch.Tensor, mean: torch.Tensor) -> Any:
+            self.seen.append(gradient.clone())
+            mean.zero_()
+            yield from ()
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: Any) -> None:
+            pass
+
+    network = Network(topologies.make("ring", 2), Processes())
+    parameters = Parameters([torch.nn.Linear(2, 1, bias=False) for _ in range(2)])
+    keeps: Any = KeepsAll()
+    rule = CentralizedSGD(network, keeps, parameters, lambda gradient: None, num_batches_per_step=2)
+    for batch in (1.0, 3.0, 10.0, 20.0):
+        rule.start()
+        parameters.grad.add_(batch)
+        rule.finish()
+    assert [seen[0, 0].item() for seen in keeps.seen] == [2.0, 2.0 + 15.0]

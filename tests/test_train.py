@@ -692,3 +692,40 @@ def test_two_processes_with_two_workers_each_equal_one_with_four(tmp_path: Path)
     np.testing.assert_allclose(kept["value"], wanted["value"], rtol=1e-4, atol=1e-6)
     accuracy = kept["name"] == "accuracy"
     np.testing.assert_allclose(kept[accuracy]["value"], wanted[accuracy]["value"], atol=1e-4)
+
+
+# Measurements of the models.
+
+
+def test_plain_gossip_would_send_in_every_third_step_only() -> None:
+    run, rows = trained(local_steps=3, optimizer="dpsgd", batch_size=50)
+    assert run.step == 7
+    D = run.parameters.x.shape[1]
+    assert value(rows, "uncompressed_gossip_bits") == 2 * 2 * 32 * D
+
+
+def test_running_statistics_are_averaged_and_part_of_the_full_state() -> None:
+    run, rows = trained(task_architecture="ResNet20", n_workers=2, batch_size=300)
+    x, buffers = run.parameters.x, run.parameters.buffers
+    torch.testing.assert_close(run.evaluation.mean_model.buffers[0], buffers.mean(0))
+    assert not torch.equal(buffers[0], buffers[1])
+    squares = [(t - t.mean(0)).double().square().sum(1).mean().item() for t in (x, buffers)]
+    found = value(rows, "consensus_distance", type="full_state_vector")
+    assert found == pytest.approx(math.sqrt(sum(squares)), rel=1e-4)
+    of_parameters = value(rows, "consensus_distance", type="params_only")
+    assert of_parameters == pytest.approx(math.sqrt(squares[0]), rel=1e-4)
+
+
+def test_dropout_is_drawn_for_each_step() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 10))
+
+    run = fed(Fed(1, model), 0)
+    gradients = []
+    for step in (0, 1, 0):
+        run.step = step
+        run.parameters.grad.zero_()
+        run.gradient(0, 0)
+        gradients.append(run.parameters.grad.clone())
+    assert torch.equal(gradients[0], gradients[2])
+    assert not torch.equal(gradients[0], gradients[1])
