@@ -315,3 +315,13 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         r"cifar-100-python.tar.gz; or cifar-100-binary.tar.gz$",
     ):
         load("Cifar100", tmp_path)
+
+
+def test_shifts_of_all_sizes_occur_in_both_directions() -> None:
+    """By −padding … padding: a pixel in row 8 of 17 arrives in rows 4 to 12, and so for columns."""
+    images = torch.zeros(2000, 17, 17, 1)
+    images[:, 8, 8] = 1
+    moved = augmentation.crop_and_flip(images, np.random.default_rng(0), padding=4)
+    _, rows, columns, _ = moved.nonzero().T
+    assert len(rows) == 2000
+    assert set(rows.tolist()) == set(columns.tolist()) == set(range(4, 13))
