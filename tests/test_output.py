@@ -86,3 +86,16 @@ def test_a_tree_keeps_its_shape_and_its_other_leaves() -> None:
     assert doubled["b"]["c"].tolist() == [0.0]
     assert (doubled["b"]["d"], doubled["e"]) == ("text", [1, 2])
     assert tree["a"][0].tolist() == [1.0, 1.0], "unchanged"  # type: ignore[index]
+
+
+def test_a_second_checkpoint_of_a_step_does_not_touch_the_first(tmp_path: Path) -> None:
+    """It has a folder of its own: a process killed while it writes leaves the first."""
+    checkpoints = Checkpoints(tmp_path, Processes())
+    folders = []
+    for value in (1.0, 2.0):
+        checkpoints.save(5, range(1), {"x": torch.full((1, 1), value)}, {})
+        entry = checkpoints.describe()
+        assert entry is not None
+        folders.append(entry["folder"])
+    assert folders[0] != folders[1]
+    assert checkpoints.load(range(1))["x"].item() == 2.0
