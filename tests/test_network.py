@@ -1,8 +1,10 @@
 """Messages arrive where W requires it, in any layout of processes, and are counted once."""
 
 import gc
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -513,3 +515,18 @@ def test_a_message_too_long_for_mpi_is_rejected_in_all_processes() -> None:
 
     with pytest.raises(ValueError, match="message of 2147483648 bytes"):
         network.run(conversation())
+
+
+@pytest.mark.parallel([2])
+def test_one_process_of_a_host_finishes_before_the_others_begin() -> None:
+    """One download serves all."""
+    comm = processes()
+    folder = Path(comm.broadcast(tempfile.mkdtemp() if comm.rank == 0 else ""))
+
+    def action() -> bool:
+        if comm.local_rank == 0:
+            time.sleep(0.3)
+            (folder / "data").touch()
+        return (folder / "data").exists()
+
+    assert comm.one_by_one(action)

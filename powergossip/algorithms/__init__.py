@@ -58,30 +58,22 @@ __all__ = [
 ]
 
 
-def _choco(
-    network: Network,
-    layout: Layout,
-    *,
-    diffusion_rate: Rate = 1.0,
-    compressor: str = "sign-and-norm",
-    seed: int = 0,
-    **compressor_options: Any,
-) -> Averaging:
-    codec = _codec(network, layout, compressor, compressor_options, seed)
-    return ChocoGossip(network, codec, diffusion_rate)
+def _with_codec(kind: type[ChocoGossip | DeepSqueeze]) -> _options.Row:
+    """A row of an algorithm whose messages a compressor makes."""
 
+    def build(
+        network: Network,
+        layout: Layout,
+        *,
+        diffusion_rate: Rate = 1.0,
+        compressor: str = "sign-and-norm",
+        seed: int = 0,
+        **compressor_options: Any,
+    ) -> Averaging:
+        codec = _codec(network, layout, compressor, compressor_options, seed)
+        return kind(network, codec, diffusion_rate)
 
-def _deepsqueeze(
-    network: Network,
-    layout: Layout,
-    *,
-    diffusion_rate: Rate = 1.0,
-    compressor: str = "sign-and-norm",
-    seed: int = 0,
-    **compressor_options: Any,
-) -> Averaging:
-    codec = _codec(network, layout, compressor, compressor_options, seed)
-    return DeepSqueeze(network, codec, diffusion_rate)
+    return build
 
 
 def _codec(
@@ -112,8 +104,8 @@ AVERAGING: dict[str, _options.Row] = {
     "all-reduce": lambda network, layout: AllReduce(network),
     "dpsgd": _dpsgd,
     "power-gossip": PowerGossip,
-    "choco": _choco,
-    "deepsqueeze": _deepsqueeze,
+    "choco": _with_codec(ChocoGossip),
+    "deepsqueeze": _with_codec(DeepSqueeze),
     "moniqua": _moniqua,
 }
 
