@@ -75,6 +75,7 @@ class Config:
     batch_size: int = 16  # per worker
     data_dir: str | None = None  # folder with the task's files, by default the usual places
     download: bool = True  # download data that are in none of these places
+    validation_ratio: float = 0.0  # fraction of the training data held out: rows valid, valid_avg
     reshuffle_data: bool = True  # repartition the data every epoch (false: fixed shards)
     use_decentralized_data: bool = False  # non-IID: partition the data sorted by label
     decentralized_data_shuffled_ratio: float = 0.0  # fraction of the sorted data shuffled again

@@ -47,6 +47,7 @@ def make(
     device: torch.device = CPU,
     dirichlet_alpha: float | None = None,
     task_options: Mapping[str, Any] = {},
+    validation_ratio: float = 0.0,
 ) -> Task:
     """Build the task of this name, with its data loaded onto the device.
 
@@ -63,6 +64,10 @@ def make(
     dirichlet_alpha non-IID: the label proportions of each worker are sampled from Dirichlet(α·1).
                     Small α: few labels per worker. The shards are fixed. None: off.
     task_options    option of this task → value. Options that are left out have their defaults.
+    validation_ratio
+                    fraction of the training data held out as the split "valid", in [0, 1): a
+                    random sample of the images of each label, or the end of the training text. The
+                    same for all workers and seeds, and in no worker's shard.
 
     Text has no labels and keeps its order. Each worker of a language task has a fixed contiguous
     piece: `decentralized` and `reshuffle` have no effect. `dirichlet_alpha` is rejected, and so is
@@ -90,5 +95,6 @@ def make(
             device=device,
             dirichlet_alpha=dirichlet_alpha,
             task_options=dict(task_options),
+            validation_ratio=validation_ratio,
         )
     )

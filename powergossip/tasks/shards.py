@@ -11,6 +11,9 @@ from powergossip.randomness import generator
 from powergossip.tasks.task import Options
 
 
+VALIDATION_SEED = 0  # of the held-out samples, fixed for all runs
+
+
 class Shards:
     """A partition of the samples 0 … n−1 over the workers: each belongs to one worker per epoch.
 
@@ -53,6 +56,40 @@ class Shards:
             return random.permutation(self._bounds[-1])
         pieces = np.split(self._fixed, self._bounds[1:-1])
         return np.concatenate([random.permutation(piece) for piece in pieces])
+
+
+def held_out(labels: Tensor, ratio: float) -> np.ndarray:
+    """Whether a sample is held out for validation: bool [sample].
+
+    A function of labels [sample] and ratio alone, hence the same for all workers and seeds. Each
+    label loses the same fraction of its samples, up to rounding. Raises ValueError as
+    `number_held_out` does.
+    """
+    held = np.zeros(len(labels), dtype=bool)
+    classes, label, available = np.unique(labels.cpu(), return_inverse=True, return_counts=True)
+    size = number_held_out(len(labels), ratio)
+    shuffled = generator(VALIDATION_SEED, "validation").permutation(len(labels))
+    by_label = np.split(
+        shuffled[label[shuffled].argsort(kind="stable")], np.cumsum(available)[:-1]
+    )
+    counts = apportion(size, np.log(available), available)
+    for of_label, count in zip(by_label, counts, strict=True):
+        held[of_label[:count]] = True
+    return held
+
+
+def number_held_out(n_samples: int, ratio: float, least: int = 1) -> int:
+    """Number of samples held out for validation.
+
+    Raises BadValue if the ratio is not in [0, 1), or if it is above 0 and leaves fewer than `least`
+    samples on one of the two sides.
+    """
+    checks.below_one("validation_ratio", ratio)
+    size = round(ratio * n_samples)
+    ok = ratio == 0 or least <= size <= n_samples - least
+    accepted = f"0, or a number that leaves {least} or more of {n_samples} samples on both sides"
+    checks.check("validation_ratio", ratio, ok, accepted)
+    return size
 
 
 def bounds(n: int, n_workers: int) -> np.ndarray:

@@ -87,7 +87,7 @@ def _check_values(c: Any) -> None:
     checks.all_of(
         checks.positive, c, ("learning_rate", "distributed_lr_warmup_factor", "adam_epsilon")
     )
-    checks.all_of(checks.below_one, c, ("adam_beta1", "adam_beta2", "momentum"))
+    checks.all_of(checks.below_one, c, ("adam_beta1", "adam_beta2", "momentum", "validation_ratio"))
     checks.fraction("decentralized_data_shuffled_ratio", c.decentralized_data_shuffled_ratio)
     checks.one_of("mean_model_statistics", c.mean_model_statistics, ("averaged", "recalibrated"))
     checks.one_of("local_optimizer", c.local_optimizer, LOCAL_OPTIMIZERS)

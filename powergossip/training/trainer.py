@@ -104,6 +104,7 @@ class Trainer:
             download=c.download,
             device=self.device,
             task_options=c.task_options,
+            validation_ratio=c.validation_ratio,
         )
 
     def _check_method(self) -> None:
@@ -212,6 +213,7 @@ class Trainer:
             "diffusion_rate": self.diffusion_rate(),
             "parameters": self.parameters.layout.size,
             "steps_per_epoch": self.steps_per_epoch,
+            "samples": dict(self.task.samples),
             "python": platform.python_version(),
             "torch": torch.__version__,
             "topology": self.topology.summary(),
