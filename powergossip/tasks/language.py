@@ -34,6 +34,16 @@ OPTIONS = {
     "num_heads": task_options.COUNT,
     "dropout": task_options.FRACTION,
 }
+DEFAULTS: Mapping[str, Any] = {
+    "task_architecture": "LSTM",
+    "batch_size": 8,
+    "num_epochs": 5,
+    "learning_rate": 10.0,
+    "lr_schedule_milestones": [[4.0, 0.1]],
+    "momentum": 0.0,
+    "weight_decay": 0.0,
+    "gradient_clipping": 0.4,
+}
 N_STREAMS = 64  # parallel streams of a text in evaluation
 NO_WORD = -1  # target without prediction: pads the last stream
 

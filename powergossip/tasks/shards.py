@@ -19,12 +19,16 @@ class Shards:
 
     The sizes of shards differ by at most one. The order of an epoch is computed at its first use,
     and only the latest is cached.
+
+    steps_per_epoch  # the same for all workers, so that a worker may have one sample too many
     """
 
     def __init__(self, labels: Tensor, options: Options) -> None:
         """labels: int64 [sample]. Raises ValueError if the options do not match the data."""
         n_samples, n_workers = len(labels), options.n_workers
-        self.steps_per_epoch = smallest_shard(n_samples, options) // options.batch_size
+        self.steps_per_epoch = n_batches(
+            smallest_shard(n_samples, options), options.batch_size, options.drop_last
+        )
         self._seed = options.seed
         self._device = options.device
         self._bounds = bounds(n_samples, n_workers)
@@ -95,6 +99,15 @@ def number_held_out(n_samples: int, ratio: float, least: int = 1) -> int:
 def bounds(n: int, n_workers: int) -> np.ndarray:
     """Boundaries of n elements split over the workers: worker i has those from [i] to [i + 1]."""
     return np.arange(n_workers + 1) * n // n_workers
+
+
+def n_batches(n_samples: int, batch_size: int, drop_last: bool) -> int:
+    """Number of batches in a shard, with or without a last batch of fewer samples.
+
+    A single sample is never the rest of an epoch: batch norm needs two.
+    """
+    full, rest = divmod(n_samples, batch_size)
+    return full + (rest >= 2 and not drop_last)
 
 
 def smallest_shard(n_samples: int, options: Options, samples: str = "samples") -> int:

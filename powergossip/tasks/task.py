@@ -28,6 +28,7 @@ class Options:
     download: bool
     device: torch.device
     dirichlet_alpha: float | None = None
+    drop_last: bool = False
     task_options: Mapping[str, Any] = field(default_factory=dict)
     validation_ratio: float = 0.0
     drop_last: bool = False
@@ -43,7 +44,7 @@ class Task(Protocol):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of full batches in the smallest shard, for all workers."""
+        """Number of batches in an epoch, the same for all workers."""
         ...
 
     @property

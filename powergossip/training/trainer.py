@@ -100,6 +100,7 @@ class Trainer:
             shuffled_ratio=c.decentralized_data_shuffled_ratio,
             dirichlet_alpha=c.decentralized_data_dirichlet_alpha,
             reshuffle=c.reshuffle_data,
+            drop_last=c.drop_last,
             data_dir=c.data_dir,
             download=c.download,
             device=self.device,
