@@ -69,7 +69,7 @@ class ImageClassification:
         """
         task_options.check(options.task, options.task_options, OPTIONS)
         self.augment = augment
-        splits = {"train": train, "test": test}
+        splits: dict[Split, LabeledImages] = {"train": train, "test": test}
         if options.validation_ratio:
             held = torch.from_numpy(held_out(train.labels, options.validation_ratio))
             splits |= {"train": train.where(~held), "valid": train.where(held)}
