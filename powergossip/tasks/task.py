@@ -31,7 +31,6 @@ class Options:
     drop_last: bool = False
     task_options: Mapping[str, Any] = field(default_factory=dict)
     validation_ratio: float = 0.0
-    drop_last: bool = False
 
 
 class Task(Protocol):
