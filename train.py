@@ -73,9 +73,8 @@ class Config:
     task_architecture: str | None = None  # the model, by default the task's
     task_options: dict[str, Any] = field(default_factory=dict)  # such as {normalization: group}
     batch_size: int | None = None  # per worker, by default the task's
-    drop_last: bool | None = (
-        None  # leave out an epoch's last, smaller batch (true for non-IID data)
-    )
+    drop_last: bool | None = None  # leave out the last, smaller batch of an epoch, by default for
+    #   non-IID data only
     data_dir: str | None = None  # folder with the task's files, by default the usual places
     download: bool = True  # download data that are in none of these places
     validation_ratio: float = 0.0  # fraction of the training data held out: rows valid, valid_avg
@@ -92,16 +91,12 @@ class Config:
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
-    weight_decay: float | None = (
-        None  # not on normalization layers, decoupled for adamw. By default
-    )
-    #   the task's
+    weight_decay: float | None = None  # not on normalization layers, decoupled for adamw. By
+    #   default the task's
     gradient_clipping: float | int | str | None = "auto"  # largest norm of a worker's gradient,
     #   null: unlimited, auto: the task's
-    lr_schedule_milestones: list[Any] | None = (
-        None  # [[epoch, factor], ...]: multiply from then on.
-    )
-    #   By default the task's
+    lr_schedule_milestones: list[Any] | None = None  # [[epoch, factor], ...]: multiply from then
+    #   on. By default the task's
     distributed_lr_warmup_epoch: float = 5.0  # length of the linear warm-up, 0: none
     distributed_lr_warmup_factor: float = 1.0  # the warm-up ends at learning_rate times this
 
