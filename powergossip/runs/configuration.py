@@ -82,7 +82,7 @@ class _Assignment:
 
 
 def read_command_line(
-    config: DictConfig, arguments: Sequence[str], description: str
+    config: DictConfig, arguments: Sequence[str], description: str, notes: str = ""
 ) -> CommandLine:
     """Change `config` as specified on the command line. Return the output folder and given keys.
 
@@ -93,9 +93,9 @@ def read_command_line(
 
     Raises BadInput, and leaves `config` alone, for an unknown key, a value of the wrong type, a
     file that is missing, empty, not YAML or has a key twice, or a suffix that cannot be part of a
-    name. `--help` prints the keys with their defaults and exits.
+    name. `--help` prints the keys with their defaults, then `notes`, and exits.
     """
-    options = _parse(config, arguments, description)
+    options = _parse(config, arguments, description, notes)
     assignments = [
         *(a for file in _config_files(options.config) for a in _of_file(config, file)),
         *map(_of_argument, options.assignments),
@@ -121,12 +121,14 @@ def set_by_driver(config: DictConfig) -> dict[str, Source]:
     return {str(key): DRIVER for key in values if values[key] != defaults[key]}
 
 
-def _parse(config: DictConfig, arguments: Sequence[str], description: str) -> argparse.Namespace:
+def _parse(
+    config: DictConfig, arguments: Sequence[str], description: str, notes: str
+) -> argparse.Namespace:
     """Options and assignments of a command line, as text. Raises BadInput; exits after --help."""
     parser = argparse.ArgumentParser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"keys and their defaults:\n{describe(config)}",
+        epilog="\n\n".join(filter(None, (f"keys and their defaults:\n{describe(config)}", notes))),
         exit_on_error=False,
         allow_abbrev=False,
         add_help=False,

@@ -100,10 +100,12 @@ class Trainer:
             shuffled_ratio=c.decentralized_data_shuffled_ratio,
             dirichlet_alpha=c.decentralized_data_dirichlet_alpha,
             reshuffle=c.reshuffle_data,
+            drop_last=c.drop_last,
             data_dir=c.data_dir,
             download=c.download,
             device=self.device,
             task_options=c.task_options,
+            validation_ratio=c.validation_ratio,
         )
 
     def _check_method(self) -> None:
@@ -212,6 +214,7 @@ class Trainer:
             "diffusion_rate": self.diffusion_rate(),
             "parameters": self.parameters.layout.size,
             "steps_per_epoch": self.steps_per_epoch,
+            "samples": dict(self.task.samples),
             "python": platform.python_version(),
             "torch": torch.__version__,
             "topology": self.topology.summary(),
