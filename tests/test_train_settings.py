@@ -30,6 +30,7 @@ from tests.test_centralized import configured, trained
 
 ALONE = Processes()
 
+HOOK = {"optimizer": "ddp-powersgd", "n_workers": 1, "optimizer_start_iteration": 2}
 # What a key's effect is seen with, besides another value for it than its default.
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizer_diffusion_rate": (0.5, {"optimizer": "dpsgd"}),
@@ -52,9 +53,16 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizer_fp16_values": (True, {"optimizer": "dgc"}),
     "optimizer_int32_indices": (False, {"optimizer": "dgc"}),
     "optimizer_start_iteration": (5, {"optimizer": "ddp-powersgd", "n_workers": 1}),
-    "optimizer_error_feedback": (False, {"optimizer": "ddp-powersgd", "n_workers": 1}),
+    "optimizer_error_feedback": (False, HOOK),
+    "optimizer_orthogonalization_epsilon": (0.1, HOOK),
+    "optimizer_bucket_cap_mb": (0.01, HOOK | {"optimizer": "ddp-batched-powersgd"}),
 }
-TIME_ONLY = "optimizer_max_adaptation_iterations"  # beyond them, all numbers are sorted
+# Key → another value, and a method that has it.
+TIME_ONLY = {
+    "optimizer_max_adaptation_iterations": (3, "dgc"),  # beyond them, all numbers are sorted
+    "optimizer_batch_tensors_with_same_shape": (True, "ddp-powersgd"),
+    "optimizer_compression_stats_logging_frequency": (5, "ddp-powersgd"),
+}
 
 
 def test_every_key_has_its_case() -> None:
@@ -70,9 +78,11 @@ def test_a_key_changes_what_is_computed_or_sent(key: str) -> None:
     assert not same or (first.network.bits != second.network.bits).any()
 
 
-def test_a_key_that_changes_time_only_arrives() -> None:
-    c = checked(configured(optimizer="dgc", **{TIME_ONLY: 3}), Processes())
-    assert method_options(c)["max_adaptation_iterations"] == 3
+@pytest.mark.parametrize("key", TIME_ONLY)
+def test_a_key_that_changes_time_only_arrives(key: str) -> None:
+    value, optimizer = TIME_ONLY[key]
+    c = checked(configured(optimizer=optimizer, n_workers=1, **{key: value}), Processes())
+    assert method_options(c)[key.removeprefix(PREFIX)] == value
 
 
 # Keys of other methods.
