@@ -21,6 +21,7 @@ from powergossip.optimizers import (
     BasicConfig,
     BasicPowerSGD,
     PowerSGD,
+    dgc,
     optimizer_step,
 )
 from powergossip.parameters import Layout
@@ -536,26 +537,37 @@ def test_workers_of_any_precision_start_and_stay_alike(dtype: torch.dtype) -> No
 
 
 @pytest.mark.parallel([1, 2])
-def test_frozen_parameters_are_neither_changed_nor_sent() -> None:
+@pytest.mark.parametrize("kind", ["PowerSGD", "AllReduce", "DGC"])
+def test_frozen_parameters_are_neither_changed_nor_sent(kind: str) -> None:
+    """Nor is a gradient applied that is left from an earlier phase of training."""
     who = processes()
     net = model(who.rank)
     net[0].requires_grad_(False)
     before = [p.detach().clone() for p in net[0].parameters()]
-    net[0].weight.grad = torch.ones(10, 12)  # left from an earlier phase of training
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
-    powersgd = PowerSGD(net.named_parameters(), Config(1, 1e9, 1, 0))
-    head = torch.cat([p.detach().flatten().clone() for p in net[2].parameters()])
+    net[0].weight.grad = torch.ones(10, 12)
+    head = nn.utils.parameters_to_vector(net[2].parameters()).detach().clone()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.1)
+    aggregator: Any
+    take: Any = optimizer_step
+    if kind == "DGC":
+        aggregator, take = dgc.DGC(net.named_parameters()), dgc.optimizer_step
+    elif kind == "PowerSGD":
+        aggregator = PowerSGD(net.named_parameters(), Config(1, 1e9, 1, 0))
+    else:
+        aggregator = AllReduce()
     for t in range(2):
         x, y = data(who.rank, t)
         nn.functional.cross_entropy(net(x), y).backward()
-        optimizer_step(optimizer, powersgd)
+        take(optimizer, aggregator)
     assert all(torch.equal(p, q) for p, q in zip(net[0].parameters(), before, strict=True))
     assert not torch.equal(head, nn.utils.parameters_to_vector(net[2].parameters()))
-    assert powersgd.uncompressed_num_floats == 44
-    assert powersgd.bits == (2 * 32 * 44 if who.size == 2 else 0)
+    if kind == "AllReduce":
+        assert aggregator.bits == (2 * 32 * 44 if who.size == 2 else 0)
+        return
+    assert aggregator.flat.layout.size == 44
     net[0].requires_grad_(True)
     with pytest.raises(ValueError, match=r"0\.weight"):
-        optimizer_step(optimizer, powersgd)
+        take(optimizer, aggregator)
     net.requires_grad_(False)
     with pytest.raises(ValueError, match="all 4 parameters are frozen"):
         PowerSGD(net.named_parameters(), AT_ONCE)

@@ -15,6 +15,7 @@ from powergossip.optimizers.checks import (
     check_parameters,
     check_same_everywhere,
     check_same_shapes_everywhere,
+    clear_frozen_gradients,
     is_frozen,
     named,
 )
@@ -91,7 +92,7 @@ class Gradients:
         return [tensor.view(parameter.shape) for tensor, parameter in tensors]
 
     def of_loop(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-        """Return the gradients p.grad, in the order of the parameters.
+        """Return the gradients p.grad, in the order of the parameters. Clear those of frozen ones.
 
         Raises ValueError if one is missing, sparse or of another dtype, for an optimizer of other
         parameters, and for a parameter that was frozen or released since construction.
@@ -103,6 +104,7 @@ class Gradients:
             if not is_frozen(parameter):
                 raise ValueError(f"{name} was frozen at construction; construct this again")
         check_optimizer(optimizer, self.parameters)
+        clear_frozen_gradients(optimizer)
         return check_gradients(self._names, self.parameters, required=True, dtypes=self._dtypes)
 
     @property

@@ -31,6 +31,7 @@ from powergossip.optimizers.checks import (
     Params,
     check_gradients,
     check_same_everywhere,
+    clear_frozen_gradients,
     is_frozen,
     named,
 )
@@ -58,8 +59,11 @@ class Aggregator(ABC):
     def collect(self, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
         """Return the optimizer's parameters that are not frozen, and their gradients.
 
+        Gradients of frozen parameters are cleared.
+
         Raises ValueError for a gradient that is missing or sparse.
         """
+        clear_frozen_gradients(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         names, trained = named(p for p in parameters if not is_frozen(p))
         return trained, check_gradients(names, trained, required=True, dtypes=FLOATING_POINT)
@@ -168,8 +172,9 @@ class _LowRank(Aggregator):
     def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return the approximate mean over all workers, which the next call overwrites.
 
-        `gradients`, in the order of the parameters without frozen ones, are replaced by the error:
-        the part of them that was not sent. Add it to the gradients of the next step.
+        `gradients`, in the order of the parameters without frozen ones, are replaced by the error
+        in their precision: the part of them that was not sent. Add it to the gradients of the next
+        step.
 
         Raises ValueError for another number of gradients.
         """
@@ -292,16 +297,13 @@ def optimizer_step(optimizer: torch.optim.Optimizer, aggregator: Aggregator) -> 
 
     The error is left in p.grad, where the next backward pass adds to it, so zero_grad is not
     needed. With PowerSGD, zero_grad() is harmless, but zero_grad(set_to_none=False) would clear the
-    error. Gradients of frozen parameters are set to None.
+    error. Frozen parameters are left out.
 
     Raises ValueError, before anything is sent, for a parameter with a missing or sparse gradient,
     and for an optimizer of other parameters.
     """
     parameters, gradients = aggregator.collect(optimizer)
     means = aggregator.aggregate(gradients)
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        if is_frozen(parameter):
-            parameter.grad = None  # torch's optimizers would apply it
     for parameter, mean in zip(parameters, means, strict=True):
         parameter.grad = mean.to(parameter.dtype)
     try:
