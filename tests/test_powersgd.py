@@ -312,7 +312,7 @@ def test_impossible_options_are_rejected(options: dict[str, Any], message: str) 
 # In a training loop of your own.
 
 
-def model(seed: int) -> nn.Module:
+def model(seed: int) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 4))
 
