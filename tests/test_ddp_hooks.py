@@ -17,6 +17,7 @@ import train
 from powergossip import algorithms, topologies
 from powergossip.algorithms import ddp
 from powergossip.algorithms.ddp import HOOKS, DDPHook
+from powergossip.errors import BadInput
 from powergossip.network import Network, Processes, processes
 from powergossip.parameters import Parameters
 from powergossip.randomness import generator
@@ -425,6 +426,15 @@ def test_compression_starts_by_the_guidance(changes: dict[str, Any], expected: i
     """At a tenth of 40 epochs of 10 steps, after a warm-up of 5 epochs if there is one."""
     run = started(Processes(), **{"max_steps_per_epoch": 10} | changes)
     assert run.rule.state.start_powerSGD_iter == expected  # type: ignore[attr-defined]
+    assert run.facts()["start_iteration"] == expected
+
+
+def test_a_rank_that_no_bucket_has_is_rejected_at_construction() -> None:
+    """The layer-wise hook compresses no matrix at such a rank."""
+    with pytest.raises(BadInput, match="optimizer_rank=100000"):
+        started(Processes(), optimizer="ddp-batched-powersgd", optimizer_rank=10**5)
+    worker = Worker(hooked(rank=10**9), who=Processes()).train(5)
+    assert worker.rule.state.compression_stats()[0] == 1
 
 
 def test_a_prolonged_run_keeps_its_start() -> None:

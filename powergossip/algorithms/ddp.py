@@ -267,6 +267,12 @@ class DDPHook:
         self._ddp: DistributedDataParallel | None = None  # made in the first step: communicates
         self._missing: _Missing | None = None  # in the first step
 
+    @property
+    def start_iteration(self) -> int:
+        """The first compressed step."""
+        start: int = self.state.start_powerSGD_iter
+        return start
+
     def start(self) -> None:
         """g ← 0; DDP expects a backward pass."""
         if self._ddp is None:

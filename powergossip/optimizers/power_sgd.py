@@ -13,7 +13,8 @@ algorithm is algorithms.power_sgd.
 
 Precision: gradients are float32, float64, bfloat16 or float16, also mixed. All are computed and
 sent in float64 if one of them is float64, otherwise in float32, so that an element of a
-half-precision gradient takes 32 bits in a message that is not compressed. Bits are counted as sent.
+half-precision gradient takes 32 bits in a message that is not compressed. The mean is rounded to
+the precision of the gradient. Bits are counted as sent.
 """
 
 from abc import ABC, abstractmethod

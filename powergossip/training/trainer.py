@@ -232,6 +232,9 @@ class Trainer:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "topology": self.topology.summary(),
+            "start_iteration": (
+                self.rule.start_iteration if isinstance(self.rule, ddp.DDPHook) else None
+            ),
         } | ({} if counts is None else {"label_counts": counts.tolist()})  # [worker][label]
 
     # --- Training ---
