@@ -141,3 +141,18 @@ def test_a_configuration_of_an_earlier_version_is_the_same_run(tmp_path: Path) -
             check_same_run(
                 tmp_path, saved | {"optimizer_rank": 7, "optimizer_keep_ratio": 0.5}, now
             )
+
+
+def test_options_that_an_earlier_version_lacked_have_the_values_of_then(tmp_path: Path) -> None:
+    now = checked(configured(optimizer="powersgd"), ALONE)
+    saved = dict(OmegaConf.to_container(now))  # type: ignore[arg-type]
+    del saved["optimizer_warm_start"], saved["optimizer_error_feedback"]
+    check_same_run(tmp_path, saved, now)
+    now.optimizer_warm_start = False
+    with pytest.raises(ValueError, match="optimizer_warm_start"):
+        check_same_run(tmp_path, saved, now)
+    now = checked(configured(optimizer="ddp-powersgd", n_workers=1), ALONE)
+    saved = dict(OmegaConf.to_container(now))  # type: ignore[arg-type]
+    del saved["optimizer_orthogonalization_epsilon"]
+    with pytest.raises(ValueError, match="optimizer_orthogonalization_epsilon"):
+        check_same_run(tmp_path, saved, now)

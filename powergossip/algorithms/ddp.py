@@ -89,9 +89,9 @@ def _orthogonalize(matrices: Tensor, epsilon: float) -> None:
     forever, and the matrix would never be updated again.
     """
     batch = matrices if matrices.ndim == 3 else matrices[None]
-    if epsilon > 0:
+    zero = (batch == 0).all(1, keepdim=True)
+    if epsilon > 0 and zero.any():
         random = torch.randn(batch.shape[1:], generator=torch.Generator().manual_seed(0))
-        zero = (batch == 0).all(1, keepdim=True)
         batch.copy_(torch.where(zero, random.to(batch), batch))
     powersgd_of_torch._orthogonalize(batch, epsilon)
 

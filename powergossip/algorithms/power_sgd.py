@@ -69,14 +69,14 @@ class Config:
             "min_compression_rate", rate, checks.is_finite(rate) and rate >= 0, "0 or more"
         )
 
-    def numbers(self, rows: int, columns: int) -> float:
+    def elements(self, rows: int, columns: int) -> float:
         """Elements that are sent for a compressed matrix per step, on average."""
         rank = min(self.rank, rows, columns)
         return self.num_iters_per_step * rank * (rows + columns) / 2
 
     def compresses(self, rows: int, columns: int) -> bool:
         """Whether a matrix of this shape is compressed."""
-        return rows * columns > self.min_compression_rate * self.numbers(rows, columns)
+        return rows * columns > self.min_compression_rate * self.elements(rows, columns)
 
 
 class Aggregation:
@@ -156,7 +156,7 @@ class Aggregation:
         """Elements sent for a gradient per step of compression, on average."""
         sent = float(self._rest_size)
         for group in self._groups:
-            sent += group.layers * self._config.numbers(group.rows, group.columns)
+            sent += group.layers * self._config.elements(group.rows, group.columns)
         return sent
 
     @property
