@@ -108,9 +108,12 @@ class Config:
     overlapping: bool = True  # gossip while the gradient is computed (false: after the update)
     local_steps: int = 1  # gossip every k-th step
     optimizer_diffusion_rate: float | int | str | None = None  # γ (1), auto: best for plain gossip
-    optimizer_rank: int | None = None  # power-gossip, powersgd, hooks, svd (1), top-k
+    optimizer_rank: int | None = None  # power-gossip, powersgd, hooks, svd (1), top-k. At most the
+    #   sides of a matrix. Hooks: try 1, 2, 4, ...; the batched hook is for rank 1 only, prefer
+    #   ddp-powersgd
     optimizer_num_iterations: int | None = None  # of power iteration per step (2)
-    optimizer_warm_start: bool | None = None  # reuse the last step's directions (true)
+    optimizer_warm_start: bool | None = None  # power-gossip, powersgd, hooks: reuse the last step's
+    #   directions (true)
     optimizer_round_weights: bool | None = None  # round directions to their signs (false)
     optimizer_compressor: str | None = None  # choco, deepsqueeze (sign-and-norm)
     optimizer_keep_ratio: float | None = None  # fraction of elements sent: top-k, random-k, dgc
@@ -122,6 +125,18 @@ class Config:
     #   sent uncompressed (2)
     optimizer_start_compressing_after: int | None = None  # powersgd: steps of plain all-reduce (0)
     optimizer_num_batches_per_step: int | None = None  # powersgd, dgc: batches accumulated (1)
+    optimizer_start_iteration: int | str | None = None  # hooks: all-reduce before this step. auto:
+    #   10 % of the steps planned at the start, and no less than the warm-up or 2. Increase it until
+    #   the accuracy is right (auto)
+    optimizer_error_feedback: bool | None = None  # powersgd, hooks: add the error of compression to
+    #   the next gradient (true)
+    optimizer_orthogonalization_epsilon: float | None = None  # hooks: added to the norm of a
+    #   direction at rank 1 and 2; torch's QR at higher ranks ignores it. 0: a gradient of zeros
+    #   gives NaN (1e-8)
+    optimizer_batch_tensors_with_same_shape: bool | None = None  # hooks: in one product (false)
+    optimizer_compression_stats_logging_frequency: int | None = None  # hooks: steps between lines
+    #   of torch's log (10000)
+    optimizer_bucket_cap_mb: float | None = None  # hooks: size of DDP's buckets in MiB (torch's 25)
     optimizer_start_iteration: int | None = None  # hooks: plain all-reduce before it (2)
     optimizer_error_feedback: bool | None = None  # hooks (true)
     optimizer_clip_by: str | None = None  # dgc: the kind of gradient_clipping = c. gradient (the

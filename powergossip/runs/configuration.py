@@ -259,7 +259,7 @@ def assign(config: DictConfig, key: str, value: Any, source: str = "") -> None:
 def describe(config: DictConfig) -> str:
     """Return the help text: a line for each key with its default and its comment in the class.
 
-    A comment may continue in a line that begins with "#   ".
+    A comment may continue in lines that begin with "#   ".
     """
     kind = _schema(config)
     comments: dict[str, str] = {}
@@ -268,7 +268,8 @@ def describe(config: DictConfig) -> str:
         name, _, rest = line.strip().partition(":")
         if line.strip().startswith("#   ") and last:
             comments[last] += " " + line.strip().removeprefix("#").strip()
-        elif "#" in rest:
+            continue
+        if "#" in rest:
             comments[name] = rest.split("#", 1)[1].strip()
         last = name if name in comments and "#" in rest else ""
     defaults = OmegaConf.to_container(OmegaConf.structured(kind))

@@ -23,7 +23,15 @@ FREE_TO_CHANGE = (
     "tensorboard",
 )
 # Keys that earlier versions lacked, with the values that they had in effect.
-EARLIER = {"drop_last": True, "validation_ratio": 0.0}
+EARLIER = {
+    "drop_last": True,
+    "validation_ratio": 0.0,
+    "optimizer_warm_start": True,
+    "optimizer_error_feedback": True,
+    "optimizer_orthogonalization_epsilon": 0.0,
+    "optimizer_batch_tensors_with_same_shape": False,
+    "optimizer_compression_stats_logging_frequency": 10_000,
+}
 
 
 def check_same_run_without_checkpoint(folder: Path, config: Any) -> None:
@@ -39,7 +47,8 @@ def check_same_run(folder: Path, saved: Mapping[str, Any], config: Any) -> None:
     """Raise ValueError if the saved configuration differs in a key that may not change."""
     now = OmegaConf.to_container(config)
     assert isinstance(now, dict)
-    before = {**EARLIER, **_with_present_options(saved, config)}
+    earlier = {key: value for key, value in EARLIER.items() if key in now}
+    before = {**earlier, **_with_present_options(saved, config)}
     differing = [
         f"{key}={now.get(key)} (was {before.get(key)})"
         for key in sorted({*now, *before})

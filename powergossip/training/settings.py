@@ -38,9 +38,10 @@ ALIASES: dict[str, dict[str, str]] = {
 # Defaults of train.py that differ from those of the method's constructor, by key.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "power-gossip": {"num_iterations": 2},
-    "powersgd": {"num_iterations": 2, "min_compression_rate": 2.0},
+    # Both factors in each step, and compression from the first one on: the method of the paper.
+    "powersgd": {"num_iterations": 2, "start_compressing_after": 0},
     "dgc": {"keep_ratio": 0.01, "compress_upper_bound": 1.0, "int32_indices": True},
-    **{name: {"start_iteration": 2} for name in ddp.HOOKS},
+    **{name: {"start_iteration": ddp.AUTO} for name in ddp.HOOKS},
 }
 # Options that have a key of their own, without the prefix.
 OWN_KEYS = {
@@ -75,7 +76,8 @@ def checked(
     if c.optimizer in aggregation.AGGREGATIONS:
         checks.at_least_one("optimizer_num_batches_per_step", c.optimizer_num_batches_per_step)
     if c.optimizer in ddp.HOOKS:
-        ddp.check(hosted=hosted(c.n_workers, processes.size), **hook_options(c))
+        with errors_name_keys(c.optimizer):
+            ddp.check(hosted=hosted(c.n_workers, processes.size), **hook_options(c))
     return c
 
 

@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -155,16 +156,20 @@ class Trainer:
             return
         self.local = LocalOptimizer(parameters, c)
         if c.optimizer in ddp.HOOKS:
-            self.rule = ddp.DDPHook(
-                network,
-                parameters,
-                self._update,
-                hook=c.optimizer,
-                **hook_options(c),
-                seed=c.seed,
-                weight_decay=self.local.coupled_decay,
-                clip=c.gradient_clipping,
-            )
+            options = hook_options(c)
+            if options["start_iteration"] == ddp.AUTO:
+                options["start_iteration"] = self._guided_start()
+            with errors_name_keys(c.optimizer):
+                self.rule = ddp.DDPHook(
+                    network,
+                    parameters,
+                    self._update,
+                    hook=c.optimizer,
+                    **options,
+                    seed=c.seed,
+                    weight_decay=self.local.coupled_decay,
+                    clip=c.gradient_clipping,
+                )
         else:
             self.rule = learning.DPSGD(
                 network,
@@ -176,6 +181,15 @@ class Trainer:
                 clip=c.gradient_clipping,
                 local_steps=c.local_steps,
             )
+
+    def _guided_start(self) -> int:
+        """The first compressed step of PyTorch's hooks for the run as it is planned now.
+
+        A resumed run keeps that of its checkpoint. A warm-up by a factor of 1 is none.
+        """
+        c, steps = self.config, self.steps_per_epoch
+        epochs = c.distributed_lr_warmup_epoch if c.distributed_lr_warmup_factor != 1 else 0
+        return ddp.guided_start(c.num_epochs * steps, ceil(min(epochs, c.num_epochs) * steps))
 
     def _update(self, gradient: Tensor) -> None:
         """The local update of a learning rule."""
@@ -218,6 +232,9 @@ class Trainer:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "topology": self.topology.summary(),
+            "start_iteration": (
+                self.rule.start_iteration if isinstance(self.rule, ddp.DDPHook) else None
+            ),
         } | ({} if counts is None else {"label_counts": counts.tolist()})  # [worker][label]
 
     # --- Training ---
