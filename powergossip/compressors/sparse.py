@@ -97,9 +97,9 @@ class RandomK:
     rows and k columns.
     δ = K/N in expectation.    Stich, Cordonnier & Jaggi (2018), arXiv:1809.07599, Definition 2.1
 
-    Cost of a matrix at rank r: 32 · r (m + k) bits, those of `SVD` or of a step of PowerSGD. K is
-    the one of Vogels et al. (2019), arXiv:1905.13727, "Random K". One iteration of PowerGossip costs
-    half of that, and so does `TopK` at this rank, or less. At a rank, vectors are sent whole.
+    Cost of a matrix at rank r: 32 · r (m + k) bits, those of `SVD` or of a step of PowerSGD, as in
+    "Random K" of Vogels et al. (2019), arXiv:1905.13727, Table 4. One iteration of PowerGossip
+    costs half of that, and so does `TopK` at this rank, or less. At a rank, vectors are sent whole.
 
     If an entry is NaN or infinite, sent or not, all values are sent as NaN. Raises ValueError for
     keep_ratio outside (0, 1], or a rank below 1.
