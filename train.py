@@ -30,7 +30,7 @@ from powergossip.runs import configuration, figures, metrics, tables
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.output import FIGURE, Output
 from powergossip.training.measurements import Diverged, Hooks
-from powergossip.training.settings import checked
+from powergossip.training.settings import checked, defaults_of_tasks
 from powergossip.training.trainer import Trainer
 
 __all__ = [
@@ -53,7 +53,7 @@ class Config:
     # The run
     n_workers: int | None = None  # number of workers, by default one for each process
     seed: int = 1
-    num_epochs: int = 40
+    num_epochs: int | None = None  # null here and below: the task's default
     max_steps_per_epoch: int | None = None  # skip the rest of each epoch
     device: str = "auto"  # auto, cpu, cuda or cuda:INDEX (auto spreads processes over GPUs)
     cuda_aware: str = "auto"  # give GPU memory to MPI: on, off, or auto (ask the library)
@@ -70,11 +70,14 @@ class Config:
 
     # Data and model
     task: str = "Digits"
-    task_architecture: str = "CNN"
+    task_architecture: str | None = None  # the model, by default the task's
     task_options: dict[str, Any] = field(default_factory=dict)  # such as {normalization: group}
-    batch_size: int = 16  # per worker
+    batch_size: int | None = None  # per worker, by default the task's
+    drop_last: bool | None = None  # leave out the last, smaller batch of an epoch, by default for
+    #   non-IID data only
     data_dir: str | None = None  # folder with the task's files, by default the usual places
     download: bool = True  # download data that are in none of these places
+    validation_ratio: float = 0.0  # fraction of the training data held out: rows valid, valid_avg
     reshuffle_data: bool = True  # repartition the data every epoch (false: fixed shards)
     use_decentralized_data: bool = False  # non-IID: partition the data sorted by label
     decentralized_data_shuffled_ratio: float = 0.0  # fraction of the sorted data shuffled again
@@ -82,17 +85,18 @@ class Config:
 
     # The local optimizer
     local_optimizer: str = "sgd"  # sgd or adamw
-    learning_rate: float = 0.05
-    momentum: float = 0.9  # of sgd
+    learning_rate: float | None = None  # by default the task's
+    momentum: float | None = None  # of sgd, by default the task's
     nesterov: bool = True  # of sgd
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
-    weight_decay: float = 0.0001  # not on normalization layers, decoupled for adamw
-    gradient_clipping: float | None = None  # largest norm of a worker's gradient, null: unlimited
-    lr_schedule_milestones: list[Any] = field(  # [[epoch, factor], ...]: multiply from then on
-        default_factory=lambda: [[30.0, 0.1]]
-    )
+    weight_decay: float | None = None  # not on normalization layers, decoupled for adamw. By
+    #   default the task's
+    gradient_clipping: float | int | str | None = "auto"  # largest norm of a worker's gradient,
+    #   null: unlimited, auto: the task's. For dgc see optimizer_clip_by
+    lr_schedule_milestones: list[Any] | None = None  # [[epoch, factor], ...]: multiply from then
+    #   on. By default the task's
     distributed_lr_warmup_epoch: float = 5.0  # length of the linear warm-up, 0: none
     distributed_lr_warmup_factor: float = 1.0  # the warm-up ends at learning_rate times this
 
@@ -112,7 +116,7 @@ class Config:
     optimizer_round_weights: bool | None = None  # round directions to their signs (false)
     optimizer_compressor: str | None = None  # choco, deepsqueeze, ef-sgd (sign-and-norm)
     optimizer_keep_ratio: float | None = None  # fraction of elements sent: top-k, random-k,
-    #   random-block, dgc (0.01)
+    #   random-block, dgc (0.01). For dgc, r above 1 means 1/r. Published: compress_ratio, 0.001
     optimizer_levels: int | None = None  # qsgd (4)
     optimizer_unbiased: bool | None = None  # qsgd: without its scaling to a contraction (false)
     optimizer_theta: float | None = None  # moniqua: bound on neighbors' differences (0.25)
@@ -129,13 +133,29 @@ class Config:
     #   when the learning rate changes (true)
     optimizer_per_tensor: bool | None = None  # ef-sgd: compress each tensor by itself (true), or
     #   all as one vector
+    optimizer_clip_by: str | None = None  # dgc: the kind of gradient_clipping = c. gradient (the
+    #   default): a worker's gradient has a norm of √n · c at most, for n workers. norm, value: each
+    #   tensor has a norm, or elements, of c at most. global-norm: each tensor is multiplied by c
+    #   over the root mean square of its norm in all workers, if that is larger. global-value: its
+    #   elements are limited to that root mean square, without gradient_clipping
     optimizer_sample_ratio: float | None = None  # dgc: fraction sampled for the threshold (0.01)
-    optimizer_max_adaptation_iterations: int | None = None  # dgc: threshold corrections (10)
+    optimizer_strided_sample: bool | None = None  # dgc: at equal distances (true), or uniformly
+    optimizer_max_adaptation_iterations: int | None = None  # dgc: threshold corrections (10).
+    #   Published: max_adaptation_iters
+    optimizer_compress_upper_bound: float | None = None  # dgc: where more elements than this times
+    #   the target exceed the threshold, the largest are sent, otherwise the first in memory (1: the
+    #   largest always). Published: 1.3
+    optimizer_compress_lower_bound: float | None = None  # dgc: the threshold is multiplied by this
+    #   while fewer elements than this times the target exceed it (0.8)
+    optimizer_resample: bool | None = None  # dgc: select the largest elements of a surplus (true),
+    #   or multiply the threshold by compress_upper_bound
     optimizer_momentum_masking: bool | None = None  # dgc: clear the momentum of sent values (true)
     optimizer_warmup_epochs: int | None = None  # dgc: epochs in which the fraction falls (0)
-    optimizer_warmup_ratios: list[float] | None = None  # dgc: the fraction in each of them
+    optimizer_warmup_ratios: Any = None  # dgc: the fraction in each of them, or a number c for c,
+    #   c², c³, … down to keep_ratio. Published: warmup_coeff
     optimizer_fp16_values: bool | None = None  # dgc: send values with 16 bits (false)
-    optimizer_int32_indices: bool | None = None  # dgc: send indices with 32 bits (true), or 64
+    optimizer_int32_indices: bool | None = None  # dgc: send indices with 32 bits (true), or 64.
+    #   Published: 64
 
     # Differences between workers
     spectrum_logging_params: list[str] = field(default_factory=list)  # names of parameters
@@ -214,7 +234,8 @@ def _read(arguments: list[str]) -> list[str]:
     """Read the command line into `config` and `output_dir`; returns the keys given explicitly."""
     global output_dir
     description = (__doc__ or "").split("\n\n")[0]
-    found = configuration.read_command_line(config, arguments, description)
+    notes = f"defaults of each task:\n{defaults_of_tasks()}"
+    found = configuration.read_command_line(config, arguments, description, notes)
     output_dir = found.output_dir or output_dir
     return [key for key, source in found.given.items() if source.explicit]
 

@@ -4,7 +4,7 @@ Ways to train in parallel:
 
     GossipOptimizer                   gossip after the step of any torch optimizer
     PowerSGD, Config, optimizer_step  low-rank compressed gradients
-    DGC, DGCConfig                    sparse gradients with momentum, see optimizers.dgc
+    DGC, DGCConfig, DGCSGD            sparse gradients with momentum, see optimizers.dgc
     ErrorFeedback, ErrorFeedbackConfig
                                       any compressor, see optimizers.error_feedback
     SignSGD, SignSGDConfig            majority vote on signs, see optimizers.sign_sgd
@@ -14,7 +14,7 @@ from powergossip.algorithms.dgc import Config as DGCConfig
 from powergossip.algorithms.error_feedback import Config as ErrorFeedbackConfig
 from powergossip.algorithms.power_sgd import Config
 from powergossip.algorithms.sign_sgd import Config as SignSGDConfig
-from powergossip.optimizers.dgc import DGC
+from powergossip.optimizers.dgc import DGC, DGCSGD
 from powergossip.optimizers.error_feedback import ErrorFeedback
 from powergossip.optimizers.gossip import GossipOptimizer
 from powergossip.optimizers.power_sgd import PowerSGD, optimizer_step
@@ -22,6 +22,7 @@ from powergossip.optimizers.sign_sgd import SignSGD
 
 __all__ = [
     "DGC",
+    "DGCSGD",
     "Config",
     "DGCConfig",
     "ErrorFeedback",
