@@ -102,34 +102,36 @@ class Config:
 
     # The method, and its options. Keys optimizer_X default to null: the default of the method
     optimizer: str = "power-gossip"  # gossip: all-reduce, dpsgd, power-gossip, choco, deepsqueeze,
-    #   moniqua. Compressed gradients: powersgd, dgc, ddp-powersgd, ddp-batched-powersgd
+    #   moniqua. Compressed gradients: powersgd, dgc, ef-sgd, signsgd, ddp-powersgd,
+    #   ddp-batched-powersgd
     topology: str = "ring"  # a name, or the path of an edge list or adjacency file
     topology_options: dict[str, Any] = field(default_factory=dict)  # such as {degree: 4}
     overlapping: bool = True  # gossip while the gradient is computed (false: after the update)
     local_steps: int = 1  # gossip every k-th step
     optimizer_diffusion_rate: float | int | str | None = None  # γ (1), auto: best for plain gossip
-    optimizer_rank: int | None = None  # power-gossip, powersgd, hooks, svd (1), top-k. At most the
-    #   sides of a matrix. Hooks: try 1, 2, 4, ...; the batched hook is for rank 1 only, prefer
+    optimizer_rank: int | None = None  # power-gossip, powersgd, hooks, svd (1), top-k,
+    #   random-k, random-block. At most the sides of a matrix. Hooks: try 1, 2, 4, ...; the batched hook is for rank 1 only, prefer
     #   ddp-powersgd
     optimizer_num_iterations: int | None = None  # of power iteration per step (2)
     optimizer_warm_start: bool | None = None  # power-gossip, powersgd, hooks: reuse the last step's
     #   directions (true)
     optimizer_round_weights: bool | None = None  # round directions to their signs (false)
-    optimizer_compressor: str | None = None  # choco, deepsqueeze (sign-and-norm)
-    optimizer_keep_ratio: float | None = None  # fraction of elements sent: top-k, random-k, dgc
-    #   (0.01). For dgc, r above 1 means 1/r. Published: compress_ratio, 0.001
+    optimizer_compressor: str | None = None  # choco, deepsqueeze, ef-sgd (sign-and-norm)
+    optimizer_keep_ratio: float | None = None  # fraction of elements sent: top-k, random-k,
+    #   random-block, dgc (0.01). For dgc, r above 1 means 1/r. Published: compress_ratio, 0.001
     optimizer_levels: int | None = None  # qsgd (4)
     optimizer_unbiased: bool | None = None  # qsgd: without its scaling to a contraction (false)
     optimizer_theta: float | None = None  # moniqua: bound on neighbors' differences (0.25)
-    optimizer_min_compression_rate: float | None = None  # powersgd, hooks: tensors below it are
-    #   sent uncompressed (2)
+    optimizer_min_compression_rate: float | None = None  # powersgd, hooks (2), ef-sgd (1): tensors
+    #   below it are sent uncompressed
     optimizer_start_compressing_after: int | None = None  # powersgd: steps of plain all-reduce (0)
-    optimizer_num_batches_per_step: int | None = None  # powersgd, dgc: batches accumulated (1)
+    optimizer_num_batches_per_step: int | None = None  # compressed gradients: batches
+    #   accumulated, but not with hooks (1)
     optimizer_start_iteration: int | str | None = None  # hooks: all-reduce before this step. auto:
     #   10 % of the steps planned at the start, and no less than the warm-up or 2. Increase it until
     #   the accuracy is right (auto)
-    optimizer_error_feedback: bool | None = None  # powersgd, hooks: add the error of compression to
-    #   the next gradient (true)
+    optimizer_error_feedback: bool | None = None  # powersgd, hooks, ef-sgd: add the error of
+    #   compression to the next gradient (true)
     optimizer_orthogonalization_epsilon: float | None = None  # hooks: added to the norm of a
     #   direction at rank 1 and 2; torch's QR at higher ranks ignores it. 0: a gradient of zeros
     #   gives NaN (1e-8)
@@ -137,8 +139,12 @@ class Config:
     optimizer_compression_stats_logging_frequency: int | None = None  # hooks: steps between lines
     #   of torch's log (10000)
     optimizer_bucket_cap_mb: float | None = None  # hooks: size of DDP's buckets in MiB (torch's 25)
-    optimizer_start_iteration: int | None = None  # hooks: plain all-reduce before it (2)
-    optimizer_error_feedback: bool | None = None  # hooks (true)
+    optimizer_momentum_before_compression: bool | None = None  # ef-sgd: the momentum of each worker
+    #   is compressed (true), or the local optimizer's follows the mean (false)
+    optimizer_rescale_error: bool | None = None  # ef-sgd: keep the error in units of the update
+    #   when the learning rate changes (true)
+    optimizer_per_tensor: bool | None = None  # ef-sgd: compress each tensor by itself (true), or
+    #   all as one vector
     optimizer_clip_by: str | None = None  # dgc: the kind of gradient_clipping = c. gradient (the
     #   default): a worker's gradient has a norm of √n · c at most, for n workers. norm, value: each
     #   tensor has a norm, or elements, of c at most. global-norm: each tensor is multiplied by c

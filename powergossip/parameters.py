@@ -147,6 +147,16 @@ def put_in(packed: Tensor, spans: Iterable[slice], x: Tensor) -> None:
         start = stop
 
 
+def complement(spans: Iterable[tuple[int, int]], size: int) -> list[slice]:
+    """The positions of 0 … size − 1 outside of all spans (start, stop)."""
+    found, position = [], 0
+    for start, stop in [*sorted(spans), (size, size)]:
+        if position < start:
+            found.append(slice(position, start))
+        position = stop
+    return found
+
+
 class Parameters:
     """The parameters, gradients and floating-point buffers of the hosted workers' models.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig
 
-from powergossip import algorithms, checks, options, tasks
+from powergossip import algorithms, checks, compressors, options, tasks
 from powergossip.algorithms import aggregation, ddp
 from powergossip.network import Processes
 from powergossip.network import hosted_workers as hosted
@@ -216,7 +216,8 @@ def _row_defaults(optimizer: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if optimizer in algorithms.AVERAGING:
         return algorithms.defaults(optimizer, given)
     if optimizer in aggregation.AGGREGATIONS:
-        return options.defaults(aggregation.AGGREGATIONS[optimizer])
+        row = aggregation.AGGREGATIONS[optimizer]
+        return options.defaults(row, given, compressor=compressors.COMPRESSORS)
     return options.defaults(ddp.DDPHook)
 
 

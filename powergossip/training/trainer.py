@@ -142,7 +142,12 @@ class Trainer:
         self.rule: learning.Learning
         if c.optimizer in aggregation.AGGREGATIONS:
             aggregate = self._aggregation(parameters.layout)
-            self._at_epoch = aggregate.at_epoch
+
+            def follow(epoch: float) -> None:
+                aggregate.at_epoch(epoch)
+                aggregate.at_learning_rate(self.local.rate)
+
+            self._at_epoch = follow
             self.local = LocalOptimizer(parameters, c, 0.0 if aggregate.owns_momentum else None)
             self.rule = learning.CentralizedSGD(
                 network,
