@@ -158,8 +158,8 @@ def test_the_number_of_steps_of_each_algorithm() -> None:
 
 def grid_of(name: str, **changes: Any) -> tuple[list[float], list[float]]:
     """The diffusion rates and the bounds θ of an algorithm, without duplicates."""
-    config = OmegaConf.merge(OmegaConf.structured(gossip_run.Config), changes)
-    config |= {"n_workers": 8, "matrix_size": 8, "algorithm": name}
+    small = {"n_workers": 8, "matrix_size": 8, "algorithm": name}
+    config = OmegaConf.merge(OmegaConf.structured(gossip_run.Config), small, changes)
     settings = Sweep(config, processes()).settings[name]
     rates, thetas = ([s.get(key, 0) for s in settings] for key in ("diffusion_rate", "theta"))
     assert len(settings) == len(set(rates)) * len(set(thetas)), "all combinations"

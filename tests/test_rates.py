@@ -11,7 +11,7 @@ from torch import nn
 
 import gossip_run
 import train
-from powergossip import algorithms, compressors, topologies
+from powergossip import algorithms, topologies
 from powergossip.consensus import Sweep
 from powergossip.network import Network, Processes, processes
 from powergossip.optimizers import GossipOptimizer
@@ -171,9 +171,7 @@ def test_the_theorem_holds() -> None:
     choco = algorithms.make(
         "choco", network, layout, compressor="top-k", keep_ratio=delta, diffusion_rate=rate
     )
-    x = torch.randn(4, layout.size, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
-    top = compressors.make("top-k", keep_ratio=delta).kept(4, 4)
-    assert top == 8
+    x = torch.randn(4, layout.size, generator=torch.Generator().manual_seed(0))
 
     def distance() -> float:
         return float((x - x.mean(0)).double().square().sum())
