@@ -153,7 +153,7 @@ def test_the_source_of_each_key_is_returned(tmp_path: Path) -> None:
     config = OmegaConf.structured(train.Config)
     config.momentum = 0.5
     config.local_steps = 3
-    config.num_epochs = 40  # the default: not distinguishable from an untouched key
+    config.adam_beta1 = 0.9  # the default: not distinguishable from an untouched key
     arguments = ["--config", str(file), "seed=1", "local_steps=1"]
     found = configuration.read_command_line(config, arguments, "").given
     assert {key: source.place for key, source in found.items()} == {

@@ -82,7 +82,7 @@ class _Assignment:
 
 
 def read_command_line(
-    config: DictConfig, arguments: Sequence[str], description: str
+    config: DictConfig, arguments: Sequence[str], description: str, notes: str = ""
 ) -> CommandLine:
     """Change `config` as specified on the command line. Return the output folder and given keys.
 
@@ -93,9 +93,9 @@ def read_command_line(
 
     Raises BadInput, and leaves `config` alone, for an unknown key, a value of the wrong type, a
     file that is missing, empty, not YAML or has a key twice, or a suffix that cannot be part of a
-    name. `--help` prints the keys with their defaults and exits.
+    name. `--help` prints the keys with their defaults, then `notes`, and exits.
     """
-    options = _parse(config, arguments, description)
+    options = _parse(config, arguments, description, notes)
     assignments = [
         *(a for file in _config_files(options.config) for a in _of_file(config, file)),
         *map(_of_argument, options.assignments),
@@ -121,12 +121,14 @@ def set_by_driver(config: DictConfig) -> dict[str, Source]:
     return {str(key): DRIVER for key in values if values[key] != defaults[key]}
 
 
-def _parse(config: DictConfig, arguments: Sequence[str], description: str) -> argparse.Namespace:
+def _parse(
+    config: DictConfig, arguments: Sequence[str], description: str, notes: str
+) -> argparse.Namespace:
     """Options and assignments of a command line, as text. Raises BadInput; exits after --help."""
     parser = argparse.ArgumentParser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"keys and their defaults:\n{describe(config)}",
+        epilog="\n\n".join(filter(None, (f"keys and their defaults:\n{describe(config)}", notes))),
         exit_on_error=False,
         allow_abbrev=False,
         add_help=False,
@@ -280,24 +282,24 @@ def describe(config: DictConfig) -> str:
 def run_entry_point(main: Callable[[list[str]], object]) -> None:
     """Call main(arguments) as a program. Errors of the user become one sentence and an exit code.
 
-    2: BadInput. 128 + the signal's number: Interrupted. Stopped has its own code.
+    2: BadInput. 130: Ctrl-C. Stopped has its own code, for a signal 128 + its number.
     """
     try:
         main(sys.argv[1:])
     except BadInput as error:
         if network.processes().rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            network.report(error)
         sys.exit(2)
-    except errors.Interrupted as error:
-        if network.processes().rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(128 + error.signal)
     except errors.Stopped as error:
-        if network.processes().size > 1:
-            raise  # maybe in this process only
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        if network.processes().size > 1 and not error.in_all_processes:
+            raise
+        if network.processes().rank == 0:
+            network.report(error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
+        if network.processes().size > 1:
+            raise
+        print("error: interrupted", file=sys.stderr, flush=True)
         sys.exit(130)
 
 
