@@ -125,8 +125,6 @@ class Trainer:
     def averaging(self, layout: Layout) -> algorithms.Averaging:
         """Build the averaging algorithm of the configuration. Raises ValueError."""
         given = method_options(self.config)
-        if "diffusion_rate" in given:
-            given["diffusion_rate"] = self.diffusion_rate()
         with errors_name_keys(self.config.optimizer):
             return algorithms.make(self.config.optimizer, self.network, layout, **given)
 
