@@ -51,6 +51,8 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
     "ImageNet": imagenet.DEFAULTS,
     "LSTM": language.DEFAULTS,
 }
+# The keys of train.py that have no effect on a task, by task.
+IGNORED: dict[str, tuple[str, ...]] = {"LSTM": ("reshuffle_data", "use_decentralized_data")}
 
 
 def defaults(name: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ FREE_TO_CHANGE = (
     "tensorboard",
 )
 # Keys that earlier versions lacked, with the values that they had in effect.
-EARLIER = {"drop_last": True}
+EARLIER = {"drop_last": True, "validation_ratio": 0.0}
 
 
 def check_same_run_without_checkpoint(folder: Path, config: Any) -> None:

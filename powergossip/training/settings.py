@@ -64,6 +64,7 @@ def checked(
     c.n_workers = processes.size if c.n_workers is None else c.n_workers
     hosted(c.n_workers, processes.size)
     _resolve_task_defaults(c)
+    _check_ignored(c, explicit or (), warn=processes.rank == 0)
     _check_values(c)
     _check_method(c)
     _resolve_options(c, explicit or (), warn=processes.rank == 0)
@@ -80,7 +81,24 @@ def _resolve_task_defaults(c: Any) -> None:
         if c[key] == BLANKS.get(key):
             c[key] = default
     if c.drop_last is None:
-        c.drop_last = c.use_decentralized_data or c.decentralized_data_dirichlet_alpha is not None
+        ignored = tasks.IGNORED.get(c.task, ())
+        is_sorted = c.use_decentralized_data and "use_decentralized_data" not in ignored
+        c.drop_last = is_sorted or c.decentralized_data_dirichlet_alpha is not None
+
+
+def _check_ignored(c: Any, explicit: Collection[str], warn: bool) -> None:
+    """Reject keys that are true in `explicit` but have no effect on the task.
+
+    Elsewhere they give a warning, except for reshuffle_data, which is true by default.
+    """
+    for key in tasks.IGNORED.get(c.task, ()):
+        if c[key] and key in explicit:
+            raise ValueError(
+                f"{key}=true: use false with task={c.task}, where each worker has a fixed piece of "
+                "the text"
+            )
+        if c[key] and key != "reshuffle_data" and warn:
+            warnings.warn(f"ignored, since task={c.task} has no such option: {key}", stacklevel=3)
 
 
 def defaults_of_tasks() -> str:
