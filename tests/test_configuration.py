@@ -350,12 +350,15 @@ def test_help_lists_every_key_with_its_default_and_meaning() -> None:
     shown = launch.python("train.py", "--help")
     assert (shown.returncode, shown.stderr) == (0, "")
     config = OmegaConf.structured(train.Config)
-    lines = shown.stdout.partition("keys and their defaults:\n")[2].splitlines()
+    keys = shown.stdout.partition("keys and their defaults:\n")[2]
+    keys, _, of_tasks = keys.partition("\n\ndefaults of each task:\n")
+    assert re.findall(r"^  (\w+):", of_tasks, re.MULTILINE) == list(tasks.TASKS)
+    lines = keys.splitlines()
     assert [line.split("=")[0].strip() for line in lines] == list(config)
     for key, line in zip(config, lines, strict=True):
         default = re.split(r" {2,}", line.strip())[0].partition("=")[2]
         assert config_after(f"{key}={default}") == config, "a default can be given back"
-    assert re.search(r"^  batch_size=16 +per worker$", shown.stdout, re.MULTILINE)
+    assert re.search(r"^  evaluation_interval=1 +epochs between", shown.stdout, re.MULTILINE)
     assert re.search(r"^  n_workers=null +number of workers", shown.stdout, re.MULTILINE)
     assert re.search(r"^  seed=1$", shown.stdout, re.MULTILINE)
     for option in ("--config FILE.yaml", "--output-dir DIR", "--suffix TEXT", "--help"):
