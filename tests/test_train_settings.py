@@ -30,6 +30,8 @@ from tests.test_centralized import configured, trained
 
 ALONE = Processes()
 
+BOUNDED = {"optimizer_compress_upper_bound": 1.05}
+
 # What a key's effect is seen with, besides another value for it than its default.
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizer_diffusion_rate": (0.5, {"optimizer": "dpsgd"}),
@@ -47,6 +49,11 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizer_num_batches_per_step": (2, {"optimizer": "powersgd"}),
     "optimizer_sample_ratio": (1.0, {"optimizer": "dgc"}),
     "optimizer_momentum_masking": (False, {"optimizer": "dgc"}),
+    "optimizer_clip_by": ("value", {"optimizer": "dgc", "gradient_clipping": 0.01}),
+    "optimizer_strided_sample": (False, {"optimizer": "dgc"}),
+    "optimizer_compress_upper_bound": (1.3, {"optimizer": "dgc"}),
+    "optimizer_compress_lower_bound": (0.99, {"optimizer": "dgc"} | BOUNDED),
+    "optimizer_resample": (False, {"optimizer": "dgc"} | BOUNDED),
     "optimizer_warmup_epochs": (1, {"optimizer": "dgc"}),
     "optimizer_warmup_ratios": ([0.5], {"optimizer": "dgc", "optimizer_warmup_epochs": 1}),
     "optimizer_fp16_values": (True, {"optimizer": "dgc"}),
@@ -72,7 +79,7 @@ def test_a_key_changes_what_is_computed_or_sent(key: str) -> None:
 
 def test_a_key_that_changes_time_only_arrives() -> None:
     c = checked(configured(optimizer="dgc", **{TIME_ONLY: 3}), Processes())
-    assert method_options(c)["max_adaptation_iterations"] == 3
+    assert method_options(c)["max_adaptation_iters"] == 3
 
 
 # Keys of other methods.

@@ -29,13 +29,17 @@ ALIASES: dict[str, dict[str, str]] = {
         "num_iterations": "num_iters_per_step",
         "start_compressing_after": "start_compressing_after_num_steps",
     },
-    "dgc": {"keep_ratio": "compress_ratio"},
+    "dgc": {
+        "keep_ratio": "compress_ratio",
+        "max_adaptation_iterations": "max_adaptation_iters",
+        "warmup_ratios": "warmup_coeff",
+    },
 }
 # Defaults of train.py that differ from those of the method's constructor, by key.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "power-gossip": {"num_iterations": 2},
     "powersgd": {"num_iterations": 2, "min_compression_rate": 2.0},
-    "dgc": {"keep_ratio": 0.01},
+    "dgc": {"keep_ratio": 0.01, "compress_upper_bound": 1.0, "int32_indices": True},
     **{name: {"start_iteration": 2} for name in ddp.HOOKS},
 }
 # Options that have a key of their own, without the prefix.
