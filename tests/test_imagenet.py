@@ -108,7 +108,7 @@ def test_random_parts_have_the_published_areas_and_aspects() -> None:
     assert 0.075 < areas.min() < 0.09
     assert 0.9 < areas.max() <= 1
     assert np.log(aspects).mean() == pytest.approx(0, abs=0.06)  # wide ones fit more often
-    assert 0.45 < areas.mean() < 0.55
+    assert 0.40 < areas.mean() < 0.54  # of large parts, more do not fit
 
 
 def test_a_part_of_a_long_image_is_in_its_center() -> None:
