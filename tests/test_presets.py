@@ -108,10 +108,8 @@ PIXELS = {"pixel_mean": [0.4914, 0.4822, 0.4465], "pixel_deviation": [0.2023, 0.
         ("powersgd-rank-4", 11.3, None, {"optimizer_rank": 4}),
         ("dgc", 11.3, None, {"optimizer_keep_ratio": 0.001, "optimizer_warmup_epochs": 0}),
         ("dgc-warmup-5", 11.3, None, {"optimizer_keep_ratio": 0.001}),
-        ("all-reduce-lr-16", 16, None, {"optimizer": "all-reduce"}),
-        ("dpsgd-lr-8", 8, 1.308, {"optimizer": "dpsgd"}),
         (
-            "power-gossip-random-2-iterations",
+            "power-gossip-2-iterations-random",
             11.3,
             1.308,
             {"optimizer_warm_start": False, "optimizer_num_iterations": 2, "optimizer_rank": 1},
@@ -152,15 +150,6 @@ def configuration_of(*given: str) -> Any:
     config = OmegaConf.structured(train.Config)
     configuration.read_command_line(config, given, "")
     return train.checked(config, Processes())
-
-
-def test_moniqua_test_is_as_published() -> None:
-    c = loaded("cifar10_resnet20", "moniqua-test")
-    assert (c.optimizer_theta, c.optimizer_diffusion_rate, c.weight_decay) == (2, 5e-3, 5e-4)
-    assert (c.lr_schedule_milestones, c.distributed_lr_warmup_factor) == (
-        [[250, 0.1], [280, 0.1]],
-        1,
-    )
 
 
 # The published configurations of DGC.
