@@ -31,6 +31,7 @@ from powergossip.consensus import ALGORITHMS, DATA, Hooks, Method, Sweep, checke
 from powergossip.consensus.data import DEFAULT_SIZE
 from powergossip.network import processes
 from powergossip.runs import configuration, figures, metrics, tables
+from powergossip.runs.clock import Signals
 from powergossip.runs.output import FIGURE, Output
 
 __all__ = ["ALGORITHMS", "DATA", "Config", "Method", "checked", "config", "is_logged", "main"]
@@ -115,7 +116,8 @@ _output: Output | None = None
 def main(arguments: list[str] | None = None) -> None:
     """Gossip with the settings in `config`, after `arguments` (the command line) have changed it.
 
-    Raises BadInput, in all processes, for a configuration that cannot be run.
+    Raises BadInput, in all processes, for a configuration that cannot be run, and errors.Signaled
+    in a process that receives SIGTERM, SIGINT or SIGUSR1.
     """
     global _output, output_dir
     comm = processes()
@@ -136,7 +138,8 @@ def main(arguments: list[str] | None = None) -> None:
         with tqdm(
             total=sweep.total_steps, disable=not show, unit="step", mininterval=0.5, smoothing=0
         ) as bar:
-            sweep.run(_hooks(sweep, bar))
+            with Signals(at_once="there is no checkpoint; the rows so far are kept"):
+                sweep.run(_hooks(sweep, bar))
         if _output is not None:
             _report(_output.folder)
     finally:

@@ -23,7 +23,7 @@ on the layout of workers over processes.
 """
 
 from powergossip.network.messages import Conversation, Gather, Mean, Message, ToAll, ToEach
-from powergossip.network.mpi import Processes, choose_device, cuda_aware_mpi, processes
+from powergossip.network.mpi import Processes, choose_device, cuda_aware_mpi, processes, report
 from powergossip.network.workers import Exchange, Network, Slots, hosted_workers, together
 
 __all__ = [
@@ -41,5 +41,6 @@ __all__ = [
     "cuda_aware_mpi",
     "hosted_workers",
     "processes",
+    "report",
     "together",
 ]

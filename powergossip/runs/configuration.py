@@ -282,24 +282,24 @@ def describe(config: DictConfig) -> str:
 def run_entry_point(main: Callable[[list[str]], object]) -> None:
     """Call main(arguments) as a program. Errors of the user become one sentence and an exit code.
 
-    2: BadInput. 128 + the signal's number: Interrupted. Stopped has its own code.
+    2: BadInput. 130: Ctrl-C. Stopped has its own code, for a signal 128 + its number.
     """
     try:
         main(sys.argv[1:])
     except BadInput as error:
         if network.processes().rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            network.report(error)
         sys.exit(2)
-    except errors.Interrupted as error:
-        if network.processes().rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(128 + error.signal)
     except errors.Stopped as error:
-        if network.processes().size > 1:
-            raise  # maybe in this process only
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        if network.processes().size > 1 and not error.in_all_processes:
+            raise
+        if network.processes().rank == 0:
+            network.report(error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
+        if network.processes().size > 1:
+            raise
+        print("error: interrupted", file=sys.stderr, flush=True)
         sys.exit(130)
 
 

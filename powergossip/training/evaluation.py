@@ -22,7 +22,7 @@ class Evaluation:
 
     mean_model  # Parameters of one model: the mean of all workers' at the last evaluation
 
-    Raises Diverged for a metric of a worker that is not finite.
+    Raises Diverged, in all processes, for a metric of a worker that is not finite.
     """
 
     def __init__(
@@ -50,13 +50,14 @@ class Evaluation:
         test data.
         """
         network, steps = self._network, self._steps_per_epoch
+        of_workers = self._measure_workers(epoch, step)
         of_batches = {
             name: network.gather(total.double() / steps).mean().item()
             for name, total in sums.items()
         }
         for name, value in self._with_derived(of_batches).items():
             self._log(name, value, epoch, split="train")
-        means = self._of_workers(epoch, step)
+        means = self._log_workers(epoch, of_workers)
         self._log_consensus(epoch)
         rounds = step // self._config.local_steps
         uncompressed = int(network.bits_to_all(self._parameters.layout.size, rounds)[0])
@@ -82,22 +83,31 @@ class Evaluation:
             splits.append(("train", "train_full", "train_avg"))
         return splits
 
-    def _of_workers(self, epoch: int, step: int) -> dict[Split, dict[str, float]]:
-        """Log rows for each worker's model. Returns the means over workers, by split."""
-        network, means = self._network, dict[Split, dict[str, float]]()
-        for split, workers_rows, _ in self._splits():
+    def _measure_workers(self, epoch: int, step: int) -> dict[Split, dict[str, Tensor]]:
+        """Return the metrics of each worker's model by split and name, each [worker], for all n."""
+        found: dict[Split, dict[str, Tensor]] = {}
+        for split, _, _ in self._splits():
             tables = [self._means(self._task.evaluate(m, split)) for m in self._parameters.models]
+            found[split] = {}
             for name in tables[0]:
-                for worker, table in zip(network.workers, tables, strict=True):
-                    if name != "perplexity":  # which may overflow
-                        # the first look at the last step's update
-                        check_finite(worker, f"{split} {name}", table[name], step, epoch)
                 of_hosted = torch.tensor([table[name] for table in tables], dtype=torch.float64)
-                values = network.gather(of_hosted)
+                found[split][name] = self._network.gather(of_hosted)
+                if name != "perplexity":  # which may overflow
+                    check_finite(f"{split} {name}", found[split][name], step, epoch)
+        return found
+
+    def _log_workers(
+        self, epoch: int, measured: Mapping[Split, Mapping[str, Tensor]]
+    ) -> dict[Split, dict[str, float]]:
+        """Log rows for each worker's model. Returns the means over workers, by split."""
+        for split, workers_rows, _ in self._splits():
+            for name, values in measured[split].items():
                 for worker, value in enumerate(values.tolist()):
                     self._log(name, value, epoch, split=workers_rows, worker=worker)
-                means.setdefault(split, {})[name] = values.mean().item()
-        return means
+        return {
+            split: {name: values.mean().item() for name, values in found.items()}
+            for split, found in measured.items()
+        }
 
     def _of_mean_model(self, epoch: int) -> dict[Split, dict[str, float]]:
         """Log rows for the mean of all workers' models. Returns its metrics, by split.
