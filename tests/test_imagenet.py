@@ -1,15 +1,19 @@
 """ImageNet from a folder: layout, random parts, scaling."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from PIL import Image
 
+import train
 from powergossip import tasks
 from powergossip.randomness import generator
+from powergossip.runs import metrics
 from powergossip.tasks.imagenet import ASPECTS, ATTEMPTS, N_RANDOM, Decoder, random_part
 from tests.small_data import write_imagenet
 
@@ -86,6 +90,23 @@ def test_held_out_images_are_no_training_images(folder: Path) -> None:
     assert task.samples == {"train": 9, "valid": 3, "test": 6}
     model = task.model("ResNet18", 1)
     assert task.evaluate(model, "valid")["count"] == 3
+
+
+def test_a_run_on_a_folder_has_rows_of_top5_accuracy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_imagenet(tmp_path / "data")
+    monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
+    monkeypatch.setattr(train, "output_dir", None)
+    keys = "task=ImageNet task_architecture=ResNet18 batch_size=9 num_epochs=1 optimizer=dpsgd"
+    options = "task_options={image_size: 32, threads: 2}"
+    here = [f"data_dir={tmp_path}/data", "--output-dir", f"{tmp_path}/run"]
+    train.main([*keys.split(), options, "n_workers=2", "log_verbosity=0", *here])
+    rows = metrics.load(tmp_path / "run")
+    found = rows[rows["name"] == "top5_accuracy"].groupby("split")["value"].count()
+    assert found.to_dict() == {"test": 2, "test_avg": 1}
+    facts = json.loads((tmp_path / "run" / "info.json").read_text())
+    assert facts["steps_per_epoch"] == 3  # of 9, 9 and 6 or 7 images
 
 
 # The images.
