@@ -95,10 +95,12 @@ class Config:
     #   default the task's
     gradient_clipping: float | int | str | None = "auto"  # largest norm of a worker's gradient,
     #   null: unlimited, auto: the task's. For dgc see optimizer_clip_by
+    lr_schedule: str = "milestones"  # after the warm-up: milestones, or cosine to 0 at the end
     lr_schedule_milestones: list[Any] | None = None  # [[epoch, factor], ...]: multiply from then
     #   on. By default the task's
     distributed_lr_warmup_epoch: float = 5.0  # length of the linear warm-up, 0: none
-    distributed_lr_warmup_factor: float = 1.0  # the warm-up ends at learning_rate times this
+    distributed_lr_warmup_factor: float | int | str = 1.0  # the warm-up ends at learning_rate times
+    #   this, auto: the number of workers
 
     # The method, and its options. Keys optimizer_X default to null: the default of the method
     optimizer: str = "power-gossip"  # gossip: all-reduce, dpsgd, power-gossip, choco, deepsqueeze,

@@ -86,6 +86,8 @@ def _resolve_task_defaults(c: Any) -> None:
     for key, default in tasks.defaults(c.task).items():
         if c[key] == BLANKS.get(key):
             c[key] = default
+    if c.distributed_lr_warmup_factor == "auto":
+        c.distributed_lr_warmup_factor = c.n_workers
     if c.drop_last is None:
         ignored = tasks.IGNORED.get(c.task, ())
         is_sorted = c.use_decentralized_data and "use_decentralized_data" not in ignored
@@ -146,12 +148,11 @@ def _check_values(c: Any) -> None:
         ),
     )
     checks.all_of(checks.not_negative, c, ("seed", "rank", "log_verbosity"))
-    checks.all_of(
-        checks.positive, c, ("learning_rate", "distributed_lr_warmup_factor", "adam_epsilon")
-    )
+    checks.all_of(checks.positive, c, ("learning_rate", "adam_epsilon"))
     checks.all_of(checks.below_one, c, ("adam_beta1", "adam_beta2", "momentum", "validation_ratio"))
     checks.fraction("decentralized_data_shuffled_ratio", c.decentralized_data_shuffled_ratio)
     checks.one_of("mean_model_statistics", c.mean_model_statistics, ("averaged", "recalibrated"))
+    checks.one_of("lr_schedule", c.lr_schedule, ("milestones", "cosine"))
     checks.one_of("local_optimizer", c.local_optimizer, LOCAL_OPTIMIZERS)
     checks.one_of("cuda_aware", c.cuda_aware, ("auto", "on", "off"))
     checks.one_of("distributed_backend", c.distributed_backend, ("mpi",))
@@ -162,6 +163,11 @@ def _check_values(c: Any) -> None:
     require("max_steps_per_epoch", lambda v: v is None or v >= 1, "1 or more, or null for all")
     require("distributed_lr_warmup_epoch", lambda v: v >= 0, "a number of epochs, or 0 for none")
     require("weight_decay", lambda v: v >= 0 and math.isfinite(v), "0 or more")
+    require(
+        "distributed_lr_warmup_factor",
+        lambda v: checks.is_finite(v) and v > 0,
+        "a number above 0, or auto",
+    )
     require(
         "gradient_clipping",
         lambda v: v is None or (checks.is_finite(v) and v > 0),
