@@ -15,6 +15,10 @@ Nothing happens at import. `python train.py --help` lists the keys.
 A run that was killed resumes from its last checkpoint, also in another layout of processes:
 
     mpirun -np 8 python train.py --output-dir output/mine resume=true
+
+Its checkpoints can be evaluated again, which changes nothing in the folder:
+
+    python train.py --output-dir output/mine evaluate_only=true checkpoint=best
 """
 
 from collections.abc import Mapping
@@ -25,7 +29,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from powergossip.errors import BadInput
-from powergossip.network import processes
+from powergossip.network import Processes, processes, torch_kept
 from powergossip.runs import configuration, figures, metrics, tables
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.output import FIGURE, Output
@@ -59,6 +63,9 @@ class Config:
     cuda_aware: str = "auto"  # give GPU memory to MPI: on, off, or auto (ask the library)
     overwrite: bool = False  # delete an existing run in the output folder
     resume: bool = False  # resume the run in the output folder from its last checkpoint
+    evaluate_only: bool = False  # evaluate a checkpoint of the run in the output folder: no
+    #   training, and no file is changed
+    checkpoint: str = "last"  # with evaluate_only: last or best
     checkpoint_interval: int = 5  # epochs between checkpoints; the end of a run always has one
     log_verbosity: int = 1  # 0 only the result, 1 a progress bar, 2 also a line for each epoch
     tensorboard: bool = False  # write events for TensorBoard beside metrics.jsonl
@@ -216,15 +223,26 @@ _output: Output | None = None
 def main(arguments: list[str] | None = None) -> None:
     """Train with `config`, changed by `arguments`: key=value, --config, --output-dir, --suffix.
 
-    Raises BadInput, in all processes, if a request is impossible; Diverged, in the process that
-    sees it, if a worker's loss becomes infinite or NaN; errors.Interrupted after a signal.
+    Raises, in all processes, BadInput if a request is impossible, Diverged if a worker's loss or
+    parameters become infinite or NaN, errors.Interrupted after a signal. All processes can then go
+    on with another run. torch's global generators and number of threads are restored.
     """
+    with torch_kept():
+        comm = processes()
+        comm.set_threads()
+        with comm.agreed():
+            explicit = [] if arguments is None else _read(arguments)
+            settings = checked(config, comm, explicit)
+            folder = _folder_to_resume(settings)
+        if settings.evaluate_only:
+            _evaluate(settings, comm, folder)
+        else:
+            _train(settings, comm, folder)
+
+
+def _train(settings: Any, comm: Processes, folder: Path | None) -> None:
+    """Train a run, or resume the one in `folder`."""
     global _output
-    comm = processes()
-    with comm.agreed():
-        explicit = [] if arguments is None else _read(arguments)
-        settings = checked(config, comm, explicit)
-        folder = _folder_to_resume(settings)
     trainer = Trainer(settings, comm, _hooks(), resume_from=folder)
     try:
         with comm.agreed():
@@ -245,6 +263,19 @@ def main(arguments: list[str] | None = None) -> None:
         _output = None
 
 
+def _evaluate(settings: Any, comm: Processes, folder: Path | None) -> None:
+    """Evaluate a checkpoint of the run in `folder` and print the table.
+
+    The rows are for log_metric, which a driver may replace. The default one writes nothing here.
+    """
+    rows: list[dict[str, Any]] = []
+    trainer = Trainer(settings, comm, _hooks(rows), resume_from=folder)
+    trainer.evaluate()
+    if comm.rank == 0:
+        print(f"The {settings.checkpoint} checkpoint of {folder}, after step {trainer.step}")
+        print(tables.summary(metrics.frame(rows)))
+
+
 def _read(arguments: list[str]) -> list[str]:
     """Read the command line into `config` and `output_dir`; returns the keys given explicitly."""
     global output_dir
@@ -256,17 +287,24 @@ def _read(arguments: list[str]) -> list[str]:
 
 
 def _folder_to_resume(settings: Any) -> Path | None:
-    if not settings.resume:
+    if not (settings.resume or settings.evaluate_only):
         return None
+    key = "evaluate_only" if settings.evaluate_only else "resume"
     if output_dir is None:
-        raise ValueError("resume=true: give the run's folder with --output-dir")
+        raise ValueError(f"{key}=true: give the run's folder with --output-dir")
     return Path(output_dir)
 
 
-def _hooks() -> Hooks:
-    """The module's hooks, as they are when a measurement is made."""
+def _hooks(rows: list[dict[str, Any]] | None = None) -> Hooks:
+    """The module's hooks, as they are when a measurement is made. `rows` collects the rows."""
+
+    def metric(name: str, values: Mapping[str, float], tags: Mapping[str, Any]) -> None:
+        if rows is not None:
+            rows.append({"name": name, **values, **tags})
+        log_metric(name, values, tags)
+
     return Hooks(
-        log_metric=lambda *row: log_metric(*row),
+        log_metric=metric,
         log_info=lambda facts: log_info(facts),
         log_runtime=lambda *phase: log_runtime(*phase),
     )

@@ -75,7 +75,7 @@ def checked(
     _resolve_options(c, explicit or (), warn=processes.rank == 0)
     if c.optimizer in aggregation.AGGREGATIONS:
         checks.at_least_one("optimizer_num_batches_per_step", c.optimizer_num_batches_per_step)
-    if c.optimizer in ddp.HOOKS:
+    if c.optimizer in ddp.HOOKS and not c.evaluate_only:
         with errors_name_keys(c.optimizer):
             ddp.check(hosted=hosted(c.n_workers, processes.size), **hook_options(c))
     return c
@@ -156,6 +156,9 @@ def _check_values(c: Any) -> None:
     checks.one_of("local_optimizer", c.local_optimizer, LOCAL_OPTIMIZERS)
     checks.one_of("cuda_aware", c.cuda_aware, ("auto", "on", "off"))
     checks.one_of("distributed_backend", c.distributed_backend, ("mpi",))
+    checks.one_of("checkpoint", c.checkpoint, ("last", "best"))
+    if c.checkpoint != "last" and not c.evaluate_only:
+        raise ValueError(f"checkpoint={c.checkpoint}: use it with evaluate_only=true")
 
     def require(key: str, ok: Callable[[Any], bool], accepted: str) -> None:
         checks.require(c, key, ok, accepted)
