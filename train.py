@@ -28,7 +28,7 @@ from powergossip.errors import BadInput
 from powergossip.network import processes
 from powergossip.runs import configuration, figures, metrics, tables
 from powergossip.runs.checkpoints import Checkpoints
-from powergossip.runs.output import FIGURE, Output
+from powergossip.runs.output import FIGURE, Output, run_to_resume
 from powergossip.training.measurements import Diverged, Hooks
 from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
@@ -58,7 +58,11 @@ class Config:
     device: str = "auto"  # auto, cpu, cuda or cuda:INDEX (auto spreads processes over GPUs)
     cuda_aware: str = "auto"  # give GPU memory to MPI: on, off, or auto (ask the library)
     overwrite: bool = False  # delete an existing run in the output folder
-    resume: bool = False  # resume the run in the output folder from its last checkpoint
+    resume: bool | str = (
+        False  # true: resume the run in the output folder from its last checkpoint,
+    )
+    #   auto: begin one if there is none
+    allow_lost_rows: bool = False  # resume although rows of metrics.jsonl are lost
     checkpoint_interval: int = 5  # epochs between checkpoints; the end of a run always has one
     log_verbosity: int = 1  # 0 only the result, 1 a progress bar, 2 also a line for each epoch
     tensorboard: bool = False  # write events for TensorBoard beside metrics.jsonl
@@ -172,50 +176,63 @@ _output: Output | None = None
 def main(arguments: list[str] | None = None) -> None:
     """Train with `config`, changed by `arguments`: key=value, --config, --output-dir, --suffix.
 
-    Raises BadInput, in all processes, if a request is impossible; Diverged, in the process that
+    The arguments are those of this run only: `config` and `output_dir` stay as they are. Raises BadInput, in all processes, if a request is impossible; Diverged, in the process that
     sees it, if a worker's loss becomes infinite or NaN; errors.Interrupted after a signal.
     """
     global _output
     comm = processes()
     with comm.agreed():
-        explicit = [] if arguments is None else _read(arguments)
-        settings = checked(config, comm, explicit)
-        folder = _folder_to_resume(settings)
+        asked, name, explicit = _read(arguments)
+        settings = checked(asked, comm, explicit)
+    folder = None
+    with comm.agreed():
+        if comm.rank == 0:
+            folder = run_to_resume(name, settings.resume)
+    folder = comm.broadcast(folder)
     trainer = Trainer(settings, comm, _hooks(), resume_from=folder)
     try:
         with comm.agreed():
+            trainer.check_epochs()
             if comm.rank == 0:
-                resume, offset = settings.resume, trainer.metrics_bytes
-                _output = Output(output_dir, settings, resume, offset)
-        output = comm.broadcast(str(_output.folder) if _output is not None else "")
+                offset = None if folder is None else trainer.metrics_bytes
+                _output = Output(name, settings, offset, settings.allow_lost_rows)
+        written = ("", False) if _output is None else (str(_output.folder), _output.lost_rows)
+        output, lost_rows = comm.broadcast(written)
         if _output is not None:
             log_info(trainer.facts())
-            if settings.log_verbosity > 0:
-                print(configuration.changed(settings, Config))
-        trainer.train(Checkpoints(Path(output), comm), _metrics_offset)
+            _print_start(trainer, folder)
+        trainer.train(Checkpoints(Path(output), comm), _metrics_offset, lost_rows)
         if _output is not None:
-            _report(_output.folder)
+            _report(_output.folder, settings.log_verbosity)
     finally:
         if _output is not None:
             _output.close()
         _output = None
 
 
-def _read(arguments: list[str]) -> list[str]:
-    """Read the command line into `config` and `output_dir`; returns the keys given explicitly."""
-    global output_dir
+def _read(arguments: list[str] | None) -> tuple[DictConfig, str | None, list[str]]:
+    """The configuration and output folder after the arguments, and the keys given explicitly."""
+    asked = config.copy()
+    if arguments is None:
+        return asked, output_dir, []
     description = (__doc__ or "").split("\n\n")[0]
-    found = configuration.read_command_line(config, arguments, description)
-    output_dir = found.output_dir or output_dir
-    return [key for key, source in found.given.items() if source.explicit]
+    found = configuration.read_command_line(asked, arguments, description)
+    explicit = [key for key, source in found.given.items() if source.explicit]
+    return asked, found.output_dir or output_dir, explicit
 
 
-def _folder_to_resume(settings: Any) -> Path | None:
-    if not settings.resume:
-        return None
-    if output_dir is None:
-        raise ValueError("resume=true: give the run's folder with --output-dir")
-    return Path(output_dir)
+def _print_start(trainer: Trainer, resumed: Path | None) -> None:
+    """Print the settings that are not defaults, and the state of a run that is resumed."""
+    settings = trainer.config
+    if trainer.is_complete:
+        print(
+            f"the run in {resumed} was complete: {settings.num_epochs} epochs; "
+            "a larger num_epochs prolongs it"
+        )
+    elif settings.log_verbosity > 0:
+        print(configuration.changed(settings, Config))
+        if resumed is not None:
+            print(f"resumed after step {trainer.step} of {trainer.total_steps}")
 
 
 def _hooks() -> Hooks:
@@ -231,10 +248,13 @@ def _metrics_offset() -> int:
     return 0 if _output is None else _output.rows.synced_offset()
 
 
-def _report(folder: Path) -> None:
+def _report(folder: Path, verbosity: int) -> None:
     """Draw the figure and print the table, unless a driver's log_metric has the rows."""
     rows = metrics.load(folder)
-    if not rows.empty:
+    if rows.empty:
+        if verbosity > 0:
+            print(f"complete; no rows in {folder / metrics.FILE}, since log_metric was replaced")
+    else:
         figure = folder / FIGURE
         figures.figure(rows, figure)
         print(f"\n{tables.summary(rows)}\n\nrows: {folder / metrics.FILE}\nfigure: {figure}")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+import gossip_run
 import train
 from powergossip.errors import BadInput
 from powergossip.runs import configuration
@@ -113,6 +114,30 @@ def test_a_dotted_key_in_a_file_changes_one_entry(tmp_path: Path) -> None:
 def test_resuming_requires_an_output_folder() -> None:
     text = rejection("--suffix", ".e500", "resume=true")
     assert "--output-dir" in text
+
+
+@pytest.mark.parametrize("program", [train, gossip_run])
+def test_arguments_of_a_run_are_not_those_of_the_next(
+    program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a complaint: the values of `config` and `output_dir` are those of the driver."""
+    seen = []
+
+    def stop(name: str | None, config: Any, *rest: Any) -> None:
+        seen.append((name, config.seed, config.n_workers))
+        raise ValueError("seen")
+
+    monkeypatch.setattr(program, "Output", stop)
+    config = program.config.copy()
+    config.n_workers = 2
+    monkeypatch.setattr(program, "config", config)
+    monkeypatch.setattr(program, "output_dir", "mine")
+    for arguments in (["seed=7", "--output-dir", str(tmp_path)], [], None):
+        with pytest.raises(BadInput, match="seen"):
+            program.main(arguments)
+    default = program.config.seed
+    assert seen == [(str(tmp_path), 7, 2), ("mine", default, 2), ("mine", default, 2)]
+    assert default != 7
 
 
 def test_the_output_folder_is_returned() -> None:

@@ -206,7 +206,7 @@ def _output_dir(folder: str | None, suffix: str, resume: bool) -> str | None:
     if any(character in suffix for character in "/\\\0{}"):
         raise BadInput(f"--suffix={suffix}: use characters that can be part of a folder's name")
     if folder is None and resume:
-        raise BadInput("resume=true: use --output-dir to name the run")
+        raise BadInput("--suffix: use --output-dir to name the run to resume")
     return f"{DATED if folder is None else folder.rstrip('/')}{suffix}"
 
 
@@ -400,6 +400,7 @@ def _type_name(kind: Any) -> str:
         bool: "true or false",
         str: "a string",
         float | int | str: "a number or a string",
+        bool | str: "true, false or a string",
         list[int]: "a list of whole numbers",
         list[str]: "a list of strings",
     }
