@@ -24,12 +24,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from powergossip.consensus import ALGORITHMS, DATA, Hooks, Method, Sweep, checked, is_logged
 from powergossip.consensus.data import DEFAULT_SIZE
 from powergossip.network import processes
 from powergossip.runs import configuration, figures, metrics, tables
+from powergossip.runs.clock import Signals
 from powergossip.runs.output import FIGURE, Output
 from powergossip.runs.progress import Progress
 
@@ -76,7 +77,7 @@ class Config:
     moniqua_num_samples: int = 10  # moniqua: number of diffusion rates, each with every theta
 
 
-config: DictConfig = OmegaConf.structured(Config)
+config: DictConfig = configuration.structured(Config)
 output_dir: str | None = None  # None: a new dated folder under output/
 
 
@@ -115,7 +116,9 @@ _output: Output | None = None
 def main(arguments: list[str] | None = None) -> None:
     """Gossip with the settings in `config`, changed by `arguments` (the command line).
 
-    The arguments are those of this run only: `config` and `output_dir` stay as they are. Raises BadInput, in all processes, for a configuration that cannot be run.
+    The arguments are those of this run only: `config` and `output_dir` stay as they are. Raises
+    BadInput, in all processes, for a configuration that cannot be run, and errors.Signaled in a
+    process that receives SIGTERM, SIGINT or SIGUSR1.
     """
     global _output
     comm = processes()
@@ -134,7 +137,8 @@ def main(arguments: list[str] | None = None) -> None:
             if sweep.config.log_verbosity > 0:
                 print(configuration.changed(sweep.config, Config))
         show = comm.rank == 0 and sweep.config.log_verbosity > 0
-        with Progress(sweep.total_steps, shown=show) as bar:
+        signals = Signals(at_once="there is no checkpoint; the rows so far are kept")
+        with Progress(sweep.total_steps, shown=show) as bar, signals:
             sweep.run(_hooks(sweep, bar))
         if _output is not None:
             _report(_output.folder)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from powergossip.errors import BadInput
 from powergossip.network import processes
@@ -30,7 +30,7 @@ from powergossip.runs import configuration, figures, metrics, tables
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.output import FIGURE, Output, run_to_resume
 from powergossip.training.measurements import Diverged, Hooks
-from powergossip.training.settings import checked
+from powergossip.training.settings import checked, defaults_of_tasks
 from powergossip.training.trainer import Trainer
 
 __all__ = [
@@ -53,7 +53,7 @@ class Config:
     # The run
     n_workers: int | None = None  # number of workers, by default one for each process
     seed: int = 1
-    num_epochs: int = 40
+    num_epochs: int | None = None  # null here and below: the task's default
     max_steps_per_epoch: int | None = None  # skip the rest of each epoch
     device: str = "auto"  # auto, cpu, cuda or cuda:INDEX (auto spreads processes over GPUs)
     cuda_aware: str = "auto"  # give GPU memory to MPI: on, off, or auto (ask the library)
@@ -74,11 +74,14 @@ class Config:
 
     # Data and model
     task: str = "Digits"
-    task_architecture: str = "CNN"
+    task_architecture: str | None = None  # the model, by default the task's
     task_options: dict[str, Any] = field(default_factory=dict)  # such as {normalization: group}
-    batch_size: int = 16  # per worker
+    batch_size: int | None = None  # per worker, by default the task's
+    drop_last: bool | None = None  # leave out the last, smaller batch of an epoch, by default for
+    #   non-IID data only
     data_dir: str | None = None  # folder with the task's files, by default the usual places
     download: bool = True  # download data that are in none of these places
+    validation_ratio: float = 0.0  # fraction of the training data held out: rows valid, valid_avg
     reshuffle_data: bool = True  # repartition the data every epoch (false: fixed shards)
     use_decentralized_data: bool = False  # non-IID: partition the data sorted by label
     decentralized_data_shuffled_ratio: float = 0.0  # fraction of the sorted data shuffled again
@@ -86,17 +89,18 @@ class Config:
 
     # The local optimizer
     local_optimizer: str = "sgd"  # sgd or adamw
-    learning_rate: float = 0.05
-    momentum: float = 0.9  # of sgd
+    learning_rate: float | None = None  # by default the task's
+    momentum: float | None = None  # of sgd, by default the task's
     nesterov: bool = True  # of sgd
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
-    weight_decay: float = 0.0001  # not on normalization layers, decoupled for adamw
-    gradient_clipping: float | None = None  # largest norm of a worker's gradient, null: unlimited
-    lr_schedule_milestones: list[Any] = field(  # [[epoch, factor], ...]: multiply from then on
-        default_factory=lambda: [[30.0, 0.1]]
-    )
+    weight_decay: float | None = None  # not on normalization layers, decoupled for adamw. By
+    #   default the task's
+    gradient_clipping: float | int | str | None = "auto"  # largest norm of a worker's gradient,
+    #   null: unlimited, auto: the task's
+    lr_schedule_milestones: list[Any] | None = None  # [[epoch, factor], ...]: multiply from then
+    #   on. By default the task's
     distributed_lr_warmup_epoch: float = 5.0  # length of the linear warm-up, 0: none
     distributed_lr_warmup_factor: float = 1.0  # the warm-up ends at learning_rate times this
 
@@ -143,7 +147,7 @@ class Config:
     distributed_init_file: str | None = None  # ignored
 
 
-config: DictConfig = OmegaConf.structured(Config)
+config: DictConfig = configuration.structured(Config)
 output_dir: str | None = None  # None: a new dated folder under output/
 
 
@@ -176,8 +180,10 @@ _output: Output | None = None
 def main(arguments: list[str] | None = None) -> None:
     """Train with `config`, changed by `arguments`: key=value, --config, --output-dir, --suffix.
 
-    The arguments are those of this run only: `config` and `output_dir` stay as they are. Raises BadInput, in all processes, if a request is impossible; Diverged, in the process that
-    sees it, if a worker's loss becomes infinite or NaN; errors.Interrupted after a signal.
+    The arguments are those of this run only: `config` and `output_dir` stay as they are.
+
+    Raises, with the same text in all processes: BadInput if a request is impossible, Diverged if a
+    worker's loss or model becomes infinite or NaN, errors.Interrupted after a signal.
     """
     global _output
     comm = processes()
@@ -216,7 +222,8 @@ def _read(arguments: list[str] | None) -> tuple[DictConfig, str | None, list[str
     if arguments is None:
         return asked, output_dir, []
     description = (__doc__ or "").split("\n\n")[0]
-    found = configuration.read_command_line(asked, arguments, description)
+    notes = f"defaults of each task:\n{defaults_of_tasks()}"
+    found = configuration.read_command_line(asked, arguments, description, notes)
     explicit = [key for key, source in found.given.items() if source.explicit]
     return asked, found.output_dir or output_dir, explicit
 

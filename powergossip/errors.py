@@ -9,11 +9,18 @@ class Stopped(RuntimeError):
     """The run cannot continue. The text is one sentence with the reason."""
 
     exit_code = 1
+    in_all_processes = False  # whether all of them raise it, so that one report suffices
 
 
-class Interrupted(Stopped):
-    """The run was stopped by this signal, after all processes agreed on it."""
+class Signaled(Stopped):
+    """This process has received a signal. The exit code is 128 + its number."""
 
     def __init__(self, text: str, signal: int):
         super().__init__(text)
-        self.signal = signal
+        self.signal, self.exit_code = signal, 128 + signal
+
+
+class Interrupted(Signaled):
+    """The run was stopped by this signal, after all processes agreed on it."""
+
+    in_all_processes = True

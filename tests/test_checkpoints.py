@@ -28,6 +28,7 @@ SMALL: dict[str, Any] = {
     "n_workers": 4,
     "task_architecture": "MLP",
     "batch_size": 64,
+    "drop_last": True,
     "num_epochs": 4,
     "checkpoint_interval": 1,
     "log_verbosity": 0,

@@ -12,7 +12,7 @@ Axes: worker (hosted here); D parameters of a worker.
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 from torch import Tensor
 
@@ -25,8 +25,11 @@ from powergossip.parameters import Layout
 class Aggregation(Protocol):
     """Approximates the mean gradient. The residual of each worker is part of the next step.
 
-    owns_momentum  # whether it applies momentum itself, and the local optimizer has none
+    owns_momentum  # whether it applies momentum itself (see OwnsMomentum), and the local optimizer
+                   # has none
     clips          # whether it clips gradients itself
+
+    Gradients are without weight decay, which is added to the mean.
     """
 
     owns_momentum: ClassVar[bool]
@@ -47,6 +50,24 @@ class Aggregation(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`."""
         ...
+
+
+class OwnsMomentum(Aggregation, Protocol):
+    """An aggregation with owns_momentum=True, of `momentum` as in torch.optim.SGD.
+
+    The weight decay has the same momentum, in a buffer of the learning rule.
+    """
+
+    momentum: float
+    nesterov: bool
+
+
+def momentum_of(aggregation: Aggregation) -> tuple[float, bool]:
+    """Return the momentum that an aggregation applies itself, and whether it is Nesterov's."""
+    if not aggregation.owns_momentum:
+        return 0.0, False
+    owner = cast(OwnsMomentum, aggregation)
+    return owner.momentum, owner.nesterov
 
 
 def _row(kind: Callable[..., Any], config: Callable[..., Any]) -> options.Row:

@@ -206,6 +206,7 @@ class DGCAggregation:
         if config.int32_indices and layout.size > torch.iinfo(torch.int32).max:
             raise ValueError(f"int32_indices=True: use False for {layout.size} elements")
         self._network, self._layout, self._config = network, layout, config
+        self.momentum, self.nesterov = config.momentum, config.nesterov
         workers, device = network.rows, network.device
         self._momentum = torch.zeros(workers, layout.size, device=device)  # u
         self._kept = torch.zeros(workers, layout.size, device=device)  # v

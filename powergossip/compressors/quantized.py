@@ -6,6 +6,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
+from powergossip.checks import BadValue
 from powergossip.compressors.compressor import Field, Levels, Stream
 
 
@@ -72,7 +73,7 @@ class QSGD:
 
     def __post_init__(self) -> None:
         if not 1 <= self.levels <= 127:
-            raise ValueError(f"levels={self.levels}: use a number from 1 to 127")
+            raise BadValue("levels", self.levels, "a number from 1 to 127")
 
     def variance_bound(self, elements: int) -> float:
         """ω for N elements."""

@@ -184,4 +184,4 @@ def _fraction(ratio: float, entries: int) -> int:
 
 def _check_keep_ratio(value: float) -> None:
     if not 0 < value <= 1:
-        raise ValueError(f"keep_ratio={value:g}: use a number above 0 and at most 1")
+        raise checks.BadValue("keep_ratio", value, "a number above 0 and at most 1")

@@ -24,7 +24,7 @@ on the layout of workers over processes.
 
 from powergossip.network.meeting import meet, meet_at_exit
 from powergossip.network.messages import Conversation, Gather, Mean, Message, ToAll, ToEach
-from powergossip.network.mpi import Processes, choose_device, cuda_aware_mpi, processes
+from powergossip.network.mpi import Processes, choose_device, cuda_aware_mpi, processes, report
 from powergossip.network.workers import Exchange, Network, Slots, hosted_workers, together
 
 __all__ = [
@@ -44,5 +44,6 @@ __all__ = [
     "meet",
     "meet_at_exit",
     "processes",
+    "report",
     "together",
 ]

@@ -9,13 +9,14 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from powergossip.errors import BadInput, Interrupted, Stopped
+from powergossip.errors import BadInput, Signaled, Stopped
 
 T = TypeVar("T")
 
@@ -82,6 +83,24 @@ class Processes:
         """Process 0's value, in all processes."""
         return value if self.communicator is None else self.communicator.bcast(value)
 
+    def start_max(self, values: np.ndarray) -> Callable[[], np.ndarray]:
+        """Start the elementwise maximum of an array over the processes. All of them call it.
+
+        Returns a function that waits for the result and returns it.
+        """
+        if self.communicator is None:
+            return lambda: values
+        from mpi4py import MPI
+
+        largest = np.empty_like(values)
+        request = self.communicator.Iallreduce(values, largest, MPI.MAX)
+
+        def wait() -> np.ndarray:
+            request.Wait()
+            return largest
+
+        return wait
+
     def sum(self, array: np.ndarray) -> np.ndarray:
         """Sum of an array over the processes, in all processes."""
         if self.communicator is None:
@@ -124,25 +143,46 @@ def _end_together(found: Processes) -> None:
     """End all processes on an uncaught exception: the others would wait for messages forever."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, (BadInput, Interrupted)):  # raised in all processes
+        if isinstance(error, BadInput) or (isinstance(error, Stopped) and error.in_all_processes):
             if found.rank == 0:
-                print(f"error: {error}", file=sys.stderr, flush=True)
+                report(error)
             from mpi4py import MPI
 
             MPI.Finalize()
-            os._exit(2 if isinstance(error, BadInput) else 128 + error.signal)
+            os._exit(2 if isinstance(error, BadInput) else error.exit_code)
         # If several processes fail at once for the same reason, the first one reports it and ends
         # the others, which takes a while where processes share cores.
         time.sleep(0.0 if found.rank == 0 else min(0.5 + 0.1 * found.rank, 3.0))
         if isinstance(error, Stopped):
-            text = f"error: {error}"
+            report(error)
+        elif isinstance(error, KeyboardInterrupt):
+            print("error: interrupted", file=sys.stderr, flush=True)
         else:
-            text = f"process {found.rank} of {found.size} on {socket.gethostname()} failed:\n"
+            text = f"\nprocess {found.rank} of {found.size} on {socket.gethostname()} failed:\n"
             text += "".join(traceback.format_exception(kind, error, trace))
-        print(f"\n{text}", file=sys.stderr, flush=True)
-        found.communicator.Abort(error.exit_code if isinstance(error, Stopped) else 1)
+            print(text, file=sys.stderr, flush=True)
+        code = error.exit_code if isinstance(error, Stopped) else 1
+        found.communicator.Abort(130 if isinstance(error, KeyboardInterrupt) else code)
 
     sys.excepthook = hook
+
+
+def report(error: Exception) -> None:
+    """Print the text of an error to the standard error.
+
+    Where a signal ends the run, to that of mpirun: Open MPI's discards the output of processes that
+    it is about to kill, as it is on SIGTERM and SIGINT.
+    """
+    if isinstance(error, Signaled):
+        try:
+            parent = Path("/proc") / str(os.getppid())
+            if (parent / "comm").read_text().strip() in ("mpirun", "mpiexec", "prterun"):
+                with (parent / "fd" / "2").open("a") as stderr:
+                    print(f"error: {error}", file=stderr, flush=True)
+                return
+        except OSError:  # not Linux, or a socket
+            pass
+    print(f"error: {error}", file=sys.stderr, flush=True)
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:

@@ -382,9 +382,9 @@ class GossipOptimizer(torch.optim.Optimizer):
         for parameter in self._frozen:
             if parameter.requires_grad:
                 raise RuntimeError(
-                    f"a parameter of shape {tuple(parameter.shape)} was frozen when GossipOptimizer "
-                    "was created, so it is not averaged; create a new GossipOptimizer, or leave the "
-                    "parameter out and add it by add_param_group"
+                    f"a parameter of shape {tuple(parameter.shape)} was frozen when "
+                    "GossipOptimizer was created, so it is not averaged; create a new one, or "
+                    "leave the parameter out and add it by add_param_group"
                 )
 
     def _dense_gradients(self) -> list[Tensor]:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from powergossip.errors import Signaled
+
 
 @dataclass
 class PhaseTime:
@@ -53,21 +55,25 @@ class Clock:
 
 
 class Signals:
-    """Record of the first SIGTERM or SIGUSR1 while the context is open.
+    """Record of the first SIGTERM, SIGINT (Ctrl-C) or SIGUSR1 while the context is open.
 
-    Slurm can send SIGUSR1 before a time limit. A second signal has its usual effect.
+    Slurm can send SIGUSR1 before a time limit. A second signal has its usual effect. SIGINT stays
+    ignored where it is, as in the background jobs of a shell script.
 
     received  # number of the signal, or None
+    at_once   # text of the errors.Signaled that the first signal raises, or None: it raises nothing
     """
 
-    def __init__(self) -> None:
+    def __init__(self, at_once: str | None = None) -> None:
         self.received: int | None = None
+        self._at_once = at_once
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGUSR1):
-                self._before[number] = signal.signal(number, self._receive)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+                if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -76,6 +82,9 @@ class Signals:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = number
         self._restore()
+        if self._at_once is not None:
+            name = signal.Signals(number).name
+            raise Signaled(f"stopped by {name}; {self._at_once}", number)
 
     def _restore(self) -> None:
         while self._before:

@@ -15,7 +15,8 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -82,7 +83,7 @@ class _Assignment:
 
 
 def read_command_line(
-    config: DictConfig, arguments: Sequence[str], description: str
+    config: DictConfig, arguments: Sequence[str], description: str, notes: str = ""
 ) -> CommandLine:
     """Change `config` as specified on the command line. Return the output folder and given keys.
 
@@ -93,9 +94,9 @@ def read_command_line(
 
     Raises BadInput, and leaves `config` alone, for an unknown key, a value of the wrong type, a
     file that is missing, empty, not YAML or has a key twice, or a suffix that cannot be part of a
-    name. `--help` prints the keys with their defaults and exits.
+    name. `--help` prints the keys with their defaults, then `notes`, and exits.
     """
-    options = _parse(config, arguments, description)
+    options = _parse(config, arguments, description, notes)
     assignments = [
         *(a for file in _config_files(options.config) for a in _of_file(config, file)),
         *map(_of_argument, options.assignments),
@@ -112,6 +113,39 @@ def read_command_line(
     return CommandLine(folder, given)
 
 
+class _Typed(DictConfig):
+    """A configuration whose assignments raise BadInput, with one sentence."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        with _errors_of_assignment(self, key, value):
+            super().__setitem__(key, value)
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        with _errors_of_assignment(self, key, value):
+            super().__setattr__(key, value)
+
+
+@contextmanager
+def _errors_of_assignment(config: DictConfig, key: Any, value: Any) -> Iterator[None]:
+    try:
+        yield
+    except OmegaConfBaseException as error:
+        text = f"{key}={_yaml_value(value)}: {error}".splitlines()[0]
+        try:
+            assign(config.copy(), str(key), value)
+        except BadInput as sentence:
+            text = str(sentence)
+        raise BadInput(text) from None
+
+
+def structured(kind: type[Any]) -> DictConfig:
+    """Return a configuration with the keys and defaults of a dataclass.
+
+    An assignment of an unknown key or a value of the wrong type raises BadInput.
+    """
+    return _Typed(kind)
+
+
 def set_by_driver(config: DictConfig) -> dict[str, Source]:
     """Return DRIVER as the source of each key whose value is not the default."""
     defaults = OmegaConf.to_container(OmegaConf.structured(_schema(config)))
@@ -121,12 +155,14 @@ def set_by_driver(config: DictConfig) -> dict[str, Source]:
     return {str(key): DRIVER for key in values if values[key] != defaults[key]}
 
 
-def _parse(config: DictConfig, arguments: Sequence[str], description: str) -> argparse.Namespace:
+def _parse(
+    config: DictConfig, arguments: Sequence[str], description: str, notes: str
+) -> argparse.Namespace:
     """Options and assignments of a command line, as text. Raises BadInput; exits after --help."""
     parser = argparse.ArgumentParser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"keys and their defaults:\n{describe(config)}",
+        epilog="\n\n".join(filter(None, (f"keys and their defaults:\n{describe(config)}", notes))),
         exit_on_error=False,
         allow_abbrev=False,
         add_help=False,
@@ -155,7 +191,7 @@ def _parse(config: DictConfig, arguments: Sequence[str], description: str) -> ar
 def _of_argument(text: str) -> _Assignment:
     """Parse key=value. Raises BadInput."""
     key, equals, value = text.partition("=")
-    if not equals:
+    if not equals or not key:
         raise BadInput(f'"{text}" is not an assignment; use key=value')
     try:
         return _Assignment(key, yaml.load(value, Loader=_Loader), COMMAND_LINE)
@@ -243,7 +279,7 @@ def assign(config: DictConfig, key: str, value: Any, source: str = "") -> None:
     kind = kinds.get(name)
     if kind is None or (inside and not str(kind).startswith(("list", "dict"))):
         close = difflib.get_close_matches(key, kinds, n=3)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"choose from {', '.join(kinds)}"
+        hint = f"did you mean {' or '.join(close)}?" if close else "--help lists the keys"
         raise BadInput(f'{source}key "{key}" is unknown; {hint}')
     wrong_type = BadInput(f"{source}{key}={_yaml_value(value)}: use {_type_name(kind)}")
     if kind is bool and isinstance(value, (int, float)) and value not in (0, 1):
@@ -280,24 +316,24 @@ def describe(config: DictConfig) -> str:
 def run_entry_point(main: Callable[[list[str]], object]) -> None:
     """Call main(arguments) as a program. Errors of the user become one sentence and an exit code.
 
-    2: BadInput. 128 + the signal's number: Interrupted. Stopped has its own code.
+    2: BadInput. 130: Ctrl-C. Stopped has its own code, for a signal 128 + its number.
     """
     try:
         main(sys.argv[1:])
     except BadInput as error:
         if network.processes().rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            network.report(error)
         sys.exit(2)
-    except errors.Interrupted as error:
-        if network.processes().rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(128 + error.signal)
     except errors.Stopped as error:
-        if network.processes().size > 1:
-            raise  # maybe in this process only
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        if network.processes().size > 1 and not error.in_all_processes:
+            raise
+        if network.processes().rank == 0:
+            network.report(error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
+        if network.processes().size > 1:
+            raise
+        print("error: interrupted", file=sys.stderr, flush=True)
         sys.exit(130)
 
 

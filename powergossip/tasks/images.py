@@ -14,7 +14,7 @@ from powergossip.randomness import generator
 from powergossip.tasks import modules, task_options
 from powergossip.tasks.augmentation import Augmentation
 from powergossip.tasks.models import ARCHITECTURES, NORMALIZATIONS
-from powergossip.tasks.shards import Shards
+from powergossip.tasks.shards import Shards, held_out
 from powergossip.tasks.task import Batch, Options, Split
 
 OPTIONS = {"normalization": task_options.one_of(NORMALIZATIONS)}
@@ -25,6 +25,10 @@ EVALUATION_CHUNK = 500  # images per forward pass: fast, and small in memory
 class LabeledImages:
     images: Tensor  # uint8 [sample, channel, row, column]
     labels: Tensor  # int64 [sample]
+
+    def where(self, chosen: Tensor) -> "LabeledImages":
+        """The samples for which `chosen`, bool [sample], is true."""
+        return LabeledImages(self.images[chosen], self.labels[chosen])
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,11 @@ class ImageClassification:
         """
         task_options.check(options.task, options.task_options, OPTIONS)
         self.augment = augment
+        splits: dict[Split, LabeledImages] = {"train": train, "test": test}
+        if options.validation_ratio:
+            held = torch.from_numpy(held_out(train.labels, options.validation_ratio))
+            splits |= {"train": train.where(~held), "valid": train.where(held)}
+            train = splits["train"]
         self._shards = Shards(train.labels, options)
         self._options = options
         self._n_labels = n_labels
@@ -73,10 +82,7 @@ class ImageClassification:
             ARCHITECTURES, (shape, n_labels), options.task_options
         )
         self._shift, self._scale = _normalization(train.images, options.device)
-        self._splits = {
-            "train": _Split.of(train, options.device),
-            "test": _Split.of(test, options.device),
-        }
+        self._splits = {name: _Split.of(data, options.device) for name, data in splits.items()}
 
     @property
     def architectures(self) -> Mapping[str, Callable[[], nn.Module]]:
@@ -87,6 +93,11 @@ class ImageClassification:
     def steps_per_epoch(self) -> int:
         """Number of full batches in the smallest shard, for all workers."""
         return self._shards.steps_per_epoch
+
+    @property
+    def samples(self) -> Mapping[Split, int]:
+        """Number of images of each split. "valid" is left out if no images are held out."""
+        return {name: len(data.labels) for name, data in self._splits.items()}
 
     def model(self, architecture: str, seed: int) -> nn.Module:
         """Build a model on the task's device. Its weights depend on architecture and seed only.

@@ -22,6 +22,7 @@ def one_of(choices: Iterable[str]) -> Kind:
     return Kind(lambda value: value in names, " or ".join(names))
 
 
+FLAG = Kind(lambda value: type(value) is bool, "true or false")
 COUNT = Kind(lambda value: type(value) is int and value >= 1, "a whole number, 1 or more")
 FRACTION = Kind(
     lambda value: type(value) in (int, float) and 0 <= value < 1, "a number from 0 to below 1"

@@ -22,7 +22,7 @@ class Evaluation:
 
     mean_model  # Parameters of one model: the mean of all workers' at the last evaluation
 
-    Raises Diverged for a metric of a worker that is not finite.
+    Raises Diverged, in all processes, for a metric of a worker that is not finite.
     """
 
     def __init__(
@@ -45,65 +45,77 @@ class Evaluation:
         """Log the rows after this number of epochs and steps.
 
         `sums` are those of the batches' metrics over the last epoch, each [worker]. Returns a text
-        for the progress bar, and a score: the larger, the better.
+        for the progress bar, and a score: the larger, the better. It is that of the mean model if
+        it is evaluated, else the mean over workers; on validation data if there are any, else on
+        test data.
         """
         network, steps = self._network, self._steps_per_epoch
+        of_workers = self._measure_workers(epoch, step)
         of_batches = {
             name: network.gather(total.double() / steps).mean().item()
             for name, total in sums.items()
         }
         for name, value in self._with_derived(of_batches).items():
             self._log(name, value, epoch, split="train")
-        mean_of_workers = self._of_workers(epoch, step)
+        means = self._log_workers(epoch, of_workers)
         self._log_consensus(epoch)
         rounds = step // self._config.local_steps
         uncompressed = int(network.bits_to_all(self._parameters.layout.size, rounds)[0])
         self._log("uncompressed_gossip_bits", uncompressed, epoch)
 
-        shown, of_mean_model = "", {}
+        shown = ""
         if self._config.evaluate_average_model:
-            of_mean_model = self._of_mean_model(epoch)
+            means = self._of_mean_model(epoch)
+            of_mean_model = means["test"]
             if "accuracy" in of_mean_model:
                 shown = f"mean model {100 * of_mean_model['accuracy']:.1f} %, "
             if "perplexity" in of_mean_model:
                 shown = f"mean model's perplexity {of_mean_model['perplexity']:.1f}, "
-        means = of_mean_model or mean_of_workers
-        by_accuracy = "accuracy" in means and "perplexity" not in means
-        score = means["accuracy"] if by_accuracy else -means["cross_entropy"]
-        return f"{shown}consensus distance {self._consensus_distance:.2g}", score
+        shown += f"consensus distance {self._consensus_distance:.2g}"
+        return shown, _score(means.get("valid", means["test"]))
 
     def _splits(self) -> list[tuple[Split, str, str]]:
         """Splits to evaluate on; tag `split` of the workers' rows, and of the mean model's."""
         splits: list[tuple[Split, str, str]] = [("test", "test", "test_avg")]
+        if "valid" in self._task.samples:
+            splits.append(("valid", "valid", "valid_avg"))
         if self._config.evaluate_training_data:
             splits.append(("train", "train_full", "train_avg"))
         return splits
 
-    def _of_workers(self, epoch: int, step: int) -> dict[str, float]:
-        """Log rows for each worker's model. Returns the means over workers on test data."""
-        network, means = self._network, dict[str, float]()
-        for split, workers_rows, _ in self._splits():
+    def _measure_workers(self, epoch: int, step: int) -> dict[Split, dict[str, Tensor]]:
+        """Return the metrics of each worker's model by split and name, each [worker], for all n."""
+        found: dict[Split, dict[str, Tensor]] = {}
+        for split, _, _ in self._splits():
             tables = [self._means(self._task.evaluate(m, split)) for m in self._parameters.models]
+            found[split] = {}
             for name in tables[0]:
-                for worker, table in zip(network.workers, tables, strict=True):
-                    if name != "perplexity":  # which may overflow
-                        # the first look at the last step's update
-                        check_finite(worker, f"{split} {name}", table[name], step, epoch)
                 of_hosted = torch.tensor([table[name] for table in tables], dtype=torch.float64)
-                values = network.gather(of_hosted)
+                found[split][name] = self._network.gather(of_hosted)
+                if name != "perplexity":  # which may overflow
+                    check_finite(f"{split} {name}", found[split][name], step, epoch)
+        return found
+
+    def _log_workers(
+        self, epoch: int, measured: Mapping[Split, Mapping[str, Tensor]]
+    ) -> dict[Split, dict[str, float]]:
+        """Log rows for each worker's model. Returns the means over workers, by split."""
+        for split, workers_rows, _ in self._splits():
+            for name, values in measured[split].items():
                 for worker, value in enumerate(values.tolist()):
                     self._log(name, value, epoch, split=workers_rows, worker=worker)
-                if split == "test":
-                    means[name] = values.mean().item()
-        return means
+        return {
+            split: {name: values.mean().item() for name, values in found.items()}
+            for split, found in measured.items()
+        }
 
-    def _of_mean_model(self, epoch: int) -> dict[str, float]:
-        """Log rows for the mean of all workers' models. Returns its metrics on test data.
+    def _of_mean_model(self, epoch: int) -> dict[Split, dict[str, float]]:
+        """Log rows for the mean of all workers' models. Returns its metrics, by split.
 
         Batch norm's running statistics are the workers' mean, or recalibrated on training data.
         """
         processes, network = self._network.processes, self._network
-        mean_model, of_test = self.mean_model, dict[str, float]()
+        mean_model, of_splits = self.mean_model, dict[Split, dict[str, float]]()
         mean_model.x.copy_(network.mean(self._parameters.x))
         mean_model.buffers.copy_(network.mean(self._parameters.buffers))
         if self._config.mean_model_statistics == "recalibrated":
@@ -113,12 +125,10 @@ class Evaluation:
                 mean_model.models[0], split, (processes.rank, processes.size)
             )
             sums = processes.sum(np.array(list(part.values()))).tolist()
-            means = self._means(dict(zip(part, sums, strict=True)))
-            for name, value in means.items():
+            of_splits[split] = self._means(dict(zip(part, sums, strict=True)))
+            for name, value in of_splits[split].items():
                 self._log(name, value, epoch, split=rows)
-            if split == "test":
-                of_test = means
-        return of_test
+        return of_splits
 
     def _recalibrate(self) -> None:
         """Recompute the mean model's running statistics from its own activations on training data.
@@ -194,3 +204,10 @@ class Evaluation:
                         workers=f"{first}-{second}",
                         parameter=parameter,
                     )
+
+
+def _score(means: Mapping[str, float]) -> float:
+    """The accuracy, or the negative cross entropy for language models and without accuracy."""
+    if "accuracy" in means and "perplexity" not in means:
+        return means["accuracy"]
+    return -means["cross_entropy"]

@@ -5,21 +5,34 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from powergossip.errors import Stopped
 from powergossip.network import Network
 
 
 class Diverged(Stopped):
-    """A worker's loss, or a metric of its model, is no longer finite."""
+    """A worker's loss, its parameters or a metric of its model are no longer finite.
+
+    All processes raise it, with the same text: the first such value, by step and then by worker.
+    """
+
+    in_all_processes = True
 
 
-def check_finite(worker: int, name: str, value: float, step: int, epoch: int) -> None:
-    """Raise Diverged for a value that is infinite or NaN. `epoch` counts from 1."""
-    if not math.isfinite(value):
-        raise Diverged(
-            f"diverged: worker {worker}'s {name} is {value} at step {step} "
-            f"(epoch {epoch}); try a smaller learning_rate or optimizer_diffusion_rate"
-        )
+def divergence(worker: int, name: str, value: float, step: int, epoch: int) -> str:
+    """The text of Diverged. `epoch` counts from 1."""
+    return (
+        f"diverged: worker {worker}'s {name} is {value} at step {step} "
+        f"(epoch {epoch}); try a smaller learning_rate or optimizer_diffusion_rate"
+    )
+
+
+def check_finite(name: str, values: Tensor, step: int, epoch: int) -> None:
+    """Raise Diverged if a value of the n workers [worker], gathered, is infinite or NaN."""
+    for worker, value in enumerate(values.tolist()):
+        if not math.isfinite(value):
+            raise Diverged(divergence(worker, name, value, step, epoch))
 
 
 def _ignore(*arguments: Any) -> None:

@@ -23,6 +23,8 @@ FREE_TO_CHANGE = (
     "resume",
     "tensorboard",
 )
+# Keys that earlier versions lacked, with the values that they had in effect.
+EARLIER = {"drop_last": True, "validation_ratio": 0.0}
 
 
 def check_same_run_without_checkpoint(folder: Path, config: Any) -> None:
@@ -38,7 +40,7 @@ def check_same_run(folder: Path, saved: Mapping[str, Any], config: Any) -> None:
     """Raise ValueError if the saved configuration differs in a key that may not change."""
     now = OmegaConf.to_container(config)
     assert isinstance(now, dict)
-    before = _with_present_options(saved, config)
+    before = {**EARLIER, **_with_present_options(saved, config)}
     differing = [
         f"{key}={now.get(key)} (was {before.get(key)})"
         for key in sorted({*now, *before})

@@ -4,7 +4,9 @@ A key `optimizer_X` is the option X of the method `optimizer`. Its options are t
 powergossip.options), so a new option needs no line here. null stands for the default.
 """
 
+import json
 import math
+import textwrap
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig
 
-from powergossip import algorithms, checks, options
+from powergossip import algorithms, checks, options, tasks
 from powergossip.algorithms import aggregation, ddp
 from powergossip.network import Processes
 from powergossip.network import hosted_workers as hosted
@@ -44,6 +46,8 @@ OWN_KEYS = {
     "clip": "gradient_clipping",
     "weight_decay": "weight_decay",
 }
+# The values that stand for the task's default, where they are not null.
+BLANKS = {"gradient_clipping": "auto"}
 # Options of learning.CentralizedSGD, which makes a learning rule of an aggregation.
 OF_RULE = {"num_batches_per_step": 1}
 
@@ -59,6 +63,8 @@ def checked(
     c = plain_copy(asked)  # without types, which would be checked in the hot path
     c.n_workers = processes.size if c.n_workers is None else c.n_workers
     hosted(c.n_workers, processes.size)
+    _resolve_task_defaults(c)
+    _check_ignored(c, explicit or (), warn=processes.rank == 0)
     _check_values(c)
     _check_method(c)
     _resolve_options(c, explicit or (), warn=processes.rank == 0)
@@ -67,6 +73,56 @@ def checked(
     if c.optimizer in ddp.HOOKS:
         ddp.check(hosted=hosted(c.n_workers, processes.size), **hook_options(c))
     return c
+
+
+def _resolve_task_defaults(c: Any) -> None:
+    """Give the keys that depend on the task their values. Raises ValueError for an unknown task."""
+    for key, default in tasks.defaults(c.task).items():
+        if c[key] == BLANKS.get(key):
+            c[key] = default
+    if c.drop_last is None:
+        ignored = tasks.IGNORED.get(c.task, ())
+        is_sorted = c.use_decentralized_data and "use_decentralized_data" not in ignored
+        c.drop_last = is_sorted or c.decentralized_data_dirichlet_alpha is not None
+
+
+def _check_ignored(c: Any, explicit: Collection[str], warn: bool) -> None:
+    """Reject keys that are true in `explicit` but have no effect on the task.
+
+    Elsewhere they give a warning, except for reshuffle_data, which is true by default.
+    """
+    for key in tasks.IGNORED.get(c.task, ()):
+        if c[key] and key in explicit:
+            raise ValueError(
+                f"{key}=true: use false with task={c.task}, where each worker has a fixed piece of "
+                "the text"
+            )
+        if c[key] and key != "reshuffle_data" and warn:
+            warnings.warn(f"ignored, since task={c.task} has no such option: {key}", stacklevel=3)
+
+
+def defaults_of_tasks() -> str:
+    """Return the keys that depend on the task, as key=value in a paragraph for each task."""
+    paragraphs = []
+    for name in tasks.TASKS:
+        values = [f"{key}={_yaml(value)}" for key, value in tasks.defaults(name).items()]
+        text = " ".join([f"{name}:", *values])
+        paragraphs.append(
+            textwrap.fill(
+                text,
+                width=100,
+                initial_indent="  ",
+                subsequent_indent="    ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        )
+    return "\n".join(paragraphs)
+
+
+def _yaml(value: Any) -> str:
+    """A value as it is written on the command line, without spaces."""
+    return json.dumps(value, separators=(",", ":")).strip('"')
 
 
 def _check_values(c: Any) -> None:
@@ -87,7 +143,7 @@ def _check_values(c: Any) -> None:
     checks.all_of(
         checks.positive, c, ("learning_rate", "distributed_lr_warmup_factor", "adam_epsilon")
     )
-    checks.all_of(checks.below_one, c, ("adam_beta1", "adam_beta2", "momentum"))
+    checks.all_of(checks.below_one, c, ("adam_beta1", "adam_beta2", "momentum", "validation_ratio"))
     checks.fraction("decentralized_data_shuffled_ratio", c.decentralized_data_shuffled_ratio)
     checks.one_of("mean_model_statistics", c.mean_model_statistics, ("averaged", "recalibrated"))
     checks.one_of("local_optimizer", c.local_optimizer, LOCAL_OPTIMIZERS)
@@ -98,12 +154,16 @@ def _check_values(c: Any) -> None:
         checks.require(c, key, ok, accepted)
 
     require("max_steps_per_epoch", lambda v: v is None or v >= 1, "1 or more, or null for all")
-    require("distributed_lr_warmup_epoch", lambda v: v >= 0, "a number of epochs, or 0 for none")
+    require(
+        "distributed_lr_warmup_epoch",
+        lambda v: v >= 0 and math.isfinite(v),
+        "a number of epochs, or 0 for none",
+    )
     require("weight_decay", lambda v: v >= 0 and math.isfinite(v), "0 or more")
     require(
         "gradient_clipping",
-        lambda v: v is None or (v > 0 and math.isfinite(v)),
-        "a number above 0, or null",
+        lambda v: v is None or (checks.is_finite(v) and v > 0),
+        "a number above 0, null, or auto",
     )
     require(
         "optimizer_diffusion_rate",

@@ -3,7 +3,8 @@
 import platform
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ from powergossip.parameters import Layout, Parameters
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.clock import Clock, PhaseTime, Signals
 from powergossip.runs.progress import Progress
+from powergossip.training.agreement import Agreement
 from powergossip.training.evaluation import Evaluation
 from powergossip.training.local_optimizers import LocalOptimizer, learning_rate
-from powergossip.training.measurements import Hooks, Rows, check_finite
+from powergossip.training.measurements import Hooks, Rows
 from powergossip.training.resuming import check_same_run, check_same_run_without_checkpoint
 from powergossip.training.settings import errors_name_keys, hook_options, method_options
 from powergossip.trees import map_tensors
@@ -65,7 +67,7 @@ class Trainer:
         self.steps_per_epoch = min(
             self.task.steps_per_epoch, c.max_steps_per_epoch or self.task.steps_per_epoch
         )
-        with processes.agreed():
+        with processes.agreed(), _memory_errors(len(self.network.workers)):
             models = [self.task.model(c.task_architecture, c.seed) for _ in self.network.workers]
             self.parameters = Parameters(models, self.device)
             self._check_spectrum_names()
@@ -82,8 +84,7 @@ class Trainer:
         self.metrics_bytes = 0  # of metrics.jsonl that belong to the steps so far
         self._seconds = 0.0  # of the run, without time lost in interruptions
         self._started = time.perf_counter()
-        self._next_poll = 0  # the step after which processes exchange received signals
-        self._last_poll = 0, time.perf_counter()
+        self._agreement = Agreement(processes)
         if resume_from is not None:
             self._resume(resume_from)
 
@@ -100,10 +101,12 @@ class Trainer:
             shuffled_ratio=c.decentralized_data_shuffled_ratio,
             dirichlet_alpha=c.decentralized_data_dirichlet_alpha,
             reshuffle=c.reshuffle_data,
+            drop_last=c.drop_last,
             data_dir=c.data_dir,
             download=c.download,
             device=self.device,
             task_options=c.task_options,
+            validation_ratio=c.validation_ratio,
         )
 
     def _check_method(self) -> None:
@@ -212,6 +215,7 @@ class Trainer:
             "diffusion_rate": self.diffusion_rate(),
             "parameters": self.parameters.layout.size,
             "steps_per_epoch": self.steps_per_epoch,
+            "samples": dict(self.task.samples),
             "python": platform.python_version(),
             "torch": torch.__version__,
             "topology": self.topology.summary(),
@@ -251,7 +255,8 @@ class Trainer:
         metrics_offset  # bytes of metrics.jsonl on the disk, saved with a checkpoint on process 0
         save_first      # save the restored state again, with a new metrics_offset
 
-        Raises Diverged in the process that sees it, and Interrupted in all after a signal.
+        Raises Diverged, and Interrupted after a signal: in all processes, with the same text. Rows
+        and checkpoints are then those of earlier epochs, and Interrupted has one of the last step.
         """
         c, steps = self.config, self.steps_per_epoch
         self._started = time.perf_counter() - self._seconds
@@ -267,6 +272,7 @@ class Trainer:
                     self._train_step(epoch, step, sums)
                     bar.update()
                     self._stop_if_asked(signals, (epoch, step + 1, sums), save)
+                self._check_parameters(epoch + 1)
                 score = self._end_epoch(epoch + 1, sums, bar)
                 first_step, sums = 0, {}
                 if (epoch + 1) % c.checkpoint_interval == 0 or epoch + 1 == c.num_epochs:
@@ -311,8 +317,8 @@ class Trainer:
             # For layers that use torch's generator: equal in any layout of processes.
             torch.manual_seed(randomness.torch_seed(self.config.seed, "layers", worker, self.step))
             loss, metrics = self.task.loss(model, batch)
-            check_finite(worker, "loss", loss.item(), self.step, epoch + 1)
-            loss.backward()
+            self._agreement.note(worker, "loss", loss.item(), self.step, epoch + 1)
+            loss.backward()  # also if it is not finite: other processes wait for messages
         return metrics
 
     def _end_epoch(self, epoch: int, sums: Mapping[str, Tensor], bar: Progress) -> float | None:
@@ -334,35 +340,29 @@ class Trainer:
             self._hooks.log_info({"state.progress": epoch / c.num_epochs})
         return score
 
+    def _check_parameters(self, epoch: int) -> None:
+        """Raise Diverged, in all processes, after a loss or for parameters that are not finite."""
+        norms = torch.linalg.vector_norm(self.parameters.x, dim=1, dtype=torch.float64)
+        for worker, norm in zip(self.network.workers, norms.tolist(), strict=True):
+            self._agreement.note(worker, "parameter norm", norm, self.step, epoch)
+        self._agreement.settle()
+
     def _stop_if_asked(
-        self, signals: Signals, position: Position, save: Callable[[Position], None]
+        self, signals: Signals, position: Position, save: Callable[[Position], bool]
     ) -> None:
         """Save and raise Interrupted if a process has received a signal."""
         number = self._received_signal(signals)
         if number is not None:
-            save(position)
-            raise Interrupted(
-                f"stopped by {signal.Signals(number).name} after step {self.step} "
-                f"(epoch {position[0] + 1}); the same command with resume=true resumes there",
-                number,
-            )
+            self._check_parameters(position[0] + 1)
+            text = f"stopped by {signal.Signals(number).name} after step {self.step}"
+            text += f" (epoch {position[0] + 1})"
+            if save(position):
+                text += "; the same command with resume=true resumes there"
+            raise Interrupted(text, number)
 
     def _received_signal(self, signals: Signals) -> int | None:
-        """A signal that some process received, in all processes at the same step.
-
-        Processes exchange it about three times a second, by process 0's clock.
-        """
-        if self.processes.size == 1:
-            return signals.received
-        if self.step < self._next_poll:
-            return None
-        now = time.perf_counter()
-        steps = self.step - self._last_poll[0]
-        per_step = (now - self._last_poll[1]) / max(1, steps)
-        self._last_poll = self.step, now
-        received = self.processes.gather((signals.received, max(1, int(0.3 / per_step))))
-        self._next_poll = self.step + received[0][1]
-        return next((number for number, _ in received if number is not None), None)
+        """A signal that some process received, in all processes after the same step."""
+        return self._agreement.after_step(self.step, signals.received)
 
     # --- Checkpoints ---
 
@@ -442,9 +442,10 @@ class Trainer:
         metrics_offset: Callable[[], int],
         position: Position,
         score: float | None = None,
-    ) -> None:
+    ) -> bool:
+        """Write a checkpoint. Returns whether there was a place for it."""
         if checkpoints is None:
-            return
+            return False
         with self.clock("checkpoint"):
             facts = {
                 "config": OmegaConf.to_container(self.config),
@@ -452,6 +453,21 @@ class Trainer:
             }
             state = self.state_dict(position)
             checkpoints.save(self.step, self.network.workers, state, facts, score)
+        return True
+
+
+@contextmanager
+def _memory_errors(workers: int) -> Iterator[None]:
+    """Raise ValueError if the block needs more memory than there is."""
+    try:
+        yield
+    except RuntimeError as error:  # that of torch's CPU allocator has no type of its own
+        if "allocate" not in str(error):
+            raise
+        raise ValueError(
+            f"the memory is too small for the models and messages of {workers} workers in a "
+            f"process ({str(error).splitlines()[0]}); use fewer workers or smaller options"
+        ) from error
 
 
 def _integer_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -1,0 +1,77 @@
+"""Agreement of the processes on the end of a run: by a signal, or because it has diverged."""
+
+import math
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from powergossip.network import Processes
+from powergossip.training.measurements import Diverged, divergence
+
+_INTERVAL = 0.1  # seconds between agreements, by the clock of process 0
+_MOST_STEPS = 50  # between agreements
+
+
+class Agreement:
+    """Carries a signal, or the first value that is not finite, to all processes.
+
+    A process that sees such a value continues to train, as the others wait for its messages. NaN
+    spreads meanwhile. About ten times a second, and at least every 50 steps, the processes start a
+    non-blocking maximum of two flags, which they read one step later. If a flag is set, they
+    exchange the details and all act on them after the same step.
+    """
+
+    def __init__(self, processes: Processes):
+        self._processes = processes
+        self._first: tuple[int, int, str] | None = None  # step, worker, text
+        self._pending: Callable[[], np.ndarray] | None = None
+        self._next = 0  # the step after which the next maximum is started
+        self._last = 0, time.perf_counter()  # step and time of the last start
+
+    def note(self, worker: int, name: str, value: float, step: int, epoch: int) -> None:
+        """Record a value that is infinite or NaN, if it is the first one. `epoch` is from 1."""
+        if not math.isfinite(value):
+            found = step, worker, divergence(worker, name, value, step, epoch)
+            self._first = min(self._first or found, found)
+
+    def after_step(self, step: int, signal: int | None) -> int | None:
+        """Return a signal that some process received, in all processes after the same step.
+
+        step    # number of steps so far
+        signal  # received by this process, or None
+
+        Raises Diverged, the same in all processes, if one of them has noted a value.
+        """
+        if self._processes.size == 1:
+            return self.settle(signal)
+        if self._pending is not None:
+            ends, steps = self._pending()
+            self._pending = None
+            self._next = self._last[0] + int(steps)
+            if ends:
+                return self.settle(signal)
+        if step >= self._next:
+            ends = signal is not None or self._first is not None
+            self._pending = self._processes.start_max(np.array([ends, self._steps_until(step)]))
+        return None
+
+    def settle(self, signal: int | None = None) -> int | None:
+        """Agree now, as `after_step` does. All processes call it at the same time: it blocks."""
+        if self._pending is not None:
+            self._pending()
+            self._pending = None
+        found = self._processes.gather((self._first, signal))
+        values = [first for first, _ in found if first is not None]
+        if values:
+            raise Diverged(min(values)[2])
+        return next((number for _, number in found if number is not None), None)
+
+    def _steps_until(self, step: int) -> int:
+        """The number of steps until the next start. That of process 0 is the one that counts."""
+        now, (last_step, last_time) = time.perf_counter(), self._last
+        self._last = step, now
+        if self._processes.rank > 0:
+            return 0
+        per_step = (now - last_time) / max(1, step - last_step)
+        return max(1, min(_MOST_STEPS, int(_INTERVAL / max(per_step, 1e-9))))
