@@ -147,6 +147,16 @@ def put_in(packed: Tensor, spans: Iterable[slice], x: Tensor) -> None:
         start = stop
 
 
+def complement(spans: Iterable[tuple[int, int]], size: int) -> list[slice]:
+    """The positions of 0 … size − 1 outside of all spans (start, stop)."""
+    found, position = [], 0
+    for start, stop in [*sorted(spans), (size, size)]:
+        if position < start:
+            found.append(slice(position, start))
+        position = stop
+    return found
+
+
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of a model that require a gradient, by name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -2,7 +2,10 @@
 
 import copy
 import math
+import re
+import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from powergossip.randomness import generator
 from powergossip.tasks import language, texts
 from powergossip.tasks.language import LanguageModeling
 from powergossip.tasks.language_models import LSTM, LanguageModel
-from powergossip.tasks.task import Options
+from powergossip.tasks.task import Options, Split
 from tests import small_data
 
 
@@ -28,13 +31,16 @@ def corpus(n_train: int, n_test: int = 500, n_words: int = 20) -> texts.Corpus:
     random = generator(0, "test")
     vocabulary = tuple(map(str, range(n_words)))
     train, test = (torch.from_numpy(random.integers(0, n_words, n)) for n in (n_train, n_test))
-    return texts.Corpus(vocabulary, train, test)
+    return texts.Corpus(vocabulary, {"train": train, "test": test})
 
 
-def numbered_task(n_train: int, length: int = 5, **changes: Any) -> LanguageModeling:
+def numbered_task(
+    n_train: int, length: int = 5, padding: int | None = None, **changes: Any
+) -> LanguageModeling:
     """The i-th word of the training text is the number i."""
-    words = texts.Corpus(("",), torch.arange(n_train), torch.arange(9))
-    return LanguageModeling(words, length, options(**changes), {})
+    words = {"train": torch.arange(n_train), "test": torch.arange(9)}
+    corpus = texts.Corpus(("",), words, padding)  # type: ignore[arg-type]
+    return LanguageModeling(corpus, length, options(**changes), {})
 
 
 def small_task(length: int = 5, dropout: float = 0.3, **changes: Any) -> LanguageModeling:
@@ -54,18 +60,30 @@ def model_of(task: LanguageModeling, architecture: str) -> LanguageModel:
 # Streams and batches.
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize(
     ("n_train", "n_workers", "batch_size"), [(103, 3, 4), (1000, 7, 3), (48, 2, 4)]
 )
 def test_sequences_follow_each_other_in_contiguous_streams(
-    n_train: int, n_workers: int, batch_size: int
+    n_train: int, n_workers: int, batch_size: int, drop_last: bool
 ) -> None:
-    task = numbered_task(n_train, n_workers=n_workers, batch_size=batch_size)
+    task = numbered_task(n_train, n_workers=n_workers, batch_size=batch_size, drop_last=drop_last)
+    shortest = n_train // n_workers // batch_size
+    full = 5 * ((shortest - 1) // 5)
     seen: list[Tensor] = []
     for worker in range(n_workers):
         steps = [task.batch(worker, 0, step) for step in range(task.steps_per_epoch)]
         words = torch.cat([words for words, _, _ in steps], 1)
-        assert words.shape == (batch_size, 5 * task.steps_per_epoch)
+        # The last sequence has all further words that all workers have, and at most one more.
+        assert len(words) == batch_size
+        if drop_last:
+            assert words.shape[1] == full
+        else:
+            in_stream = (n_train * (worker + 1) // n_workers - n_train * worker // n_workers) // (
+                batch_size
+            )
+            assert words.shape[1] == min(in_stream - 1, 5 * task.steps_per_epoch)
+            assert words.shape[1] >= shortest - 1
         assert torch.equal(words, words[:, :1] + torch.arange(words.shape[1]))
         assert torch.equal(torch.cat([targets for _, targets, _ in steps], 1), words + 1)
         assert [bool(begins) for _, _, begins in steps] == [True] + [False] * (len(steps) - 1)
@@ -75,9 +93,18 @@ def test_sequences_follow_each_other_in_contiguous_streams(
         seen.append(words.flatten())
     everything = torch.cat(seen)
     assert len(everything.unique()) == len(everything)
-    # What is left out fills no further sequence of any stream.
-    shortest = n_train // n_workers // batch_size
-    assert 5 * task.steps_per_epoch < shortest <= 5 * (task.steps_per_epoch + 1)
+
+
+def test_streams_are_padded_so_that_no_word_is_left_out() -> None:
+    """As the published program does: 51 words of a worker, in 4 streams of 13."""
+    task = numbered_task(102, padding=-7, n_workers=2, batch_size=4)
+    assert task.steps_per_epoch == 3
+    steps = [task.batch(1, 0, step) for step in range(3)]
+    words, targets = (torch.cat([batch[i] for batch in steps], 1) for i in (0, 1))
+    assert words.shape == targets.shape == (4, 12)
+    streams = torch.cat([words, targets[:, -1:]], 1)
+    assert torch.equal(streams.flatten(), torch.tensor([*range(51, 102), -7]))
+    assert numbered_task(102, n_workers=2, batch_size=4).batch(1, 0, 2)[0].shape == (4, 1)
 
 
 def test_batches_do_not_depend_on_epoch_or_on_what_was_asked_before() -> None:
@@ -116,7 +143,9 @@ def test_whatever_is_accepted_has_a_step(n_words: int) -> None:
             assert task.steps_per_epoch >= 1
             for worker in range(n_workers):
                 words, targets, _ = task.batch(worker, 0, task.steps_per_epoch - 1)
-                assert words.shape == targets.shape == (batch_size, 5)
+                assert words.shape == targets.shape
+                assert words.numel() > 0
+                assert task.batch(worker, 0, 0)[0].shape == (batch_size, 5)
 
 
 # What is carried.
@@ -140,11 +169,11 @@ def train(task: LanguageModeling, model: nn.Module, steps: range) -> list[float]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("stop", [5, 9, 12])
+@pytest.mark.parametrize("stop", [5, 10, 12])
 def test_a_resumed_run_continues_bit_for_bit(architecture: str, stop: int) -> None:
-    """Nine steps are an epoch: also from within one, and from its end."""
+    """Ten steps are an epoch: also from within one, and from its end."""
     task = small_task()
-    assert task.steps_per_epoch == 9
+    assert task.steps_per_epoch == 10
     whole, first = model_of(task, architecture), model_of(task, architecture)
     losses = train(task, whole, range(20))
     train(task, first, range(stop))
@@ -228,7 +257,7 @@ def test_an_evaluation_is_over_every_word_but_the_first(length: int) -> None:
     does not matter."""
     task = small_task(length, n_workers=1, batch_size=1)
     model = model_of(task, "LSTM").eval()
-    text = corpus(600).test
+    text = corpus(600).splits["test"]
     expected: dict[str, float] = {"cross_entropy": 0.0, "accuracy": 0.0, "count": 499.0}
     for first in range(0, 499, 8):  # ⌈499 / 64⌉ in a stream
         words = text[first : first + 8 + 1]
@@ -282,7 +311,7 @@ def test_perplexity_is_derived_from_the_mean() -> None:
 def test_words_that_follow_a_rule_are_learned_in_seconds() -> None:
     """Each word is 3 times the one before, modulo 17."""
     words = torch.tensor([pow(3, i, 17) for i in range(400)])
-    text = texts.Corpus(tuple(map(str, range(17))), words, words)
+    text = texts.Corpus(tuple(map(str, range(17))), {"train": words, "test": words})
     for architecture in ARCHITECTURES:
         size = {"hidden_size": 32, "num_layers": 1, "dropout": 0.0}
         task = LanguageModeling(text, 5, options(), size)
@@ -302,13 +331,17 @@ def test_words_that_follow_a_rule_are_learned_in_seconds() -> None:
 
 def test_a_vocabulary_is_of_the_words_seen_often_enough_in_training() -> None:
     train = ["b", "a", "b", "c", "b", "a", "d"]
-    words = texts.indexed(train, ["a", "d", "e", "b"], min_count=2)
+    words = texts.indexed({"train": train, "test": ["a", "d", "e", "b"]}, min_count=2)
     assert words.vocabulary == ("b", "a", "<unk>")
-    assert words.train.tolist() == [0, 1, 0, 2, 0, 1, 2]
-    assert words.test.tolist() == [1, 2, 2, 0]
-    everything = texts.indexed(train, ["a", "e"], min_count=1)
+    assert words.splits["train"].tolist() == [0, 1, 0, 2, 0, 1, 2]
+    assert words.splits["test"].tolist() == [1, 2, 2, 0]
+    everything = texts.indexed({"train": train, "test": ["a", "e"]}, min_count=1)
     assert everything.vocabulary == ("b", "a", "c", "d", "<unk>")
-    assert texts.indexed(["a", "<unk>"], ["b", "a"], 1).vocabulary == ("<unk>", "a")
+    few: dict[Split, list[str]] = {"train": ["a", "<unk>"], "test": ["b", "a"]}
+    assert texts.indexed(few, 1).vocabulary == ("<unk>", "a")
+    padded = texts.indexed(few, 1, padding=True)
+    assert padded.vocabulary == ("<unk>", "a", "<pad>")
+    assert padded.padding == 2
 
 
 def test_tokens_of_plain_text() -> None:
@@ -346,7 +379,8 @@ def test_topics_load_in_a_second_or_two_and_alike() -> None:
 
 
 def test_topics_for_testing_are_not_trained_on() -> None:
-    train, test = texts.topics(options())
+    splits = texts.topics(options())
+    train, test = splits["train"], splits["test"]
     assert 50_000 < len(train) < 500_000
     assert 0.03 < len(test) / (len(train) + len(test)) < 0.2
     trained, tested = (" ".join(words).split(" <eos> ") for words in (train, test))
@@ -386,10 +420,12 @@ def test_rare_words_of_topics_are_unknown() -> None:
 
 WIKI = {
     "wiki.train.tokens": " \n = Title = \n \n The cat , the <unk> . \n The end . \n",
+    "wiki.valid.tokens": " \n The CAT can't . \n",
     "wiki.test.tokens": " \n The dog . \n",
 }
 PTB = {
     "ptb.train.txt": " the cat is <unk> \n the end \n",
+    "ptb.valid.txt": " the end is the end \n",
     "ptb.test.txt": " the dog is N years old \n",
 }
 
@@ -437,6 +473,126 @@ def test_files_of_words_are_read(
     assert next(rarer.parameters()).shape[0] < n_words
 
 
+def words(folder: Path, dataset: str, **changes: Any) -> dict[Split, list[str]]:
+    return texts.TEXTS[dataset](options(data_dir=folder), **changes)
+
+
+def test_the_text_of_the_test_rows_is_chosen(tmp_path: Path) -> None:
+    """Only the texts that are used have to exist. The validation text is used where it is asked."""
+    write_files(tmp_path / "LSTM" / "wikitext-2", WIKI)
+    test, valid = ["<eos>", "The", "dog", ".", "<eos>"], ["The", "CAT", "can't", ".", "<eos>"]
+    plain = words(tmp_path, "wikitext2")
+    assert set(plain) == {"train", "test"}
+    assert plain["test"] == test
+    published = words(tmp_path, "wikitext2", evaluation="validation")
+    assert set(published) == {"train", "test"}
+    assert published["test"] == ["<eos>", *valid]
+    both = words(tmp_path, "wikitext2", validation_text=True)
+    assert (both["valid"], both["test"]) == (["<eos>", *valid], test)
+    task = make(tmp_path, "wikitext2", validation_text=True)
+    assert task.samples == {"train": 17, "valid": 6, "test": 5}
+    assert task.evaluate(task.model("LSTM", 1), "valid")["count"] == 5
+    for more in ({"validation_ratio": 0.2}, {"evaluation": "validation"}):
+        chosen = {"dataset": "wikitext2", "sequence_length": 2, "validation_text": True}
+        ratio = more.pop("validation_ratio", 0.0)
+        with pytest.raises(ValueError, match=r"^(validation_ratio|task_options.validation_text)="):
+            language.task(
+                options(
+                    data_dir=tmp_path,
+                    n_workers=1,
+                    batch_size=1,
+                    validation_ratio=ratio,
+                    task_options=chosen | more,
+                )
+            )
+    (tmp_path / "LSTM/wikitext-2/wiki.valid.tokens").unlink()
+    assert words(tmp_path, "wikitext2") == plain
+    with pytest.raises(ValueError, match=r"wiki.valid.tokens"):
+        words(tmp_path, "wikitext2", validation_text=True)
+    with pytest.raises(ValueError, match=r"wiki.valid.tokens"):
+        words(tmp_path, "wikitext2", evaluation="validation")
+
+
+def test_words_become_lower_case(tmp_path: Path) -> None:
+    write_files(tmp_path, WIKI)
+    lower = words(tmp_path, "wikitext2", lower=True, evaluation="validation")
+    assert lower["test"] == ["<eos>", "the", "cat", "can't", ".", "<eos>"]
+    assert "<unk>" in lower["train"]
+    plain = words(tmp_path, "wikitext2", evaluation="validation")
+    assert {split: [w.lower() for w in plain[split]] for split in plain} == lower
+
+
+@pytest.fixture(params=["stand-in", "installed"])
+def spacy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """spaCy, or a stand-in that knows what the texts of these tests contain."""
+    if request.param == "installed":
+        pytest.importorskip("spacy")
+        return
+
+    class Tokenizer:
+        def __init__(self) -> None:
+            self.special: list[str] = []
+
+        def add_special_case(self, word: str, tokens: list[dict[str, str]]) -> None:
+            assert tokens == [{"ORTH": word}]
+            self.special.append(word)
+
+        def __call__(self, line: str) -> list[types.SimpleNamespace]:
+            assert not line.endswith("\n")
+            pattern = "|".join(map(re.escape, self.special)) + r"|^ |can|n't|ca(?=n't)|\w+|[^\w\s]"
+            line = re.sub(r"can't", "ca n't", line)
+            found = re.findall(pattern.replace("can|", ""), line)
+            return [types.SimpleNamespace(text=word) for word in found]
+
+    stand_in, symbols = types.ModuleType("spacy"), types.ModuleType("spacy.symbols")
+    english = {"en": types.SimpleNamespace(tokenizer=Tokenizer())}
+    stand_in.blank = english.__getitem__  # type: ignore[attr-defined]
+    symbols.ORTH = "ORTH"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "spacy", stand_in)
+    monkeypatch.setitem(sys.modules, "spacy.symbols", symbols)
+
+
+@pytest.mark.usefixtures("spacy")
+def test_words_of_spacy_are_those_of_the_published_program(tmp_path: Path) -> None:
+    """A blank at the start of a line is a word. Lower case comes after tokenization."""
+    write_files(tmp_path, WIKI)
+    chosen = {"tokenizer": "spacy", "evaluation": "validation"}
+    found = words(tmp_path, "wikitext2", lower=True, **chosen)
+    assert found["test"] == [" ", "<eos>", " ", "the", "cat", "ca", "n't", ".", "<eos>"]
+    assert found["train"][:7] == [" ", "<eos>", " ", "=", "title", "=", "<eos>"]
+    assert found["train"][9:17] == [" ", "the", "cat", ",", "the", "<unk>", ".", "<eos>"]
+    upper = words(tmp_path, "wikitext2", **chosen)
+    assert upper["test"][3:5] == ["The", "CAT"]
+    # The vocabulary of the published program also has the word of its padding.
+    task = make(tmp_path, "wikitext2", lower=True, padding=True, **chosen)
+    model = task.model("LSTM", seed=1)
+    assert next(model.parameters()).shape[0] == len({*found["train"], "<unk>", "<pad>"})
+
+
+def test_without_spacy_its_tokenizer_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files(tmp_path, WIKI)
+    monkeypatch.setitem(sys.modules, "spacy", None)
+    with pytest.raises(ValueError, match=r"^task_options.tokenizer=spacy needs spaCy, .* blanks$"):
+        make(tmp_path, "wikitext2", tokenizer="spacy")
+
+
+def test_options_of_files_are_rejected_elsewhere(tmp_path: Path) -> None:
+    for key, value in {"lower": True, "tokenizer": "blanks", "evaluation": "test"}.items():
+        with pytest.raises(
+            ValueError, match=rf"^task_options.{key}: use it with dataset=wikitext2"
+        ):
+            make(None, "topics", **{key: value})
+
+
+def test_the_published_model_has_the_published_size() -> None:
+    """With 28,869 words: those of the text, and <pad>."""
+    with torch.device("meta"):
+        model = LSTM((28_869, 30))
+    assert sum(parameter.numel() for parameter in model.parameters()) == 28_949_319
+
+
 def test_damaged_texts_are_rejected_by_name(tmp_path: Path) -> None:
     write_files(tmp_path, WIKI)
     (tmp_path / "wiki.test.tokens").write_bytes(b"caf\xe9 \n")
@@ -479,6 +635,10 @@ def test_options_set_the_sizes_of_models() -> None:
     ("option", "value", "accepted"),
     [
         ("dataset", "wikitext", "topics or wikitext2 or ptb"),
+        ("tokenizer", "space", "blanks or spacy"),
+        ("evaluation", "valid", "test or validation"),
+        ("lower", "yes", "true or false"),
+        ("padding", 1, "true or false"),
         ("dataset", 2, "topics or wikitext2 or ptb"),
         ("sequence_length", 0, "a whole number, 1 or more"),
         ("hidden_size", 6.5, "a whole number, 1 or more"),

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from powergossip.algorithms.aggregation import Aggregation
+from powergossip.algorithms.aggregation import Aggregation, momentum_of
 from powergossip.algorithms.averaging import Averaging
 from powergossip.algorithms.plain import AllReduce
 from powergossip.network import Exchange, Network
@@ -48,6 +48,53 @@ class Learning(Protocol):
         ...
 
 
+class Decay:
+    """Weight decay λ x of all parameters but those of normalization layers.
+
+    With momentum m, in a buffer d of its own that starts at 0:
+
+        d ← m d + λ x          add d, or with Nesterov's momentum λ x + m d
+
+    Momentum is linear: SGD's momentum of g + λ x is its momentum of g plus this.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        weight_decay: float,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+    ):
+        self._weight_decay, self._m, self._nesterov = weight_decay, momentum, nesterov
+        self._x = parameters.x
+        self._spans = parameters.decay_spans() if weight_decay else []
+        self._d = torch.zeros_like(parameters.x) if self._spans and momentum else None
+
+    def add_to(self, gradient: Tensor) -> None:
+        """Add the decay of this step to gradient [worker, D]."""
+        if self._d is not None:
+            self._d.mul_(self._m)
+        for span in self._spans:
+            g, x = gradient[:, span], self._x[:, span]
+            if self._d is None:
+                g.add_(x, alpha=self._weight_decay)
+                continue
+            d = self._d[:, span].add_(x, alpha=self._weight_decay)
+            if self._nesterov:
+                g.add_(x, alpha=self._weight_decay).add_(d, alpha=self._m)
+            else:
+                g.add_(d)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The momentum d [worker, D], or None without."""
+        return {"momentum": self._d}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict()`."""
+        if self._d is not None:
+            self._d.copy_(state["momentum"])
+
+
 class Correction:
     """g ← g · min(1, clip/‖g‖) + λ x, in place on the gradient of each worker.
 
@@ -56,18 +103,14 @@ class Correction:
     """
 
     def __init__(self, parameters: Parameters, weight_decay: float, clip: float | None = None):
-        self._clip, self._weight_decay, self._g = clip, weight_decay, parameters.grad
-        self._decayed = [
-            (parameters.grad[:, span], parameters.x[:, span])
-            for span in (parameters.decay_spans() if weight_decay else [])
-        ]
+        self._clip, self._g = clip, parameters.grad
+        self._decay = Decay(parameters, weight_decay)
 
     def __call__(self) -> None:
         if self._clip is not None:
             norms = self._g.norm(dim=1, keepdim=True)
             self._g.mul_((self._clip / norms).clamp_(max=1))
-        for gradient, x in self._decayed:
-            gradient.add_(x, alpha=self._weight_decay)
+        self._decay.add_to(self._g)
 
 
 class DPSGD:
@@ -137,13 +180,18 @@ class DPSGD:
 
 
 class CentralizedSGD:
-    """x_i ← x_i − η u(mean), mean = aggregate(e_i + g_i), e_i ← the residual of worker i.
+    """x_i ← x_i − η u(mean + λ x_i), mean = aggregate(e_i + g_i), e_i ← the residual of worker i.
 
     Workers that start alike stay alike. The residual e_i stays in `parameters.grad`, where the next
     backward pass adds to it: error feedback costs no time.
 
+    Weight decay is never compressed. If the aggregation owns the momentum, so that u has none, the
+    decay has a momentum buffer of its own, as in the published code of Deep Gradient Compression
+    (github.com/synxlin/deep-gradient-compression, DGCSGD). See `Decay`.
+
     update                the step of a local optimizer over `parameters.x`
-    weight_decay, clip    of a worker's own gradient g_i, before e_i is added (see Correction)
+    weight_decay          λ. Normalization layers are exempt.
+    clip                  of a worker's own gradient g_i, before e_i is added (see Correction)
     num_batches_per_step  g_i is the mean over this number of batches. Nothing is sent in between.
     """
 
@@ -161,7 +209,8 @@ class CentralizedSGD:
         self._network, self._aggregation, self._update = network, aggregation, update
         self._gradient = parameters.grad
         self._mean = torch.zeros_like(parameters.grad)
-        self._correct = Correction(parameters, weight_decay, clip)
+        self._clip = Correction(parameters, 0.0, clip)
+        self._decay = Decay(parameters, weight_decay, *momentum_of(aggregation))
         self._num_batches, self._batches = num_batches_per_step, 0
         # Where the gradient alone is needed, the residual has a buffer of its own.
         apart = clip is not None or num_batches_per_step > 1
@@ -180,18 +229,21 @@ class CentralizedSGD:
             return
         if self._num_batches > 1:
             g.div_(self._num_batches)
-        self._correct()
+        self._clip()
         if self._error is not None:
             g.add_(self._error)
         self._network.run(self._aggregation.step(g, self._mean))
         if self._error is not None:
             self._error.copy_(g)
+        self._decay.add_to(self._mean)
         self._update(self._mean)
 
     def state_dict(self) -> dict[str, Any]:
-        """The aggregation's state, the residuals, and the batches of an incomplete step."""
+        """The aggregation's state, the decay's momentum, the residuals, and the batches of an
+        incomplete step."""
         return {
             "aggregation": self._aggregation.state_dict(),
+            "decay": self._decay.state_dict(),
             "batches": self._batches,
             "gradient": self._gradient,
             "error": self._error,
@@ -200,6 +252,8 @@ class CentralizedSGD:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`."""
         self._aggregation.load_state_dict(state["aggregation"])
+        if "decay" in state:  # earlier versions added the decay to the gradients
+            self._decay.load_state_dict(state["decay"])
         self._batches = state["batches"]
         self._gradient.copy_(state["gradient"])
         if self._error is not None:

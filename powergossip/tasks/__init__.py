@@ -1,14 +1,14 @@
 """Tasks: data sets, their partition over the workers, models, losses and evaluation.
 
 - task.py: the protocol `Task`, and the `Options` of all tasks.
-- digits.py, fashion_mnist.py, cifar.py, language.py: the tasks, a module each.
+- digits.py, fashion_mnist.py, cifar.py, imagenet.py, language.py: the tasks, a module each.
 - images.py, augmentation.py, models.py: image classification, random crops, image models.
 - texts.py, language_models.py: texts as word indices, language models.
 - files.py, idx.py: finding, downloading, verifying and reading the files of a data set.
 - shards.py: the samples of each worker, IID or non-IID.
 - task_options.py, modules.py: options of single tasks, construction of models.
 
-A new task is its module and its row in `TASKS`.
+A new task is its module, its row in `TASKS`, and maybe a row in `DEFAULTS`.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from powergossip.tasks import cifar, digits, fashion_mnist, language
+from powergossip.tasks import cifar, digits, fashion_mnist, imagenet, language
 from powergossip.tasks.task import Batch, Options, Split, Task
 
-__all__ = ["TASKS", "Batch", "Options", "Split", "Task", "make"]
+__all__ = ["DEFAULTS", "TASKS", "Batch", "Options", "Split", "Task", "defaults", "make"]
 
 CPU = torch.device("cpu")
 
@@ -29,8 +29,36 @@ TASKS: dict[str, Callable[[Options], Task]] = {
     "FashionMNIST": fashion_mnist.task,
     "Cifar": cifar.CIFAR10.task,
     "Cifar100": cifar.CIFAR100.task,
+    "ImageNet": imagenet.task,
     "LSTM": language.task,
 }
+# The keys of train.py whose defaults depend on the task: their defaults for any task, and the
+# different ones of single tasks.
+GENERAL_DEFAULTS: Mapping[str, Any] = {
+    "task_architecture": "CNN",
+    "batch_size": 16,
+    "num_epochs": 40,
+    "learning_rate": 0.05,
+    "lr_schedule_milestones": [[30.0, 0.1]],
+    "momentum": 0.9,
+    "weight_decay": 0.0001,
+    "gradient_clipping": None,
+}
+DEFAULTS: dict[str, Mapping[str, Any]] = {
+    "FashionMNIST": fashion_mnist.DEFAULTS,
+    "Cifar": cifar.DEFAULTS,
+    "Cifar100": cifar.DEFAULTS,
+    "ImageNet": imagenet.DEFAULTS,
+    "LSTM": language.DEFAULTS,
+}
+# The keys of train.py that have no effect on a task, by task.
+IGNORED: dict[str, tuple[str, ...]] = {"LSTM": ("reshuffle_data", "use_decentralized_data")}
+
+
+def defaults(name: str) -> dict[str, Any]:
+    """Key of train.py → its default for a task. Raises ValueError for an unknown name."""
+    _check_name(name)
+    return {**GENERAL_DEFAULTS, **DEFAULTS.get(name, {})}
 
 
 def make(
@@ -46,7 +74,9 @@ def make(
     download: bool = True,
     device: torch.device = CPU,
     dirichlet_alpha: float | None = None,
+    drop_last: bool = False,
     task_options: Mapping[str, Any] = {},
+    validation_ratio: float = 0.0,
 ) -> Task:
     """Build the task of this name, with its data loaded onto the device.
 
@@ -62,7 +92,13 @@ def make(
     download        whether to download data that are in none of these places
     dirichlet_alpha non-IID: the label proportions of each worker are sampled from Dirichlet(α·1).
                     Small α: few labels per worker. The shards are fixed. None: off.
+    drop_last       leave out the last, smaller batch of an epoch. False: it is used if every worker
+                    has at least two samples for it.
     task_options    option of this task → value. Options that are left out have their defaults.
+    validation_ratio
+                    fraction of the training data held out as the split "valid", in [0, 1): a
+                    random sample of the images of each label, or the end of the training text. The
+                    same for all workers and seeds, and in no worker's shard.
 
     Text has no labels and keeps its order. Each worker of a language task has a fixed contiguous
     piece: `decentralized` and `reshuffle` have no effect. `dirichlet_alpha` is rejected, and so is
@@ -71,8 +107,7 @@ def make(
     Raises ValueError for an unknown name or option, an invalid value, sizes that do not match, a
     folder that does not exist, and data that are missing or damaged.
     """
-    if name not in TASKS:
-        raise ValueError(f'task "{name}" is unknown; choose from {", ".join(TASKS)}')
+    _check_name(name)
     folder = None if data_dir is None else Path(data_dir).expanduser()
     if folder is not None and not folder.is_dir():
         raise ValueError(f"data_dir={data_dir}: use an existing folder, or leave data_dir empty")
@@ -89,6 +124,13 @@ def make(
             download=download,
             device=device,
             dirichlet_alpha=dirichlet_alpha,
+            drop_last=drop_last,
             task_options=dict(task_options),
+            validation_ratio=validation_ratio,
         )
     )
+
+
+def _check_name(name: str) -> None:
+    if name not in TASKS:
+        raise ValueError(f'task "{name}" is unknown; choose from {", ".join(TASKS)}')

@@ -25,6 +25,15 @@ from powergossip.tasks.task import Options, Task
 SHAPE = (3, 32, 32)  # channel, row, column
 N_BYTES = 3 * 32 * 32  # of an image
 
+# The defaults of the published program.    Vogels, Karimireddy & Jaggi (2020), arXiv:2008.01425
+DEFAULTS: Mapping[str, Any] = {
+    "task_architecture": "ResNet18",
+    "batch_size": 128,
+    "num_epochs": 300,
+    "learning_rate": 0.1,
+    "lr_schedule_milestones": [[150.0, 0.1], [250.0, 0.1]],
+}
+
 Parse = Callable[[str, bytes], LabeledImages]  # (name for error messages, content) → images
 
 

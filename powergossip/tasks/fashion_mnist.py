@@ -3,7 +3,7 @@
 Xiao, Rasul & Vollgraf (2017), arXiv 1708.07747.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,12 @@ from powergossip.tasks.images import ImageClassification, LabeledImages
 from powergossip.tasks.task import Options, Task
 
 N_LABELS = 10
+DEFAULTS: Mapping[str, Any] = {
+    "batch_size": 32,
+    "num_epochs": 5,
+    "learning_rate": 0.1,
+    "lr_schedule_milestones": [[4.0, 0.1]],
+}
 SPLITS = {"train": "train", "test": "t10k"}  # split → prefix of its file names
 DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")  # of the package dataset-fashion-mnist
 FORM = files.Form(

@@ -24,10 +24,25 @@ OPTIONS = {
     "dataset": task_options.one_of(texts.TEXTS),
     "sequence_length": task_options.COUNT,
     "min_count": task_options.COUNT,
+    "padding": task_options.FLAG,
+    "tokenizer": task_options.one_of(texts.TOKENIZERS),
+    "lower": task_options.FLAG,
+    "evaluation": task_options.one_of(("test", "validation")),
+    "validation_text": task_options.FLAG,
     "hidden_size": task_options.COUNT,
     "num_layers": task_options.COUNT,
     "num_heads": task_options.COUNT,
     "dropout": task_options.FRACTION,
+}
+DEFAULTS: Mapping[str, Any] = {
+    "task_architecture": "LSTM",
+    "batch_size": 8,
+    "num_epochs": 5,
+    "learning_rate": 10.0,
+    "lr_schedule_milestones": [[4.0, 0.1]],
+    "momentum": 0.0,
+    "weight_decay": 0.0,
+    "gradient_clipping": 0.4,
 }
 N_STREAMS = 64  # parallel streams of a text in evaluation
 NO_WORD = -1  # target without prediction: pads the last stream
@@ -42,6 +57,15 @@ def task(options: Options) -> Task:
         sequence_length  words per sequence, by default 30
         min_count        rarer words of the training text become unknown. By default 3 for topics
                          and 1 for the other texts, which have their rare words replaced already.
+        padding          fill the last streams of a worker with the word <pad>. By default its last
+                         words, fewer than the streams, are left out.
+
+    Options of wikitext2 and ptb:
+
+        tokenizer        blanks (default): words as in the files. spacy: the English rules of spaCy
+        lower            convert words to lower case. Default: false
+        evaluation       text of the test rows: test (default) or validation
+        validation_text  log rows split=valid on the validation text. Default: false
 
     Further options are those of the models. Raises ValueError if the text is not found or damaged,
     or if the options do not match it.
@@ -51,9 +75,29 @@ def task(options: Options) -> Task:
     dataset = given.pop("dataset", "topics")
     length = given.pop("sequence_length", 30)
     min_count = given.pop("min_count", 3 if dataset == "topics" else 1)
+    padding = given.pop("padding", False)
     _check_partition(options)
-    train, test = texts.TEXTS[dataset](options)
-    return LanguageModeling(texts.indexed(train, test, min_count), length, options, given)
+    splits = texts.TEXTS[dataset](options, **_of_text(dataset, given))
+    splits = texts.with_held_out(splits, options.validation_ratio)
+    return LanguageModeling(texts.indexed(splits, min_count, padding), length, options, given)
+
+
+def _of_text(dataset: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Remove the options of texts from `given`, and return them.
+
+    Raises ValueError for an option that the text does not have.
+    """
+    options = {}
+    for key in list(given):
+        having = [name for name in texts.TEXTS if key in task_options.of_model(texts.TEXTS[name])]
+        if having and dataset not in having:
+            raise ValueError(
+                f"task_options.{key}: use it with dataset={' or '.join(having)}; {dataset} has no "
+                f"{key}"
+            )
+        if having:
+            options[key] = given.pop(key)
+    return options
 
 
 class LanguageModeling:
@@ -68,19 +112,19 @@ class LanguageModeling:
         self, corpus: texts.Corpus, length: int, options: Options, model_options: Mapping[str, Any]
     ) -> None:
         """length: words per sequence. Raises ValueError if the options do not match the corpus."""
-        n_words = len(corpus.train)
+        n_words = len(corpus.splits["train"])
         # A sequence needs one word more: the target of its last position.
         smallest = smallest_shard(n_words // (length + 1), options, f"sequences of {length} words")
         assert smallest >= options.batch_size
         self._length = length
         self._options = options
         self._bounds = bounds(n_words, options.n_workers).tolist()
-        words_in_stream = n_words // options.n_workers // options.batch_size
-        self._steps_per_epoch = (words_in_stream - 1) // length
-        self._texts = {
-            "train": corpus.train.to(options.device),
-            "test": corpus.test.to(options.device),
-        }
+        self._padding, self._vocabulary = corpus.padding, corpus.vocabulary
+        n_targets = self._words_in_stream(n_words // options.n_workers) - 1
+        self._steps_per_epoch = (
+            n_targets // length if options.drop_last else -(-n_targets // length)
+        )
+        self._texts = {name: text.to(options.device) for name, text in corpus.splits.items()}
         self._architectures = modules.architectures(
             ARCHITECTURES, ((len(corpus.vocabulary), length),), model_options
         )
@@ -92,11 +136,26 @@ class LanguageModeling:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of full sequences per stream in the smallest piece, for all workers.
+        """Number of sequences per stream in the smallest piece, for all workers.
 
-        The remaining words are left out.
+        The last sequence may be shorter. It is left out with `drop_last`.
         """
         return self._steps_per_epoch
+
+    @property
+    def vocabulary(self) -> tuple[str, ...]:
+        """The word of each index."""
+        return self._vocabulary
+
+    @property
+    def texts(self) -> Mapping[Split, Tensor]:
+        """The words of each split: int64 [word of the text]."""
+        return self._texts
+
+    @property
+    def samples(self) -> Mapping[Split, int]:
+        """Number of words of each split. "valid" is left out if there is no validation text."""
+        return {name: len(text) for name, text in self._texts.items()}
 
     def model(self, architecture: str, seed: int) -> nn.Module:
         """Build a model on the task's device. Its weights depend on architecture and seed only.
@@ -113,10 +172,19 @@ class LanguageModeling:
         assert 0 <= step < self.steps_per_epoch
         piece = self._texts["train"][self._bounds[worker] : self._bounds[worker + 1]]
         n_streams = self._options.batch_size
-        words_in_stream = len(piece) // n_streams
-        streams = piece[: n_streams * words_in_stream].view(n_streams, words_in_stream)
-        first, last = step * self._length, (step + 1) * self._length
+        words_in_stream = self._words_in_stream(len(piece))
+        piece = piece[: n_streams * words_in_stream]
+        if len(piece) < n_streams * words_in_stream:
+            n_missing = n_streams * words_in_stream - len(piece)
+            piece = functional.pad(piece, (0, n_missing), value=self._padding)
+        streams = piece.view(n_streams, words_in_stream)
+        first, last = step * self._length, min((step + 1) * self._length, words_in_stream - 1)
         return streams[:, first:last], streams[:, first + 1 : last + 1], torch.tensor(step == 0)
+
+    def _words_in_stream(self, n_words: int) -> int:
+        """Words in each of batch_size streams: rounded up with the word `PADDING`, else down."""
+        n_streams = self._options.batch_size
+        return -(-n_words // n_streams) if self._padding is not None else n_words // n_streams
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """The mean cross-entropy [nats] of a batch. Metrics: it and the accuracy, detached.

@@ -10,18 +10,24 @@ from powergossip import checks
 from powergossip.randomness import generator
 from powergossip.tasks.task import Options
 
+VALIDATION_SEED = 0  # of the held-out samples, fixed for all runs
+
 
 class Shards:
     """A partition of the samples 0 … n−1 over the workers: each belongs to one worker per epoch.
 
     The sizes of shards differ by at most one. The order of an epoch is computed at its first use,
     and only the latest is cached.
+
+    steps_per_epoch  # the same for all workers, so that a worker may have one sample too many
     """
 
     def __init__(self, labels: Tensor, options: Options) -> None:
         """labels: int64 [sample]. Raises ValueError if the options do not match the data."""
         n_samples, n_workers = len(labels), options.n_workers
-        self.steps_per_epoch = smallest_shard(n_samples, options) // options.batch_size
+        self.steps_per_epoch = n_batches(
+            smallest_shard(n_samples, options), options.batch_size, options.drop_last
+        )
         self._seed = options.seed
         self._device = options.device
         self._bounds = bounds(n_samples, n_workers)
@@ -55,9 +61,50 @@ class Shards:
         return np.concatenate([random.permutation(piece) for piece in pieces])
 
 
+def held_out(labels: Tensor, ratio: float) -> np.ndarray:
+    """Whether a sample is held out for validation: bool [sample].
+
+    A function of labels [sample] and ratio alone, hence the same for all workers and seeds. Each
+    label loses the same fraction of its samples, up to rounding. Raises ValueError as
+    `number_held_out` does.
+    """
+    held = np.zeros(len(labels), dtype=bool)
+    _, label, available = np.unique(labels.cpu(), return_inverse=True, return_counts=True)
+    size = number_held_out(len(labels), ratio)
+    shuffled = generator(VALIDATION_SEED, "validation").permutation(len(labels))
+    by_label = np.split(shuffled[label[shuffled].argsort(kind="stable")], np.cumsum(available)[:-1])
+    counts = apportion(size, np.log(available), available)
+    for of_label, count in zip(by_label, counts, strict=True):
+        held[of_label[:count]] = True
+    return held
+
+
+def number_held_out(n_samples: int, ratio: float, least: int = 1) -> int:
+    """Number of samples held out for validation.
+
+    Raises BadValue if the ratio is not in [0, 1), or if it is above 0 and leaves fewer than `least`
+    samples on one of the two sides.
+    """
+    checks.below_one("validation_ratio", ratio)
+    size = round(ratio * n_samples)
+    ok = ratio == 0 or least <= size <= n_samples - least
+    accepted = f"0, or a number that leaves {least} or more of {n_samples} samples on both sides"
+    checks.check("validation_ratio", ratio, ok, accepted)
+    return size
+
+
 def bounds(n: int, n_workers: int) -> np.ndarray:
     """Boundaries of n elements split over the workers: worker i has those from [i] to [i + 1]."""
     return np.arange(n_workers + 1) * n // n_workers
+
+
+def n_batches(n_samples: int, batch_size: int, drop_last: bool) -> int:
+    """Number of batches in a shard, with or without a last batch of fewer samples.
+
+    A single sample is never the rest of an epoch: batch norm needs two.
+    """
+    full, rest = divmod(n_samples, batch_size)
+    return full + (rest >= 2 and not drop_last)
 
 
 def smallest_shard(n_samples: int, options: Options, samples: str = "samples") -> int:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 # Inputs and targets, both with samples as the first axis, and further arguments of the task's loss.
 Batch = tuple[Tensor, ...]
-Split = Literal["train", "test"]
+Split = Literal["train", "valid", "test"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,9 @@ class Options:
     download: bool
     device: torch.device
     dirichlet_alpha: float | None = None
+    drop_last: bool = False
     task_options: Mapping[str, Any] = field(default_factory=dict)
+    validation_ratio: float = 0.0
 
 
 class Task(Protocol):
@@ -41,7 +43,12 @@ class Task(Protocol):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of full batches in the smallest shard, for all workers."""
+        """Number of batches in an epoch, the same for all workers."""
+        ...
+
+    @property
+    def samples(self) -> Mapping[Split, int]:
+        """Number of samples of each split. "valid" is left out if there is no validation data."""
         ...
 
     def model(self, architecture: str, seed: int) -> nn.Module:

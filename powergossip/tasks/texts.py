@@ -2,55 +2,79 @@
 
 A text is a sequence of words. The end of a line is the word `EOS`, and words outside the vocabulary
 become `UNKNOWN`.
+
+`TEXTS` maps names to functions. The keyword-only parameters of a function are options of the task.
 """
 
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from powergossip.checks import BadValue
 from powergossip.tasks import files
-from powergossip.tasks.task import Options
+from powergossip.tasks.shards import number_held_out
+from powergossip.tasks.task import Options, Split
 
-EOS, UNKNOWN = "<eos>", "<unk>"
+EOS, UNKNOWN, PADDING = "<eos>", "<unk>", "<pad>"
+
+Words = list[str]
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A training text and a test text, as word indices."""
+    """The training text, the test text and maybe a validation text, as word indices."""
 
     vocabulary: tuple[str, ...]  # word of each index, in descending order of frequency
-    train: Tensor  # int64 [word of the text]
-    test: Tensor  # int64 [word of the text]
+    splits: Mapping[Split, Tensor]  # int64 [word of the text]
+    padding: int | None = None  # index of `PADDING`, if streams are padded
 
 
-def indexed(train: list[str], test: list[str], min_count: int) -> Corpus:
+def indexed(splits: Mapping[Split, Words], min_count: int, padding: bool = False) -> Corpus:
     """Convert texts to word indices.
 
     The vocabulary has the words that occur at least `min_count` times in the training text, and
-    `UNKNOWN`.
+    `UNKNOWN`, and `PADDING` with `padding`.
     """
-    counts = Counter(train)
-    counts[UNKNOWN] += 0
-    known = (word for word in counts if counts[word] >= min_count or word == UNKNOWN)
+    special = (UNKNOWN, PADDING) if padding else (UNKNOWN,)
+    counts = Counter(splits["train"])
+    counts.update(dict.fromkeys(special, 0))
+    known = (word for word in counts if counts[word] >= min_count or word in special)
     vocabulary = tuple(sorted(known, key=lambda word: (-counts[word], word)))
     index = {word: i for i, word in enumerate(vocabulary)}
 
-    def encode(words: list[str]) -> Tensor:
+    def encode(words: Words) -> Tensor:
         return torch.tensor([index.get(word, index[UNKNOWN]) for word in words])
 
-    return Corpus(vocabulary, encode(train), encode(test))
+    encoded = {split: encode(words) for split, words in splits.items()}
+    return Corpus(vocabulary, encoded, index[PADDING] if padding else None)
+
+
+def with_held_out(splits: Mapping[Split, Words], ratio: float) -> dict[Split, Words]:
+    """Move the end of the training text, a fraction `ratio` of its words, to the split "valid".
+
+    Raises BadValue if the ratio is not in [0, 1), if it leaves less than two words on one side, or
+    if there is a validation text already.
+    """
+    if ratio and "valid" in splits:
+        raise BadValue("validation_ratio", ratio, "0 with task_options.validation_text=true")
+    train = splits["train"]
+    size = number_held_out(len(train), ratio, least=2)
+    if not size:
+        return dict(splits)
+    return {**splits, "train": train[:-size], "valid": train[-size:]}
 
 
 # Topics
 
 
-def topics(options: Options) -> tuple[list[str], list[str]]:
+def topics(options: Options) -> dict[Split, Words]:
     """The topics of Python's help(), on its grammar and types, which come with Python.
 
     Version 3.11 has 80,000 training words and 6,500 test words. Other versions differ slightly.
@@ -69,11 +93,11 @@ def topics(options: Options) -> tuple[list[str], list[str]]:
             if " ".join(paragraph.split()) not in seen:
                 seen.add(" ".join(paragraph.split()))
                 own.append(paragraph)
-    train: list[str] = []
-    test: list[str] = []
+    splits: dict[Split, Words] = {"train": [], "test": []}
     for name in sorted(paragraphs):
-        (test if is_test_topic(name) else train).extend(tokens("\n".join(paragraphs[name])))
-    return train, test
+        split: Split = "test" if is_test_topic(name) else "train"
+        splits[split] += tokens("\n".join(paragraphs[name]))
+    return splits
 
 
 def is_test_topic(name: str) -> bool:
@@ -81,13 +105,13 @@ def is_test_topic(name: str) -> bool:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") < 2**32 // 10
 
 
-def tokens(text: str) -> list[str]:
+def tokens(text: str) -> Words:
     """The words of a plain text, in lower case.
 
     A word is a run of letters and underscores, a run of digits, or a run of one other character.
     `EOS` is at the end of each line that is not blank.
     """
-    words: list[str] = []
+    words: Words = []
     for line in text.splitlines():
         if line.strip():
             words += [match[0] for match in re.finditer(r"[^\W\d]+|\d+|([^\w\s])\1*", line.lower())]
@@ -95,60 +119,133 @@ def tokens(text: str) -> list[str]:
     return words
 
 
+# Tokenizers of a line
+
+
+def blanks() -> Callable[[str], Words]:
+    """The words of a line are separated by blanks."""
+    return str.split
+
+
+def spacy_english() -> Callable[[str], Words]:
+    """The rules of spaCy for English, with the special words <eos>, <bos> and <unk>.
+
+    A blank at the start of a line is a word too. Raises ValueError if spaCy is not installed.
+    """
+    # Imported here because it takes a second and belongs to the extra `spacy`.
+    try:
+        import spacy
+        from spacy.symbols import ORTH
+    except ImportError as error:
+        raise ValueError(
+            "task_options.tokenizer=spacy needs spaCy, which is not installed: pip install spacy, "
+            "or use blanks"
+        ) from error
+    tokenizer = spacy.blank("en").tokenizer
+    for word in (EOS, "<bos>", UNKNOWN):
+        tokenizer.add_special_case(word, [{ORTH: word}])
+    return lambda line: [token.text for token in tokenizer(line)]
+
+
+TOKENIZERS: dict[str, Callable[[], Callable[[str], Words]]] = {
+    "blanks": blanks,
+    "spacy": spacy_english,
+}
+
 # Files of words
+
+_HUB_SPLITS: dict[Split, str] = {"train": "train", "valid": "validation", "test": "test"}
 
 
 @dataclass(frozen=True)
 class _Files:
-    """A text in two files of words separated by blanks. Validation texts are not read."""
+    """A text in files of words separated by blanks."""
 
-    names: tuple[str, str]  # training, test
+    names: Mapping[Split, str]
     folder: str  # the folder in the archive
     hub: str
     hub_arguments: Mapping[str, str]
     column: str  # of the lines, on the hub
 
-    def __call__(self, options: Options) -> tuple[list[str], list[str]]:
-        """Training and test words. Raises ValueError if they are not found or cannot be read."""
-        in_folder = files.Form(self.names, self.folder)
+    def __call__(
+        self,
+        options: Options,
+        *,
+        tokenizer: str = "blanks",
+        lower: bool = False,
+        evaluation: str = "test",
+        validation_text: bool = False,
+    ) -> dict[Split, Words]:
+        """The words of each split.
+
+        tokenizer        of `TOKENIZERS`
+        lower            whether words are converted to lower case, after tokenization
+        evaluation       text of the split "test": test or validation
+        validation_text  whether the validation text is the split "valid"
+
+        Raises ValueError if a file is not found or cannot be read.
+        """
+        if validation_text and evaluation == "validation":
+            accepted = "false with evaluation=validation, which uses this text already"
+            raise BadValue("task_options.validation_text", validation_text, accepted)
+        sources: dict[Split, Split] = {"train": "train"}  # split → text
+        sources["test"] = "valid" if evaluation == "validation" else "test"
+        if validation_text:
+            sources["valid"] = "valid"
+        paths = self._find(options, list(sources.values()))
+        tokenize = TOKENIZERS[tokenizer]()
+        splits = {split: read(path, tokenize) for split, path in zip(sources, paths, strict=True)}
+        if lower:
+            splits = {split: [word.lower() for word in splits[split]] for split in splits}
+        return splits
+
+    def _find(self, options: Options, texts: Iterable[Split]) -> list[Path]:
+        names = tuple(self.names[text] for text in texts)
+        everything = files.Form(tuple(self.names.values()), self.folder)
         source = files.Source(
             options.task,
-            (files.Form(self.names), in_folder),
-            files.Hub(self.hub, in_folder, self._convert, self.hub_arguments),
+            (files.Form(names), files.Form(names, self.folder)),
+            files.Hub(self.hub, everything, self._convert, self.hub_arguments),
         )
-        _, (train, test) = files.find(source, options.data_dir, options.download)
-        texts = []
-        for path in (train, test):
-            try:
-                texts.append(split_lines(files.read(path).decode()))
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{path} is damaged, or no text in UTF-8: {error}") from error
-            if len(texts[-1]) < 2:
-                raise ValueError(f"{path} holds {len(texts[-1])} words: use 2 or more")
-        return texts[0], texts[1]
+        found = files.find(source, options.data_dir, options.download)[1]
+        by_name = {path.name: path for path in found}  # a download has all texts
+        return [by_name[name] for name in names]
 
     def _convert(self, splits: Any) -> Iterator[tuple[str, bytes]]:
-        for name, split in zip(self.names, ("train", "test"), strict=True):
-            lines = (row[self.column].rstrip("\n") + "\n" for row in splits[split])
+        for split, name in self.names.items():
+            lines = (row[self.column].rstrip("\n") + "\n" for row in splits[_HUB_SPLITS[split]])
             yield name, "".join(lines).encode()
 
 
-def split_lines(text: str) -> list[str]:
-    """The words of a text, separated by blanks.
+def read(path: Path, tokenize: Callable[[str], Words]) -> Words:
+    """The words of a file. Raises ValueError if it cannot be read, or has less than two words."""
+    try:
+        words = split_lines(files.read(path).decode(), tokenize)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is damaged, or no text in UTF-8: {error}") from error
+    if len(words) < 2:
+        raise ValueError(f"{path} holds {len(words)} words: use 2 or more")
+    return words
+
+
+def split_lines(text: str, tokenize: Callable[[str], Words] = str.split) -> Words:
+    """The words of the lines of a text.
 
     `EOS` is at the end of every line, blank ones included, as is usual for these texts.
     """
     lines = text.split("\n")
     if not lines[-1].strip():
         lines.pop()
-    return [word for line in lines for word in (*line.split(), EOS)]
+    return [word for line in lines for word in (*tokenize(line), EOS)]
 
 
-# Merity et al. (2016), "Pointer sentinel mixture models", arXiv 1609.07843. The words are those of
-# the files. The 28,869 words of the PowerGossip paper are in lower case and from another tokenizer
-# (spaCy), and its code evaluates on the validation text.
+# Merity et al. (2016), "Pointer sentinel mixture models", arXiv 1609.07843.
 wikitext2 = _Files(
-    names=("wiki.train.tokens", "wiki.test.tokens"),
+    names={
+        "train": "wiki.train.tokens",
+        "valid": "wiki.valid.tokens",
+        "test": "wiki.test.tokens",
+    },
     folder="wikitext-2",
     hub="Salesforce/wikitext",
     hub_arguments={"name": "wikitext-2-v1"},
@@ -157,15 +254,15 @@ wikitext2 = _Files(
 # Mikolov et al. (2010), "Recurrent neural network based language model", of Marcus et al. (1993).
 # The hub's own files are a program, which datasets no longer runs. This is its output.
 ptb = _Files(
-    names=("ptb.train.txt", "ptb.test.txt"),
+    names={"train": "ptb.train.txt", "valid": "ptb.valid.txt", "test": "ptb.test.txt"},
     folder="ptb",
     hub="ptb-text-only/ptb_text_only",
     hub_arguments={"revision": "refs/convert/parquet"},
     column="sentence",
 )
 
-# name → a function of the options that returns training words and test words
-TEXTS: dict[str, Callable[[Options], tuple[list[str], list[str]]]] = {
+# name → a function of the options of all tasks and its own, that returns the words of each split
+TEXTS: dict[str, Callable[..., dict[Split, Words]]] = {
     "topics": topics,
     "wikitext2": wikitext2,
     "ptb": ptb,

@@ -45,7 +45,9 @@ class Evaluation:
         """Log the rows after this number of epochs and steps.
 
         `sums` are those of the batches' metrics over the last epoch, each [worker]. Returns a text
-        for the progress bar, and a score: the larger, the better.
+        for the progress bar, and a score: the larger, the better. It is that of the mean model if
+        it is evaluated, else the mean over workers; on validation data if there are any, else on
+        test data.
         """
         network, steps = self._network, self._steps_per_epoch
         of_workers = self._measure_workers(epoch, step)
@@ -55,28 +57,29 @@ class Evaluation:
         }
         for name, value in self._with_derived(of_batches).items():
             self._log(name, value, epoch, split="train")
-        mean_of_workers = self._log_workers(epoch, of_workers)
+        means = self._log_workers(epoch, of_workers)
         self._log_consensus(epoch)
         batches = self._config.get("optimizer_num_batches_per_step") or 1
         rounds = step // (self._config.local_steps * batches)
         uncompressed = int(network.bits_to_all(self._parameters.layout.size, rounds)[0])
         self._log("uncompressed_gossip_bits", uncompressed, epoch)
 
-        shown, of_mean_model = "", {}
+        shown = ""
         if self._config.evaluate_average_model:
-            of_mean_model = self._of_mean_model(epoch)
+            means = self._of_mean_model(epoch)
+            of_mean_model = means["test"]
             if "accuracy" in of_mean_model:
                 shown = f"mean model {100 * of_mean_model['accuracy']:.1f} %, "
             if "perplexity" in of_mean_model:
                 shown = f"mean model's perplexity {of_mean_model['perplexity']:.1f}, "
-        means = of_mean_model or mean_of_workers
-        by_accuracy = "accuracy" in means and "perplexity" not in means
-        score = means["accuracy"] if by_accuracy else -means["cross_entropy"]
-        return f"{shown}consensus distance {self._consensus_distance:.2g}", score
+        shown += f"consensus distance {self._consensus_distance:.2g}"
+        return shown, _score(means.get("valid", means["test"]))
 
     def _splits(self) -> list[tuple[Split, str, str]]:
         """Splits to evaluate on; tag `split` of the workers' rows, and of the mean model's."""
         splits: list[tuple[Split, str, str]] = [("test", "test", "test_avg")]
+        if "valid" in self._task.samples:
+            splits.append(("valid", "valid", "valid_avg"))
         if self._config.evaluate_training_data:
             splits.append(("train", "train_full", "train_avg"))
         return splits
@@ -96,21 +99,24 @@ class Evaluation:
 
     def _log_workers(
         self, epoch: int, measured: Mapping[Split, Mapping[str, Tensor]]
-    ) -> dict[str, float]:
-        """Log rows for each worker's model. Returns the means over workers on test data."""
+    ) -> dict[Split, dict[str, float]]:
+        """Log rows for each worker's model. Returns the means over workers, by split."""
         for split, workers_rows, _ in self._splits():
             for name, values in measured[split].items():
                 for worker, value in enumerate(values.tolist()):
                     self._log(name, value, epoch, split=workers_rows, worker=worker)
-        return {name: values.mean().item() for name, values in measured["test"].items()}
+        return {
+            split: {name: values.mean().item() for name, values in found.items()}
+            for split, found in measured.items()
+        }
 
-    def _of_mean_model(self, epoch: int) -> dict[str, float]:
-        """Log rows for the mean of all workers' models. Returns its metrics on test data.
+    def _of_mean_model(self, epoch: int) -> dict[Split, dict[str, float]]:
+        """Log rows for the mean of all workers' models. Returns its metrics, by split.
 
         Batch norm's running statistics are the workers' mean, or recalibrated on training data.
         """
         processes, network = self._network.processes, self._network
-        mean_model, of_test = self.mean_model, dict[str, float]()
+        mean_model, of_splits = self.mean_model, dict[Split, dict[str, float]]()
         mean_model.x.copy_(network.mean(self._parameters.x))
         mean_model.buffers.copy_(network.mean(self._parameters.buffers))
         if self._config.mean_model_statistics == "recalibrated":
@@ -120,12 +126,10 @@ class Evaluation:
                 mean_model.models[0], split, (processes.rank, processes.size)
             )
             sums = processes.sum(np.array(list(part.values()))).tolist()
-            means = self._means(dict(zip(part, sums, strict=True)))
-            for name, value in means.items():
+            of_splits[split] = self._means(dict(zip(part, sums, strict=True)))
+            for name, value in of_splits[split].items():
                 self._log(name, value, epoch, split=rows)
-            if split == "test":
-                of_test = means
-        return of_test
+        return of_splits
 
     def _recalibrate(self) -> None:
         """Recompute the mean model's running statistics from its own activations on training data.
@@ -201,3 +205,10 @@ class Evaluation:
                         workers=f"{first}-{second}",
                         parameter=parameter,
                     )
+
+
+def _score(means: Mapping[str, float]) -> float:
+    """The accuracy, or the negative cross entropy for language models and without accuracy."""
+    if "accuracy" in means and "perplexity" not in means:
+        return means["accuracy"]
+    return -means["cross_entropy"]

@@ -10,6 +10,7 @@ from powergossip.training.settings import PREFIX, option_defaults
 
 # Keys that may change when a run is resumed.
 FREE_TO_CHANGE = (
+    "allow_lost_rows",
     "checkpoint",
     "checkpoint_interval",
     "cuda_aware",
@@ -24,6 +25,16 @@ FREE_TO_CHANGE = (
     "resume",
     "tensorboard",
 )
+# Keys that earlier versions lacked, with the values that they had in effect.
+EARLIER = {
+    "drop_last": True,
+    "validation_ratio": 0.0,
+    "optimizer_warm_start": True,
+    "optimizer_error_feedback": True,
+    "optimizer_orthogonalization_epsilon": 0.0,
+    "optimizer_batch_tensors_with_same_shape": False,
+    "optimizer_compression_stats_logging_frequency": 10_000,
+}
 # Keys that may change, too, when a checkpoint is evaluated.
 OF_EVALUATION = (
     "batch_size",
@@ -47,7 +58,8 @@ def check_same_run(folder: Path, saved: Mapping[str, Any], config: Any) -> None:
     """Raise ValueError if the saved configuration differs in a key that may not change."""
     now = OmegaConf.to_container(config)
     assert isinstance(now, dict)
-    before = _with_present_options(saved, config)
+    earlier = {key: value for key, value in EARLIER.items() if key in now}
+    before = {**earlier, **_with_present_options(saved, config)}
     free = (*FREE_TO_CHANGE, *(OF_EVALUATION if config.evaluate_only else ()))
     differing = [
         f"{key}={now.get(key)} (was {before.get(key)})"

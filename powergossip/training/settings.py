@@ -4,7 +4,9 @@ A key `optimizer_X` is the option X of the method `optimizer`. Its options are t
 powergossip.options), so a new option needs no line here. null stands for the default.
 """
 
+import json
 import math
+import textwrap
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig
 
-from powergossip import algorithms, checks, options
+from powergossip import algorithms, checks, compressors, options, tasks
 from powergossip.algorithms import aggregation, ddp
 from powergossip.network import Processes
 from powergossip.network import hosted_workers as hosted
@@ -27,14 +29,19 @@ ALIASES: dict[str, dict[str, str]] = {
         "num_iterations": "num_iters_per_step",
         "start_compressing_after": "start_compressing_after_num_steps",
     },
-    "dgc": {"keep_ratio": "compress_ratio"},
+    "dgc": {
+        "keep_ratio": "compress_ratio",
+        "max_adaptation_iterations": "max_adaptation_iters",
+        "warmup_ratios": "warmup_coeff",
+    },
 }
 # Defaults of train.py that differ from those of the method's constructor, by key.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "power-gossip": {"num_iterations": 2},
-    "powersgd": {"num_iterations": 2, "min_compression_rate": 2.0},
-    "dgc": {"keep_ratio": 0.01},
-    **{name: {"start_iteration": 2} for name in ddp.HOOKS},
+    # Both factors in each step, and compression from the first one on: the method of the paper.
+    "powersgd": {"num_iterations": 2, "start_compressing_after": 0},
+    "dgc": {"keep_ratio": 0.01, "compress_upper_bound": 1.0, "int32_indices": True},
+    **{name: {"start_iteration": ddp.AUTO} for name in ddp.HOOKS},
 }
 # Options that have a key of their own, without the prefix.
 OWN_KEYS = {
@@ -44,6 +51,8 @@ OWN_KEYS = {
     "clip": "gradient_clipping",
     "weight_decay": "weight_decay",
 }
+# The values that stand for the task's default, where they are not null.
+BLANKS = {"gradient_clipping": "auto"}
 # Options of learning.CentralizedSGD, which makes a learning rule of an aggregation.
 OF_RULE = {"num_batches_per_step": 1}
 
@@ -59,14 +68,69 @@ def checked(
     c = plain_copy(asked)  # without types, which would be checked in the hot path
     c.n_workers = processes.size if c.n_workers is None else c.n_workers
     hosted(c.n_workers, processes.size)
+    _resolve_task_defaults(c)
+    _check_ignored(c, explicit or (), warn=processes.rank == 0)
     _check_values(c)
     _check_method(c)
     _resolve_options(c, explicit or (), warn=processes.rank == 0)
     if c.optimizer in aggregation.AGGREGATIONS:
         checks.at_least_one("optimizer_num_batches_per_step", c.optimizer_num_batches_per_step)
     if c.optimizer in ddp.HOOKS and not c.evaluate_only:
-        ddp.check(hosted=hosted(c.n_workers, processes.size), **hook_options(c))
+        with errors_name_keys(c.optimizer):
+            ddp.check(hosted=hosted(c.n_workers, processes.size), **hook_options(c))
     return c
+
+
+def _resolve_task_defaults(c: Any) -> None:
+    """Give the keys that depend on the task their values. Raises ValueError for an unknown task."""
+    for key, default in tasks.defaults(c.task).items():
+        if c[key] == BLANKS.get(key):
+            c[key] = default
+    if c.distributed_lr_warmup_factor == "auto":
+        c.distributed_lr_warmup_factor = c.n_workers
+    if c.drop_last is None:
+        ignored = tasks.IGNORED.get(c.task, ())
+        is_sorted = c.use_decentralized_data and "use_decentralized_data" not in ignored
+        c.drop_last = is_sorted or c.decentralized_data_dirichlet_alpha is not None
+
+
+def _check_ignored(c: Any, explicit: Collection[str], warn: bool) -> None:
+    """Reject keys that are true in `explicit` but have no effect on the task.
+
+    Elsewhere they give a warning, except for reshuffle_data, which is true by default.
+    """
+    for key in tasks.IGNORED.get(c.task, ()):
+        if c[key] and key in explicit:
+            raise ValueError(
+                f"{key}=true: use false with task={c.task}, where each worker has a fixed piece of "
+                "the text"
+            )
+        if c[key] and key != "reshuffle_data" and warn:
+            warnings.warn(f"ignored, since task={c.task} has no such option: {key}", stacklevel=3)
+
+
+def defaults_of_tasks() -> str:
+    """Return the keys that depend on the task, as key=value in a paragraph for each task."""
+    paragraphs = []
+    for name in tasks.TASKS:
+        values = [f"{key}={_yaml(value)}" for key, value in tasks.defaults(name).items()]
+        text = " ".join([f"{name}:", *values])
+        paragraphs.append(
+            textwrap.fill(
+                text,
+                width=100,
+                initial_indent="  ",
+                subsequent_indent="    ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        )
+    return "\n".join(paragraphs)
+
+
+def _yaml(value: Any) -> str:
+    """A value as it is written on the command line, without spaces."""
+    return json.dumps(value, separators=(",", ":")).strip('"')
 
 
 def _check_values(c: Any) -> None:
@@ -84,12 +148,11 @@ def _check_values(c: Any) -> None:
         ),
     )
     checks.all_of(checks.not_negative, c, ("seed", "rank", "log_verbosity"))
-    checks.all_of(
-        checks.positive, c, ("learning_rate", "distributed_lr_warmup_factor", "adam_epsilon")
-    )
-    checks.all_of(checks.below_one, c, ("adam_beta1", "adam_beta2", "momentum"))
+    checks.all_of(checks.positive, c, ("learning_rate", "adam_epsilon"))
+    checks.all_of(checks.below_one, c, ("adam_beta1", "adam_beta2", "momentum", "validation_ratio"))
     checks.fraction("decentralized_data_shuffled_ratio", c.decentralized_data_shuffled_ratio)
     checks.one_of("mean_model_statistics", c.mean_model_statistics, ("averaged", "recalibrated"))
+    checks.one_of("lr_schedule", c.lr_schedule, ("milestones", "cosine"))
     checks.one_of("local_optimizer", c.local_optimizer, LOCAL_OPTIMIZERS)
     checks.one_of("cuda_aware", c.cuda_aware, ("auto", "on", "off"))
     checks.one_of("distributed_backend", c.distributed_backend, ("mpi",))
@@ -101,12 +164,21 @@ def _check_values(c: Any) -> None:
         checks.require(c, key, ok, accepted)
 
     require("max_steps_per_epoch", lambda v: v is None or v >= 1, "1 or more, or null for all")
-    require("distributed_lr_warmup_epoch", lambda v: v >= 0, "a number of epochs, or 0 for none")
+    require(
+        "distributed_lr_warmup_epoch",
+        lambda v: v >= 0 and math.isfinite(v),
+        "a number of epochs, or 0 for none",
+    )
     require("weight_decay", lambda v: v >= 0 and math.isfinite(v), "0 or more")
     require(
+        "distributed_lr_warmup_factor",
+        lambda v: checks.is_finite(v) and v > 0,
+        "a number above 0, or auto",
+    )
+    require(
         "gradient_clipping",
-        lambda v: v is None or (v > 0 and math.isfinite(v)),
-        "a number above 0, or null",
+        lambda v: v is None or (checks.is_finite(v) and v > 0),
+        "a number above 0, null, or auto",
     )
     require(
         "optimizer_diffusion_rate",
@@ -157,7 +229,8 @@ def _row_defaults(optimizer: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if optimizer in algorithms.AVERAGING:
         return algorithms.defaults(optimizer, given)
     if optimizer in aggregation.AGGREGATIONS:
-        return options.defaults(aggregation.AGGREGATIONS[optimizer])
+        row = aggregation.AGGREGATIONS[optimizer]
+        return options.defaults(row, given, compressor=compressors.COMPRESSORS)
     return options.defaults(ddp.DDPHook)
 
 

@@ -3,15 +3,16 @@
 import platform
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from powergossip import algorithms, randomness, tasks, topologies
 from powergossip.algorithms import aggregation, ddp, learning
@@ -20,6 +21,7 @@ from powergossip.network import Network, Processes, choose_device, cuda_aware_mp
 from powergossip.parameters import Layout, Parameters, trained
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.clock import Clock, PhaseTime, Signals
+from powergossip.runs.progress import Progress
 from powergossip.training.agreement import Agreement
 from powergossip.training.evaluation import Evaluation
 from powergossip.training.local_optimizers import LocalOptimizer, learning_rate
@@ -67,7 +69,7 @@ class Trainer:
         self.steps_per_epoch = min(
             self.task.steps_per_epoch, c.max_steps_per_epoch or self.task.steps_per_epoch
         )
-        with processes.agreed():
+        with processes.agreed(), _memory_errors(len(self.network.workers)):
             models = [self.task.model(c.task_architecture, c.seed) for _ in self.network.workers]
             self.parameters = Parameters(models, self.device)
             self._check_spectrum_names()
@@ -102,10 +104,12 @@ class Trainer:
             shuffled_ratio=c.decentralized_data_shuffled_ratio,
             dirichlet_alpha=c.decentralized_data_dirichlet_alpha,
             reshuffle=c.reshuffle_data,
+            drop_last=c.drop_last,
             data_dir=c.data_dir,
             download=c.download,
             device=self.device,
             task_options=c.task_options,
+            validation_ratio=c.validation_ratio,
         )
 
     def _check_method(self) -> None:
@@ -124,8 +128,6 @@ class Trainer:
     def averaging(self, layout: Layout) -> algorithms.Averaging:
         """Build the averaging algorithm of the configuration. Raises ValueError."""
         given = method_options(self.config)
-        if "diffusion_rate" in given:
-            given["diffusion_rate"] = self.diffusion_rate()
         with errors_name_keys(self.config.optimizer):
             return algorithms.make(self.config.optimizer, self.network, layout, **given)
 
@@ -141,7 +143,12 @@ class Trainer:
         self.rule: learning.Learning
         if c.optimizer in aggregation.AGGREGATIONS:
             aggregate = self._aggregation(parameters.layout)
-            self._at_epoch = aggregate.at_epoch
+
+            def follow(epoch: float) -> None:
+                aggregate.at_epoch(epoch)
+                aggregate.at_learning_rate(self.local.rate)
+
+            self._at_epoch = follow
             self.local = LocalOptimizer(parameters, c, 0.0 if aggregate.owns_momentum else None)
             self.rule = learning.CentralizedSGD(
                 network,
@@ -155,16 +162,20 @@ class Trainer:
             return
         self.local = LocalOptimizer(parameters, c)
         if c.optimizer in ddp.HOOKS:
-            self.rule = ddp.DDPHook(
-                network,
-                parameters,
-                self._update,
-                hook=c.optimizer,
-                **hook_options(c),
-                seed=c.seed,
-                weight_decay=self.local.coupled_decay,
-                clip=c.gradient_clipping,
-            )
+            options = hook_options(c)
+            if options["start_iteration"] == ddp.AUTO:
+                options["start_iteration"] = self._guided_start()
+            with errors_name_keys(c.optimizer):
+                self.rule = ddp.DDPHook(
+                    network,
+                    parameters,
+                    self._update,
+                    hook=c.optimizer,
+                    **options,
+                    seed=c.seed,
+                    weight_decay=self.local.coupled_decay,
+                    clip=c.gradient_clipping,
+                )
         else:
             self.rule = learning.DPSGD(
                 network,
@@ -176,6 +187,15 @@ class Trainer:
                 clip=c.gradient_clipping,
                 local_steps=c.local_steps,
             )
+
+    def _guided_start(self) -> int:
+        """The first compressed step of PyTorch's hooks for the run as it is planned now.
+
+        A resumed run keeps that of its checkpoint. A warm-up by a factor of 1 is none.
+        """
+        c, steps = self.config, self.steps_per_epoch
+        epochs = c.distributed_lr_warmup_epoch if c.distributed_lr_warmup_factor != 1 else 0
+        return ddp.guided_start(c.num_epochs * steps, ceil(min(epochs, c.num_epochs) * steps))
 
     def _update(self, gradient: Tensor) -> None:
         """The local update of a learning rule."""
@@ -214,22 +234,48 @@ class Trainer:
             "diffusion_rate": self.diffusion_rate(),
             "parameters": self.parameters.layout.size,
             "steps_per_epoch": self.steps_per_epoch,
+            "samples": dict(self.task.samples),
             "python": platform.python_version(),
             "torch": torch.__version__,
             "topology": self.topology.summary(),
+            "start_iteration": (
+                self.rule.start_iteration if isinstance(self.rule, ddp.DDPHook) else None
+            ),
         } | ({} if counts is None else {"label_counts": counts.tolist()})  # [worker][label]
 
     # --- Training ---
+
+    @property
+    def total_steps(self) -> int:
+        """The number of steps at the end of the run."""
+        return int(self.config.num_epochs * self.steps_per_epoch)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no step is left."""
+        return bool(self.position[0] >= self.config.num_epochs)
+
+    def check_epochs(self) -> None:
+        """Raise ValueError if a resumed run already has more than num_epochs epochs."""
+        epoch, step, _ = self.position
+        if (epoch, step) > (self.config.num_epochs, 0):
+            begun = epoch + (step > 0)
+            raise ValueError(
+                f"num_epochs={self.config.num_epochs}: use {begun} or more; the run already has "
+                f"{self.step} steps"
+            )
 
     def train(
         self,
         checkpoints: Checkpoints | None = None,
         metrics_offset: Callable[[], int] = lambda: 0,
+        save_first: bool = False,
     ) -> None:
         """Train the remaining epochs. Each is followed by its rows.
 
         checkpoints     # where to save, or None
         metrics_offset  # bytes of metrics.jsonl on the disk, saved with a checkpoint on process 0
+        save_first      # save the restored state again, with a new metrics_offset
 
         Raises, in all processes and with the same text, Diverged and, after a signal, Interrupted.
         Diverged leaves no row and no checkpoint of its epoch. Interrupted leaves a checkpoint.
@@ -237,14 +283,10 @@ class Trainer:
         c, steps = self.config, self.steps_per_epoch
         self._started = time.perf_counter() - self._seconds
         save = partial(self._save, checkpoints, metrics_offset)
-        bar = tqdm(
-            total=c.num_epochs * steps,
-            initial=min(self.step, c.num_epochs * steps),
-            disable=self.processes.rank > 0 or c.log_verbosity == 0,
-            unit="step",
-            mininterval=0.5,
-            smoothing=0,
-        )
+        if save_first:
+            save(self.position)
+        shown = self.processes.rank == 0 and c.log_verbosity > 0
+        bar = Progress(c.num_epochs * steps, self.step, shown)
         first, first_step, sums = self.position
         with bar, Signals() as signals:
             for epoch in range(first, c.num_epochs):
@@ -305,13 +347,13 @@ class Trainer:
             loss.backward()  # also if it is not finite: other processes wait for messages
         return metrics
 
-    def _end_epoch(self, epoch: int, sums: Mapping[str, Tensor], bar: tqdm) -> float | None:
+    def _end_epoch(self, epoch: int, sums: Mapping[str, Tensor], bar: Progress) -> float | None:
         """Log the rows at the end of an epoch. Returns the score, if there was an evaluation."""
         c, score = self.config, None
         if epoch % c.evaluation_interval == 0 or epoch == c.num_epochs:
             with self.clock("evaluation"):
                 shown, score = self.evaluation(epoch, self.step, sums)
-            bar.set_postfix_str(shown, refresh=False)
+            bar.note(shown)
             if c.log_verbosity > 1 and self.processes.rank == 0:
                 bar.write(f"epoch {epoch}: {shown}")
         if epoch in c.spectrum_logging_epochs:
@@ -446,6 +488,20 @@ class Trainer:
             state = self.state_dict(position)
             checkpoints.save(self.step, self.network.workers, state, facts, score)
         return True
+
+
+@contextmanager
+def _memory_errors(workers: int) -> Iterator[None]:
+    """Raise ValueError if the block needs more memory than there is."""
+    try:
+        yield
+    except RuntimeError as error:  # that of torch's CPU allocator has no type of its own
+        if "allocate" not in str(error):
+            raise
+        raise ValueError(
+            f"the memory is too small for the models and messages of {workers} workers in a "
+            f"process ({str(error).splitlines()[0]}); use fewer workers or smaller options"
+        ) from error
 
 
 def _integer_buffers(model: nn.Module) -> dict[str, Tensor]:
