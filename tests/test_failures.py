@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 
 import gossip_run
 import train
+from powergossip import errors
 from powergossip.algorithms import AVERAGING, ddp
 from powergossip.algorithms.aggregation import AGGREGATIONS
 from powergossip.compressors import COMPRESSORS
@@ -248,9 +249,9 @@ def test_bad_input_of_one_process_ends_with_exit_code_2(
     with pytest.raises(SystemExit) as ended:
         configuration.run_entry_point(train.main)
     assert ended.value.code == 2
-    output, errors = capsys.readouterr()
+    output, error = capsys.readouterr()
     assert output == ""
-    (line,) = errors.splitlines()
+    (line,) = error.splitlines()
     assert line.startswith("error: ")
     assert words in line
     assert files_below(tmp_path) == before
@@ -459,6 +460,21 @@ def test_the_second_signal_has_its_usual_effect() -> None:
             signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+def test_a_signal_raises_after_a_delay() -> None:
+    """Process 0, which may wait for a message of this one, reports first."""
+
+    def run(seconds: float) -> None:
+        with Signals(at_once="text", delay=0.05):
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(seconds)
+
+    with pytest.raises(errors.Signaled) as caught:
+        run(5)
+    assert caught.value.exit_code == 143
+    run(0)
+    time.sleep(0.1)  # nothing is raised after the block
 
 
 def exit_of(main: Any, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
