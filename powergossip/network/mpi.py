@@ -2,7 +2,9 @@
 
 import ctypes
 import os
+import signal
 import socket
+import stat
 import sys
 import time
 import traceback
@@ -190,16 +192,19 @@ def _end_together(found: Processes) -> None:
 def report(error: Exception) -> None:
     """Print the text of an error to the standard error.
 
-    Where a signal ends the run, to that of mpirun: Open MPI's discards the output of processes that
-    it is about to kill, as it is on SIGTERM and SIGINT.
+    After SIGTERM, to that of mpirun: Open MPI's sends SIGTERM to processes that it is about to kill
+    and discards their output. If it writes to a file, its next output could take the place of the
+    text, which is therefore printed in the usual way as well.
     """
-    if isinstance(error, Signaled):
+    if isinstance(error, Signaled) and error.signal == signal.SIGTERM:
         try:
             parent = Path("/proc") / str(os.getppid())
             if (parent / "comm").read_text().strip() in ("mpirun", "mpiexec", "prterun"):
                 with (parent / "fd" / "2").open("a") as stderr:
                     print(f"error: {error}", file=stderr, flush=True)
-                return
+                    in_file = stat.S_ISREG(os.fstat(stderr.fileno()).st_mode)
+                if not in_file:
+                    return
         except OSError:  # not Linux, or a socket
             pass
     print(f"error: {error}", file=sys.stderr, flush=True)
