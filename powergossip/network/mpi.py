@@ -183,6 +183,8 @@ def _end_together(found: Processes) -> None:
             text = f"\nprocess {found.rank} of {found.size} on {socket.gethostname()} failed:\n"
             text += "".join(traceback.format_exception(kind, error, trace))
             print(text, file=sys.stderr, flush=True)
+        if isinstance(error, Signaled):
+            os._exit(error.exit_code)  # mpirun ends the others. Abort would print its own message
         code = error.exit_code if isinstance(error, Stopped) else 1
         found.communicator.Abort(130 if isinstance(error, KeyboardInterrupt) else code)
 
