@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from powergossip import checks
 from powergossip.algorithms.learning import Correction, Update
 from powergossip.network import Network, Processes
-from powergossip.parameters import Parameters, matrix_shape
+from powergossip.parameters import Parameters, matrix_shape, trained
 
 Hook = Callable[[PowerSGDState, dist.GradBucket], torch.futures.Future[Tensor]]
 Sizes = Callable[[PowerSGDState, dist.GradBucket], list[int]]  # elements of each all-reduce
@@ -387,7 +387,7 @@ class _Missing:
     """The parameters of a model that get no gradient in a backward pass."""
 
     def __init__(self, model: nn.Module):
-        self._names = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._names = trained(model)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(
                 lambda _, name=name: self._names.pop(name, None)

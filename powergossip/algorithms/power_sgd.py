@@ -16,7 +16,7 @@ from torch import Tensor
 
 from powergossip import checks, randomness
 from powergossip.network import Conversation, Mean, Network
-from powergossip.parameters import Layout, Stack, batches, put_in, take_out
+from powergossip.parameters import Layout, Stack, batches, complement, put_in, take_out
 
 _LEFT, _RIGHT = 0, 1  # sides of a matrix: vectors as long as a column, and as long as a row
 
@@ -127,7 +127,7 @@ class Aggregation:
             for stack in chosen
             for part in range(1 if workers == 1 else stack.layers)
         ]
-        self._rest = _complement([(s.start, s.stop) for s in chosen], layout.size)
+        self._rest = complement([(s.start, s.stop) for s in chosen], layout.size)
         self._rest_size = sum(span.stop - span.start for span in self._rest)
         self._messages = {
             (side, first): _Outgoing(
@@ -145,6 +145,9 @@ class Aggregation:
 
     def at_epoch(self, epoch: float) -> None:
         """PowerSGD has no schedule."""
+
+    def at_learning_rate(self, *rates: float) -> None:
+        """The error is in units of the gradient."""
 
     @property
     def steps(self) -> int:
@@ -393,13 +396,3 @@ def _cholesky(p: Tensor) -> tuple[Tensor, Tensor]:
     gram.diagonal(dim1=1, dim2=2).add_(_RIDGE)
     factor, info = torch.linalg.cholesky_ex(gram)
     return factor, info
-
-
-def _complement(spans: Iterable[tuple[int, int]], size: int) -> list[slice]:
-    """The positions of 0 … size − 1 outside of all spans."""
-    found, position = [], 0
-    for start, stop in [*sorted(spans), (size, size)]:
-        if position < start:
-            found.append(slice(position, start))
-        position = stop
-    return found

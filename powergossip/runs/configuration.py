@@ -88,8 +88,8 @@ def read_command_line(
 
     With a suffix but without a folder, the folder is DATED with the suffix, which Output resolves.
 
-    Where the configuration has a key `resume` that is true afterwards, keys that are not given keep
-    the values of the run in the output folder, from its config.yaml.
+    Where the configuration has a key `resume` or `evaluate_only` that is true afterwards, keys that
+    are not given keep the values of the run in the output folder, from its config.yaml.
 
     Raises BadInput, and leaves `config` alone, for an unknown key, a value of the wrong type, a
     file that is missing, empty, not YAML or has a key twice, or a suffix that cannot be part of a
@@ -101,7 +101,7 @@ def read_command_line(
         *map(_of_argument, options.assignments),
     ]
     after = _after(config, assignments)
-    resume = "resume" in config and after.resume
+    resume = any(key in config and after[key] for key in ("resume", "evaluate_only"))
     folder = _output_dir(options.output_dir, options.suffix, resume)
     if resume and folder and (Path(folder) / CONFIG_FILE).exists():
         assignments = [*_of_saved_run(config, Path(folder) / CONFIG_FILE), *assignments]
