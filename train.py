@@ -109,8 +109,8 @@ class Config:
     overlapping: bool = True  # gossip while the gradient is computed (false: after the update)
     local_steps: int = 1  # gossip every k-th step
     optimizer_diffusion_rate: float | int | str | None = None  # γ (1), auto: best for plain gossip
-    optimizer_rank: int | None = None  # power-gossip, powersgd, hooks, svd (1), top-k,
-    #   random-k, random-block
+    optimizer_rank: int | None = None  # power-gossip, powersgd, hooks, svd (1). Values of an
+    #   m x k matrix: top-k r (m + k)/4, random-k and random-block r (m + k)
     optimizer_num_iterations: int | None = None  # of power iteration per step (2)
     optimizer_warm_start: bool | None = None  # reuse the last step's directions (true)
     optimizer_round_weights: bool | None = None  # round directions to their signs (false)

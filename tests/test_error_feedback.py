@@ -121,7 +121,7 @@ def test_the_error_is_bounded() -> None:
         g = gradients(1, layout, t)
         step(network, a, g.div_(g.norm()))
         largest = max(largest, a.state_dict()["error"].square().sum().item())
-    assert 1 < largest <= 4 * (1 - kept) / kept**2
+    assert 0.5 < largest <= 4 * (1 - kept) / kept**2
 
 
 def test_without_feedback_the_error_is_dropped() -> None:
@@ -172,7 +172,7 @@ def test_bits_are_those_of_the_formula(name: str) -> None:
     if made(name) in (compressors.RandomK(0.3), compressors.RandomBlock(rank=1), Identity()):
         assert gathered == 0, "linear compressors take an all-reduce"
         words = 2 * 4 / 5 * 32 * Layout(SHAPES).size
-        assert a.compression_rate == pytest.approx(words / averaged)
+        assert a.compression_rate == pytest.approx(words / averaged, rel=1e-3)
 
 
 @pytest.mark.parallel(nprocs=[1, 2, 4])
@@ -425,6 +425,7 @@ def test_momentum_twice_is_rejected() -> None:
     for optimizer in (
         torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5),
         torch.optim.Adam(net.parameters()),
+        loop.DGCSGD(net.parameters(), lr=0.1, momentum=0.5),
     ):
         with pytest.raises(ValueError, match="momentum"):
             loop.optimizer_step(optimizer, feedback)

@@ -59,6 +59,9 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizer_fp16_values": (True, {"optimizer": "dgc"}),
     "optimizer_int32_indices": (False, {"optimizer": "dgc"}),
     "optimizer_start_iteration": (5, {"optimizer": "ddp-powersgd", "n_workers": 1}),
+    "optimizer_momentum_before_compression": (True, {"optimizer": "ef-sgd"}),
+    "optimizer_rescale_error": (False, {"optimizer": "ef-sgd", "distributed_lr_warmup_factor": 4}),
+    "optimizer_per_tensor": (False, {"optimizer": "ef-sgd"}),
     "optimizer_error_feedback": (False, {"optimizer": "ddp-powersgd", "n_workers": 1}),
 }
 TIME_ONLY = "optimizer_max_adaptation_iterations"  # beyond them, all numbers are sorted
