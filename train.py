@@ -15,6 +15,10 @@ Nothing happens at import. `python train.py --help` lists the keys.
 A run that was killed resumes from its last checkpoint, also in another layout of processes:
 
     mpirun -np 8 python train.py --output-dir output/mine resume=true
+
+Its checkpoints can be evaluated again, which changes nothing in the folder:
+
+    python train.py --output-dir output/mine evaluate_only=true checkpoint=best
 """
 
 from collections.abc import Mapping
@@ -25,7 +29,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from powergossip.errors import BadInput
-from powergossip.network import processes
+from powergossip.network import Processes, processes, torch_kept
 from powergossip.runs import configuration, figures, metrics, tables
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.output import FIGURE, Output
@@ -59,6 +63,9 @@ class Config:
     cuda_aware: str = "auto"  # give GPU memory to MPI: on, off, or auto (ask the library)
     overwrite: bool = False  # delete an existing run in the output folder
     resume: bool = False  # resume the run in the output folder from its last checkpoint
+    evaluate_only: bool = False  # evaluate a checkpoint of the run in the output folder: no
+    #   training, and no file is changed
+    checkpoint: str = "last"  # with evaluate_only: last or best
     checkpoint_interval: int = 5  # epochs between checkpoints; the end of a run always has one
     log_verbosity: int = 1  # 0 only the result, 1 a progress bar, 2 also a line for each epoch
     tensorboard: bool = False  # write events for TensorBoard beside metrics.jsonl
@@ -95,10 +102,12 @@ class Config:
     #   default the task's
     gradient_clipping: float | int | str | None = "auto"  # largest norm of a worker's gradient,
     #   null: unlimited, auto: the task's. For dgc see optimizer_clip_by
+    lr_schedule: str = "milestones"  # after the warm-up: milestones, or cosine to 0 at the end
     lr_schedule_milestones: list[Any] | None = None  # [[epoch, factor], ...]: multiply from then
     #   on. By default the task's
     distributed_lr_warmup_epoch: float = 5.0  # length of the linear warm-up, 0: none
-    distributed_lr_warmup_factor: float = 1.0  # the warm-up ends at learning_rate times this
+    distributed_lr_warmup_factor: float | int | str = 1.0  # the warm-up ends at learning_rate times
+    #   this, auto: the number of workers
 
     # The method, and its options. Keys optimizer_X default to null: the default of the method
     optimizer: str = "power-gossip"  # gossip: all-reduce, dpsgd, power-gossip, choco, deepsqueeze,
@@ -108,11 +117,15 @@ class Config:
     topology_options: dict[str, Any] = field(default_factory=dict)  # such as {degree: 4}
     overlapping: bool = True  # gossip while the gradient is computed (false: after the update)
     local_steps: int = 1  # gossip every k-th step
-    optimizer_diffusion_rate: float | int | str | None = None  # γ (1), auto: best for plain gossip
-    optimizer_rank: int | None = None  # power-gossip, powersgd, hooks, svd (1). Values of an
-    #   m x k matrix: top-k r (m + k)/4, random-k and random-block r (m + k)
+    optimizer_diffusion_rate: float | int | str | None = None  # γ (1), or auto
+    #   for dpsgd and power-gossip: the best for plain gossip on this topology
+    optimizer_rank: int | None = None  # power-gossip, powersgd, hooks, svd (1). At most the sides
+    #   of a matrix. Hooks: try 1, 2, 4, ...; the batched hook is for rank 1 only, prefer
+    #   ddp-powersgd. Values kept of an m x k matrix: top-k r (m + k)/4, random-k and random-block
+    #   r (m + k)
     optimizer_num_iterations: int | None = None  # of power iteration per step (2)
-    optimizer_warm_start: bool | None = None  # reuse the last step's directions (true)
+    optimizer_warm_start: bool | None = None  # power-gossip, powersgd, hooks: reuse the last step's
+    #   directions (true)
     optimizer_round_weights: bool | None = None  # round directions to their signs (false)
     optimizer_compressor: str | None = None  # choco, deepsqueeze, ef-sgd (sign-and-norm)
     optimizer_keep_ratio: float | None = None  # fraction of elements sent: top-k, random-k,
@@ -125,8 +138,18 @@ class Config:
     optimizer_start_compressing_after: int | None = None  # powersgd: steps of plain all-reduce (0)
     optimizer_num_batches_per_step: int | None = None  # compressed gradients: batches
     #   accumulated, but not with hooks (1)
-    optimizer_start_iteration: int | None = None  # hooks: plain all-reduce before it (2)
-    optimizer_error_feedback: bool | None = None  # hooks, ef-sgd (true)
+    optimizer_start_iteration: int | str | None = None  # hooks: all-reduce before this step. auto:
+    #   10 % of the steps planned at the start, and no less than the warm-up or 2. Increase it until
+    #   the accuracy is right (auto)
+    optimizer_error_feedback: bool | None = None  # powersgd, hooks, ef-sgd: add the error of
+    #   compression to the next gradient (true)
+    optimizer_orthogonalization_epsilon: float | None = None  # hooks: added to the norm of a
+    #   direction at rank 1 and 2; torch's QR at higher ranks ignores it. 0: a gradient of zeros
+    #   gives NaN (1e-8)
+    optimizer_batch_tensors_with_same_shape: bool | None = None  # hooks: in one product (false)
+    optimizer_compression_stats_logging_frequency: int | None = None  # hooks: steps between lines
+    #   of torch's log (10000)
+    optimizer_bucket_cap_mb: float | None = None  # hooks: size of DDP's buckets in MiB (torch's 25)
     optimizer_momentum_before_compression: bool | None = None  # ef-sgd: the momentum of each worker
     #   is compressed (true), or the local optimizer's follows the mean (false)
     optimizer_rescale_error: bool | None = None  # ef-sgd: keep the error in units of the update
@@ -201,15 +224,26 @@ _output: Output | None = None
 def main(arguments: list[str] | None = None) -> None:
     """Train with `config`, changed by `arguments`: key=value, --config, --output-dir, --suffix.
 
-    Raises BadInput, in all processes, if a request is impossible; Diverged, in the process that
-    sees it, if a worker's loss becomes infinite or NaN; errors.Interrupted after a signal.
+    Raises, in all processes, BadInput if a request is impossible, Diverged if a worker's loss or
+    parameters become infinite or NaN, errors.Interrupted after a signal. All processes can then go
+    on with another run. torch's global generators and number of threads are restored.
     """
+    with torch_kept():
+        comm = processes()
+        comm.set_threads()
+        with comm.agreed():
+            explicit = [] if arguments is None else _read(arguments)
+            settings = checked(config, comm, explicit)
+            folder = _folder_to_resume(settings)
+        if settings.evaluate_only:
+            _evaluate(settings, comm, folder)
+        else:
+            _train(settings, comm, folder)
+
+
+def _train(settings: Any, comm: Processes, folder: Path | None) -> None:
+    """Train a run, or resume the one in `folder`."""
     global _output
-    comm = processes()
-    with comm.agreed():
-        explicit = [] if arguments is None else _read(arguments)
-        settings = checked(config, comm, explicit)
-        folder = _folder_to_resume(settings)
     trainer = Trainer(settings, comm, _hooks(), resume_from=folder)
     try:
         with comm.agreed():
@@ -230,6 +264,19 @@ def main(arguments: list[str] | None = None) -> None:
         _output = None
 
 
+def _evaluate(settings: Any, comm: Processes, folder: Path | None) -> None:
+    """Evaluate a checkpoint of the run in `folder` and print the table.
+
+    The rows are for log_metric, which a driver may replace. The default one writes nothing here.
+    """
+    rows: list[dict[str, Any]] = []
+    trainer = Trainer(settings, comm, _hooks(rows), resume_from=folder)
+    trainer.evaluate()
+    if comm.rank == 0:
+        print(f"The {settings.checkpoint} checkpoint of {folder}, after step {trainer.step}")
+        print(tables.summary(metrics.frame(rows)))
+
+
 def _read(arguments: list[str]) -> list[str]:
     """Read the command line into `config` and `output_dir`; returns the keys given explicitly."""
     global output_dir
@@ -241,17 +288,24 @@ def _read(arguments: list[str]) -> list[str]:
 
 
 def _folder_to_resume(settings: Any) -> Path | None:
-    if not settings.resume:
+    if not (settings.resume or settings.evaluate_only):
         return None
+    key = "evaluate_only" if settings.evaluate_only else "resume"
     if output_dir is None:
-        raise ValueError("resume=true: give the run's folder with --output-dir")
+        raise ValueError(f"{key}=true: give the run's folder with --output-dir")
     return Path(output_dir)
 
 
-def _hooks() -> Hooks:
-    """The module's hooks, as they are when a measurement is made."""
+def _hooks(rows: list[dict[str, Any]] | None = None) -> Hooks:
+    """The module's hooks, as they are when a measurement is made. `rows` collects the rows."""
+
+    def metric(name: str, values: Mapping[str, float], tags: Mapping[str, Any]) -> None:
+        if rows is not None:
+            rows.append({"name": name, **values, **tags})
+        log_metric(name, values, tags)
+
     return Hooks(
-        log_metric=lambda *row: log_metric(*row),
+        log_metric=metric,
         log_info=lambda facts: log_info(facts),
         log_runtime=lambda *phase: log_runtime(*phase),
     )

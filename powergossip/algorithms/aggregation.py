@@ -80,16 +80,22 @@ def momentum_of(aggregation: Aggregation) -> tuple[float, bool]:
     return owner.momentum, owner.nesterov
 
 
-def _row(kind: Callable[..., Any], config: Callable[..., Any]) -> options.Row:
-    """A row kind(network, layout, config(**options)), with the options of `config`."""
+def _row(kind: Callable[..., Any], config: Callable[..., Any], **more: Any) -> options.Row:
+    """A row kind(network, layout, config(**options)), with the options of `config`.
+
+    more  # defaults of options that `config` requires
+    """
 
     def build(network: Network, layout: Layout, **given: Any) -> Aggregation:
-        aggregation: Aggregation = kind(network, layout, config(**given))
+        aggregation: Aggregation = kind(network, layout, config(**more | given))
         return aggregation
 
     places = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in ("n", "l")]
     fields = inspect.signature(config).parameters.values()
-    named = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in fields]
+    named = [
+        p.replace(kind=inspect.Parameter.KEYWORD_ONLY, default=more.get(p.name, p.default))
+        for p in fields
+    ]
     build.__signature__ = inspect.Signature([*places, *named])  # type: ignore[attr-defined]
     return build
 
@@ -126,7 +132,7 @@ def _error_feedback(
 
 # The names that users choose from: `optimizer` in train.py.
 AGGREGATIONS: dict[str, options.Row] = {
-    "powersgd": _row(power_sgd.Aggregation, power_sgd.Config),
+    "powersgd": _row(power_sgd.Aggregation, power_sgd.Config, rank=1),
     "dgc": _row(dgc.DGCAggregation, dgc.Config),
     "ef-sgd": _error_feedback,
     "signsgd": _row(sign_sgd.SignSGDAggregation, sign_sgd.Config),
