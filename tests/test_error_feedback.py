@@ -294,7 +294,6 @@ def test_every_compressor_learns(name: str, before: bool) -> None:
     """Across a change of the learning rate, with a tenth of the elements or so."""
     run = trained(
         100,
-        n_workers=2,
         optimizer="ef-sgd",
         optimizer_compressor=name,
         optimizer_keep_ratio=0.1 if "-" in name else None,
