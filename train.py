@@ -26,13 +26,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from powergossip.errors import BadInput
 from powergossip.network import Processes, processes, torch_kept
 from powergossip.runs import configuration, figures, metrics, tables
 from powergossip.runs.checkpoints import Checkpoints
-from powergossip.runs.output import FIGURE, Output
+from powergossip.runs.output import FIGURE, Output, run_to_resume
 from powergossip.training.measurements import Diverged, Hooks
 from powergossip.training.settings import checked, defaults_of_tasks
 from powergossip.training.trainer import Trainer
@@ -62,7 +62,9 @@ class Config:
     device: str = "auto"  # auto, cpu, cuda or cuda:INDEX (auto spreads processes over GPUs)
     cuda_aware: str = "auto"  # give GPU memory to MPI: on, off, or auto (ask the library)
     overwrite: bool = False  # delete an existing run in the output folder
-    resume: bool = False  # resume the run in the output folder from its last checkpoint
+    resume: bool | str = False  # true: resume the run in the output folder from its last
+    #   checkpoint. auto: the same, or begin a run if there is none
+    allow_lost_rows: bool = False  # resume although rows of metrics.jsonl are lost
     evaluate_only: bool = False  # evaluate a checkpoint of the run in the output folder: no
     #   training, and no file is changed
     checkpoint: str = "last"  # with evaluate_only: last or best
@@ -191,7 +193,7 @@ class Config:
     distributed_init_file: str | None = None  # ignored
 
 
-config: DictConfig = OmegaConf.structured(Config)
+config: DictConfig = configuration.structured(Config)
 output_dir: str | None = None  # None: a new dated folder under output/
 
 
@@ -224,40 +226,49 @@ _output: Output | None = None
 def main(arguments: list[str] | None = None) -> None:
     """Train with `config`, changed by `arguments`: key=value, --config, --output-dir, --suffix.
 
-    Raises, in all processes, BadInput if a request is impossible, Diverged if a worker's loss or
-    parameters become infinite or NaN, errors.Interrupted after a signal. All processes can then go
-    on with another run. torch's global generators and number of threads are restored.
+    The arguments are those of this run only: `config` and `output_dir` stay as they are.
+
+    Raises, with the same text in all processes: BadInput if a request is impossible, Diverged if a
+    worker's loss or parameters become infinite or NaN, errors.Interrupted after a signal. All
+    processes can then go on with another run. torch's global generators and number of threads are
+    restored.
     """
     with torch_kept():
         comm = processes()
         comm.set_threads()
         with comm.agreed():
-            explicit = [] if arguments is None else _read(arguments)
-            settings = checked(config, comm, explicit)
-            folder = _folder_to_resume(settings)
+            asked, name, explicit = _read(arguments)
+            settings = checked(asked, comm, explicit)
+        folder = None
+        with comm.agreed():
+            if comm.rank == 0:
+                key = "evaluate_only" if settings.evaluate_only else "resume"
+                folder = run_to_resume(name, settings[key], key)
+        folder = comm.broadcast(folder)
         if settings.evaluate_only:
             _evaluate(settings, comm, folder)
         else:
-            _train(settings, comm, folder)
+            _train(settings, comm, name, folder)
 
 
-def _train(settings: Any, comm: Processes, folder: Path | None) -> None:
-    """Train a run, or resume the one in `folder`."""
+def _train(settings: Any, comm: Processes, name: str | None, folder: Path | None) -> None:
+    """Train a run in the output folder `name`, or resume the one in `folder`."""
     global _output
     trainer = Trainer(settings, comm, _hooks(), resume_from=folder)
     try:
         with comm.agreed():
+            trainer.check_epochs()
             if comm.rank == 0:
-                resume, offset = settings.resume, trainer.metrics_bytes
-                _output = Output(output_dir, settings, resume, offset)
-        output = comm.broadcast(str(_output.folder) if _output is not None else "")
+                offset = None if folder is None else trainer.metrics_bytes
+                _output = Output(name, settings, offset, settings.allow_lost_rows)
+        written = ("", False) if _output is None else (str(_output.folder), _output.lost_rows)
+        output, lost_rows = comm.broadcast(written)
         if _output is not None:
             log_info(trainer.facts())
-            if settings.log_verbosity > 0:
-                print(configuration.changed(settings, Config))
-        trainer.train(Checkpoints(Path(output), comm), _metrics_offset)
+            _print_start(trainer, folder)
+        trainer.train(Checkpoints(Path(output), comm), _metrics_offset, lost_rows)
         if _output is not None:
-            _report(_output.folder)
+            _report(_output.folder, settings.log_verbosity)
     finally:
         if _output is not None:
             _output.close()
@@ -277,23 +288,30 @@ def _evaluate(settings: Any, comm: Processes, folder: Path | None) -> None:
         print(tables.summary(metrics.frame(rows)))
 
 
-def _read(arguments: list[str]) -> list[str]:
-    """Read the command line into `config` and `output_dir`; returns the keys given explicitly."""
-    global output_dir
+def _read(arguments: list[str] | None) -> tuple[DictConfig, str | None, list[str]]:
+    """The configuration and output folder after the arguments, and the keys given explicitly."""
+    asked = config.copy()
+    if arguments is None:
+        return asked, output_dir, []
     description = (__doc__ or "").split("\n\n")[0]
     notes = f"defaults of each task:\n{defaults_of_tasks()}"
-    found = configuration.read_command_line(config, arguments, description, notes)
-    output_dir = found.output_dir or output_dir
-    return [key for key, source in found.given.items() if source.explicit]
+    found = configuration.read_command_line(asked, arguments, description, notes)
+    explicit = [key for key, source in found.given.items() if source.explicit]
+    return asked, found.output_dir or output_dir, explicit
 
 
-def _folder_to_resume(settings: Any) -> Path | None:
-    if not (settings.resume or settings.evaluate_only):
-        return None
-    key = "evaluate_only" if settings.evaluate_only else "resume"
-    if output_dir is None:
-        raise ValueError(f"{key}=true: give the run's folder with --output-dir")
-    return Path(output_dir)
+def _print_start(trainer: Trainer, resumed: Path | None) -> None:
+    """Print the settings that are not defaults, and the state of a run that is resumed."""
+    settings = trainer.config
+    if trainer.is_complete:
+        print(
+            f"the run in {resumed} was complete: {settings.num_epochs} epochs; "
+            "a larger num_epochs prolongs it"
+        )
+    elif settings.log_verbosity > 0:
+        print(configuration.changed(settings, Config))
+        if resumed is not None:
+            print(f"resumed after step {trainer.step} of {trainer.total_steps}")
 
 
 def _hooks(rows: list[dict[str, Any]] | None = None) -> Hooks:
@@ -315,10 +333,13 @@ def _metrics_offset() -> int:
     return 0 if _output is None else _output.rows.synced_offset()
 
 
-def _report(folder: Path) -> None:
+def _report(folder: Path, verbosity: int) -> None:
     """Draw the figure and print the table, unless a driver's log_metric has the rows."""
     rows = metrics.load(folder)
-    if not rows.empty:
+    if rows.empty:
+        if verbosity > 0:
+            print(f"complete; no rows in {folder / metrics.FILE}, since log_metric was replaced")
+    else:
         figure = folder / FIGURE
         figures.figure(rows, figure)
         print(f"\n{tables.summary(rows)}\n\nrows: {folder / metrics.FILE}\nfigure: {figure}")

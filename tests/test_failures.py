@@ -61,6 +61,16 @@ BAD_INPUT: dict[str, tuple[list[str], list[str]]] = {
     ),
     "directed topology": (["topology=unidirectional-ring"], ["directed", "undirected", "ring"]),
     "rank": (["optimizer_rank=0"], ["optimizer_rank=0", "1"]),
+    "option of a compressor": (
+        ["optimizer=choco", "optimizer_compressor=qsgd", "optimizer_levels=0"],
+        ["optimizer_levels=0", "127"],
+    ),
+    "ratio of a compressor": (
+        ["optimizer=choco", "optimizer_compressor=top-k", "optimizer_keep_ratio=0"],
+        ["optimizer_keep_ratio=0", "above 0"],
+    ),
+    "warm-up": (["distributed_lr_warmup_epoch=.inf"], ["distributed_lr_warmup_epoch=inf"]),
+    "workers that do not fit": (["n_workers=100000000"], ["n_workers=100000000", "1000000"]),
     "iterations": (["optimizer_num_iterations=0"], ["optimizer_num_iterations=0", "1"]),
     "rounded weights": (["optimizer_rank=2", "optimizer_round_weights=true"], ["rank=1"]),
     "diffusion rate": (
@@ -123,7 +133,7 @@ calls = []
 train.log_metric = lambda *arguments: calls.append("metric")
 train.log_info = lambda *arguments: calls.append("info")
 train.log_runtime = lambda *arguments: calls.append("runtime")
-train._report = lambda folder: calls.append("report")
+train._report = lambda *_: calls.append("report")
 train.config, train.output_dir = OmegaConf.structured(train.Config), "good"
 train.main(["n_workers=4", *TINY])
 json.dump(sorted(set(calls)), open(f"calls-{rank}.json", "w"))

@@ -23,6 +23,7 @@ from powergossip.errors import BadInput
 from powergossip.network import processes
 from powergossip.runs import metrics, tables
 from powergossip.runs.output import new_dated_folder
+from powergossip.tasks import models
 from powergossip.tasks.task import Batch, Split
 from powergossip.training.measurements import Hooks
 from powergossip.training.settings import checked
@@ -310,6 +311,34 @@ def test_one_worker_alone_sends_nothing_and_learns(optimizer: str) -> None:
     assert value(rows, "consensus_distance", type="full_state_vector") == 0
     mean, only = (value(rows, "accuracy", split=split) for split in ("test_avg", "test"))
     assert mean == only > 0.8
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"optimizer": "power-gossip"},
+        {"optimizer": "choco", "optimizer_compressor": "svd"},
+        {"optimizer": "choco", "optimizer_compressor": "top-k"},
+        {"optimizer": "powersgd"},
+    ],
+    ids=lambda method: "-".join(method.values()),
+)
+def test_a_rank_above_the_dimensions_is_the_full_rank(method: dict[str, Any]) -> None:
+    """Nothing of the size of the rank is allocated."""
+    run = built(**method, optimizer_rank=10**9)
+    run.train_step(0, 0)
+    assert run.parameters.x.isfinite().all()
+
+
+def test_a_model_that_does_not_fit_is_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Huge(models.MLP):
+        def __init__(self, shape: Any, n_labels: int, **options: Any) -> None:
+            super().__init__(shape, n_labels)
+            self.huge = nn.Linear(10**8, 10**8)
+
+    monkeypatch.setitem(models.ARCHITECTURES, "MLP", Huge)
+    with pytest.raises(BadInput, match=r"memory.* of 4 workers"):
+        built()
 
 
 def test_spectrum_rows_are_the_singular_values_of_differences() -> None:
@@ -628,7 +657,6 @@ train.config["task_architecture"] = "MLP"
 train.config["log_verbosity"] = 0
 train.config["num_epochs"] = 2
 train.config.n_workers = 4
-train._report = lambda folder: None  # the hooks leave it nothing to report
 train.main()
 
 train.log_metric = default

@@ -22,6 +22,7 @@ between workers of one process count like those between processes, so that the c
 on the layout of workers over processes.
 """
 
+from powergossip.network.meeting import meet, meet_at_exit
 from powergossip.network.messages import Conversation, Gather, Mean, Message, ToAll, ToEach
 from powergossip.network.mpi import (
     Processes,
@@ -47,6 +48,8 @@ __all__ = [
     "choose_device",
     "cuda_aware_mpi",
     "hosted_workers",
+    "meet",
+    "meet_at_exit",
     "processes",
     "report",
     "together",

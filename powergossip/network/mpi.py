@@ -20,6 +20,8 @@ from powergossip.errors import BadInput, Signaled, Stopped
 
 T = TypeVar("T")
 
+TOKEN = 32767  # the tag of meetings. MPI guarantees tags up to this one
+
 
 class Processes:
     """The processes of a communicator, or this process alone. See `processes()` for a run's."""
@@ -48,7 +50,7 @@ class Processes:
 
     def new_tag(self) -> int:
         """The next tag for messages, cyclic from 1. Equal in all processes if all of them call."""
-        self._tags = self._tags % 32767 + 1  # MPI guarantees tags up to 32767
+        self._tags = self._tags % (TOKEN - 1) + 1
         return self._tags
 
     @contextmanager

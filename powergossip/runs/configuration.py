@@ -15,7 +15,8 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -112,6 +113,39 @@ def read_command_line(
     return CommandLine(folder, given)
 
 
+class _Typed(DictConfig):
+    """A configuration whose assignments raise BadInput, with one sentence."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        with _errors_of_assignment(self, key, value):
+            super().__setitem__(key, value)
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        with _errors_of_assignment(self, key, value):
+            super().__setattr__(key, value)
+
+
+@contextmanager
+def _errors_of_assignment(config: DictConfig, key: Any, value: Any) -> Iterator[None]:
+    try:
+        yield
+    except OmegaConfBaseException as error:
+        text = f"{key}={_yaml_value(value)}: {error}".splitlines()[0]
+        try:
+            assign(config.copy(), str(key), value)
+        except BadInput as sentence:
+            text = str(sentence)
+        raise BadInput(text) from None
+
+
+def structured(kind: type[Any]) -> DictConfig:
+    """Return a configuration with the keys and defaults of a dataclass.
+
+    An assignment of an unknown key or a value of the wrong type raises BadInput.
+    """
+    return _Typed(kind)
+
+
 def set_by_driver(config: DictConfig) -> dict[str, Source]:
     """Return DRIVER as the source of each key whose value is not the default."""
     defaults = OmegaConf.to_container(OmegaConf.structured(_schema(config)))
@@ -157,7 +191,7 @@ def _parse(
 def _of_argument(text: str) -> _Assignment:
     """Parse key=value. Raises BadInput."""
     key, equals, value = text.partition("=")
-    if not equals:
+    if not equals or not key:
         raise BadInput(f'"{text}" is not an assignment; use key=value')
     try:
         return _Assignment(key, yaml.load(value, Loader=_Loader), COMMAND_LINE)
@@ -208,7 +242,7 @@ def _output_dir(folder: str | None, suffix: str, resume: bool) -> str | None:
     if any(character in suffix for character in "/\\\0{}"):
         raise BadInput(f"--suffix={suffix}: use characters that can be part of a folder's name")
     if folder is None and resume:
-        raise BadInput("resume=true: use --output-dir to name the run")
+        raise BadInput("--suffix: use --output-dir to name the run to resume")
     return f"{DATED if folder is None else folder.rstrip('/')}{suffix}"
 
 
@@ -245,7 +279,7 @@ def assign(config: DictConfig, key: str, value: Any, source: str = "") -> None:
     kind = kinds.get(name)
     if kind is None or (inside and not str(kind).startswith(("list", "dict"))):
         close = difflib.get_close_matches(key, kinds, n=3)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"choose from {', '.join(kinds)}"
+        hint = f"did you mean {' or '.join(close)}?" if close else "--help lists the keys"
         raise BadInput(f'{source}key "{key}" is unknown; {hint}')
     wrong_type = BadInput(f"{source}{key}={_yaml_value(value)}: use {_type_name(kind)}")
     if kind is bool and isinstance(value, (int, float)) and value not in (0, 1):
@@ -403,6 +437,7 @@ def _type_name(kind: Any) -> str:
         bool: "true or false",
         str: "a string",
         float | int | str: "a number or a string",
+        bool | str: "true, false or a string",
         list[int]: "a list of whole numbers",
         list[str]: "a list of strings",
     }

@@ -117,6 +117,22 @@ class TensorBoardLog:
         self._writer.close()
 
 
+def kept_bytes(path: Path, offset: int, allow_lost_rows: bool = False) -> int:
+    """Return the size of the complete rows among the first `offset` bytes. Changes nothing.
+
+    `offset` is the size at the time of a checkpoint. Raises ValueError if the file no longer has
+    rows of that size, unless `allow_lost_rows`.
+    """
+    contents = path.read_bytes()[:offset] if offset and path.exists() else b""
+    kept = contents.rfind(b"\n") + 1
+    if kept < offset and not allow_lost_rows:
+        raise ValueError(
+            f"{path} has {kept} bytes of rows of the {offset} at the time of the checkpoint; "
+            "restore it, or resume with the rows that are left: resume=true allow_lost_rows=true"
+        )
+    return kept
+
+
 def load(output_dir: Path | str) -> "DataFrame":
     """Return the rows of a run in the order of the file. Its first columns are COLUMNS.
 

@@ -56,9 +56,12 @@ def summary(rows: "DataFrame") -> str:
         lines.append(("time", f"{seconds:.1f} s"))
     phases = last_rows(rows, "phase_seconds")
     if len(phases) and "phase" in phases:
-        for phase, elapsed in phases.groupby("phase", sort=False)["value"].last().items():
-            fraction = f" ({elapsed / seconds:.0%})" if seconds > 0 else ""
-            lines.append((f"    {phase}", f"{elapsed:.1f} s{fraction}"))
+        elapsed = phases.groupby("phase", sort=False)["value"].last().to_dict()
+        for phase, spent in (
+            elapsed | {"other": max(0.0, seconds - sum(elapsed.values()))}
+        ).items():
+            fraction = f" ({spent / seconds:.0%})" if seconds > 0 else ""
+            lines.append((f"    {phase}", f"{spent:.1f} s{fraction}"))
 
     if not lines:
         return "The run has no rows."

@@ -10,6 +10,7 @@ from powergossip.training.settings import PREFIX, option_defaults
 
 # Keys that may change when a run is resumed.
 FREE_TO_CHANGE = (
+    "allow_lost_rows",
     "checkpoint",
     "checkpoint_interval",
     "cuda_aware",

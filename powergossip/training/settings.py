@@ -164,7 +164,11 @@ def _check_values(c: Any) -> None:
         checks.require(c, key, ok, accepted)
 
     require("max_steps_per_epoch", lambda v: v is None or v >= 1, "1 or more, or null for all")
-    require("distributed_lr_warmup_epoch", lambda v: v >= 0, "a number of epochs, or 0 for none")
+    require(
+        "distributed_lr_warmup_epoch",
+        lambda v: v >= 0 and math.isfinite(v),
+        "a number of epochs, or 0 for none",
+    )
     require("weight_decay", lambda v: v >= 0 and math.isfinite(v), "0 or more")
     require(
         "distributed_lr_warmup_factor",

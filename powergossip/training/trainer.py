@@ -3,7 +3,8 @@
 import platform
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from powergossip import algorithms, randomness, tasks, topologies
 from powergossip.algorithms import aggregation, ddp, learning
@@ -21,6 +21,7 @@ from powergossip.network import Network, Processes, choose_device, cuda_aware_mp
 from powergossip.parameters import Layout, Parameters, trained
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.clock import Clock, PhaseTime, Signals
+from powergossip.runs.progress import Progress
 from powergossip.training.agreement import Agreement
 from powergossip.training.evaluation import Evaluation
 from powergossip.training.local_optimizers import LocalOptimizer, learning_rate
@@ -68,7 +69,7 @@ class Trainer:
         self.steps_per_epoch = min(
             self.task.steps_per_epoch, c.max_steps_per_epoch or self.task.steps_per_epoch
         )
-        with processes.agreed():
+        with processes.agreed(), _memory_errors(len(self.network.workers)):
             models = [self.task.model(c.task_architecture, c.seed) for _ in self.network.workers]
             self.parameters = Parameters(models, self.device)
             self._check_spectrum_names()
@@ -244,15 +245,37 @@ class Trainer:
 
     # --- Training ---
 
+    @property
+    def total_steps(self) -> int:
+        """The number of steps at the end of the run."""
+        return int(self.config.num_epochs * self.steps_per_epoch)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no step is left."""
+        return bool(self.position[0] >= self.config.num_epochs)
+
+    def check_epochs(self) -> None:
+        """Raise ValueError if a resumed run already has more than num_epochs epochs."""
+        epoch, step, _ = self.position
+        if (epoch, step) > (self.config.num_epochs, 0):
+            begun = epoch + (step > 0)
+            raise ValueError(
+                f"num_epochs={self.config.num_epochs}: use {begun} or more; the run already has "
+                f"{self.step} steps"
+            )
+
     def train(
         self,
         checkpoints: Checkpoints | None = None,
         metrics_offset: Callable[[], int] = lambda: 0,
+        save_first: bool = False,
     ) -> None:
         """Train the remaining epochs. Each is followed by its rows.
 
         checkpoints     # where to save, or None
         metrics_offset  # bytes of metrics.jsonl on the disk, saved with a checkpoint on process 0
+        save_first      # save the restored state again, with a new metrics_offset
 
         Raises, in all processes and with the same text, Diverged and, after a signal, Interrupted.
         Diverged leaves no row and no checkpoint of its epoch. Interrupted leaves a checkpoint.
@@ -260,14 +283,10 @@ class Trainer:
         c, steps = self.config, self.steps_per_epoch
         self._started = time.perf_counter() - self._seconds
         save = partial(self._save, checkpoints, metrics_offset)
-        bar = tqdm(
-            total=c.num_epochs * steps,
-            initial=min(self.step, c.num_epochs * steps),
-            disable=self.processes.rank > 0 or c.log_verbosity == 0,
-            unit="step",
-            mininterval=0.5,
-            smoothing=0,
-        )
+        if save_first:
+            save(self.position)
+        shown = self.processes.rank == 0 and c.log_verbosity > 0
+        bar = Progress(c.num_epochs * steps, self.step, shown)
         first, first_step, sums = self.position
         with bar, Signals() as signals:
             for epoch in range(first, c.num_epochs):
@@ -329,13 +348,13 @@ class Trainer:
             loss.backward()  # also if it is not finite: other processes wait for messages
         return metrics
 
-    def _end_epoch(self, epoch: int, sums: Mapping[str, Tensor], bar: tqdm) -> float | None:
+    def _end_epoch(self, epoch: int, sums: Mapping[str, Tensor], bar: Progress) -> float | None:
         """Log the rows at the end of an epoch. Returns the score, if there was an evaluation."""
         c, score = self.config, None
         if epoch % c.evaluation_interval == 0 or epoch == c.num_epochs:
             with self.clock("evaluation"):
                 shown, score = self.evaluation(epoch, self.step, sums)
-            bar.set_postfix_str(shown, refresh=False)
+            bar.note(shown)
             if c.log_verbosity > 1 and self.processes.rank == 0:
                 bar.write(f"epoch {epoch}: {shown}")
         if epoch in c.spectrum_logging_epochs:
@@ -468,6 +487,20 @@ class Trainer:
             state = self.state_dict(position)
             checkpoints.save(self.step, self.network.workers, state, facts, score)
         return True
+
+
+@contextmanager
+def _memory_errors(workers: int) -> Iterator[None]:
+    """Raise ValueError if the block needs more memory than there is."""
+    try:
+        yield
+    except RuntimeError as error:  # that of torch's CPU allocator has no type of its own
+        if "allocate" not in str(error):
+            raise
+        raise ValueError(
+            f"the memory is too small for the models and messages of {workers} workers in a "
+            f"process ({str(error).splitlines()[0]}); use fewer workers or smaller options"
+        ) from error
 
 
 def _integer_buffers(model: nn.Module) -> dict[str, Tensor]:
