@@ -139,11 +139,13 @@ def main(arguments: list[str] | None = None) -> None:
             if sweep.config.log_verbosity > 0:
                 print(configuration.changed(sweep.config, Config))
         show = comm.rank == 0 and sweep.config.log_verbosity > 0
-        with tqdm(
-            total=sweep.total_steps, disable=not show, unit="step", mininterval=0.5, smoothing=0
-        ) as bar:
-            with Signals(at_once="there is no checkpoint; the rows so far are kept"):
-                sweep.run(_hooks(sweep, bar))
+        with (
+            tqdm(
+                total=sweep.total_steps, disable=not show, unit="step", mininterval=0.5, smoothing=0
+            ) as bar,
+            Signals(at_once="there is no checkpoint; the rows so far are kept"),
+        ):
+            sweep.run(_hooks(sweep, bar))
         if _output is not None:
             _report(_output.folder)
     finally:
