@@ -24,8 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from tqdm import tqdm
+from omegaconf import DictConfig
 
 from powergossip.consensus import ALGORITHMS, DATA, Hooks, Method, Sweep, checked, is_logged
 from powergossip.consensus.data import DEFAULT_SIZE
@@ -33,6 +32,7 @@ from powergossip.network import processes
 from powergossip.runs import configuration, figures, metrics, tables
 from powergossip.runs.clock import Signals
 from powergossip.runs.output import FIGURE, Output
+from powergossip.runs.progress import Progress
 
 __all__ = ["ALGORITHMS", "DATA", "Config", "Method", "checked", "config", "is_logged", "main"]
 
@@ -81,7 +81,7 @@ class Config:
     #   theta (null: hyperparameter_num_samples)
 
 
-config: DictConfig = OmegaConf.structured(Config)
+config: DictConfig = configuration.structured(Config)
 output_dir: str | None = None  # None: a new dated folder under output/
 
 
@@ -118,33 +118,31 @@ _output: Output | None = None
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Gossip with the settings in `config`, after `arguments` (the command line) have changed it.
+    """Gossip with the settings in `config`, changed by `arguments` (the command line).
 
-    Raises BadInput, in all processes, for a configuration that cannot be run, and errors.Signaled
-    in a process that receives SIGTERM, SIGINT or SIGUSR1.
+    The arguments are those of this run only: `config` and `output_dir` stay as they are. Raises
+    BadInput, in all processes, for a configuration that cannot be run, and errors.Signaled in a
+    process that receives SIGTERM, SIGINT or SIGUSR1.
     """
-    global _output, output_dir
+    global _output
     comm = processes()
+    asked, name = config.copy(), output_dir
     with comm.agreed():
         if arguments is not None:
             description = (__doc__ or "").split("\n\n")[0]
-            read = configuration.read_command_line(config, arguments, description)
-            output_dir = read.output_dir or output_dir
-    sweep = Sweep(config, comm)
+            read = configuration.read_command_line(asked, arguments, description)
+            name = read.output_dir or name
+    sweep = Sweep(asked, comm)
     try:
         with comm.agreed():
-            _output = Output(output_dir, sweep.config) if comm.rank == 0 else None
+            _output = Output(name, sweep.config) if comm.rank == 0 else None
         if _output is not None:
             log_info(sweep.facts())
             if sweep.config.log_verbosity > 0:
                 print(configuration.changed(sweep.config, Config))
         show = comm.rank == 0 and sweep.config.log_verbosity > 0
-        with (
-            tqdm(
-                total=sweep.total_steps, disable=not show, unit="step", mininterval=0.5, smoothing=0
-            ) as bar,
-            Signals(at_once="there is no checkpoint; the rows so far are kept"),
-        ):
+        signals = Signals(at_once="there is no checkpoint; the rows so far are kept")
+        with Progress(sweep.total_steps, shown=show) as bar, signals:
             sweep.run(_hooks(sweep, bar))
         if _output is not None:
             _report(_output.folder)
@@ -154,7 +152,7 @@ def main(arguments: list[str] | None = None) -> None:
         _output = None
 
 
-def _hooks(sweep: Sweep, bar: tqdm) -> Hooks:
+def _hooks(sweep: Sweep, bar: Progress) -> Hooks:
     """The module's hooks, looked up at each call, and the progress bar."""
 
     def row(name: str, values: Mapping[str, float], tags: Mapping[str, Any]) -> None:
@@ -162,10 +160,10 @@ def _hooks(sweep: Sweep, bar: tqdm) -> Hooks:
         step, steps = values["epoch"], sweep.num_steps(tags["algorithm"])
         if sweep.config.log_verbosity > 1 and (name == "diverged" or step == steps):
             setting = ", ".join(f"{key} {value}" for key, value in tags.items())
-            tqdm.write(f"{setting}: {name} {values['value']:.4g} at step {step}")
+            bar.write(f"{setting}: {name} {values['value']:.4g} at step {step}")
 
     def progress(algorithm: str, steps: int) -> None:
-        bar.set_description(algorithm, refresh=False)
+        bar.note(algorithm)
         bar.update(steps)
 
     return Hooks(

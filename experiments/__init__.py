@@ -29,6 +29,9 @@ EXPERIMENTS: dict[str, Experiment] = {
         "how fast workers agree on the paper's photographs of faces, which are downloaded",
         {"faces": {}},
     ),
+    "digits": learning.experiment(
+        "accuracy of each method on Digits, IID data", learning.DIGITS, tuning_epochs=10
+    ),
     "fashion_mnist": learning.experiment(
         "accuracy of each method on FashionMNIST, IID data", learning.FASHION_MNIST
     ),

@@ -1,5 +1,6 @@
 """Laws of rows, which survive killed processes, and of the tables and figures made from them."""
 
+import itertools
 import math
 import re
 import signal
@@ -235,6 +236,7 @@ def test_the_table_shows_the_last_epoch(tmp_path: Path) -> None:
         "  time                               7.5 s",
         "      gradient                       4.5 s (60%)",
         "      gossip                         1.5 s (20%)",
+        "      other                          1.5 s (20%)",
     ]
 
 
@@ -337,6 +339,34 @@ def test_figures_show_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     band = drawn[2].axes[0].collections[0].get_paths()[0].get_extents()
     np.testing.assert_allclose(band.bounds, [1.98, 20, 0.04, 3])
     assert drawn[2].axes[0].get_xlim() == (1.48, 2.52)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.1, 3.0, 8.0, 12.0, 90.0, 1e4, 1e9])
+def test_labels_of_logarithmic_axes_do_not_overlap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float
+) -> None:
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    rows = write_run(tmp_path, epochs=3)
+    rows["bits"] = np.where(rows["epoch"] < 3, rows["bits"].min(), rows["bits"].min() * factor)
+    with monkeypatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+        figures.compare({"one": rows}, tmp_path / "x.png")
+    axes = drawn[0].axes[1]
+    drawn[0].canvas.draw()  # type: ignore[attr-defined]
+    low, high = axes.get_xlim()
+    shown = [
+        text.get_window_extent()
+        for which in ("major", "minor")
+        for tick, text in zip(
+            axes.get_xticks(minor=which == "minor"), axes.get_xticklabels(which=which), strict=True
+        )
+        if low <= tick <= high and text.get_text()
+    ]
+    assert 1 <= len(shown) <= 10
+    ordered = sorted(shown, key=lambda box: box.x0)
+    assert all(left.x1 < right.x0 for left, right in itertools.pairwise(ordered))
 
 
 # Consensus

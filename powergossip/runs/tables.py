@@ -20,6 +20,9 @@ def summary(rows: "DataFrame") -> str:
     mean = last_rows(rows, "accuracy", split="test_avg")["value"]
     if len(mean):
         lines.append(("test accuracy, mean model", f"{mean.iloc[-1]:.2%}"))
+    validation = last_rows(rows, "accuracy", split="valid_avg")["value"]
+    if len(validation):
+        lines.append(("validation accuracy, mean model", f"{validation.iloc[-1]:.2%}"))
     workers = last_rows(rows, "accuracy", split="test")["value"]
     if len(workers) == 1:
         lines.append(("test accuracy, one worker", f"{workers.iloc[0]:.2%}"))
@@ -31,6 +34,9 @@ def summary(rows: "DataFrame") -> str:
         if len(entropy):
             lines.append((f"test cross entropy, {of}", f"{entropy.mean():.4f}"))
             break
+    entropy = last_rows(rows, "cross_entropy", split="valid_avg")["value"]
+    if len(entropy):
+        lines.append(("validation cross entropy, mean model", f"{entropy.iloc[-1]:.4f}"))
     consensus = last_rows(rows, "consensus_distance", type="params_only")["value"]
     if len(consensus):
         lines.append(("consensus distance", f"{consensus.iloc[-1]:.3g}"))
@@ -50,9 +56,12 @@ def summary(rows: "DataFrame") -> str:
         lines.append(("time", f"{seconds:.1f} s"))
     phases = last_rows(rows, "phase_seconds")
     if len(phases) and "phase" in phases:
-        for phase, elapsed in phases.groupby("phase", sort=False)["value"].last().items():
-            fraction = f" ({elapsed / seconds:.0%})" if seconds > 0 else ""
-            lines.append((f"    {phase}", f"{elapsed:.1f} s{fraction}"))
+        elapsed = phases.groupby("phase", sort=False)["value"].last().to_dict()
+        for phase, spent in (
+            elapsed | {"other": max(0.0, seconds - sum(elapsed.values()))}
+        ).items():
+            fraction = f" ({spent / seconds:.0%})" if seconds > 0 else ""
+            lines.append((f"    {phase}", f"{spent:.1f} s{fraction}"))
 
     if not lines:
         return "The run has no rows."
