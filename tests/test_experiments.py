@@ -451,6 +451,14 @@ def test_a_table_of_the_paper_from_the_runs_on(tmp_path: Path) -> None:
     assert rows["all-reduce"][5].strip() == "1.3×"
 
 
+def test_consensus_on_faces_has_the_published_numbers_of_steps() -> None:
+    (stage,) = EXPERIMENTS["consensus_faces"].stages
+    for run in stage(lambda run: pd.DataFrame()):
+        steps = run.values["num_steps"]
+        assert (steps["others"], steps["power_gossip"], steps["uncompressed"]) == (1000, 3000, 100)
+        assert (run.values["data_type"], run.values["matrix_size"]) == ("faces", 64)
+
+
 def test_consensus_from_the_run_to_the_table(tmp_path: Path) -> None:
     few = {"num_steps": 60}
     parts = [("uncompressed", "chebyshev"), ("power_gossip",)]
