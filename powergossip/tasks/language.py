@@ -16,7 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from powergossip.tasks import modules, task_options, texts
-from powergossip.tasks.language_models import ARCHITECTURES, LanguageModel
+from powergossip.tasks.language_models import (
+    ARCHITECTURES,
+    SMALL_ARCHITECTURES,
+    LanguageModel,
+)
 from powergossip.tasks.shards import bounds, smallest_shard
 from powergossip.tasks.task import Batch, Options, Split, Task
 
@@ -67,8 +71,10 @@ def task(options: Options) -> Task:
         evaluation       text of the test rows: test (default) or validation
         validation_text  log rows split=valid on the validation text. Default: false
 
-    Further options are those of the models. Raises ValueError if the text is not found or damaged,
-    or if the options do not match it.
+    Further options are those of the models. By default an LSTM has three layers of 650 units and
+    dropout 0.4, on topics one layer of 128 units and dropout 0.2.
+
+    Raises ValueError if the text is not found or damaged, or if the options do not match it.
     """
     task_options.check(options.task, options.task_options, OPTIONS)
     given = dict(options.task_options)
@@ -79,7 +85,9 @@ def task(options: Options) -> Task:
     _check_partition(options)
     splits = texts.TEXTS[dataset](options, **_of_text(dataset, given))
     splits = texts.with_held_out(splits, options.validation_ratio)
-    return LanguageModeling(texts.indexed(splits, min_count, padding), length, options, given)
+    builders = SMALL_ARCHITECTURES if dataset == "topics" else ARCHITECTURES
+    corpus = texts.indexed(splits, min_count, padding)
+    return LanguageModeling(corpus, length, options, given, builders)
 
 
 def _of_text(dataset: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -109,9 +117,17 @@ class LanguageModeling:
     """
 
     def __init__(
-        self, corpus: texts.Corpus, length: int, options: Options, model_options: Mapping[str, Any]
+        self,
+        corpus: texts.Corpus,
+        length: int,
+        options: Options,
+        model_options: Mapping[str, Any],
+        builders: Mapping[str, Callable[..., LanguageModel]] = ARCHITECTURES,
     ) -> None:
-        """length: words per sequence. Raises ValueError if the options do not match the corpus."""
+        """length: words per sequence. builders: of the models, by architecture.
+
+        Raises ValueError if the options do not match the corpus.
+        """
         n_words = len(corpus.splits["train"])
         # A sequence needs one word more: the target of its last position.
         smallest = smallest_shard(n_words // (length + 1), options, f"sequences of {length} words")
@@ -126,7 +142,7 @@ class LanguageModeling:
         )
         self._texts = {name: text.to(options.device) for name, text in corpus.splits.items()}
         self._architectures = modules.architectures(
-            ARCHITECTURES, ((len(corpus.vocabulary), length),), model_options
+            builders, ((len(corpus.vocabulary), length),), model_options
         )
 
     @property
