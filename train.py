@@ -94,11 +94,13 @@ class Config:
     weight_decay: float | None = None  # not on normalization layers, decoupled for adamw. By
     #   default the task's
     gradient_clipping: float | int | str | None = "auto"  # largest norm of a worker's gradient,
-    #   null: unlimited, auto: the task's
+    #   null: unlimited, auto: the task's. For dgc see optimizer_clip_by
+    lr_schedule: str = "milestones"  # after the warm-up: milestones, or cosine to 0 at the end
     lr_schedule_milestones: list[Any] | None = None  # [[epoch, factor], ...]: multiply from then
     #   on. By default the task's
     distributed_lr_warmup_epoch: float = 5.0  # length of the linear warm-up, 0: none
-    distributed_lr_warmup_factor: float = 1.0  # the warm-up ends at learning_rate times this
+    distributed_lr_warmup_factor: float | int | str = 1.0  # the warm-up ends at learning_rate times
+    #   this, auto: the number of workers
 
     # The method, and its options. Keys optimizer_X default to null: the default of the method
     optimizer: str = "power-gossip"  # gossip: all-reduce, dpsgd, power-gossip, choco, deepsqueeze,
@@ -114,7 +116,7 @@ class Config:
     optimizer_round_weights: bool | None = None  # round directions to their signs (false)
     optimizer_compressor: str | None = None  # choco, deepsqueeze (sign-and-norm)
     optimizer_keep_ratio: float | None = None  # fraction of elements sent: top-k, random-k, dgc
-    #   (0.01)
+    #   (0.01). For dgc, r above 1 means 1/r. Published: compress_ratio, 0.001
     optimizer_levels: int | None = None  # qsgd (4)
     optimizer_unbiased: bool | None = None  # qsgd: without its scaling to a contraction (false)
     optimizer_theta: float | None = None  # moniqua: bound on neighbors' differences (0.25)
@@ -124,13 +126,31 @@ class Config:
     optimizer_num_batches_per_step: int | None = None  # powersgd, dgc: batches accumulated (1)
     optimizer_start_iteration: int | None = None  # hooks: plain all-reduce before it (2)
     optimizer_error_feedback: bool | None = None  # hooks (true)
+    optimizer_clip_by: str | None = None  # dgc: gradient_clipping = c limits a worker's gradient to
+    #   the norm √n · c for n workers (gradient), the norm or the elements of each of its tensors to
+    #   c (norm, value), or to the root mean square over the workers of that norm: the tensor is
+    #   scaled by c over it (global-norm), or its elements are limited to it (global-value, without
+    #   gradient_clipping)
     optimizer_sample_ratio: float | None = None  # dgc: fraction sampled for the threshold (0.01)
-    optimizer_max_adaptation_iterations: int | None = None  # dgc: threshold corrections (10)
+    optimizer_strided_sample: bool | None = None  # dgc: at equal distances (true), or uniformly
+    optimizer_max_adaptation_iterations: int | None = None  # dgc: threshold corrections (10).
+    #   Published: max_adaptation_iters
+    optimizer_compress_upper_bound: float | None = (
+        None  # dgc: a surplus above this times the target
+    )
+    #   is reduced to the largest elements, a smaller one to the first (1: always the largest).
+    #   Published: 1.3
+    optimizer_compress_lower_bound: float | None = None  # dgc: the threshold is multiplied by this
+    #   while fewer than this times the target exceed it (0.8)
+    optimizer_resample: bool | None = None  # dgc: false: multiply the threshold by the upper bound
+    #   instead of selecting the largest elements of a surplus (true)
     optimizer_momentum_masking: bool | None = None  # dgc: clear the momentum of sent values (true)
     optimizer_warmup_epochs: int | None = None  # dgc: epochs in which the fraction falls (0)
-    optimizer_warmup_ratios: list[float] | None = None  # dgc: the fraction in each of them
+    optimizer_warmup_ratios: Any = None  # dgc: the fraction in each of them, or a number c for
+    #   c, c², c³, … (a geometric sequence that ends at keep_ratio). Published: warmup_coeff
     optimizer_fp16_values: bool | None = None  # dgc: send values with 16 bits (false)
-    optimizer_int32_indices: bool | None = None  # dgc: send indices with 32 bits (true), or 64
+    optimizer_int32_indices: bool | None = None  # dgc: send indices with 32 bits (true), or 64.
+    #   Published: 64
 
     # Differences between workers
     spectrum_logging_params: list[str] = field(default_factory=list)  # names of parameters

@@ -186,8 +186,8 @@ def test_clipping_concerns_the_new_gradient_only() -> None:
             "optimizer_min_compression_rate=0.5: use 1",
         ),
         (
-            {"optimizer": "dgc", "optimizer_keep_ratio": 1.5},
-            "optimizer_keep_ratio=1.5: use",
+            {"optimizer": "dgc", "optimizer_keep_ratio": -1.5},
+            "optimizer_keep_ratio=-1.5: use",
         ),
         (
             {"optimizer": "dgc", "optimizer_keep_ratio": 0.0},

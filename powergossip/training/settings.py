@@ -29,13 +29,17 @@ ALIASES: dict[str, dict[str, str]] = {
         "num_iterations": "num_iters_per_step",
         "start_compressing_after": "start_compressing_after_num_steps",
     },
-    "dgc": {"keep_ratio": "compress_ratio"},
+    "dgc": {
+        "keep_ratio": "compress_ratio",
+        "max_adaptation_iterations": "max_adaptation_iters",
+        "warmup_ratios": "warmup_coeff",
+    },
 }
 # Defaults of train.py that differ from those of the method's constructor, by key.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "power-gossip": {"num_iterations": 2},
     "powersgd": {"num_iterations": 2, "min_compression_rate": 2.0},
-    "dgc": {"keep_ratio": 0.01},
+    "dgc": {"keep_ratio": 0.01, "compress_upper_bound": 1.0, "int32_indices": True},
     **{name: {"start_iteration": 2} for name in ddp.HOOKS},
 }
 # Options that have a key of their own, without the prefix.
@@ -80,6 +84,8 @@ def _resolve_task_defaults(c: Any) -> None:
     for key, default in tasks.defaults(c.task).items():
         if c[key] == BLANKS.get(key):
             c[key] = default
+    if c.distributed_lr_warmup_factor == "auto":
+        c.distributed_lr_warmup_factor = c.n_workers
     if c.drop_last is None:
         ignored = tasks.IGNORED.get(c.task, ())
         is_sorted = c.use_decentralized_data and "use_decentralized_data" not in ignored
@@ -140,12 +146,11 @@ def _check_values(c: Any) -> None:
         ),
     )
     checks.all_of(checks.not_negative, c, ("seed", "rank", "log_verbosity"))
-    checks.all_of(
-        checks.positive, c, ("learning_rate", "distributed_lr_warmup_factor", "adam_epsilon")
-    )
+    checks.all_of(checks.positive, c, ("learning_rate", "adam_epsilon"))
     checks.all_of(checks.below_one, c, ("adam_beta1", "adam_beta2", "momentum", "validation_ratio"))
     checks.fraction("decentralized_data_shuffled_ratio", c.decentralized_data_shuffled_ratio)
     checks.one_of("mean_model_statistics", c.mean_model_statistics, ("averaged", "recalibrated"))
+    checks.one_of("lr_schedule", c.lr_schedule, ("milestones", "cosine"))
     checks.one_of("local_optimizer", c.local_optimizer, LOCAL_OPTIMIZERS)
     checks.one_of("cuda_aware", c.cuda_aware, ("auto", "on", "off"))
     checks.one_of("distributed_backend", c.distributed_backend, ("mpi",))
@@ -156,6 +161,11 @@ def _check_values(c: Any) -> None:
     require("max_steps_per_epoch", lambda v: v is None or v >= 1, "1 or more, or null for all")
     require("distributed_lr_warmup_epoch", lambda v: v >= 0, "a number of epochs, or 0 for none")
     require("weight_decay", lambda v: v >= 0 and math.isfinite(v), "0 or more")
+    require(
+        "distributed_lr_warmup_factor",
+        lambda v: checks.is_finite(v) and v > 0,
+        "a number above 0, or auto",
+    )
     require(
         "gradient_clipping",
         lambda v: v is None or (checks.is_finite(v) and v > 0),
