@@ -109,7 +109,7 @@ def test_a_text_holds_out_its_end() -> None:
 
     def words(split: str, task: tasks.Task) -> list[str]:
         assert isinstance(task, language.LanguageModeling)
-        return [task.vocabulary[i] for i in task.texts[split]]  # type: ignore[index]
+        return [task.vocabulary[i] for i in task.splits[split]]  # type: ignore[index]
 
     common: dict[str, Any] = {"task_options": {"min_count": 1}, "batch_size": 8}
     whole = tasks.make("LSTM", n_workers=2, seed=1, **common)

@@ -165,7 +165,7 @@ class LanguageModeling:
         return self._vocabulary
 
     @property
-    def texts(self) -> Mapping[Split, Tensor]:
+    def splits(self) -> Mapping[Split, Tensor]:
         """The words of each split: int64 [word of the text]."""
         return self._texts
 
