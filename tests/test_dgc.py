@@ -15,7 +15,7 @@ from powergossip import topologies
 from powergossip.algorithms.dgc import CLIPPING, Config, DGCAggregation, Selector
 from powergossip.errors import BadInput
 from powergossip.network import Network, Processes, processes
-from powergossip.optimizers.dgc import DGC, optimizer_step
+from powergossip.optimizers.dgc import DGC, DGCSGD, optimizer_step
 from powergossip.parameters import Layout
 from tests.loops import gradients
 from tests.loops import step as step_of
@@ -657,12 +657,104 @@ def test_gradients_that_are_none_or_odd_are_rejected_before_anything_changes() -
         optimizer_step(torch.optim.SGD(embedding.parameters(), lr=0.1), dgc)
 
 
-def test_an_optimizer_with_momentum_or_of_others_is_refused() -> None:
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_fraction_of_1_is_torchs_sgd_with_weight_decay(nesterov: bool) -> None:
+    """DGC and DGCSGD in place of SGD with momentum and weight decay, for 50 steps of a model."""
+    options: dict[str, Any] = {"momentum": 0.9, "nesterov": nesterov}
+    model, inputs, targets = model_and_data()
+    theirs, _, _ = model_and_data()
+    dgc = DGC(model.parameters(), Config(compress_ratio=1, **options))
+    optimizer = DGCSGD(model.parameters(), lr=0.02, weight_decay=0.01, **options)
+    sgd = torch.optim.SGD(theirs.parameters(), lr=0.02, weight_decay=0.01, **options)
+    for _ in range(50):
+        (model(inputs) - targets).square().mean().backward()
+        optimizer_step(optimizer, dgc)
+        sgd.zero_grad()
+        (theirs(inputs) - targets).square().mean().backward()
+        sgd.step()
+    for found, expected in zip(model.parameters(), theirs.parameters(), strict=True):
+        assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_weight_decay_is_that_of_torchs_sgd(nesterov: bool, resumed: bool) -> None:
+    """Without gradients, for a fraction of 0.02, x follows SGD. The momentum is in state_dict."""
+    options: dict[str, Any] = {"momentum": 0.9, "nesterov": nesterov}
+    start = torch.randn(30, 20, generator=torch.Generator().manual_seed(0))
+    x, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    dgc = DGC([x], Config(compress_ratio=0.02, **options))
+    optimizer = DGCSGD([x], lr=0.1, weight_decay=0.01, **options)
+    sgd = torch.optim.SGD([theirs], lr=0.1, weight_decay=0.01, **options)
+    x.grad, theirs.grad = torch.zeros_like(x), torch.zeros_like(x)
+    for t in range(200):
+        if resumed and t == 3:
+            state = optimizer.state_dict()
+            optimizer = DGCSGD([x], lr=0.1)
+            optimizer.load_state_dict(state)
+        optimizer_step(optimizer, dgc)
+        sgd.step()
+    assert (x - theirs).norm() < 1e-5 * theirs.norm()
+    assert 0.1 < theirs.norm() / start.norm() < 0.2
+
+
+def test_the_decay_of_dgcsgd_is_dampened_as_published() -> None:
+    x = nn.Parameter(torch.tensor([4.0]))
+    optimizer = DGCSGD([x], lr=0.5, momentum=0.5, dampening=0.25, weight_decay=0.1)
+    optimizer.step()
+    assert x.item() == 4.0, "there is no gradient"
+    decay, d = [], 0.0
+    for t in range(3):
+        x.grad = torch.tensor([1.0])
+        decay.append(0.1 * x.item())
+        d = 0.5 * d + 0.75 * decay[-1] if t else decay[-1]
+        expected = x.item() - 0.5 * (1 + d)
+        optimizer.step()
+        assert x.item() == pytest.approx(expected)
+    for bad in ({"lr": -1}, {"momentum": -0.1}, {"weight_decay": -1}, {"nesterov": True}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            DGCSGD([x], **{"lr": 0.1, **bad})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.Adam(p),
+        lambda p: torch.optim.AdamW(p),
+        lambda p: torch.optim.NAdam(p),
+        lambda p: torch.optim.RMSprop(p, momentum=0.5),
+        lambda p: DGCSGD(p, lr=0.1),
+        lambda p: DGCSGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    ],
+)
+def test_an_optimizer_with_momentum_is_rejected_before_anything_changes(optimizer: Any) -> None:
+    model, inputs, targets = model_and_data()
+    dgc = DGC(model.parameters(), Config(momentum=0.9))
+    (model(inputs) - targets).square().mean().backward()
+    gradient = model[0].weight.grad.clone()  # type: ignore[index]
+    before = dgc.state_dict()
+    with pytest.raises(ValueError, match=r"momentum.* use"):
+        optimizer_step(optimizer(model.parameters()), dgc)
+    assert torch.equal(dgc.state_dict()["gradient"], before["gradient"])
+    assert torch.equal(model[0].weight.grad, gradient)  # type: ignore[index]
+
+
+def test_other_optimizers_without_momentum_are_accepted() -> None:
+    model, inputs, targets = model_and_data()
+    dgc = DGC(model.parameters())
+    for optimizer in (torch.optim.RMSprop, torch.optim.Adagrad):
+        (model(inputs) - targets).square().mean().backward()
+        optimizer_step(optimizer(model.parameters(), lr=1e-3), dgc)
+    betas = torch.optim.Adam(model.parameters(), betas=(0.0, 0.999))
+    (model(inputs) - targets).square().mean().backward()
+    optimizer_step(betas, dgc)
+
+
+def test_an_optimizer_of_other_parameters_is_rejected() -> None:
     model, inputs, targets = model_and_data()
     dgc = DGC(model.parameters())
     (model(inputs) - targets).square().mean().backward()
-    with pytest.raises(ValueError, match=r"momentum=0\.9: use"):
-        optimizer_step(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), dgc)
     with pytest.raises(ValueError, match="same list"):
         optimizer_step(torch.optim.SGD(list(model.parameters())[:2], lr=0.1), dgc)
 

@@ -11,6 +11,7 @@ import gossip_run
 import train
 from powergossip import algorithms, presets, tasks
 from powergossip.consensus import Sweep
+from powergossip.consensus.settings import num_steps
 from powergossip.network import Processes
 from powergossip.runs import configuration, metrics
 from powergossip.training import local_optimizers
@@ -278,12 +279,23 @@ def test_wikitext2_is_as_published() -> None:
 
 
 def test_consensus_grids_are_as_published() -> None:
-    c = gossip_run.checked(loaded("consensus", "all"), Processes())
-    assert (c.hyperparameter_range_min, c.hyperparameter_range_max) == (1e-4, 1.308)
     sweep = Sweep(loaded("consensus", "all"), Processes())
     counts = {name: len(settings) for name, settings in sweep.settings.items()}
     assert counts["power_gossip"] == counts["uncompressed"] == 1
     assert (counts["sign_choco"], counts["moniqua"]) == (20, 100)
+    rates = [setting["diffusion_rate"] for setting in sweep.settings["sign_choco"]]
+    assert (min(rates), max(rates)) == pytest.approx((1e-4, 1.308))
+
+
+def test_consensus_steps_are_as_published() -> None:
+    """Of the program consensus_2.py: 5000 and 1000 steps, and factors by algorithm."""
+    names = ("sign_choco", "uncompressed", "power_gossip_random", "topk_choco", "moniqua")
+    for method, published in (
+        ("all", (5000, 500, 5000, 5000, 5000)),
+        ("faces", (1000, 100, 3000, 2000, 1000)),
+    ):
+        c = gossip_run.checked(loaded("consensus", method), Processes())
+        assert tuple(num_steps(c, name) for name in names) == published
 
 
 # They run, on small data.

@@ -32,6 +32,7 @@ ALONE = Processes()
 
 BOUNDED = {"optimizer_compress_upper_bound": 1.05}
 
+HOOK = {"optimizer": "ddp-powersgd", "n_workers": 1, "optimizer_start_iteration": 2}
 # What a key's effect is seen with, besides another value for it than its default.
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizer_diffusion_rate": (0.5, {"optimizer": "dpsgd"}),
@@ -59,14 +60,21 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizer_fp16_values": (True, {"optimizer": "dgc"}),
     "optimizer_int32_indices": (False, {"optimizer": "dgc"}),
     "optimizer_start_iteration": (5, {"optimizer": "ddp-powersgd", "n_workers": 1}),
-    "optimizer_error_feedback": (False, {"optimizer": "ddp-powersgd", "n_workers": 1}),
+    "optimizer_error_feedback": (False, HOOK),
+    "optimizer_orthogonalization_epsilon": (0.1, HOOK),
+    "optimizer_bucket_cap_mb": (0.01, HOOK | {"optimizer": "ddp-batched-powersgd"}),
 }
-TIME_ONLY = "optimizer_max_adaptation_iterations"  # beyond them, all numbers are sorted
+# Key → another value, and a method that has it.
+TIME_ONLY = {
+    "optimizer_max_adaptation_iterations": (3, "dgc"),  # beyond them, all numbers are sorted
+    "optimizer_batch_tensors_with_same_shape": (True, "ddp-powersgd"),
+    "optimizer_compression_stats_logging_frequency": (5, "ddp-powersgd"),
+}
 
 
 def test_every_key_has_its_case() -> None:
     keys = {key for key in train.Config.__dataclass_fields__ if key.startswith("optimizer_")}
-    assert keys == {*CASES, TIME_ONLY}
+    assert keys == {*CASES, *TIME_ONLY}
 
 
 @pytest.mark.parametrize("key", CASES)
@@ -77,9 +85,11 @@ def test_a_key_changes_what_is_computed_or_sent(key: str) -> None:
     assert not same or (first.network.bits != second.network.bits).any()
 
 
-def test_a_key_that_changes_time_only_arrives() -> None:
-    c = checked(configured(optimizer="dgc", **{TIME_ONLY: 3}), Processes())
-    assert method_options(c)["max_adaptation_iters"] == 3
+@pytest.mark.parametrize("key", TIME_ONLY)
+def test_a_key_that_changes_time_only_arrives(key: str) -> None:
+    value, optimizer = TIME_ONLY[key]
+    c = checked(configured(optimizer=optimizer, n_workers=1, **{key: value}), Processes())
+    assert method_options(c)[key.removeprefix(PREFIX)] == value
 
 
 # Keys of other methods.
@@ -138,6 +148,21 @@ def test_a_configuration_of_an_earlier_version_is_the_same_run(tmp_path: Path) -
             check_same_run(
                 tmp_path, saved | {"optimizer_rank": 7, "optimizer_keep_ratio": 0.5}, now
             )
+
+
+def test_options_that_an_earlier_version_lacked_have_the_values_of_then(tmp_path: Path) -> None:
+    now = checked(configured(optimizer="powersgd"), ALONE)
+    saved = dict(OmegaConf.to_container(now))  # type: ignore[arg-type]
+    del saved["optimizer_warm_start"], saved["optimizer_error_feedback"]
+    check_same_run(tmp_path, saved, now)
+    now.optimizer_warm_start = False
+    with pytest.raises(ValueError, match="optimizer_warm_start"):
+        check_same_run(tmp_path, saved, now)
+    now = checked(configured(optimizer="ddp-powersgd", n_workers=1), ALONE)
+    saved = dict(OmegaConf.to_container(now))  # type: ignore[arg-type]
+    del saved["optimizer_orthogonalization_epsilon"]
+    with pytest.raises(ValueError, match="optimizer_orthogonalization_epsilon"):
+        check_same_run(tmp_path, saved, now)
 
 
 # Keys whose defaults depend on the task.
