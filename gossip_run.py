@@ -44,7 +44,8 @@ class Config:
     # The run
     n_workers: int | None = None  # total number of workers (null: one per process)
     seed: int = 42
-    num_steps: int = 5000  # at most 500 for uncompressed, chebyshev and finite_time
+    num_steps: Any = None  # of all algorithms, or a mapping {ALGORITHM: steps, others: steps}
+    #   (null: 5000, but 500 for uncompressed, chebyshev and finite_time, which agree by then)
     device: str = "auto"  # auto, cpu, cuda or cuda:INDEX (auto assigns GPUs to processes in turn)
     overwrite: bool = False  # delete an existing run in the output folder
     log_verbosity: int = 1  # 0: only the result, 1: a progress bar, 2: also a line per setting
@@ -59,22 +60,25 @@ class Config:
 
     # Algorithms
     algorithm: Any = "power_gossip"  # a name of gossip_run.ALGORITHMS, a list of names, or all
-    compression_rank: int = 1  # r of power_gossip and svd; top-k and random-k keep r (m + k) / 4
-    #   entries of an m x k matrix
+    compression_rank: int = 1  # r of power_gossip, svd; top-k, random-k keep r (m + k) / 4 of m k
+    #   elements. Bits at 100 x 100, r = 1: power_gossip 3200, svd 6400, top-k 2400, random-k 1600
     compression_num_iterations: int = 1  # power iterations of power_gossip per step
     compression_levels: int = 4  # of qsgd
 
-    # Logarithmic grids. Algorithms without a grid use hyperparameter_range_max.
-    hyperparameter_num_samples: int = 20  # number of diffusion rates
-    hyperparameter_range_min: float = 1e-4
-    hyperparameter_range_max: float = 1.308
-    diffusion_rate: float | int | str | None = (
-        None  # one rate for all (auto: the best one for gossip)
-    )
-    theta_num_samples: int = 10  # moniqua: number of bounds on the differences between neighbors
+    # Logarithmic grids. uncompressed and power_gossip have one rate, hyperparameter_range_max,
+    # unless the number of samples or the smallest rate is specified.
+    hyperparameter_num_samples: int | None = None  # number of diffusion rates (null: 20, but 1 for
+    #   power_gossip and uncompressed unless hyperparameter_range_min is specified)
+    hyperparameter_range_min: float | None = None  # smallest diffusion rate (null: 1e-4, but
+    #   range_max for power_gossip and uncompressed unless num_samples is specified)
+    hyperparameter_range_max: float = 1.308  # the best one for plain gossip on a ring of 8
+    diffusion_rate: float | int | str | None = None  # one rate in place of the grid, or auto for
+    #   power_gossip and uncompressed: the best one for plain gossip on this topology
+    theta_num_samples: int = 20  # moniqua: number of bounds on the differences between neighbors
     theta_range_min: float = 0.1
     theta_range_max: float = 10.0
-    moniqua_num_samples: int = 10  # moniqua: number of diffusion rates, each with every theta
+    moniqua_num_samples: int | None = None  # moniqua: number of diffusion rates, each with every
+    #   theta (null: hyperparameter_num_samples)
 
 
 config: DictConfig = configuration.structured(Config)

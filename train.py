@@ -15,6 +15,10 @@ Nothing happens at import. `python train.py --help` lists the keys.
 A run that was killed resumes from its last checkpoint, also in another layout of processes:
 
     mpirun -np 8 python train.py --output-dir output/mine resume=true
+
+Its checkpoints can be evaluated again, which changes nothing in the folder:
+
+    python train.py --output-dir output/mine evaluate_only=true checkpoint=best
 """
 
 from collections.abc import Mapping
@@ -25,7 +29,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from powergossip.errors import BadInput
-from powergossip.network import processes
+from powergossip.network import Processes, processes, torch_kept
 from powergossip.runs import configuration, figures, metrics, tables
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.output import FIGURE, Output, run_to_resume
@@ -58,11 +62,12 @@ class Config:
     device: str = "auto"  # auto, cpu, cuda or cuda:INDEX (auto spreads processes over GPUs)
     cuda_aware: str = "auto"  # give GPU memory to MPI: on, off, or auto (ask the library)
     overwrite: bool = False  # delete an existing run in the output folder
-    resume: bool | str = (
-        False  # true: resume the run in the output folder from its last checkpoint,
-    )
+    resume: bool | str = False  # resume the run in the output folder from its last checkpoint,
     #   auto: begin one if there is none
     allow_lost_rows: bool = False  # resume although rows of metrics.jsonl are lost
+    evaluate_only: bool = False  # evaluate a checkpoint of the run in the output folder: no
+    #   training, and no file is changed
+    checkpoint: str = "last"  # with evaluate_only: last or best
     checkpoint_interval: int = 5  # epochs between checkpoints; the end of a run always has one
     log_verbosity: int = 1  # 0 only the result, 1 a progress bar, 2 also a line for each epoch
     tensorboard: bool = False  # write events for TensorBoard beside metrics.jsonl
@@ -98,43 +103,83 @@ class Config:
     weight_decay: float | None = None  # not on normalization layers, decoupled for adamw. By
     #   default the task's
     gradient_clipping: float | int | str | None = "auto"  # largest norm of a worker's gradient,
-    #   null: unlimited, auto: the task's
+    #   null: unlimited, auto: the task's. For dgc see optimizer_clip_by
+    lr_schedule: str = "milestones"  # after the warm-up: milestones, or cosine to 0 at the end
     lr_schedule_milestones: list[Any] | None = None  # [[epoch, factor], ...]: multiply from then
     #   on. By default the task's
     distributed_lr_warmup_epoch: float = 5.0  # length of the linear warm-up, 0: none
-    distributed_lr_warmup_factor: float = 1.0  # the warm-up ends at learning_rate times this
+    distributed_lr_warmup_factor: float | int | str = 1.0  # the warm-up ends at learning_rate times
+    #   this, auto: the number of workers
 
     # The method, and its options. Keys optimizer_X default to null: the default of the method
     optimizer: str = "power-gossip"  # gossip: all-reduce, dpsgd, power-gossip, choco, deepsqueeze,
-    #   moniqua. Compressed gradients: powersgd, dgc, ddp-powersgd, ddp-batched-powersgd
+    #   moniqua. Compressed gradients: powersgd, dgc, ef-sgd, signsgd, ddp-powersgd,
+    #   ddp-batched-powersgd
     topology: str = "ring"  # a name, or the path of an edge list or adjacency file
     topology_options: dict[str, Any] = field(default_factory=dict)  # such as {degree: 4}
     overlapping: bool = True  # gossip while the gradient is computed (false: after the update)
     local_steps: int = 1  # gossip every k-th step
-    optimizer_diffusion_rate: float | int | str | None = None  # γ (1), auto: best for plain gossip
-    optimizer_rank: int | None = None  # power-gossip, powersgd, hooks, svd (1), top-k
+    optimizer_diffusion_rate: float | int | str | None = None  # γ (1), or auto
+    #   for dpsgd and power-gossip: the best for plain gossip on this topology
+    optimizer_rank: int | None = None  # power-gossip, powersgd, hooks, svd (1), top-k, random-k,
+    #   random-block. At most the sides of a matrix. Hooks: try 1, 2, 4, ...; the batched hook is
+    #   for rank 1 only, prefer ddp-powersgd
     optimizer_num_iterations: int | None = None  # of power iteration per step (2)
-    optimizer_warm_start: bool | None = None  # reuse the last step's directions (true)
+    optimizer_warm_start: bool | None = None  # power-gossip, powersgd, hooks: reuse the last step's
+    #   directions (true)
     optimizer_round_weights: bool | None = None  # round directions to their signs (false)
-    optimizer_compressor: str | None = None  # choco, deepsqueeze (sign-and-norm)
-    optimizer_keep_ratio: float | None = None  # fraction of elements sent: top-k, random-k, dgc
-    #   (0.01)
+    optimizer_compressor: str | None = None  # choco, deepsqueeze, ef-sgd (sign-and-norm)
+    optimizer_keep_ratio: float | None = None  # fraction of elements sent: top-k, random-k,
+    #   random-block, dgc (0.01). For dgc, r above 1 means 1/r. Published: compress_ratio, 0.001
     optimizer_levels: int | None = None  # qsgd (4)
     optimizer_unbiased: bool | None = None  # qsgd: without its scaling to a contraction (false)
     optimizer_theta: float | None = None  # moniqua: bound on neighbors' differences (0.25)
-    optimizer_min_compression_rate: float | None = None  # powersgd, hooks: tensors below it are
-    #   sent uncompressed (2)
+    optimizer_min_compression_rate: float | None = None  # powersgd, hooks (2), ef-sgd (1): tensors
+    #   below it are sent uncompressed
     optimizer_start_compressing_after: int | None = None  # powersgd: steps of plain all-reduce (0)
-    optimizer_num_batches_per_step: int | None = None  # powersgd, dgc: batches accumulated (1)
-    optimizer_start_iteration: int | None = None  # hooks: plain all-reduce before it (2)
-    optimizer_error_feedback: bool | None = None  # hooks (true)
+    optimizer_num_batches_per_step: int | None = None  # compressed gradients: batches
+    #   accumulated, but not with hooks (1)
+    optimizer_start_iteration: int | str | None = None  # hooks: all-reduce before this step. auto:
+    #   10 % of the steps planned at the start, and no less than the warm-up or 2. Increase it until
+    #   the accuracy is right (auto)
+    optimizer_error_feedback: bool | None = None  # powersgd, hooks, ef-sgd: add the error of
+    #   compression to the next gradient (true)
+    optimizer_orthogonalization_epsilon: float | None = None  # hooks: added to the norm of a
+    #   direction at rank 1 and 2; torch's QR at higher ranks ignores it. 0: a gradient of zeros
+    #   gives NaN (1e-8)
+    optimizer_batch_tensors_with_same_shape: bool | None = None  # hooks: in one product (false)
+    optimizer_compression_stats_logging_frequency: int | None = None  # hooks: steps between lines
+    #   of torch's log (10000)
+    optimizer_bucket_cap_mb: float | None = None  # hooks: size of DDP's buckets in MiB (torch's 25)
+    optimizer_momentum_before_compression: bool | None = None  # ef-sgd: the momentum of each worker
+    #   is compressed (true), or the local optimizer's follows the mean (false)
+    optimizer_rescale_error: bool | None = None  # ef-sgd: keep the error in units of the update
+    #   when the learning rate changes (true)
+    optimizer_per_tensor: bool | None = None  # ef-sgd: compress each tensor by itself (true), or
+    #   all as one vector
+    optimizer_clip_by: str | None = None  # dgc: the kind of gradient_clipping = c. gradient (the
+    #   default): a worker's gradient has a norm of √n · c at most, for n workers. norm, value: each
+    #   tensor has a norm, or elements, of c at most. global-norm: each tensor is multiplied by c
+    #   over the root mean square of its norm in all workers, if that is larger. global-value: its
+    #   elements are limited to that root mean square, without gradient_clipping
     optimizer_sample_ratio: float | None = None  # dgc: fraction sampled for the threshold (0.01)
-    optimizer_max_adaptation_iterations: int | None = None  # dgc: threshold corrections (10)
+    optimizer_strided_sample: bool | None = None  # dgc: at equal distances (true), or uniformly
+    optimizer_max_adaptation_iterations: int | None = None  # dgc: threshold corrections (10).
+    #   Published: max_adaptation_iters
+    optimizer_compress_upper_bound: float | None = None  # dgc: where more elements than this times
+    #   the target exceed the threshold, the largest are sent, otherwise the first in memory (1: the
+    #   largest always). Published: 1.3
+    optimizer_compress_lower_bound: float | None = None  # dgc: the threshold is multiplied by this
+    #   while fewer elements than this times the target exceed it (0.8)
+    optimizer_resample: bool | None = None  # dgc: select the largest elements of a surplus (true),
+    #   or multiply the threshold by compress_upper_bound
     optimizer_momentum_masking: bool | None = None  # dgc: clear the momentum of sent values (true)
     optimizer_warmup_epochs: int | None = None  # dgc: epochs in which the fraction falls (0)
-    optimizer_warmup_ratios: list[float] | None = None  # dgc: the fraction in each of them
+    optimizer_warmup_ratios: Any = None  # dgc: the fraction in each of them, or a number c for c,
+    #   c², c³, … down to keep_ratio. Published: warmup_coeff
     optimizer_fp16_values: bool | None = None  # dgc: send values with 16 bits (false)
-    optimizer_int32_indices: bool | None = None  # dgc: send indices with 32 bits (true), or 64
+    optimizer_int32_indices: bool | None = None  # dgc: send indices with 32 bits (true), or 64.
+    #   Published: 64
 
     # Differences between workers
     spectrum_logging_params: list[str] = field(default_factory=list)  # names of parameters
@@ -182,19 +227,36 @@ def main(arguments: list[str] | None = None) -> None:
 
     The arguments are those of this run only: `config` and `output_dir` stay as they are.
 
-    Raises, with the same text in all processes: BadInput if a request is impossible, Diverged if a
-    worker's loss or model becomes infinite or NaN, errors.Interrupted after a signal.
+    Raises, in all processes, BadInput if a request is impossible, Diverged if a worker's loss or
+    parameters become infinite or NaN, errors.Interrupted after a signal. All processes can then go
+    on with another run. torch's global generators and number of threads are restored.
     """
+    with torch_kept():
+        comm = processes()
+        comm.set_threads()
+        with comm.agreed():
+            asked, name, explicit = _read(arguments)
+            settings = checked(asked, comm, explicit)
+        folder = None
+        with comm.agreed():
+            if comm.rank == 0:
+                folder = _folder_to_resume(name, settings)
+        folder = comm.broadcast(folder)
+        if settings.evaluate_only:
+            _evaluate(settings, comm, folder)
+        else:
+            _train(settings, comm, name, folder)
+
+
+def _folder_to_resume(name: str | None, settings: Any) -> Path | None:
+    if settings.evaluate_only:
+        return run_to_resume(name, True, "evaluate_only")
+    return run_to_resume(name, settings.resume)
+
+
+def _train(settings: Any, comm: Processes, name: str | None, folder: Path | None) -> None:
+    """Train a run into the output folder `name`, or resume the one in `folder`."""
     global _output
-    comm = processes()
-    with comm.agreed():
-        asked, name, explicit = _read(arguments)
-        settings = checked(asked, comm, explicit)
-    folder = None
-    with comm.agreed():
-        if comm.rank == 0:
-            folder = run_to_resume(name, settings.resume)
-    folder = comm.broadcast(folder)
     trainer = Trainer(settings, comm, _hooks(), resume_from=folder)
     try:
         with comm.agreed():
@@ -214,6 +276,19 @@ def main(arguments: list[str] | None = None) -> None:
         if _output is not None:
             _output.close()
         _output = None
+
+
+def _evaluate(settings: Any, comm: Processes, folder: Path | None) -> None:
+    """Evaluate a checkpoint of the run in `folder` and print the table.
+
+    The rows are for log_metric, which a driver may replace. The default one writes nothing here.
+    """
+    rows: list[dict[str, Any]] = []
+    trainer = Trainer(settings, comm, _hooks(rows), resume_from=folder)
+    trainer.evaluate()
+    if comm.rank == 0:
+        print(f"The {settings.checkpoint} checkpoint of {folder}, after step {trainer.step}")
+        print(tables.summary(metrics.frame(rows)))
 
 
 def _read(arguments: list[str] | None) -> tuple[DictConfig, str | None, list[str]]:
@@ -242,10 +317,16 @@ def _print_start(trainer: Trainer, resumed: Path | None) -> None:
             print(f"resumed after step {trainer.step} of {trainer.total_steps}")
 
 
-def _hooks() -> Hooks:
-    """The module's hooks, as they are when a measurement is made."""
+def _hooks(rows: list[dict[str, Any]] | None = None) -> Hooks:
+    """The module's hooks, as they are when a measurement is made. `rows` collects the rows."""
+
+    def metric(name: str, values: Mapping[str, float], tags: Mapping[str, Any]) -> None:
+        if rows is not None:
+            rows.append({"name": name, **values, **tags})
+        log_metric(name, values, tags)
+
     return Hooks(
-        log_metric=lambda *row: log_metric(*row),
+        log_metric=metric,
         log_info=lambda facts: log_info(facts),
         log_runtime=lambda *phase: log_runtime(*phase),
     )

@@ -10,7 +10,6 @@ count elements, and `recall` is the fraction of the exact top-k among the select
 
 import json
 from dataclasses import dataclass
-from itertools import count
 
 import numpy as np
 import torch
@@ -41,14 +40,16 @@ def main(arguments: list[str]) -> None:
     comm, c = processes(), config
     with comm.agreed():
         configuration.read_command_line(config, arguments, __doc__ or "")
-        options = dgc.Config(compress_ratio=c.share, sample_ratio=c.sample_ratio)
+        options = dgc.Config(
+            compress_ratio=c.share, sample_ratio=c.sample_ratio, compress_upper_bound=1
+        )
         device = choose_device(c.device, comm.local_rank)
     selector = dgc.Selector(c.size, c.share, options)
     values = torch.randn(c.size, generator=torch.Generator().manual_seed(0)).to(device)
-    starts = count()
+    random = np.random.default_rng(0)
 
     def select() -> Tensor:
-        return selector.positions(values, next(starts) % selector.stride)
+        return selector.positions(values, selector.sample(random))
 
     def sort() -> Tensor:
         return torch.topk(values.abs(), selector.target, sorted=False).indices

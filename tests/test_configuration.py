@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import gossip_run
 import train
+from powergossip import tasks
 from powergossip.errors import BadInput
 from powergossip.runs import configuration
 from powergossip.runs.output import Output, plain_copy
@@ -380,12 +381,14 @@ def test_help_lists_every_key_with_its_default_and_meaning() -> None:
     assert (shown.returncode, shown.stderr) == (0, "")
     config = OmegaConf.structured(train.Config)
     keys = shown.stdout.partition("keys and their defaults:\n")[2]
-    lines = keys.partition("\n\n")[0].splitlines()
+    keys, _, of_tasks = keys.partition("\n\ndefaults of each task:\n")
+    assert re.findall(r"^  (\w+):", of_tasks, re.MULTILINE) == list(tasks.TASKS)
+    lines = keys.splitlines()
     assert [line.split("=")[0].strip() for line in lines] == list(config)
     for key, line in zip(config, lines, strict=True):
         default = re.split(r" {2,}", line.strip())[0].partition("=")[2]
         assert config_after(f"{key}={default}") == config, "a default can be given back"
-    assert re.search(r"^  batch_size=16 +per worker$", shown.stdout, re.MULTILINE)
+    assert re.search(r"^  evaluation_interval=1 +epochs between", shown.stdout, re.MULTILINE)
     assert re.search(r"^  n_workers=null +number of workers", shown.stdout, re.MULTILINE)
     assert re.search(r"^  seed=1$", shown.stdout, re.MULTILINE)
     for option in ("--config FILE.yaml", "--output-dir DIR", "--suffix TEXT", "--help"):
@@ -437,6 +440,26 @@ def test_a_milestone_within_the_warm_up_counts_too() -> None:
         lr_schedule_milestones=[[1, 0.5]],
     )
     assert local_optimizers.learning_rate(config, 2) == pytest.approx(0.1 * 2 * 0.5)
+
+
+@pytest.mark.parametrize("warmup", [0.0, 5.0])
+def test_the_cosine_falls_from_the_end_of_the_warm_up_to_zero(warmup: float) -> None:
+    config = train.Config(
+        learning_rate=0.1,
+        num_epochs=25,
+        distributed_lr_warmup_epoch=warmup,
+        distributed_lr_warmup_factor=8.0,
+        lr_schedule="cosine",
+        lr_schedule_milestones=[[1, 0.5]],
+    )
+    start = 0.8 if warmup else 0.1
+    length = 25 - warmup
+    fractions = {0.0: 1.0, 0.25: (1 + 0.5**0.5) / 2, 0.5: 0.5, 1.0: 0.0}
+    for fraction, expected in fractions.items():
+        rate = local_optimizers.learning_rate(config, warmup + fraction * length)
+        assert rate == pytest.approx(start * expected, abs=1e-12)
+    if warmup:
+        assert local_optimizers.learning_rate(config, 2.5) == pytest.approx(0.45)
 
 
 def test_help_shows_the_comment_of_each_key() -> None:

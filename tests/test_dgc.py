@@ -5,16 +5,17 @@ from collections.abc import Callable
 from math import ceil, gcd, prod
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from benchmarks import dgc_selection
 from powergossip import topologies
-from powergossip.algorithms.dgc import Config, DGCAggregation, Selector
+from powergossip.algorithms.dgc import CLIPPING, Config, DGCAggregation, Selector
 from powergossip.errors import BadInput
 from powergossip.network import Network, Processes, processes
-from powergossip.optimizers.dgc import DGC, optimizer_step
+from powergossip.optimizers.dgc import DGC, DGCSGD, optimizer_step
 from powergossip.parameters import Layout
 from tests.loops import gradients
 from tests.loops import step as step_of
@@ -48,7 +49,7 @@ def matrices(layout: Layout) -> list[slice]:
 
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("n_workers", [1, 3])
-def test_a_share_of_1_is_sgd_with_momentum_on_the_mean_gradient(
+def test_a_fraction_of_1_is_sgd_with_momentum_on_the_mean_gradient(
     n_workers: int, nesterov: bool
 ) -> None:
     layout = Layout(SHAPES)
@@ -66,7 +67,31 @@ def test_a_share_of_1_is_sgd_with_momentum_on_the_mean_gradient(
     assert network.bits.tolist() == [50 * round(2 * (n - 1) * 32 * layout.size / n)] * n
 
 
-def test_vectors_are_sgd_with_momentum_at_any_share() -> None:
+@pytest.mark.parametrize("n_workers", [1, 3])
+def test_a_fraction_of_1_in_16_bits_loses_nothing(n_workers: int) -> None:
+    """Rounding errors, and values beyond the range, are sent later. All means are finite."""
+    layout = Layout(SHAPES)
+    network, a = aggregation(n_workers, compress_ratio=1, momentum=0, fp16_values=True)
+    assert a.compression_rate == 2
+    applied, given = torch.zeros(layout.size).double(), torch.zeros(layout.size).double()
+    for t in range(20):
+        fresh = 1e-4 * gradients(n_workers, layout, t)
+        fresh[:, 7] = 1e5 * (t < 5)
+        given += fresh.double().mean(0)
+        applied += step(network, a, fresh)[0]
+    assert a.state_dict()["kept"].any()
+    found = applied + a.state_dict()["kept"].double().mean(0)
+    rest = torch.arange(layout.size) != 7
+    # The sum of n 16-bit numbers has a rounding error of its own.
+    assert (found - given)[rest].norm() < 1e-3 * given[rest].norm()
+    assert found[7] == pytest.approx(given[7].item(), rel=1e-3)
+    assert (
+        network.bits.tolist()
+        == [20 * round(2 * (n_workers - 1) * 16 * layout.size / n_workers)] * n_workers
+    )
+
+
+def test_vectors_are_sgd_with_momentum_at_any_fraction() -> None:
     layout = Layout([(9,), (40, 30)])
     network, a = aggregation(2, layout.shapes, momentum=0.8)
     u, vector = torch.zeros(9), slice(layout.starts[0], layout.starts[0] + 9)
@@ -106,7 +131,7 @@ def test_the_means_and_the_accumulated_elements_sum_to_the_gradients(
 
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("masking", [False, True])
-@pytest.mark.parametrize("clip", [None, 30.0])
+@pytest.mark.parametrize("clip", [None, 10.0])
 def test_it_is_the_papers_algorithm_with_exact_selection(
     nesterov: bool, masking: bool, clip: float | None
 ) -> None:
@@ -129,7 +154,7 @@ def test_it_is_the_papers_algorithm_with_exact_selection(
         mean = step(network, a, g.clone())
         for i in range(n):
             if clip is not None:
-                g[i] *= min(1, clip / n**0.5 / g[i].norm().item())
+                g[i] *= min(1, n**0.5 * clip / g[i].norm().item())
             if nesterov:
                 u[i] = m * (u[i] + g[i])
                 v[i] = v[i] + u[i] + g[i]
@@ -137,7 +162,7 @@ def test_it_is_the_papers_algorithm_with_exact_selection(
                 u[i] = m * u[i] + g[i]
                 v[i] = v[i] + u[i]
             for span in matrices(layout):
-                count = max(1, round(0.05 * (span.stop - span.start)))
+                count = ceil(0.05 * (span.stop - span.start))
                 sent = v[i, span].abs() >= v[i, span].abs().sort(descending=True).values[count - 1]
                 assert sent.sum() == count
                 expected[span] += torch.where(sent, v[i, span], 0) / n
@@ -174,6 +199,57 @@ def test_values_that_diverged_are_visible(fp16_values: bool) -> None:
         assert not torch.isfinite(step(network, a, gradient)).all()
 
 
+# --- Clipping ------------------------------------------------------------------------------------
+
+
+def test_independent_gradients_whose_mean_is_short_are_not_clipped() -> None:
+    """16 workers, norms of 2: the mean has a norm near 2/√16 = 0.5, below the threshold of 1."""
+    layout = Layout(SHAPES)
+    network, a = aggregation(16, compress_ratio=1, momentum=0, clip=1.0)
+    gradient = gradients(16, layout, 0)
+    gradient *= 2 / gradient.norm(dim=1, keepdim=True)
+    expected = gradient.mean(0)
+    mean = step(network, a, gradient.clone())[0]
+    assert 0.4 < expected.norm() < 0.6
+    assert (mean - expected).norm() < 1e-5 * expected.norm()
+    equal = step(network, a, gradient[:1].expand(16, -1) * 100)[0]
+    assert equal.norm() == pytest.approx(4.0, rel=1e-4)
+
+
+@pytest.mark.parametrize("clip_by", CLIPPING)
+@pytest.mark.parametrize("fraction", [1, 0.05])
+def test_a_gradient_is_clipped_before_it_is_accumulated(clip_by: str, fraction: float) -> None:
+    n, clip, layout = 3, 0.7, Layout(SHAPES)
+    given = None if clip_by == "global-value" else clip
+    network, a = aggregation(
+        n, compress_ratio=fraction, momentum=0, clip=given, clip_by=clip_by, fp16_values=False
+    )
+    g = gradients(n, layout, 1) * torch.tensor([[0.01], [0.5], [1]])
+    expected = torch.empty_like(g)
+    tensors = [slice(s, s + prod(shape)) for s, shape in zip(layout.starts, SHAPES, strict=True)]
+    for span in tensors:
+        norms = [g[i, span].norm().item() for i in range(n)]
+        together = (sum(norm**2 for norm in norms) / n) ** 0.5
+        for i in range(n):
+            expected[i, span] = {
+                "gradient": g[i, span] * min(1, n**0.5 * clip / g[i].norm().item()),
+                "norm": g[i, span] * min(1, clip / norms[i]),
+                "value": g[i, span].clamp(-clip, clip),
+                "global-norm": g[i, span] * min(1, clip / together),
+                "global-value": g[i, span].clamp(-together, together),
+            }[clip_by]
+    assert not torch.allclose(expected, g, rtol=0.01)
+    mean = step(network, a, g.clone())[0]
+    found = mean + a.state_dict()["kept"].mean(0)
+    assert (found - expected.mean(0)).norm() < 1e-5 * expected.mean(0).norm()
+    bits = network.bits[0]
+    plain, b = aggregation(n, compress_ratio=fraction)
+    step(plain, b, g)
+    sent_before = round(2 * (n - 1) * 32 * len(SHAPES) / n) if clip_by.startswith("global") else 0
+    if fraction == 1:
+        assert bits - plain.bits[0] == sent_before
+
+
 # --- Selection ----------------------------------------------------------------------------------
 
 DATA: dict[str, Callable[[torch.Generator, int], Tensor]] = {
@@ -198,12 +274,12 @@ def test_the_selected_elements_are_the_largest_and_their_number_is_the_target(
 ) -> None:
     values = DATA[kind](torch.Generator().manual_seed(1), size)
     before = values.clone()
-    selector = Selector(size, share, Config())
-    for start in {0, selector.stride // 2, selector.stride - 1}:
-        positions = selector.positions(values, start)
+    target = ceil(share * size)
+    for options in (EXACT, EXACT | {"strided_sample": False}):
+        selector = Selector(size, share, Config(**options))
+        positions = selector.positions(values, selector.sample(np.random.default_rng(0)))
         assert len(positions) == len(positions.unique())
-        target = max(1, round(share * size))
-        assert 1 <= len(positions) <= 1.3 * target
+        assert 1 <= len(positions) <= target
         if len(positions) < 0.8 * target:  # only where there are no others
             assert (values[positions] != 0).sum() == (values != 0).sum()
         chosen = torch.zeros(size, dtype=torch.bool).index_fill_(0, positions, True)
@@ -212,17 +288,83 @@ def test_the_selected_elements_are_the_largest_and_their_number_is_the_target(
     assert torch.equal(values, before)
 
 
+EXACT: dict[str, Any] = {"compress_upper_bound": 1.0}
+
+
 @pytest.mark.parametrize("iterations", [0, 1, 10])
 def test_a_sample_that_misleads_is_corrected(iterations: int) -> None:
     """The sampled elements are larger than the others."""
-    selector = Selector(100_003, 0.02, Config(max_adaptation_iterations=iterations))
+    config = Config(compress_upper_bound=1.0, max_adaptation_iters=iterations)
+    selector = Selector(100_003, 0.02, config)
     values = torch.randn(100_003, generator=torch.Generator().manual_seed(0))
     assert selector.stride > 1
-    values[5 :: selector.stride] *= 3
-    found = selector.positions(values, 5)
+    sample = slice(5, None, selector.stride)
+    values[sample] *= 3
+    found = selector.positions(values, sample)
     assert 0.8 * selector.target <= len(found) <= selector.target
     exact = torch.topk(values.abs(), selector.target).indices
     assert torch.isin(found, exact).all()
+
+
+@pytest.mark.parametrize("upper", [1.05, 1.3, 2.0])
+@pytest.mark.parametrize("lower", [0.8, 0.95])
+@pytest.mark.parametrize("resample", [True, False])
+@pytest.mark.parametrize("kind", ["normal", "growing"])
+def test_the_bounds_are_those_of_the_published_selection(
+    kind: str, upper: float, lower: float, resample: bool
+) -> None:
+    values, size, share = DATA[kind](torch.Generator().manual_seed(2), 50_000), 50_000, 0.02
+    config = Config(
+        compress_upper_bound=upper,
+        compress_lower_bound=lower,
+        resample=resample,
+        max_adaptation_iters=3,
+        strided_sample=False,
+    )
+    selector = Selector(size, share, config)
+    random, endings = np.random.default_rng(1), set()
+    for _ in range(40):
+        sample = selector.sample(random)
+        magnitudes, target = values.abs(), 1000
+        sampled = magnitudes[sample].sort(descending=True).values
+        threshold = sampled[ceil(share * len(sampled)) - 1].item()
+        ending, expected = "no more iterations", (magnitudes > threshold).nonzero().view(-1)
+        for _ in range(3):
+            if len(expected) > upper * target:
+                ending = "surplus"
+                if resample:
+                    expected = magnitudes.topk(target).indices.sort().values
+                    break
+                threshold *= upper
+            elif len(expected) < lower * target:
+                threshold *= lower
+            else:
+                ending = "within the bounds"
+                break
+            expected = (magnitudes > threshold).nonzero().view(-1)
+        if len(expected) < lower * target:
+            ending, expected = "deficit", magnitudes.topk(target).indices.sort().values
+        endings.add(ending)
+        found = selector.positions(values, sample)
+        order = found.sort().values
+        assert torch.equal(order, expected[:target].sort().values), ending
+    assert len(endings) > 1 or upper == 2.0
+
+
+def test_a_sample_is_strided_or_uniform() -> None:
+    random = np.random.default_rng(0)
+    strided = Selector(100_000, 0.05, Config())
+    uniform = Selector(100_000, 0.05, Config(strided_sample=False))
+    assert strided.stride == uniform.stride > 1
+    for _ in range(3):
+        one, other = strided.sample(random), uniform.sample(random)
+        assert isinstance(one, slice)
+        assert isinstance(other, Tensor)
+        assert one.step == strided.stride
+        assert len(other) == ceil(100_000 / strided.stride)
+        assert 0 <= other.min() < 1000
+        assert 99_000 < other.max() < 100_000
+        assert len(other.diff().unique()) > 0.9 * len(other) / 2, "no common distance"
 
 
 def test_the_sample_has_the_configured_size_and_meets_all_columns() -> None:
@@ -240,10 +382,10 @@ def test_where_the_sample_starts_changes_by_step_and_worker(
     starts: list[int] = []
     positions = Selector.positions
 
-    def spy(selector: Selector, values: Tensor, start: int) -> Tensor:
-        assert 0 <= start < selector.stride
-        starts.append(start)
-        return positions(selector, values, start)
+    def spy(selector: Selector, values: Tensor, sample: Any) -> Tensor:
+        assert 0 <= sample.start < sample.step == selector.stride
+        starts.append(sample.start)
+        return positions(selector, values, sample)
 
     monkeypatch.setattr(Selector, "positions", spy)
     layout = Layout([(1000, 100)])
@@ -269,25 +411,25 @@ def test_bits_are_those_of_the_formula(
     )
     layout, n = Layout(SHAPES), n_workers
     step(network, a, gradients(n, layout, 0))
-    target = sum(max(1, round(ratio * prod(s))) for s in SHAPES if len(s) >= 2)
+    target = sum(ceil(ratio * prod(s)) for s in SHAPES if len(s) >= 2)
     rest = torch.zeros(layout.size, dtype=torch.bool)
     for span in matrices(layout):
         rest[span] = True
     sent = (a.state_dict()["momentum"][:, rest] == 0).sum(1).tolist()  # masked
     assert all(0.8 * target <= count <= target for count in sent)
     own = [count * index + ceil(count * value / index) * index for count in sent]
-    vectors = round(2 * (n - 1) * 32 * 10 / n)
+    vectors = round(2 * (n - 1) * value * 10 / n)
     expected = [(n - 1) * (bits + 32) + vectors for bits in own]
     assert network.bits.tolist() == expected
     assert network.messages.tolist() == [4 * (n - 1)] * n
     whole = target * index + ceil(target * value / index) * index
-    assert a.compression_rate == pytest.approx(32 * layout.size / (whole + 320))
+    assert a.compression_rate == pytest.approx(32 * layout.size / (whole + 10 * value))
 
 
 def test_the_rate_is_the_published_one() -> None:
-    """0.1 % of the elements with positions: a rate of 500; with 16-bit values 667."""
-    for options, rate in (({}, 500), ({"fp16_values": True}, 667)):
-        _, a = aggregation(1, [(4000, 1000)], **options)
+    """0.1 % of the elements with positions of 32 bits: a rate of 500; with 16-bit values 667."""
+    for fp16_values, rate in ((False, 500), (True, 667)):
+        _, a = aggregation(1, [(4000, 1000)], int32_indices=True, fp16_values=fp16_values)
         assert a.compression_rate == pytest.approx(rate, rel=1e-3)
 
 
@@ -314,21 +456,25 @@ def test_only_vectors_and_only_matrices() -> None:
 # --- Warm-up -------------------------------------------------------------------------------------
 
 
-def test_the_share_warms_up() -> None:
+def test_the_fraction_warms_up() -> None:
     config = Config(warmup_epochs=4)
-    shares = [config.share(epoch) for epoch in (0, 0.9, 1, 2, 3, 4, 100)]
+    fractions = [config.fraction(epoch) for epoch in (0, 0.9, 1, 2, 3, 4, 100)]
     paper = [0.25, 0.25, 0.0625, 0.0156, 0.004, 0.001, 0.001]
-    assert shares == pytest.approx(paper, rel=0.02)
+    assert fractions == pytest.approx(paper, rel=0.02)
     listed = (0.25, 0.063, 0.015, 0.004, 0.001)
-    config = Config(warmup_epochs=5, warmup_ratios=listed, compress_ratio=0.0005)
-    assert [config.share(e + 0.5) for e in range(7)] == [*listed, 0.0005, 0.0005]
-    assert Config().share(0) == 0.001
+    config = Config(warmup_epochs=5, warmup_coeff=listed, compress_ratio=0.0005)
+    assert [config.fraction(e + 0.5) for e in range(7)] == [*listed, 0.0005, 0.0005]
+    config = Config(warmup_epochs=4, warmup_coeff=0.1, compress_ratio=500)
+    found = [config.fraction(e) for e in range(6)]
+    assert found == pytest.approx([0.1, 0.01, 0.002, 0.002, 0.002, 0.002])
+    assert Config().fraction(0) == Config(warmup_epochs=-1).fraction(0) == 0.001
+    assert Config(compress_ratio=1000).fraction(0) == Config().fraction(0)
 
 
-def test_the_share_is_that_of_the_epoch() -> None:
+def test_the_fraction_is_that_of_the_epoch() -> None:
     layout = Layout([(100, 100)])
     network, a = aggregation(
-        1, layout.shapes, warmup_epochs=2, warmup_ratios=(1, 0.1), compress_ratio=0.01
+        1, layout.shapes, warmup_epochs=2, warmup_coeff=(1, 0.1), compress_ratio=0.01, **EXACT
     )
     for epoch, expected in (
         (0, 10_000),
@@ -345,8 +491,15 @@ def test_the_share_is_that_of_the_epoch() -> None:
 # --- State ---------------------------------------------------------------------------------------
 
 
-def test_a_resumed_run_is_the_same_to_the_bit() -> None:
-    options = {"compress_ratio": 0.02, "warmup_epochs": 2, "fp16_values": True, "clip": 50.0}
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fp16_values": True, "clip": 50.0},
+        {"strided_sample": False, "resample": False, "clip": 2.0, "clip_by": "global-norm"},
+    ],
+)
+def test_a_resumed_run_is_the_same_to_the_bit(options: dict[str, Any]) -> None:
+    options = options | {"compress_ratio": 0.02, "warmup_epochs": 2}
     layout, shapes = Layout([(300, 100), (9,)]), [(300, 100), (9,)]
     network, whole = aggregation(3, shapes, **options)
     _, first = aggregation(3, shapes, **options)
@@ -372,11 +525,18 @@ def test_a_resumed_run_is_the_same_to_the_bit() -> None:
 
 @pytest.mark.parallel([4])
 @pytest.mark.parametrize("hosted", [1, 2])
-@pytest.mark.parametrize("fp16_values", [False, True])
-def test_processes_are_one_process(hosted: int, fp16_values: bool) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip": 60.0},
+        {"clip": 60.0, "fp16_values": True},
+        {"clip": 10.0, "clip_by": "global-norm", "strided_sample": False, "resample": False},
+    ],
+)
+def test_processes_are_one_process(hosted: int, options: dict[str, Any]) -> None:
     topology = topologies.make("ring", hosted * processes().size)
     layout = Layout([(300, 100), (9,), (12, 5)])
-    config = Config(compress_ratio=0.011, clip=60.0, fp16_values=fp16_values)
+    config = Config(compress_ratio=0.011, **options)
     several, one = Network(topology), Network(topology, Processes())
     apart = DGCAggregation(several, layout, config)
     alone = DGCAggregation(one, layout, config)
@@ -398,7 +558,7 @@ def test_processes_are_one_process(hosted: int, fp16_values: bool) -> None:
 
 @pytest.mark.parallel([4])
 def test_anyones_training_loop_between_processes() -> None:
-    """A share of 1 is SGD on the mean over the processes; with less they stay together too."""
+    """A fraction of 1 is SGD on the mean over the processes; with less they stay together too."""
     who = processes()
     inputs = torch.randn(40, 6, generator=torch.Generator().manual_seed(who.rank))
     targets = inputs.sum(1, keepdim=True)
@@ -497,12 +657,104 @@ def test_gradients_that_are_none_or_odd_are_rejected_before_anything_changes() -
         optimizer_step(torch.optim.SGD(embedding.parameters(), lr=0.1), dgc)
 
 
-def test_an_optimizer_with_momentum_or_of_others_is_refused() -> None:
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_fraction_of_1_is_torchs_sgd_with_weight_decay(nesterov: bool) -> None:
+    """DGC and DGCSGD in place of SGD with momentum and weight decay, for 50 steps of a model."""
+    options: dict[str, Any] = {"momentum": 0.9, "nesterov": nesterov}
+    model, inputs, targets = model_and_data()
+    theirs, _, _ = model_and_data()
+    dgc = DGC(model.parameters(), Config(compress_ratio=1, **options))
+    optimizer = DGCSGD(model.parameters(), lr=0.02, weight_decay=0.01, **options)
+    sgd = torch.optim.SGD(theirs.parameters(), lr=0.02, weight_decay=0.01, **options)
+    for _ in range(50):
+        (model(inputs) - targets).square().mean().backward()
+        optimizer_step(optimizer, dgc)
+        sgd.zero_grad()
+        (theirs(inputs) - targets).square().mean().backward()
+        sgd.step()
+    for found, expected in zip(model.parameters(), theirs.parameters(), strict=True):
+        assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_weight_decay_is_that_of_torchs_sgd(nesterov: bool, resumed: bool) -> None:
+    """Without gradients, for a fraction of 0.02, x follows SGD. The momentum is in state_dict."""
+    options: dict[str, Any] = {"momentum": 0.9, "nesterov": nesterov}
+    start = torch.randn(30, 20, generator=torch.Generator().manual_seed(0))
+    x, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    dgc = DGC([x], Config(compress_ratio=0.02, **options))
+    optimizer = DGCSGD([x], lr=0.1, weight_decay=0.01, **options)
+    sgd = torch.optim.SGD([theirs], lr=0.1, weight_decay=0.01, **options)
+    x.grad, theirs.grad = torch.zeros_like(x), torch.zeros_like(x)
+    for t in range(200):
+        if resumed and t == 3:
+            state = optimizer.state_dict()
+            optimizer = DGCSGD([x], lr=0.1)
+            optimizer.load_state_dict(state)
+        optimizer_step(optimizer, dgc)
+        sgd.step()
+    assert (x - theirs).norm() < 1e-5 * theirs.norm()
+    assert 0.1 < theirs.norm() / start.norm() < 0.2
+
+
+def test_the_decay_of_dgcsgd_is_dampened_as_published() -> None:
+    x = nn.Parameter(torch.tensor([4.0]))
+    optimizer = DGCSGD([x], lr=0.5, momentum=0.5, dampening=0.25, weight_decay=0.1)
+    optimizer.step()
+    assert x.item() == 4.0, "there is no gradient"
+    decay, d = [], 0.0
+    for t in range(3):
+        x.grad = torch.tensor([1.0])
+        decay.append(0.1 * x.item())
+        d = 0.5 * d + 0.75 * decay[-1] if t else decay[-1]
+        expected = x.item() - 0.5 * (1 + d)
+        optimizer.step()
+        assert x.item() == pytest.approx(expected)
+    for bad in ({"lr": -1}, {"momentum": -0.1}, {"weight_decay": -1}, {"nesterov": True}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            DGCSGD([x], **{"lr": 0.1, **bad})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.Adam(p),
+        lambda p: torch.optim.AdamW(p),
+        lambda p: torch.optim.NAdam(p),
+        lambda p: torch.optim.RMSprop(p, momentum=0.5),
+        lambda p: DGCSGD(p, lr=0.1),
+        lambda p: DGCSGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    ],
+)
+def test_an_optimizer_with_momentum_is_rejected_before_anything_changes(optimizer: Any) -> None:
+    model, inputs, targets = model_and_data()
+    dgc = DGC(model.parameters(), Config(momentum=0.9))
+    (model(inputs) - targets).square().mean().backward()
+    gradient = model[0].weight.grad.clone()  # type: ignore[index]
+    before = dgc.state_dict()
+    with pytest.raises(ValueError, match=r"momentum.* use"):
+        optimizer_step(optimizer(model.parameters()), dgc)
+    assert torch.equal(dgc.state_dict()["gradient"], before["gradient"])
+    assert torch.equal(model[0].weight.grad, gradient)  # type: ignore[index]
+
+
+def test_other_optimizers_without_momentum_are_accepted() -> None:
+    model, inputs, targets = model_and_data()
+    dgc = DGC(model.parameters())
+    for optimizer in (torch.optim.RMSprop, torch.optim.Adagrad):
+        (model(inputs) - targets).square().mean().backward()
+        optimizer_step(optimizer(model.parameters(), lr=1e-3), dgc)
+    betas = torch.optim.Adam(model.parameters(), betas=(0.0, 0.999))
+    (model(inputs) - targets).square().mean().backward()
+    optimizer_step(betas, dgc)
+
+
+def test_an_optimizer_of_other_parameters_is_rejected() -> None:
     model, inputs, targets = model_and_data()
     dgc = DGC(model.parameters())
     (model(inputs) - targets).square().mean().backward()
-    with pytest.raises(ValueError, match=r"momentum=0\.9: use"):
-        optimizer_step(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), dgc)
     with pytest.raises(ValueError, match="same list"):
         optimizer_step(torch.optim.SGD(list(model.parameters())[:2], lr=0.1), dgc)
 
@@ -525,16 +777,23 @@ def test_no_parameters_and_too_many_workers_are_rejected() -> None:
     ("key", "value"),
     [
         ("compress_ratio", 0),
-        ("compress_ratio", 1.5),
+        ("compress_ratio", -0.1),
+        ("compress_ratio", float("inf")),
+        ("compress_upper_bound", 0.9),
+        ("compress_lower_bound", 0),
+        ("compress_lower_bound", 1),
+        ("clip_by", "tensor"),
+        ("warmup_coeff", 1.5),
+        ("warmup_coeff", 0),
         ("compress_ratio", float("nan")),
         ("sample_ratio", 0.005),
         ("sample_ratio", 1.1),
-        ("max_adaptation_iterations", -1),
+        ("max_adaptation_iters", -1),
         ("momentum", 1),
         ("momentum", -0.1),
         ("clip", 0),
         ("clip", float("inf")),
-        ("warmup_epochs", -1),
+        ("warmup_epochs", -2),
         ("num_batches_per_step", 0),
         ("num_batches_per_step", 1.5),
         ("seed", -1),
@@ -546,9 +805,18 @@ def test_values_that_make_no_sense_are_rejected(key: str, value: Any) -> None:
 
 
 def test_warm_up_lists_that_make_no_sense_are_rejected() -> None:
-    with pytest.raises(ValueError, match=r"warmup_ratios=.*warmup_epochs=3"):
-        Config(warmup_epochs=3, warmup_ratios=(0.2, 0.1))
-    with pytest.raises(ValueError, match=r"warmup_ratios=.*0"):
-        Config(warmup_epochs=2, warmup_ratios=(0.2, 0))
+    with pytest.raises(ValueError, match=r"warmup_coeff=.*warmup_epochs=3"):
+        Config(warmup_epochs=3, warmup_coeff=(0.2, 0.1))
+    with pytest.raises(ValueError, match=r"warmup_coeff=.*0"):
+        Config(warmup_epochs=2, warmup_coeff=(0.2, 0))
     with pytest.raises(ValueError, match="epoch=-1"):
-        Config().share(-1)
+        Config().fraction(-1)
+
+
+def test_options_that_exclude_each_other_are_rejected() -> None:
+    with pytest.raises(ValueError, match=r"^compress_upper_bound=1\.0: .*resample"):
+        Config(compress_upper_bound=1.0, resample=False)
+    with pytest.raises(ValueError, match=r"^clip=None: .*clip_by=value"):
+        Config(clip_by="value")
+    with pytest.raises(ValueError, match=r"^clip=1: .*clip_by=global-value"):
+        Config(clip=1, clip_by="global-value")

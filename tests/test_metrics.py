@@ -398,14 +398,14 @@ def test_the_table_shows_each_algorithm_at_its_best(tmp_path: Path) -> None:
     rows = write_sweep(tmp_path)
     before = rows.copy()
     assert tables.consensus_summary(rows).splitlines() == [
-        "Best setting of each algorithm; the error at the start is 8000",
-        "  algorithm   diffusion rate   theta   to 1e-3      sent   to 1e-6      sent"
+        "Best setting of each algorithm. Errors are relative to the start, which is 8000",
+        "  algorithm   diffusion rate   theta   per step   to 1e-3      sent   to 1e-6      sent"
         "   final error   diverged",
-        "  plain                                2 steps   20 Mbit   4 steps   40 Mbit"
-        "         2e-09     0 of 1",
-        "  signs                  0.5           2 steps   80 kbit     never          "
-        "          4.25     1 of 3",
-        "  modulo                   1     0.1     never               never          "
+        "  plain                                 10 Mbit   2 steps   20 Mbit   4 steps   40 Mbit"
+        "       2.5e-13     0 of 1",
+        "  signs                  0.5            40 kbit   2 steps   80 kbit     never          "
+        "      0.000531     1 of 3",
+        "  modulo                   1     0.1    20 kbit     never               never          "
         "      diverged     2 of 2",
     ]
     pd.testing.assert_frame_equal(rows, before)

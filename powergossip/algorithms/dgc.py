@@ -6,11 +6,12 @@ largest magnitude, and accumulates the others locally with momentum correction.
 Axes: worker (hosted here). Each worker has D elements. A position is an index 0 … D − 1.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, gcd, isfinite, prod, sqrt
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,42 +19,53 @@ from powergossip import checks, randomness
 from powergossip.network import Conversation, Gather, Mean, Network
 from powergossip.parameters import Layout, put_in, take_out
 
-_LEAST_SELECTED = 0.8  # fraction of the target below which the threshold is lowered
-_LOWERING = 0.8  # factor by which it is lowered
 _LEAST_IN_SAMPLE = 16  # elements above the threshold in a sample, for a reliable threshold
 _BLOCK = 32  # elements that are compared with the threshold through their maximum
 _BLOCKS_AT_ONCE = 2**14  # 2 MiB of elements, which the second pass finds in the CPU's cache
 
+CLIPPING = ("gradient", "norm", "value", "global-norm", "global-value")
+
 
 @dataclass(frozen=True)
 class Config:
-    """
-    compress_ratio             fraction of each tensor's elements that is sent, after the warm-up
+    """Options, with the names and defaults of the published code, where it has them.
+
+    compress_ratio             fraction of each tensor's elements that is sent after the warm-up.
+                               A ratio r above 1 stands for the fraction 1/r
     sample_ratio               fraction of a tensor that is sampled for the threshold, at least
-    max_adaptation_iterations  largest number of times that a threshold is lowered
+    strided_sample             sample at equal distances from a random start, or else uniformly
+    compress_upper_bound, compress_lower_bound, resample, max_adaptation_iters
+                               see `Selector`
     momentum, nesterov         as in torch.optim.SGD
     momentum_masking           clear the momentum of sent elements
-    clip                       largest norm of a gradient, in units of the mean gradient
+    clip, clip_by              threshold and kind of the clipping of a worker's gradient, see
+                               `Clipping`
     warmup_epochs              epochs before compress_ratio applies
-    warmup_ratios              fraction in each of these epochs, or None: see `share`
+    warmup_coeff               fraction in each of these epochs, or one number, or None: see
+                               `fraction`
     fp16_values, int32_indices types of sent values and positions, else float32 and int64
     num_batches_per_step       calls of optimizer_step per step
-    seed                       of the samples' offsets
+    seed                       of the samples
 
     Raises ValueError for a value out of range.
     """
 
     compress_ratio: float = 0.001
     sample_ratio: float = 0.01
-    max_adaptation_iterations: int = 10
+    strided_sample: bool = True
+    compress_upper_bound: float = 1.3
+    compress_lower_bound: float = 0.8
+    max_adaptation_iters: int = 10
+    resample: bool = True
     momentum: float = 0.9
     nesterov: bool = False
     momentum_masking: bool = True
     clip: float | None = None
+    clip_by: str = "gradient"
     warmup_epochs: int = 0
-    warmup_ratios: Sequence[float] | None = None
+    warmup_coeff: float | Sequence[float] | None = None
     fp16_values: bool = False
-    int32_indices: bool = True
+    int32_indices: bool = False
     num_batches_per_step: int = 1
     seed: int = 0
 
@@ -61,66 +73,179 @@ class Config:
         def require(name: str, ok: bool, accepted: str) -> None:
             checks.check(name, getattr(self, name), ok, accepted)
 
-        require("compress_ratio", 0 < self.compress_ratio <= 1, "a fraction above 0, at most 1")
+        checks.positive("compress_ratio", self.compress_ratio)
         require("sample_ratio", 0.01 <= self.sample_ratio <= 1, "a fraction from 0.01 to 1")
+        lower = self.compress_lower_bound
+        require("compress_lower_bound", 0 < lower < 1, "a fraction above 0, below 1")
+        self._check_upper_bound()
         require("momentum", 0 <= self.momentum < 1, "0 or more, below 1")
-        clip_is_norm = self.clip is None or (isfinite(self.clip) and self.clip > 0)
-        require("clip", clip_is_norm, "a norm above 0, or None")
+        checks.one_of("clip_by", self.clip_by, CLIPPING)
+        self._check_clip()
         for name, least in (
-            ("max_adaptation_iterations", 0),
-            ("warmup_epochs", 0),
+            ("max_adaptation_iters", 0),
+            ("warmup_epochs", -1),
             ("num_batches_per_step", 1),
             ("seed", 0),
         ):
             value = getattr(self, name)
             ok = isinstance(value, int) and value >= least
             require(name, ok, f"an integer, {least} or more")
-        if self.warmup_ratios is not None:
-            enough = len(self.warmup_ratios) >= self.warmup_epochs
-            require("warmup_ratios", enough, f"one for each of warmup_epochs={self.warmup_epochs}")
-            in_range = all(0 < ratio <= 1 for ratio in self.warmup_ratios)
-            require("warmup_ratios", in_range, "fractions above 0, at most 1")
+        if self.warmup_coeff is not None:
+            self._check_warmup_coeff()
 
-    def share(self, epoch: float) -> float:
+    def _check_upper_bound(self) -> None:
+        upper = self.compress_upper_bound
+        if self.resample:
+            checks.check("compress_upper_bound", upper, upper >= 1, "1 or more")
+        else:
+            accepted = "a number above 1, or resample=True"
+            checks.check("compress_upper_bound", upper, isfinite(upper) and upper > 1, accepted)
+
+    def _check_clip(self) -> None:
+        if self.clip_by == "global-value":
+            accepted = "None with clip_by=global-value, which has no threshold"
+            checks.check("clip", self.clip, self.clip is None, accepted)
+        elif self.clip is None:
+            accepted = f"a number above 0 with clip_by={self.clip_by}"
+            checks.check("clip", self.clip, self.clip_by == "gradient", accepted)
+        else:
+            accepted = "a number above 0, or None"
+            checks.check("clip", self.clip, isfinite(self.clip) and self.clip > 0, accepted)
+
+    def _check_warmup_coeff(self) -> None:
+        given: Any = self.warmup_coeff
+        accepted = "a fraction above 0, at most 1, or a list of them"
+        listed = list(given) if isinstance(given, Sequence) else [given]
+        ok = all(checks.is_finite(ratio) and 0 < ratio <= 1 for ratio in listed)
+        checks.check("warmup_coeff", given, ok, accepted)
+        if isinstance(given, Sequence):
+            accepted = f"one for each of warmup_epochs={self.warmup_epochs}"
+            checks.check("warmup_coeff", given, len(given) >= self.warmup_epochs, accepted)
+
+    def fraction(self, epoch: float) -> float:
         """Return the fraction of elements sent in epoch e = ⌊epoch⌋.
 
-        It is warmup_ratios[e] for e < warmup_epochs, or without that list
-        compress_ratio^((e + 1) / (warmup_epochs + 1)). From then on it is compress_ratio. With
-        0.001 and 4 epochs the warm-up is 0.251, 0.063, 0.016, 0.004, the paper's schedule (Lin et
-        al. 2018, § 3.3).
+        After the warm-up of W epochs, and without one, it is r = compress_ratio. Before, it is
+
+            warmup_coeff[e]                   for a list
+            max(r, warmup_coeff^(e + 1))      for a number
+            r^((e + 1) / (W + 1))             for None
+
+        With r = 0.001 and W = 4 the last is 0.251, 0.063, 0.016, 0.004, the paper's schedule
+        (Lin et al. 2018, § 3.3).
 
         Raises ValueError for a negative epoch.
         """
         if not (isfinite(epoch) and epoch >= 0):
             raise ValueError(f"epoch={epoch}: use 0 or more")
-        begun = floor(epoch)
+        ratio, begun = self.compress_ratio, floor(epoch)
+        final = ratio if ratio <= 1 else 1 / ratio
         if begun >= self.warmup_epochs:
-            return self.compress_ratio
-        if self.warmup_ratios is not None:
-            return self.warmup_ratios[begun]
-        return self.compress_ratio ** ((begun + 1) / (self.warmup_epochs + 1))
+            return final
+        if self.warmup_coeff is None:
+            return final ** ((begun + 1) / (self.warmup_epochs + 1))
+        if isinstance(self.warmup_coeff, Sequence):
+            return self.warmup_coeff[begun]
+        return max(final, self.warmup_coeff ** (begun + 1))
+
+
+class Clipping:
+    """Local clipping of the gradient g of each worker, in place, before it is accumulated.
+
+    clip_by        with c = clip, for n workers
+    gradient       g ← g · min(1, √n c / ‖g‖), all tensors together
+    norm           g ← g · min(1, c / ‖g‖) for each tensor g
+    value          each element ← the nearest number in [−c, c]
+    global-norm    g ← g · min(1, c / G) for each tensor, G² = 1/n Σ_i ‖g_i‖²
+    global-value   each element ← the nearest number in [−G, G]
+
+    The first is Lin et al. (2018), arXiv:1712.01887, § 3.2: there, worker i's gradient is g_i / n,
+    and is clipped at c / √n, so that the sum of n independent gradients has a norm of c at most, as
+    a rule. The others are clip_grad_norm_, clip_grad_value_, clip_grad_norm_2_by_global_ and
+    clip_grad_value_by_global_norm_ of the published code. It clips tensors that are not compressed
+    after the average.
+
+    Cost on the wire of the global ones: an all-reduce of one element for each tensor.
+    """
+
+    def __init__(self, network: Network, layout: Layout, clip: float | None, by: str):
+        self._clip, self._by, self._n = clip, by, network.n_workers
+        self._spans = [span for i in range(len(layout.shapes)) for span in layout.spans([i])]
+        squares = torch.zeros(network.rows, len(self._spans), device=network.device)
+        self._squares = Mean(squares)
+
+    def step(self, gradient: Tensor) -> Conversation:
+        """Clip gradient [worker, D]."""
+        if self._by == "global-norm":
+            norms = yield from self._global_norms(gradient)
+            self._scale_tensors(gradient, norms)
+        elif self._by == "global-value":
+            norms = yield from self._global_norms(gradient)
+            for span, norm in zip(self._spans, norms.unbind(1), strict=True):
+                limit = norm[:, None]
+                gradient[:, span].clamp_(min=-limit, max=limit)
+        elif self._clip is None:
+            return
+        elif self._by == "gradient":
+            norms = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
+            gradient.mul_(_factors(self._clip * sqrt(self._n), norms))
+        elif self._by == "norm":
+            self._scale_tensors(gradient, self._square_norms(gradient).sqrt())
+        else:
+            gradient.clamp_(min=-self._clip, max=self._clip)
+
+    def _square_norms(self, gradient: Tensor) -> Tensor:
+        """‖g‖² of each tensor g: [worker, tensor]."""
+        return torch.stack([gradient[:, span].square().sum(1) for span in self._spans], 1)
+
+    def _scale_tensors(self, gradient: Tensor, norms: Tensor) -> None:
+        assert self._clip is not None
+        factors = _factors(self._clip, norms)
+        for span, factor in zip(self._spans, factors.unbind(1), strict=True):
+            gradient[:, span].mul_(factor[:, None])
+
+    def _global_norms(self, gradient: Tensor) -> Generator[Any, Any, Tensor]:
+        """The root of the mean over all workers of each tensor's squared norm [worker, tensor]."""
+        self._squares.tensor.copy_(self._square_norms(gradient))
+        squares: Tensor = yield self._squares
+        return squares.sqrt()
+
+
+def _factors(limit: float, norms: Tensor) -> Tensor:
+    """min(1, limit / norm), as torch.nn.utils.clip_grad_norm_ computes it."""
+    return (limit / (norms + 1e-6)).clamp_(max=1)
 
 
 class Selector:
-    """Selection of the fraction · size elements of largest magnitude, without sorting.
+    """Selection of about fraction · size elements of largest magnitude, without sorting.
 
-        t ← the m-th largest of a sample, m slightly above the sample's part of the target
-        while fewer than 0.8 · target elements exceed t: t ← 0.8 t
-        the target largest of those that exceed t
+        t ← the m-th largest magnitude of a sample
+        up to max_adaptation_iters times, while k elements exceed t:
+            k > upper · target     return the `target` largest of them, if resample
+                                   t ← upper · t, otherwise
+            k < lower · target     t ← lower · t
+        return the first `target` of those that exceed t, in the order of memory
 
-    Lin et al. (2018), arXiv:1712.01887, § 5 (hierarchical selection). The threshold aims slightly
-    low, because cutting a surplus exactly is cheap, and lowering the threshold is not. The result
-    has `target` elements or, if there was no surplus, at least 0.8 · target. It has fewer only if
-    all others are 0. All elements are sorted if the sample would be as large as the tensor, or if
-    max_adaptation_iterations do not suffice.
+    upper = compress_upper_bound, lower = compress_lower_bound. Lin et al. (2018), arXiv:1712.01887,
+    § 5 (hierarchical selection), in the form of the published code. With upper = 1 and resample the
+    result is that of sorting, or has at least lower · target of its elements. The threshold then
+    aims slightly low, because cutting a surplus exactly is cheap, and lowering it is not.
 
-    target  # round(fraction · size), at least 1
+    Departures: all elements are sorted if the sample would be as large as the tensor, and if
+    max_adaptation_iters leave fewer than lower · target elements. So there are fewer only if all
+    others are 0. The sample is larger, 16 / fraction instead of 2 / fraction at least, and its
+    stride has no common factor with the size. A worker with infinite elements or NaN sends them
+    first, so that divergence stays visible.
+
+    target  # ⌈fraction · size⌉
     stride  # of the sample, 1 for no sampling
     """
 
     def __init__(self, size: int, fraction: float, config: Config):
-        self.size, self.target = size, max(1, round(fraction * size))
-        self._iterations = config.max_adaptation_iterations
+        self.size, self.target = size, ceil(fraction * size)
+        self._config = config
+        self._most = config.compress_upper_bound * self.target
+        self._least = config.compress_lower_bound * self.target
         sample = max(config.sample_ratio * size, _LEAST_IN_SAMPLE * size / self.target)
         # Coprime to the size: another stride could sample a few columns only.
         self.stride = max(1, floor(size / sample))
@@ -129,28 +254,48 @@ class Selector:
         # Maxima of blocks pay only where most blocks have no element above the threshold.
         self._block = _BLOCK if self.target * _BLOCK < size / 2 else 1
 
-    def positions(self, values: Tensor, start: int) -> Tensor:
-        """Select positions in values [size]: int64 [≤ target]. The sample begins at `start`, which
-        is below the stride."""
+    def sample(self, random: np.random.Generator) -> slice | Tensor:
+        """Draw the positions of a sample: a slice, or int64 [⌈size / stride⌉]."""
         if self.stride == 1:
-            return self._sorted(values)
-        sample = values[start :: self.stride].abs()
-        expected = self.target * len(sample) / self.size
-        rank = min(len(sample), ceil(expected + 2 * sqrt(expected)))
-        # All comparisons here select NaN, so that divergence stays visible.
-        threshold = torch.topk(sample, rank, sorted=False).values.min().item()
-        for iteration in range(self._iterations + 1):
-            found = self._above(values, threshold)
-            if len(found) > self.target:
-                return found[self._sorted(values[found])]
-            if len(found) >= _LEAST_SELECTED * self.target or (threshold == 0 and len(found)):
-                return found
-            if threshold == 0 or iteration == self._iterations:
-                break
-            threshold *= _LOWERING
-        return self._sorted(values)
+            return slice(None)
+        if self._config.strided_sample:
+            return slice(int(random.integers(self.stride)), None, self.stride)
+        return torch.from_numpy(random.integers(self.size, size=ceil(self.size / self.stride)))
 
-    def _sorted(self, values: Tensor) -> Tensor:
+    def positions(self, values: Tensor, sample: slice | Tensor) -> Tensor:
+        """Select positions in values [size]: int64 [≤ target]. `sample` has some positions."""
+        config = self._config
+        if self.stride == 1:
+            return self._largest(values)
+        threshold = self._threshold(values[sample].abs())
+        # All comparisons here select NaN, so that divergence stays visible.
+        for iteration in range(config.max_adaptation_iters + 1):
+            found = self._above(values, threshold)
+            if len(found) > self._most:
+                if config.resample:
+                    return found[self._largest(values[found])]
+                factor = config.compress_upper_bound
+            elif len(found) >= self._least or (threshold == 0 and len(found)):
+                break
+            else:
+                factor = config.compress_lower_bound
+            if threshold == 0 or iteration == config.max_adaptation_iters:
+                break
+            threshold *= factor
+        if len(found) < self._least and (threshold != 0 or not len(found)):
+            return self._largest(values)
+        if len(found) > self.target and not values[found].isfinite().all():
+            return found[self._largest(values[found])]
+        return found[: self.target]
+
+    def _threshold(self, sample: Tensor) -> float:
+        expected = self.target * len(sample) / self.size
+        if self._config.resample and self._config.compress_upper_bound == 1:
+            expected += 2 * sqrt(expected)
+        rank = min(len(sample), ceil(expected))
+        return float(torch.topk(sample, rank, sorted=False).values.min())
+
+    def _largest(self, values: Tensor) -> Tensor:
         return torch.topk(values.abs(), self.target, sorted=False).indices
 
     def _above(self, values: Tensor, threshold: float) -> Tensor:
@@ -177,12 +322,19 @@ def _above(values: Tensor, threshold: float) -> Tensor:
     return (values <= threshold).logical_not_().nonzero().view(-1)
 
 
+def _half(values: Tensor, terms: int = 1) -> Tensor:
+    """The nearest 16-bit numbers, so that a sum of so many is finite. Infinite ones remain."""
+    largest = torch.finfo(torch.float16).max / (1 if terms == 1 else 2 * terms)
+    finite = values.clamp(-largest, largest)
+    return torch.where(values.isinf(), values, finite).to(torch.float16)
+
+
 class DGCAggregation:
     """The mean of the workers' sparse gradients.
 
     Worker i accumulates the elements that it has not sent in v_i, with momentum u_i:
 
-        g ← g · min(1, clip / (√n ‖g‖))                       local clipping
+        g ← g · min(1, √n clip / ‖g‖)                         local clipping, see `Clipping`
         u ← m u + g,    v ← v + u                             momentum correction
         u ← m (u + g),  v ← v + u + g                         with Nesterov's momentum, instead
         send v where it is largest,  v ← 0, u ← 0 there       momentum masking
@@ -191,7 +343,7 @@ class DGCAggregation:
     Lin et al. (2018), arXiv:1712.01887, Algorithms 1 and 2 and § 3. `Selector` selects from each
     tensor of two or more dimensions. Other tensors, and all tensors at a fraction of 1, are sent
     whole and keep their momentum, so that a fraction of 1 is SGD with momentum. Rounding errors of
-    16-bit values stay in v.
+    16-bit values stay in v. The mean of whole tensors is then computed in 16 bits, too.
 
     Cost on the wire: an all-reduce of the whole tensors and, concurrently, one all-gather of the
     selected values and their positions.
@@ -216,18 +368,22 @@ class DGCAggregation:
         self._spans = layout.spans(vectors)
         # (first position, size), in the order of memory.
         self._tensors = sorted((layout.starts[i], prod(layout.shapes[i])) for i in matrices)
-        size = sum(span.stop - span.start for span in self._spans)
-        self._whole = Mean(torch.zeros(workers, size, device=device))
-        self._everything = Mean(self._kept)
-        self._chosen = Gather([])
+        self._clipping = Clipping(network, layout, config.clip, config.clip_by)
         self._index = torch.int32 if config.int32_indices else torch.int64
         self._value = torch.float16 if config.fp16_values else torch.float32
+        size = sum(span.stop - span.start for span in self._spans)
+        self._whole = Mean(torch.zeros(workers, size, dtype=self._value, device=device))
+        self._everything: Mean | None = None  # at a fraction of 1
+        self._chosen = Gather([])
         self._fraction = 0.0
         self.at_epoch(0)
 
     def at_epoch(self, epoch: float) -> None:
         """Set the fraction that is sent, which follows the warm-up."""
-        self._set_fraction(self._config.share(epoch))
+        self._set_fraction(self._config.fraction(epoch))
+
+    def at_learning_rate(self, *rates: float) -> None:
+        """Accumulated gradients are in units of the gradient."""
 
     def _set_fraction(self, fraction: float) -> None:
         if fraction == self._fraction:
@@ -240,22 +396,27 @@ class DGCAggregation:
         """Bits of a gradient over the bits of a worker's messages, at the current fraction."""
         size = self._layout.size
         if self._fraction == 1:
-            return 1.0
-        chosen = sum(selector.target for selector in self._selectors)
-        bits = 8 * self._words(chosen) * self._index.itemsize + 32 * self._whole.tensor.shape[1]
-        return 32 * size / bits
+            return 4 / self._value.itemsize
+        chosen = self._words(sum(selector.target for selector in self._selectors))
+        whole = self._whole.tensor.shape[1]
+        return 4 * size / (chosen * self._index.itemsize + whole * self._value.itemsize)
 
     def step(self, gradient: Tensor, mean: Tensor) -> Conversation:
         """Accumulate gradient [worker, D] and clear it. Fill mean [worker, D]."""
+        yield from self._clipping.step(gradient)
         self._accumulate(gradient)
         self._steps += 1
         if self._fraction == 1:
-            mean.copy_((yield self._everything)[0])
-            self._kept.zero_()
+            everything = [slice(0, self._layout.size)]
+            if self._everything is None:
+                self._everything = Mean(torch.empty_like(self._kept, dtype=self._value))
+            self._take_out(everything, self._everything.tensor)
+            put_in((yield self._everything), everything, mean)
             return
+        self._everything = None
         messages: list[Mean | Gather] = []
         if self._spans:
-            take_out(self._kept, self._spans, self._whole.tensor)
+            self._take_out(self._spans, self._whole.tensor)
             messages.append(self._whole)
         if self._tensors:
             self._chosen.pieces = [self._select(row) for row in range(len(gradient))]
@@ -268,12 +429,8 @@ class DGCAggregation:
             self._add_received(next(received), mean)
 
     def _accumulate(self, gradient: Tensor) -> None:
-        """Update u and v with the clipped gradient."""
+        """Update u and v with the clipped gradient, and clear it."""
         config, u, v = self._config, self._momentum, self._kept
-        if config.clip is not None:
-            longest = config.clip / sqrt(self._network.n_workers)
-            norms = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
-            gradient.mul_((longest / norms).clamp_(max=1))
         if config.momentum == 0:
             v.add_(gradient)
         elif config.nesterov:
@@ -284,6 +441,19 @@ class DGCAggregation:
             v.add_(u)
         gradient.zero_()
 
+    def _take_out(self, spans: Sequence[slice], packed: Tensor) -> None:
+        """Move the elements of v in these spans to a message, but for rounding errors."""
+        if packed.dtype == self._kept.dtype:
+            take_out(self._kept, spans, packed)
+            return
+        start = 0
+        for span in spans:
+            values = self._kept[:, span]
+            sent = _half(values, self._network.n_workers)
+            packed[:, start : start + sent.shape[1]] = sent
+            values.sub_(sent)
+            start += sent.shape[1]
+
     def _select(self, row: int) -> Tensor:
         """A worker's message: selected positions, then their values, in words of a position's size.
 
@@ -292,19 +462,13 @@ class DGCAggregation:
         config, kept = self._config, self._kept[row]
         worker = self._network.workers[row]
         random = randomness.generator(config.seed, "dgc", self._steps, worker)
-        starts = random.integers([selector.stride for selector in self._selectors])
         parts = []
-        for (first, size), selector, start in zip(
-            self._tensors, self._selectors, starts.tolist(), strict=True
-        ):
-            parts.append(selector.positions(kept[first : first + size], start).add_(first))
+        for (first, size), selector in zip(self._tensors, self._selectors, strict=True):
+            values, sample = kept[first : first + size], selector.sample(random)
+            parts.append(selector.positions(values, sample).add_(first))
         positions = torch.cat(parts)
         values = kept[positions]
-        sent = values
-        if config.fp16_values:
-            largest = torch.finfo(self._value).max
-            finite = values.clamp(-largest, largest)
-            sent = torch.where(values.isinf(), values, finite).to(self._value)
+        sent = _half(values) if config.fp16_values else values
         kept[positions] = values - sent
         if config.momentum_masking and config.momentum:
             self._momentum[row].index_fill_(0, positions, 0)

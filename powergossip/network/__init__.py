@@ -24,7 +24,14 @@ on the layout of workers over processes.
 
 from powergossip.network.meeting import meet, meet_at_exit
 from powergossip.network.messages import Conversation, Gather, Mean, Message, ToAll, ToEach
-from powergossip.network.mpi import Processes, choose_device, cuda_aware_mpi, processes, report
+from powergossip.network.mpi import (
+    Processes,
+    choose_device,
+    cuda_aware_mpi,
+    processes,
+    report,
+    torch_kept,
+)
 from powergossip.network.workers import Exchange, Network, Slots, hosted_workers, together
 
 __all__ = [
@@ -46,4 +53,5 @@ __all__ = [
     "processes",
     "report",
     "together",
+    "torch_kept",
 ]

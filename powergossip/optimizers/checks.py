@@ -35,6 +35,13 @@ def is_frozen(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
 
 
+def clear_frozen_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """p.grad ← None for frozen parameters. torch's optimizers would apply one from before."""
+    for group in optimizer.param_groups:
+        for parameter in filter(is_frozen, group["params"]):
+            parameter.grad = None
+
+
 def check_parameters(
     names: Sequence[str],
     parameters: Sequence[Tensor],

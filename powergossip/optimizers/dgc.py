@@ -1,24 +1,33 @@
 """Deep Gradient Compression in a training loop of your own, one worker per process.
 
-    from powergossip.optimizers.dgc import DGC, Config, optimizer_step
+    from powergossip.optimizers.dgc import DGC, DGCSGD, Config, optimizer_step
 
-    dgc = DGC(model.named_parameters(), Config(compress_ratio=0.001, warmup_epochs=4))
+    config = Config(compress_ratio=0.001, warmup_epochs=4, momentum=0.9)
+    dgc = DGC(model.named_parameters(), config)
+    optimizer = DGCSGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     for epoch in range(num_epochs):
         dgc.at_epoch(epoch)
         for batch in batches:
             loss(model, batch).backward()
             optimizer_step(optimizer, dgc)  # in place of optimizer.step() and zero_grad()
 
-The optimizer has no momentum of its own, since DGC corrects the momentum for elements that are not
-sent yet: use Config(momentum=…). The algorithm is algorithms.dgc.
+DGCSGD takes the place of torch.optim.SGD with the same lr, momentum, weight_decay and nesterov. DGC
+applies the momentum to the gradients, since it corrects it for elements that are not sent yet, and
+DGCSGD to the weight decay. Both need the same momentum.
+
+An optimizer with momentum of its own is rejected. torch.optim.SGD without momentum is accepted. Its
+weight decay has no momentum either, so that it is 1 − momentum times as strong as that of DGCSGD.
+The algorithm is algorithms.dgc.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
+from powergossip import checks
 from powergossip.algorithms.dgc import Config, DGCAggregation
 from powergossip.network import Network
 from powergossip.optimizers.checks import Params
@@ -95,21 +104,102 @@ class DGC:
         self._calls = state["calls"]
 
 
+class DGCSGD(torch.optim.Optimizer):
+    """SGD whose momentum m applies to the weight decay λ x alone. With the workers' mean g:
+
+        d ← m d + (1 − dampening) λ x         d ← λ x in the first step
+        x ← x − η (g + d)
+        x ← x − η (g + λ x + m d)             with Nesterov's momentum, instead
+
+    The optimizer for DGC, which has applied the momentum to g already. As SGD's momentum is linear,
+    both together are SGD(momentum=m, weight_decay=λ), but for the compression.
+
+    Source: DGCSGD of github.com/synxlin/deep-gradient-compression.
+
+    Raises ValueError for a value out of range.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+    ):
+        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
+            checks.not_negative(name, value)
+        possible = not nesterov or (momentum > 0 and dampening == 0)
+        checks.check("nesterov", nesterov, possible, "False, or momentum above 0 and dampening=0")
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+        }
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters that have a gradient. Returns the loss of `closure`, if given."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for x in group["params"]:
+                if x.grad is not None:
+                    self._update(x, x.grad, group)
+        return loss
+
+    def _update(self, x: Tensor, g: Tensor, group: Mapping[str, Any]) -> None:
+        m, weight_decay = group["momentum"], group["weight_decay"]
+        if weight_decay:
+            decay = weight_decay * x
+            g = g + self._with_momentum(x, decay, group) if m else g + decay
+        x.sub_(g, alpha=group["lr"])
+
+    def _with_momentum(self, x: Tensor, decay: Tensor, group: Mapping[str, Any]) -> Tensor:
+        state = self.state[x]
+        if "momentum_buffer" in state:
+            d = state["momentum_buffer"].mul_(group["momentum"])
+            d.add_(decay, alpha=1 - group["dampening"])
+        else:
+            d = state["momentum_buffer"] = decay.clone()
+        return decay.add_(d, alpha=group["momentum"]) if group["nesterov"] else d
+
+
+def _check_momentum(optimizer: torch.optim.Optimizer, config: Config) -> None:
+    """Raise ValueError unless DGC's momentum is the only momentum of the gradients."""
+    for group in optimizer.param_groups:
+        if isinstance(optimizer, DGCSGD):
+            theirs = group["momentum"], group["nesterov"]
+            if theirs != (config.momentum, config.nesterov):
+                raise ValueError(
+                    f"DGCSGD has momentum={theirs[0]}, nesterov={theirs[1]}, and DGC's Config has "
+                    f"momentum={config.momentum}, nesterov={config.nesterov}; use the same in both"
+                )
+        elif momentum := float(group.get("momentum") or group.get("betas", [0])[0]):
+            raise ValueError(
+                f"{type(optimizer).__name__} has momentum of its own ({momentum:g}), but DGC has "
+                "applied Config.momentum to the gradients already; use DGCSGD with the momentum of "
+                "Config, or torch.optim.SGD with momentum=0"
+            )
+
+
 def optimizer_step(optimizer: torch.optim.Optimizer, dgc: DGC) -> None:
     """A step of the optimizer with the workers' mean, in every num_batches_per_step-th call.
 
     Takes the gradients p.grad and clears them.
 
     Raises ValueError, before anything is sent, for a parameter with a missing or sparse gradient,
-    and for an optimizer that has momentum or other parameters.
+    and for an optimizer of other parameters, with momentum of its own (such as Adam), or, if it is
+    DGCSGD, with another momentum than that of the configuration.
     """
+    _check_momentum(optimizer, dgc.config)
     gradients = dgc.flat.of_loop(optimizer)
-    for group in optimizer.param_groups:
-        if group.get("momentum"):
-            raise ValueError(
-                f"the optimizer has momentum={group['momentum']}: use momentum=0 there, and "
-                "Config(momentum=…)"
-            )
     means = dgc.aggregate(gradients)
     if means is not None:
         torch._foreach_copy_(gradients, means)

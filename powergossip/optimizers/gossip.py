@@ -55,8 +55,8 @@ class Method:
     options           # all options of the algorithm: those given, and defaults for the others.
                       # `algorithms.defaults(name)` lists them
 
-    A `diffusion_rate` is a number above 0 or "auto", the best rate for plain gossip on a static
-    undirected topology.
+    A `diffusion_rate` is a number above 0. With "power-gossip" and "dpsgd" it may be "auto", the
+    best rate for plain gossip on a static undirected topology.
 
     Raises ValueError for an unknown name or option, and for a value of the wrong type. Other
     invalid values are rejected when the algorithm is built.
@@ -97,8 +97,6 @@ class Method:
     def build(self, network: Network, layout: Layout, part: int) -> algorithms.Averaging:
         """The averaging algorithm for the parameters of a part, with random streams of its own."""
         options = dict(self.options)
-        if options.get("diffusion_rate") == "auto":
-            options["diffusion_rate"] = network.topology.best_diffusion_rate
         if self._seeded:
             seed = randomness.torch_seed(self.seed, "part", part) if part else self.seed
             options["seed"] = seed

@@ -89,8 +89,8 @@ def read_command_line(
 
     With a suffix but without a folder, the folder is DATED with the suffix, which Output resolves.
 
-    Where the configuration has a key `resume` that is true afterwards, keys that are not given keep
-    the values of the run in the output folder, from its config.yaml.
+    Where the configuration has a key `resume` or `evaluate_only` that is true afterwards, keys that
+    are not given keep the values of the run in the output folder, from its config.yaml.
 
     Raises BadInput, and leaves `config` alone, for an unknown key, a value of the wrong type, a
     file that is missing, empty, not YAML or has a key twice, or a suffix that cannot be part of a
@@ -102,7 +102,7 @@ def read_command_line(
         *map(_of_argument, options.assignments),
     ]
     after = _after(config, assignments)
-    resume = "resume" in config and after.resume
+    resume = any(key in config and after[key] for key in ("resume", "evaluate_only"))
     folder = _output_dir(options.output_dir, options.suffix, resume)
     if resume and folder and (Path(folder) / CONFIG_FILE).exists():
         assignments = [*_of_saved_run(config, Path(folder) / CONFIG_FILE), *assignments]
@@ -293,7 +293,7 @@ def assign(config: DictConfig, key: str, value: Any, source: str = "") -> None:
 def describe(config: DictConfig) -> str:
     """Return the help text: a line for each key with its default and its comment in the class.
 
-    A comment may continue in a line that begins with "#   ".
+    A comment may continue in lines that begin with "#   ".
     """
     kind = _schema(config)
     comments: dict[str, str] = {}
@@ -302,7 +302,8 @@ def describe(config: DictConfig) -> str:
         name, _, rest = line.strip().partition(":")
         if line.strip().startswith("#   ") and last:
             comments[last] += " " + line.strip().removeprefix("#").strip()
-        elif "#" in rest:
+            continue
+        if "#" in rest:
             comments[name] = rest.split("#", 1)[1].strip()
         last = name if name in comments and "#" in rest else ""
     defaults = OmegaConf.to_container(OmegaConf.structured(kind))

@@ -26,6 +26,7 @@ def figure(rows: "DataFrame", path: Path | str) -> None:
     draw.
     """
     mean = select_rows(rows, "accuracy", split="test_avg")
+    validation = select_rows(rows, "accuracy", split="valid_avg")
     workers = select_rows(rows, "accuracy", split="test")
     if "worker" not in workers:
         workers = workers.assign(worker=0)
@@ -44,6 +45,7 @@ def figure(rows: "DataFrame", path: Path | str) -> None:
         first = workers[workers["worker"] == 0]
         _plot(axes, first["epoch"], 100 * first["value"], 1, "worker 0")
         _plot(axes, mean["epoch"], 100 * mean["value"], 0, "mean model")
+        _plot(axes, validation["epoch"], 100 * validation["value"], 2, "mean model, validation")
 
     def accuracy_by_size(axes: "Axes") -> None:
         _plot(axes, mean["bits"] / 8e6, 100 * mean["value"], 0, "mean model")

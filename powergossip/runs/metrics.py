@@ -24,7 +24,7 @@ only writes rows starts without them.
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,8 +139,6 @@ def load(output_dir: Path | str) -> "DataFrame":
     A tag that a row does not have is NaN. An incomplete last line is left out. Any other line that
     is not a row is left out with a warning that names it. Raises ValueError without such a file.
     """
-    import pandas as pd
-
     path = Path(output_dir) / FILE
     try:
         lines = path.read_bytes().split(b"\n")
@@ -158,10 +156,17 @@ def load(output_dir: Path | str) -> "DataFrame":
             rows.append(row)
         else:
             warnings.warn(f"{path}, line {number} is not a row; left out", stacklevel=2)
-    frame = pd.DataFrame(rows)
-    missing = [column for column in COLUMNS if column not in frame]
-    frame[missing] = float("nan")
-    return frame[[*COLUMNS, *(column for column in frame if column not in COLUMNS)]]
+    return frame(rows)
+
+
+def frame(rows: Sequence[Mapping[str, Any]]) -> "DataFrame":
+    """Return rows, mappings of name, values and tags, as `load` does."""
+    import pandas as pd
+
+    found = pd.DataFrame(rows)
+    missing = [column for column in COLUMNS if column not in found]
+    found[missing] = float("nan")
+    return found[[*COLUMNS, *(column for column in found if column not in COLUMNS)]]
 
 
 def select_rows(rows: "DataFrame", name: str, **tags: str) -> "DataFrame":

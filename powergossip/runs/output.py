@@ -144,18 +144,19 @@ class Output:
             log.close()
 
 
-def run_to_resume(name: str | None, resume: bool | str) -> Path | None:
+def run_to_resume(name: str | None, resume: bool | str, key: str = "resume") -> Path | None:
     """Return the folder of the run to resume. None: begin one.
 
     resume  # False, True, or "auto": begin a run if the folder has none
+    key     # its name in errors
 
     Raises ValueError for other values, without a name, or if the folder has no run for True.
     """
     if resume is False:
         return None
     if resume is not True and resume != "auto":
-        raise BadValue("resume", resume, "true, false or auto")
-    given = f"resume={str(resume).lower()}"
+        raise BadValue(key, resume, "true, false or auto")
+    given = f"{key}={str(resume).lower()}"
     if name is None:
         raise ValueError(f"{given}: give the run's folder with --output-dir")
     folder = Path(name)
@@ -164,7 +165,7 @@ def run_to_resume(name: str | None, resume: bool | str) -> Path | None:
     if resume is True:
         raise ValueError(
             f"{given}: {folder} has no run; give the folder of a run with --output-dir, or begin "
-            "one with resume=auto"
+            "one, as resume=auto does"
         )
     return None
 
