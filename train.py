@@ -62,8 +62,8 @@ class Config:
     device: str = "auto"  # auto, cpu, cuda or cuda:INDEX (auto spreads processes over GPUs)
     cuda_aware: str = "auto"  # give GPU memory to MPI: on, off, or auto (ask the library)
     overwrite: bool = False  # delete an existing run in the output folder
-    resume: bool | str = False  # resume the run in the output folder from its last checkpoint,
-    #   auto: begin one if there is none
+    resume: bool | str = False  # true: resume the run in the output folder from its last
+    #   checkpoint. auto: the same, or begin a run if there is none
     allow_lost_rows: bool = False  # resume although rows of metrics.jsonl are lost
     evaluate_only: bool = False  # evaluate a checkpoint of the run in the output folder: no
     #   training, and no file is changed
@@ -227,9 +227,10 @@ def main(arguments: list[str] | None = None) -> None:
 
     The arguments are those of this run only: `config` and `output_dir` stay as they are.
 
-    Raises, in all processes, BadInput if a request is impossible, Diverged if a worker's loss or
-    parameters become infinite or NaN, errors.Interrupted after a signal. All processes can then go
-    on with another run. torch's global generators and number of threads are restored.
+    Raises, with the same text in all processes: BadInput if a request is impossible, Diverged if a
+    worker's loss or parameters become infinite or NaN, errors.Interrupted after a signal. All
+    processes can then go on with another run. torch's global generators and number of threads are
+    restored.
     """
     with torch_kept():
         comm = processes()
@@ -240,7 +241,8 @@ def main(arguments: list[str] | None = None) -> None:
         folder = None
         with comm.agreed():
             if comm.rank == 0:
-                folder = _folder_to_resume(name, settings)
+                key = "evaluate_only" if settings.evaluate_only else "resume"
+                folder = run_to_resume(name, settings[key], key)
         folder = comm.broadcast(folder)
         if settings.evaluate_only:
             _evaluate(settings, comm, folder)
@@ -248,14 +250,8 @@ def main(arguments: list[str] | None = None) -> None:
             _train(settings, comm, name, folder)
 
 
-def _folder_to_resume(name: str | None, settings: Any) -> Path | None:
-    if settings.evaluate_only:
-        return run_to_resume(name, True, "evaluate_only")
-    return run_to_resume(name, settings.resume)
-
-
 def _train(settings: Any, comm: Processes, name: str | None, folder: Path | None) -> None:
-    """Train a run into the output folder `name`, or resume the one in `folder`."""
+    """Train a run in the output folder `name`, or resume the one in `folder`."""
     global _output
     trainer = Trainer(settings, comm, _hooks(), resume_from=folder)
     try:

@@ -164,8 +164,8 @@ def run_to_resume(name: str | None, resume: bool | str, key: str = "resume") -> 
         return folder
     if resume is True:
         raise ValueError(
-            f"{given}: {folder} has no run; give the folder of a run with --output-dir, or begin "
-            "one, as resume=auto does"
+            f"{given}: {folder} has no run; give the folder of a run with --output-dir"
+            + (", or begin one with resume=auto" if key == "resume" else "")
         )
     return None
 
