@@ -138,7 +138,9 @@ class LanguageModeling:
         self._bounds = bounds(n_words, options.n_workers).tolist()
         self._padding, self._vocabulary = corpus.padding, corpus.vocabulary
         n_targets = self._words_in_stream(n_words // options.n_workers) - 1
-        self._steps_per_epoch = n_targets // length if options.drop_last else -(-n_targets // length)
+        self._steps_per_epoch = (
+            n_targets // length if options.drop_last else -(-n_targets // length)
+        )
         self._texts = {name: text.to(options.device) for name, text in corpus.splits.items()}
         self._architectures = modules.architectures(
             builders, ((len(corpus.vocabulary), length),), model_options
