@@ -37,7 +37,9 @@ def _power_sgd(network: Network, layout: Layout) -> Step:
 
 
 def _dgc(network: Network, layout: Layout) -> Step:
-    aggregation = DGCAggregation(network, layout, DGCConfig(compress_ratio=0.01))
+    aggregation = DGCAggregation(
+        network, layout, DGCConfig(compress_ratio=0.01, compress_upper_bound=1, int32_indices=True)
+    )
     return lambda x: aggregation.step(x, torch.zeros_like(x))
 
 
