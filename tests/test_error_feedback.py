@@ -291,19 +291,20 @@ def test_momentum_before_an_identity_is_sgd(nesterov: bool) -> None:
     [(n, False) for n in ("top-k", "random-k", "random-block", "svd", "qsgd")] + [("top-k", True)],
 )
 def test_every_compressor_learns(name: str, before: bool) -> None:
-    """Across a change of the learning rate, with a tenth of the elements or so."""
+    """Across a change of the learning rate. The accuracy of a guess is 0.1."""
     run = trained(
         100,
         optimizer="ef-sgd",
         optimizer_compressor=name,
-        optimizer_keep_ratio=0.1 if "-" in name else None,
+        optimizer_keep_ratio=0.3 if "-" in name else None,
+        optimizer_levels=40 if name == "qsgd" else None,
         optimizer_momentum_before_compression=before,
-        lr_schedule_milestones=[[0.5, 0.5]],
+        lr_schedule_milestones=[[3.0, 0.5]],
     )
     x = run.parameters.x
     assert (x == x[0]).all()
     accuracy = run.task.evaluate(run.parameters.models[0])
-    assert accuracy["accuracy"] > 0.8 * accuracy["count"]
+    assert accuracy["accuracy"] > 0.6 * accuracy["count"]
 
 
 @pytest.mark.parametrize(
