@@ -24,8 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from tqdm import tqdm
+from omegaconf import DictConfig
 
 from powergossip.consensus import ALGORITHMS, DATA, Hooks, Method, Sweep, checked, is_logged
 from powergossip.consensus.data import DEFAULT_SIZE
@@ -33,6 +32,7 @@ from powergossip.network import processes
 from powergossip.runs import configuration, figures, metrics, tables
 from powergossip.runs.clock import Signals
 from powergossip.runs.output import FIGURE, Output
+from powergossip.runs.progress import Progress
 
 __all__ = ["ALGORITHMS", "DATA", "Config", "Method", "checked", "config", "is_logged", "main"]
 
@@ -44,7 +44,8 @@ class Config:
     # The run
     n_workers: int | None = None  # total number of workers (null: one per process)
     seed: int = 42
-    num_steps: int = 5000  # at most 500 for uncompressed, chebyshev and finite_time
+    num_steps: Any = None  # of all algorithms, or a mapping {ALGORITHM: steps, others: steps}
+    #   (null: 5000, but 500 for uncompressed, chebyshev and finite_time, which agree by then)
     device: str = "auto"  # auto, cpu, cuda or cuda:INDEX (auto assigns GPUs to processes in turn)
     overwrite: bool = False  # delete an existing run in the output folder
     log_verbosity: int = 1  # 0: only the result, 1: a progress bar, 2: also a line per setting
@@ -59,25 +60,28 @@ class Config:
 
     # Algorithms
     algorithm: Any = "power_gossip"  # a name of gossip_run.ALGORITHMS, a list of names, or all
-    compression_rank: int = 1  # r of power_gossip and svd; top-k and random-k keep r (m + k) / 4
-    #   entries of an m x k matrix
+    compression_rank: int = 1  # r of power_gossip, svd; top-k, random-k keep r (m + k) / 4 of m k
+    #   elements. Bits at 100 x 100, r = 1: power_gossip 3200, svd 6400, top-k 2400, random-k 1600
     compression_num_iterations: int = 1  # power iterations of power_gossip per step
     compression_levels: int = 4  # of qsgd
 
-    # Logarithmic grids. Algorithms without a grid use hyperparameter_range_max.
-    hyperparameter_num_samples: int = 20  # number of diffusion rates
-    hyperparameter_range_min: float = 1e-4
-    hyperparameter_range_max: float = 1.308
-    diffusion_rate: float | int | str | None = (
-        None  # one rate for all (auto: the best one for gossip)
-    )
-    theta_num_samples: int = 10  # moniqua: number of bounds on the differences between neighbors
+    # Logarithmic grids. uncompressed and power_gossip have one rate, hyperparameter_range_max,
+    # unless the number of samples or the smallest rate is specified.
+    hyperparameter_num_samples: int | None = None  # number of diffusion rates (null: 20, but 1 for
+    #   power_gossip and uncompressed unless hyperparameter_range_min is specified)
+    hyperparameter_range_min: float | None = None  # smallest diffusion rate (null: 1e-4, but
+    #   range_max for power_gossip and uncompressed unless num_samples is specified)
+    hyperparameter_range_max: float = 1.308  # the best one for plain gossip on a ring of 8
+    diffusion_rate: float | int | str | None = None  # one rate in place of the grid, or auto for
+    #   power_gossip and uncompressed: the best one for plain gossip on this topology
+    theta_num_samples: int = 20  # moniqua: number of bounds on the differences between neighbors
     theta_range_min: float = 0.1
     theta_range_max: float = 10.0
-    moniqua_num_samples: int = 10  # moniqua: number of diffusion rates, each with every theta
+    moniqua_num_samples: int | None = None  # moniqua: number of diffusion rates, each with every
+    #   theta (null: hyperparameter_num_samples)
 
 
-config: DictConfig = OmegaConf.structured(Config)
+config: DictConfig = configuration.structured(Config)
 output_dir: str | None = None  # None: a new dated folder under output/
 
 
@@ -114,32 +118,32 @@ _output: Output | None = None
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Gossip with the settings in `config`, after `arguments` (the command line) have changed it.
+    """Gossip with the settings in `config`, changed by `arguments` (the command line).
 
-    Raises BadInput, in all processes, for a configuration that cannot be run, and errors.Signaled
-    in a process that receives SIGTERM, SIGINT or SIGUSR1.
+    The arguments are those of this run only: `config` and `output_dir` stay as they are. Raises
+    BadInput, in all processes, for a configuration that cannot be run, and errors.Signaled in a
+    process that receives SIGTERM, SIGINT or SIGUSR1.
     """
-    global _output, output_dir
+    global _output
     comm = processes()
+    asked, name = config.copy(), output_dir
     with comm.agreed():
         if arguments is not None:
             description = (__doc__ or "").split("\n\n")[0]
-            read = configuration.read_command_line(config, arguments, description)
-            output_dir = read.output_dir or output_dir
-    sweep = Sweep(config, comm)
+            read = configuration.read_command_line(asked, arguments, description)
+            name = read.output_dir or name
+    sweep = Sweep(asked, comm)
     try:
         with comm.agreed():
-            _output = Output(output_dir, sweep.config) if comm.rank == 0 else None
+            _output = Output(name, sweep.config) if comm.rank == 0 else None
         if _output is not None:
             log_info(sweep.facts())
             if sweep.config.log_verbosity > 0:
                 print(configuration.changed(sweep.config, Config))
         show = comm.rank == 0 and sweep.config.log_verbosity > 0
-        with tqdm(
-            total=sweep.total_steps, disable=not show, unit="step", mininterval=0.5, smoothing=0
-        ) as bar:
-            with Signals(at_once="there is no checkpoint; the rows so far are kept"):
-                sweep.run(_hooks(sweep, bar))
+        signals = Signals(at_once="there is no checkpoint; the rows so far are kept")
+        with Progress(sweep.total_steps, shown=show) as bar, signals:
+            sweep.run(_hooks(sweep, bar))
         if _output is not None:
             _report(_output.folder)
     finally:
@@ -148,7 +152,7 @@ def main(arguments: list[str] | None = None) -> None:
         _output = None
 
 
-def _hooks(sweep: Sweep, bar: tqdm) -> Hooks:
+def _hooks(sweep: Sweep, bar: Progress) -> Hooks:
     """The module's hooks, looked up at each call, and the progress bar."""
 
     def row(name: str, values: Mapping[str, float], tags: Mapping[str, Any]) -> None:
@@ -156,10 +160,10 @@ def _hooks(sweep: Sweep, bar: tqdm) -> Hooks:
         step, steps = values["epoch"], sweep.num_steps(tags["algorithm"])
         if sweep.config.log_verbosity > 1 and (name == "diverged" or step == steps):
             setting = ", ".join(f"{key} {value}" for key, value in tags.items())
-            tqdm.write(f"{setting}: {name} {values['value']:.4g} at step {step}")
+            bar.write(f"{setting}: {name} {values['value']:.4g} at step {step}")
 
     def progress(algorithm: str, steps: int) -> None:
-        bar.set_description(algorithm, refresh=False)
+        bar.note(algorithm)
         bar.update(steps)
 
     return Hooks(

@@ -15,6 +15,10 @@ Nothing happens at import. `python train.py --help` lists the keys.
 A run that was killed resumes from its last checkpoint, also in another layout of processes:
 
     mpirun -np 8 python train.py --output-dir output/mine resume=true
+
+Its checkpoints can be evaluated again, which changes nothing in the folder:
+
+    python train.py --output-dir output/mine evaluate_only=true checkpoint=best
 """
 
 from collections.abc import Mapping
@@ -22,13 +26,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from powergossip.errors import BadInput
-from powergossip.network import processes
+from powergossip.network import Processes, processes, torch_kept
 from powergossip.runs import configuration, figures, metrics, tables
 from powergossip.runs.checkpoints import Checkpoints
-from powergossip.runs.output import FIGURE, Output
+from powergossip.runs.output import FIGURE, Output, run_to_resume
 from powergossip.training.measurements import Diverged, Hooks
 from powergossip.training.settings import checked, defaults_of_tasks
 from powergossip.training.trainer import Trainer
@@ -58,7 +62,12 @@ class Config:
     device: str = "auto"  # auto, cpu, cuda or cuda:INDEX (auto spreads processes over GPUs)
     cuda_aware: str = "auto"  # give GPU memory to MPI: on, off, or auto (ask the library)
     overwrite: bool = False  # delete an existing run in the output folder
-    resume: bool = False  # resume the run in the output folder from its last checkpoint
+    resume: bool | str = False  # true: resume the run in the output folder from its last
+    #   checkpoint. auto: the same, or begin a run if there is none
+    allow_lost_rows: bool = False  # resume although rows of metrics.jsonl are lost
+    evaluate_only: bool = False  # evaluate a checkpoint of the run in the output folder: no
+    #   training, and no file is changed
+    checkpoint: str = "last"  # with evaluate_only: last or best
     checkpoint_interval: int = 5  # epochs between checkpoints; the end of a run always has one
     log_verbosity: int = 1  # 0 only the result, 1 a progress bar, 2 also a line for each epoch
     tensorboard: bool = False  # write events for TensorBoard beside metrics.jsonl
@@ -95,35 +104,59 @@ class Config:
     #   default the task's
     gradient_clipping: float | int | str | None = "auto"  # largest norm of a worker's gradient,
     #   null: unlimited, auto: the task's. For dgc see optimizer_clip_by
+    lr_schedule: str = "milestones"  # after the warm-up: milestones, or cosine to 0 at the end
     lr_schedule_milestones: list[Any] | None = None  # [[epoch, factor], ...]: multiply from then
     #   on. By default the task's
     distributed_lr_warmup_epoch: float = 5.0  # length of the linear warm-up, 0: none
-    distributed_lr_warmup_factor: float = 1.0  # the warm-up ends at learning_rate times this
+    distributed_lr_warmup_factor: float | int | str = 1.0  # the warm-up ends at learning_rate times
+    #   this, auto: the number of workers
 
     # The method, and its options. Keys optimizer_X default to null: the default of the method
     optimizer: str = "power-gossip"  # gossip: all-reduce, dpsgd, power-gossip, choco, deepsqueeze,
-    #   moniqua. Compressed gradients: powersgd, dgc, ddp-powersgd, ddp-batched-powersgd
+    #   moniqua. Compressed gradients: powersgd, dgc, ef-sgd, signsgd, ddp-powersgd,
+    #   ddp-batched-powersgd
     topology: str = "ring"  # a name, or the path of an edge list or adjacency file
     topology_options: dict[str, Any] = field(default_factory=dict)  # such as {degree: 4}
     overlapping: bool = True  # gossip while the gradient is computed (false: after the update)
     local_steps: int = 1  # gossip every k-th step
-    optimizer_diffusion_rate: float | int | str | None = None  # γ (1), auto: best for plain gossip
-    optimizer_rank: int | None = None  # power-gossip, powersgd, hooks, svd (1), top-k
+    optimizer_diffusion_rate: float | int | str | None = None  # γ (1), or auto
+    #   for dpsgd and power-gossip: the best for plain gossip on this topology
+    optimizer_rank: int | None = None  # power-gossip, powersgd, hooks, svd (1), top-k, random-k,
+    #   random-block. At most the sides of a matrix. Hooks: try 1, 2, 4, ...; the batched hook is
+    #   for rank 1 only, prefer ddp-powersgd
     optimizer_num_iterations: int | None = None  # of power iteration per step (2)
-    optimizer_warm_start: bool | None = None  # reuse the last step's directions (true)
+    optimizer_warm_start: bool | None = None  # power-gossip, powersgd, hooks: reuse the last step's
+    #   directions (true)
     optimizer_round_weights: bool | None = None  # round directions to their signs (false)
-    optimizer_compressor: str | None = None  # choco, deepsqueeze (sign-and-norm)
-    optimizer_keep_ratio: float | None = None  # fraction of elements sent: top-k, random-k, dgc
-    #   (0.01). For dgc, r above 1 means 1/r. Published: compress_ratio, 0.001
+    optimizer_compressor: str | None = None  # choco, deepsqueeze, ef-sgd (sign-and-norm)
+    optimizer_keep_ratio: float | None = None  # fraction of elements sent: top-k, random-k,
+    #   random-block, dgc (0.01). For dgc, r above 1 means 1/r. Published: compress_ratio, 0.001
     optimizer_levels: int | None = None  # qsgd (4)
     optimizer_unbiased: bool | None = None  # qsgd: without its scaling to a contraction (false)
     optimizer_theta: float | None = None  # moniqua: bound on neighbors' differences (0.25)
-    optimizer_min_compression_rate: float | None = None  # powersgd, hooks: tensors below it are
-    #   sent uncompressed (2)
+    optimizer_min_compression_rate: float | None = None  # powersgd, hooks (2), ef-sgd (1): tensors
+    #   below it are sent uncompressed
     optimizer_start_compressing_after: int | None = None  # powersgd: steps of plain all-reduce (0)
-    optimizer_num_batches_per_step: int | None = None  # powersgd, dgc: batches accumulated (1)
-    optimizer_start_iteration: int | None = None  # hooks: plain all-reduce before it (2)
-    optimizer_error_feedback: bool | None = None  # hooks (true)
+    optimizer_num_batches_per_step: int | None = None  # compressed gradients: batches
+    #   accumulated, but not with hooks (1)
+    optimizer_start_iteration: int | str | None = None  # hooks: all-reduce before this step. auto:
+    #   10 % of the steps planned at the start, and no less than the warm-up or 2. Increase it until
+    #   the accuracy is right (auto)
+    optimizer_error_feedback: bool | None = None  # powersgd, hooks, ef-sgd: add the error of
+    #   compression to the next gradient (true)
+    optimizer_orthogonalization_epsilon: float | None = None  # hooks: added to the norm of a
+    #   direction at rank 1 and 2; torch's QR at higher ranks ignores it. 0: a gradient of zeros
+    #   gives NaN (1e-8)
+    optimizer_batch_tensors_with_same_shape: bool | None = None  # hooks: in one product (false)
+    optimizer_compression_stats_logging_frequency: int | None = None  # hooks: steps between lines
+    #   of torch's log (10000)
+    optimizer_bucket_cap_mb: float | None = None  # hooks: size of DDP's buckets in MiB (torch's 25)
+    optimizer_momentum_before_compression: bool | None = None  # ef-sgd: the momentum of each worker
+    #   is compressed (true), or the local optimizer's follows the mean (false)
+    optimizer_rescale_error: bool | None = None  # ef-sgd: keep the error in units of the update
+    #   when the learning rate changes (true)
+    optimizer_per_tensor: bool | None = None  # ef-sgd: compress each tensor by itself (true), or
+    #   all as one vector
     optimizer_clip_by: str | None = None  # dgc: the kind of gradient_clipping = c. gradient (the
     #   default): a worker's gradient has a norm of √n · c at most, for n workers. norm, value: each
     #   tensor has a norm, or elements, of c at most. global-norm: each tensor is multiplied by c
@@ -159,7 +192,7 @@ class Config:
     distributed_init_file: str | None = None  # ignored
 
 
-config: DictConfig = OmegaConf.structured(Config)
+config: DictConfig = configuration.structured(Config)
 output_dir: str | None = None  # None: a new dated folder under output/
 
 
@@ -192,57 +225,104 @@ _output: Output | None = None
 def main(arguments: list[str] | None = None) -> None:
     """Train with `config`, changed by `arguments`: key=value, --config, --output-dir, --suffix.
 
-    Raises BadInput, in all processes, if a request is impossible; Diverged, in the process that
-    sees it, if a worker's loss becomes infinite or NaN; errors.Interrupted after a signal.
+    The arguments are those of this run only: `config` and `output_dir` stay as they are.
+
+    Raises, with the same text in all processes: BadInput if a request is impossible, Diverged if a
+    worker's loss or parameters become infinite or NaN, errors.Interrupted after a signal. All
+    processes can then go on with another run. torch's global generators and number of threads are
+    restored.
     """
+    with torch_kept():
+        comm = processes()
+        comm.set_threads()
+        with comm.agreed():
+            asked, name, explicit = _read(arguments)
+            settings = checked(asked, comm, explicit)
+        folder = None
+        with comm.agreed():
+            if comm.rank == 0:
+                key = "evaluate_only" if settings.evaluate_only else "resume"
+                folder = run_to_resume(name, settings[key], key)
+        folder = comm.broadcast(folder)
+        if settings.evaluate_only:
+            _evaluate(settings, comm, folder)
+        else:
+            _train(settings, comm, name, folder)
+
+
+def _train(settings: Any, comm: Processes, name: str | None, folder: Path | None) -> None:
+    """Train a run in the output folder `name`, or resume the one in `folder`."""
     global _output
-    comm = processes()
-    with comm.agreed():
-        explicit = [] if arguments is None else _read(arguments)
-        settings = checked(config, comm, explicit)
-        folder = _folder_to_resume(settings)
     trainer = Trainer(settings, comm, _hooks(), resume_from=folder)
     try:
         with comm.agreed():
+            trainer.check_epochs()
             if comm.rank == 0:
-                resume, offset = settings.resume, trainer.metrics_bytes
-                _output = Output(output_dir, settings, resume, offset)
-        output = comm.broadcast(str(_output.folder) if _output is not None else "")
+                offset = None if folder is None else trainer.metrics_bytes
+                _output = Output(name, settings, offset, settings.allow_lost_rows)
+        written = ("", False) if _output is None else (str(_output.folder), _output.lost_rows)
+        output, lost_rows = comm.broadcast(written)
         if _output is not None:
             log_info(trainer.facts())
-            if settings.log_verbosity > 0:
-                print(configuration.changed(settings, Config))
-        trainer.train(Checkpoints(Path(output), comm), _metrics_offset)
+            _print_start(trainer, folder)
+        trainer.train(Checkpoints(Path(output), comm), _metrics_offset, lost_rows)
         if _output is not None:
-            _report(_output.folder)
+            _report(_output.folder, settings.log_verbosity)
     finally:
         if _output is not None:
             _output.close()
         _output = None
 
 
-def _read(arguments: list[str]) -> list[str]:
-    """Read the command line into `config` and `output_dir`; returns the keys given explicitly."""
-    global output_dir
+def _evaluate(settings: Any, comm: Processes, folder: Path | None) -> None:
+    """Evaluate a checkpoint of the run in `folder` and print the table.
+
+    The rows are for log_metric, which a driver may replace. The default one writes nothing here.
+    """
+    rows: list[dict[str, Any]] = []
+    trainer = Trainer(settings, comm, _hooks(rows), resume_from=folder)
+    trainer.evaluate()
+    if comm.rank == 0:
+        print(f"The {settings.checkpoint} checkpoint of {folder}, after step {trainer.step}")
+        print(tables.summary(metrics.frame(rows)))
+
+
+def _read(arguments: list[str] | None) -> tuple[DictConfig, str | None, list[str]]:
+    """The configuration and output folder after the arguments, and the keys given explicitly."""
+    asked = config.copy()
+    if arguments is None:
+        return asked, output_dir, []
     description = (__doc__ or "").split("\n\n")[0]
     notes = f"defaults of each task:\n{defaults_of_tasks()}"
-    found = configuration.read_command_line(config, arguments, description, notes)
-    output_dir = found.output_dir or output_dir
-    return [key for key, source in found.given.items() if source.explicit]
+    found = configuration.read_command_line(asked, arguments, description, notes)
+    explicit = [key for key, source in found.given.items() if source.explicit]
+    return asked, found.output_dir or output_dir, explicit
 
 
-def _folder_to_resume(settings: Any) -> Path | None:
-    if not settings.resume:
-        return None
-    if output_dir is None:
-        raise ValueError("resume=true: give the run's folder with --output-dir")
-    return Path(output_dir)
+def _print_start(trainer: Trainer, resumed: Path | None) -> None:
+    """Print the settings that are not defaults, and the state of a run that is resumed."""
+    settings = trainer.config
+    if trainer.is_complete:
+        print(
+            f"the run in {resumed} was complete: {settings.num_epochs} epochs; "
+            "a larger num_epochs prolongs it"
+        )
+    elif settings.log_verbosity > 0:
+        print(configuration.changed(settings, Config))
+        if resumed is not None:
+            print(f"resumed after step {trainer.step} of {trainer.total_steps}")
 
 
-def _hooks() -> Hooks:
-    """The module's hooks, as they are when a measurement is made."""
+def _hooks(rows: list[dict[str, Any]] | None = None) -> Hooks:
+    """The module's hooks, as they are when a measurement is made. `rows` collects the rows."""
+
+    def metric(name: str, values: Mapping[str, float], tags: Mapping[str, Any]) -> None:
+        if rows is not None:
+            rows.append({"name": name, **values, **tags})
+        log_metric(name, values, tags)
+
     return Hooks(
-        log_metric=lambda *row: log_metric(*row),
+        log_metric=metric,
         log_info=lambda facts: log_info(facts),
         log_runtime=lambda *phase: log_runtime(*phase),
     )
@@ -252,10 +332,13 @@ def _metrics_offset() -> int:
     return 0 if _output is None else _output.rows.synced_offset()
 
 
-def _report(folder: Path) -> None:
+def _report(folder: Path, verbosity: int) -> None:
     """Draw the figure and print the table, unless a driver's log_metric has the rows."""
     rows = metrics.load(folder)
-    if not rows.empty:
+    if rows.empty:
+        if verbosity > 0:
+            print(f"complete; no rows in {folder / metrics.FILE}, since log_metric was replaced")
+    else:
         figure = folder / FIGURE
         figures.figure(rows, figure)
         print(f"\n{tables.summary(rows)}\n\nrows: {folder / metrics.FILE}\nfigure: {figure}")

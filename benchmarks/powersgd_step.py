@@ -120,9 +120,7 @@ def main(arguments: list[str]) -> None:
         return step
 
     module = _Gradients(shapes, comm.rank)
-    powersgd = PowerSGD(
-        module.parameters(), PowerSGDConfig(rank=config.rank, min_compression_rate=2)
-    )
+    powersgd = PowerSGD(module.parameters(), PowerSGDConfig(config.rank, 2, 2, 0))
     apart = _Gradients(shapes, comm.rank)
 
     still = _Still(module.parameters(), {})

@@ -30,7 +30,7 @@ def _averaging(name: str, **options: Any) -> Build:
 
 
 def _power_sgd(network: Network, layout: Layout) -> Step:
-    config = PowerSGDConfig(rank=1, min_compression_rate=2, num_iters_per_step=2)
+    config = PowerSGDConfig(1, num_iters_per_step=2, start_compressing_after_num_steps=0)
     aggregation = Aggregation(network, layout, config)
     return lambda x: aggregation.step(x, torch.zeros_like(x))
 

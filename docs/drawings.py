@@ -159,8 +159,8 @@ def _save(figure: pyplot.Figure, path: Path) -> None:
 def _spectra_table(chosen: Sequence[Topology]) -> str:
     lines = [
         "| topology | workers | edges | $\\lambda_2$ | $\\lambda_{\\max}$ | $\\gamma^*$ "
-        "| factor at $\\gamma^*$ | at $\\gamma = 1$ | Chebyshev |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| $2/\\lambda_{\\max}$ | factor at $\\gamma^*$ | at $\\gamma = 1$ | Chebyshev |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for t in chosen:
         best = t.best_diffusion_rate
@@ -168,6 +168,7 @@ def _spectra_table(chosen: Sequence[Topology]) -> str:
             t.spectral_gap,
             t.largest_eigenvalue,
             best,
+            t.largest_diffusion_rate,
             t.contraction(best),
             t.contraction(1.0),
             t.chebyshev_contraction,

@@ -23,7 +23,10 @@ torch.manual_seed(rank)  # of the batches. Models start from the values of proce
 model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU())
 model.append(nn.Linear(128, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-powersgd = PowerSGD(model.named_parameters(), Config(rank=2, min_compression_rate=2))
+powersgd = PowerSGD(
+    model.named_parameters(),
+    Config(rank=2, num_iters_per_step=2, start_compressing_after_num_steps=0),
+)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
 
 for _ in range(EPOCHS):

@@ -27,7 +27,10 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "consensus_faces": consensus.experiment(
         "how fast workers agree on the paper's photographs of faces, which are downloaded",
-        {"faces": {"matrix_size": 64}},
+        {"faces": {}},
+    ),
+    "digits": learning.experiment(
+        "accuracy of each method on Digits, IID data", learning.DIGITS, tuning_epochs=10
     ),
     "fashion_mnist": learning.experiment(
         "accuracy of each method on FashionMNIST, IID data", learning.FASHION_MNIST

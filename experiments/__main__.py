@@ -11,6 +11,8 @@ python -m experiments report NAME --publish    also copy them to RESULTS.md
 
 import argparse
 import os
+import shlex
+import signal
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -18,7 +20,7 @@ from pathlib import Path
 
 from experiments import EXPERIMENTS, results
 from experiments.launchers import LAUNCHERS
-from experiments.runner import Experiment, Folder, Run, carry_out
+from experiments.runner import Experiment, Folder, Run, Terminated, carry_out
 from powergossip import checks
 from powergossip.errors import BadInput
 
@@ -65,7 +67,7 @@ def main(arguments: list[str]) -> None:
     elif options.dry_run:
         for runs in folder.runs(experiment):
             for run in runs:
-                print(f"{folder.state(run):<7}{' '.join(run.command)}")
+                print(f"{folder.state(run):<7}{shlex.join(run.command)}")
     else:
         with folder.claimed():
             failed = carry_out(experiment, folder, cores, options.launcher)
@@ -144,5 +146,7 @@ if __name__ == "__main__":
     except BadInput as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except Terminated:
+        sys.exit(128 + signal.SIGTERM)
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(128 + signal.SIGINT)

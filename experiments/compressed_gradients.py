@@ -25,6 +25,7 @@ Values = dict[str, Any]
 _COMMON: Values = {
     "evaluation_interval": 100,  # the last epoch only
     "checkpoint_interval": 100,
+    "drop_last": True,  # as when the table was measured
 }
 TASKS: dict[str, Values] = {
     "Digits": {"task": "Digits", "batch_size": 16, "num_epochs": 40, "learning_rate": 0.05},

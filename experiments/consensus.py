@@ -21,6 +21,7 @@ TITLES = {
     "lfw": "Photographs of faces, 25 × 25",
     "faces": "Photographs of faces (Olivetti), 64 × 64",
 }
+PRESETS = {"faces": "faces"}  # kind of data → preset on top of that of all kinds
 HIDDEN = (  # not in the figure, for clarity, but in the table
     "power_gossip_signs",
     "power_gossip_random_signs",
@@ -64,7 +65,12 @@ def experiment(
     runs = {
         (kind, part): Run(
             "gossip_run",
-            {**preset("consensus"), "data_type": kind, "algorithm": list(part), **values},
+            {
+                **preset("consensus", PRESETS.get(kind)),
+                "data_type": kind,
+                "algorithm": list(part),
+                **values,
+            },
             {"data": kind, "algorithm": part[0] + (" …" if len(part) > 1 else "")},
         )
         for part in algorithms
@@ -81,7 +87,10 @@ def experiment(
             figures.consensus_figure(rows[~rows["algorithm"].isin(HIDDEN)], folder / name)
             header, *lines = tables.consensus_table(rows)
             table = tables.markdown(header, lines)
-            parts.append(f"### {TITLES[kind]}\n\n{table}\n\n![error by step and bits]({name})")
+            start = f"Errors are relative to the start, {tables.error_at_start(rows):.6g}."
+            parts.append(
+                f"### {TITLES[kind]}\n\n{start}\n\n{table}\n\n![error by step and bits]({name})"
+            )
         return "\n\n".join(parts) + "\n"
 
     return Experiment(title, [lambda results: list(runs.values())], report)

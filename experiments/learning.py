@@ -1,9 +1,11 @@
 """How well does each method learn, and for how many bits?
 
 Every method has the same budget: model, data, epochs, batches, and a grid of learning rates and
-diffusion rates. The grid is run with a separate seed for a part of the epochs. The best setting is
-then run with three other seeds. All-reduce has no diffusion rate. Moniqua has a further dimension
-in its grid, two values of the bound θ, since θ depends on the size of the updates.
+diffusion rates. The grid is run with a separate seed for a part of the epochs, and without a tenth
+of the training data, on which its models are compared. The best setting is then run with three
+other seeds and all training data, and evaluated on the test data. All-reduce has no diffusion rate.
+Moniqua has a further dimension in its grid, two values of the bound θ, since θ depends on the size
+of the updates.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 SEEDS = (1, 2, 3)
 TUNING_SEED = 11
+VALIDATION_RATIO = 0.1  # fraction of the training data held out in the runs of the grid
 STEP = ("data", "gradient", "averaging", "communication", "update")  # phases of a step
 DIFFUSION_RATES = (1.0, 0.3, 0.1, 0.03)
 
@@ -32,6 +35,15 @@ _COMMON: Values = {
     "distributed_lr_warmup_epoch": 0.0,
     "evaluation_interval": 100,  # the last epoch only
     "checkpoint_interval": 100,
+    "drop_last": True,  # as when the tables were measured
+}
+DIGITS: Values = {
+    **_COMMON,
+    "task": "Digits",
+    "task_architecture": "MLP",
+    "num_epochs": 20,
+    "batch_size": 16,
+    "lr_schedule_milestones": [[15, 0.1]],
 }
 FASHION_MNIST: Values = {
     **_COMMON,
@@ -100,12 +112,12 @@ def experiment(
     def chosen(results: Results) -> dict[str, list[Run]]:
         by_method = {}
         for method, runs in grids().items():
-            best = max(runs, key=lambda run: _score(results(run), measure))
+            best = max(runs, key=lambda run: _score(results(run), measure, "valid_avg"))
+            setting = {key: best.values[key] for key in best.labels if key in best.values}
             by_method[method] = [
                 Run(
                     "train",
-                    {**best.values, "num_epochs": values["num_epochs"], "seed": seed}
-                    | {"lr_schedule_milestones": values["lr_schedule_milestones"]},
+                    {**values, **METHODS[method], **setting, "seed": seed},
                     {"method": method, "seed": seed},
                 )
                 for seed in SEEDS
@@ -115,7 +127,10 @@ def experiment(
     def report(results: Results, folder: Path) -> str:
         runs = chosen(results)
         grid = "each method was tuned on the same grid of learning rates and diffusion rates γ"
-        note = f"{grid}, with one run of {_count(tuning_epochs, 'epoch')} and another seed each."
+        note = (
+            f"{grid}, with one run of {_count(tuning_epochs, 'epoch')} and another seed each, on "
+            f"{VALIDATION_RATIO:.0%} of the training data, held out."
+        )
         return compared(title, runs, results, folder, measure, note)
 
     return Experiment(title, [tuning, final], report)
@@ -136,7 +151,11 @@ def _grid(values: Values, method: str, rates: Sequence[float], epochs: int) -> l
             setting["optimizer_diffusion_rate"] = gamma
         if theta is not None:
             setting["optimizer_theta"] = theta
-        short = {"num_epochs": epochs, "lr_schedule_milestones": [[epochs / 2, 0.1]]}
+        short = {
+            "num_epochs": epochs,
+            "lr_schedule_milestones": [[epochs / 2, 0.1]],
+            "validation_ratio": VALIDATION_RATIO,
+        }
         runs.append(
             Run(
                 "train",
@@ -155,14 +174,18 @@ def compared(
     measure: str,
     note: str,
 ) -> str:
-    """Return the report on the runs of each method, one per seed: a table and a figure."""
+    """Return the report on the runs of each method, one per seed: a table and a figure.
+
+    The table has a column with the number of seeds if it is not the same for all methods.
+    """
     rows = {method: [results(run) for run in of_seeds] for method, of_seeds in runs.items()}
     settings = {method: of_seeds[0].values for method, of_seeds in runs.items()}
     _figure(rows, measure, folder / "figure.svg")
     table = _table(rows, settings, measure)
-    (seeds,) = {len(of_seeds) for of_seeds in runs.values()}
+    numbers = {len(of_seeds) for of_seeds in runs.values()}
+    seeds = _count(*numbers, "seed") if len(numbers) == 1 else "the seeds"
     above = (
-        f"{sentence_case(title)}.\n\nMean ± standard deviation of {_count(seeds, 'seed')}; "
+        f"{sentence_case(title)}.\n\nMean ± standard deviation of {seeds}; "
         f"{note} The time is that of a run with evaluation. MB sent are those of one worker in a "
         "run."
     )
@@ -173,9 +196,9 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _score(rows: "DataFrame", measure: str) -> float:
+def _score(rows: "DataFrame", measure: str, split: str) -> float:
     """The measure, negated if smaller is better; −∞ for a run that diverged."""
-    value = last_values(rows, measure, split="test_avg")
+    value = last_values(rows, measure, split=split)
     if value.empty or not value.notna().all():
         return float("-inf")
     return float(value.iloc[0]) * (-1 if measure == "perplexity" else 1)
@@ -187,7 +210,8 @@ def _table(
     """A Markdown table: mean ± standard deviation over the seeds."""
     percent = 100 if measure == "accuracy" else 1
     unit = " %" if measure == "accuracy" else ""
-    plain = sum(float(r["bits"].max()) for r in rows["D-PSGD"])
+    plain = _mean_bits(rows["D-PSGD"])
+    counted = len({len(of_seeds) for of_seeds in rows.values()}) > 1
     header = [
         "method",
         f"{measure}, mean model",
@@ -197,18 +221,19 @@ def _table(
         "seconds",
         "learning rate",
         "γ",
+        *(["seeds"] if counted else []),
     ]
     lines: list[list[str]] = []
     for method, of_seeds in rows.items():
         worst_is = min if measure == "accuracy" else max
-        if any(_score(r, measure) == float("-inf") for r in of_seeds):
+        if any(_score(r, measure, "test_avg") == float("-inf") for r in of_seeds):
             lines.append([method, "diverged", *[""] * (len(header) - 2)])
             continue
         mean = [
             percent * float(last_values(r, measure, split="test_avg").iloc[0]) for r in of_seeds
         ]
         worst = [percent * float(worst_is(last_values(r, measure, split="test"))) for r in of_seeds]
-        bits = sum(float(r["bits"].max()) for r in of_seeds)
+        bits = _mean_bits(of_seeds)
         seconds = sum(float(r["seconds"].max()) for r in of_seeds) / len(of_seeds)
         setting = settings[method]
         gossips = setting["optimizer"] != "all-reduce"
@@ -220,14 +245,20 @@ def _table(
                 method,
                 f"{spread(mean)}{unit}",
                 f"{spread(worst)}{unit}",
-                f"{bits / len(of_seeds) / 8e6:.1f}",
+                f"{bits / 8e6:.1f}",
                 f"{plain / bits:.1f}×",
                 f"{seconds:.0f}",
                 _learning_rate(setting),
                 str(gamma),
+                *([str(len(of_seeds))] if counted else []),
             ]
         )
     return markdown(header, lines)
+
+
+def _mean_bits(of_seeds: Sequence["DataFrame"]) -> float:
+    """Bits sent by worker 0 in a run, mean over the seeds."""
+    return sum(float(rows["bits"].max()) for rows in of_seeds) / len(of_seeds)
 
 
 def _learning_rate(setting: Mapping[str, Any]) -> str:
@@ -242,8 +273,10 @@ def _figure(rows: Mapping[str, list["DataFrame"]], measure: str, path: Path) -> 
     for method, of_seeds in rows.items():
         reached = [float(v) for r in of_seeds for v in last_values(r, measure, split="test_avg")]
         if len(reached) == len(of_seeds):
-            bits = sum(float(r["bits"].max()) for r in of_seeds) / len(of_seeds)
-            points[method] = bits / 8e6, [100 * v if measure == "accuracy" else v for v in reached]
+            points[method] = (
+                _mean_bits(of_seeds) / 8e6,
+                [100 * v if measure == "accuracy" else v for v in reached],
+            )
     x, y = "megabytes sent by a worker", f"test {measure}, mean model"
     if measure == "accuracy":
         figures.scatter(points, path, x, f"{y}, %")

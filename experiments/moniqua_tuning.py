@@ -1,4 +1,4 @@
-"""Which θ and γ does Moniqua need? Its accuracy on a grid of both.
+"""Which θ and γ does Moniqua need? Its accuracy in the published settings, and on a grid of both.
 
 θ bounds the difference of two neighbors' parameters. A smaller θ gives a finer quantization, until
 differences exceed it.
@@ -18,16 +18,42 @@ from experiments.runner import Experiment, Results, Run, sentence_case
 from powergossip.runs.metrics import last_values
 from powergossip.runs.tables import markdown
 
+PUBLISHED = {"moniqua": (0,), "moniqua-theta-2": (1, 2, 3)}  # preset: seeds
+_LEGEND = "Test accuracy of the mean model and, in brackets, of the worst worker, in percent:"
+
 
 def published() -> Experiment:
-    """ResNet-20 on CIFAR-10, around the published choice of θ = 0.25, γ = 0.005."""
-    return _experiment(
-        "Moniqua's accuracy by θ and γ: ResNet-20 on CIFAR-10, 300 epochs",
-        preset("cifar10_resnet20", "moniqua"),
-        (0.0625, 0.125, 0.25, 0.5, 1.0),
-        (0.00125, 0.0025, 0.005, 0.01, 0.02),
-        processes=8,
-    )
+    """ResNet-20 on CIFAR-10 in the published settings, with their seeds.
+
+    Of resnet20_cifar10_shuffled_moniqua_tuning.py and moniqua_test.py.
+    """
+    title = "Moniqua's accuracy in the published settings: ResNet-20 on CIFAR-10, 300 epochs"
+    settings = {
+        name: [
+            Run(
+                "train",
+                {**preset("cifar10_resnet20", name), "seed": seed},
+                {"preset": name, "seed": seed},
+                processes=8,
+            )
+            for seed in seeds
+        ]
+        for name, seeds in PUBLISHED.items()
+    }
+
+    def report(results: Results, folder: Path) -> str:
+        header = ["preset", "θ", "γ", "learning rate", "weight decay", "test accuracy by seed"]
+        lines = []
+        for name, runs in settings.items():
+            values = runs[0].values
+            rate = values["learning_rate"] * values["distributed_lr_warmup_factor"]
+            keys = ("optimizer_theta", "optimizer_diffusion_rate", "weight_decay")
+            theta, gamma, decay = (f"{values[key]:g}" for key in keys)
+            accuracies = ", ".join(_cell(results(run)) for run in runs)
+            lines.append([name, theta, gamma, f"{rate:g}", decay, accuracies])
+        return f"{sentence_case(title)}\n\n{_LEGEND}\n\n{markdown(header, lines)}\n"
+
+    return Experiment(title, [lambda results: [r for rs in settings.values() for r in rs]], report)
 
 
 def small() -> Experiment:
@@ -52,14 +78,12 @@ def _experiment(
     values: Mapping[str, Any],
     thetas: Sequence[float],
     rates: Sequence[float],
-    processes: int = 1,
 ) -> Experiment:
     runs = {
         (theta, rate): Run(
             "train",
             {**values, "optimizer_theta": theta, "optimizer_diffusion_rate": rate},
             {"theta": theta, "diffusion_rate": rate},
-            processes,
         )
         for theta, rate in product(thetas, rates)
     }
@@ -72,10 +96,7 @@ def _experiment(
                 for theta in thetas
             ],
         )
-        return (
-            f"{sentence_case(title)}\n\nTest accuracy of the mean model and, in brackets, "
-            f"of the worst worker, in percent:\n\n{table}\n"
-        )
+        return f"{sentence_case(title)}\n\n{_LEGEND}\n\n{table}\n"
 
     return Experiment(title, [lambda results: list(runs.values())], report)
 

@@ -5,10 +5,12 @@ CIFAR-10 and ResNet-20, and Python's reference texts and a small LSTM instead of
 large one. Tuned values (diffusion rates, and learning rates relative to those of other methods)
 stay as published, so that a small form shows how well they transfer.
 
-Source: Vogels, Karimireddy & Jaggi (2020), arXiv:2008.01425.
+Source: Vogels, Karimireddy & Jaggi (2020), arXiv:2008.01425, and its published programs
+resnet20_cifar10_shuffled.py and choco_lstm_testing.py, with their seeds.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,73 @@ Values = dict[str, Any]
 
 CIFAR10, WIKITEXT2 = "cifar10_resnet20", "wikitext2_lstm"
 
+FEW, SOME, ALL = (10,), (10, 20, 30, 40), (10, 20, 30, 40, 50, 60)  # seeds
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a published table: a preset, changes of it, and the seeds of its runs."""
+
+    preset: str
+    seeds: Sequence[int]
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _with_factor(preset: str, factor: float) -> Row:
+    """A row of one seed with another learning rate."""
+    return Row(preset, FEW, {"distributed_lr_warmup_factor": factor})
+
+
+PUBLISHED_IMAGES = {
+    "all-reduce": Row("all-reduce", ALL),
+    **{f"all-reduce, rate × {f}": _with_factor("all-reduce", f) for f in (8, 16)},
+    "D-PSGD": Row("dpsgd", ALL),
+    **{f"D-PSGD, rate × {f}": _with_factor("dpsgd", f) for f in (8, 16)},
+    "PowerGossip, 1 iteration": Row("power-gossip", ALL),
+    "PowerGossip, 1 iteration, random": Row("power-gossip-random", SOME),
+    "PowerGossip, 2 iterations": Row("power-gossip-2-iterations", ALL),
+    "PowerGossip, 2 iterations, random": Row("power-gossip-2-iterations-random", SOME),
+    "CHOCO, sign": Row("choco-sign", ALL),
+    "CHOCO, sign, untuned": Row("choco-sign-untuned", ALL),
+    "CHOCO, top 1 %": Row("choco-top-1", ALL),
+    "DeepSqueeze, sign": Row("deepsqueeze", ALL),
+    "Moniqua, 2 bits": Row("moniqua", ALL),
+}
+TWO = (10, 20)  # seeds
+PUBLISHED_LANGUAGE = {
+    "all-reduce": Row("all-reduce", TWO),
+    "all-reduce, rate × 28": _with_factor("all-reduce", 28),
+    "D-PSGD": Row("dpsgd", TWO),
+    "D-PSGD, rate × 28": _with_factor("dpsgd", 28),
+    "D-PSGD, 32 local steps": Row("local-steps-32", FEW),
+    **{
+        f"PowerGossip, {n} iterations": Row(f"power-gossip-{n}-iterations", TWO)
+        for n in (8, 16, 32)
+    },
+    "PowerGossip, 32 iterations, random": Row("power-gossip-32-iterations-random", TWO),
+    **{
+        f"PowerGossip, rank {rank}, {32 // rank} iterations": Row(f"power-gossip-rank-{rank}", TWO)
+        for rank in (2, 4, 8)
+    },
+    "CHOCO, sign": Row("choco-sign", TWO),
+    **{
+        f"CHOCO, sign, γ {gamma}": Row("choco-sign", FEW, {"optimizer_diffusion_rate": gamma})
+        for gamma in (0.4, 0.6, 1.0)
+    },
+    "CHOCO, top 1 %": Row("choco-top-1", TWO),
+    "CHOCO, top 1 %, γ 0.1": Row("choco-top-1", FEW, {"optimizer_diffusion_rate": 0.1}),
+    **{
+        f"DeepSqueeze, sign, rate × {factor}, γ {gamma}": Row(
+            "deepsqueeze",
+            FEW,
+            {"distributed_lr_warmup_factor": factor, "optimizer_diffusion_rate": gamma},
+        )
+        for factor in (28, 38)
+        for gamma in (0.1, 0.2, 0.4, 0.8)
+    },
+}
+
+# The methods of the small forms.
 IMAGES = {  # name of a method in the table: its preset
     "all-reduce": "all-reduce",
     "D-PSGD": "dpsgd",
@@ -58,12 +127,11 @@ _TUNED = (
 
 
 def cifar10() -> Experiment:
-    """ResNet-20, ring of 8, 300 epochs, 6 seeds."""
-    values = {method: preset(CIFAR10, name) for method, name in IMAGES.items()}
-    return _experiment(
-        "the paper's table on CIFAR-10: ResNet-20, ring of 8, 300 epochs, 6 seeds",
-        values,
-        range(1, 7),
+    """ResNet-20, ring of 8, 300 epochs, up to 6 seeds."""
+    return _published(
+        "the paper's table on CIFAR-10: ResNet-20, ring of 8, 300 epochs, up to 6 seeds",
+        CIFAR10,
+        PUBLISHED_IMAGES,
         "accuracy",
         processes=8,
     )
@@ -86,12 +154,12 @@ def cifar10_small() -> Experiment:
 
 
 def wikitext2() -> Experiment:
-    """The LSTM of 3 × 650 units, ring of 16, 90 epochs."""
-    values = {method: preset(WIKITEXT2, name) for method, name in LANGUAGE.items()}
-    return _experiment(
-        "the paper's table on WikiText-2: LSTM of 3 × 650 units, ring of 16, 90 epochs, 3 seeds",
-        values,
-        (1, 2, 3),
+    """The LSTM of 3 × 650 units, ring of 16, 90 epochs, up to 2 seeds."""
+    return _published(
+        "the paper's table on WikiText-2: LSTM of 3 × 650 units, ring of 16, 90 epochs, up to 2 "
+        "seeds",
+        WIKITEXT2,
+        PUBLISHED_LANGUAGE,
         "perplexity",
         processes=16,
     )
@@ -117,17 +185,25 @@ def _method(published: Mapping[str, Any]) -> Values:
     return {key: published[key] for key in _TUNED if key in published}
 
 
+def _published(
+    title: str, base: str, rows: Mapping[str, Row], measure: str, processes: int
+) -> Experiment:
+    values = {method: {**preset(base, row.preset), **row.changes} for method, row in rows.items()}
+    seeds = {method: row.seeds for method, row in rows.items()}
+    return _experiment(title, values, seeds, measure, processes)
+
+
 def _experiment(
     title: str,
     values: Mapping[str, Values],
-    seeds: "range | tuple[int, ...]",
+    seeds: Sequence[int] | Mapping[str, Sequence[int]],
     measure: str,
     processes: int = 1,
 ) -> Experiment:
     runs = {
         method: [
             Run("train", {**v, "seed": seed}, {"method": method, "seed": seed}, processes)
-            for seed in seeds
+            for seed in (seeds[method] if isinstance(seeds, Mapping) else seeds)
         ]
         for method, v in values.items()
     }

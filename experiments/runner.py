@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import threading
@@ -108,6 +109,10 @@ class Experiment:
 def sentence_case(text: str) -> str:
     """Return the text with its first letter capitalized."""
     return text[:1].upper() + text[1:]
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM to the runner, which ends it as Ctrl-C does."""
 
 
 class Folder:
@@ -211,7 +216,7 @@ def carry_out(
             start.check()
         progress = _Progress(len(left))
         free = _Cores(cores)
-        with ThreadPoolExecutor(cores) as pool:
+        with _terminable(), ThreadPoolExecutor(cores) as pool:
 
             def one(
                 turn: int, run: Run, progress: "_Progress" = progress, free: "_Cores" = free
@@ -235,6 +240,24 @@ def carry_out(
     return failed
 
 
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Raise Terminated on SIGTERM. A second one has its usual effect."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminate(*_: object) -> None:
+        signal.signal(signal.SIGTERM, before)
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _check_emulation(runs: Sequence[Run], launcher: str) -> None:
     """Raise BadInput if runs require an emulated cluster that cannot be made."""
     if not any(run.rate for run in runs):
@@ -253,7 +276,7 @@ def _carry_out_one(run: Run, folder: Path, launcher: Launcher) -> bool:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "failed.json").unlink(missing_ok=True)
     _write_json(folder / "run.json", _description(run))
-    again = "resume=true" if run.entry == "train" else "overwrite=true"
+    again = "resume=auto" if run.entry == "train" else "overwrite=true"
     how = [again, "log_verbosity=0", "--output-dir", str(folder)]
     start, log = time.perf_counter(), folder / "log.txt"
     name = f"{folder.parent.name}-{folder.name}"
@@ -356,15 +379,15 @@ class _Progress:
             self._ended += 1
             elapsed = time.perf_counter() - self._start
             left = elapsed / self._ended * (self._number - self._ended) / 60
+            state = folder.state(run)
+            estimate = f"; about {left:.0f} min left for the others"
             outcome = {
                 "done": "done",
                 "failed": f"FAILED, see {folder.of(run) / 'log.txt'}",
                 "begun": "stopped",
-            }[folder.state(run)]
-            print(
-                f"  {self._ended}/{self._number}  {_name(run)}: {outcome}  ({left:.0f} min left)",
-                flush=True,
-            )
+            }[state]
+            more = estimate if self._ended < self._number and state != "begun" else ""
+            print(f"  {self._ended}/{self._number}  {_name(run)}: {outcome}{more}", flush=True)
 
 
 def _name(run: Run) -> str:

@@ -11,23 +11,28 @@ from experiments import learning
 from experiments.presets import preset
 from experiments.runner import Experiment, Results, Run, sentence_case
 from powergossip.runs import figures
-from powergossip.runs.metrics import last_values
+from powergossip.runs.metrics import last_values, select_rows
 from powergossip.runs.tables import markdown
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-METHODS = {"D-PSGD": "dpsgd", "PowerGossip, 8 iterations": "power-gossip-8-iterations"}
+PUBLISHED = {"PowerGossip, 32 iterations": "power-gossip-32-iterations"}
+SMALL = {"D-PSGD": "dpsgd", "PowerGossip, 8 iterations": "power-gossip-8-iterations"}
 
 
 def published() -> Experiment:
-    """The LSTM of 3 × 650 units on WikiText-2, ring of 16."""
-    values = {method: preset("wikitext2_lstm", name) for method, name in METHODS.items()}
+    """The LSTM of 3 × 650 units on WikiText-2, ring of 16, as in choco_lstm_spectrum.py."""
+    values = {
+        method: preset("wikitext2_lstm", name) | {"evaluate_average_model": False, "seed": 10}
+        for method, name in PUBLISHED.items()
+    }
     return _experiment(
         "singular values of neighbors' differences as an LSTM learns WikiText-2",
         values,
-        (1, 10, 30, 60, 90),
-        ("encoder.weight", "rnn.weight_ih_l0", "rnn.weight_hh_l2"),
+        (1, 50, 65, 89),
+        ("encoder.weight", "rnn.weight_ih_l1"),
+        pairs=((0, 1), (4, 5), (8, 9)),
         processes=16,
     )
 
@@ -38,7 +43,7 @@ def small() -> Experiment:
         method: learning.TOPICS_LSTM
         | {"learning_rate": 10.0, "optimizer_diffusion_rate": 1.0}
         | {key: v for key, v in preset("wikitext2_lstm", name).items() if "optimizer" in key}
-        for method, name in METHODS.items()
+        for method, name in SMALL.items()
     }
     return _experiment(
         "singular values of neighbors' differences, small: an LSTM on Python's reference texts",
@@ -53,15 +58,16 @@ def _experiment(
     values: Mapping[str, Mapping[str, Any]],
     epochs: Sequence[int],
     parameters: Sequence[str],
+    pairs: Sequence[tuple[int, int]] = ((0, 1),),
     processes: int = 1,
 ) -> Experiment:
     logging: dict[str, Any] = {
         "spectrum_logging_epochs": list(epochs),
         "spectrum_logging_params": list(parameters),
-        "spectrum_logging_worker_pairs": [[0, 1]],
+        "spectrum_logging_worker_pairs": [list(pair) for pair in pairs],
     }
     runs = {
-        method: Run("train", {**v, **logging, "seed": 1}, {"method": method}, processes)
+        method: Run("train", {"seed": 1, **v, **logging}, {"method": method}, processes)
         for method, v in values.items()
     }
 
@@ -74,27 +80,30 @@ def _experiment(
             "the largest 8",
             "final consensus distance",
         ]
-        lines = []
+        lines: dict[tuple[int, int], list[list[str]]] = {pair: [] for pair in pairs}
         panels: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
         for method, run in runs.items():
             rows = results(run)
             distance = last_values(rows, "consensus_distance", type="params_only").iloc[0]
-            for parameter in parameters:
-                values = _values(rows, parameter, epochs[-1])
-                squares = [v**2 for v in values]
-                lines.append(
-                    [
-                        method,
-                        parameter,
-                        str(len(values)),
-                        f"{squares[0] / sum(squares):.0%}",
-                        f"{sum(squares[:8]) / sum(squares):.0%}",
-                        f"{distance:.3g}",
-                    ]
-                )
-            panels[f"{method}: {parameters[1]}"] = {
-                f"epoch {epoch}": _curve(_values(rows, parameters[1], epoch)) for epoch in epochs
-            }
+            for pair in pairs:
+                for parameter in parameters:
+                    values = _values(rows, parameter, epochs[-1], pair)
+                    squares = [v**2 for v in values]
+                    lines[pair].append(
+                        [
+                            method,
+                            parameter,
+                            str(len(values)),
+                            f"{squares[0] / sum(squares):.0%}",
+                            f"{sum(squares[:8]) / sum(squares):.0%}",
+                            f"{distance:.3g}",
+                        ]
+                    )
+                of_pair = f", workers {pair[0]} and {pair[1]}" if len(pairs) > 1 else ""
+                panels[f"{method}: {parameters[1]}{of_pair}"] = {
+                    f"epoch {epoch}": _curve(_values(rows, parameters[1], epoch, pair))
+                    for epoch in epochs
+                }
         figures.curves(
             panels,
             folder / "figure.svg",
@@ -102,22 +111,22 @@ def _experiment(
             "singular value",
             log_y=True,
         )
-        table = markdown(header, lines)
-        return (
-            f"{sentence_case(title)}\n\nWorkers 0 and 1, epoch {epochs[-1]}:\n\n{table}\n\n"
-            "![singular values by index](figure.svg)\n"
-        )
+        tables = [
+            f"Workers {i} and {j}, epoch {epochs[-1]}:\n\n{markdown(header, lines[i, j])}"
+            for i, j in pairs
+        ]
+        figure = "![singular values by index](figure.svg)"
+        return "\n\n".join([sentence_case(title), *tables, figure]) + "\n"
 
     return Experiment(title, [lambda results: list(runs.values())], report)
 
 
-def _values(rows: "DataFrame", parameter: str, epoch: int) -> list[float]:
-    """Singular values, largest first."""
-    chosen = rows[
-        (rows["name"] == "spectrum") & (rows["parameter"] == parameter) & (rows["epoch"] == epoch)
-    ]
+def _values(rows: "DataFrame", parameter: str, epoch: int, pair: tuple[int, int]) -> list[float]:
+    """Singular values of the difference of two workers, largest first."""
+    spectra = select_rows(rows, "spectrum", parameter=parameter, workers=f"{pair[0]}-{pair[1]}")
+    chosen = spectra[spectra["epoch"] == epoch]
     if chosen.empty:
-        raise ValueError(f"no spectrum of {parameter} at epoch {epoch}")
+        raise ValueError(f"no spectrum of {parameter} of workers {pair} at epoch {epoch}")
     return [float(v) for v in chosen.sort_values("index")["value"]]
 
 

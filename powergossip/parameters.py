@@ -147,29 +147,51 @@ def put_in(packed: Tensor, spans: Iterable[slice], x: Tensor) -> None:
         start = stop
 
 
+def complement(spans: Iterable[tuple[int, int]], size: int) -> list[slice]:
+    """The positions of 0 … size − 1 outside of all spans (start, stop)."""
+    found, position = [], 0
+    for start, stop in [*sorted(spans), (size, size)]:
+        if position < start:
+            found.append(slice(position, start))
+        position = stop
+    return found
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a model that require a gradient, by name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
 class Parameters:
-    """The parameters, gradients and floating-point buffers of the hosted workers' models.
+    """The trained parameters, gradients and floating-point buffers of the hosted workers' models.
 
     x        # [worker, D]   the models' parameters are views of it
     grad     # [worker, D]   their .grad are views of it
     buffers  # [worker, B]   running statistics and the like, never gossiped
 
     The models, one per worker and all of one architecture, are changed to use this memory. Clear
-    their gradients by `grad.zero_()`, not by setting them to None.
+    their gradients by `grad.zero_()`, not by setting them to None. Frozen parameters, those with
+    requires_grad=False, stay as they are and have no part in x: models must start with equal ones.
+
+    Raises ValueError for a model without a parameter to train.
     """
 
     def __init__(self, models: Sequence[nn.Module], device: torch.device | None = None):
         self.models = list(models)
         first = self.models[0]
-        self.names = [name for name, _ in first.named_parameters()]
+        self.names = list(trained(first))
+        if not self.names:
+            raise ValueError(
+                "no parameter of the model has requires_grad=True; use a model with one"
+            )
         exempt = {
             parameter
             for module in first.modules()
             if isinstance(module, NORMALIZATION_LAYERS)
             for parameter in module.parameters(recurse=False)
         }
-        self.decayed = [parameter not in exempt for parameter in first.parameters()]
-        self.layout = Layout((p.shape for p in first.parameters()), self.decayed)
+        self.decayed = [parameter not in exempt for parameter in trained(first).values()]
+        self.layout = Layout((p.shape for p in trained(first).values()), self.decayed)
         self.buffer_layout = Layout(b.shape for b in _float_buffers(first).values())
 
         workers = len(self.models)
@@ -180,7 +202,7 @@ class Parameters:
             model.to(device)
             views = self.layout.tensors(self.x[worker])
             grads = self.layout.tensors(self.grad[worker])
-            for parameter, view, grad in zip(model.parameters(), views, grads, strict=True):
+            for parameter, view, grad in zip(trained(model).values(), views, grads, strict=True):
                 view.copy_(parameter.detach())
                 parameter.data = view
                 parameter.grad = grad

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
 from powergossip import tasks
 from powergossip.randomness import generator
@@ -63,6 +64,19 @@ def write_cifar(folder: Path, n_labels: int, n_train: int = 10) -> None:
         labels = [bytes([0, i % 100]) if n_labels == 100 else bytes([i % 10]) for i in range(count)]
         records = (label + random.bytes(3072) for label in labels)
         (place / f"{name}.bin").write_bytes(b"".join(records))
+
+
+def write_imagenet(folder: Path, n_labels: int = 7, n_train: int = 7) -> None:
+    """Folders with few JPEGs of several sizes, each of one random color, so many to train."""
+    random = generator(0, "test")
+    for split, count in (("train", n_train), ("val", 2)):
+        for label in range(n_labels):
+            place = folder / split / f"n{label:03}"
+            place.mkdir(parents=True)
+            for i in range(count):
+                columns, rows = 20 + 8 * i, 40 + label
+                color = tuple(random.integers(0, 256, 3).tolist())
+                Image.new("RGB", (columns, rows), color).save(place / f"{label}_{i}.JPEG")
 
 
 def make_fashion_mnist(**changes: Any) -> tasks.Task:

@@ -28,6 +28,7 @@ SMALL: dict[str, Any] = {
     "n_workers": 4,
     "task_architecture": "MLP",
     "batch_size": 64,
+    "drop_last": True,
     "num_epochs": 4,
     "checkpoint_interval": 1,
     "log_verbosity": 0,
@@ -195,22 +196,37 @@ def test_rows_of_another_run_without_checkpoints_are_kept(tmp_path: Path) -> Non
     assert "topology=star" in rejected(tmp_path, topology="star")
 
 
-def test_resuming_an_empty_folder_begins_a_run(tmp_path: Path) -> None:
+def test_auto_begins_a_run_where_there_is_none_and_resumes_it(tmp_path: Path) -> None:
     """A job that is put back into the queue needs one command only."""
-    run(tmp_path / "new", SMALL | {"resume": True})
     run(tmp_path / "whole", SMALL)
+    for num_epochs in (2, SMALL["num_epochs"]):
+        run(tmp_path / "new", SMALL | {"resume": "auto", "num_epochs": num_epochs})
     assert rows_of(tmp_path / "new") == rows_of(tmp_path / "whole")
 
 
-def test_a_finished_run_can_be_prolonged(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
+    """A mistyped name does not begin another run."""
+    assert "resume=true" in rejected(tmp_path / "mistyped")
+    assert not (tmp_path / "mistyped").exists()
+    (tmp_path / "notes.txt").write_text("mine")
+    assert str(tmp_path) in rejected(tmp_path)
+    assert "resume=always" in rejected(tmp_path, resume="always")
+
+
+def test_a_finished_run_can_be_prolonged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run(tmp_path / "whole", SMALL)
     run(tmp_path / "short", SMALL | {"num_epochs": 2})
     short = rows_of(tmp_path / "short")
     run(tmp_path / "short", SMALL | {"resume": True})
     assert rows_of(tmp_path / "short") == rows_of(tmp_path / "whole")
     assert rows_of(tmp_path / "short")[: len(short)] == short
+    capsys.readouterr()
     run(tmp_path / "short", SMALL | {"resume": True})  # nothing is left to do
+    assert f"{tmp_path / 'short'} was complete" in capsys.readouterr().out
     assert rows_of(tmp_path / "short") == rows_of(tmp_path / "whole")
+    assert "num_epochs=1" in rejected(tmp_path / "short", num_epochs=1)
 
 
 def test_a_resumed_run_continues_its_times(tmp_path: Path) -> None:
@@ -365,9 +381,20 @@ def test_a_damaged_checkpoint_is_an_error(damage: str, tmp_path: Path) -> None:
 
 
 def test_a_run_cannot_resume_without_the_rows_before_its_checkpoint(tmp_path: Path) -> None:
-    run(tmp_path, SMALL)
-    (tmp_path / metrics.FILE).write_text("")
-    assert metrics.FILE in rejected(tmp_path)
+    """Unless that is allowed, once: the next checkpoint is of the rows that are left."""
+    run(tmp_path, SMALL | {"num_epochs": 2})
+    rows = (tmp_path / metrics.FILE).read_bytes()
+    for left in (b"", rows[:-1], rows[: len(rows) // 2]):
+        (tmp_path / metrics.FILE).write_bytes(left)
+        assert metrics.FILE in rejected(tmp_path)
+    run(tmp_path, SMALL | {"num_epochs": 2, "resume": True, "allow_lost_rows": True})
+    kept = (tmp_path / metrics.FILE).read_bytes()
+    assert kept == left[: left.rfind(b"\n") + 1]
+    run(tmp_path, SMALL | {"resume": True})
+    assert [row["epoch"] for row in rows_of(tmp_path)][kept.count(b"\n") :][0] == 3
+    entry = Checkpoints(tmp_path, Processes()).describe()
+    assert entry is not None
+    assert entry["step"] == STEPS
 
 
 def test_a_run_is_not_overwritten_for_its_checkpoints(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from powergossip.compressors import (
     Codec,
     Compressor,
     Options,
+    RandomBlock,
     RandomK,
     Senders,
     SignAndNorm,
@@ -31,6 +32,13 @@ from powergossip.parameters import Layout, Stack
 from powergossip.tasks.models import ResNet20
 
 SHAPES = [(4, 3), (6, 5), (3,), (4, 3), (2, 2, 3), (1, 7), (), (5,), (3,), (20, 11)]
+RANDOM = [
+    Options(),
+    Options(keep_ratio=0.05),
+    Options(keep_ratio=0.5),
+    Options(keep_ratio=1.0),
+    Options(rank=1),
+]
 VARIANTS = {
     "qsgd": [
         Options(),
@@ -39,12 +47,8 @@ VARIANTS = {
         Options(levels=40),
         Options(levels=127),
     ],
-    "random-k": [
-        Options(),
-        Options(keep_ratio=0.05),
-        Options(keep_ratio=0.5),
-        Options(keep_ratio=1.0),
-    ],
+    "random-k": [*RANDOM],
+    "random-block": [*RANDOM],
     "svd": [Options(), Options(rank=2), Options(rank=3), Options(rank=100)],
     "top-k": [
         Options(),
@@ -148,8 +152,11 @@ def test_add_adds_the_decoded_elements(name: str, options: Options) -> None:
         assert torch.equal(out, expected + codec.decode(sent, senders, 4))
 
 
-def test_all_workers_send_the_same_random_entries_and_others_in_the_next_step() -> None:
-    layout, compressor = Layout([(30, 20)]), RandomK(0.1)
+@pytest.mark.parametrize("kind", [RandomK, RandomBlock])
+def test_all_workers_send_the_same_random_entries_and_others_in_the_next_step(
+    kind: type[RandomK | RandomBlock],
+) -> None:
+    layout, compressor = Layout([(30, 20)]), kind(0.1)
     x = torch.ones(3, layout.size)
     codec = Codec(layout, compressor, [0, 1, 2], seed=5)
     first = codec.decode(codec.encode(x, 0), codec.workers, 0).clone()
@@ -172,7 +179,9 @@ def formula(name: str, options: Options, rows: int, columns: int) -> int:
             return 32 + n
         case "qsgd":
             return 32 + n * ceil(log2(2 * options.levels + 1))
-        case "random-k":
+        case "random-k" | "random-block":
+            if options.rank:
+                kept = min(n, options.rank * (rows + columns))
             return 32 * kept
         case "svd":
             return 32 * min(n, min(rank, rows, columns) * (rows + columns))
@@ -213,7 +222,7 @@ def contraction(compressor: Compressor, v: Tensor) -> Tensor:
     match compressor:
         case TopK():
             return torch.tensor(compressor.kept(*v.shape[-2:]) / numbers).double()
-        case RandomK():
+        case RandomK() | RandomBlock():
             return torch.tensor(compressor.fields(*v.shape[-2:])[0].length / numbers).double()
         case SignAndNorm():
             return v.double().abs().sum((-1, -2)) ** 2 / (numbers * squares(v))
@@ -228,20 +237,22 @@ def contraction(compressor: Compressor, v: Tensor) -> Tensor:
 @pytest.mark.parametrize(("name", "options"), [(n, o) for n, o in EVERY if not o.unbiased])
 @pytest.mark.parametrize("shape", [(1, 1), (5, 1), (3, 8), (30, 20)])
 def test_contraction(name: str, options: Options, shape: tuple[int, int]) -> None:
-    """E‖v − C(v)‖² ≤ (1 − δ)‖v‖²; for RandomK, equal."""
+    """E‖v − C(v)‖² ≤ (1 − δ)‖v‖²; for random positions, equal."""
     compressor = compressors.make(name, options)
-    draws = 1000 if name in ("random-k", "qsgd") else 1
+    random = name in ("random-k", "random-block")
+    draws = 1000 if random or name == "qsgd" else 1
     for v in (normal(*shape), normal(*shape, seed=1) ** 5, torch.ones(shape)):
-        if name == "random-k":  # other entries in each step, the same for all workers
-            results = [compressed(compressor, v[None], counter) for counter in range(draws)]
-            result = torch.cat(results)
+        if random:  # other entries of each layer, the same for all workers
+            codec = Codec(Layout([shape] * draws), compressor, [0])
+            message = codec.encode(v.flatten().repeat(draws)[None], 0)
+            result = codec.decode(message, codec.workers, 0).view(draws, *shape)
         else:
             result = compressed(compressor, v.expand(draws, *shape))
         error = squares(v - result) / squares(v)
         bound = 1 - contraction(compressor, v)
         spread = 5 * error.std() / draws**0.5 if draws > 1 else 0
         assert error.mean() <= bound + spread + 1e-6
-        if name == "random-k":
+        if random:
             assert error.mean() >= bound - spread - 1e-6
 
 
@@ -305,7 +316,7 @@ def test_an_empty_slot_decodes_to_zeros(name: str, options: Options) -> None:
     assert codec.decode(nothing[:, :0], nobody, 3).shape == (1, 0, Layout(SHAPES).size)
 
 
-@pytest.mark.parametrize("name", ["random-k", "qsgd"])
+@pytest.mark.parametrize("name", ["random-k", "random-block", "qsgd"])
 def test_random_numbers_depend_on_seed_worker_tensor_and_counter(name: str) -> None:
     layout = Layout([(40, 25), (40, 25)])
     compressor = compressors.make(name, Options(keep_ratio=0.1))
@@ -322,17 +333,17 @@ def test_random_numbers_depend_on_seed_worker_tensor_and_counter(name: str) -> N
     for other in (result(counter=1), result(seed=1)):
         assert not torch.equal(first, other[0])
     # Positions, which are not sent, must be the same for all workers.
-    assert torch.equal(first, result(worker=4)[0]) == (name == "random-k")
+    assert torch.equal(first, result(worker=4)[0]) == (name != "qsgd")
 
 
 def test_names_and_bad_options() -> None:
     with pytest.raises(ValueError, match=r'compressor.*"top-l".*top-k'):
         compressors.make("top-l")
     for ratio in (0.0, -0.1, 1.01, float("nan")):
-        for name in ("top-k", "random-k"):
+        for name in ("top-k", "random-k", "random-block"):
             with pytest.raises(ValueError, match=r"keep_ratio=\S+: use"):
                 compressors.make(name, Options(keep_ratio=ratio))
-    for name in ("top-k", "svd"):
+    for name in ("top-k", "svd", "random-k", "random-block"):
         with pytest.raises(ValueError, match="rank=0: use"):
             compressors.make(name, Options(rank=0))
     for levels in (0, 128):
@@ -389,7 +400,7 @@ def test_fractions_are_rounded_as_decimal_numbers() -> None:
 )
 def test_random_k_positions_are_distinct_and_uniform(n: int, keep_ratio: float) -> None:
     draws, compressor = 4000, RandomK(keep_ratio)
-    positions = compressor.positions(stream(Stack(n, 1, draws, 7)), n)
+    positions = compressor.positions(stream(Stack(n, 1, draws, 7)), n, 1)
     kept = positions.shape[1]
     assert (positions.sort(-1).values.diff() > 0).all()
     chosen = torch.zeros(draws, n).scatter_(-1, positions, 1)
@@ -402,6 +413,56 @@ def test_random_k_positions_are_distinct_and_uniform(n: int, keep_ratio: float) 
         both = (chosen[:, :-1] * chosen[:, 1:]).sum(1)
         expected = (n - 1) * share * (kept - 1) / (n - 1)
         assert abs(both.mean() - expected) <= 5 * both.std() / draws**0.5
+
+
+def test_a_random_block_is_in_one_piece_and_goes_on_at_the_first_entry() -> None:
+    rows, columns, kept, draws = 6, 5, 9, 3000
+    compressor = RandomBlock(kept / (rows * columns))
+    positions = compressor.positions(stream(Stack(rows, columns, draws, 0)), rows, columns)
+    assert positions.shape == (draws, kept)
+    assert ((positions.diff() - 1) % 30 == 0).all()
+    assert (positions[:, -1] < positions[:, 0]).any(), "some go on at the first entry"
+    chosen = torch.zeros(draws, 30).scatter_(-1, positions, 1).mean(0)
+    assert (chosen - kept / 30).abs().max() <= 5 * (0.3 * 0.7 / draws) ** 0.5
+
+
+@pytest.mark.parametrize("shape", [(100, 100), (300, 300), (20, 7), (9, 1)])
+@pytest.mark.parametrize("rank", [1, 3])
+def test_random_entries_of_a_rank_cost_the_bits_of_its_factors(
+    shape: tuple[int, int], rank: int
+) -> None:
+    """Those of svd, as in the PowerSGD paper. Top-k of that rank costs half, or less."""
+    factors = compressors.size(SVD(rank), *shape)
+    for kind in (RandomK, RandomBlock):
+        assert compressors.size(kind(rank=rank), *shape) == factors
+        assert kind(rank=rank).kept(*shape) == min(prod(shape), rank * sum(shape))
+    position = 1 if prod(shape) <= 2**8 else 2 if prod(shape) <= 2**16 else 4
+    exact = (4 + position) * (rank * sum(shape) // 4)
+    assert compressors.size(TopK(rank=rank), *shape) == exact
+    if prod(shape) > 2**16:
+        assert exact == factors / 2
+
+
+@pytest.mark.parametrize("name", [n for n, row in COMPRESSORS.items() if hasattr(row, "linear")])
+def test_means_of_the_messages_of_linear_compressors_decode_to_the_mean(name: str) -> None:
+    layout = Layout(SHAPES)
+    codec = Codec(layout, compressors.make(name, Options(keep_ratio=0.3)), [0, 1, 2, 3])
+    assert codec.linear
+    message = codec.encode(normal(4, layout.size), 3)
+    expected = codec.decode(message, codec.workers, 3).mean(0)
+    mean = message.view(torch.float32).mean(0, keepdim=True).view(torch.uint8)
+    found = codec.decode(mean, codec.workers[2:3], 3)[0]
+    torch.testing.assert_close(found, expected)
+
+
+def test_tensors_that_are_not_chosen_are_not_in_the_message() -> None:
+    layout, x = Layout([(4, 3), (5,), (2, 2)]), normal(2, 21)
+    codec = Codec(layout, compressors.make("identity"), [0, 1], chosen=lambda r, c: r * c > 4)
+    assert codec.size == 4 * (12 + 5)
+    decoded = codec.decode(codec.encode(x, 0), codec.workers, 0)
+    assert torch.equal(decoded[:, 0:12], x[:, 0:12])
+    assert (decoded[:, 12:16] == 0).all()
+    assert torch.equal(decoded[:, 16:], x[:, 16:])
 
 
 def test_random_k_with_too_few_draws_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,14 +10,19 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 
+import train
 from powergossip import algorithms, topologies
 from powergossip.algorithms import ddp
 from powergossip.algorithms.ddp import HOOKS, DDPHook
+from powergossip.errors import BadInput
 from powergossip.network import Network, Processes, processes
 from powergossip.parameters import Parameters
 from powergossip.randomness import generator
+from powergossip.training.settings import checked
+from powergossip.training.trainer import Trainer
 
 RATE = 0.05
 SIZES = (12, 20, 7)
@@ -149,9 +154,13 @@ def test_a_gradient_of_the_rank_that_is_sent_comes_through_whole(
     and with it the noise of rounding, which no direction is left for.)
     """
     theirs = Worker(all_reduce(), linear, samples=samples).train(12)
-    ours = Worker(hooked(rank=rank, error_feedback=error_feedback), linear, samples=samples)
-    ours.rule.state.min_compression_rate = 0  # full rank costs more than it saves
-    ours.train(12)
+    # Full rank costs more than it saves.
+    options: dict[str, Any] = {
+        "rank": rank,
+        "error_feedback": error_feedback,
+        "min_compression_rate": 0,
+    }
+    ours = Worker(hooked(**options), linear, samples=samples).train(12)
     assert ours.rule.state.total_numel_after_compression == 9 * rank * (12 + 10)
     assert close(ours.x, theirs.x, 1e-5)
     ours = Worker(hooked(rank=1, error_feedback=error_feedback), linear, samples=samples).train(12)
@@ -178,6 +187,122 @@ def test_errors_are_fed_back() -> None:
     assert isinstance(difference, Tensor)
     assert difference.norm() > 0.01
     assert torch.allclose(difference[0].sort().values, missing.sort().values, atol=1e-5)
+
+
+def dead_at_first(alive: int) -> Callable[[], nn.Module]:
+    """A model with a dead layer, whose gradient is zero in the first `alive` steps."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.first, self.dead = nn.Linear(12, 10, bias=False), nn.Linear(12, 10, bias=False)
+            self.passes = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.passes += 1
+            return self.first(x) + self.dead(x) * (self.passes > alive)
+
+    return Model
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("rank", [1, 2, 4])
+@pytest.mark.parametrize("warm_start", [True, False])
+def test_a_dead_layer_survives_and_can_learn_again(rank: int, warm_start: bool) -> None:
+    """At rank 1 and 2 because of epsilon, at rank 4 because of torch's QR factorization."""
+    options: dict[str, Any] = {"rank": rank, "warm_start": warm_start, "min_compression_rate": 0}
+    worker = Worker(hooked(start_iteration=2, **options), dead_at_first(6)).train(6)
+    dead: Tensor = worker.model.dead.weight  # type: ignore[union-attr, assignment]
+    start = dead_at_first(6)()
+    assert torch.equal(dead, start.dead.weight)  # type: ignore[union-attr, arg-type]
+    assert worker.x.isfinite().all()
+    assert not torch.equal(worker.model.first.weight, start.first.weight)  # type: ignore[union-attr, arg-type]
+    before = dead.detach().clone()
+    worker.train(4)
+    assert (dead - before).norm() > 1e-3 * before.norm(), "the gradient is back"
+    xs = worker.network.gather(worker.x)
+    assert torch.equal(xs, xs[:1].expand_as(xs))
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize(("rank", "epsilon", "survives"), [(2, 0.0, False), (2, 1e-8, True)])
+def test_epsilon_is_given_to_both_hooks(
+    hook: str, rank: int, epsilon: float, survives: bool
+) -> None:
+    """With torch's default of 0, a gradient of zeros gives NaN."""
+    options: dict[str, Any] = {"rank": rank, "orthogonalization_epsilon": epsilon}
+    worker = Worker(hooked(hook, min_compression_rate=0, **options), linear, who=Processes())
+    for _ in range(5):
+        worker.rule.start()
+        (worker.model(torch.zeros(1, 12)).sum()).backward()
+        worker.rule.finish()
+    assert worker.x.isfinite().all() == survives
+
+
+@pytest.mark.parametrize("cap", [None, 1, 2.5])
+def test_buckets_are_those_of_ddp(cap: float | None) -> None:
+    worker = Worker(hooked(bucket_cap_mb=cap), wide, who=Processes())
+    found: list[int] = []
+    count = worker.rule._sizes
+
+    def spy(state: Any, bucket: dist.GradBucket) -> list[int]:
+        found.append(bucket.buffer().numel())
+        return count(state, bucket)
+
+    worker.rule._sizes = spy
+    worker.train(4)
+    expected = ddp.bucket_sizes([p.numel() for p in worker.model.parameters()], cap)
+    assert found == expected
+    assert len(found) == {None: 2, 1: 3, 2.5: 2}[cap]
+
+
+@pytest.mark.parallel([2])
+def test_tensors_of_one_shape_in_one_product_give_the_same() -> None:
+    """Up to the order of the random draws, which full rank does not depend on."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(3)
+        layers = (nn.Linear(8, 8, bias=False) for _ in range(3))
+        return nn.Sequential(*layers)
+
+    options: dict[str, Any] = {"rank": 8, "min_compression_rate": 0, "start_iteration": 2}
+    one = Worker(hooked(**options), model).train(6)
+    other = Worker(hooked(batch_tensors_with_same_shape=True, **options), model).train(6)
+    assert other.rule.state.batch_tensors_with_same_shape
+    assert close(one.x, other.x)
+    assert one.network.bits.tolist() == other.network.bits.tolist()
+
+
+def test_statistics_are_logged_at_their_frequency(caplog: pytest.LogCaptureFixture) -> None:
+    """Also by a resumed run."""
+
+    def logged(worker: Worker, steps: int) -> int:
+        caplog.clear()
+        with caplog.at_level("INFO", logger="torch.distributed"):
+            worker.train(steps)
+        return sum("Compression stats" in record.getMessage() for record in caplog.records)
+
+    make = hooked(compression_stats_logging_frequency=4, start_iteration=2)
+    worker = Worker(make, who=Processes())
+    assert logged(worker, 2) == 0
+    assert logged(worker, 8) == 2  # steps 2 and 6
+    again = Worker(make, who=Processes())
+    again.rule.load_state_dict(worker.rule.state_dict())
+    assert logged(again, 1) == 1  # step 10
+
+
+def test_frozen_parameters_are_not_sent() -> None:
+    def model() -> nn.Module:
+        net = mlp()
+        net[0].requires_grad_(False)  # type: ignore[index]
+        return net
+
+    worker = Worker(hooked(), model, who=Processes())
+    before = worker.model[0].weight.detach().clone()  # type: ignore[index]
+    worker.train(5)
+    assert torch.equal(worker.model[0].weight, before)  # type: ignore[index]
+    assert worker.rule.state.total_numel_before_compression == 2 * (7 * 20 + 7)
 
 
 @pytest.mark.parallel([2])
@@ -274,6 +399,52 @@ def test_the_state_has_an_axis_of_workers_and_is_a_copy() -> None:
     assert torch.equal(state["errors"][0], before)
 
 
+# The first compressed step of train.py.
+
+
+def started(processes_: Processes, **changes: Any) -> Trainer:
+    config = OmegaConf.structured(train.Config)
+    values = {"optimizer": "ddp-powersgd", "n_workers": 1, "task_architecture": "MLP"}
+    for key, value in {**values, "log_verbosity": 0, **changes}.items():
+        config[key] = value
+    return Trainer(checked(config, processes_), processes_)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"num_epochs": 30}, 30),
+        ({"num_epochs": 31}, 31),
+        ({"num_epochs": 1}, 2),
+        ({"distributed_lr_warmup_factor": 2.0}, 50),
+        ({"distributed_lr_warmup_factor": 2.0, "num_epochs": 3}, 30),
+        ({"optimizer_start_iteration": 7}, 7),
+        ({"optimizer_start_iteration": "auto"}, 40),
+    ],
+)
+def test_compression_starts_by_the_guidance(changes: dict[str, Any], expected: int) -> None:
+    """At a tenth of 40 epochs of 10 steps, after a warm-up of 5 epochs if there is one."""
+    run = started(Processes(), **{"max_steps_per_epoch": 10} | changes)
+    assert run.rule.state.start_powerSGD_iter == expected  # type: ignore[attr-defined]
+    assert run.facts()["start_iteration"] == expected
+
+
+def test_a_rank_that_no_bucket_has_is_rejected_at_construction() -> None:
+    """The layer-wise hook compresses no matrix at such a rank."""
+    with pytest.raises(BadInput, match="optimizer_rank=100000"):
+        started(Processes(), optimizer="ddp-batched-powersgd", optimizer_rank=10**5)
+    worker = Worker(hooked(rank=10**9), who=Processes()).train(5)
+    assert worker.rule.state.compression_stats()[0] == 1
+
+
+def test_a_prolonged_run_keeps_its_start() -> None:
+    first = started(Processes(), num_epochs=2, max_steps_per_epoch=10)
+    again = started(Processes(), num_epochs=200, max_steps_per_epoch=10)
+    assert again.rule.state.start_powerSGD_iter == 200  # type: ignore[attr-defined]
+    again.rule.load_state_dict(first.rule.state_dict())
+    assert again.rule.state.start_powerSGD_iter == 2  # type: ignore[attr-defined]
+
+
 # The process group.
 
 
@@ -309,15 +480,18 @@ def test_a_process_group_of_someone_else_is_used_or_refused(tmp_path: Any) -> No
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"rank": 0}, "optimizer_rank=0: use 1 or more"),
-        ({"min_compression_rate": 0.5}, "optimizer_min_compression_rate=0.5: use 1 or more"),
-        ({"min_compression_rate": float("nan")}, "optimizer_min_compression_rate=nan"),
-        ({"start_iteration": -1}, "optimizer_start_iteration=-1: use 0 or more"),
-        ({"start_iteration": 1}, "optimizer_start_iteration=1: use 2 or more, or"),
+        ({"rank": 0}, "rank=0: use"),
+        ({"min_compression_rate": -0.5}, "min_compression_rate=-0.5: use"),
+        ({"min_compression_rate": float("nan")}, "min_compression_rate=nan"),
+        ({"start_iteration": -1}, "start_iteration=-1: use"),
+        ({"start_iteration": 1}, "start_iteration=1: use 2 or more"),
         ({"start_iteration": 1, "warm_start": False}, "optimizer_error_feedback=false"),
         ({"start_iteration": 0, "error_feedback": False}, "optimizer_warm_start=false"),
+        ({"orthogonalization_epsilon": -1e-8}, "orthogonalization_epsilon=-1e-08"),
+        ({"compression_stats_logging_frequency": 0}, "compression_stats_logging_frequency=0"),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb=0"),
         ({"hook": "powersgd"}, "choose from ddp-powersgd, ddp-batched-powersgd"),
-        ({"hook": "ddp-batched-powersgd", "rank": 22}, "optimizer_rank=22.*21 × 21"),
+        ({"hook": "ddp-batched-powersgd", "rank": 22}, "rank=22: use 21 or less"),
     ],
 )
 def test_what_pytorch_cannot_do_is_refused_before_the_start(

@@ -1,6 +1,5 @@
 """The documentation site builds strictly, asks no other server, and its examples work."""
 
-import ast
 import importlib.util
 import itertools
 import re
@@ -184,37 +183,19 @@ def test_docstrings_become_markup_that_shows_their_text(text: str, expected: str
 
 # --- Code blocks ---------------------------------------------------------------------------------
 
-QUOTED = [
-    (page, block)
-    for page in PAGES
-    for block in blocks(page, "python")
-    if block.startswith("# examples/")
-]
-RUN = [page for page in PAGES if set(blocks(page, "python")) - {block for _, block in QUOTED}]
+RUN = [page for page in PAGES if blocks(page, "python")]
 
 
 @pytest.mark.parametrize("page", RUN, ids=name)
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     """One after the other in a process, each with names of its own."""
-    quoted = {block for _, block in QUOTED}
-    chosen = [block for block in blocks(page, "python") if block not in quoted]
     lines = ["import runpy"]
-    for index, block in enumerate(chosen):
+    for index, block in enumerate(blocks(page, "python")):
         (tmp_path / f"block{index}.py").write_text(block)
         lines.append(f"runpy.run_path('block{index}.py')")
     (tmp_path / "program.py").write_text("\n".join(lines))
     ended = launch.python("program.py", cwd=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-
-
-@pytest.mark.parametrize(("page", "block"), QUOTED, ids=lambda value: str(value)[-30:])
-def test_quoted_lines_are_those_of_the_example(page: Path, block: str) -> None:
-    """In the same order. The block is valid Python, and tests/test_examples.py runs the whole."""
-    path, *lines = block.splitlines()
-    ast.parse(block)
-    left = iter((launch.ROOT / path.removeprefix("# ")).read_text().splitlines())
-    for line in filter(None, lines):
-        assert line.split("  #")[0] in (other.split("  #")[0] for other in left), line
 
 
 def commands() -> Iterator[tuple[str, str]]:

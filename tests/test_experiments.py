@@ -1,6 +1,7 @@
 """A run is carried out once, an incomplete run never counts, and a failed one stops no other."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -338,13 +339,20 @@ def test_a_killed_runner_can_resume(folder: Folder) -> None:
     _resumes(folder, program)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_an_interrupted_runner_can_resume(folder: Folder, processes: int) -> None:
-    """Ctrl-C: what runs is told to end, and what waits, for its turn or for cores, never starts."""
+@pytest.mark.parametrize(
+    ("processes", "number"), [(1, signal.SIGINT), (2, signal.SIGINT), (1, signal.SIGTERM)]
+)
+def test_an_interrupted_runner_can_resume(folder: Folder, processes: int, number: int) -> None:
+    """Ctrl-C or SIGTERM: running jobs end, and those that wait, for their turn or for cores, never
+    start."""
     with driver(folder, cores=processes, processes=processes) as program:
-        os.killpg(program.process.pid, signal.SIGINT)  # as a terminal does
+        if number == signal.SIGINT:
+            os.killpg(program.process.pid, number)  # as a terminal does
+        else:
+            program.process.send_signal(number)
         output, _ = program.process.communicate(timeout=30)
     assert "run again to resume" in output
+    assert "min left" not in output.splitlines()[-1]
     assert [folder.state(run) for run in program.runs] == ["done", "begun", "new"]
     assert program.process.returncode != 0
     _resumes(folder, program)
@@ -450,11 +458,11 @@ def test_consensus_from_the_run_to_the_table(tmp_path: Path) -> None:
     folder = Folder("consensus", tmp_path)
     assert carry_out(experiment, folder, 2) == []
     text = experiment.report(folder.results, tmp_path)
-    assert text.startswith("Who agrees\n\n### Photographs of faces, 25 × 25\n\n| algorithm |")
+    assert text.startswith("Who agrees\n\n### Photographs of faces, 25 × 25\n\nErrors are relative")
     lines = [line.split(" | ") for line in text.splitlines() if line.startswith("| un")]
     assert len(lines) == 2
     for line in lines:  # 0.744521^(2 · 12) < 1e-3, and not every step has a row
-        assert 5 <= int(line[1].removesuffix(" steps")) <= 20
+        assert 5 <= int(line[2].removesuffix(" steps")) <= 20
     assert (tmp_path / "lfw.svg").exists()
     assert "power_gossip" in (tmp_path / "low-rank.svg").read_text()
 
@@ -615,6 +623,11 @@ def test_the_command_line(tmp_path: Path) -> None:
     states = python("-m", "experiments", "status")
     assert states.returncode == 0, states.stderr
     assert [line.split()[0] for line in states.stdout.splitlines()] == list(EXPERIMENTS)
+    dry = python("-m", "experiments", "run", "consensus", "--dry-run")
+    commands = [line[7:] for line in dry.stdout.splitlines()]
+    assert [shlex.split(command) for command in commands] == [
+        run.command for runs in Folder("consensus").runs(EXPERIMENTS["consensus"]) for run in runs
+    ], "they can be pasted into a shell"
     early = subprocess.run(
         [sys.executable, "-m", "experiments", "report", "fashion_mnist"],
         cwd=tmp_path,

@@ -5,18 +5,32 @@ Most cases of bad input share one mpirun: a driver tries them one after the othe
 """
 
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
+import gossip_run
 import train
+from powergossip.algorithms import AVERAGING, ddp
+from powergossip.algorithms.aggregation import AGGREGATIONS
+from powergossip.compressors import COMPRESSORS
 from powergossip.errors import BadInput
+from powergossip.network import Processes, processes
 from powergossip.runs import configuration, metrics
+from powergossip.runs.checkpoints import Checkpoints
+from powergossip.runs.clock import Signals
+from powergossip.tasks.images import ImageClassification
+from powergossip.training.settings import checked
+from powergossip.training.trainer import Trainer
 from tests import launch
 
 TINY = ["task_architecture=MLP", "num_epochs=1", "log_verbosity=0"]
@@ -47,6 +61,16 @@ BAD_INPUT: dict[str, tuple[list[str], list[str]]] = {
     ),
     "directed topology": (["topology=unidirectional-ring"], ["directed", "undirected", "ring"]),
     "rank": (["optimizer_rank=0"], ["optimizer_rank=0", "1"]),
+    "option of a compressor": (
+        ["optimizer=choco", "optimizer_compressor=qsgd", "optimizer_levels=0"],
+        ["optimizer_levels=0", "127"],
+    ),
+    "ratio of a compressor": (
+        ["optimizer=choco", "optimizer_compressor=top-k", "optimizer_keep_ratio=0"],
+        ["optimizer_keep_ratio=0", "above 0"],
+    ),
+    "warm-up": (["distributed_lr_warmup_epoch=.inf"], ["distributed_lr_warmup_epoch=inf"]),
+    "workers that do not fit": (["n_workers=100000000"], ["n_workers=100000000", "1000000"]),
     "iterations": (["optimizer_num_iterations=0"], ["optimizer_num_iterations=0", "1"]),
     "rounded weights": (["optimizer_rank=2", "optimizer_round_weights=true"], ["rank=1"]),
     "diffusion rate": (
@@ -109,7 +133,7 @@ calls = []
 train.log_metric = lambda *arguments: calls.append("metric")
 train.log_info = lambda *arguments: calls.append("info")
 train.log_runtime = lambda *arguments: calls.append("runtime")
-train._report = lambda folder: calls.append("report")
+train._report = lambda *_: calls.append("report")
 train.config, train.output_dir = OmegaConf.structured(train.Config), "good"
 train.main(["n_workers=4", *TINY])
 json.dump(sorted(set(calls)), open(f"calls-{rank}.json", "w"))
@@ -305,3 +329,234 @@ def test_a_diverging_run_stops_and_keeps_the_rows_before(tmp_path: Path, optimiz
     assert set(rows["epoch"]) == {1}
     assert rows["value"].map(abs).max() < float("inf")
     assert len(rows[(rows["name"] == "accuracy") & (rows["split"] == "test_avg")]) == 1
+
+
+# Divergence, in all processes.
+
+SWEEP = """
+import json
+import train
+from powergossip import network
+
+found = []
+train.config.update(SETTINGS)
+for number, rate in enumerate([0.02, 0.05, 30.0, 0.01, 0.03]):
+    train.config.learning_rate, train.output_dir = rate, str(number)
+    try:
+        train.main()
+        found.append("")
+    except train.Diverged as error:
+        found.append(str(error))
+json.dump(found, open(f"found-{network.processes().rank}.json", "w"))
+"""
+
+
+def test_a_sweep_goes_on_after_a_divergence(tmp_path: Path) -> None:
+    """Workers with sorted data diverge at different steps, all processes raise the first."""
+    settings = {
+        "task_architecture": "MLP",
+        "num_epochs": 1,
+        "log_verbosity": 0,
+        "optimizer": "dpsgd",
+        "use_decentralized_data": True,
+    }
+    (tmp_path / "driver.py").write_text(SWEEP.replace("SETTINGS", repr(settings)))
+    ended = launch.python("driver.py", processes=4, cwd=tmp_path, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    found = [json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in range(4)]
+    assert found[1:] == found[:1] * 3
+    assert [bool(text) for text in found[0]] == [False, False, True, False, False]
+    assert re.search(r"worker \d's loss is (nan|inf) at step \d+ \(epoch 1\)", found[0][2])
+    assert (tmp_path / "2" / metrics.FILE).read_bytes() == b""
+    assert Checkpoints(tmp_path / "2", Processes()).describe() is None
+    assert Checkpoints(tmp_path / "4", Processes()).describe() is not None
+
+
+ALL_METHODS: list[dict[str, Any]] = [
+    *({"optimizer": name} for name in AVERAGING if name not in ("choco", "deepsqueeze")),
+    *(
+        {"optimizer": name, "optimizer_compressor": compressor, "optimizer_diffusion_rate": 0.1}
+        for name in ("choco", "deepsqueeze")
+        for compressor in COMPRESSORS
+    ),
+    *({"optimizer": name} for name in AGGREGATIONS),
+    *({"optimizer": name} for name in ddp.HOOKS),
+    {"optimizer": "power-gossip", "optimizer_rank": 2},
+    {"optimizer": "powersgd", "optimizer_rank": 2},
+    {"optimizer": "dpsgd", "gradient_clipping": 1.0, "overlapping": False},
+    {"optimizer": "dgc", "gradient_clipping": 1.0},
+    {"optimizer": "dpsgd", "local_optimizer": "adamw", "learning_rate": 0.003},
+]
+
+
+@pytest.mark.parallel(nprocs=2)
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("method", ALL_METHODS, ids=lambda m: "-".join(map(str, m.values())))
+def test_a_loss_that_is_nan_in_one_process_ends_all(
+    method: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other process gets the NaN in messages, and the process itself in all steps after."""
+    comm, calls, loss = processes(), [], ImageClassification.loss
+
+    def bad(self: Any, model: Any, batch: Any) -> Any:
+        calls.append(None)
+        value, of_batch = loss(self, model, batch)
+        return value * (torch.nan if comm.rank == 1 and len(calls) == 4 else 1), of_batch
+
+    monkeypatch.setattr(ImageClassification, "loss", bad)
+    changes = {"task_architecture": "MLP", "max_steps_per_epoch": 9, "log_verbosity": 0}
+    config = OmegaConf.merge(OmegaConf.structured(train.Config), changes, method)
+    with pytest.raises(train.Diverged, match=r"worker 1's loss is nan at step 3 \(epoch 1\)"):
+        Trainer(checked(config, comm), comm).train()  # type: ignore[arg-type]
+    assert 4 < len(calls) <= 9 or (comm.rank == 0 and calls)
+
+
+def test_the_first_divergence_counts_and_spoils_no_row_or_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process hosts all workers. The parameters are checked where no loss shows them."""
+    monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
+    monkeypatch.setattr(train, "output_dir", str(tmp_path))
+    finish, steps = Trainer.train_step, 5
+
+    def spoiled(run: Trainer, epoch: int, step: int) -> Any:
+        result = finish(run, epoch, step)
+        if run.step == 2 * steps:
+            run.parameters.x[2:, 0] = torch.inf
+        return result
+
+    monkeypatch.setattr(Trainer, "train_step", spoiled)
+    arguments = [*TINY, "n_workers=4", f"max_steps_per_epoch={steps}", "num_epochs=3"]
+    with pytest.raises(train.Diverged, match=r"worker 2's .* inf at step 10 \(epoch 2\)"):
+        train.main([*arguments, "checkpoint_interval=1"])
+    assert set(metrics.load(tmp_path)["epoch"]) == {1}
+    last = Checkpoints(tmp_path, Processes()).describe()
+    assert last is not None
+    assert last["step"] == steps
+
+
+# Signals. tests/test_checkpoints.py has SIGTERM and SIGUSR1 of a run in several layouts.
+
+
+def test_the_second_signal_has_its_usual_effect() -> None:
+    with Signals() as signals:
+        signal.raise_signal(signal.SIGINT)
+        assert signals.received == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def exit_of(main: Any, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(sys, "argv", ["program", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        configuration.run_entry_point(main)
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_ctrl_c_of_one_process_writes_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gradient = Trainer.gradient
+
+    def interrupted(run: Trainer, epoch: int, step: int) -> Any:
+        if run.step == 6:
+            signal.raise_signal(signal.SIGINT)
+        return gradient(run, epoch, step)
+
+    monkeypatch.setattr(Trainer, "gradient", interrupted)
+    monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
+    monkeypatch.setattr(train, "output_dir", str(tmp_path))
+    assert exit_of(train.main, [*TINY, "n_workers=2"], monkeypatch) == 130
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "SIGINT after step 7 " in line
+    assert "resume=true" in line
+    last = Checkpoints(tmp_path, Processes()).describe()
+    assert last is not None
+    assert last["step"] == 7
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_a_signal_ends_gossip_run_with_a_sentence(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    number, rows = signal.Signals[name], []
+
+    def log_metric(*row: Any) -> None:
+        rows.append(row)
+        if len(rows) == 7:
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(gossip_run, "log_metric", log_metric)
+    monkeypatch.setattr(gossip_run, "config", OmegaConf.structured(gossip_run.Config))
+    monkeypatch.setattr(gossip_run, "output_dir", str(tmp_path))
+    arguments = ["n_workers=4", "matrix_size=10", "num_steps=100", "log_verbosity=0"]
+    assert exit_of(gossip_run.main, arguments, monkeypatch) == 128 + number
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert name in line
+    assert len(rows) == 7
+    assert not (tmp_path / "figure.png").exists()
+
+
+def signaled(number: int, folder: Path, steps: int) -> tuple[int, str]:
+    """Exit code and standard error of mpirun -np 2, which gets this signal during training."""
+    driver = folder / "driver.py"
+    driver.write_text(
+        "import pathlib, time, train\n"
+        "from powergossip.runs import configuration\n"
+        "from powergossip.training.trainer import Trainer\n"
+        "gradient = Trainer.gradient\n"
+        "def slow(run, epoch, step):\n"
+        f"    if run.step == {steps}: pathlib.Path('begun').touch()\n"
+        "    time.sleep(0.01)\n"
+        "    return gradient(run, epoch, step)\n"
+        "Trainer.gradient = slow\n"
+        "configuration.run_entry_point(train.main)\n"
+    )
+    command = ["mpirun", "-np", "2", sys.executable, driver, *TINY]
+    command += ["num_epochs=1000", "--output-dir", "run"]
+    with launch.one_mpirun_at_a_time():
+        program = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(launch.ROOT), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            while not (folder / "begun").exists():
+                assert program.poll() is None
+                time.sleep(0.02)
+            program.send_signal(number)
+            _, text = program.communicate(timeout=30)
+        finally:
+            program.kill()
+    return program.returncode, text
+
+
+@pytest.mark.parametrize(
+    "name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)], ids=str
+)
+def test_a_signal_to_mpirun_gives_a_sentence_a_checkpoint_and_exit_code_1(
+    name: str, tmp_path: Path
+) -> None:
+    """mpirun sends SIGTERM and, a quarter of a second later, SIGKILL. A busy machine may need
+    another attempt."""
+    for attempt in range(3):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        code, text = signaled(signal.Signals[name], folder, steps=30)
+        assert code == 1
+        if text:
+            break
+    (line,) = text.splitlines()
+    assert "SIGTERM after step" in line
+    last = Checkpoints(folder / "run", Processes()).describe()
+    assert last is not None
+    assert last["step"] >= 30
+    assert f"step {last['step']} " in line

@@ -99,7 +99,8 @@ def fetched(task: str, dataset: str, download: bool = True) -> Any:
         paths = fashion_mnist.find(chosen)
         return fashion_mnist.load(*paths[:2]), fashion_mnist.load(*paths[2:])
     if task == "LSTM":
-        return texts.TEXTS[dataset](chosen)
+        splits = texts.TEXTS[dataset](chosen, validation_text=True)
+        return splits["train"], splits["valid"], splits["test"]
     return {"Cifar": cifar.CIFAR10, "Cifar100": cifar.CIFAR100}[task].load(chosen)
 
 
@@ -110,7 +111,7 @@ def test_what_is_fetched_is_what_the_hub_has_and_is_kept(
     name, arguments, answer = HUB[task, dataset]
     data = fetched(task, dataset)
     assert hub == [(name, arguments)]
-    for split, rows in zip(data, (answer["train"], answer["test"]), strict=True):
+    for split, rows in zip(data, answer.values(), strict=True):
         if task == "LSTM":
             lines = [[*next(iter(row.values())).split(), "<eos>"] for row in rows]
             assert split == [word for line in lines for word in line]
@@ -128,6 +129,20 @@ def test_what_is_fetched_is_what_the_hub_has_and_is_kept(
     assert listed | {"SHA256SUMS"} == {path.name for path in folder.iterdir()}
     # The format is sha256sum's, by its own judgment.
     subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=folder, check=True)
+
+
+def test_texts_of_earlier_downloads_are_enough_without_the_validation_text(
+    hub: list[tuple[str, dict[str, str]]], nowhere: Path
+) -> None:
+    """Earlier versions downloaded two files of three. The third one comes when it is asked for."""
+    before = fetched("LSTM", "wikitext2")
+    (file,) = nowhere.rglob("wiki.valid.tokens")
+    file.unlink()
+    two = texts.TEXTS["wikitext2"](options(task="LSTM", download=False))
+    assert (two["train"], two["test"]) == (before[0], before[2])
+    assert len(hub) == 1
+    assert fetched("LSTM", "wikitext2") == before
+    assert len(hub) == 2
 
 
 def test_fetched_texts_do_not_disturb_each_other(

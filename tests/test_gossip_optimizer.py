@@ -19,6 +19,7 @@ from powergossip.network import Network, Processes, processes
 from powergossip.optimizers import GossipOptimizer, gossip
 from powergossip.optimizers.gossip import Method
 from powergossip.parameters import Layout
+from tests import launch
 
 N = 4
 ALONE = Processes()
@@ -599,11 +600,91 @@ def test_a_model_that_was_moved_is_noticed() -> None:
         pass
 
 
+# Frozen parameters.
+
+
+def partly_frozen(seed: int) -> tuple[nn.Module, GossipOptimizer]:
+    """A model with a frozen layer of half precision, whose optimizer has all parameters."""
+    model = mlp(seed)
+    model[0].requires_grad_(False).half()
+    return model, GossipOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), "dpsgd")
+
+
+def partly_frozen_steps(model: nn.Module, optimizer: GossipOptimizer, steps: int) -> None:
+    for t in range(steps):
+        optimizer.zero_grad()
+        model[1:](torch.full((2, 5), processes().rank + t)).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parallel([4])
+def test_frozen_parameters_start_equal_and_are_not_sent() -> None:
+    model, optimizer = partly_frozen(processes().rank)
+    expected = mlp(0)[0].half()
+    address = model[0].weight.data_ptr()
+    partly_frozen_steps(model, optimizer, 2)
+    assert torch.equal(model[0].weight, expected.weight)
+    assert torch.equal(model[0].bias, expected.bias)
+    assert model[0].weight.data_ptr() == address
+    trainable = sum(p.numel() for p in mlp()[1:].parameters())
+    assert optimizer.bits == 2 * 2 * 32 * trainable  # steps, neighbors
+
+    own = model[2].weight.detach().clone()
+    with optimizer.mean_model():
+        assert torch.equal(model[0].weight, expected.weight)
+        assert not torch.equal(model[2].weight, own)
+
+
+def test_an_unfrozen_parameter_is_noticed() -> None:
+    model, optimizer = partly_frozen(0)
+    partly_frozen_steps(model, optimizer, 1)
+    model[0].requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"\(5, 6\) was frozen"):
+        optimizer.step()
+
+
+# Unequal numbers of steps.
+
+UNEVEN = """
+import sys
+import torch
+from torch import nn
+from powergossip.network import processes
+from powergossip.optimizers import GossipOptimizer
+
+how, longer = sys.argv[1], int(sys.argv[2])
+model = nn.Linear(4, 2)
+optimizer = GossipOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), "dpsgd")
+for _ in range(5 + (processes().rank == longer)):
+    optimizer.zero_grad()
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+if how == "mean":
+    with optimizer.mean_model():
+        pass
+print("end")
+"""
+
+
+@pytest.mark.parametrize(("how", "longer"), [("exit", 1), ("mean", 0), ("mean", 9)])
+def test_a_further_step_of_one_process_ends_all(how: str, longer: int, tmp_path: Path) -> None:
+    """Instead of waiting forever for its neighbors."""
+    (tmp_path / "uneven.py").write_text(UNEVEN)
+    ended = launch.python(tmp_path / "uneven.py", how, str(longer), processes=2, timeout=60)
+    if longer == 9:
+        assert (ended.returncode, ended.stdout) == (0, "end\nend\n"), ended.stderr
+        return
+    assert ended.returncode == 1
+    (line,) = [line for line in ended.stderr.splitlines() if line.startswith("error:")]
+    assert f"process {longer} is in a further step" in line
+    assert "5 steps" in line
+
+
 # Bad input.
 
 
 def parameters(*tensors: Tensor) -> list[nn.Parameter]:
-    return [nn.Parameter(tensor, requires_grad=tensor.is_floating_point()) for tensor in tensors]
+    return [nn.Parameter(t, requires_grad=t.dtype != torch.int64) for t in tensors]
 
 
 SHARED = torch.zeros(2, 3)
@@ -612,7 +693,7 @@ BAD_PARAMETERS: dict[str, tuple[list[Any], str]] = {
         parameters(torch.zeros(2), torch.zeros(2, 3, dtype=torch.complex64)),
         r"parameter 1 of shape \(2, 3\) is torch.complex64; use torch.float32",
     ),
-    "integer": (parameters(torch.zeros(4, dtype=torch.int64)), r"\(4,\) is torch.int64"),
+    "frozen": (parameters(torch.zeros(4, dtype=torch.int64)), "no trainable parameters"),
     "double": (parameters(torch.zeros(4).double()), r"\(4,\) is torch.float64"),
     "mixed types": (
         parameters(torch.zeros(4), torch.zeros(3).bfloat16()),
@@ -625,7 +706,7 @@ BAD_PARAMETERS: dict[str, tuple[list[Any], str]] = {
     ),
     "twice": (parameters(SHARED, SHARED), r"parameter 1 of .* the same memory as parameter 0"),
     "lazy": ([nn.LazyLinear(3).weight], "parameter 0 has no shape yet; run a batch"),
-    "nothing": (parameters(torch.zeros(0)), "have no elements"),
+    "nothing": (parameters(torch.zeros(0)), "no trainable parameters with elements"),
 }
 
 
@@ -637,7 +718,9 @@ def test_bad_parameters_are_rejected(name: str) -> None:
         GossipOptimizer(local, "dpsgd", processes=ALONE)
 
 
-@pytest.mark.parametrize("name", sorted(BAD_PARAMETERS.keys() - {"mixed devices", "nothing"}))
+@pytest.mark.parametrize(
+    "name", sorted(BAD_PARAMETERS.keys() - {"frozen", "mixed devices", "nothing"})
+)
 def test_bad_parameters_that_are_added_are_rejected(name: str) -> None:
     """And nothing changes."""
     model, optimizer = wrapped(OPTIMIZERS["momentum"], "dpsgd", processes=ALONE)

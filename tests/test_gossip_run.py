@@ -33,12 +33,12 @@ TINY: dict[str, Any] = {
     "n_workers": 8,
     "matrix_size": 8,
     "num_steps": 40,
-    "hyperparameter_num_samples": 3,
-    "hyperparameter_range_min": 0.02,
     "theta_num_samples": 2,
     "moniqua_num_samples": 2,
     "log_verbosity": 0,
 }
+# A grid of three diffusion rates, also for algorithms that have one rate otherwise.
+GRID: dict[str, Any] = {"hyperparameter_num_samples": 3, "hyperparameter_range_min": 0.02}
 
 
 @pytest.fixture(autouse=True)
@@ -139,42 +139,103 @@ def test_errors_are_logged_as_published_and_at_the_last_step() -> None:
     assert rows["seconds"].is_monotonic_increasing
 
 
-def test_methods_of_plain_gossip_have_fewer_steps() -> None:
-    last = gossiped(algorithm="all", num_steps=700).groupby("algorithm")["epoch"].max()
+def test_the_number_of_steps_of_each_algorithm() -> None:
+    """A number is for all algorithms. Without one, those of plain gossip have 500 of 5000 steps."""
+
+    def steps(value: Any) -> dict[str, int]:
+        sweep = built(algorithm="all", num_steps=value)
+        return {name: sweep.num_steps(name) for name in ALGORITHMS}
+
     early = {"uncompressed", "chebyshev", "finite_time"}
-    assert {name: 500 if name in early else 700 for name in ALGORITHMS} == last.to_dict()
+    assert steps(700) == dict.fromkeys(ALGORITHMS, 700)
+    published = {name: 500 if name in early else 5000 for name in ALGORITHMS}
+    assert steps(None) == published
+    assert steps({"moniqua": 3, "others": 20}) == dict.fromkeys(ALGORITHMS, 20) | {"moniqua": 3}
+    assert steps({"moniqua": 3}) == published | {"moniqua": 3}
+    rows = gossiped(algorithm=["fp_choco", "chebyshev"], num_steps={"fp_choco": 3, "others": 4})
+    assert rows.groupby("algorithm")["epoch"].max().to_dict() == {"fp_choco": 3, "chebyshev": 4}
+
+
+def grid_of(name: str, **changes: Any) -> tuple[list[float], list[float]]:
+    """The diffusion rates and the bounds θ of an algorithm, without duplicates."""
+    small = {"n_workers": 8, "matrix_size": 8, "algorithm": name}
+    config = OmegaConf.merge(OmegaConf.structured(gossip_run.Config), small, changes)
+    settings = Sweep(config, processes()).settings[name]
+    rates, thetas = ([s.get(key, 0) for s in settings] for key in ("diffusion_rate", "theta"))
+    assert len(settings) == len(set(rates)) * len(set(thetas)), "all combinations"
+    return list(dict.fromkeys(rates)), list(dict.fromkeys(thetas))
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_grid_of_each_algorithm(name: str) -> None:
-    """Tags are strings; algorithms without a grid have none."""
-    rows = gossiped(
-        algorithm=name,
-        num_steps=1,
-        hyperparameter_num_samples=3,
-        hyperparameter_range_min=0.01,
-        hyperparameter_range_max=1,
-        theta_num_samples=2,
-        theta_range_min=0.5,
-        theta_range_max=8,
-        moniqua_num_samples=2,
-    )
-    if not ALGORITHMS[name].grid:
-        assert {"diffusion_rate", "theta"}.isdisjoint(rows.columns)
-        assert len(rows) == 2
-    elif name == "moniqua":
-        tags = rows[["diffusion_rate", "theta"]].drop_duplicates().astype(float)
-        expected = [[0.01, 0.5], [0.01, 8.0], [1.0, 0.5], [1.0, 8.0]]
-        np.testing.assert_allclose(tags.to_numpy(), expected)
+def test_the_default_grid_of_each_algorithm_is_the_published_one(name: str) -> None:
+    """One rate where the published experiment has one."""
+    rates, thetas = grid_of(name)
+    published = np.geomspace(1e-4, 1.308, 20).tolist()
+    one_rate = name.startswith("power_gossip") or ("choco" not in name and "squeeze" not in name)
+    if name == "moniqua":
+        np.testing.assert_allclose(thetas, np.geomspace(0.1, 10, 20))
     else:
-        assert "theta" not in rows
-        rates = rows["diffusion_rate"].astype(float).unique()
-        np.testing.assert_allclose(rates, [0.01, 0.1, 1])
+        assert thetas == [0]
+    if one_rate and name != "moniqua":
+        assert rates == [1.308]
+    else:
+        np.testing.assert_allclose(rates, published)
+
+
+@pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"moniqua", "chebyshev", "finite_time"}))
+def test_a_specified_grid_applies_to_every_algorithm_with_a_rate(name: str) -> None:
+    """The published keys, whichever is specified. With one sample it is the smallest rate."""
+    low, count = {"hyperparameter_range_min": 0.1}, {"hyperparameter_num_samples": 3}
+    high = {"hyperparameter_range_max": 0.4}
+    np.testing.assert_allclose(grid_of(name, **low, **count, **high)[0], [0.1, 0.2, 0.4])
+    np.testing.assert_allclose(grid_of(name, **low, **high)[0], np.geomspace(0.1, 0.4, 20))
+    np.testing.assert_allclose(grid_of(name, **count, **high)[0], np.geomspace(1e-4, 0.4, 3))
+    np.testing.assert_allclose(grid_of(name, **low, hyperparameter_num_samples=1)[0], [0.1])
+    assert grid_of(name, **low, **count, diffusion_rate=0.7)[0] == [0.7]
+
+
+def test_a_driver_for_the_published_program_gets_its_grid() -> None:
+    """`moniqua_num_samples`, an addition, is for runs with several algorithms."""
+
+    def settings() -> dict[str, int]:
+        sweep = Sweep(gossip_run.config, processes())
+        return {name: len(found) for name, found in sweep.settings.items()}
+
+    config = gossip_run.config
+    config["algorithm"] = "moniqua"
+    config["hyperparameter_num_samples"] = 3
+    config["theta_num_samples"] = 2
+    assert settings() == {"moniqua": 6}
+    config["algorithm"] = ["moniqua", "sign_choco"]
+    config["moniqua_num_samples"] = 5
+    assert settings() == {"moniqua": 10, "sign_choco": 3}
+    config["algorithm"] = "power_gossip"
+    config["hyperparameter_range_min"] = config["hyperparameter_range_max"]
+    config["hyperparameter_num_samples"] = 1
+    assert settings() == {"power_gossip": 1}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_rows_are_tagged_with_the_point_of_the_grid(name: str) -> None:
+    """Tags are strings. An algorithm with one setting that needs no grid has none."""
+    few = {"num_steps": 1, "matrix_size": 4}
+    rows = gossiped(algorithm=name, **few, **GRID)
+    if name in ("chebyshev", "finite_time"):
+        assert {"diffusion_rate", "theta"}.isdisjoint(rows.columns)
+        return
+    assert ("theta" in rows) == (name == "moniqua")
+    settings = by_setting(rows)
+    rates = {float(rate) for rate, _ in settings}
+    assert len(settings) == (4 if name == "moniqua" else 3)
+    assert min(rates) == pytest.approx(0.02)
+    one = gossiped(algorithm=name, **few, diffusion_rate=0.5)
+    assert ("diffusion_rate" in one) == ALGORITHMS[name].needs_grid
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_each_algorithm_brings_the_workers_closer(name: str) -> None:
-    rows = gossiped(algorithm=name, num_steps=60, hyperparameter_num_samples=5)
+    grid = GRID | {"hyperparameter_num_samples": 5}
+    rows = gossiped(algorithm=name, num_steps=60, **grid)
     found = [errors(group) for group in by_setting(rows).values()]
     assert min(of_setting.get(60, np.inf) / of_setting[0] for of_setting in found) < 0.3
 
@@ -252,7 +313,7 @@ def test_settings_in_a_batch_are_as_by_themselves(name: str, topology: str) -> N
 
     CHOCO and DeepSqueeze do at the largest γ, Moniqua at the larger θ: its second and last setting.
     """
-    changes: dict[str, Any] = {"algorithm": name, "topology": topology}
+    changes: dict[str, Any] = {"algorithm": name, "topology": topology, **GRID}
     changes |= {"theta_range_min": 0.01, "theta_range_max": 1e3}
     if name != "moniqua":
         changes["hyperparameter_range_max"] = 30.0
@@ -275,14 +336,15 @@ def test_a_batch_shares_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         step(batch)
 
     monkeypatch.setattr(Batch, "step", counted)
-    gossiped(algorithm="fp_choco", hyperparameter_range_max=100, num_steps=5)
+    gossiped(**GRID, algorithm="fp_choco", hyperparameter_range_max=100, num_steps=5)
     assert rows_of_x == [24, 16, 16, 16, 16]
 
 
 @pytest.mark.parametrize("rate", [3.0, 3e38])  # the second gives infinity
 def test_a_diverged_setting_ends_with_its_step(rate: float) -> None:
     """At γ = 3, errors grow by up to (1 − 3 · 4/3)² = 9 a step."""
-    rows = gossiped(algorithm="uncompressed", diffusion_rate=rate, topology="ring")
+    with pytest.warns(UserWarning, match="diffusion rate of 3"):
+        rows = gossiped(algorithm="uncompressed", diffusion_rate=rate, topology="ring")
     assert rows["name"].tolist() == ["error"] * (len(rows) - 1) + ["diverged"]
     last = rows.iloc[-1]
     assert last["value"] == last["epoch"]
@@ -302,7 +364,7 @@ def test_a_setting_with_nan_has_diverged(monkeypatch: pytest.MonkeyPatch) -> Non
             batch.x[8 + 3, 7] = float("nan")
 
     monkeypatch.setattr(Batch, "step", breaking)
-    first, second, third = by_setting(gossiped(algorithm="fp_choco")).values()
+    first, second, third = by_setting(gossiped(**GRID, algorithm="fp_choco")).values()
     assert second["name"].tolist() == ["error"] * 5 + ["diverged"]
     assert second["value"].iloc[-1] == 5
     for fine in (first, third):
@@ -451,6 +513,16 @@ REJECTED: dict[str, tuple[list[str], list[str]]] = {
     "samples": (["hyperparameter_num_samples=0"], ["hyperparameter_num_samples=0:"]),
     "rate": (["diffusion_rate=0"], ["diffusion_rate=0:", "auto", "null"]),
     "word for a rate": (["diffusion_rate=fast"], ["diffusion_rate=fast:", "auto", "null"]),
+    "auto for CHOCO": (
+        ["algorithm=[uncompressed,sign_choco]", "diffusion_rate=auto"],
+        ["algorithm=sign_choco", "diffusion_rate=auto:", "sign-and-norm", "choco.md"],
+    ),
+    "steps of a mapping": (["num_steps={others: 0}"], ["num_steps={'others': 0}:", "1 or more"]),
+    "steps of no algorithm": (
+        ["num_steps={choco: 5}"],
+        ["num_steps=choco:", "sign_choco", "others"],
+    ),
+    "no whole number of steps": (["num_steps=1.5"], ["num_steps=1.5:", "1 or more"]),
     "range": (["hyperparameter_range_min=-1"], ["hyperparameter_range_min=-1"]),
     "empty range": (
         ["hyperparameter_range_min=2"],
@@ -483,7 +555,7 @@ REJECTED: dict[str, tuple[list[str], list[str]]] = {
         ["algorithm=finite_time", "unidirectional-ring", "ring"],
     ),
     "best rate on a directed graph": (
-        ["topology=unidirectional-ring", "algorithm=fp_choco", "diffusion_rate=auto"],
+        ["topology=unidirectional-ring", "algorithm=uncompressed", "diffusion_rate=auto"],
         ["diffusion_rate=auto", "directed"],
     ),
     "folder": (["--output-dir", "held"], ["held", "overwrite=true"]),
@@ -520,7 +592,7 @@ def test_a_run_ends_with_a_table_and_a_figure_and_its_configuration_repeats_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    settings = [f"{key}={value}" for key, value in (TINY | {"log_verbosity": 2}).items()]
+    settings = [f"{key}={value}" for key, value in (TINY | GRID | {"log_verbosity": 2}).items()]
     algorithms = "algorithm=[uncompressed,sign_choco,moniqua]"
     gossip_run.main([*settings, algorithms, "--output-dir", str(first)])
     rows = metrics.load(first)
@@ -530,11 +602,11 @@ def test_a_run_ends_with_a_table_and_a_figure_and_its_configuration_repeats_it(
     assert str(first / "figure.png") in said.out
     assert "moniqua" in said.err, "the progress bar"
     assert "100%" in said.err
-    assert said.out.count(" at step ") == 1 + 3 + 4, "a line for each setting"
+    assert said.out.count(" at step ") == 3 + 3 + 4, "a line for each setting"
     assert (first / "figure.png").read_bytes().startswith(b"\x89PNG")
     info = json.loads((first / "info.json").read_text())
     assert info["state.progress"] == 1.0
-    assert info["settings"] == {"uncompressed": 1, "sign_choco": 3, "moniqua": 4}
+    assert info["settings"] == {"uncompressed": 3, "sign_choco": 3, "moniqua": 4}
 
     monkeypatch.setattr(gossip_run, "config", OmegaConf.structured(gossip_run.Config))
     file = str(first / "config.yaml")
@@ -610,13 +682,15 @@ gossip_run.main(sys.argv[1:])
 
 def test_eight_processes_equal_one_and_call_hooks_on_process_0_only(tmp_path: Path) -> None:
     (tmp_path / "driver.py").write_text(HOOKED)
-    changes = TINY | {"num_steps": 20, "hyperparameter_range_max": 4}
+    changes = TINY | GRID | {"num_steps": 20, "hyperparameter_range_max": 4}
     settings = [f"{key}={value}" for key, value in changes.items()]
     settings += ["algorithm=all", "--output-dir", str(tmp_path)]
     ended = launch.python(tmp_path / "driver.py", *settings, processes=8)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("final error") == 1, "one table"
-    rows, expected = metrics.load(tmp_path), gossiped(**changes, algorithm="all")
+    with pytest.warns(UserWarning, match="diffusion rate of 4"):
+        rows, expected = metrics.load(tmp_path), gossiped(**changes, algorithm="all")
+    assert ended.stderr.count("diffusion rate of 4") == 1, "a warning of process 0"
     for column in ("name", "epoch", "bits", "messages", "algorithm", "diffusion_rate", "theta"):
         assert rows[column].astype(str).tolist() == expected[column].astype(str).tolist()
     assert "diverged" in set(rows["name"])

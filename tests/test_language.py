@@ -2,7 +2,10 @@
 
 import copy
 import math
+import re
+import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -417,10 +420,12 @@ def test_rare_words_of_topics_are_unknown() -> None:
 
 WIKI = {
     "wiki.train.tokens": " \n = Title = \n \n The cat , the <unk> . \n The end . \n",
+    "wiki.valid.tokens": " \n The CAT can't . \n",
     "wiki.test.tokens": " \n The dog . \n",
 }
 PTB = {
     "ptb.train.txt": " the cat is <unk> \n the end \n",
+    "ptb.valid.txt": " the end is the end \n",
     "ptb.test.txt": " the dog is N years old \n",
 }
 
@@ -468,6 +473,126 @@ def test_files_of_words_are_read(
     assert next(rarer.parameters()).shape[0] < n_words
 
 
+def words(folder: Path, dataset: str, **changes: Any) -> dict[Split, list[str]]:
+    return texts.TEXTS[dataset](options(data_dir=folder), **changes)
+
+
+def test_the_text_of_the_test_rows_is_chosen(tmp_path: Path) -> None:
+    """Only the texts that are used have to exist. The validation text is used where it is asked."""
+    write_files(tmp_path / "LSTM" / "wikitext-2", WIKI)
+    test, valid = ["<eos>", "The", "dog", ".", "<eos>"], ["The", "CAT", "can't", ".", "<eos>"]
+    plain = words(tmp_path, "wikitext2")
+    assert set(plain) == {"train", "test"}
+    assert plain["test"] == test
+    published = words(tmp_path, "wikitext2", evaluation="validation")
+    assert set(published) == {"train", "test"}
+    assert published["test"] == ["<eos>", *valid]
+    both = words(tmp_path, "wikitext2", validation_text=True)
+    assert (both["valid"], both["test"]) == (["<eos>", *valid], test)
+    task = make(tmp_path, "wikitext2", validation_text=True)
+    assert task.samples == {"train": 17, "valid": 6, "test": 5}
+    assert task.evaluate(task.model("LSTM", 1), "valid")["count"] == 5
+    for more in ({"validation_ratio": 0.2}, {"evaluation": "validation"}):
+        chosen = {"dataset": "wikitext2", "sequence_length": 2, "validation_text": True}
+        ratio = more.pop("validation_ratio", 0.0)
+        with pytest.raises(ValueError, match=r"^(validation_ratio|task_options.validation_text)="):
+            language.task(
+                options(
+                    data_dir=tmp_path,
+                    n_workers=1,
+                    batch_size=1,
+                    validation_ratio=ratio,
+                    task_options=chosen | more,
+                )
+            )
+    (tmp_path / "LSTM/wikitext-2/wiki.valid.tokens").unlink()
+    assert words(tmp_path, "wikitext2") == plain
+    with pytest.raises(ValueError, match=r"wiki.valid.tokens"):
+        words(tmp_path, "wikitext2", validation_text=True)
+    with pytest.raises(ValueError, match=r"wiki.valid.tokens"):
+        words(tmp_path, "wikitext2", evaluation="validation")
+
+
+def test_words_become_lower_case(tmp_path: Path) -> None:
+    write_files(tmp_path, WIKI)
+    lower = words(tmp_path, "wikitext2", lower=True, evaluation="validation")
+    assert lower["test"] == ["<eos>", "the", "cat", "can't", ".", "<eos>"]
+    assert "<unk>" in lower["train"]
+    plain = words(tmp_path, "wikitext2", evaluation="validation")
+    assert {split: [w.lower() for w in plain[split]] for split in plain} == lower
+
+
+@pytest.fixture(params=["stand-in", "installed"])
+def spacy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """spaCy, or a stand-in that knows what the texts of these tests contain."""
+    if request.param == "installed":
+        pytest.importorskip("spacy")
+        return
+
+    class Tokenizer:
+        def __init__(self) -> None:
+            self.special: list[str] = []
+
+        def add_special_case(self, word: str, tokens: list[dict[str, str]]) -> None:
+            assert tokens == [{"ORTH": word}]
+            self.special.append(word)
+
+        def __call__(self, line: str) -> list[types.SimpleNamespace]:
+            assert not line.endswith("\n")
+            pattern = "|".join(map(re.escape, self.special)) + r"|^ |can|n't|ca(?=n't)|\w+|[^\w\s]"
+            line = re.sub(r"can't", "ca n't", line)
+            found = re.findall(pattern.replace("can|", ""), line)
+            return [types.SimpleNamespace(text=word) for word in found]
+
+    stand_in, symbols = types.ModuleType("spacy"), types.ModuleType("spacy.symbols")
+    english = {"en": types.SimpleNamespace(tokenizer=Tokenizer())}
+    stand_in.blank = english.__getitem__  # type: ignore[attr-defined]
+    symbols.ORTH = "ORTH"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "spacy", stand_in)
+    monkeypatch.setitem(sys.modules, "spacy.symbols", symbols)
+
+
+@pytest.mark.usefixtures("spacy")
+def test_words_of_spacy_are_those_of_the_published_program(tmp_path: Path) -> None:
+    """A blank at the start of a line is a word. Lower case comes after tokenization."""
+    write_files(tmp_path, WIKI)
+    chosen = {"tokenizer": "spacy", "evaluation": "validation"}
+    found = words(tmp_path, "wikitext2", lower=True, **chosen)
+    assert found["test"] == [" ", "<eos>", " ", "the", "cat", "ca", "n't", ".", "<eos>"]
+    assert found["train"][:7] == [" ", "<eos>", " ", "=", "title", "=", "<eos>"]
+    assert found["train"][9:17] == [" ", "the", "cat", ",", "the", "<unk>", ".", "<eos>"]
+    upper = words(tmp_path, "wikitext2", **chosen)
+    assert upper["test"][3:5] == ["The", "CAT"]
+    # The vocabulary of the published program also has the word of its padding.
+    task = make(tmp_path, "wikitext2", lower=True, padding=True, **chosen)
+    model = task.model("LSTM", seed=1)
+    assert next(model.parameters()).shape[0] == len({*found["train"], "<unk>", "<pad>"})
+
+
+def test_without_spacy_its_tokenizer_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files(tmp_path, WIKI)
+    monkeypatch.setitem(sys.modules, "spacy", None)
+    with pytest.raises(ValueError, match=r"^task_options.tokenizer=spacy needs spaCy, .* blanks$"):
+        make(tmp_path, "wikitext2", tokenizer="spacy")
+
+
+def test_options_of_files_are_rejected_elsewhere(tmp_path: Path) -> None:
+    for key, value in {"lower": True, "tokenizer": "blanks", "evaluation": "test"}.items():
+        with pytest.raises(
+            ValueError, match=rf"^task_options.{key}: use it with dataset=wikitext2"
+        ):
+            make(None, "topics", **{key: value})
+
+
+def test_the_published_model_has_the_published_size() -> None:
+    """With 28,869 words: those of the text, and <pad>."""
+    with torch.device("meta"):
+        model = LSTM((28_869, 30))
+    assert sum(parameter.numel() for parameter in model.parameters()) == 28_949_319
+
+
 def test_damaged_texts_are_rejected_by_name(tmp_path: Path) -> None:
     write_files(tmp_path, WIKI)
     (tmp_path / "wiki.test.tokens").write_bytes(b"caf\xe9 \n")
@@ -510,6 +635,10 @@ def test_options_set_the_sizes_of_models() -> None:
     ("option", "value", "accepted"),
     [
         ("dataset", "wikitext", "topics or wikitext2 or ptb"),
+        ("tokenizer", "space", "blanks or spacy"),
+        ("evaluation", "valid", "test or validation"),
+        ("lower", "yes", "true or false"),
+        ("padding", 1, "true or false"),
         ("dataset", 2, "topics or wikitext2 or ptb"),
         ("sequence_length", 0, "a whole number, 1 or more"),
         ("hidden_size", 6.5, "a whole number, 1 or more"),

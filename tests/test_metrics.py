@@ -1,5 +1,6 @@
 """Laws of rows, which survive killed processes, and of the tables and figures made from them."""
 
+import itertools
 import math
 import re
 import signal
@@ -235,6 +236,7 @@ def test_the_table_shows_the_last_epoch(tmp_path: Path) -> None:
         "  time                               7.5 s",
         "      gradient                       4.5 s (60%)",
         "      gossip                         1.5 s (20%)",
+        "      other                          1.5 s (20%)",
     ]
 
 
@@ -339,6 +341,34 @@ def test_figures_show_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert drawn[2].axes[0].get_xlim() == (1.48, 2.52)
 
 
+@pytest.mark.parametrize("factor", [1.0, 1.1, 3.0, 8.0, 12.0, 90.0, 1e4, 1e9])
+def test_labels_of_logarithmic_axes_do_not_overlap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float
+) -> None:
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    rows = write_run(tmp_path, epochs=3)
+    rows["bits"] = np.where(rows["epoch"] < 3, rows["bits"].min(), rows["bits"].min() * factor)
+    with monkeypatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+        figures.compare({"one": rows}, tmp_path / "x.png")
+    axes = drawn[0].axes[1]
+    drawn[0].canvas.draw()  # type: ignore[attr-defined]
+    low, high = axes.get_xlim()
+    shown = [
+        text.get_window_extent()
+        for which in ("major", "minor")
+        for tick, text in zip(
+            axes.get_xticks(minor=which == "minor"), axes.get_xticklabels(which=which), strict=True
+        )
+        if low <= tick <= high and text.get_text()
+    ]
+    assert 1 <= len(shown) <= 10
+    ordered = sorted(shown, key=lambda box: box.x0)
+    assert all(left.x1 < right.x0 for left, right in itertools.pairwise(ordered))
+
+
 # Consensus
 
 
@@ -368,14 +398,14 @@ def test_the_table_shows_each_algorithm_at_its_best(tmp_path: Path) -> None:
     rows = write_sweep(tmp_path)
     before = rows.copy()
     assert tables.consensus_summary(rows).splitlines() == [
-        "Best setting of each algorithm; the error at the start is 8000",
-        "  algorithm   diffusion rate   theta   to 1e-3      sent   to 1e-6      sent"
+        "Best setting of each algorithm. Errors are relative to the start, which is 8000",
+        "  algorithm   diffusion rate   theta   per step   to 1e-3      sent   to 1e-6      sent"
         "   final error   diverged",
-        "  plain                                2 steps   20 Mbit   4 steps   40 Mbit"
-        "         2e-09     0 of 1",
-        "  signs                  0.5           2 steps   80 kbit     never          "
-        "          4.25     1 of 3",
-        "  modulo                   1     0.1     never               never          "
+        "  plain                                 10 Mbit   2 steps   20 Mbit   4 steps   40 Mbit"
+        "       2.5e-13     0 of 1",
+        "  signs                  0.5            40 kbit   2 steps   80 kbit     never          "
+        "      0.000531     1 of 3",
+        "  modulo                   1     0.1    20 kbit     never               never          "
         "      diverged     2 of 2",
     ]
     pd.testing.assert_frame_equal(rows, before)

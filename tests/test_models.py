@@ -39,7 +39,12 @@ def test_models_take_images_of_any_task(name: str, shape: tuple[int, ...]) -> No
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("ResNet20", 272_474), ("ResNet18", 11_173_962), ("VGG11", 9_228_362)],
+    [
+        ("ResNet20", 272_474),
+        ("ResNet110", 1_730_714),
+        ("ResNet18", 11_173_962),
+        ("VGG11", 9_228_362),
+    ],
 )
 @pytest.mark.parametrize("normalization", models.NORMALIZATIONS)
 def test_models_have_the_published_number_of_parameters(
@@ -47,6 +52,55 @@ def test_models_have_the_published_number_of_parameters(
 ) -> None:
     model = models.ARCHITECTURES[name]((3, 32, 32), 10, normalization=normalization)
     assert size(model) == count
+
+
+# As those of torchvision.
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("ResNet18", 11_689_512), ("ResNet50", 25_557_032), ("VGG16BN", 138_365_992)],
+)
+def test_models_of_imagenet_have_the_published_number_of_parameters(name: str, count: int) -> None:
+    with torch.device("meta"):  # without memory
+        model = models.IMAGENET[name]((3, 224, 224), 1000, initialization="torch")
+        assert size(model) == count
+        assert model(torch.zeros(2, 3, 224, 224)).shape == (2, 1000)
+
+
+@pytest.mark.parametrize(("name", "count"), [("ResNet20", 269_722), ("ResNet110", 1_727_962)])
+def test_zeros_for_new_channels_have_no_parameters(name: str, count: int) -> None:
+    assert size(models.ARCHITECTURES[name]((3, 32, 32), 10, shortcut="zeros")) == count
+    x = torch.randn(2, 3, 6, 6)
+    padded = models.ZeroPadding(3, 5, 2)(x)
+    assert torch.equal(padded[:, :3], x[:, :, ::2, ::2])
+    assert not padded[:, 3:].any()
+
+
+@pytest.mark.parametrize("name", ["ResNet20", "VGG11"])
+def test_initial_weights_as_published_are_normal_by_the_fan_out(name: str) -> None:
+    model = models.ARCHITECTURES[name]((3, 32, 32), 10, initialization="fan-out")
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv2d):
+            wanted = (2 / (layer.kernel_size[0] ** 2 * layer.out_channels)) ** 0.5
+            tolerance = 5 / (2 * layer.weight.numel()) ** 0.5  # standard deviations
+            assert layer.weight.std().item() == pytest.approx(wanted, rel=tolerance)
+    by_default = models.ResidualBlock(16, 16, 1, nn.BatchNorm2d).conv1.weight
+    assert by_default.std() < 0.06 < 0.1 < (2 / (9 * 16)) ** 0.5
+
+
+def test_blocks_that_start_with_zeros_add_nothing() -> None:
+    model = models.ImageNetResNet18((3, 64, 64), 7, zero_init_residual=True)
+    x = torch.rand(2, 64, 5, 5)
+    assert torch.equal(model.blocks[1](x), x)
+    assert not torch.equal(models.ImageNetResNet18((3, 64, 64), 7).blocks[1](x), x)
+
+
+@pytest.mark.parametrize("name", ["ResNet18", "ResNet50"])
+def test_models_of_imagenet_reduce_the_image_32_times(name: str) -> None:
+    model = models.IMAGENET[name]((3, 64, 64), 7)
+    assert isinstance(model, models.ResNet)
+    assert model.pool(model.conv(torch.zeros(1, 3, 64, 64))).shape == (1, 64, 16, 16)
+    channels = {"ResNet18": 512, "ResNet50": 2048}[name]
+    assert model.blocks(torch.zeros(1, 64, 16, 16)).shape == (1, channels, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +164,8 @@ def test_normalization_is_a_task_option() -> None:
 def test_models_without_normalization_reject_the_option(name: str) -> None:
     with pytest.raises(
         ValueError,
-        match="^task_options.normalization: use .*task_architecture=ResNet20 or ResNet18 or VGG11; "
+        match="^task_options.normalization: use .*task_architecture=ResNet20 or ResNet110 or "
+        f"ResNet18 or VGG11; "
         f"{name}",
     ):
         digits(normalization="batch").model(name, seed=1)

@@ -1,6 +1,7 @@
 """Laws of output folders, of files written in one piece, and of the best checkpoint."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def test_a_damaged_info_file_is_named(tmp_path: Path, config: Any, content: str)
     Output(str(tmp_path), config).close()
     (tmp_path / "info.json").write_text(content)
     with pytest.raises(ValueError, match=r"info\.json") as caught:
-        Output(str(tmp_path), config, resume=True)
+        Output(str(tmp_path), config, offset=0)
     assert str(tmp_path / "info.json") in str(caught.value)
     assert (tmp_path / "info.json").read_text() == content
 
@@ -40,11 +41,37 @@ def test_a_resumed_run_keeps_its_information_and_the_rows_up_to_an_offset(
     offset = first.rows.offset
     first.write("error", {"value": 2.0}, {})
     first.close()
-    again = Output(str(tmp_path), config, resume=True, offset=offset)
+    again = Output(str(tmp_path), config, offset=offset)
     again.add_info({"b": 3})
     again.close()
     assert json.loads((tmp_path / "info.json").read_text()) == {"a": 1, "b": 3}
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
+
+
+@pytest.mark.parametrize("left", [0, 30, None])
+def test_a_resumed_run_without_all_its_rows_needs_permission(
+    tmp_path: Path, config: Any, left: int | None
+) -> None:
+    """Rows of the file that are complete are kept. None: the file is missing."""
+    first = Output(str(tmp_path), config)
+    for value in (1.0, 2.0):
+        first.write("error", {"value": value}, {})
+    offset, path = first.rows.offset, first.rows.path
+    first.close()
+    if left is None:
+        path.unlink()
+    else:
+        os.truncate(path, offset - left)
+    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match="allow_lost_rows=true"):
+        Output(str(tmp_path), config, offset=offset if left else offset + 1)
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
+    again = Output(str(tmp_path), config, offset if left else offset + 1, allow_lost_rows=True)
+    assert again.lost_rows
+    again.write("error", {"value": 3.0}, {})
+    again.close()
+    values = [json.loads(line)["value"] for line in path.read_text().splitlines()]
+    assert values == {0: [1.0, 2.0, 3.0], 30: [1.0, 3.0], None: [3.0]}[left]
 
 
 @pytest.mark.parametrize("sync", [False, True])

@@ -215,7 +215,7 @@ def installed(wheel: Path) -> Path:
 SCRIPTS = {  # with arguments for a small run, and a pattern of its output
     "powergossip-train": (
         "--config cifar10_resnet20/power-gossip task=Digits task_architecture=MLP n_workers=2 "
-        "batch_size=16 num_epochs=1 max_steps_per_epoch=2 --output-dir run",
+        "task_options={} batch_size=16 num_epochs=1 max_steps_per_epoch=2 --output-dir run",
         "After 1 epoch",
     ),
     "powergossip-consensus": (

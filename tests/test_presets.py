@@ -9,8 +9,9 @@ from omegaconf import DictConfig, OmegaConf
 
 import gossip_run
 import train
-from powergossip import algorithms, presets
+from powergossip import algorithms, presets, tasks
 from powergossip.consensus import Sweep
+from powergossip.consensus.settings import num_steps
 from powergossip.network import Processes
 from powergossip.runs import configuration, metrics
 from powergossip.training import local_optimizers
@@ -43,10 +44,12 @@ def loaded(base: str, method: str | None, *more: str) -> DictConfig:
     return config
 
 
-def test_there_are_presets_of_all_three_experiments() -> None:
-    assert BASES == ["cifar10_resnet20", "consensus", "wikitext2_lstm"]
+def test_there_are_presets_of_all_published_programs() -> None:
+    of_gossip = ["cifar10_resnet18", "cifar10_resnet20", "consensus", "wikitext2_lstm"]
+    assert [base for base in BASES if base not in of_gossip] == ["cifar", "dgc", "imagenet"]
+    assert not set(of_gossip) - {*BASES}
     found = {path.parent.name for path in FOLDER.glob("*/*.yaml")}
-    assert found == set(BASES), "a folder of methods for each, no others"
+    assert found == {*BASES} - {"cifar10_resnet18"}, "a folder of methods for each, no others"
 
 
 @pytest.mark.parametrize(("base", "method"), COMBINATIONS)
@@ -57,10 +60,12 @@ def test_a_preset_is_accepted(base: str, method: str | None) -> None:
         processes.size = config.n_workers  # one worker per process
     checked = module_of(base).checked(config, processes)
     assert checked.topology == "ring"
-    assert checked.n_workers == (16 if base == "wikitext2_lstm" else 8)
+    published = {"wikitext2_lstm": 16, "cifar10_resnet20": 8, "consensus": 8}
+    assert checked.n_workers == published.get(base, 1)
     text = configuration.changed(config)
     if method:
-        assert text != configuration.changed(loaded(base, None)) or method == "dpsgd"
+        as_base = ("dpsgd", "wm0", "mm", "resnet20")  # which state a value of their base
+        assert text != configuration.changed(loaded(base, None)) or method in as_base
 
 
 @pytest.mark.parametrize("file", sorted(FOLDER.rglob("*.yaml")), ids=lambda file: file.stem)
@@ -80,7 +85,10 @@ def optimizers_of_presets() -> set[str]:
     return {loaded(*combination).get("optimizer") for combination in COMBINATIONS}
 
 
-# f and γ of ALGORITHMS.md's table, and what else the row says.
+PIXELS = {"pixel_mean": [0.4914, 0.4822, 0.4465], "pixel_deviation": [0.2023, 0.1994, 0.2010]}
+
+
+# The factor of the warm-up, γ, and further values of the rows.
 @pytest.mark.parametrize(
     ("method", "factor", "rate", "more"),
     [
@@ -101,6 +109,12 @@ def optimizers_of_presets() -> set[str]:
         ("powersgd-rank-4", 11.3, None, {"optimizer_rank": 4}),
         ("dgc", 11.3, None, {"optimizer_keep_ratio": 0.001, "optimizer_warmup_epochs": 0}),
         ("dgc-warmup-5", 11.3, None, {"optimizer_keep_ratio": 0.001}),
+        (
+            "power-gossip-2-iterations-random",
+            11.3,
+            1.308,
+            {"optimizer_warm_start": False, "optimizer_num_iterations": 2, "optimizer_rank": 1},
+        ),
         ("dgc-half-precision", 11.3, None, {"optimizer": "dgc", "optimizer_fp16_values": True}),
     ],
 )
@@ -112,10 +126,129 @@ def test_cifar10_is_as_published(
     assert c.optimizer_diffusion_rate == rate
     assert {key: c[key] for key in more} == more
     assert (c.batch_size, c.num_epochs, c.momentum, c.nesterov) == (128, 300, 0.9, True)
-    assert (c.weight_decay, c.reshuffle_data) == (1e-4, True)
+    assert (c.weight_decay, c.reshuffle_data, c.drop_last) == (1e-4, True, False)
+    assert c.task_options == {"initialization": "fan-out", **PIXELS}
     epochs = (0, 5, 149, 150, 225)
     expected = [0.1, 0.1 * factor, 0.1 * factor, 0.01 * factor, 0.001 * factor]
     assert [local_optimizers.learning_rate(c, epoch) for epoch in epochs] == pytest.approx(expected)
+
+
+def test_the_defaults_of_the_published_program_are_a_preset_and_those_of_its_task() -> None:
+    c = loaded("cifar10_resnet18", None)
+    assert (c.task, c.optimizer, c.topology, c.n_workers) == ("Cifar", "all-reduce", "ring", None)
+    assert (c.distributed_lr_warmup_epoch, c.distributed_lr_warmup_factor) == (5, 1)
+    assert c.task_options == PIXELS
+    alone = configuration_of("task=Cifar")
+    for key in tasks.defaults("Cifar"):
+        assert alone[key] == train.checked(c, Processes())[key], key
+    assert (alone.task_architecture, alone.batch_size, alone.num_epochs) == ("ResNet18", 128, 300)
+    assert alone.lr_schedule_milestones == [[150, 0.1], [250, 0.1]]
+    assert (alone.learning_rate, alone.momentum, alone.weight_decay) == (0.1, 0.9, 1e-4)
+
+
+def configuration_of(*given: str) -> Any:
+    """The checked configuration of a command line."""
+    config = OmegaConf.structured(train.Config)
+    configuration.read_command_line(config, given, "")
+    return train.checked(config, Processes())
+
+
+# The published configurations of DGC.
+
+DGC = {
+    "optimizer": "dgc",
+    "optimizer_keep_ratio": 0.001,
+    "optimizer_sample_ratio": 0.01,
+    "optimizer_strided_sample": True,
+    "optimizer_compress_upper_bound": 1.3,
+    "optimizer_compress_lower_bound": 0.8,
+    "optimizer_max_adaptation_iterations": 10,
+    "optimizer_resample": True,
+    "optimizer_momentum_masking": True,
+    "optimizer_fp16_values": False,
+    "optimizer_int32_indices": False,
+    "optimizer_warmup_epochs": 0,
+    "momentum": 0.9,
+    "nesterov": False,
+}
+OF_CIFAR = {
+    "task": "Cifar",
+    "batch_size": 128,
+    "num_epochs": 200,
+    "learning_rate": 0.1,
+    "weight_decay": 1e-4,
+    "lr_schedule": "cosine",
+    "nesterov": False,
+    "optimizer": "all-reduce",
+    "seed": 42,
+    "drop_last": False,
+}
+OF_IMAGENET = {
+    "task": "ImageNet",
+    "batch_size": 32,
+    "num_epochs": 90,
+    "learning_rate": 0.0125,
+    "weight_decay": 5e-5,
+    "lr_schedule": "milestones",
+    "lr_schedule_milestones": [[30, 0.1], [60, 0.1], [80, 0.1]],
+    "nesterov": False,
+    "optimizer": "all-reduce",
+}
+RESIDUAL = {"image_size": 224, "zero_init_residual": True}
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted"),
+    [
+        ("cifar/resnet20", OF_CIFAR | {"task_architecture": "ResNet20"}),
+        ("cifar/resnet110", OF_CIFAR | {"task_architecture": "ResNet110"}),
+        ("cifar/resnet110 dgc/wm0", OF_CIFAR | DGC | {"task_architecture": "ResNet110"}),
+        (
+            "cifar/resnet20 dgc/wm5 dgc/fp16 dgc/int32",
+            OF_CIFAR
+            | DGC
+            | {
+                "optimizer_warmup_epochs": 5,
+                "optimizer_fp16_values": True,
+                "optimizer_int32_indices": True,
+            },
+        ),
+        (
+            "cifar/resnet20 dgc/wm5o dgc/nm",
+            DGC
+            | {
+                "optimizer_warmup_epochs": 5,
+                "optimizer_warmup_ratios": [1, 1, 1, 1, 1],
+                "optimizer_momentum_masking": False,
+            },
+        ),
+        ("cifar/resnet20 dgc/nm dgc/mm", DGC),
+        (
+            "imagenet/resnet18",
+            OF_IMAGENET
+            | {"task_architecture": "ResNet18", "batch_size": 64, "learning_rate": 0.025}
+            | {"task_options": RESIDUAL},
+        ),
+        (
+            "imagenet/resnet50",
+            OF_IMAGENET
+            | {"task_architecture": "ResNet50", "weight_decay": 1e-4, "nesterov": True}
+            | {"task_options": RESIDUAL},
+        ),
+        ("imagenet/resnet50 dgc/wm0", OF_IMAGENET | DGC | {"weight_decay": 1e-4}),
+        (
+            "imagenet/vgg16_bn imagenet/cosine",
+            OF_IMAGENET | {"task_architecture": "VGG16BN", "lr_schedule": "cosine"},
+        ),
+    ],
+)
+def test_configurations_of_dgc_compose_as_published(names: str, wanted: dict[str, Any]) -> None:
+    files = [part for name in names.split() for part in ("--config", name)]
+    c = configuration_of(*files, "n_workers=4")
+    assert {key: c[key] for key in wanted} == wanted
+    # From the rate of one worker to that of all of them, in five epochs.
+    rates = [local_optimizers.learning_rate(c, epoch) for epoch in (0, 2.5, 5)]
+    assert rates == pytest.approx([c.learning_rate * factor for factor in (1, 2.5, 4)])
 
 
 def test_wikitext2_is_as_published() -> None:
@@ -132,12 +265,23 @@ def test_wikitext2_is_as_published() -> None:
 
 
 def test_consensus_grids_are_as_published() -> None:
-    c = gossip_run.checked(loaded("consensus", "all"), Processes())
-    assert (c.hyperparameter_range_min, c.hyperparameter_range_max) == (1e-4, 1.308)
     sweep = Sweep(loaded("consensus", "all"), Processes())
     counts = {name: len(settings) for name, settings in sweep.settings.items()}
     assert counts["power_gossip"] == counts["uncompressed"] == 1
     assert (counts["sign_choco"], counts["moniqua"]) == (20, 100)
+    rates = [setting["diffusion_rate"] for setting in sweep.settings["sign_choco"]]
+    assert (min(rates), max(rates)) == pytest.approx((1e-4, 1.308))
+
+
+def test_consensus_steps_are_as_published() -> None:
+    """Of the program consensus_2.py: 5000 and 1000 steps, and factors by algorithm."""
+    names = ("sign_choco", "uncompressed", "power_gossip_random", "topk_choco", "moniqua")
+    for method, published in (
+        ("all", (5000, 500, 5000, 5000, 5000)),
+        ("faces", (1000, 100, 3000, 2000, 1000)),
+    ):
+        c = gossip_run.checked(loaded("consensus", method), Processes())
+        assert tuple(num_steps(c, name) for name in names) == published
 
 
 # They run, on small data.
@@ -150,6 +294,7 @@ def test_a_cifar10_preset_learns_digits(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = ["task=Digits", "task_architecture=MLP", "batch_size=16", "num_epochs=2"]
+    small.append("task_options={}")
     monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
     monkeypatch.setattr(train, "output_dir", None)
     gentle = ["distributed_lr_warmup_factor=1", "log_verbosity=0"]

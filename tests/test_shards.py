@@ -44,7 +44,7 @@ def test_every_sample_belongs_to_one_worker_in_an_epoch(
         assert torch.equal(torch.cat(pieces).sort().values, torch.arange(N_SAMPLES))
         sizes = [len(piece) for piece in pieces]
         assert max(sizes) - min(sizes) <= 1
-        assert dealt.steps_per_epoch == min(sizes) // 8
+        assert dealt.steps_per_epoch == (min(sizes) + 6) // 8  # the last with 2 samples or more
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -90,6 +90,30 @@ def test_sizes_that_do_not_fit_are_rejected(changes: dict[str, Any], message: st
 
 def test_a_batch_may_be_a_whole_shard() -> None:
     assert shards(batch_size=25).steps_per_epoch == 1
+
+
+@pytest.mark.parametrize(
+    ("n_samples", "n_workers", "steps", "sizes"),
+    [
+        (50_000, 8, 49, {106}),  # the published 48 · 128 + 106
+        (8 * 256, 8, 2, {128}),
+        (8 * 258, 8, 3, {2}),
+        (8 * 258 + 1, 8, 3, {2, 3}),
+        (8 * 257, 8, 2, {128}),  # not one sample, which batch norm could not normalize
+        (8 * 258 - 1, 8, 2, {128}),  # nor in one worker only
+        (8 * 256 + 1, 8, 2, {128}),
+    ],
+)
+def test_the_rest_of_an_epoch_is_a_batch(
+    n_samples: int, n_workers: int, steps: int, sizes: set[int]
+) -> None:
+    labels = torch.zeros(n_samples, dtype=torch.int64)
+    for drop_last in (False, True):
+        dealt = shards(labels, n_workers=n_workers, batch_size=128, drop_last=drop_last)
+        full = n_samples // n_workers // 128
+        assert dealt.steps_per_epoch == (full if drop_last else steps)
+    last = {len(dealt.indices(w, 0)[(steps - 1) * 128 : steps * 128]) for w in range(n_workers)}
+    assert last == sizes
 
 
 # Sorted by label.

@@ -120,7 +120,7 @@ def test_a_job_is_requeued_after_a_checkpoint_before_the_time_limit(job: Job) ->
         "output/slurm-17",
         "topology=torus",
         "task_options={hidden_size: 64}",
-        "resume=true",
+        "resume=auto",
     ]
     names = sorted(path.name for path in output.iterdir())
     assert names == ["arguments", "checkpoints", "ready"]

@@ -146,7 +146,7 @@ def test_a_summary_in_full() -> None:
         "  neighbors per worker           1 to 2",
         "  diameter                       7 hops",
         "  spectral gap of I - W          0.050747   (largest eigenvalue 1.28259)",
-        "  best diffusion rate            1.500000",
+        "  best diffusion rate            1.500000   (plain gossip diverges above 1.559349)",
         "  contraction per step           0.923880 at that rate, 0.949253 at rate 1",
         "  Chebyshev bound                0.668179",
     ]
@@ -309,6 +309,57 @@ def test_distinct_eigenvalues_average_in_finite_time(name: str, n: int) -> None:
     for eigenvalue in topology.distinct_eigenvalues:
         x = x + (W @ x - x) / eigenvalue
     np.testing.assert_allclose(x, np.broadcast_to(mean, x.shape), atol=1e-9)
+
+
+@pytest.mark.parametrize(("name", "n"), [(name, 8) for name in UNDIRECTED if accepts(name, 8)])
+def test_plain_gossip_converges_below_the_largest_rate_and_diverges_above(
+    name: str, n: int
+) -> None:
+    topology = make(name, n, seed=3)
+    largest = topology.largest_diffusion_rate
+    assert largest == pytest.approx(2 / max(np.linalg.eigvalsh(np.eye(n) - matrices(topology)[0])))
+    assert topology.best_diffusion_rate < largest
+    assert distance_kept(topology, 0.99 * largest, 2000) < 1e-3
+    assert distance_kept(topology, 1.01 * largest, 2000) > 1e3
+
+
+def test_the_largest_rates_of_directed_and_time_varying_graphs() -> None:
+    """The statements of docs/topologies.md. None of these graphs has a λ_max.
+
+    Directed: 2 Re μ/|μ|² over the eigenvalues μ of I − W, which is less than the bound of the
+    symmetric part (W + Wᵀ)/2. Pairs that average: 2. Otherwise the smallest bound of a round is
+    safe, but not sharp.
+    """
+
+    def converges(topology: Topology, rate: float) -> bool:
+        period = steps_together(topology, rate, topology.period)
+        return bool(abs(np.linalg.eigvals(period - 1 / topology.n_workers)).max() < 1)
+
+    def limit_is(name: str, n: int, rate: float) -> bool:
+        topology = make(name, n, seed=3)
+        return converges(topology, 0.999 * rate) and not converges(topology, 1.001 * rate)
+
+    for n, expected in ((5, None), (6, 12 / 7), (8, 1.6930)):
+        (W,) = matrices(make("exponential", n))
+        eigenvalues = 1 - np.linalg.eigvals(W)
+        mu = eigenvalues[abs(eigenvalues) > 1e-9]
+        limit = min(2 * mu.real / abs(mu) ** 2)
+        assert expected is None or limit == pytest.approx(expected, abs=1e-4)
+        assert limit_is("exponential", n, limit)
+    (W,) = matrices(make("exponential", 6))
+    assert 2 / np.linalg.eigvalsh(np.eye(6) - (W + W.T) / 2)[-1] == pytest.approx(16 / 9)
+    for name in ("unidirectional-ring", "one-peer-exponential", "random-matching", "round-robin"):
+        assert limit_is(name, 8, 2.0)
+
+    base = make("base-graph", 5)
+    bounds = [2 / np.linalg.eigvalsh(np.eye(5) - W)[-1] for W in matrices(base)]
+    assert min(bounds) == pytest.approx(1.25)
+    assert converges(base, 1.25)
+    assert converges(base, 1.55)
+    assert not converges(base, 1.65)
+    for name in DIRECTED | VARYING:
+        with pytest.raises(ValueError, match=name):
+            _ = make(name, 8).largest_diffusion_rate
 
 
 def test_contraction_of_directed_graphs() -> None:

@@ -23,6 +23,7 @@ from powergossip.errors import BadInput
 from powergossip.network import processes
 from powergossip.runs import metrics, tables
 from powergossip.runs.output import new_dated_folder
+from powergossip.tasks import models
 from powergossip.tasks.task import Batch, Split
 from powergossip.training.measurements import Hooks
 from powergossip.training.settings import checked
@@ -310,6 +311,34 @@ def test_one_worker_alone_sends_nothing_and_learns(optimizer: str) -> None:
     assert value(rows, "consensus_distance", type="full_state_vector") == 0
     mean, only = (value(rows, "accuracy", split=split) for split in ("test_avg", "test"))
     assert mean == only > 0.8
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"optimizer": "power-gossip"},
+        {"optimizer": "choco", "optimizer_compressor": "svd"},
+        {"optimizer": "choco", "optimizer_compressor": "top-k"},
+        {"optimizer": "powersgd"},
+    ],
+    ids=lambda method: "-".join(method.values()),
+)
+def test_a_rank_above_the_dimensions_is_the_full_rank(method: dict[str, Any]) -> None:
+    """Nothing of the size of the rank is allocated."""
+    run = built(**method, optimizer_rank=10**9)
+    run.train_step(0, 0)
+    assert run.parameters.x.isfinite().all()
+
+
+def test_a_model_that_does_not_fit_is_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Huge(models.MLP):
+        def __init__(self, shape: Any, n_labels: int, **options: Any) -> None:
+            super().__init__(shape, n_labels)
+            self.huge = nn.Linear(10**8, 10**8)
+
+    monkeypatch.setitem(models.ARCHITECTURES, "MLP", Huge)
+    with pytest.raises(BadInput, match=r"memory.* of 4 workers"):
+        built()
 
 
 def test_spectrum_rows_are_the_singular_values_of_differences() -> None:
@@ -628,7 +657,6 @@ train.config["task_architecture"] = "MLP"
 train.config["log_verbosity"] = 0
 train.config["num_epochs"] = 2
 train.config.n_workers = 4
-train._report = lambda folder: None  # the hooks leave it nothing to report
 train.main()
 
 train.log_metric = default
@@ -704,6 +732,13 @@ def test_plain_gossip_would_send_in_every_third_step_only() -> None:
     assert value(rows, "uncompressed_gossip_bits") == 2 * 2 * 32 * D
 
 
+def test_plain_gossip_would_send_once_for_the_batches_of_a_step() -> None:
+    run, rows = trained(optimizer="powersgd", optimizer_num_batches_per_step=3, batch_size=50)
+    assert run.step == 7
+    D = run.parameters.x.shape[1]
+    assert value(rows, "uncompressed_gossip_bits") == 2 * 2 * 32 * D
+
+
 def test_running_statistics_are_averaged_and_part_of_the_full_state() -> None:
     run, rows = trained(task_architecture="ResNet20", n_workers=2, batch_size=300)
     x, buffers = run.parameters.x, run.parameters.buffers
@@ -729,3 +764,71 @@ def test_dropout_is_drawn_for_each_step() -> None:
         gradients.append(run.parameters.grad.clone())
     assert torch.equal(gradients[0], gradients[2])
     assert not torch.equal(gradients[0], gradients[1])
+
+
+# Frozen parameters.
+
+
+def half_frozen_model() -> nn.Module:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.LayerNorm(12), nn.Linear(12, 10))
+    for parameter in (*model[1].parameters(), model[2].bias):
+        parameter.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("optimizer", ["dpsgd", "power-gossip", "choco", "powersgd", "dgc"])
+def test_frozen_parameters_stay_as_they_are_and_are_not_sent(optimizer: str) -> None:
+    task = Fed(4, half_frozen_model)
+    run = fed(task, 3, optimizer=optimizer, weight_decay=0.1)
+    start = task.model("", run.config.seed)
+    models = [*run.parameters.models, run.evaluation.mean_model.models[0]]
+    for model in models:
+        for name, before in start.named_parameters():
+            now = model.get_parameter(name)
+            assert torch.equal(now, before) is not before.requires_grad or model is models[-1]
+    assert run.parameters.names == ["2.weight", "3.weight", "3.bias"]
+    assert run.parameters.x.shape[1] == 12 + 12 * 10 + 10
+    if optimizer == "dpsgd":
+        assert run.network.bits[0] == 3 * 2 * 32 * run.parameters.x.shape[1]
+
+
+@pytest.mark.parallel(nprocs=2)
+@pytest.mark.timeout(60)
+def test_frozen_parameters_stay_as_they_are_with_hooks() -> None:
+    task = Fed(2, half_frozen_model)
+    run = fed(task, 4, optimizer="ddp-powersgd", weight_decay=0.1)
+    for name, before in task.model("", run.config.seed).named_parameters():
+        now = run.parameters.models[0].get_parameter(name)
+        assert torch.equal(now, before) is not before.requires_grad
+
+
+# What a driver has set.
+
+
+@pytest.mark.parametrize("arguments", [[], ["optimizer=adam"], ["learning_rate=1e30"]], ids=str)
+def test_main_leaves_the_generator_and_the_threads_of_a_driver(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    during: list[int] = []
+    monkeypatch.setattr(train, "log_info", lambda info: during.append(torch.get_num_threads()))
+    settings = [f"{key}={text}" for key, text in TINY.items()]
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(processes().threads + 1)
+        torch.manual_seed(5)
+        expected = torch.rand(4)
+        torch.manual_seed(5)
+        try:
+            train.main(
+                [*settings, "max_steps_per_epoch=3", "--output-dir", str(tmp_path), *arguments]
+            )
+        except (BadInput, train.Diverged):
+            assert arguments
+        else:
+            assert not arguments
+        assert torch.equal(torch.rand(4), expected)
+        assert torch.get_num_threads() == processes().threads + 1
+        assert set(during) <= {processes().threads}
+    finally:
+        torch.set_num_threads(threads)

@@ -8,7 +8,7 @@ import torch
 from omegaconf import OmegaConf
 
 import train
-from powergossip import options
+from powergossip import options, tasks
 from powergossip.algorithms import AVERAGING
 from powergossip.algorithms.aggregation import AGGREGATIONS
 from powergossip.compressors import COMPRESSORS
@@ -32,6 +32,7 @@ ALONE = Processes()
 
 BOUNDED = {"optimizer_compress_upper_bound": 1.05}
 
+HOOK = {"optimizer": "ddp-powersgd", "n_workers": 1, "optimizer_start_iteration": 2}
 # What a key's effect is seen with, besides another value for it than its default.
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizer_diffusion_rate": (0.5, {"optimizer": "dpsgd"}),
@@ -59,14 +60,21 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizer_fp16_values": (True, {"optimizer": "dgc"}),
     "optimizer_int32_indices": (False, {"optimizer": "dgc"}),
     "optimizer_start_iteration": (5, {"optimizer": "ddp-powersgd", "n_workers": 1}),
-    "optimizer_error_feedback": (False, {"optimizer": "ddp-powersgd", "n_workers": 1}),
+    "optimizer_error_feedback": (False, HOOK),
+    "optimizer_orthogonalization_epsilon": (0.1, HOOK),
+    "optimizer_bucket_cap_mb": (0.01, HOOK | {"optimizer": "ddp-batched-powersgd"}),
 }
-TIME_ONLY = "optimizer_max_adaptation_iterations"  # beyond them, all numbers are sorted
+# Key → another value, and a method that has it.
+TIME_ONLY = {
+    "optimizer_max_adaptation_iterations": (3, "dgc"),  # beyond them, all numbers are sorted
+    "optimizer_batch_tensors_with_same_shape": (True, "ddp-powersgd"),
+    "optimizer_compression_stats_logging_frequency": (5, "ddp-powersgd"),
+}
 
 
 def test_every_key_has_its_case() -> None:
     keys = {key for key in train.Config.__dataclass_fields__ if key.startswith("optimizer_")}
-    assert keys == {*CASES, TIME_ONLY}
+    assert keys == {*CASES, *TIME_ONLY}
 
 
 @pytest.mark.parametrize("key", CASES)
@@ -77,9 +85,12 @@ def test_a_key_changes_what_is_computed_or_sent(key: str) -> None:
     assert not same or (first.network.bits != second.network.bits).any()
 
 
-def test_a_key_that_changes_time_only_arrives() -> None:
-    c = checked(configured(optimizer="dgc", **{TIME_ONLY: 3}), Processes())
-    assert method_options(c)["max_adaptation_iters"] == 3
+@pytest.mark.parametrize("key", TIME_ONLY)
+def test_a_key_that_changes_time_only_arrives(key: str) -> None:
+    value, optimizer = TIME_ONLY[key]
+    c = checked(configured(optimizer=optimizer, n_workers=1, **{key: value}), Processes())
+    option = key.removeprefix(PREFIX)
+    assert method_options(c)[ALIASES.get(optimizer, {}).get(option, option)] == value
 
 
 # Keys of other methods.
@@ -138,3 +149,85 @@ def test_a_configuration_of_an_earlier_version_is_the_same_run(tmp_path: Path) -
             check_same_run(
                 tmp_path, saved | {"optimizer_rank": 7, "optimizer_keep_ratio": 0.5}, now
             )
+
+
+def test_options_that_an_earlier_version_lacked_have_the_values_of_then(tmp_path: Path) -> None:
+    now = checked(configured(optimizer="powersgd"), ALONE)
+    saved = dict(OmegaConf.to_container(now))  # type: ignore[arg-type]
+    del saved["optimizer_warm_start"], saved["optimizer_error_feedback"]
+    check_same_run(tmp_path, saved, now)
+    now.optimizer_warm_start = False
+    with pytest.raises(ValueError, match="optimizer_warm_start"):
+        check_same_run(tmp_path, saved, now)
+    now = checked(configured(optimizer="ddp-powersgd", n_workers=1), ALONE)
+    saved = dict(OmegaConf.to_container(now))  # type: ignore[arg-type]
+    del saved["optimizer_orthogonalization_epsilon"]
+    with pytest.raises(ValueError, match="optimizer_orthogonalization_epsilon"):
+        check_same_run(tmp_path, saved, now)
+
+
+# Keys whose defaults depend on the task.
+
+
+@pytest.mark.parametrize("task", tasks.TASKS)
+def test_a_task_alone_has_its_own_settings(task: str) -> None:
+    found = checked(configured_task(task=task), ALONE)
+    for key, default in tasks.defaults(task).items():
+        assert found[key] == default, key
+        assert key in train.Config.__dataclass_fields__
+    assert checked(found, ALONE) == found, "a recorded configuration stands for itself"
+
+
+def configured_task(**values: Any) -> Any:
+    config = OmegaConf.structured(train.Config)
+    for key, value in values.items():
+        config[key] = value
+    return config
+
+
+def test_given_settings_are_not_those_of_the_task() -> None:
+    given = {
+        "batch_size": 3,
+        "momentum": 0.5,
+        "lr_schedule_milestones": [],
+        "gradient_clipping": None,
+    }
+    found = checked(configured_task(task="LSTM", **given), ALONE)
+    assert {key: found[key] for key in given} == given
+    assert checked(configured_task(task="LSTM"), ALONE).gradient_clipping == 0.4
+
+
+def test_an_unknown_task_is_rejected_before_anything_starts() -> None:
+    with pytest.raises(ValueError, match=r'^task "Digit" is unknown; choose from Digits, '):
+        checked(configured_task(task="Digit"), ALONE)
+
+
+@pytest.mark.parametrize(
+    ("given", "left_out"),
+    [
+        ({}, False),
+        ({"use_decentralized_data": True}, True),
+        ({"decentralized_data_dirichlet_alpha": 0.1}, True),
+        ({"use_decentralized_data": True, "drop_last": False}, False),
+        ({"drop_last": True}, True),
+    ],
+)
+def test_the_last_batch_is_used_as_published(given: dict[str, Any], left_out: bool) -> None:
+    assert checked(configured_task(**given), ALONE).drop_last is left_out
+
+
+def test_runs_of_earlier_versions_left_the_last_batch_out(tmp_path: Path) -> None:
+    saved = OmegaConf.to_container(checked(configured_task(), ALONE))
+    assert isinstance(saved, dict)
+    earlier = {str(key): value for key, value in saved.items() if key != "drop_last"}
+    with pytest.raises(ValueError, match="drop_last=False"):
+        check_same_run(tmp_path, earlier, checked(configured_task(), ALONE))
+    check_same_run(tmp_path, earlier, checked(configured_task(drop_last=True), ALONE))
+
+
+def test_the_warm_up_may_end_at_the_number_of_workers() -> None:
+    found = checked(configured_task(n_workers=6, distributed_lr_warmup_factor="auto"), ALONE)
+    assert found.distributed_lr_warmup_factor == 6
+    for key, value in (("distributed_lr_warmup_factor", "all"), ("lr_schedule", "linear")):
+        with pytest.raises(ValueError, match=f"^{key}={value}: use "):
+            checked(configured_task(**{key: value}), ALONE)

@@ -9,6 +9,7 @@ communication itself: it yields messages and is resumed with the received ones (
     power_gossip.py   PowerGossip
     directions.py     its memory and orthonormalization
     power_gossip_reference.py   a plain version, for comparison in tests
+    rates.py          diffusion rates: the best, the largest, that of CHOCO's theorem
     learning.py       D-PSGD, on top of any averaging algorithm
     aggregation.py    the interface of compressed gradients: power_sgd.py, dgc.py
     ddp.py            PyTorch's own hooks for compressed gradients
@@ -28,11 +29,13 @@ from typing import Any
 
 from powergossip import compressors
 from powergossip import options as _options
+from powergossip.algorithms import rates
 from powergossip.algorithms.averaging import Averaging, Rate
 from powergossip.algorithms.compressed import ChocoGossip, DeepSqueeze, Moniqua
 from powergossip.algorithms.learning import DPSGD, Correction
 from powergossip.algorithms.plain import AllReduce, ChebyshevGossip, FiniteTimeGossip, PlainGossip
 from powergossip.algorithms.power_gossip import PowerGossip
+from powergossip.algorithms.rates import choco_rate
 from powergossip.compressors import Codec
 from powergossip.network import Network
 from powergossip.parameters import Layout
@@ -53,6 +56,7 @@ __all__ = [
     "PlainGossip",
     "PowerGossip",
     "Rate",
+    "choco_rate",
     "defaults",
     "make",
 ]
@@ -84,7 +88,7 @@ def _codec(
 
 
 def _dpsgd(network: Network, layout: Layout, *, diffusion_rate: Rate = 1.0) -> Averaging:
-    return PlainGossip(network, diffusion_rate)
+    return PlainGossip(network, rates.checked(network, diffusion_rate))
 
 
 def _moniqua(

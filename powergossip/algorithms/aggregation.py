@@ -12,12 +12,14 @@ Axes: worker (hosted here); D parameters of a worker.
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
-from powergossip import options
-from powergossip.algorithms import dgc, power_sgd
+from powergossip import compressors, options
+from powergossip.algorithms import dgc, power_sgd, sign_sgd
+from powergossip.algorithms.error_feedback import Config as ErrorFeedbackConfig
+from powergossip.algorithms.error_feedback import ErrorFeedback
 from powergossip.network import Conversation, Network
 from powergossip.parameters import Layout
 
@@ -32,8 +34,11 @@ class Aggregation(Protocol):
     Gradients are without weight decay, which is added to the mean.
     """
 
-    owns_momentum: ClassVar[bool]
-    clips: ClassVar[bool]
+    @property
+    def owns_momentum(self) -> bool: ...
+
+    @property
+    def clips(self) -> bool: ...
 
     def step(self, gradient: Tensor, mean: Tensor) -> Conversation:
         """Reduce gradient [worker, D] to its residual, and fill mean [worker, D], equal in all."""
@@ -41,6 +46,11 @@ class Aggregation(Protocol):
 
     def at_epoch(self, epoch: float) -> None:
         """Follow schedules. Called before each step with the fractional epoch."""
+        ...
+
+    def at_learning_rate(self, *rates: float) -> None:
+        """Set the learning rate of the next step: one for all tensors, or one for each, in the
+        order of layout.shapes."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -70,24 +80,62 @@ def momentum_of(aggregation: Aggregation) -> tuple[float, bool]:
     return owner.momentum, owner.nesterov
 
 
-def _row(kind: Callable[..., Any], config: Callable[..., Any]) -> options.Row:
-    """A row kind(network, layout, config(**options)), with the options of `config`."""
+def _row(kind: Callable[..., Any], config: Callable[..., Any], **more: Any) -> options.Row:
+    """A row kind(network, layout, config(**options)), with the options of `config`.
+
+    more  # defaults of options that `config` requires
+    """
 
     def build(network: Network, layout: Layout, **given: Any) -> Aggregation:
-        aggregation: Aggregation = kind(network, layout, config(**given))
+        aggregation: Aggregation = kind(network, layout, config(**more | given))
         return aggregation
 
     places = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in ("n", "l")]
     fields = inspect.signature(config).parameters.values()
-    named = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in fields]
+    named = [
+        p.replace(kind=inspect.Parameter.KEYWORD_ONLY, default=more.get(p.name, p.default))
+        for p in fields
+    ]
     build.__signature__ = inspect.Signature([*places, *named])  # type: ignore[attr-defined]
     return build
 
 
+def _error_feedback(
+    network: Network,
+    layout: Layout,
+    *,
+    compressor: str = "sign-and-norm",
+    momentum_before_compression: bool = False,
+    momentum: float = 0.9,
+    nesterov: bool = False,
+    rescale_error: bool = True,
+    error_feedback: bool = True,
+    min_compression_rate: float = 1.0,
+    per_tensor: bool = True,
+    seed: int = 0,
+    **compressor_options: Any,
+) -> Aggregation:
+    """A row of error feedback with a compressor by its name. Unless the momentum comes before the
+    compression, it is left to the local optimizer."""
+    config = ErrorFeedbackConfig(
+        momentum=momentum if momentum_before_compression else 0.0,
+        nesterov=nesterov,
+        rescale_error=rescale_error,
+        error_feedback=error_feedback,
+        min_compression_rate=min_compression_rate,
+        per_tensor=per_tensor,
+        seed=seed,
+    )
+    made = compressors.make(compressor, **compressor_options)
+    return ErrorFeedback(network, layout, made, config)
+
+
 # The names that users choose from: `optimizer` in train.py.
 AGGREGATIONS: dict[str, options.Row] = {
-    "powersgd": _row(power_sgd.Aggregation, power_sgd.Config),
+    "powersgd": _row(power_sgd.Aggregation, power_sgd.Config, rank=1),
     "dgc": _row(dgc.DGCAggregation, dgc.Config),
+    "ef-sgd": _error_feedback,
+    "signsgd": _row(sign_sgd.SignSGDAggregation, sign_sgd.Config),
 }
 
 
@@ -97,6 +145,6 @@ def make(name: str, network: Network, layout: Layout, **given: Any) -> Aggregati
     Raises ValueError for an unknown name, an option that it does not have, or a bad value.
     """
     row = options.find(AGGREGATIONS, "aggregation", name)
-    options.check(name, given, options.defaults(row))
+    options.check(name, given, options.defaults(row, given, compressor=compressors.COMPRESSORS))
     aggregation: Aggregation = row(network, layout, **given)
     return aggregation

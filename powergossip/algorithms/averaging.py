@@ -42,8 +42,14 @@ class Stateless:
             raise ValueError(f"{type(self).__name__} has no state, but was given {sorted(state)}")
 
 
-def column(network: Network, name: str, value: Rate) -> Tensor:
-    """One value, or one for each hosted worker, as [worker, 1]. ValueError unless above 0."""
+def column(network: Network, name: str, value: Rate | str, instead_of_auto: str = "") -> Tensor:
+    """One value, or one for each hosted worker, as [worker, 1].
+
+    Raises BadValue unless it is a number above 0. For a string such as "auto" the text ends with
+    `instead_of_auto`.
+    """
+    if isinstance(value, str):
+        raise checks.BadValue(name, value, f"a number above 0{instead_of_auto}")
     values = torch.as_tensor(value, dtype=torch.float32, device=network.device).reshape(-1, 1)
     for element in values.flatten().tolist():
         checks.check(name, f"{element:g}", 0 < element < float("inf"), "a number above 0")

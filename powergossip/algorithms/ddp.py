@@ -1,8 +1,13 @@
 """PyTorch's own PowerSGD: the communication hooks of DistributedDataParallel (DDP).
 
 One worker a process; PyTorch averages the gradients while the backward pass runs. The hooks and
-their mathematics are PyTorch's. This module supplies the processes of MPI, the flat memory of
-Parameters and checkpoints, and counts bits. `HOOKS` are the names users choose from.
+their mathematics are PyTorch's, apart from directions of zeros (see `rebuilt`). This module
+supplies the processes of MPI, the flat memory of Parameters and checkpoints, and counts bits.
+`HOOKS` are the names users choose from.
+
+PyTorch's guidance: tune the rank from 1 by factors of 2. Start compression at 10 % of the steps,
+not before the end of the warm-up, and later until the accuracy suffices. Prefer the layer-wise
+hook, and use the batched one at rank 1 only.
 
 Process group: NCCL where every process of a host has a GPU of its own, otherwise gloo, since NCCL
 does not let two processes share a GPU. If gloo picks an interface that other hosts cannot reach,
@@ -15,7 +20,7 @@ import atexit
 import socket
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import ceil, prod, sqrt
 from types import FunctionType
 from typing import Any
@@ -31,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from powergossip import checks
 from powergossip.algorithms.learning import Correction, Update
 from powergossip.network import Network, Processes
-from powergossip.parameters import Parameters, matrix_shape
+from powergossip.parameters import Parameters, matrix_shape, trained
 
 Hook = Callable[[PowerSGDState, dist.GradBucket], torch.futures.Future[Tensor]]
 Sizes = Callable[[PowerSGDState, dist.GradBucket], list[int]]  # elements of each all-reduce
@@ -58,65 +63,115 @@ def layerwise_sizes(state: PowerSGDState, bucket: dist.GradBucket) -> list[int]:
 def batched_sizes(state: PowerSGDState, bucket: dist.GradBucket) -> list[int]:
     """Elements of batched_powerSGD_hook's all-reduces: P and Q [side, rank] of a square matrix."""
     side = ceil(sqrt(bucket.buffer().numel()))
-    rank = state.matrix_approximation_rank
-    if rank > side:
-        raise ValueError(
-            f"optimizer_rank={rank}: one of DDP's buckets is a matrix of {side} × {side}; "
-            f"use a rank of {side} or less, or optimizer=ddp-powersgd"
-        )
-    return [side * rank] * 2
+    return [side * state.matrix_approximation_rank] * 2
 
 
-def _orthogonalize(matrices: Tensor, epsilon: float = 0.0) -> None:
-    """PyTorch's orthogonalization, also for a single matrix."""
+def rebuilt(hook: Hook, epsilon: float) -> Hook:
+    """PyTorch's hook with another orthogonalization, `_orthogonalize` with this epsilon.
+
+    Up to version 2.13 PyTorch's batched hook raises AssertionError: since
+    github.com/pytorch/pytorch/pull/75157 it gives a single matrix to a function that takes batches
+    only. It also ignores PowerSGDState.orthogonalization_epsilon.
+    """
+
+    def orthogonalize(matrices: Tensor, _: float = 0) -> None:
+        _orthogonalize(matrices, epsilon)
+
+    rebound = {**vars(powersgd_of_torch), "_orthogonalize": orthogonalize}
+    return FunctionType(hook.__code__, rebound)
+
+
+def _orthogonalize(matrices: Tensor, epsilon: float) -> None:
+    """PyTorch's orthogonalization of columns, in place, also for a single matrix.
+
+    With epsilon > 0, a column of zeros, such as that of a gradient of zeros, is replaced by a fixed
+    random one. PyTorch leaves it at zero at rank 1 and 2, where with warm start it would stay zero
+    forever, and the matrix would never be updated again.
+    """
     batch = matrices if matrices.ndim == 3 else matrices[None]
+    zero = (batch == 0).all(1, keepdim=True)
+    if epsilon > 0 and zero.any():
+        random = torch.randn(batch.shape[1:], generator=torch.Generator().manual_seed(0))
+        batch.copy_(torch.where(zero, random.to(batch), batch))
     powersgd_of_torch._orthogonalize(batch, epsilon)
-
-
-# Up to version 2.13 PyTorch's hook raises AssertionError: since
-# github.com/pytorch/pytorch/pull/75157 it gives a single matrix to a function that takes batches
-# only. This is PyTorch's code with the function above in that place.
-batched_powerSGD_hook: Hook = FunctionType(
-    powersgd_of_torch.batched_powerSGD_hook.__code__,
-    {**vars(powersgd_of_torch), "_orthogonalize": _orthogonalize},
-)
 
 
 # The names that users choose from: `optimizer` in train.py.
 HOOKS: dict[str, tuple[Hook, Sizes]] = {
     "ddp-powersgd": (powerSGD_hook, layerwise_sizes),
-    "ddp-batched-powersgd": (batched_powerSGD_hook, batched_sizes),
+    "ddp-batched-powersgd": (powersgd_of_torch.batched_powerSGD_hook, batched_sizes),
 }
+
+
+AUTO = "auto"  # the first compressed step by PyTorch's guidance
+
+
+def guided_start(steps: int, warm_up: int = 0) -> int:
+    """max(2, steps of the warm-up, 10 % of the steps of a run): PyTorch's guidance for the first
+    compressed step, from the documentation of PowerSGDState."""
+    return max(2, warm_up, ceil(steps / 10))
 
 
 def check(
     *,
     hosted: int,
     rank: int,
-    start_iteration: int,
+    start_iteration: int | str,
     error_feedback: bool,
     warm_start: bool,
     min_compression_rate: float,
+    orthogonalization_epsilon: float,
+    batch_tensors_with_same_shape: bool,
+    compression_stats_logging_frequency: int,
+    bucket_cap_mb: float | None,
 ) -> None:
-    """Raise ValueError, with the configuration's key, for values that PyTorch does not support.
+    """Raise ValueError for values that PyTorch does not support.
 
     hosted  # number of workers in this process
     """
+    del batch_tensors_with_same_shape  # any
     if hosted > 1:
         raise ValueError(
             f"{hosted} workers in a process: PyTorch's DDP hooks take one; "
             "use mpirun -np N with N = n_workers"
         )
-    checks.at_least_one("optimizer_rank", rank)
-    if not min_compression_rate >= 1:
-        raise ValueError(f"optimizer_min_compression_rate={min_compression_rate}: use 1 or more")
-    if start_iteration < 0:
-        raise ValueError(f"optimizer_start_iteration={start_iteration}: use 0 or more")
-    if start_iteration <= 1 and (error_feedback or warm_start):
-        raise ValueError(
-            f"optimizer_start_iteration={start_iteration}: use 2 or more, or "
-            "optimizer_error_feedback=false with optimizer_warm_start=false"
-        )
+    checks.at_least_one("rank", rank)
+    for name, value in (
+        ("min_compression_rate", min_compression_rate),
+        ("orthogonalization_epsilon", orthogonalization_epsilon),
+    ):
+        checks.check(name, value, checks.is_finite(value) and value >= 0, "0 or more")
+    checks.at_least_one("compression_stats_logging_frequency", compression_stats_logging_frequency)
+    if bucket_cap_mb is not None:
+        checks.positive("bucket_cap_mb", bucket_cap_mb)
+    if start_iteration == AUTO:
+        return
+    with_memory = error_feedback or warm_start
+    checks.check(
+        "start_iteration",
+        start_iteration,
+        isinstance(start_iteration, int) and start_iteration >= (2 if with_memory else 0),
+        "2 or more or auto, or optimizer_error_feedback=false with optimizer_warm_start=false"
+        if with_memory
+        else "0 or more, or auto",
+    )
+
+
+def bucket_sizes(elements: Iterable[int], cap_mb: float | None) -> list[int]:
+    """Elements of DDP's buckets of float32 gradients, for the elements of the parameters.
+
+    DDP fills a bucket with gradients, from the last parameter to the first, until it has cap_mb
+    MiB or more. By default (None) the first bucket is full at 1 MiB, the others at 25 MiB.
+    """
+    sizes, open_bucket = [], 0
+    limit = 2**20 if cap_mb is None else int(cap_mb * 2**20)  # bytes
+    for count in reversed(list(elements)):
+        open_bucket += count
+        if 4 * open_bucket >= limit:
+            sizes.append(open_bucket)
+            open_bucket = 0
+            limit = 25 * 2**20 if cap_mb is None else limit
+    return sizes + [open_bucket] * (open_bucket > 0)
 
 
 class DDPHook:
@@ -129,7 +184,17 @@ class DDPHook:
 
     rank, start_iteration, error_feedback, warm_start, min_compression_rate, seed
                         matrix_approximation_rank, start_powerSGD_iter, use_error_feedback,
-                        warm_start, min_compression_rate and random_seed of PyTorch's PowerSGDState
+                        warm_start, min_compression_rate and random_seed of PyTorch's PowerSGDState.
+                        The rank of a matrix is at most min(rows, columns)
+    orthogonalization_epsilon
+                        added to the norm of a direction, at rank 1 and 2 and in half precision. At
+                        higher ranks PyTorch uses a QR factorization, without epsilon. PyTorch's
+                        default is 0, where a gradient of zeros gives NaN at rank 1 and 2
+    batch_tensors_with_same_shape, compression_stats_logging_frequency
+                        of PowerSGDState: one product for all matrices of a shape in a bucket, and
+                        steps between two lines of statistics in PyTorch's log (level INFO)
+    bucket_cap_mb       size of a bucket in MiB, an argument of DDP; None: 1 for the first bucket,
+                        25 for others
     weight_decay, clip  of the mean gradient g; DPSGD applies them to each worker's own gradient,
                         which DDP does not expose before it averages
 
@@ -137,10 +202,9 @@ class DDPHook:
     start_iteration, then for each element of P, of Q and of the uncompressed tensors.
 
     The models keep their own memory; their forward pass does not go through DDP. Raises ValueError
-    for more than one worker a process, for options that PyTorch does not support, and in the first
-    step for a parameter without a gradient, which DDP would wait for.
-
-    A matrix whose gradient is all zeros gives NaN, as PyTorch's hooks do.
+    for more than one worker a process, for options that PyTorch does not support, for a rank above
+    the side of a bucket's square matrix, and in the first step for a parameter without a gradient,
+    which DDP would wait for. Frozen parameters have none and are not sent.
     """
 
     def __init__(
@@ -155,6 +219,10 @@ class DDPHook:
         error_feedback: bool = True,
         warm_start: bool = True,
         min_compression_rate: float = 2.0,
+        orthogonalization_epsilon: float = 1e-8,
+        batch_tensors_with_same_shape: bool = False,
+        compression_stats_logging_frequency: int = 10_000,
+        bucket_cap_mb: float | None = None,
         seed: int = 0,
         weight_decay: float = 0.0,
         clip: float | None = None,
@@ -168,15 +236,20 @@ class DDPHook:
             error_feedback=error_feedback,
             warm_start=warm_start,
             min_compression_rate=min_compression_rate,
+            orthogonalization_epsilon=orthogonalization_epsilon,
+            batch_tensors_with_same_shape=batch_tensors_with_same_shape,
+            compression_stats_logging_frequency=compression_stats_logging_frequency,
+            bucket_cap_mb=bucket_cap_mb,
         )
-        side = ceil(sqrt(parameters.layout.size))
-        if hook == "ddp-batched-powersgd" and rank > side:
-            raise ValueError(
-                f"optimizer_rank={rank}: all gradients together are a matrix of {side} × {side}; "
-                f"use a rank of {side} or less"
-            )
+        if hook == "ddp-batched-powersgd":
+            trained = (p.numel() for p in parameters.models[0].parameters() if p.requires_grad)
+            side = ceil(sqrt(min(bucket_sizes(trained, bucket_cap_mb))))
+            ok = rank <= side
+            checks.check("rank", rank, ok, f"{side} or less, since DDP has a bucket of that side")
         self._network, self._parameters, self._update = network, parameters, update
-        self._hook, self._sizes = HOOKS[hook]
+        of_torch, self._sizes = HOOKS[hook]
+        self._hook = rebuilt(of_torch, orthogonalization_epsilon)
+        self._bucket_cap_mb = bucket_cap_mb
         self._correct = Correction(parameters, weight_decay, clip)
         self.state = PowerSGDState(
             process_group=None,
@@ -185,11 +258,20 @@ class DDPHook:
             min_compression_rate=min_compression_rate,
             use_error_feedback=error_feedback,
             warm_start=warm_start,
+            orthogonalization_epsilon=orthogonalization_epsilon,
             random_seed=seed,
+            compression_stats_logging_frequency=compression_stats_logging_frequency,
+            batch_tensors_with_same_shape=batch_tensors_with_same_shape,
         )
         self._before: torch.futures.Future[Tensor] | None = None  # the previous bucket of this step
         self._ddp: DistributedDataParallel | None = None  # made in the first step: communicates
         self._missing: _Missing | None = None  # in the first step
+
+    @property
+    def start_iteration(self) -> int:
+        """The first compressed step."""
+        start: int = self.state.start_powerSGD_iter
+        return start
 
     def start(self) -> None:
         """g ← 0; DDP expects a backward pass."""
@@ -220,6 +302,7 @@ class DDPHook:
                 process_group=group,
                 broadcast_buffers=False,
                 init_sync=False,  # workers start alike, or from a checkpoint
+                bucket_cap_mb=self._bucket_cap_mb,
             )
         self._settling = True
         ddp.register_comm_hook(self.state, self._counted_hook)
@@ -260,6 +343,8 @@ class DDPHook:
         _, keys, position, *_ = state.rng.get_state(legacy=True)
         return {
             "steps": state.iter,
+            "start_iteration": state.start_powerSGD_iter,
+            "next_stats_report": state.next_stats_report,
             "rng_keys": torch.from_numpy(np.asarray(keys, dtype=np.int64))[None],
             "rng_position": int(position),
             "numel_before_compression": state.total_numel_before_compression,
@@ -271,9 +356,15 @@ class DDPHook:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict()`: same model, same number of workers."""
+        """Restore the state returned by `state_dict()`: same model, same number of workers.
+
+        The first compressed step is that of the state.
+        """
         state = self.state
         state.iter = saved["steps"]
+        # States of earlier versions lack these two.
+        state.start_powerSGD_iter = saved.get("start_iteration", state.start_powerSGD_iter)
+        state.next_stats_report = saved.get("next_stats_report", 0)
         keys = saved["rng_keys"][0].cpu().numpy().astype(np.uint32)
         state.rng.set_state(("MT19937", keys, saved["rng_position"], 0, 0.0))
         state.total_numel_before_compression = saved["numel_before_compression"]
@@ -296,12 +387,12 @@ class _Missing:
     """The parameters of a model that get no gradient in a backward pass."""
 
     def __init__(self, model: nn.Module):
-        self._names = dict(model.named_parameters())
+        self._names = trained(model)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(
                 lambda _, name=name: self._names.pop(name, None)
             )
-            for name, parameter in model.named_parameters()
+            for name, parameter in self._names.items()
         ]
 
     def check(self) -> None:

@@ -382,6 +382,9 @@ class DGCAggregation:
         """Set the fraction that is sent, which follows the warm-up."""
         self._set_fraction(self._config.fraction(epoch))
 
+    def at_learning_rate(self, *rates: float) -> None:
+        """Accumulated gradients are in units of the gradient."""
+
     def _set_fraction(self, fraction: float) -> None:
         if fraction == self._fraction:
             return

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from powergossip import checks
+from powergossip.algorithms import rates
 from powergossip.algorithms.averaging import Rate, column
 from powergossip.algorithms.directions import Directions, EdgeConstants
 from powergossip.algorithms.plain import PlainGossip
@@ -49,6 +50,9 @@ class PowerGossip:
     Cost, a step and neighbor: num_iterations · 32 r Σ_matrices (columns or rows, in turns) bits,
     and 32 bits for each element of the vectors and of the matrices that are not compressed.
 
+    A `diffusion_rate` of "auto" is the best one of plain gossip, 2/(λ_2 + λ_max). Above 2/λ_max
+    there is a warning: V may grow, and at a high rank it does.
+
     Raises ValueError for a rank or number of iterations below 1, γ that is not positive,
     round_weights with a rank other than 1, or a mixing matrix that is not symmetric.
     """
@@ -65,6 +69,7 @@ class PowerGossip:
         round_weights: bool = False,
         seed: int = 0,
     ):
+        diffusion_rate = rates.checked(network, diffusion_rate)
         rate = column(network, "diffusion_rate", diffusion_rate)
         checks.at_least_one("rank", rank)
         checks.at_least_one("num_iterations", num_iterations)

@@ -9,7 +9,6 @@ parameters.batches), rank, row, column. Each worker has D elements.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from powergossip import checks, randomness
 from powergossip.network import Conversation, Mean, Network
-from powergossip.parameters import Layout, Stack, batches, put_in, take_out
+from powergossip.parameters import Layout, Stack, batches, complement, put_in, take_out
 
 _LEFT, _RIGHT = 0, 1  # sides of a matrix: vectors as long as a column, and as long as a row
 
@@ -30,19 +29,30 @@ _ATTEMPTS = 8  # redraws of dependent directions, of which the first almost alwa
 @dataclass(frozen=True)
 class Config:
     """
-    rank                                rank of the approximation in each half-iteration
-    min_compression_rate                tensors that would be compressed less are all-reduced whole
+    rank                                rank of the approximation in each half-iteration, at most
+                                        min(rows, columns) of a matrix
+    min_compression_rate                tensors that would be compressed by this factor or less are
+                                        all-reduced whole
     num_iters_per_step                  half-iterations of power iteration per step
     start_compressing_after_num_steps   steps of plain all-reduce at the beginning
-    seed                                of the first directions
+    warm_start                          a step's first directions are the last factors of the step
+                                        before. Otherwise they are resampled
+    error_feedback                      a worker's error is part of its next gradient. Otherwise it
+                                        is lost
+    seed                                of random directions
+
+    The first four have the names, order and defaults of the published class. The other options of
+    its authors' paper are called `reuse_query` and `optimizer_memory` in their research code.
 
     Raises ValueError for a value out of range.
     """
 
-    rank: int = 1
-    min_compression_rate: float = 10.0
-    num_iters_per_step: int = 2
-    start_compressing_after_num_steps: int = 0
+    rank: int
+    min_compression_rate: float = 2.0
+    num_iters_per_step: int = 1
+    start_compressing_after_num_steps: int = 100
+    warm_start: bool = True
+    error_feedback: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -50,19 +60,23 @@ class Config:
             ("rank", 1),
             ("num_iters_per_step", 1),
             ("start_compressing_after_num_steps", 0),
-            ("min_compression_rate", 1),
         ):
             value = getattr(self, name)
-            checks.check(name, value, isfinite(value) and value >= least, f"{least} or more")
+            ok = isinstance(value, int) and value >= least
+            checks.check(name, value, ok, f"a whole number, {least} or more")
+        rate = self.min_compression_rate
+        checks.check(
+            "min_compression_rate", rate, checks.is_finite(rate) and rate >= 0, "0 or more"
+        )
 
-    def numbers(self, rows: int, columns: int) -> float:
+    def elements(self, rows: int, columns: int) -> float:
         """Elements that are sent for a compressed matrix per step, on average."""
         rank = min(self.rank, rows, columns)
         return self.num_iters_per_step * rank * (rows + columns) / 2
 
     def compresses(self, rows: int, columns: int) -> bool:
         """Whether a matrix of this shape is compressed."""
-        return rows * columns >= self.min_compression_rate * self.numbers(rows, columns)
+        return rows * columns > self.min_compression_rate * self.elements(rows, columns)
 
 
 class Aggregation:
@@ -86,26 +100,39 @@ class Aggregation:
     singular vectors, and further half-iterations each find new ones. (Directions that always follow
     the whole gradient learn worse: 0.915 … 0.958 against 0.917 … 0.972 on Digits at rank 1.)
 
+    Without warm start, the first `in` of each step is random, so that a step starts its power
+    iteration from nothing. Without error feedback, M_i is a worker's gradient alone.
+
     Cost on the wire per half-iteration: an all-reduce of rank · rows (or columns) elements for each
-    compressed matrix. The first one of a step includes all other tensors, uncompressed.
+    compressed matrix. The first one of a step includes all other tensors, uncompressed. Elements
+    are of `dtype`, float32 or float64, as are gradient and mean. Random directions have the
+    precision of float32, and are orthonormalized in float64.
     """
 
     owns_momentum: ClassVar[bool] = False
     clips: ClassVar[bool] = False
 
-    def __init__(self, network: Network, layout: Layout, config: Config):
+    def __init__(
+        self,
+        network: Network,
+        layout: Layout,
+        config: Config,
+        dtype: torch.dtype = torch.float32,
+    ):
         self._network, self._config, self._size = network, config, layout.size
         chosen = [s for s in layout.stacks if config.compresses(s.rows, s.columns)]
         workers, device = network.rows, network.device
         self._groups = [
-            _Group(stack, part, config, workers, device)
+            _Group(stack, part, config, workers, device, dtype)
             for stack in chosen
             for part in range(1 if workers == 1 else stack.layers)
         ]
-        self._rest = _complement([(s.start, s.stop) for s in chosen], layout.size)
+        self._rest = complement([(s.start, s.stop) for s in chosen], layout.size)
         self._rest_size = sum(span.stop - span.start for span in self._rest)
         self._messages = {
-            (side, first): _Outgoing(self._groups, side, self._rest_size * first, workers, device)
+            (side, first): _Outgoing(
+                self._groups, side, self._rest_size * first, workers, device, dtype
+            )
             for side in (_LEFT, _RIGHT)
             for first in (False, True)  # of a step
         }
@@ -114,18 +141,31 @@ class Aggregation:
         self._views: list[tuple[Tensor, Tensor]] = []
         self._steps = self._iterations = 0
         for group in self._groups:
-            group.draw(self._side)
+            group.draw(self._side, 0)
 
     def at_epoch(self, epoch: float) -> None:
         """PowerSGD has no schedule."""
 
+    def at_learning_rate(self, *rates: float) -> None:
+        """The error is in units of the gradient."""
+
+    @property
+    def steps(self) -> int:
+        """The number of steps since the start, those without compression included."""
+        return self._steps
+
+    @property
+    def elements_sent(self) -> float:
+        """Elements sent for a gradient per step of compression, on average."""
+        sent = float(self._rest_size)
+        for group in self._groups:
+            sent += group.layers * self._config.elements(group.rows, group.columns)
+        return sent
+
     @property
     def compression_rate(self) -> float:
         """Elements of a gradient over the elements sent for it per step, on average."""
-        config, sent = self._config, float(self._rest_size)
-        for group in self._groups:
-            sent += group.layers * config.numbers(group.rows, group.columns)
-        return self._size / sent
+        return self._size / self.elements_sent
 
     @property
     def _side(self) -> int:
@@ -157,9 +197,14 @@ class Aggregation:
             self._iterations += 1
             for group, out in zip(self._groups, outgoing.split(received), strict=True):
                 group.receive(out, iteration, side)
-                group.orthonormalize(self._side, self._iterations)
+                if self._config.warm_start or iteration + 1 < self._config.num_iters_per_step:
+                    group.orthonormalize(self._side, self._iterations)
+                else:
+                    group.draw(self._side, self._iterations)
         for group, (M, M_mean) in zip(self._groups, matrices, strict=True):
             group.apply(M, M_mean)
+        if not self._config.error_feedback:
+            gradient.zero_()
 
     def _matrices(self, gradient: Tensor, mean: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Each group's views of both tensors, created once for the tensors of all steps. Creating
@@ -208,9 +253,10 @@ class _Outgoing:
         skip: int,
         workers: int,
         device: torch.device,
+        dtype: torch.dtype,
     ):
         self._sizes = [skip, *(group.product_size(side) for group in groups)]
-        self.message = Mean(torch.zeros(workers, sum(self._sizes), device=device))
+        self.message = Mean(torch.zeros(workers, sum(self._sizes), device=device, dtype=dtype))
         self.products = self.split(self.message.tensor)
 
     def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
@@ -235,6 +281,7 @@ class _Group:
         config: Config,
         workers: int,
         device: torch.device,
+        dtype: torch.dtype,
     ):
         rank = min(config.rank, stack.rows, stack.columns)
         self._stack, self._part, self._rank, self._alone = stack, part, rank, workers == 1
@@ -247,7 +294,7 @@ class _Group:
 
         def pair(batch: int, vectors: int) -> tuple[Tensor, Tensor]:
             left, right = (
-                torch.zeros(batch, vectors, length, device=device)
+                torch.zeros(batch, vectors, length, device=device, dtype=dtype)
                 for length in (self.rows, self.columns)
             )
             return left, right
@@ -265,10 +312,10 @@ class _Group:
         """Elements of `out` in a worker's message; `side` is that of `in`."""
         return self.directions[1 - side].numel()
 
-    def draw(self, side: int) -> None:
-        """Draw random orthonormal directions for the first half-iteration, the same everywhere."""
-        self.directions[side].copy_(self._random(side, 0, 0))
-        self.orthonormalize(side, 0)
+    def draw(self, side: int, counter: int) -> None:
+        """Draw random orthonormal directions for this half-iteration, the same everywhere."""
+        self.directions[side].copy_(self._random(side, counter, 0))
+        self.orthonormalize(side, counter)
 
     def _random(self, side: int, counter: int, attempt: int) -> Tensor:
         shape = tuple(self.directions[side].shape[1:])
@@ -349,13 +396,3 @@ def _cholesky(p: Tensor) -> tuple[Tensor, Tensor]:
     gram.diagonal(dim1=1, dim2=2).add_(_RIDGE)
     factor, info = torch.linalg.cholesky_ex(gram)
     return factor, info
-
-
-def _complement(spans: Iterable[tuple[int, int]], size: int) -> list[slice]:
-    """The positions of 0 … size − 1 outside of all spans."""
-    found, position = [], 0
-    for start, stop in [*sorted(spans), (size, size)]:
-        if position < start:
-            found.append(slice(position, start))
-        position = stop
-    return found

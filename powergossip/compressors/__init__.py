@@ -16,6 +16,10 @@ the matrix in the layout, step counter), or of all these but the worker for valu
 share. Sender and receiver have the same stream. Hence RandomK sends no positions, and QSGD's
 rounding does not depend on which process hosts the worker.
 
+A compressor with `linear = True` is a linear map that is the same for all workers: all its random
+numbers are shared, and its fields are floats. Then the mean of all fields decompresses to the mean
+of all C(v), so that an all-reduce can take the place of an all-gather.
+
 `Codec` does this for a whole layout: x [worker, D] → message [worker, bytes], and back for any
 number of senders at once. All matrices of one shape are one call, as are all vectors of one length
 (n × 1 matrices). A message consists of
@@ -32,7 +36,7 @@ equal the C(v) of its neighbors. Decoding adds to its output, since a sparse C(v
 proportion to its message.
 
     compressor.py   the interface
-    sparse.py       TopK, RandomK
+    sparse.py       TopK, RandomK, RandomBlock
     quantized.py    SignAndNorm, QSGD, Identity
     low_rank.py     SVD
     codec.py        a worker's message
@@ -54,7 +58,7 @@ from powergossip.compressors.compressor import Compressor, Field, Levels, Sender
 from powergossip.compressors.low_rank import SVD
 from powergossip.compressors.packing import pack, packed_size, unpack
 from powergossip.compressors.quantized import QSGD, Identity, SignAndNorm
-from powergossip.compressors.sparse import RandomK, TopK
+from powergossip.compressors.sparse import RandomBlock, RandomK, TopK
 
 __all__ = [
     "COMPRESSORS",
@@ -66,6 +70,7 @@ __all__ = [
     "Identity",
     "Levels",
     "Options",
+    "RandomBlock",
     "RandomK",
     "Senders",
     "SignAndNorm",
@@ -84,6 +89,7 @@ __all__ = [
 COMPRESSORS: dict[str, _options.Row] = {
     "identity": Identity,
     "qsgd": QSGD,
+    "random-block": RandomBlock,
     "random-k": RandomK,
     "sign-and-norm": SignAndNorm,
     "svd": SVD,

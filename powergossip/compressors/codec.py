@@ -1,6 +1,6 @@
 """The codec: a worker's tensors through a compressor into one message of bytes, and back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -20,6 +20,11 @@ class Codec:
     size      # bytes of one worker's message
     elements  # D
     workers   # int64 [worker]: index of the worker in each row of an encoded x
+    stacks    # of the tensors in the message: matrices, and vectors as matrices of one column
+    linear    # whether the mean of the workers' messages, as float32, decodes to the mean of C(x)
+
+    `chosen(rows, columns)` selects the tensors in the message, by default all. The others are not
+    read, and decode to zeros.
 
     A message lies in memory that the next `encode` overwrites. Decoded elements lie in memory that
     the next `decode` for the same shape of senders overwrites.
@@ -32,10 +37,13 @@ class Codec:
         workers: Sequence[int],
         seed: int = 0,
         device: torch.device | None = None,
+        chosen: Callable[[int, int], bool] = lambda rows, columns: True,
     ):
         self._compressor, self.elements = compressor, layout.size
-        self._stacks = [*layout.stacks, *_stacks_of_vectors(layout)]
-        self._plan = _Plan(compressor, self._stacks)
+        every = [*layout.stacks, *_stacks_of_vectors(layout)]
+        self.stacks = [stack for stack in every if chosen(stack.rows, stack.columns)]
+        self.linear = bool(getattr(compressor, "linear", False))
+        self._plan = _Plan(compressor, self.stacks)
         self.size = self._plan.size
         self.workers = torch.tensor(workers, dtype=torch.int64, device=device)
         self._key = randomness.keys(seed, "compressor", [()])[0].to(device)
@@ -92,16 +100,16 @@ class Codec:
     def _streams(self, senders: Tensor, counter: int) -> list[Stream]:
         """The random streams of the senders' layers, by stack."""
         if counter != self._counter:
-            self._counter, self._kept = counter, [{} for _ in self._stacks]
+            self._counter, self._kept = counter, [{} for _ in self.stacks]
         of_all = Senders(self._key, senders, counter, self.elements)
-        pairs = zip(self._stacks, self._kept, strict=True)
+        pairs = zip(self.stacks, self._kept, strict=True)
         return [Stream(of_all, stack, kept) for stack, kept in pairs]
 
     def _matrices_of(self, x: Tensor) -> list[Tensor]:
         """Views [*, layer, row, column] of x [*, D], by stack."""
         return [
             x[..., s.start : s.stop].unflatten(-1, (s.layers, s.rows, s.columns))
-            for s in self._stacks
+            for s in self.stacks
         ]
 
 

@@ -83,7 +83,11 @@ class Stream(NamedTuple):
 
 
 class Compressor(Protocol):
-    """Conversion of matrices to the fields of messages, and back."""
+    """Conversion of matrices to the fields of messages, and back.
+
+    `linear`, an attribute that may be left out, states whether C is a linear map that is the same
+    for all workers, with floats for fields. See compressors/__init__.py.
+    """
 
     def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
         """The fields of a matrix of this shape."""

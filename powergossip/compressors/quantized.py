@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 from math import sqrt
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from powergossip import checks
 from powergossip.compressors.compressor import Field, Levels, Stream
 
 
@@ -15,6 +17,8 @@ class Identity:
 
     Message: N floats, row by row. δ = 1.
     """
+
+    linear: ClassVar[bool] = True
 
     def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
         return (Field(torch.float32, rows * columns),)
@@ -71,8 +75,7 @@ class QSGD:
     unbiased: bool = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.levels <= 127:
-            raise ValueError(f"levels={self.levels}: use a number from 1 to 127")
+        checks.between("levels", self.levels, 1, 127)
 
     def variance_bound(self, elements: int) -> float:
         """ω for N elements."""

@@ -1,8 +1,9 @@
-"""Sparsification: top-k, random-k."""
+"""Sparsification: top-k, random-k, random block."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil, floor, log, sqrt
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,11 @@ class TopK:
     for m rows and k columns, at most N: keep_ratio = r (m + k)/(4 m k).
     δ = K/N.    Stich, Cordonnier & Jaggi (2018), arXiv:1809.07599, Definition 2.1, Lemma A.1
 
+    Cost of a matrix at rank r: r (m + k)/4 · 40, 48 or 64 bits. With positions of 4 bytes these are
+    the bits of one iteration of PowerGossip, 32 · r (m + k)/2, half those of `SVD` or of a step of
+    PowerSGD. Smaller matrices cost 3/4 (2 bytes) or 5/8 (1 byte) of that. K is the published one
+    (Vogels et al. 2020, github.com/epfml/powergossip).
+
     A NaN counts as the largest and is sent. Raises ValueError for keep_ratio outside (0, 1], or a
     rank below 1.
     """
@@ -29,9 +35,7 @@ class TopK:
     rank: int | None = None
 
     def __post_init__(self) -> None:
-        _check_keep_ratio(self.keep_ratio)
-        if self.rank is not None:
-            checks.at_least_one("rank", self.rank)
+        _check_size(self.keep_ratio, self.rank)
 
     def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
         kept, entries = self.kept(rows, columns), rows * columns
@@ -89,35 +93,108 @@ class RandomK:
 
     Message: K floats, the values. The positions are a uniform random choice of K, resampled in each
     step from the stream that all workers share: all of them send the same entries.
-    K = max(1, ⌊keep_ratio · N⌋).
+    K = max(1, ⌊keep_ratio · N⌋); or, matched to factors of that rank, K = min(N, r (m + k)) for m
+    rows and k columns.
     δ = K/N in expectation.    Stich, Cordonnier & Jaggi (2018), arXiv:1809.07599, Definition 2.1
 
+    Cost of a matrix at rank r: 32 · r (m + k) bits, those of `SVD` or of a step of PowerSGD, as in
+    "Random K" of Vogels et al. (2019), arXiv:1905.13727, Table 4. One iteration of PowerGossip
+    costs half of that, and so does `TopK` at this rank, or less. At a rank, vectors are sent whole.
+
     If an entry is NaN or infinite, sent or not, all values are sent as NaN. Raises ValueError for
-    keep_ratio outside (0, 1].
+    keep_ratio outside (0, 1], or a rank below 1.
     """
 
+    linear: ClassVar[bool] = True
+
     keep_ratio: float = 0.01
+    rank: int | None = None
 
     def __post_init__(self) -> None:
-        _check_keep_ratio(self.keep_ratio)
+        _check_size(self.keep_ratio, self.rank)
 
     def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
-        return (Field(torch.float32, _fraction(self.keep_ratio, rows * columns)),)
+        return (Field(torch.float32, self.kept(rows, columns)),)
 
     def compress(self, v: Tensor, stream: Stream) -> tuple[Tensor, ...]:
-        v = v.flatten(-2)
-        positions = self.positions(stream, v.shape[-1]).expand(*v.shape[:-1], -1)
-        return (v.gather(-1, positions).add_(nan_if_not_finite(v)),)
+        return (_at(v, self.positions(stream, *v.shape[-2:])),)
 
     def decompress(self, fields: tuple[Tensor, ...], out: Tensor, stream: Stream) -> None:
-        out = out.flatten(-2)
-        positions = self.positions(stream, out.shape[-1]).expand(*out.shape[:-1], -1)
-        out.scatter_add_(-1, positions, fields[0])
+        _add_at(out, self.positions(stream, *out.shape[-2:]), fields[0])
 
-    def positions(self, stream: Stream, entries: int) -> Tensor:
-        """The positions of the values among N entries, in the message's order: int64 [layer, K]."""
-        count = _fraction(self.keep_ratio, entries)
+    def kept(self, rows: int, columns: int) -> int:
+        """K"""
+        return _random_kept(self.keep_ratio, self.rank, rows, columns)
+
+    def positions(self, stream: Stream, rows: int, columns: int) -> Tensor:
+        """The positions of the values in a matrix, in the message's order: int64 [layer, K]."""
+        count, entries = self.kept(rows, columns), rows * columns
         return stream.once("positions", lambda: _distinct(stream.shared_bits, count, entries))
+
+
+@dataclass(frozen=True)
+class RandomBlock:
+    """C(v) = K consecutive entries of v, row by row, from a random position on, 0 elsewhere.
+
+    After the last entry the block goes on at the first. The position is uniform, and resampled in
+    each step from the stream that all workers share. Message, K, cost, δ, NaN and errors are those
+    of `RandomK`.
+        Vogels, Karimireddy & Jaggi (2019), arXiv:1905.13727, Table 4, "Random Block"
+
+    Entries of a block depend on each other more than those of `RandomK`, but are next to each other
+    in memory.
+    """
+
+    linear: ClassVar[bool] = True
+
+    keep_ratio: float = 0.01
+    rank: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_size(self.keep_ratio, self.rank)
+
+    def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
+        return (Field(torch.float32, self.kept(rows, columns)),)
+
+    def compress(self, v: Tensor, stream: Stream) -> tuple[Tensor, ...]:
+        return (_at(v, self.positions(stream, *v.shape[-2:])),)
+
+    def decompress(self, fields: tuple[Tensor, ...], out: Tensor, stream: Stream) -> None:
+        _add_at(out, self.positions(stream, *out.shape[-2:]), fields[0])
+
+    def kept(self, rows: int, columns: int) -> int:
+        """K"""
+        return _random_kept(self.keep_ratio, self.rank, rows, columns)
+
+    def positions(self, stream: Stream, rows: int, columns: int) -> Tensor:
+        """The positions of the values in a matrix, in the message's order: int64 [layer, K]."""
+        count, entries = self.kept(rows, columns), rows * columns
+
+        def draw() -> Tensor:
+            first = _below(entries, stream.shared_bits(1))
+            return (first + torch.arange(count, device=first.device)) % entries
+
+        return stream.once("positions", draw)
+
+
+def _random_kept(keep_ratio: float, rank: int | None, rows: int, columns: int) -> int:
+    """K of the compressors whose positions are not sent."""
+    if rank is None:
+        return _fraction(keep_ratio, rows * columns)
+    return min(rows * columns, rank * (rows + columns))
+
+
+def _at(v: Tensor, positions: Tensor) -> Tensor:
+    """The entries of v [*, layer, row, column] at positions [layer, K]: [*, layer, K]. All are NaN
+    if an entry of their matrix is not finite."""
+    v = v.flatten(-2)
+    return v.gather(-1, positions.expand(*v.shape[:-1], -1)).add_(nan_if_not_finite(v))
+
+
+def _add_at(out: Tensor, positions: Tensor, values: Tensor) -> None:
+    """Add values [*, layer, K] at positions [layer, K] to out [*, layer, row, column]."""
+    out = out.flatten(-2)
+    out.scatter_add_(-1, positions.expand(*out.shape[:-1], -1), values)
 
 
 def _distinct(bits: Callable[[int], Tensor], count: int, n: int) -> Tensor:
@@ -182,6 +259,8 @@ def _fraction(ratio: float, entries: int) -> int:
     return max(1, floor(ratio * entries * (1 + 1e-12)))
 
 
-def _check_keep_ratio(value: float) -> None:
-    if not 0 < value <= 1:
-        raise ValueError(f"keep_ratio={value:g}: use a number above 0 and at most 1")
+def _check_size(keep_ratio: float, rank: int | None) -> None:
+    ok = checks.is_finite(keep_ratio) and 0 < keep_ratio <= 1
+    checks.check("keep_ratio", keep_ratio, ok, "a fraction above 0, at most 1")
+    ok = rank is None or (isinstance(rank, int) and rank >= 1)
+    checks.check("rank", rank, ok, "1 or more, or None")

@@ -13,16 +13,18 @@ from powergossip.parameters import Layout
 class Method:
     """An averaging algorithm, its fixed options, and its grid.
 
-    averaging  # row of algorithms.AVERAGING or algorithms.CONSENSUS_ONLY
-    options    # of that row
-    grid       # names of the options to sweep: diffusion_rate, theta
-    max_steps  # upper limit for num_steps
+    averaging   # row of algorithms.AVERAGING or algorithms.CONSENSUS_ONLY
+    options     # of that row
+    grid        # names of the options to sweep: diffusion_rate, theta
+    needs_grid  # False: one diffusion rate unless the configuration specifies the grid
+    num_steps   # unless the configuration specifies it
     """
 
     averaging: str
     options: Mapping[str, Any] = field(default_factory=dict)
     grid: tuple[str, ...] = ()
-    max_steps: int | None = None
+    needs_grid: bool = True
+    num_steps: int = 5000
 
     def build(self, network: Network, layout: Layout, values: Mapping[str, Any]) -> Any:
         """Build the averaging algorithm. Its options come from `values`; other keys are ignored."""
@@ -40,15 +42,19 @@ class Method:
 # As published: by then, methods of the family of plain gossip agree up to rounding.
 _FEW_STEPS = 500
 _RATE = ("diffusion_rate",)
+_RATE_AND_THETA = ("diffusion_rate", "theta")
+
+
+def _power_gossip(**options: Any) -> Method:
+    return Method("power-gossip", options, _RATE, needs_grid=False)
+
 
 ALGORITHMS: dict[str, Method] = {
-    "uncompressed": Method("dpsgd", max_steps=_FEW_STEPS),
-    "power_gossip": Method("power-gossip"),
-    "power_gossip_random": Method("power-gossip", {"warm_start": False}),
-    "power_gossip_signs": Method("power-gossip", {"round_weights": True}),
-    "power_gossip_random_signs": Method(
-        "power-gossip", {"warm_start": False, "round_weights": True}
-    ),
+    "uncompressed": Method("dpsgd", grid=_RATE, needs_grid=False, num_steps=_FEW_STEPS),
+    "power_gossip": _power_gossip(),
+    "power_gossip_random": _power_gossip(warm_start=False),
+    "power_gossip_signs": _power_gossip(round_weights=True),
+    "power_gossip_random_signs": _power_gossip(warm_start=False, round_weights=True),
     "sign_choco": Method("choco", {"compressor": "sign-and-norm"}, _RATE),
     "topk_choco": Method("choco", {"compressor": "top-k"}, _RATE),
     "randomk_choco": Method("choco", {"compressor": "random-k"}, _RATE),
@@ -57,7 +63,7 @@ ALGORITHMS: dict[str, Method] = {
     "fp_choco": Method("choco", {"compressor": "identity"}, _RATE),
     "sign_deepsqueeze": Method("deepsqueeze", {"compressor": "sign-and-norm"}, _RATE),
     "topk_deepsqueeze": Method("deepsqueeze", {"compressor": "top-k"}, _RATE),
-    "moniqua": Method("moniqua", grid=("diffusion_rate", "theta")),
-    "chebyshev": Method("chebyshev", max_steps=_FEW_STEPS),
-    "finite_time": Method("finite-time", max_steps=_FEW_STEPS),
+    "moniqua": Method("moniqua", grid=_RATE_AND_THETA),
+    "chebyshev": Method("chebyshev", num_steps=_FEW_STEPS),
+    "finite_time": Method("finite-time", num_steps=_FEW_STEPS),
 }

@@ -7,6 +7,7 @@ import numpy as np
 from omegaconf import DictConfig, ListConfig
 
 from powergossip import checks
+from powergossip.algorithms import rates
 from powergossip.checks import BadValue
 from powergossip.consensus.data import DATA
 from powergossip.consensus.methods import ALGORITHMS, Method
@@ -16,6 +17,12 @@ from powergossip.runs.output import plain_copy
 from powergossip.topologies import Topology
 
 Setting = dict[str, float]  # option → value, a point of an algorithm's grid
+
+# Of the grids of diffusion rates, where the configuration has null. As published.
+_NUM_SAMPLES = 20
+_RANGE_MIN = 1e-4
+_THETA_RANGE = "theta_range_min", "theta_range_max"
+OTHERS = "others"  # the other algorithms, in a mapping num_steps
 
 
 def checked(config: DictConfig, processes: Processes) -> Any:
@@ -30,21 +37,22 @@ def checked(config: DictConfig, processes: Processes) -> Any:
         checks.at_least_one,
         c,
         (
-            "num_steps",
             "matrix_size",
             "compression_rank",
             "compression_num_iterations",
-            "hyperparameter_num_samples",
             "theta_num_samples",
-            "moniqua_num_samples",
         ),
     )
+    for key in ("hyperparameter_num_samples", "moniqua_num_samples"):
+        if c[key] is not None:
+            checks.at_least_one(key, c[key])
     checks.all_of(checks.not_negative, c, ("seed", "log_verbosity"))
     checks.between("compression_levels", c.compression_levels, 1, 127)
-    for grid in ("hyperparameter", "theta"):
-        low, high = f"{grid}_range_min", f"{grid}_range_max"
-        checks.all_of(checks.positive, c, (low, high))
-        checks.check(low, c[low], c[low] <= c[high], f"at most {high}={c[high]}")
+    for low, high in (("hyperparameter_range_min", "hyperparameter_range_max"), _THETA_RANGE):
+        checks.positive(high, c[high])
+        value = _RANGE_MIN if c[low] is None else c[low]
+        checks.positive(low, value)
+        checks.check(low, value, value <= c[high], f"at most {high}={c[high]}")
     rate = c.diffusion_rate
     checks.check(
         "diffusion_rate",
@@ -54,6 +62,7 @@ def checked(config: DictConfig, processes: Processes) -> Any:
     )
     checks.one_of("data_type", c.data_type, DATA)
     c.algorithm = _algorithms(c.algorithm)
+    _check_num_steps(c.num_steps)
     return c
 
 
@@ -69,30 +78,49 @@ def _algorithms(value: Any) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def diffusion_rate(c: Any, topology: Topology) -> float:
-    """γ as configured, or the best for plain gossip on this topology. Raises ValueError."""
-    if c.diffusion_rate != "auto":
-        return float(c.diffusion_rate)
-    try:
-        return topology.best_diffusion_rate
-    except ValueError as error:
-        raise ValueError(f"diffusion_rate=auto: {error}") from error
+def _check_num_steps(value: Any) -> None:
+    """Raise BadValue unless it is null, a number of steps, or a mapping of them."""
+    accepted = (
+        f"a whole number of 1 or more, null, or a mapping {{ALGORITHM: steps, {OTHERS}: steps}}"
+    )
+    steps = [value]
+    if isinstance(value, DictConfig | dict):
+        for name in value:
+            checks.one_of("num_steps", name, [*ALGORITHMS, OTHERS])
+        steps = list(value.values())
+    elif value is None:
+        return
+    for number in steps:
+        ok = isinstance(number, int) and not isinstance(number, bool) and number >= 1
+        checks.check("num_steps", value, ok, accepted)
+
+
+def num_steps(c: Any, name: str) -> int:
+    """The number of steps of an algorithm."""
+    steps = c.num_steps
+    if isinstance(steps, DictConfig | dict):
+        steps = steps.get(name, steps.get(OTHERS))
+    return ALGORITHMS[name].num_steps if steps is None else int(steps)
 
 
 def grid(c: Any, method: Method, topology: Topology) -> list[Setting]:
-    """All settings of an algorithm: one for an algorithm without a grid."""
-    low, high = c.hyperparameter_range_min, c.hyperparameter_range_max
+    """All settings of an algorithm. Raises BadValue for diffusion_rate=auto without a spectrum."""
+    points = {"diffusion_rate": _diffusion_rates(c, method, topology)}
+    if "theta" in method.grid:
+        low, high = (c[key] for key in _THETA_RANGE)
+        points["theta"] = np.geomspace(low, high, c.theta_num_samples).tolist()
+    return [dict(zip(points, values, strict=True)) for values in product(*points.values())]
+
+
+def _diffusion_rates(c: Any, method: Method, topology: Topology) -> list[float]:
     if c.diffusion_rate is not None:
-        rates = [diffusion_rate(c, topology)]
-    elif not method.grid:
-        rates = [high]
-    else:
-        with_theta = "theta" in method.grid
-        count = c.moniqua_num_samples if with_theta else c.hyperparameter_num_samples
-        rates = np.geomspace(low, high, count).tolist()
-    thetas = np.geomspace(c.theta_range_min, c.theta_range_max, c.theta_num_samples).tolist()
-    values = {"diffusion_rate": rates, "theta": thetas}
-    names = ["diffusion_rate", *(name for name in method.grid if name != "diffusion_rate")]
-    return [
-        dict(zip(names, point, strict=True)) for point in product(*(values[name] for name in names))
-    ]
+        return [rates.best(topology) if c.diffusion_rate == rates.AUTO else float(c.diffusion_rate)]
+    count, low, high = (
+        c[f"hyperparameter_{key}"] for key in ("num_samples", "range_min", "range_max")
+    )
+    specified = count is not None or low is not None
+    if "diffusion_rate" not in method.grid or not (method.needs_grid or specified):
+        return [high]
+    if "theta" in method.grid:
+        count = c.moniqua_num_samples or count
+    return np.geomspace(low or _RANGE_MIN, high, count or _NUM_SAMPLES).tolist()

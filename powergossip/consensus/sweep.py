@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from powergossip import algorithms, compressors, topologies
+from powergossip.algorithms.rates import AUTO
 from powergossip.checks import BadValue
 from powergossip.consensus.data import DATA, Matrices
 from powergossip.consensus.methods import ALGORITHMS
-from powergossip.consensus.settings import Setting, checked, grid
+from powergossip.consensus.settings import Setting, checked, grid, num_steps
 from powergossip.network import Network, Processes, choose_device
 from powergossip.network import hosted_workers as hosted
 from powergossip.parameters import Layout
@@ -103,8 +104,11 @@ class Sweep:
                 raise BadValue(
                     "compression_rank", rank, f"1 for {name}, which rounds a single direction"
                 )
+            # With the largest rate, so that the only warning about a rate comes before the run.
+            largest = max(settings, key=lambda setting: setting["diffusion_rate"])
+            as_configured = {"diffusion_rate": AUTO} if self.config.diffusion_rate == AUTO else {}
             try:
-                self.averaging(name, settings[:1], network, Layout([(2, 2)]))
+                self.averaging(name, [largest], network, Layout([(2, 2)]), **as_configured)
             except ValueError as error:
                 raise ValueError(f"algorithm={name}: {error}") from error
 
@@ -142,8 +146,7 @@ class Sweep:
 
     def num_steps(self, name: str) -> int:
         """Return the number of steps of an algorithm."""
-        limit = ALGORITHMS[name].max_steps
-        return min(self.config.num_steps, limit or self.config.num_steps)
+        return num_steps(self.config, name)
 
     @property
     def total_steps(self) -> int:
@@ -177,9 +180,17 @@ class Sweep:
                 log.progress(name, len(batch.settings))
 
     def averaging(
-        self, name: str, settings: Sequence[Setting], network: Network, layout: Layout
+        self,
+        name: str,
+        settings: Sequence[Setting],
+        network: Network,
+        layout: Layout,
+        **options: Any,
     ) -> algorithms.Averaging:
-        """Build an algorithm for several settings, one for each of the network's copies."""
+        """Build an algorithm for several settings, one for each of the network's copies.
+
+        `options` have precedence.
+        """
         c, rank = self.config, self.config.compression_rank
         values: dict[str, Any] = {
             option: torch.tensor([s[option] for s in settings]).repeat_interleave(network.hosted)
@@ -192,6 +203,7 @@ class Sweep:
             "keep_ratio": kept / layout.size,
             "levels": c.compression_levels,
             "seed": c.seed,
+            **options,
         }
         return ALGORITHMS[name].build(network, layout, values)
 
@@ -294,7 +306,9 @@ class Batch:
         return bits + int(self._network.bits[0]), messages + int(self._network.messages[0])
 
     def _tags(self, setting: Setting) -> dict[str, str]:
-        grid = ALGORITHMS[self._name].grid
+        method = ALGORITHMS[self._name]
+        swept = method.needs_grid or len(self._sweep.settings[self._name]) > 1
+        grid = method.grid if swept else ()
         return {"algorithm": self._name, **{key: str(setting[key]) for key in grid}}
 
     def _keep(self, kept: list[int]) -> None:

@@ -22,8 +22,16 @@ between workers of one process count like those between processes, so that the c
 on the layout of workers over processes.
 """
 
+from powergossip.network.meeting import meet, meet_at_exit
 from powergossip.network.messages import Conversation, Gather, Mean, Message, ToAll, ToEach
-from powergossip.network.mpi import Processes, choose_device, cuda_aware_mpi, processes, report
+from powergossip.network.mpi import (
+    Processes,
+    choose_device,
+    cuda_aware_mpi,
+    processes,
+    report,
+    torch_kept,
+)
 from powergossip.network.workers import Exchange, Network, Slots, hosted_workers, together
 
 __all__ = [
@@ -40,7 +48,10 @@ __all__ = [
     "choose_device",
     "cuda_aware_mpi",
     "hosted_workers",
+    "meet",
+    "meet_at_exit",
     "processes",
     "report",
     "together",
+    "torch_kept",
 ]

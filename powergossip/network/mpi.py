@@ -20,6 +20,8 @@ from powergossip.errors import BadInput, Signaled, Stopped
 
 T = TypeVar("T")
 
+TOKEN = 32767  # the tag of meetings. MPI guarantees tags up to this one
+
 
 class Processes:
     """The processes of a communicator, or this process alone. See `processes()` for a run's."""
@@ -41,9 +43,14 @@ class Processes:
             self.threads = max(1, min(len(cores), len(all_cores) // self.local_size))
         self._tags = 0
 
+    def set_threads(self) -> None:
+        """Give torch `threads` threads, unless OMP_NUM_THREADS is set."""
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(self.threads)
+
     def new_tag(self) -> int:
         """The next tag for messages, cyclic from 1. Equal in all processes if all of them call."""
-        self._tags = self._tags % 32767 + 1  # MPI guarantees tags up to 32767
+        self._tags = self._tags % (TOKEN - 1) + 1
         return self._tags
 
     @contextmanager
@@ -108,13 +115,28 @@ class Processes:
         return total
 
 
+@contextmanager
+def torch_kept() -> Iterator[None]:
+    """Restore torch's global random generators and its number of threads at the end of the block.
+
+    Those of GPUs are restored if they are in use at its start.
+    """
+    threads = torch.get_num_threads()
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(devices=gpus):
+            yield
+    finally:
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+
+
 @cache
 def processes() -> Processes:
     """The processes of this run. Starts MPI if there is a launcher. An uncaught exception in one
     process then ends them all."""
     found = Processes(_world_communicator())
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(found.threads)
+    found.set_threads()
     if found.size > 1:
         _end_together(found)
     return found

@@ -236,10 +236,10 @@ class _Between:
         self._test_all = MPI.Request.Testall
         communicator = network.processes.communicator
         self._requests = [
-            communicator.Recv_init([_memory(rows), MPI.BYTE], process)
+            communicator.Recv_init([_memory(rows), MPI.BYTE], process, tag=0)
             for process, rows in _pieces(self._host_incoming, received, received_process)
         ] + [
-            communicator.Send_init([_memory(rows), MPI.BYTE], process)
+            communicator.Send_init([_memory(rows), MPI.BYTE], process, tag=0)
             for process, rows in _pieces(self._host_outgoing, sent, sent_process)
         ]
         # At exit MPI frees them itself.

@@ -25,6 +25,8 @@ from powergossip.network.transports import (
 from powergossip.tensor_cache import TensorCache
 from powergossip.topologies import Topology
 
+MOST_WORKERS = 10**6  # beyond them, the topology alone takes seconds and gigabytes
+
 
 @dataclass(frozen=True)
 class Slots:
@@ -261,7 +263,7 @@ class Network:
 
 def hosted_workers(n_workers: int, n_processes: int) -> int:
     """The number of workers that each process hosts. ValueError if they cannot be spread evenly."""
-    checks.at_least_one("n_workers", n_workers)
+    checks.between("n_workers", n_workers, 1, MOST_WORKERS)
     if n_workers % n_processes:
         raise ValueError(
             f"n_workers={n_workers} cannot be spread over {n_processes} processes; "

@@ -1,24 +1,48 @@
 """Optimizers for a training loop of your own, one worker per process.
 
-Three ways to train in parallel:
+Ways to train in parallel:
 
     GossipOptimizer                   gossip after the step of any torch optimizer
-    PowerSGD, Config, optimizer_step  low-rank compressed gradients
+    PowerSGD, Config, optimizer_step  low-rank compressed gradients, with the other names of the
+                                      published package: Aggregator, AllReduce, BasicPowerSGD,
+                                      BasicConfig
     DGC, DGCConfig, DGCSGD            sparse gradients with momentum, see optimizers.dgc
+    ErrorFeedback, ErrorFeedbackConfig
+                                      any compressor, see optimizers.error_feedback
+    SignSGD, SignSGDConfig            majority vote on signs, see optimizers.sign_sgd
 """
 
 from powergossip.algorithms.dgc import Config as DGCConfig
+from powergossip.algorithms.error_feedback import Config as ErrorFeedbackConfig
 from powergossip.algorithms.power_sgd import Config
+from powergossip.algorithms.sign_sgd import Config as SignSGDConfig
 from powergossip.optimizers.dgc import DGC, DGCSGD
+from powergossip.optimizers.error_feedback import ErrorFeedback
 from powergossip.optimizers.gossip import GossipOptimizer
-from powergossip.optimizers.power_sgd import PowerSGD, optimizer_step
+from powergossip.optimizers.power_sgd import (
+    Aggregator,
+    AllReduce,
+    BasicConfig,
+    BasicPowerSGD,
+    PowerSGD,
+    optimizer_step,
+)
+from powergossip.optimizers.sign_sgd import SignSGD
 
 __all__ = [
     "DGC",
     "DGCSGD",
+    "Aggregator",
+    "AllReduce",
+    "BasicConfig",
+    "BasicPowerSGD",
     "Config",
     "DGCConfig",
+    "ErrorFeedback",
+    "ErrorFeedbackConfig",
     "GossipOptimizer",
     "PowerSGD",
+    "SignSGD",
+    "SignSGDConfig",
     "optimizer_step",
 ]

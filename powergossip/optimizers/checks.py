@@ -1,11 +1,11 @@
 """Checks of a training loop's parameters and gradients, and a common start of all workers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from powergossip.errors import BadInput
@@ -30,9 +30,25 @@ def named(params: Params) -> tuple[list[str], list[Tensor]]:
     return names, tensors
 
 
-def check_parameters(names: Sequence[str], parameters: Sequence[Tensor]) -> None:
-    """Raise ValueError unless all are dense float32 tensors on one device, each in memory of its
-    own."""
+def is_frozen(tensor: Tensor) -> bool:
+    """Whether this is a parameter of a model that is not trained. Plain tensors are not frozen."""
+    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+
+
+def clear_frozen_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """p.grad ← None for frozen parameters. torch's optimizers would apply one from before."""
+    for group in optimizer.param_groups:
+        for parameter in filter(is_frozen, group["params"]):
+            parameter.grad = None
+
+
+def check_parameters(
+    names: Sequence[str],
+    parameters: Sequence[Tensor],
+    dtypes: Collection[torch.dtype] = (torch.float32,),
+) -> None:
+    """Raise ValueError unless all are dense tensors of these dtypes on one device, each in memory
+    of its own."""
     first_at: dict[int, int] = {}  # address → index
     for index, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
         if is_lazy(parameter):
@@ -44,9 +60,9 @@ def check_parameters(names: Sequence[str], parameters: Sequence[Tensor]) -> None
             )
         if parameter.layout is not torch.strided:
             raise ValueError(f"{name} is sparse ({parameter.layout}); use dense parameters")
-        if parameter.dtype != torch.float32:
+        if parameter.dtype not in dtypes:
             raise ValueError(
-                f"{name} is {parameter.dtype}; use torch.float32, for instance by model.float()"
+                f"{name} is {parameter.dtype}; use {_listed(dtypes)}, for instance by model.float()"
             )
         if parameter.is_meta:
             raise ValueError(f"{name} has no memory (device meta); use model.to_empty(...)")
@@ -63,9 +79,13 @@ def check_parameters(names: Sequence[str], parameters: Sequence[Tensor]) -> None
 
 
 def check_gradients(
-    names: Sequence[str], parameters: Sequence[Tensor], *, required: bool
+    names: Sequence[str],
+    parameters: Sequence[Tensor],
+    *,
+    required: bool,
+    dtypes: Collection[torch.dtype] = (torch.float32,),
 ) -> list[Tensor]:
-    """Return the gradients p.grad. Raises ValueError for one that is sparse or not float32.
+    """Return the gradients p.grad. Raises ValueError for one that is sparse or of another dtype.
 
     `required`: also for a missing one. Otherwise the result has the others only.
     """
@@ -80,15 +100,21 @@ def check_gradients(
             raise ValueError(
                 f"{name} has a sparse gradient; use sparse=False in its embedding layer"
             )
-        if gradient.dtype != torch.float32:
-            raise ValueError(f"{name} has a gradient of {gradient.dtype}; use torch.float32")
+        if gradient.dtype not in dtypes:
+            raise ValueError(f"{name} has a gradient of {gradient.dtype}; use {_listed(dtypes)}")
         gradients.append(gradient)
     return gradients
 
 
+def _listed(dtypes: Collection[torch.dtype]) -> str:
+    return " or ".join(map(str, dtypes))
+
+
 def check_optimizer(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
-    """Raise ValueError unless the optimizer has exactly these parameters."""
-    theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    """Raise ValueError unless the optimizer has exactly these parameters, and frozen ones."""
+    theirs = {
+        id(p) for group in optimizer.param_groups for p in group["params"] if not is_frozen(p)
+    }
     if theirs != {id(p) for p in parameters}:
         raise ValueError(
             f"the optimizer has {len(theirs)} parameters that are not the {len(parameters)} whose "
@@ -134,15 +160,17 @@ def check_shapes(
 
 
 def broadcast_from_process_0(processes: Processes, tensors: Sequence[Tensor]) -> None:
-    """Overwrite these float32 tensors with those of process 0, in one message. Not counted."""
+    """Overwrite these tensors with those of process 0, in one message. Not counted."""
     if processes.size == 1:
         return
-    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).cpu()
+    octets = [tensor.detach().cpu().reshape(-1).view(torch.uint8) for tensor in tensors]
+    sizes = [len(o) for o in octets]
+    flat = torch.cat([*octets, torch.zeros(-sum(sizes) % 4, dtype=torch.uint8)])
     # The sum of bit patterns, as integers, with zeros is exact, also for −0 and NaN. An MPI
     # reduction of an array does not pickle it.
     own = flat.view(torch.int32).numpy()
     bits = processes.sum(own if processes.rank == 0 else np.zeros_like(own))
-    values = torch.from_numpy(bits).view(torch.float32).split([t.numel() for t in tensors])
+    values = torch.from_numpy(bits).view(torch.uint8)[: sum(sizes)].split(sizes)
     with torch.no_grad():
         for tensor, value in zip(tensors, values, strict=True):
-            tensor.copy_(value.view_as(tensor))
+            tensor.copy_(value.clone().view(tensor.dtype).view_as(tensor))

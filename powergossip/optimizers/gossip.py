@@ -14,6 +14,7 @@ Axes: worker (always 1: that of this process), D elements of a part (the paramet
 construction, or of one `add_param_group`).
 """
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ from powergossip.optimizers.checks import (
     check_same_everywhere,
     check_same_shapes_everywhere,
     check_shapes,
+    is_frozen,
     named,
 )
 from powergossip.parameters import Layout
@@ -53,8 +55,8 @@ class Method:
     options           # all options of the algorithm: those given, and defaults for the others.
                       # `algorithms.defaults(name)` lists them
 
-    A `diffusion_rate` is a number above 0 or "auto", the best rate for plain gossip on a static
-    undirected topology.
+    A `diffusion_rate` is a number above 0. With "power-gossip" and "dpsgd" it may be "auto", the
+    best rate for plain gossip on a static undirected topology.
 
     Raises ValueError for an unknown name or option, and for a value of the wrong type. Other
     invalid values are rejected when the algorithm is built.
@@ -95,8 +97,6 @@ class Method:
     def build(self, network: Network, layout: Layout, part: int) -> algorithms.Averaging:
         """The averaging algorithm for the parameters of a part, with random streams of its own."""
         options = dict(self.options)
-        if options.get("diffusion_rate") == "auto":
-            options["diffusion_rate"] = network.topology.best_diffusion_rate
         if self._seeded:
             seed = randomness.torch_seed(self.seed, "part", part) if part else self.seed
             options["seed"] = seed
@@ -164,7 +164,7 @@ def Averaging(name: str, *, options: Mapping[str, Any] | None = None, **others: 
 
 
 class _Part:
-    """Parameters that were added together, and their averaging algorithm.
+    """Trainable parameters that were added together, and their averaging algorithm.
 
     x  # [1, D]  their memory after `move`
     """
@@ -217,6 +217,14 @@ class GossipOptimizer(torch.optim.Optimizer):
     order, with the same parameters. Parameters must be dense float32 tensors on one device. Buffers
     of the model (running statistics) are not parameters and stay each worker's own.
 
+    Frozen parameters (requires_grad=False at construction) may have any dtype. They are given the
+    values of process 0 at construction, where they are, and are not averaged.
+
+    All processes make the same number of steps: give them equally many batches, as torch's
+    DistributedSampler does, and drop a last one that not all of them have. Otherwise the program
+    ends with a sentence, as soon as the process with fewer steps ends or calls another collective
+    method.
+
     With GradScaler, a worker with overflowing gradients skips its local update but still gossips,
     because its neighbors wait for its messages.
 
@@ -243,21 +251,24 @@ class GossipOptimizer(torch.optim.Optimizer):
         self.wrapped = optimizer
         self._processes = processes = processes or network.processes()
         self._parts: list[_Part] = []
+        self._frozen: list[Tensor] = []
         self._local_steps, self._steps = local_steps, 0
         self._in_mean_model = False
 
         with processes.agreed():
             _check_arguments(optimizer, local_steps)
             self.method = _method(method, options)
-            parameters = self._checked_parameters()
-            if not any(p.numel() for p in parameters):
+            trainable = self._checked_parameters()
+            if not any(p.numel() for p in trainable):
                 raise ValueError(
-                    "the optimizer's parameters have no elements; use those of a model"
+                    "the optimizer has no trainable parameters with elements; use those of a model"
                 )
-            self._network = self.method.network(processes, parameters[0].device)
+            self._network = self.method.network(processes, trainable[0].device)
         check_same_everywhere(processes, "the method", self.method.facts())
         check_same_everywhere(processes, "local_steps", local_steps)
-        self._add_part(parameters)
+        self._add_part([p for group in self.param_groups for p in group["params"]])
+        own = weakref.ref(self)
+        network.meet_at_exit(processes, lambda: getattr(own(), "_steps", None))
         # torch.optim.Optimizer.__init__ is not called. This prepares hooks and profiling.
         self.__setstate__({})
 
@@ -322,6 +333,7 @@ class GossipOptimizer(torch.optim.Optimizer):
             raise RuntimeError("step() inside mean_model() would be lost; leave it first")
         for part in self._averaged:
             part.check_memory()
+        self._check_frozen()
         loss = self._local_step(closure)
         self._steps += 1
         if self._averaged and self._steps % self._local_steps == 0:
@@ -357,10 +369,21 @@ class GossipOptimizer(torch.optim.Optimizer):
         return self.wrapped.step()
 
     def _checked_parameters(self) -> list[Tensor]:
-        """All parameters, in order. Raises ValueError for those that cannot be averaged."""
+        """The trainable parameters. Raises ValueError for those that cannot be averaged."""
         names, parameters = named(p for group in self.param_groups for p in group["params"])
-        check_parameters(names, parameters)
-        return parameters
+        trainable = [i for i, p in enumerate(parameters) if not is_frozen(p)]
+        check_parameters([names[i] for i in trainable], [parameters[i] for i in trainable])
+        return [parameters[i] for i in trainable]
+
+    def _check_frozen(self) -> None:
+        """Raise RuntimeError if a frozen parameter has become trainable."""
+        for parameter in self._frozen:
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} was frozen when "
+                    "GossipOptimizer was created, so it is not averaged; create a new one, or "
+                    "leave the parameter out and add it by add_param_group"
+                )
 
     def _dense_gradients(self) -> list[Tensor]:
         """The gradients that exist. Raises ValueError for a sparse one."""
@@ -373,6 +396,7 @@ class GossipOptimizer(torch.optim.Optimizer):
         They are given the values of process 0. Their averaging state is separate, but their
         messages are sent concurrently with the others. Raises ValueError as construction does.
         """
+        network.meet(self._processes, "add_param_group()", self._steps)
         groups = self.param_groups
         before = len(groups)
         try:
@@ -391,7 +415,10 @@ class GossipOptimizer(torch.optim.Optimizer):
         """
         first = sum(len(group["params"]) for group in self.param_groups) - len(parameters)
         check_same_shapes_everywhere(self._processes, parameters, first)
-        part = _Part([p for p in parameters if p.numel()])
+        frozen = [i for i, p in enumerate(parameters, first) if is_frozen(p)]
+        check_same_everywhere(self._processes, "the list of frozen parameters", frozen)
+        self._share_frozen([p for p in parameters if is_frozen(p)])
+        part = _Part([p for p in parameters if p.numel() and not is_frozen(p)])
         if not part.parameters:
             return
         with self._processes.agreed():
@@ -399,6 +426,12 @@ class GossipOptimizer(torch.optim.Optimizer):
         if self.n_workers > 1:
             part.move(self._processes)
         self._parts.append(part)
+
+    def _share_frozen(self, frozen: Sequence[Tensor]) -> None:
+        """Overwrite frozen parameters, of any dtype, with the values of process 0."""
+        for parameter in frozen:  # one by one, since together they may be large
+            broadcast_from_process_0(self._processes, [parameter])
+        self._frozen.extend(frozen)
 
     # The mean model.
 
@@ -413,6 +446,7 @@ class GossipOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 "mean_model() inside mean_model(): the parameters are the mean already"
             )
+        network.meet(self._processes, "mean_model()", self._steps)
         for part in self._averaged:
             part.check_memory()
         own = [part.x.clone() for part in self._averaged]

@@ -1,74 +1,131 @@
 """Flat buffers for the gradients of a training loop: the common part of PowerSGD and DGC."""
 
+from collections.abc import Collection, Sequence
+
 import torch
 from torch import Tensor
 
 from powergossip import topologies
-from powergossip.network import Network, processes
+from powergossip.network import Network, Processes, processes
 from powergossip.optimizers.checks import (
     Params,
     broadcast_from_process_0,
     check_gradients,
     check_optimizer,
     check_parameters,
+    check_same_everywhere,
     check_same_shapes_everywhere,
+    clear_frozen_gradients,
+    is_frozen,
     named,
 )
-from powergossip.parameters import Layout
+from powergossip.parameters import Layout, matrix_shape
+
+FLOATING_POINT = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Gradients:
     """The parameters of a training loop, and buffers for a gradient and for the workers' mean.
 
-    params: tensors, or (name, tensor) pairs, in an order that all processes share. Construction
-    gives all workers the values of process 0. network: a network with one worker per process,
-    by default that of all processes.
+    params: tensors, or (name, tensor) pairs, in an order that all processes share. Frozen ones
+    (requires_grad=False) are left out. Construction gives all workers the values of process 0.
+    network: a network with one worker per process, by default that of all processes. dtypes: the
+    accepted ones. vectors_are_matrices: lay out a vector as a matrix with one column.
 
-    parameters       # in the given order
+    parameters       # those that are trained, in the given order
     network, layout
+    dtype            # of the buffers, see `working_dtype`
     gradient, mean   # [1, D]
     gradients, means # views of them in the shapes of the parameters
 
-    Raises ValueError, in all processes, for parameters that are not dense float32 tensors, or
-    differ in shape between processes.
+    Raises ValueError, in all processes, for parameters that are not dense tensors of these dtypes,
+    or differ in shape, dtype or requires_grad between processes.
     """
 
-    def __init__(self, params: Params, network: Network | None = None):
-        self._names, self.parameters = named(params)
+    def __init__(
+        self,
+        params: Params,
+        network: Network | None = None,
+        *,
+        dtypes: Collection[torch.dtype] = (torch.float32,),
+        vectors_are_matrices: bool = False,
+    ):
+        names, tensors = named(params)
+        trained = [index for index, tensor in enumerate(tensors) if not is_frozen(tensor)]
+        self._names = [names[index] for index in trained]
+        self.parameters = [tensors[index] for index in trained]
+        self._frozen = {
+            names[index]: tensor for index, tensor in enumerate(tensors) if is_frozen(tensor)
+        }
+        self._dtypes = dtypes
         comm = network.processes if network else processes()
         with comm.agreed():
-            if not self.parameters:
+            if not tensors:
                 raise ValueError("there are no parameters; use model.parameters()")
-            check_parameters(self._names, self.parameters)
+            if not self.parameters:
+                raise ValueError(
+                    f"all {len(tensors)} parameters are frozen; use requires_grad_() for those "
+                    "that are trained"
+                )
+            check_parameters(self._names, self.parameters, dtypes)
             for name, parameter in zip(self._names, self.parameters, strict=True):
                 if not parameter.numel():
                     raise ValueError(f"{name} has no elements; leave it out")
         device = self.parameters[0].device
-        # The mean of gradients does not depend on the topology.
-        self.network = network or Network(topologies.make("ring", comm.size), comm, device)
-        if self.network.rows != 1:
-            raise ValueError(
-                f"the network hosts {self.network.rows} workers in this process; "
-                "use one worker per process"
-            )
+        self.network = network or network_of_all(comm, device)
+        check_one_worker(self.network)
         check_same_shapes_everywhere(comm, self.parameters)
-        self.layout = Layout(p.shape for p in self.parameters)
-        self.gradient = torch.zeros(1, self.layout.size, device=device)
+        check_same_everywhere(comm, "the list of frozen parameters", list(self._frozen))
+        dtypes_of_all = [str(parameter.dtype) for parameter in self.parameters]
+        check_same_everywhere(comm, "the dtype of parameters", dtypes_of_all)
+        shapes = [tuple(p.shape) for p in self.parameters]
+        self.layout = Layout(map(matrix_shape, shapes) if vectors_are_matrices else shapes)
+        self.dtype = working_dtype(self.parameters)
+        self.gradient = torch.zeros(1, self.layout.size, device=device, dtype=self.dtype)
         self.mean = torch.zeros_like(self.gradient)
-        self.gradients = self.layout.tensors(self.gradient[0])
-        self.means = self.layout.tensors(self.mean[0])
+        self.gradients = self._views(self.gradient)
+        self.means = self._views(self.mean)
         broadcast_from_process_0(comm, self.parameters)
 
-    def of_loop(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-        """Return the gradients p.grad, in the order of the parameters.
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        tensors = zip(self.layout.tensors(flat[0]), self.parameters, strict=True)
+        return [tensor.view(parameter.shape) for tensor, parameter in tensors]
 
-        Raises ValueError if one is missing, sparse or not float32, and for an optimizer of other
-        parameters.
+    def of_loop(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        """Return the gradients p.grad, in the order of the parameters. Clear those of frozen ones.
+
+        Raises ValueError if one is missing, sparse or of another dtype, for an optimizer of other
+        parameters, and for a parameter that was frozen or released since construction.
         """
+        for name, parameter in zip(self._names, self.parameters, strict=True):
+            if is_frozen(parameter):
+                raise ValueError(f"{name} was frozen after construction; construct this again")
+        for name, parameter in self._frozen.items():
+            if not is_frozen(parameter):
+                raise ValueError(f"{name} was frozen at construction; construct this again")
         check_optimizer(optimizer, self.parameters)
-        return check_gradients(self._names, self.parameters, required=True)
+        clear_frozen_gradients(optimizer)
+        return check_gradients(self._names, self.parameters, required=True, dtypes=self._dtypes)
 
     @property
     def bits(self) -> int:
         """Bits that this worker has sent since the start."""
         return int(self.network.bits[0])
+
+
+def network_of_all(comm: Processes, device: torch.device) -> Network:
+    """The network of all processes, for means, which do not depend on its topology."""
+    return Network(topologies.make("ring", comm.size), comm, device)
+
+
+def check_one_worker(network: Network) -> None:
+    """Raise ValueError unless the network hosts one worker in this process."""
+    if network.rows != 1:
+        raise ValueError(
+            f"the network hosts {network.rows} workers in this process; use one worker per process"
+        )
+
+
+def working_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    """float64 if one of the tensors has it, otherwise float32, for half precision too."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32

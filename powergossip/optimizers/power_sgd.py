@@ -7,43 +7,158 @@
         loss(model, batch).backward()        # adds to p.grad, which holds the error
         optimizer_step(optimizer, powersgd)  # in place of optimizer.step() and zero_grad()
 
-The algorithm is algorithms.power_sgd.
+Names, signatures and defaults are those of the package that the authors of PowerSGD published
+(github.com/epfml/powersgd). Processes are those of MPI, in place of torch.distributed. The
+algorithm is algorithms.power_sgd.
+
+Precision: gradients are float32, float64, bfloat16 or float16, also mixed. All are computed and
+sent in float64 if one of them is float64, otherwise in float32, so that an element of a
+half-precision gradient takes 32 bits in a message that is not compressed. The mean is rounded to
+the precision of the gradient. Bits are counted as sent.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from powergossip.algorithms import plain
 from powergossip.algorithms.power_sgd import Aggregation, Config
-from powergossip.network import Network
-from powergossip.optimizers.checks import Params
-from powergossip.optimizers.gradients import Gradients
+from powergossip.network import Network, processes
+from powergossip.optimizers.checks import (
+    Params,
+    check_gradients,
+    check_same_everywhere,
+    clear_frozen_gradients,
+    is_frozen,
+    named,
+)
+from powergossip.optimizers.gradients import (
+    FLOATING_POINT,
+    Gradients,
+    check_one_worker,
+    network_of_all,
+    working_dtype,
+)
+from powergossip.parameters import matrix_shape
 
 
-class PowerSGD:
-    """The approximate mean of the gradients of these parameters over all processes.
+class Aggregator(ABC):
+    """A mean of the gradients of all workers, exact or approximate. See `optimizer_step`."""
 
-    params: tensors, or (name, tensor) pairs, in an order that all processes share. All workers
-    start from the parameters of process 0. network: a network with one worker per process, by
-    default that of all processes.
+    @abstractmethod
+    def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Return the mean over all workers, and replace `gradients` by the errors.
+
+        The error is the part of a gradient that the mean lacks, for error feedback: add it to the
+        gradient of the next step. It is 0 without compression.
+        """
+
+    def collect(self, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the optimizer's parameters that are not frozen, and their gradients.
+
+        Gradients of frozen parameters are cleared.
+
+        Raises ValueError for a gradient that is missing or sparse.
+        """
+        clear_frozen_gradients(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        names, trained = named(p for p in parameters if not is_frozen(p))
+        return trained, check_gradients(names, trained, required=True, dtypes=FLOATING_POINT)
+
+
+class AllReduce(Aggregator):
+    """The exact mean: x̄ = (1/n) Σ_j x_j. Sends 2 (n − 1)/n times the size of the gradients.
+
+    network: a network with one worker per process, by default that of all processes.
+    """
+
+    def __init__(self, network: Network | None = None):
+        if network is not None:
+            check_one_worker(network)
+        self.network = network  # None: created with the first gradients
+        self._flat: Tensor | None = None  # [1, D]
+        self._sizes: list[int] = []
+
+    def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Return the mean over all workers, and set `gradients` to 0.
+
+        Raises BadInput, in all processes, if sizes or precision differ between processes.
+        """
+        if not gradients:
+            return []
+        network, flat = self._prepared(gradients)
+        parts = flat[0].split(self._sizes)
+        for part, gradient in zip(parts, gradients, strict=True):
+            part.copy_(gradient.reshape(-1))
+            gradient.zero_()
+        network.run(plain.AllReduce(network).step(flat))
+        return [
+            part.view(gradient.shape).to(gradient.dtype, copy=True)
+            for part, gradient in zip(parts, gradients, strict=True)
+        ]
+
+    def _prepared(self, gradients: Sequence[Tensor]) -> tuple[Network, Tensor]:
+        """The network and the buffer for these gradients. All processes make them together."""
+        device, dtype = gradients[0].device, working_dtype(gradients)
+        sizes = [gradient.numel() for gradient in gradients]
+        if self.network is None:
+            self.network = network_of_all(processes(), device)
+        if self._flat is None or self._flat.dtype != dtype or self._sizes != sizes:
+            check_same_everywhere(
+                self.network.processes, "the list of gradients", (str(dtype), sizes)
+            )
+            self._flat = torch.empty(1, sum(sizes), device=device, dtype=dtype)
+            self._sizes = sizes
+        return self.network, self._flat
+
+    @property
+    def bits(self) -> int:
+        """Bits that this worker has sent since the start."""
+        return 0 if self.network is None else int(self.network.bits[0])
+
+
+class _LowRank(Aggregator):
+    """The common part of PowerSGD and BasicPowerSGD.
 
     flat  # the parameters, the error and the mean as `Gradients`
-
-    Raises ValueError, in all processes, for parameters that are not dense float32 tensors.
     """
 
     def __init__(
         self,
         params: Params,
-        config: Config | None = None,
-        network: Network | None = None,
+        config: Config,
+        network: Network | None,
+        *,
+        vectors_are_matrices: bool = False,
     ):
-        self.config = config or Config()
-        self.flat = Gradients(params, network)
+        self.flat = Gradients(
+            params, network, dtypes=FLOATING_POINT, vectors_are_matrices=vectors_are_matrices
+        )
         self.network = self.flat.network
-        self._aggregation = Aggregation(self.network, self.flat.layout, self.config)
+        self._aggregation = Aggregation(self.network, self.flat.layout, config, self.flat.dtype)
+
+    @property
+    def step_counter(self) -> int:
+        """The number of calls of `aggregate`."""
+        return self._aggregation.steps
+
+    @property
+    def uncompressed_num_floats(self) -> int:
+        """Elements of a gradient."""
+        return self.flat.layout.size
+
+    @property
+    def compressed_num_floats(self) -> float:
+        """Elements that are sent for a gradient per step of compression, on average.
+
+        A convolution counts as the matrix that is sent, [first dimension, all the others]. The
+        published property adds up its four dimensions.
+        """
+        return self._aggregation.elements_sent
 
     @property
     def compression_rate(self) -> float:
@@ -58,18 +173,42 @@ class PowerSGD:
     def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return the approximate mean over all workers, which the next call overwrites.
 
-        `gradients`, in the order of the parameters, are replaced by the error: the part of them
-        that was not sent. Add it to the gradients of the next step.
+        `gradients`, in the order of the parameters without frozen ones, are replaced by the error
+        in their precision: the part of them that was not sent. Add it to the gradients of the next
+        step.
+
+        Raises ValueError for another number of gradients.
         """
         errors = self.flat.gradients
-        for gradient, error in zip(gradients, errors, strict=True):
-            if gradient.data_ptr() != error.data_ptr():
-                error.copy_(gradient)
+        if len(gradients) != len(errors):
+            raise ValueError(
+                f"{len(gradients)} gradients, where {len(errors)} parameters are trained; give one "
+                "for each"
+            )
+        apart = [  # from the flat buffer
+            (gradient, error)
+            for gradient, error in zip(gradients, errors, strict=True)
+            if gradient.data_ptr() != error.data_ptr()
+        ]
+        for gradient, error in apart:
+            error.copy_(gradient)
         self.network.run(self._aggregation.step(self.flat.gradient, self.flat.mean))
-        for gradient, error in zip(gradients, errors, strict=True):
-            if gradient.data_ptr() != error.data_ptr():
-                gradient.copy_(error)
-        return self.flat.means
+        for gradient, error in apart:
+            gradient.copy_(error)
+        means = zip(self.flat.means, gradients, strict=True)
+        return [mean.to(gradient.dtype) for mean, gradient in means]
+
+    def collect(self, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the parameters, and the flat buffer's views of gradient plus error.
+
+        Raises ValueError for a gradient that is missing or sparse, and for an optimizer of other
+        parameters.
+        """
+        errors = self.flat.gradients
+        for gradient, error in zip(self.flat.of_loop(optimizer), errors, strict=True):
+            if gradient.data_ptr() != error.data_ptr():  # at first, and after zero_grad
+                error.add_(gradient)
+        return self.flat.parameters, errors
 
     def state_dict(self) -> dict[str, Any]:
         """Directions, counters and the error."""
@@ -93,28 +232,88 @@ class PowerSGD:
         self._aggregation.load_state_dict(state["aggregation"])
         self.network.load_state_dict(state["network"])
         error.copy_(state["error"])
-        for parameter, view in zip(self.flat.parameters, self.flat.gradients, strict=True):
-            parameter.grad = view
+        _set_errors(self.flat.parameters, self.flat.gradients)
 
 
-def optimizer_step(optimizer: torch.optim.Optimizer, powersgd: PowerSGD) -> None:
-    """A step of the optimizer with the approximate mean of all workers' gradients.
+class PowerSGD(_LowRank):
+    """The approximate mean of the gradients of these parameters over all processes.
+
+    params: tensors, or (name, tensor) pairs, in an order that all processes share. All workers
+    start from the parameters of process 0. Frozen parameters (requires_grad=False) are neither
+    changed nor sent. network: a network with one worker per process, by default that of all
+    processes.
+
+    Half-precision gradients have an error in float32, which p.grad cannot hold. It is kept here,
+    and p.grad is None after a step.
+
+    flat  # the parameters, the error and the mean as `Gradients`
+
+    Raises ValueError, in all processes, for parameters that are not dense floating-point tensors.
+    """
+
+    def __init__(self, params: Params, config: Config, network: Network | None = None):
+        self.config = config
+        super().__init__(params, config, network)
+
+    @property
+    def is_compressed_mask(self) -> list[bool]:
+        """Whether each parameter is compressed."""
+        return [
+            len(p.shape) >= 2 and self.config.compresses(*matrix_shape(p.shape))
+            for p in self.flat.parameters
+        ]
+
+
+@dataclass(frozen=True)
+class BasicConfig:
+    """
+    rank                rank of the approximation in each half-iteration
+    num_iters_per_step  half-iterations of power iteration per step
+    """
+
+    rank: int
+    num_iters_per_step: int = 1
+
+
+class BasicPowerSGD(_LowRank):
+    """PowerSGD that compresses all parameters from the first step on, whatever the gain.
+
+    A vector is a matrix with one column. The other parameters are those of `PowerSGD`, and
+    ValueError is raised for the same reasons.
+    """
+
+    def __init__(self, params: Params, config: BasicConfig, network: Network | None = None):
+        self.config = config
+        everything = Config(
+            config.rank,
+            min_compression_rate=0.0,
+            num_iters_per_step=config.num_iters_per_step,
+            start_compressing_after_num_steps=0,
+        )
+        super().__init__(params, everything, network, vectors_are_matrices=True)
+
+
+def optimizer_step(optimizer: torch.optim.Optimizer, aggregator: Aggregator) -> None:
+    """A step of the optimizer with the mean of all workers' gradients by an aggregator.
 
     The error is left in p.grad, where the next backward pass adds to it, so zero_grad is not
-    needed. zero_grad() is harmless, but zero_grad(set_to_none=False) would clear the error.
+    needed. With PowerSGD, zero_grad() is harmless, but zero_grad(set_to_none=False) would clear the
+    error. Frozen parameters are left out.
 
     Raises ValueError, before anything is sent, for a parameter with a missing or sparse gradient,
     and for an optimizer of other parameters.
     """
-    flat = powersgd.flat
-    for gradient, error in zip(flat.of_loop(optimizer), flat.gradients, strict=True):
-        if gradient.data_ptr() != error.data_ptr():  # at first, and after zero_grad
-            error.add_(gradient)
-    means = powersgd.aggregate(flat.gradients)
-    for parameter, mean in zip(flat.parameters, means, strict=True):
-        parameter.grad = mean
+    parameters, gradients = aggregator.collect(optimizer)
+    means = aggregator.aggregate(gradients)
+    for parameter, mean in zip(parameters, means, strict=True):
+        parameter.grad = mean.to(parameter.dtype)
     try:
         optimizer.step()
     finally:
-        for parameter, error in zip(flat.parameters, flat.gradients, strict=True):
-            parameter.grad = error
+        _set_errors(parameters, gradients)
+
+
+def _set_errors(parameters: Sequence[Tensor], errors: Sequence[Tensor]) -> None:
+    """p.grad ← the error, or None if it has another precision."""
+    for parameter, error in zip(parameters, errors, strict=True):
+        parameter.grad = error if error.dtype == parameter.dtype else None

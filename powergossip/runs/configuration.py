@@ -15,7 +15,8 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -88,8 +89,8 @@ def read_command_line(
 
     With a suffix but without a folder, the folder is DATED with the suffix, which Output resolves.
 
-    Where the configuration has a key `resume` that is true afterwards, keys that are not given keep
-    the values of the run in the output folder, from its config.yaml.
+    Where the configuration has a key `resume` or `evaluate_only` that is true afterwards, keys that
+    are not given keep the values of the run in the output folder, from its config.yaml.
 
     Raises BadInput, and leaves `config` alone, for an unknown key, a value of the wrong type, a
     file that is missing, empty, not YAML or has a key twice, or a suffix that cannot be part of a
@@ -101,7 +102,7 @@ def read_command_line(
         *map(_of_argument, options.assignments),
     ]
     after = _after(config, assignments)
-    resume = "resume" in config and after.resume
+    resume = any(key in config and after[key] for key in ("resume", "evaluate_only"))
     folder = _output_dir(options.output_dir, options.suffix, resume)
     if resume and folder and (Path(folder) / CONFIG_FILE).exists():
         assignments = [*_of_saved_run(config, Path(folder) / CONFIG_FILE), *assignments]
@@ -110,6 +111,39 @@ def read_command_line(
     for assignment in assignments:
         assignment.apply(config)
     return CommandLine(folder, given)
+
+
+class _Typed(DictConfig):
+    """A configuration whose assignments raise BadInput, with one sentence."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        with _errors_of_assignment(self, key, value):
+            super().__setitem__(key, value)
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        with _errors_of_assignment(self, key, value):
+            super().__setattr__(key, value)
+
+
+@contextmanager
+def _errors_of_assignment(config: DictConfig, key: Any, value: Any) -> Iterator[None]:
+    try:
+        yield
+    except OmegaConfBaseException as error:
+        text = f"{key}={_yaml_value(value)}: {error}".splitlines()[0]
+        try:
+            assign(config.copy(), str(key), value)
+        except BadInput as sentence:
+            text = str(sentence)
+        raise BadInput(text) from None
+
+
+def structured(kind: type[Any]) -> DictConfig:
+    """Return a configuration with the keys and defaults of a dataclass.
+
+    An assignment of an unknown key or a value of the wrong type raises BadInput.
+    """
+    return _Typed(kind)
 
 
 def set_by_driver(config: DictConfig) -> dict[str, Source]:
@@ -157,7 +191,7 @@ def _parse(
 def _of_argument(text: str) -> _Assignment:
     """Parse key=value. Raises BadInput."""
     key, equals, value = text.partition("=")
-    if not equals:
+    if not equals or not key:
         raise BadInput(f'"{text}" is not an assignment; use key=value')
     try:
         return _Assignment(key, yaml.load(value, Loader=_Loader), COMMAND_LINE)
@@ -208,7 +242,7 @@ def _output_dir(folder: str | None, suffix: str, resume: bool) -> str | None:
     if any(character in suffix for character in "/\\\0{}"):
         raise BadInput(f"--suffix={suffix}: use characters that can be part of a folder's name")
     if folder is None and resume:
-        raise BadInput("resume=true: use --output-dir to name the run")
+        raise BadInput("--suffix: use --output-dir to name the run to resume")
     return f"{DATED if folder is None else folder.rstrip('/')}{suffix}"
 
 
@@ -245,7 +279,7 @@ def assign(config: DictConfig, key: str, value: Any, source: str = "") -> None:
     kind = kinds.get(name)
     if kind is None or (inside and not str(kind).startswith(("list", "dict"))):
         close = difflib.get_close_matches(key, kinds, n=3)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"choose from {', '.join(kinds)}"
+        hint = f"did you mean {' or '.join(close)}?" if close else "--help lists the keys"
         raise BadInput(f'{source}key "{key}" is unknown; {hint}')
     wrong_type = BadInput(f"{source}{key}={_yaml_value(value)}: use {_type_name(kind)}")
     if kind is bool and isinstance(value, (int, float)) and value not in (0, 1):
@@ -259,7 +293,7 @@ def assign(config: DictConfig, key: str, value: Any, source: str = "") -> None:
 def describe(config: DictConfig) -> str:
     """Return the help text: a line for each key with its default and its comment in the class.
 
-    A comment may continue in a line that begins with "#   ".
+    A comment may continue in lines that begin with "#   ".
     """
     kind = _schema(config)
     comments: dict[str, str] = {}
@@ -268,7 +302,8 @@ def describe(config: DictConfig) -> str:
         name, _, rest = line.strip().partition(":")
         if line.strip().startswith("#   ") and last:
             comments[last] += " " + line.strip().removeprefix("#").strip()
-        elif "#" in rest:
+            continue
+        if "#" in rest:
             comments[name] = rest.split("#", 1)[1].strip()
         last = name if name in comments and "#" in rest else ""
     defaults = OmegaConf.to_container(OmegaConf.structured(kind))
@@ -402,6 +437,7 @@ def _type_name(kind: Any) -> str:
         bool: "true or false",
         str: "a string",
         float | int | str: "a number or a string",
+        bool | str: "true, false or a string",
         list[int]: "a list of whole numbers",
         list[str]: "a list of strings",
     }

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from pandas import DataFrame, Series
 from powergossip.runs.metrics import select_rows
 from powergossip.runs.tables import best_settings, by_setting
@@ -25,6 +26,7 @@ def figure(rows: "DataFrame", path: Path | str) -> None:
     draw.
     """
     mean = select_rows(rows, "accuracy", split="test_avg")
+    validation = select_rows(rows, "accuracy", split="valid_avg")
     workers = select_rows(rows, "accuracy", split="test")
     if "worker" not in workers:
         workers = workers.assign(worker=0)
@@ -43,6 +45,7 @@ def figure(rows: "DataFrame", path: Path | str) -> None:
         first = workers[workers["worker"] == 0]
         _plot(axes, first["epoch"], 100 * first["value"], 1, "worker 0")
         _plot(axes, mean["epoch"], 100 * mean["value"], 0, "mean model")
+        _plot(axes, validation["epoch"], 100 * validation["value"], 2, "mean model, validation")
 
     def accuracy_by_size(axes: "Axes") -> None:
         _plot(axes, mean["bits"] / 8e6, 100 * mean["value"], 0, "mean model")
@@ -84,7 +87,6 @@ def compare(runs: Mapping[str, "DataFrame"], path: Path | str) -> None:
             sent = mean[mean["bits"] > 0]
             _plot(axes, sent["bits"] / 8e6, 100 * sent["value"], i, label)
         axes.set_xscale("log")
-        axes.xaxis.set_major_formatter("{x:g}")
 
     def consensus(axes: "Axes") -> None:
         for i, (label, distance) in enumerate(distances.items()):
@@ -131,11 +133,8 @@ def scatter(
                 label=label,
             )
         axes.set_xscale("log")
-        axes.xaxis.set_major_formatter("{x:g}")
         if log_y:
             axes.set_yscale("log")
-            axes.yaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_minor_formatter("{x:g}")
 
     _draw(path, {"points": draw if points else None}, {"points": ("", x, y)}, width=7.0)
 
@@ -159,7 +158,6 @@ def curves(
             _plot(axes, pd.Series(list(xs)), pd.Series(list(ys)), i, label)
         if log_x:
             axes.set_xscale("log")
-            axes.xaxis.set_major_formatter("{x:g}")
         if log_y:
             axes.set_yscale("log")
 
@@ -247,6 +245,9 @@ def _draw(
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         draw(axes)
+        for axis in (axes.xaxis, axes.yaxis):
+            if axis.get_scale() == "log":
+                _label_decades(axis)
         if x == "epoch":
             axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, min_n_ticks=1))
             first, last = axes.dataLim.intervalx
@@ -256,6 +257,30 @@ def _draw(
     columns = min(len(names), max(3, 2 * len(drawn)))
     figure.legend(lines, names, loc="outside lower center", ncols=columns, frameon=False)
     figure.savefig(path, dpi=150)
+
+
+def _label_decades(axis: "Axis") -> None:
+    """Label the decades of a logarithmic axis, also 2 and 5 if there are few, and over less than
+    0.7 decades equidistant numbers.
+
+    matplotlib labels all of 2 … 9 over one decade, on top of each other.
+    """
+    from math import log10
+
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+
+    low, high = axis.get_data_interval()
+    decades = log10(high / low) if 0 < low < high else 0.0
+    if decades >= 2:
+        axis.set_major_locator(LogLocator(10, numticks=8))
+    elif decades >= 0.7:
+        axis.set_major_locator(LogLocator(10, (1.0, 2.0, 5.0), numticks=12))
+    else:
+        axis.set_major_locator(MaxNLocator(5, min_n_ticks=2))
+        axis.set_minor_locator(NullLocator())
+    axis.set_minor_formatter(NullFormatter())
+    if decades < 6:
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def _plot(axes: "Axes", x: "Series", y: "Series", index: int, label: str) -> None:

@@ -24,7 +24,7 @@ only writes rows starts without them.
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,14 +117,28 @@ class TensorBoardLog:
         self._writer.close()
 
 
+def kept_bytes(path: Path, offset: int, allow_lost_rows: bool = False) -> int:
+    """Return the size of the complete rows among the first `offset` bytes. Changes nothing.
+
+    `offset` is the size at the time of a checkpoint. Raises ValueError if the file no longer has
+    rows of that size, unless `allow_lost_rows`.
+    """
+    contents = path.read_bytes()[:offset] if offset and path.exists() else b""
+    kept = contents.rfind(b"\n") + 1
+    if kept < offset and not allow_lost_rows:
+        raise ValueError(
+            f"{path} has {kept} bytes of rows of the {offset} at the time of the checkpoint; "
+            "restore it, or resume with the rows that are left: resume=true allow_lost_rows=true"
+        )
+    return kept
+
+
 def load(output_dir: Path | str) -> "DataFrame":
     """Return the rows of a run in the order of the file. Its first columns are COLUMNS.
 
     A tag that a row does not have is NaN. An incomplete last line is left out. Any other line that
     is not a row is left out with a warning that names it. Raises ValueError without such a file.
     """
-    import pandas as pd
-
     path = Path(output_dir) / FILE
     try:
         lines = path.read_bytes().split(b"\n")
@@ -142,10 +156,17 @@ def load(output_dir: Path | str) -> "DataFrame":
             rows.append(row)
         else:
             warnings.warn(f"{path}, line {number} is not a row; left out", stacklevel=2)
-    frame = pd.DataFrame(rows)
-    missing = [column for column in COLUMNS if column not in frame]
-    frame[missing] = float("nan")
-    return frame[[*COLUMNS, *(column for column in frame if column not in COLUMNS)]]
+    return frame(rows)
+
+
+def frame(rows: Sequence[Mapping[str, Any]]) -> "DataFrame":
+    """Return rows, mappings of name, values and tags, as `load` does."""
+    import pandas as pd
+
+    found = pd.DataFrame(rows)
+    missing = [column for column in COLUMNS if column not in found]
+    found[missing] = float("nan")
+    return found[[*COLUMNS, *(column for column in found if column not in COLUMNS)]]
 
 
 def select_rows(rows: "DataFrame", name: str, **tags: str) -> "DataFrame":

@@ -20,6 +20,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from powergossip.checks import BadValue
 from powergossip.errors import Stopped
 from powergossip.runs import checkpoints, metrics
 from powergossip.runs.files import write_atomically
@@ -50,25 +51,34 @@ class CannotWrite(Stopped):
 class Output:
     """The folder of a run, with its configuration and open logs.
 
-    name    # of the folder, where {date} stands for the date of a new one. None: DATED
-    config  # the configuration, with the keys `overwrite` and `tensorboard`
-    resume  # keep the run in the folder, with its rows up to `offset` bytes
-    folder  # its path
+    name             # of the folder, where {date} stands for the date of a new one. None: DATED
+    config           # the configuration, with the keys `overwrite` and `tensorboard`
+    offset           # of a run to resume: its rows in bytes. None: begin a run
+    allow_lost_rows  # resume although some of these rows are missing, with the others
+    folder           # its path
+    lost_rows        # whether rows were missing
 
-    Raises ValueError if the folder cannot be written, or contains a run and neither
-    config.overwrite nor `resume` is set.
+    Raises ValueError, and changes nothing, if the folder cannot be written, contains a run and
+    neither config.overwrite nor `offset` is set, or lacks rows of a run to resume.
     """
 
-    def __init__(self, name: str | None, config: Any, resume: bool = False, offset: int = 0):
+    def __init__(
+        self,
+        name: str | None,
+        config: Any,
+        offset: int | None = None,
+        allow_lost_rows: bool = False,
+    ):
         dated = not name or _DATE in name
         self.folder = new_dated_folder(name or DATED) if dated else Path(name or "")
+        self.lost_rows = False
         self._logs: list[Any] = []
         self._info: dict[str, Any] = {}
         try:
-            if resume:
-                self._resume(config, offset)
-            else:
+            if offset is None:
                 self._start(config)
+            else:
+                self._resume(config, offset, allow_lost_rows)
         except OSError as error:
             raise ValueError(f"output folder {self.folder}: {error.strerror or error}") from error
 
@@ -95,17 +105,18 @@ class Output:
         self.rows = metrics.MetricsLog(folder / metrics.FILE, fresh=True)
         self._logs.append(self.rows)
 
-    def _resume(self, config: Any, offset: int) -> None:
+    def _resume(self, config: Any, offset: int, allow_lost_rows: bool) -> None:
         folder = self.folder
-        folder.mkdir(parents=True, exist_ok=True)
-        self.rows = metrics.MetricsLog(folder / metrics.FILE, fresh=offset == 0)
-        self._logs.append(self.rows)
-        self.rows.truncate(offset)
-        if config.tensorboard:
-            self._logs.append(metrics.TensorBoardLog(folder))
-        (folder / CONFIG_FILE).write_text(OmegaConf.to_yaml(config))
+        kept = metrics.kept_bytes(folder / metrics.FILE, offset, allow_lost_rows)
+        self.lost_rows = kept < offset
         if (folder / INFO_FILE).exists():
             self._info = _read_info(folder / INFO_FILE)
+        if config.tensorboard:
+            self._logs.append(metrics.TensorBoardLog(folder))
+        self.rows = metrics.MetricsLog(folder / metrics.FILE, fresh=kept == 0)
+        self._logs.append(self.rows)
+        self.rows.truncate(kept)
+        (folder / CONFIG_FILE).write_text(OmegaConf.to_yaml(config))
 
     def write(self, name: str, values: Mapping[str, float], tags: Mapping[str, Any]) -> None:
         """Write a row to all logs. Raises CannotWrite."""
@@ -131,6 +142,32 @@ class Output:
     def close(self) -> None:
         for log in self._logs:
             log.close()
+
+
+def run_to_resume(name: str | None, resume: bool | str, key: str = "resume") -> Path | None:
+    """Return the folder of the run to resume. None: begin one.
+
+    resume  # False, True, or "auto": begin a run if the folder has none
+    key     # its name in errors
+
+    Raises ValueError for other values, without a name, or if the folder has no run for True.
+    """
+    if resume is False:
+        return None
+    if resume is not True and resume != "auto":
+        raise BadValue(key, resume, "true, false or auto")
+    given = f"{key}={str(resume).lower()}"
+    if name is None:
+        raise ValueError(f"{given}: give the run's folder with --output-dir")
+    folder = Path(name)
+    if (folder / CONFIG_FILE).exists() or (folder / checkpoints.FOLDER).exists():
+        return folder
+    if resume is True:
+        raise ValueError(
+            f"{given}: {folder} has no run; give the folder of a run with --output-dir"
+            + (", or begin one with resume=auto" if key == "resume" else "")
+        )
+    return None
 
 
 def _read_info(path: Path) -> dict[str, Any]:

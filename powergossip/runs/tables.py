@@ -20,6 +20,9 @@ def summary(rows: "DataFrame") -> str:
     mean = last_rows(rows, "accuracy", split="test_avg")["value"]
     if len(mean):
         lines.append(("test accuracy, mean model", f"{mean.iloc[-1]:.2%}"))
+    validation = last_rows(rows, "accuracy", split="valid_avg")["value"]
+    if len(validation):
+        lines.append(("validation accuracy, mean model", f"{validation.iloc[-1]:.2%}"))
     workers = last_rows(rows, "accuracy", split="test")["value"]
     if len(workers) == 1:
         lines.append(("test accuracy, one worker", f"{workers.iloc[0]:.2%}"))
@@ -31,6 +34,9 @@ def summary(rows: "DataFrame") -> str:
         if len(entropy):
             lines.append((f"test cross entropy, {of}", f"{entropy.mean():.4f}"))
             break
+    entropy = last_rows(rows, "cross_entropy", split="valid_avg")["value"]
+    if len(entropy):
+        lines.append(("validation cross entropy, mean model", f"{entropy.iloc[-1]:.4f}"))
     consensus = last_rows(rows, "consensus_distance", type="params_only")["value"]
     if len(consensus):
         lines.append(("consensus distance", f"{consensus.iloc[-1]:.3g}"))
@@ -50,9 +56,12 @@ def summary(rows: "DataFrame") -> str:
         lines.append(("time", f"{seconds:.1f} s"))
     phases = last_rows(rows, "phase_seconds")
     if len(phases) and "phase" in phases:
-        for phase, elapsed in phases.groupby("phase", sort=False)["value"].last().items():
-            fraction = f" ({elapsed / seconds:.0%})" if seconds > 0 else ""
-            lines.append((f"    {phase}", f"{elapsed:.1f} s{fraction}"))
+        elapsed = phases.groupby("phase", sort=False)["value"].last().to_dict()
+        for phase, spent in (
+            elapsed | {"other": max(0.0, seconds - sum(elapsed.values()))}
+        ).items():
+            fraction = f" ({spent / seconds:.0%})" if seconds > 0 else ""
+            lines.append((f"    {phase}", f"{spent:.1f} s{fraction}"))
 
     if not lines:
         return "The run has no rows."
@@ -76,10 +85,10 @@ def consensus_summary(rows: "DataFrame") -> str:
         )
         for line in zip(*columns, strict=True)
     ]
-    start = max(group["value"].iloc[0] for group in by_setting(rows).values())
     return "\n".join(
         [
-            f"Best setting of each algorithm; the error at the start is {start:.6g}",
+            "Best setting of each algorithm. Errors are relative to the start, which is "
+            f"{error_at_start(rows):.6g}",
             *(f"  {line}".rstrip() for line in lines),
         ]
     )
@@ -88,28 +97,37 @@ def consensus_summary(rows: "DataFrame") -> str:
 def consensus_table(rows: "DataFrame") -> list[list[str]]:
     """Return each algorithm of gossip_run.py at its best setting, [line][cell], the header first.
 
-    The best setting has the smallest final error. Steps and bits (sent by worker 0) are those of
-    the first row with an error of at most 1e-3, or 1e-6, times the initial one. Empty columns are
+    The best setting has the smallest final error. All errors are relative to the one at the start.
+    "per step" are the bits that worker 0 sends in a step, in the mean. "to 1e-3" and "to 1e-6" are
+    the steps, and the bits sent, of the first row with an error of at most that. Empty columns are
     left out. Raises ValueError without rows named error.
     """
     settings = by_setting(rows)
-    header = ["algorithm", "diffusion rate", "theta", "to 1e-3", "sent", "to 1e-6", "sent"]
-    table = [[*header, "final error", "diverged"]]
+    header = ["algorithm", "diffusion rate", "theta", "per step", "to 1e-3", "sent", "to 1e-6"]
+    table = [[*header, "sent", "final error", "diverged"]]
     for algorithm, best in best_settings(settings).items():
         line = [algorithm, *(_short(best[key].iloc[0]) for key in ("diffusion_rate", "theta"))]
+        steps, bits = best.iloc[-1][["epoch", "bits"]]
+        line.append(_human(bits / steps, "bit") if steps > 0 and bits > 0 else "")
         errors = best[best["name"] == "error"]
+        relative = errors["value"] / (errors["value"].iloc[0] or 1.0)
         for target in (1e-3, 1e-6):
-            reached = errors[errors["value"] <= target * errors["value"].iloc[0]]
+            reached = errors[relative <= target]
             if len(reached):
                 steps, bits = reached.iloc[0][["epoch", "bits"]]
                 line += [f"{steps:.0f} steps", _human(bits, "bit")]
             else:
                 line += ["never", ""]
-        last = "diverged" if has_diverged(best) else f"{errors['value'].iloc[-1]:.3g}"
+        last = "diverged" if has_diverged(best) else f"{relative.iloc[-1]:.3g}"
         tried = [has_diverged(group) for (name, *_), group in settings.items() if name == algorithm]
         table.append([*line, last, f"{sum(tried)} of {len(tried)}"])
     columns = [column for column in zip(*table, strict=True) if any(column[1:])]
     return [list(line) for line in zip(*columns, strict=True)]
+
+
+def error_at_start(rows: "DataFrame") -> float:
+    """Return the error of gossip_run.py at step 0. Raises ValueError without rows named error."""
+    return float(max(group["value"].iloc[0] for group in by_setting(rows).values()))
 
 
 def by_setting(rows: "DataFrame") -> "dict[tuple[str, ...], DataFrame]":

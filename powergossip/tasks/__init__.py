@@ -1,7 +1,7 @@
 """Tasks: data sets, their partition over the workers, models, losses and evaluation.
 
 - task.py: the protocol `Task`, and the `Options` of all tasks.
-- digits.py, fashion_mnist.py, cifar.py, language.py: the tasks, a module each.
+- digits.py, fashion_mnist.py, cifar.py, imagenet.py, language.py: the tasks, a module each.
 - images.py, augmentation.py, models.py: image classification, random crops, image models.
 - texts.py, language_models.py: texts as word indices, language models.
 - files.py, idx.py: finding, downloading, verifying and reading the files of a data set.
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from powergossip.tasks import cifar, digits, fashion_mnist, language
+from powergossip.tasks import cifar, digits, fashion_mnist, imagenet, language
 from powergossip.tasks.task import Batch, Options, Split, Task
 
 __all__ = ["DEFAULTS", "TASKS", "Batch", "Options", "Split", "Task", "defaults", "make"]
@@ -29,6 +29,7 @@ TASKS: dict[str, Callable[[Options], Task]] = {
     "FashionMNIST": fashion_mnist.task,
     "Cifar": cifar.CIFAR10.task,
     "Cifar100": cifar.CIFAR100.task,
+    "ImageNet": imagenet.task,
     "LSTM": language.task,
 }
 # The keys of train.py whose defaults depend on the task: their defaults for any task, and the
@@ -47,6 +48,7 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
     "FashionMNIST": fashion_mnist.DEFAULTS,
     "Cifar": cifar.DEFAULTS,
     "Cifar100": cifar.DEFAULTS,
+    "ImageNet": imagenet.DEFAULTS,
     "LSTM": language.DEFAULTS,
 }
 # The keys of train.py that have no effect on a task, by task.

@@ -1,11 +1,13 @@
-"""Image classification: images in memory, partitioned over the workers.
+"""Image classification: images, partitioned over the workers.
 
 Axis names: sample, channel, row, column, worker, label.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -13,35 +15,122 @@ from torch.nn import functional
 from powergossip.randomness import generator
 from powergossip.tasks import modules, task_options
 from powergossip.tasks.augmentation import Augmentation
-from powergossip.tasks.models import ARCHITECTURES, NORMALIZATIONS
+from powergossip.tasks.models import ARCHITECTURES, INITIALIZATIONS, NORMALIZATIONS, SHORTCUTS
 from powergossip.tasks.shards import Shards, held_out
 from powergossip.tasks.task import Batch, Options, Split
 
-OPTIONS = {"normalization": task_options.one_of(NORMALIZATIONS)}
-EVALUATION_CHUNK = 500  # images per forward pass: fast, and small in memory
+MODEL_OPTIONS = {
+    "normalization": task_options.one_of(NORMALIZATIONS),
+    "initialization": task_options.one_of(INITIALIZATIONS),
+    "shortcut": task_options.one_of(SHORTCUTS),
+    "zero_init_residual": task_options.FLAG,
+}
+CONSTANTS = ("pixel_mean", "pixel_deviation")  # in 0 … 1, for each channel
+OPTIONS = {
+    **MODEL_OPTIONS,
+    "pixel_mean": task_options.NUMBERS,
+    "pixel_deviation": task_options.POSITIVE_NUMBERS,
+}
+# Of a forward pass in evaluation: fast, and small in memory.
+EVALUATION_CHUNK = 500  # images
+EVALUATION_PIXELS = 1_600_000
+TOP = 5  # highest scores of top5_accuracy
+
+Pending = Callable[[], Tensor]  # waits for the pixels of some samples and returns them
+
+
+class Reader(Protocol):
+    """The pixels of a split, on the device of a task."""
+
+    @property
+    def augments(self) -> bool:
+        """Whether `request` augments images, and prepares them in the background."""
+        ...
+
+    def request(
+        self, samples: Tensor | slice, random: np.random.Generator | None = None
+    ) -> Pending:
+        """The pixels of these samples: uint8 [sample, row, column, channel].
+
+        random: for augmentation. None: without.
+        """
+        ...
+
+
+class Images(Protocol):
+    """The images of a split and their labels."""
+
+    @property
+    def labels(self) -> Tensor:
+        """int64 [sample]"""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, rows and columns of an image."""
+        ...
+
+    def where(self, chosen: Tensor) -> Self:
+        """The samples for which `chosen`, bool [sample], is true."""
+        ...
+
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of the pixels for normalization, in 0 … 1: [channel]."""
+        ...
+
+    def reader(self, device: torch.device) -> Reader:
+        """The pixels, on a device."""
+        ...
 
 
 @dataclass(frozen=True)
 class LabeledImages:
+    """Images in memory."""
+
     images: Tensor  # uint8 [sample, channel, row, column]
     labels: Tensor  # int64 [sample]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, rows and columns of an image."""
+        _, channels, rows, columns = self.images.shape
+        return channels, rows, columns
 
     def where(self, chosen: Tensor) -> "LabeledImages":
         """The samples for which `chosen`, bool [sample], is true."""
         return LabeledImages(self.images[chosen], self.labels[chosen])
 
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of the pixels, in 0 … 1: float64 [channel]."""
+        # From the histogram of the bytes: exact, and without a floating-point copy of the images.
+        counts = torch.stack(
+            [torch.bincount(channel.flatten(), minlength=256) for channel in self.images.unbind(1)]
+        ).double()  # [channel, byte]
+        frequencies = counts / counts.sum(1, keepdim=True)
+        byte = torch.arange(256, dtype=torch.float64, device=self.images.device)
+        mean = frequencies @ byte
+        variance = (frequencies * (byte - mean[:, None]) ** 2).sum(1)
+        return mean / 255, variance.sqrt() / 255
+
+    def reader(self, device: torch.device) -> "InMemory":
+        """The pixels, on a device, with the channels of a pixel adjacent."""
+        return InMemory(self.images.permute(0, 2, 3, 1).contiguous().to(device))
+
 
 @dataclass(frozen=True)
-class _Split:
-    """The stored images of a split, with the channels of a pixel adjacent."""
+class InMemory:
+    """A `Reader` of images in memory."""
 
     pixels: Tensor  # uint8 [sample, row, column, channel], contiguous
-    labels: Tensor  # int64 [sample]
+    augments: ClassVar[bool] = False
 
-    @classmethod
-    def of(cls, data: LabeledImages, device: torch.device) -> "_Split":
-        pixels = data.images.permute(0, 2, 3, 1).contiguous()
-        return cls(pixels.to(device), data.labels.to(device))
+    def request(
+        self, samples: Tensor | slice, random: np.random.Generator | None = None
+    ) -> Pending:
+        """The pixels of these samples: uint8 [sample, row, column, channel]. Not augmented."""
+        if isinstance(samples, slice):
+            return lambda: self.pixels[samples]
+        return lambda: self.pixels.index_select(0, samples)
 
 
 class ImageClassification:
@@ -49,27 +138,35 @@ class ImageClassification:
 
     images: float32 [sample, channel, row, column]. labels: int64 [sample].
 
-    Images are normalized to mean 0 and variance 1 in each channel of the training set. Models have
-    no state beyond parameters and buffers. Images are stored as bytes, a quarter of their
-    normalized size, since every process has all of them.
+    Images are normalized with the task options pixel_mean and pixel_deviation, in 0 … 1 for each
+    channel: by default those of the training set, for mean 0 and variance 1. Models have no state
+    beyond parameters and buffers. Images are stored as bytes, a quarter of their normalized size,
+    since every process has all of them.
     """
 
     def __init__(
         self,
-        train: LabeledImages,
-        test: LabeledImages,
+        train: Images,
+        test: Images,
         n_labels: int,
         options: Options,
         augment: Augmentation | None = None,
+        *,
+        architectures: Mapping[str, Callable[..., nn.Module]] = ARCHITECTURES,
+        known_options: Mapping[str, task_options.Kind] = OPTIONS,
     ) -> None:
         """augment: applied to the bytes of training batches [sample, row, column, channel], with a
         generator derived from (seed, epoch, worker, step).
 
+        architectures: builders of the models. known_options: the task options and accepted values.
+        Those of `MODEL_OPTIONS` are given to the builder.
+
         Raises ValueError if the options do not match the data.
         """
-        task_options.check(options.task, options.task_options, OPTIONS)
+        given = options.task_options
+        task_options.check(options.task, given, known_options)
         self.augment = augment
-        splits: dict[Split, LabeledImages] = {"train": train, "test": test}
+        splits: dict[Split, Images] = {"train": train, "test": test}
         if options.validation_ratio:
             held = torch.from_numpy(held_out(train.labels, options.validation_ratio))
             splits |= {"train": train.where(~held), "valid": train.where(held)}
@@ -77,12 +174,18 @@ class ImageClassification:
         self._shards = Shards(train.labels, options)
         self._options = options
         self._n_labels = n_labels
-        shape = tuple(train.images.shape[1:])  # channel, row, column
         self._architectures = modules.architectures(
-            ARCHITECTURES, (shape, n_labels), options.task_options
+            architectures,
+            (train.shape, n_labels),
+            {key: given[key] for key in given if key in MODEL_OPTIONS},
         )
-        self._shift, self._scale = _normalization(train.images, options.device)
-        self._splits = {name: _Split.of(data, options.device) for name, data in splits.items()}
+        self._shift, self._scale = _normalization(train, given, options.device)
+        self._chunk = max(
+            1, min(EVALUATION_CHUNK, EVALUATION_PIXELS // (train.shape[1] * train.shape[2]))
+        )
+        self._labels = {name: data.labels.to(options.device) for name, data in splits.items()}
+        self._readers = {name: data.reader(options.device) for name, data in splits.items()}
+        self._ahead: dict[int, tuple[int, int, Pending]] = {}  # worker → epoch, step, its images
 
     @property
     def architectures(self) -> Mapping[str, Callable[[], nn.Module]]:
@@ -91,13 +194,13 @@ class ImageClassification:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of full batches in the smallest shard, for all workers."""
+        """Number of batches in an epoch, the same for all workers."""
         return self._shards.steps_per_epoch
 
     @property
     def samples(self) -> Mapping[Split, int]:
         """Number of images of each split. "valid" is left out if no images are held out."""
-        return {name: len(data.labels) for name, data in self._splits.items()}
+        return {name: len(labels) for name, labels in self._labels.items()}
 
     def model(self, architecture: str, seed: int) -> nn.Module:
         """Build a model on the task's device. Its weights depend on architecture and seed only.
@@ -110,14 +213,36 @@ class ImageClassification:
     def batch(self, worker: int, epoch: int, step: int) -> Batch:
         """The images and labels of a worker at a step of an epoch, 0 ≤ step < steps_per_epoch."""
         assert 0 <= step < self.steps_per_epoch
-        size = self._options.batch_size
-        indices = self._shards.indices(worker, epoch)[step * size : (step + 1) * size]
-        train = self._splits["train"]
-        images = train.pixels.index_select(0, indices)
+        images = self._pending(worker, epoch, step)()
         if self.augment is not None:
-            random = generator(self._options.seed, "augment", epoch, worker, step)
-            images = self.augment(images, random)
-        return self._normalize(images), train.labels.index_select(0, indices)
+            images = self.augment(images, self._random(worker, epoch, step))
+        labels = self._labels["train"].index_select(0, self._samples(worker, epoch, step))
+        return self._normalize(images), labels
+
+    def _samples(self, worker: int, epoch: int, step: int) -> Tensor:
+        size = self._options.batch_size
+        return self._shards.indices(worker, epoch)[step * size : (step + 1) * size]
+
+    def _random(self, worker: int, epoch: int, step: int) -> np.random.Generator:
+        return generator(self._options.seed, "augment", epoch, worker, step)
+
+    def _pending(self, worker: int, epoch: int, step: int) -> Pending:
+        """The images of a batch. A reader that augments prepares those of the next step as well."""
+        reader = self._readers["train"]
+        if not reader.augments:
+            return reader.request(self._samples(worker, epoch, step))
+
+        def request(step: int) -> Pending:
+            return reader.request(
+                self._samples(worker, epoch, step), self._random(worker, epoch, step)
+            )
+
+        *known, pending = self._ahead.pop(worker, (-1, -1, None))
+        if pending is None or known != [epoch, step]:
+            pending = request(step)
+        if step + 1 < self.steps_per_epoch:
+            self._ahead[worker] = epoch, step + 1, request(step + 1)
+        return pending
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """The mean cross-entropy [nats] of a batch. Metrics: it and the accuracy, detached."""
@@ -140,24 +265,34 @@ class ImageClassification:
     ) -> dict[str, float]:
         """Sums over the i-th of n parts of a split, part = (i, n), without augmentation.
 
-        The sums are cross-entropy [nats], accuracy (number of correct predictions) and count.
+        The sums are cross-entropy [nats], accuracy (number of correct predictions), count, and with
+        more than five labels top5_accuracy (number of labels among the five highest scores).
         """
         i, n = part
         assert 0 <= i < n
-        data = self._splits[split]
-        first, last = (len(data.labels) * bound // n for bound in (i, i + 1))
+        all_labels, reader = self._labels[split], self._readers[split]
+        first, last = (len(all_labels) * bound // n for bound in (i, i + 1))
+        chunks = [
+            slice(start, min(start + self._chunk, last))
+            for start in range(first, last, self._chunk)
+        ]
         cross_entropy = torch.zeros((), dtype=torch.float64, device=self._options.device)
         correct = torch.zeros((), dtype=torch.int64, device=self._options.device)
+        among_best = torch.zeros_like(correct)
         with torch.no_grad(), modules.evaluation_mode(model):
-            for start in range(first, last, EVALUATION_CHUNK):
-                chunk = slice(start, min(start + EVALUATION_CHUNK, last))
-                scores, labels = model(self._normalize(data.pixels[chunk])), data.labels[chunk]
+            for chunk, pixels in zip(chunks, _one_ahead(reader, chunks), strict=True):
+                scores, labels = model(self._normalize(pixels)), all_labels[chunk]
                 losses = functional.cross_entropy(scores, labels, reduction="none")
                 cross_entropy += losses.double().sum()
                 correct += (scores.argmax(1) == labels).sum()
+                if self._n_labels > TOP:
+                    best = scores.topk(TOP).indices  # [sample, 5]
+                    among_best += (best == labels[:, None]).sum()
+        top = {"top5_accuracy": float(among_best.item())} if self._n_labels > TOP else {}
         return {
             "cross_entropy": cross_entropy.item(),
             "accuracy": float(correct.item()),
+            **top,
             "count": float(last - first),
         }
 
@@ -167,7 +302,7 @@ class ImageClassification:
 
     def label_counts(self, epoch: int = 0) -> Tensor:
         """Number of samples per worker and label in an epoch: int64 [worker, label]."""
-        labels = self._splits["train"].labels
+        labels = self._labels["train"]
         return torch.stack(
             [
                 torch.bincount(
@@ -187,16 +322,35 @@ class ImageClassification:
         return rows.sub_(self._shift).mul_(self._scale).view(pixels.shape).permute(0, 3, 1, 2)
 
 
-def _normalization(images: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Mean and 1 / standard deviation for each element of a row: float32 [column · channel]."""
-    # From the histogram of the bytes: exact, and without a floating-point copy of the images.
-    counts = torch.stack(
-        [torch.bincount(channel.flatten(), minlength=256) for channel in images.unbind(1)]
-    ).double()  # [channel, byte]
-    frequencies = counts / counts.sum(1, keepdim=True)
-    byte = torch.arange(256, dtype=torch.float64, device=images.device)
-    mean = frequencies @ byte
-    variance = (frequencies * (byte - mean[:, None]) ** 2).sum(1)
-    scale = torch.where(variance > 0, variance, 1).rsqrt()  # a constant channel becomes 0
-    n_columns = images.shape[3]
-    return mean.repeat(n_columns).float().to(device), scale.repeat(n_columns).float().to(device)
+def _normalization(
+    images: Images, given: Mapping[str, Any], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Mean and 1 / standard deviation for each element of a row: float32 [column · channel].
+
+    `given`: the task options. Raises ValueError if they have another number of channels.
+    """
+    channels, _, columns = images.shape
+    for key in CONSTANTS:
+        if key in given and len(given[key]) != channels:
+            raise ValueError(
+                f"task_options.{key}={given[key]}: use a number for each of the {channels} channels"
+            )
+    found = (
+        {} if {*CONSTANTS} <= {*given} else dict(zip(CONSTANTS, images.statistics(), strict=True))
+    )
+    mean, deviation = (
+        torch.tensor(list(given[key]), dtype=torch.float64) if key in given else found[key]
+        for key in CONSTANTS
+    )
+    scale = 1 / torch.where(deviation > 0, 255 * deviation, 1)  # a constant channel becomes 0
+    return (255 * mean).repeat(columns).float().to(device), scale.repeat(columns).float().to(device)
+
+
+def _one_ahead(reader: Reader, chunks: Sequence[slice]) -> Iterator[Tensor]:
+    """The pixels of each chunk, while those of the next are prepared."""
+    pending = [reader.request(chunk) for chunk in chunks[:1]]
+    for following in [*chunks[1:], None]:
+        if following is not None:
+            pending.append(reader.request(following))
+        if pending:
+            yield pending.pop(0)()

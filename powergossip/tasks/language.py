@@ -119,7 +119,7 @@ class LanguageModeling:
         self._length = length
         self._options = options
         self._bounds = bounds(n_words, options.n_workers).tolist()
-        self._padding = corpus.padding
+        self._padding, self._vocabulary = corpus.padding, corpus.vocabulary
         n_targets = self._words_in_stream(n_words // options.n_workers) - 1
         self._steps_per_epoch = n_targets // length if options.drop_last else -(-n_targets // length)
         self._texts = {name: text.to(options.device) for name, text in corpus.splits.items()}
@@ -139,6 +139,16 @@ class LanguageModeling:
         The last sequence may be shorter. It is left out with `drop_last`.
         """
         return self._steps_per_epoch
+
+    @property
+    def vocabulary(self) -> tuple[str, ...]:
+        """The word of each index."""
+        return self._vocabulary
+
+    @property
+    def texts(self) -> Mapping[Split, Tensor]:
+        """The words of each split: int64 [word of the text]."""
+        return self._texts
 
     @property
     def samples(self) -> Mapping[Split, int]:

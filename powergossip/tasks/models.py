@@ -1,8 +1,14 @@
 """Image models: images [sample, channel, row, column] → scores [sample, label].
 
-Initial weights are torch's defaults. `ARCHITECTURES` maps names to builders: (channels, rows,
-columns) of the images and the number of labels → model. The keyword-only parameters of a builder
-are options of the tasks.
+`ARCHITECTURES` (small images) and `IMAGENET` map names to builders: (channels, rows, columns) of
+the images and the number of labels → model. The keyword-only parameters of a builder are options of
+the tasks:
+
+    normalization       batch or group
+    initialization      of the weights: a name in `INITIALIZATIONS`
+    shortcut            where the shape of a residual changes: a name in `SHORTCUTS`
+    zero_init_residual  whether the last normalization of a residual block starts with factors 0, so
+                        that f(x) = 0    Goyal et al. (2017), arXiv:1706.02677, § 5.1
 """
 
 from collections.abc import Callable
@@ -18,6 +24,25 @@ Shape = tuple[int, ...]  # channels, rows, columns
 NORMALIZATIONS: dict[str, Callable[[int], nn.Module]] = {
     "batch": nn.BatchNorm2d,
     "group": lambda channels: nn.GroupNorm(min(8, channels), channels),
+}
+
+
+def _fan_out(model: nn.Module) -> None:
+    """Convolutions: normal with variance 2 / (k² · channels of the output), no biases.
+
+    He et al. (2015), arXiv:1502.01852, eq. 14
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
+# Initial weights of convolutions. Other layers have torch's defaults.
+INITIALIZATIONS: dict[str, Callable[[nn.Module], None]] = {
+    "torch": lambda model: None,
+    "fan-out": _fan_out,
 }
 
 
@@ -57,81 +82,298 @@ class MLP(nn.Module):
         return self.output(self.hidden2(x).relu())
 
 
-class ResNet(nn.Module):
-    """A 3 × 3 convolution, stages of residual blocks, global average pooling, a linear layer.
+class ZeroPadding(nn.Module):
+    """Every other row and column, and zeros for the new channels.
 
-    widths: channels of each stage. The first stage keeps the size of the image, every other stage
-    halves it. Where a stage changes the shape, the shortcut is a projection (option B of He et al.
-    2015, arXiv 1512.03385, § 3.3).
+    Option A of He et al. (2015), arXiv:1512.03385, § 3.3
     """
 
-    def __init__(
-        self, shape: Shape, n_labels: int, widths: list[int], depth: int, normalization: str
-    ) -> None:
-        """depth: residual blocks per stage; normalization: a name in `NORMALIZATIONS`."""
+    def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
-        norm = NORMALIZATIONS[normalization]
-        self.conv = nn.Conv2d(shape[0], widths[0], 3, padding=1, bias=False)
-        self.norm = norm(widths[0])
-        blocks = []
-        for before, after in zip([widths[0], *widths], widths, strict=False):
-            blocks.append(ResidualBlock(before, after, 1 if before == after else 2, norm))
-            blocks += [ResidualBlock(after, after, 1, norm) for _ in range(depth - 1)]
-        self.blocks = nn.Sequential(*blocks)
-        self.output = nn.Linear(widths[-1], n_labels)
+        self._new, self._stride = after - before, stride
 
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.blocks(self.norm(self.conv(images)).relu())
-        return self.output(x.mean((2, 3)))
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x[:, :, :: self._stride, :: self._stride]
+        return functional.pad(kept, (0, 0, 0, 0, 0, self._new))
+
+
+def _projection(
+    before: int, after: int, stride: int, norm: Callable[[int], nn.Module]
+) -> nn.Module:
+    """Option B of He et al. (2015), arXiv:1512.03385, § 3.3"""
+    return nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), norm(after))
+
+
+# Shortcuts where the shape changes: channels before and after, stride, normalization → module.
+SHORTCUTS: dict[str, Callable[[int, int, int, Callable[[int], nn.Module]], nn.Module]] = {
+    "projection": _projection,
+    "zeros": lambda before, after, stride, norm: ZeroPadding(before, after, stride),
+}
 
 
 class ResidualBlock(nn.Module):
     """relu(shortcut(x) + f(x)), where f is two 3 × 3 convolutions."""
 
+    expansion = 1  # channels of the output, in widths
+
     def __init__(
-        self, before: int, after: int, stride: int, norm: Callable[[int], nn.Module]
+        self,
+        before: int,
+        width: int,
+        stride: int,
+        norm: Callable[[int], nn.Module],
+        shortcut: str = "projection",
     ) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
-        self.norm1 = norm(after)
-        self.conv2 = nn.Conv2d(after, after, 3, padding=1, bias=False)
-        self.norm2 = norm(after)
+        self.conv1 = nn.Conv2d(before, width, 3, stride, padding=1, bias=False)
+        self.norm1 = norm(width)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm2 = norm(width)
         self.shortcut: nn.Module = nn.Identity()
-        if (before, stride) != (after, 1):
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(before, after, 1, stride, bias=False), norm(after)
-            )
+        if (before, stride) != (width, 1):
+            self.shortcut = SHORTCUTS[shortcut](before, width, stride, norm)
+
+    @property
+    def last_norm(self) -> nn.Module:
+        """The normalization that ends f."""
+        return self.norm2
 
     def forward(self, x: Tensor) -> Tensor:
         f = self.norm1(self.conv1(x)).relu()
         return torch.relu(self.shortcut(x) + self.norm2(self.conv2(f)))
 
 
-def ResNet20(shape: Shape, n_labels: int, *, normalization: str = "batch") -> ResNet:
-    """Three stages of three blocks with 16, 32 and 64 channels, 272,474 parameters for 3 channels
-    and 10 labels.    He et al. (2015), arXiv 1512.03385, § 4.2
+class Bottleneck(nn.Module):
+    """relu(shortcut(x) + f(x)), where f is 1 × 1, 3 × 3 and 1 × 1 convolutions.
 
-    For CIFAR they use option A, zeros for the new channels. Here projections are used, as the
-    parameter count in the PowerGossip paper implies.
+    The stride is that of the 3 × 3 convolution, as in torchvision. He et al. have it in the first.
     """
-    return ResNet(shape, n_labels, [16, 32, 64], 3, normalization)
+
+    expansion = 4
+
+    def __init__(
+        self,
+        before: int,
+        width: int,
+        stride: int,
+        norm: Callable[[int], nn.Module],
+        shortcut: str = "projection",
+    ) -> None:
+        super().__init__()
+        after = self.expansion * width
+        self.conv1 = nn.Conv2d(before, width, 1, bias=False)
+        self.norm1 = norm(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
+        self.norm2 = norm(width)
+        self.conv3 = nn.Conv2d(width, after, 1, bias=False)
+        self.norm3 = norm(after)
+        self.shortcut: nn.Module = nn.Identity()
+        if (before, stride) != (after, 1):
+            self.shortcut = SHORTCUTS[shortcut](before, after, stride, norm)
+
+    @property
+    def last_norm(self) -> nn.Module:
+        """The normalization that ends f."""
+        return self.norm3
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = self.norm1(self.conv1(x)).relu()
+        f = self.norm2(self.conv2(f)).relu()
+        return torch.relu(self.shortcut(x) + self.norm3(self.conv3(f)))
 
 
-def ResNet18(shape: Shape, n_labels: int, *, normalization: str = "batch") -> ResNet:
+class ResNet(nn.Module):
+    """A convolution, stages of residual blocks, global average pooling, a linear layer.
+
+    The first convolution is 3 × 3. With large_images it is 7 × 7 with stride 2, followed by 3 × 3
+    max pooling with stride 2. The first stage keeps the size of the image, every other stage halves
+    it.    He et al. (2015), arXiv:1512.03385
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        n_labels: int,
+        widths: list[int],
+        depths: list[int],
+        *,
+        block: type[ResidualBlock] | type[Bottleneck] = ResidualBlock,
+        large_images: bool = False,
+        normalization: str = "batch",
+        initialization: str = "torch",
+        shortcut: str = "projection",
+        zero_init_residual: bool = False,
+    ) -> None:
+        """widths, depths: of each stage, channels and number of residual blocks."""
+        super().__init__()
+        norm = NORMALIZATIONS[normalization]
+        size, stride = (7, 2) if large_images else (3, 1)
+        self.conv = nn.Conv2d(shape[0], widths[0], size, stride, padding=size // 2, bias=False)
+        self.norm = norm(widths[0])
+        self.pool = nn.MaxPool2d(3, 2, padding=1) if large_images else nn.Identity()
+        blocks: list[ResidualBlock | Bottleneck] = []
+        before = widths[0]
+        for stage, (width, depth) in enumerate(zip(widths, depths, strict=True)):
+            for i in range(depth):
+                stride = 2 if stage > 0 and i == 0 else 1
+                blocks.append(block(before, width, stride, norm, shortcut))
+                before = block.expansion * width
+        self.blocks = nn.Sequential(*blocks)
+        self.output = nn.Linear(before, n_labels)
+        INITIALIZATIONS[initialization](self)
+        if zero_init_residual:
+            for each in blocks:
+                nn.init.zeros_(each.last_norm.get_parameter("weight"))
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.blocks(self.pool(self.norm(self.conv(images)).relu()))
+        return self.output(x.mean((2, 3)))
+
+
+def ResNet20(
+    shape: Shape,
+    n_labels: int,
+    *,
+    normalization: str = "batch",
+    initialization: str = "torch",
+    shortcut: str = "projection",
+) -> ResNet:
+    """Three stages of three blocks with 16, 32 and 64 channels, 272,474 parameters for 3 channels
+    and 10 labels.    He et al. (2015), arXiv:1512.03385, § 4.2
+
+    For CIFAR they use zeros for the new channels, as DGC's published program does: 269,722
+    parameters. By default projections are used, as the parameter count in the PowerGossip paper
+    implies.
+    """
+    return ResNet(
+        shape,
+        n_labels,
+        [16, 32, 64],
+        [3, 3, 3],
+        normalization=normalization,
+        initialization=initialization,
+        shortcut=shortcut,
+    )
+
+
+def ResNet110(
+    shape: Shape,
+    n_labels: int,
+    *,
+    normalization: str = "batch",
+    initialization: str = "torch",
+    shortcut: str = "projection",
+) -> ResNet:
+    """Three stages of 18 blocks with 16, 32 and 64 channels, 1,730,714 parameters for 3 channels
+    and 10 labels, 1,727,962 with shortcut=zeros.    He et al. (2015), arXiv:1512.03385, § 4.2
+    """
+    return ResNet(
+        shape,
+        n_labels,
+        [16, 32, 64],
+        [18, 18, 18],
+        normalization=normalization,
+        initialization=initialization,
+        shortcut=shortcut,
+    )
+
+
+def ResNet18(
+    shape: Shape, n_labels: int, *, normalization: str = "batch", initialization: str = "torch"
+) -> ResNet:
     """Four stages of two blocks with 64 to 512 channels, 11,173,962 parameters for 3 channels and
-    10 labels.    He et al. (2015), arXiv 1512.03385, table 1
+    10 labels.    He et al. (2015), arXiv:1512.03385, table 1
 
     The original is for images of 224 × 224 pixels. As is usual for CIFAR, one 3 × 3 convolution
     replaces its 7 × 7 convolution with stride 2 and the max pooling that follows.
     """
-    return ResNet(shape, n_labels, [64, 128, 256, 512], 2, normalization)
+    return ResNet(
+        shape,
+        n_labels,
+        [64, 128, 256, 512],
+        [2, 2, 2, 2],
+        normalization=normalization,
+        initialization=initialization,
+    )
+
+
+def ImageNetResNet18(
+    shape: Shape,
+    n_labels: int,
+    *,
+    normalization: str = "batch",
+    initialization: str = "fan-out",
+    zero_init_residual: bool = False,
+) -> ResNet:
+    """Four stages of two blocks, 11,689,512 parameters for 3 channels and 1000 labels, as in
+    torchvision.    He et al. (2015), arXiv:1512.03385, table 1
+    """
+    return ResNet(
+        shape,
+        n_labels,
+        [64, 128, 256, 512],
+        [2, 2, 2, 2],
+        large_images=True,
+        normalization=normalization,
+        initialization=initialization,
+        zero_init_residual=zero_init_residual,
+    )
+
+
+def ImageNetResNet50(
+    shape: Shape,
+    n_labels: int,
+    *,
+    normalization: str = "batch",
+    initialization: str = "fan-out",
+    zero_init_residual: bool = False,
+) -> ResNet:
+    """16 bottleneck blocks with 256 to 2048 channels, 25,557,032 parameters for 3 channels and 1000
+    labels, as in torchvision.    He et al. (2015), arXiv:1512.03385, table 1
+    """
+    return ResNet(
+        shape,
+        n_labels,
+        [64, 128, 256, 512],
+        [3, 4, 6, 3],
+        block=Bottleneck,
+        large_images=True,
+        normalization=normalization,
+        initialization=initialization,
+        zero_init_residual=zero_init_residual,
+    )
+
+
+def _convolutions(
+    channels: int, layers: tuple[int | str, ...], normalization: str, bias: bool
+) -> nn.Sequential:
+    """3 × 3 convolutions with these channels, each normalized, and 2 × 2 max poolings ("pool")."""
+    modules: list[nn.Module] = []
+    for width in layers:
+        if isinstance(width, int):
+            modules.append(nn.Conv2d(channels, width, 3, padding=1, bias=bias))
+            modules += [NORMALIZATIONS[normalization](width), nn.ReLU()]
+            channels = width
+        else:
+            modules.append(nn.MaxPool2d(2))
+    return nn.Sequential(*modules)
+
+
+def _check_size(architecture: str, shape: Shape) -> None:
+    """Raise ValueError for images that five poolings would make empty."""
+    _, rows, columns = shape
+    if min(rows, columns) < 32:
+        raise ValueError(
+            f"task_architecture={architecture}: use another one, or images of at least 32 × 32 "
+            f"pixels; these have {rows} × {columns}"
+        )
 
 
 class VGG11(nn.Module):
     """Eight 3 × 3 convolutions with five max poolings, global average pooling, a linear layer.
 
     64 to 512 channels, 9,228,362 parameters for 3 channels and 10 labels.    Simonyan & Zisserman
-    (2014), arXiv 1409.1556, table 1, column A
+    (2014), arXiv:1409.1556, table 1, column A
 
     The original is for images of 224 × 224 pixels and ends in three linear layers. One is usual for
     CIFAR. Unlike the original, convolutions are normalized and have no biases, which normalization
@@ -141,34 +383,84 @@ class VGG11(nn.Module):
     # Channels of each convolution, and max poolings.
     LAYERS = (64, "pool", 128, "pool", 256, 256, "pool", 512, 512, "pool", 512, 512, "pool")
 
-    def __init__(self, shape: Shape, n_labels: int, *, normalization: str = "batch") -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        n_labels: int,
+        *,
+        normalization: str = "batch",
+        initialization: str = "torch",
+    ) -> None:
         """Raises ValueError for images with fewer than 32 rows or columns."""
         super().__init__()
-        channels, rows, columns = shape
-        if min(rows, columns) < 32:
-            raise ValueError(
-                f"task_architecture=VGG11: use another one, or images of at least 32 × 32 pixels; "
-                f"these have {rows} × {columns}"
-            )
-        layers: list[nn.Module] = []
-        for width in self.LAYERS:
-            if isinstance(width, int):
-                layers.append(nn.Conv2d(channels, width, 3, padding=1, bias=False))
-                layers += [NORMALIZATIONS[normalization](width), nn.ReLU()]
-                channels = width
-            else:
-                layers.append(nn.MaxPool2d(2))
-        self.layers = nn.Sequential(*layers)
-        self.output = nn.Linear(channels, n_labels)
+        _check_size("VGG11", shape)
+        self.layers = _convolutions(shape[0], self.LAYERS, normalization, bias=False)
+        self.output = nn.Linear(512, n_labels)
+        INITIALIZATIONS[initialization](self)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.output(self.layers(images).mean((2, 3)))
+
+
+class VGG16BN(nn.Module):
+    """13 normalized 3 × 3 convolutions with five max poolings, and three linear layers.
+
+    138,365,992 parameters for 3 channels and 1000 labels, as in torchvision: convolutions have
+    biases, 7 × 7 average pooling adapts to the size of the image, linear weights are normal with
+    standard deviation 0.01.    Simonyan & Zisserman (2014), arXiv:1409.1556, table 1, column D
+    """
+
+    LAYERS = (
+        *(64, 64, "pool"),
+        *(128, 128, "pool"),
+        *(256, 256, 256, "pool"),
+        *(512, 512, 512, "pool"),
+        *(512, 512, 512, "pool"),
+    )
+
+    def __init__(
+        self,
+        shape: Shape,
+        n_labels: int,
+        *,
+        normalization: str = "batch",
+        initialization: str = "fan-out",
+    ) -> None:
+        """Raises ValueError for images with fewer than 32 rows or columns."""
+        super().__init__()
+        _check_size("VGG16BN", shape)
+        self.layers = _convolutions(shape[0], self.LAYERS, normalization, bias=True)
+        self.pool = nn.AdaptiveAvgPool2d(7)
+        self.linear = nn.Sequential(
+            nn.Linear(512 * 7 * 7, 4096),
+            nn.ReLU(),
+            nn.Dropout(),
+            nn.Linear(4096, 4096),
+            nn.ReLU(),
+            nn.Dropout(),
+            nn.Linear(4096, n_labels),
+        )
+        INITIALIZATIONS[initialization](self)
+        if initialization == "fan-out":
+            for layer in self.linear:
+                if isinstance(layer, nn.Linear):
+                    nn.init.normal_(layer.weight, std=0.01)
+                    nn.init.zeros_(layer.bias)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.linear(self.pool(self.layers(images)).flatten(1))
 
 
 ARCHITECTURES: dict[str, Callable[..., nn.Module]] = {
     "CNN": CNN,
     "MLP": MLP,
     "ResNet20": ResNet20,
+    "ResNet110": ResNet110,
     "ResNet18": ResNet18,
     "VGG11": VGG11,
+}
+IMAGENET: dict[str, Callable[..., nn.Module]] = {
+    "ResNet18": ImageNetResNet18,
+    "ResNet50": ImageNetResNet50,
+    "VGG16BN": VGG16BN,
 }

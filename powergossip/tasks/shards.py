@@ -10,7 +10,6 @@ from powergossip import checks
 from powergossip.randomness import generator
 from powergossip.tasks.task import Options
 
-
 VALIDATION_SEED = 0  # of the held-out samples, fixed for all runs
 
 
@@ -70,7 +69,7 @@ def held_out(labels: Tensor, ratio: float) -> np.ndarray:
     `number_held_out` does.
     """
     held = np.zeros(len(labels), dtype=bool)
-    classes, label, available = np.unique(labels.cpu(), return_inverse=True, return_counts=True)
+    _, label, available = np.unique(labels.cpu(), return_inverse=True, return_counts=True)
     size = number_held_out(len(labels), ratio)
     shuffled = generator(VALIDATION_SEED, "validation").permutation(len(labels))
     by_label = np.split(

@@ -4,7 +4,8 @@ The options of a model, and their defaults, are the keyword-only parameters of i
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,21 @@ COUNT = Kind(lambda value: type(value) is int and value >= 1, "a whole number, 1
 FRACTION = Kind(
     lambda value: type(value) in (int, float) and 0 <= value < 1, "a number from 0 to below 1"
 )
+
+
+def _all(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Whether this is a list of finite numbers that are accepted."""
+    return lambda values: (
+        isinstance(values, Sequence)
+        and all(
+            type(value) in (int, float) and math.isfinite(value) and accepts(value)
+            for value in values
+        )
+    )
+
+
+NUMBERS = Kind(_all(lambda value: True), "a list of numbers")
+POSITIVE_NUMBERS = Kind(_all(lambda value: value > 0), "a list of numbers above 0")
 
 
 def check(task: str, options: Mapping[str, Any], known: Mapping[str, Kind]) -> None:

@@ -189,6 +189,15 @@ class Topology:
         """
         return 2 / (self.spectral_gap + self.largest_eigenvalue)
 
+    @property
+    def largest_diffusion_rate(self) -> float:
+        """2/λ_max: plain gossip converges below this rate and diverges above it.
+
+        The distance to the mean grows in no step of PowerGossip up to this rate. Above it, that
+        depends on the rank. Raises ValueError if directed or time-varying.
+        """
+        return 2 / self.largest_eigenvalue
+
     def contraction(self, diffusion_rate: float = 1.0) -> float:
         """Worst-case factor of a step of plain gossip on the distance to the mean.
 
@@ -258,7 +267,8 @@ class Topology:
             lines += [
                 f"  spectral gap of I - W          {self.spectral_gap:.6g}"
                 f"   (largest eigenvalue {self.largest_eigenvalue:.6g})",
-                f"  best diffusion rate            {best:.6f}",
+                f"  best diffusion rate            {best:.6f}"
+                f"   (plain gossip diverges above {self.largest_diffusion_rate:.6f})",
                 "  contraction per step           "
                 f"{self.contraction(best):.6f} at that rate, {self.contraction(1.0):.6f} at rate 1",
                 f"  Chebyshev bound                {self.chebyshev_contraction:.6f}",

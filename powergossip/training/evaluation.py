@@ -59,7 +59,8 @@ class Evaluation:
             self._log(name, value, epoch, split="train")
         means = self._log_workers(epoch, of_workers)
         self._log_consensus(epoch)
-        rounds = step // self._config.local_steps
+        batches = self._config.get("optimizer_num_batches_per_step") or 1
+        rounds = step // (self._config.local_steps * batches)
         uncompressed = int(network.bits_to_all(self._parameters.layout.size, rounds)[0])
         self._log("uncompressed_gossip_bits", uncompressed, epoch)
 

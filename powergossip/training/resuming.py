@@ -10,11 +10,14 @@ from powergossip.training.settings import PREFIX, option_defaults
 
 # Keys that may change when a run is resumed.
 FREE_TO_CHANGE = (
+    "allow_lost_rows",
+    "checkpoint",
     "checkpoint_interval",
     "cuda_aware",
     "data_dir",
     "device",
     "download",
+    "evaluate_only",
     "log_verbosity",
     "num_epochs",
     "overwrite",
@@ -23,7 +26,23 @@ FREE_TO_CHANGE = (
     "tensorboard",
 )
 # Keys that earlier versions lacked, with the values that they had in effect.
-EARLIER = {"drop_last": True, "validation_ratio": 0.0}
+EARLIER = {
+    "drop_last": True,
+    "validation_ratio": 0.0,
+    "optimizer_warm_start": True,
+    "optimizer_error_feedback": True,
+    "optimizer_orthogonalization_epsilon": 0.0,
+    "optimizer_batch_tensors_with_same_shape": False,
+    "optimizer_compression_stats_logging_frequency": 10_000,
+}
+# Keys that may change, too, when a checkpoint is evaluated.
+OF_EVALUATION = (
+    "batch_size",
+    "evaluate_average_model",
+    "evaluate_training_data",
+    "mean_model_statistics",
+    "recalibration_batches",
+)
 
 
 def check_same_run_without_checkpoint(folder: Path, config: Any) -> None:
@@ -39,11 +58,13 @@ def check_same_run(folder: Path, saved: Mapping[str, Any], config: Any) -> None:
     """Raise ValueError if the saved configuration differs in a key that may not change."""
     now = OmegaConf.to_container(config)
     assert isinstance(now, dict)
-    before = {**EARLIER, **_with_present_options(saved, config)}
+    earlier = {key: value for key, value in EARLIER.items() if key in now}
+    before = {**earlier, **_with_present_options(saved, config)}
+    free = (*FREE_TO_CHANGE, *(OF_EVALUATION if config.evaluate_only else ()))
     differing = [
         f"{key}={now.get(key)} (was {before.get(key)})"
         for key in sorted({*now, *before})
-        if key not in FREE_TO_CHANGE and now.get(key) != before.get(key)
+        if key not in free and now.get(key) != before.get(key)
     ]
     if differing:
         raise ValueError(

@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig
 
-from powergossip import algorithms, checks, options, tasks
+from powergossip import algorithms, checks, compressors, options, tasks
 from powergossip.algorithms import aggregation, ddp
 from powergossip.network import Processes
 from powergossip.network import hosted_workers as hosted
@@ -38,9 +38,10 @@ ALIASES: dict[str, dict[str, str]] = {
 # Defaults of train.py that differ from those of the method's constructor, by key.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "power-gossip": {"num_iterations": 2},
-    "powersgd": {"num_iterations": 2, "min_compression_rate": 2.0},
+    # Both factors in each step, and compression from the first one on: the method of the paper.
+    "powersgd": {"num_iterations": 2, "start_compressing_after": 0},
     "dgc": {"keep_ratio": 0.01, "compress_upper_bound": 1.0, "int32_indices": True},
-    **{name: {"start_iteration": 2} for name in ddp.HOOKS},
+    **{name: {"start_iteration": ddp.AUTO} for name in ddp.HOOKS},
 }
 # Options that have a key of their own, without the prefix.
 OWN_KEYS = {
@@ -74,8 +75,9 @@ def checked(
     _resolve_options(c, explicit or (), warn=processes.rank == 0)
     if c.optimizer in aggregation.AGGREGATIONS:
         checks.at_least_one("optimizer_num_batches_per_step", c.optimizer_num_batches_per_step)
-    if c.optimizer in ddp.HOOKS:
-        ddp.check(hosted=hosted(c.n_workers, processes.size), **hook_options(c))
+    if c.optimizer in ddp.HOOKS and not c.evaluate_only:
+        with errors_name_keys(c.optimizer):
+            ddp.check(hosted=hosted(c.n_workers, processes.size), **hook_options(c))
     return c
 
 
@@ -84,6 +86,8 @@ def _resolve_task_defaults(c: Any) -> None:
     for key, default in tasks.defaults(c.task).items():
         if c[key] == BLANKS.get(key):
             c[key] = default
+    if c.distributed_lr_warmup_factor == "auto":
+        c.distributed_lr_warmup_factor = c.n_workers
     if c.drop_last is None:
         ignored = tasks.IGNORED.get(c.task, ())
         is_sorted = c.use_decentralized_data and "use_decentralized_data" not in ignored
@@ -144,22 +148,33 @@ def _check_values(c: Any) -> None:
         ),
     )
     checks.all_of(checks.not_negative, c, ("seed", "rank", "log_verbosity"))
-    checks.all_of(
-        checks.positive, c, ("learning_rate", "distributed_lr_warmup_factor", "adam_epsilon")
-    )
+    checks.all_of(checks.positive, c, ("learning_rate", "adam_epsilon"))
     checks.all_of(checks.below_one, c, ("adam_beta1", "adam_beta2", "momentum", "validation_ratio"))
     checks.fraction("decentralized_data_shuffled_ratio", c.decentralized_data_shuffled_ratio)
     checks.one_of("mean_model_statistics", c.mean_model_statistics, ("averaged", "recalibrated"))
+    checks.one_of("lr_schedule", c.lr_schedule, ("milestones", "cosine"))
     checks.one_of("local_optimizer", c.local_optimizer, LOCAL_OPTIMIZERS)
     checks.one_of("cuda_aware", c.cuda_aware, ("auto", "on", "off"))
     checks.one_of("distributed_backend", c.distributed_backend, ("mpi",))
+    checks.one_of("checkpoint", c.checkpoint, ("last", "best"))
+    if c.checkpoint != "last" and not c.evaluate_only:
+        raise ValueError(f"checkpoint={c.checkpoint}: use it with evaluate_only=true")
 
     def require(key: str, ok: Callable[[Any], bool], accepted: str) -> None:
         checks.require(c, key, ok, accepted)
 
     require("max_steps_per_epoch", lambda v: v is None or v >= 1, "1 or more, or null for all")
-    require("distributed_lr_warmup_epoch", lambda v: v >= 0, "a number of epochs, or 0 for none")
+    require(
+        "distributed_lr_warmup_epoch",
+        lambda v: v >= 0 and math.isfinite(v),
+        "a number of epochs, or 0 for none",
+    )
     require("weight_decay", lambda v: v >= 0 and math.isfinite(v), "0 or more")
+    require(
+        "distributed_lr_warmup_factor",
+        lambda v: checks.is_finite(v) and v > 0,
+        "a number above 0, or auto",
+    )
     require(
         "gradient_clipping",
         lambda v: v is None or (checks.is_finite(v) and v > 0),
@@ -214,7 +229,8 @@ def _row_defaults(optimizer: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if optimizer in algorithms.AVERAGING:
         return algorithms.defaults(optimizer, given)
     if optimizer in aggregation.AGGREGATIONS:
-        return options.defaults(aggregation.AGGREGATIONS[optimizer])
+        row = aggregation.AGGREGATIONS[optimizer]
+        return options.defaults(row, given, compressor=compressors.COMPRESSORS)
     return options.defaults(ddp.DDPHook)
 
 

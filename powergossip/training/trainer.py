@@ -3,23 +3,25 @@
 import platform
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from powergossip import algorithms, randomness, tasks, topologies
 from powergossip.algorithms import aggregation, ddp, learning
 from powergossip.errors import Interrupted
 from powergossip.network import Network, Processes, choose_device, cuda_aware_mpi
-from powergossip.parameters import Layout, Parameters
+from powergossip.parameters import Layout, Parameters, trained
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.clock import Clock, PhaseTime, Signals
+from powergossip.runs.progress import Progress
 from powergossip.training.agreement import Agreement
 from powergossip.training.evaluation import Evaluation
 from powergossip.training.local_optimizers import LocalOptimizer, learning_rate
@@ -36,7 +38,8 @@ class Trainer:
 
     config      # as `settings.checked` returns it
     hooks       # receive rows and facts, on process 0
-    resume_from # output folder of a run to resume from its last checkpoint, if it has one
+    resume_from # output folder of a run to resume from its last checkpoint, if it has one, or with
+                # config.evaluate_only from the one that config.checkpoint names
     task        # data and models, by default those of the configuration
 
     Raises BadInput, in all processes, for impossible values, missing data, or a run to resume that
@@ -66,11 +69,12 @@ class Trainer:
         self.steps_per_epoch = min(
             self.task.steps_per_epoch, c.max_steps_per_epoch or self.task.steps_per_epoch
         )
-        with processes.agreed():
+        with processes.agreed(), _memory_errors(len(self.network.workers)):
             models = [self.task.model(c.task_architecture, c.seed) for _ in self.network.workers]
             self.parameters = Parameters(models, self.device)
             self._check_spectrum_names()
-            self._make_rule()
+            if not c.evaluate_only:
+                self._make_rule()
         self.rows = Rows(self._hooks, self.network, lambda: time.perf_counter() - self._started)
         self.evaluation = Evaluation(
             c, self.network, self.task, self.parameters, self.steps_per_epoch, self.rows
@@ -124,8 +128,6 @@ class Trainer:
     def averaging(self, layout: Layout) -> algorithms.Averaging:
         """Build the averaging algorithm of the configuration. Raises ValueError."""
         given = method_options(self.config)
-        if "diffusion_rate" in given:
-            given["diffusion_rate"] = self.diffusion_rate()
         with errors_name_keys(self.config.optimizer):
             return algorithms.make(self.config.optimizer, self.network, layout, **given)
 
@@ -141,7 +143,12 @@ class Trainer:
         self.rule: learning.Learning
         if c.optimizer in aggregation.AGGREGATIONS:
             aggregate = self._aggregation(parameters.layout)
-            self._at_epoch = aggregate.at_epoch
+
+            def follow(epoch: float) -> None:
+                aggregate.at_epoch(epoch)
+                aggregate.at_learning_rate(self.local.rate)
+
+            self._at_epoch = follow
             self.local = LocalOptimizer(parameters, c, 0.0 if aggregate.owns_momentum else None)
             self.rule = learning.CentralizedSGD(
                 network,
@@ -155,16 +162,20 @@ class Trainer:
             return
         self.local = LocalOptimizer(parameters, c)
         if c.optimizer in ddp.HOOKS:
-            self.rule = ddp.DDPHook(
-                network,
-                parameters,
-                self._update,
-                hook=c.optimizer,
-                **hook_options(c),
-                seed=c.seed,
-                weight_decay=self.local.coupled_decay,
-                clip=c.gradient_clipping,
-            )
+            options = hook_options(c)
+            if options["start_iteration"] == ddp.AUTO:
+                options["start_iteration"] = self._guided_start()
+            with errors_name_keys(c.optimizer):
+                self.rule = ddp.DDPHook(
+                    network,
+                    parameters,
+                    self._update,
+                    hook=c.optimizer,
+                    **options,
+                    seed=c.seed,
+                    weight_decay=self.local.coupled_decay,
+                    clip=c.gradient_clipping,
+                )
         else:
             self.rule = learning.DPSGD(
                 network,
@@ -177,6 +188,15 @@ class Trainer:
                 local_steps=c.local_steps,
             )
 
+    def _guided_start(self) -> int:
+        """The first compressed step of PyTorch's hooks for the run as it is planned now.
+
+        A resumed run keeps that of its checkpoint. A warm-up by a factor of 1 is none.
+        """
+        c, steps = self.config, self.steps_per_epoch
+        epochs = c.distributed_lr_warmup_epoch if c.distributed_lr_warmup_factor != 1 else 0
+        return ddp.guided_start(c.num_epochs * steps, ceil(min(epochs, c.num_epochs) * steps))
+
     def _update(self, gradient: Tensor) -> None:
         """The local update of a learning rule."""
         with self.clock("update"):
@@ -184,7 +204,7 @@ class Trainer:
 
     def _progress_messages_during_backward(self) -> None:
         for model in self.parameters.models:
-            for parameter in model.parameters():
+            for parameter in trained(model).values():
                 parameter.register_post_accumulate_grad_hook(lambda _: self.network.progress())
 
     def _check_spectrum_names(self) -> None:
@@ -218,34 +238,55 @@ class Trainer:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "topology": self.topology.summary(),
+            "start_iteration": (
+                self.rule.start_iteration if isinstance(self.rule, ddp.DDPHook) else None
+            ),
         } | ({} if counts is None else {"label_counts": counts.tolist()})  # [worker][label]
 
     # --- Training ---
+
+    @property
+    def total_steps(self) -> int:
+        """The number of steps at the end of the run."""
+        return int(self.config.num_epochs * self.steps_per_epoch)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no step is left."""
+        return bool(self.position[0] >= self.config.num_epochs)
+
+    def check_epochs(self) -> None:
+        """Raise ValueError if a resumed run already has more than num_epochs epochs."""
+        epoch, step, _ = self.position
+        if (epoch, step) > (self.config.num_epochs, 0):
+            begun = epoch + (step > 0)
+            raise ValueError(
+                f"num_epochs={self.config.num_epochs}: use {begun} or more; the run already has "
+                f"{self.step} steps"
+            )
 
     def train(
         self,
         checkpoints: Checkpoints | None = None,
         metrics_offset: Callable[[], int] = lambda: 0,
+        save_first: bool = False,
     ) -> None:
         """Train the remaining epochs. Each is followed by its rows.
 
         checkpoints     # where to save, or None
         metrics_offset  # bytes of metrics.jsonl on the disk, saved with a checkpoint on process 0
+        save_first      # save the restored state again, with a new metrics_offset
 
-        Raises Diverged, and Interrupted after a signal: in all processes, with the same text. Rows
-        and checkpoints are then those of earlier epochs, and Interrupted has one of the last step.
+        Raises, in all processes and with the same text, Diverged and, after a signal, Interrupted.
+        Diverged leaves no row and no checkpoint of its epoch. Interrupted leaves a checkpoint.
         """
         c, steps = self.config, self.steps_per_epoch
         self._started = time.perf_counter() - self._seconds
         save = partial(self._save, checkpoints, metrics_offset)
-        bar = tqdm(
-            total=c.num_epochs * steps,
-            initial=min(self.step, c.num_epochs * steps),
-            disable=self.processes.rank > 0 or c.log_verbosity == 0,
-            unit="step",
-            mininterval=0.5,
-            smoothing=0,
-        )
+        if save_first:
+            save(self.position)
+        shown = self.processes.rank == 0 and c.log_verbosity > 0
+        bar = Progress(c.num_epochs * steps, self.step, shown)
         first, first_step, sums = self.position
         with bar, Signals() as signals:
             for epoch in range(first, c.num_epochs):
@@ -258,6 +299,11 @@ class Trainer:
                 first_step, sums = 0, {}
                 if (epoch + 1) % c.checkpoint_interval == 0 or epoch + 1 == c.num_epochs:
                     save((epoch + 1, 0, {}), score)
+
+    def evaluate(self) -> None:
+        """Log the rows of an evaluation of the present models. Raises Diverged as `train` does."""
+        self._started = time.perf_counter() - self._seconds
+        self.evaluation(self.position[0], self.step, {})
 
     def train_step(self, epoch: int, step: int) -> dict[str, Tensor]:
         """Train one step of all hosted workers. Returns the batches' metrics, each [worker]."""
@@ -302,13 +348,13 @@ class Trainer:
             loss.backward()  # also if it is not finite: other processes wait for messages
         return metrics
 
-    def _end_epoch(self, epoch: int, sums: Mapping[str, Tensor], bar: tqdm) -> float | None:
+    def _end_epoch(self, epoch: int, sums: Mapping[str, Tensor], bar: Progress) -> float | None:
         """Log the rows at the end of an epoch. Returns the score, if there was an evaluation."""
         c, score = self.config, None
         if epoch % c.evaluation_interval == 0 or epoch == c.num_epochs:
             with self.clock("evaluation"):
                 shown, score = self.evaluation(epoch, self.step, sums)
-            bar.set_postfix_str(shown, refresh=False)
+            bar.note(shown)
             if c.log_verbosity > 1 and self.processes.rank == 0:
                 bar.write(f"epoch {epoch}: {shown}")
         if epoch in c.spectrum_logging_epochs:
@@ -348,16 +394,21 @@ class Trainer:
     # --- Checkpoints ---
 
     def _resume(self, folder: Path) -> None:
-        """Restore the last checkpoint of the run in this folder. Raises BadInput."""
-        saved = Checkpoints(folder, self.processes)
-        entry = saved.describe()
+        """Restore a checkpoint of the run in this folder. Raises BadInput."""
+        saved, which = Checkpoints(folder, self.processes), self.config.checkpoint
+        entry = saved.describe(which)
         if entry is None:  # killed before the first checkpoint, or a new folder
             with self.processes.agreed():
+                if self.config.evaluate_only:
+                    raise ValueError(
+                        f"evaluate_only=true: {folder} has no {which} checkpoint; use the folder "
+                        "of a run that has one"
+                    )
                 check_same_run_without_checkpoint(folder, self.config)
             return
         with self.processes.agreed():
             check_same_run(folder, entry["facts"]["config"], self.config)
-        state = saved.load(self.network.workers)
+        state = saved.load(self.network.workers, which)
         with self.processes.agreed():
             self._check_same_model(folder, state)
         self.metrics_bytes = entry["facts"]["metrics_bytes"]
@@ -399,7 +450,7 @@ class Trainer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict()`."""
+        """Restore the state returned by `state_dict()`: for an evaluation, without the method's."""
         parameters, device = self.parameters, self.device
         moved = partial(map_tensors, lambda tensor: tensor.to(device))
         self.step = state["step"]
@@ -410,8 +461,9 @@ class Trainer:
             for name, buffer in _integer_buffers(model).items():
                 buffer.copy_(state["whole_number_buffers"][name][i])
             self.task.carry(model, {k: v[i].to(device) for k, v in state["carried"].items()})
-        self.local.load_state_dict(moved(state["optimizer"]))
-        self.rule.load_state_dict(moved(state["algorithm"]))
+        if not self.config.evaluate_only:
+            self.local.load_state_dict(moved(state["optimizer"]))
+            self.rule.load_state_dict(moved(state["algorithm"]))
         self.network.load_state_dict(state["network"])
         self._seconds = state["seconds"]
         for name, values in state["phases"].items():
@@ -435,6 +487,20 @@ class Trainer:
             state = self.state_dict(position)
             checkpoints.save(self.step, self.network.workers, state, facts, score)
         return True
+
+
+@contextmanager
+def _memory_errors(workers: int) -> Iterator[None]:
+    """Raise ValueError if the block needs more memory than there is."""
+    try:
+        yield
+    except RuntimeError as error:  # that of torch's CPU allocator has no type of its own
+        if "allocate" not in str(error):
+            raise
+        raise ValueError(
+            f"the memory is too small for the models and messages of {workers} workers in a "
+            f"process ({str(error).splitlines()[0]}); use fewer workers or smaller options"
+        ) from error
 
 
 def _integer_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -1,0 +1,93 @@
+"""Diffusion rates γ: the best one, the largest one that converges, and that of CHOCO's theorem.
+
+Symbols: W the mixing matrix, λ_2 ≤ … ≤ λ_max the non-zero eigenvalues of I − W.
+"""
+
+import math
+import warnings
+from weakref import WeakSet
+
+import torch
+
+from powergossip import checks
+from powergossip.algorithms.averaging import Rate
+from powergossip.network import Network
+from powergossip.topologies import Topology
+
+AUTO = "auto"
+_ROUNDING = 1e-6  # relative, of a rate in single precision
+
+_warned: WeakSet[Topology] = WeakSet()
+
+
+def best(topology: Topology) -> float:
+    """Return γ* = 2/(λ_2 + λ_max), the value of `auto`. Xiao & Boyd (2004), section 4.
+
+    Raises BadValue for a directed or time-varying topology, which has no such spectrum.
+    """
+    try:
+        return topology.best_diffusion_rate
+    except ValueError as error:
+        kind = "time-varying" if topology.period > 1 else "directed"
+        name = f"topology={topology.name}"
+        raise checks.BadValue(
+            "diffusion_rate",
+            AUTO,
+            f"a number, such as 1; {name} is {kind}: it has no spectrum of I - W, and thus no best "
+            f"diffusion rate",
+        ) from error
+
+
+def checked(network: Network, rate: Rate | str) -> Rate:
+    """Return the rate of an algorithm that the spectrum of W bounds, where "auto" is the best one.
+
+    Warns of a rate above 2/λ_max on a static undirected topology, once per topology and only on
+    process 0. For other topologies that bound means nothing, and there is no warning.
+
+    Raises BadValue for "auto" without a spectrum, and for other strings.
+    """
+    if isinstance(rate, str):
+        checks.check("diffusion_rate", rate, rate == AUTO, "a number above 0, or auto")
+        return best(network.topology)
+    topology, largest = network.topology, float(torch.as_tensor(rate).max())
+    if (
+        1 < largest < math.inf  # λ_max ≤ 2, so that γ ≤ 1 converges on every graph
+        and network.processes.rank == 0
+        and topology.n_workers > 1
+        and topology.symmetric
+        and topology.period == 1
+        and topology not in _warned
+        and largest > topology.largest_diffusion_rate * (1 + _ROUNDING)
+    ):
+        _warned.add(topology)
+        safe = math.floor(topology.largest_diffusion_rate * 1e4 + 0.01) / 1e4
+        warnings.warn(
+            f"a diffusion rate of {largest:.4g} is too large for topology={topology.name} with "
+            f"{topology.n_workers} workers: above {safe:g} (2/λ_max of I - W) plain gossip "
+            f"diverges, and so does PowerGossip at a high rank; the best rate of plain gossip is "
+            f"{topology.best_diffusion_rate:.4g} (auto)",
+            stacklevel=2,
+        )
+    return rate
+
+
+def choco_rate(topology: Topology, contraction: float) -> float:
+    """Return the γ for which CHOCO-Gossip is proven to converge.
+
+        γ = ξ² δ / (16 ξ + ξ² + 4 β² + 2 ξ β² − 8 ξ δ)
+
+        ξ = 1 − |second largest eigenvalue of W, by magnitude|,   β = ‖I − W‖₂ = λ_max
+        δ: E ‖v − C(v)‖² ≤ (1 − δ) ‖v‖², the contraction of the compressor (K/N for top-k)
+
+    Koloskova, Stich & Jaggi (2019), arXiv:1902.00340, Theorem 2, where ξ is written δ, and δ is ω.
+    In practice this is about a thousand times too small: 3.5e-5 for top 1 % on a ring of 8, where
+    rates of 0.01 to 0.1 converge. It is no default of any program.
+
+    Raises ValueError unless 0 < contraction ≤ 1, and for a directed or time-varying topology.
+    """
+    ok = checks.is_finite(contraction) and 0 < contraction <= 1
+    checks.check("contraction", contraction, ok, "a number above 0, at most 1")
+    beta = topology.largest_eigenvalue
+    xi = 1 - topology.contraction(1.0)
+    denominator = 16 * xi + xi**2 + 4 * beta**2 + 2 * xi * beta**2 - 8 * xi * contraction
+    return xi**2 * contraction / denominator

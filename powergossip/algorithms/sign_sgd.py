@@ -1,0 +1,117 @@
+"""signSGD with majority vote: all workers apply the sign that most of them have, of each element.
+
+`optimizers.SignSGD` puts it into a training loop of your own.
+
+Axes: worker (hosted here). Each worker has D elements.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from powergossip import checks
+from powergossip.compressors import pack, unpack
+from powergossip.network import Conversation, Gather, Network
+from powergossip.parameters import Layout
+
+
+@dataclass(frozen=True)
+class Config:
+    """
+    momentum   β of the average whose sign is sent. 0: signSGD, otherwise Signum
+
+    Raises ValueError for a value out of range.
+    """
+
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        checks.below_one("momentum", self.momentum)
+
+
+class SignSGDAggregation:
+    """The majority vote of the workers' signs, −1, 0 or 1 for each element.
+
+        u_i ← β u_i + (1 − β) g_i
+        mean ← sign(Σ_j sign(u_j))
+
+    Bernstein, Wang, Azizzadenesheli & Anandkumar (2018), arXiv:1802.04434, Algorithms 2 and 3, and
+    Bernstein, Zhao, Azizzadenesheli & Anandkumar (2019), arXiv:1810.05291, Algorithm 1, where the
+    weight decay is added to the vote, without momentum. A tie, with an even number of workers, is
+    0: the element stays. For u_ij = 0, worker i votes +1 in every second step and −1 in the others,
+    workers of even and odd index in turns. So the votes cancel where all gradients are 0, as in the
+    rows of unseen words in an embedding, which a fixed sign would move by η in every step. There is
+    no error feedback, and η is the length of every step of every element.
+
+    If an element of u_i is NaN or infinite, worker i sends an empty message, and the vote is NaN in
+    all workers, so that divergence stays visible.
+
+    Cost on the wire: an all-gather of 1 bit for each element, to n − 1 others, as in the code of
+    Vogels et al. (github.com/epfml/powersgd). A vote counted at a server would lose the ties.
+    """
+
+    owns_momentum: ClassVar[bool] = True
+    clips: ClassVar[bool] = False
+    momentum: float = 0.0  # of the weight decay
+    nesterov: bool = False
+
+    def __init__(self, network: Network, layout: Layout, config: Config):
+        self._network, self._size, self._beta = network, layout.size, config.momentum
+        workers, device = network.rows, network.device
+        self._steps = 0
+        self._momentum = torch.zeros(workers, layout.size, device=device) if self._beta else None
+
+    def at_epoch(self, epoch: float) -> None:
+        """signSGD has no schedule."""
+
+    def at_learning_rate(self, *rates: float) -> None:
+        """The vote does not depend on the learning rate."""
+
+    @property
+    def compression_rate(self) -> float:
+        """Bits of a gradient over the bits of a worker's message."""
+        return 32.0
+
+    def step(self, gradient: Tensor, mean: Tensor) -> Conversation:
+        """Take gradient [worker, D] and clear it. Fill mean [worker, D]."""
+        u = gradient
+        if self._momentum is not None:
+            u = self._momentum.lerp_(gradient, 1 - self._beta)
+        first = (self._network.workers.start + self._steps) % 2  # rows with +1 for 0
+        positive = u > 0
+        positive[first::2] = u[first::2] >= 0
+        messages = pack(positive, 1)  # uint8 [worker, bytes]
+        votes = u.isfinite().all(1).tolist()
+        pieces = [m if valid else m[:0] for m, valid in zip(messages, votes, strict=True)]
+        gradient.zero_()
+        received = yield Gather(pieces)
+        total = mean[0].zero_()
+        for piece in received:
+            if len(piece):
+                total.add_(unpack(piece, 1, self._size))
+            else:
+                total.fill_(torch.nan)
+        total.mul_(2).sub_(len(received)).sign_()
+        mean[1:] = total
+        self._steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Number of steps, and the momentum u [worker, D], or None without."""
+        momentum = None if self._momentum is None else self._momentum.clone()
+        return {"steps": self._steps, "momentum": momentum}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict()`. Raises ValueError if it does not fit."""
+        saved = None if state["momentum"] is None else tuple(state["momentum"].shape)
+        own = None if self._momentum is None else tuple(self._momentum.shape)
+        if saved != own:
+            raise ValueError(
+                f"the state of signSGD has a momentum of shape {saved} [worker, D], not {own}; use "
+                "the same model and momentum"
+            )
+        self._steps = state["steps"]
+        if self._momentum is not None:
+            self._momentum.copy_(state["momentum"])

@@ -1,0 +1,101 @@
+"""Mean gradients of any aggregation in a training loop: the common part of ErrorFeedback and
+SignSGD."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from powergossip.algorithms.error_feedback import ErrorFeedback as ErrorFeedbackAggregation
+from powergossip.algorithms.sign_sgd import SignSGDAggregation
+from powergossip.network import Network
+from powergossip.optimizers.checks import Params
+from powergossip.optimizers.gradients import Gradients
+from powergossip.parameters import Layout
+
+Build = Callable[[Network, Layout], ErrorFeedbackAggregation | SignSGDAggregation]
+
+
+class Aggregated:
+    """The mean of the compressed gradients of these parameters over all processes.
+
+    params: tensors, or (name, tensor) pairs, in an order that all processes share. All workers
+    start from the parameters of process 0. network: a network with one worker per process, by
+    default that of all processes. build: constructs the aggregation.
+
+    flat  # the parameters, a gradient and the mean of the workers as `Gradients`
+
+    Raises ValueError, in all processes, for parameters that are not dense float32 tensors.
+    """
+
+    def __init__(self, params: Params, build: Build, network: Network | None = None):
+        self.flat = Gradients(params, network)
+        self.network = self.flat.network
+        self._aggregation = build(self.network, self.flat.layout)
+
+    @property
+    def owns_momentum(self) -> bool:
+        """Whether the momentum is part of the method, so that the optimizer must have none."""
+        return self._aggregation.owns_momentum
+
+    @property
+    def compression_rate(self) -> float:
+        """Bits of a gradient over the bits of a worker's message."""
+        return self._aggregation.compression_rate
+
+    @property
+    def bits(self) -> int:
+        """Bits that this worker has sent since the start."""
+        return self.flat.bits
+
+    def at_learning_rate(self, *rates: float) -> None:
+        """Set the learning rate of the next step: one for all parameters, or one for each.
+        `optimizer_step` does this with the rates of the optimizer."""
+        self._aggregation.at_learning_rate(*rates)
+
+    def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Return the mean over all workers, which the next call overwrites.
+
+        Gradients are in the order of the parameters. They are not changed.
+        """
+        torch._foreach_copy_(self.flat.gradients, list(gradients))
+        self.network.run(self._aggregation.step(self.flat.gradient, self.flat.mean))
+        return self.flat.means
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on, such as the error of this worker."""
+        return {
+            "aggregation": self._aggregation.state_dict(),
+            "network": self.network.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict()`. Raises ValueError if it does not fit."""
+        self._aggregation.load_state_dict(state["aggregation"])
+        self.network.load_state_dict(state["network"])
+
+
+def optimizer_step(optimizer: torch.optim.Optimizer, aggregated: Aggregated) -> None:
+    """A step of the optimizer with the mean of all workers' compressed gradients.
+
+    Takes the gradients p.grad and clears them. Each parameter has the learning rate of its group.
+
+    Raises ValueError, before anything is sent, for a parameter with a missing or sparse gradient,
+    and for an optimizer of other parameters, or with momentum where the method owns it.
+    """
+    flat = aggregated.flat
+    gradients = flat.of_loop(optimizer)
+    rates: dict[int, float] = {}
+    for group in optimizer.param_groups:
+        for name in ("momentum", "betas"):
+            if aggregated.owns_momentum and group.get(name):
+                raise ValueError(
+                    f"the optimizer has {name}={group[name]}, and the momentum is part of the "
+                    "method: use torch.optim.SGD with momentum=0, and Config(momentum=…)"
+                )
+        rates |= {id(parameter): float(group["lr"]) for parameter in group["params"]}
+    aggregated.at_learning_rate(*(rates[id(parameter)] for parameter in flat.parameters))
+    torch._foreach_copy_(gradients, aggregated.aggregate(gradients))
+    optimizer.step()
+    torch._foreach_zero_(gradients)

@@ -1,0 +1,43 @@
+"""Error-feedback SGD in a training loop of your own, one worker per process.
+
+    from powergossip.compressors import TopK
+    from powergossip.optimizers.error_feedback import Config, ErrorFeedback, optimizer_step
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    feedback = ErrorFeedback(model.named_parameters(), TopK(keep_ratio=0.01))
+    for batch in batches:
+        loss(model, batch).backward()
+        optimizer_step(optimizer, feedback)  # in place of optimizer.step() and zero_grad()
+
+The optimizer's momentum follows the mean. With Config(momentum=…), each worker's momentum is
+compressed instead, and the optimizer has momentum=0. The algorithm is algorithms.error_feedback.
+"""
+
+from powergossip.algorithms.error_feedback import Config
+from powergossip.algorithms.error_feedback import ErrorFeedback as Aggregation
+from powergossip.compressors import Compressor
+from powergossip.network import Network
+from powergossip.optimizers.aggregated import Aggregated, optimizer_step
+from powergossip.optimizers.checks import Params
+
+__all__ = ["Config", "ErrorFeedback", "optimizer_step"]
+
+
+class ErrorFeedback(Aggregated):
+    """The mean of these parameters' gradients, compressed with error feedback.
+
+    compressor: any of powergossip.compressors, or one of your own. Other arguments, attributes and
+    errors as for `Aggregated`.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        compressor: Compressor,
+        config: Config | None = None,
+        network: Network | None = None,
+    ):
+        self.config = given = config or Config()
+        super().__init__(
+            params, lambda net, layout: Aggregation(net, layout, compressor, given), network
+        )

@@ -1,0 +1,34 @@
+"""signSGD with majority vote in a training loop of your own, one worker per process.
+
+    from powergossip.optimizers.sign_sgd import Config, SignSGD, optimizer_step
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, weight_decay=1e-4)
+    signs = SignSGD(model.named_parameters(), Config(momentum=0.9))
+    for batch in batches:
+        loss(model, batch).backward()
+        optimizer_step(optimizer, signs)  # in place of optimizer.step() and zero_grad()
+
+The momentum is part of the method, so the optimizer has momentum=0. The learning rate is the length
+of the step of each parameter element: start a hundred times below that of SGD. The algorithm is
+algorithms.sign_sgd.
+"""
+
+from powergossip.algorithms.sign_sgd import Config, SignSGDAggregation
+from powergossip.network import Network
+from powergossip.optimizers.aggregated import Aggregated, optimizer_step
+from powergossip.optimizers.checks import Params
+
+__all__ = ["Config", "SignSGD", "optimizer_step"]
+
+
+class SignSGD(Aggregated):
+    """The majority vote on the signs of these parameters' gradients. Arguments, attributes and
+    errors as for `Aggregated`."""
+
+    def __init__(
+        self, params: Params, config: Config | None = None, network: Network | None = None
+    ):
+        self.config = given = config or Config()
+        super().__init__(
+            params, lambda net, layout: SignSGDAggregation(net, layout, given), network
+        )

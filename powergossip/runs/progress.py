@@ -1,0 +1,73 @@
+"""The progress of a run: a bar on a terminal, in a log file a line now and then."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from tqdm import tqdm
+
+INTERVAL = 30.0  # seconds between the lines in a log file
+_LAUNCHERS = ("mpiexec", "mpirun", "orterun", "prterun")
+
+
+class Progress:
+    """The number of steps done, on the standard error, while the context is open.
+
+    total    # steps
+    initial  # steps done before
+    shown    # False: show nothing
+    """
+
+    def __init__(self, total: int, initial: int = 0, shown: bool = True):
+        self._total, self._done = total, initial
+        self._note = ""
+        self._lines = shown and not on_terminal()
+        self._bar = tqdm(
+            total=total,
+            initial=initial,
+            disable=not shown or self._lines,
+            unit="step",
+            mininterval=0.5,
+            smoothing=0,
+        )
+        self._start = self._last_line = time.monotonic()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def update(self, steps: int = 1) -> None:
+        """Count further steps."""
+        self._done += steps
+        self._bar.update(steps)
+        if self._lines and time.monotonic() - self._last_line >= INTERVAL:
+            self._last_line = time.monotonic()
+            elapsed = tqdm.format_interval(self._last_line - self._start)
+            note = f", {self._note}" if self._note else ""
+            line = f"{self._done} of {self._total} steps after {elapsed}{note}"
+            print(line, file=sys.stderr, flush=True)
+
+    def note(self, text: str) -> None:
+        """Show this text beside the number of steps from now on."""
+        self._note = text
+        self._bar.set_postfix_str(text, refresh=False)
+
+    def write(self, line: str) -> None:
+        """Print a line to the standard output, above the bar."""
+        tqdm.write(line)
+
+
+def on_terminal() -> bool:
+    """Return whether the standard error is a terminal, or that of mpirun, which forwards it."""
+    if sys.stderr.isatty():
+        return True
+    parent = Path("/proc") / str(os.getppid())
+    try:
+        if (parent / "comm").read_text().strip() not in _LAUNCHERS:
+            return False
+        return str((parent / "fd" / "2").readlink()).startswith(("/dev/pts/", "/dev/tty"))
+    except OSError:  # not Linux
+        return False
