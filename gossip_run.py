@@ -141,7 +141,9 @@ def main(arguments: list[str] | None = None) -> None:
             if sweep.config.log_verbosity > 0:
                 print(configuration.changed(sweep.config, Config))
         show = comm.rank == 0 and sweep.config.log_verbosity > 0
-        signals = Signals(at_once="there is no checkpoint; the rows so far are kept")
+        # Process 0 reports first. The others go on meanwhile, since it may wait for their messages.
+        text, delay = "there is no checkpoint; the rows so far are kept", 0.6 * (comm.rank > 0)
+        signals = Signals(at_once=text, delay=delay)
         with Progress(sweep.total_steps, shown=show) as bar, signals:
             sweep.run(_hooks(sweep, bar))
         if _output is not None:

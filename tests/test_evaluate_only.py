@@ -21,7 +21,7 @@ RUN = [
     "checkpoint_interval=1",
     "log_verbosity=0",
     "momentum=0",
-    "lr_schedule_milestones=[[2, 15]]",
+    "lr_schedule_milestones=[[2, 30]]",
 ]
 # Rows of an evaluation, and not of training.
 EVALUATED = {"accuracy", "cross_entropy", "consensus_distance", "uncompressed_gossip_bits"}
@@ -82,7 +82,7 @@ def test_the_rows_are_those_of_training_and_no_file_changes(
     assert (which == "last") == (epoch == 3)
     logged = metrics.load(finished)
     of_epoch = logged[logged["epoch"] == epoch].to_dict("records")
-    assert comparable(rows) == comparable(of_epoch)  # type: ignore[arg-type]
+    assert comparable(rows) == comparable(of_epoch)
     assert len(comparable(rows)) == len(rows) > 10
     (mean,) = [r for r in rows if r["name"] == "accuracy" and r["split"] == "test_avg"]
     table = capsys.readouterr().out

@@ -125,8 +125,8 @@ def test_five_lines_in_a_loop() -> None:
         votes: Any = 0
         for worker in range(who.size):
             backward(reference, worker, t)
-            grads = [p.grad for p in reference.parameters()]
-            votes = votes + torch.cat([g.flatten().sign() for g in grads if g is not None])
+            g = torch.cat([p.grad.flatten() for p in reference.parameters() if p.grad is not None])
+            votes = votes + torch.where(g == 0, (-1.0) ** (worker + t), g.sign())
             reference.zero_grad()
         x = vector(reference)
         nn.utils.vector_to_parameters(x - 0.01 * (votes.sign() + 0.1 * x), reference.parameters())

@@ -97,12 +97,12 @@ class Processes:
             return lambda: values
         from mpi4py import MPI
 
-        largest = np.empty_like(values)
-        request = self.communicator.Iallreduce(values, largest, MPI.MAX)
+        buffers = values.copy(), np.empty_like(values)  # which MPI uses until the end of Wait
+        request = self.communicator.Iallreduce(*buffers, MPI.MAX)
 
-        def wait() -> np.ndarray:
+        def wait(sent: np.ndarray = values) -> np.ndarray:  # MPI reads this memory until the end
             request.Wait()
-            return largest
+            return buffers[1]
 
         return wait
 

@@ -62,11 +62,12 @@ class Signals:
 
     received  # number of the signal, or None
     at_once   # text of the errors.Signaled that the first signal raises, or None: it raises nothing
+    delay     # seconds until it does. A process that waits for this one can react before
     """
 
-    def __init__(self, at_once: str | None = None) -> None:
+    def __init__(self, at_once: str | None = None, delay: float = 0.0) -> None:
         self.received: int | None = None
-        self._at_once = at_once
+        self._at_once, self._delay = at_once, delay
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Signals":
@@ -77,14 +78,23 @@ class Signals:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if signal.SIGALRM in self._before:
+            signal.setitimer(signal.ITIMER_REAL, 0)
         self._restore()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = number
         self._restore()
-        if self._at_once is not None:
-            name = signal.Signals(number).name
-            raise Signaled(f"stopped by {name}; {self._at_once}", number)
+        if self._at_once is not None and self._delay:
+            self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._raise)
+            signal.setitimer(signal.ITIMER_REAL, self._delay)
+        elif self._at_once is not None:
+            self._raise(number, frame)
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        assert self.received is not None
+        name = signal.Signals(self.received).name
+        raise Signaled(f"stopped by {name}; {self._at_once}", self.received)
 
     def _restore(self) -> None:
         while self._before:

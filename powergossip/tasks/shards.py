@@ -72,9 +72,7 @@ def held_out(labels: Tensor, ratio: float) -> np.ndarray:
     _, label, available = np.unique(labels.cpu(), return_inverse=True, return_counts=True)
     size = number_held_out(len(labels), ratio)
     shuffled = generator(VALIDATION_SEED, "validation").permutation(len(labels))
-    by_label = np.split(
-        shuffled[label[shuffled].argsort(kind="stable")], np.cumsum(available)[:-1]
-    )
+    by_label = np.split(shuffled[label[shuffled].argsort(kind="stable")], np.cumsum(available)[:-1])
     counts = apportion(size, np.log(available), available)
     for of_label, count in zip(by_label, counts, strict=True):
         held[of_label[:count]] = True

@@ -294,7 +294,6 @@ class Trainer:
                     self._train_step(epoch, step, sums)
                     bar.update()
                     self._stop_if_asked(signals, (epoch, step + 1, sums), save)
-                self._check_parameters(epoch + 1)
                 score = self._end_epoch(epoch + 1, sums, bar)
                 first_step, sums = 0, {}
                 if (epoch + 1) % c.checkpoint_interval == 0 or epoch + 1 == c.num_epochs:
@@ -367,22 +366,24 @@ class Trainer:
             self._hooks.log_info({"state.progress": epoch / c.num_epochs})
         return score
 
-    def _check_parameters(self, epoch: int) -> None:
-        """Raise Diverged, in all processes, after a loss or for parameters that are not finite."""
-        norms = torch.linalg.vector_norm(self.parameters.x, dim=1, dtype=torch.float64)
-        for worker, norm in zip(self.network.workers, norms.tolist(), strict=True):
-            self._agreement.note(worker, "parameter norm", norm, self.step, epoch)
-        self._agreement.settle()
-
     def _stop_if_asked(
         self, signals: Signals, position: Position, save: Callable[[Position], bool]
     ) -> None:
-        """Save and raise Interrupted if a process has received a signal."""
+        """Save and raise Interrupted if a process has received a signal.
+
+        Here and at the end of an epoch, raise Diverged if a loss was not finite or parameters are
+        not.
+        """
+        epoch, step, _ = position
         number = self._received_signal(signals)
+        if number is not None or step == self.steps_per_epoch:
+            norms = torch.linalg.vector_norm(self.parameters.x, dim=1, dtype=torch.float64)
+            for worker, norm in zip(self.network.workers, norms.tolist(), strict=True):
+                self._agreement.note(worker, "parameter norm", norm, self.step, epoch + 1)
+            number = self._agreement.settle(number or signals.received)
         if number is not None:
-            self._check_parameters(position[0] + 1)
             text = f"stopped by {signal.Signals(number).name} after step {self.step}"
-            text += f" (epoch {position[0] + 1})"
+            text += f" (epoch {epoch + 1})"
             if save(position):
                 text += "; the same command with resume=true resumes there"
             raise Interrupted(text, number)
