@@ -20,6 +20,8 @@ Compressed gradients (`optimizer` in train.py and a row of `AGGREGATIONS`):
 
     powersgd       low-rank gradients                Vogels et al. (2019), 1905.13727
     dgc            sparse gradients with momentum    Lin et al. (2018), 1712.01887
+    ef-sgd         error feedback, any compressor    Karimireddy et al. (2019), 1901.09847
+    signsgd        majority vote on signs            Bernstein et al. (2018), 1802.04434
 """
 
 from powergossip.algorithms import *  # noqa: F403

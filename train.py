@@ -121,9 +121,10 @@ class Config:
     local_steps: int = 1  # gossip every k-th step
     optimizer_diffusion_rate: float | int | str | None = None  # γ (1), or auto
     #   for dpsgd and power-gossip: the best for plain gossip on this topology
-    optimizer_rank: int | None = None  # power-gossip, powersgd, hooks, svd (1), top-k, random-k,
-    #   random-block. At most the sides of a matrix. Hooks: try 1, 2, 4, ...; the batched hook is
-    #   for rank 1 only, prefer ddp-powersgd
+    optimizer_rank: int | None = None  # power-gossip, powersgd, hooks, svd (1). At most the sides
+    #   of a matrix. Hooks: try 1, 2, 4, ...; the batched hook is for rank 1 only, prefer
+    #   ddp-powersgd. Values kept of an m x k matrix: top-k r (m + k)/4, random-k and random-block
+    #   r (m + k)
     optimizer_num_iterations: int | None = None  # of power iteration per step (2)
     optimizer_warm_start: bool | None = None  # power-gossip, powersgd, hooks: reuse the last step's
     #   directions (true)

@@ -8,6 +8,7 @@ import torch
 
 import algorithms
 import topologies
+from powergossip.algorithms.aggregation import make
 from powergossip.algorithms.dgc import Config as DGCConfig
 from powergossip.algorithms.dgc import DGCAggregation
 from powergossip.algorithms.power_sgd import Aggregation
@@ -36,8 +37,18 @@ def _power_sgd(network: Network, layout: Layout) -> Step:
 
 
 def _dgc(network: Network, layout: Layout) -> Step:
-    aggregation = DGCAggregation(network, layout, DGCConfig(compress_ratio=0.01))
+    aggregation = DGCAggregation(
+        network, layout, DGCConfig(compress_ratio=0.01, compress_upper_bound=1, int32_indices=True)
+    )
     return lambda x: aggregation.step(x, torch.zeros_like(x))
+
+
+def _aggregation(name: str, **options: Any) -> Build:
+    def build(network: Network, layout: Layout) -> Step:
+        aggregation = make(name, network, layout, **options)
+        return lambda x: aggregation.step(x.clone(), torch.zeros_like(x))
+
+    return build
 
 
 METHODS: dict[str, Build] = {
@@ -53,6 +64,10 @@ METHODS: dict[str, Build] = {
     "all-reduce": _averaging("all-reduce"),
     "PowerSGD, rank 1, 2 half-iterations": _power_sgd,
     "DGC, 1 %": _dgc,
+    "error feedback, sign": _aggregation("ef-sgd"),
+    "error feedback, top 1 %": _aggregation("ef-sgd", compressor="top-k"),
+    "error feedback, random 1 %": _aggregation("ef-sgd", compressor="random-k"),
+    "signSGD": _aggregation("signsgd"),
 }
 
 

@@ -183,7 +183,7 @@ def compared(
     _figure(rows, measure, folder / "figure.svg")
     table = _table(rows, settings, measure)
     numbers = {len(of_seeds) for of_seeds in runs.values()}
-    seeds = _count(*numbers, "seed") if len(numbers) == 1 else "the seeds"
+    seeds = _count(max(numbers), "seed") if len(numbers) == 1 else "the seeds"
     above = (
         f"{sentence_case(title)}.\n\nMean ± standard deviation of {seeds}; "
         f"{note} The time is that of a run with evaluation. MB sent are those of one worker in a "

@@ -351,6 +351,17 @@ def test_the_bounds_are_those_of_the_published_selection(
     assert len(endings) > 1 or upper == 2.0
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_an_element_that_diverged_is_selected_at_the_end_of_memory_too(bad: float) -> None:
+    """A surplus below the upper bound is cut to the first elements, but not with NaN among it."""
+    values = torch.randn(50_000, generator=torch.Generator().manual_seed(2))
+    values[-1] = bad
+    selector = Selector(50_000, 0.02, Config(compress_upper_bound=2.0))
+    random = np.random.default_rng(1)
+    for _ in range(10):
+        assert 49_999 in selector.positions(values, selector.sample(random))
+
+
 def test_a_sample_is_strided_or_uniform() -> None:
     random = np.random.default_rng(0)
     strided = Selector(100_000, 0.05, Config())

@@ -421,6 +421,101 @@ def test_small_forms_keep_what_is_published() -> None:
     assert of["PowerGossip, rank 8, 4 iterations"]["optimizer_num_iterations"] == 4
 
 
+def test_published_experiments_are_those_of_the_published_programs() -> None:
+    """Of resnet20_cifar10_shuffled.py, choco_lstm_testing.py, choco_lstm_spectrum.py,
+    resnet20_cifar10_shuffled_moniqua_tuning.py and moniqua_test.py."""
+
+    def runs_of(name: str) -> list[dict[str, Any]]:
+        (runs,) = Folder("", Path("/nowhere")).runs(EXPERIMENTS[name])
+        return [dict(run.values) for run in runs]
+
+    def seeds(runs: list[dict[str, Any]], **values: Any) -> list[int]:
+        return [r["seed"] for r in runs if all(r.get(k) == v for k, v in values.items())]
+
+    images = runs_of("cifar10_resnet20")
+    assert len(images) == 66
+    all_seeds = [10, 20, 30, 40, 50, 60]
+    for optimizer in ("all-reduce", "dpsgd"):
+        for factor, expected in ((8, [10]), (11.3, all_seeds), (16, [10])):
+            chosen = {"optimizer": optimizer, "distributed_lr_warmup_factor": factor}
+            assert seeds(images, **chosen) == expected
+    for iterations in (1, 2):
+        of = {"optimizer": "power-gossip", "optimizer_num_iterations": iterations}
+        assert seeds(images, **of, optimizer_warm_start=True) == all_seeds
+        assert seeds(images, **of, optimizer_warm_start=False) == all_seeds[:4]
+    language = runs_of("wikitext2_lstm")
+    power = {"optimizer": "power-gossip"}
+    assert seeds(language, **power, optimizer_warm_start=False) == [10, 20]
+    for rank, iterations in ((1, 8), (1, 16), (2, 16), (4, 8), (8, 4)):
+        chosen = power | {"optimizer_rank": rank, "optimizer_num_iterations": iterations}
+        assert seeds(language, **chosen) == [10, 20]
+    assert len(seeds(language, **power)) == 14
+    assert seeds(language, local_steps=32) == [10]
+    assert seeds(language, optimizer="dpsgd", distributed_lr_warmup_factor=28) == [10]
+    assert sorted(
+        (run["distributed_lr_warmup_factor"], run["optimizer_diffusion_rate"])
+        for run in language
+        if run["optimizer"] == "deepsqueeze"
+    ) == [(factor, gamma) for factor in (28, 38) for gamma in (0.1, 0.2, 0.4, 0.8)]
+    (spectra,) = runs_of("lstm_spectrum")
+    assert spectra["spectrum_logging_worker_pairs"] == [[0, 1], [4, 5], [8, 9]]
+    assert spectra["spectrum_logging_params"] == ["encoder.weight", "rnn.weight_ih_l1"]
+    assert (spectra["optimizer_num_iterations"], spectra["seed"]) == (32, 10)
+    assert spectra["spectrum_logging_epochs"] == [1, 50, 65, 89]
+    moniqua = runs_of("moniqua_tuning")
+    assert seeds(moniqua, optimizer_theta=0.25, optimizer_diffusion_rate=0.005) == [0]
+    assert seeds(moniqua, optimizer_theta=2, weight_decay=5e-4) == [1, 2, 3]
+    assert moniqua[1]["lr_schedule_milestones"] == [[250, 0.1], [280, 0.1]]
+
+
+def test_settings_are_chosen_on_held_out_data(tmp_path: Path) -> None:
+    """Whatever the test rows are. The chosen runs have all training data."""
+    experiment = learning.experiment("how well", learning.DIGITS)
+
+    def results(run: Run) -> pd.DataFrame:
+        values = run.values
+        assert ("validation_ratio" in values) == (values["seed"] == learning.TUNING_SEED)
+        good = values.get("optimizer_diffusion_rate", 0.1) == 0.1
+        good = good and values["learning_rate"] == 0.1 and values.get("optimizer_theta") != 1.0
+        rows = [
+            {"split": "valid_avg", "value": 0.9 if good else 0.8},
+            {"split": "test_avg", "value": 0.1 if good else 0.99},
+            {"split": "valid", "value": 0.99 * (not good), "worker": 0},
+        ]
+        return pd.DataFrame([{"name": "accuracy", "epoch": 1, **row} for row in rows])
+
+    tuning, final = (stage(results) for stage in experiment.stages)
+    assert {run.values["validation_ratio"] for run in tuning} == {0.1}
+    assert len(final) == len(learning.METHODS) * len(learning.SEEDS)
+    for run in final:
+        assert run.values["learning_rate"] == 0.1
+        assert run.values.get("optimizer_diffusion_rate", 0.1) == 0.1
+        assert run.values.get("optimizer_theta", 0.25) == 0.25
+        assert "validation_ratio" not in run.values
+        assert run.values["num_epochs"] == learning.DIGITS["num_epochs"]
+        assert run.values["lr_schedule_milestones"] == [[15, 0.1]]
+
+
+def test_rows_with_fewer_seeds_say_so(tmp_path: Path) -> None:
+    runs = {
+        method: [Run("train", {"optimizer": "dpsgd", "learning_rate": 0.1, "seed": s}) for s in of]
+        for method, of in {"D-PSGD": (1, 2, 3), "other": (4,)}.items()
+    }
+
+    def results(run: Run) -> pd.DataFrame:
+        common = {"name": "accuracy", "epoch": 1, "bits": 8e6, "seconds": 1.0}
+        splits = [{"split": "test_avg", "value": 0.5}, {"split": "test", "value": 0.5}]
+        return pd.DataFrame([common | split for split in splits])
+
+    text = learning.compared("how well", runs, results, tmp_path, "accuracy", "a note.")
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    assert rows[0][-1] == "seeds"
+    assert [row[-1] for row in rows[2:]] == ["3", "1"]
+    assert [row[3:5] for row in rows[2:]] == [["1.0", "1.0×"]] * 2  # of a run, not of all seeds
+    same = {"D-PSGD": runs["D-PSGD"]}
+    assert "| seeds" not in learning.compared("how", same, results, tmp_path, "accuracy", "")
+
+
 SMALL = {
     "task": "Digits",
     "task_architecture": "MLP",
@@ -451,6 +546,14 @@ def test_a_table_of_the_paper_from_the_runs_on(tmp_path: Path) -> None:
     assert rows["all-reduce"][5].strip() == "1.3×"
 
 
+def test_consensus_on_faces_has_the_published_numbers_of_steps() -> None:
+    (stage,) = EXPERIMENTS["consensus_faces"].stages
+    for run in stage(lambda run: pd.DataFrame()):
+        steps = run.values["num_steps"]
+        assert (steps["others"], steps["power_gossip"], steps["uncompressed"]) == (1000, 3000, 100)
+        assert (run.values["data_type"], run.values["matrix_size"]) == ("faces", 64)
+
+
 def test_consensus_from_the_run_to_the_table(tmp_path: Path) -> None:
     few = {"num_steps": 60}
     parts = [("uncompressed", "chebyshev"), ("power_gossip",)]
@@ -471,12 +574,15 @@ def test_consensus_from_the_run_to_the_table(tmp_path: Path) -> None:
 def test_spectra_from_the_runs_to_the_table(tmp_path: Path) -> None:
     values = {"D-PSGD": SMALL | {"optimizer": "dpsgd"}, "PowerGossip": SMALL}
     names = ("hidden1.weight", "hidden2.weight")
-    experiment = spectrum._experiment("how low", values, (1, 2), names)
+    experiment = spectrum._experiment("how low", values, (1, 2), names, ((0, 1), (2, 3)))
     folder = Folder("spectrum", tmp_path)
     assert carry_out(experiment, folder, 2) == []
     text = experiment.report(folder.results, tmp_path)
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")][2:]
-    assert len(rows) == 4
+    rows = [row for row in rows if row[0] in ("| D-PSGD", "| PowerGossip")]
+    assert len(rows) == 2 * 4
+    assert text.index("Workers 0 and 1") < text.index("Workers 2 and 3")
+    assert rows[:4] != rows[4:]
     for row in rows:
         first, eight = (float(cell.strip("% ")) for cell in row[3:5])
         assert 0 < first <= eight <= 100

@@ -11,14 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 
+import train as entry
 from powergossip import tasks
+from powergossip.network import Processes
 from powergossip.randomness import generator
 from powergossip.tasks import language, texts
 from powergossip.tasks.language import LanguageModeling
 from powergossip.tasks.language_models import LSTM, LanguageModel
 from powergossip.tasks.task import Options, Split
+from powergossip.training.settings import checked
 from tests import small_data
 
 
@@ -586,11 +590,30 @@ def test_options_of_files_are_rejected_elsewhere(tmp_path: Path) -> None:
             make(None, "topics", **{key: value})
 
 
-def test_the_published_model_has_the_published_size() -> None:
-    """With 28,869 words: those of the text, and <pad>."""
-    with torch.device("meta"):
-        model = LSTM((28_869, 30))
-    assert sum(parameter.numel() for parameter in model.parameters()) == 28_949_319
+def test_the_default_model_of_the_short_text_is_small() -> None:
+    def sizes() -> tuple[int, int, float]:
+        arguments: dict[str, Any] = {"n_workers": 1, "batch_size": 1, "seed": 1}
+        task = tasks.make("LSTM", **arguments)
+        model = task.model("LSTM", seed=1)
+        assert isinstance(model, LSTM)
+        return model.rnn.hidden_size, model.rnn.num_layers, model.dropout.p
+
+    assert sizes() == (128, 1, 0.2)
+
+
+def test_keys_without_effect_on_text_are_rejected_or_give_a_warning() -> None:
+    def settings(*explicit: str, **changes: Any) -> Any:
+        config = OmegaConf.merge(OmegaConf.structured(entry.Config), {"task": "LSTM"}, changes)
+        return checked(config, Processes(), explicit)  # type: ignore[arg-type]
+
+    for key in ("use_decentralized_data", "reshuffle_data"):
+        with pytest.raises(ValueError, match=rf"^{key}=true: use false with task=LSTM"):
+            settings(key, **{key: True})
+        settings(key, **{key: False})
+    with pytest.warns(UserWarning, match="task=LSTM has no such option: use_decentralized_data"):
+        c = settings(use_decentralized_data=True)
+    assert c.drop_last is False, "as for other text"
+    settings(reshuffle_data=True)  # its default
 
 
 def test_damaged_texts_are_rejected_by_name(tmp_path: Path) -> None:

@@ -354,7 +354,7 @@ def test_labels_of_logarithmic_axes_do_not_overlap(
         patch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.append(self))
         figures.compare({"one": rows}, tmp_path / "x.png")
     axes = drawn[0].axes[1]
-    drawn[0].canvas.draw()  # type: ignore[attr-defined]
+    drawn[0].canvas.draw()
     low, high = axes.get_xlim()
     shown = [
         text.get_window_extent()

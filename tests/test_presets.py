@@ -106,6 +106,8 @@ PIXELS = {"pixel_mean": [0.4914, 0.4822, 0.4465], "pixel_deviation": [0.2023, 0.
         ("choco-top-1", 11.3, 0.0375, {"optimizer_keep_ratio": 0.01}),
         ("deepsqueeze", 4.8, 0.01, {"optimizer_compressor": "sign-and-norm"}),
         ("moniqua", 4, 0.005, {"optimizer_theta": 0.25}),
+        ("power-gossip-random", 11.3, 1.308, {"optimizer_warm_start": False}),
+        ("power-gossip-2-iterations-random", 11.3, 1.308, {"optimizer_warm_start": False}),
         ("powersgd-rank-4", 11.3, None, {"optimizer_rank": 4}),
         ("dgc", 11.3, None, {"optimizer_keep_ratio": 0.001, "optimizer_warmup_epochs": 0}),
         ("dgc-warmup-5", 11.3, None, {"optimizer_keep_ratio": 0.001}),
@@ -255,7 +257,19 @@ def test_wikitext2_is_as_published() -> None:
     c = loaded("wikitext2_lstm", None)
     assert (c.batch_size, c.num_epochs, c.momentum, c.weight_decay) == (64, 90, 0, 0)
     assert c.gradient_clipping == 0.4
-    assert c.task_options.sequence_length == 30
+    assert c.task_options == {
+        "dataset": "wikitext2",
+        "tokenizer": "spacy",
+        "lower": True,
+        "evaluation": "validation",
+        "padding": True,
+        "sequence_length": 30,
+        "hidden_size": 650,
+        "num_layers": 3,
+        "dropout": 0.4,
+    }
+    assert c.drop_last is False
+    assert c.distributed_lr_warmup_epoch == 5
     rates = [local_optimizers.learning_rate(c, epoch) for epoch in (59, 60, 80)]
     assert rates == pytest.approx([47.5, 4.75, 0.475])
     for path in (FOLDER / "wikitext2_lstm").glob("power-gossip-rank-*.yaml"):

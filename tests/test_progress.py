@@ -41,10 +41,11 @@ def test_a_terminal_has_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
         def isatty(self) -> bool:
             return True
 
-    monkeypatch.setattr(sys, "stderr", Terminal())
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
     with Progress(3) as bar:
         bar.update(3)
-    assert "3/3" in sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert "3/3" in terminal.getvalue()
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -204,7 +204,7 @@ def test_bits_follow_from_the_shapes(
         optimizer=optimizer,
         optimizer_rank=rank,
         optimizer_num_iterations=iterations,
-        batch_size=55,  # seven steps: an odd number tells rows from columns
+        batch_size=52,  # seven steps: an odd number tells rows from columns
     )
     assert run.step == 7
     (counted,) = rows[["bits", "messages"]].drop_duplicates().to_numpy().tolist()
@@ -726,14 +726,14 @@ def test_two_processes_with_two_workers_each_equal_one_with_four(tmp_path: Path)
 
 
 def test_plain_gossip_would_send_in_every_third_step_only() -> None:
-    run, rows = trained(local_steps=3, optimizer="dpsgd", batch_size=55)
+    run, rows = trained(local_steps=3, optimizer="dpsgd", batch_size=52)
     assert run.step == 7
     D = run.parameters.x.shape[1]
     assert value(rows, "uncompressed_gossip_bits") == 2 * 2 * 32 * D
 
 
 def test_plain_gossip_would_send_once_for_the_batches_of_a_step() -> None:
-    run, rows = trained(optimizer="powersgd", optimizer_num_batches_per_step=3, batch_size=55)
+    run, rows = trained(optimizer="powersgd", optimizer_num_batches_per_step=3, batch_size=52)
     assert run.step == 7
     D = run.parameters.x.shape[1]
     assert value(rows, "uncompressed_gossip_bits") == 2 * 2 * 32 * D

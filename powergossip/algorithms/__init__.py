@@ -11,7 +11,8 @@ communication itself: it yields messages and is resumed with the received ones (
     power_gossip_reference.py   a plain version, for comparison in tests
     rates.py          diffusion rates: the best, the largest, that of CHOCO's theorem
     learning.py       D-PSGD, on top of any averaging algorithm
-    aggregation.py    the interface of compressed gradients: power_sgd.py, dgc.py
+    aggregation.py    the interface of compressed gradients: power_sgd.py, dgc.py,
+                      error_feedback.py, sign_sgd.py
     ddp.py            PyTorch's own hooks for compressed gradients
 
 To add one, write its class in a module beside this one and its row in `AVERAGING` here. train.py,

@@ -242,10 +242,10 @@ class DDPHook:
             bucket_cap_mb=bucket_cap_mb,
         )
         if hook == "ddp-batched-powersgd":
-            trained = (p.numel() for p in parameters.models[0].parameters() if p.requires_grad)
-            side = ceil(sqrt(min(bucket_sizes(trained, bucket_cap_mb))))
-            ok = rank <= side
-            checks.check("rank", rank, ok, f"{side} or less, since DDP has a bucket of that side")
+            elements = map(prod, parameters.layout.shapes)
+            side = ceil(sqrt(min(bucket_sizes(elements, bucket_cap_mb))))
+            accepted = f"{side} or less, the side of DDP's smallest bucket as a square matrix"
+            checks.check("rank", rank, rank <= side, accepted)
         self._network, self._parameters, self._update = network, parameters, update
         of_torch, self._sizes = HOOKS[hook]
         self._hook = rebuilt(of_torch, orthogonalization_epsilon)

@@ -105,7 +105,7 @@ class ErrorFeedback:
         self._steps = 0
         # η_t and η_{t−1}: one for all tensors, or one for each.
         self._rates: tuple[float, ...] = (0.0,)
-        self._last_rates = self._rates
+        self._last_rates: tuple[float, ...] = self._rates
 
     def at_epoch(self, epoch: float) -> None:
         """Error feedback has no schedule of its own."""

@@ -182,8 +182,8 @@ class DPSGD:
 class CentralizedSGD:
     """x_i ← x_i − η u(mean + λ x_i), mean = aggregate(e_i + g_i), e_i ← the residual of worker i.
 
-    Workers that start alike stay alike. The residual e_i stays in `parameters.grad`, where the next
-    backward pass adds to it: error feedback costs no time.
+    Workers that start alike stay alike, those of one process to the bit. The residual e_i stays in
+    `parameters.grad`, where the next backward pass adds to it: error feedback costs no time.
 
     Weight decay is never compressed. If the aggregation owns the momentum, so that u has none, the
     decay has a momentum buffer of its own, as in the published code of Deep Gradient Compression
@@ -207,7 +207,7 @@ class CentralizedSGD:
         num_batches_per_step: int = 1,
     ):
         self._network, self._aggregation, self._update = network, aggregation, update
-        self._gradient = parameters.grad
+        self._x, self._gradient = parameters.x, parameters.grad
         self._mean = torch.zeros_like(parameters.grad)
         self._clip = Correction(parameters, 0.0, clip)
         self._decay = Decay(parameters, weight_decay, *momentum_of(aggregation))
@@ -237,6 +237,8 @@ class CentralizedSGD:
             self._error.copy_(g)
         self._decay.add_to(self._mean)
         self._update(self._mean)
+        if len(self._x) > 1:  # torch's kernels may round the last elements of a buffer differently
+            self._x[1:] = self._x[0]
 
     def state_dict(self) -> dict[str, Any]:
         """The aggregation's state, the decay's momentum, the residuals, and the batches of an

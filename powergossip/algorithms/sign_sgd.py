@@ -89,12 +89,11 @@ class SignSGDAggregation:
         gradient.zero_()
         received = yield Gather(pieces)
         total = mean[0].zero_()
-        for piece in received:
-            if len(piece):
-                total.add_(unpack(piece, 1, self._size))
-            else:
-                total.fill_(torch.nan)
+        for piece in filter(len, received):
+            total.add_(unpack(piece, 1, self._size))
         total.mul_(2).sub_(len(received)).sign_()
+        if not all(map(len, received)):
+            total.fill_(torch.nan)
         mean[1:] = total
         self._steps += 1
 

@@ -11,6 +11,7 @@ from powergossip.algorithms.error_feedback import ErrorFeedback as ErrorFeedback
 from powergossip.algorithms.sign_sgd import SignSGDAggregation
 from powergossip.network import Network
 from powergossip.optimizers.checks import Params
+from powergossip.optimizers.dgc import DGCSGD
 from powergossip.optimizers.gradients import Gradients
 from powergossip.parameters import Layout
 
@@ -38,6 +39,12 @@ class Aggregated:
     def owns_momentum(self) -> bool:
         """Whether the momentum is part of the method, so that the optimizer must have none."""
         return self._aggregation.owns_momentum
+
+    @property
+    def decay_momentum(self) -> tuple[float, bool]:
+        """The momentum that weight decay needs to fit the method's, and whether it is Nesterov's.
+        `DGCSGD` has it."""
+        return self._aggregation.momentum, self._aggregation.nesterov
 
     @property
     def compression_rate(self) -> float:
@@ -76,6 +83,24 @@ class Aggregated:
         self.network.load_state_dict(state["network"])
 
 
+def _check_momentum(optimizer: torch.optim.Optimizer, aggregated: Aggregated) -> None:
+    """Raise ValueError for an optimizer that adds momentum to that of the method."""
+    momentum, nesterov = aggregated.decay_momentum
+    for group in optimizer.param_groups:
+        if isinstance(optimizer, DGCSGD):
+            theirs = group["momentum"], group["nesterov"]
+            if theirs != (momentum, nesterov):
+                raise ValueError(
+                    f"DGCSGD has momentum={theirs[0]}, nesterov={theirs[1]}; use "
+                    f"momentum={momentum}, nesterov={nesterov}, as the method has for the decay"
+                )
+        elif own := float(group.get("momentum") or group.get("betas", [0])[0]):
+            raise ValueError(
+                f"{type(optimizer).__name__} has momentum of its own ({own:g}), but the momentum "
+                "is part of the method; use torch.optim.SGD with momentum=0, and Config(momentum=…)"
+            )
+
+
 def optimizer_step(optimizer: torch.optim.Optimizer, aggregated: Aggregated) -> None:
     """A step of the optimizer with the mean of all workers' compressed gradients.
 
@@ -86,14 +111,10 @@ def optimizer_step(optimizer: torch.optim.Optimizer, aggregated: Aggregated) -> 
     """
     flat = aggregated.flat
     gradients = flat.of_loop(optimizer)
+    if aggregated.owns_momentum:
+        _check_momentum(optimizer, aggregated)
     rates: dict[int, float] = {}
     for group in optimizer.param_groups:
-        for name in ("momentum", "betas"):
-            if aggregated.owns_momentum and group.get(name):
-                raise ValueError(
-                    f"the optimizer has {name}={group[name]}, and the momentum is part of the "
-                    "method: use torch.optim.SGD with momentum=0, and Config(momentum=…)"
-                )
         rates |= {id(parameter): float(group["lr"]) for parameter in group["params"]}
     aggregated.at_learning_rate(*(rates[id(parameter)] for parameter in flat.parameters))
     torch._foreach_copy_(gradients, aggregated.aggregate(gradients))

@@ -10,7 +10,8 @@
         optimizer_step(optimizer, feedback)  # in place of optimizer.step() and zero_grad()
 
 The optimizer's momentum follows the mean. With Config(momentum=…), each worker's momentum is
-compressed instead, and the optimizer has momentum=0. The algorithm is algorithms.error_feedback.
+compressed instead, and the optimizer is SGD with momentum=0, or `DGCSGD`, which applies that
+momentum to the weight decay. The algorithm is algorithms.error_feedback.
 """
 
 from powergossip.algorithms.error_feedback import Config
@@ -19,8 +20,9 @@ from powergossip.compressors import Compressor
 from powergossip.network import Network
 from powergossip.optimizers.aggregated import Aggregated, optimizer_step
 from powergossip.optimizers.checks import Params
+from powergossip.optimizers.dgc import DGCSGD
 
-__all__ = ["Config", "ErrorFeedback", "optimizer_step"]
+__all__ = ["DGCSGD", "Config", "ErrorFeedback", "optimizer_step"]
 
 
 class ErrorFeedback(Aggregated):

@@ -309,7 +309,7 @@ def describe(config: DictConfig) -> str:
     defaults = OmegaConf.to_container(OmegaConf.structured(kind))
     assert isinstance(defaults, dict)
     return "\n".join(
-        f"  {f'{name!s}={_yaml_value(value)}':<44} {comments.get(str(name), '')}".rstrip()
+        f"  {f'{name!s}={_yaml_value(value)}':<43}  {comments.get(str(name), '')}".rstrip()
         for name, value in defaults.items()
     )
 

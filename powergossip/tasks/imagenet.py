@@ -105,8 +105,8 @@ def _listed(folder: Path, labels: list[str], decoder: "Decoder") -> "ImageFiles"
         numbers += [number] * len(names)
     if not paths:
         raise ValueError(f"{folder} has no images; use a folder with {', '.join(SUFFIXES)} files")
-    names = np.array([os.fsencode(path) for path in paths])  # of a byte per character
-    return ImageFiles(folder, names, torch.tensor(numbers), decoder)
+    encoded = np.array([os.fsencode(path) for path in paths])  # a byte per character
+    return ImageFiles(folder, encoded, torch.tensor(numbers), decoder)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Words are indices into a vocabulary (int64). Further axis names: layer, unit, head.
 
 `ARCHITECTURES` maps names to builders, `Shape` → model. The keyword-only parameters of a builder
-are options of the task.
+are options of the task. `SMALL_ARCHITECTURES` has the same with defaults for short texts.
 """
 
 import warnings
@@ -159,7 +159,15 @@ class Block(nn.Module):
         return self.attended(heads.transpose(1, 2).flatten(2))
 
 
+def small_lstm(
+    shape: Shape, *, hidden_size: int = 128, num_layers: int = 1, dropout: float = 0.2
+) -> LSTM:
+    """An `LSTM` of a size for short texts."""
+    return LSTM(shape, hidden_size=hidden_size, num_layers=num_layers, dropout=dropout)
+
+
 ARCHITECTURES: dict[str, Callable[..., LanguageModel]] = {
     "LSTM": LSTM,
     "Transformer": Transformer,
 }
+SMALL_ARCHITECTURES = ARCHITECTURES | {"LSTM": small_lstm}

@@ -59,7 +59,7 @@ def indexed(splits: Mapping[Split, Words], min_count: int, padding: bool = False
 def with_held_out(splits: Mapping[Split, Words], ratio: float) -> dict[Split, Words]:
     """Move the end of the training text, a fraction `ratio` of its words, to the split "valid".
 
-    Raises BadValue if the ratio is not in [0, 1), if it leaves less than two words on one side, or
+    Raises BadValue if the ratio is not in [0, 1), if it leaves fewer than two words on one side, or
     if there is a validation text already.
     """
     if ratio and "valid" in splits:
@@ -218,7 +218,7 @@ class _Files:
 
 
 def read(path: Path, tokenize: Callable[[str], Words]) -> Words:
-    """The words of a file. Raises ValueError if it cannot be read, or has less than two words."""
+    """The words of a file. Raises ValueError if it cannot be read, or has fewer than two words."""
     try:
         words = split_lines(files.read(path).decode(), tokenize)
     except UnicodeDecodeError as error:

@@ -217,7 +217,7 @@ def _check_method(c: Any) -> None:
     if c.optimizer not in algorithms.AVERAGING and c.local_steps > 1:
         raise ValueError(
             f"local_steps={c.local_steps} is for gossip; use local_steps=1 with {c.optimizer} "
-            "(powersgd and dgc have optimizer_num_batches_per_step)"
+            "(compressed gradients have optimizer_num_batches_per_step)"
         )
 
 
