@@ -66,8 +66,11 @@ def write_cifar(folder: Path, n_labels: int, n_train: int = 10) -> None:
         (place / f"{name}.bin").write_bytes(b"".join(records))
 
 
-def write_imagenet(folder: Path, n_labels: int = 7, n_train: int = 7) -> None:
-    """Folders with few JPEGs of several sizes, each of one random color, so many to train."""
+def write_imagenet(folder: Path, n_labels: int = 7, n_train: int = 7, noise: bool = False) -> None:
+    """Folders with few JPEGs of several sizes, so many to train.
+
+    Each has one random color, or random pixels.
+    """
     random = generator(0, "test")
     for split, count in (("train", n_train), ("val", 2)):
         for label in range(n_labels):
@@ -75,8 +78,9 @@ def write_imagenet(folder: Path, n_labels: int = 7, n_train: int = 7) -> None:
             place.mkdir(parents=True)
             for i in range(count):
                 columns, rows = 20 + 8 * i, 40 + label
-                color = tuple(random.integers(0, 256, 3).tolist())
-                Image.new("RGB", (columns, rows), color).save(place / f"{label}_{i}.JPEG")
+                pixels = random.integers(0, 256, (rows, columns, 3) if noise else (1, 1, 3))
+                image = Image.fromarray(pixels.astype(np.uint8)).resize((columns, rows))
+                image.save(place / f"{label}_{i}.JPEG")
 
 
 def make_fashion_mnist(**changes: Any) -> tasks.Task:

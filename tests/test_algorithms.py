@@ -72,6 +72,7 @@ COMPRESSED: list[Case] = [
             ("sign-and-norm", 0.3 * factor, Compression()),
             ("top-k", 0.3 * factor, Compression(keep_ratio=0.4)),
             ("random-k", 0.2 * factor, Compression(keep_ratio=0.4)),
+            ("random-block", 0.2 * factor, Compression(keep_ratio=0.4)),
             ("svd", 0.3 * factor, Compression()),
             ("qsgd", 0.3 * factor, Compression(levels=16)),
             ("identity", 1.0, Compression()),

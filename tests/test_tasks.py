@@ -124,7 +124,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_fashion_mnist(folder / "FashionMNIST", n_train=60)
     write_cifar(folder / "Cifar", 10, n_train=12)
     write_cifar(folder / "Cifar100", 100, n_train=60)
-    write_imagenet(folder / "ImageNet")
+    write_imagenet(folder / "ImageNet", noise=True)
     return folder
 
 

@@ -28,6 +28,7 @@ FREE_TO_CHANGE = (
 # Keys that earlier versions lacked, with the values that they had in effect.
 EARLIER = {
     "drop_last": True,
+    "lr_schedule": "milestones",
     "validation_ratio": 0.0,
     "optimizer_warm_start": True,
     "optimizer_error_feedback": True,
