@@ -152,8 +152,8 @@ class Config:
     optimizer_compression_stats_logging_frequency: int | None = None  # hooks: steps between lines
     #   of torch's log (10000)
     optimizer_bucket_cap_mb: float | None = None  # hooks: size of DDP's buckets in MiB (torch's 25)
-    optimizer_momentum_before_compression: bool | None = None  # ef-sgd: the momentum of each worker
-    #   is compressed (true), or the local optimizer's follows the mean (false)
+    optimizer_momentum_before_compression: bool | None = None  # ef-sgd: compress the momentum of
+    #   each worker, in place of momentum after the mean (false)
     optimizer_rescale_error: bool | None = None  # ef-sgd: keep the error in units of the update
     #   when the learning rate changes (true)
     optimizer_per_tensor: bool | None = None  # ef-sgd: compress each tensor by itself (true), or
