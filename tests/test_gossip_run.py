@@ -504,7 +504,7 @@ REJECTED: dict[str, tuple[list[str], list[str]]] = {
     "data type": (["data_type=norml"], ["data_type=norml:", "log-normal"]),
     "topology": (["topology=rign"], ["topology", "rign", "ring"]),
     "device": (["device=abacus"], ["device", "abacus", "auto, cpu"]),
-    "key": (["theta=1"], ["theta", "theta_range_min"]),
+    "key": (["theta=1"], ['"theta"', "--help"]),
     "rank": (["compression_rank=0"], ["compression_rank=0:"]),
     "iterations": (["compression_num_iterations=0"], ["compression_num_iterations=0:"]),
     "levels": (["compression_levels=0"], ["compression_levels=0:", "127"]),
@@ -600,8 +600,6 @@ def test_a_run_ends_with_a_table_and_a_figure_and_its_configuration_repeats_it(
     assert gossip_run._output is None, "the logs are closed"
     assert tables.consensus_summary(rows) in said.out
     assert str(first / "figure.png") in said.out
-    assert "moniqua" in said.err, "the progress bar"
-    assert "100%" in said.err
     assert said.out.count(" at step ") == 3 + 3 + 4, "a line for each setting"
     assert (first / "figure.png").read_bytes().startswith(b"\x89PNG")
     info = json.loads((first / "info.json").read_text())

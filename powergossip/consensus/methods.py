@@ -57,7 +57,7 @@ ALGORITHMS: dict[str, Method] = {
     "power_gossip_random_signs": _power_gossip(warm_start=False, round_weights=True),
     "sign_choco": Method("choco", {"compressor": "sign-and-norm"}, _RATE),
     "topk_choco": Method("choco", {"compressor": "top-k"}, _RATE),
-    "randomk_choco": Method("choco", {"compressor": "random-k"}, _RATE),
+    "randomk_choco": Method("choco", {"compressor": "random-k", "rank": None}, _RATE),
     "svd_choco": Method("choco", {"compressor": "svd"}, _RATE),
     "qsgd_choco": Method("choco", {"compressor": "qsgd"}, _RATE),
     "fp_choco": Method("choco", {"compressor": "identity"}, _RATE),
