@@ -64,8 +64,13 @@ class Fork:
 def stand_in(server: str, *command: str) -> int:
     """Run a fork in place of this process."""
     fork = Fork(server, list(command), os.getcwd(), dict(os.environ), (1, 2))
+
+    def pass_on(number: int, _: object) -> None:
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(fork.pid, number)
+
     for number in PASSED_ON:
-        signal.signal(number, lambda number, _: os.kill(fork.pid, number))
+        signal.signal(number, pass_on)
     code = fork.wait()
     if code < 0:
         if -code != signal.SIGKILL:

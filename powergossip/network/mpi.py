@@ -102,7 +102,7 @@ class Processes:
         buffers = values.copy(), np.empty_like(values)  # which MPI uses until the end of Wait
         request = self.communicator.Iallreduce(*buffers, MPI.MAX)
 
-        def wait(sent: np.ndarray = values) -> np.ndarray:  # MPI reads this memory until the end
+        def wait() -> np.ndarray:
             request.Wait()
             return buffers[1]
 
