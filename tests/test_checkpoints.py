@@ -292,8 +292,8 @@ def test_a_run_ended_by_a_signal_resumes_in_another_layout(
     driver.write_text(DRIVER.format(name=name))
     arguments = command(tmp_path / "stopped")[1:]
     result = python(driver, *arguments, processes=layout)
-    assert result.returncode == 128 + getattr(signal, name)
-    assert "Traceback" not in result.stderr
+    assert result.returncode == 128 + getattr(signal, name), result.stderr
+    assert "Traceback" not in result.stderr, result.stderr
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error:")]
     assert name in line
     stopped = Checkpoints(tmp_path / "stopped", Processes()).describe()
@@ -432,7 +432,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(tmp_path: Path) -> None:
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error:")]
     assert "part-0.pt" in line
     assert "File too large" in line
-    assert "Traceback" not in result.stderr
+    assert "Traceback" not in result.stderr, result.stderr
     found = Checkpoints(tmp_path / "run", Processes()).describe()
     assert found is not None
     assert found["step"] == 10
@@ -465,7 +465,7 @@ def test_a_full_disk_keeps_the_rows_before(n_processes: int | None, tmp_path: Pa
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error:")]
     assert str(tmp_path / "run") in line
     assert "File too large" in line
-    assert "Traceback" not in result.stderr
+    assert "Traceback" not in result.stderr, result.stderr
     assert not metrics.load(tmp_path / "run").empty
 
 
