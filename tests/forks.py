@@ -81,6 +81,7 @@ def stand_in(server: str, *command: str) -> int:
 
 def serve(listener: socket.socket) -> dict[str, Any] | None:
     """Fork for each request. Returns the request in the fork; None once stdin is closed."""
+    waiting: dict[int, socket.socket] = {}  # pid of a fork → connection of its client
     with selectors.DefaultSelector() as events:
         events.register(listener, selectors.EVENT_READ)
         events.register(sys.stdin, selectors.EVENT_READ)
@@ -91,17 +92,23 @@ def serve(listener: socket.socket) -> dict[str, Any] | None:
                 if key.fileobj is listener:
                     connection, _ = listener.accept()
                     request = _receive(connection)
+                    if request is None:
+                        connection.close()
+                        continue
                     pid = os.fork()
                     if pid == 0:
                         connection.close()
                         return request
                     for file in request["output"]:
                         os.close(file)
-                    connection.sendall(f"{pid}\n".encode())
+                    _answer(connection, pid)
+                    waiting[pid] = connection
                     ends = os.pidfd_open(pid)
                     events.register(connection, selectors.EVENT_READ, pid)
                     events.register(ends, selectors.EVENT_READ, (pid, connection))
                 elif isinstance(key.data, int):  # the client has gone, and the fork goes too
+                    if waiting.pop(key.data, None) is None:
+                        continue  # both ended at the same time
                     events.unregister(key.fileobj)
                     with suppress(ProcessLookupError):  # its session has not begun, or has ended
                         os.killpg(key.data, signal.SIGKILL)
@@ -112,19 +119,30 @@ def serve(listener: socket.socket) -> dict[str, Any] | None:
                     _, status = os.waitpid(pid, 0)
                     events.unregister(key.fileobj)
                     os.close(key.fd)
-                    if connection in events.get_map():
+                    if waiting.pop(pid, None) is not None:
                         events.unregister(connection)
-                        connection.sendall(f"{status}\n".encode())
+                        _answer(connection, status)
                     connection.close()
 
 
-def _receive(connection: socket.socket) -> dict[str, Any]:
+def _answer(connection: socket.socket, number: int) -> None:
+    with suppress(OSError):  # the client may have been killed
+        connection.sendall(f"{number}\n".encode())
+
+
+def _receive(connection: socket.socket) -> dict[str, Any] | None:
+    """The request of a client. None if the client was killed before it was complete."""
     files = array.array("i")
     content, sent, *_ = connection.recvmsg(65536, socket.CMSG_SPACE(2 * files.itemsize))
     for _, _, data in sent:
         files.frombytes(data)
     while not content.endswith(b"\n"):
-        content += connection.recv(65536)
+        more = connection.recv(65536) if content else b""
+        if not more:
+            for file in files:
+                os.close(file)
+            return None
+        content += more
     return json.loads(content) | {"output": list(files)}
 
 

@@ -171,6 +171,8 @@ def _end_together(found: Processes) -> None:
             from mpi4py import MPI
 
             MPI.Finalize()
+            # mpirun kills the others when the first one ends, and may then lose what they printed.
+            time.sleep(0.0 if found.rank == 0 else 0.1)
             os._exit(2 if isinstance(error, BadInput) else error.exit_code)
         # If several processes fail at once for the same reason, the first one reports it and ends
         # the others, which takes a while where processes share cores.
