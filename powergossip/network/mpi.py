@@ -171,8 +171,8 @@ def _end_together(found: Processes) -> None:
             from mpi4py import MPI
 
             MPI.Finalize()
-            # mpirun kills the others when the first one ends, and may then lose what they printed.
-            time.sleep(0.0 if found.rank == 0 else 0.1)
+            # When the first process ends, mpirun kills the others and discards unread output.
+            time.sleep(0.2 if found.rank == 0 else 0.3)
             os._exit(2 if isinstance(error, BadInput) else error.exit_code)
         # If several processes fail at once for the same reason, the first one reports it and ends
         # the others, which takes a while where processes share cores.
@@ -186,6 +186,7 @@ def _end_together(found: Processes) -> None:
             text += "".join(traceback.format_exception(kind, error, trace))
             print(text, file=sys.stderr, flush=True)
         if isinstance(error, Signaled):
+            time.sleep(0.2)
             os._exit(error.exit_code)  # mpirun ends the others. Abort would print its own message
         code = error.exit_code if isinstance(error, Stopped) else 1
         found.communicator.Abort(130 if isinstance(error, KeyboardInterrupt) else code)
