@@ -45,6 +45,7 @@ T = TypeVar("T")
 
 # Gloo closes a connection when a wait times out, and processes may compute for hours.
 _FOREVER = timedelta(days=365)
+_PARTING = 2.0  # seconds
 _LONGEST = 2**30  # bytes of a message
 _NOTICE = TOKEN + 1  # the tag of notices that a process has come to a meeting
 
@@ -81,6 +82,18 @@ class GroupProcesses(Processes):
         self._listener: threading.Thread | None = None
         self._notices: list[tuple[int, int, float, np.ndarray]] = []
         self._at_meeting = False
+        atexit.register(self._part)
+
+    def _part(self) -> None:
+        """Wait at the end of the program, for a while, until the others have got all messages.
+
+        A connection that this process closes can take its last messages with it.
+        """
+        with suppress(RuntimeError):
+            farewell = self.submit([self.group.barrier()])
+            end = time.monotonic() + _PARTING
+            while not farewell.is_known() and time.monotonic() < end:
+                time.sleep(0.002)
 
     def torch_group(self, backend: str) -> dist.ProcessGroup:
         """A group of the same processes for PyTorch's own use. All processes call it."""
