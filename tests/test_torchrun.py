@@ -256,7 +256,7 @@ def test_the_end_of_one_process_ends_all(how: str, tmp_path: Path) -> None:
     assert code != 0
     assert seconds < 10
     if how == "raise":
-        assert text.count("a fault of the user's own") == 1
+        assert text.count("RuntimeError: a fault of the user's own") == 1, text
         assert 'driver.py", line' in text
         assert "process 1 of 3" in text
     assert Checkpoints(tmp_path / "run", Processes()).describe() is None
