@@ -26,7 +26,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.timing import in_turns
-from powergossip.algorithms import ddp
 from powergossip.network import processes, torch_group
 from powergossip.optimizers import Config as PowerSGDConfig
 from powergossip.optimizers import PowerSGD, optimizer_step

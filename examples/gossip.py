@@ -1,8 +1,7 @@
 """PowerGossip on a ring. Each worker trains on its part of the digits and sends 2 kB to each of its
 two neighbors per step.
 
-Run `mpirun -np 4 python examples/gossip.py`, `torchrun --nproc-per-node 4 examples/gossip.py`, or alone
-`python examples/gossip.py`.
+Run it under `mpirun -np 4 python` or `torchrun --nproc-per-node 4`, or alone.
 """
 
 import torch

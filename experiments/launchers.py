@@ -49,8 +49,8 @@ from powergossip.runs.files import write_atomically
 
 GUARD = Path(__file__).resolve().with_name("guard.py")
 
-# The signal that ends a job on this machine, except under torchrun. mpirun forwards SIGTERM as well,
-# but kills its processes half a second later.
+# The signal that ends a job on this machine, except under torchrun. mpirun forwards SIGTERM as
+# well, but kills its processes half a second later.
 STOP = signal.SIGUSR1
 
 # In a run's folder:

@@ -95,9 +95,9 @@ def python(
     launcher: str = "mpirun",
     variables: Mapping[str, str] | None = None,
 ) -> Completed:
-    """`python ARGUMENTS`, under `mpirun -np PROCESSES` or `torchrun --nproc-per-node PROCESSES` if a
-    number is given; it has ended when this returns. The project's modules can be imported from any
-    folder. variables: added to the environment."""
+    """`python ARGUMENTS`, under `mpirun -np PROCESSES` or `torchrun --nproc-per-node PROCESSES` if
+    a number is given; it has ended when this returns. The project's modules can be imported from
+    any folder. variables: added to the environment."""
     words = list(map(str, arguments))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment |= variables or {}

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,11 @@ from powergossip.network import (
     Processes,
     ToAll,
     ToEach,
-    launch as launching,
     processes,
     processes_of,
+)
+from powergossip.network import (
+    launch as launching,
 )
 from powergossip.network.torch_distributed import GlooChannel, GroupProcesses, check_order
 from powergossip.runs.checkpoints import Checkpoints
@@ -76,7 +77,12 @@ def test_rows_are_the_same_to_the_bit_and_checkpoints_resume_under_the_other(
 ) -> None:
     driver = tmp_path / "driver.py"
     driver.write_text(DRIVER)
-    consensus = ["n_workers=4", "matrix_size=8", "num_steps=20", "algorithm=[power_gossip,sign_choco]"]
+    consensus = [
+        "n_workers=4",
+        "matrix_size=8",
+        "num_steps=20",
+        "algorithm=[power_gossip,sign_choco]",
+    ]
     runs = {name: [*TINY, *changes] for name, changes in RUNS.items()}
     runs["consensus"] = [*consensus, "hyperparameter_num_samples=3", "log_verbosity=0"]
     half = {name: [*runs[name], "num_epochs=1"] for name in ("power-gossip", "dgc")}
@@ -186,7 +192,7 @@ def test_processes_meet_in_a_file_as_in_published_drivers(tmp_path: Path) -> Non
     assert (information["processes"], information["transport"]) == (2, "gloo")
 
 
-# --- Signals, crashes, lost processes --------------------------------------------------------------
+# --- Signals, crashes, lost processes ------------------------------------------------------------
 
 SLOW = """
 import os, pathlib, signal, sys, time, train
@@ -311,12 +317,14 @@ def test_uneven_steps_end_in_a_sentence(tmp_path: Path) -> None:
     assert "error: process 0 is at the end of the program after 3 steps, process 1" in ended.stderr
 
 
-# --- Groups and the order of messages --------------------------------------------------------------
+# --- Groups and the order of messages ------------------------------------------------------------
 
 
 def all_kinds(network: Network) -> Conversation:
     x = torch.ones(network.rows, 5)
-    each = torch.ones(network.rows, max(1, network.edges[network.round % len(network.edges)].n_out), 3)
+    each = torch.ones(
+        network.rows, max(1, network.edges[network.round % len(network.edges)].n_out), 3
+    )
     yield ToAll(x), Mean(x.clone())
     yield ToEach(each)
     yield Gather([torch.ones(int(worker)) for worker in network.workers])
@@ -367,9 +375,11 @@ def group_of_all() -> GroupProcesses:
 def test_processes_of_a_group_are_its_members() -> None:
     comm = group_of_all()
     everyone = comm.gather(comm.rank)
-    group = torch.distributed.new_group(everyone[:2], use_local_synchronization=True) if (
-        comm.rank < 2
-    ) else None
+    group = (
+        torch.distributed.new_group(everyone[:2], use_local_synchronization=True)
+        if (comm.rank < 2)
+        else None
+    )
     if comm.rank < 2:
         pair = processes_of(group)
         assert processes_of(group) is pair

@@ -48,12 +48,11 @@ def processes(
         _found.set_threads()
         if _found.size > 1:
             end_together(_found)
-    elif backend not in ("auto", _found.transport) and _found.size > 1:
-        if (backend == "mpi") != (_found.transport == "mpi"):
-            raise BadInput(
-                f"distributed_backend={backend}: this program already uses {_found.transport}; "
-                "choose the backend in its first use of processes()"
-            )
+    elif backend != "auto" and _found.size > 1 and (backend == "mpi") != _found.is_mpi:
+        raise BadInput(
+            f"distributed_backend={backend}: this program already uses {_found.transport}; "
+            "choose the backend in its first use of processes()"
+        )
     return _found
 
 

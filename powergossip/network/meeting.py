@@ -1,8 +1,9 @@
 """Meetings of all processes, which notice a process that makes more steps than the others.
 
-A process that arrives sends a token to every other one and waits for theirs. A message that another
-process has started before its token belongs to a step in which this process does not take part:
-without a meeting, the other one would wait for its answer forever. Steps themselves need no meeting.
+A process that arrives sends a token to every other one and waits for theirs. A message that
+another process has started before its token belongs to a step in which this process does not take
+part: without a meeting, the other one would wait for its answer forever. Steps themselves need no
+meeting.
 """
 
 import atexit

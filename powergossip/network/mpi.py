@@ -81,7 +81,9 @@ class MPIProcesses(Processes):
         others = [process for process in range(self.size) if process != self.rank]
         sends = [communicator.Isend(token, process, TOKEN) for process in others]
         start = time.monotonic()
-        seen: dict[int, float] = {}  # process → time at which a message without token was first seen
+        seen: dict[
+            int, float
+        ] = {}  # process → time at which a message without token was first seen
         while others:
             for process in list(others):
                 if communicator.Iprobe(process, TOKEN, status):

@@ -84,6 +84,10 @@ class Processes:
         self.threads = len(cores())
         self._tags = 0
 
+    @property
+    def is_mpi(self) -> bool:
+        return self.transport == "mpi"
+
     def set_threads(self) -> None:
         """Give torch `threads` threads, unless OMP_NUM_THREADS is set."""
         if "OMP_NUM_THREADS" not in os.environ:

@@ -138,7 +138,7 @@ class GroupProcesses(Processes):
 
     def start_max(self, values: np.ndarray) -> Callable[[], np.ndarray]:
         maximum, options = torch.from_numpy(values.copy()), dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
+        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
         with _connected():
             work = self.group.allreduce([maximum], options)
 

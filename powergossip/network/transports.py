@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from powergossip.network.processes import Channel, Pieces, Requests
+from powergossip.network.processes import Pieces, Requests
 from powergossip.topologies import Round
 
 if TYPE_CHECKING:
@@ -470,9 +470,7 @@ class Gathering(Transport):
             return
         if network.waits_for_kernels:
             torch.cuda.current_stream().synchronize()
-        self._collective = _Collective(
-            iter([_exchange(network, 0, [own] * comm.size, parts)])
-        )
+        self._collective = _Collective(iter([_exchange(network, 0, [own] * comm.size, parts)]))
 
     def has_arrived(self) -> bool:
         return self._collective is None or self._collective.is_done()

@@ -3,7 +3,6 @@
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy

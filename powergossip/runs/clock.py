@@ -96,9 +96,7 @@ class Signals:
         signal to a socket at once, even while the main thread is in a library."""
         reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
-        self._wakeup_before = signal.set_wakeup_fd(
-            self._writer.fileno(), warn_on_full_buffer=False
-        )
+        self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
 
         def watch() -> None:
             with reader:
