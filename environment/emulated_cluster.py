@@ -274,7 +274,9 @@ class Cluster:
                 *("--nnodes", str(len(self.hosts)), "--nproc-per-node", "1"),
                 *("--rdzv-backend", "c10d", "--rdzv-id", self.name),
                 *("--rdzv-endpoint", f"{address(0)}:{PORT}"),
-                # The host's name, which torchrun would use, is that of this machine.
+                # By the name of this machine, which all hosts have, torchrun would find neither
+                # the host of the rendezvous nor its own address.
+                *("--rdzv-conf", f"is_host={rank == 0}"),
                 *("--local-addr", address(rank), "--no-python", *command),
             ]
             for rank, host in enumerate(self.hosts)
