@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -48,6 +48,16 @@ _FOREVER = timedelta(days=365)
 _PARTING = 2.0  # seconds
 _LONGEST = 2**30  # bytes of a message
 _NOTICE = TOKEN + 1  # the tag of notices that a process has come to a meeting
+
+
+class _Notice(NamedTuple):
+    """A process that has come to a meeting."""
+
+    process: int
+    meeting: int  # number of meetings before it
+    steps: int  # messages that the process has started
+    patience: float  # seconds
+    token: tuple[int, ...]
 
 
 class GroupProcesses(Processes):
@@ -80,8 +90,8 @@ class GroupProcesses(Processes):
         self._nccl: NCCLChannel | None = None
         self._torch_groups: dict[str, dist.ProcessGroup] = {}
         self._listener: threading.Thread | None = None
-        self._notices: list[tuple[int, int, float, np.ndarray]] = []
-        self._at_meeting = False
+        self._notices: list[_Notice] = []
+        self._meetings = 0  # to which this process has come
         atexit.register(self._part)
 
     def _part(self) -> None:
@@ -189,11 +199,12 @@ class GroupProcesses(Processes):
         ends = 0
         with suppress(RuntimeError):  # a process has ended
             while ends < self.size - 1:
-                content = torch.zeros(5, dtype=torch.int64)
+                content = torch.zeros(6, dtype=torch.int64)
                 self.group.recv_anysource([content], _NOTICE).wait()
-                process, steps, milliseconds, *token = content.tolist()
+                process, meeting, steps, milliseconds, *token = content.tolist()
                 ends += milliseconds > 0  # the end of the program, where patience is above 0
-                self._notices.append((process, steps, milliseconds / 1000, np.array(token)))
+                notice = _Notice(process, meeting, steps, milliseconds / 1000, tuple(token))
+                self._notices.append(notice)
                 if len(self._notices) == 1:
                     threading.Thread(target=self._compare, args=(ahead,), daemon=True).start()
 
@@ -201,16 +212,17 @@ class GroupProcesses(Processes):
         """Compare notices with the steps of this process until it comes to the meeting as well."""
         start = time.monotonic()
         while self._notices:
-            if self._at_meeting:
-                self._notices.clear()
-                return
-            now = time.monotonic()
-            further = [n for n in self._notices if self.steps > n[1]]
+            # Steps first: those counted before this process comes to the meeting.
+            steps, meetings = self.steps, self._meetings
+            for notice in [n for n in self._notices if n.meeting < meetings]:
+                with suppress(ValueError):
+                    self._notices.remove(notice)
+            further = [n for n in self._notices if n.steps < steps]
             if not further:
-                start = now
-            for process, _, patience, token in further:
-                if now - start >= patience:
-                    ahead(process, token)
+                start = time.monotonic()
+            for notice in further:
+                if time.monotonic() - start >= notice.patience:
+                    ahead(notice.process, np.array(notice.token))
             time.sleep(0.05)
 
     def meet(
@@ -221,9 +233,10 @@ class GroupProcesses(Processes):
         ahead: Callable[[int], None],
     ) -> None:
         others = [process for process in range(self.size) if process != self.rank]
-        notice = torch.tensor([self.rank, self.steps, int(1000 * patience), *token.tolist()])
+        content = [self._meetings, self.steps, int(1000 * patience), *token.tolist()]
+        notice = torch.tensor([self.rank, *content])
         theirs = {process: np.empty_like(token) for process in others}
-        self._at_meeting = True
+        self._meetings += 1
         notices = []
         if self._listener is not None:
             notices = [self.group.send([notice], process, _NOTICE) for process in others]
@@ -239,7 +252,6 @@ class GroupProcesses(Processes):
             time.sleep(0.001)
         tokens.wait()
         _wait(notices)
-        self._at_meeting = False
         for process, array in theirs.items():
             check(process, array)
 
