@@ -16,6 +16,8 @@ FREE_TO_CHANGE = (
     "cuda_aware",
     "data_dir",
     "device",
+    "distributed_backend",
+    "distributed_init_file",
     "download",
     "evaluate_only",
     "log_verbosity",
@@ -27,6 +29,7 @@ FREE_TO_CHANGE = (
 )
 # Keys that earlier versions lacked, with the values that they had in effect.
 EARLIER = {
+    "all_reduce": "own",
     "drop_last": True,
     "lr_schedule": "milestones",
     "validation_ratio": 0.0,

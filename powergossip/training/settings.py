@@ -16,7 +16,7 @@ from omegaconf import DictConfig, ListConfig
 
 from powergossip import algorithms, checks, compressors, options, tasks
 from powergossip.algorithms import aggregation, ddp
-from powergossip.network import Processes
+from powergossip.network import BACKENDS, Processes
 from powergossip.network import hosted_workers as hosted
 from powergossip.runs.output import plain_copy
 from powergossip.training.local_optimizers import LOCAL_OPTIMIZERS
@@ -155,7 +155,8 @@ def _check_values(c: Any) -> None:
     checks.one_of("lr_schedule", c.lr_schedule, ("milestones", "cosine"))
     checks.one_of("local_optimizer", c.local_optimizer, LOCAL_OPTIMIZERS)
     checks.one_of("cuda_aware", c.cuda_aware, ("auto", "on", "off"))
-    checks.one_of("distributed_backend", c.distributed_backend, ("mpi",))
+    checks.one_of("distributed_backend", c.distributed_backend, BACKENDS)
+    checks.one_of("all_reduce", c.all_reduce, ("own", "native"))
     checks.one_of("checkpoint", c.checkpoint, ("last", "best"))
     if c.checkpoint != "last" and not c.evaluate_only:
         raise ValueError(f"checkpoint={c.checkpoint}: use it with evaluate_only=true")
