@@ -457,7 +457,7 @@ def test_a_job_of_slurm_continues_without_the_controller(
         cluster.stop_controller()
         try:
             with pytest.raises(
-                BadInput, match=r"^--launcher slurm: Slurm's controller does not an"
+                BadInput, match=r"^--launcher slurm: Slurm's controller does not"
             ):
                 launcher.check()
             wait_until(lambda: count(tmp_path, "ended-*"))
