@@ -222,7 +222,7 @@ def test_of_consensus_each_algorithm_is_a_run_at_its_best_setting(tmp_path: Path
     assert cells["final"] == ["0.2500 ± 0.0000", "0.7500 ± 0.0000"]
     assert cells["best"] == ["0.2500 ± 0.0000", "0.1250 ± 0.0000"]
     assert section.metric.step == "step"
-    assert section.labels() == ["plain", "signs, diffusion rate 0.5"]
+    assert section.labels() == ["plain", "signs"]
 
 
 # --- Incomplete runs ------------------------------------------------------------------------------
@@ -324,9 +324,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("a --output file/x.md", "file/x.md"),
     ],
 )
-def test_bad_input_is_a_sentence_and_writes_nothing(
-    runs: Path, arguments: str, named: str
-) -> None:
+def test_bad_input_is_a_sentence_and_writes_nothing(runs: Path, arguments: str, named: str) -> None:
     before = sorted(runs.rglob("*"))
     with pytest.raises(BadInput, match=named) as caught:
         compare.main(arguments.split())
@@ -506,7 +504,7 @@ def test_without_plotly_a_page_is_bad_input(
 ) -> None:
     monkeypatch.setitem(sys.modules, "plotly", None)
     for arguments in (["--output", "x.html"], ["--output", "x", "--format", "html"]):
-        with pytest.raises(BadInput, match="html.*pip install plotly"):
+        with pytest.raises(BadInput, match=r"html.*pip install plotly"):
             compare.main(["a", *arguments])
         assert not (runs / arguments[1]).exists()
     compare.main(["a", "--output", "x"])
@@ -521,4 +519,4 @@ def test_keys_that_may_change_on_resume_make_no_difference() -> None:
     """Apart from those that a run is compared by: its length, and what its time depends on."""
     compared_by = {"num_epochs", "device", "cuda_aware"}
     assert set(FREE_TO_CHANGE) - compared_by <= compare.WITHOUT_EFFECT
-    assert compare.WITHOUT_EFFECT <= set(train.config)
+    assert set(train.config) >= compare.WITHOUT_EFFECT

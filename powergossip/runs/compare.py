@@ -268,12 +268,10 @@ def _algorithms(
     for algorithm, best in tables.best_settings(tables.by_setting(rows)).items():
         errors = best[best["name"] == "error"]
         start = errors["value"].iloc[0] or 1.0
-        setting = {key: best[key].iloc[0] for key in ("diffusion_rate", "theta")}
-        tuned = {key: float(value) for key, value in setting.items() if value != ""}
         runs.append(
             Run(
                 name,
-                {**config, "algorithm": algorithm, **tuned},
+                {**config, "algorithm": algorithm},
                 info,
                 errors.assign(value=errors["value"] / start),
                 sweep=True,
@@ -511,7 +509,9 @@ class Section:
         several = any(len(group.runs) > 1 for group in self.groups)
         of = "" if self.metric.split is None else " of the mean model"
         sent = "MB are those that worker 0 has sent."
-        return f"{self.title}{of}.{' Mean ± standard deviation over seeds.' if several else ''} {sent}"
+        return (
+            f"{self.title}{of}.{' Mean ± standard deviation over seeds.' if several else ''} {sent}"
+        )
 
 
 def sections(
@@ -661,7 +661,9 @@ def markdown(found: Sequence[Section], figure_files: Sequence[str] = ()) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def write(found: Sequence[Section], path: Path, form: str, linked: Sequence[str] = ()) -> list[Path]:
+def write(
+    found: Sequence[Section], path: Path, form: str, linked: Sequence[str] = ()
+) -> list[Path]:
     """Write a file of this format. Returns the files: figures of several metrics have one each."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if form == "text":

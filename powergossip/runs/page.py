@@ -89,9 +89,7 @@ def _section(section: "Section", name: str) -> str:
         + "</tr>\n"
         for i, line in enumerate(lines)
     )
-    plot = figure(
-        section.bands(), section.metric.label, section.metric.step, section.logarithmic()
-    )
+    plot = figure(section.bands(), section.metric.label, section.metric.step, section.logarithmic())
     return f"""<h2>{html.escape(section.title)}</h2>
 <p>{html.escape(section.note())}</p>
 <div class="scroll"><table>
