@@ -126,7 +126,7 @@ def test_seeds_are_a_mean_and_a_standard_deviation(tmp_path: Path) -> None:
 
 def test_keys_that_differ_are_columns(tmp_path: Path) -> None:
     """Seeds, keys without effect and options that only one method has are none."""
-    gossip = {"optimizer_num_iterations": 2, "topology": "ring", "data_dir": "/a"}
+    gossip: dict[str, Any] = {"optimizer_num_iterations": 2, "topology": "ring", "data_dir": "/a"}
     (section,) = compared(
         write_run(tmp_path / "a", **gossip, optimizer_rank=1, log_verbosity=0),
         write_run(tmp_path / "b", **gossip, optimizer_rank=1, seed=2, trackers=["wandb"]),

@@ -543,7 +543,7 @@ def sections(
         splits = sorted({str(s) for run in runs if "split" in run.rows
                          for s in run.rows["split"].dropna().unique()})  # fmt: skip
         raise BadInput(
-            f"--metric={metric or 'the main one'} --split={split}: no run has such rows; their rows "
+            f"--metric={metric or 'main'} --split={split}: no run has such rows; their rows "
             f"are {', '.join(names)}, of split {', '.join(splits) or 'none'}"
         )
     return [_section(found, of_it, by_seed, warn) for found, of_it in by_metric.items()]

@@ -57,8 +57,8 @@ class Output:
     """The folder of a run, with its configuration and open logs.
 
     name             # of the folder, where {date} stands for the date of a new one. None: DATED
-    config           # the configuration, with the keys `overwrite`, `tensorboard` and `trackers`. The
-                     # last one may be missing
+    config           # the configuration, with the keys `overwrite`, `tensorboard` and, optionally,
+                     # `trackers`
     offset           # of a run to resume: its rows in bytes. None: begin a run
     allow_lost_rows  # resume although some of these rows are missing, with the others
     folder           # its path

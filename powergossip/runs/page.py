@@ -24,12 +24,12 @@ POLICY = (
     "img-src data: blob:; base-uri 'none'; form-action 'none'"
 )
 STYLE = """
-body { font-family: system-ui, sans-serif; margin: 2rem auto; max-width: 84rem; padding: 0 1rem;
+body { font-family: system-ui, sans-serif; margin: 2rem auto; max-width: 92rem; padding: 0 1rem;
        color: #222; background: #fff; line-height: 1.4; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.15rem; margin-top: 2.5rem; }
 .scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 0.9rem; }
-th, td { padding: 0.3rem 0.8rem; text-align: right; border-bottom: 1px solid #ddd;
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 0.85rem; }
+th, td { padding: 0.3rem 0.6rem; text-align: right; border-bottom: 1px solid #ddd;
          white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 .line { display: inline-block; width: 1.6rem; margin-right: 0.5rem; vertical-align: middle;
@@ -37,6 +37,12 @@ th:first-child, td:first-child { text-align: left; }
 .plot { height: 30rem; margin: 1rem 0; }
 .hint { color: #555; font-size: 0.85rem; }
 """
+CONFIG = {
+    "displaylogo": False,
+    "responsive": True,
+    "showSendToCloud": False,
+    "modeBarButtonsToRemove": ["sendChartToCloud", "select2d", "lasso2d"],
+}
 PANELS = ("epoch", "megabytes", "seconds")
 GAP = 0.06  # between panels, as a fraction of the width
 _DASHES = {"-": "solid", "--": "dash", ":": "dot"}  # of matplotlib → of Plotly
@@ -99,7 +105,7 @@ def _section(section: "Section", name: str) -> str:
 </table></div>
 <div class="plot" id="{name}"></div>
 <script>Plotly.newPlot("{name}", {_json(plot["data"])}, {_json(plot["layout"])},
-{_json({"displaylogo": False, "responsive": True})});</script>
+{_json(CONFIG)});</script>
 """
 
 
@@ -123,7 +129,7 @@ def figure(
         "paper_bgcolor": "#fff",
         "plot_bgcolor": "#fff",
         "hovermode": "closest",
-        "margin": {"l": 70, "r": 20, "t": 50, "b": 60},
+        "margin": {"l": 70, "r": 20, "t": 60, "b": 60},
         "legend": {"orientation": "h", "y": -0.18, "yanchor": "top", "x": 0},
         "annotations": [],
     }

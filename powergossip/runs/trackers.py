@@ -1,7 +1,7 @@
 """Experiment trackers: TensorBoard, Weights & Biases and MLflow receive the rows of metrics.jsonl.
 
-A scalar is named by the row's name and tags, accuracy/split-test/worker-0. Its step is 1000 · epoch,
-since steps are integers. The rows of an epoch are passed on together. Each step also has the
+A scalar is named by the row's name and tags, accuracy/split-test/worker-0. Its step, an integer, is
+1000 · epoch. The rows of an epoch are passed on together. Each step also has the
 scalars `epoch`, `bits`, `messages` and `seconds` of its last row, except in TensorBoard. The
 configuration becomes the parameters of the run.
 
@@ -19,7 +19,7 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -60,6 +60,9 @@ class Tracker(Protocol):
 
     def close(self, complete: bool) -> None:
         """End the run."""
+
+
+Begin = Callable[[Path, Mapping[str, Any], Resumed | None], Tracker]  # config: without its types
 
 
 def scalar(name: str, tags: Mapping[str, Any]) -> str:
@@ -225,11 +228,11 @@ def _absolute(uri: str) -> str:
     return uri
 
 
-# name: class; module that it needs with one of its names; requirement of pip
-TRACKERS: dict[str, tuple[type[Tracker], str, str, str]] = {
+# name: class; module that it needs, with one of its names; packages for pip
+TRACKERS: dict[str, tuple[Begin, str, str, str]] = {
     "tensorboard": (TensorBoard, "torch.utils.tensorboard", "SummaryWriter", "tensorboard"),
     "wandb": (WeightsAndBiases, "wandb", "init", "wandb"),
-    "mlflow": (MLflow, "mlflow", "MlflowClient", "mlflow"),
+    "mlflow": (MLflow, "mlflow", "MlflowClient", "mlflow-skinny sqlalchemy alembic"),
 }
 
 
@@ -256,7 +259,7 @@ def check(config: Any) -> None:
             getattr(import_module(module), needed)  # a folder of that name is a module, too
         except Exception as error:  # also of a broken installation
             raise ValueError(
-                f"{given}: the package {package} cannot be imported "
+                f"{given}: the package {module} cannot be imported "
                 f"({_first_line(error)}); pip install {package}, or leave the tracker out"
             ) from error
 
@@ -275,9 +278,9 @@ class Trackers:
         check(config)
         values = {str(key): _plain(value) for key, value in config.items()}
         for name, given in configured(config).items():
-            kind = TRACKERS[name][0]
+            begin = TRACKERS[name][0]
             try:
-                self._open[name] = kind(folder, values, resumed)
+                self._open[name] = begin(folder, values, resumed)
             except Exception as error:  # each has exceptions of its own
                 self.close(complete=False)
                 raise ValueError(f"{given}: {_first_line(error)}") from error
@@ -309,7 +312,7 @@ class Trackers:
         self._each(lambda tracker: tracker.close(complete))
         self._open.clear()
 
-    def _each(self, action: Any) -> None:
+    def _each(self, action: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._open.items()):
             try:
                 action(tracker)
