@@ -257,6 +257,7 @@ def test_mlflow_keeps_a_run_in_a_local_database(
     store = f"sqlite:///{tmp_path / 'mlflow.db'}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     folder = tmp_path / "run"
     killed_and_resumed(folder, "mlflow", monkeypatch)
     client = mlflow.MlflowClient(tracking_uri=store)
@@ -319,6 +320,7 @@ def test_wandb_keeps_a_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     pytest.importorskip("wandb.sdk", reason="the extra wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     folder = tmp_path / "run"
     killed_and_resumed(folder, "wandb", monkeypatch)
     identity = json.loads((folder / "info.json").read_text())["trackers"]["wandb"]["id"]
