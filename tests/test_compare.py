@@ -495,6 +495,8 @@ def test_the_page_asks_no_server_and_runs_no_text_of_a_configuration(tmp_path: P
                  if key == "content" and value.startswith("default-src")]  # fmt: skip
     assert policy.startswith("default-src 'none'; ")
     assert "http" not in policy
+    scripts = re.findall("<script>(.*?)</script>", text, re.DOTALL)
+    assert [script for script in scripts if "<" in script] == []
     assert bad in parts.cells
     assert len(plots(text)) == 1
 
