@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-quick test-all check bench docs docs-serve clean
+.PHONY: help setup train test test-quick test-all check trackers bench docs docs-serve clean
 
 # processes of `make train`, and what is handed on to it:  make train NP=4 ARGS="topology=torus seed=2"
 NP ?= 8
@@ -47,8 +47,13 @@ test: setup ## the tests, in minutes: laws, programs, and 2, 3, 4 and 8 MPI proc
 test-quick: setup ## laws of every registry, no MPI processes, no programs: while you work
 	@$(activate) && $(test_environment) && $(pytest_on_all_cores) --quick -m 'parallel[match]'
 
-test-all: setup ## all tests, also every case of the long tables: before a release
+test-all: setup trackers ## all tests, also every case of the long tables: before a release
 	@$(call run_tests,parallel[match])
+
+trackers: setup ## Weights & Biases and MLflow: test-all leaves their tests out without them
+	@$(activate) && python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
+		-c environment/constraints.txt --editable '.[mlflow,wandb]' || \
+	echo "the trackers could not be installed: their tests are left out" >&2
 
 check: setup ## formatting, lint, types
 	@$(activate) && ruff format --check . && ruff check . && mypy

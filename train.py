@@ -33,7 +33,7 @@ from powergossip.errors import BadInput
 from powergossip.network import Processes, processes, torch_kept
 from powergossip.runs import configuration, figures, metrics, tables
 from powergossip.runs.checkpoints import Checkpoints
-from powergossip.runs.output import FIGURE, Output, run_to_resume
+from powergossip.runs.output import COMPLETE, FIGURE, Output, run_to_resume
 from powergossip.training.measurements import Diverged, Hooks
 from powergossip.training.settings import checked, defaults_of_tasks
 from powergossip.training.trainer import Trainer
@@ -71,7 +71,9 @@ class Config:
     checkpoint: str = "last"  # with evaluate_only: last or best
     checkpoint_interval: int = 5  # epochs between checkpoints; the end of a run always has one
     log_verbosity: int = 1  # 0 only the result, 1 a progress bar, 2 also a line for each epoch
-    tensorboard: bool = False  # write events for TensorBoard beside metrics.jsonl
+    tensorboard: bool = False  # the same as trackers=[tensorboard]
+    trackers: list[str] = field(default_factory=list)  # programs that get the rows of metrics.jsonl
+    #   too: tensorboard, wandb, mlflow
     evaluation_interval: int = 1  # epochs between evaluations (the last epoch always has one)
     evaluate_average_model: bool = True  # evaluate the mean of all workers' models
     evaluate_training_data: bool = False  # also evaluate on all training data, not augmented
@@ -270,6 +272,7 @@ def _train(settings: Any, comm: Processes, name: str | None, folder: Path | None
     """Train a run in the output folder `name`, or resume the one in `folder`."""
     global _output
     trainer = Trainer(settings, comm, _hooks(), resume_from=folder)
+    ending = COMPLETE
     try:
         with comm.agreed():
             trainer.check_epochs()
@@ -284,9 +287,12 @@ def _train(settings: Any, comm: Processes, name: str | None, folder: Path | None
         trainer.train(Checkpoints(Path(output), comm), _metrics_offset, lost_rows)
         if _output is not None:
             _report(_output.folder, settings.log_verbosity)
+    except BaseException as error:
+        ending = type(error).__name__
+        raise
     finally:
         if _output is not None:
-            _output.close()
+            _output.close(ending)
         _output = None
 
 

@@ -26,6 +26,7 @@ FREE_TO_CHANGE = (
     "rank",
     "resume",
     "tensorboard",
+    "trackers",
 )
 # Keys that earlier versions lacked, with the values that they had in effect.
 EARLIER = {

@@ -18,6 +18,7 @@ from powergossip import algorithms, checks, compressors, options, tasks
 from powergossip.algorithms import aggregation, ddp
 from powergossip.network import BACKENDS, Processes
 from powergossip.network import hosted_workers as hosted
+from powergossip.runs import trackers
 from powergossip.runs.output import plain_copy
 from powergossip.training.local_optimizers import LOCAL_OPTIMIZERS
 
@@ -75,6 +76,8 @@ def checked(
     _resolve_options(c, explicit or (), warn=processes.rank == 0)
     if c.optimizer in aggregation.AGGREGATIONS:
         checks.at_least_one("optimizer_num_batches_per_step", c.optimizer_num_batches_per_step)
+    if processes.rank == 0 and not c.evaluate_only:
+        trackers.check(c)
     if c.optimizer in ddp.HOOKS and not c.evaluate_only:
         with errors_name_keys(c.optimizer):
             ddp.check(hosted=hosted(c.n_workers, processes.size), **hook_options(c))
