@@ -36,6 +36,27 @@ EXAMPLES = {
         # 2 · 4 · (120 · (64 + 128 + 128 + 128 + 128 + 10) + 240 · (128 + 128 + 10))
         together=r"^sent by each worker: 1073\.3 kB$",
     ),
+    "ddp_hook.py": Shown(
+        r"accuracy of the mean model: (\d+\.\d)%",
+        alone=r"^sent by each worker: 0\.0 kB$",
+        together=r"^sent by each worker: 1073\.3 kB$",  # as gossip.py
+    ),
+    "huggingface_module.py": Shown(
+        r"accuracy of the mean model: (\d+\.\d)%",
+        alone=r"^sent by each worker: 0\.0 kB$",
+        together=r"^sent by each worker: 536\.6 kB$",  # as gossip.py, with 2 bytes per element
+    ),
+    "model_averager.py": Shown(
+        r"accuracy of the mean model: (\d+\.\d)%",
+        alone=r"^sent by each worker: 0\.0 kB$",
+        together=r"^sent by each worker: 268\.3 kB$",  # gossip.py in every fourth step
+    ),
+    "plain_loop.py": Shown(
+        r"accuracy of the mean model: (\d+\.\d)%",
+        alone=r"^sent by each worker: 0\.0 kB$",
+        # 20 · 11 steps: 2 · 4 · (110 · (64 + 128 + 128 + 10) + 220 · (128 + 128 + 128 + 10))
+        together=r"^sent by each worker: 983\.8 kB$",
+    ),
 }
 
 

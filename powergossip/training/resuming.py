@@ -28,6 +28,8 @@ FREE_TO_CHANGE = (
 # Keys that earlier versions lacked, with the values that they had in effect.
 EARLIER = {
     "drop_last": True,
+    "precision": "fp32",
+    "torch_compile": False,
     "lr_schedule": "milestones",
     "validation_ratio": 0.0,
     "optimizer_warm_start": True,
@@ -42,7 +44,9 @@ OF_EVALUATION = (
     "evaluate_average_model",
     "evaluate_training_data",
     "mean_model_statistics",
+    "precision",
     "recalibration_batches",
+    "torch_compile",
 )
 
 

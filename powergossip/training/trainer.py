@@ -22,6 +22,7 @@ from powergossip.parameters import Layout, Parameters, trained
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.clock import Clock, PhaseTime, Signals
 from powergossip.runs.progress import Progress
+from powergossip.training import compute
 from powergossip.training.agreement import Agreement
 from powergossip.training.evaluation import Evaluation
 from powergossip.training.local_optimizers import LocalOptimizer, learning_rate
@@ -65,6 +66,8 @@ class Trainer:
             stage = {"on": False, "off": True, "auto": None}[c.cuda_aware]
             self.network = Network(self.topology, processes, self.device, stage, measure=self.clock)
             self._check_method()
+            if c.torch_compile and not c.evaluate_only:
+                compute.check_compiler(self.device)
         self.task = task or processes.one_by_one(self._make_task)
         self.steps_per_epoch = min(
             self.task.steps_per_epoch, c.max_steps_per_epoch or self.task.steps_per_epoch
@@ -74,6 +77,8 @@ class Trainer:
             self.parameters = Parameters(models, self.device)
             self._check_spectrum_names()
             if not c.evaluate_only:
+                if c.torch_compile:
+                    compute.compile_models(models)
                 self._make_rule()
         self.rows = Rows(self._hooks, self.network, lambda: time.perf_counter() - self._started)
         self.evaluation = Evaluation(
@@ -342,7 +347,8 @@ class Trainer:
         with self.clock("gradient"):
             # For layers that use torch's generator: equal in any layout of processes.
             torch.manual_seed(randomness.torch_seed(self.config.seed, "layers", worker, self.step))
-            loss, metrics = self.task.loss(model, batch)
+            with compute.autocast(self.config.precision, self.device):
+                loss, metrics = self.task.loss(model, batch)
             self._agreement.note(worker, "loss", loss.item(), self.step, epoch + 1)
             loss.backward()  # also if it is not finite: other processes wait for messages
         return metrics
@@ -351,7 +357,7 @@ class Trainer:
         """Log the rows at the end of an epoch. Returns the score, if there was an evaluation."""
         c, score = self.config, None
         if epoch % c.evaluation_interval == 0 or epoch == c.num_epochs:
-            with self.clock("evaluation"):
+            with self.clock("evaluation"), compute.not_compiled(c.torch_compile):
                 shown, score = self.evaluation(epoch, self.step, sums)
             bar.note(shown)
             if c.log_verbosity > 1 and self.processes.rank == 0:
