@@ -1,5 +1,6 @@
 """Precision and compilation of the local step in train.py."""
 
+import copy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ from omegaconf import OmegaConf
 
 import train
 from powergossip.network import Processes, processes
+from powergossip.training.resuming import check_same_run
 from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
-from tests import launch
 
 ALONE = Processes()
 
@@ -91,17 +92,9 @@ def test_hooks_of_ddp_train_in_bf16(hook: str) -> None:
     assert run.parameters.x.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("precision", "fp16"), ("precision", "bf8"), ("torch_compile", "maybe")]
-)
-def test_bad_values_are_rejected_before_anything_starts(
-    key: str, value: str, tmp_path: Path
-) -> None:
-    folder = tmp_path / "out"
-    ended = launch.python("train.py", "--output-dir", folder, f"{key}={value}")
-    assert ended.returncode == 2
-    assert f"{key}={value}" in ended.stderr
-    assert not folder.exists()
+def test_another_precision_is_rejected() -> None:
+    with pytest.raises(ValueError, match=r"^precision=fp16: use fp32 or bf16"):
+        checked(configured(precision="fp16"), ALONE)
 
 
 def test_without_a_compiler_compilation_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,25 +103,21 @@ def test_without_a_compiler_compilation_is_rejected(monkeypatch: pytest.MonkeyPa
         trainer(torch_compile=True)
 
 
-def test_precision_and_compilation_belong_to_a_run(tmp_path: Path) -> None:
-    """Recorded, and not to be changed when the run is resumed; free in an evaluation."""
-    folder = tmp_path / "out"
-    words = [
-        "--output-dir",
-        str(folder),
-        "num_epochs=1",
-        "max_steps_per_epoch=2",
-        "log_verbosity=0",
-    ]
-    assert launch.python("train.py", *words, "precision=bf16").returncode == 0
-    saved = OmegaConf.load(folder / "config.yaml")
-    assert (saved.precision, saved.torch_compile) == ("bf16", False)
-    for change in ("precision=fp32", "torch_compile=true"):
-        ended = launch.python("train.py", *words, "precision=bf16", change, "resume=true")
-        assert ended.returncode == 2
-        assert change.partition("=")[0] in ended.stderr
-    ended = launch.python("train.py", "--output-dir", folder, "evaluate_only=true")
-    assert ended.returncode == 0, ended.stderr
+@pytest.mark.parametrize("change", [{"precision": "bf16"}, {"torch_compile": True}])
+def test_precision_and_compilation_belong_to_a_run(change: dict[str, Any], tmp_path: Path) -> None:
+    """They stay when it is resumed, and are free in an evaluation. Earlier runs had neither."""
+    now = checked(configured(**change), ALONE)
+    saved = {str(k): v for k, v in OmegaConf.to_container(now).items()}  # type: ignore[union-attr]
+    check_same_run(tmp_path, saved, now)
+    before = checked(configured(), ALONE)
+    earlier = {key: before[key] for key in before if key not in ("precision", "torch_compile")}
+    check_same_run(tmp_path, earlier, before)
+    for others in (saved, earlier):
+        other = before if others is saved else now
+        with pytest.raises(ValueError, match=next(iter(change))):
+            check_same_run(tmp_path, others, other)
+        evaluated = checked(configured(**{**change, "evaluate_only": True}), ALONE)
+        check_same_run(tmp_path, others, evaluated)
 
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
@@ -137,23 +126,37 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ 
 @pytest.mark.slow
 @needs_compiler
 def test_compiled_models_train_alike() -> None:
-    """Up to rounding as models that are not compiled; with the same names, and the same to the bit
-    in every layout and after a resume."""
-    compiled = trained(6, torch_compile=True)
-    plain = trained(6)
+    """Up to rounding as models that are not compiled, with the same names; and the same to the bit
+    after a resume, in a process that has compiled nothing yet."""
+    options: dict[str, Any] = {"n_workers": 2, "torch_compile": True}
+    compiled = trained(3, **options)
+    state = copy.deepcopy(compiled.state_dict((0, 3, {})))
+    plain = trained(6, n_workers=2)
+    for step in range(3, 6):
+        compiled.train_step(0, step)
     x, y = compiled.parameters.x, plain.parameters.x
-    assert (x - y).norm() < 1e-4 * y.norm()
+    assert 0 < (x - y).norm() < 1e-4 * y.norm()
     assert compiled.network.bits.tolist() == plain.network.bits.tolist()
     names = list(plain.parameters.models[0].state_dict())
     assert list(compiled.parameters.models[0].state_dict()) == names
     assert compiled.parameters.names == plain.parameters.names
 
     torch._dynamo.reset()
-    resumed = trainer(torch_compile=True)
-    resumed.load_state_dict(trained(3, torch_compile=True).state_dict((0, 3, {})))
+    resumed = trainer(**options)
+    resumed.load_state_dict(state)
     for step in range(3, 6):
         resumed.train_step(0, step)
     assert torch.equal(resumed.parameters.x, x)
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parallel([2])
+def test_compiled_models_are_the_same_in_every_layout() -> None:
+    who = processes()
+    here = trained(3, who, n_workers=2, torch_compile=True)
+    alone = trained(3, n_workers=2, torch_compile=True)
+    assert torch.equal(here.parameters.x[0], alone.parameters.x[who.rank])
 
 
 @pytest.mark.slow

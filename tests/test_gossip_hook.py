@@ -40,7 +40,7 @@ def hooked(
     broadcast_buffers: bool = False,
     **options: Any,
 ) -> tuple[Any, torch.optim.Optimizer, GossipState]:
-    """A DDP module with tiny buckets, its optimizer and the state of its hook."""
+    """A DDP module, its optimizer and the state of its hook."""
     options.setdefault("process_group", processes())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of broadcast_buffers, since torch 2.13
@@ -48,7 +48,6 @@ def hooked(
             mlp() if model is None else model,
             process_group=torch_group(processes(), CPU),
             broadcast_buffers=broadcast_buffers,
-            bucket_cap_mb=1e-4,  # several buckets, since the first one has a limit of its own
         )
     optimizer = OPTIMIZERS[local](ddp.module)
     state = GossipState(optimizer, method, **options)
@@ -248,9 +247,10 @@ def test_alone_it_is_ddp_without_a_hook() -> None:
 
 def test_bucket_0_is_the_first_of_every_backward_pass() -> None:
     """On which the hook relies. torch rebuilds its buckets after the first pass."""
-    ddp = DistributedDataParallel(
-        mlp(), process_group=torch_group(processes(), CPU), bucket_cap_mb=1e-4
-    )
+    model = nn.Sequential(nn.Linear(6, 600), *(nn.Linear(600, 600) for _ in range(3)))
+    model.append(nn.Linear(600, 3))
+    group = torch_group(processes(), CPU)
+    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=1)
     seen: list[int] = []
 
     def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

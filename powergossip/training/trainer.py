@@ -63,11 +63,11 @@ class Trainer:
                 c.topology, c.n_workers, seed=c.seed, options=c.topology_options
             )
             self.device = choose_device(c.device, processes.local_rank)
+            if c.torch_compile and not c.evaluate_only:
+                compute.check_compiler(self.device)
             stage = {"on": False, "off": True, "auto": None}[c.cuda_aware]
             self.network = Network(self.topology, processes, self.device, stage, measure=self.clock)
             self._check_method()
-            if c.torch_compile and not c.evaluate_only:
-                compute.check_compiler(self.device)
         self.task = task or processes.one_by_one(self._make_task)
         self.steps_per_epoch = min(
             self.task.steps_per_epoch, c.max_steps_per_epoch or self.task.steps_per_epoch
