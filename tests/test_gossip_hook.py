@@ -246,7 +246,7 @@ def test_alone_it_is_ddp_without_a_hook() -> None:
 
 
 def test_bucket_0_is_the_first_of_every_backward_pass() -> None:
-    """On which the hook relies. torch rebuilds its buckets after the first pass."""
+    """On which the hook relies. After the first pass, torch divides its one bucket into several."""
     model = nn.Sequential(nn.Linear(6, 600), *(nn.Linear(600, 600) for _ in range(3)))
     model.append(nn.Linear(600, 3))
     group = torch_group(processes(), CPU)
@@ -264,4 +264,4 @@ def test_bucket_0_is_the_first_of_every_backward_pass() -> None:
         seen.clear()
         loss(ddp, 0, t).backward()
         assert seen == list(range(len(seen)))
-        assert len(seen) > 1
+        assert len(seen) > 1 or t == 0
