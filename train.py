@@ -100,6 +100,9 @@ class Config:
     learning_rate: float | None = None  # by default the task's
     momentum: float | None = None  # of sgd, by default the task's
     nesterov: bool = True  # of sgd
+    precision: str = "fp32"  # of the loss and its gradient: fp32, or bf16 by torch's autocast.
+    #   Parameters, messages and evaluations are in fp32
+    torch_compile: bool = False  # compile the model's forward and backward passes in training
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8

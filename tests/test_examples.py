@@ -1,7 +1,9 @@
 """Examples run unchanged: in one process and in several."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,7 @@ class Shown:
     alone: str  # pattern in the output of one process,
     together: str  # and of PROCESSES
     least: float = 90.0  # %
+    slow: bool = False  # the run of PROCESSES
 
 
 EXAMPLES = {
@@ -36,6 +39,30 @@ EXAMPLES = {
         # 2 · 4 · (120 · (64 + 128 + 128 + 128 + 128 + 10) + 240 · (128 + 128 + 10))
         together=r"^sent by each worker: 1073\.3 kB$",
     ),
+    "ddp_hook.py": Shown(
+        r"accuracy of the mean model: (\d+\.\d)%",
+        alone=r"^sent by each worker: 0\.0 kB$",
+        together=r"^sent by each worker: 1073\.3 kB$",  # as gossip.py
+    ),
+    "huggingface_module.py": Shown(
+        r"accuracy of the mean model: (\d+\.\d)%",
+        alone=r"^sent by each worker: 0\.0 kB$",
+        together=r"^sent by each worker: 536\.6 kB$",  # as gossip.py, with 2 bytes per element
+        slow=True,
+    ),
+    "model_averager.py": Shown(
+        r"accuracy of the mean model: (\d+\.\d)%",
+        alone=r"^sent by each worker: 0\.0 kB$",
+        together=r"^sent by each worker: 268\.3 kB$",  # gossip.py in every fourth step
+        slow=True,
+    ),
+    "plain_loop.py": Shown(
+        r"accuracy of the mean model: (\d+\.\d)%",
+        alone=r"^sent by each worker: 0\.0 kB$",
+        # 20 · 11 steps: 2 · 4 · (110 · (64 + 128 + 128 + 10) + 220 · (128 + 128 + 128 + 10))
+        together=r"^sent by each worker: 983\.8 kB$",
+        slow=True,
+    ),
 }
 
 
@@ -43,8 +70,14 @@ def test_every_example_has_its_row() -> None:
     assert sorted(EXAMPLES) == sorted(p.name for p in (launch.ROOT / "examples").glob("*.py"))
 
 
-@pytest.mark.parametrize("processes", [None, PROCESSES], ids=["alone", "together"])
-@pytest.mark.parametrize("name", EXAMPLES)
+def runs() -> Iterator[Any]:
+    for name, shown in EXAMPLES.items():
+        marks = [pytest.mark.slow] if shown.slow else []
+        yield pytest.param(name, None, id=f"{name}-alone")
+        yield pytest.param(name, PROCESSES, id=f"{name}-together", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "processes"), runs())
 def test_an_example_learns(name: str, processes: int | None) -> None:
     shown = EXAMPLES[name]
     # Four processes that import torch on a busy machine take long.

@@ -705,8 +705,8 @@ BAD_PARAMETERS: dict[str, tuple[list[Any], str]] = {
     "frozen": (parameters(torch.zeros(4, dtype=torch.int64)), "no trainable parameters"),
     "double": (parameters(torch.zeros(4).double()), r"\(4,\) is torch.float64"),
     "mixed types": (
-        parameters(torch.zeros(4), torch.zeros(3).bfloat16()),
-        r"parameter 1 of shape \(3,\) is torch.bfloat16",
+        parameters(torch.zeros(4).bfloat16(), torch.zeros(3).double()),
+        r"parameter 1 of shape \(3,\) is torch.float64",
     ),
     "sparse": (parameters(torch.zeros(2, 3).to_sparse()), r"\(2, 3\) is sparse"),
     "mixed devices": (

@@ -322,11 +322,11 @@ def _above(values: Tensor, threshold: float) -> Tensor:
     return (values <= threshold).logical_not_().nonzero().view(-1)
 
 
-def _half(values: Tensor, terms: int = 1) -> Tensor:
+def _half(values: Tensor, dtype: torch.dtype, terms: int = 1) -> Tensor:
     """The nearest 16-bit numbers, so that a sum of so many is finite. Infinite ones remain."""
-    largest = torch.finfo(torch.float16).max / (1 if terms == 1 else 2 * terms)
+    largest = torch.finfo(dtype).max / (1 if terms == 1 else 2 * terms)
     finite = values.clamp(-largest, largest)
-    return torch.where(values.isinf(), values, finite).to(torch.float16)
+    return torch.where(values.isinf(), values, finite).to(dtype)
 
 
 class DGCAggregation:
@@ -348,13 +348,22 @@ class DGCAggregation:
     Cost on the wire: an all-reduce of the whole tensors and, concurrently, one all-gather of the
     selected values and their positions.
 
+    value_dtype: bfloat16 or float16 for values with 16 bits, or None for the dtype that
+    fp16_values specifies.
+
     Raises ValueError for more elements than 32-bit positions can address.
     """
 
     owns_momentum: ClassVar[bool] = True
     clips: ClassVar[bool] = True
 
-    def __init__(self, network: Network, layout: Layout, config: Config):
+    def __init__(
+        self,
+        network: Network,
+        layout: Layout,
+        config: Config,
+        value_dtype: torch.dtype | None = None,
+    ):
         if config.int32_indices and layout.size > torch.iinfo(torch.int32).max:
             raise ValueError(f"int32_indices=True: use False for {layout.size} elements")
         self._network, self._layout, self._config = network, layout, config
@@ -370,7 +379,7 @@ class DGCAggregation:
         self._tensors = sorted((layout.starts[i], prod(layout.shapes[i])) for i in matrices)
         self._clipping = Clipping(network, layout, config.clip, config.clip_by)
         self._index = torch.int32 if config.int32_indices else torch.int64
-        self._value = torch.float16 if config.fp16_values else torch.float32
+        self._value = torch.float16 if config.fp16_values else value_dtype or torch.float32
         size = sum(span.stop - span.start for span in self._spans)
         self._whole = Mean(torch.zeros(workers, size, dtype=self._value, device=device))
         self._everything: Mean | None = None  # at a fraction of 1
@@ -449,7 +458,7 @@ class DGCAggregation:
         start = 0
         for span in spans:
             values = self._kept[:, span]
-            sent = _half(values, self._network.n_workers)
+            sent = _half(values, self._value, self._network.n_workers)
             packed[:, start : start + sent.shape[1]] = sent
             values.sub_(sent)
             start += sent.shape[1]
@@ -468,7 +477,7 @@ class DGCAggregation:
             parts.append(selector.positions(values, sample).add_(first))
         positions = torch.cat(parts)
         values = kept[positions]
-        sent = _half(values) if config.fp16_values else values
+        sent = values if self._value == torch.float32 else _half(values, self._value)
         kept[positions] = values - sent
         if config.momentum_masking and config.momentum:
             self._momentum[row].index_fill_(0, positions, 0)

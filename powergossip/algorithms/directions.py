@@ -177,14 +177,16 @@ class Directions:
         exact in any order.
         """
         theirs = self._received_views.get(received, self._views_of)
-        for their, own, difference in zip(theirs, self.own.views, self.views, strict=True):
+        # Those of the message, which may have been rounded before it was sent.
+        ours = self._message_views
+        for their, own, difference in zip(theirs, ours, self.views, strict=True):
             torch.sub(their, own, out=difference)
         # A cheap necessary condition first, which rarely holds before the workers agree.
         _compute_norms(self._directions, self._norms)
         _compute_norms(self.own, self._own_norms)
         if not (self._norms.flat <= self._noise_bounds.flat * self._own_norms.flat).any():
             return
-        for their, own, difference in zip(theirs, self.own.views, self.views, strict=True):
+        for their, own, difference in zip(theirs, ours, self.views, strict=True):
             size = torch.maximum(their.abs().amax(-1), own.abs().amax(-1))
             difference[difference.abs().amax(-1) <= _NOISE * size] = 0
 

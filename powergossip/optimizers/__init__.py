@@ -3,6 +3,9 @@
 Ways to train in parallel:
 
     GossipOptimizer                   gossip after the step of any torch optimizer
+    GossipModelAverager               gossip as an averager of torch.distributed's
+                                      PostLocalSGDOptimizer
+    GossipState, gossip_hook          gossip as a communication hook of DistributedDataParallel
     PowerSGD, Config, optimizer_step  low-rank compressed gradients, with the other names of the
                                       published package: Aggregator, AllReduce, BasicPowerSGD,
                                       BasicConfig
@@ -16,9 +19,11 @@ from powergossip.algorithms.dgc import Config as DGCConfig
 from powergossip.algorithms.error_feedback import Config as ErrorFeedbackConfig
 from powergossip.algorithms.power_sgd import Config
 from powergossip.algorithms.sign_sgd import Config as SignSGDConfig
+from powergossip.optimizers.ddp_hook import GossipState, gossip_hook
 from powergossip.optimizers.dgc import DGC, DGCSGD
 from powergossip.optimizers.error_feedback import ErrorFeedback
 from powergossip.optimizers.gossip import GossipOptimizer
+from powergossip.optimizers.model_averager import GossipModelAverager
 from powergossip.optimizers.power_sgd import (
     Aggregator,
     AllReduce,
@@ -40,9 +45,12 @@ __all__ = [
     "DGCConfig",
     "ErrorFeedback",
     "ErrorFeedbackConfig",
+    "GossipModelAverager",
     "GossipOptimizer",
+    "GossipState",
     "PowerSGD",
     "SignSGD",
     "SignSGDConfig",
+    "gossip_hook",
     "optimizer_step",
 ]

@@ -23,15 +23,23 @@ class Aggregated:
 
     params: tensors, or (name, tensor) pairs, in an order that all processes share. All workers
     start from the parameters of process 0. network: a network with one worker per process, by
-    default that of all processes. build: constructs the aggregation.
+    default that of the process group. process_group: a group of torch.distributed, an mpi4py
+    communicator, a `Processes`, or None for all processes of the run. build: constructs the
+    aggregation.
 
     flat  # the parameters, a gradient and the mean of the workers as `Gradients`
 
     Raises ValueError, in all processes, for parameters that are not dense float32 tensors.
     """
 
-    def __init__(self, params: Params, build: Build, network: Network | None = None):
-        self.flat = Gradients(params, network)
+    def __init__(
+        self,
+        params: Params,
+        build: Build,
+        network: Network | None = None,
+        process_group: Any = None,
+    ):
+        self.flat = Gradients(params, network, process_group=process_group)
         self.network = self.flat.network
         self._aggregation = build(self.network, self.flat.layout)
 

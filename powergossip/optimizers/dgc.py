@@ -32,6 +32,7 @@ from powergossip.algorithms.dgc import Config, DGCAggregation
 from powergossip.network import Network
 from powergossip.optimizers.checks import Params
 from powergossip.optimizers.gradients import Gradients
+from powergossip.optimizers.precision import HALF, MESSAGE_DTYPES
 
 
 class DGC:
@@ -39,11 +40,16 @@ class DGC:
 
     params: tensors, or (name, tensor) pairs, in an order that all processes share. All workers
     start from the parameters of process 0. network: a network with one worker per process, by
-    default that of all processes.
+    default that of the process group. process_group: a group of torch.distributed, an mpi4py
+    communicator, a `Processes`, or None for all processes of the run.
+
+    Gradients are float32, bfloat16 or float16. They are accumulated in float32. message_dtype:
+    "float32", or "parameter", with which values of parameters in half precision are sent in their
+    dtype. Rounding errors are sent later.
 
     flat  # the parameters, the mean of the batches of this step and that of the workers
 
-    Raises ValueError, in all processes, for parameters that are not dense float32 tensors.
+    Raises ValueError, in all processes, for parameters that are not dense tensors of these dtypes.
     """
 
     def __init__(
@@ -51,11 +57,18 @@ class DGC:
         params: Params,
         config: Config | None = None,
         network: Network | None = None,
+        *,
+        process_group: Any = None,
+        message_dtype: str = "float32",
     ):
+        checks.one_of("message_dtype", message_dtype, MESSAGE_DTYPES)
         self.config = config or Config()
-        self.flat = Gradients(params, network)
+        dtypes = (torch.float32, *HALF)
+        self.flat = Gradients(params, network, process_group=process_group, dtypes=dtypes)
         self.network = self.flat.network
-        self._aggregation = DGCAggregation(self.network, self.flat.layout, self.config)
+        self._aggregation = DGCAggregation(
+            self.network, self.flat.layout, self.config, self.flat.message_dtype(message_dtype)
+        )
         self._calls = 0  # since the last step
 
     def at_epoch(self, epoch: float) -> None:

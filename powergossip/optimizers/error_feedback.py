@@ -14,6 +14,8 @@ compressed instead, and the optimizer is SGD with momentum=0, or `DGCSGD`, which
 momentum to the weight decay. The algorithm is algorithms.error_feedback.
 """
 
+from typing import Any
+
 from powergossip.algorithms.error_feedback import Config
 from powergossip.algorithms.error_feedback import ErrorFeedback as Aggregation
 from powergossip.compressors import Compressor
@@ -38,8 +40,13 @@ class ErrorFeedback(Aggregated):
         compressor: Compressor,
         config: Config | None = None,
         network: Network | None = None,
+        *,
+        process_group: Any = None,
     ):
         self.config = given = config or Config()
         super().__init__(
-            params, lambda net, layout: Aggregation(net, layout, compressor, given), network
+            params,
+            lambda net, layout: Aggregation(net, layout, compressor, given),
+            network,
+            process_group,
         )

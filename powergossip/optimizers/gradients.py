@@ -1,12 +1,14 @@
 """Flat buffers for the gradients of a training loop: the common part of PowerSGD and DGC."""
 
 from collections.abc import Collection, Sequence
+from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from powergossip import topologies
-from powergossip.network import Network, Processes, meet_at_exit, processes
+from powergossip.network import Network, Processes, meet_at_exit, processes_of
 from powergossip.optimizers.checks import (
     Params,
     broadcast_from_process_0,
@@ -19,6 +21,7 @@ from powergossip.optimizers.checks import (
     is_frozen,
     named,
 )
+from powergossip.optimizers.precision import message_dtype_of
 from powergossip.parameters import Layout, matrix_shape
 
 FLOATING_POINT = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -29,8 +32,10 @@ class Gradients:
 
     params: tensors, or (name, tensor) pairs, in an order that all processes share. Frozen ones
     (requires_grad=False) are left out. Construction gives all workers the values of process 0.
-    network: a network with one worker per process, by default that of all processes. dtypes: the
-    accepted ones. vectors_are_matrices: lay out a vector as a matrix with one column.
+    network: a network with one worker per process, by default that of the process group.
+    process_group: a group of torch.distributed, an mpi4py communicator, a `Processes`, or None for
+    all processes of the run. dtypes: the accepted ones. vectors_are_matrices: lay out a vector as a
+    matrix with one column.
 
     parameters       # those that are trained, in the given order
     network, layout
@@ -47,6 +52,7 @@ class Gradients:
         params: Params,
         network: Network | None = None,
         *,
+        process_group: Any = None,
         dtypes: Collection[torch.dtype] = (torch.float32,),
         vectors_are_matrices: bool = False,
     ):
@@ -58,7 +64,7 @@ class Gradients:
             names[index]: tensor for index, tensor in enumerate(tensors) if is_frozen(tensor)
         }
         self._dtypes = dtypes
-        comm = network.processes if network else processes()
+        comm = processes_for(network, process_group)
         with comm.agreed():
             if not tensors:
                 raise ValueError("there are no parameters; use model.parameters()")
@@ -108,10 +114,25 @@ class Gradients:
         clear_frozen_gradients(optimizer)
         return check_gradients(self._names, self.parameters, required=True, dtypes=self._dtypes)
 
+    def message_dtype(self, name: str) -> torch.dtype | None:
+        """The dtype of messages in half precision, or None. See `precision.message_dtype_of`.
+
+        Parameters of several dtypes have the smallest one that holds them all.
+        """
+        dtype = reduce(torch.promote_types, (p.dtype for p in self.parameters))
+        return message_dtype_of(name, dtype)
+
     @property
     def bits(self) -> int:
         """Bits that this worker has sent since the start."""
         return int(self.network.bits[0])
+
+
+def processes_for(network: Network | None, process_group: Any) -> Processes:
+    """The processes of a network, or else of a group. Raises ValueError if both are given."""
+    if network is not None and process_group is not None:
+        raise ValueError("process_group: leave it out with network, which has its own processes")
+    return processes_of(process_group) if network is None else network.processes
 
 
 def network_of_all(comm: Processes, device: torch.device) -> Network:

@@ -8,13 +8,15 @@
         optimizer_step(optimizer, powersgd)  # in place of optimizer.step() and zero_grad()
 
 Names, signatures and defaults are those of the package that the authors of PowerSGD published
-(github.com/epfml/powersgd). Processes are those of MPI, in place of torch.distributed. The
-algorithm is algorithms.power_sgd.
+(github.com/epfml/powersgd). Processes are those of the run, or of `process_group`. The algorithm is
+algorithms.power_sgd.
 
 Precision: gradients are float32, float64, bfloat16 or float16, also mixed. All are computed and
 sent in float64 if one of them is float64, otherwise in float32, so that an element of a
-half-precision gradient takes 32 bits in a message that is not compressed. The mean is rounded to
-the precision of the gradient. Bits are counted as sent.
+half-precision gradient takes 32 bits in a message that is not compressed. With
+message_dtype="parameter", messages about parameters in half precision, and the sums of messages,
+have their precision. The mean is rounded to the precision of the gradient. Bits are counted as
+sent.
 """
 
 from abc import ABC, abstractmethod
@@ -25,9 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from powergossip import checks
 from powergossip.algorithms import plain
 from powergossip.algorithms.power_sgd import Aggregation, Config
-from powergossip.network import Network, processes
+from powergossip.network import Network
 from powergossip.optimizers.checks import (
     Params,
     check_gradients,
@@ -41,8 +44,10 @@ from powergossip.optimizers.gradients import (
     Gradients,
     check_one_worker,
     network_of_all,
+    processes_for,
     working_dtype,
 )
+from powergossip.optimizers.precision import MESSAGE_DTYPES, Rounding
 from powergossip.parameters import matrix_shape
 
 
@@ -73,10 +78,12 @@ class Aggregator(ABC):
 class AllReduce(Aggregator):
     """The exact mean: x̄ = (1/n) Σ_j x_j. Sends 2 (n − 1)/n times the size of the gradients.
 
-    network: a network with one worker per process, by default that of all processes.
+    network: a network with one worker per process, by default that of the process group.
+    process_group: as for `PowerSGD`.
     """
 
-    def __init__(self, network: Network | None = None):
+    def __init__(self, network: Network | None = None, *, process_group: Any = None):
+        self._processes = processes_for(network, process_group)
         if network is not None:
             check_one_worker(network)
         self.network = network  # None: created with the first gradients
@@ -106,7 +113,7 @@ class AllReduce(Aggregator):
         device, dtype = gradients[0].device, working_dtype(gradients)
         sizes = [gradient.numel() for gradient in gradients]
         if self.network is None:
-            self.network = network_of_all(processes(), device)
+            self.network = network_of_all(self._processes, device)
         if self._flat is None or self._flat.dtype != dtype or self._sizes != sizes:
             check_same_everywhere(
                 self.network.processes, "the list of gradients", (str(dtype), sizes)
@@ -132,12 +139,21 @@ class _LowRank(Aggregator):
         params: Params,
         config: Config,
         network: Network | None,
+        process_group: Any,
+        message_dtype: str,
         *,
         vectors_are_matrices: bool = False,
     ):
+        checks.one_of("message_dtype", message_dtype, MESSAGE_DTYPES)
         self.flat = Gradients(
-            params, network, dtypes=FLOATING_POINT, vectors_are_matrices=vectors_are_matrices
+            params,
+            network,
+            process_group=process_group,
+            dtypes=FLOATING_POINT,
+            vectors_are_matrices=vectors_are_matrices,
         )
+        dtype = self.flat.message_dtype(message_dtype)
+        self._rounding = None if dtype is None else Rounding(dtype)
         self.network = self.flat.network
         self._aggregation = Aggregation(self.network, self.flat.layout, config, self.flat.dtype)
 
@@ -192,7 +208,8 @@ class _LowRank(Aggregator):
         ]
         for gradient, error in apart:
             error.copy_(gradient)
-        self.network.run(self._aggregation.step(self.flat.gradient, self.flat.mean))
+        conversation = self._aggregation.step(self.flat.gradient, self.flat.mean)
+        self.network.run(conversation if self._rounding is None else self._rounding(conversation))
         for gradient, error in apart:
             gradient.copy_(error)
         means = zip(self.flat.means, gradients, strict=True)
@@ -240,8 +257,12 @@ class PowerSGD(_LowRank):
 
     params: tensors, or (name, tensor) pairs, in an order that all processes share. All workers
     start from the parameters of process 0. Frozen parameters (requires_grad=False) are neither
-    changed nor sent. network: a network with one worker per process, by default that of all
-    processes.
+    changed nor sent. network: a network with one worker per process, by default that of the process
+    group. process_group: a group of torch.distributed, an mpi4py communicator, a `Processes`, or
+    None for all processes of the run.
+
+    message_dtype: "float32", or "parameter", with which messages about parameters in bfloat16 or
+    float16 have half the bits. Their rounding errors are not in the error that is fed back.
 
     Half-precision gradients have an error in float32, which p.grad cannot hold. It is kept here,
     and p.grad is None after a step.
@@ -251,9 +272,17 @@ class PowerSGD(_LowRank):
     Raises ValueError, in all processes, for parameters that are not dense floating-point tensors.
     """
 
-    def __init__(self, params: Params, config: Config, network: Network | None = None):
+    def __init__(
+        self,
+        params: Params,
+        config: Config,
+        network: Network | None = None,
+        *,
+        process_group: Any = None,
+        message_dtype: str = "float32",
+    ):
         self.config = config
-        super().__init__(params, config, network)
+        super().__init__(params, config, network, process_group, message_dtype)
 
     @property
     def is_compressed_mask(self) -> list[bool]:
@@ -282,7 +311,15 @@ class BasicPowerSGD(_LowRank):
     ValueError is raised for the same reasons.
     """
 
-    def __init__(self, params: Params, config: BasicConfig, network: Network | None = None):
+    def __init__(
+        self,
+        params: Params,
+        config: BasicConfig,
+        network: Network | None = None,
+        *,
+        process_group: Any = None,
+        message_dtype: str = "float32",
+    ):
         self.config = config
         everything = Config(
             config.rank,
@@ -290,7 +327,9 @@ class BasicPowerSGD(_LowRank):
             num_iters_per_step=config.num_iters_per_step,
             start_compressing_after_num_steps=0,
         )
-        super().__init__(params, everything, network, vectors_are_matrices=True)
+        super().__init__(
+            params, everything, network, process_group, message_dtype, vectors_are_matrices=True
+        )
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer, aggregator: Aggregator) -> None:

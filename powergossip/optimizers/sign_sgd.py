@@ -13,6 +13,8 @@ of the step of each parameter element: start a hundred times below that of SGD. 
 algorithms.sign_sgd.
 """
 
+from typing import Any
+
 from powergossip.algorithms.sign_sgd import Config, SignSGDAggregation
 from powergossip.network import Network
 from powergossip.optimizers.aggregated import Aggregated, optimizer_step
@@ -26,9 +28,17 @@ class SignSGD(Aggregated):
     errors as for `Aggregated`."""
 
     def __init__(
-        self, params: Params, config: Config | None = None, network: Network | None = None
+        self,
+        params: Params,
+        config: Config | None = None,
+        network: Network | None = None,
+        *,
+        process_group: Any = None,
     ):
         self.config = given = config or Config()
         super().__init__(
-            params, lambda net, layout: SignSGDAggregation(net, layout, given), network
+            params,
+            lambda net, layout: SignSGDAggregation(net, layout, given),
+            network,
+            process_group,
         )

@@ -32,6 +32,8 @@ FREE_TO_CHANGE = (
 EARLIER = {
     "all_reduce": "own",
     "drop_last": True,
+    "precision": "fp32",
+    "torch_compile": False,
     "lr_schedule": "milestones",
     "validation_ratio": 0.0,
     "optimizer_warm_start": True,
@@ -46,7 +48,9 @@ OF_EVALUATION = (
     "evaluate_average_model",
     "evaluate_training_data",
     "mean_model_statistics",
+    "precision",
     "recalibration_batches",
+    "torch_compile",
 )
 
 

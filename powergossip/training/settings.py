@@ -20,6 +20,7 @@ from powergossip.network import BACKENDS, Processes
 from powergossip.network import hosted_workers as hosted
 from powergossip.runs import trackers
 from powergossip.runs.output import plain_copy
+from powergossip.training.compute import PRECISIONS
 from powergossip.training.local_optimizers import LOCAL_OPTIMIZERS
 
 PREFIX = "optimizer_"
@@ -157,6 +158,7 @@ def _check_values(c: Any) -> None:
     checks.one_of("mean_model_statistics", c.mean_model_statistics, ("averaged", "recalibrated"))
     checks.one_of("lr_schedule", c.lr_schedule, ("milestones", "cosine"))
     checks.one_of("local_optimizer", c.local_optimizer, LOCAL_OPTIMIZERS)
+    checks.one_of("precision", c.precision, PRECISIONS)
     checks.one_of("cuda_aware", c.cuda_aware, ("auto", "on", "off"))
     checks.one_of("distributed_backend", c.distributed_backend, BACKENDS)
     checks.one_of("all_reduce", c.all_reduce, ("own", "native"))

@@ -22,6 +22,7 @@ from powergossip.parameters import Layout, Parameters, trained
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.clock import Clock, PhaseTime, Signals
 from powergossip.runs.progress import Progress
+from powergossip.training import compute
 from powergossip.training.agreement import PATIENCE, Agreement
 from powergossip.training.evaluation import Evaluation
 from powergossip.training.local_optimizers import LocalOptimizer, learning_rate
@@ -62,6 +63,8 @@ class Trainer:
                 c.topology, c.n_workers, seed=c.seed, options=c.topology_options
             )
             self.device = choose_device(c.device, processes.local_rank)
+            if c.torch_compile and not c.evaluate_only:
+                compute.check_compiler(self.device)
             stage = {"on": False, "off": True, "auto": None}[c.cuda_aware]
             self.network = Network(
                 self.topology,
@@ -83,6 +86,8 @@ class Trainer:
             self.parameters = Parameters(models, self.device)
             self._check_spectrum_names()
             if not c.evaluate_only:
+                if c.torch_compile:
+                    compute.compile_models(models)
                 self._make_rule()
         self.rows = Rows(self._hooks, self.network, lambda: time.perf_counter() - self._started)
         self.evaluation = Evaluation(
@@ -353,7 +358,8 @@ class Trainer:
         with self.clock("gradient"):
             # For layers that use torch's generator: equal in any layout of processes.
             torch.manual_seed(randomness.torch_seed(self.config.seed, "layers", worker, self.step))
-            loss, metrics = self.task.loss(model, batch)
+            with compute.autocast(self.config.precision, self.device):
+                loss, metrics = self.task.loss(model, batch)
             self._agreement.note(worker, "loss", loss.item(), self.step, epoch + 1)
             loss.backward()  # also if it is not finite: other processes wait for messages
         return metrics
@@ -362,7 +368,7 @@ class Trainer:
         """Log the rows at the end of an epoch. Returns the score, if there was an evaluation."""
         c, score = self.config, None
         if epoch % c.evaluation_interval == 0 or epoch == c.num_epochs:
-            with self.clock("evaluation"):
+            with self.clock("evaluation"), compute.not_compiled(c.torch_compile):
                 shown, score = self.evaluation(epoch, self.step, sums)
             bar.note(shown)
             if c.log_verbosity > 1 and self.processes.rank == 0:

@@ -1,0 +1,329 @@
+"""The parameters of a training loop and the gossip that averages them: the common part of
+GossipOptimizer, GossipModelAverager and GossipState.
+
+Axes: worker (always 1: that of this process), D elements of a part.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from powergossip import algorithms
+from powergossip.network import Conversation, Exchange, Processes, together
+from powergossip.optimizers.checks import (
+    broadcast_from_process_0,
+    check_same_everywhere,
+    check_same_shapes_everywhere,
+    check_shapes,
+    is_frozen,
+)
+from powergossip.optimizers.method import Method
+from powergossip.optimizers.precision import HALF, Rounding, message_dtype_of
+from powergossip.parameters import Layout
+
+DTYPES = (torch.float32, *HALF)  # of trainable parameters
+
+_VERSION = 2  # of the state
+
+# Those with messages in flight: their memory must not be freed, even if nothing else refers to it.
+_in_flight: set["Averaged"] = set()
+
+
+class _Part:
+    """Trainable parameters of one dtype that were added together, and their averaging algorithm.
+
+    x  # float32 [1, D]  their memory after `move`, otherwise a copy
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], message_dtype: str):
+        self.parameters = parameters
+        self.layout = Layout(p.shape for p in parameters)
+        self.averaging: algorithms.Averaging
+        dtype = message_dtype_of(message_dtype, parameters[0].dtype)
+        self._rounding = None if dtype is None else Rounding(dtype)
+        self.x: Tensor
+        self._views: list[Tensor] = []
+        self._addresses: list[int] = []  # after `move`
+
+    def allocate(self, move: bool) -> None:
+        """Create x. `move`: parameters become views of it, if they are float32."""
+        self.x = torch.empty(1, self.layout.size, device=self.parameters[0].device)
+        self._views = self.layout.tensors(self.x[0])
+        self.load()
+        if move and self.parameters[0].dtype == torch.float32:
+            for parameter, view in zip(self.parameters, self._views, strict=True):
+                parameter.data = view
+            self._addresses = [view.data_ptr() for view in self._views]
+
+    def load(self) -> None:
+        """x ← the parameters."""
+        if not self._addresses:
+            with torch.no_grad():
+                for parameter, view in zip(self.parameters, self._views, strict=True):
+                    view.copy_(parameter)
+
+    def store(self) -> None:
+        """The parameters ← x, rounded to their dtype."""
+        if not self._addresses:
+            with torch.no_grad():
+                for parameter, view in zip(self.parameters, self._views, strict=True):
+                    parameter.copy_(view)
+
+    def step(self) -> Conversation:
+        """x ← G(x)"""
+        conversation = self.averaging.step(self.x)
+        return conversation if self._rounding is None else self._rounding(conversation)
+
+    def check_memory(self, owner: str) -> None:
+        """Raise RuntimeError if a parameter is no longer a view of x."""
+        for parameter, address in zip(self.parameters, self._addresses, strict=False):
+            if parameter.data_ptr() != address:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} has other memory than when "
+                    f"{owner} was created: create it after moving the model (to, cuda, "
+                    "double, load_state_dict with assign=True), and change values in place"
+                )
+
+
+class Averaged:
+    """Parameters that are averaged with those of other processes, x ← G(x).
+
+    owner          # name of the object that the user created, for errors
+    message_dtype  # "float32", or "parameter": messages about parameters in bfloat16 or float16
+                   # have their dtype. Other parameters have messages in float32
+    parts          # parameters that were added together, those of each dtype by themselves
+
+    A step is `start`, which sends the first messages, and `finish`. Parameters must not change in
+    between. A single process has nothing to do.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        processes: Processes,
+        method: Method,
+        device: torch.device,
+        message_dtype: str = "float32",
+    ):
+        self.owner, self.processes, self.method = owner, processes, method
+        self.message_dtype = message_dtype
+        with processes.agreed():
+            message_dtype_of(message_dtype, torch.float32)
+            self.network = method.network(processes, device)
+        check_same_everywhere(processes, "the method", method.facts())
+        check_same_everywhere(processes, "message_dtype", message_dtype)
+        self.parts: list[_Part] = []
+        self.frozen: list[Tensor] = []
+        self._exchange: Exchange | None = None  # in flight
+        self.in_mean = False  # whether the parameters are the mean model at present
+
+    @property
+    def n_workers(self) -> int:
+        """The number of workers, one per process."""
+        return self.network.n_workers
+
+    @property
+    def _active(self) -> list[_Part]:
+        """The parts that gossip; none in a single process, which has no neighbors."""
+        return self.parts if self.n_workers > 1 else []
+
+    def add(self, parameters: Sequence[Tensor], first: int = 0, *, move: bool = True) -> None:
+        """Add parameters. `first` is the index of the first of them in the optimizer. Collective.
+
+        move: give all workers the values of process 0, also of frozen parameters, and make float32
+        parameters views of x. Otherwise, parameters stay as they are, and frozen ones are left out.
+
+        Raises ValueError, the same in all processes, and then leaves everything unchanged.
+        """
+        check_same_shapes_everywhere(self.processes, parameters, first)
+        frozen = [i for i, p in enumerate(parameters, first) if is_frozen(p)]
+        check_same_everywhere(self.processes, "the list of frozen parameters", frozen)
+        dtypes = [str(p.dtype) for p in parameters if not is_frozen(p)]
+        check_same_everywhere(self.processes, "the dtype of parameters", dtypes)
+        trained = [p for p in parameters if p.numel() and not is_frozen(p)]
+        parts: list[_Part] = []
+        for dtype in dict.fromkeys(p.dtype for p in trained):
+            part = _Part([p for p in trained if p.dtype == dtype], self.message_dtype)
+            with self.processes.agreed():
+                index = len(self.parts) + len(parts)
+                part.averaging = self.method.build(self.network, part.layout, index)
+            parts.append(part)
+        if move:
+            of_process_0 = [p for p in parameters if is_frozen(p)]
+            self.frozen.extend(of_process_0)
+            for parameter in of_process_0:  # one by one, since together they may be large
+                broadcast_from_process_0(self.processes, [parameter])
+        if self.n_workers > 1:
+            for part in parts:
+                if move:
+                    broadcast_from_process_0(self.processes, part.parameters)
+                part.allocate(move)
+        self.parts += parts
+
+    def check(self) -> None:
+        """Raise RuntimeError for a parameter that was moved, or was frozen and is trained now."""
+        for part in self._active:
+            part.check_memory(self.owner)
+        for parameter in self.frozen:
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} was frozen when "
+                    f"{self.owner} was created, so it is not averaged; create a new one, or "
+                    "leave the parameter out and add it by add_param_group"
+                )
+
+    # --- Steps ---
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a step has been started and is not finished."""
+        return self._exchange is not None
+
+    def start(self) -> None:
+        """Send the first messages of x ← G(x)."""
+        assert not self.in_flight
+        if self._active and not self.in_mean:
+            self.check()
+            for part in self._active:
+                part.load()
+            self._exchange = self.network.start(together(*(p.step() for p in self._active)))
+            _in_flight.add(self)
+
+    def progress(self) -> None:
+        """Advance the messages in flight without waiting."""
+        if self.in_flight:
+            self.network.progress()
+
+    def finish(self) -> None:
+        """Mix. Does nothing if no step has been started."""
+        if self._exchange is not None:
+            self._exchange.finish()
+            self._exchange = None
+            _in_flight.discard(self)
+            for part in self._active:
+                part.store()
+
+    def run(self) -> None:
+        """x ← G(x)"""
+        self.start()
+        self.finish()
+
+    # --- The mean model ---
+
+    @contextmanager
+    def mean(self) -> Iterator[None]:
+        """A context in which the parameters are the mean over all workers. Collective, not counted.
+
+        Each worker's own parameters are restored at the end.
+        """
+        for part in self._active:
+            part.check_memory(self.owner)
+            part.load()
+        own = [part.x.clone() for part in self._active]
+        for part in self._active:
+            part.x[0].copy_(self.network.mean(part.x))
+            part.store()
+        self.in_mean = True
+        try:
+            yield
+        finally:
+            self.in_mean = False
+            for part, x in zip(self._active, own, strict=True):
+                part.x.copy_(x)
+                part.store()
+
+    # --- State ---
+
+    def _facts(self) -> dict[str, Any]:
+        """Values that must be equal in an object that loads this one's state."""
+        others = {} if self.message_dtype == "float32" else {"message_dtype": self.message_dtype}
+        return {
+            "version": _VERSION,
+            **self.method.facts(),
+            **others,
+            "n_workers": self.n_workers,
+            "worker": self.processes.rank,
+            "shapes": [[list(shape) for shape in part.layout.shapes] for part in self.parts],
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this worker's averaging algorithms."""
+        return {
+            **self._facts(),
+            "averaging": [part.averaging.state_dict() for part in self.parts],
+            "network": self.network.state_dict(),
+        }
+
+    def check_state(self, saved: Mapping[str, Any]) -> None:
+        """Raise ValueError unless the facts of a saved state are those of this object."""
+        _check_state(_current(saved), self._facts())
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict()`, after `check_state`."""
+        for part, averaging in zip(self.parts, saved["averaging"], strict=True):
+            part.averaging.load_state_dict(averaging)
+        self.network.load_state_dict(saved["network"])
+
+
+def _check_state(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the facts of a saved state are those of this optimizer."""
+    if saved.get("version") != now["version"]:
+        raise ValueError(
+            f"the state has version {saved.get('version')}, this is version {now['version']}; "
+            "load it with the program that saved it"
+        )
+    differing = [
+        f"{key}={saved.get(key)!r} (here {now.get(key)!r})"
+        for key in dict.fromkeys((*now, *(saved.keys() - _STATE_KEYS)))
+        if key not in ("version", "shapes", "worker") and saved.get(key) != now.get(key)
+    ]
+    if differing:
+        raise ValueError(f"the state has {', '.join(differing)}; use the same")
+    if saved["worker"] != now["worker"]:
+        raise ValueError(
+            f"the state is that of worker {saved['worker']}, this is worker {now['worker']}; save "
+            "and load the state of every process"
+        )
+    if len(saved["shapes"]) != len(now["shapes"]):
+        raise ValueError(
+            f"the state has parameters added in {len(saved['shapes'])} parts, here are "
+            f"{len(now['shapes'])}; repeat the calls of add_param_group before loading"
+        )
+    for shapes, expected in zip(saved["shapes"], now["shapes"], strict=True):
+        check_shapes(shapes, expected, "in the state", "here")
+
+
+_STATE_KEYS = {"steps", "averaging", "network"}  # not facts
+
+
+def _current(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A saved state with the facts of version 1 under their names in version 2.
+
+    Version 1 has the name of a class as method, options of other compressors besides those of the
+    chosen one, and None for some defaults.
+    """
+    name = _NAMES_OF_VERSION_1.get(saved.get("method", ""))
+    if saved.get("version") != 1 or name is None:
+        return saved
+    known = algorithms.defaults(name, saved)
+    known.pop("seed", None)
+    options = {
+        option: default if saved.get(option) is None else saved[option]
+        for option, default in known.items()
+    }
+    kept = _STATE_KEYS | {"topology", "topology_options", "seed", "n_workers", "worker", "shapes"}
+    facts = {key: value for key, value in saved.items() if key in kept}
+    return {**facts, **options, "version": _VERSION, "method": name}
+
+
+_NAMES_OF_VERSION_1 = {
+    "AllReduce": "all-reduce",
+    "Gossip": "dpsgd",
+    "PowerGossip": "power-gossip",
+    "Choco": "choco",
+    "DeepSqueeze": "deepsqueeze",
+    "Moniqua": "moniqua",
+}

@@ -1,0 +1,217 @@
+"""Gossip as a communication hook of PyTorch's DistributedDataParallel (DDP).
+
+    from powergossip.optimizers import GossipState, gossip_hook
+
+    ddp = DistributedDataParallel(model, forward_sync_buffers=False)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    state = GossipState(optimizer, "power-gossip", rank=1)
+    ddp.register_comm_hook(state, gossip_hook)
+
+The rest of the loop is unchanged. DDP then averages no gradients: each process keeps its own, and
+its parameters are moved towards those of its neighbors,
+
+    x_i ← G(x)_i − η u(g_i)
+
+with an averaging algorithm G and the local update u of the optimizer. This is the overlapping form
+of D-PSGD (Lian et al. 2017, arXiv:1705.09056, Algorithm 1): messages about x are in flight during
+the backward pass, in which parameters must not change, and are mixed in before the update.
+"""
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from powergossip import network
+from powergossip.optimizers.averaged import Averaged
+from powergossip.optimizers.checks import check_same_everywhere
+from powergossip.optimizers.gossip import check_overlapping, check_wrappable, trainable_of
+from powergossip.optimizers.method import Method, as_method
+
+
+class GossipState:
+    """The state of `gossip_hook`: the parameters of an optimizer and their averaging algorithm.
+
+    optimizer      a torch optimizer of the DDP module's parameters. Its `step` mixes, then updates
+    method         the name of an averaging algorithm, or a `Method`, as for `GossipOptimizer`
+    local_steps    gossip in every k-th step only
+    message_dtype, process_group, options
+                   as for `GossipOptimizer`, which has the same trajectory with overlapping=True
+
+    A step of gossip is a backward pass whose gradients DDP synchronizes. Its messages leave in the
+    hook of the first bucket, and it is finished before the next change of parameters: the
+    optimizer's step. If that is skipped, because a GradScaler found an overflow in this process, it
+    is finished by the module's next forward pass. A backward pass within `no_sync()` does not
+    gossip: to accumulate gradients, put all but the last one there, as for DDP without a hook.
+
+    Construction moves float32 parameters into one buffer, of which they become views, and gives
+    all processes the values of process 0, as DDP does. Create it after the module. Construction,
+    backward passes with synchronization and `mean_model` are collective.
+
+    Cost on the wire: the messages of the averaging algorithm. DDP itself sends parameters and
+    buffers at its construction, which is not counted.
+
+    Raises ValueError, in all processes, for invalid parameters or options and for "all-reduce",
+    which DDP does by itself on gradients. The first forward pass raises ValueError for a module
+    with buffers that DDP would overwrite with those of process 0: in gossip they are each worker's.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        method: str | Method,
+        *,
+        local_steps: int = 1,
+        message_dtype: str = "float32",
+        process_group: Any = None,
+        **options: Any,
+    ):
+        processes = network.processes_of(process_group)
+        with processes.agreed():
+            check_wrappable(optimizer, local_steps)
+            self.method = as_method(method, options)
+            check_overlapping(self.method, "gossip_hook")
+            trainable = trainable_of(optimizer)
+        self._averaged = Averaged(
+            "GossipState", processes, self.method, trainable[0].device, message_dtype
+        )
+        check_same_everywhere(processes, "local_steps", local_steps)
+        self._optimizer, self._local_steps, self._steps = optimizer, local_steps, 0
+        self._known = self._parameters()
+        self._averaged.add(self._known)
+        own = weakref.ref(self)
+        network.meet_at_exit(processes, lambda: getattr(own(), "_steps", None))
+        optimizer.register_step_pre_hook(lambda *_: _finish(own))
+        _at_first_forward(own)
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    @property
+    def n_workers(self) -> int:
+        """The number of workers, one per process."""
+        return self._averaged.n_workers
+
+    @property
+    def bits(self) -> int:
+        """Bits that this worker has sent since the start."""
+        return int(self._averaged.network.bits[0])
+
+    @property
+    def messages(self) -> int:
+        """Messages that this worker has sent since the start."""
+        return int(self._averaged.network.messages[0])
+
+    def on_bucket(self, index: int) -> None:
+        """Start a step of gossip with bucket 0, the first of a backward pass; advance messages."""
+        if index > 0 or self._averaged.in_flight:
+            self._averaged.progress()
+            return
+        parameters = self._parameters()
+        if len(parameters) != len(self._known) or any(
+            p is not q for p, q in zip(parameters, self._known, strict=True)
+        ):
+            raise RuntimeError(
+                f"the optimizer has {len(parameters)} parameters, not the {len(self._known)} that "
+                "it had when GossipState was created; create a new module and state"
+            )
+        self._steps += 1
+        if self._steps % self._local_steps == 0:
+            self._averaged.start()
+
+    def finish(self) -> None:
+        """Mix, if a step is in flight: x ← G(x)."""
+        self._averaged.finish()
+
+    def attach(self, module: DistributedDataParallel) -> None:
+        """Follow the forward passes of the module that has this state.
+
+        Raises ValueError if it broadcasts buffers.
+        """
+        names = [name for name, _ in module.module.named_buffers()]
+        if module.broadcast_buffers and names:
+            present = hasattr(module, "forward_sync_buffers")  # broadcast_buffers in earlier torch
+            option = "forward_sync_buffers" if present else "broadcast_buffers"
+            raise ValueError(
+                f"DDP would overwrite the buffer {names[0]} of all processes by that of process "
+                f"0; use DistributedDataParallel(…, {option}=False) with gossip_hook"
+            )
+        own = weakref.ref(self)
+        module.register_forward_pre_hook(lambda *_: _finish(own))
+
+    @contextmanager
+    def mean_model(self) -> Iterator[None]:
+        """A context in which the parameters are the mean over all workers.
+
+        Each worker's own parameters are restored at the end. Collective. The messages are not
+        counted.
+        """
+        if self._averaged.in_mean:
+            raise RuntimeError(
+                "mean_model() inside mean_model(): the parameters are the mean already"
+            )
+        self.finish()
+        network.meet(self._averaged.processes, "mean_model()", self._steps)
+        with self._averaged.mean():
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this worker's averaging algorithm. The optimizer's is saved separately."""
+        self.finish()
+        return {**self._averaged.state_dict(), "steps": self._steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict()`.
+
+        Raises ValueError, and changes nothing, for a state of another method, worker, number of
+        workers or model.
+        """
+        self._averaged.check_state(state)
+        self.finish()
+        self._steps = state["steps"]
+        self._averaged.load_state_dict(state)
+
+
+def gossip_hook(state: GossipState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A DDP communication hook that leaves gradients local, and gossips parameters.
+
+    See `GossipState`. torch's DDP reduces its buckets in ascending order, so that bucket 0 is the
+    first of each backward pass.
+    """
+    state.on_bucket(bucket.index())
+    gradients = bucket.buffer()
+    devices: Any = [gradients.device] if gradients.is_cuda else None
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+    future.set_result(gradients)
+    return future
+
+
+def _finish(own: "weakref.ref[GossipState]") -> None:
+    state = own()
+    if state is not None:
+        state.finish()
+
+
+def _at_first_forward(own: "weakref.ref[GossipState]") -> None:
+    """Give the state its DDP module in the module's next forward pass.
+
+    A hook receives no reference to the module, and register_comm_hook calls nothing of the state.
+    """
+
+    def before(module: nn.Module, _: Any) -> None:
+        state = own()
+        if state is None:
+            handle.remove()
+        elif isinstance(module, DistributedDataParallel) and any(
+            theirs is state for _, theirs in module._comm_hooks
+        ):
+            state.attach(module)
+            handle.remove()
+
+    handle = register_module_forward_pre_hook(before)

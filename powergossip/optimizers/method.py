@@ -1,0 +1,140 @@
+"""An averaging algorithm by its name, on a topology, for a training loop of your own."""
+
+from collections.abc import Mapping
+from functools import partial
+from inspect import Parameter
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin
+
+import torch
+from torch import Tensor
+
+from powergossip import algorithms, compressors, randomness, topologies
+from powergossip import options as _options
+from powergossip.network import Network, Processes
+from powergossip.parameters import Layout
+
+
+class Method:
+    """An averaging algorithm by its name in algorithms.AVERAGING, on a topology.
+
+    topology          # a row of topologies.TOPOLOGIES, or the file of a graph
+    topology_options  # options of the topology
+    seed              # of the topology and the algorithm
+    options           # all options of the algorithm: those given, and defaults for the others.
+                      # `algorithms.defaults(name)` lists them
+
+    A `diffusion_rate` is a number above 0. With "power-gossip" and "dpsgd" it may be "auto", the
+    best rate for plain gossip on a static undirected topology.
+
+    Raises ValueError for an unknown name or option, and for a value of the wrong type. Other
+    invalid values are rejected when the algorithm is built.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        topology: str = "ring",
+        topology_options: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        **options: Any,
+    ):
+        row = _options.find(algorithms.AVERAGING, "algorithm", name)
+        self.name, self.topology, self.seed = name, topology, seed
+        self.topology_options = {} if topology_options is None else topology_options
+        _check_type("topology", topology, str)
+        _check_type("topology_options", self.topology_options, Mapping)
+        _check_type("seed", seed, int)
+        if _options.takes_all(row):  # in an object that checks them
+            self._seeded, self.options = True, options
+            return
+        known = _options.parameters(row, options, compressor=compressors.COMPRESSORS)
+        self._seeded = known.pop("seed", None) is not None
+        _options.check(name, options, known)
+        for option, value in options.items():
+            if option != "diffusion_rate" or value != "auto":
+                _check_type(option, value, known[option].annotation)
+        self.options = {option: p.default for option, p in known.items()} | options
+
+    def network(self, processes: Processes, device: torch.device) -> Network:
+        """One worker in each process."""
+        options = self.topology_options
+        topology = topologies.make(self.topology, processes.size, seed=self.seed, options=options)
+        return Network(topology, processes, device)
+
+    def build(self, network: Network, layout: Layout, part: int) -> algorithms.Averaging:
+        """The averaging algorithm for the parameters of a part, with random streams of its own."""
+        options = dict(self.options)
+        if self._seeded:
+            seed = randomness.torch_seed(self.seed, "part", part) if part else self.seed
+            options["seed"] = seed
+        return algorithms.make(self.name, network, layout, **options)
+
+    def facts(self) -> dict[str, Any]:
+        """A complete description of numbers and strings."""
+        return {
+            "method": self.name,
+            "topology": self.topology,
+            "topology_options": dict(self.topology_options),
+            "seed": self.seed,
+            **self.options,
+        }
+
+    def __repr__(self) -> str:
+        (_, name), *others = self.facts().items()
+        listed = ", ".join(f"{option}={value!r}" for option, value in others)
+        return f"Method({name!r}, {listed})"
+
+
+def _check_type(option: str, value: Any, annotation: Any) -> None:
+    """Raise ValueError for a value that is not of the annotated type.
+
+    Tensors are not accepted. Annotations that are not types or unions of types accept every value.
+    """
+    kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    accepted = {get_origin(kind) or kind for kind in kinds} - {Tensor}
+    if not all(isinstance(kind, type) for kind in accepted) or accepted & {Any, Parameter.empty}:
+        return
+    if float in accepted:
+        accepted.add(int)
+    is_bool = isinstance(value, bool)
+    if not isinstance(value, tuple(accepted)) or (is_bool and bool not in accepted):
+        if float in accepted:
+            accepted.remove(int)
+        wanted = sorted(_TYPES.get(kind, f"a {kind.__name__}") for kind in accepted)
+        alternative = ', or "auto"' if option == "diffusion_rate" else ""
+        raise ValueError(f"{option}={value!r}: use {' or '.join(wanted)}{alternative}")
+
+
+_TYPES = {
+    bool: "True or False",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    NoneType: "None",
+}
+
+# Names of methods for GossipOptimizer's second argument, in place of a string and options.
+AllReduce = partial(Method, "all-reduce")
+Gossip = partial(Method, "dpsgd")
+PowerGossip = partial(Method, "power-gossip")
+Choco = partial(Method, "choco")
+DeepSqueeze = partial(Method, "deepsqueeze")
+Moniqua = partial(Method, "moniqua")
+
+
+def Averaging(name: str, *, options: Mapping[str, Any] | None = None, **others: Any) -> Method:
+    """The method of that name. `options` and the others are the keyword arguments of `Method`."""
+    return Method(name, **others, **(options or {}))
+
+
+def as_method(method: Any, options: Mapping[str, Any]) -> Method:
+    """The method of a name and options, or the given one. Raises ValueError."""
+    if isinstance(method, str):
+        return Method(method, **options)
+    if not isinstance(method, Method):
+        raise ValueError(f"method={method!r}: use one of {', '.join(sorted(algorithms.AVERAGING))}")
+    for option, value in options.items():
+        raise ValueError(f"{option}={value!r}: use it with a name, or within the method")
+    return method

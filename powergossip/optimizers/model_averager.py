@@ -1,0 +1,226 @@
+"""Gossip in the place of PyTorch's model averagers.
+
+    from torch.distributed.optim import PostLocalSGDOptimizer
+    from powergossip.optimizers import GossipModelAverager
+
+    averager = GossipModelAverager("power-gossip", rank=1, period=4)
+    optimizer = PostLocalSGDOptimizer(local_optimizer, averager)
+
+`PostLocalSGDOptimizer.step` is the step of the local optimizer, then
+
+    x ← G(x)      in steps warmup_steps, warmup_steps + period, …, counted from 0
+
+with an averaging algorithm G in place of the mean of torch's `PeriodicModelAverager`.
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
+
+from powergossip import checks, network
+from powergossip.optimizers.averaged import DTYPES, Averaged
+from powergossip.optimizers.checks import (
+    Params,
+    check_parameters,
+    check_same_everywhere,
+    is_frozen,
+    named,
+)
+from powergossip.optimizers.method import Method, as_method
+from powergossip.optimizers.precision import message_dtype_of
+from powergossip.parameters import Layout
+
+
+class GossipModelAverager(ModelAverager):
+    """An averager of models by gossip with the neighbors, for torch's PostLocalSGDOptimizer.
+
+    method         the name of an averaging algorithm, or a `Method`, as for `GossipOptimizer`
+    period         steps per averaging
+    warmup_steps   number of first steps without averaging
+    process_group  the participants, one worker each: a group of torch.distributed, an mpi4py
+                   communicator, a `Processes`, or None for all processes of the run. No default
+                   group of torch.distributed is needed
+    message_dtype, options
+                   as for `GossipOptimizer`
+
+    step  # number of calls of `average_parameters`, as in torch
+
+    All processes call `average_parameters` equally often, with the same parameters. Its first step
+    of gossip decides on the parameters: all that require a gradient, where torch's averager takes
+    those that have one. Parameters that are added to the optimizer later are averaged from then on,
+    with a state of their own. Parameters stay in their memory.
+
+    Workers start from their own values, as with torch's averager: give them equal ones, by the same
+    seed or by DDP. GradScaler skips steps in single processes, and so does not fit; GossipOptimizer
+    does.
+
+    Cost on the wire: the messages of the averaging algorithm, once per period.
+
+    Raises ValueError, in all processes, for invalid options.
+    """
+
+    def __init__(
+        self,
+        method: str | Method,
+        *,
+        period: int = 1,
+        warmup_steps: int = 0,
+        process_group: Any = None,
+        message_dtype: str = "float32",
+        **options: Any,
+    ):
+        # ModelAverager.__init__ is not called: it requires a default group of torch.distributed.
+        self.process_group = process_group
+        self.step = 0
+        self._processes = processes = network.processes_of(process_group)
+        with processes.agreed():
+            for name, value, least in (("period", period, 1), ("warmup_steps", warmup_steps, 0)):
+                ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
+                checks.check(name, value, ok, f"an integer, {least} or more")
+            self.method = as_method(method, options)
+            message_dtype_of(message_dtype, torch.float32)
+            small = Layout([(2, 2)])  # the options are checked before training, too
+            self.method.build(self.method.network(processes, torch.device("cpu")), small, 0)
+        check_same_everywhere(processes, "the method", self.method.facts())
+        self.period, self.warmup_steps = period, warmup_steps
+        check_same_everywhere(processes, "the periods", (period, warmup_steps))
+        self._message_dtype = message_dtype
+        self._averaged: Averaged | None = None  # since the first step of gossip
+        self._added: list[list[Tensor]] = []  # trainable parameters that were added together
+        self._restored: Mapping[str, Any] | None = None  # a state loaded before that
+        own = weakref.ref(self)
+        network.meet_at_exit(processes, lambda: getattr(own(), "step", None))
+
+    # --- Steps ---
+
+    def average_parameters(self, params: Params | Iterable[dict[str, Any]]) -> None:
+        """Count a step, and gossip if it is due: x ← G(x), in place.
+
+        params: the parameters of a model, or the parameter groups of an optimizer. Raises
+        ValueError, in all processes, for parameters that cannot be averaged, and if some are
+        missing that were averaged before.
+        """
+        since = self.step - self.warmup_steps
+        if since >= 0 and since % self.period == 0:
+            averaged = self._prepared(params)
+            averaged.run()
+        self.step += 1
+
+    def _prepared(self, params: Params | Iterable[dict[str, Any]]) -> Averaged:
+        """The averaging of these parameters, after adding those that are new."""
+        names, tensors = named(_tensors(params))
+        with self._processes.agreed():
+            trained = [i for i, tensor in enumerate(tensors) if not is_frozen(tensor)]
+            parameters = [tensors[i] for i in trained]
+            known = {id(p) for added in self._added for p in added}
+            fresh = [p for p in parameters if id(p) not in known]
+            if len(parameters) - len(fresh) != len(known):
+                raise ValueError(
+                    f"{len(parameters) - len(fresh)} of the {len(known)} parameters that were "
+                    "averaged before are given; give all of them in each step, and freeze none"
+                )
+            check_parameters([names[i] for i in trained], parameters, DTYPES)
+            if not parameters:
+                raise ValueError("there are no trainable parameters; use those of a model")
+        if self._averaged is None:
+            self._averaged = Averaged(
+                "GossipModelAverager",
+                self._processes,
+                self.method,
+                parameters[0].device,
+                self._message_dtype,
+            )
+        # The same additions as in the run whose state was loaded, and one for all others.
+        restored = self._restored
+        for count in () if restored is None else restored["added"]:
+            self._add(fresh[:count])
+            fresh = fresh[count:]
+        if restored is not None:
+            with self._processes.agreed():
+                self._averaged.check_state(_of_averaged(restored))
+            self._averaged.load_state_dict(restored)
+            self._restored = None
+        if fresh:
+            self._add(fresh)
+        return self._averaged
+
+    def _add(self, parameters: list[Tensor]) -> None:
+        assert self._averaged is not None
+        self._averaged.add(parameters, sum(map(len, self._added)), move=False)
+        self._added.append(parameters)
+
+    # --- Communication ---
+
+    @property
+    def bits(self) -> int:
+        """Bits that this worker has sent since the start."""
+        if self._averaged is not None:
+            return int(self._averaged.network.bits[0])
+        return 0 if self._restored is None else int(self._restored["network"]["bits"][0])
+
+    @contextmanager
+    def mean_model(self) -> Iterator[None]:
+        """A context in which the parameters are the mean over all workers.
+
+        Each worker's own parameters are restored at the end. Collective. The messages are not
+        counted. Raises RuntimeError before the first step of gossip, which decides on the
+        parameters.
+        """
+        if self._averaged is None or self._averaged.in_mean:
+            raise RuntimeError(
+                "mean_model() before the first step of gossip, or inside mean_model(); call it "
+                "after average_parameters has averaged"
+            )
+        network.meet(self._processes, "mean_model()", self.step)
+        with self._averaged.mean():
+            yield
+
+    # --- State ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of steps, and the state of this worker's averaging algorithm.
+
+        Save it beside the optimizer's: that of PostLocalSGDOptimizer has the number of steps only.
+        Parameters are saved with the model.
+        """
+        gossip = self._restored
+        if self._averaged is not None:
+            gossip = {**self._averaged.state_dict(), "added": [len(ps) for ps in self._added]}
+        return {"step": self.step, "gossip": gossip}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict()`.
+
+        Raises ValueError, and changes nothing, for a state of another method, worker, number of
+        workers or model. Before the first step of gossip, this is checked in that step.
+        """
+        gossip = state["gossip"]
+        if self._averaged is None:
+            self._restored = gossip
+        elif gossip is None:
+            raise ValueError(
+                "the state is of a time before the first step of gossip; load it into a new "
+                "GossipModelAverager"
+            )
+        else:
+            self._averaged.check_state(_of_averaged(gossip))
+            self._averaged.load_state_dict(gossip)
+        self.step = state["step"]
+
+
+def _of_averaged(gossip: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in gossip.items() if key != "added"}
+
+
+def _tensors(params: Params | Iterable[dict[str, Any]]) -> Iterator[Any]:
+    """The tensors, or (name, tensor) pairs, of parameters or parameter groups."""
+    for entry in [params] if isinstance(params, torch.Tensor) else params:
+        if isinstance(entry, dict):
+            yield from entry["params"]
+        else:
+            yield entry

@@ -1,0 +1,68 @@
+"""Messages in the precision of the parameters, for models in bfloat16 or float16."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from powergossip import checks
+from powergossip.network import Conversation, Gather, Message
+from powergossip.tensor_cache import TensorCache
+
+MESSAGE_DTYPES = ("float32", "parameter")
+HALF = (torch.bfloat16, torch.float16)
+
+
+def message_dtype_of(name: str, dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype of messages about parameters of a dtype, or None if no message needs rounding.
+
+    name: "float32", or "parameter" for that of the parameters. Raises BadValue for another one.
+    """
+    checks.one_of("message_dtype", name, MESSAGE_DTYPES)
+    return dtype if name == "parameter" and dtype in HALF else None
+
+
+class Rounding:
+    """Conversations whose float32 messages are sent in another precision.
+
+    dtype  # of the messages
+
+    A tensor that is sent is first rounded in place, so that the sender computes with the values
+    that the receivers have, as algorithms with two equal ends require. Messages of bytes (packed
+    or encoded values) and gathered pieces stay as they are.
+    """
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
+        self._narrow, self._wide = TensorCache[Tensor](), TensorCache[Tensor]()
+
+    def __call__(self, conversation: Conversation) -> Conversation:
+        """The conversation with rounded messages."""
+        received: Any = None
+        while True:
+            try:
+                asked = conversation.send(received)
+            except StopIteration:
+                return
+            messages = asked if isinstance(asked, tuple) else (asked,)
+            answers = yield tuple(map(self._rounded, messages))
+            pairs = zip(messages, answers, strict=True)
+            widened = tuple(self._widened(message, answer) for message, answer in pairs)
+            received = widened if isinstance(asked, tuple) else widened[0]
+
+    def _rounded(self, message: Message) -> Message:
+        if isinstance(message, Gather) or message.tensor.dtype != torch.float32:
+            return message
+        # Persistent memory, to which the requests of a message belong.
+        narrow = self._narrow.get(message.tensor, self._empty)
+        narrow.copy_(message.tensor)
+        message.tensor.copy_(narrow)
+        return type(message)(narrow)
+
+    def _widened(self, message: Message, received: Any) -> Any:
+        if isinstance(message, Gather) or message.tensor.dtype != torch.float32:
+            return received
+        return self._wide.get(received, torch.Tensor.float).copy_(received)
+
+    def _empty(self, tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=self.dtype, device=tensor.device)
