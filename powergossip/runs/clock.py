@@ -4,13 +4,16 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 from powergossip.errors import Signaled
+
+# The phases of a training step.
+STEP_PHASES = ("data", "gradient", "update", "averaging", "communication")
 
 
 @dataclass
@@ -29,6 +32,19 @@ class PhaseTime:
     def deviation(self) -> float:
         """Standard deviation over the instances."""
         return math.sqrt(max(0.0, self.squares / self.instances - self.mean**2))
+
+
+def data_fraction(seconds: "Mapping[str, PhaseTime | float]") -> float:
+    """The fraction of the time of training steps that is spent on waiting for data.
+
+    seconds: by phase, since the start.
+    """
+    totals = {
+        phase: spent.total if isinstance(spent, PhaseTime) else spent
+        for phase, spent in seconds.items()
+        if phase in STEP_PHASES
+    }
+    return totals.get("data", 0.0) / max(sum(totals.values()), 1e-9)
 
 
 class Clock:
