@@ -1,6 +1,6 @@
 """Your own tokens and model: a small causal transformer on the bytes of a file.
 
-    mpirun -np 4 python train.py task=examples.tokens:task task_options.file=README.md
+mpirun -np 4 python train.py task=examples.tokens:task task_options.file=README.md
 """
 
 from pathlib import Path

@@ -39,6 +39,7 @@ EXAMPLES = {
     ),
 }
 
+
 @dataclass
 class Trained:
     """An example of a task, for train.py."""
@@ -63,7 +64,9 @@ TASKS = {
 
 
 def test_every_example_has_its_row() -> None:
-    assert sorted({**EXAMPLES, **TASKS}) == sorted(p.name for p in (launch.ROOT / "examples").glob("*.py"))
+    assert sorted({**EXAMPLES, **TASKS}) == sorted(
+        p.name for p in (launch.ROOT / "examples").glob("*.py")
+    )
 
 
 @pytest.mark.parametrize("processes", [None, PROCESSES], ids=["alone", "together"])
@@ -80,9 +83,7 @@ def test_an_example_learns(name: str, processes: int | None) -> None:
 
 
 @pytest.mark.parametrize(("name", "processes"), [("tabular.py", PROCESSES), ("tokens.py", None)])
-def test_an_example_of_a_task_learns(
-    name: str, processes: int | None, tmp_path: Path
-) -> None:
+def test_an_example_of_a_task_learns(name: str, processes: int | None, tmp_path: Path) -> None:
     """Four workers, in a folder of their own."""
     if name == "tabular.py":
         assert launch.python(launch.ROOT / "examples" / name, cwd=tmp_path).returncode == 0

@@ -9,6 +9,7 @@ import random
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,15 @@ from powergossip.runs import metrics
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.tasks import Datasets, DatasetTask, named
 from powergossip.tasks.named import UserCodeError
+from powergossip.tasks.shards import Shards
 from tests import launch
-from tests.helpers import reproducible
+from tests.helpers import reproducible, wait_until
 from tests.small_data import options
 
 N = 103  # training samples of the small data here: a prime, so that nothing divides it
 
 # A module of a user: regression and classification, with random augmentation.
-MODULE = '''
+MODULE = """
 import random
 import numpy as np
 import torch
@@ -71,7 +73,7 @@ def labeled():
     data = TensorDataset(x, y)
     return Datasets(Subset(data, range(72)), Subset(data, range(72, 96)),
                     model=lambda: nn.Linear(4, 3), columns={"client": [i % 5 for i in range(72)]})
-'''
+"""
 TINY = ["n_workers=4", "log_verbosity=0"]
 
 
@@ -148,19 +150,25 @@ def same(one: Any, other: Any) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+def global_state() -> tuple[Any, ...]:
+    """Of the generators of Python, torch and NumPy."""
+    of_numpy = np.random.get_state(legacy=False)
+    assert isinstance(of_numpy, dict)
+    return random.getstate(), torch.get_rng_state().tolist(), of_numpy["state"]["key"].tolist()
+
+
 @pytest.mark.parametrize("processes", [0, 2])
 def test_a_batch_depends_on_seed_worker_epoch_and_step_alone(processes: int) -> None:
     """With random augmentation, in any order of the calls, and for any number of processes."""
     first, second = small(), small(data_processes=processes)
     places = [(w, e, s) for e in range(2) for s in range(first.steps_per_epoch) for w in range(4)]
     expected = {place: first.batch(*place) for place in places}
-    state = random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()
+    state = global_state()
     for place in places:  # in the order of training
         assert same(second.batch(*place), expected[place])
     for place in places[::-7]:
         assert same(second.batch(*place), expected[place])
-    after = random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()
-    assert state == after
+    assert state == global_state()
     assert not same(expected[0, 0, 0], small(seed=2).batch(0, 0, 0))
     noise = [(batch[0] % 1).tolist() for batch in expected.values()]
     assert len({tuple(values) for values in noise}) == len(noise)
@@ -189,10 +197,11 @@ def test_tensors_in_memory_are_as_their_samples() -> None:
 
 @pytest.mark.parametrize("processes", [0, 2])
 def test_parts_of_an_evaluation_add_up_and_leave_the_model(processes: int) -> None:
-    tables = (Table(size) for size in (N, 20, 30))
-    task = small(Datasets(*tables, model=Scores), data_processes=processes)
+    data = Datasets(Table(), Table(20), valid=Table(30), model=Scores)
+    task = small(data, data_processes=processes)
     model = task.model("Scores", seed=1).train()
-    for split, size in (("test", 20), ("valid", 30), ("train", N)):
+    sizes: dict[tasks.Split, int] = {"test": 20, "valid": 30, "train": N}
+    for split, size in sizes.items():
         whole = task.evaluate(model, split)
         assert whole["count"] == size == task.samples[split]
         for n_parts in (2, 7, 150):
@@ -204,13 +213,32 @@ def test_parts_of_an_evaluation_add_up_and_leave_the_model(processes: int) -> No
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_test_data_are_loaded_once_as_far_as_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counted(Table):
+        loads = 0
+
+        def __getitem__(self, i: int) -> tuple[Tensor, int]:
+            self.loads += 1
+            return super().__getitem__(i)
+
+    for room, loads in ((2**20, 20), (200, 24)):  # a batch of 16 has 192 bytes
+        monkeypatch.setattr("powergossip.tasks.datasets.KEPT_BYTES", room)
+        data = Counted(20)
+        task = small(Datasets(Table(), data, model=Scores))
+        model = task.model("Scores", 1)
+        assert task.evaluate(model) == task.evaluate(model)
+        assert data.loads == loads
+
+
 def test_validation_data_are_held_out_of_each_label() -> None:
     task = small(validation_ratio=0.2, batch_size=1)
     assert task.samples == {"train": 82, "test": 20, "valid": 21}
-    used = {number for worker in range(4) for epoch in range(9) for number in shard(task, worker, epoch)}
+    used = {
+        number for worker in range(4) for epoch in range(9) for number in shard(task, worker, epoch)
+    }
     assert len(used) == 82
     with pytest.raises(ValueError, match=r"^validation_ratio=0.2: use 0"):
-        small(Datasets(Table(), Table(), Table(), model=Scores), validation_ratio=0.2)
+        small(Datasets(Table(), Table(), valid=Table(), model=Scores), validation_ratio=0.2)
 
 
 # Labels and columns.
@@ -240,7 +268,9 @@ def test_partitions_by_label_find_the_labels(place: str, split: dict[str, Any]) 
     counts = classes(task)
     assert counts.sum() == len(data)
     assert (counts > 0).sum(1).max() <= 3  # of 4 labels: squares modulo 7
-    assert sorted(counts.sum(0)) == sorted(np.bincount(labels[-len(data) :].numpy() % 7)[[0, 1, 2, 4]])
+    assert sorted(counts.sum(0)) == sorted(
+        np.bincount(labels[-len(data) :].numpy() % 7)[[0, 1, 2, 4]]
+    )
 
 
 def test_labels_are_integers_of_every_sample() -> None:
@@ -257,18 +287,29 @@ def test_labels_are_integers_of_every_sample() -> None:
 @pytest.mark.parametrize("n_groups", [4, 5, 40])
 def test_groups_of_a_column_stay_together(n_groups: int) -> None:
     column = [f"client {i % n_groups}" for i in range(N)]
-    data = Datasets(Table(), Table(20), model=Scores, columns={"client": column})
-    task = small(data, column="client", batch_size=1, drop_last=True)
-    held = [{n for epoch in range(25) for n in shard(task, w, epoch)} for w in range(4)]
-    groups = [{column[number] for number in of_worker} for of_worker in held]
-    assert sum(map(len, groups)) == len(set().union(*groups)) == n_groups
+    given = options(column="client", batch_size=4)
+    shards = [
+        Shards(torch.zeros(N), replace(given, seed=seed), column).indices for seed in (1, 1, 2)
+    ]
+    held = [shards[0](worker, 3).tolist() for worker in range(4)]
+    assert sorted(itertools.chain(*held)) == list(range(N))
+    groups = [{column[sample] for sample in of_worker} for of_worker in held]
+    assert sum(map(len, groups)) == n_groups
     sizes = list(map(len, held))
-    assert sum(sizes) == N  # all samples are used in some epoch
     assert max(sizes) - min(sizes) <= -(-N // n_groups)  # the largest group
-    assert task.steps_per_epoch == min(sizes)
-    if n_groups == 40:
-        other = small(data, column="client", batch_size=1, drop_last=True, seed=2)
-        assert set(shard(task, 0)) != set(shard(other, 0))
+    assert sorted(shards[0](0, 4).tolist()) == sorted(held[0]) != shards[0](0, 4).tolist()
+    assert shards[1](0, 3).tolist() == held[0]
+    assert n_groups < 40 or set(shards[2](0, 3).tolist()) != set(held[0])
+
+
+def test_an_epoch_has_the_batches_of_the_smallest_shard() -> None:
+    """Workers with more samples use all of them over several epochs."""
+    columns = {"client": [min(i // 10, 3) for i in range(N)]}  # 10, 10, 10 and 73 samples
+    task = small(Datasets(Table(), Table(), model=Scores, columns=columns), column="client")
+    assert task.steps_per_epoch == 2
+    shards = [{n for epoch in range(40) for n in shard(task, w, epoch)} for w in range(4)]
+    assert sorted(map(len, shards)) == [10, 10, 10, 73]
+    assert {len(shard(task, worker)) for worker in range(4)} == {10, 16}
 
 
 def test_a_column_may_be_an_attribute_of_the_data() -> None:
@@ -400,13 +441,16 @@ def test_the_main_metric_is_that_of_the_task_or_the_accuracy_or_the_loss() -> No
         tasks.main_metric(task, ["r2"])
     with pytest.raises(ValueError, match=r"^main_metric=auc: use .*r2"):
         tasks.main_metric(
-            small(Datasets(Table(), Table(), model=Scores, main_metric="auc", larger_is_better=True)),
+            small(
+                Datasets(Table(), Table(), model=Scores, main_metric="auc", larger_is_better=True)
+            ),
             ["r2"],
         )
 
 
-class Endless(IterableDataset[Any]):
-    pass
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
 
 
 @pytest.mark.parametrize(
@@ -439,8 +483,11 @@ def test_wrong_fields_are_rejected(changes: dict[str, Any], words: str) -> None:
         ([], ["task_architecture", "package.module:callable", "regression"]),
         (["task=absent:task"], ["task=absent:task", "no module absent"]),
         (["task=MODULE.sub:task"], ["task=MODULE.sub:task", "no module MODULE.sub"]),
-        (["task=MODULE.py:task"], ["MODULE.py", "use package.module:callable, such as MODULE:task"]),
-        (["task=MODULE:"], ["task=MODULE:", "package.module:callable"]),
+        (
+            ["task=MODULE.py:task"],
+            ["MODULE.py", "use package.module:callable, such as MODULE:task"],
+        ),
+        (["task=MODULE:a-b"], ["task=MODULE:a-b", "package.module:callable"]),
         (["task=MODULE:regresion"], ["regresion", "regression"]),
         (["task=MODULE:DEFAULTS"], ["DEFAULTS", "not callable"]),
         (["task=MODULE:net"], ["task=MODULE:net", "Sequential", "(train, test)"]),
@@ -488,19 +535,20 @@ def half():
     return Half()
 def three(): return (1, 2, 3)
 def rejects(): raise BadInput("task_options.level=7: use 1 to 3")
-def detached(): return Datasets(*regression(), net, loss=lambda y, t: (y.detach() - t).mean())
-def vector(): return Datasets(*regression(), net, loss=lambda y, t: (y[:, 0] - t) ** 2)
-def no_number(): return Datasets(*regression(), net, loss=lambda y, t: 1.0)
-def infinite(): return Datasets(*regression(), net, loss=lambda y, t: y.square().mean() / 0)
-def other(): return Datasets(*regression(), net, loss=lambda y, t: t.mean().requires_grad_())
-def per_sample(): return Datasets(*regression(), net, metrics={"m": lambda y, t: (y[:, 0] - t)})
-def text(): return Datasets(*regression(), net, metrics={"m": lambda y, t: "good"})
-def not_finite(): return Datasets(*regression(), net, metrics={"m": lambda y, t: float("nan")})
-def not_there(): return Datasets(*regression(), net, main_metric="auc", larger_is_better=True)
-def wide(): return Datasets(*regression(), lambda: nn.Linear(4, 3))
-def no_derived(): return Datasets(*regression(), net, derived=lambda means: 3)
-def dicts(): return Datasets([{"x": 1}] * 96, [{"x": 1}] * 9, net)
-def frozen(): return Datasets(*regression(), lambda: net().requires_grad_(False))
+def detached(): return made(loss=lambda y, t: (y.detach() - t).mean())
+def vector(): return made(loss=lambda y, t: (y[:, 0] - t) ** 2)
+def no_number(): return made(loss=lambda y, t: 1.0)
+def infinite(): return made(loss=lambda y, t: y.square().mean() / 0)
+def other(): return made(loss=lambda y, t: t.mean().requires_grad_())
+def per_sample(): return made(metrics={"m": lambda y, t: (y[:, 0] - t)})
+def text(): return made(metrics={"m": lambda y, t: "good"})
+def not_finite(): return made(metrics={"m": lambda y, t: float("nan")})
+def not_there(): return made(main_metric="auc", larger_is_better=True)
+def wide(): return Datasets(*regression(), model=lambda: nn.Linear(4, 3))
+def no_derived(): return made(derived=lambda means: 3)
+def dicts(): return Datasets([{"x": 1}] * 96, [{"x": 1}] * 9, model=net)
+def made(**more): return Datasets(*regression(), model=net, **more)
+def frozen(): return Datasets(*regression(), model=lambda: net().requires_grad_(False))
 """
 
 
@@ -600,7 +648,7 @@ def test_an_error_at_import_is_the_users(module: Callable[..., str]) -> None:
         with pytest.raises(error):
             train.main([*TINY, f"task={module(source)}:task"])
     with pytest.raises(UserCodeError):  # a ValueError
-        train.main([*TINY, f"task={module("float(chr(97))")}:task"])
+        train.main([*TINY, f"task={module('float(chr(97))')}:task"])
 
 
 def test_keys_go_to_the_functions_that_have_them(
@@ -641,7 +689,11 @@ class Net(nn.Module):
     assert sys.modules[name].seen == {"task": (2, ".", 6, "none", True), "model": (6, 3, 2)}
     torch.manual_seed(7)
     data = tasks.make(
-        f"{name}:task", n_workers=2, batch_size=4, seed=4, task_options={"length": 6, "width": 2},
+        f"{name}:task",
+        n_workers=2,
+        batch_size=4,
+        seed=4,
+        task_options={"length": 6, "width": 2},
         architecture=f"{name}:Net",
     )
     # Models depend on the seed of the run alone, random data on nothing.
@@ -731,7 +783,7 @@ def test_the_best_checkpoint_is_chosen_by_the_main_metric(
         MODULE
         + """
 def scored(larger):
-    return Datasets(*regression(), net, derived=lambda means: {"gain": -means["mse"]},
+    return Datasets(*regression(), model=net, derived=lambda means: {"gain": -means["mse"]},
                     main_metric="gain" if larger else "mse", larger_is_better=larger)
 """
     )
@@ -742,7 +794,7 @@ def scored(larger):
             f"task_options.larger={str(larger).lower()}",
             "num_epochs=4",
             "checkpoint_interval=1",
-            "lr_schedule_milestones=[[2, 20]]",
+            "lr_schedule_milestones=[[2, 300]]",
             "gradient_clipping=1",
             "--output-dir",
             "out",
@@ -763,13 +815,19 @@ def test_an_architecture_of_the_user_trains_a_task_of_the_library(
 from torch import nn
 def net(shape, n_labels, width=8):
     channels, rows, columns = shape
-    size = channels * rows * columns
-    return nn.Sequential(nn.Flatten(), nn.Linear(size, width), nn.ReLU(), nn.Linear(width, n_labels))
+    hidden = nn.Linear(channels * rows * columns, width)
+    return nn.Sequential(nn.Flatten(), hidden, nn.ReLU(), nn.Linear(width, n_labels))
 """
     )
     train.main(
-        [*TINY, f"task_architecture={name}:net", "task_options={width: 12, pixel_mean: [0.5]}",
-         "num_epochs=1", "--output-dir", "out"]
+        [
+            *TINY,
+            f"task_architecture={name}:net",
+            "task_options={width: 12, pixel_mean: [0.5]}",
+            "num_epochs=1",
+            "--output-dir",
+            "out",
+        ]
     )
     info = json.loads((tmp_path / "out/info.json").read_text())
     assert info["parameters"] == 64 * 12 + 12 + 12 * 10 + 10
@@ -845,3 +903,28 @@ def test_the_current_folder_is_searched_under_mpirun_and_all_layouts_agree(tmp_p
     torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
     counts = json.loads((tmp_path / "two/info.json").read_text())["label_counts"]
     assert sorted(map(sum, counts)) == [14, 15, 15, 28]
+
+
+KILLED = """
+import multiprocessing, os, signal
+import train
+from powergossip.training.trainer import Trainer
+
+def killed(self, epoch, step):
+    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+Trainer.train_step = killed
+train.main(["task=mine:with_model", "n_workers=2", "data_processes=2", "log_verbosity=0"])
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_load_data_end_with_a_killed_run(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODULE)
+    (tmp_path / "driver.py").write_text(KILLED)
+    ended = launch.python("driver.py", cwd=tmp_path, timeout=60)
+    assert ended.returncode == -signal.SIGKILL
+    loading = [Path("/proc") / pid for pid in ended.stdout.split()[-2:]]
+    assert len(loading) == 2
+    wait_until(lambda: not any(folder.exists() for folder in loading), seconds=20)

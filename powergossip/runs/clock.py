@@ -34,17 +34,13 @@ class PhaseTime:
         return math.sqrt(max(0.0, self.squares / self.instances - self.mean**2))
 
 
-def data_fraction(seconds: "Mapping[str, PhaseTime | float]") -> float:
+def data_fraction(seconds: Mapping[Any, float]) -> float:
     """The fraction of the time of training steps that is spent on waiting for data.
 
     seconds: by phase, since the start.
     """
-    totals = {
-        phase: spent.total if isinstance(spent, PhaseTime) else spent
-        for phase, spent in seconds.items()
-        if phase in STEP_PHASES
-    }
-    return totals.get("data", 0.0) / max(sum(totals.values()), 1e-9)
+    in_steps = sum(seconds.get(phase, 0.0) for phase in STEP_PHASES)
+    return seconds.get("data", 0.0) / max(in_steps, 1e-9)
 
 
 class Clock:

@@ -155,25 +155,25 @@ def make(
     if folder is not None and not folder.is_dir():
         raise ValueError(f"data_dir={data_dir}: use an existing folder, or leave data_dir empty")
     options = Options(
-            task=name,
-            n_workers=n_workers,
-            batch_size=batch_size,
-            seed=seed,
-            decentralized=decentralized,
-            shuffled_ratio=shuffled_ratio,
-            reshuffle=reshuffle,
-            data_dir=folder,
-            download=download,
-            device=device,
-            dirichlet_alpha=dirichlet_alpha,
-            drop_last=drop_last,
-            task_options=dict(task_options),
-            validation_ratio=validation_ratio,
-            column=column,
-            data_processes=data_processes,
-            architecture=(
-                named.find("task_architecture", str(architecture)) if is_name(architecture) else None
-            ),
+        task=name,
+        n_workers=n_workers,
+        batch_size=batch_size,
+        seed=seed,
+        decentralized=decentralized,
+        shuffled_ratio=shuffled_ratio,
+        reshuffle=reshuffle,
+        data_dir=folder,
+        download=download,
+        device=device,
+        dirichlet_alpha=dirichlet_alpha,
+        drop_last=drop_last,
+        task_options=dict(task_options),
+        validation_ratio=validation_ratio,
+        column=column,
+        data_processes=data_processes,
+        architecture=(
+            named.find("task_architecture", str(architecture)) if is_name(architecture) else None
+        ),
     )
     return own.make(options) if is_name(name) else TASKS[name](options)
 

@@ -5,7 +5,7 @@ Axis names: sample, worker, label.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from numbers import Real
 from typing import Any
 
@@ -61,6 +61,7 @@ class Datasets:
 
     train: Any
     test: Any
+    _: KW_ONLY
     valid: Any = None
     model: Callable[..., nn.Module] | None = None
     model_arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -144,9 +145,7 @@ class DatasetTask:
         """The last entries of all training samples, if they are tensors."""
         size = self._evaluation_size
         n_samples = len(self._datasets.train)
-        batches = [
-            tuple(range(i, min(i + size, n_samples))) for i in range(0, n_samples, size)
-        ]
+        batches = [tuple(range(i, min(i + size, n_samples))) for i in range(0, n_samples, size)]
         targets = []
         for batch in self._loader.in_order(Request("train", samples, 0) for samples in batches):
             if not isinstance(batch, (tuple, list)) or not isinstance(batch[-1], Tensor):
@@ -204,7 +203,9 @@ class DatasetTask:
         n_labels = int(self._labels.max()) + 1
         return torch.stack(
             [
-                torch.bincount(self._labels[self._shards.indices(worker, epoch)], minlength=n_labels)
+                torch.bincount(
+                    self._labels[self._shards.indices(worker, epoch)], minlength=n_labels
+                )
                 for worker in range(self._options.n_workers)
             ]
         )
@@ -440,9 +441,7 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     outputs: [*, label]. targets: integers [*].
     """
     scores = outputs.flatten(0, -2)
-    return functional.cross_entropy(
-        scores, targets.flatten().long(), ignore_index=IGNORED_TARGET
-    )
+    return functional.cross_entropy(scores, targets.flatten().long(), ignore_index=IGNORED_TARGET)
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -485,8 +484,8 @@ def _check_fields(datasets: Datasets, place: str) -> None:
     for name, metric in (datasets.metrics or {}).items():
         if not callable(metric):
             raise ValueError(
-                f"{place}: the metric {name} is {_described(metric)}; use a function of outputs and "
-                "targets"
+                f"{place}: the metric {name} is {_described(metric)}; use a function of outputs "
+                "and targets"
             )
     known = ("accuracy", "cross_entropy", "mse", "loss", None)
     if datasets.larger_is_better is None and datasets.main_metric not in known:

@@ -164,9 +164,7 @@ class ImageClassification:
         Raises ValueError if the options do not match the data.
         """
         given = options.task_options
-        task_options.check(
-            options.task, given, known_options, options.architecture, MODEL_OPTIONS
-        )
+        task_options.check(options.task, given, known_options, options.architecture, MODEL_OPTIONS)
         self.augment = augment
         splits: dict[Split, Images] = {"train": train, "test": test}
         if options.validation_ratio:

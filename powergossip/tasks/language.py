@@ -302,7 +302,9 @@ def _streams(text: Tensor) -> tuple[Tensor, Tensor]:
 def _check_partition(options: Options) -> None:
     """Raise ValueError for partitions that need labels or another order of the samples."""
     if options.column is not None:
-        raise ValueError(f"decentralized_data_column={options.column}: use null; text keeps its order")
+        raise ValueError(
+            f"decentralized_data_column={options.column}: use null; text keeps its order"
+        )
     if options.dirichlet_alpha is not None:
         raise ValueError(
             f"decentralized_data_dirichlet_alpha={options.dirichlet_alpha}: use null; text has no "

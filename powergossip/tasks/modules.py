@@ -52,9 +52,7 @@ def _build(own: Named, options: Options, offered: Mapping[str, Any]) -> nn.Modul
     """The model that a function of the user returns. Raises ValueError if it is none."""
     model = own(options.task_options, offered)
     if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"{own.label} returned a {type(model).__name__}; return a torch.nn.Module"
-        )
+        raise ValueError(f"{own.label} returned a {type(model).__name__}; return a torch.nn.Module")
     return model
 
 

@@ -30,8 +30,7 @@ def defaults(name: str, known: Collection[str]) -> Mapping[str, Any]:
     unknown = sorted(map(str, set(found) - set(known)))
     if unknown:
         raise ValueError(
-            f"DEFAULTS in {module} has the key {', '.join(unknown)}; "
-            f"choose from {', '.join(known)}"
+            f"DEFAULTS in {module} has the key {', '.join(unknown)}; choose from {', '.join(known)}"
         )
     return found
 

@@ -31,7 +31,7 @@ class Shards:
     def __init__(
         self, labels: Tensor, options: Options, column: Sequence[Hashable] | None = None
     ) -> None:
-        """labels: int64 [sample]. column: the values of options.column [sample], if the data have it.
+        """labels: int64 [sample]. column: values of options.column [sample], if the data have it.
 
         Raises ValueError if the options do not match the data.
         """
@@ -193,7 +193,7 @@ def skewed_by_label(
 def by_group(
     column: Sequence[Hashable], n_workers: int, random: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Samples with equal values of a column at the same worker: order [sample], bounds [worker + 1].
+    """Samples with equal values in a column at one worker: order [sample], bounds [worker + 1].
 
     The largest group goes to the worker with the fewest samples so far, then the next one. Groups
     of one size are in random order. The largest shard then has at most 4/3 of its smallest possible

@@ -49,7 +49,7 @@ def check_first_batch(task: Task, config: Any, worker: int) -> MainMetric:
             raise ValueError(
                 f"{name}: the loss has no gradient; compute it by torch from the model's outputs"
             )
-        _check_numbers({"loss": loss, **metrics}, f"{name}, first batch")
+        _check_numbers({"loss": loss.detach(), **metrics}, f"{name}, first batch")
         with users_code(f"the gradient of {name}"):
             loss.backward()
     if all(p.grad is None for p in trained(model).values()):

@@ -106,6 +106,7 @@ class Trainer:
 
     def _make_task(self) -> tasks.Task:
         c = self.config
+        given: Any = OmegaConf.to_container(c.task_options)
         return tasks.make(
             c.task,
             n_workers=c.n_workers,
@@ -119,7 +120,7 @@ class Trainer:
             data_dir=c.data_dir,
             download=c.download,
             device=self.device,
-            task_options=OmegaConf.to_container(c.task_options),
+            task_options=given,
             validation_ratio=c.validation_ratio,
             column=c.decentralized_data_column,
             data_processes=c.data_processes,
@@ -384,7 +385,8 @@ class Trainer:
                 self._hooks.log_runtime(phase, spent.mean, spent.deviation, spent.instances)
         if self.processes.rank == 0:
             progress = {"state.progress": epoch / c.num_epochs}
-            self._hooks.log_info(progress | {"data_fraction": data_fraction(self.clock.phases)})
+            totals = {phase: spent.total for phase, spent in self.clock.phases.items()}
+            self._hooks.log_info(progress | {"data_fraction": data_fraction(totals)})
         return score
 
     def _stop_if_asked(
