@@ -274,6 +274,7 @@ def _train(settings: Any, comm: Processes, name: str | None, folder: Path | None
         if _output is not None:
             _report(_output.folder, settings.log_verbosity, trainer.metric)
     finally:
+        trainer.close()
         if _output is not None:
             _output.close()
         _output = None
@@ -287,6 +288,7 @@ def _evaluate(settings: Any, comm: Processes, folder: Path | None) -> None:
     rows: list[dict[str, Any]] = []
     trainer = Trainer(settings, comm, _hooks(rows), resume_from=folder)
     trainer.evaluate()
+    trainer.close()
     if comm.rank == 0:
         print(f"The {settings.checkpoint} checkpoint of {folder}, after step {trainer.step}")
         print(tables.summary(metrics.frame(rows)))

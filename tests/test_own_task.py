@@ -3,6 +3,7 @@
 Axes: sample, worker.
 """
 
+import gc
 import itertools
 import json
 import random
@@ -128,6 +129,13 @@ class Scores(nn.Module):
 
     def forward(self, numbers: Tensor) -> Tensor:
         return self.linear(numbers[:, None] / N)
+
+
+@pytest.fixture(autouse=True)
+def ended() -> Iterator[None]:
+    """Ends processes that load data, which keep files of this process open."""
+    yield
+    gc.collect()
 
 
 def small(data: Datasets | None = None, **changes: Any) -> DatasetTask:

@@ -214,17 +214,19 @@ class DatasetTask:
         """The batch of a worker at a step of an epoch, 0 ≤ step < steps_per_epoch."""
         assert 0 <= step < self.steps_per_epoch
         if epoch != self._epoch_ahead:
+            for other in self._ahead.values():
+                _cancel(other)
             self._ahead, self._epoch_ahead = {}, epoch
         ahead = self._ahead.setdefault(worker, deque())
         if not ahead or ahead[0][0] != step:
-            ahead.clear()
+            _cancel(ahead)
             ahead.append((step, self._request(worker, epoch, step)))
         _, pending = ahead.popleft()
         # The processes serve all workers that ask.
         last = min(step + -(-self._loader.ahead // len(self._ahead)), self.steps_per_epoch - 1)
         for following in range(ahead[-1][0] + 1 if ahead else step + 1, last + 1):
             ahead.append((following, self._request(worker, epoch, following)))
-        return _moved(pending(), self._options.device)
+        return _moved(pending.wait(), self._options.device)
 
     def _request(self, worker: int, epoch: int, step: int) -> Pending:
         size = self._options.batch_size
@@ -232,6 +234,11 @@ class DatasetTask:
         samples = tuple(self._indices["train"][positions.numpy()].tolist())
         seed = torch_seed(self._options.seed, "samples", epoch, worker, step)
         return self._loader.request(Request("train", samples, seed))
+
+    def close(self) -> None:
+        """End the processes that load data. The next batch starts others."""
+        self._ahead = {}
+        self._loader.close()
 
     # --- Model ---
 
@@ -536,6 +543,12 @@ def _integers(values: Any, size: int) -> Tensor | None:
     if array.shape != (size,) or array.dtype.kind not in "biu":
         return None
     return torch.from_numpy(array.astype(np.int64))
+
+
+def _cancel(ahead: deque[tuple[int, Pending]]) -> None:
+    """Empty the queue of batches."""
+    while ahead:
+        ahead.popleft()[1].cancel()
 
 
 def _described(value: object) -> str:

@@ -102,6 +102,12 @@ class Trainer:
         if resume_from is not None:
             self._resume(resume_from)
 
+    def close(self) -> None:
+        """End processes of the task, if it has a method `close`."""
+        close = getattr(self.task, "close", None)
+        if close is not None:
+            close()
+
     # --- Construction ---
 
     def _make_task(self) -> tasks.Task:
