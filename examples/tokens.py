@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from powergossip.tasks import Datasets
 
-DEFAULTS = {"num_epochs": 10, "learning_rate": 0.1}  # of train.py, for this task
+DEFAULTS = {"batch_size": 4, "num_epochs": 5, "learning_rate": 0.1}  # of train.py, for this task
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):

@@ -6,6 +6,7 @@ Axes: sample, worker.
 import gc
 import itertools
 import json
+import multiprocessing
 import random
 import signal
 import sys
@@ -135,7 +136,8 @@ class Scores(nn.Module):
 def ended() -> Iterator[None]:
     """Ends processes that load data, which keep files of this process open."""
     yield
-    gc.collect()
+    if multiprocessing.active_children():
+        gc.collect()
 
 
 def small(data: Datasets | None = None, **changes: Any) -> DatasetTask:
