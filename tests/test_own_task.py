@@ -26,11 +26,12 @@ import train
 from powergossip import tasks
 from powergossip.errors import BadInput, Interrupted
 from powergossip.network import Processes
+from powergossip.randomness import generator
 from powergossip.runs import metrics
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.tasks import Datasets, DatasetTask, named
 from powergossip.tasks.named import UserCodeError
-from powergossip.tasks.shards import Shards
+from powergossip.tasks.shards import Shards, by_group
 from tests import launch
 from tests.helpers import reproducible, wait_until
 from tests.small_data import options
@@ -310,6 +311,14 @@ def test_groups_of_a_column_stay_together(n_groups: int) -> None:
     assert sorted(shards[0](0, 4).tolist()) == sorted(held[0]) != shards[0](0, 4).tolist()
     assert shards[1](0, 3).tolist() == held[0]
     assert n_groups < 40 or set(shards[2](0, 3).tolist()) != set(held[0])
+
+
+def test_groups_are_balanced() -> None:
+    """8 + 3, 7 + 4 and 6 + 5 samples."""
+    column = [group for group in range(3, 9) for _ in range(group)]
+    for seed in range(5):
+        _, bounds = by_group(column, 3, generator(seed, "test"))
+        assert np.diff(bounds).tolist() == [11, 11, 11]
 
 
 def test_an_epoch_has_the_batches_of_the_smallest_shard() -> None:
