@@ -81,8 +81,9 @@ class Config:
     recalibration_batches: int = 10  # per worker
 
     # Data and model
-    task: str = "Digits"
-    task_architecture: str | None = None  # the model, by default the task's
+    task: str = "Digits"  # a name, or a function of your own: package.module:callable
+    task_architecture: str | None = None  # the model: a name, or a function of your own. By default
+    #   the task's
     task_options: dict[str, Any] = field(default_factory=dict)  # such as {normalization: group}
     batch_size: int | None = None  # per worker, by default the task's
     drop_last: bool | None = None  # leave out the last, smaller batch of an epoch, by default for
@@ -94,6 +95,9 @@ class Config:
     use_decentralized_data: bool = False  # non-IID: partition the data sorted by label
     decentralized_data_shuffled_ratio: float = 0.0  # fraction of the sorted data shuffled again
     decentralized_data_dirichlet_alpha: float | None = None  # non-IID: labels ~ Dirichlet(alpha)
+    decentralized_data_column: str | None = None  # non-IID: samples with the same value in this
+    #   column belong to one worker (of your own data)
+    data_processes: int = 0  # that load samples of your own data, for each process of the run
 
     # The local optimizer
     local_optimizer: str = "sgd"  # sgd or adamw
@@ -289,11 +293,12 @@ def _train(settings: Any, comm: Processes, name: str | None, folder: Path | None
             _print_start(trainer, folder)
         trainer.train(Checkpoints(Path(output), comm), _metrics_offset, lost_rows)
         if _output is not None:
-            _report(_output.folder, settings.log_verbosity)
+            _report(_output.folder, settings.log_verbosity, trainer.metric)
     except BaseException as error:
         ending = type(error).__name__
         raise
     finally:
+        trainer.close()
         if _output is not None:
             _output.close(ending)
         _output = None
@@ -307,6 +312,7 @@ def _evaluate(settings: Any, comm: Processes, folder: Path | None) -> None:
     rows: list[dict[str, Any]] = []
     trainer = Trainer(settings, comm, _hooks(rows), resume_from=folder)
     trainer.evaluate()
+    trainer.close()
     if comm.rank == 0:
         print(f"The {settings.checkpoint} checkpoint of {folder}, after step {trainer.step}")
         print(tables.summary(metrics.frame(rows)))
@@ -357,7 +363,7 @@ def _metrics_offset() -> int:
     return 0 if _output is None else _output.rows.synced_offset()
 
 
-def _report(folder: Path, verbosity: int) -> None:
+def _report(folder: Path, verbosity: int, metric: str) -> None:
     """Draw the figure and print the table, unless a driver's log_metric has the rows."""
     rows = metrics.load(folder)
     if rows.empty:
@@ -365,7 +371,7 @@ def _report(folder: Path, verbosity: int) -> None:
             print(f"complete; no rows in {folder / metrics.FILE}, since log_metric was replaced")
     else:
         figure = folder / FIGURE
-        figures.figure(rows, figure)
+        figures.figure(rows, figure, metric)
         print(f"\n{tables.summary(rows)}\n\nrows: {folder / metrics.FILE}\nfigure: {figure}")
 
 

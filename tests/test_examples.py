@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,8 +67,33 @@ EXAMPLES = {
 }
 
 
+@dataclass
+class Trained:
+    """An example of a task, for train.py."""
+
+    arguments: list[str]
+    metric: str  # its line in the table of a run
+    bounds: tuple[float, float]
+
+
+TASKS = {
+    "tabular.py": Trained(
+        ["task=examples.tabular:task", "task_options.file=diabetes.csv"],
+        "test r2, mean model",
+        (0.35, 0.65),
+    ),
+    "tokens.py": Trained(
+        ["task=examples.tokens:task", f"task_options.file={launch.ROOT / 'README.md'}"],
+        "test perplexity, mean model",
+        (5, 27),
+    ),
+}
+
+
 def test_every_example_has_its_row() -> None:
-    assert sorted(EXAMPLES) == sorted(p.name for p in (launch.ROOT / "examples").glob("*.py"))
+    assert sorted({**EXAMPLES, **TASKS}) == sorted(
+        p.name for p in (launch.ROOT / "examples").glob("*.py")
+    )
 
 
 def runs() -> Iterator[Any]:
@@ -87,3 +113,22 @@ def test_an_example_learns(name: str, processes: int | None) -> None:
     assert float(accuracy) > shown.least
     expected = shown.alone if processes is None else shown.together
     assert re.search(expected, ended.stdout, re.MULTILINE), ended.stdout
+
+
+@pytest.mark.parametrize(("name", "processes"), [("tabular.py", PROCESSES), ("tokens.py", None)])
+def test_an_example_of_a_task_learns(name: str, processes: int | None, tmp_path: Path) -> None:
+    """Four workers, in a folder of their own."""
+    if name == "tabular.py":
+        assert launch.python(launch.ROOT / "examples" / name, cwd=tmp_path).returncode == 0
+    task = TASKS[name]
+    ended = launch.python(
+        launch.ROOT / "train.py",
+        *task.arguments,
+        f"n_workers={PROCESSES}",
+        processes=processes,
+        cwd=tmp_path,
+        timeout=240,
+    )
+    assert ended.returncode == 0, ended.stderr
+    (value,) = re.findall(rf"{task.metric}\s+(\S+)", ended.stdout)
+    assert task.bounds[0] < float(value) < task.bounds[1]

@@ -7,13 +7,16 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 from powergossip.errors import Signaled
+
+# The phases of a training step.
+STEP_PHASES = ("data", "gradient", "update", "averaging", "communication")
 
 
 @dataclass
@@ -32,6 +35,15 @@ class PhaseTime:
     def deviation(self) -> float:
         """Standard deviation over the instances."""
         return math.sqrt(max(0.0, self.squares / self.instances - self.mean**2))
+
+
+def data_fraction(seconds: Mapping[Any, float]) -> float:
+    """The fraction of the time of training steps that is spent on waiting for data.
+
+    seconds: by phase, since the start.
+    """
+    in_steps = sum(seconds.get(phase, 0.0) for phase in STEP_PHASES)
+    return seconds.get("data", 0.0) / max(in_steps, 1e-9)
 
 
 class Clock:

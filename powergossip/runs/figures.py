@@ -19,22 +19,23 @@ _STYLES = ("-", "--", ":")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
 
 
-def figure(rows: "DataFrame", path: Path | str) -> None:
-    """Draw a training run: accuracy by epoch and by megabytes sent, and consensus distance.
+def figure(rows: "DataFrame", path: Path | str, metric: str = "accuracy") -> None:
+    """Draw a training run: a metric by epoch and by megabytes sent, and consensus distance.
 
     The path's suffix sets the format (.png, .pdf, .svg). Raises ValueError if there is nothing to
     draw.
     """
-    mean = select_rows(rows, "accuracy", split="test_avg")
-    validation = select_rows(rows, "accuracy", split="valid_avg")
-    workers = select_rows(rows, "accuracy", split="test")
+    scale = 100 if metric == "accuracy" else 1
+    mean = select_rows(rows, metric, split="test_avg")
+    validation = select_rows(rows, metric, split="valid_avg")
+    workers = select_rows(rows, metric, split="test")
     if "worker" not in workers:
         workers = workers.assign(worker=0)
     distance = select_rows(rows, "consensus_distance", type="params_only")
 
     def accuracy_by_epoch(axes: "Axes") -> None:
         if workers["worker"].nunique() > 1:
-            by_epoch = (100 * workers["value"]).groupby(workers["epoch"])
+            by_epoch = (scale * workers["value"]).groupby(workers["epoch"])
             axes.fill_between(
                 *_wide_enough(by_epoch.min(), by_epoch.max()),
                 color=_COLORS[0],
@@ -43,12 +44,12 @@ def figure(rows: "DataFrame", path: Path | str) -> None:
                 label=f"all {workers['worker'].nunique()} workers, worst to best",
             )
         first = workers[workers["worker"] == 0]
-        _plot(axes, first["epoch"], 100 * first["value"], 1, "worker 0")
-        _plot(axes, mean["epoch"], 100 * mean["value"], 0, "mean model")
-        _plot(axes, validation["epoch"], 100 * validation["value"], 2, "mean model, validation")
+        _plot(axes, first["epoch"], scale * first["value"], 1, "worker 0")
+        _plot(axes, mean["epoch"], scale * mean["value"], 0, "mean model")
+        _plot(axes, validation["epoch"], scale * validation["value"], 2, "mean model, validation")
 
     def accuracy_by_size(axes: "Axes") -> None:
-        _plot(axes, mean["bits"] / 8e6, 100 * mean["value"], 0, "mean model")
+        _plot(axes, mean["bits"] / 8e6, scale * mean["value"], 0, "mean model")
         axes.set_xlim(left=0)
 
     def consensus(axes: "Axes") -> None:
@@ -63,6 +64,7 @@ def figure(rows: "DataFrame", path: Path | str) -> None:
             "size": accuracy_by_size if mean["bits"].max() > 0 else None,
             "consensus": consensus if len(distance) else None,
         },
+        _LABELS if metric == "accuracy" else _labels_of(metric),
     )
 
 
@@ -273,6 +275,15 @@ _LABELS = {  # panel: title, x, y
         "squared distance to the mean",
     ),
 }
+
+
+def _labels_of(metric: str) -> Mapping[str, tuple[str, str, str]]:
+    """The labels of a training run with another metric than the accuracy."""
+    return {
+        **_LABELS,
+        "accuracy": ("By epoch", "epoch", f"test {metric}"),
+        "size": ("By data sent", "sent by worker 0 (MB)", f"test {metric}"),
+    }
 
 
 def _draw(

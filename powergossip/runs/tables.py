@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING
 
+from powergossip.runs.clock import data_fraction
 from powergossip.runs.metrics import COLUMNS, last_rows
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def summary(rows: "DataFrame") -> str:
     entropy = last_rows(rows, "cross_entropy", split="valid_avg")["value"]
     if len(entropy):
         lines.append(("validation cross entropy, mean model", f"{entropy.iloc[-1]:.4f}"))
+    lines += _further_metrics(rows)
     consensus = last_rows(rows, "consensus_distance", type="params_only")["value"]
     if len(consensus):
         lines.append(("consensus distance", f"{consensus.iloc[-1]:.3g}"))
@@ -61,7 +63,8 @@ def summary(rows: "DataFrame") -> str:
             elapsed | {"other": max(0.0, seconds - sum(elapsed.values()))}
         ).items():
             fraction = f" ({spent / seconds:.0%})" if seconds > 0 else ""
-            lines.append((f"    {phase}", f"{spent:.1f} s{fraction}"))
+            of_step = f", {data_fraction(elapsed):.0%} of a step" if phase == "data" else ""
+            lines.append((f"    {phase}", f"{spent:.1f} s{fraction}{of_step}"))
 
     if not lines:
         return "The run has no rows."
@@ -69,6 +72,25 @@ def summary(rows: "DataFrame") -> str:
     title = [f"After {last:g} epoch{'' if last == 1 else 's'}"] if last >= 0 else []
     width = max(len(label) for label, _ in lines)
     return "\n".join([*title, *(f"  {label:<{width}}   {value}" for label, value in lines)])
+
+
+def _further_metrics(rows: "DataFrame") -> list[tuple[str, str]]:
+    """A line for each other metric of the mean model, or else of the workers."""
+    lines: list[tuple[str, str]] = []
+    if "split" not in rows:
+        return lines
+    shown = ("accuracy", "top5_accuracy", "cross_entropy")
+    kinds = (("test", "test_avg", "test"), ("validation", "valid_avg", "valid"))
+    for kind, of_mean, of_workers in kinds:
+        for split, of in ((of_mean, "mean model"), (of_workers, "workers")):
+            names = rows["name"][rows["split"] == split].unique()
+            for name in names:
+                if name not in shown:
+                    value = last_rows(rows, name, split=split)["value"].mean()
+                    lines.append((f"{kind} {name}, {of}", f"{value:.4g}"))
+            if len(names):
+                break
+    return lines
 
 
 def consensus_summary(rows: "DataFrame") -> str:

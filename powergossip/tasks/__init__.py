@@ -1,6 +1,8 @@
 """Tasks: data sets, their partition over the workers, models, losses and evaluation.
 
 - task.py: the protocol `Task`, and the `Options` of all tasks.
+- own.py, datasets.py: a task of the user, made of data sets; named.py, loading.py: its functions by
+  name, and its samples.
 - digits.py, fashion_mnist.py, cifar.py, imagenet.py, language.py: the tasks, a module each.
 - images.py, augmentation.py, models.py: image classification, random crops, image models.
 - texts.py, language_models.py: texts as word indices, language models.
@@ -8,7 +10,7 @@
 - shards.py: the samples of each worker, IID or non-IID.
 - task_options.py, modules.py: options of single tasks, construction of models.
 
-A new task is its module, its row in `TASKS`, and maybe a row in `DEFAULTS`.
+A new task of the library is its module, its row in `TASKS`, and maybe a row in `DEFAULTS`.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,10 +19,27 @@ from typing import Any
 
 import torch
 
-from powergossip.tasks import cifar, digits, fashion_mnist, imagenet, language
-from powergossip.tasks.task import Batch, Options, Split, Task
+from powergossip.tasks import cifar, digits, fashion_mnist, imagenet, language, named, own
+from powergossip.tasks.datasets import Datasets, DatasetTask
+from powergossip.tasks.named import is_name
+from powergossip.tasks.task import Batch, MainMetric, Options, Split, Task, main_metric
 
-__all__ = ["DEFAULTS", "TASKS", "Batch", "Options", "Split", "Task", "defaults", "make"]
+__all__ = [
+    "DEFAULTS",
+    "TASKS",
+    "Batch",
+    "DatasetTask",
+    "Datasets",
+    "MainMetric",
+    "Options",
+    "Split",
+    "Task",
+    "defaults",
+    "is_in_library",
+    "is_name",
+    "main_metric",
+    "make",
+]
 
 CPU = torch.device("cpu")
 
@@ -53,10 +72,18 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
 }
 # The keys of train.py that have no effect on a task, by task.
 IGNORED: dict[str, tuple[str, ...]] = {"LSTM": ("reshuffle_data", "use_decentralized_data")}
+_IN_LIBRARY = frozenset(TASKS)  # not a row that a driver has added
 
 
 def defaults(name: str) -> dict[str, Any]:
-    """Key of train.py → its default for a task. Raises ValueError for an unknown name."""
+    """Key of train.py → its default for a task.
+
+    That of task_architecture is None for a task of the user: the first one of the task. Raises
+    ValueError for an unknown name.
+    """
+    if is_name(name):
+        given = own.defaults(name, GENERAL_DEFAULTS)
+        return {**GENERAL_DEFAULTS, "task_architecture": None, **given}
     _check_name(name)
     return {**GENERAL_DEFAULTS, **DEFAULTS.get(name, {})}
 
@@ -77,8 +104,14 @@ def make(
     drop_last: bool = False,
     task_options: Mapping[str, Any] = {},
     validation_ratio: float = 0.0,
+    column: str | None = None,
+    data_processes: int = 0,
+    architecture: str | None = None,
 ) -> Task:
     """Build the task of this name, with its data loaded onto the device.
+
+    A name package.module:callable is that of a function of the user, see the documentation page on
+    your own model and data.
 
     batch_size      per worker
     seed            of the partition of the samples and of their order
@@ -99,6 +132,11 @@ def make(
                     fraction of the training data held out as the split "valid", in [0, 1): a
                     random sample of the images of each label, or the end of the training text. The
                     same for all workers and seeds, and in no worker's shard.
+    column          non-IID: samples with the same value in this column belong to one worker, which
+                    has one or several values. The shards are fixed. Only tasks of the user have
+                    columns.
+    data_processes  processes that load the samples of a task of the user ahead of time. 0: none
+    architecture    package.module:callable, a model of the user. Other names have no effect here.
 
     Text has no labels and keeps its order. Each worker of a language task has a fixed contiguous
     piece: `decentralized` and `reshuffle` have no effect. `dirichlet_alpha` is rejected, and so is
@@ -107,30 +145,47 @@ def make(
     Raises ValueError for an unknown name or option, an invalid value, sizes that do not match, a
     folder that does not exist, and data that are missing or damaged.
     """
-    _check_name(name)
+    if not is_name(name):
+        _check_name(name)
+    if data_processes and name in _IN_LIBRARY:
+        raise ValueError(
+            f"data_processes={data_processes}: use 0 with task={name}; it is for a task of your own"
+        )
     folder = None if data_dir is None else Path(data_dir).expanduser()
     if folder is not None and not folder.is_dir():
         raise ValueError(f"data_dir={data_dir}: use an existing folder, or leave data_dir empty")
-    return TASKS[name](
-        Options(
-            task=name,
-            n_workers=n_workers,
-            batch_size=batch_size,
-            seed=seed,
-            decentralized=decentralized,
-            shuffled_ratio=shuffled_ratio,
-            reshuffle=reshuffle,
-            data_dir=folder,
-            download=download,
-            device=device,
-            dirichlet_alpha=dirichlet_alpha,
-            drop_last=drop_last,
-            task_options=dict(task_options),
-            validation_ratio=validation_ratio,
-        )
+    options = Options(
+        task=name,
+        n_workers=n_workers,
+        batch_size=batch_size,
+        seed=seed,
+        decentralized=decentralized,
+        shuffled_ratio=shuffled_ratio,
+        reshuffle=reshuffle,
+        data_dir=folder,
+        download=download,
+        device=device,
+        dirichlet_alpha=dirichlet_alpha,
+        drop_last=drop_last,
+        task_options=dict(task_options),
+        validation_ratio=validation_ratio,
+        column=column,
+        data_processes=data_processes,
+        architecture=(
+            named.find("task_architecture", str(architecture)) if is_name(architecture) else None
+        ),
     )
+    return own.make(options) if is_name(name) else TASKS[name](options)
+
+
+def is_in_library(name: str, architecture: str | None) -> bool:
+    """Whether both the task and its model are part of the library."""
+    return name in _IN_LIBRARY and not is_name(architecture)
 
 
 def _check_name(name: str) -> None:
     if name not in TASKS:
-        raise ValueError(f'task "{name}" is unknown; choose from {", ".join(TASKS)}')
+        raise ValueError(
+            f'task "{name}" is unknown; choose from {", ".join(TASKS)}, or use '
+            "package.module:callable"
+        )

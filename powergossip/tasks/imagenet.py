@@ -61,7 +61,9 @@ def task(options: Options) -> Task:
 
     Raises ValueError if the folders are not found or do not match, or if options are invalid.
     """
-    task_options.check(options.task, options.task_options, OPTIONS)
+    task_options.check(
+        options.task, options.task_options, OPTIONS, options.architecture, images.MODEL_OPTIONS
+    )
     given = options.task_options
     size, threads = given.get("image_size", 224), given.get("threads", 4)
     folder = _find(options.data_dir)

@@ -164,7 +164,7 @@ class ImageClassification:
         Raises ValueError if the options do not match the data.
         """
         given = options.task_options
-        task_options.check(options.task, given, known_options)
+        task_options.check(options.task, given, known_options, options.architecture, MODEL_OPTIONS)
         self.augment = augment
         splits: dict[Split, Images] = {"train": train, "test": test}
         if options.validation_ratio:
@@ -174,11 +174,13 @@ class ImageClassification:
         self._shards = Shards(train.labels, options)
         self._options = options
         self._n_labels = n_labels
-        self._architectures = modules.architectures(
+        built_in = modules.architectures(
             architectures,
             (train.shape, n_labels),
             {key: given[key] for key in given if key in MODEL_OPTIONS},
         )
+        of_data = {"shape": train.shape, "n_labels": n_labels}
+        self._architectures = modules.with_own(built_in, options, of_data)
         self._shift, self._scale = _normalization(train, given, options.device)
         self._chunk = max(
             1, min(EVALUATION_CHUNK, EVALUATION_PIXELS // (train.shape[1] * train.shape[2]))

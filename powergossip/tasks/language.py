@@ -24,6 +24,12 @@ from powergossip.tasks.language_models import (
 from powergossip.tasks.shards import bounds, smallest_shard
 from powergossip.tasks.task import Batch, Options, Split, Task
 
+MODEL_OPTIONS = {
+    "hidden_size": task_options.COUNT,
+    "num_layers": task_options.COUNT,
+    "num_heads": task_options.COUNT,
+    "dropout": task_options.FRACTION,
+}
 OPTIONS = {
     "dataset": task_options.one_of(texts.TEXTS),
     "sequence_length": task_options.COUNT,
@@ -33,10 +39,7 @@ OPTIONS = {
     "lower": task_options.FLAG,
     "evaluation": task_options.one_of(("test", "validation")),
     "validation_text": task_options.FLAG,
-    "hidden_size": task_options.COUNT,
-    "num_layers": task_options.COUNT,
-    "num_heads": task_options.COUNT,
-    "dropout": task_options.FRACTION,
+    **MODEL_OPTIONS,
 }
 # For the default text: a perplexity below 90 in a minute, 8 workers in one process.
 DEFAULTS: Mapping[str, Any] = {
@@ -77,7 +80,9 @@ def task(options: Options) -> Task:
 
     Raises ValueError if the text is not found or damaged, or if the options do not match it.
     """
-    task_options.check(options.task, options.task_options, OPTIONS)
+    task_options.check(
+        options.task, options.task_options, OPTIONS, options.architecture, MODEL_OPTIONS
+    )
     given = dict(options.task_options)
     dataset = given.pop("dataset", "topics")
     length = given.pop("sequence_length", 30)
@@ -142,9 +147,9 @@ class LanguageModeling:
             n_targets // length if options.drop_last else -(-n_targets // length)
         )
         self._texts = {name: text.to(options.device) for name, text in corpus.splits.items()}
-        self._architectures = modules.architectures(
-            builders, ((len(corpus.vocabulary), length),), model_options
-        )
+        shape = len(corpus.vocabulary), length
+        built_in = modules.architectures(builders, (shape,), model_options)
+        self._architectures = modules.with_own(built_in, options, {"shape": shape})
 
     @property
     def architectures(self) -> Mapping[str, Callable[[], nn.Module]]:
@@ -177,9 +182,16 @@ class LanguageModeling:
     def model(self, architecture: str, seed: int) -> nn.Module:
         """Build a model on the task's device. Its weights depend on architecture and seed only.
 
-        Raises ValueError if the architecture is unknown or lacks one of the task options.
+        Raises ValueError if the architecture is unknown, lacks one of the task options, or is no
+        LanguageModel.
         """
-        return modules.fresh(self._architectures, architecture, seed, self._options.device)
+        model = modules.fresh(self._architectures, architecture, seed, self._options.device)
+        if not isinstance(model, LanguageModel):
+            raise ValueError(
+                f"task_architecture={architecture}: use a LanguageModel of "
+                f"powergossip.tasks.language_models, which carries its state through a text"
+            )
+        return model
 
     def batch(self, worker: int, epoch: int, step: int) -> Batch:
         """The words of a worker, their next words, and whether this is the first step of an epoch.
@@ -289,6 +301,10 @@ def _streams(text: Tensor) -> tuple[Tensor, Tensor]:
 
 def _check_partition(options: Options) -> None:
     """Raise ValueError for partitions that need labels or another order of the samples."""
+    if options.column is not None:
+        raise ValueError(
+            f"decentralized_data_column={options.column}: use null; text keeps its order"
+        )
     if options.dirichlet_alpha is not None:
         raise ValueError(
             f"decentralized_data_dirichlet_alpha={options.dirichlet_alpha}: use null; text has no "

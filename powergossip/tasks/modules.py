@@ -10,6 +10,8 @@ from torch import nn
 
 from powergossip.randomness import torch_seed
 from powergossip.tasks import task_options
+from powergossip.tasks.named import Named, seeded
+from powergossip.tasks.task import Options
 
 Architectures = Mapping[str, Callable[[], nn.Module]]
 
@@ -37,6 +39,23 @@ def architectures(
     return {name: partial(build, name) for name in builders}
 
 
+def with_own(known: Architectures, options: Options, offered: Mapping[str, Any]) -> Architectures:
+    """Add the user's architecture, if there is one.
+
+    offered: values for its parameters of these names. Task options of these names take precedence.
+    """
+    own = options.architecture
+    return known if own is None else {**known, own.name: partial(_build, own, options, offered)}
+
+
+def _build(own: Named, options: Options, offered: Mapping[str, Any]) -> nn.Module:
+    """The model that a function of the user returns. Raises ValueError if it is none."""
+    model = own(options.task_options, offered)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{own.label} returned a {type(model).__name__}; return a torch.nn.Module")
+    return model
+
+
 def fresh(
     architectures: Architectures, architecture: str, seed: int, device: torch.device
 ) -> nn.Module:
@@ -46,12 +65,10 @@ def fresh(
     """
     if architecture not in architectures:
         raise ValueError(
-            f'task_architecture "{architecture}" is unknown; choose from {", ".join(architectures)}'
+            f'task_architecture "{architecture}" is unknown; choose from '
+            f"{', '.join(architectures)}, or use package.module:callable"
         )
-    # Only the CPU's generator: torch.manual_seed would also seed the GPU's, which this fork does
-    # not restore.
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(torch_seed(seed, "model"))
+    with seeded(torch_seed(seed, "model")):
         return architectures[architecture]().to(device)
 
 

@@ -1,6 +1,11 @@
-"""Partition of the samples over the workers (IID, sorted by label, Dirichlet) and their order."""
+"""Partition of the samples over the workers and their order.
 
+IID, sorted by label, with label proportions from a Dirichlet distribution, or by a column.
+"""
+
+import heapq
 import math
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 import torch
@@ -16,23 +21,35 @@ VALIDATION_SEED = 0  # of the held-out samples, fixed for all runs
 class Shards:
     """A partition of the samples 0 … n−1 over the workers: each belongs to one worker per epoch.
 
-    The sizes of shards differ by at most one. The order of an epoch is computed at its first use,
-    and only the latest is cached.
+    The sizes of shards differ by at most one, except in a partition by a column. The order of an
+    epoch is computed at its first use, and only the latest is cached.
 
-    steps_per_epoch  # the same for all workers, so that a worker may have one sample too many
+    steps_per_epoch  # the same for all workers. Those with more samples than the smallest shard
+                     # leave out others in each epoch
     """
 
-    def __init__(self, labels: Tensor, options: Options) -> None:
-        """labels: int64 [sample]. Raises ValueError if the options do not match the data."""
+    def __init__(
+        self, labels: Tensor, options: Options, column: Sequence[Hashable] | None = None
+    ) -> None:
+        """labels: int64 [sample]. column: values of options.column [sample], if the data have it.
+
+        Raises ValueError if the options do not match the data.
+        """
         n_samples, n_workers = len(labels), options.n_workers
-        self.steps_per_epoch = n_batches(
-            smallest_shard(n_samples, options), options.batch_size, options.drop_last
-        )
+        smallest = smallest_shard(n_samples, options)
         self._seed = options.seed
         self._device = options.device
         self._bounds = bounds(n_samples, n_workers)
         self._fixed: np.ndarray | None = None  # [sample], worker after worker
-        if options.dirichlet_alpha is not None:
+        if options.column is not None:
+            _check_column(options, column)
+            assert column is not None
+            self._fixed, self._bounds = by_group(
+                column, n_workers, generator(options.seed, "groups")
+            )
+            smallest = int(np.diff(self._bounds).min())
+            _check_batch_size(options, smallest, "the smallest shard")
+        elif options.dirichlet_alpha is not None:
             _check_alpha(options.dirichlet_alpha, options.decentralized)
             random = generator(options.seed, "dirichlet")
             self._fixed = skewed_by_label(labels, self._bounds, options.dirichlet_alpha, random)
@@ -42,6 +59,7 @@ class Shards:
             )
         elif not options.reshuffle:
             self._fixed = generator(options.seed, "shards").permutation(n_samples)
+        self.steps_per_epoch = n_batches(smallest, options.batch_size, options.drop_last)
         self._epoch = -1
         self._order = torch.empty(0, dtype=torch.int64)  # [sample], worker after worker
 
@@ -172,6 +190,37 @@ def skewed_by_label(
     return np.concatenate(order)
 
 
+def by_group(
+    column: Sequence[Hashable], n_workers: int, random: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Samples with equal values in a column at one worker: order [sample], bounds [worker + 1].
+
+    The largest group goes to the worker with the fewest samples so far, then the next one. Groups
+    of one size are in random order. The largest shard then has at most 4/3 of its smallest possible
+    size.    Graham (1969), doi:10.1137/0117039
+
+    Raises ValueError if there are fewer groups than workers.
+    """
+    index: dict[Hashable, int] = {}
+    group = np.array([index.setdefault(value, len(index)) for value in column])
+    if len(index) < n_workers:
+        raise ValueError(
+            f"n_workers={n_workers}: use {len(index)} or fewer; the column of "
+            f"decentralized_data_column has {len(index)} different values"
+        )
+    sizes = np.bincount(group)
+    shuffled = random.permutation(len(sizes))
+    worker_of = np.empty(len(sizes), dtype=np.int64)
+    loads = [(0, worker) for worker in range(n_workers)]
+    for largest in shuffled[(-sizes[shuffled]).argsort(kind="stable")].tolist():
+        load, worker = loads[0]
+        worker_of[largest] = worker
+        heapq.heapreplace(loads, (load + int(sizes[largest]), worker))
+    of_sample = worker_of[group]
+    ends = np.cumsum(np.bincount(of_sample, minlength=n_workers))
+    return of_sample.argsort(kind="stable"), np.concatenate([[0], ends])
+
+
 def apportion(size: int, log_weights: np.ndarray, available: np.ndarray) -> np.ndarray:
     """Number of samples of each label [label], `size` in total and at most `available` of each.
 
@@ -216,3 +265,24 @@ def _check_alpha(alpha: float, decentralized: bool) -> None:
         raise ValueError(
             f"decentralized_data_dirichlet_alpha={alpha}: use null with use_decentralized_data=true"
         )
+
+
+def _check_batch_size(options: Options, smallest: int, place: str) -> None:
+    if options.batch_size > smallest:
+        raise ValueError(
+            f"batch_size={options.batch_size}: use {smallest} or less; {place} has {smallest} "
+            "samples"
+        )
+
+
+def _check_column(options: Options, column: Sequence[Hashable] | None) -> None:
+    key = f"decentralized_data_column={options.column}"
+    if column is None:
+        raise ValueError(f"{key}: use null; the data of task={options.task} have no columns")
+    if options.decentralized or options.dirichlet_alpha is not None:
+        other = (
+            "use_decentralized_data=true"
+            if options.decentralized
+            else f"decentralized_data_dirichlet_alpha={options.dirichlet_alpha}"
+        )
+        raise ValueError(f"{key}: use null with {other}")

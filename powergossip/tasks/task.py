@@ -1,6 +1,6 @@
 """The protocol `Task`: data for every worker, models, a loss and an evaluation."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -8,7 +8,10 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from powergossip.tasks.named import Named
+
 # Inputs and targets, both with samples as the first axis, and further arguments of the task's loss.
+# Only the task itself reads it.
 Batch = tuple[Tensor, ...]
 Split = Literal["train", "valid", "test"]
 
@@ -31,10 +34,28 @@ class Options:
     drop_last: bool = False
     task_options: Mapping[str, Any] = field(default_factory=dict)
     validation_ratio: float = 0.0
+    column: str | None = None
+    data_processes: int = 0
+    architecture: Named | None = None  # of the user
+
+
+@dataclass(frozen=True)
+class MainMetric:
+    """The metric that chooses the best checkpoint."""
+
+    name: str
+    larger_is_better: bool
+
+    def score(self, means: Mapping[str, float]) -> float:
+        """The value among these metrics, with the sign for which larger is better."""
+        return means[self.name] if self.larger_is_better else -means[self.name]
 
 
 class Task(Protocol):
-    """Data, models, loss and evaluation. Every process has the data of all workers."""
+    """Data, models, loss and evaluation. Every process has the data of all workers.
+
+    A task may have a further attribute `main_metric`, see the function of this name.
+    """
 
     @property
     def architectures(self) -> Mapping[str, Callable[[], nn.Module]]:
@@ -105,3 +126,27 @@ class Task(Protocol):
         None where samples have no labels.
         """
         ...
+
+
+def main_metric(task: Task, names: Collection[str]) -> MainMetric:
+    """The metric that chooses the best checkpoint, among the metrics of these names.
+
+    It is the attribute `main_metric` of the task, a MainMetric. Without that, it is the accuracy
+    if the task has no perplexity, or else the loss: cross_entropy, mse or loss. Raises ValueError
+    if there is no such metric.
+    """
+    given: MainMetric | None = getattr(task, "main_metric", None)
+    if given is not None and given.name in names:
+        return given
+    listed = ", ".join(names)
+    if given is not None:
+        raise ValueError(f"main_metric={given.name}: use one of the task's metrics, {listed}")
+    if "accuracy" in names and "perplexity" not in names:
+        return MainMetric("accuracy", True)
+    for name in ("cross_entropy", "mse", "loss"):
+        if name in names:
+            return MainMetric(name, False)
+    raise ValueError(
+        f"the task has the metrics {listed} and does not name the main one; give it the attribute "
+        "main_metric"
+    )

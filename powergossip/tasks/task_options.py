@@ -5,9 +5,11 @@ The options of a model, and their defaults, are the keyword-only parameters of i
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from powergossip.tasks.named import Named
 
 
 @dataclass(frozen=True)
@@ -45,15 +47,27 @@ NUMBERS = Kind(_all(lambda value: True), "a list of numbers")
 POSITIVE_NUMBERS = Kind(_all(lambda value: value > 0), "a list of numbers above 0")
 
 
-def check(task: str, options: Mapping[str, Any], known: Mapping[str, Kind]) -> None:
-    """Raise ValueError for unknown options of a task and for values that are not accepted."""
-    unknown = sorted(set(options) - set(known))
+def check(
+    task: str,
+    options: Mapping[str, Any],
+    known: Mapping[str, Kind],
+    architecture: Named | None = None,
+    of_models: Collection[str] = (),
+) -> None:
+    """Raise ValueError for unknown options of a task and for values that are not accepted.
+
+    architecture: of the user. Its parameters take the place of the options in `of_models`.
+    """
+    if architecture is not None:
+        known = {key: kind for key, kind in known.items() if key not in of_models}
+    names = list(dict.fromkeys([*known, *(architecture.parameters if architecture else ())]))
+    unknown = sorted(set(options) - set(names))
     if unknown:
         quoted = ", ".join(f'"{key}"' for key in unknown)
-        choices = f"choose from {', '.join(known)}" if known else "it has none"
+        choices = f"choose from {', '.join(names)}" if names else "it has none"
         raise ValueError(f'task "{task}" has no option {quoted}; {choices}')
     for key, value in options.items():
-        if not known[key].accepts(value):
+        if key in known and not known[key].accepts(value):
             raise ValueError(f"task_options.{key}={value}: use {known[key].accepted}")
 
 

@@ -13,14 +13,15 @@ from torch import Tensor, nn
 
 from powergossip.network import Network
 from powergossip.parameters import Parameters
-from powergossip.tasks import Split, Task
+from powergossip.tasks import MainMetric, Split, Task, main_metric
 from powergossip.training.measurements import Rows, check_finite
 
 
 class Evaluation:
     """Logs rows about the present models. All processes call its methods; no bits are counted.
 
-    mean_model  # Parameters of one model: the mean of all workers' at the last evaluation
+    mean_model   # Parameters of one model: the mean of all workers' at the last evaluation
+    main_metric  # the one of the score, after the first evaluation
 
     Raises Diverged, in all processes, for a metric of a worker that is not finite.
     """
@@ -38,6 +39,7 @@ class Evaluation:
         self._parameters, self._steps_per_epoch = parameters, steps_per_epoch
         model = task.model(config.task_architecture, config.seed)
         self.mean_model = Parameters([model], network.device)
+        self.main_metric: MainMetric | None = None
         self._log = rows
         self._consensus_distance = 0.0
 
@@ -65,15 +67,12 @@ class Evaluation:
         self._log("uncompressed_gossip_bits", uncompressed, epoch)
 
         shown = ""
+        main = self.main_metric = main_metric(self._task, means["test"])
         if self._config.evaluate_average_model:
             means = self._of_mean_model(epoch)
-            of_mean_model = means["test"]
-            if "accuracy" in of_mean_model:
-                shown = f"mean model {100 * of_mean_model['accuracy']:.1f} %, "
-            if "perplexity" in of_mean_model:
-                shown = f"mean model's perplexity {of_mean_model['perplexity']:.1f}, "
+            shown = f"mean model{_shown(main, means['test'])}, "
         shown += f"consensus distance {self._consensus_distance:.2g}"
-        return shown, _score(means.get("valid", means["test"]))
+        return shown, main.score(means.get("valid", means["test"]))
 
     def _splits(self) -> list[tuple[Split, str, str]]:
         """Splits to evaluate on; tag `split` of the workers' rows, and of the mean model's."""
@@ -90,10 +89,11 @@ class Evaluation:
         for split, _, _ in self._splits():
             tables = [self._means(self._task.evaluate(m, split)) for m in self._parameters.models]
             found[split] = {}
+            derived = self._task.derived(tables[0])  # a perplexity may overflow
             for name in tables[0]:
                 of_hosted = torch.tensor([table[name] for table in tables], dtype=torch.float64)
                 found[split][name] = self._network.gather(of_hosted)
-                if name != "perplexity":  # which may overflow
+                if name not in derived:
                     check_finite(f"{split} {name}", found[split][name], step, epoch)
         return found
 
@@ -167,7 +167,10 @@ class Evaluation:
         numbers = range(len(parameters.names))
         spans = [span for i in numbers for span in parameters.layout.spans([i])]
         by_parameter = torch.stack([squares[:, span].sum(1) for span in spans], 1)
-        of_buffers = (buffers - network.mean(buffers)).double().square().sum(1, keepdim=True)
+        mean = network.mean(buffers)
+        # A mask may have infinite elements, equal in all workers.
+        differences = torch.where(buffers == mean, 0, buffers - mean)
+        of_buffers = differences.double().square().sum(1, keepdim=True)
         totals = torch.cat([by_parameter, of_buffers], 1)  # [worker, parameter and buffers]
         means = network.mean(totals).tolist()
         of_parameters, of_all = sum(means[:-1]), sum(means)
@@ -207,8 +210,10 @@ class Evaluation:
                     )
 
 
-def _score(means: Mapping[str, float]) -> float:
-    """The accuracy, or the negative cross entropy for language models and without accuracy."""
-    if "accuracy" in means and "perplexity" not in means:
-        return means["accuracy"]
-    return -means["cross_entropy"]
+def _shown(main: MainMetric, means: Mapping[str, float]) -> str:
+    """The main metric for the progress bar. Of language models, the perplexity."""
+    if "perplexity" in means:
+        return f"'s perplexity {means['perplexity']:.1f}"
+    if main.name == "accuracy":
+        return f" {100 * means['accuracy']:.1f} %"
+    return f"'s {main.name} {means[main.name]:.4g}"

@@ -15,6 +15,7 @@ FREE_TO_CHANGE = (
     "checkpoint_interval",
     "cuda_aware",
     "data_dir",
+    "data_processes",
     "device",
     "distributed_backend",
     "distributed_init_file",

@@ -95,7 +95,8 @@ def _resolve_task_defaults(c: Any) -> None:
     if c.drop_last is None:
         ignored = tasks.IGNORED.get(c.task, ())
         is_sorted = c.use_decentralized_data and "use_decentralized_data" not in ignored
-        c.drop_last = is_sorted or c.decentralized_data_dirichlet_alpha is not None
+        skewed = (c.decentralized_data_dirichlet_alpha, c.decentralized_data_column)
+        c.drop_last = is_sorted or skewed != (None, None)
 
 
 def _check_ignored(c: Any, explicit: Collection[str], warn: bool) -> None:
@@ -151,7 +152,7 @@ def _check_values(c: Any) -> None:
             "recalibration_batches",
         ),
     )
-    checks.all_of(checks.not_negative, c, ("seed", "rank", "log_verbosity"))
+    checks.all_of(checks.not_negative, c, ("seed", "rank", "log_verbosity", "data_processes"))
     checks.all_of(checks.positive, c, ("learning_rate", "adam_epsilon"))
     checks.all_of(checks.below_one, c, ("adam_beta1", "adam_beta2", "momentum", "validation_ratio"))
     checks.fraction("decentralized_data_shuffled_ratio", c.decentralized_data_shuffled_ratio)

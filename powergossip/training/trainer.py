@@ -20,11 +20,12 @@ from powergossip.errors import Interrupted
 from powergossip.network import Network, Processes, choose_device, cuda_aware_mpi
 from powergossip.parameters import Layout, Parameters, trained
 from powergossip.runs.checkpoints import Checkpoints
-from powergossip.runs.clock import Clock, PhaseTime, Signals
+from powergossip.runs.clock import Clock, PhaseTime, Signals, data_fraction
 from powergossip.runs.progress import Progress
 from powergossip.training import compute
 from powergossip.training.agreement import PATIENCE, Agreement
 from powergossip.training.evaluation import Evaluation
+from powergossip.training.first_batch import check_first_batch, check_sizes
 from powergossip.training.local_optimizers import LocalOptimizer, learning_rate
 from powergossip.training.measurements import Hooks, Rows
 from powergossip.training.resuming import check_same_run, check_same_run_without_checkpoint
@@ -78,6 +79,13 @@ class Trainer:
         channel = self.network.channel  # all processes make it together
         self._transport = "none" if channel is None else channel.name
         self.task = task or processes.one_by_one(self._make_task)
+        if c.task_architecture is None:
+            c.task_architecture = next(iter(self.task.architectures), None)
+        self._metric: dict[str, Any] | None = None  # the main one of a task of the user
+        of_user = task is None and not tasks.is_in_library(c.task, c.task_architecture)
+        if of_user:
+            sizes = processes.gather((self.task.steps_per_epoch, dict(self.task.samples)))
+            check_sizes(sizes, c.task)
         self.steps_per_epoch = min(
             self.task.steps_per_epoch, c.max_steps_per_epoch or self.task.steps_per_epoch
         )
@@ -86,6 +94,9 @@ class Trainer:
             self.parameters = Parameters(models, self.device)
             self._check_spectrum_names()
             if not c.evaluate_only:
+                if of_user:
+                    main = check_first_batch(self.task, c, self.network.workers[0])
+                    self._metric = {"name": main.name, "larger_is_better": main.larger_is_better}
                 if c.torch_compile:
                     compute.compile_models(models)
                 self._make_rule()
@@ -105,10 +116,17 @@ class Trainer:
         if resume_from is not None:
             self._resume(resume_from)
 
+    def close(self) -> None:
+        """End processes of the task, if it has a method `close`."""
+        close = getattr(self.task, "close", None)
+        if close is not None:
+            close()
+
     # --- Construction ---
 
     def _make_task(self) -> tasks.Task:
         c = self.config
+        given: Any = OmegaConf.to_container(c.task_options)
         return tasks.make(
             c.task,
             n_workers=c.n_workers,
@@ -122,8 +140,11 @@ class Trainer:
             data_dir=c.data_dir,
             download=c.download,
             device=self.device,
-            task_options=c.task_options,
+            task_options=given,
             validation_ratio=c.validation_ratio,
+            column=c.decentralized_data_column,
+            data_processes=c.data_processes,
+            architecture=c.task_architecture,
         )
 
     def _check_method(self) -> None:
@@ -234,6 +255,11 @@ class Trainer:
             return self.topology.best_diffusion_rate
         return None if rate is None else float(rate)
 
+    @property
+    def metric(self) -> str:
+        """The metric to show: the main one of a task of the user, or else the accuracy."""
+        return str(self._metric["name"]) if self._metric else "accuracy"
+
     def facts(self) -> dict[str, Any]:
         """Metadata of the run: software versions, layout of processes, topology, data."""
         mpi_on_gpu = self.device.type == "cuda" and self._transport == "mpi"
@@ -256,6 +282,7 @@ class Trainer:
             "start_iteration": (
                 self.rule.start_iteration if isinstance(self.rule, ddp.DDPHook) else None
             ),
+            "metric": self._metric,
         } | ({} if counts is None else {"label_counts": counts.tolist()})  # [worker][label]
 
     # --- Training ---
@@ -380,7 +407,9 @@ class Trainer:
             if self.processes.rank == 0:
                 self._hooks.log_runtime(phase, spent.mean, spent.deviation, spent.instances)
         if self.processes.rank == 0:
-            self._hooks.log_info({"state.progress": epoch / c.num_epochs})
+            progress = {"state.progress": epoch / c.num_epochs}
+            totals = {phase: spent.total for phase, spent in self.clock.phases.items()}
+            self._hooks.log_info(progress | {"data_fraction": data_fraction(totals)})
         return score
 
     def _stop_if_asked(

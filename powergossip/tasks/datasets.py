@@ -1,0 +1,571 @@
+"""A task made of map-style data sets, with a model, a loss and metrics of the user.
+
+Axis names: sample, worker, label.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
+
+from powergossip.errors import BadInput
+from powergossip.randomness import torch_seed
+from powergossip.tasks import modules
+from powergossip.tasks.loading import Loader, Pending, Request, Source
+from powergossip.tasks.named import Named, users_code
+from powergossip.tasks.shards import Shards, held_out
+from powergossip.tasks.task import MainMetric, Options, Split
+
+IGNORED_TARGET = -100  # as in torch's cross entropy
+EVALUATION_BATCHES = 2  # training batches in one of evaluation, which needs no gradients
+KEPT_BYTES = 2**28  # of test and validation data, in each process
+
+Metric = Callable[[Any, Any], Any]  # outputs and targets of a batch → mean over its samples
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """Data sets of the user, and optionally a model, a loss and metrics.
+
+    train             # map-style: d[i] for 0 ≤ i < len(d). A sample is (input, ..., target)
+    test              # the same
+    valid             # the same, for rows valid and valid_avg. None: see validation_ratio
+    model             # function that returns the model. None: task_architecture is required
+    model_arguments   # values that follow from the data, for parameters of the model of these
+                      # names, such as {"n_features": 12}
+    loss              # loss(outputs, targets) → mean over the batch, a scalar tensor
+    metrics           # name → metric(outputs, targets), the mean over the batch
+    derived           # means of the metrics → further metrics, such as {"rmse": mse ** 0.5}
+    main_metric       # the metric that chooses the best checkpoint
+    larger_is_better  # of the main metric. It may be left out for accuracy and for the loss
+    forward           # forward(model, batch) → (outputs, targets)
+    collate           # list of samples → batch
+    labels            # of the training data: an integer for each sample, for partitions by label
+    columns           # of the training data: name → a value for each sample, for partitions by
+                      # column. A DataFrame is possible
+
+    By default a batch is (inputs, ..., targets) as torch's default_collate makes it, and the
+    outputs are model(inputs, ...). The loss is the cross entropy [nats] for integer targets, with
+    the labels on the last axis of the outputs, and the metric accuracy beside it. Targets of −100
+    are ignored. For floating-point targets it is the mean squared error. A loss is logged as
+    cross_entropy or mse, or as loss if it is given. The main metric is the accuracy, or else the
+    loss. Labels are those of train.targets, or of the samples.
+    """
+
+    train: Any
+    test: Any
+    _: KW_ONLY
+    valid: Any = None
+    model: Callable[..., nn.Module] | None = None
+    model_arguments: Mapping[str, Any] = field(default_factory=dict)
+    loss: Metric | None = None
+    metrics: Mapping[str, Metric] | None = None
+    derived: Callable[[Mapping[str, float]], Mapping[str, float]] | None = None
+    main_metric: str | None = None
+    larger_is_better: bool | None = None
+    forward: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+    labels: Any = None
+    columns: Any = None
+
+
+class DatasetTask:
+    """A `Task` on `Datasets`. A batch is what `collate` makes of samples, on the task's device.
+
+    Samples are loaded when they are needed, with options.data_processes > 0 ahead of time by other
+    processes. During this, the global generators of Python, NumPy and torch are seeded with (seed,
+    epoch, worker, step): random augmentation is the same in any layout, and after a resume.
+    """
+
+    def __init__(self, datasets: Datasets, options: Options) -> None:
+        """Raises ValueError if the options do not match the data, or if a field is wrong."""
+        self._datasets, self._options = datasets, options
+        self._place = place = f"task={options.task}"
+        _check_fields(datasets, place)
+        sets = {"train": datasets.train, "test": datasets.test}
+        if datasets.valid is not None:
+            sets["valid"] = datasets.valid
+        sizes = {name: _size(data, f"{place}: the data set {name}") for name, data in sets.items()}
+        collate = datasets.collate or default_collate
+        self._loader = Loader(Source(sets, collate), place, options.data_processes)
+        self._ahead: dict[int, deque[tuple[int, Pending]]] = {}  # worker → step, its batch
+        self._epoch_ahead = -1
+        self._evaluation_size = EVALUATION_BATCHES * options.batch_size  # samples in a batch
+        self._kept: dict[tuple[Split, int], Any] = {}  # batches of evaluation
+        self._room = KEPT_BYTES
+
+        needs_labels = options.decentralized or options.dirichlet_alpha is not None
+        labels = self._find_labels(sizes["train"], needs_labels)
+        held = self._held_out(labels, sizes["train"])
+        kept = np.flatnonzero(~held)
+        self._indices: dict[Split, np.ndarray] = {"train": kept, "test": np.arange(sizes["test"])}
+        self._data: dict[Split, str] = {"train": "train", "test": "test", "valid": "valid"}
+        if datasets.valid is not None:
+            self._indices["valid"] = np.arange(sizes["valid"])
+        elif held.any():
+            self._indices["valid"], self._data["valid"] = np.flatnonzero(held), "train"
+
+        self._labels = None if labels is None else labels[torch.from_numpy(kept)]
+        column = None
+        if options.column is not None:
+            values = self._column(options.column, sizes["train"])
+            column = [values[i] for i in kept.tolist()]
+        unlabeled = torch.zeros(len(kept), dtype=torch.int64)
+        on_cpu = replace(options, device=torch.device("cpu"))
+        self._shards = Shards(unlabeled if self._labels is None else self._labels, on_cpu, column)
+        self._architectures = self._models()
+
+    # --- Data ---
+
+    def _find_labels(self, size: int, needed: bool) -> Tensor | None:
+        """A label for each training sample: int64 [sample], from 0 on. None if not known.
+
+        Raises ValueError if labels are needed, or given, and are not an integer for each sample.
+        """
+        given = self._datasets.labels
+        found = _of_samples(self._datasets.train, "targets") if given is None else given
+        labels = _integers(found, size)
+        if labels is None and given is None and needed:
+            labels = _integers(self._targets(), size)
+        if labels is None and (needed or given is not None):
+            raise ValueError(
+                f"{self._place}: a partition by label needs an integer for each of the {size} "
+                "training samples; give labels to Datasets"
+            )
+        return None if labels is None else labels.unique(return_inverse=True)[1]
+
+    def _targets(self) -> Tensor | None:
+        """The last entries of all training samples, if they are tensors."""
+        size = self._evaluation_size
+        n_samples = len(self._datasets.train)
+        batches = [tuple(range(i, min(i + size, n_samples))) for i in range(0, n_samples, size)]
+        targets = []
+        for batch in self._loader.in_order(Request("train", samples, 0) for samples in batches):
+            if not isinstance(batch, (tuple, list)) or not isinstance(batch[-1], Tensor):
+                return None
+            targets.append(batch[-1])
+        return torch.cat(targets)
+
+    def _held_out(self, labels: Tensor | None, size: int) -> np.ndarray:
+        """Whether a training sample is held out for validation: bool [sample]."""
+        ratio = self._options.validation_ratio
+        if self._datasets.valid is not None and ratio:
+            raise ValueError(
+                f"validation_ratio={ratio}: use 0; {self._place} has validation data of its own"
+            )
+        unlabeled = torch.zeros(size, dtype=torch.int64)
+        return held_out(unlabeled if labels is None else labels, ratio)
+
+    def _column(self, name: str, size: int) -> list[Any]:
+        """The value of each training sample in a column. Raises ValueError."""
+        key, columns = f"decentralized_data_column={name}", self._datasets.columns
+        if columns is not None and name in columns:
+            values = _list(columns[name])
+        else:
+            values = _list(_of_samples(self._datasets.train, name))
+        if values is None:
+            known = ", ".join(map(str, columns)) if columns is not None else ""
+            raise ValueError(
+                f"{key}: {self._place} has no such column; use "
+                f"{known or 'null, or give columns to Datasets'}"
+            )
+        if len(values) != size:
+            raise ValueError(
+                f"{key}: the column has {len(values)} values; give one for each of the {size} "
+                "training samples"
+            )
+        return values
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Number of batches in an epoch, the same for all workers."""
+        return self._shards.steps_per_epoch
+
+    @property
+    def samples(self) -> Mapping[Split, int]:
+        """Number of samples of each split. "valid" is left out if there is no validation data."""
+        return {split: len(indices) for split, indices in self._indices.items()}
+
+    def label_counts(self, epoch: int = 0) -> Tensor | None:
+        """Number of samples per worker and label in an epoch: int64 [worker, label].
+
+        None if labels are not known without loading all samples.
+        """
+        if self._labels is None:
+            return None
+        n_labels = int(self._labels.max()) + 1
+        return torch.stack(
+            [
+                torch.bincount(
+                    self._labels[self._shards.indices(worker, epoch)], minlength=n_labels
+                )
+                for worker in range(self._options.n_workers)
+            ]
+        )
+
+    def batch(self, worker: int, epoch: int, step: int) -> Any:
+        """The batch of a worker at a step of an epoch, 0 ≤ step < steps_per_epoch."""
+        assert 0 <= step < self.steps_per_epoch
+        if epoch != self._epoch_ahead:
+            for other in self._ahead.values():
+                _cancel(other)
+            self._ahead, self._epoch_ahead = {}, epoch
+        ahead = self._ahead.setdefault(worker, deque())
+        if not ahead or ahead[0][0] != step:
+            _cancel(ahead)
+            ahead.append((step, self._request(worker, epoch, step)))
+        _, pending = ahead.popleft()
+        # The processes serve all workers that ask.
+        last = min(step + -(-self._loader.ahead // len(self._ahead)), self.steps_per_epoch - 1)
+        for following in range(ahead[-1][0] + 1 if ahead else step + 1, last + 1):
+            ahead.append((following, self._request(worker, epoch, following)))
+        return _moved(pending.wait(), self._options.device)
+
+    def _request(self, worker: int, epoch: int, step: int) -> Pending:
+        size = self._options.batch_size
+        positions = self._shards.indices(worker, epoch)[step * size : (step + 1) * size]
+        samples = tuple(self._indices["train"][positions.numpy()].tolist())
+        seed = torch_seed(self._options.seed, "samples", epoch, worker, step)
+        return self._loader.request(Request("train", samples, seed))
+
+    def close(self) -> None:
+        """End the processes that load data. The next batch starts others."""
+        self._ahead = {}
+        self._loader.close()
+
+    # --- Model ---
+
+    def _models(self) -> modules.Architectures:
+        """Name → a function that builds the model. Raises ValueError without a model."""
+        datasets, options = self._datasets, self._options
+        build: modules.Architectures = {}
+        if datasets.model is not None and options.architecture is None:
+            name = getattr(datasets.model, "__name__", "model")
+            own = Named(f"the model of {self._place}", name, datasets.model)
+            options = replace(options, architecture=own)
+        if options.architecture is None:
+            raise ValueError(
+                f"task_architecture: use package.module:callable; {self._place} has no model"
+            )
+        return modules.with_own(build, options, datasets.model_arguments)
+
+    @property
+    def architectures(self) -> Mapping[str, Callable[[], nn.Module]]:
+        """Name → a function that builds the model on the CPU with fresh random weights."""
+        return self._architectures
+
+    def model(self, architecture: str, seed: int) -> nn.Module:
+        """Build a model on the task's device. Its weights depend on architecture and seed only.
+
+        Raises ValueError if the architecture is unknown or a parameter of it has no value.
+        """
+        return modules.fresh(self._architectures, architecture, seed, self._options.device)
+
+    def carried(self, model: nn.Module) -> dict[str, Tensor]:
+        """Empty: no state is carried from batch to batch."""
+        return {}
+
+    def carry(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
+        """Do nothing: no state is carried from batch to batch."""
+        assert not state
+
+    # --- Loss and metrics ---
+
+    @property
+    def main_metric(self) -> MainMetric | None:
+        """The metric that chooses the best checkpoint. None: accuracy, or else the loss."""
+        name, higher = self._datasets.main_metric, self._datasets.larger_is_better
+        if name is None:
+            return None
+        return MainMetric(name, name == "accuracy" if higher is None else higher)
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """The mean loss of a batch, and the metrics: the loss and those of the data sets."""
+        outputs, targets = self._forward(model, batch)
+        return self._measured(outputs, targets)
+
+    def _forward(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        """Outputs of the model and targets of a batch."""
+        if self._datasets.forward is not None:
+            found = self._datasets.forward(model, batch)
+            if not isinstance(found, (tuple, list)) or len(found) != 2:
+                raise BadInput(f"{self._place}: let forward return two values, outputs and targets")
+            return found[0], found[1]
+        if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+            raise BadInput(
+                f"{self._place}: a batch is a {type(batch).__name__}; let a sample be (input, "
+                "target), or give forward to Datasets"
+            )
+        *inputs, targets = batch
+        return model(*inputs), targets
+
+    def _measured(self, outputs: Any, targets: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss and the metrics of a batch. Each metric is detached."""
+        metrics = self._datasets.metrics
+        name, of_batch = "loss", self._datasets.loss
+        if of_batch is None:
+            name, of_batch, own = default_loss(outputs, targets, self._place)
+            metrics = own if metrics is None else metrics
+        loss = of_batch(outputs, targets)
+        if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
+            raise BadInput(f"{self._place}: the loss is {_described(loss)}; use a scalar tensor")
+        with torch.no_grad():
+            values = {name: loss} | {
+                name: metric(outputs, targets) for name, metric in (metrics or {}).items()
+            }
+            return loss, {
+                name: torch.as_tensor(
+                    self._number(name, value), dtype=torch.float32, device=loss.device
+                ).detach()
+                for name, value in values.items()
+            }
+
+    def _number(self, name: str, value: Any) -> Any:
+        """A metric of a batch. Raises BadInput unless it is a number."""
+        if value.ndim if isinstance(value, Tensor) else not isinstance(value, Real):
+            raise BadInput(
+                f"{self._place}: the metric {name} of a batch is {_described(value)}; return a "
+                "number, the mean over the batch"
+            )
+        return value
+
+    def evaluate(
+        self, model: nn.Module, split: Split = "test", part: tuple[int, int] = (0, 1)
+    ) -> dict[str, float]:
+        """Sums of the loss and the metrics over the i-th of n parts of a split, part = (i, n).
+
+        The mean over a batch counts with its number of samples, or of targets that are not ignored
+        where the loss is the default one. "count" is the sum of these numbers. A part consists of
+        whole batches, so that the total over all parts does not depend on n. Samples of the
+        training data are loaded as in training, including random augmentation.
+        """
+        i, n = part
+        assert 0 <= i < n
+        batches = range(-(-len(self._indices[split]) // self._evaluation_size))
+        first, last = (len(batches) * bound // n for bound in (i, i + 1))
+        sums: dict[str, Tensor] = {}
+        count = 0.0
+        # Of an empty part, a batch counts 0 times: the names of the metrics are those of the rest.
+        chosen = batches[first:last] or batches[:1]
+        with torch.no_grad(), modules.evaluation_mode(model):
+            for samples, batch in self._evaluation_batches(split, chosen):
+                outputs, targets = self._forward(model, _moved(batch, self._options.device))
+                weight = self._weight(targets, samples) if first < last else 0.0
+                _, means = self._measured(outputs, targets)
+                for name, mean in means.items():
+                    # Not mean · 0, which is NaN where all targets are ignored.
+                    value = mean.double() * weight if weight else torch.zeros_like(mean).double()
+                    sums[name] = sums[name] + value if name in sums else value
+                count += weight
+        return {name: value.item() for name, value in sums.items()} | {"count": count}
+
+    def _evaluation_batches(self, split: Split, chosen: range) -> Iterator[tuple[int, Any]]:
+        """Numbers of samples, and batches, of these batches of a split. Those that fit are kept."""
+        size = self._evaluation_size
+        samples = {
+            i: tuple(self._indices[split][i * size : (i + 1) * size].tolist()) for i in chosen
+        }
+        missing = [i for i in chosen if (split, i) not in self._kept]
+        loaded = self._loader.in_order(
+            Request(self._data[split], samples[i], torch_seed(0, "evaluation", i)) for i in missing
+        )
+        for i in chosen:
+            batch = self._kept.get((split, i))
+            if batch is None:
+                batch = next(loaded)
+                if split != "train":
+                    self._keep((split, i), batch)
+            yield len(samples[i]), batch
+
+    def _keep(self, place: tuple[Split, int], batch: Any) -> None:
+        """Keep a batch for the next evaluation, if there is room and it needs to be loaded."""
+        if self._loader.in_memory or not isinstance(batch, (tuple, list)):
+            return
+        if not all(isinstance(tensor, Tensor) and tensor.is_cpu for tensor in batch):
+            return
+        size = sum(tensor.nbytes for tensor in batch)
+        if size <= self._room:
+            self._room -= size
+            # Copies, since a tensor of another process holds an open file.
+            self._kept[place] = tuple(tensor.clone() for tensor in batch)
+
+    def _weight(self, targets: Any, samples: int) -> float:
+        """The weight of a batch in the mean over all."""
+        if self._datasets.loss is None and not targets.is_floating_point():
+            return float((targets != IGNORED_TARGET).sum().item())
+        return float(samples)
+
+    def derived(self, means: Mapping[str, float]) -> dict[str, float]:
+        """Further metrics, as functions of the means of the metrics."""
+        if self._datasets.derived is None:
+            return {}
+        found = self._datasets.derived(means)
+        if not isinstance(found, Mapping):
+            raise BadInput(f"{self._place}: derived returned {_described(found)}; return a dict")
+        return dict(found)
+
+
+# --- Default losses and metrics ---
+
+
+def default_loss(outputs: Any, targets: Any, place: str) -> tuple[str, Metric, dict[str, Metric]]:
+    """The name of the default loss for these targets, the loss, and the metrics beside it.
+
+    Raises BadInput, with a text that begins with `place`, if their shapes do not match.
+    """
+    for name, value in (("output of the model", outputs), ("target", targets)):
+        if not isinstance(value, Tensor):
+            raise BadInput(
+                f"{place}: the {name} is a {type(value).__name__}; use tensors, or give a loss or "
+                "forward to Datasets"
+            )
+    if targets.is_floating_point():
+        fits = _like(outputs, targets).shape == targets.shape
+        wanted = "the same, for the mean squared error"
+    else:
+        fits = outputs.shape[:-1] == targets.shape and outputs.ndim > 0
+        wanted = "one axis more, of labels, for the cross entropy"
+    if not fits:
+        raise BadInput(
+            f"{place}: outputs of the model have the shape {list(outputs.shape)}, targets "
+            f"{list(targets.shape)}; use {wanted}, or give a loss to Datasets"
+        )
+    if targets.is_floating_point():
+        return "mse", mean_squared_error, {}
+    return "cross_entropy", cross_entropy, {"accuracy": accuracy}
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross entropy [nats], without targets of −100.
+
+    outputs: [*, label]. targets: integers [*].
+    """
+    scores = outputs.flatten(0, -2)
+    return functional.cross_entropy(scores, targets.flatten().long(), ignore_index=IGNORED_TARGET)
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The fraction of targets with the highest output, without targets of −100.
+
+    outputs: [*, label]. targets: integers [*].
+    """
+    counted = targets != IGNORED_TARGET
+    correct = (outputs.argmax(-1) == targets) & counted
+    return correct.sum() / counted.sum()
+
+
+def mean_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The mean squared error. outputs: [*], or [*, 1]. targets: floating-point numbers [*]."""
+    return functional.mse_loss(_like(outputs, targets), targets.to(outputs.dtype))
+
+
+def _like(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Outputs [*, 1] as [*], if the targets are [*]."""
+    return outputs.squeeze(-1) if outputs.shape == (*targets.shape, 1) else outputs
+
+
+# --- Checks and conversions ---
+
+
+def _check_fields(datasets: Datasets, place: str) -> None:
+    """Raise ValueError for a field of a wrong type."""
+    if isinstance(datasets.model, nn.Module):
+        raise ValueError(
+            f"{place}: model is a module; give a function that returns a new one, such as its class"
+        )
+    for name in ("model", "loss", "derived", "forward", "collate"):
+        value = getattr(datasets, name)
+        if value is not None and not callable(value):
+            raise ValueError(f"{place}: {name} is {_described(value)}; use a function, or None")
+    for name in ("metrics", "model_arguments"):
+        value = getattr(datasets, name)
+        if value is not None and not isinstance(value, Mapping):
+            raise ValueError(f"{place}: {name} is {_described(value)}; use a dict")
+    for name, metric in (datasets.metrics or {}).items():
+        if not callable(metric):
+            raise ValueError(
+                f"{place}: the metric {name} is {_described(metric)}; use a function of outputs "
+                "and targets"
+            )
+    known = ("accuracy", "cross_entropy", "mse", "loss", None)
+    if datasets.larger_is_better is None and datasets.main_metric not in known:
+        raise ValueError(
+            f"{place}: main_metric={datasets.main_metric} needs larger_is_better=True or False"
+        )
+
+
+def _size(data: Any, place: str) -> int:
+    """The number of samples. Raises ValueError unless it is a map-style data set with some."""
+    is_map = hasattr(data, "__getitem__") and not isinstance(data, IterableDataset)
+    if not is_map or not hasattr(data, "__len__"):
+        raise ValueError(
+            f"{place} is {_described(data)}; use a map-style data set, with __getitem__ and __len__"
+        )
+    with users_code(f"the length of {place}"):
+        size = len(data)
+    if size < 1:
+        raise ValueError(f"{place} is empty; use one with samples")
+    return size
+
+
+def _of_samples(data: Any, name: str) -> Any:
+    """An attribute of a data set with a value for each sample, also through torch's Subset."""
+    if type(data) is TensorDataset and name == "targets":
+        return data.tensors[-1]
+    if isinstance(data, Subset):
+        values = _list(_of_samples(data.dataset, name))
+        return None if values is None else [values[i] for i in data.indices]
+    return getattr(data, name, None)
+
+
+def _list(values: Any) -> list[Any] | None:
+    """The values of an array, a tensor, a Series or a sequence. None for anything else."""
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    return list(values) if isinstance(values, Sequence) and not isinstance(values, str) else None
+
+
+def _integers(values: Any, size: int) -> Tensor | None:
+    """int64 [size] of these values. None if they are not so many integers."""
+    if isinstance(values, Sequence) and values and isinstance(values[0], Tensor):
+        values = [value.item() if value.ndim == 0 else value for value in values]
+    try:
+        array = np.asarray(values.cpu() if isinstance(values, Tensor) else _list(values))
+    except ValueError:  # rows of different lengths
+        return None
+    if array.shape != (size,) or array.dtype.kind not in "biu":
+        return None
+    return torch.from_numpy(array.astype(np.int64))
+
+
+def _cancel(ahead: deque[tuple[int, Pending]]) -> None:
+    """Empty the queue of batches."""
+    while ahead:
+        ahead.popleft()[1].cancel()
+
+
+def _described(value: object) -> str:
+    """The type of a value, and the shape of a tensor."""
+    if isinstance(value, Tensor):
+        return f"a tensor of the shape {list(value.shape)} and type {value.dtype}"
+    return f"of the type {type(value).__name__}"
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on a device."""
+    if hasattr(batch, "to"):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {key: _moved(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):  # a named tuple
+        return type(batch)(*(_moved(value, device) for value in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(_moved(value, device) for value in batch)
+    return batch

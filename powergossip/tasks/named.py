@@ -1,0 +1,164 @@
+"""Functions of the user, by name: package.module:callable. Their import, arguments and errors.
+
+A wrong name is a ValueError with one sentence. An error in the user's code keeps its traceback.
+"""
+
+import difflib
+import functools
+import importlib
+import inspect
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from powergossip.errors import BadInput
+
+
+class UserCodeError(RuntimeError):
+    """A ValueError or OSError in the user's code, or any error of it in another process.
+
+    The text or the cause has the traceback. Without this type, the two would count as bad input,
+    which is reported without a traceback.
+    """
+
+
+@contextmanager
+def users_code(place: str) -> Iterator[None]:
+    """Run code of the user. Its exceptions keep their traceback and name the place.
+
+    BadInput passes unchanged: a sentence that the user's code raises for a bad option.
+    """
+    try:
+        yield
+    except BadInput:
+        raise
+    except (ValueError, OSError) as error:
+        raise UserCodeError(f"{place}: {type(error).__name__}: {error}") from error
+    except Exception as error:
+        error.add_note(f"in {place}")
+        raise
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the global generators of Python, NumPy and torch (CPU), and restore them afterwards.
+
+    seed: below 2⁶³. Only the CPU's: torch.manual_seed would also seed the GPU's.
+    """
+    of_python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        torch.set_rng_state(of_torch)
+
+
+def is_name(value: str | None) -> bool:
+    """Whether this is meant as package.module:callable."""
+    return value is not None and ":" in value
+
+
+@dataclass(frozen=True)
+class Named:
+    """A function or class of the user.
+
+    label     # in errors, such as task=package.module:callable
+    name      # package.module:callable
+    function
+    """
+
+    label: str
+    name: str
+    function: Callable[..., Any]
+
+    @functools.cached_property
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        """The parameters that can be given by name. Raises ValueError if they are not known."""
+        try:
+            signature = inspect.signature(self.function)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{self.label} has no signature that Python can read; wrap it in a function"
+            ) from error
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        return {name: p for name, p in signature.parameters.items() if p.kind in kinds}
+
+    def __call__(self, options: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:
+        """Call the function with those of the options and offered values that are its parameters.
+
+        An option takes precedence over an offered value. Raises ValueError for a parameter that has
+        neither, nor a default.
+        """
+        values = {**offered, **options}
+        arguments = {name: values[name] for name in self.parameters if name in values}
+        for name, parameter in self.parameters.items():
+            if parameter.default is parameter.empty and name not in arguments:
+                raise ValueError(
+                    f'{self.label}: its parameter "{name}" has no default; '
+                    f"give task_options.{name}=VALUE"
+                )
+        with users_code(self.label):
+            return self.function(**arguments)
+
+
+def find(key: str, name: str) -> Named:
+    """Import the callable that a key names. The current folder is searched too.
+
+    Raises ValueError unless there is such a module with such a callable. Other errors during the
+    import are those of the user's code.
+    """
+    label = f"{key}={name}"
+    module_name, _, attribute = name.partition(":")
+    if module_name.endswith(".py"):
+        module_name = module_name.removesuffix(".py").replace("/", ".")
+        raise ValueError(f"{label}: use package.module:callable, such as {module_name}:{attribute}")
+    if not all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]):
+        raise ValueError(f"{label}: use package.module:callable")
+    module = _imported(module_name, label)
+    try:
+        found = functools.reduce(getattr, attribute.split("."), module)
+    except AttributeError:
+        own = [n for n, v in vars(module).items() if _is_defined_in(module, v)]
+        names = difflib.get_close_matches(attribute, own, n=3) or own
+        hint = f"use {' or '.join(names)}" if names else "it has no functions or classes"
+        raise ValueError(f"{label}: {module_name} has no {attribute}; {hint}") from None
+    if not callable(found):
+        raise ValueError(
+            f"{label}: {attribute} is not callable ({type(found).__name__}); "
+            "use a function or a class"
+        )
+    return Named(label, name, found)
+
+
+def _imported(name: str, label: str) -> ModuleType:
+    """The module of this name, from the current folder or sys.path."""
+    folder = os.getcwd()
+    if not {folder, ""} & {*sys.path}:
+        sys.path.insert(0, folder)  # as for `python -m`
+    importlib.invalidate_caches()  # a file may have been written a moment ago
+    try:
+        with users_code(f"the import of {name}"):
+            return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):
+            raise  # an import in the user's module
+        raise ValueError(
+            f"{label}: there is no module {error.name} in {folder} and on Python's path; "
+            "start in its folder, or add that to PYTHONPATH"
+        ) from None
+
+
+def _is_defined_in(module: ModuleType, value: object) -> bool:
+    return callable(value) and getattr(value, "__module__", None) == module.__name__

@@ -1,0 +1,89 @@
+"""A check of a task before training: one batch, its loss and its metrics.
+
+An error in a loss or metric of the user would otherwise end the run at its first evaluation.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from powergossip.errors import BadInput
+from powergossip.parameters import trained
+from powergossip.tasks import MainMetric, Split, Task, main_metric
+from powergossip.tasks.named import users_code
+
+
+def check_sizes(sizes: Sequence[tuple[int, Mapping[Any, int]]], task: str) -> None:
+    """Raise BadInput unless all processes have equally many steps and samples.
+
+    sizes: steps in an epoch and samples of each split, of each process.
+    """
+    for rank, (steps, samples) in enumerate(sizes):
+        if (steps, samples) != sizes[0]:
+            raise BadInput(
+                f"task={task} has other data in process {rank} ({steps} steps, {dict(samples)}) "
+                f"than in process 0 ({sizes[0][0]} steps, {dict(sizes[0][1])}); use the same files "
+                "everywhere"
+            )
+
+
+def check_first_batch(task: Task, config: Any, worker: int) -> MainMetric:
+    """Train a model with the first batch of a worker, and evaluate it on a few more.
+
+    The model is a new one, and is discarded. Raises ValueError unless the loss is a finite scalar
+    with a gradient, all metrics are finite numbers, and the main metric is one of them. Returns
+    the main metric.
+    """
+    name = f"task={config.task}"
+    model = task.model(config.task_architecture, config.seed)
+    with torch.random.fork_rng(devices=[]):
+        with users_code(f"the first batch of {name}"):
+            loss, metrics = task.loss(model, task.batch(worker, 0, 0))
+        if not isinstance(loss, Tensor) or loss.ndim > 0:
+            raise ValueError(f"{name}: the loss of a batch is no scalar tensor; use its mean")
+        if not loss.requires_grad:
+            raise ValueError(
+                f"{name}: the loss has no gradient; compute it by torch from the model's outputs"
+            )
+        _check_numbers({"loss": loss.detach(), **metrics}, f"{name}, first batch")
+        with users_code(f"the gradient of {name}"):
+            loss.backward()
+    if all(p.grad is None for p in trained(model).values()):
+        raise ValueError(f"{name}: the loss does not depend on the parameters of the model")
+    names: dict[Split, list[str]] = {}
+    for split, count in task.samples.items():
+        if split == "train":
+            continue
+        n_parts = max(1, count // (4 * config.batch_size))
+        with users_code(f"the evaluation of {name}"):
+            sums = task.evaluate(model, split, (0, n_parts))
+        if not isinstance(sums, Mapping) or not sums.get("count"):
+            raise ValueError(f'{name}: let evaluate return sums of metrics, and "count" above 0')
+        means = {key: value / sums["count"] for key, value in sums.items() if key != "count"}
+        _check_numbers(means, f"{name}, {split} data")
+        with users_code(f"the derived metrics of {name}"):
+            derived = task.derived(means)
+        _check_types(derived, f"{name}, {split} data")
+        names[split] = [*means, *derived]
+    return main_metric(task, names["test"])
+
+
+def _check_numbers(values: Mapping[str, Any], place: str) -> None:
+    """Raise ValueError unless these are finite scalars."""
+    _check_types(values, place)
+    for name, value in values.items():
+        if not math.isfinite(float(value)):
+            raise ValueError(f"{place}: {name} is {float(value)}; use one that is finite")
+
+
+def _check_types(values: Mapping[str, Any], place: str) -> None:
+    """Raise ValueError unless these are scalars."""
+    for name, value in values.items():
+        shape = list(value.shape) if isinstance(value, Tensor) else []
+        if shape or not isinstance(value, (Real, Tensor)):
+            found = f"has the shape {shape}" if shape else f"is a {type(value).__name__}"
+            raise ValueError(f"{place}: {name} {found}; use a number, the mean over the batch")
