@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-quick test-all check bench docs docs-serve clean
+.PHONY: help setup train test test-quick test-all check trackers bench docs docs-serve clean
 
 # processes of `make train`, and what is handed on to it:  make train NP=4 ARGS="topology=torus seed=2"
 NP ?= 8
@@ -11,10 +11,12 @@ ARGS ?=
 PORT ?= 8000
 
 activate := source .venv/bin/activate
-gossip_step := python benchmarks/gossip_step.py
 
 # Tests: first all for one process, on all cores; then those for several, under one mpirun each.
 process_counts := 2 3 4 8
+# Some are repeated with torch.distributed in place of MPI.
+of_torch_distributed := $(addprefix tests/test_,$(addsuffix .py,\
+	algorithms ddp_hooks dgc error_feedback gossip_optimizer layouts network powersgd sign_sgd torchrun))
 pytest_on_all_cores := python -m pytest -n auto --maxprocesses 8 --dist worksteal
 test_environment := export OMP_NUM_THREADS=1; { [ -t 1 ] || export PY_COLORS=0; }
 run_tests = $(activate) && $(test_environment) && failed= && \
@@ -22,6 +24,11 @@ run_tests = $(activate) && $(test_environment) && failed= && \
 	for n in $(process_counts); do \
 		echo "── $$n MPI processes ──"; \
 		mpirun -np $$n python -m pytest -q -m '$(1)' || failed="$$failed $$n"; \
+	done && \
+	for n in 2 4; do \
+		echo "── $$n processes of torch.distributed ──"; \
+		mpirun -np $$n python -m pytest -q -m '$(1)' --transport gloo $(of_torch_distributed) || \
+			failed="$$failed $$n (gloo)"; \
 	done && \
 	{ [ -z "$$failed" ] || { echo "tests failed under$${failed} MPI processes" >&2; exit 1; }; }
 
@@ -40,27 +47,19 @@ test: setup ## the tests, in minutes: laws, programs, and 2, 3, 4 and 8 MPI proc
 test-quick: setup ## laws of every registry, no MPI processes, no programs: while you work
 	@$(activate) && $(test_environment) && $(pytest_on_all_cores) --quick -m 'parallel[match]'
 
-test-all: setup ## all tests, also every case of the long tables: before a release
+test-all: setup trackers ## all tests, also every case of the long tables: before a release
 	@$(call run_tests,parallel[match])
+
+trackers: setup ## Weights & Biases and MLflow: test-all leaves their tests out without them
+	@$(activate) && python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
+		-c environment/constraints.txt --editable '.[mlflow,wandb]' || \
+	echo "the trackers could not be installed: their tests are left out" >&2
 
 check: setup ## formatting, lint, types
 	@$(activate) && ruff format --check . && ruff check . && mypy
 
-bench: setup ## milliseconds per step: gossip, and compressed gradients beside PyTorch's
-	@$(activate) && \
-	mpirun -np 8 $(gossip_step) algorithm=power-gossip model=resnet20 rank=1 && \
-	mpirun -np 8 $(gossip_step) algorithm=power-gossip model=resnet20 rank=4 && \
-	mpirun -np 8 $(gossip_step) algorithm=dpsgd model=resnet20 && \
-	mpirun -np 8 $(gossip_step) algorithm=choco model=resnet20 compressor=top-k && \
-	mpirun -np 8 $(gossip_step) algorithm=choco model=resnet20 compressor=sign-and-norm && \
-	mpirun -np 8 $(gossip_step) algorithm=moniqua model=resnet20 && \
-	mpirun -np 8 $(gossip_step) model=matrix100 && \
-	$(gossip_step) model=matrix100 n_workers=8 && \
-	$(gossip_step) model=matrix100 n_workers=1024 && \
-	mpirun -np 2 $(gossip_step) algorithm=power-gossip model=lstm rank=1 && \
-	mpirun -np 4 python benchmarks/powersgd_step.py rank=1 && \
-	mpirun -np 4 python benchmarks/powersgd_step.py rank=4 && \
-	python benchmarks/dgc_selection.py
+bench: setup ## milliseconds per step under mpirun and torchrun, beside lower bounds and PyTorch's
+	@$(activate) && python benchmarks/steps.py
 
 docs: setup ## the documentation site, in docs/_build/html; warnings are errors
 	@$(activate) && python -m sphinx -q -W --keep-going -d docs/_build/doctrees docs docs/_build/html && \

@@ -2,6 +2,7 @@
 
     python gossip_run.py n_workers=8                      one process hosts all eight workers
     mpirun -np 8 python gossip_run.py                     eight processes, one worker each
+    torchrun --nproc-per-node 8 gossip_run.py             the same, with torch.distributed
     python gossip_run.py n_workers=8 algorithm=[sign_choco,power_gossip] num_steps=1000
     python gossip_run.py n_workers=8 algorithm=all        every algorithm, over its grid of settings
 
@@ -47,6 +48,7 @@ class Config:
     num_steps: Any = None  # of all algorithms, or a mapping {ALGORITHM: steps, others: steps}
     #   (null: 5000, but 500 for uncompressed, chebyshev and finite_time, which agree by then)
     device: str = "auto"  # auto, cpu, cuda or cuda:INDEX (auto assigns GPUs to processes in turn)
+    distributed_backend: str = "auto"  # mpi, gloo or nccl (auto: that of the launcher)
     overwrite: bool = False  # delete an existing run in the output folder
     log_verbosity: int = 1  # 0: only the result, 1: a progress bar, 2: also a line per setting
     tensorboard: bool = False  # also write events for TensorBoard
@@ -125,13 +127,18 @@ def main(arguments: list[str] | None = None) -> None:
     process that receives SIGTERM, SIGINT or SIGUSR1.
     """
     global _output
-    comm = processes()
-    asked, name = config.copy(), output_dir
-    with comm.agreed():
+    asked, name, wrong = config.copy(), output_dir, None
+    try:
         if arguments is not None:
             description = (__doc__ or "").split("\n\n")[0]
             read = configuration.read_command_line(asked, arguments, description)
             name = read.output_dir or name
+    except (ValueError, OSError) as error:
+        wrong = error  # for all processes, when they are connected
+    comm = processes(asked.distributed_backend)
+    with comm.agreed():
+        if wrong is not None:
+            raise wrong
     sweep = Sweep(asked, comm)
     try:
         with comm.agreed():

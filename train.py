@@ -1,6 +1,7 @@
 """Deep learning on a graph of workers: configuration, hooks, `main()`.
 
     mpirun -np 8 python train.py                          eight processes, one worker each
+    torchrun --nproc-per-node 8 train.py                  the same, with torch.distributed
     python train.py n_workers=8 optimizer=all-reduce      one process hosts all eight
 
 As a driver:
@@ -32,7 +33,7 @@ from powergossip.errors import BadInput
 from powergossip.network import Processes, processes, torch_kept
 from powergossip.runs import configuration, figures, metrics, tables
 from powergossip.runs.checkpoints import Checkpoints
-from powergossip.runs.output import FIGURE, Output, run_to_resume
+from powergossip.runs.output import COMPLETE, FIGURE, Output, run_to_resume
 from powergossip.training.measurements import Diverged, Hooks
 from powergossip.training.settings import checked, defaults_of_tasks
 from powergossip.training.trainer import Trainer
@@ -60,7 +61,7 @@ class Config:
     num_epochs: int | None = None  # null here and below: the task's default
     max_steps_per_epoch: int | None = None  # skip the rest of each epoch
     device: str = "auto"  # auto, cpu, cuda or cuda:INDEX (auto spreads processes over GPUs)
-    cuda_aware: str = "auto"  # give GPU memory to MPI: on, off, or auto (ask the library)
+    cuda_aware: str = "auto"  # messages from GPU memory: on, off, or auto (if MPI can, or NCCL)
     overwrite: bool = False  # delete an existing run in the output folder
     resume: bool | str = False  # true: resume the run in the output folder from its last
     #   checkpoint. auto: the same, or begin a run if there is none
@@ -70,7 +71,9 @@ class Config:
     checkpoint: str = "last"  # with evaluate_only: last or best
     checkpoint_interval: int = 5  # epochs between checkpoints; the end of a run always has one
     log_verbosity: int = 1  # 0 only the result, 1 a progress bar, 2 also a line for each epoch
-    tensorboard: bool = False  # write events for TensorBoard beside metrics.jsonl
+    tensorboard: bool = False  # the same as trackers=[tensorboard]
+    trackers: list[str] = field(default_factory=list)  # programs that get the rows of metrics.jsonl
+    #   too: tensorboard, wandb, mlflow
     evaluation_interval: int = 1  # epochs between evaluations (the last epoch always has one)
     evaluate_average_model: bool = True  # evaluate the mean of all workers' models
     evaluate_training_data: bool = False  # also evaluate on all training data, not augmented
@@ -190,10 +193,13 @@ class Config:
     spectrum_logging_epochs: list[int] = field(default_factory=list)
     spectrum_logging_worker_pairs: list[Any] = field(default_factory=list)  # [[0, 1], ...]
 
-    # Accepted for compatibility with the published code
-    distributed_backend: str = "mpi"  # only mpi
-    rank: int = 0  # ignored
-    distributed_init_file: str | None = None  # ignored
+    # Connection of the processes
+    distributed_backend: str = "auto"  # mpi, gloo or nccl. auto: that of the launcher, torchrun or
+    #   mpirun. NCCL needs a GPU for each process
+    distributed_init_file: str | None = None  # with gloo or nccl, without a launcher: a new file in
+    #   a common folder, in which n_workers processes find each other
+    rank: int = 0  # of this process, with distributed_init_file
+    all_reduce: str = "own"  # own: the same bits with any backend, native: the library's
 
 
 config: DictConfig = configuration.structured(Config)
@@ -237,10 +243,21 @@ def main(arguments: list[str] | None = None) -> None:
     restored.
     """
     with torch_kept():
-        comm = processes()
+        asked, wrong = config, None
+        try:
+            asked, name, explicit = _read(arguments)
+        except (ValueError, OSError) as error:
+            wrong = error  # for all processes, when they are connected
+        comm = processes(
+            asked.distributed_backend,
+            asked.distributed_init_file,
+            asked.rank,
+            asked.n_workers or 1,
+        )
         comm.set_threads()
         with comm.agreed():
-            asked, name, explicit = _read(arguments)
+            if wrong is not None:
+                raise wrong
             settings = checked(asked, comm, explicit)
         folder = None
         with comm.agreed():
@@ -258,6 +275,7 @@ def _train(settings: Any, comm: Processes, name: str | None, folder: Path | None
     """Train a run in the output folder `name`, or resume the one in `folder`."""
     global _output
     trainer = Trainer(settings, comm, _hooks(), resume_from=folder)
+    ending = COMPLETE
     try:
         with comm.agreed():
             trainer.check_epochs()
@@ -272,9 +290,12 @@ def _train(settings: Any, comm: Processes, name: str | None, folder: Path | None
         trainer.train(Checkpoints(Path(output), comm), _metrics_offset, lost_rows)
         if _output is not None:
             _report(_output.folder, settings.log_verbosity)
+    except BaseException as error:
+        ending = type(error).__name__
+        raise
     finally:
         if _output is not None:
-            _output.close()
+            _output.close(ending)
         _output = None
 
 

@@ -14,7 +14,6 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from benchmarks.timing import in_turns
 from powergossip import algorithms, checks, topologies
-from powergossip.network import Network, choose_device, processes
+from powergossip.network import Network, Requests, choose_device, processes
 from powergossip.parameters import Layout
 from powergossip.runs import configuration
 
@@ -136,6 +135,7 @@ def main(arguments: list[str]) -> None:
                     "model": c.model,
                     "n_workers": n_workers,
                     "processes": comm.size,
+                    "transport": comm.transport,
                     "device": device.type,
                     "rank": options.get("rank"),
                     "compressor": options.get("compressor"),
@@ -150,39 +150,32 @@ def main(arguments: list[str]) -> None:
 
 
 def _lower_bound(network: Network, x: Tensor, algorithm: str, bits: int) -> Callable[[], None]:
-    """A raw exchange of the same number of bytes, and one pass over the parameters."""
-    comm = network.processes
-    if comm.communicator is None:
+    """An exchange of the same number of bytes by the transport, without an algorithm, and one pass
+    over the parameters."""
+    comm, channel = network.processes, network.channel
+    if channel is None:
         return lambda: _touch(x)
-    from mpi4py import MPI
-
     if algorithm == "all-reduce":
-        total = torch.zeros(x.shape[1])
-
-        def reduce() -> None:
-            comm.communicator.Allreduce(MPI.IN_PLACE, total.numpy())
-            _touch(x)
-
-        return reduce
-
+        library = channel.all_reduce(torch.zeros(x.shape[1]))
+        return lambda: _exchange(library, x)
     neighbors = {
         worker // network.hosted
         for i in network.workers
         for worker, _ in network.topology.round(0).sources(i)
     } - {comm.rank}
     size = math.ceil(bits / 8 / max(1, len(neighbors)))
-    requests: list[Any] = []
-    for process in sorted(neighbors):
-        incoming, outgoing = np.zeros(size, np.uint8), np.ones(size, np.uint8)
-        requests.append(comm.communicator.Recv_init(incoming, process))
-        requests.append(comm.communicator.Send_init(outgoing, process))
+    incoming, outgoing = (
+        [(process, torch.full((size,), value, dtype=torch.uint8)) for process in sorted(neighbors)]
+        for value in (0, 1)
+    )
+    messages = channel.requests(incoming, outgoing)
+    return lambda: _exchange(messages, x)
 
-    def exchange() -> None:
-        MPI.Prequest.Startall(requests)
-        MPI.Request.Waitall(requests)
-        _touch(x)
 
-    return exchange
+def _exchange(requests: Requests, x: Tensor) -> None:
+    requests.start()
+    requests.wait()
+    _touch(x)
 
 
 def _touch(x: Tensor) -> None:

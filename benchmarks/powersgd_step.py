@@ -26,8 +26,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.timing import in_turns
-from powergossip.algorithms import ddp
-from powergossip.network import processes
+from powergossip.network import processes, torch_group
 from powergossip.optimizers import Config as PowerSGDConfig
 from powergossip.optimizers import PowerSGD, optimizer_step
 from powergossip.runs import configuration
@@ -104,13 +103,15 @@ def main(arguments: list[str]) -> None:
         if config.model not in MODELS:
             raise ValueError(f"model={config.model}: use {' or '.join(MODELS)}")
     shapes = MODELS[config.model]()
-    ddp.process_group(comm, torch.device("cpu"))
+    group = torch_group(comm, torch.device("cpu"))
 
     def distributed(with_hook: bool) -> Callable[[], None]:
         # One bucket, because gloo mixes up the hook's messages of several buckets.
-        model = DistributedDataParallel(_Gradients(shapes, comm.rank), bucket_cap_mb=10**4)
+        model = DistributedDataParallel(
+            _Gradients(shapes, comm.rank), process_group=group, bucket_cap_mb=10**4
+        )
         if with_hook:
-            state = hooks.PowerSGDState(None, config.rank, start_powerSGD_iter=2)
+            state = hooks.PowerSGDState(group, config.rank, start_powerSGD_iter=2)
             model.register_comm_hook(state, hooks.powerSGD_hook)
 
         def step() -> None:

@@ -5,7 +5,9 @@
 runs `mpirun -np 4 python train.py seed=2` with each process on an emulated host of its own, and
 removes the hosts afterwards. All hosts are linked to one switch. --rate is the bandwidth of a link
 in each direction, in bits per second in the notation of tc (10mbit, 1gbit, k is 1000), or none for
-no limit. Signals are forwarded to mpirun. The exit code is mpirun's, or 2 if nothing could be run.
+no limit. With --launcher torchrun, a torchrun of its own on every host starts the process there,
+and they find each other by torchrun's rendezvous on host 0. Signals are forwarded to the launcher.
+The exit code is the launcher's, or 2 if nothing could be run.
 
 The emulation limits the rate by a token bucket for each direction at both ends of every link.
 Messages are sent by TCP in frames of 1500 bytes including headers: the payload is at most 95.6 % of
@@ -33,12 +35,13 @@ sends one after the other, at half the rate each. OMPI_MCA_btl_tcp_flags=send av
 A host is a network namespace, emulated-cluster-PID-RANK with the PID of this script. To inspect it:
 `ip netns exec emulated-cluster-PID-RANK ip -s link`. The switch is a bridge in a namespace of its
 own, in which mpirun runs. The machine's addresses, routes and firewall are not involved, and
-concurrent clusters do not interfere. If this script is killed (SIGKILL), mpirun ends too, and the
-next start removes the namespaces.
+concurrent clusters do not interfere. If this script is killed (SIGKILL), the launcher ends too, and
+the next start removes the namespaces.
 """
 
 import argparse
 import ctypes
+import importlib.util
 import os
 import re
 import shutil
@@ -51,7 +54,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-USAGE = "python environment/emulated_cluster.py --hosts N --rate RATE -- COMMAND …"
+USAGE = (
+    "python environment/emulated_cluster.py --hosts N --rate RATE [--launcher mpirun|torchrun] -- "
+    "COMMAND …"
+)
+LAUNCHERS = ("mpirun", "torchrun")
 
 NAMESPACES = Path("/run/netns")  # the folder of ip's namespaces
 FAMILY = "emulated-cluster"  # prefix of their names
@@ -81,6 +88,7 @@ FORWARDED = {
     signal.SIGUSR2,
 }
 PATIENCE = 2.0  # seconds for a process to end after a signal
+PORT = 29400  # of torchrun's rendezvous, on host 0
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -93,8 +101,8 @@ class Parser(argparse.ArgumentParser):
         raise Refused(f"{message}; use: {USAGE}")
 
 
-def parse(arguments: list[str]) -> tuple[int, int | None, list[str]]:
-    """Number of hosts, bits per second (None: no limit), command. Raises Refused."""
+def parse(arguments: list[str]) -> tuple[int, int | None, str, list[str]]:
+    """Number of hosts, bits per second (None: no limit), launcher, command. Raises Refused."""
     parser = Parser(
         usage=USAGE,
         description=__doc__,
@@ -103,14 +111,17 @@ def parse(arguments: list[str]) -> tuple[int, int | None, list[str]]:
     )
     parser.add_argument("--hosts", required=True, metavar="N", help=f"1 to {MAX_HOSTS}")
     parser.add_argument("--rate", required=True, help="bandwidth of a link, or none for no limit")
+    parser.add_argument("--launcher", default="mpirun", help=" or ".join(LAUNCHERS))
     split = arguments.index("--") if "--" in arguments else len(arguments)
     options, command = parser.parse_args(arguments[:split]), arguments[split + 1 :]
     if not re.fullmatch("[0-9]{1,9}", options.hosts) or not 1 <= int(options.hosts) <= MAX_HOSTS:
         raise Refused(f"--hosts {options.hosts}: use a whole number from 1 to {MAX_HOSTS}")
     rate = bits_per_second(options.rate)
+    if options.launcher not in LAUNCHERS:
+        raise Refused(f"--launcher {options.launcher}: use {' or '.join(LAUNCHERS)}")
     if not command:
         raise Refused("there is nothing to run; end with -- and a command, like -- python train.py")
-    return int(options.hosts), rate, command
+    return int(options.hosts), rate, options.launcher, command
 
 
 def bits_per_second(text: str) -> int | None:
@@ -128,7 +139,7 @@ def bits_per_second(text: str) -> int | None:
     return rate
 
 
-def check_machine(program: str) -> None:
+def check_machine(program: str, launcher: str = "mpirun") -> None:
     """Raise Refused if a right or a program is missing."""
     if os.geteuid() != 0:
         raise Refused("only root can make network namespaces; run this as root")
@@ -137,6 +148,16 @@ def check_machine(program: str) -> None:
             raise Refused(
                 f"there is no {tool} on PATH; install it (Debian, Ubuntu: apt-get install iproute2)"
             )
+    if launcher == "mpirun":
+        check_mpirun()
+    elif importlib.util.find_spec("torch") is None:
+        raise Refused("this Python has no torch; activate the environment of setup.sh")
+    if not shutil.which(program):
+        raise Refused(f'there is no program "{program}"')
+
+
+def check_mpirun() -> None:
+    """Raise Refused unless there is a suitable mpirun."""
     if not shutil.which("mpirun"):
         raise Refused("there is no mpirun on PATH; activate the environment of setup.sh")
     version = subprocess.run(
@@ -147,8 +168,6 @@ def check_machine(program: str) -> None:
         raise Refused(
             f'this needs the mpirun of Open MPI 5 or newer; the one here says "{version}"'
         )
-    if not shutil.which(program):
-        raise Refused(f'there is no program "{program}"')
 
 
 class Cluster:
@@ -176,8 +195,8 @@ class Cluster:
             ]
         batch("ip", lines, self.switch)
         for rank, host in enumerate(self.hosts):
-            address = f"address add 10.0.0.{rank + 1}/24 dev eth0"
-            batch("ip", ["link set lo up", address, "link set eth0 up"], host)
+            own = f"address add {address(rank)}/24 dev eth0"
+            batch("ip", ["link set lo up", own, "link set eth0 up"], host)
             # With bbr, connections that share a link would leave a fifth of it unused.
             command = ["ip", "netns", "exec", host, "sh", "-c", f"echo cubic >{CONGESTION_CONTROL}"]
             subprocess.run(command, stderr=subprocess.DEVNULL, check=False)
@@ -200,14 +219,42 @@ class Cluster:
             batch("tc", [qdisc("eth0")], host)
         batch("tc", [qdisc(f"port{rank}") for rank in range(len(self.hosts))], self.switch)
 
-    def run(self, command: list[str], forwarded: set[signal.Signals]) -> int:
+    def run(self, command: list[str], forwarded: set[signal.Signals], launcher: str) -> int:
         """Run the command on all hosts, and return the exit code.
 
-        It is mpirun's, or 128 + the number of the signal that ended mpirun. The caller must have
-        blocked SIGCHLD and the forwarded signals.
+        It is the launcher's, or 128 + the number of the signal that ended it. Of several, it is
+        that of the first one that failed. The caller must have blocked SIGCHLD and the forwarded
+        signals.
         """
+        commands = self._torchrun(command) if launcher == "torchrun" else [self._mpirun(command)]
+        as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        running = [
+            subprocess.Popen(
+                ["ip", "netns", "exec", *started],
+                env=os.environ | as_root,
+                start_new_session=True,  # otherwise Ctrl-C in a terminal would arrive twice
+                preexec_fn=prepare_launcher,
+            )
+            for started in commands
+        ]
+        first = 0
+        while True:
+            for process in list(running):
+                if (code := process.poll()) is not None:
+                    running.remove(process)
+                    first = first or (code if code >= 0 else 128 - code)
+            if not running:
+                return first
+            number = signal.sigwait({*forwarded, signal.SIGCHLD})
+            if number != signal.SIGCHLD:
+                for process in running:
+                    process.send_signal(number)
+
+    def _mpirun(self, command: list[str]) -> list[str]:
+        """The namespace and the command of the launcher."""
         enter_host = f'exec ip netns exec "{self.name}-$OMPI_COMM_WORLD_RANK" "$@"'
-        mpirun = [
+        return [
+            self.switch,
             *("mpirun", "-np", str(len(self.hosts)), "--map-by", ":oversubscribe"),
             *("--bind-to", "none"),
             # Processes reach mpirun through the switch,
@@ -218,21 +265,30 @@ class Cluster:
             *("--mca", "btl_tcp_if_include", SUBNET),
             *("sh", "-c", enter_host, "sh", *command),
         ]
-        as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        process = subprocess.Popen(
-            ["ip", "netns", "exec", self.switch, *mpirun],
-            env=os.environ | as_root,
-            start_new_session=True,  # otherwise Ctrl-C in a terminal would arrive twice
-            preexec_fn=prepare_mpirun,
-        )
-        while (code := process.poll()) is None:
-            number = signal.sigwait({*forwarded, signal.SIGCHLD})
-            if number != signal.SIGCHLD:
-                process.send_signal(number)
-        return code if code >= 0 else 128 - code
+
+    def _torchrun(self, command: list[str]) -> list[list[str]]:
+        """Of each host: its namespace and the command of its launcher."""
+        return [
+            [
+                *(host, sys.executable, "-m", "torch.distributed.run"),
+                *("--nnodes", str(len(self.hosts)), "--nproc-per-node", "1"),
+                *("--rdzv-backend", "c10d", "--rdzv-id", self.name),
+                *("--rdzv-endpoint", f"{address(0)}:{PORT}"),
+                # By the name of this machine, which all hosts have, torchrun would find neither
+                # the host of the rendezvous nor its own address.
+                *("--rdzv-conf", f"is_host={rank == 0}"),
+                *("--local-addr", address(rank), "--no-python", *command),
+            ]
+            for rank, host in enumerate(self.hosts)
+        ]
 
     def remove(self) -> None:
         remove([self.switch, *self.hosts])
+
+
+def address(rank: int) -> str:
+    """The address of a host."""
+    return f"10.0.0.{rank + 1}"
 
 
 def batch(tool: str, lines: Iterable[str], namespace: str | None = None) -> None:
@@ -253,7 +309,7 @@ def batch(tool: str, lines: Iterable[str], namespace: str | None = None) -> None
         )
 
 
-def prepare_mpirun() -> None:
+def prepare_launcher() -> None:
     """In the new process: unblock signals, and request SIGTERM for the end of this script."""
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -311,17 +367,17 @@ def leftovers() -> list[str]:
 def main(arguments: list[str]) -> int:
     """Run the command line, and return the exit code."""
     # Signals that are ignored from the start, like SIGHUP under nohup, stay ignored. The others are
-    # blocked until mpirun runs, so that none of them ends this script before the removal.
+    # blocked until the launcher runs, so that none of them ends this script before the removal.
     forwarded = {number for number in FORWARDED if signal.getsignal(number) != signal.SIG_IGN}
     signal.pthread_sigmask(signal.SIG_BLOCK, {*forwarded, signal.SIGCHLD})
     try:
-        n_hosts, rate, command = parse(arguments)
-        check_machine(command[0])
+        n_hosts, rate, launcher, command = parse(arguments)
+        check_machine(command[0], launcher)
         remove(leftovers())
         cluster = Cluster(n_hosts, rate)
         try:
             cluster.build()
-            return cluster.run(command, forwarded)
+            return cluster.run(command, forwarded, launcher)
         finally:
             cluster.remove()
     except Refused as error:

@@ -1,17 +1,18 @@
 """PowerSGD: all workers apply the same mean gradient, compressed to low rank.
 
-Run `mpirun -np 4 python examples/compressed_gradients.py`, or alone.
+Run it under `mpirun -np 4 python` or `torchrun --nproc-per-node 4`, or alone.
 """
 
 import torch
-from mpi4py import MPI
 from sklearn.datasets import load_digits
 from torch import nn
 
+from powergossip.network import processes
 from powergossip.optimizers import Config, PowerSGD, optimizer_step
 
 EPOCHS, BATCH_SIZE = 20, 32
-rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+workers = processes()
+rank, size = workers.rank, workers.size
 
 pixels, digits = load_digits(return_X_y=True)
 images, labels = torch.from_numpy(pixels).float() / 16, torch.from_numpy(digits)

@@ -1,18 +1,19 @@
 """PowerGossip on a ring. Each worker trains on its part of the digits and sends 2 kB to each of its
 two neighbors per step.
 
-Run `mpirun -np 4 python examples/gossip.py`, or alone `python examples/gossip.py`.
+Run it under `mpirun -np 4 python` or `torchrun --nproc-per-node 4`, or alone.
 """
 
 import torch
-from mpi4py import MPI
 from sklearn.datasets import load_digits
 from torch import nn
 
+from powergossip.network import processes
 from powergossip.optimizers import GossipOptimizer
 
 EPOCHS, BATCH_SIZE = 20, 32
-rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+workers = processes()
+rank, size = workers.rank, workers.size
 
 pixels, digits = load_digits(return_X_y=True)
 images, labels = torch.from_numpy(pixels).float() / 16, torch.from_numpy(digits)

@@ -6,7 +6,8 @@ python -m experiments status [NAME]            count completed, failed and missi
 python -m experiments report NAME              make the table (Markdown) and the figures
 python -m experiments report NAME --publish    also copy them to RESULTS.md
 
---launcher mpirun: on this machine, process: all workers in one process, slurm: a job per run
+--launcher mpirun or torchrun: on this machine, process: all workers in one process,
+slurm: a job per run
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """Launchers of runs: on this machine, or as Slurm jobs.
 
     mpirun     on this machine, with `mpirun -np N` for N > 1 processes
+    torchrun   on this machine, with `torchrun --nproc-per-node N` for N > 1 processes
     process    on this machine, all workers in one process: n_workers=N instead of N processes,
                with the same results
     slurm      with `sbatch`; in the job, `mpirun -np N` for N > 1 processes
@@ -11,7 +12,7 @@ launcher itself is a line `error: …` in the log, with exit code 1, so that no 
 Launchers can be called in several threads concurrently.
 
 No two runs are in a folder at the same time, however a runner ends, and whatever launcher the next
-one uses. On this machine, the processes of a runner get SIGUSR1 when the runner has ended, even by
+one uses. On this machine, the processes of a runner get a signal when the runner has ended, even by
 SIGKILL, or is interrupted (Ctrl-C). train.py then writes a checkpoint and ends. Other programs just
 end. folder/running stays locked until the last process has ended, and the next start waits for
 that. Slurm jobs continue without the runner (`scancel` ends them). The next runner waits for the
@@ -48,8 +49,8 @@ from powergossip.runs.files import write_atomically
 
 GUARD = Path(__file__).resolve().with_name("guard.py")
 
-# The signal that ends a job on this machine. mpirun forwards SIGTERM as well, but kills its
-# processes half a second later.
+# The signal that ends a job on this machine, except under torchrun. mpirun forwards SIGTERM as
+# well, but kills its processes half a second later.
 STOP = signal.SIGUSR1
 
 # In a run's folder:
@@ -112,6 +113,8 @@ class _CannotRun(Exception):
 class _Here:
     """A launcher for this machine. `leave`, called in another thread, ends all its jobs."""
 
+    stop = STOP  # the signal that ends a job
+
     def __init__(self, patience: float = 60.0):
         """patience: seconds to wait for the end of an earlier start of a job"""
         self._patience = patience
@@ -123,7 +126,7 @@ class _Here:
         with self._changing:
             self._leaving = True
             for process in self._running:
-                process.send_signal(STOP)
+                process.send_signal(self.stop)
 
     def _run(self, job: Job, shown: Sequence[str], actual: Sequence[str]) -> int:
         """shown: the command in the log"""
@@ -150,7 +153,7 @@ class _Here:
             log.write(f"$ {shlex.join(shown)}\n")
             log.flush()
             process = subprocess.Popen(
-                [*_guard("bound", int(STOP), os.getpid()), *actual],
+                [*_guard("bound", int(self.stop), os.getpid()), *actual],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -163,7 +166,7 @@ class _Here:
         try:
             yield process
         except BaseException:  # Ctrl-C, where this is the main thread
-            process.send_signal(STOP)
+            process.send_signal(self.stop)
             process.wait()
             raise
         finally:
@@ -186,6 +189,25 @@ class Mpirun(_Here):
         # mpirun closes inherited files, so each process takes the lock itself.
         locked = _guard("locked", job.folder.resolve() / RUNNING) if mpirun else []
         return self._run(job, [*mpirun, *job.command], [*mpirun, *locked, *job.command])
+
+
+class Torchrun(_Here):
+    """`torchrun --nproc-per-node N`, or the command alone for one process; each process has one
+    thread. It forwards SIGTERM, but not SIGUSR1, and waits for 30 seconds."""
+
+    stop = signal.SIGTERM
+
+    def check(self) -> None:
+        pass
+
+    def __call__(self, job: Job) -> int:
+        torchrun = []
+        if job.processes > 1:
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            torchrun += ["--nproc-per-node", str(job.processes), "--no-python"]
+        # torchrun closes inherited files, so each process takes the lock itself.
+        locked = _guard("locked", job.folder.resolve() / RUNNING) if torchrun else []
+        return self._run(job, [*torchrun, *job.command], [*torchrun, *locked, *job.command])
 
 
 class OneProcess(_Here):
@@ -436,6 +458,7 @@ def _exit_file(script: Path) -> Path:
 
 LAUNCHERS: dict[str, Launcher] = {
     "mpirun": Mpirun(),
+    "torchrun": Torchrun(),
     "process": OneProcess(),
     "slurm": Slurm(),
 }

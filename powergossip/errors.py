@@ -12,6 +12,10 @@ class Stopped(RuntimeError):
     in_all_processes = False  # whether all of them raise it, so that one report suffices
 
 
+class PeerLost(Stopped):
+    """Another process has ended, so that its messages will not arrive."""
+
+
 class Signaled(Stopped):
     """This process has received a signal. The exit code is 128 + its number."""
 

@@ -336,6 +336,13 @@ def main(arguments: Sequence[str] = ()) -> int:
         if comm.rank == 0:
             print(help_text)
         return 0
+    if comm.size == 1 and "TORCHELASTIC_RUN_ID" in os.environ:
+        if os.environ.get("RANK", "0") == "0":
+            print(
+                f"error: this checks MPI, which torchrun does not start; use {USAGE}",
+                file=sys.stderr,
+            )
+        return 2
 
     on_this_host = comm.Split_type(MPI.COMM_TYPE_SHARED)
     device = local_device(on_this_host.rank)

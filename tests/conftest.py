@@ -3,7 +3,8 @@
 `make test` runs the tests for one process, then for each N those for N processes under one
 `mpirun -np N python -m pytest -m 'parallel[match]'`, which reads only the files that have some.
 A plain `pytest` runs everything too: mpi-pytest then starts mpirun for each parallel test, which
-takes longer. `pytest --quick` leaves out files that start programs.
+takes longer. `pytest --quick` leaves out files that start programs. `--transport gloo` repeats the
+tests for several processes with torch.distributed in place of MPI.
 """
 
 import ctypes
@@ -20,6 +21,7 @@ import hypothesis
 import pytest
 from mpi4py import MPI
 
+from powergossip.network import processes
 from tests import launch, selection
 
 
@@ -64,6 +66,8 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def pytest_addoption(parser: pytest.Parser) -> None:
     help = "leave out the files whose tests start programs, and tests marked slow"
     parser.addoption("--quick", action="store_true", help=help)
+    help = "what connects the processes under mpirun: mpi, or gloo of torch.distributed"
+    parser.addoption("--transport", default="mpi", choices=("mpi", "gloo"), help=help)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -94,7 +98,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Only process 0 shows progress and the summary."""
+    """Only process 0 shows progress and the summary. All are connected by --transport."""
+    if MPI.COMM_WORLD.size > 1:
+        processes(config.getoption("--transport"))
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if MPI.COMM_WORLD.rank > 0 and reporter is not None:
         reporter._tw._file = open(os.devnull, "w")  # noqa: SIM115 open until the process ends

@@ -1,4 +1,5 @@
-"""Programs that tests start: a Python script in a process of its own, or in several under mpirun.
+"""Programs that tests start: a Python script in a process of its own, or in several under mpirun or
+torchrun.
 
 Scripts are forked from a process that has imported what they need (tests/forks.py). With
 `fresh=True`, and for `python -c` and `python -m`, a Python starts as a user starts it: for tests of
@@ -7,13 +8,14 @@ imports, and of what a shell sees.
 
 import fcntl
 import functools
+import importlib.util
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -75,18 +77,34 @@ def stand_in() -> list[str]:
     return [sys.executable, "-I", "-S", str(FORKS), "stand-in", fork_server()]
 
 
+def torchrun(processes: int, command: list[str]) -> list[str]:
+    """A script, to be forked, that runs a command in several processes: torchrun's own."""
+    script = importlib.util.find_spec("torch.distributed.run")
+    assert script is not None
+    assert script.origin is not None
+    count = f"--nproc-per-node={processes}"
+    return [script.origin, "--standalone", count, "--no-python", *command]
+
+
 def python(
     *arguments: str | Path,
     processes: int | None = None,
     cwd: Path = ROOT,
     timeout: float = 180,
     fresh: bool = False,
+    launcher: str = "mpirun",
+    variables: Mapping[str, str] | None = None,
 ) -> Completed:
-    """`python ARGUMENTS`, under `mpirun -np PROCESSES` if a number is given; it has ended when
-    this returns. The project's modules can be imported from any folder."""
+    """`python ARGUMENTS`, under `mpirun -np PROCESSES` or `torchrun --nproc-per-node PROCESSES` if
+    a number is given; it has ended when this returns. The project's modules can be imported from
+    any folder. variables: added to the environment."""
     words = list(map(str, arguments))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment |= variables or {}
     fresh = fresh or words[0].startswith("-")
+    if processes is not None and launcher == "torchrun":
+        with one_mpirun_at_a_time():
+            return _fork(torchrun(processes, [*stand_in(), *words]), cwd, environment, timeout)
     if processes is not None:
         started = [sys.executable] if fresh else stand_in()
         command = ["mpirun", "-np", str(processes), *started, *words]

@@ -63,6 +63,7 @@ def start(_possible: None, tmp_path: Path) -> Iterator[Start]:
         rate: str = "none",
         launcher: tuple[str, ...] = (),
         ignored: signal.Signals | None = None,
+        by: str = "mpirun",
         **variables: str,
     ) -> Cluster:
         def dispositions() -> None:
@@ -71,6 +72,7 @@ def start(_possible: None, tmp_path: Path) -> Iterator[Start]:
                 signal.signal(ignored, signal.SIG_IGN)
 
         emulator = [sys.executable, str(EMULATOR), "--hosts", str(hosts), "--rate", rate]
+        emulator += ["--launcher", by]
         cluster = subprocess.Popen(
             [*launcher, *emulator, "--", *command],
             env={**os.environ, "OMP_NUM_THREADS": "1", "STARTED_BY": str(tmp_path), **variables},
@@ -142,6 +144,41 @@ rows = comm.gather((os.readlink("/proc/self/ns/net"), through_link))
 if rows:
     print(json.dumps(rows), flush=True)
 """
+
+
+# A run of train.py. Each process prints its namespace, and the bytes sent by it and by its link.
+TRAINING = """
+import json, os, pathlib, sys, train
+from powergossip.network import processes
+bits = []
+train.log_metric = lambda name, values, tags: bits.append(values["bits"])
+train.main(sys.argv[1:])
+link = int(pathlib.Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+rows = processes().gather((os.readlink("/proc/self/ns/net"), link))
+if processes().rank == 0:
+    print(json.dumps([rows, max(bits) / 8, processes().transport]), flush=True)
+"""
+
+
+@pytest.mark.timeout(240)
+def test_torchruns_of_several_hosts_find_each_other(
+    start: Start, left_behind: Traces, tmp_path: Path
+) -> None:
+    driver = tmp_path / "driver.py"
+    driver.write_text(TRAINING)
+    words = ["task_architecture=MLP", "num_epochs=1", "max_steps_per_epoch=20", "optimizer=dpsgd"]
+    words += ["log_verbosity=0", "--output-dir", str(tmp_path / "run")]
+    cluster = start(
+        sys.executable, str(driver), *words, by="torchrun", rate="100mbit", PYTHONPATH=str(ROOT)
+    )
+    code, output, errors = end(cluster)
+    assert code == 0, errors
+    rows, sent, transport = json.loads(output.splitlines()[-1])
+    assert transport == "gloo"
+    assert len({namespace for namespace, _ in rows}) == 2
+    for _, link in rows:
+        assert sent < link < 1.2 * sent + 200_000  # headers, rendezvous
+    assert left_behind(cluster) == []
 
 
 def test_messages_go_around_a_ring_of_hosts(start: Start, left_behind: Traces) -> None:

@@ -456,9 +456,7 @@ def test_a_job_of_slurm_continues_without_the_controller(
         wait_until(lambda: began(job))
         cluster.stop_controller()
         try:
-            with pytest.raises(
-                BadInput, match=r"^--launcher slurm: Slurm's controller does not an"
-            ):
+            with pytest.raises(BadInput, match=r"^--launcher slurm: Slurm's controller does not"):
                 launcher.check()
             wait_until(lambda: count(tmp_path, "ended-*"))
         finally:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from powergossip.runs import figures, metrics, tables
-from powergossip.runs.metrics import FILE, MetricsLog, TensorBoardLog
+from powergossip.runs.metrics import FILE, MetricsLog
 
 
 def values(value: float, epoch: float = 1, bits: int = 8_000_000) -> dict[str, float | int]:
@@ -194,29 +194,6 @@ print(sorted({"pandas", "matplotlib", "torch", "tensorboard"} & set(sys.modules)
         [sys.executable, "-c", program], cwd=Path(metrics.__file__).parent, text=True
     )
     assert printed.strip() == "[]"
-
-
-# TensorBoard
-
-
-def test_tensorboard_gets_the_scalars(tmp_path: Path) -> None:
-    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    log = TensorBoardLog(tmp_path)
-    log.write("accuracy", values(0.5, epoch=1.5), {"split": "test", "worker": 0})
-    log.write("accuracy", values(0.75, epoch=2), {"split": "test", "worker": 0})
-    log.close()
-    accumulator = accumulators.EventAccumulator(str(tmp_path))
-    accumulator.Reload()
-    scalars = accumulator.Scalars("accuracy/split-test/worker-0")
-    assert [(scalar.step, scalar.value) for scalar in scalars] == [(1500, 0.5), (2000, 0.75)]
-
-
-def test_missing_tensorboard_is_an_error_with_a_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ValueError, match=r"tensorboard=true.*pip install tensorboard"):
-        TensorBoardLog(tmp_path)
 
 
 # Table

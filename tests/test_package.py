@@ -23,7 +23,7 @@ import topologies
 import train
 from powergossip import presets
 from powergossip.runs import configuration
-from tests import launch
+from tests import launch, test_compare
 
 PACKAGE = launch.ROOT / "powergossip"
 TOP_LEVEL = {"algorithms", "compressors", "gossip_run", "topologies", "train"}
@@ -222,6 +222,7 @@ SCRIPTS = {  # with arguments for a small run, and a pattern of its output
         "--config consensus n_workers=4 matrix_size=10 num_steps=5 --output-dir run",
         "final error",
     ),
+    "powergossip-compare": ("m*", "final"),
     "powergossip-mpi-check": ("--quick", "MPI works: 1 process on 1 host"),
 }
 
@@ -245,6 +246,8 @@ def test_console_scripts_run_from_an_empty_folder(
     assert run("--help").startswith("usage: ")
     assert list(tmp_path.iterdir()) == []
     arguments, words = SCRIPTS[name]
+    if name == "powergossip-compare":
+        test_compare.write_run(tmp_path / "mine")
     assert words in run(*arguments.split())
 
 

@@ -123,6 +123,7 @@ def test_other_commands_are_tested_elsewhere() -> None:
         "make train",
         "python train.py --help",
         "mpirun -np 8 python -m powergossip.mpi_check",
+        "powergossip-compare output/a output/b",
         "mpirun -np 4 python examples/gossip.py",
         "mpirun -np 4 python examples/compressed_gradients.py",
         "make test",

@@ -16,9 +16,6 @@ set the environment variable GLOO_SOCKET_IFNAME.
 Axes: worker (hosted here: one); D parameters of a worker; n workers.
 """
 
-import atexit
-import socket
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from math import ceil, prod, sqrt
@@ -35,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powergossip import checks
 from powergossip.algorithms.learning import Correction, Update
-from powergossip.network import Network, Processes
+from powergossip.network import Network, torch_group
 from powergossip.parameters import Parameters, matrix_shape, trained
 
 Hook = Callable[[PowerSGDState, dist.GradBucket], torch.futures.Future[Tensor]]
@@ -292,7 +289,7 @@ class DDPHook:
     def _wrapped(self) -> DistributedDataParallel:
         """DDP over the parameters of the hosted model, with buckets in their final order."""
         (model,) = self._parameters.models
-        group = process_group(self._network.processes, self._network.device)
+        group = torch_group(self._network.processes, self._network.device)
         self.state.process_group = group
         with warnings.catch_warnings():
             # torch 2.13 deprecates broadcast_buffers without a complete replacement.
@@ -418,73 +415,3 @@ class _NoOpForward(nn.Module):
 
     def forward(self) -> None:
         return None
-
-
-# --- The process group ---------------------------------------------------------------------------
-
-_Made = tuple[int, int, str]  # rank, size, backend
-_made: _Made | None = None  # the default group, if made here
-
-
-def process_group(processes: Processes, device: torch.device) -> dist.ProcessGroup:
-    """Return torch.distributed's group of these processes; the first call makes it. Collective.
-
-    Raises ValueError if torch.distributed already has a default group of other processes.
-    """
-    global _made
-    alone_on_gpu = device.type == "cuda" and processes.local_size <= torch.cuda.device_count()
-    backend = "nccl" if alone_on_gpu and dist.is_nccl_available() else "gloo"
-    wanted = processes.rank, processes.size, backend
-    if dist.is_initialized() and _made not in (None, wanted):
-        _end()
-    if dist.is_initialized() and _made is None:
-        there = dist.get_rank(), dist.get_world_size()
-        if there != wanted[:2]:
-            raise ValueError(
-                f"torch.distributed is in use as process {there[0]} of {there[1]}, where MPI has "
-                f"{processes.rank} of {processes.size}; "
-                f"call torch.distributed.destroy_process_group() first"
-            )
-    elif not dist.is_initialized():
-        ours = sys.excepthook
-        dist.init_process_group(
-            backend, store=_store(processes), rank=processes.rank, world_size=processes.size
-        )
-        # PyTorch's excepthook would capture the output of ours until ours returns. It never
-        # returns: it ends all processes, and the reason would be lost.
-        sys.excepthook = ours
-        _made = wanted
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
-
-def _store(processes: Processes) -> dist.TCPStore:
-    """The store in which processes find each other's addresses; process 0 serves it."""
-    store = None
-    address = "", 0
-    if processes.rank == 0:
-        host = "127.0.0.1" if processes.local_size == processes.size else _own_address()
-        store = dist.TCPStore(host, 0, processes.size, is_master=True, wait_for_workers=False)
-        address = host, store.port
-    host, port = processes.broadcast(address)
-    return store or dist.TCPStore(host, port, processes.size, is_master=False)
-
-
-def _own_address() -> str:
-    """This host's address as other hosts see it: that of the default route's interface."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # an address for documentation; nothing is sent
-            return str(probe.getsockname()[0])
-        except OSError:
-            return socket.gethostname()
-
-
-@atexit.register
-def _end() -> None:
-    """Destroy the group that `process_group` made."""
-    global _made
-    if _made is not None and dist.is_initialized():
-        dist.destroy_process_group()
-    _made = None

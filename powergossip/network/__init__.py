@@ -1,4 +1,5 @@
-"""The workers of this process and the messages between all workers. No other package uses MPI.
+"""The workers of this process and the messages between all workers. No other package uses MPI or
+torch.distributed, but for PyTorch's own hooks.
 
 An algorithm's step is a conversation: a generator that yields outgoing messages and is resumed with
 the received ones. It yields one message, or a tuple of messages that are sent concurrently:
@@ -9,7 +10,7 @@ the received ones. It yields one message, or a tuple of messages that are sent c
     Mean(tensor)    # [worker, ...]            all-reduce         [1, ...], the mean
     Gather(pieces)  # worker × [any length]    all-gather         n × [length], of all workers
 
-The receive buffer and the MPI requests belong to the memory of the tensor that is sent. They are
+The receive buffer and the requests belong to the memory of the tensor that is sent. They are
 created when a tensor is sent for the first time, reused whenever it is sent again by the same kind
 of message (in the same round of a time-varying topology), and freed with the tensor. A received
 tensor is therefore overwritten when the next message is sent from the same memory.
@@ -22,19 +23,24 @@ between workers of one process count like those between processes, so that the c
 on the layout of workers over processes.
 """
 
+from powergossip.network.launch import BACKENDS, are_several, is_first, processes, processes_of
 from powergossip.network.meeting import meet, meet_at_exit
 from powergossip.network.messages import Conversation, Gather, Mean, Message, ToAll, ToEach
-from powergossip.network.mpi import (
+from powergossip.network.mpi import cuda_aware_mpi
+from powergossip.network.processes import (
+    Channel,
     Processes,
+    Requests,
     choose_device,
-    cuda_aware_mpi,
-    processes,
     report,
     torch_kept,
 )
+from powergossip.network.torch_distributed import torch_group
 from powergossip.network.workers import Exchange, Network, Slots, hosted_workers, together
 
 __all__ = [
+    "BACKENDS",
+    "Channel",
     "Conversation",
     "Exchange",
     "Gather",
@@ -42,16 +48,21 @@ __all__ = [
     "Message",
     "Network",
     "Processes",
+    "Requests",
     "Slots",
     "ToAll",
     "ToEach",
+    "are_several",
     "choose_device",
     "cuda_aware_mpi",
     "hosted_workers",
+    "is_first",
     "meet",
     "meet_at_exit",
     "processes",
+    "processes_of",
     "report",
     "together",
+    "torch_group",
     "torch_kept",
 ]

@@ -1,8 +1,9 @@
 """Meetings of all processes, which notice a process that makes more steps than the others.
 
-A process that arrives sends a token to every other one and waits for theirs. Another message that
-arrives before a process' token belongs to a step in which this process does not take part: without
-a meeting, the other one would wait for its answer forever. Steps themselves need no meeting.
+A process that arrives sends a token to every other one and waits for theirs. A message that
+another process has started before its token belongs to a step in which this process does not take
+part: without a meeting, the other one would wait for its answer forever. Steps themselves need no
+meeting.
 """
 
 import atexit
@@ -14,7 +15,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from powergossip.network.mpi import TOKEN, Processes
+from powergossip.network.processes import Processes
 
 PATIENCE = 1.0  # seconds, at exit: a caught exception may have left messages before the token
 _END = "the end of the program"
@@ -29,31 +30,17 @@ def meet(processes: Processes, place: str, steps: int | None = None) -> None:
     """
     if processes.size == 1:
         return
-    from mpi4py import MPI
-
-    communicator, status = processes.communicator, MPI.Status()
     own = np.array([_PLACES.index(place), -1 if steps is None else steps], dtype=np.int64)
-    others = [process for process in range(processes.size) if process != processes.rank]
-    sends = [communicator.Isend(own, process, TOKEN) for process in others]
-    here = f"process {processes.rank} {_at(place, own[1])}"
-    patience = PATIENCE if place == _END else 0.0
-    start = time.monotonic()
-    seen: dict[int, float] = {}  # process → time at which a message without a token was first seen
-    while others:
-        for process in list(others):
-            if communicator.Iprobe(process, TOKEN, status):
-                theirs = np.empty_like(own)
-                communicator.Recv(theirs, process, TOKEN)
-                others.remove(process)
-                if theirs[0] != own[0]:
-                    there = f"process {process} {_at(_PLACES[theirs[0]], theirs[1])}"
-                    _end(processes, f"{here}, {there}")
-            elif communicator.Iprobe(process, MPI.ANY_TAG, status) and status.tag != TOKEN:
-                now = time.monotonic()
-                if now - seen.setdefault(process, now) >= patience:
-                    _end(processes, f"{here}, process {process} is in a further step")
-        time.sleep(0.0 if time.monotonic() - start < 0.1 else 0.005)
-    MPI.Request.Waitall(sends)
+    here = f"process {processes.rank} {_at(own)}"
+
+    def check(process: int, token: np.ndarray) -> None:
+        if token[0] != own[0]:
+            _end(processes, f"{here}, process {process} {_at(token)}")
+
+    def ahead(process: int) -> None:
+        _end(processes, f"{here}, {_further(process)}")
+
+    processes.meet(own, PATIENCE if place == _END else 0.0, check, ahead)
 
 
 def meet_at_exit(processes: Processes, steps: Callable[[], int | None]) -> None:
@@ -61,18 +48,21 @@ def meet_at_exit(processes: Processes, steps: Callable[[], int | None]) -> None:
     if processes.size == 1 or processes in _at_exit:
         return
     _at_exit.add(processes)
-    atexit.register(_meet_at_exit, processes, steps)
+
+    def ahead(process: int, token: np.ndarray) -> None:
+        _end(processes, f"process {process} {_at(token)}, {_further(processes.rank)}")
+
+    processes.watch(ahead)
+    atexit.register(lambda: meet(processes, _END, steps()))
 
 
-def _meet_at_exit(processes: Processes, steps: Callable[[], int | None]) -> None:
-    from mpi4py import MPI
-
-    if not MPI.Is_finalized() and processes.communicator != MPI.COMM_NULL:
-        meet(processes, _END, steps())
+def _at(token: Any) -> str:
+    place, steps = token
+    return f"is at {_PLACES[place]}" + ("" if steps < 0 else f" after {steps} steps")
 
 
-def _at(place: str, steps: Any) -> str:
-    return f"is at {place}" + ("" if steps < 0 else f" after {steps} steps")
+def _further(process: int) -> str:
+    return f"process {process} is in a further step"
 
 
 def _end(processes: Processes, situation: str) -> NoReturn:
@@ -84,5 +74,4 @@ def _end(processes: Processes, situation: str) -> NoReturn:
         file=sys.stderr,
         flush=True,
     )
-    processes.communicator.Abort(1)
-    raise SystemExit(1)  # not reached
+    processes.end(1)

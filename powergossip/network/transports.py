@@ -1,15 +1,14 @@
-"""Transports of messages: in memory within a process, by MPI between processes."""
+"""Transports of messages: in memory within a process, by a channel between processes."""
 
-import weakref
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from powergossip.network.mpi import Processes
+from powergossip.network.processes import Pieces, Requests
 from powergossip.topologies import Round
 
 if TYPE_CHECKING:
@@ -166,7 +165,7 @@ class Delivery(Transport):
             source = outgoing_rows(own, np.zeros_like(own))
             source[incoming_rows(*edges.inside_destination)] = outgoing_rows(*edges.inside_source)
             self._inside = outgoing, torch.from_numpy(source).to(tensor.device), incoming
-        if len(edges.outgoing_process) or len(edges.incoming_process):
+        if network.processes.size > 1:  # also without such an edge: see Channel
             self._between = _Between(
                 network,
                 outgoing,
@@ -194,7 +193,7 @@ class Delivery(Transport):
 
 
 class _Between:
-    """Rows that are sent between processes, with their persistent MPI requests.
+    """Rows that are sent between processes, with their requests.
 
     A process that hosts one worker sends from and receives into the rows themselves. With more
     workers, all rows for one process are packed into one message. `sent` and `received` are the
@@ -213,7 +212,7 @@ class _Between:
     ):
         device = outgoing.device
         self._rows_out, self._rows_in = outgoing, incoming
-        self._on_gpu = outgoing.is_cuda
+        self._wait_for_kernels = network.waits_for_kernels
         self._pack = self._unpack = None
         if network.rows > 1:
             self._pack = torch.from_numpy(sent).to(device)
@@ -229,45 +228,30 @@ class _Between:
                 torch.zeros(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
                 for t in (outgoing, incoming)
             )
-
-        from mpi4py import MPI
-
-        self._start_all, self._wait_all = MPI.Prequest.Startall, MPI.Request.Waitall
-        self._test_all = MPI.Request.Testall
-        communicator = network.processes.communicator
-        self._requests = [
-            communicator.Recv_init([_memory(rows), MPI.BYTE], process, tag=0)
-            for process, rows in _pieces(self._host_incoming, received, received_process)
-        ] + [
-            communicator.Send_init([_memory(rows), MPI.BYTE], process, tag=0)
-            for process, rows in _pieces(self._host_outgoing, sent, sent_process)
-        ]
-        # At exit MPI frees them itself.
-        weakref.finalize(self, _free, self._requests).atexit = False
+        assert network.channel is not None
+        self._requests = network.channel.requests(
+            _pieces(self._host_incoming, received, received_process),
+            _pieces(self._host_outgoing, sent, sent_process),
+        )
 
     def post(self) -> None:
         if self._pack is not None:
             torch.index_select(self._rows_out, 0, self._pack, out=self._outgoing)
         if self._stage:
             self._host_outgoing.copy_(self._outgoing, non_blocking=True)
-        if self._on_gpu:  # wait for the kernels that use the memory of the messages
+        if self._wait_for_kernels:
             torch.cuda.current_stream().synchronize()
-        self._start_all(self._requests)
+        self._requests.start()
 
     def has_arrived(self) -> bool:
-        return bool(self._test_all(self._requests))
+        return self._requests.test()
 
     def wait(self) -> None:
-        self._wait_all(self._requests)
+        self._requests.wait()
         if self._stage:
             self._incoming.copy_(self._host_incoming, non_blocking=True)
         if self._unpack is not None:
             self._rows_in.index_copy_(0, self._unpack, self._incoming)
-
-
-def _free(requests: list[Any]) -> None:
-    for request in requests:
-        request.Free()
 
 
 def _pieces(rows: Tensor, chosen: np.ndarray, process: np.ndarray) -> list[tuple[int, Tensor]]:
@@ -280,24 +264,6 @@ def _pieces(rows: Tensor, chosen: np.ndarray, process: np.ndarray) -> list[tuple
     ]
 
 
-_LONGEST = 2**31 - 1  # bytes
-
-
-def _memory(rows: Tensor) -> Any:
-    """The memory of rows as bytes for MPI, without a copy, whatever their dtype.
-
-    Raises ValueError for a message beyond MPI's limit.
-    """
-    assert rows.is_contiguous(), "a message must be contiguous"
-    if rows.nbytes > _LONGEST:
-        raise ValueError(
-            f"a message of {rows.nbytes} bytes exceeds MPI's limit of {_LONGEST} bytes; "
-            f"send fewer elements at a time"
-        )
-    octets = rows.detach().view(-1).view(torch.uint8)
-    return octets if octets.is_cuda else octets.numpy()
-
-
 def all_reduce_cost(n: int, bits: int) -> tuple[int, int]:
     """Bits and messages that each of n workers sends in an all-reduce of `bits` bits.
 
@@ -307,74 +273,76 @@ def all_reduce_cost(n: int, bits: int) -> tuple[int, int]:
     return round(2 * (n - 1) * bits / n), 2 * (n - 1)
 
 
-# The MPI requests of each step of a collective, which are created when the step before is complete.
-Steps = Iterator[list[Any]]
+# The requests of each step of a collective, which are made when the step before is complete.
+Steps = Iterator[Requests]
 
 
 class _Collective:
     """Messages between all processes in successive steps."""
 
     def __init__(self, steps: Steps):
-        from mpi4py import MPI
-
-        self._wait_all, self._test_all = MPI.Request.Waitall, MPI.Request.Testall
         self._steps = steps
-        self._requests = next(steps, None)
+        self._requests: Requests | None = None
+        self._start_next()
+
+    def _start_next(self) -> None:
+        self._requests = next(self._steps, None)
+        if self._requests is not None:
+            self._requests.start()
 
     def is_done(self) -> bool:
         """Whether all steps are complete. Does not block. Starts the next step if one is due."""
         while self._requests is not None:
-            if not self._test_all(self._requests):
+            if not self._requests.test():
                 return False
-            self._requests = next(self._steps, None)
+            self._requests.wait()
+            self._start_next()
         return True
 
     def wait(self) -> None:
         while self._requests is not None:
-            self._wait_all(self._requests)
-            self._requests = next(self._steps, None)
+            self._requests.wait()
+            self._start_next()
 
 
 def _exchange(
-    comm: Processes, tag: int, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]
-) -> list[Any]:
-    """Post the exchange of one tensor with every other process and return the requests.
+    network: "Network", tag: int, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]
+) -> Requests:
+    """Requests for the exchange of one tensor with every other process.
 
     All processes call it with the same tag. A call at the time when a message is posted uses tag 0,
     like all other messages. Their order identifies them. A call at a later time, which differs
     between processes, needs a tag of its own.
     """
-    from mpi4py import MPI
+    comm, channel = network.processes, network.channel
+    assert channel is not None
 
-    def away(steps: int) -> int:
-        return (comm.rank + steps) % comm.size
+    def others(direction: int, tensors: Sequence[Tensor]) -> Pieces:
+        processes = ((comm.rank + direction * step) % comm.size for step in range(1, comm.size))
+        return [(process, tensors[process]) for process in processes]
 
-    receive, send = comm.communicator.Irecv, comm.communicator.Isend
-    sources, destinations = map(away, range(-1, -comm.size, -1)), map(away, range(1, comm.size))
-    return [
-        *(receive([_memory(incoming[process]), MPI.BYTE], process, tag) for process in sources),
-        *(send([_memory(outgoing[process]), MPI.BYTE], process, tag) for process in destinations),
-    ]
+    return channel.requests(others(-1, incoming), others(1, outgoing), tag, once=True)
 
 
-def _sum(comm: Processes, tag: int, parts: Sequence[Tensor], collected: Tensor) -> Steps:
+def _sum(network: "Network", tag: int, parts: Sequence[Tensor], collected: Tensor) -> Steps:
     """Replace the parts of a tensor by their sums over the processes, one part per process.
 
     Each process receives its part from all others (collected [process, element]), then sends them
     the sum of that part. A part is summed in one process, in an order that does not depend on
-    timing, so the result is the same to the bit in all processes and every time.
+    timing, so the result is the same to the bit in all processes, every time, with any transport.
 
     MPI's own non-blocking all-reduce is unsuitable. It sends other bytes than are counted (Open
     MPI's, in place: all elements up and down a tree, which takes several times as long on slow
     links), and it ends the process for tensors on a GPU (github.com/open-mpi/ompi/issues/9845).
     """
-    own = parts[comm.rank]
-    yield _exchange(comm, 0, parts, collected.unbind())
-    collected[comm.rank] = own
+    rank = network.processes.rank
+    own = parts[rank]
+    yield _exchange(network, 0, parts, collected.unbind())
+    collected[rank] = own
     _sum_in_pairs(collected[None], own[None])
-    if own.is_cuda:
+    if own.is_cuda and network.waits_for_kernels:
         torch.cuda.current_stream().synchronize()
-    yield _exchange(comm, tag, [own] * comm.size, parts)
+    yield _exchange(network, tag, [own] * network.processes.size, parts)
 
 
 # Elements of a sum per block. On a CPU, a block fits in the caches.
@@ -399,7 +367,10 @@ def _sum_in_pairs(rows: Tensor, out: Tensor) -> None:
 
 
 class Reduction(Transport):
-    """All-reduce: a local sum over the workers of a process, then `_sum` between processes."""
+    """All-reduce: a local sum over the workers of a process, then `_sum` between processes.
+
+    If the network's all_reduce is "native", the library's own all-reduce takes the place of `_sum`.
+    """
 
     def __init__(self, network: "Network", tensor: Tensor):
         assert tensor.shape[0] == network.rows
@@ -411,29 +382,43 @@ class Reduction(Transport):
         self._by_copy = tensor.unflatten(0, (network.copies, network.hosted))
         self._n_workers, self._hosted = n, network.hosted
         self._total = tensor.new_empty(network.copies, *tensor.shape[1:])
-        self._on_gpu = tensor.is_cuda
-        self._shared = self._total  # the memory that MPI accesses
+        self._network = network
+        self._shared = self._total  # the memory that the channel accesses
+        comm = network.processes
+        self._alone = comm.size == 1
+        self._tag = 0 if network.stream_ordered else comm.new_tag()
+        self._collective: _Collective | None = None
+        if self._alone:
+            return
         if network.stage:
             self._shared = torch.empty(
                 self._total.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
             )
-        comm = self._comm = network.processes
-        self._tag = comm.new_tag()
+        self._native = None
+        if network.all_reduce == "native":
+            assert network.channel is not None
+            self._native = network.channel.all_reduce(self._shared)
+            return
         self._parts = self._shared.view(-1).tensor_split(comm.size)
-        alone, own = comm.communicator is None, self._parts[comm.rank]
-        self._collected = own.new_empty(0 if alone else comm.size, len(own))
-        self._collective: _Collective | None = None
+        own = self._parts[comm.rank]
+        self._collected = own.new_empty(comm.size, len(own))
 
     def post(self) -> None:
         _sum_in_pairs(self._by_copy[..., None].flatten(2), self._total[..., None].flatten(1))
-        if self._comm.communicator is None:
+        if self._alone:
             return
         if self._shared is not self._total:
             self._shared.copy_(self._total, non_blocking=True)
-        if self._on_gpu:
+        if self._network.waits_for_kernels:
             torch.cuda.current_stream().synchronize()
-        steps = _sum(self._comm, self._tag, self._parts, self._collected)
-        self._collective = _Collective(steps)
+        if self._native is not None:
+            self._collective = _Collective(iter([self._native]))
+        else:
+            self._collective = _Collective(
+                _sum(self._network, self._tag, self._parts, self._collected)
+            )
+        if self._network.stream_ordered:
+            self._collective.wait()  # starts the second step after the first one in the stream
 
     def has_arrived(self) -> bool:
         return self._collective is None or self._collective.is_done()
@@ -470,27 +455,22 @@ class Gathering(Transport):
 
     def post(self) -> None:
         network, comm = self._network, self._network.processes
-        lengths = self._own_lengths
-        if comm.communicator is not None:
-            lengths = np.empty(network.n_workers, dtype=np.int32)
-            comm.communicator.Allgather(self._own_lengths, lengths)
-        self._lengths = lengths.tolist()
+        by_process = comm.gather_arrays(self._own_lengths)
+        self._lengths = by_process.reshape(-1).tolist()
         self._received = self._pieces[0].new_empty(sum(self._lengths))
-        self._shared = self._received  # the memory that MPI accesses
+        self._shared = self._received  # the memory that the channel accesses
         if network.stage:
             self._shared = torch.empty(
                 self._received.shape, dtype=self._received.dtype, pin_memory=self._on_gpu
             )
-        by_process = lengths.reshape(comm.size, -1).sum(1, dtype=np.int64)
-        parts = self._shared.split(by_process.tolist())
+        parts = self._shared.split(by_process.sum(1, dtype=np.int64).tolist())
         own = parts[comm.rank]
         own.copy_(torch.cat(list(self._pieces)), non_blocking=True)
-        if comm.communicator is None:
+        if comm.size == 1:
             return
-        if self._on_gpu:
+        if network.waits_for_kernels:
             torch.cuda.current_stream().synchronize()
-        requests = _exchange(comm, 0, [own] * comm.size, parts)
-        self._collective = _Collective(iter([requests]))
+        self._collective = _Collective(iter([_exchange(network, 0, [own] * comm.size, parts)]))
 
     def has_arrived(self) -> bool:
         return self._collective is None or self._collective.is_done()

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor
 
 from powergossip import checks
-from powergossip.network import mpi
+from powergossip.network import launch
 from powergossip.network.messages import Conversation, Gather, Mean, Message, ToAll, ToEach
-from powergossip.network.mpi import Processes, cuda_aware_mpi
+from powergossip.network.processes import Channel, Processes
 from powergossip.network.transports import (
     Delivery,
     Edges,
@@ -58,7 +59,10 @@ class Network:
     waited for.
 
     `stage` selects staging through (pinned) host memory for messages between processes. None
-    selects it where tensors are on a GPU and MPI is not CUDA-aware.
+    selects it where tensors are on a GPU and the channel does not accept GPU memory.
+
+    `all_reduce` selects the sum of `Mean`: "own", whose bits do not depend on the transport, or
+    "native", the library's own. Both count the lower bound of an all-reduce.
 
     Raises ValueError if the workers cannot be spread evenly.
     """
@@ -71,16 +75,14 @@ class Network:
         stage: bool | None = None,
         copies: int = 1,
         measure: Callable[[str], AbstractContextManager[Any]] | None = None,
+        all_reduce: str = "own",
+        channel: Channel | None = None,
     ):
-        self.processes = processes or mpi.processes()
+        checks.one_of("all_reduce", all_reduce, ("own", "native"))
+        self.processes = processes or launch.processes()
         self.device = device or torch.device("cpu")
-        if stage is None:
-            stage = (
-                self.processes.size > 1
-                and self.device.type == "cuda"
-                and cuda_aware_mpi() is not True
-            )
-        self.stage = stage
+        self.all_reduce = all_reduce
+        self._stage, self._given_channel = stage, channel
         self.topology = topology
         self.symmetric = topology.symmetric
         self.n_workers = topology.n_workers
@@ -104,6 +106,31 @@ class Network:
         self._messages = np.zeros(self.rows, dtype=np.int64)
         self._transports = TensorCache[Transport]()
         self._in_flight: list[Transport] = []
+
+    @cached_property
+    def channel(self) -> Channel | None:
+        """The channel between the processes, or None for one process. All ask for it first."""
+        if self._given_channel is not None or self.processes.size == 1:
+            return self._given_channel
+        return self.processes.channel(self.device, None if self._stage is None else not self._stage)
+
+    @cached_property
+    def stage(self) -> bool:
+        """Whether messages between processes pass through host memory."""
+        if self._stage is not None:
+            return self._stage
+        on_gpu = self.device.type == "cuda"
+        return on_gpu and self.channel is not None and not self.channel.direct
+
+    @cached_property
+    def stream_ordered(self) -> bool:
+        """Whether messages are ordered with kernels by the current stream."""
+        return self.channel is not None and self.channel.stream_ordered
+
+    @cached_property
+    def waits_for_kernels(self) -> bool:
+        """Whether messages start only when the kernels that use their memory have ended."""
+        return self.device.type == "cuda" and not self.stream_ordered
 
     @property
     def slots(self) -> Slots:
@@ -209,7 +236,7 @@ class Network:
         """
         own = values.detach().cpu().numpy()
         own = own.reshape(self.copies, self.hosted, *own.shape[1:])
-        parts = np.concatenate(self.processes.gather(own), axis=1)
+        parts = np.concatenate(self.processes.gather_arrays(own), axis=1)
         return torch.from_numpy(parts.reshape(self.copies * self.n_workers, *parts.shape[2:]))
 
     def post(self, messages: Sequence[Message]) -> list[Transport]:

@@ -3,7 +3,6 @@
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -164,13 +163,9 @@ def broadcast_from_process_0(processes: Processes, tensors: Sequence[Tensor]) ->
     if processes.size == 1:
         return
     octets = [tensor.detach().cpu().reshape(-1).view(torch.uint8) for tensor in tensors]
-    sizes = [len(o) for o in octets]
-    flat = torch.cat([*octets, torch.zeros(-sum(sizes) % 4, dtype=torch.uint8)])
-    # The sum of bit patterns, as integers, with zeros is exact, also for −0 and NaN. An MPI
-    # reduction of an array does not pickle it.
-    own = flat.view(torch.int32).numpy()
-    bits = processes.sum(own if processes.rank == 0 else np.zeros_like(own))
-    values = torch.from_numpy(bits).view(torch.uint8)[: sum(sizes)].split(sizes)
+    flat = torch.cat(octets)
+    processes.broadcast_array(flat.numpy())
+    values = flat.split([len(o) for o in octets])
     with torch.no_grad():
         for tensor, value in zip(tensors, values, strict=True):
             tensor.copy_(value.clone().view(tensor.dtype).view_as(tensor))

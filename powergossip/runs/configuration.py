@@ -14,6 +14,7 @@ import inspect
 import math
 import re
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -182,7 +183,7 @@ def _parse(
             "use --config FILE.yaml, --output-dir DIR, --suffix TEXT, key=value"
         )
     if options.help:
-        if network.processes().rank == 0:
+        if network.is_first():
             parser.print_help()
         sys.exit(0)
     return options
@@ -322,20 +323,27 @@ def run_entry_point(main: Callable[[list[str]], object]) -> None:
     try:
         main(sys.argv[1:])
     except BadInput as error:
-        if network.processes().rank == 0:
-            network.report(error)
+        _report_once(error)
         sys.exit(2)
     except errors.Stopped as error:
-        if network.processes().size > 1 and not error.in_all_processes:
+        if network.are_several() and not error.in_all_processes:
             raise
-        if network.processes().rank == 0:
-            network.report(error)
+        _report_once(error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        if network.processes().size > 1:
+        if network.are_several():
             raise
         print("error: interrupted", file=sys.stderr, flush=True)
         sys.exit(130)
+
+
+def _report_once(error: Exception) -> None:
+    """Report an error that all processes have, in the first of them, before the others end: a
+    launcher ends all processes when one has failed."""
+    if network.is_first():
+        network.report(error)
+    elif network.are_several():
+        time.sleep(0.3)
 
 
 class _Loader(yaml.SafeLoader):

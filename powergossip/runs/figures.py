@@ -106,6 +106,64 @@ def compare(runs: Mapping[str, "DataFrame"], path: Path | str) -> None:
     )
 
 
+def side_by_side(
+    bands: "Mapping[str, DataFrame]",
+    path: Path | str,
+    y: str,
+    step: str = "epoch",
+    log_y: bool = False,
+) -> None:
+    """Draw a metric by epoch, by megabytes sent and by seconds, with a line for each label.
+
+    bands  # {label: columns epoch, megabytes, seconds, mean and deviation}. A deviation that is not
+           # NaN gives a band
+    y      # the label of the metric
+    step   # the unit of the column `epoch`
+
+    The path's suffix sets the format. Raises ValueError if there is nothing to draw.
+    """
+
+    def draw(column: str, axes: "Axes") -> None:
+        for i, (label, band) in enumerate(bands.items()):
+            shown = band[band["megabytes"] > 0] if column == "megabytes" else band
+            _plot(axes, shown[column], shown["mean"], i, label)
+            if len(shown) > 1 and shown["deviation"].notna().any():
+                low, high = shown["mean"] - shown["deviation"], shown["mean"] + shown["deviation"]
+                color = line_style(i)[0]
+                axes.fill_between(shown[column], low, high, color=color, alpha=0.2, linewidth=0)
+        if column == "megabytes" and wide_range(bands):
+            axes.set_xscale("log")
+        if log_y:
+            axes.set_yscale("log")
+
+    drawn = any(len(band) for band in bands.values())
+    sent = any((band["megabytes"] > 0).any() for band in bands.values())
+    _draw(
+        path,
+        {
+            step: partial(draw, "epoch") if drawn else None,
+            "megabytes": partial(draw, "megabytes") if sent else None,
+            "seconds": partial(draw, "seconds") if drawn else None,
+        },
+        {
+            step: (f"By {step}", step, y),
+            "megabytes": ("By data sent", "sent by worker 0 (MB)", y),
+            "seconds": ("By time", "seconds", y),
+        },
+    )
+
+
+def wide_range(bands: "Mapping[str, DataFrame]") -> bool:
+    """Whether the megabytes at the end differ by a factor of 10, for a logarithmic axis."""
+    last = [band["megabytes"].max() for band in bands.values() if (band["megabytes"] > 0).any()]
+    return bool(last) and max(last) >= 10 * min(last)
+
+
+def line_style(index: int) -> tuple[str, str]:
+    """The color and the matplotlib style of the index-th line of a figure."""
+    return _COLORS[index % len(_COLORS)], _STYLES[index // len(_COLORS) % len(_STYLES)]
+
+
 def scatter(
     points: Mapping[str, tuple[float, Sequence[float]]],
     path: Path | str,
@@ -254,7 +312,9 @@ def _draw(
             if last - first < 0.5:
                 axes.set_xlim(first - 0.5, last + 0.5)
     lines, names = all_axes[0].get_legend_handles_labels()
-    columns = min(len(names), max(3, 2 * len(drawn)))
+    longest = 6 + max(map(len, names), default=0)  # characters, with the line before the name
+    fitting = int(12 * (0.6 + width * len(drawn)) / longest)  # about 12 characters in an inch
+    columns = max(1, min(len(names), max(3, 2 * len(drawn)), fitting))
     figure.legend(lines, names, loc="outside lower center", ncols=columns, frameon=False)
     figure.savefig(path, dpi=150)
 
@@ -287,9 +347,8 @@ def _plot(axes: "Axes", x: "Series", y: "Series", index: int, label: str) -> Non
     """Draw a line in the index-th color and style, with markers if there are few points."""
     if not len(x):
         return
-    style = _STYLES[index // len(_COLORS) % len(_STYLES)]
+    color, style = line_style(index)
     marker = "o" if len(x) <= 25 else ""
-    color = _COLORS[index % len(_COLORS)]
     axes.plot(x, y, color=color, linestyle=style, marker=marker, markersize=4, label=label)
 
 

@@ -17,8 +17,8 @@ one JSON object per line. The tables and figures use these rows:
 |                          | theta=... of a grid  | step)                                          |
 | diverged                 | as error             | the step at which a setting diverged           |
 
-pandas, matplotlib and TensorBoard are imported where they are used, so that a training process that
-only writes rows starts without them.
+pandas and matplotlib are imported where they are used, so that a training process that only writes
+rows starts without them.
 """
 
 import json
@@ -88,35 +88,6 @@ class MetricsLog:
         self._file.close()
 
 
-class TensorBoardLog:
-    """The same rows as TensorBoard scalars, in `output_dir`.
-
-    A scalar is named by the row's name and tags, accuracy/split-test/worker-0. Its step is
-    1000 · epoch, since TensorBoard's steps are integers. Raises ValueError if TensorBoard is not
-    installed.
-    """
-
-    def __init__(self, output_dir: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ValueError(
-                "tensorboard=true needs TensorBoard, which is not installed: pip install "
-                "tensorboard, or set tensorboard=false"
-            ) from error
-        self._writer = SummaryWriter(str(output_dir))
-
-    def write(self, name: str, values: Mapping[str, float | int], tags: Mapping[str, Any]) -> None:
-        """Add a row's `value` at its `epoch`."""
-        scalar = "/".join([name, *(f"{key}-{value}" for key, value in tags.items())])
-        step = round(1000 * values.get("epoch", 0))
-        self._writer.add_scalar(scalar, values["value"], step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
 def kept_bytes(path: Path, offset: int, allow_lost_rows: bool = False) -> int:
     """Return the size of the complete rows among the first `offset` bytes. Changes nothing.
 
@@ -131,6 +102,17 @@ def kept_bytes(path: Path, offset: int, allow_lost_rows: bool = False) -> int:
             "restore it, or resume with the rows that are left: resume=true allow_lost_rows=true"
         )
     return kept
+
+
+def last_epoch(path: Path, offset: int) -> float:
+    """Return the epoch of the last row in the first `offset` bytes, or 0 without rows."""
+    contents = path.read_bytes()[:offset] if offset else b""
+    for line in reversed(contents.splitlines()):
+        try:
+            return float(json.loads(line)["epoch"])
+        except (ValueError, KeyError, TypeError):  # not a row
+            continue
+    return 0.0
 
 
 def load(output_dir: Path | str) -> "DataFrame":

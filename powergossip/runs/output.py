@@ -6,6 +6,7 @@ info.json        metadata and progress
 figure.png
 checkpoints/     see checkpoints.py
 events.out.…     for TensorBoard, if configured
+wandb/           for Weights & Biases, if configured
 """
 
 import datetime
@@ -13,7 +14,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,16 @@ from powergossip.checks import BadValue
 from powergossip.errors import Stopped
 from powergossip.runs import checkpoints, metrics
 from powergossip.runs.files import write_atomically
+from powergossip.runs.trackers import Resumed, Trackers
 
 FIGURE = "figure.png"
 _DATE = "{date}"
 DATED = f"output/{_DATE}"  # a new folder with its date
 CONFIG_FILE = "config.yaml"
 INFO_FILE = "info.json"
+ENDING = "state.ending"  # in info.json: COMPLETE, or the name of an exception
+COMPLETE = "complete"
+TRACKERS = "trackers"  # in info.json: the identity of the run in each tracker
 _FILES = (metrics.FILE, CONFIG_FILE, INFO_FILE, FIGURE)
 
 
@@ -52,14 +57,16 @@ class Output:
     """The folder of a run, with its configuration and open logs.
 
     name             # of the folder, where {date} stands for the date of a new one. None: DATED
-    config           # the configuration, with the keys `overwrite` and `tensorboard`
+    config           # the configuration, with the keys `overwrite`, `tensorboard` and, optionally,
+                     # `trackers`
     offset           # of a run to resume: its rows in bytes. None: begin a run
     allow_lost_rows  # resume although some of these rows are missing, with the others
     folder           # its path
     lost_rows        # whether rows were missing
 
     Raises ValueError, and changes nothing, if the folder cannot be written, contains a run and
-    neither config.overwrite nor `offset` is set, or lacks rows of a run to resume.
+    neither config.overwrite nor `offset` is set, or lacks rows of a run to resume, or if a tracker
+    cannot begin or continue its run.
     """
 
     def __init__(
@@ -72,7 +79,6 @@ class Output:
         dated = not name or _DATE in name
         self.folder = new_dated_folder(name or DATED) if dated else Path(name or "")
         self.lost_rows = False
-        self._logs: list[Any] = []
         self._info: dict[str, Any] = {}
         try:
             if offset is None:
@@ -86,6 +92,7 @@ class Output:
         folder = self.folder
         held = [folder / name for name in _FILES if (folder / name).exists()]
         held.extend(folder.glob("events.out.tfevents.*"))
+        held.extend(folder.glob("wandb/*run-*"))
         if (folder / checkpoints.FOLDER).exists():
             held.append(folder / checkpoints.FOLDER)
         if held and not config.overwrite:
@@ -94,8 +101,7 @@ class Output:
                 f"use another --output-dir, or overwrite=true"
             )
         folder.mkdir(parents=True, exist_ok=True)
-        if config.tensorboard:
-            self._logs.append(metrics.TensorBoardLog(folder))
+        self._trackers = Trackers(folder, config)
         for file in held:
             if file.is_dir():
                 shutil.rmtree(file)
@@ -103,7 +109,7 @@ class Output:
                 file.unlink()
         (folder / CONFIG_FILE).write_text(OmegaConf.to_yaml(config))
         self.rows = metrics.MetricsLog(folder / metrics.FILE, fresh=True)
-        self._logs.append(self.rows)
+        self._note_trackers()
 
     def _resume(self, config: Any, offset: int, allow_lost_rows: bool) -> None:
         folder = self.folder
@@ -111,21 +117,28 @@ class Output:
         self.lost_rows = kept < offset
         if (folder / INFO_FILE).exists():
             self._info = _read_info(folder / INFO_FILE)
-        if config.tensorboard:
-            self._logs.append(metrics.TensorBoardLog(folder))
+        last = metrics.last_epoch(folder / metrics.FILE, kept)
+        self._trackers = Trackers(folder, config, Resumed(last, self._info.get(TRACKERS, {})))
+        self._note_trackers()
+        self._info.pop(ENDING, None)
         self.rows = metrics.MetricsLog(folder / metrics.FILE, fresh=kept == 0)
-        self._logs.append(self.rows)
         self.rows.truncate(kept)
         (folder / CONFIG_FILE).write_text(OmegaConf.to_yaml(config))
 
+    def _note_trackers(self) -> None:
+        """Add the identity of the run in each tracker to the information."""
+        if self._trackers.facts:
+            self._info[TRACKERS] = {**self._info.get(TRACKERS, {}), **self._trackers.facts}
+
     def write(self, name: str, values: Mapping[str, float], tags: Mapping[str, Any]) -> None:
-        """Write a row to all logs. Raises CannotWrite."""
+        """Write a row to metrics.jsonl and to the trackers. Raises CannotWrite."""
         with self._writing():
-            for log in self._logs:
-                log.write(name, values, tags)
+            self.rows.write(name, values, tags)
+        self._trackers.write(name, values, tags)
 
     def add_info(self, info: Mapping[str, Any]) -> None:
-        """Add to info.json. Raises CannotWrite."""
+        """Add to info.json, and pass pending rows on to the trackers. Raises CannotWrite."""
+        self._trackers.flush()
         self._info.update(info)
         with self._writing():
             write_atomically(self.folder / INFO_FILE, json.dumps(self._info, indent=1) + "\n")
@@ -139,9 +152,16 @@ class Output:
                 f"output folder {self.folder}: {error.strerror or error}; existing files are kept"
             ) from error
 
-    def close(self) -> None:
-        for log in self._logs:
-            log.close()
+    def close(self, ending: str | None = None) -> None:
+        """Close the files and end the run in the trackers.
+
+        ending  # for info.json: COMPLETE, or the name of the exception that ended the run
+        """
+        if ending is not None:
+            with suppress(CannotWrite):  # another exception may be under way
+                self.add_info({ENDING: ending})
+        self.rows.close()
+        self._trackers.close(complete=ending in (None, COMPLETE))
 
 
 def run_to_resume(name: str | None, resume: bool | str, key: str = "resume") -> Path | None:

@@ -76,20 +76,11 @@ def consensus_summary(rows: "DataFrame") -> str:
 
     Raises ValueError without rows named error.
     """
-    columns = list(zip(*consensus_table(rows), strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    lines = [
-        "   ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in zip(*columns, strict=True)
-    ]
     return "\n".join(
         [
             "Best setting of each algorithm. Errors are relative to the start, which is "
             f"{error_at_start(rows):.6g}",
-            *(f"  {line}".rstrip() for line in lines),
+            plain(consensus_table(rows)),
         ]
     )
 
@@ -169,6 +160,22 @@ def best_settings(settings: "Mapping[tuple[str, ...], DataFrame]") -> "dict[str,
 def has_diverged(group: "DataFrame") -> bool:
     """Return whether the rows of a setting end with its divergence."""
     return bool((group["name"] == "diverged").any())
+
+
+def plain(table: Sequence[Sequence[str]]) -> str:
+    """Return a table, [line][cell] with the header first, as indented plain text.
+
+    The first column is aligned to the left, the others to the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = (
+        "   ".join(
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in table
+    )
+    return "\n".join(f"  {line}".rstrip() for line in lines)
 
 
 def markdown(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 from powergossip.network import Processes
 from powergossip.training.measurements import Diverged, divergence
 
+PATIENCE = 5.0  # seconds after SIGTERM in which all processes must agree, except under MPI
 INTERVAL = 0.05  # seconds between agreements, by the clock of process 0
 _MOST_STEPS = 50  # between agreements
 

@@ -16,6 +16,8 @@ FREE_TO_CHANGE = (
     "cuda_aware",
     "data_dir",
     "device",
+    "distributed_backend",
+    "distributed_init_file",
     "download",
     "evaluate_only",
     "log_verbosity",
@@ -24,9 +26,11 @@ FREE_TO_CHANGE = (
     "rank",
     "resume",
     "tensorboard",
+    "trackers",
 )
 # Keys that earlier versions lacked, with the values that they had in effect.
 EARLIER = {
+    "all_reduce": "own",
     "drop_last": True,
     "precision": "fp32",
     "torch_compile": False,

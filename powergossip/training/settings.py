@@ -16,8 +16,9 @@ from omegaconf import DictConfig, ListConfig
 
 from powergossip import algorithms, checks, compressors, options, tasks
 from powergossip.algorithms import aggregation, ddp
-from powergossip.network import Processes
+from powergossip.network import BACKENDS, Processes
 from powergossip.network import hosted_workers as hosted
+from powergossip.runs import trackers
 from powergossip.runs.output import plain_copy
 from powergossip.training.compute import PRECISIONS
 from powergossip.training.local_optimizers import LOCAL_OPTIMIZERS
@@ -76,6 +77,8 @@ def checked(
     _resolve_options(c, explicit or (), warn=processes.rank == 0)
     if c.optimizer in aggregation.AGGREGATIONS:
         checks.at_least_one("optimizer_num_batches_per_step", c.optimizer_num_batches_per_step)
+    if processes.rank == 0 and not c.evaluate_only:
+        trackers.check(c)
     if c.optimizer in ddp.HOOKS and not c.evaluate_only:
         with errors_name_keys(c.optimizer):
             ddp.check(hosted=hosted(c.n_workers, processes.size), **hook_options(c))
@@ -157,7 +160,8 @@ def _check_values(c: Any) -> None:
     checks.one_of("local_optimizer", c.local_optimizer, LOCAL_OPTIMIZERS)
     checks.one_of("precision", c.precision, PRECISIONS)
     checks.one_of("cuda_aware", c.cuda_aware, ("auto", "on", "off"))
-    checks.one_of("distributed_backend", c.distributed_backend, ("mpi",))
+    checks.one_of("distributed_backend", c.distributed_backend, BACKENDS)
+    checks.one_of("all_reduce", c.all_reduce, ("own", "native"))
     checks.one_of("checkpoint", c.checkpoint, ("last", "best"))
     if c.checkpoint != "last" and not c.evaluate_only:
         raise ValueError(f"checkpoint={c.checkpoint}: use it with evaluate_only=true")

@@ -23,7 +23,7 @@ from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.clock import Clock, PhaseTime, Signals
 from powergossip.runs.progress import Progress
 from powergossip.training import compute
-from powergossip.training.agreement import Agreement
+from powergossip.training.agreement import PATIENCE, Agreement
 from powergossip.training.evaluation import Evaluation
 from powergossip.training.local_optimizers import LocalOptimizer, learning_rate
 from powergossip.training.measurements import Hooks, Rows
@@ -66,8 +66,17 @@ class Trainer:
             if c.torch_compile and not c.evaluate_only:
                 compute.check_compiler(self.device)
             stage = {"on": False, "off": True, "auto": None}[c.cuda_aware]
-            self.network = Network(self.topology, processes, self.device, stage, measure=self.clock)
+            self.network = Network(
+                self.topology,
+                processes,
+                self.device,
+                stage,
+                measure=self.clock,
+                all_reduce=c.all_reduce,
+            )
             self._check_method()
+        channel = self.network.channel  # all processes make it together
+        self._transport = "none" if channel is None else channel.name
         self.task = task or processes.one_by_one(self._make_task)
         self.steps_per_epoch = min(
             self.task.steps_per_epoch, c.max_steps_per_epoch or self.task.steps_per_epoch
@@ -227,14 +236,15 @@ class Trainer:
 
     def facts(self) -> dict[str, Any]:
         """Metadata of the run: software versions, layout of processes, topology, data."""
-        distributed_gpu = self.device.type == "cuda" and self.processes.size > 1
+        mpi_on_gpu = self.device.type == "cuda" and self._transport == "mpi"
         counts = self.task.label_counts()
         return {
             "processes": self.processes.size,
             "n_workers": self.config.n_workers,
             "threads_per_process": torch.get_num_threads(),
             "device": str(self.device),
-            "cuda_aware_mpi": cuda_aware_mpi() if distributed_gpu else None,
+            "transport": self._transport,
+            "cuda_aware_mpi": cuda_aware_mpi() if mpi_on_gpu else None,
             "messages_staged_in_host_memory": self.network.stage,
             "diffusion_rate": self.diffusion_rate(),
             "parameters": self.parameters.layout.size,
@@ -293,7 +303,8 @@ class Trainer:
         shown = self.processes.rank == 0 and c.log_verbosity > 0
         bar = Progress(c.num_epochs * steps, self.step, shown)
         first, first_step, sums = self.position
-        with bar, Signals() as signals:
+        patience = None if self._transport in ("none", "mpi") else PATIENCE
+        with bar, Signals(patience=patience) as signals:
             for epoch in range(first, c.num_epochs):
                 for step in range(first_step, steps):
                     self._train_step(epoch, step, sums)
@@ -388,6 +399,7 @@ class Trainer:
                 self._agreement.note(worker, "parameter norm", norm, self.step, epoch + 1)
             number = self._agreement.settle(number or signals.received)
         if number is not None:
+            signals.agreed = True
             text = f"stopped by {signal.Signals(number).name} after step {self.step}"
             text += f" (epoch {epoch + 1})"
             if save(position):

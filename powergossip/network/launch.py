@@ -1,0 +1,195 @@
+"""The launcher of a run: who started these processes, and how they communicate."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from powergossip.errors import BadInput
+from powergossip.network.processes import Processes, end_together
+
+BACKENDS = ("auto", "mpi", "gloo", "nccl")
+
+_MPI_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")
+_RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+_found: Processes | None = None
+_known: list[tuple[Any, Processes]] = []  # groups and communicators, and their processes
+
+
+def processes(
+    backend: str = "auto", file: str | None = None, rank: int = 0, size: int = 1
+) -> Processes:
+    """The processes of this run. The first call finds them, and connects them if they are several.
+
+    An uncaught exception in one of several processes then ends them all.
+
+    backend  # auto, mpi, gloo or nccl. auto takes the first of these:
+               1. torch.distributed, if torchrun has started this process,
+               2. MPI, if mpirun or another launcher with a PMI has,
+               3. the default group of torch.distributed, if the program has made it,
+               4. this process alone.
+             gloo and nccl also accept the variables RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, a
+             file (below), and mpirun, whose processes then exchange their addresses by MPI.
+    file     # a file in a common folder, in which processes that no launcher has started find each
+             # other: this is number `rank` of `size`
+
+    Raises BadInput for several processes that nothing connects: each would carry out the run alone.
+    """
+    global _found
+    if _found is None:
+        try:
+            _found = _find(backend, file, rank, size)
+        except BadInput:
+            sys.excepthook = _reject
+            raise
+        _found.set_threads()
+        if _found.size > 1:
+            end_together(_found)
+    elif backend != "auto" and _found.size > 1 and (backend == "mpi") != _found.is_mpi:
+        raise BadInput(
+            f"distributed_backend={backend}: this program already uses {_found.transport}; "
+            "choose the backend in its first use of processes()"
+        )
+    return _found
+
+
+def processes_of(group: Any = None) -> Processes:
+    """The processes of a group: None for those of the run, a ProcessGroup of torch.distributed, a
+    communicator of mpi4py, or Processes.
+
+    All members call it. They get the same object each time. Messages use a copy of the group.
+    """
+    if group is None:
+        return processes()
+    if isinstance(group, Processes):
+        return group
+    for known, its_processes in _known:
+        if known is group:
+            return its_processes
+    if isinstance(group, dist.ProcessGroup):
+        return _of_group(group)
+    if _is_communicator(group):
+        from powergossip.network.mpi import MPIProcesses
+
+        found = MPIProcesses(group.Dup()) if group.size > 1 else Processes()
+        if found.size > 1:
+            end_together(found)
+        _known.append((group, found))
+        return found
+    raise BadInput(
+        f"process_group={group!r}: use a ProcessGroup of torch.distributed that has this process, "
+        "or a communicator of mpi4py"
+    )
+
+
+def _is_communicator(group: Any) -> bool:
+    return "mpi4py.MPI" in sys.modules and isinstance(group, sys.modules["mpi4py.MPI"].Intracomm)
+
+
+def _of_group(group: dist.ProcessGroup, backend: str = "auto") -> Processes:
+    for known, its_processes in _known:
+        if known is group:
+            return its_processes
+    found = Processes()
+    if dist.get_world_size(group) > 1:
+        from powergossip.network.torch_distributed import GroupProcesses
+
+        found = GroupProcesses(group, backend)
+        end_together(found)
+    _known.append((group, found))
+    return found
+
+
+def _find(backend: str, file: str | None, rank: int, size: int) -> Processes:
+    if backend not in BACKENDS:
+        raise BadInput(f"distributed_backend={backend}: use {', '.join(BACKENDS)}")
+    torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    found: Processes | None
+    if backend in ("gloo", "nccl"):
+        found = _by_torch(backend, torchrun, file, rank, size)
+    elif backend == "auto" and torchrun:
+        found = _by_torch("auto", torchrun, file, rank, size)
+    else:
+        found = _by_mpi()
+        if found is None and backend == "auto" and dist.is_initialized():
+            assert dist.group.WORLD is not None
+            found = _of_group(dist.group.WORLD)
+    if found is not None and found.size > 1:
+        return found
+    _check_launch(backend)
+    return Processes()
+
+
+def _by_mpi() -> Processes | None:
+    """The processes of MPI, or None without a launcher, where MPI is not needed."""
+    if "mpi4py.MPI" not in sys.modules and not any(name in os.environ for name in _MPI_LAUNCHERS):
+        return None
+    from powergossip.network import mpi
+
+    return mpi.world()
+
+
+def _by_torch(
+    backend: str, torchrun: bool, file: str | None, rank: int, size: int
+) -> Processes | None:
+    """The processes of torch.distributed, or None if there is one only."""
+    from powergossip.network import torch_distributed
+
+    if dist.is_initialized() or torchrun or all(name in os.environ for name in _RENDEZVOUS):
+        return _of_group(torch_distributed.group_of_launcher(), backend)
+    if file is not None:
+        if not 0 <= rank < size:
+            raise BadInput(f"rank={rank}: use 0 to {size - 1} for n_workers={size} processes")
+        method = f"file://{Path(file).absolute()}"
+        group = torch_distributed.start_group(init_method=method, rank=rank, world_size=size)
+        return _of_group(group, backend)
+    mpi_processes = _by_mpi()
+    if mpi_processes is None:
+        return None
+    return _of_group(torch_distributed.group_under_mpi(mpi_processes), backend)
+
+
+def _check_launch(backend: str) -> None:
+    """Raise BadInput if a launcher has started several processes."""
+    for name, launcher in (("WORLD_SIZE", "a launcher"), ("SLURM_STEP_NUM_TASKS", "srun")):
+        number = os.environ.get(name, "")
+        if number.isdecimal() and int(number) > 1:
+            hint = "mpirun or torchrun"
+            if backend == "mpi":
+                hint = "mpirun, or use distributed_backend=auto with torchrun"
+            elif backend == "auto" and all(name in os.environ for name in _RENDEZVOUS):
+                hint += ", or use distributed_backend=gloo"
+            raise BadInput(
+                f"{launcher} has started {number} processes ({name}={number}), which are not "
+                f"connected, so that each would carry out the whole run; start them with {hint}"
+            )
+
+
+def _reject(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Report a launch that is not possible, once, and end with exit code 2."""
+    if not isinstance(error, BadInput):
+        sys.__excepthook__(kind, error, trace)
+        return
+    if is_first():
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(2)
+
+
+_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "RANK", "SLURM_PROCID")
+
+
+def is_first() -> bool:
+    """Whether this process is the first one of its launcher, also before they are connected."""
+    if _found is not None:
+        return _found.rank == 0
+    ranks = [os.environ[name] for name in _RANKS if name in os.environ]
+    return not ranks or ranks[0] == "0"
+
+
+def are_several() -> bool:
+    """Whether this process is connected with others."""
+    return _found is not None and _found.size > 1

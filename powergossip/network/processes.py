@@ -1,0 +1,284 @@
+"""The processes of a run, and their communication outside of conversations."""
+
+import os
+import signal
+import socket
+import stat
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from powergossip.errors import BadInput, PeerLost, Signaled, Stopped
+
+T = TypeVar("T")
+
+TOKEN = 32767  # the tag of meetings. MPI guarantees tags up to this one
+
+
+class Requests(Protocol):
+    """Messages from and to other processes. They are started again for each step of a program."""
+
+    def start(self) -> None:
+        """Start to send and to receive. The memory must not be used before `wait` returns."""
+
+    def test(self) -> bool:
+        """Whether all messages have been sent and received. Does not block."""
+
+    def wait(self) -> None:
+        """Wait for all messages. Raises PeerLost if another process has ended."""
+
+
+# Rows of tensors for, or from, other processes: (rank, tensor).
+Pieces = Sequence[tuple[int, Tensor]]
+
+
+class Channel(Protocol):
+    """Messages between the processes, for tensors on one device.
+
+    Between two processes, messages of one tag arrive in the order in which they were started.
+    Every process starts its messages in the same order, those without messages of its own too.
+
+    name            # mpi, gloo or nccl
+    direct          # whether tensors may lie on the GPU. Otherwise they are copied to the host
+    stream_ordered  # whether messages are ordered with kernels, by the current stream: `start`
+                    # and `wait` return at once, and all steps of a program are started in order
+    """
+
+    name: str
+    direct: bool
+    stream_ordered: bool
+
+    def requests(
+        self, incoming: Pieces, outgoing: Pieces, tag: int = 0, once: bool = False
+    ) -> Requests:
+        """Requests for these tensors, which are contiguous. `once`: they are started only once."""
+
+    def all_reduce(self, tensor: Tensor) -> Requests:
+        """Requests that replace a tensor by its sum over the processes, by the library's own
+        all-reduce. The order of summation is the library's."""
+
+
+class Processes:
+    """The processes of a run: here, this process alone. See `processes()` for those of a launcher.
+
+    rank, size              # among all processes
+    local_rank, local_size  # among those of this host
+    threads                 # cores of the host for this process
+    transport               # none, mpi, gloo or nccl
+    """
+
+    transport = "none"
+
+    def __init__(self) -> None:
+        self.rank, self.size = 0, 1
+        self.local_rank, self.local_size = 0, 1
+        self.threads = len(cores())
+        self._tags = 0
+
+    @property
+    def is_mpi(self) -> bool:
+        return self.transport == "mpi"
+
+    def set_threads(self) -> None:
+        """Give torch `threads` threads, unless OMP_NUM_THREADS is set."""
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(self.threads)
+
+    def new_tag(self) -> int:
+        """The next tag for messages, cyclic from 1. Equal in all processes if all of them call."""
+        self._tags = self._tags % (TOKEN - 1) + 1
+        return self._tags
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Run the block in every process. Input that fails in one is rejected in all.
+
+        The block must not communicate. Raises BadInput, the same in all processes, if it raises
+        ValueError or OSError in any. On process 0 alone: `if processes.rank == 0:` inside.
+        """
+        complaint = None
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            complaint = str(error)
+        for text in self.gather(complaint):
+            if text is not None:
+                raise BadInput(text)
+
+    def one_by_one(self, action: Callable[[], T]) -> T:
+        """Return `action()`, run first in one process of each host, then in the others (downloads).
+
+        Bad input is handled as in `agreed`.
+        """
+        for turn in (True, False):
+            with self.agreed():
+                if turn == (self.local_rank == 0):
+                    result = action()
+        return result
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all processes, in all processes. Pickled: for small and rare values."""
+        return [value]
+
+    def broadcast(self, value: T) -> T:
+        """Process 0's value, in all processes. Pickled."""
+        return value
+
+    def gather_arrays(self, array: np.ndarray) -> np.ndarray:
+        """The arrays of all processes, of equal shape and dtype: [process, ...]."""
+        return array[None]
+
+    def broadcast_array(self, array: np.ndarray) -> None:
+        """Overwrite a contiguous array with that of process 0."""
+
+    def start_max(self, values: np.ndarray) -> Callable[[], np.ndarray]:
+        """Start the elementwise maximum of an array over the processes. All of them call it.
+
+        Returns a function that waits for the result and returns it.
+        """
+        return lambda: values
+
+    def sum(self, array: np.ndarray) -> np.ndarray:
+        """Sum of an array over the processes, by rank: the same to the bit with any transport."""
+        return self.gather_arrays(np.asarray(array)).sum(0) if self.size > 1 else array
+
+    def channel(self, device: torch.device, direct: bool | None = None) -> Channel:
+        """The channel for tensors on a device. All processes call it. size > 1 only.
+
+        direct: whether it accepts GPU memory. None: if the transport does.
+        """
+        raise NotImplementedError
+
+    def watch(self, ahead: Callable[[int, np.ndarray], None]) -> None:
+        """Notice from now on if another process comes to a meeting while this one is in a further
+        step: ahead(process, token) is then called. For transports whose `meet` cannot notice it."""
+
+    def meet(
+        self,
+        token: np.ndarray,
+        patience: float,
+        check: Callable[[int, np.ndarray], None],
+        ahead: Callable[[int], None],
+    ) -> None:
+        """Exchange tokens with all other processes, see powergossip.network.meeting.
+
+        check(process, token) is called for each token received, ahead(process) if a process has
+        sent a message in place of its token and no token follows within `patience` seconds.
+        """
+
+    def finalize(self) -> None:
+        """Prepare for the end of all processes, which all of them are about to reach."""
+
+    def end(self, code: int) -> NoReturn:
+        """End this process at once, and with it the others. `code` is the exit code."""
+        os._exit(code)
+
+
+def cores() -> set[int]:
+    """The cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return set(os.sched_getaffinity(0))
+    return set(range(os.cpu_count() or 1))
+
+
+@contextmanager
+def torch_kept() -> Iterator[None]:
+    """Restore torch's global random generators and its number of threads at the end of the block.
+
+    Those of GPUs are restored if they are in use at its start.
+    """
+    threads = torch.get_num_threads()
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(devices=gpus):
+            yield
+    finally:
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+
+
+def end_together(found: Processes) -> None:
+    """End all processes on an uncaught exception: the others would wait for messages forever."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, BadInput) or (isinstance(error, Stopped) and error.in_all_processes):
+            if found.rank == 0:
+                report(error)
+            found.finalize()
+            # When the first process ends, the launcher may kill the others, and mpirun discards
+            # unread output.
+            time.sleep(0.2 if found.rank == 0 else 0.3)
+            os._exit(2 if isinstance(error, BadInput) else error.exit_code)
+        # If several processes fail at once for the same reason, the first one reports it and ends
+        # the others, which takes a while where processes share cores. The loss of a process is not
+        # the reason: the lost one reports that.
+        late = 1.0 if isinstance(error, PeerLost) else 0.0
+        time.sleep(late + (0.0 if found.rank == 0 else min(0.5 + 0.1 * found.rank, 3.0)))
+        if isinstance(error, Stopped):
+            report(error)
+        elif isinstance(error, KeyboardInterrupt):
+            print("error: interrupted", file=sys.stderr, flush=True)
+        else:
+            text = f"\nprocess {found.rank} of {found.size} on {socket.gethostname()} failed:\n"
+            text += "".join(traceback.format_exception(kind, error, trace))
+            print(text, file=sys.stderr, flush=True)
+        if isinstance(error, Signaled):
+            time.sleep(0.2)
+            os._exit(error.exit_code)  # mpirun ends the others. Abort would print its own message
+        code = error.exit_code if isinstance(error, Stopped) else 1
+        found.end(130 if isinstance(error, KeyboardInterrupt) else code)
+
+    sys.excepthook = hook
+
+
+def report(error: Exception) -> None:
+    """Print the text of an error to the standard error.
+
+    After SIGTERM, to that of mpirun: Open MPI's sends SIGTERM to processes that it is about to kill
+    and discards their output. If it writes to a file, its next output could take the place of the
+    text, which is therefore printed in the usual way as well.
+    """
+    if isinstance(error, Signaled) and error.signal == signal.SIGTERM:
+        try:
+            parent = Path("/proc") / str(os.getppid())
+            if (parent / "comm").read_text().strip() in ("mpirun", "mpiexec", "prterun"):
+                with (parent / "fd" / "2").open("a") as stderr:
+                    print(f"error: {error}", file=stderr, flush=True)
+                    in_file = stat.S_ISREG(os.fstat(stderr.fileno()).st_mode)
+                if not in_file:
+                    return
+        except OSError:  # not Linux, or a socket
+            pass
+    print(f"error: {error}", file=sys.stderr, flush=True)
+
+
+def choose_device(wanted: str, local_rank: int) -> torch.device:
+    """The device of a name. "auto" is GPU number local rank modulo the number of GPUs, or the CPU.
+
+    Raises ValueError for a device that is unknown to torch or not present.
+    """
+    choices = "use auto, cpu, cuda or cuda:INDEX"
+    gpus = torch.cuda.device_count()
+    if wanted == "auto":
+        wanted = "cuda" if gpus else "cpu"
+    if wanted == "cpu":
+        return torch.device("cpu")
+    kind, _, number = wanted.partition(":")
+    if kind != "cuda" or (number and not number.isdecimal()):
+        raise ValueError(f"device={wanted}: {choices}")
+    if gpus == 0:
+        raise ValueError(f"device={wanted}: use cpu; no GPU is visible to torch")
+    index = int(number) if number else local_rank % gpus
+    if index >= gpus:
+        raise ValueError(f"device={wanted}: use cuda:0 to cuda:{gpus - 1}, the GPUs present")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)

@@ -1,0 +1,232 @@
+"""Runs side by side as one HTML page, with curves that can be zoomed.
+
+The page has Plotly's script in it and asks no server. Its content security policy forbids it.
+"""
+
+import html
+import json
+import math
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from powergossip.runs.figures import line_style, wide_range
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+    from powergossip.runs.compare import Section
+
+# Only what is in the page itself: its scripts and styles, and images that the scripts make.
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "img-src data: blob:; base-uri 'none'; form-action 'none'"
+)
+STYLE = """
+body { font-family: system-ui, sans-serif; margin: 2rem auto; max-width: 92rem; padding: 0 1rem;
+       color: #222; background: #fff; line-height: 1.4; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.15rem; margin-top: 2.5rem; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 0.85rem; }
+th, td { padding: 0.3rem 0.6rem; text-align: right; border-bottom: 1px solid #ddd;
+         white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+.line { display: inline-block; width: 1.6rem; margin-right: 0.5rem; vertical-align: middle;
+        border-top-width: 3px; }
+.plot { height: 30rem; margin: 1rem 0; }
+.hint { color: #555; font-size: 0.85rem; }
+"""
+CONFIG = {
+    "displaylogo": False,
+    "responsive": True,
+    "showSendToCloud": False,
+    "modeBarButtonsToRemove": ["sendChartToCloud", "select2d", "lasso2d"],
+}
+PANELS = ("epoch", "megabytes", "seconds")
+GAP = 0.06  # between panels, as a fraction of the width
+_DASHES = {"-": "solid", "--": "dash", ":": "dot"}  # of matplotlib → of Plotly
+_BORDERS = {"-": "solid", "--": "dashed", ":": "dotted"}  # → of CSS
+
+
+def available() -> bool:
+    """Whether Plotly, which has the script, is installed."""
+    return find_spec("plotly") is not None
+
+
+def write(sections: "Sequence[Section]", path: Path) -> None:
+    """Write the page. Plotly must be installed, see `available`."""
+    from plotly.offline import get_plotlyjs
+
+    path.write_text(document(sections, get_plotlyjs()), encoding="utf-8")
+
+
+def document(sections: "Sequence[Section]", script: str) -> str:
+    """Return the text of the page. `script` is Plotly's."""
+    parts = [_section(section, f"plot{i}") for i, section in enumerate(sections, 1)]
+    runs = sum(len(group.runs) for section in sections for group in section.groups)
+    title = f"{runs} run{'' if runs == 1 else 's'} side by side"
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>{STYLE}</style>
+<script>{script}</script>
+</head>
+<body>
+<h1>{title}</h1>
+<p class="hint">Drag to zoom, double-click to go back. A click on a name in the legend hides its
+curves, a double click the others.</p>
+{"".join(parts)}</body>
+</html>
+"""
+
+
+def _section(section: "Section", name: str) -> str:
+    header, *lines = section.table()
+    labels = section.labels()
+    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
+    body = "".join(
+        f"<tr><td>{_key(i)}{html.escape(labels[i])}</td>"
+        + "".join(f"<td>{html.escape(cell)}</td>" for cell in line)
+        + "</tr>\n"
+        for i, line in enumerate(lines)
+    )
+    plot = figure(section.bands(), section.metric.label, section.metric.step, section.logarithmic())
+    return f"""<h2>{html.escape(section.title)}</h2>
+<p>{html.escape(section.note())}</p>
+<div class="scroll"><table>
+<thead><tr><th></th>{head}</tr></thead>
+<tbody>
+{body}</tbody>
+</table></div>
+<div class="plot" id="{name}"></div>
+<script>Plotly.newPlot("{name}", {_json(plot["data"])}, {_json(plot["layout"])},
+{_json(CONFIG)});</script>
+"""
+
+
+def _key(index: int) -> str:
+    """The line of a group in the figure, before its name."""
+    color, style = line_style(index)
+    return f'<span class="line" style="border-top-style:{_BORDERS[style]};color:{color}"></span>'
+
+
+def figure(
+    bands: "Mapping[str, DataFrame]", y: str, step: str = "epoch", log_y: bool = False
+) -> dict[str, Any]:
+    """Return Plotly's data and layout, with the panels of figures.side_by_side."""
+    sent = any((band["megabytes"] > 0).any() for band in bands.values())
+    panels = [panel for panel in PANELS if sent or panel != "megabytes"]
+    titles = {"epoch": step, "megabytes": "sent by worker 0 (MB)", "seconds": "seconds"}
+    names = {"epoch": f"By {step}", "megabytes": "By data sent", "seconds": "By time"}
+    width = (1 + GAP) / len(panels) - GAP
+    axis = {"showline": True, "linecolor": "#888", "gridcolor": "#e5e5e5", "zeroline": False}
+    layout: dict[str, Any] = {
+        "paper_bgcolor": "#fff",
+        "plot_bgcolor": "#fff",
+        "hovermode": "closest",
+        "margin": {"l": 70, "r": 20, "t": 60, "b": 60},
+        "legend": {"orientation": "h", "y": -0.18, "yanchor": "top", "x": 0},
+        "annotations": [],
+    }
+    data: list[dict[str, Any]] = []
+    for i, panel in enumerate(panels):
+        suffix = "" if i == 0 else str(i + 1)
+        left = i * (width + GAP)
+        wide = panel == "megabytes" and wide_range(bands)
+        layout[f"xaxis{suffix}"] = axis | {
+            "domain": [left, left + width],
+            "anchor": f"y{suffix}",
+            "title": {"text": titles[panel]},
+            "type": "log" if wide else "linear",
+        }
+        layout[f"yaxis{suffix}"] = axis | {
+            "anchor": f"x{suffix}",
+            "type": "log" if log_y else "linear",
+            **({"title": {"text": html.escape(y, quote=False)}} if i == 0 else {"matches": "y"}),
+        }
+        layout["annotations"].append(
+            {
+                "text": names[panel],
+                "x": left + width / 2,
+                "y": 1.02,
+                "xref": "paper",
+                "yref": "paper",
+                "xanchor": "center",
+                "yanchor": "bottom",
+                "showarrow": False,
+                "font": {"size": 14},
+            }
+        )
+        for index, (label, band) in enumerate(bands.items()):
+            shown = band[band["megabytes"] > 0] if panel == "megabytes" else band
+            for trace in _traces(shown, panel, step, index, label, log_y):
+                shows = trace["showlegend"] and i == 0  # a name once for all panels
+                place = {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}", "showlegend": shows}
+                data.append(trace | place)
+    return {"data": data, "layout": layout}
+
+
+def _traces(
+    band: "DataFrame", panel: str, step: str, index: int, label: str, log_y: bool
+) -> list[dict[str, Any]]:
+    """The line of a group in a panel, and its band."""
+    color, style = line_style(index)
+    x, mean, deviation = (band[column].tolist() for column in (panel, "mean", "deviation"))
+    common = {
+        "type": "scatter",
+        "x": x,
+        "legendgroup": f"group{index}",
+        "name": html.escape(label, quote=False),  # Plotly reads some tags in names
+    }
+    traces = []
+    if any(math.isfinite(value) for value in deviation):
+        edge = common | {
+            "mode": "lines",
+            "line": {"width": 0, "color": color},
+            "showlegend": False,
+            "hoverinfo": "skip",
+        }
+        pairs = list(zip(mean, deviation, strict=True))
+        # A logarithmic axis has no place for values that are not positive.
+        lower = [m / 100 if log_y and m <= d else m - d for m, d in pairs]
+        fill = f"rgba({', '.join(str(int(color[i : i + 2], 16)) for i in (1, 3, 5))}, 0.2)"
+        traces = [
+            edge | {"y": lower},
+            edge | {"y": [m + d for m, d in pairs], "fill": "tonexty", "fillcolor": fill},
+        ]
+    at = f"{step} %{{customdata:.4g}}"
+    if panel != "epoch":
+        at += f", %{{x:.4g}} {'MB' if panel == 'megabytes' else 's'}"
+    spread = [f" ± {d:.2g}" if math.isfinite(d) else "" for d in deviation]
+    traces.append(
+        common
+        | {
+            "y": mean,
+            "mode": "lines+markers" if len(x) <= 25 else "lines",
+            "line": {"color": color, "dash": _DASHES[style], "width": 2},
+            "marker": {"size": 5},
+            "showlegend": True,
+            "text": spread,
+            "customdata": band["epoch"].tolist(),
+            "hovertemplate": f"%{{y:.4g}}%{{text}}<br>{at}",
+        }
+    )
+    return traces
+
+
+def _json(value: Any) -> str:
+    """JSON for a script: without numbers that JSON lacks, and without the end of a script."""
+    return json.dumps(_finite(value), allow_nan=False).replace("<", "\\u003c")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

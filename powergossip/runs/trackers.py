@@ -1,0 +1,339 @@
+"""Experiment trackers: TensorBoard, Weights & Biases and MLflow receive the rows of metrics.jsonl.
+
+A scalar is named by the row's name and tags, accuracy/split-test/worker-0. Its step, an integer, is
+1000 · epoch. The rows of an epoch are passed on together. Each step also has the
+scalars `epoch`, `bits`, `messages` and `seconds` of its last row, except in TensorBoard. The
+configuration becomes the parameters of the run.
+
+A resumed run continues the same run of the tracker, whose identity is in info.json. Steps that the
+tracker has already are kept as they are.
+
+Trackers read their own environment variables: WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY, WANDB_DIR,
+WANDB_NAME; MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, MLFLOW_EXPERIMENT_ID. Without them, the
+project or experiment is PROJECT, the run has the name of the output folder, the files of Weights &
+Biases are in that folder, and MLflow uses its own default store.
+"""
+
+import math
+import os
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from powergossip.checks import BadValue
+
+PROJECT = "powergossip"
+AXES = ("epoch", "bits", "messages", "seconds")
+_MLFLOW_BATCH = {"metrics": 1000, "params": 100}  # largest sizes of a request
+_MLFLOW_VALUE = 6000  # characters of a parameter
+
+Row = tuple[str, Mapping[str, float]]  # name of the scalar; value, epoch, bits, messages, seconds
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A run that continues.
+
+    epoch  # of its last row
+    facts  # of each tracker by its name, as in info.json
+    """
+
+    epoch: float
+    facts: Mapping[str, Mapping[str, Any]]
+
+
+class Tracker(Protocol):
+    """A run in a tracker.
+
+    facts  # its identity, for info.json
+    """
+
+    facts: dict[str, Any]
+
+    def write(self, step: int, rows: Sequence[Row]) -> None:
+        """Add the rows of a step. Steps increase."""
+
+    def close(self, complete: bool) -> None:
+        """End the run."""
+
+
+Begin = Callable[[Path, Mapping[str, Any], Resumed | None], Tracker]  # config: without its types
+
+
+def scalar(name: str, tags: Mapping[str, Any]) -> str:
+    """Return the name of a row's scalar."""
+    return "/".join([name, *(f"{key}-{value}" for key, value in tags.items())])
+
+
+def step_of(values: Mapping[str, float]) -> int:
+    """Return the step of a row's scalar."""
+    return round(1000 * values.get("epoch", 0))
+
+
+def _axes(rows: Sequence[Row]) -> dict[str, float]:
+    """The values of the last row that can be a horizontal axis."""
+    _, last = rows[-1]
+    return {axis: last[axis] for axis in AXES if axis in last}
+
+
+class TensorBoard:
+    """Event files in the output folder."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], resumed: Resumed | None):
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Later events of the files there are hidden: the run repeats their epochs.
+        purge = None if resumed is None else step_of({"epoch": resumed.epoch}) + 1
+        self._writer = SummaryWriter(str(folder), purge_step=purge)
+        self.facts: dict[str, Any] = {}
+
+    def write(self, step: int, rows: Sequence[Row]) -> None:
+        for name, values in rows:
+            self._writer.add_scalar(name, values["value"], step)
+        self._writer.flush()
+
+    def close(self, complete: bool) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases. Charts have the epoch on the horizontal axis.
+
+    A resumed run has the same id. In offline mode its rows are in a further folder, which
+    `wandb sync --append` adds to the run.
+    """
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], resumed: Resumed | None):
+        import wandb
+
+        given = {} if resumed is None else resumed.facts.get("wandb", {})
+        offline = os.environ.get("WANDB_MODE") == "offline"
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=os.environ.get("WANDB_NAME", folder.resolve().name),
+            dir=os.environ.get("WANDB_DIR", str(folder.resolve())),
+            config=dict(config),
+            id=given.get("id"),
+            resume="allow" if given and not offline else None,
+            allow_val_change=True,
+            reinit="create_new",  # a run that the caller has open stays open
+        )
+        self._run.define_metric("epoch")
+        self._run.define_metric("*", step_metric="epoch")
+        self.facts = {"id": self._run.id, "url": self._run.url}
+
+    def write(self, step: int, rows: Sequence[Row]) -> None:
+        values = {name: of_row["value"] for name, of_row in rows}
+        self._run.log({**values, **_axes(rows)}, step=step, commit=True)
+
+    def close(self, complete: bool) -> None:
+        self._run.finish(exit_code=0 if complete else 1)
+
+
+class MLflow:
+    """A run of MLflow. Its time axis has the seconds of the run, without interruptions.
+
+    Parameters keep their first values, since MLflow does not change them.
+    """
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], resumed: Resumed | None):
+        import mlflow
+        from mlflow.entities import Metric, Param
+
+        self._metric = Metric
+        given = {} if resumed is None else resumed.facts.get("mlflow", {})
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or given.get("tracking_uri")
+        uri = _absolute(uri or mlflow.get_tracking_uri())
+        self._client = mlflow.MlflowClient(tracking_uri=uri)
+        if given:
+            run = self._client.get_run(given["run_id"])
+            self._client.update_run(run.info.run_id, status="RUNNING")
+        else:
+            run = self._client.create_run(
+                self._experiment(),
+                start_time=round(1000 * time.time()),
+                run_name=folder.resolve().name,
+                tags={"output_dir": str(folder.resolve())},
+            )
+        self._id, self._start = run.info.run_id, run.info.start_time
+        self._last: dict[str, int] | None = {} if given else None  # step of each metric
+        self.facts = {"run_id": self._id, "tracking_uri": uri}
+        known = run.data.params
+        self._log(
+            "params",
+            [
+                Param(key, str(value)[:_MLFLOW_VALUE])
+                for key, value in config.items()
+                if key not in known
+            ],
+        )
+
+    def _experiment(self) -> str:
+        """The id of the experiment, which is made if there is none of that name."""
+        if given := os.environ.get("MLFLOW_EXPERIMENT_ID"):
+            return given
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        found = self._client.get_experiment_by_name(name)
+        return self._client.create_experiment(name) if found is None else found.experiment_id
+
+    def write(self, step: int, rows: Sequence[Row]) -> None:
+        scalars = [(re.sub(r"[^\w\-./ ]", "_", name), values) for name, values in rows]
+        values_of_last = scalars[-1][1]
+        scalars += [
+            (axis, {**values_of_last, "value": value}) for axis, value in _axes(rows).items()
+        ]
+        self._log(
+            "metrics",
+            [
+                self._metric(name, float(values["value"]), self._milliseconds(values), step)
+                for name, values in scalars
+                if step > self._last_step(name)
+            ],
+        )
+
+    def _milliseconds(self, values: Mapping[str, float]) -> int:
+        seconds = values.get("seconds", math.nan)
+        if not math.isfinite(seconds):
+            return round(1000 * time.time())
+        return int(self._start + round(1000 * seconds))
+
+    def _last_step(self, name: str) -> float:
+        """The last step of a metric before the run was resumed."""
+        if self._last is None:
+            return -math.inf
+        if name not in self._last:
+            history = self._client.get_metric_history(self._id, name)
+            self._last[name] = max((metric.step for metric in history), default=-1)
+        return self._last[name]
+
+    def _log(self, kind: str, entities: Sequence[Any]) -> None:
+        size = _MLFLOW_BATCH[kind]
+        for first in range(0, len(entities), size):
+            self._client.log_batch(self._id, **{kind: entities[first : first + size]})
+
+    def close(self, complete: bool) -> None:
+        self._client.set_terminated(self._id, "FINISHED" if complete else "FAILED")
+
+
+def _absolute(uri: str) -> str:
+    """The address of a store, with an absolute path if it is a local database."""
+    prefix, path = "sqlite:///", uri.removeprefix("sqlite:///")
+    if uri.startswith(prefix) and not path.startswith("/"):
+        return f"{prefix}{Path(path).resolve()}"
+    return uri
+
+
+# name: class; module that it needs, with one of its names; packages for pip
+TRACKERS: dict[str, tuple[Begin, str, str, str]] = {
+    "tensorboard": (TensorBoard, "torch.utils.tensorboard", "SummaryWriter", "tensorboard"),
+    "wandb": (WeightsAndBiases, "wandb", "init", "wandb"),
+    "mlflow": (MLflow, "mlflow", "MlflowClient", "mlflow-skinny sqlalchemy alembic"),
+}
+
+
+def configured(config: Any) -> dict[str, str]:
+    """Return the trackers of a configuration: {name: its key and value, for errors}.
+
+    The key `tensorboard` is an alias. Raises BadValue for an unknown name.
+    """
+    asked = list(config.get("trackers") or [])
+    for name in asked:
+        if name not in TRACKERS:
+            raise BadValue("trackers", f"[{name}]", f"a list of {', '.join(TRACKERS)}")
+    found = {name: f"trackers=[{name}]" for name in asked}
+    if config.get("tensorboard"):
+        found = {"tensorboard": "tensorboard=true", **found}
+    return found
+
+
+def check(config: Any) -> None:
+    """Raise ValueError if a tracker of the configuration is unknown or not installed."""
+    for name, given in configured(config).items():
+        _, module, needed, package = TRACKERS[name]
+        try:
+            getattr(import_module(module), needed)  # a folder of that name is a module, too
+        except Exception as error:  # also of a broken installation
+            raise ValueError(
+                f"{given}: the package {module} cannot be imported "
+                f"({_first_line(error)}); pip install {package}, or leave the tracker out"
+            ) from error
+
+
+class Trackers:
+    """The trackers of a run.
+
+    A tracker that fails gives a warning and receives no further rows. The run goes on.
+    Raises ValueError if a tracker is not installed, or cannot begin or continue its run.
+    """
+
+    def __init__(self, folder: Path, config: Any, resumed: Resumed | None = None):
+        self._open: dict[str, Tracker] = {}
+        self._pending: list[Row] = []
+        self._step = 0
+        check(config)
+        values = {str(key): _plain(value) for key, value in config.items()}
+        for name, given in configured(config).items():
+            begin = TRACKERS[name][0]
+            try:
+                self._open[name] = begin(folder, values, resumed)
+            except Exception as error:  # each has exceptions of its own
+                self.close(complete=False)
+                raise ValueError(f"{given}: {_first_line(error)}") from error
+
+    @property
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """The identity of the run in each tracker that has one."""
+        return {name: tracker.facts for name, tracker in self._open.items() if tracker.facts}
+
+    def write(self, name: str, values: Mapping[str, float], tags: Mapping[str, Any]) -> None:
+        """Add a row. It is passed on with the others of its step."""
+        if not self._open:
+            return
+        step = step_of(values)
+        if step != self._step:
+            self.flush()
+            self._step = step
+        self._pending.append((scalar(name, tags), values))
+
+    def flush(self) -> None:
+        """Pass the pending rows on."""
+        rows, self._pending = self._pending, []
+        if rows:
+            self._each(lambda tracker: tracker.write(self._step, rows))
+
+    def close(self, complete: bool) -> None:
+        """End the run in all trackers."""
+        self.flush()
+        self._each(lambda tracker: tracker.close(complete))
+        self._open.clear()
+
+    def _each(self, action: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._open.items()):
+            try:
+                action(tracker)
+            except Exception as error:  # each has exceptions of its own
+                del self._open[name]
+                warnings.warn(
+                    f"the tracker {name} failed and receives no further rows "
+                    f"({_first_line(error)}); metrics.jsonl has them",
+                    stacklevel=4,
+                )
+
+
+def _plain(value: Any) -> Any:
+    """A value of the configuration without the types of OmegaConf."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return [_plain(entry) for entry in value]
+    return value
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

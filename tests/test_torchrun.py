@@ -1,0 +1,400 @@
+"""torchrun in place of mpirun: the same rows, bits and checkpoints; launches that nothing connects;
+signals, crashes and lost processes."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from powergossip import topologies
+from powergossip.network import (
+    Conversation,
+    Gather,
+    Mean,
+    Network,
+    Processes,
+    ToAll,
+    ToEach,
+    processes,
+    processes_of,
+)
+from powergossip.network import (
+    launch as launching,
+)
+from powergossip.network.torch_distributed import GlooChannel, GroupProcesses, check_order
+from powergossip.runs.checkpoints import Checkpoints
+from tests import launch
+
+TINY = ["task_architecture=MLP", "num_epochs=2", "max_steps_per_epoch=4", "log_verbosity=0"]
+
+# Runs that are compared between transports: arguments of train.py.
+RUNS: dict[str, list[str]] = {
+    "power-gossip": ["optimizer=power-gossip"],
+    "time-varying": ["optimizer=dpsgd", "topology=one-peer-exponential", "n_workers=4"],
+    "choco": ["optimizer=choco", "optimizer_compressor=top-k", "n_workers=4"],
+    "moniqua": ["optimizer=moniqua"],
+    "all-reduce": ["optimizer=all-reduce", "n_workers=4"],
+    "powersgd": ["optimizer=powersgd"],
+    "dgc": ["optimizer=dgc"],
+    "ef-sgd": ["optimizer=ef-sgd"],
+    "hook": ["optimizer=ddp-powersgd", "optimizer_start_iteration=2"],
+}
+DRIVER = """
+import json, sys, warnings
+import gossip_run, train
+from powergossip.runs import configuration
+warnings.simplefilter("ignore")
+
+def main(arguments):
+    for name, asked in json.loads(arguments[1]).items():
+        program = gossip_run if name == "consensus" else train
+        program.main([*asked, "--output-dir", f"{arguments[0]}/{name}"])
+
+configuration.run_entry_point(main)
+"""
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """All rows but times."""
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {key: value for key, value in row.items() if key != "seconds"}
+        for row in found
+        if row["name"] != "phase_seconds"
+    ]
+
+
+def test_rows_are_the_same_to_the_bit_and_checkpoints_resume_under_the_other(
+    tmp_path: Path,
+) -> None:
+    driver = tmp_path / "driver.py"
+    driver.write_text(DRIVER)
+    consensus = [
+        "n_workers=4",
+        "matrix_size=8",
+        "num_steps=20",
+        "algorithm=[power_gossip,sign_choco]",
+    ]
+    runs = {name: [*TINY, *changes] for name, changes in RUNS.items()}
+    runs["consensus"] = [*consensus, "hyperparameter_num_samples=3", "log_verbosity=0"]
+    half = {name: [*runs[name], "num_epochs=1"] for name in ("power-gossip", "dgc")}
+    whole = {name: [*runs[name], "resume=true"] for name in half}
+    for launcher, other in (("mpirun", "torchrun"), ("torchrun", "mpirun")):
+        for asked, by, folder in (
+            (runs, launcher, launcher),
+            (half, launcher, f"{launcher}-{other}"),
+            (whole, other, f"{launcher}-{other}"),
+        ):
+            ended = launch.python(
+                driver, tmp_path / folder, json.dumps(asked), processes=2, launcher=by
+            )
+            assert ended.returncode == 0, ended.stderr
+    for name in runs:
+        assert rows(tmp_path / "torchrun" / name) == rows(tmp_path / "mpirun" / name), name
+        information = json.loads((tmp_path / "torchrun" / name / "info.json").read_text())
+        assert name == "consensus" or information["transport"] == "gloo"
+    for folder in ("mpirun-torchrun", "torchrun-mpirun"):
+        for name in half:
+            assert rows(tmp_path / folder / name) == rows(tmp_path / "mpirun" / name), name
+
+
+# --- Launches ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variables", "arguments"),
+    [
+        ({"WORLD_SIZE": "4", "RANK": "0"}, []),
+        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "0"}, []),
+        ({"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "4"}, ["distributed_backend=mpi"]),
+        ({"SLURM_STEP_NUM_TASKS": "8"}, ["distributed_backend=gloo"]),
+        ({}, ["distributed_backend=smoke-signals"]),
+        ({}, ["distributed_backend=gloo", "distributed_init_file=new", "n_workers=2", "rank=2"]),
+    ],
+    ids=str,
+)
+def test_a_launch_of_processes_that_nothing_connects_is_bad_input(
+    variables: dict[str, str], arguments: list[str], tmp_path: Path
+) -> None:
+    for program in (["train.py"], [write_library_program(tmp_path)]):
+        if program != ["train.py"] and arguments:
+            continue
+        folder = tmp_path / "run"
+        output = ["--output-dir", str(folder)] if program == ["train.py"] else []
+        script = str(launch.ROOT / program[0])
+        ended = launch.python(script, *arguments, *output, variables=variables, cwd=tmp_path)
+        assert ended.returncode == 2
+        (line,) = ended.stderr.splitlines()
+        assert line.startswith("error: ")
+        for value in (*list(variables.values())[-1:], *arguments[-1:]):
+            assert value in line or "smoke" not in value
+        assert not folder.exists()
+
+
+def write_library_program(folder: Path) -> str:
+    script = folder / "library.py"
+    script.write_text(
+        "import torch\n"
+        "from powergossip.optimizers import GossipOptimizer\n"
+        "parameters = [torch.nn.Parameter(torch.zeros(2, 2))]\n"
+        "GossipOptimizer(torch.optim.SGD(parameters, lr=0.1), 'power-gossip')\n"
+        "print('alone')\n"
+    )
+    return str(script)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"WORLD_SIZE": "1"}, {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, {"RANK": "0"}],
+    ids=str,
+)
+def test_one_process_that_hosts_all_workers_is_no_error(
+    variables: dict[str, str], tmp_path: Path
+) -> None:
+    """Also in a script of sbatch, which has SLURM_NTASKS."""
+    arguments = [*TINY, "num_epochs=1", "n_workers=2", "--output-dir", str(tmp_path / "run")]
+    ended = launch.python("train.py", *arguments, variables=variables)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_processes_meet_in_a_file_as_in_published_drivers(tmp_path: Path) -> None:
+    driver = tmp_path / "driver.py"
+    driver.write_text(
+        "import sys, train\n"
+        "train.config['n_workers'] = 2\n"
+        "train.config['rank'] = int(sys.argv[1])\n"
+        "train.config['distributed_backend'] = 'gloo'\n"
+        "train.config['distributed_init_file'] = 'meeting'\n"
+        "for item in ('task_architecture=MLP', 'num_epochs=1', 'max_steps_per_epoch=4'):\n"
+        "    key, value = item.split('=')\n"
+        "    train.config[key] = int(value) if value.isdigit() else value\n"
+        "train.output_dir = 'run'\n"
+        "train.main()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(launch.ROOT), "OMP_NUM_THREADS": "1"}
+    commands = [[*launch.stand_in(), "driver.py", str(rank)] for rank in range(2)]
+    started = [
+        subprocess.Popen(c, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+        for c in commands
+    ]
+    for program in started:
+        _, errors = program.communicate(timeout=120)
+        assert program.returncode == 0, errors
+    information = json.loads((tmp_path / "run" / "info.json").read_text())
+    assert (information["processes"], information["transport"]) == (2, "gloo")
+
+
+# --- Signals, crashes, lost processes ------------------------------------------------------------
+
+SLOW = """
+import os, pathlib, signal, sys, time, train
+from powergossip.network import processes
+from powergossip.runs import configuration
+from powergossip.training.trainer import Trainer
+gradient, how = Trainer.gradient, sys.argv.pop(1)
+
+def slow(run, epoch, step):
+    rank = run.processes.rank
+    if run.step == 10:
+        pathlib.Path(f"process-{rank}").write_text(str(os.getpid()))
+        if rank == 1 and how == "raise":
+            raise RuntimeError("a fault of the user's own")
+        if rank == 1 and how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1 and how == "stall":
+            time.sleep(1000)
+    time.sleep(0.02)
+    return gradient(run, epoch, step)
+
+Trainer.gradient = slow
+configuration.run_entry_point(train.main)
+"""
+
+
+class Job:
+    """torchrun with three processes that train slowly, until `end`."""
+
+    def __init__(self, folder: Path, how: str):
+        (folder / "driver.py").write_text(SLOW)
+        self.folder = folder
+        words = ["driver.py", how, *TINY, "num_epochs=1000", "max_steps_per_epoch=100"]
+        words += ["--output-dir", "run"]
+        command = launch.torchrun(3, [*launch.stand_in(), *words])
+        self.program = subprocess.Popen(
+            [*launch.stand_in(), *command],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(launch.ROOT), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def at_step_10(self) -> None:
+        while len(list(self.folder.glob("process-*"))) < 3:
+            assert self.program.poll() is None, self.program.communicate()[0]
+            time.sleep(0.02)
+
+    def end(self) -> tuple[int, str, float]:
+        """Exit code, output, and seconds until the end."""
+        start = time.monotonic()
+        try:
+            text, _ = self.program.communicate(timeout=60)
+        finally:
+            self.program.kill()
+        return self.program.returncode, text, time.monotonic() - start
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_the_end_of_one_process_ends_all(how: str, tmp_path: Path) -> None:
+    job = Job(tmp_path, how)
+    job.at_step_10()
+    code, text, seconds = job.end()
+    assert code != 0
+    assert seconds < 10
+    if how == "raise":
+        assert text.count("RuntimeError: a fault of the user's own") == 1, text
+        assert 'driver.py", line' in text
+        assert "process 1 of 3" in text
+    assert Checkpoints(tmp_path / "run", Processes()).describe() is None
+    assert "resume=true" not in text
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_to_torchrun_writes_a_checkpoint(name: str, tmp_path: Path) -> None:
+    job = Job(tmp_path, "train")
+    job.at_step_10()
+    job.program.send_signal(signal.Signals[name])
+    _, text, _ = job.end()
+    last = Checkpoints(tmp_path / "run", Processes()).describe()
+    assert last is not None, text
+    assert re.search(rf"error: stopped by SIG\w+ after step {last['step']} ", text), text
+
+
+@pytest.mark.timeout(150)
+def test_sigterm_without_all_processes_gives_up(tmp_path: Path) -> None:
+    """Process 1 stalls in its code. The others wait for its message, in gloo."""
+    job = Job(tmp_path, "stall")
+    job.at_step_10()
+    time.sleep(1)
+    for rank in (0, 2):
+        os.kill(int((tmp_path / f"process-{rank}").read_text()), signal.SIGTERM)
+    code, text, seconds = job.end()
+    assert code != 0
+    assert 4 < seconds < 30  # torchrun kills process 1, which is asleep, by SIGTERM
+    assert "SIGTERM, without a checkpoint" in text
+    assert Checkpoints(tmp_path / "run", Processes()).describe() is None
+
+
+@pytest.mark.timeout(150)
+def test_uneven_steps_end_in_a_sentence(tmp_path: Path) -> None:
+    script = tmp_path / "uneven.py"
+    script.write_text(
+        "import sys, torch\n"
+        "from powergossip.network import processes\n"
+        "from powergossip.optimizers import GossipOptimizer\n"
+        "parameter = torch.nn.Parameter(torch.zeros(2, 2))\n"
+        "optimizer = GossipOptimizer(torch.optim.SGD([parameter], lr=0.1), 'power-gossip')\n"
+        "for _ in range(3 + processes().rank):\n"
+        "    optimizer.zero_grad()\n"
+        "    parameter.sum().backward()\n"
+        "    optimizer.step()\n"
+        "if sys.argv[1] == 'destroy':\n"
+        "    torch.distributed.destroy_process_group()\n"
+    )
+    ended = launch.python(script, "keep", processes=2, launcher="torchrun", timeout=60)
+    assert ended.returncode != 0
+    assert "error: process 0 is at the end of the program after 3 steps, process 1" in ended.stderr
+
+
+# --- Groups and the order of messages ------------------------------------------------------------
+
+
+def all_kinds(network: Network) -> Conversation:
+    x = torch.ones(network.rows, 5)
+    each = torch.ones(
+        network.rows, max(1, network.edges[network.round % len(network.edges)].n_out), 3
+    )
+    yield ToAll(x), Mean(x.clone())
+    yield ToEach(each)
+    yield Gather([torch.ones(int(worker)) for worker in network.workers])
+    yield Mean(x)
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("hosted", [1, 2])
+def test_batches_have_one_global_order(hosted: int) -> None:
+    """As NCCL requires, with several conversations in flight and processes without neighbors."""
+    comm = group_of_all()
+    comm.record()
+    for name in ("ring", "one-peer-exponential", "star", "round-robin"):
+        topology = topologies.make(name, hosted * comm.size)
+        channel = GlooChannel(comm, comm.group, direct=True, in_order=True)
+        network = Network(topology, comm, channel=channel)
+        other = Network(topology, comm, channel=channel)
+        for _ in range(3):
+            first, second = network.start(all_kinds(network)), other.start(all_kinds(other))
+            for _ in range(comm.rank):
+                network.progress()
+            second.finish()
+            first.finish()
+    everywhere = comm.gather(comm.batches)
+    check_order(everywhere)
+    assert len(comm.batches) > 100
+    broken = [list(batches) for batches in everywhere]
+    broken[0][3], broken[0][4] = broken[0][4], broken[0][3]
+    with pytest.raises(ValueError, match="batch 3"):
+        check_order(broken)
+
+
+_all: list[GroupProcesses] = []
+
+
+def group_of_all() -> GroupProcesses:
+    """All processes by gloo, whatever connects the tests."""
+    if isinstance(processes(), GroupProcesses):
+        return processes()  # type: ignore[return-value]
+    if not _all:
+        from powergossip.network.torch_distributed import group_under_mpi
+
+        _all.append(GroupProcesses(group_under_mpi(processes())))
+    return _all[0]
+
+
+@pytest.mark.parallel([2, 4])
+def test_processes_of_a_group_are_its_members() -> None:
+    comm = group_of_all()
+    everyone = comm.gather(comm.rank)
+    group = (
+        torch.distributed.new_group(everyone[:2], use_local_synchronization=True)
+        if (comm.rank < 2)
+        else None
+    )
+    if comm.rank < 2:
+        pair = processes_of(group)
+        assert processes_of(group) is pair
+        assert (pair.rank, pair.size) == (comm.rank, 2)
+        assert pair.gather(comm.rank) == [0, 1]
+        assert pair.sum(np.array([1.5, comm.rank])).tolist() == [3.0, 1.0]
+        assert pair.start_max(np.array([comm.rank, -comm.rank]))().tolist() == [1, 0]
+        array = np.array([comm.rank + 1.0])
+        pair.broadcast_array(array)
+        assert array.tolist() == [1.0]
+        network = Network(topologies.make("ring", 4), pair)
+        network.run(all_kinds(network))
+    assert comm.gather(None) == [None] * comm.size
+
+
+def test_only_groups_and_communicators_are_processes() -> None:
+    with pytest.raises(launching.BadInput, match="process_group=7"):
+        processes_of(7)

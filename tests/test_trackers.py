@@ -1,0 +1,339 @@
+"""Laws of trackers: they get the rows of metrics.jsonl by epoch, a resumed run continues, a tracker
+that fails does not end the run. Those that are installed are tested for real."""
+
+import json
+import struct
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+import train
+from powergossip.checks import BadValue
+from powergossip.errors import BadInput
+from powergossip.runs import metrics, trackers
+from powergossip.runs.output import Output
+from powergossip.runs.trackers import Resumed, Row, Trackers
+
+
+class Recorder:
+    """A tracker that keeps what it gets. `broken`: the call that fails."""
+
+    made: list["Recorder"] = []  # noqa: RUF012 for the test that reads it
+    broken = ""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], resumed: Resumed | None):
+        self.config, self.resumed = config, resumed
+        self.steps: list[tuple[int, Sequence[Row]]] = []
+        self.closed: bool | None = None
+        self.facts: dict[str, Any] = {"id": f"run{len(Recorder.made)}"}
+        if resumed is not None and "recorder" in resumed.facts:
+            self.facts = dict(resumed.facts["recorder"])
+        Recorder.made.append(self)
+        self._fail("init")
+
+    def _fail(self, call: str) -> None:
+        if call == Recorder.broken:
+            raise RuntimeError("no connection\nand more")
+
+    def write(self, step: int, rows: Sequence[Row]) -> None:
+        self._fail("write")
+        self.steps.append((step, rows))
+
+    def close(self, complete: bool) -> None:
+        self._fail("close")
+        self.closed = complete
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
+    monkeypatch.setitem(trackers.TRACKERS, "recorder", (Recorder, "json", "loads", "recorder"))
+    monkeypatch.setattr(Recorder, "made", [])
+    monkeypatch.setattr(Recorder, "broken", "")
+    return Recorder
+
+
+def config(*names: str, **more: Any) -> Any:
+    values = {"overwrite": False, "tensorboard": False, "trackers": list(names), "seed": 1}
+    return OmegaConf.create({**values, **more})
+
+
+def row(value: float, epoch: float) -> dict[str, float]:
+    return {
+        "value": value,
+        "epoch": epoch,
+        "bits": 8 * int(epoch),
+        "messages": 1,
+        "seconds": 2 * epoch,
+    }
+
+
+def values_in(folder: Path) -> list[float]:
+    return [json.loads(line)["value"] for line in (folder / metrics.FILE).read_text().splitlines()]
+
+
+# --- All trackers ---------------------------------------------------------------------------------
+
+
+def test_rows_of_an_epoch_are_passed_on_together(tmp_path: Path, recorder: type[Recorder]) -> None:
+    output = Output(str(tmp_path), config("recorder", task_options={"a": [1, None]}))
+    (mine,) = recorder.made
+    assert mine.config["task_options"] == {"a": [1, None]}
+    assert type(mine.config["task_options"]["a"]) is list
+    output.write("accuracy", row(0.5, 1), {"split": "test", "worker": 0})
+    output.write("loss", row(2.0, 1), {})
+    assert mine.steps == []
+    output.add_info({"state.progress": 0.5})
+    names = ["accuracy/split-test/worker-0", "loss"]
+    assert [(step, [name for name, _ in rows]) for step, rows in mine.steps] == [(1000, names)]
+    output.write("loss", row(1.0, 1.5), {})
+    output.write("loss", row(0.5, 2), {})
+    assert mine.steps[-1] == (1500, [("loss", row(1.0, 1.5))])
+    output.close("complete")
+    assert mine.steps[-1] == (2000, [("loss", row(0.5, 2))])
+    assert mine.closed is True
+    assert values_in(tmp_path) == [0.5, 2.0, 1.0, 0.5]
+
+
+@pytest.mark.parametrize("ending", ["Diverged", "Interrupted"])
+def test_a_resumed_run_is_the_same_run_of_the_tracker(
+    tmp_path: Path, recorder: type[Recorder], ending: str
+) -> None:
+    first = Output(str(tmp_path), config("recorder"))
+    first.write("loss", row(1.0, 1), {})
+    offset = first.rows.offset
+    first.write("loss", row(0.5, 2), {})
+    first.close(ending)
+    info = json.loads((tmp_path / "info.json").read_text())
+    assert info == {"trackers": {"recorder": {"id": "run0"}}, "state.ending": ending}
+    again = Output(str(tmp_path), config("recorder"), offset)
+    again.add_info({})
+    assert recorder.made[0].closed is False
+    resumed = recorder.made[1].resumed
+    assert resumed is not None
+    assert (resumed.epoch, resumed.facts) == (1.0, {"recorder": {"id": "run0"}})
+    info = json.loads((tmp_path / "info.json").read_text())
+    assert info == {"trackers": {"recorder": {"id": "run0"}}}
+    again.close()
+
+
+@pytest.mark.parametrize("broken", ["write", "close"])
+def test_a_failing_tracker_does_not_end_the_run(
+    tmp_path: Path, recorder: type[Recorder], broken: str
+) -> None:
+    recorder.broken = broken
+    output = Output(str(tmp_path), config("recorder"))
+    output.write("loss", row(1.0, 1), {})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for epoch in (2, 3):
+            output.write("loss", row(1.0, epoch), {})
+        output.close("complete")
+    (warning,) = caught
+    assert "recorder" in str(warning.message)
+    assert "no connection" in str(warning.message)
+    assert values_in(tmp_path) == [1.0, 1.0, 1.0]
+
+
+def test_a_tracker_that_cannot_begin_is_bad_input_and_changes_nothing(
+    tmp_path: Path, recorder: type[Recorder]
+) -> None:
+    Output(str(tmp_path), config("recorder")).close("complete")
+    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    recorder.broken = "init"
+    with pytest.raises(ValueError, match=r"^trackers=\[recorder\]: no connection$"):
+        Output(str(tmp_path), config("recorder", overwrite=True))
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_tensorboard_true_is_an_alias() -> None:
+    assert list(trackers.configured(config("wandb", tensorboard=True))) == ["tensorboard", "wandb"]
+    assert list(trackers.configured(config("tensorboard", tensorboard=True))) == ["tensorboard"]
+    assert trackers.configured(OmegaConf.create({"tensorboard": False})) == {}
+
+
+def test_an_unknown_tracker_is_bad_input() -> None:
+    with pytest.raises(BadValue, match=r"^trackers=\[bord\]: use a list of tensorboard, wandb"):
+        trackers.check(config("bord"))
+
+
+@pytest.mark.parametrize(
+    ("key", "module", "package"),
+    [
+        ("tensorboard=true", "torch.utils.tensorboard", "tensorboard"),
+        ("trackers=[tensorboard]", "torch.utils.tensorboard", "tensorboard"),
+        ("trackers=[wandb]", "wandb", "wandb"),
+        ("trackers=[mlflow]", "mlflow", "mlflow"),
+    ],
+)
+def test_a_missing_package_is_bad_input_before_data_are_loaded(
+    key: str, module: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)  # the import then fails
+    monkeypatch.setattr("powergossip.tasks.make", None)
+    folder = tmp_path / "run"
+    with pytest.raises(BadInput) as caught:
+        train.main(["n_workers=2", key, "--output-dir", str(folder)])
+    assert str(caught.value).startswith(f"{key}: ")
+    assert f"pip install {package}" in str(caught.value)
+    assert not folder.exists()
+
+
+def test_an_empty_folder_of_the_name_is_no_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights & Biases itself makes a folder `wandb`, which Python can import."""
+    (tmp_path / "no_tracker").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    mine = (Recorder, "no_tracker", "init", "no-tracker")
+    monkeypatch.setitem(trackers.TRACKERS, "mine", mine)
+    with pytest.raises(ValueError, match="pip install no-tracker"):
+        trackers.check(config("mine"))
+
+
+# --- Each tracker ---------------------------------------------------------------------------------
+
+
+def steps_in_tensorboard(folder: Path, name: str) -> list[tuple[int, float]]:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    accumulator = accumulators.EventAccumulator(str(folder))
+    accumulator.Reload()
+    return [(scalar.step, scalar.value) for scalar in accumulator.Scalars(name)]
+
+
+def test_tensorboard_gets_the_scalars_of_a_resumed_run_once(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    log = Trackers(tmp_path, config("tensorboard"))
+    for epoch in (1, 1.5, 2):
+        log.write("accuracy", row(epoch / 4, epoch), {"split": "test", "worker": 0})
+    log.close(complete=False)
+    log = Trackers(tmp_path, config("tensorboard"), Resumed(1.5, {}))
+    log.write("accuracy", row(0.75, 2), {"split": "test", "worker": 0})
+    log.close(complete=True)
+    scalars = steps_in_tensorboard(tmp_path, "accuracy/split-test/worker-0")
+    assert scalars == [(1000, 0.25), (1500, 0.375), (2000, 0.75)]
+
+
+TINY = ["n_workers=2", "task_architecture=MLP", "max_steps_per_epoch=2", "num_epochs=3",
+        "checkpoint_interval=1", "log_verbosity=0", "learning_rate=0.05"]  # fmt: skip
+
+
+class Killed(BaseException):
+    """The end of a run, as by a signal."""
+
+
+def killed_and_resumed(folder: Path, tracker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train two epochs and a part of the rows of the third, then resume."""
+    arguments = [*TINY, f"trackers=[{tracker}]", "--output-dir", str(folder)]
+    write_row = train.log_metric
+
+    def log_metric(name: str, values: Mapping[str, float], tags: Mapping[str, Any]) -> None:
+        if name == "phase_seconds" and values["epoch"] == 3:
+            raise Killed
+        write_row(name, values, tags)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "log_metric", log_metric)
+        with pytest.raises(Killed):
+            train.main(arguments)
+    assert json.loads((folder / "info.json").read_text())["state.ending"] == "Killed"
+    train.main([*arguments, "resume=true"])
+
+
+def accuracies(folder: Path) -> list[float]:
+    rows = metrics.select_rows(metrics.load(folder), "accuracy", split="test_avg")
+    return [float(value) for value in rows["value"]]
+
+
+@pytest.mark.slow
+def test_mlflow_keeps_a_run_in_a_local_database(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
+    store = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    folder = tmp_path / "run"
+    killed_and_resumed(folder, "mlflow", monkeypatch)
+    client = mlflow.MlflowClient(tracking_uri=store)
+    (run,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "run")
+    assert run.data.params["optimizer"] == "power-gossip"
+    assert run.data.params["learning_rate"] == "0.05"
+    rows = metrics.select_rows(metrics.load(folder), "accuracy", split="test_avg")
+    measured = client.get_metric_history(run.info.run_id, "accuracy/split-test_avg")
+    assert [(m.step, m.value) for m in measured] == list(
+        zip([1000, 2000, 3000], accuracies(folder), strict=True)
+    )
+    elapsed = [(m.timestamp - run.info.start_time) / 1000 for m in measured]
+    assert elapsed[:2] == pytest.approx(rows["seconds"].tolist()[:2], abs=1e-2)
+    for axis in ("epoch", "bits", "seconds"):
+        steps = [m.step for m in client.get_metric_history(run.info.run_id, axis)]
+        assert steps == [1000, 2000, 3000]
+    assert "uncompressed_gossip_bits" in run.data.metrics
+
+
+def records(file: Path) -> list[Any]:
+    """The records in a file of an offline run of Weights & Biases.
+
+    The file is a log of LevelDB, with blocks of 32 KiB after 7 bytes: a record is in one part or
+    several, each with checksum (4 bytes), length (2) and kind (1: whole, 2: first, 4: last).
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, at, parts, found = file.read_bytes(), 7, b"", []
+    while at + 7 <= len(content):
+        if 32768 - at % 32768 < 7:  # the rest of a block is empty
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, at)
+        parts += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            found.append(Record.FromString(parts))
+            parts = b""
+    return found
+
+
+def history(file: Path, name: str) -> dict[int, float]:
+    """The values of a scalar by step."""
+    found = {}
+    for record in records(file):
+        if record.WhichOneof("record_type") == "history":
+            items = {
+                item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                for item in record.history.item
+            }
+            if name in items:
+                found[record.history.step.num] = items[name]
+    return found
+
+
+@pytest.mark.slow
+def test_wandb_keeps_a_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part after a resume has a folder of its own, with the same id."""
+    pytest.importorskip("wandb.sdk", reason="the extra wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    folder = tmp_path / "run"
+    killed_and_resumed(folder, "wandb", monkeypatch)
+    identity = json.loads((folder / "info.json").read_text())["trackers"]["wandb"]["id"]
+    first, second = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
+    assert first.name == second.name == f"run-{identity}.wandb"
+    expected = dict(zip([1000, 2000, 3000], accuracies(folder), strict=True))
+    assert history(first, "accuracy/split-test_avg") == pytest.approx(expected)
+    assert history(second, "accuracy/split-test_avg") == {3000: pytest.approx(expected[3000])}
+    assert history(first, "epoch") == {1000: 1, 2000: 2, 3000: 3}
+    assert set(history(first, "bits")) == set(history(first, "seconds")) == {1000, 2000, 3000}
+    (run,) = [r.run for r in records(first) if r.WhichOneof("record_type") == "run"]
+    config = {update.key: json.loads(update.value_json) for update in run.config.update}
+    assert (config["optimizer"], config["learning_rate"]) == ("power-gossip", 0.05)
+    assert (run.project, run.display_name) == ("powergossip", "run")
+    exits = [r.exit.exit_code for r in records(first) if r.WhichOneof("record_type") == "exit"]
+    assert exits in ([1], [])
