@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -29,7 +30,12 @@ from powergossip.network import (
 from powergossip.network import (
     launch as launching,
 )
-from powergossip.network.torch_distributed import GlooChannel, GroupProcesses, check_order
+from powergossip.network.torch_distributed import (
+    GlooChannel,
+    GroupProcesses,
+    NCCLChannel,
+    check_order,
+)
 from powergossip.runs.checkpoints import Checkpoints
 from tests import launch
 
@@ -163,6 +169,53 @@ def test_one_process_that_hosts_all_workers_is_no_error(
     arguments = [*TINY, "num_epochs=1", "n_workers=2", "--output-dir", str(tmp_path / "run")]
     ended = launch.python("train.py", *arguments, variables=variables)
     assert ended.returncode == 0, ended.stderr
+
+
+ASKS = """
+import os, sys
+import torch.distributed as dist
+from powergossip.network import processes
+
+how = sys.argv[1]
+if how == "initialized":
+    rank, file = int(sys.argv[2]), os.path.abspath("of-the-user")
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+comm = processes("gloo" if how == "gloo" else "auto")
+assert comm.gather(comm.rank) == [0, 1]
+if comm.rank == 0:
+    print(how, comm.size, comm.transport)
+"""
+
+
+@pytest.mark.timeout(200)
+def test_the_launcher_decides(tmp_path: Path) -> None:
+    """torchrun comes before the variables of an mpirun that started it. A group that the program
+    has made is used. With distributed_backend=gloo, so are mpirun and the variables of torch."""
+    script = tmp_path / "asks.py"
+    script.write_text(ASKS)
+    of_mpirun = {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"}
+    ended = launch.python(script, "torchrun", processes=2, launcher="torchrun", variables=of_mpirun)
+    assert ended.stdout.split() == ["torchrun", "2", "gloo"], ended.stderr
+    ended = launch.python(script, "gloo", processes=2)
+    assert ended.stdout.split() == ["gloo", "2", "gloo"], ended.stderr
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    for how in ("initialized", "gloo"):
+        variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        programs = [
+            subprocess.Popen(
+                [*launch.stand_in(), str(script), how, str(rank)],
+                cwd=tmp_path,
+                env={**os.environ, "PYTHONPATH": str(launch.ROOT), "OMP_NUM_THREADS": "1"}
+                | ({**variables, "RANK": str(rank)} if how == "gloo" else {}),
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        first, _ = [program.communicate(timeout=100)[0] for program in programs]
+        assert first.split() == [how, "2", "gloo"]
 
 
 def test_processes_meet_in_a_file_as_in_published_drivers(tmp_path: Path) -> None:
@@ -333,13 +386,18 @@ def all_kinds(network: Network) -> Conversation:
 
 @pytest.mark.parallel([2, 4])
 @pytest.mark.parametrize("hosted", [1, 2])
-def test_batches_have_one_global_order(hosted: int) -> None:
-    """As NCCL requires, with several conversations in flight and processes without neighbors."""
-    comm = group_of_all()
+@pytest.mark.parametrize("kind", ["gloo", "nccl"])
+def test_batches_have_one_global_order(hosted: int, kind: str) -> None:
+    """As NCCL requires, with several conversations in flight and processes without neighbors. Also
+    with the program of NCCL's channel, in a group of gloo's."""
+    comm, cpu = group_of_all(), torch.device("cpu")
+    channel: Any = GlooChannel(comm, comm.group, direct=True, in_order=True)
+    if kind == "nccl":
+        channel = NCCLChannel(comm, comm.torch_group("gloo"), cpu)
     comm.record()
     for name in ("ring", "one-peer-exponential", "star", "round-robin"):
         topology = topologies.make(name, hosted * comm.size)
-        channel = GlooChannel(comm, comm.group, direct=True, in_order=True)
+        check_sums(Network(topology, comm, channel=channel))
         network = Network(topology, comm, channel=channel)
         other = Network(topology, comm, channel=channel)
         for _ in range(3):
@@ -355,6 +413,48 @@ def test_batches_have_one_global_order(hosted: int) -> None:
     broken[0][3], broken[0][4] = broken[0][4], broken[0][3]
     with pytest.raises(ValueError, match="batch 3"):
         check_order(broken)
+
+
+def check_sums(network: Network) -> None:
+    """Messages of the channel have the right values."""
+    own = torch.tensor(network.workers, dtype=torch.float32)[:, None]
+
+    def conversation() -> Conversation:
+        mean, received = yield Mean(own.clone()), ToAll(own)
+        assert mean.tolist() == [[(network.n_workers - 1) / 2]]
+        there = network.neighbors >= 0
+        assert (received[..., 0][there] == network.neighbors[there]).all()
+        pieces = yield Gather([worker.repeat(int(worker)) for worker in own])
+        assert [len(piece) for piece in pieces] == list(range(network.n_workers))
+
+    network.run(conversation())
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("hosted", [1, 2])
+def test_the_all_reduce_of_the_library_agrees_to_rounding(hosted: int) -> None:
+    """Also in float64 and for messages that are sent again. Its cost is counted like ours."""
+    comm = processes()
+    topology = topologies.make("ring", hosted * comm.size)
+    own, native = Network(topology), Network(topology, all_reduce="native")
+    for dtype in (torch.float32, torch.float64):
+        random = torch.Generator().manual_seed(0)
+        values = torch.randn(topology.n_workers, 1001, generator=random, dtype=dtype)
+        x = values[own.workers.start : own.workers.stop].clone()
+        for step in (1, 2):
+            means: list[torch.Tensor] = []
+
+            def conversation(
+                x: torch.Tensor = x, means: list[torch.Tensor] = means
+            ) -> Conversation:
+                means.append((yield Mean(x)).clone())
+
+            for network in (own, native):
+                network.run(conversation())
+            torch.testing.assert_close(means[0], means[1])
+            torch.testing.assert_close(means[0][0], step * values.mean(0))
+            x *= 2
+    assert own.bits.tolist() == native.bits.tolist()
 
 
 _all: list[GroupProcesses] = []

@@ -208,16 +208,18 @@ class _AllReduce:
     """
 
     def __init__(self, communicator: Any, tensor: Tensor):
-        from mpi4py.util.dtlib import from_numpy_dtype
+        from mpi4py import MPI
 
-        numpy_dtype = torch.zeros(0, dtype=tensor.dtype).numpy().dtype
-        self._communicator, self._datatype = communicator, from_numpy_dtype(numpy_dtype)
-        self._memory = _memory(tensor)
+        if tensor.dtype == torch.bfloat16:
+            raise ValueError('all_reduce=native: MPI has no bfloat16, use "own"')
+        datatype = MPI.Datatype.fromcode(torch.zeros(0, dtype=tensor.dtype).numpy().dtype.char)
+        self._communicator = communicator
+        self._message = [_memory(tensor), tensor.numel(), datatype]
 
     def start(self) -> None:
         from mpi4py import MPI
 
-        self._communicator.Allreduce(MPI.IN_PLACE, [self._memory, self._datatype])
+        self._communicator.Allreduce(MPI.IN_PLACE, self._message)
 
     def test(self) -> bool:
         return True

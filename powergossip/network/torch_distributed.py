@@ -365,7 +365,10 @@ class GlooChannel:
 
 
 class NCCLChannel:
-    """Messages by NCCL, between processes that have a GPU each."""
+    """Messages by NCCL, between processes that have a GPU each.
+
+    With a group of gloo's and the CPU it works too, for tests: `wait` then waits for the messages.
+    """
 
     name = "nccl"
     direct = stream_ordered = True
@@ -374,7 +377,8 @@ class NCCLChannel:
         self._processes, self._group = processes, group
         # NCCL connects all processes in the first operation, in which all must take part.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
-        torch.cuda.current_stream(device).synchronize()
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
     def requests(
         self, incoming: Pieces, outgoing: Pieces, tag: int = 0, once: bool = False
