@@ -519,6 +519,6 @@ def test_without_plotly_a_page_is_bad_input(
 
 def test_keys_that_may_change_on_resume_make_no_difference() -> None:
     """Apart from those that a run is compared by: its length, and what its time depends on."""
-    compared_by = {"num_epochs", "device", "cuda_aware"}
+    compared_by = {"num_epochs", "device", "cuda_aware", "data_processes", "distributed_backend"}
     assert set(FREE_TO_CHANGE) - compared_by <= compare.WITHOUT_EFFECT
     assert set(train.config) >= compare.WITHOUT_EFFECT

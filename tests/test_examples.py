@@ -103,7 +103,7 @@ def runs() -> Iterator[Any]:
         yield pytest.param(name, PROCESSES, id=f"{name}-together", marks=marks)
 
 
-@pytest.mark.parametrize(("name", "processes"), runs())
+@pytest.mark.parametrize(("name", "processes"), list(runs()))
 def test_an_example_learns(name: str, processes: int | None) -> None:
     shown = EXAMPLES[name]
     # Four processes that import torch on a busy machine take long.
