@@ -14,9 +14,10 @@ activate := source .venv/bin/activate
 
 # Tests: first all for one process, on all cores; then those for several, under one mpirun each.
 process_counts := 2 3 4 8
-# Some are repeated with torch.distributed in place of MPI.
+# Some are repeated with torch.distributed in place of MPI. (PyTorch's hooks use it in any case.)
 of_torch_distributed := $(addprefix tests/test_,$(addsuffix .py,\
-	algorithms ddp_hooks dgc error_feedback gossip_optimizer layouts network powersgd sign_sgd torchrun))
+	algorithms dgc error_feedback gossip_hook gossip_optimizer layouts model_averager network \
+	powersgd sign_sgd torchrun training_loops))
 pytest_on_all_cores := python -m pytest -n auto --maxprocesses 8 --dist worksteal
 test_environment := export OMP_NUM_THREADS=1; { [ -t 1 ] || export PY_COLORS=0; }
 run_tests = $(activate) && $(test_environment) && failed= && \

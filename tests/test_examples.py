@@ -44,6 +44,7 @@ EXAMPLES = {
         r"accuracy of the mean model: (\d+\.\d)%",
         alone=r"^sent by each worker: 0\.0 kB$",
         together=r"^sent by each worker: 1073\.3 kB$",  # as gossip.py
+        slow=True,
     ),
     "huggingface_module.py": Shown(
         r"accuracy of the mean model: (\d+\.\d)%",

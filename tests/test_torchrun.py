@@ -4,6 +4,7 @@ signals, crashes and lost processes."""
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -46,11 +47,9 @@ RUNS: dict[str, list[str]] = {
     "power-gossip": ["optimizer=power-gossip"],
     "time-varying": ["optimizer=dpsgd", "topology=one-peer-exponential", "n_workers=4"],
     "choco": ["optimizer=choco", "optimizer_compressor=top-k", "n_workers=4"],
-    "moniqua": ["optimizer=moniqua"],
     "all-reduce": ["optimizer=all-reduce", "n_workers=4"],
     "powersgd": ["optimizer=powersgd"],
     "dgc": ["optimizer=dgc"],
-    "ef-sgd": ["optimizer=ef-sgd"],
     "hook": ["optimizer=ddp-powersgd", "optimizer_start_iteration=2"],
 }
 DRIVER = """
@@ -91,24 +90,26 @@ def test_rows_are_the_same_to_the_bit_and_checkpoints_resume_under_the_other(
     ]
     runs = {name: [*TINY, *changes] for name, changes in RUNS.items()}
     runs["consensus"] = [*consensus, "hyperparameter_num_samples=3", "log_verbosity=0"]
-    half = {name: [*runs[name], "num_epochs=1"] for name in ("power-gossip", "dgc")}
-    whole = {name: [*runs[name], "resume=true"] for name in half}
+    resumed = ("power-gossip", "dgc")
+    runs |= {f"{name}, half": [*runs[name], "num_epochs=1"] for name in resumed}
+    for launcher in ("mpirun", "torchrun"):
+        ended = launch.python(
+            driver, tmp_path / launcher, json.dumps(runs), processes=2, launcher=launcher
+        )
+        assert ended.returncode == 0, ended.stderr
     for launcher, other in (("mpirun", "torchrun"), ("torchrun", "mpirun")):
-        for asked, by, folder in (
-            (runs, launcher, launcher),
-            (half, launcher, f"{launcher}-{other}"),
-            (whole, other, f"{launcher}-{other}"),
-        ):
-            ended = launch.python(
-                driver, tmp_path / folder, json.dumps(asked), processes=2, launcher=by
-            )
-            assert ended.returncode == 0, ended.stderr
+        folder = tmp_path / f"{launcher}-{other}"
+        for name in resumed:
+            shutil.copytree(tmp_path / launcher / f"{name}, half", folder / name)
+        whole = {name: [*runs[name], "resume=true"] for name in resumed}
+        ended = launch.python(driver, folder, json.dumps(whole), processes=2, launcher=other)
+        assert ended.returncode == 0, ended.stderr
     for name in runs:
         assert rows(tmp_path / "torchrun" / name) == rows(tmp_path / "mpirun" / name), name
         information = json.loads((tmp_path / "torchrun" / name / "info.json").read_text())
         assert name == "consensus" or information["transport"] == "gloo"
     for folder in ("mpirun-torchrun", "torchrun-mpirun"):
-        for name in half:
+        for name in resumed:
             assert rows(tmp_path / folder / name) == rows(tmp_path / "mpirun" / name), name
 
 
@@ -325,7 +326,7 @@ def test_the_end_of_one_process_ends_all(how: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
 def test_a_signal_to_torchrun_writes_a_checkpoint(name: str, tmp_path: Path) -> None:
     job = Job(tmp_path, "train")
     job.at_step_10()
