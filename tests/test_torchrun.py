@@ -108,9 +108,9 @@ def test_rows_are_the_same_to_the_bit_and_checkpoints_resume_under_the_other(
         assert rows(tmp_path / "torchrun" / name) == rows(tmp_path / "mpirun" / name), name
         information = json.loads((tmp_path / "torchrun" / name / "info.json").read_text())
         assert name == "consensus" or information["transport"] == "gloo"
-    for folder in ("mpirun-torchrun", "torchrun-mpirun"):
+    for both in ("mpirun-torchrun", "torchrun-mpirun"):
         for name in resumed:
-            assert rows(tmp_path / folder / name) == rows(tmp_path / "mpirun" / name), name
+            assert rows(tmp_path / both / name) == rows(tmp_path / "mpirun" / name), name
 
 
 # --- Launches ------------------------------------------------------------------------------------

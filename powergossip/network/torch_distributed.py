@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 # Gloo closes a connection when a wait times out, and processes may compute for hours.
 _FOREVER = timedelta(days=365)
-_PARTING = 2.0  # seconds
+_PARTING = timedelta(seconds=2)
 _LONGEST = 2**30  # bytes of a message
 _NOTICE = TOKEN + 1  # the tag of notices that a process has come to a meeting
 
@@ -99,11 +99,9 @@ class GroupProcesses(Processes):
 
         A connection that this process closes can take its last messages with it.
         """
+        # Not in another thread: the interpreter must not end while one waits in a library.
         with suppress(RuntimeError):
-            farewell = self.submit([self.group.barrier()])
-            end = time.monotonic() + _PARTING
-            while not farewell.is_known() and time.monotonic() < end:
-                time.sleep(0.002)
+            self.group.barrier().wait(_PARTING)
 
     def torch_group(self, backend: str) -> dist.ProcessGroup:
         """A group of the same processes for PyTorch's own use. All processes call it."""
@@ -254,6 +252,8 @@ class GroupProcesses(Processes):
         _wait(notices)
         for process, array in theirs.items():
             check(process, array)
+        if patience and self._listener is not None:  # the end of the program
+            self._listener.join(_PARTING.total_seconds())
 
     def end(self, code: int) -> NoReturn:
         sys.stdout.flush()
