@@ -46,6 +46,7 @@ T = TypeVar("T")
 # Gloo closes a connection when a wait times out, and processes may compute for hours.
 _FOREVER = timedelta(days=365)
 _PARTING = timedelta(seconds=2)
+_DROPPING = 0.1  # seconds
 _LONGEST = 2**30  # bytes of a message
 _NOTICE = TOKEN + 1  # the tag of notices that a process has come to a meeting
 
@@ -102,6 +103,9 @@ class GroupProcesses(Processes):
         # Not in another thread: the interpreter must not end while one waits in a library.
         with suppress(RuntimeError):
             self.group.barrier().wait(_PARTING)
+        # Gloo's threads drop the arrays of the last messages only after `wait` has returned. For
+        # that they need the interpreter, whose end would abort them.
+        time.sleep(_DROPPING)
 
     def torch_group(self, backend: str) -> dist.ProcessGroup:
         """A group of the same processes for PyTorch's own use. All processes call it."""
