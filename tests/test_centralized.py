@@ -282,7 +282,7 @@ def test_bad_input_names_the_key(changes: dict[str, Any], message: str) -> None:
 
 
 def test_the_residual_is_whole_in_a_step_of_several_batches() -> None:
-    """What an aggregation leaves is added once, beside the mean of the batches."""
+    """The residual of an aggregation is added once, beside the mean of the batches."""
 
     class KeepsAll:
         owns_momentum = clips = False

@@ -366,7 +366,7 @@ class Group:
 
     @property
     def label(self) -> str:
-        """What differs from other groups, in short."""
+        """The differences from other groups, in short."""
         parts = []
         for key, value in self.differs.items():
             short = next((key.removeprefix(p) for p in OPTIONS if key.startswith(p)), key)
