@@ -31,12 +31,8 @@ from powergossip.network import (
 from powergossip.network import (
     launch as launching,
 )
-from powergossip.network.torch_distributed import (
-    GlooChannel,
-    GroupProcesses,
-    NCCLChannel,
-    check_order,
-)
+from powergossip.network.torch_channels import GlooChannel, NCCLChannel, check_order
+from powergossip.network.torch_distributed import GroupProcesses
 from powergossip.runs.checkpoints import Checkpoints
 from tests import launch
 
@@ -394,7 +390,7 @@ def test_batches_have_one_global_order(hosted: int, kind: str) -> None:
     """As NCCL requires, with several conversations in flight and processes without neighbors. Also
     with the program of NCCL's channel, in a group of gloo's."""
     comm, cpu = group_of_all(), torch.device("cpu")
-    channel: Any = GlooChannel(comm, comm.group, direct=True, in_order=True)
+    channel: Any = GlooChannel(comm, direct=True, in_order=True)
     if kind == "nccl":
         channel = NCCLChannel(comm, comm.torch_group("gloo"), cpu)
     comm.record()
@@ -468,7 +464,7 @@ def group_of_all() -> GroupProcesses:
     if isinstance(processes(), GroupProcesses):
         return processes()  # type: ignore[return-value]
     if not _all:
-        from powergossip.network.torch_distributed import group_under_mpi
+        from powergossip.network.torch_groups import group_under_mpi
 
         _all.append(GroupProcesses(group_under_mpi(processes())))
     return _all[0]

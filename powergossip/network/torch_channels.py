@@ -1,0 +1,295 @@
+"""Messages by torch.distributed: gloo, or NCCL between GPUs.
+
+Rules of NCCL, which has no tags and orders messages by stream. They hold for gloo, too, so that
+`check_order` can test them without a GPU:
+
+- Point-to-point operations are issued in batches (batch_isend_irecv). A batch holds all messages of
+  one step of a conversation. It uses the communicator and the stream of its group.
+- All processes issue their batches in one global order: that of the program, which is the same in
+  all of them. A process without messages in a step issues an empty batch.
+- Later steps of an all-reduce are issued together with the first one, since the stream orders them.
+  (On gloo and MPI they are issued when the first one is complete, with a tag of their own.)
+- Nothing else uses the group. Agreements of the processes have a group of gloo's, PyTorch's DDP has
+  its own.
+- The first operation of a group is a collective one, of all its processes.
+- The host does not wait for messages: they are ordered with kernels by the current stream.
+- Empty messages are left out, and long ones are split.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from powergossip.errors import PeerLost
+from powergossip.network.processes import Pieces, Requests
+
+if TYPE_CHECKING:
+    from powergossip.network.torch_distributed import GroupProcesses
+
+_LONGEST = 2**30  # bytes of a message
+
+# Messages that a process starts at once: tag, and bytes from and to each other process.
+Batch = tuple[int, dict[int, int], dict[int, int]]
+
+
+def check_order(batches: Sequence[Sequence[Batch]]) -> None:
+    """Check that all processes have issued their batches in one global order, as NCCL requires.
+
+    batches  # [process][index], see `GroupProcesses.batches`
+
+    The batches of an index belong together: what one process sends is what the other receives.
+    Raises ValueError for the first batch that differs.
+    """
+    lengths = [len(of_process) for of_process in batches]
+    if len(set(lengths)) > 1:
+        raise ValueError(f"the processes have issued {lengths} batches; all must issue as many")
+    for index, of_all in enumerate(zip(*batches, strict=True)):
+        for process, (tag, _, sent) in enumerate(of_all):
+            for other, size in sent.items():
+                if (tag, size) != (of_all[other][0], of_all[other][1].get(process)):
+                    raise ValueError(
+                        f"batch {index}: process {process} sends {size} bytes to {other} with tag "
+                        f"{tag}, which receives {of_all[other][1]} with tag {of_all[other][0]}"
+                    )
+            for other in of_all[process][1]:
+                if process not in of_all[other][2]:
+                    raise ValueError(f"batch {index}: process {other} sends nothing to {process}")
+
+
+class Octets:
+    """The messages of a batch as bytes, without those that are empty.
+
+    received_bytes, sent_bytes  # by process
+    """
+
+    def __init__(self, incoming: Pieces, outgoing: Pieces):
+        self.incoming, self.outgoing = _split(incoming), _split(outgoing)
+        self.received_bytes = _sizes(self.incoming)
+        self.sent_bytes = _sizes(self.outgoing)
+
+
+def _sizes(messages: Sequence[tuple[list[Tensor], int]]) -> dict[int, int]:
+    sizes: dict[int, int] = {}
+    for (octets,), process in messages:
+        sizes[process] = sizes.get(process, 0) + octets.numel()
+    return sizes
+
+
+def _split(pieces: Pieces) -> list[tuple[list[Tensor], int]]:
+    """([bytes], process) for each message."""
+    messages: list[tuple[list[Tensor], int]] = []
+    for process, rows in pieces:
+        assert rows.is_contiguous(), "a message must be contiguous"
+        octets = rows.detach().view(-1).view(torch.uint8)
+        messages += [([part], process) for part in octets.split(_LONGEST) if part.numel()]
+    return messages
+
+
+class GlooChannel:
+    """Messages by gloo. It transfers them in a thread of its own.
+
+    in_order: start all steps of an all-reduce at once and wait for them, as NCCL's stream does.
+    """
+
+    name = "gloo"
+
+    def __init__(
+        self,
+        processes: "GroupProcesses",
+        direct: bool,
+        in_order: bool = False,
+    ):
+        self._processes = processes
+        self.direct, self.stream_ordered = direct, in_order
+
+    def requests(
+        self, incoming: Pieces, outgoing: Pieces, tag: int = 0, once: bool = False
+    ) -> Requests:
+        return GlooMessages(self._processes, incoming, outgoing, tag)
+
+    def all_reduce(self, tensor: Tensor) -> Requests:
+        return _AllReduce(self._processes, lambda: self._processes.group.allreduce([tensor]))
+
+
+class NCCLChannel:
+    """Messages by NCCL, between processes that have a GPU each.
+
+    With a group of gloo's and the CPU it works too, for tests: `wait` then waits for the messages.
+    """
+
+    name = "nccl"
+    direct = stream_ordered = True
+
+    def __init__(self, processes: "GroupProcesses", group: dist.ProcessGroup, device: torch.device):
+        self._processes, self._group = processes, group
+        # NCCL connects all processes in the first operation, in which all must take part.
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+    def requests(
+        self, incoming: Pieces, outgoing: Pieces, tag: int = 0, once: bool = False
+    ) -> Requests:
+        return _NCCLBatch(self._processes, self._group, incoming, outgoing)
+
+    def all_reduce(self, tensor: Tensor) -> Requests:
+        def start() -> Any:
+            return dist.all_reduce(tensor, group=self._group, async_op=True)
+
+        return _AllReduce(self._processes, start)
+
+
+class GlooMessages:
+    """Messages by gloo, which reports the completion of a message only to who waits for it."""
+
+    def __init__(
+        self,
+        processes: "GroupProcesses",
+        incoming: Pieces,
+        outgoing: Pieces,
+        tag: int,
+    ):
+        self._processes, self._tag = processes, tag
+        self._batch = Octets(incoming, outgoing)
+        self._works: list[dist.Work] = []
+        self._outcome: Outcome | None = None
+
+    def start(self) -> None:
+        self._processes.started(self._batch, self._tag)
+        tag, group = self._tag, self._processes.group
+        self._outcome = None
+        with connected():
+            self._works = [
+                *(group.recv(octets, process, tag) for octets, process in self._batch.incoming),
+                *(group.send(octets, process, tag) for octets, process in self._batch.outgoing),
+            ]
+
+    def test(self) -> bool:
+        if self._outcome is None:
+            self._outcome = self._processes.submit(self._works)
+        return self._outcome.is_known()
+
+    def wait(self) -> None:
+        if self._outcome is None:
+            wait_for(self._works)
+        else:
+            self._outcome.wait()
+
+
+class _NCCLBatch:
+    """Messages by NCCL."""
+
+    def __init__(
+        self,
+        processes: "GroupProcesses",
+        group: dist.ProcessGroup,
+        incoming: Pieces,
+        outgoing: Pieces,
+    ):
+        self._processes, self._batch = processes, Octets(incoming, outgoing)
+        self._operations = [
+            dist.P2POp(operation, octets, group=group, group_peer=process)
+            for operation, messages in (
+                (dist.irecv, self._batch.incoming),
+                (dist.isend, self._batch.outgoing),
+            )
+            for (octets,), process in messages
+        ]
+        self._works: list[dist.Work] = []
+
+    def start(self) -> None:
+        self._processes.started(self._batch, 0)
+        self._works = dist.batch_isend_irecv(self._operations) if self._operations else []
+
+    def test(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> None:
+        wait_for(self._works)
+
+
+class _AllReduce:
+    """The library's own all-reduce."""
+
+    def __init__(self, processes: "GroupProcesses", start: Callable[[], Any]):
+        self._processes, self._start = processes, start
+        self._batch = Octets([], [])
+
+    def start(self) -> None:
+        self._processes.started(self._batch, 0)
+        self._work = self._start()
+
+    def test(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self) -> None:
+        wait_for([self._work])
+
+
+def wait_for(works: Sequence[dist.Work]) -> None:
+    with connected():
+        for work in works:
+            work.wait()
+
+
+@contextmanager
+def connected() -> Iterator[None]:
+    """Errors of torch.distributed mean that another process has ended."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise PeerLost(f"the connection to another process is lost ({reason})") from error
+
+
+class Outcome:
+    """The end of some messages for which a thread waits."""
+
+    def __init__(self, works: Sequence[dist.Work]):
+        self._works = works
+        self._end = threading.Event()
+        self._error: PeerLost | None = None
+
+    def run(self) -> None:
+        try:
+            wait_for(self._works)
+        except PeerLost as error:
+            self._error = error
+        self._end.set()
+
+    def is_known(self) -> bool:
+        return self._end.is_set()
+
+    def wait(self) -> None:
+        self._end.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class Waiters:
+    """Threads that wait for messages, as many as wait at the same time.
+
+    One thread for all would not do: messages may end in another order than they were tested.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._idle = threading.Semaphore(0)
+
+    def submit(self, works: Sequence[dist.Work]) -> Outcome:
+        outcome = Outcome(works)
+        self._tasks.put(outcome)
+        if not self._idle.acquire(blocking=False):
+            threading.Thread(target=self._serve, daemon=True).start()
+        return outcome
+
+    def _serve(self) -> None:
+        while True:
+            self._tasks.get().run()
+            self._idle.release()

@@ -1,0 +1,121 @@
+"""Groups of torch.distributed, and how their processes find each other."""
+
+import atexit
+import fcntl
+import os
+import socket
+import struct
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from powergossip.network.processes import Processes
+
+_START = timedelta(minutes=10)  # in which all processes must have started
+_made: tuple[int, int, str] | None = None  # rank, size, backend of the default group, if made here
+
+
+def start_group(backend: str = "gloo", **options: Any) -> dist.ProcessGroup:
+    """Make the default group, see torch.distributed.init_process_group, and destroy it at exit."""
+    global _made
+    ours = sys.excepthook
+    dist.init_process_group(backend, timeout=_START, **options)
+    # PyTorch's excepthook would capture the output of ours until ours returns. It never returns: it
+    # ends all processes, and the reason would be lost.
+    sys.excepthook = ours
+    group = dist.group.WORLD
+    assert group is not None
+    _made = group.rank(), group.size(), backend
+    return group
+
+
+def group_of_launcher() -> dist.ProcessGroup:
+    """The default group, which the first call makes from the variables of torchrun."""
+    if dist.is_initialized():
+        group = dist.group.WORLD
+        assert group is not None
+        return group
+    use_interface_to(os.environ.get("MASTER_ADDR", ""))
+    return start_group()
+
+
+def group_under_mpi(processes: Processes, backend: str = "gloo") -> dist.ProcessGroup:
+    """The default group for processes of MPI, or for this process alone. Collective."""
+    wanted = processes.rank, processes.size, backend
+    if dist.is_initialized() and _made not in (None, wanted):
+        _end()
+    if not dist.is_initialized():
+        return start_group(backend, store=_store(processes), rank=wanted[0], world_size=wanted[1])
+    if _made is None:
+        there = dist.get_rank(), dist.get_world_size()
+        if there != wanted[:2]:
+            raise ValueError(
+                f"torch.distributed is in use as process {there[0]} of {there[1]}, where MPI has "
+                f"{processes.rank} of {processes.size}; "
+                f"call torch.distributed.destroy_process_group() first"
+            )
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+@atexit.register
+def _end() -> None:
+    """Destroy the default group if it was made here."""
+    global _made
+    if _made is not None and dist.is_initialized():
+        dist.destroy_process_group()
+    _made = None
+
+
+def _store(processes: Processes) -> dist.TCPStore:
+    """The store in which processes find each other's addresses; process 0 serves it."""
+    store = None
+    address = "", 0
+    if processes.rank == 0:
+        alone = processes.local_size == processes.size
+        host = "127.0.0.1" if alone else address_towards("192.0.2.1")
+        store = dist.TCPStore(host, 0, processes.size, is_master=True, wait_for_workers=False)
+        address = host, store.port
+    host, port = processes.broadcast(address)
+    return store or dist.TCPStore(host, port, processes.size, is_master=False)
+
+
+def address_towards(host: str) -> str:
+    """This host's address as another host sees it. 192.0.2.1, an address for documentation, finds
+    that of the default route."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # nothing is sent
+            return str(probe.getsockname()[0])
+        except OSError:
+            return socket.gethostname()
+
+
+def use_interface_to(host: str) -> None:
+    """Make gloo use the network interface that leads to a host, unless GLOO_SOCKET_IFNAME is set.
+
+    By itself it uses the address of this host's name, which is often that of no network.
+    """
+    if not host or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    own = address_towards(host)
+    for name, address in _interfaces():
+        if address == own or (own.startswith("127.") and address == "127.0.0.1"):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+            return
+
+
+def _interfaces() -> Iterator[tuple[str, str]]:
+    """Network interfaces with an IPv4 address (Linux)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
+            except OSError:
+                continue
+            yield name, socket.inet_ntoa(answer[20:24])
