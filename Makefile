@@ -13,7 +13,7 @@ PORT ?= 8000
 activate := source .venv/bin/activate
 
 # Tests: first all for one process, on all cores; then those for several, under one mpirun each.
-process_counts := 2 3 4 8
+process_counts := 2 4 8
 # Some are repeated with torch.distributed in place of MPI. (PyTorch's hooks use it in any case.)
 of_torch_distributed := $(addprefix tests/test_,$(addsuffix .py,\
 	algorithms dgc error_feedback gossip_hook gossip_optimizer layouts model_averager network \
@@ -42,12 +42,13 @@ setup: ## make .venv, once
 train: setup ## train with eight MPI processes; NP=4, ARGS="key=value …"
 	@$(activate) && mpirun -np $(NP) python train.py $(ARGS)
 
-test: setup ## the tests, in minutes: laws, programs, and 2, 3, 4 and 8 MPI processes
+test: setup ## the tests, in minutes: laws, programs, and 2, 4 and 8 MPI processes
 	@$(call run_tests,parallel[match] and not slow)
 
 test-quick: setup ## laws of every registry, no MPI processes, no programs: while you work
 	@$(activate) && $(test_environment) && $(pytest_on_all_cores) --quick -m 'parallel[match]'
 
+test-all: process_counts += 3
 test-all: setup trackers ## all tests, also every case of the long tables: before a release
 	@$(call run_tests,parallel[match])
 

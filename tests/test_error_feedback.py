@@ -288,7 +288,12 @@ def test_momentum_before_an_identity_is_sgd(nesterov: bool) -> None:
 
 @pytest.mark.parametrize(
     ("name", "before"),
-    [(n, False) for n in ("top-k", "random-k", "random-block", "svd", "qsgd")] + [("top-k", True)],
+    [
+        ("top-k", False),
+        ("top-k", True),
+        ("random-block", False),
+        *(pytest.param(n, False, marks=pytest.mark.slow) for n in ("random-k", "svd", "qsgd")),
+    ],
 )
 def test_every_compressor_learns(name: str, before: bool) -> None:
     """Across a change of the learning rate. The accuracy of a guess is 0.1."""

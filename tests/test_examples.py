@@ -31,6 +31,7 @@ EXAMPLES = {
         # 240 steps of all-reduces, 2 · 3/4 · 4 bytes per element: 2 · (rows + columns) of each
         # matrix, and all biases: 240 · 1.5 · 4 · (2 · (192 + 256 + 138) + 266)
         together=r"^sent by each worker: 2070\.7 kB$",
+        slow=True,
     ),
     "gossip.py": Shown(
         r"accuracy of the mean model: (\d+\.\d)%",

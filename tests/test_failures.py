@@ -305,7 +305,9 @@ def test_an_exception_in_one_process_ends_all(tmp_path: Path) -> None:
     assert "After 1 epoch" not in ended.stdout
 
 
-@pytest.mark.parametrize("optimizer", ["power-gossip", "ddp-powersgd"])
+@pytest.mark.parametrize(
+    "optimizer", ["power-gossip", pytest.param("ddp-powersgd", marks=pytest.mark.slow)]
+)
 def test_a_diverging_run_stops_and_keeps_the_rows_before(tmp_path: Path, optimizer: str) -> None:
     """The second epoch has a huge learning rate; all workers diverge at about the same time."""
     ended = launch.python(

@@ -285,6 +285,7 @@ def cluster() -> Iterator[slurm.Cluster]:
         yield started
 
 
+@pytest.mark.slow
 @needs_venv
 def test_a_job_of_slurm_is_requeued_and_resumes(cluster: slurm.Cluster, tmp_path: Path) -> None:
     """scancel sends the signal as Slurm does before a time limit, which is a minute at least."""
