@@ -624,22 +624,26 @@ def task(kind):
         return nn.Linear(4, 1)
     def loss(outputs, targets):
         if kind == "loss": raise ValueError("bad loss")  # line of the loss
+        if kind == "bf16" and outputs.dtype == torch.bfloat16:
+            outputs.detach().numpy()  # line of the bf16
         return outputs.mean()
     return Datasets(Broken(kind), Broken(kind), model=model, loss=loss)
 """
 
 
 @pytest.mark.parametrize("processes", [0, 1])
-@pytest.mark.parametrize("kind", ["file", "model", "loss", "sample"])
+@pytest.mark.parametrize("kind", ["file", "model", "loss", "sample", "bf16"])
 def test_errors_in_the_users_code_keep_their_traceback(
     module: Callable[..., str], tmp_path: Path, kind: str, processes: int
 ) -> None:
-    """Not BadInput, although some are ValueErrors; and no file is written."""
+    """Not BadInput, although some are ValueErrors; and no file is written. One is an error in the
+    precision of the run only."""
     import traceback
 
     name = module(BROKEN)
     changes = [f"task_options.kind={kind}", f"data_processes={processes}", "--output-dir", "out"]
-    with pytest.raises((UserCodeError, KeyError)) as caught:
+    changes += ["precision=bf16"] * (kind == "bf16")
+    with pytest.raises((UserCodeError, KeyError, TypeError)) as caught:
         train.main([*TINY, f"task={name}:task", *changes])
     shown = "".join(traceback.format_exception(caught.value))
     assert f"# line of the {kind}" in shown
