@@ -106,7 +106,7 @@ def test_a_line_has_the_end_and_the_best_epoch_of_a_run(tmp_path: Path) -> None:
 
 
 def test_seeds_are_a_mean_and_a_standard_deviation(tmp_path: Path) -> None:
-    """Of 0.5, 0.6 and 0.7: 60 ± 10 %. The best epochs may differ."""
+    """The values 0.5, 0.6 and 0.7 give 60 ± 10 %. The best epochs may differ."""
     folders = [
         write_run(tmp_path / "1", (0.9, 0.5, 0.5), seed=1),
         write_run(tmp_path / "2", (0.1, 0.8, 0.6), seed=2),
@@ -424,7 +424,7 @@ def test_the_figure_has_a_line_and_a_band_for_each_group(
 
 
 class Parts(HTMLParser):
-    """What a browser makes of a page: tags, attributes and the text of cells."""
+    """The parts of a page as a browser parses it: tags, attributes and the text of cells."""
 
     def __init__(self) -> None:
         super().__init__()

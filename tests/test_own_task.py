@@ -162,7 +162,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def global_state() -> tuple[Any, ...]:
-    """Of the generators of Python, torch and NumPy."""
+    """The states of the generators of Python, torch and NumPy."""
     of_numpy = np.random.get_state(legacy=False)
     assert isinstance(of_numpy, dict)
     return random.getstate(), torch.get_rng_state().tolist(), of_numpy["state"]["key"].tolist()
