@@ -35,9 +35,10 @@ def check_sizes(sizes: Sequence[tuple[int, Mapping[Any, int]]], task: str) -> No
 def check_first_batch(task: Task, config: Any, worker: int, device: torch.device) -> MainMetric:
     """Train a model with the first batch of a worker, and evaluate it on a few more.
 
-    The precisions are those of the run. The model is a new one, and is discarded. Raises ValueError unless the loss is a finite scalar
-    with a gradient, all metrics are finite numbers, and the main metric is one of them. Returns
-    the main metric.
+    The precision is that of the run. The model is a new one, and is discarded.
+
+    Raises ValueError unless the loss is a finite scalar with a gradient, all metrics are finite
+    numbers, and the main metric is one of them. Returns the main metric.
     """
     name = f"task={config.task}"
     model = task.model(config.task_architecture, config.seed)
