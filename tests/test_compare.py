@@ -17,6 +17,7 @@ import yaml
 import train
 from powergossip.errors import BadInput
 from powergossip.runs import compare, page
+from powergossip.runs.compare.groups import WITHOUT_EFFECT
 from powergossip.runs.metrics import FILE, MetricsLog
 from powergossip.training.resuming import FREE_TO_CHANGE
 
@@ -520,5 +521,5 @@ def test_without_plotly_a_page_is_bad_input(
 def test_keys_that_may_change_on_resume_make_no_difference() -> None:
     """Apart from those that a run is compared by: its length, and what its time depends on."""
     compared_by = {"num_epochs", "device", "cuda_aware", "data_processes", "distributed_backend"}
-    assert set(FREE_TO_CHANGE) - compared_by <= compare.WITHOUT_EFFECT
-    assert set(train.config) >= compare.WITHOUT_EFFECT
+    assert set(FREE_TO_CHANGE) - compared_by <= WITHOUT_EFFECT
+    assert set(train.config) >= WITHOUT_EFFECT
