@@ -191,6 +191,8 @@ def test_without_a_mean_model_the_mean_over_workers_counts(tmp_path: Path) -> No
     (section,) = compared(folder)
     cells = columns(section)
     assert (cells["final"], cells["worst worker"]) == (["57.50"], ["52.50"])
+    assert "mean model" not in section.note()
+    assert "mean model" in compared(folder, write_run(tmp_path / "b"))[0].note()
 
 
 def test_the_metric_of_a_task_is_the_one_recorded(tmp_path: Path) -> None:
@@ -198,8 +200,11 @@ def test_the_metric_of_a_task_is_the_one_recorded(tmp_path: Path) -> None:
     (section,) = compared(write_run(tmp_path / "a", name="f1_error", info=own))
     assert section.metric == compare.Metric("f1_error", "test", larger=True)
     assert columns(section)["best"] == ["0.7500"]
-    (section,) = compared(write_run(tmp_path / "b", name="f1_error"), metric="f1_error")
-    assert columns(section)["best"] == ["0.5000"]
+    for name in ("f1_error", "mse", "RMSE", "val_mae"):
+        (section,) = compared(write_run(tmp_path / name, name=name), metric=name)
+        assert columns(section)["best"] == ["0.5000"]
+    (section,) = compared(write_run(tmp_path / "b", name="certainty"), metric="certainty")
+    assert columns(section)["best"] == ["0.7500"]
 
 
 def test_runs_with_different_metrics_have_tables_of_their_own(tmp_path: Path) -> None:
@@ -323,6 +328,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("a --output a", "--output=a"),
         ("a --output file", "--output=file"),
         ("a --output file/x.md", "file/x.md"),
+        ("a --output x.jpg", "--output=x.jpg"),
     ],
 )
 def test_bad_input_is_a_sentence_and_writes_nothing(runs: Path, arguments: str, named: str) -> None:
@@ -362,12 +368,12 @@ def test_a_folder_gets_a_table_a_figure_and_a_page(
         assert all(cell in shown for cell in line)
 
 
-@pytest.mark.parametrize("name", ["x.txt", "x.md", "x.svg", "x.png", "x.pdf"])
+@pytest.mark.parametrize("name", ["x.txt", "x.md", "x.svg", "x.PNG", "x.pdf"])
 def test_the_suffix_of_a_file_is_its_format(runs: Path, name: str) -> None:
     compare.main(["a", "b", "--output", f"new/{name}"])
     content = (runs / "new" / name).read_bytes()
     begins = {".svg": b"<?xml", ".png": b"\x89PNG", ".pdf": b"%PDF"}
-    assert content.startswith(begins.get(Path(name).suffix, b"Test accuracy"))
+    assert content.startswith(begins.get(Path(name).suffix.lower(), b"Test accuracy"))
 
 
 def test_figures_of_several_metrics_have_a_file_each(runs: Path) -> None:

@@ -146,9 +146,10 @@ class DatasetTask:
         batches = [tuple(range(i, min(i + size, n_samples))) for i in range(0, n_samples, size)]
         targets = []
         for batch in self._loader.in_order(Request("train", samples, 0) for samples in batches):
-            if not isinstance(batch, (tuple, list)) or not isinstance(batch[-1], Tensor):
+            last = batch[-1] if isinstance(batch, (tuple, list)) and batch else None
+            if not isinstance(last, Tensor) or last.ndim != 1:
                 return None
-            targets.append(batch[-1])
+            targets.append(last)
         return torch.cat(targets)
 
     def _held_out(self, labels: Tensor | None, size: int) -> np.ndarray:
@@ -375,7 +376,7 @@ class DatasetTask:
             Request(self._data[split], samples[i], torch_seed(0, "evaluation", i)) for i in missing
         )
         for i in chosen:
-            batch = self._kept.get((split, i))
+            batch = _copied(self._kept.get((split, i)))  # a model may change its inputs in place
             if batch is None:
                 batch = next(loaded)
                 if split != "train":
@@ -392,7 +393,7 @@ class DatasetTask:
         if size <= self._room:
             self._room -= size
             # Copies, since a tensor of another process holds an open file.
-            self._kept[place] = tuple(tensor.clone() for tensor in batch)
+            self._kept[place] = _copied(batch)
 
     def _weight(self, targets: Any, samples: int) -> float:
         """The weight of a batch in the mean over all."""
@@ -473,8 +474,16 @@ def _moved(batch: Any, device: torch.device) -> Any:
         return batch.to(device)
     if isinstance(batch, Mapping):
         return {key: _moved(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):  # a named tuple
-        return type(batch)(*(_moved(value, device) for value in batch))
     if isinstance(batch, (tuple, list)):
-        return type(batch)(_moved(value, device) for value in batch)
+        return _like(batch, [_moved(value, device) for value in batch])
     return batch
+
+
+def _copied(batch: Any) -> Any:
+    """A copy of a sequence of tensors. None of None."""
+    return None if batch is None else _like(batch, [tensor.clone() for tensor in batch])
+
+
+def _like(batch: Any, values: list[Any]) -> Any:
+    """These values in a sequence of the same type: a list, a tuple, or a named tuple."""
+    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -61,6 +62,8 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def mean_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     """The mean squared error. outputs: [*], or [*, 1]. targets: floating-point numbers [*]."""
+    if outputs.dtype in (torch.bfloat16, torch.float16):  # of autocast: targets are not rounded
+        outputs = outputs.float()
     return functional.mse_loss(_like(outputs, targets), targets.to(outputs.dtype))
 
 

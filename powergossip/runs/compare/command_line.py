@@ -25,6 +25,7 @@ from powergossip.runs.compare.groups import Section, sections
 from powergossip.runs.compare.output import (
     DEFAULT_FORMATS,
     FORMATS,
+    OTHER_SUFFIXES,
     STEM,
     SUFFIXES,
     markdown,
@@ -111,7 +112,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _is_folder(output: str) -> bool:
-    return Path(output).suffix not in FORMATS
+    return Path(output).suffix.lower() not in FORMATS
 
 
 def _targets(output: str | None, formats: Sequence[str]) -> list[tuple[Path, str]]:
@@ -122,7 +123,7 @@ def _targets(output: str | None, formats: Sequence[str]) -> list[tuple[Path, str
         return []
     path = Path(output)
     if not _is_folder(output):
-        form = FORMATS[path.suffix]
+        form = FORMATS[path.suffix.lower()]
         if formats and formats != [form]:
             raise BadInput(
                 f"--format={','.join(formats)}: the file {output} has the format {form}; "
@@ -131,7 +132,8 @@ def _targets(output: str | None, formats: Sequence[str]) -> list[tuple[Path, str
         if path.is_dir():
             raise BadInput(f"--output={output} is a folder; give the name of a file")
         return [(path, form)]
-    if path.exists() and not path.is_dir():
+    other = path.suffix.lower() in OTHER_SUFFIXES and not path.exists()
+    if other or (path.exists() and not path.is_dir()):
         raise BadInput(f"--output={output}: use a folder, or a file that ends in "
                        f"{', '.join(FORMATS)}")  # fmt: skip
     if is_run(path):

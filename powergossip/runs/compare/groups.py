@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -211,7 +212,13 @@ class Section:
     def note(self) -> str:
         """The meaning of the columns, in a sentence or two."""
         several = any(len(group.runs) > 1 for group in self.groups)
-        of = "" if self.metric.split is None else " of the mean model"
+        of = ""
+        if self.metric.split is not None:
+            counted = [run for group in self.groups for run in group.counted]
+            of_mean = [run.has_mean_model(self.metric) for run in counted]
+            of = " of the mean model" if any(of_mean) else ", mean over workers"
+            if any(of_mean) and not all(of_mean):
+                of += ", or mean over workers in runs that did not evaluate it"
         sent = "MB are those that worker 0 has sent."
         return (
             f"{self.title}{of}.{' Mean ± standard deviation over seeds.' if several else ''} {sent}"
@@ -241,7 +248,8 @@ def sections(
         if found:
             by_metric.setdefault(found, []).append(run)
         else:
-            warn(f"{run.name} has no rows {name or ''} of split {split}; left out")
+            named = f" {name}" if name else ""
+            warn(f"{run.name} has no rows{named} of split {split}; left out")
     if not by_metric:
         names = sorted({str(name) for run in runs for name in run.rows["name"].unique()})
         splits = sorted({str(s) for run in runs if "split" in run.rows
@@ -313,7 +321,7 @@ def _spread(values: Sequence[float], two_decimals: bool) -> str:
         return "infinite" if math.isinf(mean) else "nan"
     if len(values) == 1:
         return f"{mean:.2f}" if two_decimals else _four_digits(mean)
-    deviation = (sum((value - mean) ** 2 for value in values) / (len(values) - 1)) ** 0.5
+    deviation = statistics.stdev(values)
     if two_decimals:
         return f"{mean:.2f} ± {deviation:.2f}"
     if not 1e-3 <= abs(mean) < 1e6:

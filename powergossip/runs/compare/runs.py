@@ -3,6 +3,7 @@
 import glob
 import json
 import math
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
 PERCENT = ("accuracy", "top5_accuracy")
-SMALLER_IS_BETTER = ("entropy", "loss", "perplexity", "error", "distance", "bits", "seconds", "nll")
+# Parts of names, and words of names, of metrics that are better if they are smaller.
+SMALLER_IS_BETTER = ("entropy", "loss", "perplexity", "error", "distance", "bits", "seconds", "mse")
+SMALLER_WORDS = {"nll", "mae", "mape", "ppl", "bpc", "bpb", "wer", "cer", "ece", "brier", "fid"}
 SPLITS = {"test": "test", "valid": "validation", "train": "training"}  # with their names
 WORKERS = {"train": "train_full"}  # the tag of the workers' rows, where it is not the split
 
@@ -125,7 +128,9 @@ class Run:
         recorded = self.info.get("metric")
         if isinstance(recorded, Mapping) and recorded.get("name") == name:
             return bool(recorded.get("larger_is_better", True))
-        return not any(word in name for word in SMALLER_IS_BETTER)
+        name = name.lower()
+        words = {*re.split(r"[^a-z]+", name)}
+        return not (words & SMALLER_WORDS or any(part in name for part in SMALLER_IS_BETTER))
 
     def metric(self, name: str, split: str, larger: bool | None) -> Metric | None:
         """The metric of this name. None if the run has no such rows."""
@@ -137,6 +142,10 @@ class Run:
         tagged = "split" in rows and bool(rows["split"].notna().any())
         metric = Metric(name, split if tagged else None, larger, "step" if self.sweep else "epoch")
         return None if self.curve(metric).empty else metric
+
+    def has_mean_model(self, metric: Metric) -> bool:
+        """Whether the values of the curve are those of the mean model."""
+        return not metrics.select_rows(self.rows, metric.name, split=f"{metric.split}_avg").empty
 
     def curve(self, metric: Metric) -> "DataFrame":
         """Return the columns value, worst, megabytes and seconds, by epoch.
