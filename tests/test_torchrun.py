@@ -387,8 +387,8 @@ def all_kinds(network: Network) -> Conversation:
 @pytest.mark.parametrize("hosted", [1, 2])
 @pytest.mark.parametrize("kind", ["gloo", "nccl"])
 def test_batches_have_one_global_order(hosted: int, kind: str) -> None:
-    """As NCCL requires, with several conversations in flight and processes without neighbors. Also
-    with the program of NCCL's channel, in a group of gloo's."""
+    """NCCL requires this order. It holds with several conversations in flight and with processes
+    that have no neighbors, for gloo's channel and for the code of NCCL's in a group of gloo."""
     comm, cpu = group_of_all(), torch.device("cpu")
     channel: Any = GlooChannel(comm, direct=True, in_order=True)
     if kind == "nccl":

@@ -101,12 +101,12 @@ class GossipState:
     @property
     def bits(self) -> int:
         """Bits that this worker has sent since the start."""
-        return int(self._averaged.network.bits[0])
+        return self._averaged.bits
 
     @property
     def messages(self) -> int:
         """Messages that this worker has sent since the start."""
-        return int(self._averaged.network.messages[0])
+        return self._averaged.messages
 
     def on_bucket(self, index: int) -> None:
         """Start a step of gossip with bucket 0, the first of a backward pass; advance messages."""

@@ -188,12 +188,12 @@ class GossipOptimizer(torch.optim.Optimizer):
     @property
     def bits(self) -> int:
         """Bits that this worker has sent since the start."""
-        return int(self._averaged.network.bits[0])
+        return self._averaged.bits
 
     @property
     def messages(self) -> int:
         """Messages that this worker has sent since the start."""
-        return int(self._averaged.network.messages[0])
+        return self._averaged.messages
 
     # Steps.
 

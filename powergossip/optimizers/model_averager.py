@@ -160,7 +160,7 @@ class GossipModelAverager(ModelAverager):
     def bits(self) -> int:
         """Bits that this worker has sent since the start."""
         if self._averaged is not None:
-            return int(self._averaged.network.bits[0])
+            return self._averaged.bits
         return 0 if self._restored is None else int(self._restored["network"]["bits"][0])
 
     @contextmanager
