@@ -125,7 +125,7 @@ def test_other_commands_are_tested_elsewhere() -> None:
         "mpirun -np 8 python -m powergossip.mpi_check",
         "powergossip-compare output/a output/b",
         "torchrun --nproc-per-node 4 train.py",
-        "mpirun -np 4 python train.py task=examples.tokens:task task_options.file=README.md",
+        "mpirun -np 4 python train.py task=examples.tokens:task task_options.files='docs/*.md'",
         "mpirun -np 4 python examples/gossip.py",
         "mpirun -np 4 python examples/compressed_gradients.py",
         "make test",
