@@ -6,7 +6,6 @@ topologies themselves. Nothing is fetched when a page is read: KaTeX and its fon
 
 import sys
 from pathlib import Path
-from typing import Any
 
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -94,15 +93,8 @@ def add_title(app: Sphinx, name: str, source: list[str]) -> None:
         source[0] = f"# {name.split('/')[1]}\n\n{source[0]}"
 
 
-def parsable_signature(*arguments: Any) -> tuple[str | None, str | None]:
-    """A signature without `<factory>`, the default of a field, which Sphinx cannot parse."""
-    signature, returned = arguments[-2:]
-    return signature and signature.replace("<factory>", "..."), returned
-
-
 def setup(app: Sphinx) -> None:
     app.add_html_math_renderer("katex", (inline_equation, None), (displayed_equation, None))
     app.connect("builder-inited", generate)
     app.connect("source-read", add_title)
     app.connect("autodoc-process-docstring", docstrings.process)
-    app.connect("autodoc-process-signature", parsable_signature)
