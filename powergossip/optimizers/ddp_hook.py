@@ -38,14 +38,19 @@ from powergossip.optimizers.method import Method, as_method
 class GossipState:
     """The state of `gossip_hook`: the parameters of an optimizer and their averaging algorithm.
 
+        x_i ← G(x)_i − η u(g_i)        g_i at the parameters before G
+
+    Lian et al. (2017), arXiv:1705.09056, Algorithm 1, with an averaging algorithm G and the update
+    u of the optimizer.
+
     optimizer      a torch optimizer of the DDP module's parameters. Its `step` mixes, then updates
     method         the name of an averaging algorithm, or a `Method`, as for `GossipOptimizer`
     local_steps    gossip in every k-th step only
     message_dtype, process_group, options
                    as for `GossipOptimizer`, which has the same trajectory with overlapping=True
 
-    A step of gossip is a backward pass whose gradients DDP synchronizes. Its messages leave in the
-    hook of the first bucket, and it is finished before the next change of parameters: the
+    A step of gossip is a backward pass whose gradients DDP synchronizes. Its messages are sent in
+    the hook of the first bucket, and it is finished before the next change of parameters: the
     optimizer's step. If that is skipped, because a GradScaler found an overflow in this process, it
     is finished by the module's next forward pass. A backward pass within `no_sync()` does not
     gossip: to accumulate gradients, put all but the last one there, as for DDP without a hook.

@@ -89,7 +89,7 @@ class GossipOptimizer(torch.optim.Optimizer):
 
     All processes make the same number of steps: give them equally many batches, as torch's
     DistributedSampler does, and drop a last one that not all of them have. Otherwise the program
-    ends with a sentence, as soon as the process with fewer steps ends or calls another collective
+    ends with an error, as soon as the process with fewer steps ends or calls another collective
     method.
 
     With GradScaler, a worker with overflowing gradients skips its local update but still gossips,

@@ -39,6 +39,11 @@ from powergossip.parameters import Layout
 class GossipModelAverager(ModelAverager):
     """An averager of models by gossip with the neighbors, for torch's PostLocalSGDOptimizer.
 
+        x ← G(x)       in steps warmup_steps, warmup_steps + period, …, counted from 0
+
+    This is post-local SGD (Lin et al. 2020, arXiv:1808.07217) with an averaging algorithm G in
+    place of the mean over all workers.
+
     method         the name of an averaging algorithm, or a `Method`, as for `GossipOptimizer`
     period         steps per averaging
     warmup_steps   number of first steps without averaging
