@@ -245,6 +245,19 @@ def test_workers_that_change_their_neighbors() -> None:
     torch.testing.assert_close(everywhere(model), mean.expand(N, -1))
 
 
+def meetings_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int | None]]:
+    """The number of steps that each meeting knows: those at the exit, then those since."""
+    at_exit: list[Callable[[], int | None]] = []
+    since: list[int | None] = []
+    monkeypatch.setattr(
+        "powergossip.network.meet_at_exit", lambda processes, steps: at_exit.append(steps)
+    )
+    monkeypatch.setattr(
+        "powergossip.network.meet", lambda processes, place, steps: since.append(steps)
+    )
+    return lambda: [*(steps() for steps in at_exit), *since]
+
+
 # Layers that are unfrozen.
 
 
