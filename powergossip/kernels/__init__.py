@@ -1,8 +1,9 @@
 """Compiled loops for averaging on a CPU: one pass over memory where PyTorch's operations take many.
 
 The C files of this package are compiled when they are used for the first time, by the C compiler of
-the machine (`cc`, or $CC), and the library is kept in the user's cache. Without a compiler everything is computed by PyTorch, which
-is also the reference of the tests. `POWERGOSSIP_KERNELS=0` selects PyTorch.
+the machine (`cc`, or $CC), and the library is kept in the user's cache. Without a compiler
+everything is computed by PyTorch, which is also the reference of the tests.
+`POWERGOSSIP_KERNELS=0` selects PyTorch.
 
 All processes use the same one, see `load`: both ends of an edge must compute the same bits. The
 bits of the compiled loops depend on the source only, not on the compiler's choice of instructions:
@@ -111,7 +112,7 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-_TYPES = {
+_TYPES: dict[str, Any] = {
     "p": ctypes.c_void_p,
     "i": ctypes.c_int64,
     "u": ctypes.c_uint64,
