@@ -40,6 +40,7 @@ _FLAGS = (
     "-ffp-contract=off",
     # Nobody reads errno or the flags of exceptions. Without these, floor and sqrt are calls.
     *("-fno-math-errno", "-fno-trapping-math"),
+    "-fno-strict-aliasing",  # floats are read as integers
 )
 
 
