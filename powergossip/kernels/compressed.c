@@ -38,65 +38,108 @@ static inline void store_float(u8 *to, float value) { memcpy(to, &value, sizeof 
 
 /* ---- Levels as one little-endian string of bits. See compressors/packing.py. ---- */
 
+/* A 64-bit mask with `ones` ones at the bottom of each lane of `lane` bits. */
+static inline u64 lowest(int ones, int lane) {
+    u64 mask = 0;
+    for (int start = 0; start < 64; start += lane) mask |= (((u64)1 << ones) - 1) << start;
+    return mask;
+}
+
+/* The masks of the three steps that close or open the gaps between 8 levels in a word. */
+typedef struct {
+    u64 low[3];
+    int gap[3];
+} Steps;
+
+static inline Steps steps(int bits) {
+    Steps found;
+    for (int step = 0, half = 8; step < 3; step++, half *= 2) {
+        found.low[step] = lowest(half / 8 * bits, 2 * half);
+        found.gap[step] = half - half / 8 * bits;
+    }
+    return found;
+}
+
+static inline u64 closed(u64 word, Steps s) {
+    for (int step = 0; step < 3; step++) {
+        u64 low = word & s.low[step];
+        word = low | (word ^ low) >> s.gap[step];
+    }
+    return word;
+}
+
+static inline u64 opened(u64 word, Steps s) {
+    for (int step = 2; step >= 0; step--) {
+        u64 low = word & s.low[step];
+        word = low | (word ^ low) << s.gap[step];
+    }
+    return word;
+}
+
 /* Append `count` levels from bit `bit` on. Later bits of the last byte become 0. The levels after
    the last, up to a multiple of 8, are 0. */
 static void pack(u8 *restrict message, i64 bit, const u8 *restrict level, i64 count, int bits) {
+    if (bits == 8) {
+        memcpy(message + bit / 8, level, (size_t)count);
+        return;
+    }
     u8 *to = message + bit / 8;
-    int filled = (int)(bit % 8); /* in a string of levels of 8 bits: 0 */
-    u64 open = filled ? *to & ((1u << filled) - 1) : 0;
+    const u8 *end = message + (bit + count * bits + 7) / 8;
+    int filled = (int)(bit % 8);
+    u64 open = filled ? *to & ((1u << filled) - 1) : 0, word;
+    Steps s = steps(bits);
     for (i64 i = 0; i < count; i += 8, to += bits) {
-        u64 word = 0, eight;
-        if (bits == 1) {
-            memcpy(&eight, level + i, 8);
-            word = eight * 0x0102040810204080u >> 56;
-        } else {
-            for (int j = 0; j < 8; j++) word |= (u64)level[i + j] << bits * j;
-        }
+        memcpy(&word, level + i, 8);
+        word = bits == 1 ? word * 0x0102040810204080u >> 56 : closed(word, s);
         word = word << filled | open;
-        i64 end = smaller(8, count - i) * bits + filled;
-        if (count - i > 8) {
-            memcpy(to, &word, (size_t)bits);
-            open = filled ? word >> 8 * bits : 0;
-        } else {
-            memcpy(to, &word, (size_t)(end + 7) / 8);
-        }
+        open = word >> 8 * bits;
+        if (end - to >= 8)
+            memcpy(to, &word, 8); /* the next levels replace the last bytes */
+        else
+            for (int j = 0; to + j < end; j++) to[j] = (u8)(word >> 8 * j);
     }
 }
 
 /* The levels from bit `bit` on. Writes up to 7 levels more. */
 static void unpack(u8 *restrict level, const u8 *restrict message, i64 bit, i64 count, int bits) {
-    const u8 *from = message + bit / 8;
+    if (bits == 8) {
+        memcpy(level, message + bit / 8, (size_t)count);
+        return;
+    }
+    const u8 *from = message + bit / 8, *end = message + (bit + count * bits + 7) / 8;
     int shift = (int)(bit % 8);
-    u64 mask = (1u << bits) - 1;
+    u64 all = ((u64)1 << 8 * bits) - 1, word;
+    Steps s = steps(bits);
     for (i64 i = 0; i < count; i += 8, from += bits) {
-        i64 end = smaller(8, count - i) * bits + shift;
-        u64 word = 0;
-        memcpy(&word, from, (size_t)(end + 7) / 8);
-        word >>= shift;
-        for (int j = 0; j < 8; j++) level[i + j] = word >> bits * j & mask;
+        if (end - from >= 8) {
+            memcpy(&word, from, 8);
+        } else {
+            word = 0;
+            for (int j = 0; from + j < end; j++) word |= (u64)from[j] << 8 * j;
+        }
+        word = opened(word >> shift & all, s);
+        memcpy(level + i, &word, 8);
     }
 }
 
-/* out[i] = ± value, with the signs of the bits from `bit` on. Writes up to 7 elements more. */
+/* out[i] = ± value, with the signs of the bits from `bit` on. */
 static void signed_by_bits(float *restrict out, const u8 *message, i64 bit, i64 count, float value) {
     const u8 *from = message + bit / 8;
     int shift = (int)(bit % 8);
     i64 bytes = (shift + count + 7) / 8;
-    u8 aligned[BLOCK / 8 + 1];
+    u8 aligned[BLOCK / 8 + 1], one[BLOCK + 8]; /* bit i alone, in byte i */
     for (i64 i = 0; i < bytes - 1; i++) aligned[i] = (u8)((from[i] | from[i + 1] << 8) >> shift);
     aligned[bytes - 1] = from[bytes - 1] >> shift;
-    uint32_t positive, negative;
-    memcpy(&positive, &value, 4);
-    negative = positive ^ 0x80000000u;
-    uint32_t *words = (uint32_t *)out;
-    for (i64 i = 0; i < (count + 7) / 8; i++)
-        for (int j = 0; j < 8; j++) words[8 * i + j] = aligned[i] >> j & 1 ? positive : negative;
+    for (i64 i = 0; i < (count + 7) / 8; i++) {
+        u64 eight = (aligned[i] * 0x0101010101010101u) & 0x8040201008040201u;
+        memcpy(one + 8 * i, &eight, 8);
+    }
+    for (i64 i = 0; i < count; i++) out[i] = one[i] ? value : -value;
 }
 
 /* ---- C(v) of a few elements, for compressors that send something for every one. ---- */
 
-/* out = C(v) of the elements from … from + count − 1 of a tensor, at most BLOCK. Writes up to 7
-   elements more. */
+/* out = C(v) of the elements from … from + count − 1 of a tensor, at most BLOCK. */
 static void decode(
     const Plan *plan, const Tensor *t, const u8 *message, i64 from, i64 count, float *restrict out
 ) {
@@ -334,7 +377,7 @@ static void keep_error(const Plan *plan, const Tensor *t, const u8 *message, flo
             error[place(plan, t, message, k)] -= load_float(message + t->floats + 4 * k);
         return;
     }
-    float own[BLOCK + 8];
+    float own[BLOCK];
     for (i64 from = 0; from < t->length; from += BLOCK) {
         i64 count = smaller(BLOCK, t->length - from);
         decode(plan, t, message, from, count, own);
@@ -392,7 +435,7 @@ static void choco_row_dense(
     const Plan *plan, i64 slots, const float *rates, const u8 *message, const u8 *received,
     float *restrict x, float *restrict own, float *restrict others
 ) {
-    float q[BLOCK + 8], sum[BLOCK];
+    float q[BLOCK], sum[BLOCK];
     for (const Tensor *t = plan->tensor; t < plan->tensor + plan->tensors; t++)
         for (i64 from = 0; from < t->length; from += BLOCK) {
             i64 count = smaller(BLOCK, t->length - from);
@@ -464,7 +507,7 @@ void deepsqueeze_average(
     const Plan *plan, i64 slots, const float *rates, const u8 *message, const u8 *received,
     float *x, i64 stride
 ) {
-    float own[BLOCK + 8], c[BLOCK + 8];
+    float own[BLOCK], c[BLOCK];
     for (i64 row = 0; row < plan->rows; row++) {
         float *to = x + row * stride;
         const u8 *out = message + row * plan->bytes, *in = received + row * slots * plan->bytes;
