@@ -1,7 +1,7 @@
 """Averaging with compressed messages, and with messages modulo a bound.
 
 On a CPU, compiled loops do the same arithmetic in fewer passes over memory, where there are some
-for the compressor. See powergossip/kernels.
+for the compressor. See compiled.py.
 """
 
 from collections.abc import Mapping
@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powergossip import kernels, randomness
+from powergossip import randomness
+from powergossip.algorithms import compiled
 from powergossip.algorithms.averaging import Rate, column
-from powergossip.compressors import Codec, compiled, pack, packed_size, unpack
+from powergossip.compressors import Codec, pack, packed_size, unpack
 from powergossip.network import Conversation, Network, ToAll
 
 # Why "auto", the best rate of plain gossip, is rejected, and what to use. Measured on FashionMNIST.
@@ -43,6 +44,8 @@ class ChocoGossip:
     because the rounding errors of the sum differ from those of its terms, accumulate, and make the
     mean drift, while the copies are the same to the bit at both ends.
 
+    codec  # of the messages
+
     Raises ValueError unless γ > 0, or for a time-varying topology, where the copies of neighbors
     that are absent in some rounds would be outdated.
     """
@@ -54,7 +57,7 @@ class ChocoGossip:
             )
         rates = column(network, "diffusion_rate", diffusion_rate, _TUNED_CHOCO) * network.weights
         self._rates, self._total = rates, rates.sum(1, keepdim=True)
-        self._network, self._codec = network, codec
+        self._network, self.codec = network, codec
         self._senders, self._neighbors = network.row_workers, network.neighbors
         shape = (network.rows, codec.elements)
         self._public = torch.zeros(shape, device=network.device)  # x̂_i
@@ -66,7 +69,7 @@ class ChocoGossip:
 
     @cached_property
     def _loops(self) -> compiled.Loops | None:
-        return compiled.loops(self._network, self._codec)
+        return compiled.loops(self._network, self.codec)
 
     @cached_property
     def _difference(self) -> Tensor:
@@ -78,7 +81,7 @@ class ChocoGossip:
         if self._loops:
             yield from self._compiled_step(self._loops, x)
             return
-        codec, t = self._codec, self._steps
+        codec, t = self.codec, self._steps
         message = codec.encode(torch.sub(x, self._public, out=self._difference), t)
         received = yield ToAll(message)
         codec.add(message, self._senders, t, self._public)
@@ -119,23 +122,25 @@ class DeepSqueeze:
 
     Tang et al. (2019), arXiv:1907.07346, Algorithm 1, as an averaging step. Sends C's message to
     every neighbor. Raises ValueError unless γ > 0.
+
+    codec  # of the messages
     """
 
     def __init__(self, network: Network, codec: Codec, diffusion_rate: Rate = 1.0):
         rate = column(network, "diffusion_rate", diffusion_rate, _TUNED_DEEPSQUEEZE)
         self._rates = [rate * slots.weights for slots in network.rounds]
-        self._network, self._codec = network, codec
+        self._network, self.codec = network, codec
         self._senders = network.row_workers
         self._error = torch.zeros(network.rows, codec.elements, device=network.device)  # δ
         self._steps = 0
 
     @cached_property
     def _loops(self) -> compiled.Loops | None:
-        return compiled.loops(self._network, self._codec)
+        return compiled.loops(self._network, self.codec)
 
     def step(self, x: Tensor) -> Conversation:
         """One step of Algorithm 1."""
-        codec, t, slots = self._codec, self._steps, self._network.slots
+        codec, t, slots = self.codec, self._steps, self._network.slots
         rates = self._rates[self._network.round % len(self._rates)]
         if self._loops:
             received = yield ToAll(self._loops.encode_with_error(x, self._error, t))
@@ -202,13 +207,12 @@ class Moniqua:
         self._c = torch.zeros(shape, dtype=torch.int8, device=device)
 
     @cached_property
-    def _loops(self) -> "_MoniquaLoops | None":
-        library = kernels.load(self._network)
-        return None if library is None else _MoniquaLoops(library)
+    def _loops(self) -> compiled.MoniquaLoops | None:
+        return compiled.moniqua_loops(self._network)
 
     @cached_property
     def _scratch(self) -> tuple[Tensor, ...]:
-        """Allocating it in every step would take longer than the arithmetic."""
+        """Memory: allocating it in every step would take longer than the arithmetic."""
         return (
             *torch.zeros(2, *self._c.shape, device=self._c.device),
             *torch.zeros(2, *self._c.shape, dtype=torch.int8, device=self._c.device),
@@ -250,26 +254,3 @@ class Moniqua:
 def _third_rounded(n: Tensor, out: Tensor) -> Tensor:
     """round(n/3) for integers |n| ≤ 3, as ⌊(11 n + 16)/32⌋."""
     return torch.mul(n, 11, out=out).add_(16).bitwise_right_shift_(5)
-
-
-class _MoniquaLoops:
-    """The compiled loops of `Moniqua`. Arguments as named there."""
-
-    def __init__(self, library: kernels.Kernels):
-        self._encode = kernels.function(library, "moniqua_encode", "iiuupippp")
-        self._average = kernels.function(library, "moniqua_average", "iiipppppi")
-
-    def encode(
-        self, x: Tensor, thrice: Tensor, key: Tensor, counter: int, message: Tensor, c: Tensor
-    ) -> None:
-        """Write the levels l_i, packed, to message, and the cells to c."""
-        rest = (kernels.address(tensor) for tensor in (thrice, message, c))
-        self._encode(*x.shape, int(key), counter, compiled.rows(x), x.stride(0), *rest)
-
-    def average(
-        self, x: Tensor, rates: Tensor, message: Tensor, received: Tensor, c: Tensor
-    ) -> None:
-        """x_i ← x_i + Σ_j r_ij (mod(l_j − c, 3) + c − l_i)"""
-        tensors = (kernels.address(tensor) for tensor in (rates, message, received, c))
-        sizes = len(x), rates.shape[1], x.shape[1]
-        self._average(*sizes, *tensors, compiled.rows(x), x.stride(0))

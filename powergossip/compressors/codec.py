@@ -67,7 +67,7 @@ class Codec:
         """
         assert x.shape == (len(self.workers), self.elements), x.shape
         matrices = self._matrices.get(x, self._matrices_of)
-        streams = self._streams(self.workers, counter)
+        streams = self.streams(self.workers, counter)
         for v, fields, stream in zip(matrices, self._outgoing.fields, streams, strict=True):
             parts = self.compressor.compress(v, stream)
             for field, part in zip(fields, parts, strict=True):
@@ -96,11 +96,11 @@ class Codec:
             self._incoming[leading] = _Fields(self.plan, leading, torch.float32, message.device)
         incoming, matrices = self._incoming[leading], self._matrices.get(out, self._matrices_of)
         incoming.read(message)
-        streams = self._streams(senders, counter)
+        streams = self.streams(senders, counter)
         for fields, matrix, stream in zip(incoming.fields, matrices, streams, strict=True):
             self.compressor.decompress(fields, matrix, stream)
 
-    def _streams(self, senders: Tensor, counter: int) -> list[Stream]:
+    def streams(self, senders: Tensor, counter: int) -> list[Stream]:
         """The random streams of the senders' layers, by stack."""
         if counter != self._counter:
             self._counter, self._kept = counter, [{} for _ in self.stacks]

@@ -46,13 +46,18 @@ _FLAGS = (
 
 def load(network: Network) -> Kernels | None:
     """The compiled functions, or None where PyTorch is to be used: on a GPU, without a compiler in
-    one of the processes, or with POWERGOSSIP_KERNELS=0. All processes call it."""
-    return None if network.device.type != "cpu" else _of(network.processes)
+    one of the processes, or with POWERGOSSIP_KERNELS=0.
+
+    All processes call it at the same time, not in a block of `Processes.agreed`.
+    """
+    return load_for(network.processes, network.device)
 
 
 @functools.cache
-def _of(processes: Processes) -> Kernels | None:
-    """The compiled functions if all processes have them. Collective at the first call."""
+def load_for(processes: Processes, device: torch.device) -> Kernels | None:
+    """The same, without a network. Collective at the first call."""
+    if device.type != "cpu":
+        return None
     found = processes.one_by_one(compiled)
     sources = processes.gather(None if found is None else _source())
     return found if None not in sources and len(set(sources)) == 1 else None
@@ -61,18 +66,19 @@ def _of(processes: Processes) -> Kernels | None:
 @functools.cache
 def compiled() -> Kernels | None:
     """The compiled functions on this machine, or None."""
-    compiler = os.environ.get("CC", "").split() or ["cc"]
-    if os.environ.get(SWITCH, "1") == "0" or shutil.which(compiler[0]) is None:
+    words = os.environ.get("CC", "").split() or ["cc"]
+    compiler = shutil.which(words[0])
+    if os.environ.get(SWITCH, "1") == "0" or compiler is None:
         return None
     try:
-        return ctypes.CDLL(str(_library(compiler)))
+        return _library([compiler, *words[1:]])
     except (OSError, subprocess.SubprocessError):
         return None
 
 
-def name() -> str:
-    """What computes the averaging on a CPU, for info.json: compiled or torch."""
-    return "torch" if compiled() is None else "compiled"
+def name(library: Kernels | None) -> str:
+    """How averaging is computed, for info.json: compiled or torch."""
+    return "torch" if library is None else "compiled"
 
 
 def _source() -> str:
@@ -80,23 +86,31 @@ def _source() -> str:
     return "\n".join(folder.joinpath(file).read_text(encoding="utf-8") for file in _FILES)
 
 
-def _library(compiler: list[str]) -> Path:
-    """The library in the cache. Compiles it if it is not there."""
-    source = _source()
-    version = subprocess.run([*compiler, "--version"], capture_output=True, check=True).stdout
+def _library(compiler: list[str]) -> Kernels:
+    """The library of the cache. Compiles it if it is not there."""
+    source, file = _source(), Path(compiler[0]).stat()
     # A home folder may be common to machines with different instructions.
-    ingredients = [source, str(_FLAGS), str(compiler), str(version), _processor()]
-    key = hashlib.sha256("\0".join(ingredients).encode()).hexdigest()[:16]
+    ingredients = [source, _FLAGS, compiler, file.st_size, file.st_mtime_ns, _processor()]
+    key = hashlib.sha256("\0".join(map(str, ingredients)).encode()).hexdigest()[:16]
     folder = _cache()
     library = folder / f"kernels-{key}.so"
     if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as place:
-            made = Path(place, "kernels.so")
-            command = [*compiler, *_FLAGS, "-x", "c", "-", "-o", str(made), "-lm"]
-            subprocess.run(command, input=source.encode(), capture_output=True, check=True)
-            os.replace(made, library)  # processes may compile at the same time
-    return library
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder) as place:
+                # Processes may compile at the same time.
+                os.replace(_compile(compiler, source, Path(place)), library)
+        except OSError:  # no place for a cache
+            with tempfile.TemporaryDirectory() as place:
+                return ctypes.CDLL(str(_compile(compiler, source, Path(place))))
+    return ctypes.CDLL(str(library))
+
+
+def _compile(compiler: list[str], source: str, folder: Path) -> Path:
+    made = folder / "kernels.so"
+    command = [*compiler, *_FLAGS, "-x", "c", "-", "-o", str(made), "-lm"]
+    subprocess.run(command, input=source.encode(), capture_output=True, check=True)
+    return made
 
 
 def _cache() -> Path:

@@ -1,21 +1,22 @@
-/* Compressed messages: CHOCO-Gossip, DeepSqueeze, Moniqua. See compressors/compiled.py.
+/* Compressed messages: CHOCO-Gossip, DeepSqueeze, Moniqua. See algorithms/compiled.py.
 
    The rows of x have any stride, all other arrays are contiguous. Messages are not aligned. */
 
 enum { SIGN_AND_NORM, QSGD, TOP_K, AT_POSITIONS };
 
-/* A tensor of x and the places of its fields in a message. The same as compiled.Tensor. */
+/* A tensor of x and the places of its fields in a message. The same in compiled.py. */
 typedef struct {
     i64 start, length; /* its elements among the D */
     i64 kept;          /* K of a sparse C(v) */
     i64 floats;        /* first byte of its floats */
     i64 rest;          /* first byte of its positions, or first bit of its levels */
     i64 width;         /* bytes of a position, or bits of a level */
+    i64 draws;         /* AT_POSITIONS: see draw_positions */
     float levels;      /* s of QSGD */
     float factor;      /* scale/s of QSGD */
 } Tensor;
 
-/* The same as compiled.Plan. */
+/* The same in compiled.py. */
 typedef struct {
     i64 kind;
     i64 rows;            /* hosted workers */
@@ -345,6 +346,73 @@ static void encode_positions(const Plan *plan, const Tensor *t, Source s, u8 *me
         );
 }
 
+/* ---- Positions that all workers share. See RandomK and RandomBlock in compressors/sparse.py. ----
+
+   `draws` of a tensor is the largest number of draws with replacement, or ALL to choose by the
+   smallest of one random number for each element, or BLOCK_OF for consecutive positions, or
+   ELSEWHERE. */
+
+enum { BLOCK_OF = -1, ALL = -2, ELSEWHERE = -3 };
+
+#define MOST_SORTED 4096
+
+typedef struct {
+    i64 value;
+    int32_t place;
+} Drawn;
+
+static int ascending(const void *a, const void *b) {
+    i64 first = ((const Drawn *)a)->value, second = ((const Drawn *)b)->value;
+    return (first > second) - (first < second);
+}
+
+static inline int32_t below(i64 n, u64 bits) { return (int32_t)((bits >> 32) * (u64)n >> 32); }
+
+/* The first K different ones of some draws. 0 if there are fewer. `seen` [length] is and stays 0. */
+static int draw_distinct(const Tensor *t, u64 key, u64 first, int32_t *places, u8 *seen) {
+    i64 found = 0;
+    for (i64 i = 0; i < t->draws && found < t->kept; i++) {
+        int32_t at = below(t->length, random_bits(key, first + (u64)i));
+        places[found] = at;
+        found += !seen[at];
+        seen[at] = 1;
+    }
+    for (i64 k = 0; k < found; k++) seen[places[k]] = 0;
+    return found == t->kept;
+}
+
+static void draw_smallest(const Tensor *t, u64 key, u64 first, int32_t *places) {
+    Drawn drawn[MOST_SORTED];
+    for (i64 i = 0; i < t->length; i++)
+        drawn[i] = (Drawn){(i64)random_bits(key, first + (u64)i), (int32_t)i};
+    qsort(drawn, (size_t)t->length, sizeof(Drawn), ascending);
+    for (i64 k = 0; k < t->kept; k++) places[k] = drawn[k].place;
+}
+
+/* Fill the places of all tensors, for the `counter`-th message, except ELSEWHERE. Returns 0 if the
+   draws of a tensor did not suffice. */
+i64 draw_positions(const Plan *plan, u64 counter) {
+    i64 enough = 1;
+    u8 *seen = (u8 *)plan->keys;
+    i64 longest = 0;
+    for (const Tensor *t = plan->tensor; t < plan->tensor + plan->tensors; t++)
+        longest = t->length > longest ? t->length : longest;
+    memset(seen, 0, (size_t)longest);
+    for (const Tensor *t = plan->tensor; t < plan->tensor + plan->tensors; t++) {
+        int32_t *places = plan->places + t->rest;
+        u64 first = ((1 + counter) << 32) + (u64)t->start;
+        if (t->draws > 0) {
+            enough &= draw_distinct(t, plan->key, first, places, seen);
+        } else if (t->draws == ALL) {
+            draw_smallest(t, plan->key, first, places);
+        } else if (t->draws == BLOCK_OF) {
+            int32_t at = below(t->length, random_bits(plan->key, first));
+            for (i64 k = 0; k < t->kept; k++, at = at + 1 < t->length ? at + 1 : 0) places[k] = at;
+        }
+    }
+    return enough;
+}
+
 /* ---- Sparse messages ---- */
 
 static inline i64 place(const Plan *plan, const Tensor *t, const u8 *message, i64 k) {
@@ -458,7 +526,7 @@ static void choco_row_dense(
         }
 }
 
-/* The same. The flow changes at the positions of the messages only. It is computed from the copies
+/* The same for a sparse q. The flow changes at the positions of the messages only. It is computed from the copies
    there, not updated, so that rounding errors do not accumulate. */
 static void choco_row_sparse(
     const Plan *plan, i64 slots, const float *rates, const u8 *message, const u8 *received,
