@@ -14,9 +14,10 @@ from powergossip.network import Network, Processes, processes
 from powergossip.parameters import Layout
 
 ALONE = Processes()
-# Lengths below and above a block of 1024, of a multiple of 8 and not, with positions of 1, 2 and 4
-# bytes.
-LAYOUT = Layout([(40, 33), (7,), (), (3, 5), (64, 9, 2), (3, 5), (130,), (290, 230)])
+# Lengths below and above a block of 1024, of a multiple of 8 and not, with positions of 1 and 2
+# bytes; and of 4 bytes.
+LAYOUT = Layout([(40, 33), (7,), (), (3, 5), (64, 9, 2), (3, 5), (130,)])
+LONG = Layout([(3,), (290, 230)])
 SPARSE = [{"compressor": "top-k", "keep_ratio": ratio} for ratio in (0.01, 0.3, 1.0)]
 LEVELS = [{"compressor": "qsgd", "levels": levels} for levels in (1, 3, 4, 40, 127)]
 SHARED = [
@@ -38,7 +39,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 def with_a(value: float) -> Callable[[], Tensor]:
     def make() -> Tensor:
         x = normal(4, LAYOUT.size)
-        x[0, 3], x[1, 69_000] = value, -value
+        x[0, 3], x[1, 2600] = value, -value
         return x
 
     return make
@@ -60,11 +61,18 @@ every_value = pytest.mark.parametrize("values", VALUES)
 class Run:
     """An algorithm on a star, whose leaves have slots without a neighbor, in one process."""
 
-    def __init__(self, name: str, compiled: bool, topology: str = "star", **options: Any):
+    def __init__(
+        self,
+        name: str,
+        compiled: bool,
+        topology: str = "star",
+        layout: Layout = LAYOUT,
+        **options: Any,
+    ):
         self.network = Network(topologies.make(topology, 4), ALONE)
         rates = torch.tensor([0.3, 0.1, 0.2, 0.4])
         self.averaging = algorithms.make(
-            name, self.network, LAYOUT, diffusion_rate=rates, **options
+            name, self.network, layout, diffusion_rate=rates, **options
         )
         self._compiled = compiled
 
@@ -109,18 +117,19 @@ def fields(averaging: Averaging, message: Tensor) -> Tensor:
 
 @needs_compiler
 @every_compressor
-@every_value
+@pytest.mark.parametrize("values", [*VALUES, "long"])
 def test_encoded_vectors_are_those_of_pytorch(options: dict[str, Any], values: str) -> None:
     """To the rounding of a norm. Of equal magnitudes, any are the largest."""
-    ours, theirs = (Run("choco", compiled, **options) for compiled in (True, False))
-    x = VALUES[values]()
+    layout = LONG if values == "long" else LAYOUT
+    ours, theirs = (Run("choco", compiled, layout=layout, **options) for compiled in (True, False))
+    x = normal(4, LONG.size) if values == "long" else VALUES[values]()
     a, b = (fields(run.averaging, run.step(x.clone())) for run in (ours, theirs))
     if options["compressor"] == "top-k" and values == "ties":
         assert_same(a.abs().sum(1), b.abs().sum(1))
         assert_same(torch.where(a != 0, x, 0), a)
     else:
         differ = ~torch.isclose(a, b, rtol=1e-5, atol=0, equal_nan=True)
-        allowed = 1e-5 if options["compressor"] == "qsgd" else 0  # a level rounds the other way
+        allowed = 1e-4 if options["compressor"] == "qsgd" else 0  # a level rounds the other way
         assert differ.float().mean() <= allowed
 
 
