@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 import train
-from powergossip import tasks
+from powergossip import kernels, tasks
 from powergossip.network import Processes, processes
 from powergossip.runs import figures, metrics, tables
 from powergossip.tasks import language
@@ -170,6 +170,7 @@ def test_the_best_checkpoint_is_chosen_on_validation_data(tmp_path: Path, averag
     facts = json.loads((tmp_path / "run/info.json").read_text())
     assert facts["samples"] == {"train": 1150, "valid": 287, "test": 360}
     assert sum(map(sum, facts["label_counts"])) == 1150
+    assert facts["kernels"] == kernels.name(kernels.compiled())
 
 
 def test_validation_rows_are_of_the_models_on_the_held_out_samples() -> None:

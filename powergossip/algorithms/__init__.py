@@ -6,6 +6,7 @@ communication itself: it yields messages and is resumed with the received ones (
     averaging.py      the interface
     plain.py          without compression: plain gossip, all-reduce, Chebyshev, finite time
     compressed.py     CHOCO-Gossip, DeepSqueeze, Moniqua
+    compiled.py       their compiled loops
     power_gossip.py   PowerGossip
     directions.py     its memory and orthonormalization
     power_gossip_reference.py   a plain version, for comparison in tests

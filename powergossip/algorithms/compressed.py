@@ -1,12 +1,18 @@
-"""Averaging with compressed messages, and with messages modulo a bound."""
+"""Averaging with compressed messages, and with messages modulo a bound.
+
+On a CPU, compiled loops do the same arithmetic in fewer passes over memory, where there are some
+for the compressor. See compiled.py.
+"""
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from powergossip import randomness
+from powergossip.algorithms import compiled
 from powergossip.algorithms.averaging import Rate, column
 from powergossip.compressors import Codec, pack, packed_size, unpack
 from powergossip.network import Conversation, Network, ToAll
@@ -38,6 +44,8 @@ class ChocoGossip:
     because the rounding errors of the sum differ from those of its terms, accumulate, and make the
     mean drift, while the copies are the same to the bit at both ends.
 
+    codec  # of the messages
+
     Raises ValueError unless γ > 0, or for a time-varying topology, where the copies of neighbors
     that are absent in some rounds would be outdated.
     """
@@ -48,26 +56,47 @@ class ChocoGossip:
                 f"topology={network.topology.name}: use a static topology with CHOCO, such as ring"
             )
         rates = column(network, "diffusion_rate", diffusion_rate, _TUNED_CHOCO) * network.weights
-        self._rates, self._total = rates[:, None], rates.sum(1, keepdim=True)
-        self._codec = codec
+        self._rates, self._total = rates, rates.sum(1, keepdim=True)
+        self._network, self.codec = network, codec
         self._senders, self._neighbors = network.row_workers, network.neighbors
         shape = (network.rows, codec.elements)
         self._public = torch.zeros(shape, device=network.device)  # x̂_i
         self._publics = torch.zeros(  # x̂_j [worker, neighbor, D]
             *network.neighbors.shape, codec.elements, device=network.device
         )
-        self._difference = torch.zeros_like(self._public)
+        self._flow: Tensor | None = None  # for the compiled loops, Σ_j γ w_ij (x̂_j − x̂_i)
         self._steps = 0
+
+    @cached_property
+    def _loops(self) -> compiled.Loops | None:
+        return compiled.loops(self._network, self.codec)
+
+    @cached_property
+    def _difference(self) -> Tensor:
+        """Scratch memory."""
+        return torch.empty_like(self._public)
 
     def step(self, x: Tensor) -> Conversation:
         """One step of Algorithm 1."""
-        codec, t = self._codec, self._steps
+        if self._loops:
+            yield from self._compiled_step(self._loops, x)
+            return
+        codec, t = self.codec, self._steps
         message = codec.encode(torch.sub(x, self._public, out=self._difference), t)
         received = yield ToAll(message)
         codec.add(message, self._senders, t, self._public)
         codec.add(received, self._neighbors, t, self._publics)
-        x[:, None].baddbmm_(self._rates, self._publics)
+        x[:, None].baddbmm_(self._rates[:, None], self._publics)
         x.addcmul_(self._total, self._public, value=-1)
+        self._steps += 1
+
+    def _compiled_step(self, loops: compiled.Loops, x: Tensor) -> Conversation:
+        """The same. Where q is sparse, the sum is updated at its positions only."""
+        copies = self._public, self._publics
+        if self._flow is None:
+            self._flow = loops.flow(self._rates, *copies)
+        received = yield ToAll(loops.encode_difference(x, self._public, self._steps))
+        loops.choco(x, self._rates, received, *copies, self._flow)
         self._steps += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -82,6 +111,7 @@ class ChocoGossip:
         self._steps = state["steps"]
         self._public.copy_(state["public"])
         self._publics.copy_(state["publics"])
+        self._flow = None
 
 
 class DeepSqueeze:
@@ -92,23 +122,35 @@ class DeepSqueeze:
 
     Tang et al. (2019), arXiv:1907.07346, Algorithm 1, as an averaging step. Sends C's message to
     every neighbor. Raises ValueError unless γ > 0.
+
+    codec  # of the messages
     """
 
     def __init__(self, network: Network, codec: Codec, diffusion_rate: Rate = 1.0):
-        self._rate = column(network, "diffusion_rate", diffusion_rate, _TUNED_DEEPSQUEEZE)
-        self._network, self._codec = network, codec
+        rate = column(network, "diffusion_rate", diffusion_rate, _TUNED_DEEPSQUEEZE)
+        self._rates = [rate * slots.weights for slots in network.rounds]
+        self._network, self.codec = network, codec
         self._senders = network.row_workers
         self._error = torch.zeros(network.rows, codec.elements, device=network.device)  # δ
         self._steps = 0
 
+    @cached_property
+    def _loops(self) -> compiled.Loops | None:
+        return compiled.loops(self._network, self.codec)
+
     def step(self, x: Tensor) -> Conversation:
         """One step of Algorithm 1."""
-        codec, t, slots = self._codec, self._steps, self._network.slots
+        codec, t, slots = self.codec, self._steps, self._network.slots
+        rates = self._rates[self._network.round % len(self._rates)]
+        if self._loops:
+            received = yield ToAll(self._loops.encode_with_error(x, self._error, t))
+            self._loops.deepsqueeze(x, rates, received)
+            self._steps += 1
+            return
         message = codec.encode(self._error.add_(x), t)  # v
         received = yield ToAll(message)
         own = codec.decode(message, self._senders, t)
         self._error.sub_(own)
-        rates = self._rate * slots.weights
         x[:, None].baddbmm_(rates[:, None], codec.decode(received, slots.neighbors, t))
         x.addcmul_(rates.sum(1, keepdim=True), own, value=-1)
         self._steps += 1
@@ -151,8 +193,10 @@ class Moniqua:
         seed: int = 0,
     ):
         """`elements`: D."""
-        self._rate = column(network, "diffusion_rate", diffusion_rate, _TUNED_MONIQUA)
-        self._quantum = 2 * column(network, "theta", theta)  # δB [worker, 1]
+        rate = column(network, "diffusion_rate", diffusion_rate, _TUNED_MONIQUA)
+        quantum = 2 * column(network, "theta", theta)  # δB [worker, 1]
+        self._thrice = 3 * quantum
+        self._rates = [rate * slots.weights * quantum for slots in network.rounds]
         self._network, self._elements = network, elements
         self._key = randomness.keys(seed, "moniqua", [()])[0].to(network.device)
         self._steps = 0
@@ -160,28 +204,44 @@ class Moniqua:
         self._message = torch.zeros(
             network.rows, packed_size(elements, 2), dtype=torch.uint8, device=device
         )
-        # Scratch memory: allocating it in every step would take longer than the arithmetic.
-        self._y, self._float = torch.zeros(2, *shape, device=device)
-        self._l, self._c, self._thirds = torch.zeros(3, *shape, dtype=torch.int8, device=device)
+        self._c = torch.zeros(shape, dtype=torch.int8, device=device)
+
+    @cached_property
+    def _loops(self) -> compiled.MoniquaLoops | None:
+        return compiled.moniqua_loops(self._network)
+
+    @cached_property
+    def _scratch(self) -> tuple[Tensor, ...]:
+        """Memory: allocating it in every step would take longer than the arithmetic."""
+        return (
+            *torch.zeros(2, *self._c.shape, device=self._c.device),
+            *torch.zeros(2, *self._c.shape, dtype=torch.int8, device=self._c.device),
+        )
 
     def step(self, x: Tensor) -> Conversation:
         """One step, in units of δB."""
-        slots, y, l_i, c = self._network.slots, self._y, self._l, self._c
+        rates = self._rates[self._network.round % len(self._rates)]
+        if self._loops:
+            self._loops.encode(x, self._thrice, self._key, self._steps, self._message, self._c)
+            received = yield ToAll(self._message)
+            self._loops.average(x, rates, self._message, received, self._c)
+            self._steps += 1
+            return
+        c, (y, floats, l_i, thirds) = self._c, self._scratch
         u = randomness.uniform(self._key, self._steps, self._elements)
-        torch.div(x, 3 * self._quantum, out=y).add_(0.5)
-        y.sub_(torch.floor(y, out=self._float)).mul_(3)  # mod(x_i + B/2, B)
-        l_i.copy_(torch.add(y, u, out=self._float)).clamp_(max=3)
+        torch.div(x, self._thrice, out=y).add_(0.5)
+        y.sub_(torch.floor(y, out=floats)).mul_(3)  # mod(x_i + B/2, B)
+        l_i.copy_(torch.add(y, u, out=floats)).clamp_(max=3)
         self._message.copy_(pack(l_i.view(torch.uint8), 2))
         c.copy_(y.add_(0.5))
         received = yield ToAll(self._message)
         c_minus_l_i = torch.sub(c, l_i, out=l_i)
-        rates = self._rate * slots.weights * self._quantum
         for slot in range(received.shape[1]):
             l_j = unpack(received[:, slot], 2, self._elements).view(torch.int8)
             n = l_j.sub_(c)
-            n.sub_(_third_rounded(n, out=self._thirds), alpha=3)  # mod(l_j − c, 3)
+            n.sub_(_third_rounded(n, out=thirds), alpha=3)  # mod(l_j − c, 3)
             n.add_(c_minus_l_i)
-            x.addcmul_(rates[:, slot, None], self._float.copy_(n))
+            x.addcmul_(rates[:, slot, None], floats.copy_(n))
         self._steps += 1
 
     def state_dict(self) -> dict[str, Any]:

@@ -21,6 +21,9 @@ class Codec:
     elements  # D
     workers   # int64 [worker]: index of the worker in each row of an encoded x
     stacks    # of the tensors in the message: matrices, and vectors as matrices of one column
+    plan      # the places of their fields in a message
+    key       # of the random numbers
+    message   # uint8 [worker, bytes], the memory of the last encoded messages
     linear    # whether the mean of the workers' messages, as float32, decodes to the mean of C(x)
 
     `chosen(rows, columns)` selects the tensors in the message, by default all. The others are not
@@ -39,19 +42,19 @@ class Codec:
         device: torch.device | None = None,
         chosen: Callable[[int, int], bool] = lambda rows, columns: True,
     ):
-        self._compressor, self.elements = compressor, layout.size
+        self.compressor, self.elements = compressor, layout.size
         every = [*layout.stacks, *_stacks_of_vectors(layout)]
         self.stacks = [stack for stack in every if chosen(stack.rows, stack.columns)]
         self.linear = bool(getattr(compressor, "linear", False))
-        self._plan = _Plan(compressor, self.stacks)
-        self.size = self._plan.size
+        self.plan = Plan(compressor, self.stacks)
+        self.size = self.plan.size
         self.workers = torch.tensor(workers, dtype=torch.int64, device=device)
-        self._key = randomness.keys(seed, "compressor", [()])[0].to(device)
+        self.key = randomness.keys(seed, "compressor", [()])[0].to(device)
         self._counter = -1  # of the last message
         self._kept: list[dict[str, Tensor]] = []  # by stack, for that counter
         self._matrices = TensorCache[list[Tensor]]()
-        self._outgoing = _Fields(self._plan, (len(workers),), torch.uint8, device)
-        self._message = torch.zeros(len(workers), self.size, dtype=torch.uint8, device=device)
+        self._outgoing = _Fields(self.plan, (len(workers),), torch.uint8, device)
+        self.message = torch.zeros(len(workers), self.size, dtype=torch.uint8, device=device)
         # By the senders' shape: the fields of their messages, and the decoded elements.
         self._incoming: dict[tuple[int, ...], _Fields] = {}
         self._decoded: dict[tuple[int, ...], Tensor] = {}
@@ -64,13 +67,13 @@ class Codec:
         """
         assert x.shape == (len(self.workers), self.elements), x.shape
         matrices = self._matrices.get(x, self._matrices_of)
-        streams = self._streams(self.workers, counter)
+        streams = self.streams(self.workers, counter)
         for v, fields, stream in zip(matrices, self._outgoing.fields, streams, strict=True):
-            parts = self._compressor.compress(v, stream)
+            parts = self.compressor.compress(v, stream)
             for field, part in zip(fields, parts, strict=True):
                 field.copy_(part)
-        self._outgoing.write(self._message)
-        return self._message
+        self._outgoing.write(self.message)
+        return self.message
 
     def decode(self, message: Tensor, senders: Tensor, counter: int) -> Tensor:
         """C(x) of each sender: [*, D], for messages [*, bytes] of the workers `senders` [*].
@@ -90,18 +93,18 @@ class Codec:
         leading = tuple(senders.shape)
         assert message.shape == (*leading, self.size), (message.shape, leading, self.size)
         if leading not in self._incoming:
-            self._incoming[leading] = _Fields(self._plan, leading, torch.float32, message.device)
+            self._incoming[leading] = _Fields(self.plan, leading, torch.float32, message.device)
         incoming, matrices = self._incoming[leading], self._matrices.get(out, self._matrices_of)
         incoming.read(message)
-        streams = self._streams(senders, counter)
+        streams = self.streams(senders, counter)
         for fields, matrix, stream in zip(incoming.fields, matrices, streams, strict=True):
-            self._compressor.decompress(fields, matrix, stream)
+            self.compressor.decompress(fields, matrix, stream)
 
-    def _streams(self, senders: Tensor, counter: int) -> list[Stream]:
+    def streams(self, senders: Tensor, counter: int) -> list[Stream]:
         """The random streams of the senders' layers, by stack."""
         if counter != self._counter:
             self._counter, self._kept = counter, [{} for _ in self.stacks]
-        of_all = Senders(self._key, senders, counter, self.elements)
+        of_all = Senders(self.key, senders, counter, self.elements)
         pairs = zip(self.stacks, self._kept, strict=True)
         return [Stream(of_all, stack, kept) for stack, kept in pairs]
 
@@ -113,7 +116,7 @@ class Codec:
         ]
 
 
-class _Plan:
+class Plan:
     """The places of the fields of each stack in a message.
 
     places  # by stack, in the compressor's order
@@ -125,7 +128,7 @@ class _Plan:
 
     def __init__(self, compressor: Compressor, stacks: Sequence[Stack]):
         fields = [compressor.fields(stack.rows, stack.columns) for stack in stacks]
-        self.places: list[list[_Place]] = [[] for _ in stacks]
+        self.places: list[list[Place]] = [[] for _ in stacks]
         self.wide = self.count = 0
         self.levels: Levels | None = None
         order = [(s, f) for s in range(len(stacks)) for f in range(len(fields[s]))]
@@ -140,18 +143,18 @@ class _Plan:
             if isinstance(kind, Levels):
                 assert self.levels in (None, kind), "a message has one kind of levels"
                 self.levels = kind
-                self.places[s].append(_Place(None, layers, length, self.count))
+                self.places[s].append(Place(None, layers, length, self.count))
                 self.count += layers * length
             else:
                 start = self.wide // kind.itemsize
-                self.places[s].append(_Place(kind, layers, length, start))
+                self.places[s].append(Place(kind, layers, length, start))
                 self.wide += layers * length * kind.itemsize
         self.size = self.wide
         if self.levels:
             self.size += packed_size(self.count, self.levels.bits)
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """The place of a field of all layers of a stack. `start` counts elements of its type."""
 
     dtype: torch.dtype | None  # None: levels
@@ -174,7 +177,7 @@ class _Fields:
 
     def __init__(
         self,
-        plan: _Plan,
+        plan: Plan,
         senders: tuple[int, ...],
         type_of_levels: torch.dtype,
         device: torch.device | None,
@@ -219,4 +222,4 @@ def _stacks_of_vectors(layout: Layout) -> list[Stack]:
 
 def size(compressor: Compressor, rows: int, columns: int) -> int:
     """Bytes of a matrix of this shape in a message."""
-    return _Plan(compressor, [Stack(rows, columns, layers=1, start=0)]).size
+    return Plan(compressor, [Stack(rows, columns, layers=1, start=0)]).size

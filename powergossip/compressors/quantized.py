@@ -96,5 +96,9 @@ class QSGD:
     def decompress(self, fields: tuple[Tensor, ...], out: Tensor, stream: Stream) -> None:
         norm, rounded = fields
         out = out.flatten(-2)
-        scale = 1.0 if self.unbiased else 1 / (1 + self.variance_bound(out.shape[-1]))
-        out.add_(rounded * (norm * (scale / self.levels)))
+        out.add_(rounded * (norm * self.factor(out.shape[-1])))
+
+    def factor(self, elements: int) -> float:
+        """scale/s for N elements."""
+        scale = 1.0 if self.unbiased else 1 / (1 + self.variance_bound(elements))
+        return scale / self.levels

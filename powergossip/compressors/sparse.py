@@ -196,20 +196,27 @@ def _distinct(bits: Callable[[int], Tensor], count: int, n: int) -> Tensor:
     of them: for 1 % of n = 10⁵ or 10⁶ positions it takes 15 times as long. It serves as the
     fallback, for a large fraction and for a matrix with too many repeated positions. The number of
     draws is the mean that `count` distinct ones take (the coupon collector's) plus 8 standard
-    deviations.
+    deviations, see `number_of_draws`.
     """
     if count == 1:
         return _below(n, bits(1))
-    mean = n * log(n / (n - count)) if count < n else n
-    deviation = count / (n - count) * sqrt(n / 2) if count < n else n
-    draws = ceil(mean + 8 * deviation) + _SPARE_DRAWS
-    if draws > n // 2:
+    draws = number_of_draws(count, n)
+    if draws is None:
         return _smallest(bits(n), count)
     position, order = _first_occurrences(_below(n, bits(draws)), count)
     enough = order[..., -1:] < _REPEATED
     if not enough.all():
         position = torch.where(enough, position, _smallest(bits(n), count))
     return position
+
+
+def number_of_draws(count: int, n: int) -> int | None:
+    """The number of draws with replacement that give `count` of n positions, or None where a random
+    number for every position is cheaper."""
+    mean = n * log(n / (n - count)) if count < n else n
+    deviation = count / (n - count) * sqrt(n / 2) if count < n else n
+    draws = ceil(mean + 8 * deviation) + _SPARE_DRAWS
+    return draws if draws <= n // 2 else None
 
 
 def _first_occurrences(position: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powergossip import algorithms, compressors, topologies
+from powergossip import algorithms, compressors, kernels, topologies
 from powergossip.algorithms.rates import AUTO
 from powergossip.checks import BadValue
 from powergossip.consensus.data import DATA, Matrices
@@ -77,6 +77,7 @@ class Sweep:
             self.device = choose_device(c.device, processes.local_rank)
             self.settings = {name: grid(c, ALGORITHMS[name], self.topology) for name in c.algorithm}
             self._check_algorithms()
+        self._kernels = kernels.name(kernels.load_for(processes, self.device))
         matrices = processes.one_by_one(lambda: DATA[c.data_type](c))
         with processes.agreed():
             self.start, self.layout = self._starting_matrices(matrices)
@@ -137,6 +138,7 @@ class Sweep:
             "n_workers": self.config.n_workers,
             "threads_per_process": torch.get_num_threads(),
             "device": str(self.device),
+            "kernels": self._kernels,
             "matrix": list(self.layout.shapes[0]),
             "settings": {name: len(settings) for name, settings in self.settings.items()},
             "python": platform.python_version(),

@@ -14,7 +14,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from powergossip import algorithms, randomness, tasks, topologies
+from powergossip import algorithms, kernels, randomness, tasks, topologies
 from powergossip.algorithms import aggregation, ddp, learning
 from powergossip.errors import Interrupted
 from powergossip.network import Network, Processes, choose_device, cuda_aware_mpi
@@ -78,6 +78,7 @@ class Trainer:
             self._check_method()
         channel = self.network.channel  # all processes make it together
         self._transport = "none" if channel is None else channel.name
+        self._kernels = kernels.name(kernels.load(self.network))
         self.task = task or processes.one_by_one(self._make_task)
         if c.task_architecture is None:
             c.task_architecture = next(iter(self.task.architectures), None)
@@ -273,6 +274,7 @@ class Trainer:
             "transport": self._transport,
             "cuda_aware_mpi": cuda_aware_mpi() if mpi_on_gpu else None,
             "messages_staged_in_host_memory": self.network.stage,
+            "kernels": self._kernels,
             "diffusion_rate": self.diffusion_rate(),
             "parameters": self.parameters.layout.size,
             "steps_per_epoch": self.steps_per_epoch,

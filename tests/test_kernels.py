@@ -1,0 +1,233 @@
+"""The laws of the compiled loops: PyTorch's code is their reference."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from powergossip import algorithms, kernels, topologies
+from powergossip.algorithms import Averaging, ChocoGossip, DeepSqueeze, Moniqua
+from powergossip.network import Network, Processes, processes
+from powergossip.parameters import Layout
+
+ALONE = Processes()
+# Lengths below and above a block of 1024, of a multiple of 8 and not, with positions of 1 and 2
+# bytes; and of 4 bytes.
+LAYOUT = Layout([(40, 33), (7,), (), (3, 5), (64, 9, 2), (3, 5), (130,)])
+LONG = Layout([(3,), (290, 230)])
+SPARSE = [{"compressor": "top-k", "keep_ratio": ratio} for ratio in (0.01, 0.3, 1.0)]
+LEVELS = [{"compressor": "qsgd", "levels": levels} for levels in (1, 3, 4, 40, 127)]
+SHARED = [
+    {"compressor": "random-k"},
+    {"compressor": "random-k", "keep_ratio": 0.3},
+    {"compressor": "random-k", "rank": 1},
+    {"compressor": "random-block"},
+]
+SIGNS = [{"compressor": "sign-and-norm"}]
+every_compressor = pytest.mark.parametrize("options", [*SPARSE, *SHARED, *LEVELS, *SIGNS], ids=str)
+
+needs_compiler = pytest.mark.skipif(kernels.compiled() is None, reason="needs a C compiler")
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def with_a(value: float) -> Callable[[], Tensor]:
+    def make() -> Tensor:
+        x = normal(4, LAYOUT.size)
+        x[0, 3], x[1, 2600] = value, -value
+        return x
+
+    return make
+
+
+VALUES: dict[str, Callable[[], Tensor]] = {
+    "normal": lambda: normal(4, LAYOUT.size),
+    "zeros": lambda: torch.zeros(4, LAYOUT.size),
+    "-0": lambda: -torch.zeros(4, LAYOUT.size),
+    "ties": lambda: normal(4, LAYOUT.size).round(),
+    "large": lambda: normal(4, LAYOUT.size) * 1e15,
+    "rows with a stride": lambda: normal(4, LAYOUT.size + 3)[:, :-3],
+    "NaN": with_a(float("nan")),
+    "inf": with_a(float("inf")),
+}
+every_value = pytest.mark.parametrize("values", VALUES)
+
+
+class Run:
+    """An algorithm on a star, whose leaves have slots without a neighbor, in one process."""
+
+    def __init__(
+        self,
+        name: str,
+        compiled: bool,
+        topology: str = "star",
+        layout: Layout = LAYOUT,
+        **options: Any,
+    ):
+        self.network = Network(topologies.make(topology, 4), ALONE)
+        rates = torch.tensor([0.3, 0.1, 0.2, 0.4])
+        self.averaging = algorithms.make(
+            name, self.network, layout, diffusion_rate=rates, **options
+        )
+        self._compiled = compiled
+
+    def step(self, x: Tensor, replace: Tensor | None = None) -> Tensor:
+        """A step. Returns the messages [worker, bytes]; `replace` takes their place."""
+        with pytest.MonkeyPatch.context() as patch:
+            if not self._compiled:
+                patch.setattr(kernels, "load", lambda network: None)
+            conversation = self.averaging.step(x)
+            message = next(conversation)
+        if replace is not None:
+            message.tensor.copy_(replace)
+        sent = message.tensor.clone()
+        received = self.network.receive(self.network.post([message]))
+        with pytest.raises(StopIteration):
+            conversation.send(received[0])
+        self.network.round += 1
+        return sent
+
+
+def state(run: Run) -> dict[str, Tensor]:
+    """The tensors of the algorithm's state. Slots without a neighbor may have any values."""
+    found = {k: v for k, v in run.averaging.state_dict().items() if isinstance(v, Tensor)}
+    if "publics" in found:
+        found["publics"] = found["publics"][run.network.neighbors >= 0]
+    return found
+
+
+def assert_same(a: object, b: object) -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def assert_close(a: object, b: object) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def fields(averaging: Averaging, message: Tensor) -> Tensor:
+    """C(v) of messages [worker, bytes]: [worker, D]."""
+    assert isinstance(averaging, ChocoGossip | DeepSqueeze)
+    return averaging.codec.decode(message, averaging.codec.workers, 0).clone()
+
+
+@needs_compiler
+@every_compressor
+@pytest.mark.parametrize("values", [*VALUES, "long"])
+def test_encoded_vectors_are_those_of_pytorch(options: dict[str, Any], values: str) -> None:
+    """To the rounding of a norm. Of equal magnitudes, any are the largest."""
+    layout = LONG if values == "long" else LAYOUT
+    ours, theirs = (Run("choco", compiled, layout=layout, **options) for compiled in (True, False))
+    x = normal(4, LONG.size) if values == "long" else VALUES[values]()
+    a, b = (fields(run.averaging, run.step(x.clone())) for run in (ours, theirs))
+    if options["compressor"] == "top-k" and values == "ties":
+        assert_same(a.abs().sum(1), b.abs().sum(1))
+        assert_same(torch.where(a != 0, x, 0), a)
+    else:
+        differ = ~torch.isclose(a, b, rtol=1e-5, atol=0, equal_nan=True)
+        allowed = 1e-4 if options["compressor"] == "qsgd" else 0  # a level rounds the other way
+        assert differ.float().mean() <= allowed
+
+
+@needs_compiler
+@every_compressor
+@every_value
+@pytest.mark.parametrize("name", ["choco", "deepsqueeze"])
+def test_messages_are_decoded_as_by_pytorch(
+    name: str, options: dict[str, Any], values: str
+) -> None:
+    """Copies and errors are the same to the bit, and x is to rounding."""
+    ours, theirs = (Run(name, compiled, **options) for compiled in (True, False))
+    x = VALUES[values]()
+    for _ in range(2):
+        y = x.clone()
+        message = ours.step(x)
+        theirs.step(y, replace=message)
+    assert_same(state(ours), state(theirs))
+    finite = x.isfinite() & y.isfinite()
+    scale = 1e15 if values == "large" else 1.0
+    assert_close(x[finite] / scale, y[finite] / scale)
+    assert torch.equal(x.isnan(), y.isnan())
+
+
+@needs_compiler
+@every_compressor
+@pytest.mark.parametrize("name", ["choco", "deepsqueeze"])
+def test_checkpoints_do_not_depend_on_the_compiler(name: str, options: dict[str, Any]) -> None:
+    ours, theirs, mixed = (Run(name, compiled, **options) for compiled in (True, False, True))
+    x, z = (normal(4, LAYOUT.size) for _ in range(2))
+    ours.step(x)
+    z.copy_(x)
+    for target in (theirs, mixed):
+        target.averaging.load_state_dict(ours.averaging.state_dict())
+    y = x.clone()
+    message = ours.step(x)
+    theirs.step(y, replace=message)
+    mixed.step(z)
+    assert_close(x, y)
+    assert_same(x, z)
+
+
+@needs_compiler
+@pytest.mark.parametrize("topology", ["star", "one-peer-exponential"])
+@pytest.mark.parametrize("values", sorted(set(VALUES) - {"large", "inf"}))
+def test_moniqua_is_that_of_pytorch(topology: str, values: str) -> None:
+    """To the bit, also of the messages."""
+    theta = torch.tensor([0.25, 0.5, 0.25, 1.0])
+    ours, theirs = (
+        Run("moniqua", compiled, topology, theta=theta, seed=3) for compiled in (True, False)
+    )
+    x = VALUES[values]()
+    y = x.clone()
+    for _ in range(3):
+        assert_same(ours.step(x), theirs.step(y))
+        assert_same(x, y)
+    assert isinstance(ours.averaging, Moniqua)
+
+
+@pytest.fixture
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """As if nothing had been loaded in this process, before and after."""
+    for clear in (kernels.compiled.cache_clear, kernels.load_for.cache_clear):
+        clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    for clear in (kernels.compiled.cache_clear, kernels.load_for.cache_clear):
+        clear()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("POWERGOSSIP_KERNELS", "0"), ("CC", "false"), ("CC", "no-such-compiler")],
+)
+def test_without_a_compiler_pytorch_is_used(
+    forgotten: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    forgotten.setenv(variable, value)
+    run = Run("choco", compiled=True)
+    assert kernels.name(kernels.load(run.network)) == "torch"
+    run.step(normal(4, LAYOUT.size))
+
+
+@needs_compiler
+def test_a_library_needs_no_cache(forgotten: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    forgotten.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert kernels.name(kernels.compiled()) == "compiled"
+
+
+@needs_compiler
+@pytest.mark.parallel([2])
+def test_all_processes_use_pytorch_if_one_lacks_a_compiler(forgotten: pytest.MonkeyPatch) -> None:
+    comm = processes()
+    device = torch.device("cpu")
+    assert kernels.name(kernels.load_for(comm, device)) == "compiled"
+    kernels.compiled.cache_clear()
+    kernels.load_for.cache_clear()
+    if comm.rank == 1:
+        forgotten.setenv("CC", "false")
+    assert kernels.name(kernels.load_for(comm, device)) == "torch"
