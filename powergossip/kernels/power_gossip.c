@@ -44,10 +44,18 @@ static inline Lanes load_rest(const float *from, i64 count) {
     return lanes;
 }
 
+typedef float Half __attribute__((vector_size(2 * LANES)));
+typedef float Quarter __attribute__((vector_size(LANES)));
+
+/* sum_of_lanes, in registers. */
 static inline float sum(Lanes lanes) {
-    float lane[LANES];
-    memcpy(lane, &lanes, sizeof lane);
-    return sum_of_lanes(lane);
+    Half half[2];
+    memcpy(half, &lanes, sizeof half);
+    half[0] += half[1];
+    Quarter quarter[2];
+    memcpy(quarter, half, sizeof quarter);
+    quarter[0] += quarter[1];
+    return (quarter[0][0] + quarter[0][2]) + (quarter[0][1] + quarter[0][3]);
 }
 
 /* Σ a_i b_i in double precision. */
@@ -60,9 +68,11 @@ static double wide_dot(const float *a, const float *b, i64 length) {
     if (i < length)
         total += __builtin_convertvector(load_rest(a + i, length - i), WideLanes) *
                  __builtin_convertvector(load_rest(b + i, length - i), WideLanes);
+    double lane[LANES];
+    memcpy(lane, &total, sizeof lane);
     for (int width = LANES / 2; width; width /= 2)
-        for (int l = 0; l < width; l++) total[l] += total[l + width];
-    return total[0];
+        for (int l = 0; l < width; l++) lane[l] += lane[l + width];
+    return lane[0];
 }
 
 /* --- Threads --- */
@@ -200,43 +210,82 @@ static void round_to_signs(float *p, i64 length, float sign) {
 
 #define TILE 1024 /* columns of products that stay in the fastest cache */
 #define ROWS 8    /* rows of X that stay in the fastest cache */
+#ifndef AHEAD
+#define AHEAD 1024
+#endif
+#define INLINE static inline __attribute__((always_inline))
 
-/* s[c] += Σ_r p[r] X[r, c] for the columns first … last − 1 of `rows` ≤ ROWS rows. */
-static inline void add_rows(const float *X, i64 stride, i64 rows, const float *p, float *s,
-                            i64 first, i64 last) {
-    i64 c = first;
-    if (rows == ROWS) {
-        for (; c + LANES <= last; c += LANES) {
-            Lanes total = load(s + c);
-            for (int r = 0; r < ROWS; r++) total += p[r] * load(X + r * stride + c);
-            store(s + c, total);
-        }
-    } else {
-        for (; c + LANES <= last; c += LANES) {
-            Lanes total = load(s + c);
-            for (int r = 0; r < rows; r++) total += p[r] * load(X + r * stride + c);
-            store(s + c, total);
-        }
+/* s[k][c] += Σ_r p[k][r] X[r, c] for all k, LANES columns. */
+INLINE void add_lanes(const float *X, i64 stride, const int rows, Lanes factor[4][ROWS],
+                      Lanes *total, const int count) {
+    for (int r = 0; r < rows; r++) {
+        const Lanes x = load(X + r * stride);
+        __builtin_prefetch(X + r * stride + AHEAD);
+        for (int k = 0; k < count; k++) total[k] += factor[k][r] * x;
     }
-    for (; c < last; c++)
-        for (int r = 0; r < rows; r++) s[c] += p[r] * X[r * stride + c];
 }
 
-/* Products of one row with up to 4 directions, which are `apart` elements from each other. */
-static inline __attribute__((always_inline)) void dots(const float *row, i64 columns,
-                                                       const float *const *p, float *const *s,
-                                                       i64 r, const int count) {
-    Lanes total[4] = {{0}};
+/* s[k][c] += Σ_r p[k][r] X[r, c] for some directions and rows, and columns first … last − 1. */
+INLINE void add_rows(const float *X, i64 stride, const int rows, const float *const *p,
+                     float *const *s, i64 r, i64 first, i64 last, const int count) {
+    X += r * stride;
+    if (last - first < LANES) {
+        for (int k = 0; k < count; k++)
+            for (i64 c = first; c < last; c++)
+                for (int i = 0; i < rows; i++) s[k][c] += p[k][r + i] * X[i * stride + c];
+        return;
+    }
+    Lanes factor[4][ROWS];
+    for (int k = 0; k < count; k++)
+        for (int i = 0; i < rows; i++) factor[k][i] = p[k][r + i] - (Lanes){0};
+    /* The last lanes may be among those of the loop: they are computed before, written after. */
+    const i64 end = last - LANES;
+    Lanes at_end[4], total[4];
+    for (int k = 0; k < count; k++) at_end[k] = load(s[k] + end);
+    add_lanes(X + end, stride, rows, factor, at_end, count);
+    for (i64 c = first; c < end; c += LANES) {
+        for (int k = 0; k < count; k++) total[k] = load(s[k] + c);
+        add_lanes(X + c, stride, rows, factor, total, count);
+        for (int k = 0; k < count; k++) store(s[k] + c, total[k]);
+    }
+    for (int k = 0; k < count; k++) store(s[k] + end, at_end[k]);
+}
+
+typedef int32_t LaneMask __attribute__((vector_size(4 * LANES)));
+
+/* s[k][r] = Σ_c X[r, c] p[k][c] for some rows and directions. */
+INLINE void dots(const float *X, i64 columns, const int rows, const float *const *p,
+                 float *const *s, i64 first, const int count) {
+    Lanes total[4][4] = {{{0}}};
     i64 c = 0;
     for (; c + LANES <= columns; c += LANES) {
-        const Lanes x = load(row + c);
-        for (int k = 0; k < count; k++) total[k] += x * load(p[k] + c);
+        Lanes x[4];
+        for (int r = 0; r < rows; r++) {
+            x[r] = load(X + r * columns + c);
+            __builtin_prefetch(X + r * columns + c + AHEAD);
+        }
+        for (int k = 0; k < count; k++) {
+            const Lanes p_k = load(p[k] + c);
+            for (int r = 0; r < rows; r++) total[r][k] += x[r] * p_k;
+        }
     }
-    if (c < columns) {
-        const Lanes x = load_rest(row + c, columns - c);
-        for (int k = 0; k < count; k++) total[k] += x * load_rest(p[k] + c, columns - c);
+    if (c < columns && columns < LANES)
+        for (int k = 0; k < count; k++) {
+            const Lanes p_k = load_rest(p[k], columns);
+            for (int r = 0; r < rows; r++)
+                total[r][k] += load_rest(X + r * columns, columns) * p_k;
+        }
+    else if (c < columns) { /* the last lanes, without those that were added already */
+        const LaneMask lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const LaneMask left = lane >= (int32_t)(LANES - (columns - c));
+        c = columns - LANES;
+        for (int k = 0; k < count; k++) {
+            const Lanes p_k = (Lanes)((LaneMask)load(p[k] + c) & left);
+            for (int r = 0; r < rows; r++) total[r][k] += load(X + r * columns + c) * p_k;
+        }
     }
-    for (int k = 0; k < count; k++) s[k][r] = sum(total[k]);
+    for (int k = 0; k < count; k++)
+        for (int r = 0; r < rows; r++) s[k][first + r] = sum(total[r][k]);
 }
 
 /* --- One half of an iteration each, for all matrices, neighbors and workers --- */
@@ -310,46 +359,95 @@ static void direct(const void *arguments, i64 index) {
     if (rank > 8) free(G);
 }
 
+#define AT_ONCE 32
+
+/* Some directions of the edges of a worker, for one matrix. */
+typedef struct {
+    i64 next; /* the first that is not among them */
+    int count;
+    const float *p[AT_ONCE], *d[AT_ONCE];
+    float *s[AT_ONCE], weight[AT_ONCE];
+} Directions;
+
+/* The directions after those. Returns whether there are any. */
+static int next_directions(const Arguments *a, const Task *t, Directions *some) {
+    const i64 rank = t->e->rank, edge = t->worker * t->e->neighbors;
+    some->count = 0;
+    for (; some->next < t->e->neighbors * rank && some->count < AT_ONCE; some->next++) {
+        const i64 k = edge + some->next / rank, i = some->next % rank;
+        if (t->e->absent[k]) continue;
+        const i64 at_s = k * t->s_size + t->s_at + i * t->s_length;
+        some->p[some->count] = a->p + k * t->p_size + t->p_at + i * t->p_length;
+        some->s[some->count] = a->s + at_s;
+        some->d[some->count] = a->d + at_s;
+        some->weight[some->count++] = t->e->weight[k];
+    }
+    return some->count;
+}
+
+/* s = Xᵀ p for columns first … last − 1. */
+static void multiply_columns(const float *X, i64 rows, i64 columns, const Directions *at, i64 first,
+                             i64 last) {
+    for (int k = 0; k < at->count; k++) memset(at->s[k] + first, 0, (last - first) * sizeof(float));
+#define ADD_ROWS(rows, r, count) add_rows(X, columns, rows, p, s, r, first, last, count)
+    for (i64 r = 0, some; r < rows; r += some) {
+        some = rows - r >= 8 ? 8 : rows - r >= 4 ? 4 : 1;
+        for (int k = 0, more; k < at->count; k += more) {
+            const int left = at->count - k;
+            const float *const *p = at->p + k;
+            float *const *s = at->s + k;
+            if (left >= 4 && some >= 4) {
+                more = 4;
+                for (i64 i = 0; i < some; i += 4) ADD_ROWS(4, r + i, 4);
+            } else if (left >= 2) {
+                more = 2;
+                if (some == 8) ADD_ROWS(8, r, 2);
+                else if (some == 4) ADD_ROWS(4, r, 2);
+                else ADD_ROWS(1, r, 2);
+            } else {
+                more = 1;
+                if (some == 8) ADD_ROWS(8, r, 1);
+                else if (some == 4) ADD_ROWS(4, r, 1);
+                else ADD_ROWS(1, r, 1);
+            }
+        }
+    }
+}
+
+/* s = X p for rows first … last − 1. */
+static void multiply_rows(const float *X, i64 columns, const Directions *at, i64 first, i64 last) {
+#define DOTS(rows, count) dots(X + r * columns, columns, rows, at->p + k, at->s + k, r, count)
+    for (i64 r = first, some; r < last; r += some) {
+        some = last - r >= 4 ? 4 : 1;
+        for (int k = 0, more; k < at->count; k += more) {
+            const int left = at->count - k;
+            more = left >= 4 ? 4 : left >= 2 ? 2 : 1;
+            if (some == 4) {
+                if (more == 4) DOTS(4, 4);
+                else if (more == 2) DOTS(4, 2);
+                else DOTS(4, 1);
+            } else {
+                if (more == 4) DOTS(1, 4);
+                else if (more == 2) DOTS(1, 2);
+                else DOTS(1, 1);
+            }
+        }
+    }
+}
+
 static void project(const void *arguments, i64 index) {
     const Arguments *a = arguments;
     const Task t = task_of(a, index, a->side == 0);
-    const i64 rank = t.e->rank, columns = t.matrix->columns;
-    const i64 first_edge = t.worker * t.e->neighbors, directions = t.e->neighbors * rank;
-#define PRESENT(i) (!t.e->absent[first_edge + (i) / rank])
-#define P(i) (a->p + (first_edge + (i) / rank) * t.p_size + t.p_at + (i) % rank * t.p_length)
-#define S(i) (a->s + (first_edge + (i) / rank) * t.s_size + t.s_at + (i) % rank * t.s_length)
-    if (a->side == 0)
-        for (i64 first = t.first; first < t.last; first += TILE) {
-            const i64 last = first + TILE < t.last ? first + TILE : t.last;
-            for (i64 i = 0; i < directions; i++)
-                if (PRESENT(i)) memset(S(i) + first, 0, (last - first) * sizeof(float));
-            for (i64 r = 0; r < t.matrix->rows; r += ROWS) {
-                const i64 rows = r + ROWS < t.matrix->rows ? ROWS : t.matrix->rows - r;
-                for (i64 i = 0; i < directions; i++)
-                    if (PRESENT(i))
-                        add_rows(t.X + r * columns, columns, rows, P(i) + r, S(i), first, last);
+    const i64 rows = t.matrix->rows, columns = t.matrix->columns;
+    Directions at = {0};
+    while (next_directions(a, &t, &at))
+        if (a->side)
+            multiply_rows(t.X, columns, &at, t.first, t.last);
+        else
+            for (i64 first = t.first; first < t.last; first += TILE) {
+                const i64 last = first + TILE < t.last ? first + TILE : t.last;
+                multiply_columns(t.X, rows, columns, &at, first, last);
             }
-        }
-    else
-        for (i64 start = t.first; start < t.last; start += ROWS) {
-            const i64 stop = start + ROWS < t.last ? start + ROWS : t.last;
-            for (i64 i = 0; i < directions;) {
-                const float *p[4];
-                float *s[4];
-                int count = 0;
-                for (; i < directions && count < 4; i++)
-                    if (PRESENT(i)) p[count] = P(i), s[count++] = S(i);
-                for (i64 r = start; r < stop; r++) {
-                    const float *row = t.X + r * columns;
-                    switch (count) {
-                        case 1: dots(row, columns, p, s, r, 1); break;
-                        case 2: dots(row, columns, p, s, r, 2); break;
-                        case 3: dots(row, columns, p, s, r, 3); break;
-                        case 4: dots(row, columns, p, s, r, 4); break;
-                    }
-                }
-            }
-        }
 }
 
 /* The largest magnitude, as the bits of a float: exact, and NaN is the largest. */
@@ -389,55 +487,78 @@ static void differ(const void *arguments, i64 index) {
     }
 }
 
-#define AT_ONCE 8 /* directions */
+INLINE void outer_lanes(const Lanes *right, Lanes factor[8][4], const int rows, const int count,
+                        Lanes *total) {
+    for (int i = 0; i < rows; i++) {
+        Lanes sum = factor[0][i] * right[0];
+        for (int k = 1; k < count; k++) sum += factor[k][i] * right[k];
+        total[i] += sum;
+    }
+}
 
-/* row[c] += Σ_k left[k] right[k][c] */
-static inline __attribute__((always_inline)) void add_outer(float *row, i64 columns,
-                                                            const float *left,
-                                                            const float *const *right,
-                                                            const int count) {
-    i64 c = 0;
-    for (; c + LANES <= columns; c += LANES) {
-        Lanes total = left[0] * load(right[0] + c);
-        for (int k = 1; k < count; k++) total += left[k] * load(right[k] + c);
-        store(row + c, load(row + c) + total);
+/* X[r, c] += Σ_k weight[k] left[k][r] right[k][c] for some rows and directions. */
+INLINE void add_outer(float *X, i64 columns, const int rows, const float *weight,
+                      const float *const *left, const float *const *right, i64 first,
+                      const int count) {
+    X += first * columns;
+    if (columns < LANES) {
+        for (int i = 0; i < rows; i++)
+            for (i64 c = 0; c < columns; c++) {
+                float total = weight[0] * left[0][first + i] * right[0][c];
+                for (int k = 1; k < count; k++)
+                    total += weight[k] * left[k][first + i] * right[k][c];
+                X[i * columns + c] += total;
+            }
+        return;
     }
-    for (; c < columns; c++) {
-        float total = left[0] * right[0][c];
-        for (int k = 1; k < count; k++) total += left[k] * right[k][c];
-        row[c] += total;
+    Lanes factor[8][4], other[8], total[4], at_end[4];
+    for (int k = 0; k < count; k++)
+        for (int i = 0; i < rows; i++) factor[k][i] = weight[k] * left[k][first + i] - (Lanes){0};
+    const i64 end = columns - LANES; /* see add_rows */
+    for (int k = 0; k < count; k++) other[k] = load(right[k] + end);
+    for (int i = 0; i < rows; i++) at_end[i] = load(X + i * columns + end);
+    outer_lanes(other, factor, rows, count, at_end);
+    for (i64 c = 0; c < end; c += LANES) {
+        for (int k = 0; k < count; k++) other[k] = load(right[k] + c);
+        for (int i = 0; i < rows; i++) {
+            total[i] = load(X + i * columns + c);
+            __builtin_prefetch(X + i * columns + c + AHEAD);
+        }
+        outer_lanes(other, factor, rows, count, total);
+        for (int i = 0; i < rows; i++) store(X + i * columns + c, total[i]);
     }
+    for (int i = 0; i < rows; i++) store(X + i * columns + end, at_end[i]);
 }
 
 /* X += Σ γ w p dᵀ on side 0, its transpose on side 1. */
 static void update(const void *arguments, i64 index) {
     const Arguments *a = arguments;
     const Task t = task_of(a, index, 0);
-    const i64 rank = t.e->rank, columns = t.matrix->columns;
-    const i64 first_edge = t.worker * t.e->neighbors, directions = t.e->neighbors * rank;
-#define D(i) (a->d + (first_edge + (i) / rank) * t.s_size + t.s_at + (i) % rank * t.s_length)
-    for (i64 start = t.first; start < t.last; start += ROWS) {
-        const i64 stop = start + ROWS < t.last ? start + ROWS : t.last;
-        for (i64 i = 0; i < directions;) {
-            const float *left[AT_ONCE], *right[AT_ONCE];
-            float weight[AT_ONCE], weighted[AT_ONCE];
-            int count = 0;
-            for (; i < directions && count < AT_ONCE; i++)
-                if (PRESENT(i)) {
-                    left[count] = a->side ? D(i) : P(i);
-                    right[count] = a->side ? P(i) : D(i);
-                    weight[count++] = t.e->weight[first_edge + i / rank];
-                }
-            for (i64 r = start; r < stop; r++) {
-                float *row = t.X + r * columns;
-                for (int k = 0; k < count; k++) weighted[k] = weight[k] * left[k][r];
-                switch (count) {
-                    case 0: break;
-                    case 1: add_outer(row, columns, weighted, right, 1); break;
-                    case 2: add_outer(row, columns, weighted, right, 2); break;
-                    case 4: add_outer(row, columns, weighted, right, 4); break;
-                    case 8: add_outer(row, columns, weighted, right, 8); break;
-                    default: add_outer(row, columns, weighted, right, count);
+#define ADD_OUTER(rows, r, count) \
+    add_outer(t.X, t.matrix->columns, rows, at.weight + k, left + k, right + k, r, count)
+    Directions at = {0};
+    while (next_directions(a, &t, &at)) {
+        const float *const *left = a->side ? at.d : at.p, *const *right = a->side ? at.p : at.d;
+        for (i64 r = t.first, some; r < t.last; r += some) {
+            some = t.last - r >= 4 ? 4 : 1;
+            for (int k = 0, more; k < at.count; k += more) {
+                const int rest = at.count - k;
+                more = rest >= 8 ? 8 : rest >= 4 ? 4 : rest >= 2 ? 2 : 1;
+                if (some == 4) {
+                    if (more == 8) {
+                        ADD_OUTER(2, r, 8);
+                        ADD_OUTER(2, r + 2, 8);
+                    } else if (more == 4)
+                        ADD_OUTER(4, r, 4);
+                    else if (more == 2)
+                        ADD_OUTER(4, r, 2);
+                    else
+                        ADD_OUTER(4, r, 1);
+                } else {
+                    if (more == 8) ADD_OUTER(1, r, 8);
+                    else if (more == 4) ADD_OUTER(1, r, 4);
+                    else if (more == 2) ADD_OUTER(1, r, 2);
+                    else ADD_OUTER(1, r, 1);
                 }
             }
         }
