@@ -24,15 +24,21 @@ import tempfile
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from powergossip.network import Network, Processes
+if TYPE_CHECKING:
+    from powergossip.network import Network, Processes
 
 Kernels = ctypes.CDLL
 
-_FILES = ("common.h", "compressed.c", "power_gossip.c")  # one translation unit, in this order
+_FILES = (
+    "common.h",
+    "compressed.c",
+    "power_gossip.c",
+    "sums.c",
+)  # one translation unit, in this order
 SWITCH = "POWERGOSSIP_KERNELS"
 _FLAGS = (
     *("-O3", "-march=native", "-std=c11", "-fPIC", "-shared"),
@@ -43,14 +49,14 @@ _FLAGS = (
 )
 
 
-def load(network: Network) -> Kernels | None:
+def load(network: "Network") -> Kernels | None:
     """The compiled functions, or None where PyTorch is to be used: on a GPU, without a compiler in
     one of the processes, or with POWERGOSSIP_KERNELS=0. All processes call it."""
     return None if network.device.type != "cpu" else _of(network.processes)
 
 
 @functools.cache
-def _of(processes: Processes) -> Kernels | None:
+def _of(processes: "Processes") -> Kernels | None:
     """The compiled functions if all processes have them. Collective at the first call."""
     found = processes.one_by_one(compiled)
     sources = processes.gather(None if found is None else _source())
