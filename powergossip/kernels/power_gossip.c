@@ -27,6 +27,7 @@ typedef struct {
 /* --- Vectors --- */
 
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
+typedef int32_t LaneMask __attribute__((vector_size(4 * LANES)));
 typedef double WideLanes __attribute__((vector_size(8 * LANES)));
 
 static inline Lanes load(const float *from) {
@@ -37,12 +38,20 @@ static inline Lanes load(const float *from) {
 
 static inline void store(float *to, Lanes lanes) { memcpy(to, &lanes, sizeof lanes); }
 
-/* The last `count` elements, then zeros. */
-static inline Lanes load_rest(const float *from, i64 count) {
+/* The last length mod LANES elements of `length`, and zeros. */
+static inline Lanes load_rest(const float *from, i64 length) {
+    const i64 rest = length % LANES;
     Lanes lanes = {0};
-    memcpy(&lanes, from, count * sizeof(float));
-    return lanes;
+    if (length < LANES) {
+        memcpy(&lanes, from, rest * sizeof(float));
+        return lanes;
+    }
+    const LaneMask lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return (Lanes)((LaneMask)load(from + length - LANES) & (lane >= (int32_t)(LANES - rest)));
 }
+
+/* Into the second cache, some pages ahead: processors prefetch within a page only. */
+#define PREFETCH(from) __builtin_prefetch((from) + 4096, 0, 2)
 
 typedef float Half __attribute__((vector_size(2 * LANES)));
 typedef float Quarter __attribute__((vector_size(LANES)));
@@ -66,8 +75,8 @@ static double wide_dot(const float *a, const float *b, i64 length) {
         total += __builtin_convertvector(load(a + i), WideLanes) *
                  __builtin_convertvector(load(b + i), WideLanes);
     if (i < length)
-        total += __builtin_convertvector(load_rest(a + i, length - i), WideLanes) *
-                 __builtin_convertvector(load_rest(b + i, length - i), WideLanes);
+        total += __builtin_convertvector(load_rest(a, length), WideLanes) *
+                 __builtin_convertvector(load_rest(b, length), WideLanes);
     double lane[LANES];
     memcpy(lane, &total, sizeof lane);
     for (int width = LANES / 2; width; width /= 2)
@@ -160,9 +169,13 @@ static void gram(float *p, i64 rank, i64 length, uint64_t key, i64 counter, i64 
                  double *G) {
     for (i64 a = 0; a < rank; a++) {
         float *p_a = p + a * length;
-        if (wide_dot(p_a, p_a, length) == 0)
+        double *G_a = G + a * rank;
+        G_a[a] = wide_dot(p_a, p_a, length);
+        if (G_a[a] == 0) {
             draw_normal(key, counter, at + a * length, sign, p_a, length);
-        for (i64 b = 0; b <= a; b++) G[a * rank + b] = wide_dot(p_a, p + b * length, length);
+            G_a[a] = wide_dot(p_a, p_a, length);
+        }
+        for (i64 b = 0; b < a; b++) G_a[b] = wide_dot(p_a, p + b * length, length);
     }
 }
 
@@ -210,9 +223,6 @@ static void round_to_signs(float *p, i64 length, float sign) {
 
 #define TILE 1024 /* columns of products that stay in the fastest cache */
 #define ROWS 8    /* rows of X that stay in the fastest cache */
-#ifndef AHEAD
-#define AHEAD 1024
-#endif
 #define INLINE static inline __attribute__((always_inline))
 
 /* s[k][c] += Σ_r p[k][r] X[r, c] for all k, LANES columns. */
@@ -220,7 +230,7 @@ INLINE void add_lanes(const float *X, i64 stride, const int rows, Lanes factor[4
                       Lanes *total, const int count) {
     for (int r = 0; r < rows; r++) {
         const Lanes x = load(X + r * stride);
-        __builtin_prefetch(X + r * stride + AHEAD);
+        PREFETCH(X + r * stride);
         for (int k = 0; k < count; k++) total[k] += factor[k][r] * x;
     }
 }
@@ -251,8 +261,6 @@ INLINE void add_rows(const float *X, i64 stride, const int rows, const float *co
     for (int k = 0; k < count; k++) store(s[k] + end, at_end[k]);
 }
 
-typedef int32_t LaneMask __attribute__((vector_size(4 * LANES)));
-
 /* s[k][r] = Σ_c X[r, c] p[k][c] for some rows and directions. */
 INLINE void dots(const float *X, i64 columns, const int rows, const float *const *p,
                  float *const *s, i64 first, const int count) {
@@ -262,28 +270,18 @@ INLINE void dots(const float *X, i64 columns, const int rows, const float *const
         Lanes x[4];
         for (int r = 0; r < rows; r++) {
             x[r] = load(X + r * columns + c);
-            __builtin_prefetch(X + r * columns + c + AHEAD);
+            PREFETCH(X + r * columns + c);
         }
         for (int k = 0; k < count; k++) {
             const Lanes p_k = load(p[k] + c);
             for (int r = 0; r < rows; r++) total[r][k] += x[r] * p_k;
         }
     }
-    if (c < columns && columns < LANES)
+    if (c < columns)
         for (int k = 0; k < count; k++) {
             const Lanes p_k = load_rest(p[k], columns);
-            for (int r = 0; r < rows; r++)
-                total[r][k] += load_rest(X + r * columns, columns) * p_k;
+            for (int r = 0; r < rows; r++) total[r][k] += load_rest(X + r * columns, columns) * p_k;
         }
-    else if (c < columns) { /* the last lanes, without those that were added already */
-        const LaneMask lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        const LaneMask left = lane >= (int32_t)(LANES - (columns - c));
-        c = columns - LANES;
-        for (int k = 0; k < count; k++) {
-            const Lanes p_k = (Lanes)((LaneMask)load(p[k] + c) & left);
-            for (int r = 0; r < rows; r++) total[r][k] += load(X + r * columns + c) * p_k;
-        }
-    }
     for (int k = 0; k < count; k++)
         for (int r = 0; r < rows; r++) s[k][first + r] = sum(total[r][k]);
 }
@@ -522,7 +520,7 @@ INLINE void add_outer(float *X, i64 columns, const int rows, const float *weight
         for (int k = 0; k < count; k++) other[k] = load(right[k] + c);
         for (int i = 0; i < rows; i++) {
             total[i] = load(X + i * columns + c);
-            __builtin_prefetch(X + i * columns + c + AHEAD);
+            PREFETCH(X + i * columns + c);
         }
         outer_lanes(other, factor, rows, count, total);
         for (int i = 0; i < rows; i++) store(X + i * columns + c, total[i]);
