@@ -6,6 +6,7 @@ memory: one over x before the message, and one after it.
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,9 @@ from powergossip.parameters import Stack
 
 
 class _Edges(ctypes.Structure):
-    """Edges of power_gossip.c."""
+    """Edges of power_gossip.c. `memory` keeps what it refers to."""
+
+    memory: Any
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("workers", "neighbors", "rank", "matrices")),
@@ -47,17 +50,16 @@ class CompiledDirections:
                 at = at[0] + rank * stack.rows, at[1] + rank * stack.columns
         matrix = np.array(matrices, dtype=np.int64)
         tensors = [t.contiguous() for t in (edges.weight, edges.sign, edges.absent, edges.key)]
-        self._kept = matrix, tensors  # the memory to which the structure refers
-        self._edges = _Edges(
+        structure = _Edges(
             *(workers, neighbors, rank, len(matrices)),
             (ctypes.c_int64 * 2)(*at),
             stacks[-1].stop if stacks else 0,
             matrix.ctypes.data,
             *(kernels.address(tensor) for tensor in tensors),
         )
-        place = ctypes.addressof(self._edges)
+        structure.memory = matrix, tensors
         shapes = [(workers, neighbors, size) for size in at]
-        p, q = (CompiledSide(library, place, side, shape) for side, shape in enumerate(shapes))
+        p, q = (CompiledSide(library, structure, side, shape) for side, shape in enumerate(shapes))
         p.other, q.other = q, p
         self.sides = p, q
 
@@ -74,11 +76,11 @@ class CompiledSide:
     other: "CompiledSide"
 
     def __init__(
-        self, library: kernels.Kernels, edges: int, side: int, shape: tuple[int, int, int]
+        self, library: kernels.Kernels, edges: _Edges, side: int, shape: tuple[int, int, int]
     ):
-        """`edges`: the address of the structure."""
         self.directions, self.products = torch.zeros(shape), ToEach(torch.zeros(shape))
-        self._edges, self._side = edges, side
+        self._structure = edges
+        self._edges, self._side = ctypes.addressof(edges), side
         self._project = kernels.function(library, "power_gossip_project", "ppiippiii")
         self._update = kernels.function(library, "power_gossip_update", "ppiippppi")
         self._draw = kernels.function(library, "power_gossip_draw", "pipi")
