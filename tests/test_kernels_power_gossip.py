@@ -8,7 +8,7 @@ from powergossip import algorithms, kernels, topologies
 from powergossip.algorithms import Options, PowerGossip
 from powergossip.algorithms.compiled_directions import CompiledDirections, CompiledSide
 from powergossip.algorithms.directions import Directions, EdgeConstants
-from powergossip.network import Network, Processes
+from powergossip.network import Conversation, Network, Processes
 from powergossip.parameters import Layout
 
 pytestmark = pytest.mark.skipif(kernels.compiled() is None, reason="without a C compiler")
@@ -29,6 +29,13 @@ def compiled(network: Network, rank: int, layout: Layout) -> tuple[CompiledSide,
     assert library is not None
     edges = EdgeConstants(network, network.slots, 1.0, 3)
     return CompiledDirections(library, edges, rank, layout.compressible(rank)).sides
+
+
+def iterate(network: Network, p: CompiledSide, x: Tensor, counter: int) -> None:
+    def conversation() -> Conversation:
+        p.update(x, (yield p.project(x, counter, False, False)))
+
+    network.run(conversation())
 
 
 def both(
@@ -100,7 +107,7 @@ def test_both_ends_have_the_same_bits(rank: int) -> None:
     sides[0].draw(0)
     for t in range(3):
         side = sides[t % 2]
-        network.run(side.iterate(x, t, False, False))
+        iterate(network, side, x, t)
         p, d = side.packed(), side.other.packed()
         for i, neighbors in enumerate(network.neighbors.tolist()):
             for slot, j in enumerate(neighbors):
@@ -118,12 +125,12 @@ def test_collapsed_directions_alone_are_resampled() -> None:
     x[1, agreed.start : agreed.stop] = x[0, agreed.start : agreed.stop]
     before = x.clone()
     sides[0].draw(0)
-    network.run(sides[0].iterate(x, 0, False, False))
+    iterate(network, sides[0], x, 0)
     d = sides[1].packed()
     length = 2 * agreed.columns
     assert not d[..., :length].any()
     assert torch.equal(x[:, agreed.start : agreed.stop], before[:, agreed.start : agreed.stop])
-    network.run(sides[1].iterate(x, 1, False, False))
+    iterate(network, sides[1], x, 1)
     drawn = compiled(network, 2, layout)[1]
     drawn.draw(1)
     p = sides[1].packed()

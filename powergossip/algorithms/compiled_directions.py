@@ -14,7 +14,7 @@ from torch import Tensor
 
 from powergossip import kernels
 from powergossip.algorithms.directions import EdgeConstants
-from powergossip.network import Conversation, ToEach
+from powergossip.network import ToEach
 from powergossip.parameters import Stack
 
 
@@ -89,20 +89,30 @@ class CompiledSide:
         """Sample directions from the edges' random streams: the same at both ends."""
         self._draw(self._edges, self._side, kernels.address(self.directions), counter)
 
-    def iterate(self, x: Tensor, counter: int, round_weights: bool, resample: bool) -> Conversation:
-        """An iteration of PowerGossip with these directions, in place on x [worker, D].
+    def project(self, x: Tensor, counter: int, round_weights: bool, resample: bool) -> ToEach:
+        """p ← orthonormalize(p) and s = Xᵀ p with these directions p: the message of an iteration.
 
-        counter: of random draws. round_weights: signs take the place of orthonormal directions.
-        resample: sample the directions first.
+        x: [worker, D]. counter: of random draws. round_weights: signs take the place of
+        orthonormal directions. resample: the directions are random at first.
         """
         assert x.dtype == torch.float32
         assert x.stride(1) == 1
-        d, threads = self.other, torch.get_num_threads()
-        products = d.products.tensor.data_ptr()
-        place = self._edges, x.data_ptr(), x.stride(0), self._side, self.directions.data_ptr()
-        self._project(*place, products, counter, _KINDS[round_weights, resample], threads)
-        received = kernels.address((yield d.products))
-        self._update(*place, products, received, d.directions.data_ptr(), threads)
+        message = self.other.products
+        self._project(
+            *(self._edges, x.data_ptr(), x.stride(0), self._side, self.directions.data_ptr()),
+            *(message.tensor.data_ptr(), counter, _KINDS[round_weights, resample]),
+            torch.get_num_threads(),
+        )
+        return message
+
+    def update(self, x: Tensor, received: Tensor) -> None:
+        """d = s_received − s and X ← X + γ w p dᵀ. d are the directions of the other side."""
+        other = self.other
+        self._update(
+            *(self._edges, x.data_ptr(), x.stride(0), self._side, self.directions.data_ptr()),
+            *(other.products.tensor.data_ptr(), kernels.address(received)),
+            *(other.directions.data_ptr(), torch.get_num_threads()),
+        )
 
     def packed(self) -> Tensor:
         """A copy of the directions in the form of a message: [worker, neighbor, M]."""

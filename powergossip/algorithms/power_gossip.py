@@ -120,15 +120,23 @@ class PowerGossip:
     def step(self, x: Tensor) -> Conversation:
         """num_iterations iterations on the compressed matrices, plain gossip on the rest."""
         views = self._views.get(x, self._views_of)
+        if self._compiled and self._stacks:
+            yield from self._compiled_step(x, views.rest)
+            return
         steps = []
         if self._stacks:
-            steps.append(self._compiled_step(x) if self._compiled else self._compressed_step(views))
+            steps.append(self._compressed_step(views))
         if self._plain:
             steps.append(self._plain_step(views.rest))
         yield from together(*steps)
 
     def _plain_step(self, rest: Tensor) -> Conversation:
-        received = yield ToAll(rest)
+        self._mix(rest, (yield ToAll(rest)))
+
+    def _mix(self, rest: Tensor, received: Tensor) -> None:
+        if len(self._plain) == 1:
+            self._plain[0][1].mix(rest, received)
+            return
         spans = zip(
             self._plain,
             self._spans.get(rest, self._spans_of),
@@ -153,12 +161,19 @@ class PowerGossip:
             yield from self._iteration(p, d, views.transposes if side else views.matrices)
             self._iterations[t] += 1
 
-    def _compiled_step(self, x: Tensor) -> Conversation:
-        """`_compressed_step` by compiled loops."""
+    def _compiled_step(self, x: Tensor, rest: Tensor) -> Conversation:
+        """`_compressed_step` and `_plain_step` by compiled loops."""
         t = self._network.round % len(self._compiled)
-        for _ in range(self._num_iterations):
+        random = self._round_weights, not self._warm_start
+        for iteration in range(self._num_iterations):
             p = self._compiled[t].sides[self._iterations[t] % 2]
-            yield from p.iterate(x, self._counter(t), self._round_weights, not self._warm_start)
+            message = p.project(x, self._counter(t), *random)
+            if iteration == 0 and self._plain:
+                received, received_rest = yield message, ToAll(rest)
+                self._mix(rest, received_rest)
+            else:
+                received = yield message
+            p.update(x, received)
             self._iterations[t] += 1
 
     def _iteration(self, p: Directions, d: Directions, matrices: Sequence[Tensor]) -> Conversation:
