@@ -15,24 +15,29 @@ def in_turns(
     processes: Processes,
     device: torch.device,
     before: Callable[[], object],
+    calls: int = 200,
 ) -> list[list[float]]:
     """Return the seconds of a call, [function][round]. The functions take turns.
 
     rounds   # number of measurements of each function
     seconds  # approximate time of all measurements together
-    before   # called before each measurement, which has at most 200 calls
+    before   # called before each measurement, and again after some calls, outside of the time
+    calls    # their number. A measurement has at most 200
     """
 
     def measure(function: Callable[[], object], count: int) -> float:
-        before()
-        processes.gather(None)  # start at the same time
-        start = time.perf_counter()
-        for _ in range(count):
-            function()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        processes.gather(None)  # the slowest process counts
-        return (time.perf_counter() - start) / count
+        elapsed = 0.0
+        for first in range(0, count, calls):
+            before()
+            processes.gather(None)  # start at the same time
+            start = time.perf_counter()
+            for _ in range(first, min(first + calls, count)):
+                function()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            processes.gather(None)  # the slowest process counts
+            elapsed += time.perf_counter() - start
+        return elapsed / count
 
     counts = []
     for function in functions:

@@ -4,8 +4,10 @@ from collections.abc import Mapping, Sequence
 from math import log
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from powergossip import kernels
 from powergossip.algorithms.averaging import Rate, Stateless, column
 from powergossip.network import Conversation, Mean, Network, ToAll
 
@@ -23,6 +25,14 @@ class PlainGossip(Stateless):
         weights = [rate * slots.weights for slots in network.rounds]
         self._own_weights = [1 - w.sum(1, keepdim=True) for w in weights]
         self._weights = [w.unsqueeze(-1).unbind(1) for w in weights]
+        library = kernels.load(network)
+        self._compiled = None
+        if library is not None:
+            self._compiled = kernels.function(library, "plain_gossip", "pipiiiiippi")
+            self._kept = [w.contiguous() for w in (*self._own_weights, *weights)]
+            addresses = [kernels.address(w) for w in self._kept]
+            half = len(weights)
+            self._places = list(zip(addresses[:half], addresses[half:], strict=True))
 
     def step(self, x: Tensor) -> Conversation:
         """x_i ← (1 − γ Σ_j w_ij) x_i + Σ_j γ w_ij x_j"""
@@ -35,9 +45,23 @@ class PlainGossip(Stateless):
         processes. A matrix product would round differently for one worker and for eight.
         """
         t = self._network.round % len(self._network.rounds)
+        if self._compiled is not None and _fits(x) and _fits(received):
+            strides = received.stride()
+            self._compiled(
+                *(x.data_ptr(), x.stride(0), received.data_ptr(), strides[0], strides[1]),
+                *(received.shape[0], received.shape[1], received.shape[2]),
+                *self._places[t],
+                torch.get_num_threads(),
+            )
+            return
         x.mul_(self._own_weights[t])
         for weight, x_j in zip(self._weights[t], received.unbind(1), strict=True):
             x.addcmul_(weight, x_j)
+
+
+def _fits(tensor: Tensor) -> bool:
+    """Whether compiled loops accept a tensor [*, element]."""
+    return tensor.dtype == torch.float32 and tensor.stride(-1) == 1
 
 
 class AllReduce(Stateless):

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from powergossip import checks
+from powergossip import checks, kernels
 from powergossip.algorithms import rates
 from powergossip.algorithms.averaging import Rate, column
+from powergossip.algorithms.compiled_directions import CompiledDirections, CompiledSide
 from powergossip.algorithms.directions import Directions, EdgeConstants
 from powergossip.algorithms.plain import PlainGossip
 from powergossip.network import Conversation, Network, ToAll, together
@@ -88,10 +89,18 @@ class PowerGossip:
         self._stacks = layout.compressible(rank)
         rows = [(stack.layers, stack.rows) for stack in self._stacks]
         columns = [(stack.layers, stack.columns) for stack in self._stacks]
-        self._edges = []  # for each round: the directions of both sides
+        # For each round, the directions of both sides: for PyTorch or for compiled loops.
+        self._edges: list[tuple[Directions, Directions]] = []
+        self._compiled: list[CompiledDirections] = []
+        library = kernels.load(network)
         for slots in network.rounds:
             edges = EdgeConstants(network, slots, rate, seed)
-            self._edges.append((Directions(edges, rank, rows), Directions(edges, rank, columns)))
+            if library is not None:
+                self._compiled.append(CompiledDirections(library, edges, rank, self._stacks))
+            else:
+                self._edges.append(
+                    (Directions(edges, rank, rows), Directions(edges, rank, columns))
+                )
         self._iterations = [0] * len(network.rounds)  # by round, since the start
 
         # Spans of the elements that are not compressed, which lie behind the compressed ones.
@@ -105,21 +114,29 @@ class PowerGossip:
         ]
         self._views = TensorCache[_Views]()
         self._spans = TensorCache[list[Tensor]]()
-        for t, (side, _) in enumerate(self._edges):
-            side.draw(self._counter(t))
+        for t in range(len(network.rounds)):
+            self._sides(t)[0].draw(self._counter(t))
 
     def step(self, x: Tensor) -> Conversation:
         """num_iterations iterations on the compressed matrices, plain gossip on the rest."""
         views = self._views.get(x, self._views_of)
+        if self._compiled and self._stacks:
+            yield from self._compiled_step(x, views.rest)
+            return
         steps = []
         if self._stacks:
-            steps.append(self._compressed_step(views.matrices, views.transposes))
+            steps.append(self._compressed_step(views))
         if self._plain:
             steps.append(self._plain_step(views.rest))
         yield from together(*steps)
 
     def _plain_step(self, rest: Tensor) -> Conversation:
-        received = yield ToAll(rest)
+        self._mix(rest, (yield ToAll(rest)))
+
+    def _mix(self, rest: Tensor, received: Tensor) -> None:
+        if len(self._plain) == 1:
+            self._plain[0][1].mix(rest, received)
+            return
         spans = zip(
             self._plain,
             self._spans.get(rest, self._spans_of),
@@ -129,9 +146,7 @@ class PowerGossip:
         for (_, gossip), x, received_x in spans:
             gossip.mix(x, received_x)
 
-    def _compressed_step(
-        self, matrices: Sequence[Tensor], transposes: Sequence[Tensor]
-    ) -> Conversation:
+    def _compressed_step(self, views: "_Views") -> Conversation:
         t = self._network.round % len(self._edges)
         for _ in range(self._num_iterations):
             # Side 0: p are rows long, s and d columns. Side 1: the other way round.
@@ -143,7 +158,22 @@ class PowerGossip:
                 p.round(self._counter(t))
             else:
                 p.orthonormalize(self._counter(t))
-            yield from self._iteration(p, d, transposes if side else matrices)
+            yield from self._iteration(p, d, views.transposes if side else views.matrices)
+            self._iterations[t] += 1
+
+    def _compiled_step(self, x: Tensor, rest: Tensor) -> Conversation:
+        """`_compressed_step` and `_plain_step` by compiled loops."""
+        t = self._network.round % len(self._compiled)
+        random = self._round_weights, not self._warm_start
+        for iteration in range(self._num_iterations):
+            p = self._compiled[t].sides[self._iterations[t] % 2]
+            message = p.project(x, self._counter(t), *random)
+            if iteration == 0 and self._plain:
+                received, received_rest = yield message, ToAll(rest)
+                self._mix(rest, received_rest)
+            else:
+                received = yield message
+            p.update(x, received)
             self._iterations[t] += 1
 
     def _iteration(self, p: Directions, d: Directions, matrices: Sequence[Tensor]) -> Conversation:
@@ -166,9 +196,13 @@ class PowerGossip:
     def _spans_of(self, rest: Tensor) -> list[Tensor]:
         return [rest[..., span] for span, _ in self._plain]
 
+    def _sides(self, t: int) -> "Sequence[Directions | CompiledSide]":
+        """The directions of both sides in a round of the topology."""
+        return self._compiled[t].sides if self._compiled else self._edges[t]
+
     def _counter(self, t: int) -> int:
         """The counter of random draws, different for every round and iteration."""
-        return self._iterations[t] * len(self._edges) + t
+        return self._iterations[t] * len(self._iterations) + t
 
     def state_dict(self) -> dict[str, Any]:
         """Under `matrices`, for each round of the topology: the number of iterations, and
@@ -180,8 +214,8 @@ class PowerGossip:
             "matrices": {
                 "iterations": list(self._iterations),
                 "directions": [
-                    sides[iterations % 2].packed()
-                    for sides, iterations in zip(self._edges, self._iterations, strict=True)
+                    self._sides(t)[iterations % 2].packed()
+                    for t, iterations in enumerate(self._iterations)
                 ],
             },
             "rest": {},
@@ -191,10 +225,8 @@ class PowerGossip:
         """Restore the state returned by `state_dict()`."""
         matrices = state["matrices"]
         self._iterations = list(matrices["iterations"])
-        for sides, iterations, directions in zip(
-            self._edges, self._iterations, matrices["directions"], strict=True
-        ):
-            sides[iterations % 2].unpack(directions)
+        for t, directions in enumerate(matrices["directions"]):
+            self._sides(t)[self._iterations[t] % 2].unpack(directions)
 
 
 class _Views(NamedTuple):

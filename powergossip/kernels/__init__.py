@@ -24,15 +24,21 @@ import tempfile
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from powergossip.network import Network, Processes
+if TYPE_CHECKING:
+    from powergossip.network import Network, Processes
 
 Kernels = ctypes.CDLL
 
-_FILES = ("common.h", "compressed.c", "power_gossip.c")  # one translation unit, in this order
+_FILES = (
+    "common.h",
+    "compressed.c",
+    "power_gossip.c",
+    "sums.c",
+)  # one translation unit, in this order
 SWITCH = "POWERGOSSIP_KERNELS"
 _FLAGS = (
     *("-O3", "-march=native", "-std=c11", "-fPIC", "-shared"),
@@ -44,7 +50,7 @@ _FLAGS = (
 )
 
 
-def load(network: Network) -> Kernels | None:
+def load(network: "Network") -> Kernels | None:
     """The compiled functions, or None where PyTorch is to be used: on a GPU, without a compiler in
     one of the processes, or with POWERGOSSIP_KERNELS=0.
 
@@ -54,7 +60,7 @@ def load(network: Network) -> Kernels | None:
 
 
 @functools.cache
-def load_for(processes: Processes, device: torch.device) -> Kernels | None:
+def load_for(processes: "Processes", device: torch.device) -> Kernels | None:
     """The same, without a network. Collective at the first call."""
     if device.type != "cpu":
         return None

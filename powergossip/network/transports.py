@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from powergossip import kernels
 from powergossip.network.processes import Pieces, Requests
 from powergossip.topologies import Round
 
@@ -306,7 +307,11 @@ class _Collective:
 
 
 def _exchange(
-    network: "Network", tag: int, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]
+    network: "Network",
+    tag: int,
+    outgoing: Sequence[Tensor],
+    incoming: Sequence[Tensor],
+    once: bool = False,
 ) -> Requests:
     """Requests for the exchange of one tensor with every other process.
 
@@ -321,28 +326,7 @@ def _exchange(
         processes = ((comm.rank + direction * step) % comm.size for step in range(1, comm.size))
         return [(process, tensors[process]) for process in processes]
 
-    return channel.requests(others(-1, incoming), others(1, outgoing), tag, once=True)
-
-
-def _sum(network: "Network", tag: int, parts: Sequence[Tensor], collected: Tensor) -> Steps:
-    """Replace the parts of a tensor by their sums over the processes, one part per process.
-
-    Each process receives its part from all others (collected [process, element]), then sends them
-    the sum of that part. A part is summed in one process, in an order that does not depend on
-    timing, so the result is the same to the bit in all processes, every time, with any transport.
-
-    MPI's own non-blocking all-reduce is unsuitable. It sends other bytes than are counted (Open
-    MPI's, in place: all elements up and down a tree, which takes several times as long on slow
-    links), and it ends the process for tensors on a GPU (github.com/open-mpi/ompi/issues/9845).
-    """
-    rank = network.processes.rank
-    own = parts[rank]
-    yield _exchange(network, 0, parts, collected.unbind())
-    collected[rank] = own
-    _sum_in_pairs(collected[None], own[None])
-    if own.is_cuda and network.waits_for_kernels:
-        torch.cuda.current_stream().synchronize()
-    yield _exchange(network, tag, [own] * network.processes.size, parts)
+    return channel.requests(others(-1, incoming), others(1, outgoing), tag, once)
 
 
 # Elements of a sum per block. On a CPU, a block fits in the caches.
@@ -366,59 +350,118 @@ def _sum_in_pairs(rows: Tensor, out: Tensor) -> None:
             total.copy_(terms[:, 0])
 
 
-class Reduction(Transport):
-    """All-reduce: a local sum over the workers of a process, then `_sum` between processes.
+class _Mean:
+    """out [element] ← the sum of rows [row, element], added in pairs, ÷ n.
 
-    If the network's all_reduce is "native", the library's own all-reduce takes the place of `_sum`.
+    `own`: the index of a row and the tensor that takes its place.
+    """
+
+    def __init__(self, rows: Tensor, out: Tensor, n: int, own: tuple[int, Tensor] | None = None):
+        self._rows, self._out, self._n, self._own = rows, out, n, own
+        self._sum = None
+        terms = list(rows)
+        if own is not None:
+            terms[own[0]] = own[1]
+        if all(
+            t.device.type == "cpu" and t.dtype == torch.float32 and t.is_contiguous()
+            for t in (out, *terms)
+        ):
+            library = kernels.compiled()
+            if library is not None:
+                self._sum = kernels.function(library, "sum_in_pairs", "piifp")
+                self._addresses = np.array([t.data_ptr() for t in terms], dtype=np.uint64)
+
+    def compute(self) -> None:
+        if self._sum is not None:
+            addresses, count = self._addresses.ctypes.data, len(self._rows)
+            self._sum(addresses, count, self._out.numel(), self._n, self._out.data_ptr())
+            return
+        if self._own is not None:
+            self._rows[self._own[0]] = self._own[1]
+        _sum_in_pairs(self._rows[None, ..., None].flatten(2), self._out[None, ..., None].flatten(1))
+        if self._n > 1:
+            self._out.div_(self._n)
+
+
+class Reduction(Transport):
+    """All-reduce: a local sum over the workers of a process, then one between processes.
+
+    Each process receives its part of all elements from all others, then sends them the mean of that
+    part. A part is summed in one process, in an order that does not depend on timing, so the result
+    is the same to the bit in all processes, every time, with any transport.
+
+    MPI's own non-blocking all-reduce is unsuitable. It sends other bytes than are counted (Open
+    MPI's, in place: all elements up and down a tree, which takes several times as long on slow
+    links), and it ends the process for tensors on a GPU (github.com/open-mpi/ompi/issues/9845).
+
+    If the network's all_reduce is "native", the library's own all-reduce takes the place of the sum
+    between processes.
     """
 
     def __init__(self, network: "Network", tensor: Tensor):
         assert tensor.shape[0] == network.rows
-        n = network.n_workers
+        n, comm = network.n_workers, network.processes
+        channel = None if comm.size == 1 else network.channel
+        self._alone = channel is None
         size = tensor[0].numel() * tensor.element_size() * 8
         bits, messages = all_reduce_cost(n, size)
         self.bits = np.full(network.rows, bits, dtype=np.int64)
         self.messages = np.full(network.rows, messages, dtype=np.int64)
-        self._by_copy = tensor.unflatten(0, (network.copies, network.hosted))
-        self._n_workers, self._hosted = n, network.hosted
-        self._total = tensor.new_empty(network.copies, *tensor.shape[1:])
-        self._network = network
-        self._shared = self._total  # the memory that the channel accesses
-        comm = network.processes
-        self._alone = comm.size == 1
+        self._network, self._n_workers, self._hosted = network, n, network.hosted
         self._tag = 0 if network.stream_ordered else comm.new_tag()
         self._collective: _Collective | None = None
-        if self._alone:
-            return
+        native = network.all_reduce == "native"
+        by_copy = tensor.unflatten(0, (network.copies, network.hosted))
+        self._total = tensor.new_empty(network.copies, *tensor.shape[1:])
+        self._shared = self._total  # the memory that the channel accesses
         if network.stage:
             self._shared = torch.empty(
                 self._total.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
             )
-        self._native = None
-        if network.all_reduce == "native":
-            assert network.channel is not None
-            self._native = network.channel.all_reduce(self._shared)
+        # The sums over the hosted workers. A single worker's message is sent from its own memory.
+        in_place = network.hosted == 1 and tensor.is_contiguous() and not network.stage
+        self._local: list[_Mean] = []
+        if not in_place or native or channel is None:
+            n_local = n if channel is None else 1
+            self._local = [
+                _Mean(rows, total, n_local)
+                for rows, total in zip(by_copy, self._total, strict=True)
+            ]
+        if channel is None:
             return
-        self._parts = self._shared.view(-1).tensor_split(comm.size)
-        own = self._parts[comm.rank]
-        self._collected = own.new_empty(comm.size, len(own))
+        if native:
+            self._steps = [channel.all_reduce(self._shared)]
+            return
+        outgoing = (self._shared if self._local else tensor).view(-1).tensor_split(comm.size)
+        incoming = self._shared.view(-1).tensor_split(comm.size)
+        mean = incoming[comm.rank]
+        collected = mean.new_empty(comm.size, len(mean))
+        self._steps = [
+            _exchange(network, 0, outgoing, collected.unbind()),
+            _exchange(network, self._tag, [mean] * comm.size, incoming),
+        ]
+        self._of_part = _Mean(collected, mean, n, (comm.rank, outgoing[comm.rank]))
 
     def post(self) -> None:
-        _sum_in_pairs(self._by_copy[..., None].flatten(2), self._total[..., None].flatten(1))
+        for mean in self._local:
+            mean.compute()
         if self._alone:
             return
         if self._shared is not self._total:
             self._shared.copy_(self._total, non_blocking=True)
         if self._network.waits_for_kernels:
             torch.cuda.current_stream().synchronize()
-        if self._native is not None:
-            self._collective = _Collective(iter([self._native]))
-        else:
-            self._collective = _Collective(
-                _sum(self._network, self._tag, self._parts, self._collected)
-            )
+        self._collective = _Collective(self._in_steps())
         if self._network.stream_ordered:
             self._collective.wait()  # starts the second step after the first one in the stream
+
+    def _in_steps(self) -> Steps:
+        yield self._steps[0]
+        if len(self._steps) > 1:
+            self._of_part.compute()
+            if self._network.waits_for_kernels and not self._network.stage:
+                torch.cuda.current_stream().synchronize()
+            yield self._steps[1]
 
     def has_arrived(self) -> bool:
         return self._collective is None or self._collective.is_done()
@@ -428,7 +471,9 @@ class Reduction(Transport):
             self._collective.wait()
             if self._shared is not self._total:
                 self._total.copy_(self._shared, non_blocking=True)
-        mean = self._total.div_(self._n_workers)
+            if len(self._steps) == 1:
+                self._total.div_(self._n_workers)
+        mean = self._total
         return mean if len(mean) == 1 else mean.repeat_interleave(self._hosted, dim=0)
 
 
@@ -470,7 +515,9 @@ class Gathering(Transport):
             return
         if network.waits_for_kernels:
             torch.cuda.current_stream().synchronize()
-        self._collective = _Collective(iter([_exchange(network, 0, [own] * comm.size, parts)]))
+        self._collective = _Collective(
+            iter([_exchange(network, 0, [own] * comm.size, parts, once=True)])
+        )
 
     def has_arrived(self) -> bool:
         return self._collective is None or self._collective.is_done()

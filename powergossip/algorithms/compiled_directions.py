@@ -1,0 +1,128 @@
+"""The directions of PowerGossip in memory of compiled loops, kernels/power_gossip.c.
+
+They do what `Directions` and `PowerGossip._iteration` do with PyTorch, with fewer passes over
+memory: one over x before the message, and one after it.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from powergossip import kernels
+from powergossip.algorithms.directions import EdgeConstants
+from powergossip.network import ToEach
+from powergossip.parameters import Stack
+
+
+class _Edges(ctypes.Structure):
+    """Edges of power_gossip.c. `memory` keeps what it refers to."""
+
+    memory: Any
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("workers", "neighbors", "rank", "matrices")),
+        ("size", ctypes.c_int64 * 2),
+        ("elements", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("matrix", "weight", "sign", "absent", "key")),
+    )
+
+
+# Kind of power_gossip.c, by (round_weights, resample).
+_KINDS = {(False, False): 0, (True, False): 1, (False, True): 2, (True, True): 3}
+
+
+class CompiledDirections:
+    """The directions of both sides for the edges of one round."""
+
+    def __init__(
+        self, library: kernels.Kernels, edges: EdgeConstants, rank: int, stacks: Sequence[Stack]
+    ):
+        workers, neighbors = edges.key.shape
+        matrices, at = [], (0, 0)
+        for stack in stacks:
+            size = stack.rows * stack.columns
+            for start in range(stack.start, stack.stop, size):
+                matrices.append((start, stack.rows, stack.columns, *at))
+                at = at[0] + rank * stack.rows, at[1] + rank * stack.columns
+        matrix = np.array(matrices, dtype=np.int64)
+        tensors = [t.contiguous() for t in (edges.weight, edges.sign, edges.absent, edges.key)]
+        structure = _Edges(
+            *(workers, neighbors, rank, len(matrices)),
+            (ctypes.c_int64 * 2)(*at),
+            stacks[-1].stop if stacks else 0,
+            matrix.ctypes.data,
+            *(kernels.address(tensor) for tensor in tensors),
+        )
+        structure.memory = matrix, tensors
+        shapes = [(workers, neighbors, size) for size in at]
+        p, q = (CompiledSide(library, structure, side, shape) for side, shape in enumerate(shapes))
+        p.other, q.other = q, p
+        self.sides = p, q
+
+
+class CompiledSide:
+    """The directions of one side, as long as a column (0) or row (1) of a matrix.
+
+    Both [worker, neighbor, M], in the order of a message. They are 0 where there is no neighbor.
+
+    directions  # of this side
+    products    # ToEach, this end's products with directions of the other side
+    """
+
+    other: "CompiledSide"
+
+    def __init__(
+        self, library: kernels.Kernels, edges: _Edges, side: int, shape: tuple[int, int, int]
+    ):
+        self.directions, self.products = torch.zeros(shape), ToEach(torch.zeros(shape))
+        self._structure = edges
+        self._edges, self._side = ctypes.addressof(edges), side
+        self._project = kernels.function(library, "power_gossip_project", "ppiippiii")
+        self._update = kernels.function(library, "power_gossip_update", "ppiippppi")
+        self._draw = kernels.function(library, "power_gossip_draw", "pipi")
+
+    def draw(self, counter: int) -> None:
+        """Sample directions from the edges' random streams: the same at both ends."""
+        self._draw(self._edges, self._side, kernels.address(self.directions), counter)
+
+    def project(self, x: Tensor, counter: int, round_weights: bool, resample: bool) -> ToEach:
+        """p ← orthonormalize(p) and s = Xᵀ p with these directions p: the message of an iteration.
+
+        x: [worker, D]. counter: of random draws. round_weights: signs take the place of
+        orthonormal directions. resample: the directions are random at first.
+        """
+        assert x.dtype == torch.float32
+        assert x.stride(1) == 1
+        message = self.other.products
+        self._project(
+            *(self._edges, x.data_ptr(), x.stride(0), self._side, self.directions.data_ptr()),
+            *(message.tensor.data_ptr(), counter, _KINDS[round_weights, resample]),
+            torch.get_num_threads(),
+        )
+        return message
+
+    def update(self, x: Tensor, received: Tensor) -> None:
+        """d = s_received − s and X ← X + γ w p dᵀ. d are the directions of the other side."""
+        other = self.other
+        self._update(
+            *(self._edges, x.data_ptr(), x.stride(0), self._side, self.directions.data_ptr()),
+            *(other.products.tensor.data_ptr(), kernels.address(received)),
+            *(other.directions.data_ptr(), torch.get_num_threads()),
+        )
+
+    def packed(self) -> Tensor:
+        """A copy of the directions in the form of a message: [worker, neighbor, M]."""
+        return self.directions.clone()
+
+    def unpack(self, message: Tensor) -> None:
+        """Set the directions from the form of a message [worker, neighbor, M]."""
+        if message.shape != self.directions.shape:
+            raise ValueError(
+                f"directions of shape {tuple(message.shape)} do not fit; "
+                f"this run's are {tuple(self.directions.shape)}"
+            )
+        self.directions.copy_(message)
