@@ -24,11 +24,12 @@ import tempfile
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from powergossip.network import Network, Processes
+if TYPE_CHECKING:
+    from powergossip.network import Network, Processes
 
 Kernels = ctypes.CDLL
 
@@ -44,7 +45,7 @@ _FLAGS = (
 )
 
 
-def load(network: Network) -> Kernels | None:
+def load(network: "Network") -> Kernels | None:
     """The compiled functions, or None where PyTorch is to be used: on a GPU, without a compiler in
     one of the processes, or with POWERGOSSIP_KERNELS=0.
 
@@ -54,7 +55,7 @@ def load(network: Network) -> Kernels | None:
 
 
 @functools.cache
-def load_for(processes: Processes, device: torch.device) -> Kernels | None:
+def load_for(processes: "Processes", device: torch.device) -> Kernels | None:
     """The same, without a network. Collective at the first call."""
     if device.type != "cpu":
         return None
