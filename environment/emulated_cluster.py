@@ -267,7 +267,7 @@ class Cluster:
         ]
 
     def _torchrun(self, command: list[str]) -> list[list[str]]:
-        """Of each host: its namespace and the command of its launcher."""
+        """The namespace of each host, and the command of its launcher."""
         return [
             [
                 *(host, sys.executable, "-m", "torch.distributed.run"),

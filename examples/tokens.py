@@ -1,8 +1,9 @@
-"""Your own tokens and model: a small causal transformer on the bytes of a file.
+"""Your own tokens and model: a small causal transformer on the bytes of text files.
 
-mpirun -np 4 python train.py task=examples.tokens:task task_options.file=README.md
+mpirun -np 4 python train.py task=examples.tokens:task task_options.files='docs/*.md'
 """
 
+from glob import glob
 from pathlib import Path
 
 import numpy as np
@@ -46,9 +47,10 @@ class CausalTransformer(nn.Module):
         return self.scores(self.layers(x, mask=mask, is_causal=True))
 
 
-def task(file: str, length: int = 32) -> Datasets:
-    """The last tenth of the file is for tests. `length` is given to the model as well."""
-    tokens = torch.tensor(list(Path(file).read_bytes()))
+def task(files: str, length: int = 32) -> Datasets:
+    """The last tenth of the text is for tests. `length` is given to the model as well."""
+    text = b"".join(Path(file).read_bytes() for file in sorted(glob(files)))
+    tokens = torch.tensor(list(text))
     n_training = len(tokens) * 9 // 10
     return Datasets(
         Windows(tokens[:n_training], length),

@@ -95,7 +95,7 @@ def replace(options: Options, **changes: Any) -> Options:
 
 
 def label(value: object) -> str | None:
-    """What pytest calls a case."""
+    """The name of a case in pytest. None: pytest names it."""
     if not isinstance(value, Options):
         return None
     if value.compressor_options != Compression() or value.compressor != "sign-and-norm":

@@ -50,8 +50,8 @@ def contents(name: str) -> Contents:
 
 
 def python_2_pickle(batch: dict[bytes, Any]) -> bytes:
-    """As Python 2 and numpy 1 wrote the official files: names are strings of bytes, and the array
-    is made by numpy.core.multiarray._reconstruct."""
+    """A file like the official ones, which Python 2 and numpy 1 wrote: names are strings of bytes,
+    and the array is made by numpy.core.multiarray._reconstruct."""
 
     def encode(value: Any) -> bytes:
         if isinstance(value, bytes):
@@ -198,7 +198,7 @@ def test_training_batches_are_cropped_and_flipped(tmp_path: Path, name: str) -> 
 
 
 class Command:
-    """What pickle would run."""
+    """An object that makes pickle run a command."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

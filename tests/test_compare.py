@@ -17,6 +17,7 @@ import yaml
 import train
 from powergossip.errors import BadInput
 from powergossip.runs import compare, page
+from powergossip.runs.compare.groups import WITHOUT_EFFECT
 from powergossip.runs.metrics import FILE, MetricsLog
 from powergossip.training.resuming import FREE_TO_CHANGE
 
@@ -106,7 +107,7 @@ def test_a_line_has_the_end_and_the_best_epoch_of_a_run(tmp_path: Path) -> None:
 
 
 def test_seeds_are_a_mean_and_a_standard_deviation(tmp_path: Path) -> None:
-    """Of 0.5, 0.6 and 0.7: 60 ± 10 %. The best epochs may differ."""
+    """The values 0.5, 0.6 and 0.7 give 60 ± 10 %. The best epochs may differ."""
     folders = [
         write_run(tmp_path / "1", (0.9, 0.5, 0.5), seed=1),
         write_run(tmp_path / "2", (0.1, 0.8, 0.6), seed=2),
@@ -190,6 +191,8 @@ def test_without_a_mean_model_the_mean_over_workers_counts(tmp_path: Path) -> No
     (section,) = compared(folder)
     cells = columns(section)
     assert (cells["final"], cells["worst worker"]) == (["57.50"], ["52.50"])
+    assert "mean model" not in section.note()
+    assert "mean model" in compared(folder, write_run(tmp_path / "b"))[0].note()
 
 
 def test_the_metric_of_a_task_is_the_one_recorded(tmp_path: Path) -> None:
@@ -197,8 +200,11 @@ def test_the_metric_of_a_task_is_the_one_recorded(tmp_path: Path) -> None:
     (section,) = compared(write_run(tmp_path / "a", name="f1_error", info=own))
     assert section.metric == compare.Metric("f1_error", "test", larger=True)
     assert columns(section)["best"] == ["0.7500"]
-    (section,) = compared(write_run(tmp_path / "b", name="f1_error"), metric="f1_error")
-    assert columns(section)["best"] == ["0.5000"]
+    for name in ("f1_error", "mse", "RMSE", "val_mae"):
+        (section,) = compared(write_run(tmp_path / name, name=name), metric=name)
+        assert columns(section)["best"] == ["0.5000"]
+    (section,) = compared(write_run(tmp_path / "b", name="certainty"), metric="certainty")
+    assert columns(section)["best"] == ["0.7500"]
 
 
 def test_runs_with_different_metrics_have_tables_of_their_own(tmp_path: Path) -> None:
@@ -322,6 +328,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("a --output a", "--output=a"),
         ("a --output file", "--output=file"),
         ("a --output file/x.md", "file/x.md"),
+        ("a --output x.jpg", "--output=x.jpg"),
     ],
 )
 def test_bad_input_is_a_sentence_and_writes_nothing(runs: Path, arguments: str, named: str) -> None:
@@ -361,12 +368,12 @@ def test_a_folder_gets_a_table_a_figure_and_a_page(
         assert all(cell in shown for cell in line)
 
 
-@pytest.mark.parametrize("name", ["x.txt", "x.md", "x.svg", "x.png", "x.pdf"])
+@pytest.mark.parametrize("name", ["x.txt", "x.md", "x.svg", "x.PNG", "x.pdf"])
 def test_the_suffix_of_a_file_is_its_format(runs: Path, name: str) -> None:
     compare.main(["a", "b", "--output", f"new/{name}"])
     content = (runs / "new" / name).read_bytes()
     begins = {".svg": b"<?xml", ".png": b"\x89PNG", ".pdf": b"%PDF"}
-    assert content.startswith(begins.get(Path(name).suffix, b"Test accuracy"))
+    assert content.startswith(begins.get(Path(name).suffix.lower(), b"Test accuracy"))
 
 
 def test_figures_of_several_metrics_have_a_file_each(runs: Path) -> None:
@@ -424,7 +431,7 @@ def test_the_figure_has_a_line_and_a_band_for_each_group(
 
 
 class Parts(HTMLParser):
-    """What a browser makes of a page: tags, attributes and the text of cells."""
+    """The parts of a page as a browser parses it: tags, attributes and the text of cells."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -520,5 +527,5 @@ def test_without_plotly_a_page_is_bad_input(
 def test_keys_that_may_change_on_resume_make_no_difference() -> None:
     """Apart from those that a run is compared by: its length, and what its time depends on."""
     compared_by = {"num_epochs", "device", "cuda_aware", "data_processes", "distributed_backend"}
-    assert set(FREE_TO_CHANGE) - compared_by <= compare.WITHOUT_EFFECT
-    assert set(train.config) >= compare.WITHOUT_EFFECT
+    assert set(FREE_TO_CHANGE) - compared_by <= WITHOUT_EFFECT
+    assert set(train.config) >= WITHOUT_EFFECT

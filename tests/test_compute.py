@@ -9,21 +9,13 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-import train
 from powergossip.network import Processes, processes
 from powergossip.training.resuming import check_same_run
 from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
+from tests.test_centralized import configured
 
 ALONE = Processes()
-
-
-def configured(**changes: Any) -> Any:
-    config = OmegaConf.structured(train.Config)
-    values = {"n_workers": 4, "task_architecture": "MLP", "log_verbosity": 0}
-    for key, value in (values | changes).items():
-        config[key] = value
-    return config
 
 
 def trainer(who: Processes = ALONE, **changes: Any) -> Trainer:

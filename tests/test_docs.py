@@ -202,7 +202,8 @@ def commands() -> Iterator[tuple[str, str]]:
     """(page, command) of bash blocks and of indented lines."""
     for page in TEXTS:
         text = page.read_text().replace("\\\n", " ")
-        lines = [line for block in blocks(page, "bash") for line in block.splitlines()]
+        joined = [block.replace("\\\n", " ") for block in blocks(page, "bash")]
+        lines = [line for block in joined for line in block.splitlines()]
         lines += re.findall(
             r"^    ((?:mpirun|python|sbatch|bash|SBATCH_\w+=|powergossip).*)$", text, re.M
         )

@@ -306,7 +306,7 @@ def test_the_program_gets_signals_and_its_leftover_processes_are_ended(
 
 
 def test_an_ignored_signal_stays_ignored(start: Start) -> None:
-    """As with nohup."""
+    """The launcher inherits it, such as SIGHUP under nohup."""
     cluster = start(*ENDLESS, ignored=signal.SIGHUP)
     wait_for_start(cluster)
     cluster.send_signal(signal.SIGHUP)

@@ -85,9 +85,13 @@ TASKS = {
         (0.35, 0.65),
     ),
     "tokens.py": Trained(
-        ["task=examples.tokens:task", f"task_options.file={launch.ROOT / 'README.md'}"],
+        [
+            "task=examples.tokens:task",
+            f"task_options.files='{launch.ROOT / 'docs/*.md'}'",
+            "num_epochs=2",
+        ],
         "test perplexity, mean model",
-        (5, 27),
+        (5, 23),  # that of single bytes by their frequencies is 31
     ),
 }
 

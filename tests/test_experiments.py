@@ -242,7 +242,7 @@ def test_runs_take_cores_in_their_order(folder: Folder, monkeypatch: pytest.Monk
 
 
 def test_an_experiment_of_slurm_jobs(folder: Folder, tmp_path: Path) -> None:
-    """As many at a time as Slurm likes; a failed one stops nobody."""
+    """Slurm decides how many jobs run concurrently. The others go on after one has failed."""
     flag = str(tmp_path / "flag")
     runs = [Run("train", {"value": i, "sleep": 0.5}) for i in range(3)]
     bad = Run("train", {"value": 9, "fail": flag})
@@ -422,7 +422,7 @@ def test_small_forms_keep_what_is_published() -> None:
 
 
 def test_published_experiments_are_those_of_the_published_programs() -> None:
-    """Of resnet20_cifar10_shuffled.py, choco_lstm_testing.py, choco_lstm_spectrum.py,
+    """The programs are resnet20_cifar10_shuffled.py, choco_lstm_testing.py, choco_lstm_spectrum.py,
     resnet20_cifar10_shuffled_moniqua_tuning.py and moniqua_test.py."""
 
     def runs_of(name: str) -> list[dict[str, Any]]:

@@ -100,7 +100,7 @@ def test_sequences_follow_each_other_in_contiguous_streams(
 
 
 def test_streams_are_padded_so_that_no_word_is_left_out() -> None:
-    """As the published program does: 51 words of a worker, in 4 streams of 13."""
+    """The 51 words of a worker are in 4 streams of 13, as in the published program."""
     task = numbered_task(102, padding=-7, n_workers=2, batch_size=4)
     assert task.steps_per_epoch == 3
     steps = [task.batch(1, 0, step) for step in range(3)]

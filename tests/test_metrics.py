@@ -280,7 +280,7 @@ def test_figures_do_without_some_rows(tmp_path: Path, missing: str) -> None:
 
 
 def test_figures_show_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the lines of each panel are, taken from matplotlib's objects before they are saved."""
+    """The lines of each panel are read from matplotlib's objects before they are saved."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 

@@ -198,6 +198,16 @@ def test_all_pieces_are_gathered_between_processes(hosted: int, stage: bool) -> 
         check_gathers(Network(topology, stage=stage), dtype)
 
 
+def run_by_progress(network: Network, conversation: Conversation) -> None:
+    """A step of gossip whose messages arrive before `finish` waits for them."""
+    exchange = network.start(conversation)
+    begun = time.monotonic()
+    while network.in_flight and time.monotonic() < begun + 30:
+        network.progress()
+    assert not network.in_flight
+    exchange.finish()
+
+
 @pytest.mark.parallel([2, 4])
 def test_long_pieces_arrive_by_progress_alone() -> None:
     comm = processes()
@@ -208,12 +218,7 @@ def test_long_pieces_arrive_by_progress_alone() -> None:
     def conversation() -> Conversation:
         received.extend((yield Gather([piece])))
 
-    exchange = network.start(conversation())
-    begun = time.monotonic()
-    while network.in_flight and time.monotonic() < begun + 30:
-        network.progress()
-    assert not network.in_flight
-    exchange.finish()
+    run_by_progress(network, conversation())
     for i, got in enumerate(received):
         assert len(got) == 1_000_000 * (1 + i)
         assert (got == i).all()
@@ -222,7 +227,6 @@ def test_long_pieces_arrive_by_progress_alone() -> None:
 @pytest.mark.parallel([2, 4])
 @pytest.mark.parametrize("kind", [ToAll, Mean])
 def test_long_messages_arrive_by_progress_alone(kind: type[ToAll | Mean]) -> None:
-    """They have arrived before `finish` waits for them."""
     comm = processes()
     network = Network(topologies.make("ring", comm.size))
     x = torch.full((1, 3_000_000), float(comm.rank))  # 12 MB: too long for MPI's eager protocol
@@ -232,12 +236,7 @@ def test_long_messages_arrive_by_progress_alone(kind: type[ToAll | Mean]) -> Non
         received.append((yield kind(x)))
 
     network.progress()  # nothing is in flight
-    exchange = network.start(conversation())
-    begun = time.monotonic()
-    while network.in_flight and time.monotonic() < begun + 30:
-        network.progress()
-    assert not network.in_flight
-    exchange.finish()
+    run_by_progress(network, conversation())
     mean = (comm.size - 1) / 2
     expected = {(comm.rank + step) % comm.size for step in (1, -1)} if kind is ToAll else {mean}
     assert set(received[0].flatten()[::1000].tolist()) == expected

@@ -13,14 +13,14 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 import train
 from powergossip import tasks
@@ -162,7 +162,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def global_state() -> tuple[Any, ...]:
-    """Of the generators of Python, torch and NumPy."""
+    """The states of the generators of Python, torch and NumPy."""
     of_numpy = np.random.get_state(legacy=False)
     assert isinstance(of_numpy, dict)
     return random.getstate(), torch.get_rng_state().tolist(), of_numpy["state"]["key"].tolist()
@@ -232,12 +232,24 @@ def test_test_data_are_loaded_once_as_far_as_they_fit(monkeypatch: pytest.Monkey
             self.loads += 1
             return super().__getitem__(i)
 
-    for room, loads in ((2**20, 20), (200, 24)):  # a batch of 16 has 192 bytes
+    class Batch(NamedTuple):
+        numbers: Tensor
+        labels: Tensor
+
+    def collate(samples: list[Any]) -> Batch:
+        return Batch(*default_collate(samples))
+
+    def forward(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        return model(batch.numbers.neg_()), batch.labels  # changes the batch
+
+    # A batch of 16 has 192 bytes.
+    for room, loads in ((2**20, 20), (200, 28)):
         monkeypatch.setattr("powergossip.tasks.datasets.KEPT_BYTES", room)
         data = Counted(20)
-        task = small(Datasets(Table(), data, model=Scores))
+        task = small(Datasets(Table(), data, model=Scores, forward=forward, collate=collate))
         model = task.model("Scores", 1)
-        assert task.evaluate(model) == task.evaluate(model)
+        first = task.evaluate(model)
+        assert task.evaluate(model) == task.evaluate(model) == first
         assert data.loads == loads
 
 
@@ -289,6 +301,9 @@ def test_labels_are_integers_of_every_sample() -> None:
     for changes in ({"decentralized": True}, {"dirichlet_alpha": 1.0}):
         with pytest.raises(ValueError, match=r"^task=mine:task: a partition by label"):
             small(Datasets(real, real, model=Scores), **changes)
+    ragged: Any = [(i, torch.zeros(1 + i // 2 % 5).long()) for i in range(N)]
+    with pytest.raises(ValueError, match=r"^task=mine:task: a partition by label"):
+        small(Datasets(ragged, ragged, model=Scores), batch_size=1, decentralized=True)
     for labels in ([1, 2], torch.randn(N), [[1], [2, 3]]):
         with pytest.raises(ValueError, match=r"^task=mine:task: a partition by label"):
             small(Datasets(real, real, model=Scores, labels=labels))
@@ -405,9 +420,14 @@ def test_ignored_targets_do_not_count_in_an_evaluation() -> None:
 
 
 @pytest.mark.parametrize("shape", [(6,), (6, 1), (6, 2)])
-def test_default_for_reals_is_the_mean_squared_error(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_default_for_reals_is_the_mean_squared_error(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Outputs under autocast are rounded, targets are not."""
     data = Datasets(Table(), Table(), model=Scores)
-    outputs, targets = torch.randn(shape, requires_grad=True), torch.randn(shape).double()
+    outputs = torch.randn(shape, requires_grad=True).to(dtype)
+    targets = torch.randn(shape).double()
     if shape == (6, 1):
         targets = targets[:, 0]
     found = measured(data, outputs, targets)
@@ -506,6 +526,7 @@ def test_wrong_fields_are_rejected(changes: dict[str, Any], words: str) -> None:
             ["task=MODULE.py:task"],
             ["MODULE.py", "use package.module:callable, such as MODULE:task"],
         ),
+        (["task=/nowhere/MODULE.py:task"], ["package.module:callable, such as MODULE:task"]),
         (["task=MODULE:a-b"], ["task=MODULE:a-b", "package.module:callable"]),
         (["task=MODULE:regresion"], ["regresion", "regression"]),
         (["task=MODULE:DEFAULTS"], ["DEFAULTS", "not callable"]),
@@ -624,22 +645,26 @@ def task(kind):
         return nn.Linear(4, 1)
     def loss(outputs, targets):
         if kind == "loss": raise ValueError("bad loss")  # line of the loss
+        if kind == "bf16" and outputs.dtype == torch.bfloat16:
+            outputs.detach().numpy()  # line of the bf16
         return outputs.mean()
     return Datasets(Broken(kind), Broken(kind), model=model, loss=loss)
 """
 
 
 @pytest.mark.parametrize("processes", [0, 1])
-@pytest.mark.parametrize("kind", ["file", "model", "loss", "sample"])
+@pytest.mark.parametrize("kind", ["file", "model", "loss", "sample", "bf16"])
 def test_errors_in_the_users_code_keep_their_traceback(
     module: Callable[..., str], tmp_path: Path, kind: str, processes: int
 ) -> None:
-    """Not BadInput, although some are ValueErrors; and no file is written."""
+    """Not BadInput, although some are ValueErrors; and no file is written. One is an error in the
+    precision of the run only."""
     import traceback
 
     name = module(BROKEN)
     changes = [f"task_options.kind={kind}", f"data_processes={processes}", "--output-dir", "out"]
-    with pytest.raises((UserCodeError, KeyError)) as caught:
+    changes += ["precision=bf16"] * (kind == "bf16")
+    with pytest.raises((UserCodeError, KeyError, TypeError)) as caught:
         train.main([*TINY, f"task={name}:task", *changes])
     shown = "".join(traceback.format_exception(caught.value))
     assert f"# line of the {kind}" in shown

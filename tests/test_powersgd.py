@@ -642,8 +642,8 @@ def test_the_published_defaults() -> None:
 
 
 def test_the_published_tests() -> None:
-    """Of tests/powersgd_test.py, in their words: no compression in the beginning, and error
-    feedback in float64."""
+    """The first steps are not compressed, and error feedback works in float64. The lines are those
+    of tests/powersgd_test.py in the published repository."""
     shapes = [(100, 3, 3, 3), (100,), (50, 100, 5, 5), (50,), (1, 50), (1,)]
     params = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
     powersgd = PowerSGD(

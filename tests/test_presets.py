@@ -288,7 +288,7 @@ def test_consensus_grids_are_as_published() -> None:
 
 
 def test_consensus_steps_are_as_published() -> None:
-    """Of the program consensus_2.py: 5000 and 1000 steps, and factors by algorithm."""
+    """The program is consensus_2.py: 5000 and 1000 steps, and factors by algorithm."""
     names = ("sign_choco", "uncompressed", "power_gossip_random", "topk_choco", "moniqua")
     for method, published in (
         ("all", (5000, 500, 5000, 5000, 5000)),

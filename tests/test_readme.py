@@ -79,7 +79,7 @@ def run(command: str, *more: str, cwd: Path = launch.ROOT) -> subprocess.Complet
 TRAINING = [
     line
     for line in COMMANDS
-    if "python train.py" in line and "--help" not in line and "--config" not in line
+    if "python train.py" in line and not re.search("--help|--config|examples", line)
 ]
 
 
@@ -111,7 +111,7 @@ def test_presets_of_the_commands_exist() -> None:
 
 
 def test_other_commands_are_tested_elsewhere() -> None:
-    """make by CI, --help, mpi_check and examples by the tests of their own."""
+    """make by CI, --help, mpi_check, torchrun and examples by the tests of their own."""
     others = [
         command
         for command in COMMANDS
@@ -124,6 +124,8 @@ def test_other_commands_are_tested_elsewhere() -> None:
         "python train.py --help",
         "mpirun -np 8 python -m powergossip.mpi_check",
         "powergossip-compare output/a output/b",
+        "torchrun --nproc-per-node 4 train.py",
+        "mpirun -np 4 python train.py task=examples.tokens:task task_options.files='docs/*.md'",
         "mpirun -np 4 python examples/gossip.py",
         "mpirun -np 4 python examples/compressed_gradients.py",
         "make test",

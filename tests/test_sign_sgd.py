@@ -29,7 +29,7 @@ def aggregation(
 @pytest.mark.parametrize("n_workers", [1, 3, 4])
 @pytest.mark.parametrize("momentum", [0.0, 0.8])
 def test_the_vote_is_the_sign_of_the_sum_of_the_signs(n_workers: int, momentum: float) -> None:
-    """Of the momentum β u + (1 − β) g. A tie is 0."""
+    """The signs are those of the momentum β u + (1 − β) g. A tie is 0."""
     network, a = aggregation(n_workers, momentum=momentum)
     u, ties = torch.zeros(n_workers, LAYOUT.size), 0
     for t in range(4):

@@ -380,7 +380,7 @@ def test_an_epoch_may_have_fewer_steps() -> None:
 
 
 def test_a_milestone_holds_from_its_epoch_on() -> None:
-    """What follows a factor of almost zero changes nothing (momentum is multiplied by it too)."""
+    """Steps after a factor of almost zero change nothing (momentum is multiplied by it too)."""
     frozen = {"optimizer": "all-reduce", "lr_schedule_milestones": [[1.001, 1e-12]]}
     after_two, _ = trained(num_epochs=2, **frozen)
     after_one, _ = trained(num_epochs=1, **frozen)

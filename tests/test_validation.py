@@ -73,7 +73,7 @@ def split_samples(**changes: Any) -> tuple[Counter[tuple[float, ...]], Counter[t
     ids=str,
 )
 def test_held_out_samples_are_in_no_shard_and_the_same_for_all(partition: dict[str, Any]) -> None:
-    """Of any seed, partition and number of workers; all others are trained on."""
+    """They depend on no seed, partition or number of workers. All other samples are in a shard."""
     _, first = split_samples()
     for changes in ({}, {"seed": 7}, {"n_workers": 3}):
         trained, held = split_samples(**partition, **changes)

@@ -1,5 +1,6 @@
 """Sparsification: top-k, random-k, random block."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil, floor, log, sqrt
@@ -88,7 +89,45 @@ def _largest(a: Tensor, count: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class RandomK:
+class _AtSharedPositions(ABC):
+    """C(v) = K entries of v at positions shared by all workers and not sent, 0 elsewhere."""
+
+    linear: ClassVar[bool] = True
+
+    keep_ratio: float = 0.01
+    rank: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_size(self.keep_ratio, self.rank)
+
+    def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
+        return (Field(torch.float32, self.kept(rows, columns)),)
+
+    def compress(self, v: Tensor, stream: Stream) -> tuple[Tensor, ...]:
+        return (_at(v, self.positions(stream, *v.shape[-2:])),)
+
+    def decompress(self, fields: tuple[Tensor, ...], out: Tensor, stream: Stream) -> None:
+        _add_at(out, self.positions(stream, *out.shape[-2:]), fields[0])
+
+    def kept(self, rows: int, columns: int) -> int:
+        """K"""
+        return _random_kept(self.keep_ratio, self.rank, rows, columns)
+
+    def positions(self, stream: Stream, rows: int, columns: int) -> Tensor:
+        """The positions of the values in a matrix, in the message's order: int64 [layer, K]."""
+        count, entries = self.kept(rows, columns), rows * columns
+        return stream.once("positions", lambda: self.sample(stream.shared_bits, count, entries))
+
+    @abstractmethod
+    def sample(self, bits: Callable[[int], Tensor], count: int, entries: int) -> Tensor:
+        """Sample `count` of the positions 0 … entries − 1: int64 [layer, count].
+
+        bits(m) gives m random int64 for each layer: [layer, m].
+        """
+
+
+@dataclass(frozen=True)
+class RandomK(_AtSharedPositions):
     """C(v) = K entries of v at random positions, 0 elsewhere, not scaled up.
 
     Message: K floats, the values. The positions are a uniform random choice of K, resampled in each
@@ -105,35 +144,12 @@ class RandomK:
     keep_ratio outside (0, 1], or a rank below 1.
     """
 
-    linear: ClassVar[bool] = True
-
-    keep_ratio: float = 0.01
-    rank: int | None = None
-
-    def __post_init__(self) -> None:
-        _check_size(self.keep_ratio, self.rank)
-
-    def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
-        return (Field(torch.float32, self.kept(rows, columns)),)
-
-    def compress(self, v: Tensor, stream: Stream) -> tuple[Tensor, ...]:
-        return (_at(v, self.positions(stream, *v.shape[-2:])),)
-
-    def decompress(self, fields: tuple[Tensor, ...], out: Tensor, stream: Stream) -> None:
-        _add_at(out, self.positions(stream, *out.shape[-2:]), fields[0])
-
-    def kept(self, rows: int, columns: int) -> int:
-        """K"""
-        return _random_kept(self.keep_ratio, self.rank, rows, columns)
-
-    def positions(self, stream: Stream, rows: int, columns: int) -> Tensor:
-        """The positions of the values in a matrix, in the message's order: int64 [layer, K]."""
-        count, entries = self.kept(rows, columns), rows * columns
-        return stream.once("positions", lambda: _distinct(stream.shared_bits, count, entries))
+    def sample(self, bits: Callable[[int], Tensor], count: int, entries: int) -> Tensor:
+        return _distinct(bits, count, entries)
 
 
 @dataclass(frozen=True)
-class RandomBlock:
+class RandomBlock(_AtSharedPositions):
     """C(v) = K consecutive entries of v, row by row, from a random position on, 0 elsewhere.
 
     After the last entry the block goes on at the first. The position is uniform, and resampled in
@@ -145,36 +161,9 @@ class RandomBlock:
     in memory.
     """
 
-    linear: ClassVar[bool] = True
-
-    keep_ratio: float = 0.01
-    rank: int | None = None
-
-    def __post_init__(self) -> None:
-        _check_size(self.keep_ratio, self.rank)
-
-    def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
-        return (Field(torch.float32, self.kept(rows, columns)),)
-
-    def compress(self, v: Tensor, stream: Stream) -> tuple[Tensor, ...]:
-        return (_at(v, self.positions(stream, *v.shape[-2:])),)
-
-    def decompress(self, fields: tuple[Tensor, ...], out: Tensor, stream: Stream) -> None:
-        _add_at(out, self.positions(stream, *out.shape[-2:]), fields[0])
-
-    def kept(self, rows: int, columns: int) -> int:
-        """K"""
-        return _random_kept(self.keep_ratio, self.rank, rows, columns)
-
-    def positions(self, stream: Stream, rows: int, columns: int) -> Tensor:
-        """The positions of the values in a matrix, in the message's order: int64 [layer, K]."""
-        count, entries = self.kept(rows, columns), rows * columns
-
-        def draw() -> Tensor:
-            first = _below(entries, stream.shared_bits(1))
-            return (first + torch.arange(count, device=first.device)) % entries
-
-        return stream.once("positions", draw)
+    def sample(self, bits: Callable[[int], Tensor], count: int, entries: int) -> Tensor:
+        first = _below(entries, bits(1))
+        return (first + torch.arange(count, device=first.device)) % entries
 
 
 def _random_kept(keep_ratio: float, rank: int | None, rows: int, columns: int) -> int:

@@ -26,7 +26,8 @@ _at_exit: weakref.WeakSet[Processes] = weakref.WeakSet()
 def meet(processes: Processes, place: str, steps: int | None = None) -> None:
     """Wait until all processes call this with the same place, one of _PLACES.
 
-    Ends all processes with a sentence if one is elsewhere. `steps` made so far are a part of it.
+    Ends all processes with an error if one is at another place. The error names `steps`, the
+    number of steps so far.
     """
     if processes.size == 1:
         return

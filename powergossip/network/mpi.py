@@ -33,20 +33,29 @@ class MPIProcesses(Processes):
         all_cores = set().union(*host.allgather(own))
         host.Free()
         self.threads = max(1, min(len(own), len(all_cores) // self.local_size))
+        self._wait_all = _wait_all(self.local_size > len(all_cores))
+
+    def _gather_all(self) -> None:
+        """Wait until all processes are here, before an operation in which MPI would spin."""
+        self._wait_all([self.communicator.Ibarrier()])
 
     def gather(self, value: T) -> list[T]:
+        self._gather_all()
         return self.communicator.allgather(value)
 
     def broadcast(self, value: T) -> T:
+        self._gather_all()
         return self.communicator.bcast(value)
 
     def gather_arrays(self, array: np.ndarray) -> np.ndarray:
+        self._gather_all()
         gathered = np.empty((self.size, *array.shape), dtype=array.dtype)
         self.communicator.Allgather(np.ascontiguousarray(array), gathered)
         return gathered
 
     def broadcast_array(self, array: np.ndarray) -> None:
         assert array.flags.c_contiguous
+        self._gather_all()
         self.communicator.Bcast(array)
 
     def start_max(self, values: np.ndarray) -> Callable[[], np.ndarray]:
@@ -56,7 +65,7 @@ class MPIProcesses(Processes):
         request = self.communicator.Iallreduce(*buffers, MPI.MAX)
 
         def wait() -> np.ndarray:
-            request.Wait()
+            self._wait_all([request])
             return buffers[1]
 
         return wait
@@ -64,7 +73,7 @@ class MPIProcesses(Processes):
     def channel(self, device: torch.device, direct: bool | None = None) -> "MPIChannel":
         if direct is None:
             direct = device.type != "cuda" or cuda_aware_mpi() is True
-        return MPIChannel(self.communicator, direct)
+        return MPIChannel(self.communicator, direct, self._wait_all)
 
     def meet(
         self,
@@ -121,8 +130,8 @@ class MPIChannel:
     name = "mpi"
     stream_ordered = False
 
-    def __init__(self, communicator: Any, direct: bool):
-        self._communicator, self.direct = communicator, direct
+    def __init__(self, communicator: Any, direct: bool, wait_all: "_WaitAll"):
+        self._communicator, self.direct, self._wait_all = communicator, direct, wait_all
 
     def requests(
         self, incoming: Pieces, outgoing: Pieces, tag: int = 0, once: bool = False
@@ -133,6 +142,7 @@ class MPIChannel:
             [(process, _memory(rows)) for process, rows in incoming],
             [(process, _memory(rows)) for process, rows in outgoing],
             tag,
+            self._wait_all,
         )
 
     def all_reduce(self, tensor: Tensor) -> Requests:
@@ -141,15 +151,47 @@ class MPIChannel:
 
 # Memory for, or from, other processes: (rank, buffer).
 _Buffers = list[tuple[int, Any]]
+_WaitAll = Callable[[list[Any]], object]  # returns when requests are complete
+
+_NAP = 20e-6  # seconds
+
+
+def _wait_all(oversubscribed: bool) -> _WaitAll:
+    """MPI's Waitall. Where processes outnumber cores, one that sleeps.
+
+    MPI polls, and a process that polls takes the core from one that computes. That MPI yields
+    between polls does not help: the kernel soon returns to it.
+    """
+    from mpi4py import MPI
+
+    if not oversubscribed:
+        return MPI.Request.Waitall
+    test_all = MPI.Request.Testall
+
+    def wait(requests: list[Any]) -> None:
+        if test_all(requests):
+            return
+        os.sched_yield()
+        while not test_all(requests):
+            time.sleep(_NAP)
+
+    return wait
 
 
 class _Persistent:
     """Persistent requests: MPI prepares the messages once."""
 
-    def __init__(self, communicator: Any, incoming: _Buffers, outgoing: _Buffers, tag: int):
+    def __init__(
+        self,
+        communicator: Any,
+        incoming: _Buffers,
+        outgoing: _Buffers,
+        tag: int,
+        wait_all: _WaitAll,
+    ):
         from mpi4py import MPI
 
-        self._start_all, self._wait_all = MPI.Prequest.Startall, MPI.Request.Waitall
+        self._start_all, self._wait_all = MPI.Prequest.Startall, wait_all
         self._test_all = MPI.Request.Testall
         receive, send = communicator.Recv_init, communicator.Send_init
         self._requests = [
@@ -177,10 +219,17 @@ def _free(requests: list[Any]) -> None:
 class _Immediate:
     """Requests that are started once."""
 
-    def __init__(self, communicator: Any, incoming: _Buffers, outgoing: _Buffers, tag: int):
+    def __init__(
+        self,
+        communicator: Any,
+        incoming: _Buffers,
+        outgoing: _Buffers,
+        tag: int,
+        wait_all: _WaitAll,
+    ):
         from mpi4py import MPI
 
-        self._wait_all, self._test_all = MPI.Request.Waitall, MPI.Request.Testall
+        self._wait_all, self._test_all = wait_all, MPI.Request.Testall
         self._byte = MPI.BYTE
         self._communicator, self._tag = communicator, tag
         self._incoming, self._outgoing = incoming, outgoing

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class _RoundEdges(NamedTuple):
     """All directed edges source → destination of a round, by destination, then source. [edge]
 
-    out_slot  # index of the edge among those that leave its source
-    in_slot   # index of the edge among those that enter its destination
+    out_slot  # index of the edge among those out of its source
+    in_slot   # index of the edge among those into its destination
     """
 
     source: np.ndarray
@@ -54,12 +54,12 @@ class Edges:
     out_degrees         # [row]
     n_in, n_out         # int: the largest in-degree and out-degree of all workers
 
-    The other attributes address the rows of messages by pairs of arrays (row, slot): out_slot for a
-    message that leaves, in_slot for one that arrives.
+    The other attributes address the rows of messages by pairs of arrays (row, slot): out_slot for
+    an outgoing message, in_slot for an incoming one.
 
     inside_source, inside_destination  # the two ends of the edges inside of this process
-    outgoing, outgoing_process         # edges to other processes, and to which
-    incoming, incoming_process         # edges from other processes, and from which
+    outgoing, outgoing_process         # edges to other processes, and their ranks
+    incoming, incoming_process         # edges from other processes, and their ranks
 
     The last two are ordered by process, then in an order that both processes share: by copy,
     destination and in_slot.

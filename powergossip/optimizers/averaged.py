@@ -126,6 +126,16 @@ class Averaged:
         return self.network.n_workers
 
     @property
+    def bits(self) -> int:
+        """Bits that this worker has sent since the start."""
+        return int(self.network.bits[0])
+
+    @property
+    def messages(self) -> int:
+        """Messages that this worker has sent since the start."""
+        return int(self.network.messages[0])
+
+    @property
     def _active(self) -> list[_Part]:
         """The parts that gossip; none in a single process, which has no neighbors."""
         return self.parts if self.n_workers > 1 else []

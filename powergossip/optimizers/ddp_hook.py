@@ -38,14 +38,19 @@ from powergossip.optimizers.method import Method, as_method
 class GossipState:
     """The state of `gossip_hook`: the parameters of an optimizer and their averaging algorithm.
 
+        x_i ← G(x)_i − η u(g_i)        g_i at the parameters before G
+
+    Lian et al. (2017), arXiv:1705.09056, Algorithm 1, with an averaging algorithm G and the update
+    u of the optimizer.
+
     optimizer      a torch optimizer of the DDP module's parameters. Its `step` mixes, then updates
     method         the name of an averaging algorithm, or a `Method`, as for `GossipOptimizer`
     local_steps    gossip in every k-th step only
     message_dtype, process_group, options
                    as for `GossipOptimizer`, which has the same trajectory with overlapping=True
 
-    A step of gossip is a backward pass whose gradients DDP synchronizes. Its messages leave in the
-    hook of the first bucket, and it is finished before the next change of parameters: the
+    A step of gossip is a backward pass whose gradients DDP synchronizes. Its messages are sent in
+    the hook of the first bucket, and it is finished before the next change of parameters: the
     optimizer's step. If that is skipped, because a GradScaler found an overflow in this process, it
     is finished by the module's next forward pass. A backward pass within `no_sync()` does not
     gossip: to accumulate gradients, put all but the last one there, as for DDP without a hook.
@@ -87,7 +92,7 @@ class GossipState:
         self._averaged.add(self._known)
         own = weakref.ref(self)
         network.meet_at_exit(processes, lambda: getattr(own(), "_steps", None))
-        optimizer.register_step_pre_hook(lambda *_: _finish(own))
+        optimizer.register_step_pre_hook(lambda *_: _finish(own, is_step=True))
         _at_first_forward(own)
 
     def _parameters(self) -> list[Tensor]:
@@ -101,15 +106,20 @@ class GossipState:
     @property
     def bits(self) -> int:
         """Bits that this worker has sent since the start."""
-        return int(self._averaged.network.bits[0])
+        return self._averaged.bits
 
     @property
     def messages(self) -> int:
         """Messages that this worker has sent since the start."""
-        return int(self._averaged.network.messages[0])
+        return self._averaged.messages
 
     def on_bucket(self, index: int) -> None:
-        """Start a step of gossip with bucket 0, the first of a backward pass; advance messages."""
+        """Start a step of gossip with bucket 0, the first of a backward pass; advance messages.
+
+        A backward pass within `mean_model` is no step.
+        """
+        if self._averaged.in_mean:
+            return
         if index > 0 or self._averaged.in_flight:
             self._averaged.progress()
             return
@@ -124,6 +134,11 @@ class GossipState:
         self._steps += 1
         if self._steps % self._local_steps == 0:
             self._averaged.start()
+
+    @property
+    def in_mean_model(self) -> bool:
+        """Whether the parameters are the mean model at present."""
+        return self._averaged.in_mean
 
     def finish(self) -> None:
         """Mix, if a step is in flight: x ← G(x)."""
@@ -150,7 +165,7 @@ class GossipState:
         """A context in which the parameters are the mean over all workers.
 
         Each worker's own parameters are restored at the end. Collective. The messages are not
-        counted.
+        counted. A step of the optimizer raises RuntimeError inside.
         """
         if self._averaged.in_mean:
             raise RuntimeError(
@@ -192,10 +207,13 @@ def gossip_hook(state: GossipState, bucket: dist.GradBucket) -> torch.futures.Fu
     return future
 
 
-def _finish(own: "weakref.ref[GossipState]") -> None:
+def _finish(own: "weakref.ref[GossipState]", is_step: bool = False) -> None:
     state = own()
-    if state is not None:
-        state.finish()
+    if state is None:
+        return
+    if is_step and state.in_mean_model:
+        raise RuntimeError("a step inside mean_model() would be lost; leave it first")
+    state.finish()
 
 
 def _at_first_forward(own: "weakref.ref[GossipState]") -> None:

@@ -32,6 +32,9 @@ class ErrorFeedback(Aggregated):
 
     compressor: any of powergossip.compressors, or one of your own. Other arguments, attributes and
     errors as for `Aggregated`.
+
+    Karimireddy et al. (2019), arXiv:1901.09847, Algorithm 2. Cost on the wire: an all-gather of the
+    compressed gradients. Those that fit an all-reduce (random-k, random-block) use one.
     """
 
     def __init__(

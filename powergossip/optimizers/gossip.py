@@ -89,7 +89,7 @@ class GossipOptimizer(torch.optim.Optimizer):
 
     All processes make the same number of steps: give them equally many batches, as torch's
     DistributedSampler does, and drop a last one that not all of them have. Otherwise the program
-    ends with a sentence, as soon as the process with fewer steps ends or calls another collective
+    ends with an error, as soon as the process with fewer steps ends or calls another collective
     method.
 
     With GradScaler, a worker with overflowing gradients skips its local update but still gossips,
@@ -188,12 +188,12 @@ class GossipOptimizer(torch.optim.Optimizer):
     @property
     def bits(self) -> int:
         """Bits that this worker has sent since the start."""
-        return int(self._averaged.network.bits[0])
+        return self._averaged.bits
 
     @property
     def messages(self) -> int:
         """Messages that this worker has sent since the start."""
-        return int(self._averaged.network.messages[0])
+        return self._averaged.messages
 
     # Steps.
 

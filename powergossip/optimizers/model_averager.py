@@ -39,6 +39,11 @@ from powergossip.parameters import Layout
 class GossipModelAverager(ModelAverager):
     """An averager of models by gossip with the neighbors, for torch's PostLocalSGDOptimizer.
 
+        x ← G(x)       in steps warmup_steps, warmup_steps + period, …, counted from 0
+
+    This is post-local SGD (Lin et al. 2020, arXiv:1808.07217) with an averaging algorithm G in
+    place of the mean over all workers.
+
     method         the name of an averaging algorithm, or a `Method`, as for `GossipOptimizer`
     period         steps per averaging
     warmup_steps   number of first steps without averaging
@@ -103,8 +108,10 @@ class GossipModelAverager(ModelAverager):
 
         params: the parameters of a model, or the parameter groups of an optimizer. Raises
         ValueError, in all processes, for parameters that cannot be averaged, and if some are
-        missing that were averaged before.
+        missing that were averaged before. Raises RuntimeError within `mean_model`.
         """
+        if self._averaged is not None and self._averaged.in_mean:
+            raise RuntimeError("a step inside mean_model() would be lost; leave it first")
         since = self.step - self.warmup_steps
         if since >= 0 and since % self.period == 0:
             averaged = self._prepared(params)
@@ -160,7 +167,7 @@ class GossipModelAverager(ModelAverager):
     def bits(self) -> int:
         """Bits that this worker has sent since the start."""
         if self._averaged is not None:
-            return int(self._averaged.network.bits[0])
+            return self._averaged.bits
         return 0 if self._restored is None else int(self._restored["network"]["bits"][0])
 
     @contextmanager

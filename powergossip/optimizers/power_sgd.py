@@ -295,7 +295,8 @@ class PowerSGD(_LowRank):
 
 @dataclass(frozen=True)
 class BasicConfig:
-    """
+    """Options of `BasicPowerSGD`.
+
     rank                rank of the approximation in each half-iteration
     num_iters_per_step  half-iterations of power iteration per step
     """

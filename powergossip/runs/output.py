@@ -158,7 +158,7 @@ class Output:
         ending  # for info.json: COMPLETE, or the name of the exception that ended the run
         """
         if ending is not None:
-            with suppress(CannotWrite):  # another exception may be under way
+            with suppress(CannotWrite):  # another exception may be on its way
                 self.add_info({ENDING: ending})
         self.rows.close()
         self._trackers.close(complete=ending in (None, COMPLETE))

@@ -1,6 +1,6 @@
 """Runs side by side as one HTML page, with curves that can be zoomed.
 
-The page has Plotly's script in it and asks no server. Its content security policy forbids it.
+The page embeds Plotly's script and makes no requests. Its content security policy forbids them.
 """
 
 import html
@@ -16,9 +16,9 @@ from powergossip.runs.figures import line_style, wide_range
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from powergossip.runs.compare import Section
+    from powergossip.runs.compare.groups import Section
 
-# Only what is in the page itself: its scripts and styles, and images that the scripts make.
+# Only contents of the page itself: its scripts and styles, and images that the scripts make.
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "img-src data: blob:; base-uri 'none'; form-action 'none'"

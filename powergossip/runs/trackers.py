@@ -1,9 +1,9 @@
 """Experiment trackers: TensorBoard, Weights & Biases and MLflow receive the rows of metrics.jsonl.
 
 A scalar is named by the row's name and tags, accuracy/split-test/worker-0. Its step, an integer, is
-1000 · epoch. The rows of an epoch are passed on together. Each step also has the
-scalars `epoch`, `bits`, `messages` and `seconds` of its last row, except in TensorBoard. The
-configuration becomes the parameters of the run.
+1000 · epoch. The rows of an epoch are sent together. Each step also has the scalars `epoch`,
+`bits`, `messages` and `seconds` of its last row, except in TensorBoard. The configuration becomes
+the parameters of the run.
 
 A resumed run continues the same run of the tracker, whose identity is in info.json. Steps that the
 tracker has already are kept as they are.

@@ -2,7 +2,7 @@
 
 - task.py: the protocol `Task`, and the `Options` of all tasks.
 - own.py, datasets.py: a task of the user, made of data sets; named.py, loading.py: its functions by
-  name, and its samples.
+  name, and its samples; losses.py, columns.py: default losses, labels and columns of its data sets.
 - digits.py, fashion_mnist.py, cifar.py, imagenet.py, language.py: the tasks, a module each.
 - images.py, augmentation.py, models.py: image classification, random crops, image models.
 - texts.py, language_models.py: texts as word indices, language models.

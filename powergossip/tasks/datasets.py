@@ -4,7 +4,7 @@ Axis names: sample, worker, label.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from numbers import Real
 from typing import Any
@@ -12,22 +12,20 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from powergossip.errors import BadInput
 from powergossip.randomness import torch_seed
 from powergossip.tasks import modules
+from powergossip.tasks.columns import as_list, integers, of_samples
 from powergossip.tasks.loading import Loader, Pending, Request, Source
+from powergossip.tasks.losses import IGNORED_TARGET, Metric, default_loss
 from powergossip.tasks.named import Named, users_code
 from powergossip.tasks.shards import Shards, held_out
 from powergossip.tasks.task import MainMetric, Options, Split
 
-IGNORED_TARGET = -100  # as in torch's cross entropy
 EVALUATION_BATCHES = 2  # training batches in one of evaluation, which needs no gradients
 KEPT_BYTES = 2**28  # of test and validation data, in each process
-
-Metric = Callable[[Any, Any], Any]  # outputs and targets of a batch → mean over its samples
 
 
 @dataclass(frozen=True)
@@ -130,10 +128,10 @@ class DatasetTask:
         Raises ValueError if labels are needed, or given, and are not an integer for each sample.
         """
         given = self._datasets.labels
-        found = _of_samples(self._datasets.train, "targets") if given is None else given
-        labels = _integers(found, size)
+        found = of_samples(self._datasets.train, "targets") if given is None else given
+        labels = integers(found, size)
         if labels is None and given is None and needed:
-            labels = _integers(self._targets(), size)
+            labels = integers(self._targets(), size)
         if labels is None and (needed or given is not None):
             raise ValueError(
                 f"{self._place}: a partition by label needs an integer for each of the {size} "
@@ -148,9 +146,10 @@ class DatasetTask:
         batches = [tuple(range(i, min(i + size, n_samples))) for i in range(0, n_samples, size)]
         targets = []
         for batch in self._loader.in_order(Request("train", samples, 0) for samples in batches):
-            if not isinstance(batch, (tuple, list)) or not isinstance(batch[-1], Tensor):
+            last = batch[-1] if isinstance(batch, (tuple, list)) and batch else None
+            if not isinstance(last, Tensor) or last.ndim != 1:
                 return None
-            targets.append(batch[-1])
+            targets.append(last)
         return torch.cat(targets)
 
     def _held_out(self, labels: Tensor | None, size: int) -> np.ndarray:
@@ -167,9 +166,9 @@ class DatasetTask:
         """The value of each training sample in a column. Raises ValueError."""
         key, columns = f"decentralized_data_column={name}", self._datasets.columns
         if columns is not None and name in columns:
-            values = _list(columns[name])
+            values = as_list(columns[name])
         else:
-            values = _list(_of_samples(self._datasets.train, name))
+            values = as_list(of_samples(self._datasets.train, name))
         if values is None:
             known = ", ".join(map(str, columns)) if columns is not None else ""
             raise ValueError(
@@ -377,7 +376,7 @@ class DatasetTask:
             Request(self._data[split], samples[i], torch_seed(0, "evaluation", i)) for i in missing
         )
         for i in chosen:
-            batch = self._kept.get((split, i))
+            batch = _copied(self._kept.get((split, i)))  # a model may change its inputs in place
             if batch is None:
                 batch = next(loaded)
                 if split != "train":
@@ -394,7 +393,7 @@ class DatasetTask:
         if size <= self._room:
             self._room -= size
             # Copies, since a tensor of another process holds an open file.
-            self._kept[place] = tuple(tensor.clone() for tensor in batch)
+            self._kept[place] = _copied(batch)
 
     def _weight(self, targets: Any, samples: int) -> float:
         """The weight of a batch in the mean over all."""
@@ -410,65 +409,6 @@ class DatasetTask:
         if not isinstance(found, Mapping):
             raise BadInput(f"{self._place}: derived returned {_described(found)}; return a dict")
         return dict(found)
-
-
-# --- Default losses and metrics ---
-
-
-def default_loss(outputs: Any, targets: Any, place: str) -> tuple[str, Metric, dict[str, Metric]]:
-    """The name of the default loss for these targets, the loss, and the metrics beside it.
-
-    Raises BadInput, with a text that begins with `place`, if their shapes do not match.
-    """
-    for name, value in (("output of the model", outputs), ("target", targets)):
-        if not isinstance(value, Tensor):
-            raise BadInput(
-                f"{place}: the {name} is a {type(value).__name__}; use tensors, or give a loss or "
-                "forward to Datasets"
-            )
-    if targets.is_floating_point():
-        fits = _like(outputs, targets).shape == targets.shape
-        wanted = "the same, for the mean squared error"
-    else:
-        fits = outputs.shape[:-1] == targets.shape and outputs.ndim > 0
-        wanted = "one axis more, of labels, for the cross entropy"
-    if not fits:
-        raise BadInput(
-            f"{place}: outputs of the model have the shape {list(outputs.shape)}, targets "
-            f"{list(targets.shape)}; use {wanted}, or give a loss to Datasets"
-        )
-    if targets.is_floating_point():
-        return "mse", mean_squared_error, {}
-    return "cross_entropy", cross_entropy, {"accuracy": accuracy}
-
-
-def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross entropy [nats], without targets of −100.
-
-    outputs: [*, label]. targets: integers [*].
-    """
-    scores = outputs.flatten(0, -2)
-    return functional.cross_entropy(scores, targets.flatten().long(), ignore_index=IGNORED_TARGET)
-
-
-def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The fraction of targets with the highest output, without targets of −100.
-
-    outputs: [*, label]. targets: integers [*].
-    """
-    counted = targets != IGNORED_TARGET
-    correct = (outputs.argmax(-1) == targets) & counted
-    return correct.sum() / counted.sum()
-
-
-def mean_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The mean squared error. outputs: [*], or [*, 1]. targets: floating-point numbers [*]."""
-    return functional.mse_loss(_like(outputs, targets), targets.to(outputs.dtype))
-
-
-def _like(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Outputs [*, 1] as [*], if the targets are [*]."""
-    return outputs.squeeze(-1) if outputs.shape == (*targets.shape, 1) else outputs
 
 
 # --- Checks and conversions ---
@@ -515,36 +455,6 @@ def _size(data: Any, place: str) -> int:
     return size
 
 
-def _of_samples(data: Any, name: str) -> Any:
-    """An attribute of a data set with a value for each sample, also through torch's Subset."""
-    if type(data) is TensorDataset and name == "targets":
-        return data.tensors[-1]
-    if isinstance(data, Subset):
-        values = _list(_of_samples(data.dataset, name))
-        return None if values is None else [values[i] for i in data.indices]
-    return getattr(data, name, None)
-
-
-def _list(values: Any) -> list[Any] | None:
-    """The values of an array, a tensor, a Series or a sequence. None for anything else."""
-    if hasattr(values, "tolist"):
-        values = values.tolist()
-    return list(values) if isinstance(values, Sequence) and not isinstance(values, str) else None
-
-
-def _integers(values: Any, size: int) -> Tensor | None:
-    """int64 [size] of these values. None if they are not so many integers."""
-    if isinstance(values, Sequence) and values and isinstance(values[0], Tensor):
-        values = [value.item() if value.ndim == 0 else value for value in values]
-    try:
-        array = np.asarray(values.cpu() if isinstance(values, Tensor) else _list(values))
-    except ValueError:  # rows of different lengths
-        return None
-    if array.shape != (size,) or array.dtype.kind not in "biu":
-        return None
-    return torch.from_numpy(array.astype(np.int64))
-
-
 def _cancel(ahead: deque[tuple[int, Pending]]) -> None:
     """Empty the queue of batches."""
     while ahead:
@@ -564,8 +474,16 @@ def _moved(batch: Any, device: torch.device) -> Any:
         return batch.to(device)
     if isinstance(batch, Mapping):
         return {key: _moved(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):  # a named tuple
-        return type(batch)(*(_moved(value, device) for value in batch))
     if isinstance(batch, (tuple, list)):
-        return type(batch)(_moved(value, device) for value in batch)
+        return _like(batch, [_moved(value, device) for value in batch])
     return batch
+
+
+def _copied(batch: Any) -> Any:
+    """A copy of a sequence of tensors. None of None."""
+    return None if batch is None else _like(batch, [tensor.clone() for tensor in batch])
+
+
+def _like(batch: Any, values: list[Any]) -> Any:
+    """These values in a sequence of the same type: a list, a tuple, or a named tuple."""
+    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)

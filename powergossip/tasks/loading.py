@@ -1,8 +1,8 @@
 """Loading of samples, by this process or ahead of time by others.
 
 A batch is a function of its `Request` alone. The global generators of Python, NumPy and torch are
-seeded for each batch, so that random augmentation does not depend on which process loads it, when,
-and what was loaded before.
+seeded for each batch, so that random augmentation depends neither on the process that loads it, nor
+on earlier batches.
 """
 
 import multiprocessing

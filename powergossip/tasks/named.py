@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import PurePath
 from types import ModuleType
 from typing import Any
 
@@ -122,7 +123,8 @@ def find(key: str, name: str) -> Named:
     label = f"{key}={name}"
     module_name, _, attribute = name.partition(":")
     if module_name.endswith(".py"):
-        module_name = module_name.removesuffix(".py").replace("/", ".")
+        path = PurePath(module_name).with_suffix("")
+        module_name = path.name if {"/", ".."} & {*path.parts} else ".".join(path.parts)
         raise ValueError(f"{label}: use package.module:callable, such as {module_name}:{attribute}")
     if not all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]):
         raise ValueError(f"{label}: use package.module:callable")

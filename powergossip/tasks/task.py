@@ -129,7 +129,7 @@ class Task(Protocol):
 
 
 def main_metric(task: Task, names: Collection[str]) -> MainMetric:
-    """The metric that chooses the best checkpoint, among the metrics of these names.
+    """The metric that selects the best checkpoint, among the metrics of these names.
 
     It is the attribute `main_metric` of the task, a MainMetric. Without that, it is the accuracy
     if the task has no perplexity, or else the loss: cross_entropy, mse or loss. Raises ValueError

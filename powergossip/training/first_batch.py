@@ -15,6 +15,7 @@ from powergossip.errors import BadInput
 from powergossip.parameters import trained
 from powergossip.tasks import MainMetric, Split, Task, main_metric
 from powergossip.tasks.named import users_code
+from powergossip.training.compute import autocast
 
 
 def check_sizes(sizes: Sequence[tuple[int, Mapping[Any, int]]], task: str) -> None:
@@ -31,17 +32,19 @@ def check_sizes(sizes: Sequence[tuple[int, Mapping[Any, int]]], task: str) -> No
             )
 
 
-def check_first_batch(task: Task, config: Any, worker: int) -> MainMetric:
+def check_first_batch(task: Task, config: Any, worker: int, device: torch.device) -> MainMetric:
     """Train a model with the first batch of a worker, and evaluate it on a few more.
 
-    The model is a new one, and is discarded. Raises ValueError unless the loss is a finite scalar
-    with a gradient, all metrics are finite numbers, and the main metric is one of them. Returns
-    the main metric.
+    The precision is that of the run. The model is a new one, and is discarded.
+
+    Raises ValueError unless the loss is a finite scalar with a gradient, all metrics are finite
+    numbers, and the main metric is one of them. Returns the main metric.
     """
     name = f"task={config.task}"
     model = task.model(config.task_architecture, config.seed)
     with torch.random.fork_rng(devices=[]):
-        with users_code(f"the first batch of {name}"):
+        of_step = autocast(config.precision, device)
+        with users_code(f"the first batch of {name}"), of_step:
             loss, metrics = task.loss(model, task.batch(worker, 0, 0))
         if not isinstance(loss, Tensor) or loss.ndim > 0:
             raise ValueError(f"{name}: the loss of a batch is no scalar tensor; use its mean")

@@ -95,7 +95,8 @@ class Trainer:
             self._check_spectrum_names()
             if not c.evaluate_only:
                 if of_user:
-                    main = check_first_batch(self.task, c, self.network.workers[0])
+                    worker = self.network.workers[0]
+                    main = check_first_batch(self.task, c, worker, self.device)
                     self._metric = {"name": main.name, "larger_is_better": main.larger_is_better}
                 if c.torch_compile:
                     compute.compile_models(models)

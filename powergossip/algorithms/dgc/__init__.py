@@ -1,0 +1,17 @@
+"""Deep Gradient Compression: all workers apply one mean gradient. Each worker sends its entries of
+largest magnitude, and accumulates the others locally with momentum correction.
+
+`optimizers.DGC` puts it into a training loop of your own.
+
+    config.py       the options
+    clipping.py     of a worker's gradient, before it is accumulated
+    selection.py    the elements that are sent
+    aggregation.py  the algorithm
+"""
+
+from powergossip.algorithms.dgc.aggregation import DGCAggregation
+from powergossip.algorithms.dgc.clipping import CLIPPING, Clipping
+from powergossip.algorithms.dgc.config import Config
+from powergossip.algorithms.dgc.selection import Selector
+
+__all__ = ["CLIPPING", "Clipping", "Config", "DGCAggregation", "Selector"]

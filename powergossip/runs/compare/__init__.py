@@ -1,0 +1,30 @@
+"""Runs side by side: one table and one figure of several output folders.
+
+    runs.py          a run, its files, the curve of a metric
+    groups.py        groups of seeds, what differs between them, the cells of the table
+    output.py        text, Markdown, figures
+    command_line.py  powergossip-compare
+    ../page.py       the HTML page
+
+Nothing here imports torch, so that it starts fast.
+"""
+
+from powergossip.runs.compare.command_line import command, main
+from powergossip.runs.compare.groups import Group, Section, sections
+from powergossip.runs.compare.output import markdown, text, write
+from powergossip.runs.compare.runs import Metric, Run, folders, read
+
+__all__ = [
+    "Group",
+    "Metric",
+    "Run",
+    "Section",
+    "command",
+    "folders",
+    "main",
+    "markdown",
+    "read",
+    "sections",
+    "text",
+    "write",
+]

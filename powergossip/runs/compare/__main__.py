@@ -1,0 +1,3 @@
+from powergossip.runs.compare.command_line import command
+
+command()

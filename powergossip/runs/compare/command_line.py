@@ -1,0 +1,153 @@
+"""Runs side by side: one table and one figure of several output folders.
+
+    powergossip-compare output/a output/b
+    powergossip-compare 'output/ring-*' --output output/compared
+    powergossip-compare output/* --metric cross_entropy --split valid --output loss.html
+
+The table has the metric at the end of a run and at its best epoch, of the mean model and of the
+worst worker, the megabytes that worker 0 has sent, the seconds, and each key of the configuration
+that differs. The figure has the metric by epoch, by megabytes and by seconds. Runs whose
+configurations are equal up to the seed are one line: mean ± standard deviation.
+
+Runs are those of train.py and of gossip_run.py. Of the latter, each algorithm is a run, at its best
+setting, with its error relative to the start.
+"""
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from powergossip.errors import BadInput
+from powergossip.runs import page
+from powergossip.runs.compare.groups import Section, sections
+from powergossip.runs.compare.output import (
+    DEFAULT_FORMATS,
+    FORMATS,
+    OTHER_SUFFIXES,
+    STEM,
+    SUFFIXES,
+    markdown,
+    text,
+    write,
+)
+from powergossip.runs.compare.runs import SPLITS, folders, is_run, read
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Compare runs as on the command line. Raises BadInput before anything is written."""
+    options = _parse(arguments)
+
+    def warn(text: str) -> None:
+        print(f"note: {text}", file=sys.stderr)
+
+    targets = _targets(options.output, options.format)
+    if any(form == "html" for _, form in targets) and not page.available():
+        if "html" in options.format or not _is_folder(options.output):
+            raise BadInput("the format html needs the package plotly; pip install plotly")
+        warn("no HTML page, since the package plotly is missing; pip install plotly")
+        targets = [(path, form) for path, form in targets if form != "html"]
+    runs = [run for folder in folders(options.runs, warn) for run in read(folder, warn)]
+    if not runs:
+        raise BadInput("none of these runs has rows; give runs that have finished an epoch")
+    larger = {None: None, "larger": True, "smaller": False}[options.better]
+    found = sections(runs, options.metric, options.split, larger, options.by_seed, warn)
+    if options.format == ["markdown"] and not targets:
+        print(markdown(found), end="")
+    else:
+        wide = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print(text(found, wide))
+    try:
+        _write_all(found, targets)
+    except OSError as error:
+        raise BadInput(f"--output={options.output}: {error.strerror or error}") from error
+
+
+def _write_all(found: Sequence[Section], targets: Sequence[tuple[Path, str]]) -> None:
+    """Write the files, figures first, and print their names."""
+    written: list[Path] = []
+    for path, form in sorted(targets, key=lambda target: target[1] not in ("svg", "png", "pdf")):
+        linked = [file.name for file in written if file.suffix in (".svg", ".png")]
+        written += write(found, path, form, linked[: len(found)])
+    if written:
+        print()
+    for file in written:
+        print(file)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Options of the command line. Raises BadInput; exits after --help."""
+    parser = argparse.ArgumentParser(
+        prog="powergossip-compare",
+        description=(__doc__ or "").partition("\n\n")[0],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=(__doc__ or "").partition("\n\n")[2],
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("runs", nargs="*", metavar="RUN", help="output folders, or quoted patterns such as 'a/*'")
+    add("--metric", metavar="NAME", help="name of rows, by default the main metric of the task")
+    add("--split", default="test", choices=SPLITS, help="data of the metric (test)")
+    add("--better", choices=("larger", "smaller"), help="direction of the metric, if it is unusual")
+    add("--by-seed", action="store_true", help="keep runs that differ in the seed apart")
+    add("--output", metavar="PATH", help=f"a file ({', '.join(FORMATS)}) or a folder for files")
+    add("--format", action="append", default=[], metavar="FORMAT",
+        help=f"of the files in a folder: {', '.join(SUFFIXES)}, comma-separated "
+             f"({','.join(DEFAULT_FORMATS)})")  # fmt: skip
+    try:
+        options, unknown = parser.parse_known_intermixed_args(list(arguments))
+    except argparse.ArgumentError as error:
+        raise BadInput(str(error)) from error
+    if unknown:
+        raise BadInput(f"{unknown[0]} is unknown; --help lists the options")
+    if not options.runs:
+        raise BadInput("give one or more folders of runs, such as output/*")
+    options.format = [name for names in options.format for name in names.split(",")]
+    for name in options.format:
+        if name not in SUFFIXES:
+            raise BadInput(f"--format={name}: use {', '.join(SUFFIXES)}")
+    return options
+
+
+def _is_folder(output: str) -> bool:
+    return Path(output).suffix.lower() not in FORMATS
+
+
+def _targets(output: str | None, formats: Sequence[str]) -> list[tuple[Path, str]]:
+    """The files to write, with their formats. Raises BadInput."""
+    if output is None:
+        if set(formats) - {"text", "markdown"}:
+            raise BadInput(f"--format={','.join(formats)}: give a folder or file with --output")
+        return []
+    path = Path(output)
+    if not _is_folder(output):
+        form = FORMATS[path.suffix.lower()]
+        if formats and formats != [form]:
+            raise BadInput(
+                f"--format={','.join(formats)}: the file {output} has the format {form}; "
+                "give a folder with --output"
+            )
+        if path.is_dir():
+            raise BadInput(f"--output={output} is a folder; give the name of a file")
+        return [(path, form)]
+    other = path.suffix.lower() in OTHER_SUFFIXES and not path.exists()
+    if other or (path.exists() and not path.is_dir()):
+        raise BadInput(f"--output={output}: use a folder, or a file that ends in "
+                       f"{', '.join(FORMATS)}")  # fmt: skip
+    if is_run(path):
+        raise BadInput(f"--output={output} is a run; give another folder")
+    chosen = formats or DEFAULT_FORMATS
+    return [(path / f"{STEM}{SUFFIXES[form]}", form) for form in dict.fromkeys(chosen)]
+
+
+def command() -> None:
+    """Run as a program. Bad input is one sentence, exit code 2."""
+    try:
+        main(sys.argv[1:])
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

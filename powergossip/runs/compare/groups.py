@@ -1,0 +1,343 @@
+"""Groups of runs whose configurations are equal up to the seed, and their table."""
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from powergossip.errors import BadInput
+from powergossip.runs.compare.runs import PERCENT, Metric, Run, Warn
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+SEED = "seed"
+# Keys that change neither the results nor the times of a run.
+WITHOUT_EFFECT = {
+    "allow_lost_rows",
+    "checkpoint",
+    "checkpoint_interval",
+    "data_dir",
+    "distributed_init_file",
+    "download",
+    "evaluate_only",
+    "log_verbosity",
+    "overwrite",
+    "rank",
+    "resume",
+    "spectrum_logging_epochs",
+    "spectrum_logging_params",
+    "spectrum_logging_worker_pairs",
+    "tensorboard",
+    "trackers",
+}
+OPTIONS = ("optimizer_", "compression_", "hyperparameter_", "theta_", "moniqua_")  # of one method
+LONGEST_LABEL = 60  # characters
+
+
+@dataclass(eq=False)
+class Group:
+    """Runs whose configurations are equal up to the seed.
+
+    runs     # of which the complete ones count, or all if none is complete
+    metric   # that is compared
+    differs  # the keys that differ from other groups, with their values; without those it lacks
+    """
+
+    runs: Sequence[Run]
+    metric: Metric
+    differs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return self.runs[0].config
+
+    @cached_property
+    def counted(self) -> Sequence[Run]:
+        return [run for run in self.runs if run.complete] or self.runs
+
+    @cached_property
+    def curves(self) -> "list[DataFrame]":
+        return [run.curve(self.metric) for run in self.counted]
+
+    @property
+    def name(self) -> str:
+        """The folder of the first run, and the number of others."""
+        more = f" +{len(self.runs) - 1}" if len(self.runs) > 1 else ""
+        return f"{self.runs[0].name}{more}"
+
+    @property
+    def label(self) -> str:
+        """The differences from other groups, in short."""
+        parts = []
+        for key, value in self.differs.items():
+            short = next((key.removeprefix(p) for p in OPTIONS if key.startswith(p)), key)
+            named = key in ("optimizer", "algorithm", "task", "topology")
+            parts.append(_text(value) if named else f"{short.replace('_', ' ')} {_text(value)}")
+        text = ", ".join(parts)
+        return text if 0 < len(text) <= LONGEST_LABEL else self.name
+
+    @property
+    def seeds(self) -> list[Any]:
+        return [run.config.get(SEED) for run in self.runs]
+
+    @property
+    def state(self) -> str:
+        """The states of the runs in words."""
+        states = [run.state for run in self.runs]
+        if len(set(states)) == 1:
+            return states[0]
+        complete = states.count("complete")
+        others = ", ".join(dict.fromkeys(state for state in states if state != "complete"))
+        return f"{complete} of {len(states)} complete, {others}"
+
+    def final(self, column: str) -> list[float]:
+        """The last value of each counted run."""
+        return [float(curve[column].iloc[-1]) for curve in self.curves]
+
+    def best(self, column: str) -> list[float]:
+        """The value of each counted run at its best epoch."""
+        found = []
+        for curve in self.curves:
+            finite = curve["value"].dropna()
+            at = curve.index[-1] if finite.empty else self.metric.best(finite)
+            found.append(float(curve[column].loc[at]))
+        return found
+
+    def largest(self, column: str) -> list[float]:
+        """The last megabytes or seconds of each counted run, of all its rows."""
+        scale = {"bits": 8e6, "seconds": 1.0}[column]
+        return [float(run.rows[column].max() / scale) for run in self.counted]
+
+    def band(self) -> "DataFrame":
+        """Return the columns epoch, megabytes, seconds, mean and deviation over the seeds.
+
+        The rows are the epochs that all counted runs have, or all if there are none.
+        """
+        import pandas as pd
+
+        by_epoch = pd.concat(self.curves).groupby(level=0)
+        found = by_epoch[["megabytes", "seconds"]].mean()
+        found["mean"] = by_epoch["value"].mean()
+        found["deviation"] = by_epoch["value"].std()  # NaN of one run
+        common = by_epoch["value"].size() == len(self.curves)
+        if common.any():
+            found = found[common]
+        return found.rename_axis("epoch").reset_index()
+
+
+@dataclass(eq=False)
+class Section:
+    """Groups with the same metric: a table and a figure."""
+
+    metric: Metric
+    groups: Sequence[Group]
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """The keys that differ between the groups, in the order of the configurations."""
+        return list(dict.fromkeys(key for group in self.groups for key in group.differs))
+
+    @property
+    def title(self) -> str:
+        return f"{self.metric.label[:1].upper()}{self.metric.label[1:]}"
+
+    def labels(self) -> list[str]:
+        """A short label for each group, all different."""
+        labels = [group.label for group in self.groups]
+        if len(set(labels)) < len(labels):
+            labels = [group.name for group in self.groups]
+        return [
+            f"{label} ({labels[:i].count(label) + 1})" if labels.count(label) > 1 else label
+            for i, label in enumerate(labels)
+        ]
+
+    def bands(self) -> "dict[str, DataFrame]":
+        """Return the curves of the figure by label, see Group.band."""
+        return {
+            label: group.band() for label, group in zip(self.labels(), self.groups, strict=True)
+        }
+
+    def logarithmic(self) -> bool:
+        """Whether values of the metric are shown by their logarithms."""
+        if self.metric.name in PERCENT:
+            return False
+        values = [value for group in self.groups for curve in group.curves
+                  for value in curve["value"] if math.isfinite(value)]  # fmt: skip
+        return bool(values) and min(values) > 0 and max(values) >= 100 * min(values)
+
+    def results(self) -> list[list[str]]:
+        """Return the measured cells, [line][cell], the header first. Empty columns are left out."""
+        percent, groups = self.metric.name in PERCENT, self.groups
+
+        def column(header: str, values: Callable[[Group], list[float]], two: bool) -> list[str]:
+            return [header, *(_spread(values(group), two) for group in groups)]
+
+        columns = [
+            column("final", lambda g: g.final("value"), percent),
+            column("worst worker", lambda g: g.final("worst"), percent),
+            column("best", lambda g: g.best("value"), percent),
+            column("its worst worker", lambda g: g.best("worst"), percent),
+            column("MB sent", lambda g: g.largest("bits"), False),
+            column("seconds", lambda g: g.largest("seconds"), False),
+            ["runs", *(str(len(group.counted)) for group in groups)],
+            ["state", *(group.state for group in groups)],
+        ]
+        if all(len(group.runs) == 1 for group in groups):
+            columns = [cells for cells in columns if cells[0] != "runs"]
+        if all(group.state == "complete" for group in groups):
+            columns = [cells for cells in columns if cells[0] != "state"]
+        return _lines([cells for cells in columns if any(cells[1:])])
+
+    def settings(self) -> list[list[str]]:
+        """Return the cells of the keys that differ, [line][cell], the header first."""
+        cells = [
+            [_text(group.differs[key]) if key in group.differs else "" for key in self.keys]
+            for group in self.groups
+        ]
+        return [self.keys, *cells]
+
+    def names(self) -> list[str]:
+        """Return the cells with the names of runs, the header first."""
+        return ["run", *(group.name for group in self.groups)]
+
+    def table(self) -> list[list[str]]:
+        """Return all cells, [line][cell], the header first: name, keys that differ, results."""
+        parts = zip(self.names(), self.settings(), self.results(), strict=True)
+        return [[name, *keys, *cells] for name, keys, cells in parts]
+
+    def note(self) -> str:
+        """The meaning of the columns, in a sentence or two."""
+        several = any(len(group.runs) > 1 for group in self.groups)
+        of = ""
+        if self.metric.split is not None:
+            counted = [run for group in self.groups for run in group.counted]
+            of_mean = [run.has_mean_model(self.metric) for run in counted]
+            of = " of the mean model" if any(of_mean) else ", mean over workers"
+            if any(of_mean) and not all(of_mean):
+                of += ", or mean over workers in runs that did not evaluate it"
+        sent = "MB are those that worker 0 has sent."
+        return (
+            f"{self.title}{of}.{' Mean ± standard deviation over seeds.' if several else ''} {sent}"
+        )
+
+
+def sections(
+    runs: Sequence[Run],
+    metric: str | None = None,
+    split: str = "test",
+    larger: bool | None = None,
+    by_seed: bool = False,
+    warn: Warn = lambda text: None,
+) -> list[Section]:
+    """Group runs by metric, and then by configuration.
+
+    metric   # None: the main one of each run, so that different tasks get sections of their own
+    larger   # whether larger is better. None: as recorded, or by the metric's name
+    by_seed  # keep runs that differ in the seed apart
+
+    Runs without such rows are left out with a warning. Raises BadInput if none is left.
+    """
+    by_metric: dict[Metric, list[Run]] = {}
+    for run in runs:
+        name = metric or run.main_metric()
+        found = name and run.metric(name, split, larger)
+        if found:
+            by_metric.setdefault(found, []).append(run)
+        else:
+            named = f" {name}" if name else ""
+            warn(f"{run.name} has no rows{named} of split {split}; left out")
+    if not by_metric:
+        names = sorted({str(name) for run in runs for name in run.rows["name"].unique()})
+        splits = sorted({str(s) for run in runs if "split" in run.rows
+                         for s in run.rows["split"].dropna().unique()})  # fmt: skip
+        raise BadInput(
+            f"--metric={metric or 'main'} --split={split}: no run has such rows; their rows "
+            f"are {', '.join(names)}, of split {', '.join(splits) or 'none'}"
+        )
+    return [_section(found, of_it, by_seed, warn) for found, of_it in by_metric.items()]
+
+
+def _section(metric: Metric, runs: Sequence[Run], by_seed: bool, warn: Warn) -> Section:
+    by_config: dict[str, list[Run]] = {}
+    for run in runs:
+        config = {key: value for key, value in _effective(run.config).items()
+                  if key != SEED or by_seed}  # fmt: skip
+        key = json.dumps(config, sort_keys=True, default=str)
+        by_config.setdefault(f"{key} {run.name if by_seed else ''}", []).append(run)
+    groups = [Group(of_it, metric) for of_it in by_config.values()]
+    for group in groups:
+        seeds = [_text(seed) for seed in group.seeds]
+        if len(set(seeds)) < len(seeds):
+            equal = ", ".join(run.name for run in group.runs)
+            warn(f"the same configuration and seed in some of {equal}")
+        if 0 < len(group.counted) < len(group.runs):
+            out = ", ".join(f"{run.name} ({run.state})" for run in group.runs if not run.complete)
+            warn(f"not part of the mean over seeds: {out}")
+    every = [_effective(group.config) for group in groups]
+    for key in dict.fromkeys(key for config in every for key in config):
+        if key == SEED and not by_seed:
+            continue
+        # An option that only some methods have differs if it does between those.
+        holders = [config for config in every if key in config or not key.startswith(OPTIONS)]
+        if len({_text(config.get(key)) for config in holders}) > 1:
+            for group, config in zip(groups, every, strict=True):
+                if key in config:
+                    group.differs[key] = config[key]
+    return Section(metric, groups)
+
+
+def _effective(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that change results or times. The index of a GPU does neither."""
+    kept = {key: value for key, value in config.items() if key not in WITHOUT_EFFECT}
+    if "device" in kept:
+        kept["device"] = str(kept["device"]).partition(":")[0]
+    return kept
+
+
+# --- Cells ----------------------------------------------------------------------------------------
+
+
+def _lines(columns: Sequence[Sequence[str]]) -> list[list[str]]:
+    return [list(line) for line in zip(*columns, strict=True)]
+
+
+def _text(value: Any) -> str:
+    """A value of the configuration as on the command line, without quotes."""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, default=str).replace('"', "")
+
+
+def _spread(values: Sequence[float], two_decimals: bool) -> str:
+    """A value, or mean ± standard deviation of several. "" if there is none."""
+    if all(math.isnan(value) for value in values):
+        return ""
+    mean = sum(values) / len(values)
+    if not math.isfinite(mean):
+        return "infinite" if math.isinf(mean) else "nan"
+    if len(values) == 1:
+        return f"{mean:.2f}" if two_decimals else _four_digits(mean)
+    deviation = statistics.stdev(values)
+    if two_decimals:
+        return f"{mean:.2f} ± {deviation:.2f}"
+    if not 1e-3 <= abs(mean) < 1e6:
+        return f"{mean:.3g} ± {deviation:.2g}"
+    # The deviation has two digits, the mean no less than four.
+    decimals = max(_decimals(mean, 4), _decimals(deviation, 2)) if deviation else _decimals(mean, 4)
+    decimals = min(decimals, _decimals(mean, 7))
+    return f"{mean:.{decimals}f} ± {deviation:.{decimals}f}"
+
+
+def _decimals(number: float, digits: int) -> int:
+    """The number of decimals that show so many digits."""
+    return max(0, digits - 1 - math.floor(math.log10(abs(number)))) if number else 0
+
+
+def _four_digits(number: float) -> str:
+    if number == 0 or not 1e-3 <= abs(number) < 1e6:
+        return f"{number:.4g}"
+    return f"{number:.{_decimals(number, 4)}f}"
