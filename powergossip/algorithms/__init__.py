@@ -9,6 +9,7 @@ communication itself: it yields messages and is resumed with the received ones (
     compiled.py       their compiled loops
     power_gossip.py   PowerGossip
     directions.py     its memory and orthonormalization
+    compiled_directions.py      the same in compiled loops, on a CPU
     power_gossip_reference.py   a plain version, for comparison in tests
     rates.py          diffusion rates: the best, the largest, that of CHOCO's theorem
     learning.py       D-PSGD, on top of any averaging algorithm

@@ -107,6 +107,7 @@ class CompiledSide:
 
     def update(self, x: Tensor, received: Tensor) -> None:
         """d = s_received − s and X ← X + γ w p dᵀ. d are the directions of the other side."""
+        assert received.dtype == torch.float32
         other = self.other
         self._update(
             *(self._edges, x.data_ptr(), x.stride(0), self._side, self.directions.data_ptr()),

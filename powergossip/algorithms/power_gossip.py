@@ -1,7 +1,8 @@
 """PowerGossip: averaging by power iteration on the difference of neighbors.
 
 The update rule is `PowerGossip._iteration`. `directions.py` has the memory of the directions and
-their orthonormalization, `power_gossip_reference.py` a plain version of the algorithm.
+their orthonormalization, `power_gossip_reference.py` a plain version of the algorithm. On a CPU
+with a C compiler, the loops of `compiled_directions.py` take their place.
 """
 
 from collections.abc import Mapping, Sequence
