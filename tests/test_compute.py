@@ -2,18 +2,21 @@
 
 import copy
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from omegaconf import OmegaConf
+from torch import nn
 
 from powergossip.network import Processes, processes
 from powergossip.training.resuming import check_same_run
 from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
 from tests.test_centralized import configured
+from tests.test_evaluate_only import main
 
 ALONE = Processes()
 
@@ -139,6 +142,30 @@ def test_compiled_models_train_alike() -> None:
     for step in range(3, 6):
         resumed.train_step(0, step)
     assert torch.equal(resumed.parameters.x, x)
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_evaluated_models_run_as_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each shape of a batch would be compiled by itself. A step has one."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def compile_models(models: Sequence[nn.Module]) -> None:
+        for model in models:
+            model.compile(backend=backend, dynamic=False)
+
+    monkeypatch.setattr("powergossip.training.compute.compile_models", compile_models)
+    arguments = ["n_workers=2", "task_architecture=MLP", "num_epochs=1", "max_steps_per_epoch=2"]
+    arguments += ["torch_compile=true", "log_verbosity=0", "--output-dir", str(tmp_path)]
+    rows = main(monkeypatch, *arguments)
+    assert any(row.get("split") == "test" for row in rows)
+    assert len(graphs) == 1
 
 
 @pytest.mark.slow
