@@ -12,6 +12,8 @@ costs nothing.
                                      registries and their classes
 """
 
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
