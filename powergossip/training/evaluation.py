@@ -60,7 +60,7 @@ class Evaluation:
         mean_x = network.mean(parameters.x)
         mean_buffers = network.mean(parameters.buffers) if parameters.buffers.numel() else None
         self._log_consensus(epoch, mean_x, mean_buffers)
-        batches = self._config.get("optimizer_num_batches_per_step") or 1
+        batches = getattr(self._config, "optimizer_num_batches_per_step", None) or 1
         rounds = step // (self._config.local_steps * batches)
         uncompressed = int(network.bits_to_all(self._parameters.layout.size, rounds)[0])
         self._log("uncompressed_gossip_bits", uncompressed, epoch)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from math import ceil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -81,6 +82,8 @@ class Trainer:
         self.task = task or processes.one_by_one(self._make_task)
         if c.task_architecture is None:
             c.task_architecture = next(iter(self.task.architectures), None)
+        # The same as plain values, for the hot path: reading a DictConfig takes microseconds.
+        self._values = SimpleNamespace(**OmegaConf.to_container(c))
         self._metric: dict[str, Any] | None = None  # the main one of a task of the user
         of_user = task is None and not tasks.is_in_library(c.task, c.task_architecture)
         if of_user:
@@ -108,7 +111,7 @@ class Trainer:
                         batched.check(self._batched, self._first_batches())
         self.rows = Rows(self._hooks, self.network, lambda: time.perf_counter() - self._started)
         self.evaluation = Evaluation(
-            c, self.network, self.task, self.parameters, self.steps_per_epoch, self.rows
+            self._values, self.network, self.task, self.parameters, self.steps_per_epoch, self.rows
         )
         if c.overlapping and processes.size > 1:
             self._progress_messages_during_backward()
@@ -374,7 +377,7 @@ class Trainer:
 
     def train_step(self, epoch: int, step: int) -> dict[str, Tensor]:
         """Train one step of all hosted workers. Returns the batches' metrics, each [worker]."""
-        self.local.rate = learning_rate(self.config, epoch + (step + 1) / self.steps_per_epoch)
+        self.local.rate = learning_rate(self._values, epoch + (step + 1) / self.steps_per_epoch)
         self._at_epoch(epoch + step / self.steps_per_epoch)
         # The phase has compression and mixing. The phases within it count for themselves.
         with self.clock("averaging"):
@@ -415,7 +418,7 @@ class Trainer:
     ) -> dict[str, Tensor]:
         with self.clock("gradient"):
             self._seed_layers(worker)
-            with compute.autocast(self.config.precision, self.device):
+            with compute.autocast(self._values.precision, self.device):
                 loss, metrics = self.task.loss(model, batch)
             self._agreement.note(worker, "loss", loss.item(), self.step, epoch + 1)
             loss.backward()  # also if it is not finite: other processes wait for messages
@@ -434,7 +437,8 @@ class Trainer:
 
     def _seed_layers(self, worker: int) -> None:
         """Seed torch's generator for layers that use it: equal in any layout of processes."""
-        torch.manual_seed(randomness.torch_seed(self.config.seed, "layers", worker, self.step))
+        seed = randomness.torch_seed(self._values.seed, "layers", worker, self.step)
+        randomness.seed_torch(seed, self.device)
 
     @contextmanager
     def _errors_name(self, worker: int, epoch: int) -> Iterator[None]:
