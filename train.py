@@ -107,6 +107,8 @@ class Config:
     precision: str = "fp32"  # of the loss and its gradient: fp32, or bf16 by torch's autocast.
     #   Parameters, messages and evaluations are in fp32
     torch_compile: bool = False  # compile the model's forward and backward passes in training
+    batched_gradients: str = "auto"  # gradients of all workers of a process in one call: on, off,
+    #   or auto (16 workers or more, models of the library whose layers are small)
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8

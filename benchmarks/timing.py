@@ -48,3 +48,27 @@ def in_turns(
         for function, count, record in zip(functions, counts, times, strict=True):
             record.append(measure(function, count))
     return times
+
+
+def alone(
+    function: Callable[[], object],
+    processes: Processes,
+    device: torch.device,
+    seconds: float = 0.2,
+) -> float:
+    """Return the seconds of a call in process 0, while the other processes sleep.
+
+    seconds  # approximate time of the measurement
+    """
+    processes.gather(None)
+    if processes.rank > 0:
+        time.sleep(seconds)
+    else:
+        start, count = time.perf_counter(), 0
+        while count == 0 or time.perf_counter() - start < 0.8 * seconds:
+            function()
+            count += 1
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        elapsed = (time.perf_counter() - start) / count
+    return float(processes.broadcast(elapsed if processes.rank == 0 else 0.0))

@@ -10,6 +10,9 @@ medians of rounds in which these take turns:
     averaging_ms    a step of averaging alone: compressing, messages, mixing
     sequential_ms   a step of training with overlapping=false
     overlapping_ms  a step of training with overlapping=true: messages in flight meanwhile
+    gradient_ms     batches and gradients of one process, while the others sleep
+    bound_ms        the sum of the gradients' times of all processes ÷ cores of the host
+    ratio           overlapping_ms in multiples of bound_ms
 
 With enough cores, overlapping_ms is close to the larger of compute_ms and averaging_ms. Where
 processes share cores and memory, moving a message is computation too, and nothing is hidden.
@@ -20,14 +23,16 @@ from collections.abc import Callable
 from statistics import median
 
 import train
-from benchmarks.timing import in_turns
+from benchmarks.timing import alone, in_turns
 from powergossip import algorithms
 from powergossip.network import processes
+from powergossip.network.processes import cores
 from powergossip.runs import configuration
 from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
 
 ROUNDS, SECONDS = 15, 15.0
+ALONE = 5  # measurements of one process before the others, and after them
 
 
 def main(arguments: list[str]) -> None:
@@ -85,6 +90,7 @@ def main(arguments: list[str]) -> None:
         "sequential_ms": sequential,
         "overlapping_ms": overlapping,
     }
+    of_gradient = [alone(gradient, comm, trainer.device) for _ in range(ALONE)]
     times = in_turns(
         list(functions.values()),
         ROUNDS,
@@ -93,7 +99,10 @@ def main(arguments: list[str]) -> None:
         trainer.device,
         before=lambda: parameters.x.copy_(start),
     )
+    of_gradient += [alone(gradient, comm, trainer.device) for _ in range(ALONE)]
     if comm.rank == 0:
+        gradient_ms = 1e3 * median(of_gradient)
+        bound_ms = gradient_ms * comm.local_size / min(comm.local_size, len(cores()))
         medians = {
             name: round(1e3 * median(seconds), 3)
             for name, seconds in zip(functions, times, strict=True)
@@ -108,6 +117,9 @@ def main(arguments: list[str]) -> None:
                     "n_workers": c.n_workers,
                     "processes": comm.size,
                     **medians,
+                    "gradient_ms": round(gradient_ms, 3),
+                    "bound_ms": round(bound_ms, 3),
+                    "ratio": round(medians["overlapping_ms"] / bound_ms, 3),
                     "data_share": round(medians["data_ms"] / medians["sequential_ms"], 4),
                     "averaging_share": round(
                         1 - medians["compute_ms"] / medians["sequential_ms"], 4

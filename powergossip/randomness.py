@@ -42,6 +42,18 @@ def torch_seed(seed: int, purpose: str, *ids: int) -> int:
     return int(seed_sequence(seed, purpose, *ids).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
+def seed_torch(seed: int, device: torch.device) -> None:
+    """Seed torch's global generators of the CPU and of a device, as `torch.manual_seed` does.
+
+    That function also seeds all other devices, even absent ones, which takes longer than the
+    gradient of a small model.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+
+
 def keys(seed: int, purpose: str, ids: Iterable[tuple[int, ...]]) -> Tensor:
     """One 64-bit key for each tuple of ids: int64 [number of tuples], for `bits`."""
     words = [seed_sequence(seed, purpose, *i).generate_state(1, np.uint64)[0] for i in ids]

@@ -341,3 +341,18 @@ def test_every_preset_is_found_by_its_name() -> None:
             gossip_run.Config if name.startswith("consensus") else train.Config
         )
         configuration.read_command_line(config, ["--config", name], "")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+)
+def test_threads_that_wait_soon_sleep(given: dict[str, str], expected: str) -> None:
+    """Unless the environment says otherwise, and before torch is loaded."""
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    kept = {name: value for name, value in os.environ.items() if name not in names}
+    code = "import os, powergossip; print(os.environ.get('GOMP_SPINCOUNT'))"
+    printed = subprocess.check_output(
+        [sys.executable, "-c", code], env={**kept, **given}, text=True, cwd=launch.ROOT
+    )
+    assert printed.strip() == expected

@@ -17,7 +17,7 @@ PRECISIONS = ("fp32", "bf16")
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
     """The context of a forward pass. bf16: torch's autocast, with parameters in float32."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+    return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext()
 
 
 def check_compiler(device: torch.device) -> None:

@@ -51,17 +51,16 @@ class Evaluation:
         it is evaluated, else the mean over workers; on validation data if there are any, else on
         test data.
         """
-        network, steps = self._network, self._steps_per_epoch
-        of_workers = self._measure_workers(epoch, step)
-        of_batches = {
-            name: network.gather(total.double() / steps).mean().item()
-            for name, total in sums.items()
-        }
+        network = self._network
+        of_batches, of_workers = self._measure_workers(epoch, step, sums)
         for name, value in self._with_derived(of_batches).items():
             self._log(name, value, epoch, split="train")
         means = self._log_workers(epoch, of_workers)
-        self._log_consensus(epoch)
-        batches = self._config.get("optimizer_num_batches_per_step") or 1
+        parameters = self._parameters
+        mean_x = network.mean(parameters.x)
+        mean_buffers = network.mean(parameters.buffers) if parameters.buffers.numel() else None
+        self._log_consensus(epoch, mean_x, mean_buffers)
+        batches = getattr(self._config, "optimizer_num_batches_per_step", None) or 1
         rounds = step // (self._config.local_steps * batches)
         uncompressed = int(network.bits_to_all(self._parameters.layout.size, rounds)[0])
         self._log("uncompressed_gossip_bits", uncompressed, epoch)
@@ -69,7 +68,7 @@ class Evaluation:
         shown = ""
         main = self.main_metric = main_metric(self._task, means["test"])
         if self._config.evaluate_average_model:
-            means = self._of_mean_model(epoch)
+            means = self._of_mean_model(epoch, mean_x, mean_buffers)
             shown = f"mean model{_shown(main, means['test'])}, "
         shown += f"consensus distance {self._consensus_distance:.2g}"
         return shown, main.score(means.get("valid", means["test"]))
@@ -83,19 +82,33 @@ class Evaluation:
             splits.append(("train", "train_full", "train_avg"))
         return splits
 
-    def _measure_workers(self, epoch: int, step: int) -> dict[Split, dict[str, Tensor]]:
-        """Return the metrics of each worker's model by split and name, each [worker], for all n."""
+    def _measure_workers(
+        self, epoch: int, step: int, sums: Mapping[str, Tensor]
+    ) -> tuple[dict[str, float], dict[Split, dict[str, Tensor]]]:
+        """Measure the hosted workers and gather all values at once: each gathering is a wait.
+
+        Returns the mean over steps and workers of each metric of the batches, and the metrics of
+        each worker's model by split and name, each [worker], for all n.
+        """
+        tables = {
+            split: [self._means(self._task.evaluate(m, split)) for m in self._parameters.models]
+            for split, _, _ in self._splits()
+        }
+        columns = [total.double().cpu() / self._steps_per_epoch for total in sums.values()]
+        for of_hosted in tables.values():
+            for name in of_hosted[0]:
+                column = [table[name] for table in of_hosted]
+                columns.append(torch.tensor(column, dtype=torch.float64))
+        gathered = iter(self._network.gather(torch.stack(columns, 1)).unbind(1))
+        of_batches = {name: next(gathered).mean().item() for name in sums}
         found: dict[Split, dict[str, Tensor]] = {}
-        for split, _, _ in self._splits():
-            tables = [self._means(self._task.evaluate(m, split)) for m in self._parameters.models]
-            found[split] = {}
-            derived = self._task.derived(tables[0])  # a perplexity may overflow
-            for name in tables[0]:
-                of_hosted = torch.tensor([table[name] for table in tables], dtype=torch.float64)
-                found[split][name] = self._network.gather(of_hosted)
+        for split, of_hosted in tables.items():
+            found[split] = {name: next(gathered) for name in of_hosted[0]}
+            derived = self._task.derived(of_hosted[0])  # a perplexity may overflow
+            for name, values in found[split].items():
                 if name not in derived:
-                    check_finite(f"{split} {name}", found[split][name], step, epoch)
-        return found
+                    check_finite(f"{split} {name}", values, step, epoch)
+        return of_batches, found
 
     def _log_workers(
         self, epoch: int, measured: Mapping[Split, Mapping[str, Tensor]]
@@ -110,23 +123,28 @@ class Evaluation:
             for split, found in measured.items()
         }
 
-    def _of_mean_model(self, epoch: int) -> dict[Split, dict[str, float]]:
+    def _of_mean_model(
+        self, epoch: int, mean_x: Tensor, mean_buffers: Tensor | None
+    ) -> dict[Split, dict[str, float]]:
         """Log rows for the mean of all workers' models. Returns its metrics, by split.
 
         Batch norm's running statistics are the workers' mean, or recalibrated on training data.
         """
-        processes, network = self._network.processes, self._network
+        processes = self._network.processes
         mean_model, of_splits = self.mean_model, dict[Split, dict[str, float]]()
-        mean_model.x.copy_(network.mean(self._parameters.x))
-        mean_model.buffers.copy_(network.mean(self._parameters.buffers))
+        mean_model.x.copy_(mean_x)
+        if mean_buffers is not None:
+            mean_model.buffers.copy_(mean_buffers)
         if self._config.mean_model_statistics == "recalibrated":
             self._recalibrate()
+        part = processes.rank, processes.size
+        parts = {
+            s: self._task.evaluate(mean_model.models[0], s, part) for s, _, _ in self._splits()
+        }
+        own = np.array([value for sums in parts.values() for value in sums.values()])
+        totals = iter(processes.sum(own).tolist())
         for split, _, rows in self._splits():
-            part = self._task.evaluate(
-                mean_model.models[0], split, (processes.rank, processes.size)
-            )
-            sums = processes.sum(np.array(list(part.values()))).tolist()
-            of_splits[split] = self._means(dict(zip(part, sums, strict=True)))
+            of_splits[split] = self._means({name: next(totals) for name in parts[split]})
             for name, value in of_splits[split].items():
                 self._log(name, value, epoch, split=rows)
         return of_splits
@@ -156,21 +174,22 @@ class Evaluation:
         hosted_rows = self.mean_model.buffers.repeat(self._network.hosted, 1)
         self.mean_model.buffers.copy_(self._network.mean(hosted_rows))
 
-    def _log_consensus(self, epoch: int) -> None:
+    def _log_consensus(self, epoch: int, mean_x: Tensor, mean_buffers: Tensor | None) -> None:
         """Log the root mean square over workers of their distance to the mean.
 
         Of the parameters, of parameters with running statistics, and by parameter.
         """
         network, parameters = self._network, self._parameters
         x, buffers = parameters.x, parameters.buffers
-        squares = (x - network.mean(x)).double().square()
+        squares = (x - mean_x).double().square()
         numbers = range(len(parameters.names))
         spans = [span for i in numbers for span in parameters.layout.spans([i])]
         by_parameter = torch.stack([squares[:, span].sum(1) for span in spans], 1)
-        mean = network.mean(buffers)
-        # A mask may have infinite elements, equal in all workers.
-        differences = torch.where(buffers == mean, 0, buffers - mean)
-        of_buffers = differences.double().square().sum(1, keepdim=True)
+        of_buffers = squares.new_zeros(len(x), 1)
+        if mean_buffers is not None:
+            # A mask may have infinite elements, equal in all workers.
+            differences = torch.where(buffers == mean_buffers, 0, buffers - mean_buffers)
+            of_buffers = differences.double().square().sum(1, keepdim=True)
         totals = torch.cat([by_parameter, of_buffers], 1)  # [worker, parameter and buffers]
         means = network.mean(totals).tolist()
         of_parameters, of_all = sum(means[:-1]), sum(means)

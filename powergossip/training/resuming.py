@@ -32,6 +32,7 @@ FREE_TO_CHANGE = (
 # Keys that earlier versions lacked, with the values that they had in effect.
 EARLIER = {
     "all_reduce": "own",
+    "batched_gradients": "auto",  # off in effect, which a checkpoint records
     "drop_last": True,
     "precision": "fp32",
     "torch_compile": False,
@@ -46,6 +47,7 @@ EARLIER = {
 # Keys that may change, too, when a checkpoint is evaluated.
 OF_EVALUATION = (
     "batch_size",
+    "batched_gradients",
     "evaluate_average_model",
     "evaluate_training_data",
     "mean_model_statistics",

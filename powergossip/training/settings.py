@@ -160,6 +160,9 @@ def _check_values(c: Any) -> None:
     checks.one_of("lr_schedule", c.lr_schedule, ("milestones", "cosine"))
     checks.one_of("local_optimizer", c.local_optimizer, LOCAL_OPTIMIZERS)
     checks.one_of("precision", c.precision, PRECISIONS)
+    checks.one_of("batched_gradients", c.batched_gradients, ("auto", "on", "off"))
+    if c.batched_gradients == "on" and not c.evaluate_only:
+        _check_batched(c)
     checks.one_of("cuda_aware", c.cuda_aware, ("auto", "on", "off"))
     checks.one_of("distributed_backend", c.distributed_backend, BACKENDS)
     checks.one_of("all_reduce", c.all_reduce, ("own", "native"))
@@ -205,6 +208,17 @@ def _check_values(c: Any) -> None:
         ),
         f"a list of pairs of workers, 0 to {c.n_workers - 1}",
     )
+
+
+def _check_batched(c: Any) -> None:
+    """Raise ValueError for keys that do not go with batched gradients."""
+    if c.torch_compile:
+        raise ValueError("batched_gradients=on: use auto or off with torch_compile=true")
+    if c.optimizer in ddp.HOOKS:
+        raise ValueError(
+            f"batched_gradients=on: use auto or off with optimizer={c.optimizer}, which has one "
+            "worker in a process"
+        )
 
 
 def _is_pair(values: Any) -> bool:

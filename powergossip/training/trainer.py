@@ -3,11 +3,12 @@
 import platform
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from math import ceil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from powergossip.parameters import Layout, Parameters, trained
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.clock import Clock, PhaseTime, Signals, data_fraction
 from powergossip.runs.progress import Progress
-from powergossip.training import compute
+from powergossip.training import batched, compute
 from powergossip.training.agreement import PATIENCE, Agreement
 from powergossip.training.evaluation import Evaluation
 from powergossip.training.first_batch import check_first_batch, check_sizes
@@ -82,6 +83,8 @@ class Trainer:
         self.task = task or processes.one_by_one(self._make_task)
         if c.task_architecture is None:
             c.task_architecture = next(iter(self.task.architectures), None)
+        # The same as plain values, for the hot path: reading a DictConfig takes microseconds.
+        self._values = SimpleNamespace(**OmegaConf.to_container(c))
         self._metric: dict[str, Any] | None = None  # the main one of a task of the user
         of_user = task is None and not tasks.is_in_library(c.task, c.task_architecture)
         if of_user:
@@ -90,6 +93,7 @@ class Trainer:
         self.steps_per_epoch = min(
             self.task.steps_per_epoch, c.max_steps_per_epoch or self.task.steps_per_epoch
         )
+        self._batched: batched.BatchedGradient | None = None
         with processes.agreed(), _memory_errors(len(self.network.workers)):
             models = [self.task.model(c.task_architecture, c.seed) for _ in self.network.workers]
             self.parameters = Parameters(models, self.device)
@@ -102,9 +106,13 @@ class Trainer:
                 if c.torch_compile:
                     compute.compile_models(models)
                 self._make_rule()
+                if self._batches_gradients():
+                    self._batched = self._batched_gradient()
+                    if c.batched_gradients == "on":
+                        batched.check(self._batched, self._first_batches())
         self.rows = Rows(self._hooks, self.network, lambda: time.perf_counter() - self._started)
         self.evaluation = Evaluation(
-            c, self.network, self.task, self.parameters, self.steps_per_epoch, self.rows
+            self._values, self.network, self.task, self.parameters, self.steps_per_epoch, self.rows
         )
         if c.overlapping and processes.size > 1:
             self._progress_messages_during_backward()
@@ -244,6 +252,24 @@ class Trainer:
             for parameter in trained(model).values():
                 parameter.register_post_accumulate_grad_hook(lambda _: self.network.progress())
 
+    def _batches_gradients(self) -> bool:
+        """Whether the hosted workers' gradients are computed in one call."""
+        c, models = self.config, self.parameters.models
+        if c.batched_gradients != "auto" or not tasks.is_in_library(c.task, c.task_architecture):
+            return bool(c.batched_gradients == "on")
+        if len(models) < batched.FEWEST_WORKERS or c.torch_compile or c.precision != "fp32":
+            return False
+        return batched.by_rule(models, self.task.batch(self.network.workers[0], 0, 0))
+
+    def _batched_gradient(self) -> batched.BatchedGradient:
+        overlapping = self.config.overlapping and self.processes.size > 1
+        progress = self.network.progress if overlapping else None
+        precision = partial(compute.autocast, self.config.precision, self.device)
+        return batched.BatchedGradient(self.task, self.parameters, precision, progress)
+
+    def _first_batches(self) -> list[Any]:
+        return [self.task.batch(worker, 0, 0) for worker in self.network.workers]
+
     def _check_spectrum_names(self) -> None:
         for name in self.config.spectrum_logging_params:
             if name not in self.parameters.names:
@@ -277,6 +303,7 @@ class Trainer:
             "kernels": self._kernels,
             "diffusion_rate": self.diffusion_rate(),
             "parameters": self.parameters.layout.size,
+            "batched_gradients": self._batched is not None,
             "steps_per_epoch": self.steps_per_epoch,
             "samples": dict(self.task.samples),
             "python": platform.python_version(),
@@ -352,7 +379,7 @@ class Trainer:
 
     def train_step(self, epoch: int, step: int) -> dict[str, Tensor]:
         """Train one step of all hosted workers. Returns the batches' metrics, each [worker]."""
-        self.local.rate = learning_rate(self.config, epoch + (step + 1) / self.steps_per_epoch)
+        self.local.rate = learning_rate(self._values, epoch + (step + 1) / self.steps_per_epoch)
         self._at_epoch(epoch + step / self.steps_per_epoch)
         # The phase has compression and mixing. The phases within it count for themselves.
         with self.clock("averaging"):
@@ -369,30 +396,59 @@ class Trainer:
 
     def gradient(self, epoch: int, step: int) -> dict[str, Tensor]:
         """Add the hosted workers' gradients to parameters.grad. Returns metrics, each [worker]."""
+        workers = self.network.workers
+        batches: Iterable[Any] = (self._batch(worker, epoch, step) for worker in workers)
+        if self._batched is not None:
+            batches = list(batches)
+            # The last batches of an epoch may differ: some workers have a sample more.
+            if batched.fit(batches):
+                return self._batched_step(self._batched, batches, epoch)
         collected: dict[str, list[Tensor]] = {}
-        for worker, model in zip(self.network.workers, self.parameters.models, strict=True):
-            try:
-                metrics = self._worker_gradient(worker, model, epoch, step)
-            except Exception as error:
-                error.add_note(f"in worker {worker} at step {self.step} (epoch {epoch + 1})")
-                raise
+        for worker, model, batch in zip(workers, self.parameters.models, batches, strict=True):
+            with self._errors_name(worker, epoch):
+                metrics = self._worker_gradient(worker, model, batch, epoch)
             for name, value in metrics.items():
                 collected.setdefault(name, []).append(value)
         return {name: torch.stack(values) for name, values in collected.items()}
 
+    def _batch(self, worker: int, epoch: int, step: int) -> Any:
+        with self.clock("data"), self._errors_name(worker, epoch):
+            return self.task.batch(worker, epoch, step)
+
     def _worker_gradient(
-        self, worker: int, model: nn.Module, epoch: int, step: int
+        self, worker: int, model: nn.Module, batch: Any, epoch: int
     ) -> dict[str, Tensor]:
-        with self.clock("data"):
-            batch = self.task.batch(worker, epoch, step)
         with self.clock("gradient"):
-            # For layers that use torch's generator: equal in any layout of processes.
-            torch.manual_seed(randomness.torch_seed(self.config.seed, "layers", worker, self.step))
-            with compute.autocast(self.config.precision, self.device):
+            self._seed_layers(worker)
+            with compute.autocast(self._values.precision, self.device):
                 loss, metrics = self.task.loss(model, batch)
             self._agreement.note(worker, "loss", loss.item(), self.step, epoch + 1)
             loss.backward()  # also if it is not finite: other processes wait for messages
         return metrics
+
+    def _batched_step(
+        self, gradient: batched.BatchedGradient, batches: list[Any], epoch: int
+    ) -> dict[str, Tensor]:
+        workers = self.network.workers
+        with self.clock("gradient"):
+            self._seed_layers(workers[0])
+            losses, metrics = gradient(batches)
+            for worker, loss in zip(workers, losses.tolist(), strict=True):
+                self._agreement.note(worker, "loss", loss, self.step, epoch + 1)
+        return metrics
+
+    def _seed_layers(self, worker: int) -> None:
+        """Seed torch's generator for layers that use it: equal in any layout of processes."""
+        seed = randomness.torch_seed(self._values.seed, "layers", worker, self.step)
+        randomness.seed_torch(seed, self.device)
+
+    @contextmanager
+    def _errors_name(self, worker: int, epoch: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"in worker {worker} at step {self.step} (epoch {epoch + 1})")
+            raise
 
     def _end_epoch(self, epoch: int, sums: Mapping[str, Tensor], bar: Progress) -> float | None:
         """Log the rows at the end of an epoch. Returns the score, if there was an evaluation."""
@@ -492,6 +548,7 @@ class Trainer:
             "optimizer": self.local.state_dict(),
             "algorithm": self.rule.state_dict(),
             "network": self.network.state_dict(),
+            "batched_gradients": self._batched is not None,
             "carried": _stacked([self.task.carried(model) for model in parameters.models]),
             "seconds": time.perf_counter() - self._started,
             "phases": {
@@ -513,6 +570,10 @@ class Trainer:
                 buffer.copy_(state["whole_number_buffers"][name][i])
             self.task.carry(model, {k: v[i].to(device) for k, v in state["carried"].items()})
         if not self.config.evaluate_only:
+            # As before: the rounding differs. Earlier versions had no batched gradients.
+            several = len(parameters.models) > 1 or self.config.batched_gradients == "on"
+            keeps = state.get("batched_gradients", False) and several
+            self._batched = (self._batched or self._batched_gradient()) if keeps else None
             self.local.load_state_dict(moved(state["optimizer"]))
             self.rule.load_state_dict(moved(state["algorithm"]))
         self.network.load_state_dict(state["network"])

@@ -1,0 +1,194 @@
+"""Gradients of all hosted workers in one call, vectorized over the worker axis.
+
+Axes: worker (hosted by this process); D parameters of a worker.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from powergossip.checks import BadValue
+from powergossip.parameters import Layout, Parameters
+from powergossip.tasks import Task
+
+# The rule of `auto`, measured on a CPU. With fewer workers or larger models one call takes as long,
+# or longer: the memory of all models no longer fits into the caches, and vectorized convolutions
+# are slower than single ones.
+FEWEST_WORKERS = 16
+MOST_PARAMETERS = 2**16  # of a worker
+MOST_PIXELS = 2**11  # elements of a worker's batch, for models with convolutions
+
+
+class BatchedGradient:
+    """g_i ← g_i + ∇f(x_i; batch of worker i) for all hosted workers i, in one call.
+
+    One forward pass is vectorized over the workers by `torch.func.vmap`: the rows of `parameters.x`
+    are its parameters, those of `parameters.buffers` its buffers. The gradient of Σ_i f(x_i) has
+    ∇f(x_i) in row i. It equals that of one worker after the other up to rounding, apart from
+    dropout, whose masks are others.
+
+    precision  # the context of the forward pass
+    progress   # called when the gradients are complete, once for each parameter tensor
+
+    Hooks of parameters are not called. State of a model other than parameters and buffers is not
+    kept. Frozen parameters are those of the first model.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        parameters: Parameters,
+        precision: Callable[[], AbstractContextManager[object]] = nullcontext,
+        progress: Callable[[], object] | None = None,
+    ):
+        self._parameters, self._precision, self._progress = parameters, precision, progress
+        self._loss = _Loss(task, parameters.models[0])
+        names = [f"model.{name}" for name in parameters.names]
+        x = _by_tensor(parameters.layout, parameters.x)
+        self._x = {  # name → [worker, ...], a view of parameters.x
+            name: values.detach().requires_grad_() for name, values in zip(names, x, strict=True)
+        }
+        self._grad = _by_tensor(parameters.layout, parameters.grad)
+        self._buffers = self._views_of_buffers()
+
+    def __call__(self, batches: Sequence[Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Add the gradients of these batches, one for each worker, to `parameters.grad`.
+
+        Returns the losses and the metrics, each [worker] and detached. Buffers change as forward
+        passes change them. Raises ValueError unless `fit(batches)`.
+        """
+        losses, metrics, buffers = self._forward(batches)
+        gradients = torch.autograd.grad(losses.sum(), list(self._x.values()), allow_unused=True)
+        for total, gradient in zip(self._grad, gradients, strict=True):
+            if gradient is not None:
+                total.add_(gradient)
+            if self._progress is not None:
+                self._progress()
+        for name, buffer in self._buffers.items():
+            buffer.copy_(buffers[name])
+        return losses.detach(), metrics
+
+    def try_on(self, batches: Sequence[Any]) -> None:
+        """Compute the gradients of these batches, and discard them."""
+        losses, _, _ = self._forward(batches)
+        torch.autograd.grad(losses.sum(), list(self._x.values()), allow_unused=True)
+
+    def _forward(
+        self, batches: Sequence[Any]
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """The losses, the metrics and the buffers afterwards, each [worker]."""
+        flat = [tree_flatten(batch) for batch in batches]
+        structure = flat[0][1]
+        if not fit(batches):
+            raise ValueError("batches differ in shape")
+        leaves, axes = [], []
+        for values in zip(*(each for each, _ in flat), strict=True):
+            stacked = isinstance(values[0], Tensor) and values[0].ndim > 0
+            leaves.append(torch.stack(values) if stacked else values[0])
+            axes.append(0 if stacked else None)
+        # Forward passes change contiguous copies in place: in vmap, views may become copies.
+        buffers = {name: buffer.clone() for name, buffer in self._buffers.items()}
+
+        def loss(x: dict[str, Tensor], buffers: dict[str, Tensor], leaves: list[Any]) -> Any:
+            batch = tree_unflatten(leaves, structure)
+            return functional_call(self._loss, {**x, **buffers}, (batch,))
+
+        vectorized = vmap(loss, in_dims=(0, 0, axes), randomness="different")
+        found: tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
+        with self._precision():
+            found = vectorized(self._x, buffers, leaves)
+        return found
+
+    def _views_of_buffers(self) -> dict[str, Tensor]:
+        """Name → [worker, ...]: views of parameters.buffers, and one memory for integer buffers.
+
+        The models' integer buffers become views of it.
+        """
+        parameters = self._parameters
+        views = iter(_by_tensor(parameters.buffer_layout, parameters.buffers))
+        found: dict[str, Tensor] = {}
+        for name, buffer in parameters.models[0].named_buffers():
+            if buffer.is_floating_point():
+                found[f"model.{name}"] = next(views)
+                continue
+            rows = torch.stack([model.get_buffer(name) for model in parameters.models])
+            for model, row in zip(parameters.models, rows, strict=True):
+                owner, _, leaf = name.rpartition(".")
+                model.get_submodule(owner)._buffers[leaf] = row
+            found[f"model.{name}"] = rows
+        return found
+
+
+class _Loss(nn.Module):
+    """The loss of a task as a module, whose parameters and buffers can be replaced."""
+
+    def __init__(self, task: Task, model: nn.Module):
+        super().__init__()
+        self._task, self.model = task, model
+
+    def forward(self, batch: Any) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """The loss, the metrics, and the buffers afterwards."""
+        loss, metrics = self._task.loss(self.model, batch)
+        if self._task.carried(self.model):
+            raise NotImplementedError("the model carries state from batch to batch")
+        return loss, dict(metrics), dict(self.named_buffers())
+
+
+def fit(batches: Sequence[Any]) -> bool:
+    """Whether batches can be stacked: the same structure, shapes and values without axes."""
+    (first, structure), *others = map(tree_flatten, batches)
+    return all(
+        structure == other_structure and all(map(_alike, first, leaves))
+        for leaves, other_structure in others
+    )
+
+
+def _alike(first: Any, other: Any) -> bool:
+    if isinstance(first, Tensor) and isinstance(other, Tensor):
+        same = first.shape == other.shape and first.dtype == other.dtype
+        return same and (first.ndim > 0 or first is other or bool(first == other))
+    return bool(type(first) is type(other) and first == other)
+
+
+def _by_tensor(layout: Layout, rows: Tensor) -> list[Tensor]:
+    """Views of rows [worker, D] as tensors [worker, ...], in the order of `layout.shapes`."""
+    return [
+        rows[:, start : start + prod(shape)].unflatten(1, shape) if shape else rows[:, start]
+        for start, shape in zip(layout.starts, layout.shapes, strict=True)
+    ]
+
+
+def by_rule(models: Sequence[nn.Module], batch: Any) -> bool:
+    """Whether `auto` batches the gradients of these models, with batches of this size.
+
+    A function of the number of models, of their layers and of sizes, the same on any device: the
+    rounding of a run must not depend on measured times.
+    """
+    model, inputs = models[0], tree_flatten(batch)[0][0]
+    layers = {type(m) for m in model.modules() if any(True for _ in m.parameters(recurse=False))}
+    return bool(
+        len(models) >= FEWEST_WORKERS
+        and layers <= {nn.Linear, nn.Conv2d}
+        and sum(parameter.numel() for parameter in model.parameters()) <= MOST_PARAMETERS
+        and (nn.Conv2d not in layers or inputs.numel() <= MOST_PIXELS)
+    )
+
+
+def check(batched: BatchedGradient, batches: Sequence[Any]) -> None:
+    """Raise BadValue unless the gradient of these batches, one for each worker, can be batched.
+
+    Changes neither gradients nor buffers, and no random generator.
+    """
+    with torch.random.fork_rng():
+        try:
+            batched.try_on(batches)
+        except Exception as error:  # of torch or of the user's code, of any kind
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+            accepted = f"auto or off; the model or its loss cannot be vectorized ({reason})"
+            raise BadValue("batched_gradients", "on", accepted) from error
