@@ -526,6 +526,7 @@ SMALL = {
 }
 
 
+@pytest.mark.slow
 def test_a_table_of_the_paper_from_the_runs_on(tmp_path: Path) -> None:
     """A key that a method lacks is not shown as its setting."""
     common = {**SMALL, "learning_rate": 0.1, "optimizer_diffusion_rate": 0.75}
