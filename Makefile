@@ -60,7 +60,7 @@ trackers: setup ## Weights & Biases and MLflow: test-all leaves their tests out 
 check: setup ## formatting, lint, types
 	@$(activate) && ruff format --check . && ruff check . && mypy
 
-bench: setup ## milliseconds per step under mpirun and torchrun, beside lower bounds and PyTorch's
+bench: setup ## milliseconds a step under mpirun and torchrun, beside lower bounds and PyTorch
 	@$(activate) && python benchmarks/steps.py
 
 docs: setup ## the documentation site, in docs/_build/html; warnings are errors

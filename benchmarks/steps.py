@@ -1,4 +1,5 @@
-"""The benchmarks of `make bench`: milliseconds a step, under mpirun and under torchrun.
+"""The benchmarks of `make bench`: milliseconds a step, under mpirun and under torchrun, and under
+mpirun without compiled loops (powergossip/kernels).
 
     python benchmarks/steps.py                 all rows
     python benchmarks/steps.py "CHOCO, sign"   the rows whose name contains this
@@ -12,8 +13,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from powergossip import kernels
 
 FOLDER = Path(__file__).parent
 
@@ -25,6 +29,10 @@ STEPS: list[tuple[str, int, str]] = [
     ("all-reduce", 8, "algorithm=all-reduce model=resnet20"),
     ("CHOCO, top 1 %", 8, "algorithm=choco model=resnet20 compressor=top-k"),
     ("CHOCO, sign", 8, "algorithm=choco model=resnet20 compressor=sign-and-norm"),
+    ("CHOCO, random 1 %", 8, "algorithm=choco model=resnet20 compressor=random-k"),
+    ("CHOCO, QSGD", 8, "algorithm=choco model=resnet20 compressor=qsgd"),
+    ("DeepSqueeze, top 1 %", 8, "algorithm=deepsqueeze model=resnet20 compressor=top-k"),
+    ("DeepSqueeze, sign", 8, "algorithm=deepsqueeze model=resnet20 compressor=sign-and-norm"),
     ("Moniqua", 8, "algorithm=moniqua model=resnet20"),
     ("PowerGossip, 100 × 100", 8, "model=matrix100"),
     ("PowerGossip, LSTM", 2, "algorithm=power-gossip model=lstm rank=1"),
@@ -33,19 +41,29 @@ ALONE: list[tuple[str, str]] = [
     ("PowerGossip, 100 × 100, 8 workers in a process", "model=matrix100 n_workers=8"),
     ("PowerGossip, 100 × 100, 1024 workers in a process", "model=matrix100 n_workers=1024"),
 ]
-LAUNCHERS = {
-    "mpirun": ("mpirun", "-np"),
-    "torchrun": (
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--no-python", "--nproc-per-node"),
-    ),
+MPIRUN = ("mpirun", "-np")
+TORCHRUN = (
+    *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+    *("--no-python", "--nproc-per-node"),
+)
+PYTORCH = {kernels.SWITCH: "0"}  # no compiled loops
+COLUMNS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "mpirun": (MPIRUN, {}),
+    "torchrun": (TORCHRUN, {}),
+    "mpirun, PyTorch": (MPIRUN, PYTORCH),
 }
 
 
-def measured(program: str, arguments: str, *launcher: str) -> dict[str, Any]:
+def measured(
+    program: str,
+    arguments: str,
+    launcher: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
     """The JSON line of a benchmark."""
     command = [*launcher, sys.executable, str(FOLDER / program), *arguments.split()]
-    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=_environment())
+    environment = _environment() | dict(variables or {})
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
     if ended.returncode:
         sys.exit(ended.returncode)
     line: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
@@ -63,24 +81,28 @@ def _cell(line: dict[str, Any]) -> str:
 
 def main(wanted: str) -> None:
     """Measure the rows whose name contains `wanted`, and print a line for each."""
-    print(f"{'':52}" + "".join(f"{launcher:>20}" for launcher in LAUNCHERS), flush=True)
+    print(f"{'':52}" + "".join(f"{column:>20}" for column in COLUMNS), flush=True)
     for name, processes, arguments in STEPS:
         if wanted in name:
             cells = [
-                _cell(measured("gossip_step.py", arguments, *launcher, str(processes)))
-                for launcher in LAUNCHERS.values()
+                _cell(measured("gossip_step.py", arguments, (*launcher, str(processes)), variables))
+                for launcher, variables in COLUMNS.values()
             ]
             row = f"{name}, {processes} processes"
             print(f"{row:52}" + "".join(f"{cell:>20}" for cell in cells), flush=True)
     for name, arguments in ALONE:
         if wanted in name:
-            print(f"{name:52}{_cell(measured('gossip_step.py', arguments)):>20}", flush=True)
+            cells = [
+                _cell(measured("gossip_step.py", arguments, variables=variables))
+                for variables in ({}, PYTORCH)
+            ]
+            print(f"{name:52}{cells[0]:>20}{'':20}{cells[1]:>20}", flush=True)
     for rank in (1, 4):
         name = f"PowerSGD, rank {rank}, ResNet-50, 4 processes"
         if wanted in name:
             cells = []
-            for launcher in LAUNCHERS.values():
-                line = measured("powersgd_step.py", f"rank={rank}", *launcher, "4")
+            for launcher in (MPIRUN, TORCHRUN):
+                line = measured("powersgd_step.py", f"rank={rank}", (*launcher, "4"))
                 cells.append(f"{line['ours_ms']:8.1f} ms {line['ratio']:5.2f} h")
             print(f"{name:52}" + "".join(f"{cell:>20}" for cell in cells), flush=True)
     if wanted in "DGC, selection":
