@@ -64,6 +64,8 @@ def test_gradients_buffers_and_metrics_are_those_of_one_worker_at_a_time(
 class Odd(nn.Module):
     """Tied, frozen and unused parameters, and a buffer that a forward pass replaces."""
 
+    largest: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Linear(4, 6, bias=False)

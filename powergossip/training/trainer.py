@@ -84,7 +84,8 @@ class Trainer:
         if c.task_architecture is None:
             c.task_architecture = next(iter(self.task.architectures), None)
         # The same as plain values, for the hot path: reading a DictConfig takes microseconds.
-        self._values = SimpleNamespace(**OmegaConf.to_container(c))
+        plain: Any = OmegaConf.to_container(c)
+        self._values = SimpleNamespace(**plain)
         self._metric: dict[str, Any] | None = None  # the main one of a task of the user
         of_user = task is None and not tasks.is_in_library(c.task, c.task_architecture)
         if of_user:
