@@ -45,14 +45,14 @@ LAUNCHERS = {
 def measured(program: str, arguments: str, *launcher: str) -> dict[str, Any]:
     """The JSON line of a benchmark."""
     command = [*launcher, sys.executable, str(FOLDER / program), *arguments.split()]
-    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=_environment())
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment())
     if ended.returncode:
         sys.exit(ended.returncode)
     line: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     return line
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     root = str(FOLDER.parent)
     return {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
 

@@ -142,7 +142,7 @@ class Folder:
     def provenance(self, experiment: Experiment) -> str:
         """Return a sentence with the number of runs, time, versions and machine."""
         runs = {run.identity: run for stage in self.runs(experiment) for run in stage}
-        done = [_read(self.of(run) / "done.json") for run in runs.values()]
+        done = [_read(self.of(run) / "done.json") for run in runs.values()] or [circumstances()]
         seconds = sum(facts.get("seconds", 0) for facts in done)
 
         def all_of(key: str) -> str:
@@ -150,7 +150,7 @@ class Folder:
 
         took = f"{seconds / 3600:.1f} hours" if seconds >= 3600 else f"{seconds / 60:.1f} minutes"
         return (
-            f"{len(done)} runs, {took} in total, Python {all_of('python')}, "
+            f"{len(runs)} runs, {took} in total, Python {all_of('python')}, "
             f"torch {all_of('torch')}, {all_of('cores')} cores, {all_of('processor')}, "
             f"{all_of('date')}, commit {all_of('commit')}."
         )
