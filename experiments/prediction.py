@@ -1,7 +1,8 @@
 """How well does the cost model predict the time of a step?
 
 environment/emulated_cluster.py makes 2, 4 and 8 hosts of this machine, with a worker on each, on a
-ring. The time of a step is measured on links of each rate, and compared with powergossip.prediction.
+ring. The time of a step is measured on links of each rate, and compared with the prediction of
+powergossip.prediction.
 The model is given
 
     bytes, messages        counted by running a step of the method alone
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
     from powergossip.parameters import Layout
-    from powergossip.prediction import Compute
 
 HOSTS = (2, 4, 8)
 RATES = {"10mbit": 10e6, "100mbit": 100e6, "1gbit": 1e9}  # bits per second

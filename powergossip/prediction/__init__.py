@@ -3,15 +3,15 @@
     lone.py          one worker of n, whose messages reach nobody: exact counts, measured CPU time
     traffic.py       what a step of a method sends, and its CPU time
     model.py         seconds of a step on a cluster: the equations
-    consensus.py     how fast a graph averages
+    agreement.py     how fast a graph averages
     shapes.py        tensors of a model
     command_line.py  powergossip-predict
 
 Axes: worker, host. Rates are bits per second, times are seconds.
 """
 
+from powergossip.prediction.agreement import Consensus, consensus
 from powergossip.prediction.command_line import command, main
-from powergossip.prediction.consensus import Consensus, consensus
 from powergossip.prediction.model import Cluster, Compute, Step, step
 from powergossip.prediction.shapes import layout, of_size
 from powergossip.prediction.traffic import METHODS, Method, Phase, Traffic, count, cpu_seconds

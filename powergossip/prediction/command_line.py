@@ -274,7 +274,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--hosts", metavar="N", help="hosts of equal numbers of workers (one for each worker)")
     add("--cores", metavar="N", help="cores of a host (one for each of its workers)")
     add("--method", action="append", default=[], metavar="METHOD",
-        help="NAME:OPTION=VALUE,… such as power-gossip:rank=2; repeatable (seven methods)")  # fmt: skip
+        help="NAME:OPTION=VALUE,… like power-gossip:rank=2; repeatable (seven)")  # fmt: skip
     add("--topology", action="append", default=[], metavar="GRAPH",
         help=f"repeatable ({', '.join(GRAPHS)})")  # fmt: skip
     add("--message-cpu", default=PER_MESSAGE, metavar="TIME", help=f"of a message ({PER_MESSAGE})")
