@@ -44,7 +44,7 @@ from powergossip.runs import configuration, figures, tables
 from powergossip.trees import map_tensors
 
 KINDS = ("workers", "learning", "parameters", "degree", "processes")
-ALGORITHMS = {
+ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "PowerGossip": ("power-gossip", {}),
     "D-PSGD": ("dpsgd", {}),
     "CHOCO, sign": ("choco", {"compressor": "sign-and-norm"}),
@@ -269,7 +269,8 @@ def _seconds(step: Callable[[], object], seconds: float) -> float:
     """The median time of a step, after two of warm-up."""
     for _ in range(2):
         step()
-    times, end = [], time.perf_counter() + seconds
+    times: list[float] = []
+    end = time.perf_counter() + seconds
     while len(times) < 3 or (time.perf_counter() < end and len(times) < 200):
         began = time.perf_counter()
         step()

@@ -244,9 +244,13 @@ def _errors(measured: Times, predicted: Times) -> str:
 def _phases(rows: "DataFrame") -> dict[str, float]:
     """Seconds of the phases of a step after the first epoch, without evaluation and checkpoints."""
     chosen = rows[(rows["name"] == "phase_seconds") & rows["phase"].isin(learning.STEP)]
-    by_phase = chosen.pivot_table(index="epoch", columns="phase", values="value")
-    seconds = (by_phase.loc[EPOCHS] - by_phase.loc[1]) / (STEPS * (EPOCHS - 1))
-    return {phase: float(seconds.get(phase, 0.0)) for phase in learning.STEP}
+    by_phase = chosen.groupby(["phase", "epoch"])["value"].sum().to_dict()
+    steps = STEPS * (EPOCHS - 1)
+
+    def seconds(phase: str) -> float:
+        return float(by_phase.get((phase, EPOCHS), 0.0) - by_phase.get((phase, 1), 0.0)) / steps
+
+    return {phase: seconds(phase) for phase in learning.STEP}
 
 
 def _parameters(rows: "DataFrame") -> int:

@@ -21,13 +21,13 @@ class Consensus:
     rounds: float
 
 
-EXACT = Consensus(0.0, 1.0)  # of all-reduce
+AT_ONCE = Consensus(0.0, 1.0)  # of methods whose workers always agree
 
 
 def consensus(topology: Topology) -> Consensus:
     """Return the speed of averaging. A period that averages exactly takes its number of rounds."""
     if topology.n_workers == 1:
-        return EXACT
+        return AT_ONCE
     try:
         contraction = topology.contraction(1.0)
     except ValueError:

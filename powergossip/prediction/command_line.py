@@ -22,14 +22,21 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from powergossip import checks
 from powergossip.errors import BadInput
 
+if TYPE_CHECKING:
+    from powergossip.parameters import Layout
+    from powergossip.prediction import Cluster, Method
+    from powergossip.topologies import Topology
+
 RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}  # bits per second
 TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}  # seconds
 GRAPHS = ("ring", "torus", "exponential", "one-peer-exponential", "base-graph")
+MOST_WORKERS = 100_000  # beyond them, graphs take minutes
+SECONDS = 0.1  # of a measurement of averaging
 TOLERANCE = 1.25  # times the fastest step: slower steps are not recommended
 PER_MESSAGE = "50us"  # CPU time of Open MPI over TCP, see docs/prediction.md
 PER_BYTE = "1ns"
@@ -87,53 +94,87 @@ def main(arguments: Sequence[str]) -> None:
 
 def _predict(options: argparse.Namespace) -> None:
     n = _whole("--workers", options.workers)
+    checks.check("--workers", n, n <= MOST_WORKERS, f"at most {MOST_WORKERS:,}")
     hosts = n if options.hosts is None else _whole("--hosts", options.hosts)
     checks.check("--hosts", hosts, n % hosts == 0, f"a divisor of the {n} workers")
-    bits = rate("--rate", options.rate)
-    latency = duration("--latency", options.latency)
+    cores = n // hosts if options.cores is None else _whole("--cores", options.cores)
+    bits, latency = rate("--rate", options.rate), duration("--latency", options.latency)
     gradient = duration("--compute", options.compute)
     per_message = duration("--message-cpu", options.message_cpu)
     per_byte = duration("--byte-cpu", options.byte_cpu)
-    cores = n // hosts if options.cores is None else _whole("--cores", options.cores)
 
-    import torch
-
-    from powergossip import prediction, topologies
+    from powergossip import prediction
+    from powergossip.network import torch_kept
     from powergossip.prediction import shapes
 
-    torch.set_num_threads(1)
-    layout = shapes.layout(options.model)
-    methods = _methods(options.method)
+    cluster = prediction.Cluster(
+        hosts, bits, latency, cores, per_message=per_message, per_byte=per_byte
+    )
+    layout, methods = shapes.layout(options.model), _methods(options.method)
+    graphs = _graphs(options.topology or GRAPHS, n)
+    with torch_kept():
+        lines = _lines(methods, graphs, layout, cluster, gradient, not options.no_measure)
+    if not lines:
+        raise BadInput("none of these methods works on these graphs; PowerGossip needs an "
+                       "undirected graph such as ring")  # fmt: skip
+    place = f"{n} workers on {hosts} hosts, links of {options.rate}, latency {options.latency}"
+    model = f"{options.model}: {shapes.described(layout)}"
+    print(f"{model}. {place}, gradient {options.compute}.\n\n{_table(lines)}")
+    print(f"\n{recommendation(lines)}")
+    print("Rounds are those of plain gossip. Compressed methods need more. Accuracy and the number "
+          "of steps to a target are not predicted.")  # fmt: skip
+    if not gradient:
+        print("note: a gradient takes no time here; give --compute", file=sys.stderr)
+
+
+def _graphs(names: Sequence[str], n: int) -> "dict[str, Topology]":
+    """The graphs of n workers. Raises BadInput."""
+    from powergossip import topologies
+
     graphs = {}
-    for name in options.topology or GRAPHS:
+    for name in names:
         try:
             graphs[name] = topologies.make(name, n)
         except ValueError as error:
             raise BadInput(f"--topology {name}: {error}") from error
-    cluster = prediction.Cluster(
-        hosts, bits, latency, cores, per_message=per_message, per_byte=per_byte
-    )
+    return graphs
+
+
+def _lines(
+    methods: "Mapping[str, Method]",
+    graphs: "Mapping[str, Topology]",
+    layout: "Layout",
+    cluster: "Cluster",
+    gradient: float,  # seconds
+    measured: bool,
+) -> list[Line]:
+    """A line for each method and each graph that it can use. Raises BadInput for bad options."""
+    import torch
+
+    from powergossip import prediction
+
+    torch.set_num_threads(1)  # a worker has one core
     speeds: dict[str, prediction.Consensus] = {}
-    lines: list[Line] = []
+    lines = []
     for fidelity, (label, method) in enumerate(methods.items()):
         try:
             traffic = prediction.count(method, layout)
         except ValueError as error:
             raise BadInput(f"--method {label}: {error}") from error
-        cpu = (0.0, 0.0) if options.no_measure else prediction.cpu_seconds(method, layout, 0.1)
+        cpu = prediction.cpu_seconds(method, layout, SECONDS) if measured else (0.0, 0.0)
         compute = prediction.Compute(gradient, *cpu)
-        fitting = {g: t for g, t in graphs.items() if not method.rejects(t)}
-        for graph, topology in (
-            fitting.items() if method.gossips else [("", next(iter(graphs.values())))]
-        ):
-            if graph and graph not in speeds:
-                speeds[graph] = prediction.consensus(topology)
-            speed = speeds[graph] if graph else prediction.Consensus(0.0, 1.0)
+        for graph, topology in graphs.items():
+            if method.gossips:
+                if method.rejects(topology):
+                    continue
+                speed = speeds[graph] = speeds.get(graph) or prediction.consensus(topology)
+            else:
+                speed = prediction.AT_ONCE
             step = prediction.step(traffic, topology, cluster, compute, method.overlaps)
             lines.append(
                 Line(
                     label,
-                    graph,
+                    graph if method.gossips else "",
                     fidelity,
                     step.seconds,
                     step.seconds - step.compute,
@@ -143,19 +184,9 @@ def _predict(options: argparse.Namespace) -> None:
                     speed.rounds,
                 )
             )
-    if not lines:
-        raise BadInput("none of these methods works on these graphs; PowerGossip needs an "
-                       "undirected graph such as ring")  # fmt: skip
-    print(_heading(options, shapes.described(layout), hosts, n))
-    print(_table(lines))
-    left_out = sorted({g for g in graphs if g not in {line.graph for line in lines}})
-    print(f"\n{recommendation(lines)}")
-    print("Rounds are those of plain gossip. Compressed methods need more. Accuracy and the number "
-          "of steps to a target are not predicted.")  # fmt: skip
-    if not gradient:
-        print("note: a gradient takes no time here; give --compute", file=sys.stderr)
-    if left_out:
-        print(f"note: none of the methods uses {', '.join(left_out)}", file=sys.stderr)
+            if not method.gossips:  # the graph makes no difference
+                break
+    return lines
 
 
 def recommendation(lines: Sequence[Line]) -> str:
@@ -189,11 +220,6 @@ def _name(line: Line) -> str:
     return f"{line.method} on {line.graph}" if line.graph else line.method
 
 
-def _heading(options: argparse.Namespace, model: str, hosts: int, n: int) -> str:
-    place = f"{n} workers on {hosts} hosts, links of {options.rate}, latency {options.latency}"
-    return f"{options.model}: {model}. {place}, gradient {options.compute}.\n"
-
-
 def _table(lines: Sequence[Line]) -> str:
     from powergossip.runs import tables
 
@@ -207,7 +233,7 @@ def _table(lines: Sequence[Line]) -> str:
             f"{line.messages:.4g}",
             _time(line.seconds),
             f"{1 / line.seconds:.3g}" if line.seconds else "inf",
-            f"{max(0.0, line.waiting) / line.seconds:.0%}" if line.seconds else "0%",
+            f"{line.waiting / line.seconds:.0%}" if line.seconds else "0%",
             "?" if math.isnan(line.contraction) else f"{line.contraction:.4g}",
             "?" if math.isnan(line.rounds) else f"{line.rounds:.3g}",
         ]
@@ -223,7 +249,7 @@ def _time(seconds: float) -> str:
     return f"{seconds / 1e-6:.3g} us"
 
 
-def _methods(given: Sequence[str]) -> "Mapping[str, Any]":
+def _methods(given: Sequence[str]) -> "Mapping[str, Method]":
     """{label: Method} of --method NAME:OPTION=VALUE,…, by default those of `METHODS`."""
     import yaml
 
