@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 HOSTS = (2, 4, 8)
 RATES = {"10mbit": 10e6, "100mbit": 100e6, "1gbit": 1e9}  # bits per second
+LATENCY = {"": 0.0, "20ms": 20e-3}  # seconds
+LATE = (4, "100mbit", "20ms")  # hosts, rate and latency of the only runs with one
 UNLIMITED, ALONE = "none", 2  # rate and number of hosts of the runs that calibrate
 STEPS = 10  # per epoch of a run, of which the first of EPOCHS is a warm-up
 EPOCHS = 3
@@ -81,7 +83,10 @@ METHODS: dict[str, Values] = {  # names as in powergossip.prediction.METHODS
     "PowerSGD, rank 2": {"optimizer": "powersgd", "optimizer_rank": 2},
 }
 
-Times = Mapping[tuple[str, int, str], float]  # by method, hosts and rate: seconds of a step
+Place = tuple[int, str, str]  # hosts, rate, latency
+PLACES: list[Place] = [*((hosts, rate, "") for hosts in HOSTS for rate in RATES), LATE]
+CALIBRATION: Place = (ALONE, UNLIMITED, "")
+Times = Mapping[tuple[str, Place], float]  # by method and place: seconds of a step
 
 
 def experiment() -> Experiment:
@@ -90,17 +95,17 @@ def experiment() -> Experiment:
     return Experiment(title, [lambda results: list(_runs().values())], report)
 
 
-def _runs() -> dict[tuple[str, int, str], Run]:
-    places = [(ALONE, UNLIMITED), *((hosts, rate) for hosts in HOSTS for rate in RATES)]
+def _runs() -> dict[tuple[str, Place], Run]:
     return {
-        (method, hosts, rate): Run(
+        (method, (hosts, rate, latency)): Run(
             "train",
             {**MODEL, **values, "n_workers": hosts},
-            {"method": method, "hosts": hosts, "rate": rate},
+            {"method": method, "place": (hosts, rate, latency)},
             hosts,
             rate,
+            latency,
         )
-        for hosts, rate in places
+        for hosts, rate, latency in [CALIBRATION, *PLACES]
         for method, values in METHODS.items()
     }
 
@@ -109,8 +114,8 @@ def report(results: Results, folder: Path) -> str:
     """A table of measured and predicted times, and one of the largest errors."""
     rows = {key: results(run) for key, run in _runs().items()}
     measured = {key: sum(_phases(r).values()) for key, r in rows.items()}
-    alone = {method: _phases(rows[method, ALONE, UNLIMITED]) for method in METHODS}
-    parameters = _parameters(rows["D-PSGD", ALONE, UNLIMITED])
+    alone = {method: _phases(rows[method, CALIBRATION]) for method in METHODS}
+    parameters = _parameters(rows["D-PSGD", CALIBRATION])
     predicted, calibration = predict(alone, parameters, folder)
     return "\n\n".join(
         [
@@ -119,7 +124,7 @@ def report(results: Results, folder: Path) -> str:
             "prediction and its ratio to the measurement.",
             _table(measured, predicted),
             "The largest error of each method, and the fraction of its "
-            f"{len(HOSTS) * len(RATES)} cases within {GOAL:.0%}:",
+            f"{len(PLACES)} cases within {GOAL:.0%}:",
             _errors(measured, predicted),
             f"{calibration}\n",
         ]
@@ -128,7 +133,7 @@ def report(results: Results, folder: Path) -> str:
 
 def predict(
     alone: Mapping[str, Mapping[str, float]], parameters: int, folder: Path
-) -> tuple[dict[tuple[str, int, str], float], str]:
+) -> tuple[dict[tuple[str, Place], float], str]:
     """Predicted seconds of a step, and a sentence with the calibration.
 
     alone  # {method: {phase: seconds of a step}} of two hosts on unlimited links
@@ -156,15 +161,20 @@ def predict(
         ]
     )
     predicted = {}
-    for hosts in HOSTS:
+    for place in PLACES:
+        hosts, rate, latency = place
+        cluster = prediction.Cluster(
+            hosts,
+            RATES[rate],
+            LATENCY[latency],
+            cores=cores / hosts,
+            per_message=per_message,
+            per_byte=per_byte,
+        )
         topology = topologies.make("ring", hosts)
-        for rate, bits in RATES.items():
-            cluster = prediction.Cluster(
-                hosts, bits, cores=cores / hosts, per_message=per_message, per_byte=per_byte
-            )
-            for method in METHODS:
-                step = prediction.step(traffic[method], topology, cluster, compute[method])
-                predicted[method, hosts, rate] = step.seconds
+        for method in METHODS:
+            step = prediction.step(traffic[method], topology, cluster, compute[method])
+            predicted[method, place] = step.seconds
     gradient = sum(c.gradient for c in compute.values()) / len(compute)
     return predicted, (
         f"Calibration: {1e3 * gradient:.3g} ms for a gradient, {1e6 * per_message:.3g} µs for a "
@@ -214,27 +224,30 @@ def _layout(parameters: int) -> "Layout":
 
 
 def _table(measured: Times, predicted: Times) -> str:
-    lines = []
-    for method in METHODS:
-        for hosts in HOSTS:
-            cells = []
-            for rate in RATES:
-                seen, expected = measured[method, hosts, rate], predicted[method, hosts, rate]
-                cells.append(f"{1e3 * seen:.3g} ({1e3 * expected:.3g}, {expected / seen:.2f})")
-            lines.append([method, str(hosts), *cells])
-    return markdown(
-        ["method", "hosts", *(f"{bits / 1e6:g} Mbit/s" for bits in RATES.values())], lines
-    )
+    def cell(method: str, place: Place) -> str:
+        seen, expected = measured[method, place], predicted[method, place]
+        return f"{1e3 * seen:.3g} ({1e3 * expected:.3g}, {expected / seen:.2f})"
+
+    header = ["method", "hosts", *(f"{bits / 1e6:g} Mbit/s" for bits in RATES.values())]
+    hosts, rate, latency = LATE
+    header.append(f"{RATES[rate] / 1e6:g} Mbit/s, {1e3 * LATENCY[latency]:g} ms")
+    lines = [
+        [
+            method,
+            str(n),
+            *(cell(method, (n, r, "")) for r in RATES),
+            cell(method, LATE) if n == hosts else "",
+        ]
+        for method in METHODS
+        for n in HOSTS
+    ]
+    return markdown(header, lines)
 
 
 def _errors(measured: Times, predicted: Times) -> str:
     lines = []
     for method in METHODS:
-        ratios = [
-            predicted[method, hosts, rate] / measured[method, hosts, rate]
-            for hosts in HOSTS
-            for rate in RATES
-        ]
+        ratios = [predicted[method, place] / measured[method, place] for place in PLACES]
         within = sum(abs(ratio - 1) <= GOAL for ratio in ratios)
         worst = max(ratios, key=lambda ratio: abs(ratio - 1))
         lines.append([method, f"{worst - 1:+.0%}", f"{within} of {len(ratios)}"])

@@ -266,10 +266,10 @@ def test_measured_and_predicted_from_rows_to_tables(
     predicted, _ = experiment.predict(alone, size, tmp_path)
 
     def results(run: Run) -> pd.DataFrame:
-        method, hosts, rate = (run.labels[key] for key in ("method", "hosts", "rate"))
+        method, place = run.labels["method"], run.labels["place"]
         step = alone[method]
-        if rate != experiment.UNLIMITED:
-            step = dict.fromkeys(phases, predicted[method, hosts, rate] / len(phases))
+        if place != experiment.CALIBRATION:
+            step = dict.fromkeys(phases, predicted[method, place] / len(phases))
         return pd.DataFrame(
             [
                 {"name": "phase_seconds", "phase": phase, "epoch": epoch,
@@ -280,7 +280,7 @@ def test_measured_and_predicted_from_rows_to_tables(
         )  # fmt: skip
 
     text = experiment.report(results, tmp_path)
-    cases = len(experiment.METHODS) * len(experiment.HOSTS) * len(experiment.RATES)
+    cases = len(experiment.METHODS) * len(experiment.PLACES)
     assert text.count(", 1.00)") == cases
     assert f"{size:,} parameters" in text
 
