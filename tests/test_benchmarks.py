@@ -88,10 +88,11 @@ def test_growth_has_a_line_for_each_size(
 ) -> None:
     monkeypatch.setattr(growth, "config", OmegaConf.structured(growth.Config))
     monkeypatch.setattr(growth, "ALGORITHMS", {"D-PSGD": ("dpsgd", {})})
+    monkeypatch.setattr(growth, "QUICK", {"workers": [8]})
     growth.main(["quick=true", "seconds=0.01", "what=[workers]", f"output={tmp_path}"])
     assert "D-PSGD" in capsys.readouterr().out
     lines = json.loads((tmp_path / "growth.json").read_text())["workers"]
-    assert [line["size"] for line in lines] == list(growth.QUICK["workers"])
+    assert [line["size"] for line in lines] == [8]
     for line in lines:
         assert line["ms"] > 0
         assert line["theory"] == 4 * 10_000 * (1 + 2 + 2)  # own, sent and received
