@@ -57,6 +57,7 @@ MAY_IMPORT = {
     "runs": RUNS,
     "training": RUNS | {"runs", "tasks"},
     "consensus": RUNS | {"runs"},
+    "prediction": RUNS | {"runs", "tasks"},
 }
 MODULES = {file.relative_to(PACKAGE).as_posix(): file for file in PACKAGE.rglob("*.py")}
 
