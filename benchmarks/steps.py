@@ -62,15 +62,15 @@ def measured(
 ) -> dict[str, Any]:
     """The JSON line of a benchmark."""
     command = [*launcher, sys.executable, str(FOLDER / program), *arguments.split()]
-    environment = _environment() | dict(variables or {})
-    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
+    given = environment() | dict(variables or {})
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=given)
     if ended.returncode:
         sys.exit(ended.returncode)
     line: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     return line
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     root = str(FOLDER.parent)
     return {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
 

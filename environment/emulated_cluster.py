@@ -5,7 +5,8 @@
 runs `mpirun -np 4 python train.py seed=2` with each process on an emulated host of its own, and
 removes the hosts afterwards. All hosts are linked to one switch. --rate is the bandwidth of a link
 in each direction, in bits per second in the notation of tc (10mbit, 1gbit, k is 1000), or none for
-no limit. With --launcher torchrun, a torchrun of its own on every host starts the process there,
+no limit. --latency 20ms is the time from a host to another, beside that of the local kernel.
+With --launcher torchrun, a torchrun of its own on every host starts the process there,
 and they find each other by torchrun's rendezvous on host 0. Signals are forwarded to the launcher.
 The exit code is the launcher's, or 2 if nothing could be run.
 
@@ -21,8 +22,10 @@ Not emulated:
   there are more hosts than cores, a step computes for longer than in a cluster. The cost of the
   links is the difference to the same command with `--rate none`, which also shows the highest rate
   that this machine can emulate. OMP_NUM_THREADS=1 limits a process to one core.
-- Latency. It is that of the local kernel, tens of microseconds when idle. Sending fewer bytes saves
-  time here, but sending fewer messages does not.
+- Latency, without --latency. It is that of the local kernel, tens of microseconds if idle. Sending
+  fewer bytes saves time here, but sending fewer messages does not. With --latency, a process
+  (delayed_switch.py) takes the place of the switch. It needs a part of a core, and frames are later
+  where processes outnumber cores.
 - The first bytes after idle time. A link then sends up to half a millisecond of data at once, or
   two frames if those are more: 62.5 kB at 1gbit, 3 kB below 50mbit.
 - Separate machines. Hosts share memory, disks, GPUs and the host name. MPI is aware of it
@@ -55,8 +58,8 @@ from pathlib import Path
 from typing import NoReturn
 
 USAGE = (
-    "python environment/emulated_cluster.py --hosts N --rate RATE [--launcher mpirun|torchrun] -- "
-    "COMMAND …"
+    "python environment/emulated_cluster.py --hosts N --rate RATE [--latency TIME] "
+    "[--launcher mpirun|torchrun] -- COMMAND …"
 )
 LAUNCHERS = ("mpirun", "torchrun")
 
@@ -76,6 +79,9 @@ BUCKET = 0.0005  # seconds at the full rate
 # Long enough that losses are rare even when all hosts send to one: TCP waits 200 ms for some.
 QUEUE = 0.2  # seconds at the full rate
 
+TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}  # seconds
+LONGEST = 10.0  # seconds
+SWITCH = Path(__file__).with_name("delayed_switch.py")
 RATES = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}  # bits per second
 SLOWEST, FASTEST = 10**3, 10**11  # bits per second; in tc, bytes have 32 bits
 
@@ -101,8 +107,11 @@ class Parser(argparse.ArgumentParser):
         raise Refused(f"{message}; use: {USAGE}")
 
 
-def parse(arguments: list[str]) -> tuple[int, int | None, str, list[str]]:
-    """Number of hosts, bits per second (None: no limit), launcher, command. Raises Refused."""
+def parse(arguments: list[str]) -> tuple[int, int | None, float, str, list[str]]:
+    """Number of hosts, bits per second (None: no limit), seconds of latency, launcher, command.
+
+    Raises Refused.
+    """
     parser = Parser(
         usage=USAGE,
         description=__doc__,
@@ -111,17 +120,27 @@ def parse(arguments: list[str]) -> tuple[int, int | None, str, list[str]]:
     )
     parser.add_argument("--hosts", required=True, metavar="N", help=f"1 to {MAX_HOSTS}")
     parser.add_argument("--rate", required=True, help="bandwidth of a link, or none for no limit")
+    parser.add_argument("--latency", default="0", help="from a host to another, such as 20ms")
     parser.add_argument("--launcher", default="mpirun", help=" or ".join(LAUNCHERS))
     split = arguments.index("--") if "--" in arguments else len(arguments)
     options, command = parser.parse_args(arguments[:split]), arguments[split + 1 :]
     if not re.fullmatch("[0-9]{1,9}", options.hosts) or not 1 <= int(options.hosts) <= MAX_HOSTS:
         raise Refused(f"--hosts {options.hosts}: use a whole number from 1 to {MAX_HOSTS}")
-    rate = bits_per_second(options.rate)
+    rate, latency = bits_per_second(options.rate), seconds(options.latency)
     if options.launcher not in LAUNCHERS:
         raise Refused(f"--launcher {options.launcher}: use {' or '.join(LAUNCHERS)}")
     if not command:
         raise Refused("there is nothing to run; end with -- and a command, like -- python train.py")
-    return int(options.hosts), rate, options.launcher, command
+    return int(options.hosts), rate, latency, options.launcher, command
+
+
+def seconds(text: str) -> float:
+    """Parse a time such as 20ms or 50us; 0 is none. Raises Refused."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(us|ms|s)", text.lower())
+    latency = float(found[1]) * TIMES[found[2]] if found else -1.0
+    if text != "0" and not 0 <= latency <= LONGEST:
+        raise Refused(f"--latency {text}: use 0, or a time up to 10s, like 20ms or 50us")
+    return max(0.0, latency)
 
 
 def bits_per_second(text: str) -> int | None:
@@ -173,8 +192,13 @@ def check_mpirun() -> None:
 class Cluster:
     """Hosts 0, 1, … and a switch. `remove` also removes the results of an incomplete `build`."""
 
-    def __init__(self, n_hosts: int, rate: int | None) -> None:  # rate: bits per second
-        self.rate = rate
+    def __init__(
+        self,
+        n_hosts: int,
+        rate: int | None,  # bits per second
+        latency: float = 0.0,  # seconds
+    ) -> None:
+        self.rate, self.latency = rate, latency
         self.name = f"{FAMILY}-{os.getpid()}"
         self.hosts = [f"{self.name}-{rank}" for rank in range(n_hosts)]
         self.switch = f"{self.name}-switch"
@@ -182,6 +206,21 @@ class Cluster:
     def build(self) -> None:
         """Create the namespaces and links. Raises Refused where the kernel does not support it."""
         batch("ip", [f"netns add {name}" for name in (self.switch, *self.hosts)])
+        if self.latency:
+            self.start_delayed_switch()
+        else:
+            self.build_switch()
+        for rank, host in enumerate(self.hosts):
+            own = f"address add {address(rank)}/24 dev eth0"
+            batch("ip", ["link set lo up", own, "link set eth0 up"], host)
+            # With bbr, connections that share a link would leave a fifth of it unused.
+            command = ["ip", "netns", "exec", host, "sh", "-c", f"echo cubic >{CONGESTION_CONTROL}"]
+            subprocess.run(command, stderr=subprocess.DEVNULL, check=False)
+        if self.rate is not None:
+            self.limit(self.rate)
+
+    def build_switch(self) -> None:
+        """A bridge, and a pair of linked devices for each host."""
         lines = [
             "link set lo up",
             "link add switch type bridge",
@@ -194,14 +233,24 @@ class Cluster:
                 f"link set port{rank} master switch up",
             ]
         batch("ip", lines, self.switch)
-        for rank, host in enumerate(self.hosts):
-            own = f"address add {address(rank)}/24 dev eth0"
-            batch("ip", ["link set lo up", own, "link set eth0 up"], host)
-            # With bbr, connections that share a link would leave a fifth of it unused.
-            command = ["ip", "netns", "exec", host, "sh", "-c", f"echo cubic >{CONGESTION_CONTROL}"]
-            subprocess.run(command, stderr=subprocess.DEVNULL, check=False)
-        if self.rate is not None:
-            self.limit(self.rate)
+
+    def start_delayed_switch(self) -> None:
+        """A process that is the other end of a device of each host. It ends with the namespaces."""
+        command = [sys.executable, str(SWITCH), str(self.latency), str(self.rate or 0)]
+        switch = subprocess.Popen(
+            [*command, self.switch, *self.hosts],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=prepare_launcher,
+        )
+        assert switch.stdout is not None
+        assert switch.stderr is not None
+        if switch.stdout.readline() != "ready\n":
+            reason = switch.stderr.read().strip().rpartition("\n")[2]
+            raise Refused(f'no latency can be emulated here: "{reason}"; it needs /dev/net/tun')
+        own = f"address add {SWITCH_ADDRESS} dev eth0"
+        batch("ip", ["link set lo up", own, "link set eth0 up"], self.switch)
 
     def limit(self, rate: int) -> None:
         """Limit every link to `rate` bits per second in each direction."""
@@ -217,7 +266,9 @@ class Cluster:
         for host in self.hosts:
             batch("ip", [f"link set eth0 gso_max_size {segment}"], host)
             batch("tc", [qdisc("eth0")], host)
-        batch("tc", [qdisc(f"port{rank}") for rank in range(len(self.hosts))], self.switch)
+        if not self.latency:  # otherwise the switch limits them
+            ports = [qdisc(f"port{rank}") for rank in range(len(self.hosts))]
+            batch("tc", ports, self.switch)
 
     def run(self, command: list[str], forwarded: set[signal.Signals], launcher: str) -> int:
         """Run the command on all hosts, and return the exit code.
@@ -371,10 +422,10 @@ def main(arguments: list[str]) -> int:
     forwarded = {number for number in FORWARDED if signal.getsignal(number) != signal.SIG_IGN}
     signal.pthread_sigmask(signal.SIG_BLOCK, {*forwarded, signal.SIGCHLD})
     try:
-        n_hosts, rate, launcher, command = parse(arguments)
+        n_hosts, rate, latency, launcher, command = parse(arguments)
         check_machine(command[0], launcher)
         remove(leftovers())
-        cluster = Cluster(n_hosts, rate)
+        cluster = Cluster(n_hosts, rate, latency)
         try:
             cluster.build()
             return cluster.run(command, forwarded, launcher)

@@ -11,6 +11,8 @@ from experiments import (
     learning,
     moniqua_tuning,
     papers,
+    prediction,
+    scale,
     spectrum,
 )
 from experiments.runner import Experiment
@@ -54,6 +56,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         tuning_epochs=1,
     ),
     "compression_pays": compression_pays.experiment(),
+    "prediction": prediction.experiment(),
+    "scale": scale.experiment(),
     # The experiments of the PowerGossip paper, as published and in a small form.
     "cifar10_resnet20": papers.cifar10(),
     "cifar10_resnet20_small": papers.cifar10_small(),

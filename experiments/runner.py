@@ -52,6 +52,7 @@ class Run:
     processes  # MPI processes. 1: no launcher
     rate       # of the links of an emulated cluster with a host for each process, as an argument
                # of environment/emulated_cluster.py ("100mbit", "none"). "": no such cluster
+    latency    # of these links, likewise ("20ms"). "": that of this machine
     """
 
     entry: str
@@ -59,12 +60,14 @@ class Run:
     labels: Mapping[str, Any] = field(default_factory=dict)
     processes: int = 1
     rate: str = ""
+    latency: str = ""
 
     @property
     def identity(self) -> str:
         """Hash of everything that determines the result."""
         content = [self.entry, self.processes, dict(self.values)]
-        text = json.dumps([*content, self.rate] if self.rate else content, sort_keys=True)
+        network = [text for text in (self.rate, self.latency) if text]
+        text = json.dumps([*content, *network], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     @property
@@ -76,6 +79,7 @@ class Run:
         if not self.rate:
             return program
         hosts = ["--hosts", str(self.processes), "--rate", self.rate]
+        hosts += ["--latency", self.latency] if self.latency else []
         return ["env", CROSSING_MESSAGES, sys.executable, str(EMULATOR), *hosts, "--", *program]
 
     @property
@@ -142,7 +146,7 @@ class Folder:
     def provenance(self, experiment: Experiment) -> str:
         """Return a sentence with the number of runs, time, versions and machine."""
         runs = {run.identity: run for stage in self.runs(experiment) for run in stage}
-        done = [_read(self.of(run) / "done.json") for run in runs.values()]
+        done = [_read(self.of(run) / "done.json") for run in runs.values()] or [circumstances()]
         seconds = sum(facts.get("seconds", 0) for facts in done)
 
         def all_of(key: str) -> str:
@@ -150,7 +154,7 @@ class Folder:
 
         took = f"{seconds / 3600:.1f} hours" if seconds >= 3600 else f"{seconds / 60:.1f} minutes"
         return (
-            f"{len(done)} runs, {took} in total, Python {all_of('python')}, "
+            f"{len(runs)} runs, {took} in total, Python {all_of('python')}, "
             f"torch {all_of('torch')}, {all_of('cores')} cores, {all_of('processor')}, "
             f"{all_of('date')}, commit {all_of('commit')}."
         )
@@ -407,7 +411,8 @@ def _yaml(value: Any) -> str:
 def _description(run: Run) -> dict[str, Any]:
     """The contents of run.json: everything that determines the result."""
     facts = {"entry": run.entry, "processes": run.processes, "values": dict(run.values)}
-    return facts | ({"rate": run.rate} if run.rate else {})
+    links = {"rate": run.rate, "latency": run.latency}
+    return facts | {key: text for key, text in links.items() if text}
 
 
 def _differing(then: Mapping[str, Any], run: Run) -> list[str]:

@@ -64,6 +64,7 @@ def start(_possible: None, tmp_path: Path) -> Iterator[Start]:
         launcher: tuple[str, ...] = (),
         ignored: signal.Signals | None = None,
         by: str = "mpirun",
+        late: str = "0",
         **variables: str,
     ) -> Cluster:
         def dispositions() -> None:
@@ -72,7 +73,7 @@ def start(_possible: None, tmp_path: Path) -> Iterator[Start]:
                 signal.signal(ignored, signal.SIG_IGN)
 
         emulator = [sys.executable, str(EMULATOR), "--hosts", str(hosts), "--rate", rate]
-        emulator += ["--launcher", by]
+        emulator += ["--launcher", by, "--latency", late]
         cluster = subprocess.Popen(
             [*launcher, *emulator, "--", *command],
             env={**os.environ, "OMP_NUM_THREADS": "1", "STARTED_BY": str(tmp_path), **variables},
@@ -473,4 +474,29 @@ def test_an_error_of_the_kernel_is_reported_and_nothing_is_left(
     assert (code, output) == (2, "")
     assert errors.startswith('error: no cluster can be emulated here, tc says "Error: Specified q')
     assert errors.count("\n") == 1
+    assert left_behind(cluster) == []
+
+
+# Process 0 prints the seconds of a short message there and back, the least of several.
+ROUND_TRIP = """
+comm, least = MPI.COMM_WORLD, 9.0
+for _ in range(5):
+    comm.Barrier()
+    start = time.perf_counter()
+    if comm.rank == 0:
+        comm.send(1, 1)
+        comm.recv(source=1)
+        least = min(least, time.perf_counter() - start)
+    elif comm.rank == 1:
+        comm.send(comm.recv(source=0), 0)
+if comm.rank == 0:
+    print(least, flush=True)
+"""
+
+
+def test_latency_is_added_in_each_direction(start: Start, left_behind: Traces) -> None:
+    cluster = start(*program(ROUND_TRIP), late="100ms")
+    code, output, errors = end(cluster)
+    assert code == 0, errors
+    assert 0.2 <= float(output) < 0.3
     assert left_behind(cluster) == []

@@ -57,6 +57,7 @@ MAY_IMPORT = {
     "runs": RUNS,
     "training": RUNS | {"runs", "tasks"},
     "consensus": RUNS | {"runs"},
+    "prediction": RUNS | {"runs", "tasks"},
 }
 MODULES = {file.relative_to(PACKAGE).as_posix(): file for file in PACKAGE.rglob("*.py")}
 
@@ -223,6 +224,10 @@ SCRIPTS = {  # with arguments for a small run, and a pattern of its output
         "final error",
     ),
     "powergossip-compare": ("m*", "final"),
+    "powergossip-predict": (
+        "--rate 1mbit --workers 4 --model 10x10 --no-measure",
+        "Recommended",
+    ),
     "powergossip-mpi-check": ("--quick", "MPI works: 1 process on 1 host"),
 }
 

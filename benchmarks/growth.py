@@ -1,0 +1,294 @@
+"""How the cost of a step grows: with workers, parameters, degree and processes.
+
+    python benchmarks/growth.py                          all tables
+    python benchmarks/growth.py what=[workers,degree]    some of them
+    python benchmarks/growth.py quick=true               small sizes, a few seconds
+    python benchmarks/growth.py output=docs/figures      also FOLDER/growth-NAME.svg and growth.json
+
+    workers      a step of averaging, a 100 × 100 matrix, 8 … 16,384 workers in one process
+    learning     a step of training, Digits with the MLP, 8 … 1024 workers in one process
+    parameters   a step of averaging, 8 workers in one process, 10⁴ … 10⁸ parameters in all of them
+    degree       a step of averaging, 64 workers in one process, ring … fully connected
+    processes    a step of averaging, ResNet-20, 1 … 16 processes, one worker each
+
+Each table has milliseconds of a step, and the slope: the exponent p of ms ∝ sizeᵖ by a fit of
+logarithms to the upper half of the sizes. In one process the work is proportional to each of the
+sizes, so that 1 is expected. On C cores, P processes with a worker each have P/C times the work of
+one, and a slope of 1 for P > C.
+
+The memory of a worker is the growth of the resident set of a process that makes the steps, divided
+by the workers. Beside it is the theory: the parameters, the state of the method, and the messages
+that a worker sends and receives, in bytes.
+"""
+
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from benchmarks import steps
+from powergossip import algorithms, checks, prediction, topologies
+from powergossip.network import Network
+from powergossip.parameters import Layout
+from powergossip.runs import configuration, figures, tables
+from powergossip.trees import map_tensors
+
+KINDS = ("workers", "learning", "parameters", "degree", "processes")
+ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "PowerGossip": ("power-gossip", {}),
+    "D-PSGD": ("dpsgd", {}),
+    "CHOCO, sign": ("choco", {"compressor": "sign-and-norm"}),
+}
+SIZES: dict[str, Sequence[int]] = {
+    "workers": [8 * 4**k for k in range(6)] + [16_384],
+    "learning": [8, 32, 128, 512, 1024],
+    "parameters": [10**4, 10**5, 10**6, 10**7, 10**8],
+    "degree": [2, 4, 8, 16, 32, 63],
+    "processes": [1, 2, 4, 8, 16],
+}
+QUICK: dict[str, Sequence[int]] = {
+    "workers": [8, 16],
+    "learning": [2, 4],
+    "parameters": [10**3, 10**4],
+    "degree": [2, 4],
+    "processes": [1],
+}
+WORKERS = 8  # of the table of parameters
+NODES = 64  # of the table of degrees
+SIDE = 100  # of the matrix
+
+
+@dataclass
+class Config:
+    what: list[str] = field(default_factory=lambda: list(KINDS))  # the tables
+    quick: bool = False  # small sizes
+    seconds: float = 2.0  # of the steps of a line, approximately
+    output: str | None = None  # folder for figures and growth.json
+
+
+config = OmegaConf.structured(Config)
+
+
+@dataclass(frozen=True)
+class Line:
+    """Bytes are those of a worker, NaN where they are not measured."""
+
+    algorithm: str
+    size: int
+    ms: float
+    bytes: float = math.nan
+    theory: float = math.nan
+
+
+def main(arguments: list[str]) -> None:
+    """Measure and print the tables."""
+    configuration.read_command_line(config, arguments, __doc__ or "")
+    for kind in config.what:
+        checks.one_of("what", kind, KINDS)
+    found: dict[str, list[Line]] = {}
+    for kind in config.what:
+        sizes = (QUICK if config.quick else SIZES)[kind]
+        found[kind] = [line for size in sizes for line in MEASURES[kind](size, config.seconds)]
+        print(f"{kind}\n\n{table(kind, found[kind])}\n", flush=True)
+    if config.output is not None:
+        write(found, Path(config.output))
+
+
+def table(kind: str, lines: Sequence[Line]) -> str:
+    """The lines of one kind as plain text, with the slope of each algorithm at its last size."""
+    header = ["algorithm", kind, "ms a step", "slope", "bytes a worker", "theory"]
+    rows = []
+    for name in dict.fromkeys(line.algorithm for line in lines):
+        own = [line for line in lines if line.algorithm == name]
+        for line in own:
+            last = line is own[-1] and len(own) > 1
+            rows.append(
+                [
+                    name,
+                    f"{line.size:,}",
+                    f"{line.ms:.4g}",
+                    f"{slope(own):.2f}" if last else "",
+                    "" if math.isnan(line.bytes) else f"{line.bytes:,.0f}",
+                    "" if math.isnan(line.theory) else f"{line.theory:,.0f}",
+                ]
+            )
+    return tables.plain([header, *rows])
+
+
+def slope(lines: Sequence[Line]) -> float:
+    """p of ms ∝ sizeᵖ: least squares of logarithms over the upper half of the sizes."""
+    upper = lines[(len(lines) - 1) // 2 :]
+    xs, ys = [math.log(line.size) for line in upper], [math.log(line.ms) for line in upper]
+    x, y = sum(xs) / len(xs), sum(ys) / len(ys)
+    return sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True)) / sum(
+        (a - x) ** 2 for a in xs
+    )
+
+
+def write(found: dict[str, list[Line]], folder: Path) -> None:
+    """A figure of each kind, and all lines in growth.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for kind, lines in found.items():
+        names = dict.fromkeys(line.algorithm for line in lines)
+        panel = {
+            name: (
+                [float(line.size) for line in lines if line.algorithm == name],
+                [line.ms for line in lines if line.algorithm == name],
+            )
+            for name in names
+        }
+        path = folder / f"growth-{kind}.svg"
+        figures.curves({"": panel}, path, kind, "ms a step", log_x=True, log_y=True)
+    content = {kind: [asdict(line) for line in lines] for kind, lines in found.items()}
+    (folder / "growth.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+# --- The measurements ----------------------------------------------------------------------------
+
+
+def of_workers(n: int, seconds: float) -> list[Line]:
+    return _in_new_processes("ring", n, [(SIDE, SIDE)], n, seconds)
+
+
+def of_parameters(total: int, seconds: float) -> list[Line]:
+    shapes = prediction.of_size(total // WORKERS)
+    return _in_new_processes("ring", WORKERS, shapes, total, seconds)
+
+
+def of_degree(degree: int, seconds: float) -> list[Line]:
+    name = {2: "ring", NODES - 1: "fully-connected"}.get(degree, f"random-regular {degree}")
+    return _in_new_processes(name, NODES, [(SIDE, SIDE)], degree, seconds)
+
+
+def of_learning(n: int, seconds: float) -> list[Line]:
+    """A step of training, of D-PSGD and of PowerGossip."""
+    import train
+    from powergossip.network import processes
+    from powergossip.training.settings import checked
+    from powergossip.training.trainer import Trainer
+
+    lines = []
+    for name in ("PowerGossip", "D-PSGD"):
+        keys = [f"n_workers={n}", "task=Digits", "task_architecture=MLP", "batch_size=1",
+                f"optimizer={ALGORITHMS[name][0]}"]  # fmt: skip
+        settings = OmegaConf.structured(train.Config)
+        configuration.read_command_line(settings, keys, "")
+        trainer = Trainer(checked(settings, processes()), processes())
+        count = 0
+
+        def step(trainer: Trainer = trainer) -> None:
+            nonlocal count
+            trainer.rule.start()
+            trainer.gradient(0, count % trainer.steps_per_epoch)
+            trainer.rule.finish()
+            count += 1
+
+        lines.append(Line(name, n, 1e3 * _seconds(step, seconds)))
+        trainer.close()
+    return lines
+
+
+def of_processes(n: int, seconds: float) -> list[Line]:
+    lines = []
+    for name, (algorithm, options) in ALGORITHMS.items():
+        given = " ".join(f"{key}={value}" for key, value in options.items())
+        arguments = f"algorithm={algorithm} model=resnet20 seconds={seconds} {given}"
+        launcher = ["mpirun", "-np", str(n), "--map-by", ":oversubscribe"] if n > 1 else []
+        lines.append(
+            Line(name, n, steps.measured("gossip_step.py", arguments, *launcher)["ms_per_step"])
+        )
+    return lines
+
+
+MEASURES: dict[str, Callable[[int, float], list[Line]]] = {
+    "workers": of_workers,
+    "learning": of_learning,
+    "parameters": of_parameters,
+    "degree": of_degree,
+    "processes": of_processes,
+}
+
+
+def _in_new_processes(
+    topology: str, n: int, shapes: Sequence[tuple[int, ...]], size: int, seconds: float
+) -> list[Line]:
+    """A line for each algorithm, each in a process of its own, whose memory is new."""
+    lines = []
+    for name in ALGORITHMS:
+        task = json.dumps([name, topology, n, list(shapes), size, seconds])
+        command = [sys.executable, "-m", "benchmarks.growth", "--one", task]
+        ended = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, env=steps.environment(), check=True
+        )
+        lines.append(Line(**json.loads(ended.stdout.splitlines()[-1])))
+    return lines
+
+
+def one(
+    name: str, topology: str, n: int, shapes: list[list[int]], size: int, seconds: float
+) -> Line:
+    """Measure averaging in this process."""
+    algorithm, options = ALGORITHMS[name]
+    kind, _, degree = topology.partition(" ")
+    graph = topologies.make(kind, n, options={"degree": int(degree)} if degree else None)
+    layout = Layout(tuple(shape) for shape in shapes)
+    torch.mm(torch.ones(2, 2), torch.ones(2, 2))  # libraries are loaded
+    before = _resident()
+    x = torch.randn(n, layout.size, generator=torch.Generator().manual_seed(0))
+    network = Network(graph)
+    averaging = algorithms.make(algorithm, network, layout, **options)
+
+    def step() -> None:
+        network.run(averaging.step(x))
+
+    step()
+    sent = float(network.bits.mean()) / 8
+    ms = 1e3 * _seconds(step, seconds)
+    state = [0]
+
+    def add(tensor: Tensor) -> Tensor:
+        state[0] += tensor.nbytes
+        return tensor
+
+    map_tensors(add, averaging.state_dict())
+    theory = 4 * layout.size + state[0] / n + 2 * sent
+    return Line(name, size, ms, (_resident() - before) / n, theory)
+
+
+def _seconds(step: Callable[[], object], seconds: float) -> float:
+    """The median time of a step, after two of warm-up."""
+    for _ in range(2):
+        step()
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < 3 or (time.perf_counter() < end and len(times) < 200):
+        began = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - began)
+    return median(times)
+
+
+def _resident() -> int:
+    """Bytes of this process in memory, its peak so far."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--one"]:
+        task: list[Any] = json.loads(sys.argv[2])
+        print(json.dumps(asdict(one(*task))))
+    else:
+        configuration.run_entry_point(main)

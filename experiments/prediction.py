@@ -1,0 +1,272 @@
+"""How well does the cost model predict the time of a step?
+
+environment/emulated_cluster.py makes 2, 4 and 8 hosts of this machine, with a worker on each, on a
+ring. The time of a step is measured on links of each rate, and compared with the prediction of
+powergossip.prediction.
+The model is given
+
+    bytes, messages        counted by running a step of the method alone
+    CPU time of averaging  measured with one worker alone, without messages
+    CPU time of gradient   of two hosts on unlimited links, so that each process has a core
+    CPU time of a message, and of a byte
+                           fitted to the communication of these runs
+
+and nothing of the runs that it predicts. All hosts compute with the cores of this machine, which is
+part of the model: their CPU times add up.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments import learning
+from experiments.runner import Experiment, Results, Run
+from powergossip.runs.files import write_atomically
+from powergossip.runs.tables import markdown
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+    from powergossip.parameters import Layout
+
+HOSTS = (2, 4, 8)
+RATES = {"10mbit": 10e6, "100mbit": 100e6, "1gbit": 1e9}  # bits per second
+LATENCY = {"": 0.0, "20ms": 20e-3}  # seconds
+LATE = (4, "100mbit", "20ms")  # hosts, rate and latency of the only runs with one
+UNLIMITED, ALONE = "none", 2  # rate and number of hosts of the runs that calibrate
+STEPS = 10  # per epoch of a run, of which the first of EPOCHS is a warm-up
+EPOCHS = 3
+GOAL = 0.25  # relative error
+SECONDS = 0.5  # of a measurement of averaging
+
+Values = dict[str, Any]
+
+HIDDEN = 64
+MODEL: Values = {
+    "task": "LSTM",
+    "task_architecture": "LSTM",
+    "task_options": {
+        "hidden_size": HIDDEN,
+        "num_layers": 1,
+        "dropout": 0.2,
+        "sequence_length": 20,
+    },
+    "topology": "ring",
+    "batch_size": 8,
+    "learning_rate": 10.0,
+    "momentum": 0.0,
+    "weight_decay": 0.0,
+    "gradient_clipping": 0.4,
+    "distributed_lr_warmup_epoch": 0.0,
+    "lr_schedule_milestones": [],
+    "overlapping": False,
+    "checkpoint_interval": 100,
+    "num_epochs": EPOCHS,
+    "max_steps_per_epoch": STEPS,
+    "evaluation_interval": 100,
+    "evaluate_average_model": False,
+    "seed": 1,
+}
+METHODS: dict[str, Values] = {  # names as in powergossip.prediction.METHODS
+    "all-reduce": {"optimizer": "all-reduce"},
+    "D-PSGD": {"optimizer": "dpsgd"},
+    "PowerGossip, 1 iteration": {"optimizer": "power-gossip", "optimizer_num_iterations": 1},
+    "PowerGossip, 2 iterations": {"optimizer": "power-gossip", "optimizer_num_iterations": 2},
+    "CHOCO, sign": {"optimizer": "choco", "optimizer_compressor": "sign-and-norm"},
+    "CHOCO, top 1 %": {
+        "optimizer": "choco",
+        "optimizer_compressor": "top-k",
+        "optimizer_keep_ratio": 0.01,
+    },
+    "PowerSGD, rank 2": {"optimizer": "powersgd", "optimizer_rank": 2},
+}
+
+Place = tuple[int, str, str]  # hosts, rate, latency
+PLACES: list[Place] = [*((hosts, rate, "") for hosts in HOSTS for rate in RATES), LATE]
+CALIBRATION: Place = (ALONE, UNLIMITED, "")
+Times = Mapping[tuple[str, Place], float]  # by method and place: seconds of a step
+
+
+def experiment() -> Experiment:
+    """Timed steps of each method, number of hosts and rate."""
+    title = "how well the cost model predicts a step: 2, 4, 8 hosts, 10 Mbit/s to 1 Gbit/s"
+    return Experiment(title, [lambda results: list(_runs().values())], report)
+
+
+def _runs() -> dict[tuple[str, Place], Run]:
+    return {
+        (method, (hosts, rate, latency)): Run(
+            "train",
+            {**MODEL, **values, "n_workers": hosts},
+            {"method": method, "place": (hosts, rate, latency)},
+            hosts,
+            rate,
+            latency,
+        )
+        for hosts, rate, latency in [CALIBRATION, *PLACES]
+        for method, values in METHODS.items()
+    }
+
+
+def report(results: Results, folder: Path) -> str:
+    """A table of measured and predicted times, and one of the largest errors."""
+    rows = {key: results(run) for key, run in _runs().items()}
+    measured = {key: sum(_phases(r).values()) for key, r in rows.items()}
+    alone = {method: _phases(rows[method, CALIBRATION]) for method in METHODS}
+    parameters = _parameters(rows["D-PSGD", CALIBRATION])
+    predicted, calibration = predict(alone, parameters, folder)
+    return "\n\n".join(
+        [
+            f"Hosts on a ring, one worker each, an LSTM of {parameters:,} parameters, "
+            f"{os.cpu_count()} cores for all hosts. Milliseconds of a step, in brackets the "
+            "prediction and its ratio to the measurement.",
+            _table(measured, predicted),
+            "The largest error of each method, and the fraction of its "
+            f"{len(PLACES)} cases within {GOAL:.0%}:",
+            _errors(measured, predicted),
+            f"{calibration}\n",
+        ]
+    )
+
+
+def predict(
+    alone: Mapping[str, Mapping[str, float]], parameters: int, folder: Path
+) -> tuple[dict[tuple[str, Place], float], str]:
+    """Predicted seconds of a step, and a sentence with the calibration.
+
+    alone  # {method: {phase: seconds of a step}} of two hosts on unlimited links
+    """
+    from powergossip import prediction, topologies
+
+    cores = os.cpu_count() or 1
+    layout = _layout(parameters)
+    averaging = _averaging(layout, folder)
+    traffic = {m: prediction.count(prediction.METHODS[m], layout) for m in METHODS}
+    compute = {
+        m: prediction.Compute(
+            sum(alone[m][p] for p in ("data", "gradient", "update")), *averaging[m]
+        )
+        for m in METHODS
+    }
+    per_message, per_byte = _fitted(
+        [
+            (
+                traffic[m].messages(ALONE, 1),
+                traffic[m].bits(ALONE, 1) / 8,
+                alone[m]["communication"],
+            )
+            for m in METHODS
+        ]
+    )
+    predicted = {}
+    for place in PLACES:
+        hosts, rate, latency = place
+        cluster = prediction.Cluster(
+            hosts,
+            RATES[rate],
+            LATENCY[latency],
+            cores=cores / hosts,
+            per_message=per_message,
+            per_byte=per_byte,
+        )
+        topology = topologies.make("ring", hosts)
+        for method in METHODS:
+            step = prediction.step(traffic[method], topology, cluster, compute[method])
+            predicted[method, place] = step.seconds
+    gradient = sum(c.gradient for c in compute.values()) / len(compute)
+    return predicted, (
+        f"Calibration: {1e3 * gradient:.3g} ms for a gradient, {1e6 * per_message:.3g} µs for a "
+        f"message, {1e9 * per_byte:.3g} ns for a byte."
+    )
+
+
+def _fitted(rows: list[tuple[float, float, float]]) -> tuple[float, float]:
+    """CPU seconds of a message and of a byte: non-negative least squares of relative errors.
+
+    rows  # messages, bytes, seconds of communication in a step
+    """
+    import numpy as np
+    from scipy.optimize import nnls
+
+    table = np.array(rows)
+    scaled = table[:, :2] / table[:, 2:]
+    (per_message, per_byte), _ = nnls(scaled, np.ones(len(rows)))
+    return float(per_message), float(per_byte)
+
+
+def _averaging(layout: "Layout", folder: Path) -> dict[str, tuple[float, float]]:
+    """CPU seconds of averaging by method, see prediction.cpu_seconds. Measured by the first report
+    and kept in averaging.json."""
+    from powergossip import prediction
+
+    file = folder / "averaging.json"
+    if not file.exists():
+        import torch
+
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        found = {m: prediction.cpu_seconds(prediction.METHODS[m], layout, SECONDS) for m in METHODS}
+        torch.set_num_threads(threads)
+        write_atomically(file, json.dumps(found) + "\n")
+    return {method: tuple(seconds) for method, seconds in json.loads(file.read_text()).items()}
+
+
+def _layout(parameters: int) -> "Layout":
+    """The tensors of the LSTM with this number of parameters: the vocabulary follows from it."""
+    from powergossip.parameters import Layout
+
+    gates = 4 * HIDDEN
+    inner = [(gates, HIDDEN), (gates, HIDDEN), (gates,), (gates,)]
+    words = (parameters - 2 * gates * HIDDEN - 2 * gates) // (HIDDEN + 1)
+    return Layout([(words, HIDDEN), *inner, (words,)])
+
+
+def _table(measured: Times, predicted: Times) -> str:
+    def cell(method: str, place: Place) -> str:
+        seen, expected = measured[method, place], predicted[method, place]
+        return f"{1e3 * seen:.3g} ({1e3 * expected:.3g}, {expected / seen:.2f})"
+
+    header = ["method", "hosts", *(f"{bits / 1e6:g} Mbit/s" for bits in RATES.values())]
+    hosts, rate, latency = LATE
+    header.append(f"{RATES[rate] / 1e6:g} Mbit/s, {1e3 * LATENCY[latency]:g} ms")
+    lines = [
+        [
+            method,
+            str(n),
+            *(cell(method, (n, r, "")) for r in RATES),
+            cell(method, LATE) if n == hosts else "",
+        ]
+        for method in METHODS
+        for n in HOSTS
+    ]
+    return markdown(header, lines)
+
+
+def _errors(measured: Times, predicted: Times) -> str:
+    lines = []
+    for method in METHODS:
+        ratios = [predicted[method, place] / measured[method, place] for place in PLACES]
+        within = sum(abs(ratio - 1) <= GOAL for ratio in ratios)
+        worst = max(ratios, key=lambda ratio: abs(ratio - 1))
+        lines.append([method, f"{worst - 1:+.0%}", f"{within} of {len(ratios)}"])
+    return markdown(["method", "largest error", f"within {GOAL:.0%}"], lines)
+
+
+def _phases(rows: "DataFrame") -> dict[str, float]:
+    """Seconds of the phases of a step after the first epoch, without evaluation and checkpoints."""
+    chosen = rows[(rows["name"] == "phase_seconds") & rows["phase"].isin(learning.STEP)]
+    by_phase = chosen.groupby(["phase", "epoch"])["value"].sum().to_dict()
+    steps = STEPS * (EPOCHS - 1)
+
+    def seconds(phase: str) -> float:
+        return float(by_phase.get((phase, EPOCHS), 0.0) - by_phase.get((phase, 1), 0.0)) / steps
+
+    return {phase: seconds(phase) for phase in learning.STEP}
+
+
+def _parameters(rows: "DataFrame") -> int:
+    """Parameters of the model. D-PSGD sends them, four bytes each, to one neighbor of two."""
+    bits = rows[rows["name"] == "phase_seconds"].groupby("epoch")["bits"].max()
+    return round(float(bits[EPOCHS] - bits[1]) / (STEPS * (EPOCHS - 1)) / 32)

@@ -1,0 +1,37 @@
+"""A model of the time of a training step on a network that is not at hand.
+
+    lone.py          one worker of n, whose messages reach nobody: exact counts, measured CPU time
+    traffic.py       what a step of a method sends, and its CPU time
+    model.py         seconds of a step on a cluster: the equations
+    agreement.py     how fast a graph averages
+    shapes.py        tensors of a model
+    command_line.py  powergossip-predict
+
+Axes: worker, host. Rates are bits per second, times are seconds.
+"""
+
+from powergossip.prediction.agreement import AT_ONCE, Consensus, consensus
+from powergossip.prediction.command_line import command, main
+from powergossip.prediction.model import Cluster, Compute, Step, step
+from powergossip.prediction.shapes import layout, of_size
+from powergossip.prediction.traffic import METHODS, Method, Phase, Traffic, count, cpu_seconds
+
+__all__ = [
+    "AT_ONCE",
+    "METHODS",
+    "Cluster",
+    "Compute",
+    "Consensus",
+    "Method",
+    "Phase",
+    "Step",
+    "Traffic",
+    "command",
+    "consensus",
+    "count",
+    "cpu_seconds",
+    "layout",
+    "main",
+    "of_size",
+    "step",
+]

@@ -1,0 +1,3 @@
+from powergossip.prediction.command_line import command
+
+command()

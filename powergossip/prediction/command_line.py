@@ -1,0 +1,329 @@
+"""Steps per second of each method and graph on a network that is described by options.
+
+    powergossip-predict --rate 100mbit --latency 20ms --workers 64 --model ResNet20 --compute 50ms
+    powergossip-predict --rate 1gbit --workers 64 --hosts 8 --model 25.6M --topology ring
+    powergossip-predict --rate 10mbit --workers 16 --model LSTM --method power-gossip:rank=4
+
+The table has, for each method and graph, the bytes and messages that a worker sends in a step, the
+time of a step, steps per second, the fraction of a step in which the worker waits for messages, and
+the rounds of plain gossip in which the distance between the workers falls tenfold. The last line
+recommends a method and graph.
+
+The bytes are counted by running a step of each method, and the CPU time of averaging is measured on
+this machine, unless --no-measure is given. The time of a gradient is given by --compute. Nothing is
+sent.
+
+Not predicted: accuracy, the number of steps to a target, stragglers, and lost packets.
+"""
+
+import argparse
+import math
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from powergossip import checks
+from powergossip.errors import BadInput
+
+if TYPE_CHECKING:
+    from powergossip.parameters import Layout
+    from powergossip.prediction import Cluster, Method
+    from powergossip.topologies import Topology
+
+RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}  # bits per second
+TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}  # seconds
+GRAPHS = ("ring", "torus", "exponential", "one-peer-exponential", "base-graph")
+MOST_WORKERS = 100_000  # beyond them, graphs take minutes
+SECONDS = 0.1  # of a measurement of averaging
+TOLERANCE = 1.25  # times the fastest step: slower steps are not recommended
+PER_MESSAGE = "50us"  # CPU time of Open MPI over TCP, see docs/prediction.md
+PER_BYTE = "1ns"
+
+
+def rate(name: str, text: str) -> float:
+    """Bits per second of a text such as 100mbit, or infinity for none. Raises BadValue."""
+    if text == "none":
+        return math.inf
+    return _quantity(name, text, RATES, "none, or a rate such as 10mbit, 1.5gbit")
+
+
+def duration(name: str, text: str) -> float:
+    """Seconds of a text such as 20ms. Raises BadValue."""
+    if text == "0":
+        return 0.0
+    return _quantity(name, text, TIMES, "0, or a time such as 20ms, 50us, 1.5s", zero=True)
+
+
+def _quantity(
+    name: str, text: str, units: Mapping[str, float], accepted: str, zero: bool = False
+) -> float:
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([a-z]+)", text.lower())
+    if not found or found[2] not in units or (float(found[1]) == 0 and not zero):
+        raise checks.BadValue(name, text, accepted)
+    return float(found[1]) * units[found[2]]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row of the table.
+
+    fidelity  # index of the method in the order of decreasing fidelity
+    graph     # "" without a graph
+    """
+
+    method: str
+    graph: str
+    fidelity: int
+    seconds: float
+    waiting: float  # seconds in which the worker waits for messages
+    sent: float  # bytes
+    messages: float
+    contraction: float
+    rounds: float
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Predict as on the command line. Raises BadInput before anything is measured."""
+    try:
+        _predict(_parse(arguments))
+    except checks.BadValue as error:
+        raise BadInput(f"{error.name} {error.value}: use {error.accepted}") from error
+
+
+def _predict(options: argparse.Namespace) -> None:
+    n = _whole("--workers", options.workers)
+    checks.check("--workers", n, n <= MOST_WORKERS, f"at most {MOST_WORKERS:,}")
+    hosts = n if options.hosts is None else _whole("--hosts", options.hosts)
+    checks.check("--hosts", hosts, n % hosts == 0, f"a divisor of the {n} workers")
+    cores = n // hosts if options.cores is None else _whole("--cores", options.cores)
+    bits, latency = rate("--rate", options.rate), duration("--latency", options.latency)
+    gradient = duration("--compute", options.compute)
+    per_message = duration("--message-cpu", options.message_cpu)
+    per_byte = duration("--byte-cpu", options.byte_cpu)
+
+    from powergossip import prediction
+    from powergossip.network import torch_kept
+    from powergossip.prediction import shapes
+
+    cluster = prediction.Cluster(
+        hosts, bits, latency, cores, per_message=per_message, per_byte=per_byte
+    )
+    layout, methods = shapes.layout(options.model), _methods(options.method)
+    graphs = _graphs(options.topology or GRAPHS, n)
+    with torch_kept():
+        lines = _lines(methods, graphs, layout, cluster, gradient, not options.no_measure)
+    if not lines:
+        raise BadInput("none of these methods works on these graphs; PowerGossip needs an "
+                       "undirected graph such as ring")  # fmt: skip
+    place = f"{n} workers on {hosts} hosts, links of {options.rate}, latency {options.latency}"
+    model = f"{options.model}: {shapes.described(layout)}"
+    print(f"{model}. {place}, gradient {options.compute}.\n\n{_table(lines)}")
+    print(f"\n{recommendation(lines)}")
+    print("Rounds are those of plain gossip. Compressed methods need more. Accuracy and the number "
+          "of steps to a target are not predicted.")  # fmt: skip
+    if not gradient:
+        print("note: a gradient takes no time here; give --compute", file=sys.stderr)
+
+
+def _graphs(names: Sequence[str], n: int) -> "dict[str, Topology]":
+    """The graphs of n workers. Raises BadInput."""
+    from powergossip import topologies
+
+    graphs = {}
+    for name in names:
+        try:
+            graphs[name] = topologies.make(name, n)
+        except ValueError as error:
+            raise BadInput(f"--topology {name}: {error}") from error
+    return graphs
+
+
+def _lines(
+    methods: "Mapping[str, Method]",
+    graphs: "Mapping[str, Topology]",
+    layout: "Layout",
+    cluster: "Cluster",
+    gradient: float,  # seconds
+    measured: bool,
+) -> list[Line]:
+    """A line for each method and each graph that it can use. Raises BadInput for bad options."""
+    import torch
+
+    from powergossip import prediction
+
+    torch.set_num_threads(1)  # a worker has one core
+    speeds: dict[str, prediction.Consensus] = {}
+    lines = []
+    for fidelity, (label, method) in enumerate(methods.items()):
+        try:
+            traffic = prediction.count(method, layout)
+        except ValueError as error:
+            raise BadInput(f"--method {label}: {error}") from error
+        cpu = prediction.cpu_seconds(method, layout, SECONDS) if measured else (0.0, 0.0)
+        compute = prediction.Compute(gradient, *cpu)
+        for graph, topology in graphs.items():
+            if method.gossips:
+                if method.rejects(topology):
+                    continue
+                speed = speeds[graph] = speeds.get(graph) or prediction.consensus(topology)
+            else:
+                speed = prediction.AT_ONCE
+            step = prediction.step(traffic, topology, cluster, compute, method.overlaps)
+            lines.append(
+                Line(
+                    label,
+                    graph if method.gossips else "",
+                    fidelity,
+                    step.seconds,
+                    step.seconds - step.compute,
+                    step.sent,
+                    step.messages,
+                    speed.contraction,
+                    speed.rounds,
+                )
+            )
+            if not method.gossips:  # the graph makes no difference
+                break
+    return lines
+
+
+def recommendation(lines: Sequence[Line]) -> str:
+    """A sentence with the recommended method and graph, and the reason.
+
+    Of the combinations whose step takes at most 1.25 times the fastest one, it is that with the
+    fewest rounds of gossip. Of equals, it is the method of highest fidelity, then the faster step.
+    """
+    fastest = min(lines, key=lambda line: line.seconds)
+    near = [line for line in lines if line.seconds <= TOLERANCE * fastest.seconds]
+    best = min(near, key=lambda line: (_known(line.rounds), line.fidelity, line.seconds))
+    reason = (
+        f"its step of {_time(best.seconds)} is the fastest"
+        if best is fastest
+        else f"its step of {_time(best.seconds)} is at most {TOLERANCE:g} times the fastest, "
+        f"{_name(fastest)} with {_time(fastest.seconds)}"
+    )
+    agreement = (
+        "workers agree after each step" if best.rounds == 1
+        else f"the graph brings workers together tenfold in {best.rounds:.3g} rounds, the fewest "
+        "among steps as fast"
+    )  # fmt: skip
+    return f"Recommended: {_name(best)}, since {reason}, and {agreement}."
+
+
+def _known(rounds: float) -> float:
+    return math.inf if math.isnan(rounds) else rounds
+
+
+def _name(line: Line) -> str:
+    return f"{line.method} on {line.graph}" if line.graph else line.method
+
+
+def _table(lines: Sequence[Line]) -> str:
+    from powergossip.runs import tables
+
+    header = ["method", "graph", "kB sent", "messages", "step", "steps/s", "waiting",
+              "contraction", "rounds"]  # fmt: skip
+    rows = [
+        [
+            line.method,
+            line.graph or "none",
+            f"{line.sent / 1e3:.4g}",
+            f"{line.messages:.4g}",
+            _time(line.seconds),
+            f"{1 / line.seconds:.3g}" if line.seconds else "inf",
+            f"{line.waiting / line.seconds:.0%}" if line.seconds else "0%",
+            "?" if math.isnan(line.contraction) else f"{line.contraction:.4g}",
+            "?" if math.isnan(line.rounds) else f"{line.rounds:.3g}",
+        ]
+        for line in lines
+    ]
+    return tables.plain([header, *rows])
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"
+
+
+def _methods(given: Sequence[str]) -> "Mapping[str, Method]":
+    """{label: Method} of --method NAME:OPTION=VALUE,…, by default those of `METHODS`."""
+    import yaml
+
+    from powergossip import algorithms
+    from powergossip.algorithms import aggregation
+    from powergossip.prediction import METHODS, Method
+
+    if not given:
+        return METHODS
+    found = {}
+    for text in given:
+        if text in METHODS:
+            found[text] = METHODS[text]
+            continue
+        name, _, rest = text.partition(":")
+        names = [*algorithms.AVERAGING, *aggregation.AGGREGATIONS]
+        checks.one_of("--method", name, names)
+        options = {}
+        for pair in filter(None, rest.split(",")):
+            key, equals, value = pair.partition("=")
+            checks.check("--method", text, bool(equals), "NAME:OPTION=VALUE,OPTION=VALUE")
+            options[key] = yaml.safe_load(value)
+        found[text] = Method(name, options)
+    return found
+
+
+def _whole(name: str, text: str) -> int:
+    checks.check(name, text, bool(re.fullmatch("[1-9][0-9]{0,6}", text)), "a whole number above 0")
+    return int(text)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Options of the command line. Raises BadInput; exits after --help."""
+    parser = argparse.ArgumentParser(
+        prog="powergossip-predict",
+        description=(__doc__ or "").partition("\n\n")[0],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=(__doc__ or "").partition("\n\n")[2],
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--rate", metavar="RATE", help="of the link of a host in each direction, such as 100mbit")
+    add("--workers", metavar="N", help="number of workers")
+    add("--model", metavar="MODEL", help="an architecture, a number of parameters, or shapes")
+    add("--latency", default="0", metavar="TIME", help="from a host to another, such as 20ms (0)")
+    add("--compute", default="0", metavar="TIME", help="CPU time of a worker's gradient (0)")
+    add("--hosts", metavar="N", help="hosts of equal numbers of workers (one for each worker)")
+    add("--cores", metavar="N", help="cores of a host (one for each of its workers)")
+    add("--method", action="append", default=[], metavar="METHOD",
+        help="NAME:OPTION=VALUE,… like power-gossip:rank=2; repeatable (seven)")  # fmt: skip
+    add("--topology", action="append", default=[], metavar="GRAPH",
+        help=f"repeatable ({', '.join(GRAPHS)})")  # fmt: skip
+    add("--message-cpu", default=PER_MESSAGE, metavar="TIME", help=f"of a message ({PER_MESSAGE})")
+    add("--byte-cpu", default=PER_BYTE, metavar="TIME", help=f"of a byte ({PER_BYTE})")
+    add("--no-measure", action="store_true", help="averaging takes no CPU time")
+    try:
+        options, unknown = parser.parse_known_args(list(arguments))
+    except argparse.ArgumentError as error:
+        raise BadInput(str(error)) from error
+    if unknown:
+        raise BadInput(f"{unknown[0]} is unknown; --help lists the options")
+    for name in ("rate", "workers", "model"):
+        if getattr(options, name) is None:
+            raise BadInput(f"--{name} is missing; --help lists the options")
+    return options
+
+
+def command() -> None:
+    """Run as a program. Bad input is one sentence, exit code 2."""
+    try:
+        main(sys.argv[1:])
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

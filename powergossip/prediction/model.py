@@ -1,0 +1,227 @@
+"""Seconds of a training step on a cluster.
+
+The step of a method is a sequence of phases: messages that are posted together and waited for. For
+a phase k in which a host sends S_k bytes to other hosts, in m_k messages of a worker,
+
+    T_k = o m_k + L_k + max(8 S_k / (η R), b s_k)
+
+L_k is the latency L, or 3 L with messages above the eager limit, which announce themselves and wait
+for the answer. R is the rate of the host's link in each direction, η its payload fraction, o the
+CPU time of a message and b that of a byte, at both ends together. An all-reduce is two phases,
+reduce-scatter and all-gather, in which all workers send to all. CPU times are multiplied by
+max(1, workers of a host ÷ its cores). A step takes
+
+    T = max(T_gradient, T_1) + T_averaging + T_2 + T_3 + …     messages of the first phase in flight
+    T = T_gradient + T_averaging + T_1 + T_2 + …               during the gradient, or not
+
+This is the α–β model of Hockney (1994, doi:10.1016/S0167-8191(06)80021-9) with the CPU time per
+message of LogGP (Alexandrov et al. 1997, doi:10.1006/jpdc.1997.1346), and one full-duplex link per
+host. All workers take the same time, and wait for each other.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from powergossip import checks
+from powergossip.prediction.traffic import Phase, Traffic
+from powergossip.topologies import Topology
+
+PAYLOAD = 1448 / 1514  # of an Ethernet frame of 1500 bytes with headers of IP and TCP
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts with one link each to a switch without limit, full-duplex.
+
+    hosts         # of equal numbers of workers, in blocks of consecutive indices
+    rate          # bits per second of a link in each direction, may be infinite
+    latency       # seconds from a host to another
+    cores         # of a host. A fraction where hosts are emulated on one machine: cores / hosts
+    per_message   # CPU seconds of a message, sending and receiving
+    per_byte      # CPU seconds of a byte, sending and receiving
+    payload       # fraction of the rate
+    eager_limit   # bytes of a message above which it waits for an answer before it is sent
+
+    Raises ValueError for values that are not positive, or negative.
+    """
+
+    hosts: int
+    rate: float
+    latency: float = 0.0
+    cores: float = math.inf
+    per_message: float = 0.0
+    per_byte: float = 0.0
+    payload: float = PAYLOAD
+    eager_limit: float = 65_536  # Open MPI's btl_tcp_eager_limit
+
+    def __post_init__(self) -> None:
+        checks.at_least_one("hosts", self.hosts)
+        checks.check("rate", self.rate, self.rate > 0, "a rate above 0")
+        checks.check("cores", self.cores, self.cores > 0, "a number above 0")
+        for name in ("latency", "per_message", "per_byte"):
+            checks.not_negative(name, getattr(self, name))
+
+
+@dataclass(frozen=True)
+class Compute:
+    """CPU seconds of a worker in a step.
+
+    gradient      # of batch, gradient and local update
+    averaging     # compression and mixing, without neighbors
+    per_neighbor  # the same, for each neighbor
+    """
+
+    gradient: float = 0.0
+    averaging: float = 0.0
+    per_neighbor: float = 0.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """A predicted step. Times are seconds, bytes and messages those of the busiest worker.
+
+    seconds        # of the whole step
+    compute        # gradient and averaging
+    communication  # of all phases, without overlap
+    sent           # bytes
+    """
+
+    seconds: float
+    compute: float
+    communication: float
+    sent: float
+    messages: float
+
+
+@dataclass(frozen=True)
+class _Load:
+    """Of one round of a topology: the largest numbers of messages of any worker or host."""
+
+    degree: int  # of messages to or from a worker
+    receivers: int  # of messages that a worker sends
+    link: int  # of messages to, or from, other hosts on the link of a host
+    remote: int  # of messages of a worker to, or from, other hosts
+
+
+@lru_cache(maxsize=256)
+def _loads(topology: Topology, hosts: int) -> tuple[_Load, ...]:
+    n = topology.n_workers
+    loads = []
+    for of_round in topology.rounds:
+        receiver, sender = of_round.weights.nonzero()
+        between = receiver * hosts // n != sender * hosts // n
+
+        def most(index: np.ndarray) -> int:
+            return int(np.bincount(index, minlength=1).max())
+
+        loads.append(
+            _Load(
+                max(most(receiver), most(sender)),
+                most(sender),
+                max(most(end[between] * hosts // n) for end in (receiver, sender)),
+                max(most(end[between]) for end in (receiver, sender)),
+            )
+        )
+    return tuple(loads)
+
+
+def step(
+    traffic: Traffic,
+    topology: Topology,
+    cluster: Cluster,
+    compute: Compute,
+    overlapping: bool = False,
+) -> Step:
+    """Predict a step, the mean over the period of the topology.
+
+    overlapping  # whether the first phase is in flight while the gradient is computed
+
+    Raises ValueError if the workers cannot be spread evenly over the hosts.
+    """
+    n, hosts = topology.n_workers, cluster.hosts
+    checks.check("hosts", hosts, n % hosts == 0, f"a divisor of the {n} workers")
+    rounds = [
+        _step_of(traffic, load, n, cluster, compute, overlapping)
+        for load in _loads(topology, hosts)
+    ]
+    return Step(*(sum(column) / len(rounds) for column in zip(*rounds, strict=True)))
+
+
+def _step_of(
+    traffic: Traffic, load: _Load, n: int, cluster: Cluster, compute: Compute, overlapping: bool
+) -> tuple[float, float, float, float, float]:
+    contention = max(1.0, n / cluster.hosts / cluster.cores)
+    gradient = compute.gradient * contention
+    averaging = (compute.averaging + compute.per_neighbor * load.degree) * contention
+    phases = [
+        part for phase in traffic.phases for part in _transfers(phase, load, n, cluster.hosts)
+    ]
+    times = [_transfer_time(transfer, cluster, contention) for transfer in phases]
+    waiting = sum(cpu + link for cpu, link in times)
+    seconds = gradient + averaging + waiting
+    if overlapping and times:
+        _, link = times[0]
+        seconds -= min(gradient, link)
+    return (
+        seconds,
+        gradient + averaging,
+        waiting,
+        traffic.bits(n, load.receivers) / 8,
+        traffic.messages(n, load.receivers),
+    )
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """Bytes on the link of the busiest host, and bytes and messages of a worker to all others."""
+
+    link: float
+    bytes: float
+    messages: float
+    largest: float  # bytes of a message between hosts, or 0
+
+
+def _transfers(phase: Phase, load: _Load, n: int, hosts: int) -> Sequence[_Transfer]:
+    """The parts of a phase that follow each other. An all-reduce has two.
+
+    Neighbors' messages are concurrent with the first part.
+    """
+    local = n // hosts  # workers of a host
+    elsewhere = n - local
+    parts = []
+    if phase.neighbor_messages:
+        size = phase.neighbor / phase.neighbor_messages
+        parts.append(
+            _Transfer(
+                phase.neighbor * load.link,
+                phase.neighbor * load.degree,
+                phase.neighbor_messages * load.degree,
+                size if load.link else 0.0,
+            )
+        )
+    for size, times, repeats in (
+        (phase.reduced / n, phase.all_reduces, 2),
+        (phase.gathered, phase.gathers, 1),
+    ):
+        if times:
+            part = _Transfer(
+                local * elsewhere * size,
+                (n - 1) * size,
+                (n - 1) * times,
+                size / times if elsewhere else 0.0,
+            )
+            parts += [part] * repeats
+    return parts
+
+
+def _transfer_time(part: _Transfer, cluster: Cluster, contention: float) -> tuple[float, float]:
+    """CPU time, and the time in which the link is busy or the message in flight."""
+    cpu = cluster.per_message * part.messages * contention
+    latencies = 0 if not part.largest else 3 if part.largest > cluster.eager_limit else 1
+    copying = cluster.per_byte * part.bytes * contention
+    link = 8 * part.link / (cluster.payload * cluster.rate)
+    return cpu, latencies * cluster.latency + max(link, copying)

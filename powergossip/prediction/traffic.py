@@ -1,0 +1,203 @@
+"""Messages of a step, counted by running the method, and the CPU time of averaging.
+
+The sizes of messages depend on the method and the shapes of the model only. The topology sets the
+number of receivers.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from powergossip import algorithms, topologies
+from powergossip.algorithms import aggregation
+from powergossip.network import (
+    Conversation,
+    Gather,
+    Mean,
+    Message,
+    Network,
+    ToAll,
+    ToEach,
+)
+from powergossip.parameters import Layout
+from powergossip.prediction.lone import LoneProcess
+from powergossip.topologies import Topology
+
+STEPS = 2  # after which the sides of power iteration repeat
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of algorithms.AVERAGING or aggregation.AGGREGATIONS with its options.
+
+    overlaps  # whether the first messages are in flight while the gradient is computed
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def gossips(self) -> bool:
+        """Whether it averages models over the edges of a graph."""
+        return self.name in algorithms.AVERAGING and self.name != "all-reduce"
+
+    @property
+    def overlaps(self) -> bool:
+        return self.gossips
+
+    def build(self, network: Network, layout: Layout) -> Callable[[Tensor], Conversation]:
+        """Return a function of x [worker, D] that makes a step. ValueError for bad options."""
+        if self.name in algorithms.AVERAGING:
+            return algorithms.make(self.name, network, layout, **self.options).step
+        aggregate = aggregation.make(self.name, network, layout, **self.options)
+        mean = torch.zeros(network.rows, layout.size)
+        return lambda x: aggregate.step(x, mean)
+
+    def rejects(self, topology: Topology) -> str:
+        """The reason why the method cannot use a topology, or "" if it can."""
+        network = Network(topology, LoneProcess(topology.n_workers))
+        try:
+            self.build(network, Layout([(2, 2)]))
+        except ValueError as error:
+            return str(error)
+        return ""
+
+
+_NOW = {"start_compressing_after_num_steps": 0}  # without steps of plain all-reduce before
+
+METHODS: dict[str, Method] = {  # in the order of decreasing fidelity of a step
+    "all-reduce": Method("all-reduce"),
+    "D-PSGD": Method("dpsgd"),
+    "PowerSGD, rank 2": Method("powersgd", {"rank": 2, "num_iters_per_step": 2, **_NOW}),
+    "PowerGossip, 2 iterations": Method("power-gossip", {"num_iterations": 2}),
+    "PowerGossip, 1 iteration": Method("power-gossip", {"num_iterations": 1}),
+    "CHOCO, sign": Method("choco", {"compressor": "sign-and-norm"}),
+    "CHOCO, top 1 %": Method("choco", {"compressor": "top-k", "keep_ratio": 0.01}),
+}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Messages that are posted together and waited for together. Bytes of one worker.
+
+    neighbor  # bytes to each neighbor, in `neighbor_messages` messages
+    reduced   # bytes of all-reduced tensors, in `all_reduces` of them
+    gathered  # bytes to each other worker, in `gathers` all-gathers
+    """
+
+    neighbor: float = 0.0
+    neighbor_messages: float = 0.0
+    reduced: float = 0.0
+    all_reduces: float = 0.0
+    gathered: float = 0.0
+    gathers: float = 0.0
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The phases of a step, the mean over `STEPS` steps."""
+
+    phases: tuple[Phase, ...]
+
+    def bits(self, n_workers: int, receivers: float) -> float:
+        """Bits that a worker with this number of receivers sends in a step."""
+        return 8 * sum(
+            phase.neighbor * receivers
+            + 2 * (n_workers - 1) / n_workers * phase.reduced
+            + (n_workers - 1) * phase.gathered
+            for phase in self.phases
+        )
+
+    def messages(self, n_workers: int, receivers: float) -> float:
+        """Messages that a worker with this number of receivers sends in a step."""
+        return sum(
+            phase.neighbor_messages * receivers
+            + 2 * (n_workers - 1) * (phase.all_reduces + phase.gathers)
+            for phase in self.phases
+        )
+
+
+def count(method: Method, layout: Layout) -> Traffic:
+    """Run two steps of a method, and return its messages. Raises ValueError for bad options."""
+    network = Network(topologies.make("ring", 3), LoneProcess(3))
+    step, x = method.build(network, layout), _start(layout)
+    steps = []
+    for _ in range(STEPS):
+        phases: list[Phase] = []
+        conversation, received = step(x), None
+        while True:
+            try:
+                posted = conversation.send(received)
+            except StopIteration:
+                break
+            several = isinstance(posted, tuple)
+            messages = posted if several else (posted,)
+            phases.append(_phase(messages))
+            answers = network.receive(network.post(messages))
+            received = tuple(answers) if several else answers[0]
+        network.round += 1
+        steps.append(phases)
+    assert len({len(phases) for phases in steps}) == 1
+    return Traffic(tuple(_mean(together) for together in zip(*steps, strict=True)))
+
+
+def _phase(messages: Sequence[Message]) -> Phase:
+    neighbor = neighbors = reduced = reductions = gathered = gathers = 0
+    for message in messages:
+        if isinstance(message, ToAll):
+            neighbor, neighbors = neighbor + message.tensor[0].nbytes, neighbors + 1
+        elif isinstance(message, ToEach):
+            neighbor, neighbors = neighbor + message.tensor[0, 0].nbytes, neighbors + 1
+        elif isinstance(message, Mean):
+            reduced, reductions = reduced + message.tensor[0].nbytes, reductions + 1
+        elif isinstance(message, Gather):  # and its length, in 4 bytes
+            gathered, gathers = gathered + message.pieces[0].nbytes + 4, gathers + 1
+    return Phase(neighbor, neighbors, reduced, reductions, gathered, gathers)
+
+
+def _mean(phases: Sequence[Phase]) -> Phase:
+    names = Phase.__dataclass_fields__
+    return Phase(*(sum(getattr(p, name) for p in phases) / len(phases) for name in names))
+
+
+def cpu_seconds(
+    method: Method, layout: Layout, seconds: float = 0.5, n_workers: Sequence[int] = (2, 3)
+) -> tuple[float, float]:
+    """CPU seconds of averaging in a step of one worker: without neighbors, and for each neighbor.
+
+    Measured on rings of 2 and 3 workers, without messages, for about `seconds` each: the least of
+    several measurements, since other load only adds to it. The difference between them is that of
+    one neighbor. Methods that do not gossip have none.
+    """
+    if not method.gossips:
+        return _measured(method, layout, n_workers[-1], seconds), 0.0
+    one, two = (_measured(method, layout, n, seconds) for n in n_workers)
+    per_neighbor = max(0.0, two - one)
+    return max(0.0, one - per_neighbor), per_neighbor
+
+
+def _measured(method: Method, layout: Layout, n_workers: int, seconds: float) -> float:
+    lone = LoneProcess(n_workers)
+    network = Network(topologies.make("ring", n_workers), lone)
+    step, start = method.build(network, layout), _start(layout)
+    x, least, end = start.clone(), float("inf"), time.perf_counter() + seconds
+    measurements = 0
+    while measurements < 2 * STEPS or time.perf_counter() < end:
+        x.copy_(start)
+        spent = 0.0
+        for _ in range(STEPS):
+            began, noise = time.process_time(), lone.noise.seconds
+            network.run(step(x))
+            spent += time.process_time() - began - (lone.noise.seconds - noise)
+        measurements += 1
+        if measurements > 1:  # the first one allocates
+            least = min(least, spent / STEPS)
+    return least
+
+
+def _start(layout: Layout) -> Tensor:
+    return torch.randn(1, layout.size, generator=torch.Generator().manual_seed(1))

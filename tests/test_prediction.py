@@ -1,0 +1,297 @@
+"""The cost model: exact counts, its equations on cases computed by hand, the program."""
+
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from experiments import prediction as experiment
+from experiments import scale
+from experiments.runner import Run
+from powergossip import prediction, topologies
+from powergossip.errors import BadInput
+from powergossip.network import Network
+from powergossip.parameters import Layout
+from powergossip.prediction import METHODS, Cluster, Compute, Method, Phase, Traffic
+from powergossip.prediction import command_line as program
+
+LAYOUT = Layout([(6, 5), (5, 6), (4, 3, 2), (7,)])
+GRAPHS = ("ring", "torus", "exponential", "one-peer-exponential", "base-graph", "star")
+EVERY = {**METHODS, "DeepSqueeze": Method("deepsqueeze"), "Moniqua": Method("moniqua"),
+         "signSGD": Method("signsgd"), "DGC": Method("dgc")}  # fmt: skip
+GOSSIP = METHODS["D-PSGD"]
+
+
+# --- Counts --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("name", EVERY)
+def test_bytes_and_messages_are_those_that_the_network_counts(name: str, graph: str) -> None:
+    method, topology = EVERY[name], topologies.make(graph, 8)
+    if method.rejects(topology):
+        pytest.skip("the method does not work on this graph")
+    network = Network(topology)
+    step = method.build(network, LAYOUT)
+    x = torch.randn(8, LAYOUT.size, generator=torch.Generator().manual_seed(0))
+    steps = 2 * topology.period
+    for _ in range(steps):
+        network.run(step(x))
+    traffic = prediction.count(method, LAYOUT)
+    sent = np.mean([edges.out_degrees for edges in network.edges], axis=0)
+    for worker in range(8):
+        expected = round(steps * traffic.bits(8, sent[worker]))
+        assert abs(network.bits[worker] - expected) <= steps  # an all-reduce is rounded to bits
+        assert network.messages[worker] == steps * traffic.messages(8, sent[worker])
+
+
+def test_a_graph_that_a_method_cannot_use_is_known() -> None:
+    works = {
+        (name, graph): not METHODS[name].rejects(topologies.make(graph, 8))
+        for name in ("D-PSGD", "PowerGossip, 1 iteration", "CHOCO, sign", "PowerSGD, rank 2")
+        for graph in ("ring", "exponential", "base-graph")
+    }
+    assert [key for key, fits in works.items() if not fits] == [
+        ("PowerGossip, 1 iteration", "exponential"),
+        ("CHOCO, sign", "base-graph"),
+    ]
+
+
+def test_cpu_time_grows_with_the_neighbors() -> None:
+    base, neighbor = prediction.cpu_seconds(GOSSIP, Layout([(300, 300)]), 0.02)
+    assert base >= 0
+    assert neighbor >= 0
+    assert base + neighbor > 0
+
+
+# --- The model -----------------------------------------------------------------------------------
+
+
+def seconds(name: str, cluster: Cluster, graph: str = "ring", n: int = 8, **more: bool) -> float:
+    traffic = prediction.count(EVERY[name], LAYOUT)
+    compute = Compute(1e-4, 2e-5, 1e-5)
+    return prediction.step(traffic, topologies.make(graph, n), cluster, compute, **more).seconds
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+@pytest.mark.parametrize("name", METHODS)
+def test_time_never_falls_with_latency_and_never_grows_with_rate(
+    name: str, overlapping: bool
+) -> None:
+    by_rate = [
+        seconds(name, Cluster(8, rate, 1e-4), overlapping=overlapping)
+        for rate in (1e5, 1e6, 1e7, math.inf)
+    ]
+    assert by_rate == sorted(by_rate, reverse=True)
+    assert by_rate[0] > by_rate[-1]
+    by_latency = [
+        seconds(name, Cluster(8, 1e7, latency), overlapping=overlapping)
+        for latency in (0.0, 1e-3, 1e-2)
+    ]
+    assert by_latency == sorted(by_latency)
+    assert by_latency[0] < by_latency[-1]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_without_limits_a_step_is_its_computation(name: str) -> None:
+    degree = 2
+    assert seconds(name, Cluster(8, math.inf)) == pytest.approx(1e-4 + 2e-5 + degree * 1e-5)
+
+
+def test_all_reduce_does_not_depend_on_the_graph() -> None:
+    cluster = Cluster(4, 1e6, 1e-3, per_message=1e-5)
+    traffic = prediction.count(METHODS["all-reduce"], LAYOUT)
+    times = {
+        prediction.step(traffic, topologies.make(graph, 8), cluster, Compute(1e-4)).seconds
+        for graph in GRAPHS
+    }
+    assert max(times) == pytest.approx(min(times))
+
+
+def test_a_gossip_step_by_hand() -> None:
+    """1000 bytes to each of two neighbors at 1 Mbit/s of payload: 16 ms, and a latency."""
+    traffic = Traffic((Phase(neighbor=1000, neighbor_messages=1),))
+    ring = topologies.make("ring", 8)
+    cluster = Cluster(8, 1e6, 5e-3, per_message=1e-3, payload=1.0)
+    compute = Compute(gradient=4e-3, averaging=1e-3, per_neighbor=5e-4)
+    step = prediction.step(traffic, ring, cluster, compute)
+    assert step.seconds == pytest.approx(4e-3 + 1e-3 + 2 * 5e-4 + 2 * 1e-3 + 5e-3 + 16e-3)
+    assert step.sent == 2000
+    assert step.messages == 2
+    overlapping = prediction.step(traffic, ring, cluster, compute, overlapping=True)
+    assert overlapping.seconds == pytest.approx(step.seconds - 4e-3)
+    # Two hosts of four workers: of a host's 8 messages, one goes over the link in each direction
+    # at both ends of its block.
+    two = prediction.step(traffic, ring, Cluster(2, 1e6, payload=1.0), Compute())
+    assert two.seconds == pytest.approx(16e-3)
+    one = prediction.step(traffic, ring, Cluster(1, 1e6, 1.0, payload=1.0), Compute())
+    assert one.seconds == 0
+    # One core for four workers: their CPU times add up.
+    shared = Cluster(2, math.inf, cores=1, payload=1.0)
+    assert prediction.step(traffic, ring, shared, compute).seconds == pytest.approx(4 * 6e-3)
+    large = Traffic((Phase(neighbor=100_000, neighbor_messages=1),))  # waits for an answer
+    far = Cluster(8, math.inf, 5e-3)
+    assert prediction.step(large, ring, far, Compute()).seconds == pytest.approx(15e-3)
+
+
+def test_an_all_reduce_by_hand() -> None:
+    """Each of 4 workers sends a quarter of 4000 bytes to 3 others, twice."""
+    traffic = Traffic((Phase(reduced=4000, all_reduces=1),))
+    ring = topologies.make("ring", 4)
+    cluster = Cluster(4, 1e6, 5e-3, per_message=1e-3, payload=1.0)
+    step = prediction.step(traffic, ring, cluster, Compute())
+    assert step.seconds == pytest.approx(2 * (3 * 1e-3 + 5e-3 + 24e-3))
+    assert (step.sent, step.messages) == (6000, 6)
+    # Two workers on a host: each sends to two workers elsewhere.
+    half = prediction.step(traffic, ring, Cluster(2, 1e6, payload=1.0), Compute())
+    assert half.seconds == pytest.approx(2 * 32e-3)
+
+
+def test_workers_are_spread_evenly() -> None:
+    with pytest.raises(ValueError, match="hosts=3"):
+        prediction.step(Traffic(()), topologies.make("ring", 8), Cluster(3, 1e6), Compute())
+
+
+def test_rounds_of_gossip() -> None:
+    """As many steps of W as it takes to bring the slowest vector to a tenth."""
+    ring = topologies.make("ring", 16)
+    slow = torch.cos(2 * math.pi * torch.arange(16) / 16).double()
+    rounds = math.ceil(prediction.consensus(ring).rounds)
+    W = torch.from_numpy(ring.rounds[0].matrix().toarray())
+    norms = [
+        float((torch.linalg.matrix_power(W, k) @ slow).norm()) for k in (0, rounds - 1, rounds)
+    ]
+    assert norms[2] <= norms[0] / 10 < norms[1]
+    for graph, exact in (("fully-connected", 1), ("one-peer-exponential", 4), ("base-graph", 4)):
+        assert prediction.consensus(topologies.make(graph, 16)).rounds == exact
+    assert prediction.consensus(topologies.make("ring", 1)).rounds == 1
+
+
+def test_models_have_their_parameters() -> None:
+    sizes = {"ResNet20": 272_474, "ResNet50": 25_557_032, "LSTM": 28_949_319, "25.6M": 25_600_000}
+    for name, size in sizes.items():
+        assert prediction.layout(name).size == size
+    assert prediction.layout("7x5,9,2x3x4").shapes == [(7, 5), (9,), (2, 3, 4)]
+    for size in (1, 63, 64, 1000, 12_345):
+        assert Layout(prediction.of_size(size)).size == size
+
+
+# --- The program ---------------------------------------------------------------------------------
+
+QUICK = ["--workers", "8", "--model", "30x20,20", "--no-measure", "--compute", "1ms"]
+
+
+def line(method: str, rounds: float, fidelity: int, took: float) -> program.Line:
+    return program.Line(method, "ring", fidelity, took, 0.0, 0.0, 0.0, 0.5, rounds)
+
+
+def test_the_table_has_each_method_on_each_graph(capsys: pytest.CaptureFixture[str]) -> None:
+    program.main([*QUICK, "--rate", "1mbit", "--topology", "ring", "--topology", "exponential"])
+    text = capsys.readouterr().out
+    for method in METHODS:
+        undirected = method.startswith("PowerGossip")
+        expected = 2 if METHODS[method].gossips and not undirected else 1
+        lines = [row for row in text.splitlines() if row.strip().startswith(f"{method}  ")]
+        assert len(lines) == expected, method
+    assert "Recommended" in text
+
+
+def test_fast_networks_need_no_compression_and_slow_ones_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def recommended(rate: str) -> str:
+        program.main([*QUICK, "--rate", rate, "--message-cpu", "0"])
+        last = [row for row in capsys.readouterr().out.splitlines() if "Recommended" in row]
+        return last[0]
+
+    assert "all-reduce" in recommended("none").split(",")[0]
+    assert "all-reduce" not in recommended("10kbit").split(",")[0]
+
+
+def test_the_recommendation_weighs_speed_and_agreement() -> None:
+    slow, near, fast = line("slow", 1, 0, 2.0), line("near", 2, 1, 1.2), line("fast", 9, 2, 1.0)
+    assert "near on ring" in program.recommendation([slow, near, fast]).split(",")[0]
+    twin = line("twin", 2, 0, 1.25)
+    assert "twin on ring" in program.recommendation([slow, near, fast, twin]).split(",")[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["--rate", "fast"], "--rate fast"),
+        (["--rate", "0mbit"], "--rate 0mbit"),
+        (["--rate", "1mbit", "--latency", "3"], "--latency 3"),
+        (["--rate", "1mbit", "--hosts", "3"], "--hosts 3"),
+        (["--rate", "1mbit", "--workers", "0"], "--workers 0"),
+        (["--rate", "1mbit", "--model", "VGG"], "--model VGG"),
+        (["--rate", "1mbit", "--method", "magic"], "--method magic"),
+        (["--rate", "1mbit", "--method", "dpsgd:rank=1"], "--method dpsgd:rank=1"),
+        (["--rate", "1mbit", "--topology", "maze"], "--topology maze"),
+        (["--rate", "1mbit", "--method", "power-gossip", "--topology", "exponential"], "graph"),
+        (["--rate", "1mbit", "--wings", "2"], "--wings"),
+        ([], "--rate"),
+    ],
+)
+def test_bad_input_is_a_sentence(
+    arguments: list[str],
+    key: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(BadInput, match=key):
+        program.main([*QUICK, *arguments])
+    monkeypatch.setattr(sys, "argv", ["powergossip-predict", *QUICK, *arguments])
+    with pytest.raises(SystemExit) as exit:
+        program.command()
+    assert exit.value.code == 2
+    assert key in capsys.readouterr().err
+
+
+# --- The experiments -----------------------------------------------------------------------------
+
+
+def test_measured_and_predicted_from_rows_to_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows made by the model itself have the ratio 1."""
+    monkeypatch.setattr(experiment, "SECONDS", 0.0)
+    words, phases = 50, ("data", "gradient", "averaging", "communication", "update")
+    size = (words + 2 * 4 * experiment.HIDDEN) * experiment.HIDDEN + 8 * experiment.HIDDEN + words
+    spent = {"gradient": 0.02, "update": 0.001, "communication": 0.004}
+    alone = {m: dict.fromkeys(phases, 0.0) | spent for m in experiment.METHODS}
+    predicted, _ = experiment.predict(alone, size, tmp_path)
+
+    def results(run: Run) -> pd.DataFrame:
+        method, place = run.labels["method"], run.labels["place"]
+        step = alone[method]
+        if place != experiment.CALIBRATION:
+            step = dict.fromkeys(phases, predicted[method, place] / len(phases))
+        return pd.DataFrame(
+            [
+                {"name": "phase_seconds", "phase": phase, "epoch": epoch,
+                 "value": epoch * experiment.STEPS * step[phase],
+                 "bits": epoch * experiment.STEPS * 32 * size}
+                for epoch in (1, experiment.EPOCHS) for phase in phases
+            ]
+        )  # fmt: skip
+
+    text = experiment.report(results, tmp_path)
+    cases = len(experiment.METHODS) * len(experiment.PLACES)
+    assert text.count(", 1.00)") == cases
+    assert f"{size:,} parameters" in text
+
+
+def test_the_figure_of_scale(tmp_path: Path) -> None:
+    costs = {name: (1e-3, 1e-4) for name in scale.METHODS} | {"gradient": (0.05,)}
+    speed, target = scale.curves(costs, (8, 64))
+    for network, panel in speed.items():
+        assert panel.keys() == target[network].keys()
+        reduced, gossip = panel["all-reduce"][1], panel["D-PSGD, ring"][1]
+        assert reduced[1] <= reduced[0]  # more messages
+        assert gossip[1] == pytest.approx(gossip[0])  # a ring has two neighbors at any size
+    slow = next(iter(speed.values()))
+    assert slow["PowerGossip, 2 iterations, ring"][1][0] > slow["D-PSGD, ring"][1][0]
