@@ -205,7 +205,7 @@ def of_processes(n: int, seconds: float) -> list[Line]:
         arguments = f"algorithm={algorithm} model=resnet20 seconds={seconds} {given}"
         launcher = ["mpirun", "-np", str(n), "--map-by", ":oversubscribe"] if n > 1 else []
         lines.append(
-            Line(name, n, steps.measured("gossip_step.py", arguments, *launcher)["ms_per_step"])
+            Line(name, n, steps.measured("gossip_step.py", arguments, launcher)["ms_per_step"])
         )
     return lines
 

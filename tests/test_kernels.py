@@ -192,11 +192,11 @@ def test_moniqua_is_that_of_pytorch(topology: str, values: str) -> None:
 @pytest.fixture
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """As if nothing had been loaded in this process, before and after."""
-    for clear in (kernels.compiled.cache_clear, kernels.load_for.cache_clear):
+    for clear in (kernels.compiled.cache_clear, kernels.agree.cache_clear):
         clear()
     yield monkeypatch
     monkeypatch.undo()
-    for clear in (kernels.compiled.cache_clear, kernels.load_for.cache_clear):
+    for clear in (kernels.compiled.cache_clear, kernels.agree.cache_clear):
         clear()
 
 
@@ -227,7 +227,7 @@ def test_all_processes_use_pytorch_if_one_lacks_a_compiler(forgotten: pytest.Mon
     device = torch.device("cpu")
     assert kernels.name(kernels.load_for(comm, device)) == "compiled"
     kernels.compiled.cache_clear()
-    kernels.load_for.cache_clear()
+    kernels.agree.cache_clear()
     if comm.rank == 1:
         forgotten.setenv("CC", "false")
     assert kernels.name(kernels.load_for(comm, device)) == "torch"

@@ -42,7 +42,7 @@ BASE = {
     "tensor_cache",
     "trees",
 }
-NETWORK = BASE | {"topologies"}
+NETWORK = BASE | {"kernels", "topologies"}
 ALGORITHMS = NETWORK | {"compressors", "network"}
 RUNS = ALGORITHMS | {"algorithms"}
 MAY_IMPORT = {
@@ -50,6 +50,7 @@ MAY_IMPORT = {
     "compressors": BASE,
     "topologies": BASE,
     "tasks": BASE,
+    "kernels": BASE,
     "network": NETWORK,
     "mpi_check": NETWORK | {"network"},
     "algorithms": ALGORITHMS,

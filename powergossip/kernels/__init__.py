@@ -24,14 +24,29 @@ import tempfile
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from powergossip.network import Network, Processes
-
 Kernels = ctypes.CDLL
+
+
+class Processes(Protocol):
+    """The processes of a run, see powergossip.network."""
+
+    def one_by_one(self, action: Callable[[], Any]) -> Any: ...
+    def gather(self, value: Any) -> list[Any]: ...
+    def __hash__(self) -> int: ...
+
+
+class Network(Protocol):
+    """The workers of this process, see powergossip.network."""
+
+    @property
+    def processes(self) -> Processes: ...
+    @property
+    def device(self) -> torch.device: ...
+
 
 _FILES = (
     "common.h",
@@ -50,20 +65,21 @@ _FLAGS = (
 )
 
 
-def load(network: "Network") -> Kernels | None:
+def load(network: Network) -> Kernels | None:
     """The compiled functions, or None where PyTorch is to be used: on a GPU, without a compiler in
-    one of the processes, or with POWERGOSSIP_KERNELS=0.
-
-    All processes call it at the same time, not in a block of `Processes.agreed`.
-    """
+    one of the processes, or with POWERGOSSIP_KERNELS=0."""
     return load_for(network.processes, network.device)
 
 
+def load_for(processes: Processes, device: torch.device) -> Kernels | None:
+    """The same, without a network."""
+    return agree(processes) if device.type == "cpu" else None
+
+
 @functools.cache
-def load_for(processes: "Processes", device: torch.device) -> Kernels | None:
-    """The same, without a network. Collective at the first call."""
-    if device.type != "cpu":
-        return None
+def agree(processes: Processes) -> Kernels | None:
+    """The compiled functions if all processes have them. Collective at the first call, which is
+    made where the processes are connected."""
     found = processes.one_by_one(compiled)
     sources = processes.gather(None if found is None else _source())
     return found if None not in sources and len(set(sources)) == 1 else None

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from powergossip import kernels
 from powergossip.errors import BadInput
 from powergossip.network.processes import Processes, end_together
 
@@ -48,6 +49,7 @@ def processes(
         _found.set_threads()
         if _found.size > 1:
             end_together(_found)
+            kernels.agree(_found)
     elif backend != "auto" and _found.size > 1 and (backend == "mpi") != _found.is_mpi:
         raise BadInput(
             f"distributed_backend={backend}: this program already uses {_found.transport}; "
@@ -77,6 +79,7 @@ def processes_of(group: Any = None) -> Processes:
         found = MPIProcesses(group.Dup()) if group.size > 1 else Processes()
         if found.size > 1:
             end_together(found)
+            kernels.agree(found)
         _known.append((group, found))
         return found
     raise BadInput(
@@ -99,6 +102,7 @@ def _of_group(group: dist.ProcessGroup, backend: str = "auto") -> Processes:
 
         found = GroupProcesses(group, backend)
         end_together(found)
+        kernels.agree(found)
     _known.append((group, found))
     return found
 
