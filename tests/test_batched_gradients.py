@@ -110,7 +110,7 @@ def test_tied_frozen_and_unused_parameters() -> None:
 )
 def test_a_resumed_run_is_the_same_to_the_bit(changes: dict[str, Any]) -> None:
     """Also after the last batches of an epoch, of which some have a sample more."""
-    options = {"n_workers": 3, "gradient_clipping": 1.0, **changes}
+    options = {"n_workers": 4, "gradient_clipping": 1.0, **changes}
     straight = trainer("on", **options)
     steps = straight.steps_per_epoch
     for step in range(steps):

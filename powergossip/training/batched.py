@@ -164,20 +164,25 @@ def _by_tensor(layout: Layout, rows: Tensor) -> list[Tensor]:
     ]
 
 
-def by_rule(models: Sequence[nn.Module], batch: Any) -> bool:
-    """Whether `auto` batches the gradients of these models, with batches of this size.
+def by_rule(models: Sequence[nn.Module], batch: Callable[[], Any]) -> bool:
+    """Whether `auto` batches the gradients of these models, with batches like this one.
 
     A function of the number of models, of their layers and of sizes, the same on any device: the
     rounding of a run must not depend on measured times.
     """
-    model, inputs = models[0], tree_flatten(batch)[0][0]
+    model = models[0]
     layers = {type(m) for m in model.modules() if any(True for _ in m.parameters(recurse=False))}
-    return bool(
+    return (
         len(models) >= FEWEST_WORKERS
         and layers <= {nn.Linear, nn.Conv2d}
         and sum(parameter.numel() for parameter in model.parameters()) <= MOST_PARAMETERS
-        and (nn.Conv2d not in layers or inputs.numel() <= MOST_PIXELS)
+        and (nn.Conv2d not in layers or _inputs(batch()).numel() <= MOST_PIXELS)
     )
+
+
+def _inputs(batch: Any) -> Tensor:
+    inputs: Tensor = tree_flatten(batch)[0][0]
+    return inputs
 
 
 def check(batched: BatchedGradient, batches: Sequence[Any]) -> None:

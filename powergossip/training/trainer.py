@@ -258,9 +258,9 @@ class Trainer:
         c, models = self.config, self.parameters.models
         if c.batched_gradients != "auto" or not tasks.is_in_library(c.task, c.task_architecture):
             return bool(c.batched_gradients == "on")
-        if len(models) < batched.FEWEST_WORKERS or c.torch_compile or c.precision != "fp32":
-            return False
-        return batched.by_rule(models, self.task.batch(self.network.workers[0], 0, 0))
+        plain = not c.torch_compile and c.precision == "fp32"
+        first = partial(self.task.batch, self.network.workers[0], 0, 0)
+        return plain and batched.by_rule(models, first)
 
     def _batched_gradient(self) -> batched.BatchedGradient:
         overlapping = self.config.overlapping and self.processes.size > 1
