@@ -7,7 +7,8 @@ The model is given
 
     bytes, messages        counted by running a step of the method alone
     CPU time of averaging  measured with one worker alone, without messages
-    CPU time of gradient   of two hosts on unlimited links, so that each process has a core
+    CPU time of gradient   of two hosts on unlimited links, so that each process has a core: the
+                           median over the methods
     CPU time of a message, and of a byte
                            fitted to the communication of these runs
 
@@ -19,6 +20,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from experiments import learning
@@ -144,12 +146,8 @@ def predict(
     layout = _layout(parameters)
     averaging = _averaging(layout, folder)
     traffic = {m: prediction.count(prediction.METHODS[m], layout) for m in METHODS}
-    compute = {
-        m: prediction.Compute(
-            sum(alone[m][p] for p in ("data", "gradient", "update")), *averaging[m]
-        )
-        for m in METHODS
-    }
+    gradient = median(sum(alone[m][p] for p in ("data", "gradient", "update")) for m in METHODS)
+    compute = {m: prediction.Compute(gradient, *averaging[m]) for m in METHODS}
     per_message, per_byte = _fitted(
         [
             (
@@ -175,7 +173,6 @@ def predict(
         for method in METHODS:
             step = prediction.step(traffic[method], topology, cluster, compute[method])
             predicted[method, place] = step.seconds
-    gradient = sum(c.gradient for c in compute.values()) / len(compute)
     return predicted, (
         f"Calibration: {1e3 * gradient:.3g} ms for a gradient, {1e6 * per_message:.3g} µs for a "
         f"message, {1e9 * per_byte:.3g} ns for a byte."
