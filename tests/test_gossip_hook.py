@@ -24,6 +24,7 @@ from tests.test_gossip_optimizer import (
     everywhere,
     fill,
     loss,
+    meetings_of,
     mixing,
     mlp,
     numbers,
@@ -48,6 +49,7 @@ def hooked(
             mlp() if model is None else model,
             process_group=torch_group(processes(), CPU),
             broadcast_buffers=broadcast_buffers,
+            bucket_cap_mb=1e-4,  # several buckets
         )
     optimizer = OPTIMIZERS[local](ddp.module)
     state = GossipState(optimizer, method, **options)
@@ -101,6 +103,12 @@ def test_it_is_gossip_optimizer_to_the_bit(name: str, local_steps: int) -> None:
     with state.mean_model(), theirs.mean_model():
         assert torch.equal(numbers(ddp.module), numbers(reference))
         assert torch.equal(*everywhere(reference)[:2])
+        for model in (ddp, reference):  # the gradient of the mean model is no step of gossip
+            loss(model, processes().rank, 0).backward()
+        with pytest.raises(RuntimeError, match="mean_model"):
+            optimizer.step()
+    assert state.bits == theirs.bits
+    assert state.state_dict()["steps"] == 7
 
 
 @pytest.mark.parallel([4])
@@ -186,6 +194,7 @@ def test_a_restored_state_is_the_same_to_the_bit(tmp_path: Path) -> None:
     file = tmp_path / f"{processes().rank}.pt"
     ddp, optimizer, state = hooked("power-gossip", local_steps=2)
     run(ddp, optimizer, range(5))
+    loss(ddp, processes().rank, 5).backward()  # its gossip is in flight, and its step is skipped
     torch.save([part.state_dict() for part in (ddp, optimizer, state)], file)
     run(ddp, optimizer, range(5, 10))
     resumed = hooked("power-gossip", local_steps=2)
@@ -227,6 +236,10 @@ def test_bad_input_is_rejected() -> None:
         hooked("all-reduce")
     with pytest.raises(BadInput, match="local_steps=0"):
         hooked(local_steps=0)
+    with pytest.raises(BadInput, match="local_steps differs between processes"):
+        hooked(local_steps=1 + processes().rank)
+    with pytest.raises(BadInput, match="message_dtype=bf16"):
+        hooked(message_dtype="bf16")
     with pytest.raises(BadInput, match="cannot be wrapped"):
         GossipState(mlp(), "dpsgd")  # type: ignore[arg-type]
     ddp, optimizer, _ = hooked()
@@ -235,7 +248,8 @@ def test_bad_input_is_rejected() -> None:
         run(ddp, optimizer, range(1))
 
 
-def test_alone_it_is_ddp_without_a_hook() -> None:
+def test_alone_it_is_ddp_without_a_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    meetings = meetings_of(monkeypatch)
     ddp, optimizer, state = hooked("power-gossip")
     reference = mlp()
     plain = OPTIMIZERS["momentum"](reference)
@@ -243,6 +257,8 @@ def test_alone_it_is_ddp_without_a_hook() -> None:
     run(reference, plain, range(3), worker=0)
     assert torch.equal(numbers(ddp.module), numbers(reference))
     assert state.bits == 0
+    with state.mean_model():
+        assert meetings() == [3, 3]
 
 
 def test_bucket_0_is_the_first_of_every_backward_pass() -> None:

@@ -245,6 +245,30 @@ def test_workers_that_change_their_neighbors() -> None:
     torch.testing.assert_close(everywhere(model), mean.expand(N, -1))
 
 
+@pytest.mark.parallel([4])
+def test_the_seed_is_also_that_of_the_topology() -> None:
+    def graph(seed: int, topology: topologies.Topology | None = None) -> list[Any]:
+        topology = topology or topologies.make("random-matching", N, seed=seed)
+        return [of_round.weights.toarray().tolist() for of_round in topology.rounds]
+
+    method = Method("dpsgd", topology="random-matching", seed=1)
+    network = method.network(processes(), torch.device("cpu"))
+    assert graph(1, network.topology) == graph(1) != graph(0)
+
+
+def meetings_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int | None]]:
+    """The number of steps that each meeting knows: those at the exit, then those since."""
+    at_exit: list[Callable[[], int | None]] = []
+    since: list[int | None] = []
+    monkeypatch.setattr(
+        "powergossip.network.meet_at_exit", lambda processes, steps: at_exit.append(steps)
+    )
+    monkeypatch.setattr(
+        "powergossip.network.meet", lambda processes, place, steps: since.append(steps)
+    )
+    return lambda: [*(steps() for steps in at_exit), *since]
+
+
 # Layers that are unfrozen.
 
 

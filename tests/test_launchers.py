@@ -25,7 +25,7 @@ from tests import slurm
 from tests.helpers import wait_until
 from tests.launch import ROOT, one_mpirun_at_a_time
 
-HERE = ("mpirun", "process")
+HERE = ("mpirun", "torchrun", "process")
 
 # Calls a launcher, as the runner does in a thread of its own, among other threads; exits with the
 # job's code.
@@ -64,6 +64,8 @@ sys.exit(128 + stopped[0] if stopped else 5)
 """
 
 MPI = "from mpi4py import MPI; print('process', MPI.COMM_WORLD.rank, 'of', MPI.COMM_WORLD.size)"
+
+TORCHRUN = "import os; print('process', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
 
 
 def job_of(folder: Path, *command: str, processes: int = 1) -> Job:
@@ -153,12 +155,14 @@ def test_one_process_hosts_the_workers_of_all_processes(
     assert output(job) == [" ".join([*given, *added])]
 
 
-def test_mpirun_starts_the_given_number_of_processes(tmp_path: Path) -> None:
-    job = python(tmp_path, MPI, processes=2)
+@pytest.mark.parametrize("name", ["mpirun", "torchrun"])
+def test_a_launcher_starts_the_given_number_of_processes(name: str, tmp_path: Path) -> None:
+    job = python(tmp_path, {"mpirun": MPI, "torchrun": TORCHRUN}[name], processes=2)
     with one_mpirun_at_a_time():
-        assert Mpirun()(job) == 0
-    assert sorted(output(job)) == ["process 0 of 2", "process 1 of 2"]
-    assert f"$ mpirun -np 2 {sys.executable} -c " in job.log.read_text()
+        assert LAUNCHERS[name](job) == 0
+    assert {"process 0 of 2", "process 1 of 2"} <= set(output(job))
+    text = {"mpirun": "mpirun -np 2", "torchrun": "--nproc-per-node 2 --no-python"}[name]
+    assert f" {text} {sys.executable} -c " in job.log.read_text()
 
 
 def test_a_launcher_can_be_called_in_many_threads(tmp_path: Path) -> None:
@@ -183,13 +187,17 @@ def test_a_launcher_without_its_program_is_an_error(
 # --- Whoever starts a job may be killed -----------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "processes"), [("process", 1), ("mpirun", 2)])
+@pytest.mark.parametrize(
+    ("name", "processes"),
+    [("process", 1), ("mpirun", 2), pytest.param("torchrun", 2, marks=pytest.mark.slow)],
+)
 def test_a_killed_runner_leaves_nothing_behind(name: str, processes: int, tmp_path: Path) -> None:
     """Its processes get a signal, and the next start waits until they have ended."""
-    job = python(tmp_path, LASTING, tmp_path, 600, processes=processes)
+    lasting = LASTING.replace("SIGUSR1", "SIGTERM") if name == "torchrun" else LASTING
+    job = python(tmp_path, lasting, tmp_path, 600, processes=processes)
     again = shell(tmp_path, f"ls -d {tmp_path}/ended-*")
     with (
-        one_mpirun_at_a_time() if name == "mpirun" else nullcontext(),
+        nullcontext() if name == "process" else one_mpirun_at_a_time(),
         killed(name, job, lambda: count(tmp_path, "began-*") == processes) as program,
     ):
         program.kill()

@@ -22,6 +22,7 @@ from tests.test_gossip_optimizer import (
     dense,
     everywhere,
     fill,
+    meetings_of,
     mixing,
     mlp,
     numbers,
@@ -68,6 +69,10 @@ def test_it_is_gossip_optimizer_to_the_bit(given: str) -> None:
     assert averager.bits == theirs.bits > 0
     with averager.mean_model(), theirs.mean_model():
         assert torch.equal(numbers(model), numbers(reference))
+        assert torch.equal(*everywhere(model)[:2])
+        with pytest.raises(RuntimeError, match="mean_model"):
+            averager.average_parameters(model.parameters())
+    assert torch.equal(numbers(model), numbers(reference))
 
 
 @pytest.mark.parallel([4])
@@ -93,15 +98,21 @@ def test_a_restored_averager_is_the_same_to_the_bit(at: int, tmp_path: Path) -> 
     parts = (model, optimizer, averager)
     file = tmp_path / f"{processes().rank}.pt"
     torch.save([part.state_dict() for part in parts], file)
+    bits = averager.bits
     run(model, optimizer, range(at, 10))
 
     resumed = averaged(period=2, warmup_steps=3)
     for part, state in zip(resumed, torch.load(file), strict=True):
         part.load_state_dict(state)
     assert resumed[2].step == at
+    assert resumed[2].bits == bits
+    third = GossipModelAverager("power-gossip", period=2, warmup_steps=3)
+    third.load_state_dict(copy.deepcopy(resumed[2].state_dict()))  # before it gossips
+    assert third.bits == bits
+    resumed = resumed[0], PostLocalSGDOptimizer(resumed[1].optim, third), third
     run(resumed[0], resumed[1], range(at, 10))
     assert torch.equal(numbers(resumed[0]), numbers(model))
-    assert resumed[2].bits == averager.bits > 0
+    assert resumed[2].bits == averager.bits > bits
 
 
 @pytest.mark.parallel([4])
@@ -134,9 +145,9 @@ def test_groups_that_are_added_are_averaged_and_restored() -> None:
 
 @pytest.mark.parallel([4])
 def test_frozen_parameters_and_those_of_half_precision() -> None:
-    """Frozen ones stay each worker's own. Half precision is rounded once."""
+    """Frozen ones, of any dtype, stay each worker's own. Half precision is rounded once."""
     who = processes()
-    frozen = nn.Parameter(torch.full((3,), float(who.rank)), requires_grad=False)
+    frozen = nn.Parameter(torch.full((3,), who.rank), requires_grad=False)
     half = nn.Parameter(torch.full((4,), 1.0 + who.rank / 64).bfloat16())
     averager = GossipModelAverager("dpsgd", message_dtype="parameter")
     averager.average_parameters([frozen, half])
@@ -146,7 +157,10 @@ def test_frozen_parameters_and_those_of_half_precision() -> None:
     assert averager.bits == 2 * 4 * 16
 
 
-def test_alone_it_changes_nothing_and_needs_no_process_group() -> None:
+def test_alone_it_changes_nothing_and_needs_no_process_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    meetings = meetings_of(monkeypatch)
     model, optimizer, averager = averaged(process_group=ALONE, warmup_steps=1)
     assert isinstance(averager, ModelAverager)
     reference = mlp()
@@ -154,6 +168,8 @@ def test_alone_it_changes_nothing_and_needs_no_process_group() -> None:
     run(reference, OPTIMIZERS["momentum"](reference), range(3), worker=0)
     assert torch.equal(numbers(model), numbers(reference))
     assert averager.bits == 0
+    with averager.mean_model():
+        assert meetings() == [3, 3]
 
 
 def test_bad_input_is_rejected_at_construction() -> None:
@@ -203,5 +219,7 @@ def test_workers_start_from_their_own_values() -> None:
     fill(model, torch.full_like(numbers(model), float(processes().rank)))
     averager = GossipModelAverager("dpsgd")
     averager.average_parameters(model.parameters())
+    with pytest.raises(BadInput, match="the periods differs between processes"):
+        GossipModelAverager("dpsgd", warmup_steps=processes().rank)
     expected: Tensor = mixing() @ torch.arange(4.0)
     torch.testing.assert_close(everywhere(model)[:, 0], expected)

@@ -73,8 +73,11 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.parametrize(
+    "count", [2, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+)
 def test_rows_are_the_same_to_the_bit_and_checkpoints_resume_under_the_other(
-    tmp_path: Path,
+    count: int, tmp_path: Path
 ) -> None:
     driver = tmp_path / "driver.py"
     driver.write_text(DRIVER)
@@ -90,7 +93,7 @@ def test_rows_are_the_same_to_the_bit_and_checkpoints_resume_under_the_other(
     runs |= {f"{name}, half": [*runs[name], "num_epochs=1"] for name in resumed}
     for launcher in ("mpirun", "torchrun"):
         ended = launch.python(
-            driver, tmp_path / launcher, json.dumps(runs), processes=2, launcher=launcher
+            driver, tmp_path / launcher, json.dumps(runs), processes=count, launcher=launcher
         )
         assert ended.returncode == 0, ended.stderr
     for launcher, other in (("mpirun", "torchrun"), ("torchrun", "mpirun")):
@@ -98,7 +101,7 @@ def test_rows_are_the_same_to_the_bit_and_checkpoints_resume_under_the_other(
         for name in resumed:
             shutil.copytree(tmp_path / launcher / f"{name}, half", folder / name)
         whole = {name: [*runs[name], "resume=true"] for name in resumed}
-        ended = launch.python(driver, folder, json.dumps(whole), processes=2, launcher=other)
+        ended = launch.python(driver, folder, json.dumps(whole), processes=count, launcher=other)
         assert ended.returncode == 0, ended.stderr
     for name in runs:
         assert rows(tmp_path / "torchrun" / name) == rows(tmp_path / "mpirun" / name), name

@@ -92,7 +92,7 @@ class GossipState:
         self._averaged.add(self._known)
         own = weakref.ref(self)
         network.meet_at_exit(processes, lambda: getattr(own(), "_steps", None))
-        optimizer.register_step_pre_hook(lambda *_: _finish(own))
+        optimizer.register_step_pre_hook(lambda *_: _finish(own, is_step=True))
         _at_first_forward(own)
 
     def _parameters(self) -> list[Tensor]:
@@ -114,7 +114,12 @@ class GossipState:
         return self._averaged.messages
 
     def on_bucket(self, index: int) -> None:
-        """Start a step of gossip with bucket 0, the first of a backward pass; advance messages."""
+        """Start a step of gossip with bucket 0, the first of a backward pass; advance messages.
+
+        A backward pass within `mean_model` is no step.
+        """
+        if self._averaged.in_mean:
+            return
         if index > 0 or self._averaged.in_flight:
             self._averaged.progress()
             return
@@ -129,6 +134,11 @@ class GossipState:
         self._steps += 1
         if self._steps % self._local_steps == 0:
             self._averaged.start()
+
+    @property
+    def in_mean_model(self) -> bool:
+        """Whether the parameters are the mean model at present."""
+        return self._averaged.in_mean
 
     def finish(self) -> None:
         """Mix, if a step is in flight: x ← G(x)."""
@@ -155,7 +165,7 @@ class GossipState:
         """A context in which the parameters are the mean over all workers.
 
         Each worker's own parameters are restored at the end. Collective. The messages are not
-        counted.
+        counted. A step of the optimizer raises RuntimeError inside.
         """
         if self._averaged.in_mean:
             raise RuntimeError(
@@ -197,10 +207,13 @@ def gossip_hook(state: GossipState, bucket: dist.GradBucket) -> torch.futures.Fu
     return future
 
 
-def _finish(own: "weakref.ref[GossipState]") -> None:
+def _finish(own: "weakref.ref[GossipState]", is_step: bool = False) -> None:
     state = own()
-    if state is not None:
-        state.finish()
+    if state is None:
+        return
+    if is_step and state.in_mean_model:
+        raise RuntimeError("a step inside mean_model() would be lost; leave it first")
+    state.finish()
 
 
 def _at_first_forward(own: "weakref.ref[GossipState]") -> None:

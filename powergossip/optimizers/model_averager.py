@@ -108,8 +108,10 @@ class GossipModelAverager(ModelAverager):
 
         params: the parameters of a model, or the parameter groups of an optimizer. Raises
         ValueError, in all processes, for parameters that cannot be averaged, and if some are
-        missing that were averaged before.
+        missing that were averaged before. Raises RuntimeError within `mean_model`.
         """
+        if self._averaged is not None and self._averaged.in_mean:
+            raise RuntimeError("a step inside mean_model() would be lost; leave it first")
         since = self.step - self.warmup_steps
         if since >= 0 and since % self.period == 0:
             averaged = self._prepared(params)
