@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -591,3 +592,30 @@ def test_a_signal_to_mpirun_gives_a_sentence_a_checkpoint_and_exit_code_1(
     assert last is not None
     assert last["step"] >= 30
     assert f"step {last['step']} " in line
+
+
+@pytest.mark.parametrize(("arrives", "rarer"), [(0.0, 1), (0.04, 16)])
+def test_agreements_are_rare_where_their_results_are_late(
+    arrives: float, rarer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of 20 ms; a result arrives some time after the step in which it is read."""
+    clock, starts = [0.0], [0]
+    monkeypatch.setattr(agreement.time, "perf_counter", lambda: clock[0])
+
+    class Late(Processes):
+        def start_max(self, values: np.ndarray) -> Callable[[], np.ndarray]:
+            starts[0] += 1
+
+            def result() -> np.ndarray:
+                clock[0] += arrives
+                return values
+
+            return result
+
+    processes = Late()
+    processes.size = 2
+    agreeing = agreement.Agreement(processes)
+    for step in range(1, 201):
+        clock[0] += 0.02
+        assert agreeing.after_step(step, None) is None
+    assert 200 / 2 / rarer * 0.6 < starts[0] < 200 / 2 / rarer * 1.4

@@ -273,8 +273,8 @@ def test_measured_and_predicted_from_rows_to_tables(
         return pd.DataFrame(
             [
                 {"name": "phase_seconds", "phase": phase, "epoch": epoch,
-                 "value": epoch * experiment.STEPS * step[phase],
-                 "bits": epoch * experiment.STEPS * 32 * size}
+                 "value": epoch * 10 * step[phase], "instances": 10 * epoch,
+                 "bits": epoch * 10 * 32 * size}
                 for epoch in (1, experiment.EPOCHS) for phase in phases
             ]
         )  # fmt: skip

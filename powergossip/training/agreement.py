@@ -11,6 +11,8 @@ from powergossip.training.measurements import Diverged, divergence
 
 PATIENCE = 5.0  # seconds after SIGTERM in which all processes must agree, except under MPI
 INTERVAL = 0.05  # seconds between agreements, by the clock of process 0
+LONGEST = 1.0  # the same, where process 0 has to wait for their results
+WAITING = 0.05  # the largest fraction of time that it waits, up to that interval
 _MOST_STEPS = 50  # between agreements
 
 
@@ -19,8 +21,9 @@ class Agreement:
 
     A process that sees such a value continues to train, as the others wait for its messages. NaN
     spreads meanwhile. About 20 times a second, and at least every 50 steps, the processes start a
-    non-blocking maximum of two flags, which they read one step later. If a flag is set, they
-    exchange the details and all act on them after the same step.
+    non-blocking maximum of two flags, which they read one step later. On links of high latency it
+    has not arrived by then, and they start one every second. If a flag is set, they exchange the
+    details and all act on them after the same step.
     """
 
     def __init__(self, processes: Processes):
@@ -29,6 +32,7 @@ class Agreement:
         self._pending: Callable[[], np.ndarray] | None = None
         self._next = 0  # the step after which the next maximum is started
         self._last = 0, time.perf_counter()  # step and time of the last start
+        self._waited = 0.0  # seconds, for the last result
 
     def note(self, worker: int, name: str, value: float, step: int, epoch: int) -> None:
         """Record a value that is infinite or NaN, if it is the first one. `epoch` is from 1."""
@@ -47,7 +51,9 @@ class Agreement:
         if self._processes.size == 1:
             return self.settle(signal)
         if self._pending is not None:
+            began = time.perf_counter()
             ends, steps = self._pending()
+            self._waited = time.perf_counter() - began
             self._pending = None
             self._next = self._last[0] + int(steps)
             if ends:
@@ -75,4 +81,5 @@ class Agreement:
         if self._processes.rank > 0:
             return 0
         per_step = (now - last_time) / max(1, step - last_step)
-        return max(1, min(_MOST_STEPS, int(INTERVAL / max(per_step, 1e-9))))
+        interval = max(INTERVAL, min(LONGEST, self._waited / WAITING))
+        return max(1, min(_MOST_STEPS, int(interval / max(per_step, 1e-9))))
