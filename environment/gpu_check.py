@@ -2,9 +2,9 @@
 
     python environment/gpu_check.py [--wheels FOLDER] [--device cuda|cpu] [--quick] [--report FILE]
 
-It needs Python 3.11, PyTorch, numpy, scipy and networkx, and no network, MPI or `make setup`. It runs
-from a checkout. Dependencies that are missing are installed from the wheels in a folder, if one is
-given, to a temporary folder. Parts that need one which is still missing are left out.
+It needs Python 3.11, PyTorch, numpy, scipy and networkx, and no network, MPI or `make setup`. It
+runs from a checkout. Dependencies that are missing are installed from the wheels in a folder, if
+one is given, to a temporary folder. Parts that need one which is still missing are left out.
 
     machine      GPUs, driver, versions
     correctness  random numbers, averaging rules and aggregations equal the CPU's; checkpoints
@@ -14,9 +14,9 @@ given, to a temporary folder. Parts that need one which is still missing are lef
     steps        time of an averaging step, its lower bound, its kernels
     training     steps per second of ResNet-20 and a transformer, with batched gradients and without
 
-The report is in Markdown. Each part runs in a process of its own: one that fails, hangs or crashes is
-a section with a traceback. The exit code is 1 if a result is wrong or a part has failed, and 2 for a
-request that is impossible. --device cpu is a dry run that compares the CPU with itself.
+The report is in Markdown. Each part runs in a process of its own: one that fails, hangs or crashes
+is a section with a traceback. The exit code is 1 if a result is wrong or a part has failed, and 2
+for a request that is impossible. --device cpu is a dry run that compares the CPU with itself.
 """
 
 import argparse
@@ -35,6 +35,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,6 +135,8 @@ def check(options: argparse.Namespace) -> int:
             f"{sys.executable} has no torch; use the Python of an installation of PyTorch, such as "
             "make gpu-check PYTHON=/opt/venv/bin/python"
         )
+    # Libraries of linear algebra have threads, which they stop before a fork.
+    warnings.filterwarnings("ignore", message=".*multi-threaded.*", category=DeprecationWarning)
     report = options.report.absolute()
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as place:
@@ -196,7 +199,7 @@ def there(package: str) -> bool:
 def install(wheels: Path, site: Path) -> list[str]:
     """Install the wheels of packages that are not here to a folder, and append it to the path.
 
-    Returns sentences for the report. Installed packages keep their place: torch and numpy above all.
+    Returns sentences for the report. What is installed already, such as torch, is not replaced.
     """
     absent = [wheel for wheel in sorted(wheels.glob("*.whl")) if not _installed(wheel)]
     if not absent:
@@ -261,7 +264,7 @@ def facts(device: str, folder: Path) -> Machine:
     rows += [
         ("commit", _output("git", "-C", str(ROOT), "describe", "--always", "--dirty") or "unknown"),
         ("Python", platform.python_version()),
-        ("processor", f"{_processor()}, {len(os.sched_getaffinity(0))} cores"),
+        ("processor", f"{_processor()}, {os.cpu_count()} cores"),
         ("system", f"{platform.system()} {platform.release()}"),
         *((p, _version(p)) for p in ("numpy", "scipy", "networkx", "mpi4py", "omegaconf")),
     ]
@@ -281,8 +284,8 @@ def _ask(device: str, writer: "multiprocessing.connection.Connection") -> None:
         names = [properties.name for properties in every]
         memory = ", ".join(f"{p.name}, {p.total_memory / 2**30:.0f} GiB" for p in every)
         query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        there = torch.distributed.is_nccl_available()
-        nccl = ".".join(map(str, torch.cuda.nccl.version())) if there else "missing"
+        has_nccl = torch.distributed.is_nccl_available()
+        nccl = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "missing"
         rows += [
             ("GPUs", memory),
             ("compute capability", f"{every[0].major}.{every[0].minor}"),

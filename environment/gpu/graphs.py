@@ -1,7 +1,7 @@
 """Averaging steps as CUDA graphs: captured once, and replayed without the host.
 
-A graph has the kernels of its capture with their arguments. What a rule computes on the host is thus
-the same in each replay: a step counter, and with it the random numbers.
+A graph has the kernels of its capture with their arguments. What a rule computes on the host is
+thus the same in each replay: a step counter, and with it the random numbers.
 """
 
 import traceback
@@ -33,7 +33,7 @@ def run(setting: Setting, findings: Findings) -> None:
         if wait is not None:
             rows.append((case.label, "no", wait, "", "", ""))
         elif not setting.on_gpu:
-            rows.append((case.label, "not on a CPU", "", "", "", ""))
+            rows.append((case.label, "not on a CPU", "none", "", "", ""))
         else:
             rows.append((case.label, *capture(setting, findings, case, layout)))
     findings.text(
