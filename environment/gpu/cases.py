@@ -48,15 +48,15 @@ class Case(NamedTuple):
 FIX = ("diffusion_rate", "theta")  # fit random x, and are not shown
 
 
-def averaging_cases() -> Iterator[Case]:
-    """All averaging rules, with rates at which random x converge."""
+def averaging_cases(some: bool = False) -> Iterator[Case]:
+    """All averaging rules, with rates at which random x converge; or each one with its defaults."""
     for name in {**AVERAGING, **CONSENSUS_ONLY}:
         known = algorithms.defaults(name)
         fixed: dict[str, Any] = {"theta": 6.0} if "theta" in known else {}
         if {"compressor", "theta"} & {*known}:
             fixed["diffusion_rate"] = 0.1
-        for options in VARIANTS.get(name, [{}]):
-            if "compressor" not in known:
+        for options in VARIANTS.get(name, [{}])[: 1 if some else None]:
+            if "compressor" not in known or some:
                 yield Case(name, fixed | options)
                 continue
             for compressor in compressors.COMPRESSORS:

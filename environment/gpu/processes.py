@@ -117,7 +117,7 @@ def _check(setting: Setting, findings: Findings, launch: Launch, rank: int) -> N
     stage = launch.transport == "gloo"
     rows = []
     # All processes compute a row, and the first one reports the worst of all.
-    for name, wrong in _results(device, processes, launch, stage):
+    for name, wrong in _results(device, processes, launch, stage, setting.quick):
         sentences = sorted({text for text in processes.gather(wrong) if text})
         if rank == 0:
             shown = f"{launch.transport}, {name}: {'; '.join(sentences)}"
@@ -139,7 +139,7 @@ def _check(setting: Setting, findings: Findings, launch: Launch, rank: int) -> N
 
 
 def _results(
-    device: torch.device, processes: Processes, launch: Launch, stage: bool
+    device: torch.device, processes: Processes, launch: Launch, stage: bool, quick: bool
 ) -> Iterator[tuple[str, str]]:
     """(check, what is wrong in this process, or nothing)"""
 
@@ -169,7 +169,7 @@ def _results(
         apart = difference(received[-1][0], x.mean(0))
         yield f"all-reduce, {kind}", str(apart) if apart.off else ""
 
-    for case in cases.averaging_cases():
+    for case in cases.averaging_cases(some=quick):
         results = []
         starts = x[own].clone().to(device), x.clone()
         for used, start in zip((network(), cases.network(x.device)), starts, strict=True):

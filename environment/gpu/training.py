@@ -75,7 +75,7 @@ def measure(setting: Setting, arguments: list[str]) -> tuple[torch.Tensor, float
     setting.synchronize()
     start, first = time.perf_counter(), step
     while time.perf_counter() - start < (0.1 if setting.quick else SECONDS):
-        advance(2 if setting.quick else 10)
+        advance(10 if setting.on_gpu else 1)
         setting.synchronize()
     per_second = (step - first) / (time.perf_counter() - start)
     trainer.close()
