@@ -70,6 +70,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--transport", default="mpi", choices=("mpi", "gloo"), help=help)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """The processes of `pytest -n auto`. Many tests wait for programs that they have started, so
+    that one process per core would leave cores idle."""
+    return 2 * (os.cpu_count() or 1)
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Under mpirun, files without a test for this number of processes are not even imported."""
     if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):

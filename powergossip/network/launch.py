@@ -1,4 +1,4 @@
-"""The launcher of a run: who started these processes, and how they communicate."""
+"""The launcher of a run, and the connection of its processes."""
 
 import os
 import sys
@@ -34,9 +34,9 @@ def processes(
              gloo and nccl also accept the variables RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, a
              file (below), and mpirun, whose processes then exchange their addresses by MPI.
     file     # a file in a common folder, in which processes that no launcher has started find each
-             # other: this is number `rank` of `size`
+             # other: this one has index `rank` of `size`
 
-    Raises BadInput for several processes that nothing connects: each would carry out the run alone.
+    Raises BadInput for several processes without a connection: each would carry out the run alone.
     """
     global _found
     if _found is None:

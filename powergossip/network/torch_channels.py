@@ -43,7 +43,9 @@ def check_order(batches: Sequence[Sequence[Batch]]) -> None:
 
     batches  # [process][index], see `GroupProcesses.batches`
 
-    The batches of an index belong together: what one process sends is what the other receives.
+    The batches of an index belong together: each message is sent by one process and received by the
+    other, with the same size.
+
     Raises ValueError for the first batch that differs.
     """
     lengths = [len(of_process) for of_process in batches]
@@ -146,7 +148,7 @@ class NCCLChannel:
 
 
 class GlooMessages:
-    """Messages by gloo, which reports the completion of a message only to who waits for it."""
+    """Messages by gloo, which reports the completion of a message only in `wait`."""
 
     def __init__(
         self,
