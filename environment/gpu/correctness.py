@@ -89,7 +89,7 @@ def check_averaging(setting: Setting, findings: Findings) -> None:
     the copies of a worker's x that its neighbors keep are equal to the bit."""
     rows = []
     x = cases.values(seed=0)
-    for number, case in enumerate(cases.averaging_cases()):
+    for number, case in enumerate(cases.averaging_cases(some=setting.quick)):
         folders = [setting.folder / f"{number}-{where}" for where in ("device", "cpu")]
         runs = [started(case, device, x).advance() for device in (setting.device, CPU)]
         for run, folder in zip(runs, folders, strict=True):
