@@ -2,11 +2,15 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-quick test-all check trackers bench docs docs-serve clean
+.PHONY: help setup train test test-quick test-all check trackers bench gpu-check docs docs-serve \
+	clean
 
 # processes of `make train`, and what is handed on to it:  make train NP=4 ARGS="topology=torus seed=2"
 NP ?= 8
 ARGS ?=
+# Python with torch, and a folder of wheels, of `make gpu-check`
+PYTHON ?= $(shell command -v python3 || command -v python)
+WHEELS ?=
 # port of `make docs-serve`
 PORT ?= 8000
 
@@ -62,6 +66,9 @@ check: setup ## formatting, lint, types
 
 bench: setup ## milliseconds a step under mpirun and torchrun, beside lower bounds and PyTorch
 	@$(activate) && python benchmarks/steps.py
+
+gpu-check: ## check and measure on a GPU, without setup; PYTHON=…, WHEELS=folder, ARGS=--quick
+	@"$(PYTHON)" environment/gpu_check.py $(if $(WHEELS),--wheels "$(WHEELS)") $(ARGS)
 
 docs: setup ## the documentation site, in docs/_build/html; warnings are errors
 	@$(activate) && python -m sphinx -q -W --keep-going -d docs/_build/doctrees docs docs/_build/html && \

@@ -71,8 +71,9 @@ def bits(keys: Tensor, counter: int, shape: tuple[int, ...], start: Tensor | int
     doi:10.1145/2714064.2660195).
     """
     count = math.prod(shape)
-    first = torch.as_tensor(start, device=keys.device)[..., None] + (counter << 32)
-    index = first + torch.arange(count, device=keys.device)
+    # A tensor made of an int would be copied to a GPU, for which the host would wait.
+    first = (start[..., None] if isinstance(start, Tensor) else start) + (counter << 32)
+    index = torch.arange(count, device=keys.device) + first
     hashed = _splitmix(keys[..., None] + index.mul_(_GOLDEN))
     return hashed.view(*hashed.shape[:-1], *shape)
 
