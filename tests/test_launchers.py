@@ -362,6 +362,7 @@ def test_slurm_runs_jobs_at_the_same_time(cluster: slurm.Cluster, tmp_path: Path
     assert [leftovers(job) for job in jobs] == [[]] * 5
 
 
+@pytest.mark.slow
 def test_a_job_of_slurm_continues_without_the_runner(
     cluster: slurm.Cluster, tmp_path: Path
 ) -> None:
@@ -383,6 +384,7 @@ def test_a_job_of_slurm_continues_without_the_runner(
     assert leftovers(job) == []
 
 
+@pytest.mark.slow
 def test_the_exit_code_of_a_job_that_slurm_has_forgotten(
     cluster: slurm.Cluster, tmp_path: Path
 ) -> None:
@@ -409,6 +411,7 @@ def let_go(job: Job, condition: Callable[[], object]) -> None:
             code()
 
 
+@pytest.mark.slow
 def test_exit_codes_of_jobs_that_others_end(cluster: slurm.Cluster, tmp_path: Path) -> None:
     asked, cancelled, gone, pending = (
         python(tmp_path / str(i), LASTING, tmp_path / str(i), 600, processes=n)
@@ -454,6 +457,7 @@ def test_an_error_of_sbatch_is_in_the_log(
     assert leftovers(job) == []
 
 
+@pytest.mark.slow
 def test_a_job_of_slurm_continues_without_the_controller(
     cluster: slurm.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -472,6 +476,7 @@ def test_a_job_of_slurm_continues_without_the_controller(
         assert code() == 5
 
 
+@pytest.mark.slow
 def test_slurm_on_several_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Open MPI learns the nodes from Slurm, and puts a process on each."""
     job = job_of(tmp_path, "sh", "-c", "echo $SLURMD_NODENAME", processes=2)
