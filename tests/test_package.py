@@ -195,7 +195,7 @@ def test_the_wheel_has_the_package_and_five_modules(wheel: Path) -> None:
     assert "powergossip/py.typed" in names
     inside = {
         file.relative_to(launch.ROOT).as_posix()
-        for pattern in ("*.py", "presets/**/*.yaml")
+        for pattern in ("*.py", "kernels/*.[ch]", "presets/**/*.yaml")
         for file in PACKAGE.rglob(pattern)
     }
     assert {name for name in names if name.startswith("powergossip/")} == {
