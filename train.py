@@ -131,6 +131,9 @@ class Config:
     topology_options: dict[str, Any] = field(default_factory=dict)  # such as {degree: 4}
     overlapping: bool = True  # gossip while the gradient is computed (false: after the update)
     local_steps: int = 1  # gossip every k-th step
+    learning: str = "dpsgd"  # the rule of gossip: dpsgd, or for data that differ between workers:
+    #   quasi-global-momentum, gradient-tracking, k-gt, momentum-tracking, gt-nsgd,
+    #   exact-diffusion, beer, motef (the last two with optimizer=choco)
     optimizer_diffusion_rate: float | int | str | None = None  # γ (1), or auto
     #   for dpsgd and power-gossip: the best for plain gossip on this topology
     optimizer_rank: int | None = None  # power-gossip, powersgd, hooks, svd (1). At most the sides
@@ -145,6 +148,7 @@ class Config:
     optimizer_keep_ratio: float | None = None  # fraction of elements sent: top-k, random-k,
     #   random-block, dgc (0.01). For dgc, r above 1 means 1/r. Published: compress_ratio, 0.001
     optimizer_levels: int | None = None  # qsgd (4)
+    optimizer_copy_rate: float | None = None  # choco (1): how fast public copies follow
     optimizer_unbiased: bool | None = None  # qsgd: without its scaling to a contraction (false)
     optimizer_theta: float | None = None  # moniqua: bound on neighbors' differences (0.25)
     optimizer_min_compression_rate: float | None = None  # powersgd, hooks (2), ef-sgd (1): tensors

@@ -12,7 +12,7 @@ communication itself: it yields messages and is resumed with the received ones (
     compiled_directions.py      the same in compiled loops, on a CPU
     power_gossip_reference.py   a plain version, for comparison in tests
     rates.py          diffusion rates: the best, the largest, that of CHOCO's theorem
-    learning.py       D-PSGD, on top of any averaging algorithm
+    learning/         learning rules on top of averaging algorithms: D-PSGD and others
     aggregation.py    the interface of compressed gradients: power_sgd.py, dgc.py,
                       error_feedback.py, sign_sgd.py
     ddp.py            PyTorch's own hooks for compressed gradients
@@ -65,22 +65,31 @@ __all__ = [
 ]
 
 
-def _with_codec(kind: type[ChocoGossip | DeepSqueeze]) -> _options.Row:
-    """A row of an algorithm whose messages a compressor makes."""
+def _deepsqueeze(
+    network: Network,
+    layout: Layout,
+    *,
+    diffusion_rate: Rate = 1.0,
+    compressor: str = "sign-and-norm",
+    seed: int = 0,
+    **compressor_options: Any,
+) -> Averaging:
+    codec = _codec(network, layout, compressor, compressor_options, seed)
+    return DeepSqueeze(network, codec, diffusion_rate)
 
-    def build(
-        network: Network,
-        layout: Layout,
-        *,
-        diffusion_rate: Rate = 1.0,
-        compressor: str = "sign-and-norm",
-        seed: int = 0,
-        **compressor_options: Any,
-    ) -> Averaging:
-        codec = _codec(network, layout, compressor, compressor_options, seed)
-        return kind(network, codec, diffusion_rate)
 
-    return build
+def _choco(
+    network: Network,
+    layout: Layout,
+    *,
+    diffusion_rate: Rate = 1.0,
+    compressor: str = "sign-and-norm",
+    copy_rate: float = 1.0,
+    seed: int = 0,
+    **compressor_options: Any,
+) -> Averaging:
+    codec = _codec(network, layout, compressor, compressor_options, seed)
+    return ChocoGossip(network, codec, diffusion_rate, copy_rate)
 
 
 def _codec(
@@ -111,8 +120,8 @@ AVERAGING: dict[str, _options.Row] = {
     "all-reduce": lambda network, layout: AllReduce(network),
     "dpsgd": _dpsgd,
     "power-gossip": PowerGossip,
-    "choco": _with_codec(ChocoGossip),
-    "deepsqueeze": _with_codec(DeepSqueeze),
+    "choco": _choco,
+    "deepsqueeze": _deepsqueeze,
     "moniqua": _moniqua,
 }
 

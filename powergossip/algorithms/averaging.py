@@ -1,7 +1,8 @@
 """The interface of averaging algorithms, and helpers of several. See algorithms/__init__.py."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from enum import Enum
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -10,6 +11,22 @@ from powergossip import checks
 from powergossip.network import Conversation, Network
 
 Rate = float | Tensor  # one value, or one for each hosted worker: [worker]
+
+
+class Kind(Enum):
+    """What a learning rule may assume of an averaging rule. Learning rules say which they accept.
+
+    ANTISYMMETRIC      x_i changes by Σ_j u_ij with u_ij = −u_ji, computed from the same bits
+    UNBIASED_COPIES    by Σ_j γ w_ij (x̂_j − x̂_i), with public copies that follow x by an unbiased
+                       compressor
+    BIASED_COPIES      the same with a biased compressor
+    OTHER              everything else
+    """
+
+    ANTISYMMETRIC = "antisymmetric exchanges"
+    UNBIASED_COPIES = "public copies with an unbiased compressor"
+    BIASED_COPIES = "public copies with a biased compressor"
+    OTHER = "other"
 
 
 class Averaging(Protocol):
@@ -31,6 +48,31 @@ class Averaging(Protocol):
         ...
 
 
+@runtime_checkable
+class Incremental(Averaging, Protocol):
+    """An averaging rule x ← x + Δ(x) that computes Δ by itself, with errors relative to Δ.
+
+    Sums of Δ over many steps then have rounding errors of Δ, not of x.
+    """
+
+    kind: Kind
+
+    def increment(self, x: Tensor, out: Tensor) -> Conversation:
+        """out ← Δ(x), both [worker, D]. x stays as it is. Takes the place of a step."""
+        ...
+
+
+def incremental(averaging: Averaging) -> Incremental:
+    """The same rule, which must have increments."""
+    assert isinstance(averaging, Incremental)
+    return averaging
+
+
+def kind_of(averaging: Averaging) -> Kind:
+    """The kind of an averaging rule: OTHER unless it says more."""
+    return averaging.kind if isinstance(averaging, Incremental) else Kind.OTHER
+
+
 class Stateless:
     """An algorithm without memory: the next step depends on x only."""
 
@@ -50,7 +92,7 @@ def column(network: Network, name: str, value: Rate | str, instead_of_auto: str 
     """
     if isinstance(value, str):
         raise checks.BadValue(name, value, f"a number above 0{instead_of_auto}")
-    values = torch.as_tensor(value, dtype=torch.float32, device=network.device).reshape(-1, 1)
+    values = torch.as_tensor(value, dtype=network.dtype, device=network.device).reshape(-1, 1)
     for element in values.flatten().tolist():
         checks.check(name, f"{element:g}", 0 < element < float("inf"), "a number above 0")
     return values.expand(network.rows, 1)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powergossip import randomness
+from powergossip import checks, randomness
 from powergossip.algorithms import compiled
-from powergossip.algorithms.averaging import Rate, column
+from powergossip.algorithms.averaging import Kind, Rate, column
 from powergossip.compressors import Codec, pack, packed_size, unpack
 from powergossip.network import Conversation, Network, ToAll
 
@@ -44,32 +44,47 @@ class ChocoGossip:
     because the rounding errors of the sum differ from those of its terms, accumulate, and make the
     mean drift, while the copies are the same to the bit at both ends.
 
-    codec  # of the messages
+    With a copy rate α below 1, the copies follow more slowly, as in LEAD (Liu et al. 2021,
+    arXiv:2007.00232), whose unbiased compressors are no contraction:
 
-    Raises ValueError unless γ > 0, or for a time-varying topology, where the copies of neighbors
-    that are absent in some rounds would be outdated.
+        ŷ_j = x̂_j + q_j,   x̂_j ← x̂_j + α q_j,   x_i ← x_i + γ Σ_j w_ij (ŷ_j − ŷ_i)
+
+    codec      # of the messages
+    copy_rate  # α
+
+    Raises ValueError unless γ > 0 and 0 < α ≤ 1, or for a time-varying topology, where the copies
+    of neighbors that are absent in some rounds would be outdated.
     """
 
-    def __init__(self, network: Network, codec: Codec, diffusion_rate: Rate = 1.0):
+    def __init__(
+        self,
+        network: Network,
+        codec: Codec,
+        diffusion_rate: Rate = 1.0,
+        copy_rate: float = 1.0,
+    ):
+        checks.check("copy_rate", f"{copy_rate}", 0 < copy_rate <= 1, "above 0, at most 1")
         if len(network.rounds) > 1:
             raise ValueError(
                 f"topology={network.topology.name}: use a static topology with CHOCO, such as ring"
             )
         rates = column(network, "diffusion_rate", diffusion_rate, _TUNED_CHOCO) * network.weights
         self._rates, self._total = rates, rates.sum(1, keepdim=True)
-        self._network, self.codec = network, codec
+        self._network, self.codec, self._copy_rate = network, codec, copy_rate
+        unbiased = getattr(codec.compressor, "unbiased", False)
+        self.kind = Kind.UNBIASED_COPIES if unbiased else Kind.BIASED_COPIES
         self._senders, self._neighbors = network.row_workers, network.neighbors
-        shape = (network.rows, codec.elements)
-        self._public = torch.zeros(shape, device=network.device)  # x̂_i
-        self._publics = torch.zeros(  # x̂_j [worker, neighbor, D]
-            *network.neighbors.shape, codec.elements, device=network.device
-        )
+        where: Any = {"dtype": network.dtype, "device": network.device}
+        self._public = torch.zeros(network.rows, codec.elements, **where)  # x̂_i
+        # x̂_j [worker, neighbor, D]
+        self._publics = torch.zeros(*network.neighbors.shape, codec.elements, **where)
         self._flow: Tensor | None = None  # for the compiled loops, Σ_j γ w_ij (x̂_j − x̂_i)
         self._steps = 0
 
     @cached_property
     def _loops(self) -> compiled.Loops | None:
-        return compiled.loops(self._network, self.codec)
+        same = self._copy_rate == 1
+        return compiled.loops(self._network, self.codec) if same else None
 
     @cached_property
     def _difference(self) -> Tensor:
@@ -81,6 +96,11 @@ class ChocoGossip:
         if self._loops:
             yield from self._compiled_step(self._loops, x)
             return
+        if self._network.dtype != torch.float32 or self._copy_rate != 1:
+            flow = torch.empty_like(x)
+            yield from self.increment(x, flow)
+            x.add_(flow)
+            return
         codec, t = self.codec, self._steps
         message = codec.encode(torch.sub(x, self._public, out=self._difference), t)
         received = yield ToAll(message)
@@ -88,6 +108,25 @@ class ChocoGossip:
         codec.add(received, self._neighbors, t, self._publics)
         x[:, None].baddbmm_(self._rates[:, None], self._publics)
         x.addcmul_(self._total, self._public, value=-1)
+        self._steps += 1
+
+    def increment(self, x: Tensor, out: Tensor) -> Conversation:
+        """out_i ← Σ_j γ w_ij (ŷ_j − ŷ_i). Messages are in single precision, whatever that of x."""
+        codec, t, rate = self.codec, self._steps, self._copy_rate
+        message = codec.encode(torch.sub(x, self._public, out=self._difference).float(), t)
+        received = yield ToAll(message)
+        own = codec.decode(message, self._senders, t)
+        theirs = codec.decode(received, self._neighbors, t)
+        if rate == 1:
+            copy, copies = self._public.add_(own), self._publics.add_(theirs)
+        else:
+            copy, copies = self._public + own, self._publics + theirs
+            self._public.add_(own, alpha=rate)
+            self._publics.add_(theirs, alpha=rate)
+        out.zero_()
+        for weight, copy_j in zip(self._rates.unbind(1), copies.unbind(1), strict=True):
+            out.addcmul_(weight[:, None], copy_j - copy)
+        self._flow = None
         self._steps += 1
 
     def _compiled_step(self, loops: compiled.Loops, x: Tensor) -> Conversation:

@@ -18,7 +18,8 @@ from powergossip.network import Network, Slots, ToEach
 from powergossip.tensor_cache import TensorCache
 
 _RIDGE = 1e-12  # relative to a direction's own squared norm
-_NOISE = 1e-6  # relative difference of products below which it counts as rounding error
+# Relative difference of products below which it counts as rounding error, by precision.
+_NOISE = {torch.float32: 1e-6, torch.float64: 1e-14}
 
 
 class EdgeConstants:
@@ -34,8 +35,8 @@ class EdgeConstants:
         """`diffusion_rate`: one value, or [worker, 1]."""
         neighbors, workers = slots.neighbors, network.row_workers[:, None]
         self.weight = diffusion_rate * slots.weights
-        self.absent = (neighbors < 0).float()
-        self.sign = torch.where(workers < neighbors, 1.0, -1.0)
+        self.absent = (neighbors < 0).to(network.dtype)
+        self.sign = torch.where(workers < neighbors, 1.0, -1.0).to(network.dtype)
         low = torch.minimum(workers, neighbors).clamp(min=0)
         high = torch.maximum(workers, neighbors)
         pairs = zip(low.flatten().tolist(), high.flatten().tolist(), strict=True)
@@ -56,7 +57,7 @@ class PerDirection:
         self,
         shapes: Sequence[tuple[int, ...]],
         device: torch.device,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype,
     ):
         """`shapes`: those of `views`."""
         sizes = [prod(shape) for shape in shapes]
@@ -90,34 +91,39 @@ class Directions:
     def __init__(self, edges: EdgeConstants, rank: int, stacks: Sequence[tuple[int, int]]):
         """`stacks`: (layers, length) of each stack of matrices."""
         workers, neighbors = edges.key.shape
-        device = edges.key.device
+        device, dtype = edges.key.device, edges.weight.dtype
         if workers > 1:  # then a layer is a batch over workers, as in parameters.batches
             stacks = [(1, length) for layers, length in stacks for _ in range(layers)]
         self._edges, self._rank, self._layers_and_lengths = edges, rank, stacks
         counts = [(max(workers, layers), neighbors, rank) for layers, _ in stacks]
         shapes = [(*count, length) for count, (_, length) in zip(counts, stacks, strict=True)]
 
-        self._directions = PerDirection(shapes, device)
+        self._directions = PerDirection(shapes, device, dtype)
         self.flat = self._directions.flat
         self.views, self.stacks = self._directions.views, self._directions.stacks
-        self.own = PerDirection(shapes, device)
-        self._weights = PerDirection(shapes, device).fill(edges.weight)
-        self._weighted = PerDirection(shapes, device)
+        self.own = PerDirection(shapes, device, dtype)
+        self._weights = PerDirection(shapes, device, dtype).fill(edges.weight)
+        self._weighted = PerDirection(shapes, device, dtype)
 
         self._message_size = rank * sum(layers * length for layers, length in stacks)
-        self._message = torch.zeros(workers, neighbors, self._message_size, device=device)
+        self._message = torch.zeros(
+            workers, neighbors, self._message_size, dtype=dtype, device=device
+        )
         self._message_views = self._views_of(self._message)
         self._received_views = TensorCache[list[Tensor]]()
 
-        self._signs = PerDirection(counts, device).fill(edges.sign)
-        self._absent = PerDirection(counts, device).fill(edges.absent).flat
+        self._signs = PerDirection(counts, device, dtype).fill(edges.sign)
+        self._absent = PerDirection(counts, device, dtype).fill(edges.absent).flat
         self._has_absent = bool(self._absent.any())
-        self._norms, self._own_norms = PerDirection(counts, device), PerDirection(counts, device)
-        self._scales = PerDirection(counts, device)
+        self._norms, self._own_norms = (
+            PerDirection(counts, device, dtype),
+            PerDirection(counts, device, dtype),
+        )
+        self._scales = PerDirection(counts, device, dtype)
         # If |d| ≤ τ max|s| elementwise, then ‖d‖ ≤ τ √length max|s| ≤ 2 τ √length ‖s_i‖.
-        self._noise_bounds = PerDirection(counts, device)
+        self._noise_bounds = PerDirection(counts, device, dtype)
         for view, (_, length) in zip(self._noise_bounds.views, stacks, strict=True):
-            view.fill_(2 * _NOISE * sqrt(length))
+            view.fill_(2 * _NOISE[dtype] * sqrt(length))
         if rank > 1:  # scratch memory of orthonormalization, in double precision
             self._wide = PerDirection(shapes, device, torch.float64)
             self._orthonormal = PerDirection(shapes, device, torch.float64)
@@ -188,7 +194,7 @@ class Directions:
             return
         for their, own, difference in zip(theirs, ours, self.views, strict=True):
             size = torch.maximum(their.abs().amax(-1), own.abs().amax(-1))
-            difference[difference.abs().amax(-1) <= _NOISE * size] = 0
+            difference[difference.abs().amax(-1) <= _NOISE[size.dtype] * size] = 0
 
     # --- Random directions ---
 
@@ -196,7 +202,7 @@ class Directions:
         """Sample directions from the edges' random streams: the same at both ends."""
         edges = self._edges
         drawn = randomness.normal(edges.key, counter, (self._message_size,))
-        self.unpack(drawn.mul_((edges.sign * (1 - edges.absent))[..., None]))
+        self.unpack(drawn.to(edges.sign).mul_((edges.sign * (1 - edges.absent))[..., None]))
 
     def _redraw_collapsed(self, norms: Tensor, counter: int) -> bool:
         """Resample the directions of norm 0 and return whether there were any.
@@ -219,7 +225,7 @@ class Directions:
                 which = which.view(sign.shape)
                 key = self._edges.key[:, :, None].expand(sign.shape)
                 drawn = randomness.normal(key[which], counter, view.shape[3:], start[..., 0][which])
-                view[which] = drawn * sign[which][:, None]
+                view[which] = drawn.to(sign) * sign[which][:, None]
         return True
 
     # --- Orthonormal directions ---

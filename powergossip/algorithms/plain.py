@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from powergossip import kernels
-from powergossip.algorithms.averaging import Rate, Stateless, column
+from powergossip.algorithms.averaging import Kind, Rate, Stateless, column
 from powergossip.network import Conversation, Mean, Network, ToAll
 
 
@@ -21,6 +21,7 @@ class PlainGossip(Stateless):
     def __init__(self, network: Network, diffusion_rate: Rate = 1.0):
         rate = column(network, "diffusion_rate", diffusion_rate)
         self._network = network
+        self.kind = Kind.ANTISYMMETRIC if network.symmetric else Kind.OTHER
         # For each round: 1 − γ Σ_j w_ij [worker, 1], and γ w_ij [worker, 1] for each slot.
         weights = [rate * slots.weights for slots in network.rounds]
         self._own_weights = [1 - w.sum(1, keepdim=True) for w in weights]
@@ -37,6 +38,17 @@ class PlainGossip(Stateless):
     def step(self, x: Tensor) -> Conversation:
         """x_i ← (1 − γ Σ_j w_ij) x_i + Σ_j γ w_ij x_j"""
         self.mix(x, (yield ToAll(x)))
+
+    def increment(self, x: Tensor, out: Tensor) -> Conversation:
+        """out_i ← Σ_j γ w_ij (x_j − x_i)"""
+        received = yield ToAll(x)
+        self.add_increment(x, received, out.zero_())
+
+    def add_increment(self, x: Tensor, received: Tensor, out: Tensor) -> None:
+        """out_i ← out_i + Σ_j γ w_ij (x_j − x_i), with x_j received [worker, neighbor, D]."""
+        t = self._network.round % len(self._network.rounds)
+        for weight, x_j in zip(self._weights[t], received.unbind(1), strict=True):
+            out.addcmul_(weight, x_j - x)
 
     def mix(self, x: Tensor, received: Tensor) -> None:
         """The update of x [worker, D] with the neighbors' received [worker, neighbor, D].

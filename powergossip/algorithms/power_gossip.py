@@ -13,11 +13,11 @@ from torch import Tensor
 
 from powergossip import checks, kernels
 from powergossip.algorithms import rates
-from powergossip.algorithms.averaging import Rate, column
+from powergossip.algorithms.averaging import Kind, Rate, column
 from powergossip.algorithms.compiled_directions import CompiledDirections, CompiledSide
 from powergossip.algorithms.directions import Directions, EdgeConstants
 from powergossip.algorithms.plain import PlainGossip
-from powergossip.network import Conversation, Network, ToAll, together
+from powergossip.network import Conversation, Network, ToAll, ToEach, together
 from powergossip.parameters import Layout, batches
 from powergossip.tensor_cache import TensorCache
 
@@ -58,6 +58,8 @@ class PowerGossip:
     Raises ValueError for a rank or number of iterations below 1, γ that is not positive,
     round_weights with a rank other than 1, or a mixing matrix that is not symmetric.
     """
+
+    kind = Kind.ANTISYMMETRIC
 
     def __init__(
         self,
@@ -131,6 +133,43 @@ class PowerGossip:
             steps.append(self._plain_step(views.rest))
         yield from together(*steps)
 
+    def increment(self, x: Tensor, out: Tensor) -> Conversation:
+        """out ← the sum of the exchanges of a step, which leaves x as it is."""
+        x = x.clone() if self._num_iterations > 1 else x  # an iteration sees those before it
+        views, increments = self._views.get(x, self._views_of), self._views_of(out.zero_())
+        received_rest: Tensor | None = None
+        t = self._network.round % len(self._network.rounds)
+        for iteration in range(self._num_iterations if self._stacks else min(1, len(self._plain))):
+            rest = (ToAll(views.rest),) if iteration == 0 and self._plain else ()
+            last = iteration == self._num_iterations - 1
+            if not self._stacks:
+                (received_rest,) = yield rest
+                break
+            counter, side = self._counter(t), self._iterations[t] % 2
+            if self._compiled:
+                compiled_p = self._compiled[t].sides[side]
+                random = self._round_weights, not self._warm_start
+                received, *others = yield compiled_p.project(x, counter, *random), *rest
+                compiled_p.update(out, received)
+                if not last:
+                    compiled_p.update(x, received)
+            else:
+                p, d = self._edges[t][side], self._edges[t][1 - side]
+                self._prepare(p, counter)
+                received, *others = yield self._project(p, d, _of_side(views, side)), *rest
+                d.take_differences(received)
+                _add_products(p, d, _of_side(increments, side))
+                if not last:
+                    _add_products(p, d, _of_side(views, side))
+            self._iterations[t] += 1
+            received_rest = others[0] if others else received_rest
+        if received_rest is not None:
+            self._add_rest(views.rest, received_rest, increments.rest)
+
+    def _add_rest(self, rest: Tensor, received: Tensor, out: Tensor) -> None:
+        for span, gossip in self._plain:
+            gossip.add_increment(rest[:, span], received[..., span], out[:, span])
+
     def _plain_step(self, rest: Tensor) -> Conversation:
         self._mix(rest, (yield ToAll(rest)))
 
@@ -153,14 +192,18 @@ class PowerGossip:
             # Side 0: p are rows long, s and d columns. Side 1: the other way round.
             side = self._iterations[t] % 2
             p, d = self._edges[t][side], self._edges[t][1 - side]
-            if not self._warm_start:
-                p.draw(self._counter(t))
-            if self._round_weights:
-                p.round(self._counter(t))
-            else:
-                p.orthonormalize(self._counter(t))
-            yield from self._iteration(p, d, views.transposes if side else views.matrices)
+            self._prepare(p, self._counter(t))
+            yield from self._iteration(p, d, _of_side(views, side))
             self._iterations[t] += 1
+
+    def _prepare(self, p: Directions, counter: int) -> None:
+        """p ← orthonormalize(p)"""
+        if not self._warm_start:
+            p.draw(counter)
+        if self._round_weights:
+            p.round(counter)
+        else:
+            p.orthonormalize(counter)
 
     def _compiled_step(self, x: Tensor, rest: Tensor) -> Conversation:
         """`_compressed_step` and `_plain_step` by compiled loops."""
@@ -183,12 +226,15 @@ class PowerGossip:
         A batched product serves the matrices of one shape. Its rows are the directions of all
         neighbors, hence the transposes: s_iᵀ = pᵀ X_i.
         """
+        received = yield self._project(p, d, matrices)
+        d.take_differences(received)
+        _add_products(p, d, matrices)
+
+    def _project(self, p: Directions, d: Directions, matrices: Sequence[Tensor]) -> ToEach:
+        """The message s = Xᵀ p."""
         for p_T, X, s_T in zip(p.stacks, matrices, d.own.stacks, strict=True):
             torch.bmm(p_T, X, out=s_T)
-        received = yield d.message()
-        d.take_differences(received)
-        for weighted_p_T, d_T, X in zip(p.weighted().stacks, d.stacks, matrices, strict=True):
-            X.baddbmm_(weighted_p_T.mT, d_T)
+        return d.message()
 
     def _views_of(self, x: Tensor) -> "_Views":
         matrices = [view for stack in self._stacks for view in batches(x, stack)]
@@ -230,9 +276,19 @@ class PowerGossip:
             self._sides(t)[self._iterations[t] % 2].unpack(directions)
 
 
+def _add_products(p: Directions, d: Directions, matrices: Sequence[Tensor]) -> None:
+    """X ← X + γ w p dᵀ"""
+    for weighted_p_T, d_T, X in zip(p.weighted().stacks, d.stacks, matrices, strict=True):
+        X.baddbmm_(weighted_p_T.mT, d_T)
+
+
 class _Views(NamedTuple):
     """Views of x [worker, D]."""
 
     matrices: list[Tensor]  # [batch, row, column], those that are compressed
     transposes: list[Tensor]  # [batch, column, row]
     rest: Tensor  # [worker, element], the elements that are not compressed
+
+
+def _of_side(views: _Views, side: int) -> list[Tensor]:
+    return views.transposes if side else views.matrices

@@ -19,6 +19,7 @@ class Identity:
     """
 
     linear: ClassVar[bool] = True
+    unbiased: ClassVar[bool] = True
 
     def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
         return (Field(torch.float32, rows * columns),)

@@ -46,6 +46,8 @@ class Network(Protocol):
     def processes(self) -> Processes: ...
     @property
     def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
 
 
 _FILES = (
@@ -67,7 +69,9 @@ _FLAGS = (
 
 def load(network: Network) -> Kernels | None:
     """The compiled functions, or None where PyTorch is to be used: on a GPU, without a compiler in
-    one of the processes, or with POWERGOSSIP_KERNELS=0."""
+    one of the processes, in double precision, or with POWERGOSSIP_KERNELS=0."""
+    if network.dtype != torch.float32:
+        return None
     return load_for(network.processes, network.device)
 
 

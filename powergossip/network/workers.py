@@ -64,6 +64,9 @@ class Network:
     `all_reduce` selects the sum of `Mean`: "own", whose bits do not depend on the transport, or
     "native", the library's own. Both count the lower bound of an all-reduce.
 
+    `dtype` is that of x. Double precision is for checks of the mathematics: messages of
+    uncompressed values have 64 bits an element, and there are no compiled loops.
+
     Raises ValueError if the workers cannot be spread evenly.
     """
 
@@ -77,10 +80,12 @@ class Network:
         measure: Callable[[str], AbstractContextManager[Any]] | None = None,
         all_reduce: str = "own",
         channel: Channel | None = None,
+        dtype: torch.dtype = torch.float32,
     ):
         checks.one_of("all_reduce", all_reduce, ("own", "native"))
         self.processes = processes or launch.processes()
         self.device = device or torch.device("cpu")
+        self.dtype = dtype
         self.all_reduce = all_reduce
         self._stage, self._given_channel = stage, channel
         self.topology = topology
@@ -98,7 +103,7 @@ class Network:
         self.rounds = [
             Slots(
                 torch.from_numpy(edges.neighbors).to(self.device),
-                torch.from_numpy(edges.weights).float().to(self.device),
+                torch.from_numpy(edges.weights).to(self.device, dtype),
             )
             for edges in self.edges
         ]

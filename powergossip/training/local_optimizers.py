@@ -72,18 +72,26 @@ class LocalOptimizer:
     Otherwise it is 0 here, and `coupled_decay` is the λ that a learning rule adds to the gradient.
 
     momentum   # of SGD, in place of the configured one: 0 where an aggregation has its own
+    kind       # in place of the configured optimizer, whose weight decay it has
     """
 
-    def __init__(self, parameters: Parameters, c: Any, momentum: float | None = None):
+    def __init__(
+        self,
+        parameters: Parameters,
+        c: Any,
+        momentum: float | None = None,
+        kind: str | None = None,
+    ):
         decoupled = c.local_optimizer in DECOUPLED
         self.coupled_decay = 0.0 if decoupled else c.weight_decay
         self._x = nn.Parameter(parameters.x)
         momentum = c.momentum if momentum is None else momentum
-        self._optimizer = LOCAL_OPTIMIZERS[c.local_optimizer](self._x, c, momentum)
+        self._optimizer = LOCAL_OPTIMIZERS[kind or c.local_optimizer](self._x, c, momentum)
         decay = c.weight_decay if decoupled else 0.0
-        self._decayed = [
-            (parameters.x[:, span], decay) for span in (parameters.decay_spans() if decay else [])
-        ]
+        self._decay = decay
+        self._spans = parameters.decay_spans() if decay else []
+        self._decayed = [parameters.x[:, span] for span in self._spans]
+        self._displacement: Tensor | None = None
 
     @property
     def rate(self) -> float:
@@ -98,9 +106,25 @@ class LocalOptimizer:
     def step(self, gradient: Tensor) -> None:
         """Update x in place with a gradient [worker, D]."""
         self._x.grad = gradient
-        for part, decay in self._decayed:
-            part.mul_(1 - self.rate * decay)
+        for part in self._decayed:
+            part.mul_(1 - self.rate * self._decay)
         self._optimizer.step()
+
+    def displacement(self, direction: Tensor) -> Tensor:
+        """u [worker, D], for learning rules: x + u is what `step` would make of x.
+
+        Computed on its own, so that it has the precision of u, not of x. Overwritten by the next
+        call. Use this or `step`, not both.
+        """
+        if self._displacement is None:
+            self._displacement = torch.zeros_like(self._x)
+            self._x.data = self._displacement
+        u = self._displacement.zero_()
+        for span, part in zip(self._spans, self._decayed, strict=True):
+            u[:, span].add_(part, alpha=-self.rate * self._decay)
+        self._x.grad = direction
+        self._optimizer.step()
+        return u
 
     def state_dict(self) -> dict[str, Any]:
         """Momenta and the like [worker, D], and the number of steps."""

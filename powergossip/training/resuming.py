@@ -32,6 +32,8 @@ FREE_TO_CHANGE = (
 # Keys that earlier versions lacked, with the values that they had in effect.
 EARLIER = {
     "all_reduce": "own",
+    "learning": "dpsgd",
+    "optimizer_copy_rate": 1.0,
     "batched_gradients": "auto",  # off in effect, which a checkpoint records
     "drop_last": True,
     "precision": "fp32",

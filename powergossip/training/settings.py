@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig
 
 from powergossip import algorithms, checks, compressors, options, tasks
-from powergossip.algorithms import aggregation, ddp
+from powergossip.algorithms import aggregation, ddp, learning
 from powergossip.network import BACKENDS, Processes
 from powergossip.network import hosted_workers as hosted
 from powergossip.runs import trackers
@@ -52,6 +52,12 @@ OWN_KEYS = {
     "nesterov": "nesterov",
     "clip": "gradient_clipping",
     "weight_decay": "weight_decay",
+}
+# Defaults that depend on the learning rule as well. Exact diffusion over PowerGossip diverges above
+# 0.35 on a ring of 8. LEAD's copies follow at half the rate.
+OF_LEARNING: dict[tuple[str, str], dict[str, Any]] = {
+    ("exact-diffusion", "power-gossip"): {"diffusion_rate": 0.25},
+    ("exact-diffusion", "choco"): {"copy_rate": 0.5},
 }
 # The values that stand for the task's default, where they are not null.
 BLANKS = {"gradient_clipping": "auto"}
@@ -235,6 +241,7 @@ def _check_method(c: Any) -> None:
     if c.optimizer not in known:
         choices = ", ".join(known)
         raise ValueError(f'optimizer "{c.optimizer}" is unknown; choose from {choices}')
+    _check_learning(c)
     if c.optimizer not in algorithms.AVERAGING and c.local_steps > 1:
         raise ValueError(
             f"local_steps={c.local_steps} is for gossip; use local_steps=1 with {c.optimizer} "
@@ -243,6 +250,24 @@ def _check_method(c: Any) -> None:
 
 
 # --- Options of the method -----------------------------------------------------------------------
+
+
+def _check_learning(c: Any) -> None:
+    """Raise ValueError for an unknown learning rule, or one that does not go with other keys."""
+    checks.one_of("learning", c.learning, (learning.DEFAULT, *learning.LEARNING))
+    if c.learning == learning.DEFAULT:
+        return
+    if c.optimizer not in algorithms.AVERAGING:
+        raise ValueError(
+            f"learning={c.learning}: use learning=dpsgd with optimizer={c.optimizer}, which "
+            "averages gradients, not models"
+        )
+    learning.rule(c.learning, c.local_optimizer)
+    if c.local_steps > 1 and "local_steps" not in learning.options(c.learning, c.local_optimizer):
+        raise ValueError(
+            f"local_steps={c.local_steps}: use learning=k-gt or dpsgd, or local_steps=1 with "
+            f"learning={c.learning}"
+        )
 
 
 def _row_defaults(optimizer: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -277,7 +302,7 @@ def _resolve_options(c: Any, explicit: Collection[str], warn: bool) -> None:
         for key, value in c.items()
         if key.startswith(PREFIX) and value is not None and value != []
     }
-    known = option_defaults(c.optimizer, given)
+    known = option_defaults(c.optimizer, given) | OF_LEARNING.get((c.learning, c.optimizer), {})
     lacking = [f"{PREFIX}{name}" for name in given if name not in known]
     for key in lacking:
         if key in explicit:

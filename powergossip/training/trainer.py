@@ -162,7 +162,8 @@ class Trainer:
         """Raise ValueError for bad options of the method, before data are loaded."""
         c, layout = self.config, Layout([(2, 2)])
         if c.optimizer in algorithms.AVERAGING:
-            self.averaging(layout)
+            averaging = self.averaging(layout)
+            learning.check(c.learning, self.network, c.optimizer, averaging)
         elif c.optimizer in aggregation.AGGREGATIONS:
             owns_momentum = self._aggregation(layout).owns_momentum
             if owns_momentum and c.local_optimizer != "sgd":
@@ -171,9 +172,12 @@ class Trainer:
                     "sgd; use sgd"
                 )
 
-    def averaging(self, layout: Layout) -> algorithms.Averaging:
-        """Build the averaging algorithm of the configuration. Raises ValueError."""
+    def averaging(self, layout: Layout, factor: float = 1.0) -> algorithms.Averaging:
+        """Build the averaging algorithm of the configuration, with its diffusion rate times a
+        factor. Raises ValueError."""
         given = method_options(self.config)
+        if factor != 1 and "diffusion_rate" in given:
+            given["diffusion_rate"] = factor * (self.diffusion_rate() or 1.0)
         with errors_name_keys(self.config.optimizer):
             return algorithms.make(self.config.optimizer, self.network, layout, **given)
 
@@ -206,6 +210,9 @@ class Trainer:
                 num_batches_per_step=c.optimizer_num_batches_per_step,
             )
             return
+        if c.learning != learning.DEFAULT:
+            self._make_gossip_rule()
+            return
         self.local = LocalOptimizer(parameters, c)
         if c.optimizer in ddp.HOOKS:
             options = hook_options(c)
@@ -233,6 +240,31 @@ class Trainer:
                 clip=c.gradient_clipping,
                 local_steps=c.local_steps,
             )
+
+    def _make_gossip_rule(self) -> None:
+        """Build a rule of learning.LEARNING."""
+        c = self.config
+        own = learning.rule(c.learning, c.local_optimizer).owns_momentum
+        self.local = LocalOptimizer(
+            self.parameters, c, *((0.0, "sgd") if own else (None, c.local_optimizer))
+        )
+        self.rule = learning.make(
+            c.learning,
+            self.network,
+            self.averaging,
+            self.parameters,
+            self.local,
+            c.local_optimizer,
+            overlapping=c.overlapping,
+            local_steps=c.local_steps,
+            momentum=c.momentum,
+            nesterov=c.nesterov and c.momentum > 0,
+            adam_beta1=c.adam_beta1,
+            adam_beta2=c.adam_beta2,
+            adam_epsilon=c.adam_epsilon,
+            weight_decay=self.local.coupled_decay,
+            clip=c.gradient_clipping,
+        )
 
     def _guided_start(self) -> int:
         """The first compressed step of PyTorch's hooks for the run as it is planned now.

@@ -1,0 +1,157 @@
+"""Learning rules: how workers combine local updates with communication.
+
+A step of a rule consists of `start()`, the gradients, and `finish()`:
+
+    rule.start()                   the first messages are sent; parameters.grad is cleared
+    ... add to parameters.grad     messages are in flight
+    rule.finish()                  receive, mix, update parameters.x
+
+    rule.py             the interface, clipping, weight decay
+    dpsgd.py            D-PSGD: models are averaged
+    centralized.py      one mean of compressed gradients in all workers
+    gossip_rule.py      the base of the following, whose fixed points or momentum take into account
+                        that the workers' data differ
+    quasi_global.py     quasi-global momentum
+    tracking.py         gradient tracking, normalized, and over CHOCO-Gossip: BEER, MoTEF
+    local_steps.py      K-GT, momentum tracking
+    exact_diffusion.py  exact diffusion, over CHOCO-Gossip: LEAD, CEDAS
+
+To add one, write its class and its row in `LEARNING` here. train.py and the tests of the laws of
+learning rules (tests/test_learning.py) use the registry.
+
+Axes: worker (hosted here); D parameters of a worker.
+"""
+
+from typing import Any
+
+from powergossip import checks
+from powergossip import options as _options
+from powergossip.algorithms.averaging import Averaging, Kind, kind_of
+from powergossip.algorithms.learning.centralized import CentralizedSGD
+from powergossip.algorithms.learning.dpsgd import DPSGD
+from powergossip.algorithms.learning.exact_diffusion import ExactDiffusion
+from powergossip.algorithms.learning.gossip_rule import GossipRule, Local, MakeAveraging
+from powergossip.algorithms.learning.local_steps import KGT, MomentumTracking
+from powergossip.algorithms.learning.quasi_global import QuasiGlobalAdam, QuasiGlobalMomentum
+from powergossip.algorithms.learning.rule import Correction, Decay, Learning, Update
+from powergossip.algorithms.learning.tracking import (
+    BEER,
+    GradientTracking,
+    MoTEF,
+    NormalizedGradientTracking,
+)
+from powergossip.network import Network
+from powergossip.parameters import Parameters
+
+__all__ = [
+    "BEER",
+    "DPSGD",
+    "KGT",
+    "LEARNING",
+    "CentralizedSGD",
+    "Correction",
+    "Decay",
+    "ExactDiffusion",
+    "GossipRule",
+    "GradientTracking",
+    "Learning",
+    "Local",
+    "MakeAveraging",
+    "MoTEF",
+    "MomentumTracking",
+    "NormalizedGradientTracking",
+    "QuasiGlobalAdam",
+    "QuasiGlobalMomentum",
+    "Update",
+    "check",
+    "make",
+    "rule",
+]
+
+# Registry names: `learning` in train.py. The name of D-PSGD stands for learning.DPSGD.
+DEFAULT = "dpsgd"
+LEARNING: dict[str, type[GossipRule]] = {
+    "quasi-global-momentum": QuasiGlobalMomentum,
+    "gradient-tracking": GradientTracking,
+    "k-gt": KGT,
+    "momentum-tracking": MomentumTracking,
+    "gt-nsgd": NormalizedGradientTracking,
+    "exact-diffusion": ExactDiffusion,
+    "beer": BEER,
+    "motef": MoTEF,
+}
+
+
+def rule(name: str, local_optimizer: str = "sgd") -> type[GossipRule]:
+    """The class of a learning rule. Raises ValueError for an unknown name, or one that does not
+    work with this local optimizer."""
+    if name == "quasi-global-momentum" and local_optimizer == "adamw":
+        return QuasiGlobalAdam
+    checks.one_of("learning", name, (DEFAULT, *LEARNING))
+    found = LEARNING[name]
+    checks.check(
+        "local_optimizer",
+        local_optimizer,
+        local_optimizer in found.optimizers,
+        f"{' or '.join(found.optimizers)} with learning={name}",
+    )
+    return found
+
+
+def check(name: str, network: Network, averaging_name: str, averaging: Averaging) -> None:
+    """Raise ValueError for an averaging rule or a topology that a learning rule cannot have."""
+    if name == DEFAULT:
+        return
+    found, kind = LEARNING[name], kind_of(averaging)
+    if kind not in found.kinds:
+        raise ValueError(
+            f"learning={name} with optimizer={averaging_name}: {_REASONS[kind]}; use it with "
+            f"{_examples(found)}"
+        )
+    if found.static and len(network.rounds) > 1:
+        raise ValueError(
+            f"topology={network.topology.name}: use a static topology with learning={name}, such "
+            "as ring"
+        )
+
+
+_REASONS = {
+    Kind.ANTISYMMETRIC: "it needs public copies",
+    Kind.UNBIASED_COPIES: "it needs exchanges that are opposite at both ends, not public copies",
+    Kind.BIASED_COPIES: "the errors of a biased compressor do not vanish in it",
+    Kind.OTHER: "its errors would stay in the tracked variables",
+}
+
+
+def _examples(found: type[GossipRule]) -> str:
+    names = []
+    if Kind.ANTISYMMETRIC in found.kinds:
+        names += ["dpsgd", "power-gossip (on undirected topologies)"]
+    if Kind.BIASED_COPIES in found.kinds:
+        names.append("choco")
+    elif Kind.UNBIASED_COPIES in found.kinds:
+        names.append("choco with compressor=qsgd and unbiased=true")
+    return ", ".join(names)
+
+
+def options(name: str, local_optimizer: str = "sgd") -> dict[str, Any]:
+    """option → default of a learning rule."""
+    found: dict[str, Any] = {}
+    for kind in reversed(rule(name, local_optimizer).__mro__[:-1]):
+        found |= _options.defaults(kind)
+    return found
+
+
+def make(
+    name: str,
+    network: Network,
+    averaging: MakeAveraging,
+    parameters: Parameters,
+    local: Local,
+    local_optimizer: str = "sgd",
+    **given: Any,
+) -> GossipRule:
+    """Build a learning rule of `LEARNING` with those of the options `given` that it has."""
+    known = options(name, local_optimizer)
+    own = {option: value for option, value in given.items() if option in known}
+    return rule(name, local_optimizer)(network, averaging, parameters, local, **own)

@@ -1,0 +1,94 @@
+"""SGD on the mean of compressed gradients. Aggregations are in power_sgd.py, dgc, and others."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from powergossip.algorithms.aggregation import Aggregation, momentum_of
+from powergossip.algorithms.learning.rule import Correction, Decay, Update
+from powergossip.network import Network
+from powergossip.parameters import Parameters
+
+
+class CentralizedSGD:
+    """x_i ← x_i − η u(mean + λ x_i), mean = aggregate(e_i + g_i), e_i ← the residual of worker i.
+
+    Workers that start alike stay alike, those of one process to the bit. The residual e_i stays in
+    `parameters.grad`, where the next backward pass adds to it: error feedback costs no time.
+
+    Weight decay is never compressed. If the aggregation owns the momentum, so that u has none, the
+    decay has a momentum buffer of its own, as in the published code of Deep Gradient Compression
+    (github.com/synxlin/deep-gradient-compression, DGCSGD). See `Decay`.
+
+    update                the step of a local optimizer over `parameters.x`
+    weight_decay          λ. Normalization layers are exempt.
+    clip                  of a worker's own gradient g_i, before e_i is added (see Correction)
+    num_batches_per_step  g_i is the mean over this number of batches. Nothing is sent in between.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        aggregation: Aggregation,
+        parameters: Parameters,
+        update: Update,
+        *,
+        weight_decay: float = 0.0,
+        clip: float | None = None,
+        num_batches_per_step: int = 1,
+    ):
+        self._network, self._aggregation, self._update = network, aggregation, update
+        self._x, self._gradient = parameters.x, parameters.grad
+        self._mean = torch.zeros_like(parameters.grad)
+        self._clip = Correction(parameters, 0.0, clip)
+        self._decay = Decay(parameters, weight_decay, *momentum_of(aggregation))
+        self._num_batches, self._batches = num_batches_per_step, 0
+        # Where the gradient alone is needed, the residual has a buffer of its own.
+        apart = clip is not None or num_batches_per_step > 1
+        self._error = torch.zeros_like(parameters.grad) if apart else None
+
+    def start(self) -> None:
+        """Clear the gradient before the first batch of a step, unless it holds the residual."""
+        if self._error is not None and self._batches == 0:
+            self._gradient.zero_()
+
+    def finish(self) -> None:
+        """Aggregate and update after the last batch of a step. Otherwise only count the batch."""
+        g = self._gradient
+        self._batches = (self._batches + 1) % self._num_batches
+        if self._batches:
+            return
+        if self._num_batches > 1:
+            g.div_(self._num_batches)
+        self._clip()
+        if self._error is not None:
+            g.add_(self._error)
+        self._network.run(self._aggregation.step(g, self._mean))
+        if self._error is not None:
+            self._error.copy_(g)
+        self._decay.add_to(self._mean)
+        self._update(self._mean)
+        if len(self._x) > 1:  # torch's kernels may round the last elements of a buffer differently
+            self._x[1:] = self._x[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The aggregation's state, the decay's momentum, the residuals, and the batches of an
+        incomplete step."""
+        return {
+            "aggregation": self._aggregation.state_dict(),
+            "decay": self._decay.state_dict(),
+            "batches": self._batches,
+            "gradient": self._gradient,
+            "error": self._error,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict()`."""
+        self._aggregation.load_state_dict(state["aggregation"])
+        if "decay" in state:  # earlier versions added the decay to the gradients
+            self._decay.load_state_dict(state["decay"])
+        self._batches = state["batches"]
+        self._gradient.copy_(state["gradient"])
+        if self._error is not None:
+            self._error.copy_(state["error"])

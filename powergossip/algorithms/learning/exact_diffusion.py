@@ -1,0 +1,67 @@
+"""Exact diffusion by duals of the exchanges."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from powergossip.algorithms.averaging import Kind, incremental
+from powergossip.algorithms.learning.gossip_rule import GossipRule, Local, MakeAveraging
+from powergossip.network import Conversation, Network
+from powergossip.parameters import Parameters
+
+
+class ExactDiffusion(GossipRule):
+    """NIDS, exact diffusion and D² with (I + W)/2, in the form of duals.
+
+        y_i = x_i + u_i + d_i                u_i the local optimizer's displacement, −η g_i for SGD
+        δ_i = (γ/2) Σ_j w_ij (y_j − y_i)     opposite at both ends of an edge
+        x_i ← y_i + δ_i,   d_i ← d_i + δ_i
+
+    Li, Shi & Yan (2019), arXiv:1704.07807 (NIDS); Yuan, Ying, Zhao & Sayed (2019),
+    arXiv:1702.05122. With γ = 1, W is (I + W)/2. D² (Tang et al. 2018, arXiv:1803.07068) has W in
+    its place, which is at its limit of stability where W has the eigenvalue −1/3, such as on a ring
+    of 8 with weights 1/3. In exact arithmetic, the difference form of D² is the same; its rounding
+    errors add up, those of the duals do not.
+
+    With CHOCO-Gossip's public copies and an unbiased compressor it is CEDAS (Huang & Pu 2025,
+    arXiv:2301.05872) and, for a constant η, LEAD (Liu et al. 2021, arXiv:2007.00232). Biased
+    compressors diverge.
+
+    One message a step, as large as D-PSGD's. Exact fixed point. Invariant: Σ_i d_i = 0.
+    """
+
+    kinds: ClassVar[frozenset[Kind]] = frozenset({Kind.ANTISYMMETRIC, Kind.UNBIASED_COPIES})
+    static: ClassVar[bool] = True
+    factor: ClassVar[float] = 0.5
+
+    def __init__(
+        self,
+        network: Network,
+        make: MakeAveraging,
+        parameters: Parameters,
+        local: Local,
+        *,
+        weight_decay: float = 0.0,
+        clip: float | None = None,
+    ):
+        super().__init__(network, make, parameters, local, weight_decay=weight_decay, clip=clip)
+        self._averaging = incremental(make(parameters.layout, self.factor))
+        self._d = torch.zeros_like(self._x)
+        self._increment = torch.zeros_like(self._x)
+
+    def move(self, u: Tensor) -> Conversation:
+        self._x.add_(u).add_(self._d)
+        yield from self._averaging.increment(self._x, self._increment)
+        self._x.add_(self._increment)
+        self._d.add_(self._increment)
+
+    def state_dict(self) -> dict[str, Any]:
+        """d [worker, D], and the state of the averaging rule."""
+        return {"d": self._d, "averaging": self._averaging.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict()`."""
+        self._d.copy_(state["d"])
+        self._averaging.load_state_dict(state["averaging"])

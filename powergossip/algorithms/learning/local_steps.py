@@ -1,0 +1,162 @@
+"""Corrections of local updates: K-GT and momentum tracking."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from powergossip import checks
+from powergossip.algorithms.averaging import Kind, incremental
+from powergossip.algorithms.learning.gossip_rule import (
+    ANTISYMMETRIC,
+    GossipRule,
+    Joint,
+    Local,
+    MakeAveraging,
+)
+from powergossip.network import Conversation, Network
+from powergossip.parameters import Parameters
+
+
+class KGT(GossipRule):
+    """K-GT: gradient tracking with K local steps between messages.
+
+        x_i ← x_i + u_i + c_i                K times; u_i the local optimizer's displacement
+        z_i = (x_i − x_i before the K steps)/K
+        c ← G(z) + c − z,   x ← G(x)         in one message per neighbor
+
+    Liu, Lin, Koloskova & Stich (2023), arXiv:2301.01313, Algorithm 1, in units of the displacement:
+    c is the paper's times −η. It is scaled with the learning rate. c starts at 0; the paper also
+    has a start that needs an all-reduce. The step of the outer update is 1.
+
+    Exact fixed point for every K. Needs both ends of an edge to change c by opposite amounts.
+
+    Invariant: Σ_i c_i = 0.
+
+    local_steps  # K
+    """
+
+    kinds: ClassVar[frozenset[Kind]] = ANTISYMMETRIC
+
+    def __init__(
+        self,
+        network: Network,
+        make: MakeAveraging,
+        parameters: Parameters,
+        local: Local,
+        *,
+        local_steps: int = 1,
+        weight_decay: float = 0.0,
+        clip: float | None = None,
+    ):
+        super().__init__(network, make, parameters, local, weight_decay=weight_decay, clip=clip)
+        checks.at_least_one("local_steps", local_steps)
+        self._local_steps, self._steps = local_steps, 0
+        self._joint = Joint(parameters.layout, parameters.x)
+        self._increment = torch.zeros_like(self._joint.buffer)
+        self._averaging = incremental(make(self._joint.layout, self.factor))
+        self._c, self._sum = torch.zeros_like(self._x), torch.zeros_like(self._x)
+        self._rate: float | None = None  # of c
+
+    def move(self, u: Tensor) -> Conversation | None:
+        rate = self._local.rate
+        if self._rate is not None and rate != self._rate and self._rate > 0:
+            self._c.mul_(rate / self._rate)
+        self._rate = rate
+        u.add_(self._c)
+        self._x.add_(u)
+        self._sum.add_(u)
+        self._steps += 1
+        return self._exchange_all() if self._steps % self._local_steps == 0 else None
+
+    def _exchange_all(self) -> Conversation:
+        self._joint.load(self._x, self._sum.div_(self._local_steps))
+        yield from self._averaging.increment(self._joint.buffer, self._increment)
+        self._joint.add(self._increment, self._x, self._c)
+        self._sum.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Number of steps, c and the sum of the displacements since the last message [worker, D],
+        the learning rate of c, and the state of the averaging rule."""
+        return {
+            "steps": self._steps,
+            "c": self._c,
+            "sum": self._sum,
+            "rate": self._rate,
+            "averaging": self._averaging.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict()`."""
+        self._steps, self._rate = state["steps"], state["rate"]
+        self._c.copy_(state["c"])
+        self._sum.copy_(state["sum"])
+        self._averaging.load_state_dict(state["averaging"])
+
+
+class MomentumTracking(GossipRule):
+    """Momentum tracking: the momenta of all workers are tracked, and x moves by their mean.
+
+        m_i ← β m_i + g_i
+        x ← G(x) − η (m − c),   c ← G(c − m) + m
+
+    Takezawa, Bao, Niwa, Sato & Yamada (2023), arXiv:2209.15505, Algorithm 1. x and c − m travel in
+    one message per neighbor, while the next gradient is computed. m and c start at 0; the published
+    start needs an all-reduce. Nesterov's momentum and optimizers other than SGD are not in the
+    paper.
+
+    Exact fixed point. Invariant: Σ_i c_i = 0.
+
+    momentum  # β
+    """
+
+    kinds: ClassVar[frozenset[Kind]] = ANTISYMMETRIC
+    owns_momentum: ClassVar[bool] = True
+    optimizers: ClassVar[tuple[str, ...]] = ("sgd",)
+    overlaps: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        network: Network,
+        make: MakeAveraging,
+        parameters: Parameters,
+        local: Local,
+        *,
+        momentum: float = 0.9,
+        overlapping: bool = True,
+        weight_decay: float = 0.0,
+        clip: float | None = None,
+    ):
+        super().__init__(network, make, parameters, local, weight_decay=weight_decay, clip=clip)
+        self._momentum, self._overlapping = momentum, overlapping
+        self._joint = Joint(parameters.layout, parameters.x)
+        self._increment = torch.zeros_like(self._joint.buffer)
+        self._averaging = incremental(make(self._joint.layout, self.factor))
+        self._m, self._c = torch.zeros_like(self._x), torch.zeros_like(self._x)
+
+    def during(self) -> Conversation | None:
+        return self._mix() if self._overlapping else None
+
+    def _mix(self) -> Conversation:
+        self._joint.load(self._x, self._c - self._m)
+        yield from self._averaging.increment(self._joint.buffer, self._increment)
+        self._joint.add(self._increment, self._x, self._c)
+
+    def direct(self, g: Tensor) -> None:
+        self._m.mul_(self._momentum).add_(g)
+        torch.sub(self._m, self._c, out=g)
+
+    def move(self, u: Tensor) -> Conversation | None:
+        self._x.add_(u)
+        return None if self._overlapping else self._mix()
+
+    def state_dict(self) -> dict[str, Any]:
+        """m and c [worker, D], and the state of the averaging rule."""
+        return {"m": self._m, "c": self._c, "averaging": self._averaging.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict()`."""
+        self._m.copy_(state["m"])
+        self._c.copy_(state["c"])
+        self._averaging.load_state_dict(state["averaging"])

@@ -1,0 +1,151 @@
+"""Quasi-global momentum: momentum of the displacement that gossip leaves, not of own gradients."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from powergossip.algorithms.averaging import Kind
+from powergossip.algorithms.learning.gossip_rule import ANY, GossipRule, Local, MakeAveraging
+from powergossip.network import Conversation, Network
+from powergossip.parameters import Parameters
+
+_LEAST_RATE = 1e-8  # by which a displacement is divided, for a warm-up that starts at 0
+
+
+class _QuasiGlobal(GossipRule):
+    """x_i ← G(x + u)_i, or with overlapping G(x)_i + u_i; then m from x' − x of the whole step."""
+
+    kinds: ClassVar[frozenset[Kind]] = ANY
+    owns_momentum: ClassVar[bool] = True
+    overlaps: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        network: Network,
+        make: MakeAveraging,
+        parameters: Parameters,
+        local: Local,
+        *,
+        overlapping: bool = False,
+        weight_decay: float = 0.0,
+        clip: float | None = None,
+    ):
+        super().__init__(network, make, parameters, local, weight_decay=weight_decay, clip=clip)
+        self._overlapping = overlapping
+        self._averaging = make(parameters.layout, self.factor)
+        self._before = torch.empty_like(self._x)
+
+    def during(self) -> Conversation | None:
+        self._before.copy_(self._x)
+        return self._averaging.step(self._x) if self._overlapping else None
+
+    def move(self, u: Tensor) -> Conversation | None:
+        self._x.add_(u)
+        return None if self._overlapping else self._averaging.step(self._x)
+
+
+class QuasiGlobalMomentum(_QuasiGlobal):
+    """QG-DSGDm: SGD whose momentum buffer follows the displacement after gossip.
+
+        m̃_i = β m_i + g_i                   x ← G(x − η m̃), with nesterov x ← G(x − η (g + β m̃))
+        m_i ← β m_i + (1 − β) (x_i before − x_i after)/η
+
+    Lin, Karimireddy, Stich & Jaggi (2021), arXiv:2102.04761, Algorithm 1, with μ = β. m̃ is not
+    kept. The fixed point is D-PSGD's: less oscillation between workers, the same bias.
+
+    momentum  # β
+    """
+
+    optimizers: ClassVar[tuple[str, ...]] = ("sgd",)
+
+    def __init__(
+        self, *everything: Any, momentum: float = 0.9, nesterov: bool = False, **options: Any
+    ):
+        super().__init__(*everything, **options)
+        self._momentum, self._nesterov = momentum, nesterov
+        self._m = torch.zeros_like(self._x)
+        self._tilde = torch.zeros_like(self._x)
+
+    def direct(self, g: Tensor) -> None:
+        m = torch.add(g, self._m, alpha=self._momentum, out=self._tilde)
+        if self._nesterov:
+            g.add_(m, alpha=self._momentum)
+        else:
+            g.copy_(m)
+
+    def settle(self) -> None:
+        rate = max(self._local.rate, _LEAST_RATE)
+        self._m.mul_(self._momentum)
+        self._m.add_(self._before.sub_(self._x), alpha=(1 - self._momentum) / rate)
+
+    def state_dict(self) -> dict[str, Any]:
+        """m [worker, D], and the state of the averaging rule."""
+        return {"m": self._m, "averaging": self._averaging.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict()`."""
+        self._m.copy_(state["m"])
+        self._averaging.load_state_dict(state["averaging"])
+
+
+class QuasiGlobalAdam(_QuasiGlobal):
+    """QG-Adam: Adam whose moments follow the direction of the displacement after gossip.
+
+        m̃_i = β1 m_i + (1 − β1) g_i,   ṽ_i = β2 v_i + (1 − β2) g_i²
+        x ← G(x − η m̃/(1 − β1ᵗ) / (√(ṽ/(1 − β2ᵗ)) + ε))
+        δ_i = (x_i before − x_i after)/‖·‖,   m_i ← β1 m_i + (1 − β1) δ_i,   v_i likewise with δ_i²
+
+    Lin, Karimireddy, Stich & Jaggi (2021), arXiv:2102.04761, Algorithm 2. ‖·‖ is over all
+    parameters of a worker. Their published code adds g with weight 1 in m̃; here it is that of the
+    paper. Weight decay is decoupled, as in AdamW.
+
+    adam_beta1, adam_beta2, adam_epsilon  # β1, β2, ε
+    """
+
+    optimizers: ClassVar[tuple[str, ...]] = ("adamw",)
+
+    def __init__(
+        self,
+        *everything: Any,
+        adam_beta1: float = 0.9,
+        adam_beta2: float = 0.999,
+        adam_epsilon: float = 1e-8,
+        **options: Any,
+    ):
+        super().__init__(*everything, **options)
+        self._betas, self._epsilon = (adam_beta1, adam_beta2), adam_epsilon
+        self._m, self._v = torch.zeros_like(self._x), torch.zeros_like(self._x)
+        self._steps = 0
+
+    def direct(self, g: Tensor) -> None:
+        self._steps += 1
+        first, second = (1 - beta**self._steps for beta in self._betas)
+        m, v = self._moments(g)
+        torch.div(m, v.div_(second).sqrt_().add_(self._epsilon), out=g).div_(first)
+
+    def _moments(self, of: Tensor) -> tuple[Tensor, Tensor]:
+        beta1, beta2 = self._betas
+        return torch.lerp(of, self._m, beta1), torch.lerp(of * of, self._v, beta2)
+
+    def settle(self) -> None:
+        moved = self._before.sub_(self._x)
+        norms = moved.norm(dim=1, keepdim=True).clamp_(min=torch.finfo(moved.dtype).tiny)
+        self._m, self._v = self._moments(moved.div_(norms))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Number of steps, m and v [worker, D], and the state of the averaging rule."""
+        return {
+            "steps": self._steps,
+            "m": self._m,
+            "v": self._v,
+            "averaging": self._averaging.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict()`."""
+        self._steps = state["steps"]
+        self._m.copy_(state["m"])
+        self._v.copy_(state["v"])
+        self._averaging.load_state_dict(state["averaging"])

@@ -1,0 +1,96 @@
+"""What learning rules have in common: their interface, clipping and weight decay."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from powergossip.parameters import Parameters
+
+Update = Callable[[Tensor], Any]  # the step of a local optimizer with a gradient [worker, D]
+
+
+class Learning(Protocol):
+    """A learning rule over the flat buffers `parameters.x` and `parameters.grad`."""
+
+    def start(self) -> None:
+        """Prepare `parameters.grad` for the backward pass, and send the first messages."""
+        ...
+
+    def finish(self) -> None:
+        """Complete the step with the gradients in `parameters.grad`. Changes `parameters.x`."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on. Tensors are [worker, ...]."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict()`."""
+        ...
+
+
+class Decay:
+    """Weight decay λ x of all parameters but those of normalization layers.
+
+    With momentum m, in a buffer d of its own that starts at 0:
+
+        d ← m d + λ x          add d, or with Nesterov's momentum λ x + m d
+
+    Momentum is linear: SGD's momentum of g + λ x is its momentum of g plus this.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        weight_decay: float,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+    ):
+        self._weight_decay, self._m, self._nesterov = weight_decay, momentum, nesterov
+        self._x = parameters.x
+        self._spans = parameters.decay_spans() if weight_decay else []
+        self._d = torch.zeros_like(parameters.x) if self._spans and momentum else None
+
+    def add_to(self, gradient: Tensor) -> None:
+        """Add the decay of this step to gradient [worker, D]."""
+        if self._d is not None:
+            self._d.mul_(self._m)
+        for span in self._spans:
+            g, x = gradient[:, span], self._x[:, span]
+            if self._d is None:
+                g.add_(x, alpha=self._weight_decay)
+                continue
+            d = self._d[:, span].add_(x, alpha=self._weight_decay)
+            if self._nesterov:
+                g.add_(x, alpha=self._weight_decay).add_(d, alpha=self._m)
+            else:
+                g.add_(d)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The momentum d [worker, D], or None without."""
+        return {"momentum": self._d}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict()`."""
+        if self._d is not None:
+            self._d.copy_(state["momentum"])
+
+
+class Correction:
+    """g ← g · min(1, clip/‖g‖) + λ x, in place on the gradient of each worker.
+
+    Weight decay λ spares normalization layers.
+    Clipping: Pascanu, Mikolov & Bengio (2013), arXiv:1211.5063, § 3.2.
+    """
+
+    def __init__(self, parameters: Parameters, weight_decay: float, clip: float | None = None):
+        self._clip, self._g = clip, parameters.grad
+        self._decay = Decay(parameters, weight_decay)
+
+    def __call__(self) -> None:
+        if self._clip is not None:
+            norms = self._g.norm(dim=1, keepdim=True)
+            self._g.mul_((self._clip / norms).clamp_(max=1))
+        self._decay.add_to(self._g)

@@ -1,0 +1,188 @@
+"""Gradient tracking: a second variable follows the mean of the workers' gradients.
+
+Neighbors mix y beside x, and y_i changes by what the worker's own gradient changes. The mean of the
+y_i is then always the mean of the latest gradients, and the fixed point is the optimum of the mean
+loss, however different the data are.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from powergossip.algorithms.averaging import Kind
+from powergossip.algorithms.learning.gossip_rule import (
+    COPIES,
+    GossipRule,
+    Joint,
+    Local,
+    MakeAveraging,
+)
+from powergossip.network import Conversation, Network
+from powergossip.parameters import Parameters
+
+
+class _Tracking(GossipRule):
+    """y_i ← G(y)_i + v_i − v_i', with v_i' that of the step before. y and v start at 0.
+
+    x and y travel in one message per neighbor, twice the size of D-PSGD's.
+    """
+
+    overlaps: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        network: Network,
+        make: MakeAveraging,
+        parameters: Parameters,
+        local: Local,
+        *,
+        overlapping: bool = False,
+        weight_decay: float = 0.0,
+        clip: float | None = None,
+    ):
+        super().__init__(network, make, parameters, local, weight_decay=weight_decay, clip=clip)
+        self._overlapping = overlapping
+        self._joint = Joint(parameters.layout, parameters.x)
+        self._averaging = make(self._joint.layout, self.factor)
+        self._y = torch.zeros_like(parameters.x)
+        self._v = torch.zeros_like(parameters.x)
+
+    def during(self) -> Conversation | None:
+        return self._mix() if self._overlapping else None
+
+    def _mix(self) -> Conversation:
+        """x ← G(x), y ← G(y)"""
+        self._joint.load(self._x, self._y)
+        yield from self._averaging.step(self._joint.buffer)
+        self._joint.store(self._x, self._y)
+
+    def _follow(self, v: Tensor) -> None:
+        """y ← y + v − v'"""
+        self._y.add_(v).sub_(self._v)
+        self._v.copy_(v)
+
+    def state_dict(self) -> dict[str, Any]:
+        """y, v' [worker, D], and the state of the averaging rule."""
+        return {"y": self._y, "v": self._v, "averaging": self._averaging.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict()`."""
+        self._y.copy_(state["y"])
+        self._v.copy_(state["v"])
+        self._averaging.load_state_dict(state["averaging"])
+
+
+class GradientTracking(_Tracking):
+    """DSGT: the local optimizer's displacements u_i are tracked, −η g_i for plain SGD.
+
+        y_i ← G(y)_i + u_i − u_i'            u_i at x_i, u_i' at the x_i before
+        x ← G(x + y)                         or with overlapping, x ← G(x) + y
+
+    Di Lorenzo & Scutari (2016), doi:10.1109/TSIPN.2016.2524588; Pu & Nedić (2021),
+    arXiv:1805.11454. Tracking the displacement, with momentum, clipping and weight decay inside, is
+    the form of Vogels et al. (2021), arXiv:2110.04175, appendix. A changed learning rate takes
+    effect at once.
+
+    With CHOCO-Gossip and overlapping it is C-GT (Liao et al. 2022, arXiv:2205.12623) with α = 1.
+    Exact with biased compressors, too, for a small enough diffusion rate.
+
+    Invariant: mean_i y_i = mean_i u_i after the local update of every step.
+    """
+
+    def move(self, u: Tensor) -> Conversation | None:
+        self._follow(u)
+        self._x.add_(self._y)
+        return None if self._overlapping else self._mix()
+
+
+class NormalizedGradientTracking(_Tracking):
+    """GT-NSGDm: the step has length η in every worker, along the tracked momentum.
+
+        v_i ← β v_i + (1 − β) g_i
+        y_i ← G(y)_i + v_i − v_i'
+        x ← G(x − η y_i/‖y_i‖)               or with overlapping, x ← G(x) − η y_i/‖y_i‖
+
+    ‖·‖ is over all parameters of a worker. Luo, Chezhegov & others on heavy-tailed noise; the
+    momentum and the normalization belong after tracking, since normalized gradients do not average
+    to the normalized mean. The paper mixes y + v − v' in a message of its own before x; here y is
+    mixed one step earlier, in the message of x.
+    """
+
+    owns_momentum: ClassVar[bool] = True
+    optimizers: ClassVar[tuple[str, ...]] = ("sgd",)
+
+    def __init__(
+        self,
+        network: Network,
+        make: MakeAveraging,
+        parameters: Parameters,
+        local: Local,
+        *,
+        momentum: float = 0.9,
+        overlapping: bool = False,
+        weight_decay: float = 0.0,
+        clip: float | None = None,
+    ):
+        super().__init__(
+            network,
+            make,
+            parameters,
+            local,
+            overlapping=overlapping,
+            weight_decay=weight_decay,
+            clip=clip,
+        )
+        self._momentum, self._steps = momentum, 0
+
+    def direct(self, g: Tensor) -> None:
+        self._follow(g.lerp_(self._v, self._momentum if self._steps else 0.0))
+        self._steps += 1
+        self._normalize(g.copy_(self._y))
+
+    def _normalize(self, y: Tensor) -> None:
+        y.div_(y.norm(dim=1, keepdim=True).clamp_(min=torch.finfo(y.dtype).tiny))
+
+    def move(self, u: Tensor) -> Conversation | None:
+        self._x.add_(u)
+        return None if self._overlapping else self._mix()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self._steps, **super().state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._steps = state["steps"]
+        super().load_state_dict(state)
+
+
+class MoTEF(NormalizedGradientTracking):
+    """Momentum tracking with error feedback, over CHOCO-Gossip's public copies.
+
+        m_i ← (1 − λ) m_i + λ g_i            λ = 1 − momentum, and m_i = g_i in the first step
+        v_i ← G(v)_i + m_i − m_i'
+        x ← G(x) − η v
+
+    Islamov, Gao & Stich (2024), arXiv:2405.20114, Algorithm 1. G is a step of CHOCO-Gossip, whose
+    copies of x and v start at 0. The paper updates the copies after x and v, here they are updated
+    before: the same steps but for the first one, in which the workers have equal models.
+    """
+
+    kinds: ClassVar[frozenset[Kind]] = COPIES
+    static: ClassVar[bool] = True
+
+    def __init__(self, *everything: Any, overlapping: bool = True, **options: Any):
+        super().__init__(*everything, overlapping=True, **options)
+
+    def _normalize(self, y: Tensor) -> None:
+        """Nothing: the direction is y itself."""
+
+
+class BEER(MoTEF):
+    """Gradient tracking with error feedback, over CHOCO-Gossip's public copies.
+
+        v_i ← G(v)_i + g_i − g_i'
+        x ← G(x) − η v
+
+    Zhao et al. (2022), arXiv:2201.13320, Algorithm 1: MoTEF with λ = 1. See there.
+    """
