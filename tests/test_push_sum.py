@@ -237,7 +237,11 @@ def test_the_fixed_point_of_learning_tends_to_the_optimum(
 
 def test_a_step_of_learning_is_that_of_the_paper(irregular: Topology) -> None:
     """x̂ ← P (x̂ − η g(z)), and z ← x̂/w."""
-    network, problem, P = Network(irregular, ALONE), Quadratics(), torch.from_numpy(matrix(irregular))
+    network, problem, P = (
+        Network(irregular, ALONE),
+        Quadratics(),
+        torch.from_numpy(matrix(irregular)),
+    )
     averaging = made(network)
 
     def update(g: Tensor) -> None:
@@ -346,7 +350,7 @@ def test_running_sums_reject_messages_outside_their_range(irregular: Topology) -
 
 
 def test_running_sums_reject_time_varying_topologies() -> None:
-    with pytest.raises(ValueError, match="running_sums=True: use False.*epidemic"):
+    with pytest.raises(ValueError, match=r"running_sums=True: use False.*epidemic"):
         made(Network(topologies.make("epidemic", N), ALONE), running_sums=True)
 
 

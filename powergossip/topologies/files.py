@@ -67,7 +67,7 @@ def from_file(path: Path, n_workers: int, *, directed: bool = False) -> Topology
     ordered.add_nodes_from(order)
     ordered.add_edges_from((a, b) for a, b in graph.edges() if a != b)
     if directed:
-        receives = csr_array(nx.to_scipy_sparse_array(ordered, dtype=np.float64).T)
+        receives = csr_array(nx.to_scipy_sparse_array(ordered).T)
         check_connected(receives, subject)
         return _directed(str(path), receives, note)
     check_connected(adjacency_matrix(ordered), subject)
