@@ -10,6 +10,7 @@ Averaging (`optimizer` in train.py and a row of `AVERAGING`):
     choco          ChocoGossip   public copies, any compressor  Koloskova et al. (2019), 1902.00340
     deepsqueeze    DeepSqueeze   error feedback                 Tang et al. (2019), 1907.07346
     moniqua        Moniqua       2 bits, modulo a bound         Lu & De Sa (2020), 2002.11787
+    push-sum       PushSum       directed graphs                Assran et al. (2019), 1811.10792
 
 Consensus only (`algorithm` in gossip_run.py and a row of `CONSENSUS_ONLY`):
 

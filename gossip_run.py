@@ -46,7 +46,7 @@ class Config:
     n_workers: int | None = None  # total number of workers (null: one per process)
     seed: int = 42
     num_steps: Any = None  # of all algorithms, or a mapping {ALGORITHM: steps, others: steps}
-    #   (null: 5000, but 500 for uncompressed, chebyshev and finite_time, which agree by then)
+    #   (null: 5000, but 500 for uncompressed, push_sum, chebyshev, finite_time: they agree by then)
     device: str = "auto"  # auto, cpu, cuda or cuda:INDEX (auto assigns GPUs to processes in turn)
     distributed_backend: str = "auto"  # mpi, gloo or nccl (auto: that of the launcher)
     overwrite: bool = False  # delete an existing run in the output folder

@@ -125,7 +125,7 @@ class Config:
 
     # The method, and its options. Keys optimizer_X default to null: the default of the method
     optimizer: str = "power-gossip"  # gossip: all-reduce, dpsgd, power-gossip, choco, deepsqueeze,
-    #   moniqua. Compressed gradients: powersgd, dgc, ef-sgd, signsgd, ddp-powersgd,
+    #   moniqua, push-sum. Compressed gradients: powersgd, dgc, ef-sgd, signsgd, ddp-powersgd,
     #   ddp-batched-powersgd
     topology: str = "ring"  # a name, or the path of an edge list or adjacency file
     topology_options: dict[str, Any] = field(default_factory=dict)  # such as {degree: 4}
@@ -151,6 +151,7 @@ class Config:
     optimizer_copy_rate: float | None = None  # choco (1): how fast public copies follow
     optimizer_unbiased: bool | None = None  # qsgd: without its scaling to a contraction (false)
     optimizer_theta: float | None = None  # moniqua: bound on neighbors' differences (0.25)
+    optimizer_running_sums: bool | None = None  # push-sum: messages are sums over all steps (false)
     optimizer_min_compression_rate: float | None = None  # powersgd, hooks (2), ef-sgd (1): tensors
     #   below it are sent uncompressed
     optimizer_start_compressing_after: int | None = None  # powersgd: steps of plain all-reduce (0)

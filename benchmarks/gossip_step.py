@@ -51,6 +51,7 @@ class Config:
     warm_start: bool | None = None  # of power-gossip
     round_weights: bool | None = None  # of power-gossip
     theta: float | None = None  # of moniqua
+    running_sums: bool | None = None  # of push-sum
     compressor: str | None = None  # of choco and deepsqueeze
     keep_ratio: float | None = None  # of the compressors top-k and random-k
     levels: int | None = None  # of the compressor qsgd
@@ -65,6 +66,7 @@ OPTIONS = (  # keys that are options of an algorithm
     "warm_start",
     "round_weights",
     "theta",
+    "running_sums",
     "compressor",
     "keep_ratio",
     "levels",

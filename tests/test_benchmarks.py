@@ -49,6 +49,7 @@ def test_a_step_of_averaging(
         "choco": 2 * (32 + 10_000),
         "deepsqueeze": 2 * (32 + 10_000),
         "moniqua": 2 * 2 * 10_000,
+        "push-sum": 2 * 32 * 10_001,
     }
     assert line["bits_per_step"] == expected[algorithm]
 

@@ -36,6 +36,8 @@ METHODS = {
     ),
     "deepsqueeze": Method("deepsqueeze", diffusion_rate=0.2, compressor="top-k", keep_ratio=0.3),
     "moniqua": Method("moniqua", diffusion_rate=0.3, theta=0.5),
+    "push-sum": Method("push-sum", topology="star"),
+    "push-sum, running sums": Method("push-sum", running_sums=True),
 }
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {

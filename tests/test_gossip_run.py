@@ -146,7 +146,7 @@ def test_the_number_of_steps_of_each_algorithm() -> None:
         sweep = built(algorithm="all", num_steps=value)
         return {name: sweep.num_steps(name) for name in ALGORITHMS}
 
-    early = {"uncompressed", "chebyshev", "finite_time"}
+    early = {"uncompressed", "push_sum", "chebyshev", "finite_time"}
     assert steps(700) == dict.fromkeys(ALGORITHMS, 700)
     published = {name: 500 if name in early else 5000 for name in ALGORITHMS}
     assert steps(None) == published
@@ -182,7 +182,10 @@ def test_the_default_grid_of_each_algorithm_is_the_published_one(name: str) -> N
         np.testing.assert_allclose(rates, published)
 
 
-@pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"moniqua", "chebyshev", "finite_time"}))
+WITHOUT_RATE = {"push_sum", "chebyshev", "finite_time"}
+
+
+@pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"moniqua", *WITHOUT_RATE}))
 def test_a_specified_grid_applies_to_every_algorithm_with_a_rate(name: str) -> None:
     """The published keys, whichever is specified. With one sample it is the smallest rate."""
     low, count = {"hyperparameter_range_min": 0.1}, {"hyperparameter_num_samples": 3}
@@ -220,7 +223,7 @@ def test_rows_are_tagged_with_the_point_of_the_grid(name: str) -> None:
     """Tags are strings. An algorithm with one setting that needs no grid has none."""
     few = {"num_steps": 1, "matrix_size": 4}
     rows = gossiped(algorithm=name, **few, **GRID)
-    if name in ("chebyshev", "finite_time"):
+    if name in WITHOUT_RATE:
         assert {"diffusion_rate", "theta"}.isdisjoint(rows.columns)
         return
     assert ("theta" in rows) == (name == "moniqua")
@@ -250,6 +253,7 @@ BITS = {
     "svd_choco": 32 * (8 + 8),
     "qsgd_choco": 32 + 64 * 4,  # nine levels
     "moniqua": 64 * 2,
+    "push_sum": 32 * (64 + 1),
 }
 
 

@@ -45,6 +45,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizer_levels": (7, {"optimizer": "choco", "optimizer_compressor": "qsgd"}),
     "optimizer_unbiased": (True, {"optimizer": "choco", "optimizer_compressor": "qsgd"}),
     "optimizer_theta": (1.0, {"optimizer": "moniqua"}),
+    "optimizer_running_sums": (True, {"optimizer": "push-sum"}),
     "optimizer_min_compression_rate": (50.0, {"optimizer": "powersgd"}),
     "optimizer_start_compressing_after": (2, {"optimizer": "powersgd"}),
     "optimizer_num_batches_per_step": (2, {"optimizer": "powersgd"}),

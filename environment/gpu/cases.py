@@ -21,7 +21,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"num_iterations": 2},
         {"warm_start": False},
         {"round_weights": True},
-    ]
+    ],
+    "push-sum": [{}, {"running_sums": True}],
 }
 # Rules that round or select: a difference in the last bit may change single elements by more.
 ROUNDING = {"sign-and-norm", "qsgd", "top-k", "moniqua", "round_weights", "signsgd", "dgc"}

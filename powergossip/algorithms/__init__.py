@@ -7,6 +7,7 @@ communication itself: it yields messages and is resumed with the received ones (
     plain.py          without compression: plain gossip, all-reduce, Chebyshev, finite time
     compressed.py     CHOCO-Gossip, DeepSqueeze, Moniqua
     compiled.py       their compiled loops
+    push_sum.py       push-sum, for directed graphs
     power_gossip.py   PowerGossip
     directions.py     its memory and orthonormalization
     compiled_directions.py      the same in compiled loops, on a CPU
@@ -38,6 +39,7 @@ from powergossip.algorithms.compressed import ChocoGossip, DeepSqueeze, Moniqua
 from powergossip.algorithms.learning import DPSGD, Correction
 from powergossip.algorithms.plain import AllReduce, ChebyshevGossip, FiniteTimeGossip, PlainGossip
 from powergossip.algorithms.power_gossip import PowerGossip
+from powergossip.algorithms.push_sum import PushSum
 from powergossip.algorithms.rates import choco_rate
 from powergossip.compressors import Codec
 from powergossip.network import Network
@@ -58,6 +60,7 @@ __all__ = [
     "Options",
     "PlainGossip",
     "PowerGossip",
+    "PushSum",
     "Rate",
     "choco_rate",
     "defaults",
@@ -123,6 +126,7 @@ AVERAGING: dict[str, _options.Row] = {
     "choco": _choco,
     "deepsqueeze": _deepsqueeze,
     "moniqua": _moniqua,
+    "push-sum": PushSum,
 }
 
 # Limits for comparison, not for learning: they assume that nothing else changes x.
@@ -154,12 +158,11 @@ def make(
     """Build the averaging algorithm of that name with the options `given`.
 
     From an `options` object it takes its own. Raises ValueError for an unknown name, an option that
-    the algorithm does not have, or a bad value.
+    the algorithm does not have, a bad value, or a directed graph on which it would be biased.
     """
     row = _options.find(AVERAGING | CONSENSUS_ONLY, "algorithm", name)
     if _options.takes_all(row):
-        built: Averaging = row(network, layout, options or Options(**given))
-        return built
+        return _unbiased(name, network, row(network, layout, options or Options(**given)))
     if options is not None:
         own = _options.defaults(row)
         given = {option: value for option, value in options.given.items() if option in own}
@@ -169,5 +172,17 @@ def make(
     if options is not None:
         given = {option: value for option, value in given.items() if option in known}
     _options.check(name, given, known)
-    built = row(network, layout, **given)
-    return built
+    return _unbiased(name, network, row(network, layout, **given))
+
+
+def _unbiased(name: str, network: Network, averaging: Averaging) -> Averaging:
+    """The algorithm. Raises ValueError if the workers would not agree on their mean.
+
+    An algorithm that averages over every graph has the attribute `needs_doubly_stochastic`, False.
+    """
+    if network.topology.biased and getattr(averaging, "needs_doubly_stochastic", True):
+        raise ValueError(
+            f"topology={network.topology.name}: use push-sum in place of {name}; W is not doubly "
+            "stochastic, so that workers would count unequally"
+        )
+    return averaging

@@ -1,6 +1,6 @@
 """The interface of averaging algorithms, and helpers of several. See algorithms/__init__.py."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any, Protocol, runtime_checkable
 
@@ -71,6 +71,37 @@ def incremental(averaging: Averaging) -> Incremental:
 def kind_of(averaging: Averaging) -> Kind:
     """The kind of an averaging rule: OTHER unless it says more."""
     return averaging.kind if isinstance(averaging, Incremental) else Kind.OTHER
+
+
+@runtime_checkable
+class Weighted(Protocol):
+    """An averaging algorithm of x̂_i = w_i x_i, whose weights w_i are state."""
+
+    def rescale(self, before: Tensor, x: Tensor) -> None:
+        """x̂_i ← x̂_i + u_i for a local update u = x − before: x_i ← before_i + u_i / w_i.
+
+        In place on x [worker, D]. Changes `before`, too.
+        """
+        ...
+
+
+def on_numerator(
+    averaging: Averaging, x: Tensor, update: Callable[[Tensor], Any]
+) -> Callable[[Tensor], Any]:
+    """The local update of x [worker, D], rescaled if the averaging algorithm is `Weighted`.
+
+    For all other algorithms this is `update` itself.
+    """
+    if not isinstance(averaging, Weighted):
+        return update
+    weighted, before = averaging, torch.empty_like(x)
+
+    def rescaled(gradient: Tensor) -> None:
+        before.copy_(x)
+        update(gradient)
+        weighted.rescale(before, x)
+
+    return rescaled
 
 
 class Stateless:

@@ -83,6 +83,8 @@ class AllReduce(Stateless):
     doi:10.1016/j.jpdc.2008.09.002).
     """
 
+    needs_doubly_stochastic = False  # it does not use W
+
     def __init__(self, network: Network):
         del network  # a parameter of all algorithms
 

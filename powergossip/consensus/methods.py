@@ -64,6 +64,7 @@ ALGORITHMS: dict[str, Method] = {
     "sign_deepsqueeze": Method("deepsqueeze", {"compressor": "sign-and-norm"}, _RATE),
     "topk_deepsqueeze": Method("deepsqueeze", {"compressor": "top-k"}, _RATE),
     "moniqua": Method("moniqua", grid=_RATE_AND_THETA),
+    "push_sum": Method("push-sum", num_steps=_FEW_STEPS),
     "chebyshev": Method("chebyshev", num_steps=_FEW_STEPS),
     "finite_time": Method("finite-time", num_steps=_FEW_STEPS),
 }

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from powergossip import algorithms
+from powergossip.algorithms.averaging import Weighted
 from powergossip.network import Conversation, Exchange, Processes, together
 from powergossip.optimizers.checks import (
     broadcast_from_process_0,
@@ -47,6 +48,7 @@ class _Part:
         self.x: Tensor
         self._views: list[Tensor] = []
         self._addresses: list[int] = []  # after `move`
+        self._before: Tensor | None = None  # x before the local update, if that is rescaled
 
     def allocate(self, move: bool) -> None:
         """Create x. `move`: parameters become views of it, if they are float32."""
@@ -76,6 +78,20 @@ class _Part:
         """x ← G(x)"""
         conversation = self.averaging.step(self.x)
         return conversation if self._rounding is None else self._rounding(conversation)
+
+    def before_update(self) -> None:
+        """Keep x, if the averaging algorithm rescales local updates."""
+        if isinstance(self.averaging, Weighted):
+            self.load()
+            self._before = self.x.clone()
+
+    def after_update(self) -> None:
+        """Rescale the local update of the parameters. See `algorithms.averaging.on_numerator`."""
+        if self._before is not None and isinstance(self.averaging, Weighted):
+            self.load()
+            self.averaging.rescale(self._before, self.x)
+            self.store()
+            self._before = None
 
     def check_memory(self, owner: str) -> None:
         """Raise RuntimeError if a parameter is no longer a view of x."""
@@ -220,6 +236,16 @@ class Averaged:
         """x ← G(x)"""
         self.start()
         self.finish()
+
+    def before_update(self) -> None:
+        """Announce a local update of the parameters, between a step of gossip and the next one."""
+        for part in self._active:
+            part.before_update()
+
+    def after_update(self) -> None:
+        """Rescale the local update, if the averaging algorithm averages x̂_i = w_i x_i."""
+        for part in self._active:
+            part.after_update()
 
     # --- The mean model ---
 

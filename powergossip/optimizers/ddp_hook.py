@@ -93,6 +93,7 @@ class GossipState:
         own = weakref.ref(self)
         network.meet_at_exit(processes, lambda: getattr(own(), "_steps", None))
         optimizer.register_step_pre_hook(lambda *_: _finish(own, is_step=True))
+        optimizer.register_step_post_hook(lambda *_: _after_step(own))
         _at_first_forward(own)
 
     def _parameters(self) -> list[Tensor]:
@@ -143,6 +144,14 @@ class GossipState:
     def finish(self) -> None:
         """Mix, if a step is in flight: x ← G(x)."""
         self._averaged.finish()
+
+    def before_update(self) -> None:
+        """Announce the optimizer's update. See `Averaged`."""
+        self._averaged.before_update()
+
+    def after_update(self) -> None:
+        """Rescale the optimizer's update, if the averaging algorithm has weights."""
+        self._averaged.after_update()
 
     def attach(self, module: DistributedDataParallel) -> None:
         """Follow the forward passes of the module that has this state.
@@ -214,6 +223,14 @@ def _finish(own: "weakref.ref[GossipState]", is_step: bool = False) -> None:
     if is_step and state.in_mean_model:
         raise RuntimeError("a step inside mean_model() would be lost; leave it first")
     state.finish()
+    if is_step:
+        state.before_update()
+
+
+def _after_step(own: "weakref.ref[GossipState]") -> None:
+    state = own()
+    if state is not None:
+        state.after_update()
 
 
 def _at_first_forward(own: "weakref.ref[GossipState]") -> None:

@@ -248,7 +248,7 @@ class GossipOptimizer(torch.optim.Optimizer):
                 return loss
 
             self._mix_before_update()
-            return self.wrapped.step(checked)
+            return self._update(checked)
         gradients = self._dense_gradients()
         self._mix_before_update()
         if grad_scale is not None and gradients:
@@ -256,7 +256,13 @@ class GossipOptimizer(torch.optim.Optimizer):
             torch._foreach_mul_(gradients, grad_scale.double().reciprocal().float())
         if found_inf is not None and found_inf.item():
             return None
-        return self.wrapped.step()
+        return self._update()
+
+    def _update(self, *closure: Any) -> Any:
+        self._averaged.before_update()
+        loss = self.wrapped.step(*closure)
+        self._averaged.after_update()
+        return loss
 
     def _dense_gradients(self) -> list[Tensor]:
         """The gradients that exist. Raises ValueError for a sparse one."""

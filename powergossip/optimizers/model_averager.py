@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 
 from powergossip import checks, network
+from powergossip.algorithms.averaging import Weighted
 from powergossip.optimizers.averaged import DTYPES, Averaged
 from powergossip.optimizers.checks import (
     Params,
@@ -90,7 +91,12 @@ class GossipModelAverager(ModelAverager):
             self.method = as_method(method, options)
             message_dtype_of(message_dtype, torch.float32)
             small = Layout([(2, 2)])  # the options are checked before training, too
-            self.method.build(self.method.network(processes, torch.device("cpu")), small, 0)
+            small_network = self.method.network(processes, torch.device("cpu"))
+            if isinstance(self.method.build(small_network, small, 0), Weighted):
+                raise ValueError(
+                    f"method={self.method.name}: use it with GossipOptimizer or gossip_hook, which "
+                    "rescale local updates; an averager does not see them"
+                )
         check_same_everywhere(processes, "the method", self.method.facts())
         self.period, self.warmup_steps = period, warmup_steps
         check_same_everywhere(processes, "the periods", (period, warmup_steps))

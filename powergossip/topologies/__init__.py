@@ -3,7 +3,8 @@
 **W[i, j] is the weight with which worker i averages the message of worker j**, and w_ii = 1 − Σ_j
 w_ij is the weight of its own model. Row i thus lists the workers that i receives from, and column j
 the workers that j sends to. W is doubly stochastic: every row and every column sums to 1, which
-conserves the mean of the workers. Topologies with `row_stochastic` set are the exception.
+conserves the mean of the workers. Topologies with `row_stochastic` set are the exception: random
+rounds, and directed graphs from files whose in- and out-degrees differ.
 
 A `Topology` is a sequence of rounds that repeats. A static graph has one round. `make` builds a
 topology from its name in `TOPOLOGIES` or from a file.
@@ -101,8 +102,8 @@ def make(
     """Build the topology of this name for `n_workers`, or read the graph from the file `name`.
 
     A name that is not in `TOPOLOGIES` is a path if it has a path separator, ends in .edgelist,
-    .adjlist or .txt, or is an existing file. `options` are passed to the topology's function. Files
-    take none.
+    .adjlist or .txt, or is an existing file. `options` are passed to the topology's function, or to
+    `from_file`.
 
     Raises ValueError for an unknown name or option, an option of the wrong type, a graph of another
     size, a graph that is not connected, and a file that cannot be read.
@@ -117,9 +118,8 @@ def make(
             f'topology "{name}" is unknown; choose from {", ".join(sorted(TOPOLOGIES))}, '
             f"or give the path of an edge-list or adjacency file"
         )
-    if options:
-        raise ValueError(f'topology "{name}" is a file and has no option {_quote(options)}')
-    return from_file(Path(name), n_workers)
+    _check_options(name, from_file, options)
+    return from_file(Path(name), n_workers, **options)
 
 
 # Validation of options
@@ -141,8 +141,10 @@ def _check_options(name: str, function: Callable[..., Topology], options: dict[s
         raise ValueError(f'topology "{name}" has no option {_quote(unknown)}; {choices}')
     for key, value in options.items():
         accepted = (int | float) if known[key] is float else known[key]
-        if isinstance(value, bool) or not isinstance(value, accepted):
-            kind = {float: "a number", str: "a name"}.get(known[key], "a whole number")
+        is_bool = isinstance(value, bool)
+        if is_bool != (accepted is bool) or not isinstance(value, accepted):
+            kinds = {float: "a number", str: "a name", bool: "true or false"}
+            kind = kinds.get(known[key], "a whole number")
             raise ValueError(f"topology_options.{key}={value}: use {kind}")
 
 

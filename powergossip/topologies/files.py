@@ -4,9 +4,11 @@ import os
 from pathlib import Path
 
 import networkx as nx
+import numpy as np
+from scipy.sparse import csr_array
 
-from powergossip.topologies.mixing import Topology, check_connected
-from powergossip.topologies.static import adjacency_matrix, undirected
+from powergossip.topologies.mixing import Round, Topology, check_connected
+from powergossip.topologies.static import adjacency_matrix, undirected, uniform
 
 
 def is_path(name: str) -> bool:
@@ -19,13 +21,16 @@ def is_path(name: str) -> bool:
     )
 
 
-def from_file(path: Path, n_workers: int) -> Topology:
-    """Read the undirected graph from an edge-list or adjacency file, as networkx writes them.
+def from_file(path: Path, n_workers: int, *, directed: bool = False) -> Topology:
+    """Read the graph from an edge-list or adjacency file, as networkx writes them.
 
     - Edge list: two workers per line. Attributes after them (networkx's `{...}`, a weight) are
       ignored.
     - Adjacency list: a worker followed by its neighbors, each edge once or twice.
     - `#` starts a comment.
+
+    directed: the first worker of a line sends to the others, as in files of networkx's DiGraph. See
+    `_directed` for the weights.
 
     The suffix .edgelist or .adjlist determines the format. For other suffixes the contents do:
     lines of two names mean the same in both formats. If the names are 0 … n−1, they are the worker
@@ -35,7 +40,7 @@ def from_file(path: Path, n_workers: int) -> Topology:
     Raises ValueError, with file and line, for a file that cannot be read.
     """
     subject = f"the graph in {path}"
-    graph: nx.Graph[str] = nx.Graph()
+    graph: nx.Graph[str] = nx.DiGraph() if directed else nx.Graph()
     for name, neighbors in _read_lines(path):
         graph.add_node(name)
         graph.add_edges_from((name, neighbor) for neighbor in neighbors)
@@ -58,11 +63,28 @@ def from_file(path: Path, n_workers: int) -> Topology:
         raise ValueError(
             f"n_workers={n_workers}: use {len(order)}; {subject} has {len(order)} workers{hint}"
         )
-    ordered = nx.empty_graph(0)
+    ordered = nx.empty_graph(0, create_using=nx.DiGraph if directed else nx.Graph)
     ordered.add_nodes_from(order)
-    ordered.add_edges_from(graph.edges())
+    ordered.add_edges_from((a, b) for a, b in graph.edges() if a != b)
+    if directed:
+        receives = csr_array(nx.to_scipy_sparse_array(ordered).T)
+        check_connected(receives, subject)
+        return _directed(str(path), receives, note)
     check_connected(adjacency_matrix(ordered), subject)
     return undirected(str(path), ordered, note=note)
+
+
+def _directed(name: str, adjacency: csr_array, note: str) -> Topology:
+    """The static topology of a directed graph: adjacency csr [receiver, sender].
+
+    Where all workers have as many sources as targets, the weights are equal, 1/(1 + the largest
+    degree), and W is doubly stochastic. Otherwise they are 1/(1 + number of sources), and W is
+    row-stochastic only: for push-sum, which does not use W.
+    """
+    sources, targets = (np.asarray(adjacency.sum(axis)).ravel() for axis in (1, 0))
+    balanced = bool((sources == targets).all())
+    weights = uniform(adjacency) if balanced else adjacency.multiply(1 / (1 + sources)[:, None])
+    return Topology(name, (Round(csr_array(weights)),), row_stochastic=not balanced, note=note)
 
 
 def _read_lines(path: Path) -> list[tuple[str, list[str]]]:

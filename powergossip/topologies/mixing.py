@@ -116,6 +116,15 @@ class Topology:
         """Whether W = Wᵀ in every round."""
         return all(r.symmetric for r in self.rounds)
 
+    @property
+    def biased(self) -> bool:
+        """Whether gossip with W agrees on a weighted mean: a static W that is row-stochastic only.
+
+        The rounds of `epidemic` are row-stochastic, too, but random: none of them is repeated in
+        every step, and all workers have the same distribution of weights.
+        """
+        return self.row_stochastic and self.period == 1
+
     @cached_property
     def union(self) -> csr_array:
         """The edges of all rounds of the period: csr [receiver, sender], entries 1, sorted.

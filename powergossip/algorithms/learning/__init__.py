@@ -26,7 +26,7 @@ from typing import Any
 
 from powergossip import checks
 from powergossip import options as _options
-from powergossip.algorithms.averaging import Averaging, Kind, kind_of
+from powergossip.algorithms.averaging import Averaging, Kind, Weighted, kind_of
 from powergossip.algorithms.learning.centralized import CentralizedSGD
 from powergossip.algorithms.learning.dpsgd import DPSGD
 from powergossip.algorithms.learning.exact_diffusion import ExactDiffusion
@@ -107,6 +107,11 @@ def check(name: str, network: Network, averaging_name: str, averaging: Averaging
         raise ValueError(
             f"learning={name} with optimizer={averaging_name}: {_REASONS[kind]}; use it with "
             f"{_examples(found)}"
+        )
+    if isinstance(averaging, Weighted):
+        raise ValueError(
+            f"learning={name} with optimizer={averaging_name}: use learning=dpsgd, which is "
+            "stochastic gradient push"
         )
     if found.static and len(network.rounds) > 1:
         raise ValueError(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from powergossip.algorithms.averaging import Averaging
+from powergossip.algorithms.averaging import Averaging, on_numerator
 from powergossip.algorithms.learning.rule import Correction, Update
 from powergossip.algorithms.plain import AllReduce
 from powergossip.network import Exchange, Network
@@ -39,7 +39,8 @@ class DPSGD:
         clip: float | None = None,
         local_steps: int = 1,
     ):
-        self._network, self._averaging, self._update = network, averaging, update
+        self._network, self._averaging = network, averaging
+        self._update = on_numerator(averaging, parameters.x, update)
         self._local_steps, self._steps = local_steps, 0
         self._overlapping = overlapping and not isinstance(averaging, AllReduce)
         self._x, self._g = parameters.x, parameters.grad
