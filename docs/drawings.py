@@ -18,9 +18,10 @@ from powergossip.topologies import Round, Topology
 WORKERS = 16
 OWN_SIZE = {"social-network": 32}  # a data set: its number of workers is fixed
 UNDIRECTED = list(topologies.UNDIRECTED)
-DIRECTED = ["unidirectional-ring", "exponential"]
+DIRECTED = ["unidirectional-ring", "exponential", "equi-static"]
 TIME_VARYING = {  # number of workers in the drawing
     "one-peer-exponential": 8,
+    "one-peer-equi": 8,
     "base-graph": 6,
     "random-matching": 8,
     "round-robin": 8,
@@ -36,7 +37,7 @@ def write(folder: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "topologies"  # the same file each time
     undirected = [_make(name) for name in UNDIRECTED]
     _graphs(undirected, folder / "undirected.svg", columns=5)
-    _graphs([_make(name) for name in DIRECTED], folder / "directed.svg", columns=2)
+    _graphs([_make(name) for name in DIRECTED], folder / "directed.svg", columns=3)
     time_varying = [topologies.make(name, n) for name, n in TIME_VARYING.items()]
     _rounds(time_varying, folder / "time-varying.svg")
     _spectra(undirected, folder / "spectra.svg")

@@ -7,6 +7,7 @@ import networkx as nx
 
 from powergossip.topologies.mixing import Topology, check_connected
 from powergossip.topologies.static import adjacency_matrix, undirected
+from powergossip.topologies.weights import Weights, metropolis_hastings
 
 
 def is_path(name: str) -> bool:
@@ -19,7 +20,9 @@ def is_path(name: str) -> bool:
     )
 
 
-def from_file(path: Path, n_workers: int) -> Topology:
+def from_file(
+    path: Path, n_workers: int, *, weights: Weights = metropolis_hastings
+) -> Topology:
     """Read the undirected graph from an edge-list or adjacency file, as networkx writes them.
 
     - Edge list: two workers per line. Attributes after them (networkx's `{...}`, a weight) are
@@ -62,7 +65,7 @@ def from_file(path: Path, n_workers: int) -> Topology:
     ordered.add_nodes_from(order)
     ordered.add_edges_from(graph.edges())
     check_connected(adjacency_matrix(ordered), subject)
-    return undirected(str(path), ordered, note=note)
+    return undirected(str(path), ordered, weights, note=note)
 
 
 def _read_lines(path: Path) -> list[tuple[str, list[str]]]:
