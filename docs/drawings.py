@@ -41,6 +41,7 @@ def write(folder: Path) -> None:
     time_varying = [topologies.make(name, n) for name, n in TIME_VARYING.items()]
     _rounds(time_varying, folder / "time-varying.svg")
     _spectra(undirected, folder / "spectra.svg")
+    (folder / "weights.md").write_text(_weights_table())
     (folder / "spectra.md").write_text(_spectra_table(undirected))
     without_spectrum = [_make(name) for name in (*DIRECTED, *TIME_VARYING)]
     (folder / "periods.md").write_text(_periods_table(without_spectrum))
@@ -175,6 +176,19 @@ def _spectra_table(chosen: Sequence[Topology]) -> str:
             t.chebyshev_contraction,
         ]
         cells = [t.name, str(t.n_workers), str(len(t.edges)), *(f"{v + 0.0:.4f}" for v in values)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _weights_table() -> str:
+    lines = [
+        "| topology | workers | " + " | ".join(f"`{w}`" for w in topologies.WEIGHTS) + " |",
+        "| --- | --- |" + " --- |" * len(topologies.WEIGHTS),
+    ]
+    for name in UNDIRECTED:
+        n = OWN_SIZE.get(name, WORKERS)
+        chosen = [topologies.make(name, n, options={"weights": w}) for w in topologies.WEIGHTS]
+        cells = [name, str(n), *(f"{t.contraction(1.0) + 0.0:.4f}" for t in chosen)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -5,23 +5,23 @@ import math
 import numpy as np
 from scipy.sparse import csr_array
 
-from powergossip.topologies.weights import GRID, best_constant, metropolis_hastings
+from powergossip.topologies.weights import best_constant, metropolis_hastings
 
 MAX_EDGES = 1200  # a Newton step is cubic in them
 _GAP = 1e-7  # of the solver, in ‖W − J‖₂
-_BLEND = 1e-6  # fraction of Metropolis weights in the result: no edge has weight 0
+_BLEND = 2e-6  # fraction of Metropolis weights in the result: no edge has weight 0
+_GRID = 2**30  # weights are multiples of 1/_GRID, so that they are the same on most machines
 
 
 def fastest_mixing(adjacency: csr_array) -> csr_array:
     """The symmetric weights with the smallest ‖W − J‖₂, among those with w_ij > 0 and w_ii ≥ 0.
 
     csr [worker, worker], of a symmetric 0/1 adjacency matrix of a connected graph. Boyd, Diaconis &
-    Xiao (2004), doi:10.1137/S0036144503423264: problem 2, to 2e-6. The same weights as
+    Xiao (2004), doi:10.1137/S0036144503423264, to 5e-6. The same weights as
     `best_constant` or `metropolis_hastings` where no others are better than that.
 
-    Negative weights could be faster on some graphs. They are excluded, since averages of messages
-    with weights ≥ 0 are stable at a rate of 1, as the methods assume. Raises ValueError for more
-    than 1200 edges.
+    Negative weights could be faster on some graphs. They are excluded, since the laws of compressed
+    gossip hold for weights ≥ 0. Raises ValueError for more than 1200 edges.
     """
     row, column = adjacency.nonzero()
     i, j = row[row < column], column[row < column]
@@ -36,7 +36,7 @@ def fastest_mixing(adjacency: csr_array) -> csr_array:
         return metropolis
     start = np.asarray(metropolis[i, j]).ravel()
     best = (1 - _BLEND) * _interior_point(n, i, j, start) + _BLEND * start
-    best = np.floor(best * GRID) / GRID
+    best = np.floor(best * _GRID) / _GRID
     constant = np.asarray(best_constant(adjacency)[i, j]).ravel()
     chosen, smallest = constant, _norm(n, i, j, constant)
     for weights, better in ((start, 1e-9), (best, 2 * _BLEND)):  # by more than rounding

@@ -20,9 +20,7 @@ def is_path(name: str) -> bool:
     )
 
 
-def from_file(
-    path: Path, n_workers: int, *, weights: Weights = metropolis_hastings
-) -> Topology:
+def from_file(path: Path, n_workers: int, *, weights: Weights = metropolis_hastings) -> Topology:
     """Read the undirected graph from an edge-list or adjacency file, as networkx writes them.
 
     - Edge list: two workers per line. Attributes after them (networkx's `{...}`, a weight) are

@@ -37,7 +37,7 @@ def best_constant(adjacency: csr_array) -> csr_array:
     """w_ij = min(2/(λ_2 + λ_max), 1/the largest degree), λ of the Laplacian D − A: csr as above.
 
     The constant that minimizes ‖W − J‖₂ among those without a negative w_ii. Xiao & Boyd (2004),
-    equation 22, doi:10.1016/j.sysconle.2004.02.022. The graph has to be connected.
+    section 4, doi:10.1016/j.sysconle.2004.02.022. The graph has to be connected.
     """
     degree = np.diff(adjacency.indptr)
     if len(degree) == 1:

@@ -33,6 +33,7 @@ FREE_TO_CHANGE = (
 EARLIER = {
     "all_reduce": "own",
     "batched_gradients": "auto",  # off in effect, which a checkpoint records
+    "decentralized_data_placement": "given",
     "drop_last": True,
     "precision": "fp32",
     "torch_compile": False,
