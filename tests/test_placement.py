@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 import train
 from powergossip import tasks, topologies
-from powergossip.network import Processes
+from powergossip.network import Processes, processes
 from powergossip.tasks.placement import heterogeneity, mixed
 from powergossip.tasks.shards import Shards
 from powergossip.training.settings import checked
@@ -23,7 +23,8 @@ GRAPHS = ["ring", "star", "torus", "exponential", "epidemic", "binary-tree"]
 
 def mixing(name: str, n: int) -> Any:
     topology = topologies.make(name, n)
-    return sum(r.matrix() for r in topology.rounds) / topology.period
+    matrices: list[Any] = [r.matrix() for r in topology.rounds]
+    return sum(matrices) / topology.period
 
 
 def sorted_counts(n: int, n_labels: int = 10) -> np.ndarray:
@@ -134,3 +135,19 @@ def test_a_thousand_workers_take_seconds() -> None:
     start = time.perf_counter()
     mixed(counts, mixing("torus", 1024))
     assert time.perf_counter() - start < 20
+
+
+@pytest.mark.parallel([2])
+def test_all_processes_place_alike() -> None:
+    config = configured(
+        use_decentralized_data=True,
+        topology="double-binary-tree",
+        topology_options={"weights": "fastest"},
+        decentralized_data_placement="mixed",
+    )
+    both = processes()
+    run = Trainer(checked(config, both), both)
+    first, second = both.gather(run.facts()["label_counts"])
+    assert first == second
+    alone = Trainer(checked(config, Processes()), Processes())
+    assert alone.facts()["label_counts"] == first

@@ -126,8 +126,8 @@ class Topology:
         """
         edges = {(i, j) for i, j in self.edges.tolist()}
         for tree in trees:
-            ends = np.array(tree, dtype=np.int64).reshape(-1, 2).T
-            pattern = csr_array((np.ones(len(tree)), tuple(ends)), shape=(self.n_workers,) * 2)
+            i, j = np.array(tree, dtype=np.int64).reshape(-1, 2).T
+            pattern = csr_array((np.ones(len(tree)), (i, j)), shape=(self.n_workers,) * 2)
             count, _ = connected_components(pattern, directed=False)
             if count > 1 or len(tree) != self.n_workers - 1 or not edges >= set(tree):
                 raise ValueError(f"{self._subject}: a tree does not span the graph by its edges")
