@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
 from powergossip import topologies
@@ -1010,7 +1011,7 @@ def test_published_fastest_weights_of_a_path() -> None:
 
 
 def test_fastest_weights_are_a_minimum() -> None:
-    """No small change of two weights is faster: the problem is convex."""
+    """No small change of the weights is faster: the problem is convex."""
     graph = nx.Graph([(0, 1), (1, 2), (2, 3), (3, 0), (0, 2), (3, 4)])
     adjacency = topologies.undirected("x", graph).union
     W = topologies.fastest_mixing(adjacency).toarray()
@@ -1019,11 +1020,44 @@ def test_fastest_weights_are_a_minimum() -> None:
         return float(np.linalg.norm(W + np.diag(1 - W.sum(axis=1)) - 1 / 5, 2))
 
     random = np.random.default_rng(0)
-    for _ in range(200):
-        change = random.uniform(-1e-2, 1e-2, (5, 5)) * adjacency.toarray()
+    for k in range(1200):
+        size = (1e-2, 1e-3, 1e-4)[k % 3]
+        change = size * random.uniform(-1, 1, (5, 5)) * adjacency.toarray()
         other = np.clip(W + change + change.T, 0, None)
         if (other.sum(axis=1) <= 1).all():
-            assert norm(other) > norm(W) - 1e-5
+            assert norm(other) > norm(W) - 5e-6
+
+
+def test_fastest_weights_reach_the_lower_bound_of_cutting_planes() -> None:
+    """‖W − J‖ ≥ ± vᵀ(W − J)v for every unit vector v: a linear program in the weights.
+
+    Its optimum over the eigenvectors of a few W is a lower bound for all W (Kelley 1960).
+    """
+    fastest = make("watts-strogatz", 12, seed=3, options={"weights": "fastest"})
+    n, (i, j) = 12, fastest.edges.T
+    found = fastest.round(0).weights.toarray()[i, j]
+    m = len(i)
+    ends = np.zeros((n, m))
+    ends[i, np.arange(m)] = ends[j, np.arange(m)] = 1
+    weights, rows, bounds_, bound = np.full(m, 0.1), [], [], 0.0
+    for _ in range(80):
+        W = np.zeros((n, n))
+        W[i, j] = W[j, i] = weights
+        W += np.diag(1 - W.sum(axis=1))
+        for v in np.linalg.eigh(W - 1 / n)[1].T:
+            if abs(v.sum()) < 1e-6:  # vᵀWv = 1 − Σ_k w_k (v_i − v_j)²
+                slope = (v[i] - v[j]) ** 2
+                rows += [np.append(-slope, -1), np.append(slope, -1)]
+                bounds_ += [-1, 1]
+        program = linprog(
+            np.append(np.zeros(m), 1),
+            A_ub=np.vstack([*rows, np.column_stack([ends, np.zeros(n)])]),
+            b_ub=[*bounds_, *np.ones(n)],
+        )
+        assert program.x is not None
+        bound = program.x[-1]
+        weights = found + (program.x[:-1] - found) / 4  # closer to the minimum
+    assert fastest.contraction() == pytest.approx(bound, abs=1e-4)
 
 
 def test_files_take_weights(tmp_path: Path) -> None:
