@@ -97,6 +97,8 @@ class Config:
     decentralized_data_dirichlet_alpha: float | None = None  # non-IID: labels ~ Dirichlet(alpha)
     decentralized_data_column: str | None = None  # non-IID: samples with the same value in this
     #   column belong to one worker (of your own data)
+    decentralized_data_placement: str = "given"  # which worker has which fixed shard: given, or
+    #   mixed, so that neighbors on the topology have different labels
     data_processes: int = 0  # that load samples of your own data, for each process of the run
 
     # The local optimizer

@@ -18,9 +18,10 @@ from powergossip.topologies import Round, Topology
 WORKERS = 16
 OWN_SIZE = {"social-network": 32}  # a data set: its number of workers is fixed
 UNDIRECTED = list(topologies.UNDIRECTED)
-DIRECTED = ["unidirectional-ring", "exponential"]
+DIRECTED = ["unidirectional-ring", "exponential", "equi-static"]
 TIME_VARYING = {  # number of workers in the drawing
     "one-peer-exponential": 8,
+    "one-peer-equi": 8,
     "base-graph": 6,
     "random-matching": 8,
     "round-robin": 8,
@@ -36,10 +37,11 @@ def write(folder: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "topologies"  # the same file each time
     undirected = [_make(name) for name in UNDIRECTED]
     _graphs(undirected, folder / "undirected.svg", columns=5)
-    _graphs([_make(name) for name in DIRECTED], folder / "directed.svg", columns=2)
+    _graphs([_make(name) for name in DIRECTED], folder / "directed.svg", columns=3)
     time_varying = [topologies.make(name, n) for name, n in TIME_VARYING.items()]
     _rounds(time_varying, folder / "time-varying.svg")
     _spectra(undirected, folder / "spectra.svg")
+    (folder / "weights.md").write_text(_weights_table())
     (folder / "spectra.md").write_text(_spectra_table(undirected))
     without_spectrum = [_make(name) for name in (*DIRECTED, *TIME_VARYING)]
     (folder / "periods.md").write_text(_periods_table(without_spectrum))
@@ -174,6 +176,19 @@ def _spectra_table(chosen: Sequence[Topology]) -> str:
             t.chebyshev_contraction,
         ]
         cells = [t.name, str(t.n_workers), str(len(t.edges)), *(f"{v + 0.0:.4f}" for v in values)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _weights_table() -> str:
+    lines = [
+        "| topology | workers | " + " | ".join(f"`{w}`" for w in topologies.WEIGHTS) + " |",
+        "| --- | --- |" + " --- |" * len(topologies.WEIGHTS),
+    ]
+    for name in UNDIRECTED:
+        n = OWN_SIZE.get(name, WORKERS)
+        chosen = [topologies.make(name, n, options={"weights": w}) for w in topologies.WEIGHTS]
+        cells = [name, str(n), *(f"{t.contraction(1.0) + 0.0:.4f}" for t in chosen)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
 from powergossip import topologies
@@ -23,8 +24,22 @@ from powergossip.topologies import (
     undirected,
 )
 
-VARYING = {"one-peer-exponential", "base-graph", "random-matching", "epidemic", "round-robin"}
-DIRECTED = {"unidirectional-ring", "exponential", "one-peer-exponential", "epidemic"}
+VARYING = {
+    "one-peer-exponential",
+    "one-peer-equi",
+    "base-graph",
+    "random-matching",
+    "epidemic",
+    "round-robin",
+}
+DIRECTED = {
+    "unidirectional-ring",
+    "exponential",
+    "equi-static",
+    "one-peer-exponential",
+    "one-peer-equi",
+    "epidemic",
+}
 SIZES = (1, 2, 3, 4, 5, 8, 12, 16, 32)
 
 
@@ -176,7 +191,9 @@ def test_a_summary_in_full() -> None:
     [
         ("watts-strogatz", {}),
         ("random-regular", {}),
+        ("equi-static", {}),
         ("random-matching", {}),
+        ("one-peer-equi", {}),
         ("epidemic", {}),
         ("round-robin", {"graph": "random-regular"}),
     ],
@@ -209,7 +226,9 @@ def test_random_graphs_depend_on_the_seed_only(name: str, options: dict[str, obj
         ("torus", 6, [3] * 6),
         ("hypercube", 16, [4] * 16),
         ("binary-tree", 7, [2, 3, 3, 1, 1, 1, 1]),
+        ("double-binary-tree", 8, [3, 4, 3, 3, 3, 3, 4, 3]),
         ("exponential", 8, [3] * 8),
+        ("equi-static", 9, [4] * 9),
         ("exponential", 6, [3] * 6),
         ("random-regular", 10, [4] * 10),
         ("random-regular", 3, [2] * 3),
@@ -791,7 +810,11 @@ def test_unreadable_files_are_rejected(tmp_path: Path) -> None:
         ("ring", 0, {}, "^n_workers=0: use 1 or more$"),
         ("social-network", 8, {}, "^n_workers=8: use 32 .*social-network"),
         ("hypercube", 12, {}, "^n_workers=12: use a power of two, like 8 or 16"),
-        ("ring", 8, {"degree": 3}, '"ring" has no option "degree"; it has none'),
+        ("ring", 8, {"degree": 3}, '"ring" has no option "degree"; choose from weights'),
+        ("ring", 8, {"weights": "equal"}, "weights=equal: use metropolis, constant or fastest$"),
+        ("fully-connected", 64, {"weights": "fastest"}, "weights=fastest: use constant or "),
+        ("equi-static", 8, {"degree": 8}, "degree=8: use 1 or more, less than n_workers=8$"),
+        ("one-peer-equi", 8, {"period": 0}, "period=0: use 1 or more$"),
         ("watts-strogatz", 8, {"k": 3}, 'has no option "k"; choose from degree, rewiring'),
         ("watts-strogatz", 8, {"degree": 3}, "^topology_options.degree=3: use an even number"),
         ("watts-strogatz", 8, {"degree": 8}, "degree=8: use .* less than n_workers=8$"),
@@ -836,3 +859,220 @@ def test_other_graphs_have_no_best_rate(name: str) -> None:
     for spectrum in ("best_diffusion_rate", "eigenvalues", "chebyshev_contraction"):
         with pytest.raises(ValueError, match=message):
             getattr(topology, spectrum)
+
+
+# Trees, for relays
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 8, 16, 33])
+@pytest.mark.parametrize("name", ["chain", "star", "binary-tree", "double-binary-tree"])
+def test_trees_span_the_graph_with_its_edges(name: str, n: int) -> None:
+    topology = make(name, n)
+    trees = topology.trees
+    assert trees is not None
+    assert len(trees) == (0 if n == 1 else 2 if name == "double-binary-tree" else 1)
+    edges = {(i, j) for i, j in topology.edges.tolist()}
+    for tree in trees:
+        graph = nx.Graph(tree)
+        assert nx.is_tree(graph)
+        assert sorted(graph) == list(range(n))
+        assert list(tree) == sorted(tree)
+    assert n == 1 or set().union(*trees) == edges
+
+
+def test_a_worker_of_the_double_tree_is_a_leaf_in_one_tree() -> None:
+    for n in (2, 3, 8, 16, 31):
+        trees = make("double-binary-tree", n).trees
+        assert trees is not None
+        degrees = [dict(nx.Graph(tree).degree) for tree in trees]
+        for i in range(n):
+            assert max(degree[i] for degree in degrees) <= 3
+            assert min(degree[i] for degree in degrees) == 1 or (n == 3 and i == 1)
+            assert degrees[0][i] == degrees[1][n - 1 - i]
+
+
+@pytest.mark.parametrize("name", ["ring", "torus", "exponential", "random-matching"])
+def test_other_graphs_have_no_trees(name: str) -> None:
+    assert make(name, 8).trees is None
+
+
+def test_trees_are_checked() -> None:
+    ring = make("ring", 4).rounds
+    assert Topology("ring", ring, trees=(((0, 1), (1, 2), (2, 3)),)).trees is not None
+    for tree in (((0, 1), (1, 2)), ((0, 1), (0, 2), (2, 3)), ((0, 1), (1, 2), (1, 2))):
+        with pytest.raises(ValueError, match='"ring": a tree'):
+            Topology("ring", ring, trees=(tree,))
+
+
+# EquiTopo, Song et al. (2022)
+
+
+@pytest.mark.parametrize(("n", "expected"), [(8, 0.4375), (16, 0.46875), (64, 0.4922)])
+def test_one_random_peer_contracts_by_one_half_for_any_size(n: int, expected: float) -> None:
+    """E‖ΠWx‖² = ½(1 − 1/n)‖Πx‖² over all shifts: a period of n − 1 rounds has each once."""
+    topology = make("one-peer-equi", n, options={"period": n - 1})
+    shifts = sorted(-r.sources(0)[0][0] % n for r in topology.rounds)
+    assert shifts == list(range(1, n))
+    mean = sum(W.T @ W for W in matrices(topology)) / (n - 1)
+    beside = np.eye(n) - 1 / n
+    np.testing.assert_allclose(beside @ mean @ beside, (1 - 1 / n) / 2 * beside, atol=1e-12)
+    assert (1 - 1 / n) / 2 == pytest.approx(expected, abs=5e-5)
+
+
+def test_random_pairs_contract_no_less_than_random_shifts() -> None:
+    """Over all 15 matchings of 6 workers: ½(1 − 1/(n − 1)) < ½(1 − 1/n)."""
+
+    def all_matchings(workers: list[int]) -> list[list[tuple[int, int]]]:
+        if not workers:
+            return [[]]
+        first, *others = workers
+        return [
+            [(first, other), *rest]
+            for other in others
+            for rest in all_matchings([w for w in others if w != other])
+        ]
+
+    total = np.zeros((6, 6))
+    for pairs in all_matchings(list(range(6))):
+        W = np.eye(6) / 2
+        for i, j in pairs:
+            W[i, j] = W[j, i] = 0.5
+        total += W.T @ W / 15
+    beside = np.eye(6) - 1 / 6
+    np.testing.assert_allclose(beside @ total @ beside, (1 - 1 / 5) / 2 * beside, atol=1e-12)
+
+
+@pytest.mark.parametrize(("n", "degree"), [(8, 4), (16, 4), (64, 4), (64, 8)])
+def test_the_best_shifts_contract_as_the_theorem_expects(n: int, degree: int) -> None:
+    """Weights of the paper; E‖W − J‖² = O(ln n / degree), and the best sample is below 1."""
+    topology = make("equi-static", n, options={"degree": degree})
+    W = matrices(topology)[0]
+    np.testing.assert_allclose(np.diag(W), 1 / n)
+    assert topology.contraction() == pytest.approx(np.linalg.norm(W - 1 / n, 2))
+    assert topology.contraction() ** 2 < math.log(n) / degree
+    first = make("equi-static", n, seed=1, options={"degree": degree}).contraction()
+    assert topology.contraction() == pytest.approx(first, rel=0.25)
+
+
+# Weights
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "options"),
+    [
+        ("random-regular", 12, {"degree": 3}),
+        ("watts-strogatz", 24, {}),
+        ("social-network", 32, {}),
+        ("double-binary-tree", 15, {}),
+        ("chain", 6, {}),
+        ("star", 6, {}),
+    ],
+)
+def test_the_fastest_weights_are_no_slower_than_others(
+    name: str, n: int, options: dict[str, object]
+) -> None:
+    norm = {}
+    for weights in topologies.WEIGHTS:
+        topology = make(name, n, seed=3, options={**options, "weights": weights})
+        (W,) = matrices(topology)
+        np.testing.assert_array_equal(W, W.T)
+        np.testing.assert_allclose(W.sum(axis=1), 1, atol=1e-12)
+        assert (W >= 0).all()
+        assert topology.edges.tolist() == make(name, n, seed=3, options=options).edges.tolist()
+        norm[weights] = np.linalg.norm(W - 1 / n, 2)
+    assert norm["fastest"] <= min(norm.values()) + 1e-12
+    if name in ("social-network", "double-binary-tree", "watts-strogatz"):
+        assert norm["fastest"] < 0.99 * min(norm["constant"], norm["metropolis"])
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "rate"),
+    [("ring", 8, None), ("ring", 5, None), ("hypercube", 8, None), ("fully-connected", 6, 1 / 6)],
+)
+def test_on_edge_transitive_graphs_the_best_constant_is_the_fastest(
+    name: str, n: int, rate: float | None
+) -> None:
+    constant, fastest = (
+        make(name, n, options={"weights": weights}) for weights in ("constant", "fastest")
+    )
+    W, expected = matrices(fastest)[0], matrices(constant)[0]
+    np.testing.assert_allclose(W, expected, atol=1e-9)
+    assert constant.best_diffusion_rate == pytest.approx(1)  # no other constant is better
+    assert rate is None or W[0, 1] == pytest.approx(rate)
+    plain = make(name, n)
+    best = plain.contraction(plain.best_diffusion_rate)
+    assert fastest.contraction() == pytest.approx(best, abs=1e-9)
+
+
+def test_published_fastest_weights_of_a_path() -> None:
+    """Boyd, Diaconis, Sun & Xiao (2006): 1/2 on all edges of a path, ‖W − J‖ = cos(π/n)."""
+    chain = make("chain", 7, options={"weights": "fastest"})
+    assert chain.contraction() == pytest.approx(math.cos(math.pi / 7), abs=1e-5)
+
+
+def test_fastest_weights_are_a_minimum() -> None:
+    """No small change of the weights is faster: the problem is convex."""
+    graph = nx.Graph([(0, 1), (1, 2), (2, 3), (3, 0), (0, 2), (3, 4)])
+    adjacency = topologies.undirected("x", graph).union
+    W = topologies.fastest_mixing(adjacency).toarray()
+
+    def norm(W: np.ndarray) -> float:
+        return float(np.linalg.norm(W + np.diag(1 - W.sum(axis=1)) - 1 / 5, 2))
+
+    random = np.random.default_rng(0)
+    for k in range(1200):
+        size = (1e-2, 1e-3, 1e-4)[k % 3]
+        change = size * random.uniform(-1, 1, (5, 5)) * adjacency.toarray()
+        other = np.clip(W + change + change.T, 0, None)
+        if (other.sum(axis=1) <= 1).all():
+            assert norm(other) > norm(W) - 5e-6
+
+
+def test_fastest_weights_reach_the_lower_bound_of_cutting_planes() -> None:
+    """‖W − J‖ ≥ ± vᵀ(W − J)v for every unit vector v: a linear program in the weights.
+
+    Its optimum over the eigenvectors of a few W is a lower bound for all W (Kelley 1960).
+    """
+    fastest = make("watts-strogatz", 12, seed=3, options={"weights": "fastest"})
+    n, (i, j) = 12, fastest.edges.T
+    found = fastest.round(0).weights.toarray()[i, j]
+    m = len(i)
+    ends = np.zeros((n, m))
+    ends[i, np.arange(m)] = ends[j, np.arange(m)] = 1
+    weights, rows, bounds_, bound = np.full(m, 0.1), [], [], 0.0
+    for _ in range(80):
+        W = np.zeros((n, n))
+        W[i, j] = W[j, i] = weights
+        W += np.diag(1 - W.sum(axis=1))
+        for v in np.linalg.eigh(W - 1 / n)[1].T:
+            if abs(v.sum()) < 1e-6:  # vᵀWv = 1 − Σ_k w_k (v_i − v_j)²
+                slope = (v[i] - v[j]) ** 2
+                rows += [np.append(-slope, -1), np.append(slope, -1)]
+                bounds_ += [-1, 1]
+        program = linprog(
+            np.append(np.zeros(m), 1),
+            A_ub=np.vstack([*rows, np.column_stack([ends, np.zeros(n)])]),
+            b_ub=[*bounds_, *np.ones(n)],
+        )
+        assert program.x is not None
+        bound = program.x[-1]
+        weights = found + (program.x[:-1] - found) / 4  # closer to the minimum
+    assert fastest.contraction() == pytest.approx(bound, abs=1e-4)
+
+
+def test_files_take_weights(tmp_path: Path) -> None:
+    file = tmp_path / "square.txt"
+    file.write_text("0 1\n1 2\n2 3\n3 0\n0 2\n")
+    weights = [
+        make(str(file), 4, options={"weights": w}).round(0).weights.toarray()[0, 1]
+        for w in ("metropolis", "constant")
+    ]
+    assert weights == pytest.approx([1 / 4, 1 / 3])
+
+
+@pytest.mark.slow
+def test_fastest_weights_of_three_hundred_workers_take_seconds() -> None:
+    start = time.perf_counter()
+    topology = make("random-regular", 300, options={"weights": "fastest"})
+    assert topology.contraction() < make("random-regular", 300).contraction()
+    assert time.perf_counter() - start < 60

@@ -7,7 +7,7 @@
 - images.py, augmentation.py, models.py: image classification, random crops, image models.
 - texts.py, language_models.py: texts as word indices, language models.
 - files.py, idx.py: finding, downloading, verifying and reading the files of a data set.
-- shards.py: the samples of each worker, IID or non-IID.
+- shards.py, placement.py: the samples of each worker, IID or non-IID, and which worker has which.
 - task_options.py, modules.py: options of single tasks, construction of models.
 
 A new task of the library is its module, its row in `TASKS`, and maybe a row in `DEFAULTS`.
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scipy.sparse import csr_array
 
 from powergossip.tasks import cifar, digits, fashion_mnist, imagenet, language, named, own
 from powergossip.tasks.datasets import Datasets, DatasetTask
@@ -107,6 +108,7 @@ def make(
     column: str | None = None,
     data_processes: int = 0,
     architecture: str | None = None,
+    placement: csr_array | None = None,
 ) -> Task:
     """Build the task of this name, with its data loaded onto the device.
 
@@ -137,6 +139,9 @@ def make(
                     columns.
     data_processes  processes that load the samples of a task of the user ahead of time. 0: none
     architecture    package.module:callable, a model of the user. Other names have no effect here.
+    placement       mixing matrix, csr [receiver, sender]. The fixed shards are permuted over the
+                    workers such that the labels of a neighborhood are like those of all data. None:
+                    the shards stay in their order.
 
     Text has no labels and keeps its order. Each worker of a language task has a fixed contiguous
     piece: `decentralized` and `reshuffle` have no effect. `dirichlet_alpha` is rejected, and so is
@@ -174,6 +179,7 @@ def make(
         architecture=(
             named.find("task_architecture", str(architecture)) if is_name(architecture) else None
         ),
+        placement=placement,
     )
     return own.make(options) if is_name(name) else TASKS[name](options)
 

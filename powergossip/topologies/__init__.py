@@ -9,6 +9,8 @@ rounds, and directed graphs from files whose in- and out-degrees differ.
 A `Topology` is a sequence of rounds that repeats. A static graph has one round. `make` builds a
 topology from its name in `TOPOLOGIES` or from a file.
 
+Undirected static topologies have the option `weights`, a row of `WEIGHTS`.
+
 The spectrum of a static undirected topology is that of I − W. Its non-zero eigenvalues
 λ_2 ≤ … ≤ λ_max determine the speed of averaging (Xiao & Boyd 2004,
 doi:10.1016/j.sysconle.2004.02.022). For several rounds the measure is the contraction of the
@@ -23,17 +25,19 @@ from pathlib import Path
 from typing import Any
 
 from powergossip import checks
+from powergossip.topologies.fastest import fastest_mixing
 from powergossip.topologies.files import from_file, is_path
-from powergossip.topologies.mixing import Round, Topology
+from powergossip.topologies.mixing import Round, Topology, Tree
 from powergossip.topologies.static import (
     UNDIRECTED,
-    Weights,
+    WEIGHTS,
     binary_tree,
     chain,
+    double_binary_tree,
+    equi_static,
     exponential,
     fully_connected,
     hypercube,
-    metropolis_hastings,
     random_regular,
     ring,
     social_network,
@@ -41,35 +45,48 @@ from powergossip.topologies.static import (
     torus,
     undirected,
     unidirectional_ring,
-    uniform,
     watts_strogatz,
 )
 from powergossip.topologies.time_varying import (
     base_graph,
     epidemic,
     matchings,
+    one_peer_equi,
     one_peer_exponential,
     random_matching,
     round_robin,
+)
+from powergossip.topologies.weights import (
+    Weights,
+    best_constant,
+    metropolis_hastings,
+    uniform,
 )
 
 __all__ = [
     "TOPOLOGIES",
     "UNDIRECTED",
+    "WEIGHTS",
     "Round",
     "Topology",
+    "Tree",
     "Weights",
     "base_graph",
+    "best_constant",
     "binary_tree",
     "chain",
+    "double_binary_tree",
     "epidemic",
+    "equi_static",
     "exponential",
+    "fastest_mixing",
     "from_file",
     "fully_connected",
     "hypercube",
     "make",
     "matchings",
     "metropolis_hastings",
+    "one_peer_equi",
     "one_peer_exponential",
     "random_matching",
     "random_regular",
@@ -88,7 +105,9 @@ TOPOLOGIES: dict[str, Callable[..., Topology]] = {  # name → function(n_worker
     **UNDIRECTED,
     "unidirectional-ring": unidirectional_ring,
     "exponential": exponential,
+    "equi-static": equi_static,
     "one-peer-exponential": one_peer_exponential,
+    "one-peer-equi": one_peer_equi,
     "base-graph": base_graph,
     "random-matching": random_matching,
     "epidemic": epidemic,
@@ -102,8 +121,13 @@ def make(
     """Build the topology of this name for `n_workers`, or read the graph from the file `name`.
 
     A name that is not in `TOPOLOGIES` is a path if it has a path separator, ends in .edgelist,
+<<<<<<< HEAD
     .adjlist or .txt, or is an existing file. `options` are passed to the topology's function, or to
     `from_file`.
+=======
+    .adjlist or .txt, or is an existing file. `options` are passed to the topology's function. Files
+    take only `weights`: a name of `WEIGHTS`, for any undirected static graph.
+>>>>>>> t18
 
     Raises ValueError for an unknown name or option, an option of the wrong type, a graph of another
     size, a graph that is not connected, and a file that cannot be read.
@@ -111,25 +135,34 @@ def make(
     options = dict(options or {})
     checks.at_least_one("n_workers", n_workers)
     if name in TOPOLOGIES:
-        _check_options(name, TOPOLOGIES[name], options)
-        return TOPOLOGIES[name](n_workers, seed, **options)
+        checked = _checked_options(name, TOPOLOGIES[name], options)
+        return TOPOLOGIES[name](n_workers, seed, **checked)
     if not is_path(name):
         raise ValueError(
             f'topology "{name}" is unknown; choose from {", ".join(sorted(TOPOLOGIES))}, '
             f"or give the path of an edge-list or adjacency file"
         )
+<<<<<<< HEAD
     _check_options(name, from_file, options)
     return from_file(Path(name), n_workers, **options)
+=======
+    checked = _checked_options(name, from_file, options)
+    return from_file(Path(name), n_workers, **checked)
+>>>>>>> t18
 
 
 # Validation of options
 
 
-def _check_options(name: str, function: Callable[..., Topology], options: dict[str, Any]) -> None:
-    """Raise ValueError unless `options` name keyword-only parameters and have their types.
+def _checked_options(
+    name: str, function: Callable[..., Topology], options: dict[str, Any]
+) -> dict[str, Any]:
+    """The options, with functions for the names of weights.
 
-    A parameter annotated as `float` accepts whole numbers.
+    Raises ValueError unless they name keyword-only parameters and have their types. A parameter
+    annotated as `float` accepts whole numbers.
     """
+    checked = dict(options)
     known = {
         key: parameter.annotation
         for key, parameter in inspect.signature(function).parameters.items()
@@ -140,12 +173,17 @@ def _check_options(name: str, function: Callable[..., Topology], options: dict[s
         choices = f"choose from {', '.join(known)}" if known else "it has none"
         raise ValueError(f'topology "{name}" has no option {_quote(unknown)}; {choices}')
     for key, value in options.items():
+        if known[key] == Weights:
+            checks.one_of(f"topology_options.{key}", value, WEIGHTS)
+            checked[key] = WEIGHTS[value]
+            continue
         accepted = (int | float) if known[key] is float else known[key]
         is_bool = isinstance(value, bool)
         if is_bool != (accepted is bool) or not isinstance(value, accepted):
             kinds = {float: "a number", str: "a name", bool: "true or false"}
             kind = kinds.get(known[key], "a whole number")
             raise ValueError(f"topology_options.{key}={value}: use {kind}")
+    return checked
 
 
 def _quote(names: Iterable[str]) -> str:

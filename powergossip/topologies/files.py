@@ -7,8 +7,14 @@ import networkx as nx
 import numpy as np
 from scipy.sparse import csr_array
 
+<<<<<<< HEAD
 from powergossip.topologies.mixing import Round, Topology, check_connected
 from powergossip.topologies.static import adjacency_matrix, undirected, uniform
+=======
+from powergossip.topologies.mixing import Topology, check_connected
+from powergossip.topologies.static import adjacency_matrix, undirected
+from powergossip.topologies.weights import Weights, metropolis_hastings
+>>>>>>> t18
 
 
 def is_path(name: str) -> bool:
@@ -21,8 +27,13 @@ def is_path(name: str) -> bool:
     )
 
 
+<<<<<<< HEAD
 def from_file(path: Path, n_workers: int, *, directed: bool = False) -> Topology:
     """Read the graph from an edge-list or adjacency file, as networkx writes them.
+=======
+def from_file(path: Path, n_workers: int, *, weights: Weights = metropolis_hastings) -> Topology:
+    """Read the undirected graph from an edge-list or adjacency file, as networkx writes them.
+>>>>>>> t18
 
     - Edge list: two workers per line. Attributes after them (networkx's `{...}`, a weight) are
       ignored.
@@ -71,7 +82,7 @@ def from_file(path: Path, n_workers: int, *, directed: bool = False) -> Topology
         check_connected(receives, subject)
         return _directed(str(path), receives, note)
     check_connected(adjacency_matrix(ordered), subject)
-    return undirected(str(path), ordered, note=note)
+    return undirected(str(path), ordered, weights, note=note)
 
 
 def _directed(name: str, adjacency: csr_array, note: str) -> Topology:

@@ -11,6 +11,8 @@ from scipy.sparse.csgraph import connected_components, shortest_path
 
 from powergossip.topologies import spectra
 
+Tree = tuple[tuple[int, int], ...]  # its edges (i, j), i < j, ascending
+
 _ROUNDING = 1e-9  # tolerance for a sum of weights, which should be 1
 
 
@@ -79,12 +81,18 @@ class Topology:
 
     Raises ValueError if a round is not doubly stochastic, or if the edges of a whole period do not
     connect every worker to every other. With `row_stochastic`, columns may have any sum.
+
+    trees  # spanning trees whose edges are those of the graph, for relays: each is a tuple of edges
+           # (i, j), i < j, ascending. Two for `double-binary-tree`, one for any other undirected
+           # static graph that is a tree, such as a chain, and none for a single worker: (). None
+           # for all other topologies
     """
 
     name: str
     rounds: tuple[Round, ...]
     row_stochastic: bool = False
     note: str = ""  # a sentence for the summary, e.g. the worker indices of the names in a file
+    trees: tuple[Tree, ...] | None = None
 
     def __post_init__(self) -> None:
         if len({r.n_workers for r in self.rounds}) != 1:
@@ -98,6 +106,31 @@ class Topology:
                     f"{excess.argmax()} of W does not sum to 1, so the mean would move"
                 )
         check_connected(self.union, self._subject)
+        if self.trees is None or self.n_workers == 1:
+            object.__setattr__(self, "trees", self._own_tree())
+        else:
+            self._check_trees(self.trees)
+
+    def _own_tree(self) -> tuple[Tree, ...] | None:
+        """The graph itself, if it is a static undirected tree."""
+        is_tree = len(self.edges) == self.n_workers - 1
+        if not is_tree or self.period > 1 or not self.symmetric:
+            return None
+        edges = tuple((i, j) for i, j in self.edges.tolist())
+        return (edges,) if edges else ()
+
+    def _check_trees(self, trees: tuple[Tree, ...]) -> None:
+        """Raise ValueError unless these are spanning trees of the graph.
+
+        Weights of 0 leave out edges.
+        """
+        edges = {(i, j) for i, j in self.edges.tolist()}
+        for tree in trees:
+            i, j = np.array(tree, dtype=np.int64).reshape(-1, 2).T
+            pattern = csr_array((np.ones(len(tree)), (i, j)), shape=(self.n_workers,) * 2)
+            count, _ = connected_components(pattern, directed=False)
+            if count > 1 or len(tree) != self.n_workers - 1 or not edges >= set(tree):
+                raise ValueError(f"{self._subject}: a tree does not span the graph by its edges")
 
     @property
     def n_workers(self) -> int:

@@ -8,42 +8,36 @@ import numpy as np
 from scipy.sparse import csr_array
 
 from powergossip import randomness
-from powergossip.topologies.mixing import Round, Topology
+from powergossip.topologies.fastest import fastest_mixing
+from powergossip.topologies.mixing import Round, Topology, Tree, check_connected
+from powergossip.topologies.weights import Weights, best_constant, metropolis_hastings
 
-Weights = Callable[[csr_array], csr_array]
-
-
-# Weights of undirected graphs
-
-
-def metropolis_hastings(adjacency: csr_array) -> csr_array:
-    """w_ij = 1/(1 + max(deg_i, deg_j)) on the edges of a symmetric 0/1 adjacency matrix.
-
-    csr [worker, worker]. Xiao, Boyd & Lall (2005), doi:10.1109/IPSN.2005.1440896.
-    """
-    degree = np.diff(adjacency.indptr)
-    row = np.repeat(np.arange(len(degree)), degree)
-    values = 1 / (1 + np.maximum(degree[row], degree[adjacency.indices]))
-    return csr_array((values, adjacency.indices, adjacency.indptr), shape=adjacency.shape)
+WEIGHTS: dict[str, Weights] = {  # name → weights of an undirected graph
+    "metropolis": metropolis_hastings,
+    "constant": best_constant,
+    "fastest": fastest_mixing,
+}
+EQUI_SAMPLES = 100  # of the shifts of `equi_static`
 
 
-def uniform(adjacency: csr_array) -> csr_array:
-    """w_ij = 1/(1 + the largest degree of the graph) on the edges of a 0/1 adjacency matrix.
-
-    csr [worker, worker]; symmetric as the adjacency matrix is.
-    """
-    largest = np.diff(adjacency.indptr).max(initial=0)
-    return csr_array(adjacency / (1 + largest))
+# Undirected graphs
 
 
 def undirected(
-    name: str, graph: nx.Graph, weights: Weights = metropolis_hastings, note: str = ""
+    name: str,
+    graph: nx.Graph,
+    weights: Weights = metropolis_hastings,
+    note: str = "",
+    trees: tuple[Tree, ...] | None = None,
 ) -> Topology:
     """The static topology of a networkx graph. Its nodes, in its own order, are the workers.
 
-    Self-loops and edge attributes are ignored. Raises ValueError if the graph is not connected.
+    Self-loops and edge attributes are ignored. `trees` as in `Topology`. Raises ValueError if the
+    graph is not connected.
     """
-    return Topology(name, (Round(weights(adjacency_matrix(graph))),), note=note)
+    adjacency = adjacency_matrix(graph)
+    check_connected(adjacency, f'topology "{name}"')  # before the weights, which may require it
+    return Topology(name, (Round(weights(adjacency)),), note=note, trees=trees)
 
 
 def adjacency_matrix(graph: nx.Graph) -> csr_array:
@@ -60,9 +54,9 @@ def adjacency_matrix(graph: nx.Graph) -> csr_array:
 # The graphs
 
 
-def ring(n_workers: int, seed: int) -> Topology:
+def ring(n_workers: int, seed: int, *, weights: Weights = metropolis_hastings) -> Topology:
     """Workers i and i ± 1 are neighbors. Two workers share one edge."""
-    return undirected("ring", nx.cycle_graph(n_workers))
+    return undirected("ring", nx.cycle_graph(n_workers), weights)
 
 
 def unidirectional_ring(n_workers: int, seed: int) -> Topology:
@@ -71,34 +65,35 @@ def unidirectional_ring(n_workers: int, seed: int) -> Topology:
     return Topology("unidirectional-ring", (circulant(n_workers, hops),))
 
 
-def chain(n_workers: int, seed: int) -> Topology:
+def chain(n_workers: int, seed: int, *, weights: Weights = metropolis_hastings) -> Topology:
     """A ring without one edge."""
-    return undirected("chain", nx.path_graph(n_workers))
+    return undirected("chain", nx.path_graph(n_workers), weights)
 
 
-def star(n_workers: int, seed: int) -> Topology:
+def star(n_workers: int, seed: int, *, weights: Weights = metropolis_hastings) -> Topology:
     """Worker 0 is the only neighbor of every other worker."""
-    return undirected("star", nx.star_graph(n_workers - 1))
+    return undirected("star", nx.star_graph(n_workers - 1), weights)
 
 
-def fully_connected(n_workers: int, seed: int) -> Topology:
+def fully_connected(
+    n_workers: int, seed: int, *, weights: Weights = metropolis_hastings
+) -> Topology:
     """Every two workers are neighbors. Plain gossip at rate 1 averages in one step."""
-    weights = np.full((n_workers, n_workers), 1 / n_workers)
-    np.fill_diagonal(weights, 0)
-    return Topology("fully-connected", (Round(csr_array(weights)),))
+    adjacency = csr_array(np.ones((n_workers, n_workers)) - np.eye(n_workers))
+    return Topology("fully-connected", (Round(weights(adjacency)),))
 
 
-def torus(n_workers: int, seed: int) -> Topology:
+def torus(n_workers: int, seed: int, *, weights: Weights = metropolis_hastings) -> Topology:
     """A grid of a × b workers closed in both directions, a the largest divisor of n up to √n.
 
     A dimension of size 2 has single edges (8 workers: 2 × 4, three neighbors each). A prime number
     of workers gives a ring. Indices are row-major.
     """
     a = next(d for d in range(math.isqrt(n_workers), 0, -1) if n_workers % d == 0)
-    return undirected("torus", nx.grid_2d_graph(a, n_workers // a, periodic=True))
+    return undirected("torus", nx.grid_2d_graph(a, n_workers // a, periodic=True), weights)
 
 
-def hypercube(n_workers: int, seed: int) -> Topology:
+def hypercube(n_workers: int, seed: int, *, weights: Weights = metropolis_hastings) -> Topology:
     """Two workers are neighbors if their indices differ in one bit.
 
     Raises ValueError unless n is a power of two.
@@ -110,12 +105,31 @@ def hypercube(n_workers: int, seed: int) -> Topology:
             f'{2 ** (dimension + 1)}, with topology "hypercube"'
         )
     cube = nx.hypercube_graph(dimension) if dimension else nx.empty_graph(1)
-    return undirected("hypercube", cube)
+    return undirected("hypercube", cube, weights)
 
 
-def binary_tree(n_workers: int, seed: int) -> Topology:
+def binary_tree(n_workers: int, seed: int, *, weights: Weights = metropolis_hastings) -> Topology:
     """Worker i's children are 2i + 1 and 2i + 2."""
-    return undirected("binary-tree", nx.full_rary_tree(2, n_workers))
+    return undirected("binary-tree", nx.full_rary_tree(2, n_workers), weights)
+
+
+def double_binary_tree(
+    n_workers: int, seed: int, *, weights: Weights = metropolis_hastings
+) -> Topology:
+    """The edges of two binary trees: that of `binary_tree`, and the same with reversed indices.
+
+    In the second tree, worker i has the place of n − 1 − i. A worker has at most three neighbors in
+    a tree, and is a leaf in at least one of them: four neighbors at most in all. Relaying sends the
+    even coordinates over `trees[0]` and the odd ones over `trees[1]`, which balances the messages.
+    Gossip averages on the union of their edges. Vogels et al. (2021), arXiv 2110.04175; two trees
+    are due to Sanders, Speck & Träff (2009), doi:10.1016/j.parco.2009.09.001.
+    """
+    down = [(int(i), int(j)) for i, j in nx.full_rary_tree(2, n_workers).edges()]
+    up = [(n_workers - 1 - j, n_workers - 1 - i) for i, j in down]
+    graph = nx.empty_graph(n_workers)
+    graph.add_edges_from([*down, *up])
+    trees = tuple(sorted(down)), tuple(sorted(up))
+    return undirected("double-binary-tree", graph, weights, trees=trees)
 
 
 def exponential(n_workers: int, seed: int) -> Topology:
@@ -128,7 +142,46 @@ def exponential(n_workers: int, seed: int) -> Topology:
     return Topology("exponential", (circulant(n_workers, hops),))
 
 
-def social_network(n_workers: int, seed: int) -> Topology:
+def equi_static(n_workers: int, seed: int, *, degree: int | None = None) -> Topology:
+    """Worker i receives from i − u (mod n) for `degree` random shifts u, the same for all workers.
+
+    w_i,i−u = (n − 1)/(n · degree), and w_ii = 1/n. Directed and doubly stochastic. Of 100 samples
+    of the shifts, that with the smallest ‖W − J‖₂ is used. For degree ∝ ln n, it does not depend on
+    n in expectation. D-EquiStatic of Song et al. (2022), arXiv 2210.07881, with distinct shifts.
+
+    degree: at least 1 and less than n, by default ⌈log2 n⌉, as `exponential`. Raises ValueError for
+    other values.
+    """
+    if n_workers == 1:
+        return Topology("equi-static", (circulant(1, []),))
+    if degree is None:
+        degree = (n_workers - 1).bit_length()
+    if not 1 <= degree < n_workers:
+        raise ValueError(
+            f"topology_options.degree={degree}: use 1 or more, less than n_workers={n_workers}"
+        )
+    best, smallest = np.arange(0), math.inf
+    for sample in range(EQUI_SAMPLES):
+        random = randomness.generator(seed, "topology equi-static", sample)
+        shifts = 1 + np.sort(random.permutation(n_workers - 1)[:degree])
+        norm = _circulant_norm(n_workers, shifts)
+        if norm < smallest - 1e-9:  # more than rounding, which differs between machines
+            best, smallest = shifts, norm
+    weight = (n_workers - 1) / (n_workers * degree)
+    return Topology("equi-static", (circulant(n_workers, best.tolist(), weight),))
+
+
+def _circulant_norm(n_workers: int, shifts: np.ndarray) -> float:
+    """‖W − J‖₂ of `equi_static`: the largest |λ_k|, k ≠ 0, of a normal matrix."""
+    row = np.zeros(n_workers)
+    row[0] = 1 / n_workers
+    row[shifts] = (n_workers - 1) / (n_workers * len(shifts))
+    return float(np.abs(np.fft.fft(row)[1:]).max())
+
+
+def social_network(
+    n_workers: int, seed: int, *, weights: Weights = metropolis_hastings
+) -> Topology:
     """The social network of Natchez in the 1930s: 18 women and the 14 events that they attended.
 
     Davis, Gardner & Gardner (1941), as networkx ships it: the women first. Raises ValueError unless
@@ -137,11 +190,16 @@ def social_network(n_workers: int, seed: int) -> Topology:
     graph = nx.davis_southern_women_graph()
     if n_workers != len(graph):
         raise ValueError(f'n_workers={n_workers}: use {len(graph)} with topology "social-network"')
-    return undirected("social-network", graph)
+    return undirected("social-network", graph, weights)
 
 
 def watts_strogatz(
-    n_workers: int, seed: int, *, degree: int | None = None, rewiring: float = 0.1
+    n_workers: int,
+    seed: int,
+    *,
+    degree: int | None = None,
+    rewiring: float = 0.1,
+    weights: Weights = metropolis_hastings,
 ) -> Topology:
     """A ring lattice with `degree` neighbors per worker and edges rewired at random.
 
@@ -155,7 +213,7 @@ def watts_strogatz(
     if degree is None:
         degree = min(4, (n_workers - 1) // 2 * 2)
         if n_workers <= 2:
-            return undirected(name, nx.path_graph(n_workers))
+            return undirected(name, nx.path_graph(n_workers), weights)
     if degree % 2 or not 2 <= degree < n_workers:
         raise ValueError(
             f"topology_options.degree={degree}: use an even number of 2 or more, less than "
@@ -168,10 +226,17 @@ def watts_strogatz(
         _connected_sample(
             name, seed, lambda seed: nx.watts_strogatz_graph(n_workers, degree, rewiring, seed)
         ),
+        weights,
     )
 
 
-def random_regular(n_workers: int, seed: int, *, degree: int | None = None) -> Topology:
+def random_regular(
+    n_workers: int,
+    seed: int,
+    *,
+    degree: int | None = None,
+    weights: Weights = metropolis_hastings,
+) -> Topology:
     """A random connected graph in which every worker has `degree` neighbors.
 
     degree: less than n, with n · degree even, by default 4 (n − 1 for fewer than 5 workers). Raises
@@ -190,6 +255,7 @@ def random_regular(n_workers: int, seed: int, *, degree: int | None = None) -> T
         _connected_sample(
             name, seed, lambda seed: nx.random_regular_graph(degree, n_workers, seed)
         ),
+        weights,
     )
 
 
@@ -201,17 +267,22 @@ UNDIRECTED: dict[str, Callable[..., Topology]] = {  # static, symmetric weights
     "torus": torus,
     "hypercube": hypercube,
     "binary-tree": binary_tree,
+    "double-binary-tree": double_binary_tree,
     "social-network": social_network,
     "watts-strogatz": watts_strogatz,
     "random-regular": random_regular,
 }
 
 
-def circulant(n_workers: int, hops: Sequence[int]) -> Round:
-    """Worker i receives from i − hop (mod n) for each hop, with weights 1/(1 + number of hops)."""
+def circulant(n_workers: int, hops: Sequence[int], weight: float | None = None) -> Round:
+    """Worker i receives from i − hop (mod n) for each hop, with one weight.
+
+    It is 1/(1 + number of hops) by default.
+    """
+    weight = 1 / (1 + len(hops)) if weight is None else weight
     row = np.repeat(np.arange(n_workers), len(hops))
     column = (row - np.tile(np.asarray(hops, dtype=np.int64), n_workers)) % n_workers
-    values = np.full(len(row), 1 / (1 + len(hops)))
+    values = np.full(len(row), weight)
     return Round(csr_array((values, (row, column)), shape=(n_workers,) * 2))
 
 

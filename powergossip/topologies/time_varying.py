@@ -31,6 +31,30 @@ def one_peer_exponential(n_workers: int, seed: int) -> Topology:
     return Topology("one-peer-exponential", tuple(rounds))
 
 
+def one_peer_equi(n_workers: int, seed: int, *, period: int = 16) -> Topology:
+    """In round t, worker i receives from i − u_t (mod n), with weight (n − 1)/(2n).
+
+    Directed and doubly stochastic, cost 1. For u_t uniform in 1 … n − 1, a round multiplies the
+    squared distance to the mean by ½(1 − 1/n) in expectation, for any models. OD-EquiDyn of Song et
+    al. (2022), arXiv 2210.07881, with weight 1/2.
+
+    The shifts are random permutations of 1 … n − 1, one after the other, in place of independent
+    samples. They repeat after `period` rounds, and are resampled until they connect all workers.
+    Raises ValueError if none of 100 samples does, or for a period below 1.
+    """
+    if n_workers == 1:
+        checks.at_least_one("topology_options.period", period)
+        return Topology("one-peer-equi", (circulant(1, []),))
+    remaining: list[int] = []
+
+    def sample(generator: np.random.Generator) -> Round:
+        if not remaining:
+            remaining.extend((1 + generator.permutation(n_workers - 1)).tolist())
+        return circulant(n_workers, [remaining.pop()], (n_workers - 1) / (2 * n_workers))
+
+    return Topology("one-peer-equi", _connecting_sample("one-peer-equi", seed, period, sample))
+
+
 def base_graph(n_workers: int, seed: int, *, k: int = 1) -> Topology:
     """The Base-(k+1) graph: exact averaging within a period for any n, with cost at most k.
 

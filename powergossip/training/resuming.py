@@ -35,6 +35,7 @@ EARLIER = {
     "learning": "dpsgd",
     "optimizer_copy_rate": 1.0,
     "batched_gradients": "auto",  # off in effect, which a checkpoint records
+    "decentralized_data_placement": "given",
     "drop_last": True,
     "precision": "fp32",
     "torch_compile": False,

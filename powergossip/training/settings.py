@@ -64,6 +64,8 @@ BLANKS = {"gradient_clipping": "auto"}
 # Options of learning.CentralizedSGD, which makes a learning rule of an aggregation.
 OF_RULE = {"num_batches_per_step": 1}
 
+PLACEMENTS = ("given", "mixed")  # of shards on the graph
+
 
 def checked(
     asked: DictConfig, processes: Processes, explicit: Collection[str] | None = None
@@ -162,6 +164,7 @@ def _check_values(c: Any) -> None:
     checks.all_of(checks.positive, c, ("learning_rate", "adam_epsilon"))
     checks.all_of(checks.below_one, c, ("adam_beta1", "adam_beta2", "momentum", "validation_ratio"))
     checks.fraction("decentralized_data_shuffled_ratio", c.decentralized_data_shuffled_ratio)
+    checks.one_of("decentralized_data_placement", c.decentralized_data_placement, PLACEMENTS)
     checks.one_of("mean_model_statistics", c.mean_model_statistics, ("averaged", "recalibrated"))
     checks.one_of("lr_schedule", c.lr_schedule, ("milestones", "cosine"))
     checks.one_of("local_optimizer", c.local_optimizer, LOCAL_OPTIMIZERS)

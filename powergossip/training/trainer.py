@@ -5,14 +5,16 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
 from math import ceil
+from operator import add
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from omegaconf import OmegaConf
+from scipy.sparse import csr_array
 from torch import Tensor, nn
 
 from powergossip import algorithms, kernels, randomness, tasks, topologies
@@ -154,9 +156,17 @@ class Trainer:
             task_options=given,
             validation_ratio=c.validation_ratio,
             column=c.decentralized_data_column,
+            placement=self._placement(),
             data_processes=c.data_processes,
             architecture=c.task_architecture,
         )
+
+    def _placement(self) -> csr_array | None:
+        """The mixing matrix, averaged over its rounds, if shards are placed by their labels."""
+        if self.config.decentralized_data_placement == "given":
+            return None
+        matrices = [r.matrix() for r in self.topology.rounds]
+        return csr_array(reduce(add, matrices) / len(matrices))
 
     def _check_method(self) -> None:
         """Raise ValueError for bad options of the method, before data are loaded."""
