@@ -121,13 +121,8 @@ def make(
     """Build the topology of this name for `n_workers`, or read the graph from the file `name`.
 
     A name that is not in `TOPOLOGIES` is a path if it has a path separator, ends in .edgelist,
-<<<<<<< HEAD
     .adjlist or .txt, or is an existing file. `options` are passed to the topology's function, or to
-    `from_file`.
-=======
-    .adjlist or .txt, or is an existing file. `options` are passed to the topology's function. Files
-    take only `weights`: a name of `WEIGHTS`, for any undirected static graph.
->>>>>>> t18
+    `from_file`. `weights` is a name of `WEIGHTS`, for any undirected static graph.
 
     Raises ValueError for an unknown name or option, an option of the wrong type, a graph of another
     size, a graph that is not connected, and a file that cannot be read.
@@ -142,13 +137,8 @@ def make(
             f'topology "{name}" is unknown; choose from {", ".join(sorted(TOPOLOGIES))}, '
             f"or give the path of an edge-list or adjacency file"
         )
-<<<<<<< HEAD
-    _check_options(name, from_file, options)
-    return from_file(Path(name), n_workers, **options)
-=======
     checked = _checked_options(name, from_file, options)
     return from_file(Path(name), n_workers, **checked)
->>>>>>> t18
 
 
 # Validation of options

@@ -7,14 +7,9 @@ import networkx as nx
 import numpy as np
 from scipy.sparse import csr_array
 
-<<<<<<< HEAD
 from powergossip.topologies.mixing import Round, Topology, check_connected
-from powergossip.topologies.static import adjacency_matrix, undirected, uniform
-=======
-from powergossip.topologies.mixing import Topology, check_connected
 from powergossip.topologies.static import adjacency_matrix, undirected
-from powergossip.topologies.weights import Weights, metropolis_hastings
->>>>>>> t18
+from powergossip.topologies.weights import Weights, metropolis_hastings, uniform
 
 
 def is_path(name: str) -> bool:
@@ -27,21 +22,18 @@ def is_path(name: str) -> bool:
     )
 
 
-<<<<<<< HEAD
-def from_file(path: Path, n_workers: int, *, directed: bool = False) -> Topology:
+def from_file(
+    path: Path, n_workers: int, *, weights: Weights = metropolis_hastings, directed: bool = False
+) -> Topology:
     """Read the graph from an edge-list or adjacency file, as networkx writes them.
-=======
-def from_file(path: Path, n_workers: int, *, weights: Weights = metropolis_hastings) -> Topology:
-    """Read the undirected graph from an edge-list or adjacency file, as networkx writes them.
->>>>>>> t18
 
     - Edge list: two workers per line. Attributes after them (networkx's `{...}`, a weight) are
       ignored.
     - Adjacency list: a worker followed by its neighbors, each edge once or twice.
     - `#` starts a comment.
 
-    directed: the first worker of a line sends to the others, as in files of networkx's DiGraph. See
-    `_directed` for the weights.
+    weights: of an undirected graph. directed: the first worker of a line sends to the others, as in
+    files of networkx's DiGraph. See `_directed` for the weights.
 
     The suffix .edgelist or .adjlist determines the format. For other suffixes the contents do:
     lines of two names mean the same in both formats. If the names are 0 … n−1, they are the worker
@@ -50,6 +42,11 @@ def from_file(path: Path, n_workers: int, *, weights: Weights = metropolis_hasti
 
     Raises ValueError, with file and line, for a file that cannot be read.
     """
+    if directed and weights is not metropolis_hastings:
+        raise ValueError(
+            "topology_options.directed=true: leave weights out; those of a directed graph follow "
+            "from its degrees"
+        )
     subject = f"the graph in {path}"
     graph: nx.Graph[str] = nx.DiGraph() if directed else nx.Graph()
     for name, neighbors in _read_lines(path):
