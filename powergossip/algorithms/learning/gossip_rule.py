@@ -52,6 +52,8 @@ class GossipRule:
     optimizers        # local optimizers that it works with
     overlaps          # whether messages can be in flight while gradients are computed
     factor            # of the diffusion rate γ
+    relays            # whether it relays along the trees of the topology, in place of averaging
+    without           # options of the averaging rule that have no effect
     """
 
     kinds: ClassVar[frozenset[Kind]] = MEAN_PRESERVING
@@ -60,6 +62,8 @@ class GossipRule:
     optimizers: ClassVar[tuple[str, ...]] = ("sgd", "adamw")
     overlaps: ClassVar[bool] = False
     factor: ClassVar[float] = 1.0
+    relays: ClassVar[bool] = False
+    without: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
