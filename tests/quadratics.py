@@ -1,7 +1,8 @@
 """Quadratics whose optima differ between workers, and learning rules on them.
 
-Worker i minimizes f_i(x) = ½ Σ_k a_i[k] (x[k] − b_i[k])², with matrices of 6 × 5 parameters, so that
-PowerGossip compresses. The optimum of the mean loss is known, and far from those of the workers.
+Worker i minimizes f_i(x) = ½ Σ_k a_i[k] (x[k] − b_i[k])², with matrices of 6 × 5 parameters, so
+that PowerGossip compresses. The optimum of the mean loss is known, and far from those of the
+workers.
 """
 
 from typing import Any

@@ -82,7 +82,12 @@ BAD_INPUT: dict[str, tuple[list[str], list[str]]] = {
         ["learning_options.beta=0.9", "relay-sgd", "learning_options.correction"],
     ),
     "value of an option of a learning rule": (
-        ["learning=relay-sgd", "optimizer=dpsgd", "topology=chain", "learning_options.correction=0"],
+        [
+            "learning=relay-sgd",
+            "optimizer=dpsgd",
+            "topology=chain",
+            "learning_options.correction=0",
+        ],
         ["learning_options.correction=0", "above 0", "auto"],
     ),
     "option without a learning rule": (["learning_options={correction: 2}"], ["correction=2"]),

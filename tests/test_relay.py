@@ -80,7 +80,7 @@ def test_all_models_have_arrived_after_as_many_steps_as_the_diameter(topology: s
 def test_any_start_reaches_a_common_model(topology: str) -> None:
     problem = scattered()
     train(relaying(problem, topology), problem, 300)
-    assert problem.x.std(0).max() < 1e-13
+    assert problem.x.std(0).max() < 1e-10
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

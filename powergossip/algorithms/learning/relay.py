@@ -24,7 +24,7 @@ from powergossip.topologies import Tree
 class RelaySGD(GossipRule):
     """RelaySum on a tree: x_i becomes the mean of the latest models of all workers that reached it.
 
-        x_i ← x_i + c u_i                       u_i the local optimizer's displacement, −η g_i for SGD
+        x_i ← x_i + c u_i                       u_i the local optimizer's displacement
         m_ij = x_i + Σ_{k≠j} m'_ki              the message to j; m' those of the step before, or 0
         n_ij = 1 + Σ_{k≠j} n'_ki                the number of models in it, in the same message
         x_i ← (x_i + Σ_j m_ji + (n − n_i) x_i)/n,   n_i = 1 + Σ_j n_ji
@@ -112,7 +112,9 @@ class Relay:
 
     def __init__(self, network: Network, tree: Tree, x: Tensor):
         self._n, self._x = network.n_workers, x
-        self._edges = network.edges_of(topologies.undirected("tree", _graph(tree, self._n)).round(0))
+        self._edges = network.edges_of(
+            topologies.undirected("tree", _graph(tree, self._n)).round(0)
+        )
         padded = np.nonzero(self._edges.neighbors < 0)  # (row, slot)
         self._padded = tuple(torch.from_numpy(index).to(x.device) for index in padded)
         self._own = x.new_zeros(len(x), 1 + x.shape[1])
