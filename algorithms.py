@@ -12,6 +12,18 @@ Averaging (`optimizer` in train.py and a row of `AVERAGING`):
     moniqua        Moniqua       2 bits, modulo a bound         Lu & De Sa (2020), 2002.11787
     push-sum       PushSum       directed graphs                Assran et al. (2019), 1811.10792
 
+Learning rules (`learning` in train.py and a row of `learning.LEARNING`), on top of averaging:
+
+    dpsgd                   DPSGD                        Lian et al. (2017), 1705.09056
+    quasi-global-momentum   QuasiGlobalMomentum, -Adam   Lin et al. (2021), 2102.04761
+    gradient-tracking       GradientTracking             Pu & Nedić (2021), 1805.11454
+    k-gt                    KGT                          Liu et al. (2023), 2301.01313
+    momentum-tracking       MomentumTracking             Takezawa et al. (2023), 2209.15505
+    gt-nsgd                 NormalizedGradientTracking   normalized steps, for transformers
+    exact-diffusion         ExactDiffusion               Li, Shi & Yan (2019), 1704.07807
+    beer, motef             BEER, MoTEF                  2201.13320, 2405.20114: over choco
+    relay-sgd               RelaySGD                     Vogels et al. (2021), 2110.04175: on trees
+
 Consensus only (`algorithm` in gossip_run.py and a row of `CONSENSUS_ONLY`):
 
     chebyshev      ChebyshevGossip    accelerated gossip             Golub & Varga (1961)
@@ -27,4 +39,5 @@ Compressed gradients (`optimizer` in train.py and a row of `AGGREGATIONS`):
 
 from powergossip.algorithms import *  # noqa: F403
 from powergossip.algorithms import __all__ as __all__
+from powergossip.algorithms import learning as learning
 from powergossip.algorithms.aggregation import AGGREGATIONS as AGGREGATIONS

@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from powergossip import topologies
+from powergossip import algorithms, topologies
 from powergossip.algorithms import learning
 from powergossip.algorithms.learning.gossip_rule import COPIES
 from powergossip.network import Network, Processes, processes
-from tests.quadratics import Quadratics, rule_of, train
+from tests.quadratics import AVERAGING, COLUMNS, WORKERS, Quadratics, rule_of, train
 
 # rule, averaging, learning rate, steps, options of the rule, options of the averaging rule
 EXACT = [
@@ -56,6 +57,172 @@ def test_exact_fixed_points(
     rule = rule_of(name, averaging, problem, rate, averaging_options=averaging_options, **options)
     train(rule, problem, steps)
     assert problem.error < 1e-9
+
+
+@pytest.mark.parametrize("topology", ["exponential", "one-peer-exponential"])
+@pytest.mark.parametrize("name", ["gradient-tracking", "k-gt", "momentum-tracking"])
+def test_exact_on_directed_graphs(name: str, topology: str) -> None:
+    """A doubly stochastic W is enough for tracking, static or not."""
+    problem = Quadratics()
+    train(rule_of(name, "plain", problem, 0.02, topology=topology), problem, 2000)
+    assert problem.error < 1e-9
+
+
+BIASED = [
+    ("dpsgd", "plain"),
+    ("quasi-global-momentum", "plain"),
+    ("quasi-global-momentum", "power-gossip"),
+]
+
+
+@pytest.mark.parametrize(("name", "averaging"), BIASED[1:])
+def test_quasi_global_momentum_does_not_change_the_fixed_point(name: str, averaging: str) -> None:
+    """Its fixed point is that of D-PSGD with the rate η/(1 − β), far from the optimum."""
+    problem = Quadratics()
+    rule = rule_of(name, averaging, problem, 0.01, momentum=0.9, overlapping=False)
+    train(rule, problem, 3000)
+    plain = Quadratics()
+    method, _ = AVERAGING[averaging]
+    network = Network(topologies.make("ring", WORKERS), dtype=torch.float64)
+    gossip = algorithms.make(method, network, plain.layout)
+    for _ in range(3000):
+        plain.x.sub_(plain.gradients(), alpha=0.1)
+        network.run(gossip.step(plain.x))
+    assert plain.error > 1
+    assert problem.error == pytest.approx(plain.error, rel=1e-3 if averaging == "plain" else 0.3)
+
+
+INVARIANTS = {  # rule → (tensor of the state whose mean is that of the other, or 0; the other)
+    "gradient-tracking": ("y", "v"),
+    "gt-nsgd": ("y", "v"),
+    "k-gt": ("c", None),
+    "momentum-tracking": ("c", None),
+    "exact-diffusion": ("d", None),
+    "beer": ("y", "v"),
+    "motef": ("y", "v"),
+}
+
+
+@pytest.mark.parametrize(("name", "of"), INVARIANTS.items())
+def test_tracked_means(name: str, of: tuple[str, str | None]) -> None:
+    """The mean of the tracked variable is that of what it tracks; corrections add up to 0."""
+    for averaging in ("top-k",) if name in ("beer", "motef") else ("plain", "power-gossip"):
+        problem = Quadratics()
+        rate = 0.01
+        rule = rule_of(name, averaging, problem, rate)
+        for _ in range(50):
+            train(rule, problem, 1)
+            state = rule.state_dict()
+            tracked, target = state[of[0]], 0 if of[1] is None else state[of[1]]
+            torch.testing.assert_close(
+                (tracked - target).mean(0), torch.zeros_like(problem.x[0]), atol=1e-12, rtol=0
+            )
+            assert tracked.abs().max() > 1e-6
+
+
+def trajectory(steps: int, name: str, averaging: str, rate: float, **options: Any) -> Tensor:
+    problem = Quadratics()
+    train(rule_of(name, averaging, problem, rate, **options), problem, steps)
+    return problem.x
+
+
+@pytest.mark.parametrize("name", ["gradient-tracking", "k-gt", "exact-diffusion"])
+def test_power_gossip_of_full_rank_is_the_uncompressed_method(name: str) -> None:
+    """PowerGossip cannot compress a matrix with rank min(rows, columns), and sends all of it."""
+    full = trajectory(20, name, "power-gossip", 0.05, averaging_options={"rank": COLUMNS})
+    torch.testing.assert_close(full, trajectory(20, name, "plain", 0.05), rtol=0, atol=1e-12)
+
+
+def test_exact_diffusion_over_copies_without_compression_is_exact_diffusion() -> None:
+    """LEAD with the identity and α = 1 is NIDS."""
+    lead = trajectory(20, "exact-diffusion", "identity", 0.05)
+    torch.testing.assert_close(
+        lead, trajectory(20, "exact-diffusion", "plain", 0.05), rtol=0, atol=1e-5
+    )
+
+
+def test_k_gt_with_one_local_step_is_gradient_tracking() -> None:
+    """c_i = y_i − u_i, once y has started with the workers' own first displacements."""
+    k_gt = trajectory(300, "k-gt", "plain", 0.05)
+    tracking = trajectory(300, "gradient-tracking", "plain", 0.05)
+    assert (k_gt - tracking).abs().max() < 1e-6
+
+
+def test_motef_without_momentum_is_beer() -> None:
+    """λ = 1"""
+    motef = trajectory(30, "motef", "top-k", 0.02, momentum=0.0)
+    assert torch.equal(motef, trajectory(30, "beer", "top-k", 0.02))
+
+
+@pytest.mark.parametrize("name", sorted(learning.LEARNING))
+def test_one_worker_is_the_local_optimizer(name: str) -> None:
+    """Without neighbors, each rule is SGD with the same momentum, if it has one."""
+    problem = Quadratics(workers=1)
+    averaging = "top-k" if name in ("beer", "motef") else "plain"
+    momentum = {"momentum": 0.0} if "momentum" in learning.options(name) else {}
+    train(rule_of(name, averaging, problem, 0.1, **momentum), problem, 3)
+    x = torch.zeros_like(problem.x)
+    for _ in range(3):
+        g = problem.a * (x - problem.b)
+        x -= 0.1 * (g / g.norm() if name == "gt-nsgd" else g)
+    torch.testing.assert_close(problem.x, x, rtol=0, atol=1e-12)
+
+
+def test_d2_is_at_its_limit_on_a_ring_of_8() -> None:
+    """Its mode for the eigenvalue λ of W grows by |λ − √(λ² − λ)|: 1 at −1/3. Exact diffusion has
+    (1 + λ)/2 in its place, never below 0."""
+    W = topologies.make("ring", WORKERS).rounds[0].matrix.toarray()
+    smallest = torch.linalg.eigvalsh(torch.from_numpy(W)).min()
+    assert float(smallest) == pytest.approx(-1 / 3)
+
+    def growth(eigenvalue: float) -> float:
+        return abs(eigenvalue - (eigenvalue**2 - eigenvalue + 0j) ** 0.5)
+
+    assert growth(float(smallest)) == pytest.approx(1)
+    assert growth(-0.36) > 1.02
+    problem = Quadratics()
+    problem.a.fill_(1e-9)  # where the limit is
+    alternating = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(WORKERS // 2)
+    problem.x.copy_(alternating[:, None].expand_as(problem.x))
+    train(rule_of("exact-diffusion", "plain", problem, 0.1), problem, 200)
+    assert problem.x.abs().max() < 1e-6
+
+
+REJECTED = [
+    ("beer", "plain", "beer"),
+    ("k-gt", "sign", "k-gt"),
+    ("momentum-tracking", "qsgd", "momentum-tracking"),
+    ("exact-diffusion", "top-k", "exact-diffusion"),
+    ("exact-diffusion", "sign", "exact-diffusion"),
+]
+
+
+@pytest.mark.parametrize(("name", "averaging", "found"), REJECTED)
+def test_pairs_without_a_law_are_rejected(name: str, averaging: str, found: str) -> None:
+    with pytest.raises(ValueError, match=f"learning={found}"):
+        rule_of(name, averaging, Quadratics(), 0.1)
+
+
+SINGLE = [
+    ("gradient-tracking", "plain", 0.1, {}, 1e-5),
+    ("gradient-tracking", "power-gossip", 0.05, {}, 1e-5),
+    ("k-gt", "plain", 0.1, {}, 1e-5),
+    ("k-gt", "power-gossip", 0.05, {}, 1e-5),
+    ("exact-diffusion", "plain", 0.1, {}, 1e-5),
+    ("exact-diffusion", "power-gossip", 0.1, {"diffusion_rate": 0.25}, 1e-5),
+    ("beer", "top-k", 0.02, {}, 1e-4),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "averaging", "rate", "given", "bound"), SINGLE)
+def test_rounding_errors_in_single_precision_do_not_add_up(
+    name: str, averaging: str, rate: float, given: dict[str, Any], bound: float
+) -> None:
+    """20,000 steps in float32. The difference form of D² ends at 7e-3."""
+    problem = Quadratics(dtype=torch.float32)
+    train(rule_of(name, averaging, problem, rate, averaging_options=given), problem, 20_000)
+    assert problem.error < bound
 
 
 # Rules with an averaging rule and a topology that they accept, and options.

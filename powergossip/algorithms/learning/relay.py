@@ -11,7 +11,7 @@ from torch import Tensor
 from powergossip import checks, topologies
 from powergossip.algorithms.averaging import Kind
 from powergossip.algorithms.learning.gossip_rule import (
-    ANTISYMMETRIC,
+    WITHOUT_COPIES,
     GossipRule,
     Local,
     MakeAveraging,
@@ -51,7 +51,7 @@ class RelaySGD(GossipRule):
     Raises ValueError unless c > 0.
     """
 
-    kinds: ClassVar[frozenset[Kind]] = ANTISYMMETRIC
+    kinds: ClassVar[frozenset[Kind]] = WITHOUT_COPIES
     static: ClassVar[bool] = True
     relays: ClassVar[bool] = True
     without: ClassVar[tuple[str, ...]] = ("diffusion_rate",)
