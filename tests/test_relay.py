@@ -159,6 +159,7 @@ def test_the_own_model_takes_the_place_of_lost_messages(
 ) -> None:
     """Models never leave the range of the initial ones. Afterwards, all models arrive again."""
     problem = scattered()
+    problem.x += 10  # the range is without 0
     low, high = problem.x.min(0).values - 1e-12, problem.x.max(0).values + 1e-12
     rule = relaying(problem, topology)
     for t in range(50):
