@@ -112,6 +112,7 @@ class NormalizedGradientTracking(_Tracking):
 
     owns_momentum: ClassVar[bool] = True
     optimizers: ClassVar[tuple[str, ...]] = ("sgd",)
+    needs_norm: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -170,6 +171,7 @@ class MoTEF(NormalizedGradientTracking):
 
     kinds: ClassVar[frozenset[Kind]] = COPIES
     static: ClassVar[bool] = True
+    needs_norm: ClassVar[bool] = False
 
     def __init__(self, *everything: Any, overlapping: bool = True, **options: Any):
         super().__init__(*everything, overlapping=True, **options)
@@ -186,3 +188,16 @@ class BEER(MoTEF):
 
     Zhao et al. (2022), arXiv:2201.13320, Algorithm 1: MoTEF with λ = 1. See there.
     """
+
+    def __init__(
+        self,
+        network: Network,
+        make: MakeAveraging,
+        parameters: Parameters,
+        local: Local,
+        *,
+        weight_decay: float = 0.0,
+        clip: float | None = None,
+    ):
+        given: dict[str, Any] = {"weight_decay": weight_decay, "clip": clip}
+        super().__init__(network, make, parameters, local, momentum=0.0, **given)
