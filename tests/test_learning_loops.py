@@ -442,7 +442,7 @@ REJECTED: dict[str, tuple[Make, str, dict[str, Any], str]] = {
     "weighted": (sgd, "push-sum", {"learning": QG}, "learning=quasi-global-momentum"),
     "overlapping": (sgd, "dpsgd", {"learning": "k-gt", "overlapping": True}, "^overlapping=True"),
     "local steps": (sgd, "dpsgd", {"learning": GT, "local_steps": 2}, "^local_steps=2"),
-    "momentum twice": (partial(sgd, momentum=0.9), "dpsgd", {"learning": MT}, "^momentum=0.9: use 0"),
+    "momentum twice": (partial(sgd, momentum=0.9), "dpsgd", {"learning": MT}, "^momentum=0.9: "),
     "ascent": (partial(sgd, maximize=True), "dpsgd", {"learning": MT}, "^maximize=True: use False"),
     "adam": (adam, "dpsgd", {"learning": MT}, "^optimizer=Adam: use"),
     "several rates": (two_rates, "dpsgd", {"learning": "k-gt"}, "^lr=0.1 and 0.2: use"),

@@ -69,26 +69,26 @@ class GossipOptimizer(torch.optim.Optimizer):
 
         x_i ← G(x)_i − η u(g_i)        g_i at the parameters before G
 
-    With `learning`, a row of learning.LEARNING such as "gradient-tracking", a learning rule for data
-    that differ between workers takes the place of these equations. It works with averaging
-    algorithms and topologies for which it is right; others are rejected:
+    With `learning`, a row of learning.LEARNING such as "gradient-tracking", a learning rule for
+    workers with different data takes the place of these equations. It is rejected over averaging
+    algorithms and topologies for which it is not right:
 
         u_i = −η u(g_i)                the displacement by the step of the wrapped optimizer
-        x ← …                          the rule's equations, with u_i or its own direction
+        x ← …                          the equations of the rule, with u_i
 
-    - quasi-global-momentum, momentum-tracking, gt-nsgd, beer and motef apply momentum themselves.
-      Wrap torch.optim.SGD with momentum=0. `learning_options` has the rule's options:
-      {"momentum": 0.9}, for quasi-global-momentum also nesterov, or {"local_optimizer": "adamw"} for
-      QG-Adam with adam_beta1, adam_beta2, adam_epsilon. A missing gradient counts as 0. Weight decay
-      of SGD is part of the gradient (decoupled in QG-Adam).
     - gradient-tracking, k-gt and exact-diffusion work with any torch optimizer. K-GT sends messages
-      in every `local_steps`-th step, other rules in each.
-    - `overlapping` is for quasi-global-momentum, gradient-tracking, momentum-tracking, gt-nsgd, beer
-      and motef.
-    - Parameters are in float32. k-gt and quasi-global-momentum need one learning rate in all
-      parameter groups. gt-nsgd and QG-Adam have a norm over all parameters: none can be added later.
-    - Two more vectors than the rule's own are kept, for displacements. These have the rounding
-      errors of x.
+      in every `local_steps`-th step, all other rules in each step.
+    - quasi-global-momentum, momentum-tracking, gt-nsgd, motef and beer give SGD a direction in
+      place of the gradient. Wrap torch.optim.SGD with momentum=0, and give the momentum as
+      learning_options={"momentum": 0.9}; beer has none. quasi-global-momentum has nesterov, too, or
+      with local_optimizer="adamw" (QG-Adam) adam_beta1, adam_beta2 and adam_epsilon. The weight
+      decay of SGD is part of the gradient, but decoupled in QG-Adam. A missing gradient counts
+      as 0.
+    - All rules but k-gt and exact-diffusion may be `overlapping`.
+    - Parameters are in float32. k-gt and quasi-global-momentum need one learning rate for all
+      parameter groups. gt-nsgd and QG-Adam have a norm over all parameters, so that none can be
+      added later.
+    - Displacements have the rounding errors of x, and take the memory of two copies of x.
 
     `method` is the name of an averaging algorithm, such as "power-gossip". `options` are the
     keyword arguments of `Method`: topology="ring", topology_options, seed=0, and the options of the

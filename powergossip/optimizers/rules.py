@@ -100,10 +100,10 @@ class LearningRule:
                 f"and learning={self.name}, which applies momentum itself"
             )
         for group in groups:
-            momentum, ascends = group["momentum"], group["maximize"]
             where = f"in SGD with learning={self.name}"
-            options = ", which has its own: learning_options={'momentum': …}"
-            checks.check("momentum", momentum, momentum == 0, f"0 {where}{options}")
+            own = ", and learning_options={'momentum': …}" if "momentum" in self.options else ""
+            momentum, ascends = group["momentum"], group["maximize"]
+            checks.check("momentum", momentum, momentum == 0, f"0 {where}{own}")
             checks.check("maximize", ascends, not ascends, f"False {where}")
 
     def check_method(self, network: Network, method: Method) -> None:
@@ -208,7 +208,7 @@ class _Local:
         return self._learning.rate(self._parameters)
 
     def displacement(self, direction: Tensor) -> Tensor:
-        """u [1, D] of this step's update, which has been made along this direction, or 0 without."""
+        """u [1, D] of the update in this step, along this direction. 0 without an update."""
         del direction
         return self._u
 
