@@ -231,9 +231,7 @@ def test_overflowing_gradients_keep_the_mean_of_the_tracked_variable() -> None:
 def test_messages_overlap_with_the_gradient() -> None:
     """x and y in one message, before the step."""
     model = Quadratic(processes().rank)
-    optimizer = GossipOptimizer(
-        sgd(model), "dpsgd", learning="gradient-tracking", overlapping=True
-    )
+    optimizer = GossipOptimizer(sgd(model), "dpsgd", learning="gradient-tracking", overlapping=True)
     for step in range(1, 3):
         model().backward()
         assert optimizer.bits == 2 * 2 * 32 * D * step
@@ -313,7 +311,7 @@ def test_alone_it_is_the_wrapped_optimizer_to_the_bit(name: str) -> None:
     ("name", "method", "options"),
     [
         ("momentum-tracking", "dpsgd", {"momentum": 0.9}),
-        ("motef", "choco", {"momentum": 0.9, "dampening": 0.1}),
+        ("motef", "choco", {"momentum": 0.9, "dampening": 0.9}),
         ("beer", "choco", {}),
     ],
 )
