@@ -22,7 +22,6 @@ learning rules (tests/test_learning.py) use the registry.
 Axes: worker (hosted here); D parameters of a worker.
 """
 
-import inspect
 from typing import Any
 
 from powergossip import checks
@@ -150,11 +149,8 @@ def _examples(found: type[GossipRule]) -> str:
 def options(name: str, local_optimizer: str = "sgd") -> dict[str, Any]:
     """option → default of a learning rule."""
     found: dict[str, Any] = {}
-    for kind in rule(name, local_optimizer).__mro__:
-        found = _options.defaults(kind) | found
-        kinds = {p.kind for p in inspect.signature(kind).parameters.values()}
-        if inspect.Parameter.VAR_KEYWORD not in kinds:  # others are those of the base
-            break
+    for kind in reversed(rule(name, local_optimizer).__mro__[:-1]):
+        found |= _options.defaults(kind)
     return found
 
 
