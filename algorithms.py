@@ -22,6 +22,7 @@ Learning rules (`learning` in train.py and a row of `learning.LEARNING`), on top
     gt-nsgd                 NormalizedGradientTracking   normalized steps, for transformers
     exact-diffusion         ExactDiffusion               Li, Shi & Yan (2019), 1704.07807
     beer, motef             BEER, MoTEF                  2201.13320, 2405.20114: over choco
+    relay-sgd               RelaySGD                     Vogels et al. (2021), 2110.04175: on trees
 
 Consensus only (`algorithm` in gossip_run.py and a row of `CONSENSUS_ONLY`):
 

@@ -135,7 +135,9 @@ class Config:
     local_steps: int = 1  # gossip every k-th step
     learning: str = "dpsgd"  # the rule of gossip: dpsgd, or for data that differ between workers:
     #   quasi-global-momentum, gradient-tracking, k-gt, momentum-tracking, gt-nsgd,
-    #   exact-diffusion, beer, motef (the last two with optimizer=choco)
+    #   exact-diffusion, beer, motef (the last two with optimizer=choco), relay-sgd (on trees)
+    learning_options: dict[str, Any] = field(default_factory=dict)  # of relay-sgd: {correction: c}
+    #   multiplies updates by c, auto: by the factor that relaying slows them down (auto)
     optimizer_diffusion_rate: float | int | str | None = None  # γ (1), or auto
     #   for dpsgd and power-gossip: the best for plain gossip on this topology
     optimizer_rank: int | None = None  # power-gossip, powersgd, hooks, svd (1). At most the sides

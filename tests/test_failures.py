@@ -65,6 +65,32 @@ BAD_INPUT: dict[str, tuple[list[str], list[str]]] = {
     ),
     "directed topology": (["topology=unidirectional-ring"], ["directed", "undirected", "ring"]),
     "rank": (["optimizer_rank=0"], ["optimizer_rank=0", "1"]),
+    "relay without a tree": (
+        ["learning=relay-sgd", "optimizer=dpsgd"],
+        ["topology=ring", "relay-sgd", "chain", "double-binary-tree"],
+    ),
+    "relay with an averaging rule": (
+        ["learning=relay-sgd", "topology=chain"],
+        ["optimizer=power-gossip", "optimizer=dpsgd"],
+    ),
+    "relay with a diffusion rate": (
+        ["learning=relay-sgd", "optimizer=dpsgd", "optimizer_diffusion_rate=0.5"],
+        ["optimizer_diffusion_rate=0.5", "relay-sgd"],
+    ),
+    "option of a learning rule": (
+        ["learning=relay-sgd", "optimizer=dpsgd", "learning_options={beta: 0.9}"],
+        ["learning_options.beta=0.9", "relay-sgd", "learning_options.correction"],
+    ),
+    "value of an option of a learning rule": (
+        [
+            "learning=relay-sgd",
+            "optimizer=dpsgd",
+            "topology=chain",
+            "learning_options.correction=0",
+        ],
+        ["learning_options.correction=0", "above 0", "auto"],
+    ),
+    "option without a learning rule": (["learning_options={correction: 2}"], ["correction=2"]),
     "option of a compressor": (
         ["optimizer=choco", "optimizer_compressor=qsgd", "optimizer_levels=0"],
         ["optimizer_levels=0", "127"],

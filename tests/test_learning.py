@@ -1,10 +1,6 @@
-"""Laws of the learning rules for data that differ between workers.
+"""Laws of the learning rules for data that differ between workers, on quadratics."""
 
-The problem: worker i minimizes f_i(x) = ½ Σ_k a_i[k] (x[k] − b_i[k])², with matrices of 6 × 5
-parameters, so that PowerGossip compresses. The optimum of the mean loss is known, and far from
-those of the workers.
-"""
-
+import copy
 from typing import Any
 
 import pytest
@@ -13,86 +9,9 @@ from torch import Tensor
 
 from powergossip import algorithms, topologies
 from powergossip.algorithms import learning
-from powergossip.network import Network
-from powergossip.parameters import Layout
-
-ROWS, COLUMNS, WORKERS = 6, 5, 8
-
-
-class Quadratics:
-    """`parameters` of learning rules: the flat buffers and the layout."""
-
-    def __init__(self, workers: int = WORKERS, dtype: torch.dtype = torch.float64):
-        i = torch.arange(workers, dtype=torch.float64)[:, None]
-        k = torch.arange(ROWS * COLUMNS, dtype=torch.float64)
-        self.a = (1 + (k + i) % 5 / 4).to(dtype)
-        self.b = (3 * torch.cos(i + k)).to(dtype)
-        self.layout = Layout([(ROWS, COLUMNS)])
-        self.x = torch.zeros(workers, ROWS * COLUMNS, dtype=dtype)
-        self.grad = torch.zeros_like(self.x)
-        self.optimum = (self.a * self.b).double().sum(0) / self.a.double().sum(0)
-
-    def gradients(self) -> Tensor:
-        return self.a * (self.x - self.b)
-
-    def decay_spans(self) -> list[slice]:
-        return []
-
-    @property
-    def error(self) -> float:
-        """√(mean_i ‖x_i − x*‖²)"""
-        return float((self.x - self.optimum).square().sum(1).mean().sqrt())
-
-
-class SGD:
-    """A local optimizer."""
-
-    def __init__(self, rate: float):
-        self.rate = rate
-
-    def displacement(self, direction: Tensor) -> Tensor:
-        return -self.rate * direction
-
-
-# Averaging rules, by name: method and options.
-AVERAGING: dict[str, tuple[str, dict[str, Any]]] = {
-    "plain": ("dpsgd", {}),
-    "power-gossip": ("power-gossip", {"rank": 1}),
-    "top-k": ("choco", {"compressor": "top-k", "keep_ratio": 0.2, "diffusion_rate": 0.1}),
-    "sign": ("choco", {"diffusion_rate": 0.2}),
-    "qsgd": ("choco", {"compressor": "qsgd", "unbiased": True, "levels": 4, "diffusion_rate": 0.5}),
-    "identity": ("choco", {"compressor": "identity"}),
-}
-
-
-def rule_of(
-    name: str,
-    averaging: str,
-    problem: Quadratics,
-    rate: float,
-    topology: str = "ring",
-    averaging_options: dict[str, Any] | None = None,
-    **options: Any,
-) -> learning.GossipRule:
-    method, given = AVERAGING[averaging]
-    given = given | (averaging_options or {})
-    network = Network(topologies.make(topology, len(problem.x)), dtype=problem.x.dtype)
-
-    def make(layout: Layout, factor: float) -> algorithms.Averaging:
-        gamma = factor * given.get("diffusion_rate", 1.0)
-        return algorithms.make(method, network, layout, **given | {"diffusion_rate": gamma})
-
-    learning.check(name, network, method, make(problem.layout, 1.0))
-    parameters: Any = problem
-    return learning.make(name, network, make, parameters, SGD(rate), **options)
-
-
-def train(rule: learning.GossipRule, problem: Quadratics, steps: int) -> None:
-    for _ in range(steps):
-        rule.start()
-        problem.grad.copy_(problem.gradients())
-        rule.finish()
-
+from powergossip.algorithms.learning.gossip_rule import COPIES
+from powergossip.network import Network, Processes, processes
+from tests.quadratics import AVERAGING, COLUMNS, WORKERS, Quadratics, rule_of, train
 
 # rule, averaging, learning rate, steps, options of the rule, options of the averaging rule
 EXACT = [
@@ -297,3 +216,47 @@ def test_rounding_errors_in_single_precision_do_not_add_up(
     problem = Quadratics(dtype=torch.float32)
     train(rule_of(name, averaging, problem, rate, averaging_options=given), problem, 20_000)
     assert problem.error < bound
+
+
+# Rules with an averaging rule and a topology that they accept, and options.
+TYPICAL = [
+    *((name, {"local_steps": 2} if name == "k-gt" else {}) for name in learning.LEARNING),
+    ("quasi-global-momentum", {"local_optimizer": "adamw"}),
+    ("gradient-tracking", {"overlapping": True}),
+]
+
+
+def typical(
+    name: str, problem: Quadratics, who: Processes | None = None, **options: Any
+) -> learning.GossipRule:
+    found = learning.rule(name)
+    averaging = "top-k" if found.kinds == COPIES else "plain"
+    topology = topologies.make("double-binary-tree" if found.relays else "ring", problem.n_workers)
+    network = Network(topology, who, dtype=problem.x.dtype)
+    return rule_of(name, averaging, problem, 0.05, network, **options)
+
+
+@pytest.mark.parametrize(("name", "options"), TYPICAL)
+def test_a_restored_rule_continues_to_the_bit(name: str, options: dict[str, Any]) -> None:
+    problem, resumed = Quadratics(), Quadratics()
+    rule = typical(name, problem, **options)
+    train(rule, problem, 5)
+    state = copy.deepcopy(rule.state_dict())
+    resumed.x.copy_(problem.x)
+    restored = typical(name, resumed, **options)
+    restored.load_state_dict(state)
+    train(rule, problem, 5)
+    train(restored, resumed, 5)
+    assert torch.equal(resumed.x, problem.x)
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize("name", ["relay-sgd", "exact-diffusion"])
+def test_two_processes_train_the_workers_of_one(name: str) -> None:
+    """To the bit. On a ring and on two trees, of which each has edges between the processes."""
+    who = processes()
+    hosted = range(4 * who.rank, 4 * who.rank + 4)
+    problem, together = Quadratics(hosted=hosted), Quadratics()
+    train(typical(name, problem, who), problem, 20)
+    train(typical(name, together, Processes()), together, 20)
+    assert torch.equal(problem.x, together.x[hosted.start : hosted.stop])

@@ -325,6 +325,17 @@ def test_a_tensor_keeps_its_receive_buffer(view: Callable[[Tensor], Tensor]) -> 
     assert (again == 1).all()
 
 
+def test_messages_may_have_other_edges_than_those_of_the_round() -> None:
+    """Each tree of a topology has its own, and its own receive buffer."""
+    network = Network(topologies.make("ring", 4), ALONE)
+    chain = network.edges_of(topologies.make("chain", 4).round(0))
+    x = torch.arange(4.0)[:, None, None].repeat(1, 2, 1)
+    around, along = exchange_one(network, ToEach(x)), exchange_one(network, ToEach(x, chain))
+    assert around[..., 0].tolist() == [[1, 3], [0, 2], [1, 3], [0, 2]]
+    assert [along[i, slot, 0] for i, slot in [(0, 0), (1, 0), (1, 1), (3, 0)]] == [1, 0, 2, 2]
+    assert network.messages.tolist() == [3, 4, 4, 3]
+
+
 def test_messages_that_differ_do_not_share_a_receive_buffer() -> None:
     """Spans, shapes, types, kinds of message and rounds of one memory."""
     network = Network(topologies.make("one-peer-exponential", 4), ALONE)

@@ -12,8 +12,10 @@ the received ones. It yields one message, or a tuple of messages that are sent c
 
 The receive buffer and the requests belong to the memory of the tensor that is sent. They are
 created when a tensor is sent for the first time, reused whenever it is sent again by the same kind
-of message (in the same round of a time-varying topology), and freed with the tensor. A received
-tensor is therefore overwritten when the next message is sent from the same memory.
+of message along the same edges, and freed with the tensor. A received tensor is therefore
+overwritten when the next message is sent from the same memory.
+
+`ToEach(tensor, edges)` uses other edges than those of the round, such as those of a tree.
 
 Axes: worker (hosted by this process), neighbor (a slot, padded to the largest degree with weight 0
 and index −1). Nothing is sent in a padded slot, and its received values are finite but meaningless.

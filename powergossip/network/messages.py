@@ -6,12 +6,18 @@ from typing import Any
 
 from torch import Tensor
 
+from powergossip.network.transports import Edges
+
 
 @dataclass(eq=False)
 class ToEach:
-    """A separate message for every neighbor: tensor [worker, neighbor, ...], contiguous."""
+    """A separate message for every neighbor: tensor [worker, neighbor, ...], contiguous.
+
+    edges  # between neighbors, by default those of the round
+    """
 
     tensor: Tensor
+    edges: Edges | None = None
 
 
 @dataclass(eq=False)

@@ -141,8 +141,8 @@ class Delivery(Transport):
     outgoing row, received[worker, in_slot] an incoming one.
     """
 
-    def __init__(self, network: "Network", tensor: Tensor, to_each: bool, index: int):
-        edges, rows = network.edges[index], network.rows
+    def __init__(self, network: "Network", tensor: Tensor, to_each: bool, edges: Edges):
+        rows = network.rows
         axes = 2 if to_each else 1
         expected = (rows, edges.n_out)[:axes]
         assert tensor.shape[:axes] == expected, f"message {tensor.shape}, expected {expected}, ..."

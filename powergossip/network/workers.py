@@ -24,7 +24,7 @@ from powergossip.network.transports import (
     all_reduce_cost,
 )
 from powergossip.tensor_cache import TensorCache
-from powergossip.topologies import Topology
+from powergossip.topologies import Round, Topology
 
 MOST_WORKERS = 10**6  # beyond them, the topology alone takes seconds and gigabytes
 
@@ -213,6 +213,10 @@ class Network:
         )
         return np.asarray(degrees * (32 * elements))
 
+    def edges_of(self, of_round: Round) -> Edges:
+        """The edges of a round that is not the topology's, for `ToEach`."""
+        return Edges(of_round, self.workers, self.copies)
+
     def run(self, conversation: Conversation) -> None:
         """Run a conversation from its start to its end."""
         self.start(conversation).finish()
@@ -266,18 +270,19 @@ class Network:
 
     def _transport(self, message: Message) -> Transport:
         """The transport of a message, marked as busy: that of the tensor's memory, the kind of
-        message and the round, or another one while that is busy."""
+        message and the edges, or another one while that is busy."""
         if isinstance(message, Gather):  # of another length each time: nothing to reuse
             transport: Transport = Gathering(self, message.pieces)
         else:
             kind = type(message)
-            index = 0 if kind is Mean else self.round % len(self.rounds)
+            own = self.edges[0 if kind is Mean else self.round % len(self.edges)]
+            edges = (message.edges or own) if isinstance(message, ToEach) else own
             for spare in itertools.count():
                 transport = self._transports.get(
                     message.tensor,
-                    lambda tensor: self._make_transport(kind, tensor, index),
+                    lambda tensor: self._make_transport(kind, tensor, edges),
                     kind.__name__,
-                    index,
+                    edges,
                     spare,
                 )
                 if not transport.busy:
@@ -286,11 +291,11 @@ class Network:
         return transport
 
     def _make_transport(
-        self, kind: type[ToEach | ToAll | Mean], tensor: Tensor, index: int
+        self, kind: type[ToEach | ToAll | Mean], tensor: Tensor, edges: Edges
     ) -> Transport:
         if kind is Mean:
             return Reduction(self, tensor)
-        return Delivery(self, tensor, kind is ToEach, index)
+        return Delivery(self, tensor, kind is ToEach, edges)
 
 
 def hosted_workers(n_workers: int, n_processes: int) -> int:

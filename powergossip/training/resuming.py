@@ -33,6 +33,7 @@ FREE_TO_CHANGE = (
 EARLIER = {
     "all_reduce": "own",
     "learning": "dpsgd",
+    "learning_options": {},
     "optimizer_copy_rate": 1.0,
     "batched_gradients": "auto",  # off in effect, which a checkpoint records
     "decentralized_data_placement": "given",

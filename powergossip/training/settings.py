@@ -53,6 +53,15 @@ OWN_KEYS = {
     "clip": "gradient_clipping",
     "weight_decay": "weight_decay",
 }
+# Options of learning rules that have a key of their own. All others are in learning_options.
+LEARNING_KEYS = {
+    *OWN_KEYS,
+    "overlapping",
+    "local_steps",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+}
 # The values that stand for the task's default, where they are not null.
 BLANKS = {"gradient_clipping": "auto"}
 # Options of learning.CentralizedSGD, which makes a learning rule of an aggregation.
@@ -253,6 +262,7 @@ def _check_learning(c: Any) -> None:
     """Raise ValueError for an unknown learning rule, or one that does not go with other keys."""
     checks.one_of("learning", c.learning, (learning.DEFAULT, *learning.LEARNING))
     if c.learning == learning.DEFAULT:
+        _check_learning_options(c, ())
         return
     if c.optimizer not in algorithms.AVERAGING:
         raise ValueError(
@@ -265,6 +275,14 @@ def _check_learning(c: Any) -> None:
             f"local_steps={c.local_steps}: use learning=k-gt or dpsgd, or local_steps=1 with "
             f"learning={c.learning}"
         )
+    _check_learning_options(c, learning.options(c.learning, c.local_optimizer))
+
+
+def _check_learning_options(c: Any, known: Collection[str]) -> None:
+    """Raise ValueError for an option that the learning rule does not have."""
+    own = dict.fromkeys(f"learning_options.{name}" for name in known if name not in LEARNING_KEYS)
+    given = {f"learning_options.{name}": value for name, value in c.learning_options.items()}
+    options.check(f"learning={c.learning}", given, own)
 
 
 def _row_defaults(optimizer: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -302,17 +320,21 @@ def _resolve_options(c: Any, explicit: Collection[str], warn: bool) -> None:
     known = option_defaults(c.optimizer, given) | learning.AVERAGING_DEFAULTS.get(
         (c.learning, c.optimizer), {}
     )
+    method = f"optimizer={c.optimizer}"
+    for name in learning.without(c.learning):
+        known.pop(name, None)
+        method = f"learning={c.learning}"
     lacking = [f"{PREFIX}{name}" for name in given if name not in known]
     for key in lacking:
         if key in explicit:
             accepted = ", ".join(f"{PREFIX}{name}" for name in known) or "none"
             raise ValueError(
-                f"{key}={c[key]}: optimizer={c.optimizer} has no such option; leave it out "
+                f"{key}={c[key]}: {method} has no such option; leave it out "
                 f"(its options: {accepted})"
             )
     if lacking and warn:
         warnings.warn(
-            f"ignored, since optimizer={c.optimizer} has no such options: {', '.join(lacking)}",
+            f"ignored, since {method} has no such options: {', '.join(lacking)}",
             stacklevel=3,
         )
     for key in [key for key in c if key.startswith(PREFIX)]:
@@ -324,15 +346,16 @@ def _resolve_options(c: Any, explicit: Collection[str], warn: bool) -> None:
 def method_options(c: Any) -> dict[str, Any]:
     """Return the options of the method of a checked configuration, under its own names.
 
-    Without those of the learning rule.
+    Without those of the learning rule, and those that have no effect with it.
     """
     given = {key.removeprefix(PREFIX): c[key] for key in c if key.startswith(PREFIX)}
     keys = {name: key for key, name in ALIASES.get(c.optimizer, {}).items()}
     values: dict[str, Any] = {}
+    without = learning.without(c.learning)
     for name in _row_defaults(c.optimizer, given):
         if name in OWN_KEYS:
             values[name] = c[OWN_KEYS[name]]
-        elif name not in OF_RULE:
+        elif name not in OF_RULE and name not in without:
             value = given[keys.get(name, name)]
             values[name] = list(value) if isinstance(value, ListConfig) else value
     if "nesterov" in values:
@@ -354,3 +377,14 @@ def errors_name_keys(optimizer: str) -> Iterator[None]:
         keys = {name: key for key, name in ALIASES.get(optimizer, {}).items()}
         key = OWN_KEYS.get(error.name, f"{PREFIX}{keys.get(error.name, error.name)}")
         raise error.renamed(key) from error
+
+
+@contextmanager
+def errors_name_learning_options(c: Any) -> Iterator[None]:
+    """Rename the given options of a learning rule in the errors of the block to their keys."""
+    try:
+        yield
+    except checks.BadValue as error:
+        if error.name not in c.learning_options:
+            raise
+        raise error.renamed(f"learning_options.{error.name}") from error

@@ -32,7 +32,12 @@ from powergossip.training.first_batch import check_first_batch, check_sizes
 from powergossip.training.local_optimizers import LocalOptimizer, learning_rate
 from powergossip.training.measurements import Hooks, Rows
 from powergossip.training.resuming import check_same_run, check_same_run_without_checkpoint
-from powergossip.training.settings import errors_name_keys, hook_options, method_options
+from powergossip.training.settings import (
+    errors_name_keys,
+    errors_name_learning_options,
+    hook_options,
+    method_options,
+)
 from powergossip.trees import map_tensors
 
 Position = tuple[int, int, dict[str, Tensor]]  # epoch, step in it, sums of metrics over its steps
@@ -258,23 +263,25 @@ class Trainer:
         self.local = LocalOptimizer(
             self.parameters, c, *((0.0, "sgd") if own else (None, c.local_optimizer))
         )
-        self.rule = learning.make(
-            c.learning,
-            self.network,
-            self.averaging,
-            self.parameters,
-            self.local,
-            c.local_optimizer,
-            overlapping=c.overlapping,
-            local_steps=c.local_steps,
-            momentum=c.momentum,
-            nesterov=c.nesterov and c.momentum > 0,
-            adam_beta1=c.adam_beta1,
-            adam_beta2=c.adam_beta2,
-            adam_epsilon=c.adam_epsilon,
-            weight_decay=self.local.coupled_decay,
-            clip=c.gradient_clipping,
-        )
+        with errors_name_learning_options(c):
+            self.rule = learning.make(
+                c.learning,
+                self.network,
+                self.averaging,
+                self.parameters,
+                self.local,
+                c.local_optimizer,
+                overlapping=c.overlapping,
+                local_steps=c.local_steps,
+                momentum=c.momentum,
+                nesterov=c.nesterov and c.momentum > 0,
+                adam_beta1=c.adam_beta1,
+                adam_beta2=c.adam_beta2,
+                adam_epsilon=c.adam_epsilon,
+                weight_decay=self.local.coupled_decay,
+                clip=c.gradient_clipping,
+                **c.learning_options,
+            )
 
     def _guided_start(self) -> int:
         """The first compressed step of PyTorch's hooks for the run as it is planned now.

@@ -15,6 +15,7 @@ A step of a rule consists of `start()`, the gradients, and `finish()`:
     tracking.py         gradient tracking, normalized, and over CHOCO-Gossip: BEER, MoTEF
     local_steps.py      K-GT, momentum tracking
     exact_diffusion.py  exact diffusion, over CHOCO-Gossip: LEAD, CEDAS
+    relay.py            RelaySGD on trees, in place of an averaging rule
 
 To add one, write its class and its row in `LEARNING` here. train.py and the tests of the laws of
 learning rules (tests/test_learning.py) use the registry.
@@ -33,6 +34,7 @@ from powergossip.algorithms.learning.exact_diffusion import ExactDiffusion
 from powergossip.algorithms.learning.gossip_rule import GossipRule, Local, MakeAveraging
 from powergossip.algorithms.learning.local_steps import KGT, MomentumTracking
 from powergossip.algorithms.learning.quasi_global import QuasiGlobalAdam, QuasiGlobalMomentum
+from powergossip.algorithms.learning.relay import RelaySGD
 from powergossip.algorithms.learning.rule import Correction, Decay, Learning, Update
 from powergossip.algorithms.learning.tracking import (
     BEER,
@@ -40,6 +42,7 @@ from powergossip.algorithms.learning.tracking import (
     MoTEF,
     NormalizedGradientTracking,
 )
+from powergossip.algorithms.plain import PlainGossip
 from powergossip.network import Network
 from powergossip.parameters import Parameters
 
@@ -62,6 +65,7 @@ __all__ = [
     "NormalizedGradientTracking",
     "QuasiGlobalAdam",
     "QuasiGlobalMomentum",
+    "RelaySGD",
     "Update",
     "check",
     "make",
@@ -79,6 +83,7 @@ LEARNING: dict[str, type[GossipRule]] = {
     "exact-diffusion": ExactDiffusion,
     "beer": BEER,
     "motef": MoTEF,
+    "relay-sgd": RelaySGD,
 }
 # Options of averaging rules whose default depends on the learning rule. Exact diffusion over
 # PowerGossip diverges above 0.35 on a ring of 8. LEAD's copies follow at half the rate.
@@ -109,6 +114,18 @@ def check(name: str, network: Network, averaging_name: str, averaging: Averaging
     if name == DEFAULT:
         return
     found, kind = LEARNING[name], kind_of(averaging)
+    if found.relays:
+        if not isinstance(averaging, PlainGossip):
+            raise ValueError(
+                f"learning={name} with optimizer={averaging_name}: use optimizer=dpsgd; it relays "
+                "uncompressed models in place of averaging"
+            )
+        if network.topology.trees is None:
+            raise ValueError(
+                f"topology={network.topology.name}: use a tree with learning={name}: chain, star, "
+                "binary-tree, double-binary-tree, or a file"
+            )
+        return
     if kind not in found.kinds:
         raise ValueError(
             f"learning={name} with optimizer={averaging_name}: {_REASONS[kind]}; use it with "
@@ -152,6 +169,11 @@ def options(name: str, local_optimizer: str = "sgd") -> dict[str, Any]:
     for kind in reversed(rule(name, local_optimizer).__mro__[:-1]):
         found |= _options.defaults(kind)
     return found
+
+
+def without(name: str) -> tuple[str, ...]:
+    """Options of averaging rules that have no effect with a learning rule."""
+    return LEARNING[name].without if name in LEARNING else ()
 
 
 def make(

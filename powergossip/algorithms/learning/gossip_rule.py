@@ -54,6 +54,8 @@ class GossipRule:
     factor            # of the diffusion rate γ
     reads_rate        # whether it depends on the learning rate of the local optimizer
     needs_norm        # whether it needs a norm over all parameters of a worker
+    relays            # whether it relays along the trees of the topology, in place of averaging
+    without           # options of the averaging rule that have no effect
     """
 
     kinds: ClassVar[frozenset[Kind]] = MEAN_PRESERVING
@@ -64,6 +66,8 @@ class GossipRule:
     factor: ClassVar[float] = 1.0
     reads_rate: ClassVar[bool] = False
     needs_norm: ClassVar[bool] = False
+    relays: ClassVar[bool] = False
+    without: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,

@@ -1,0 +1,173 @@
+"""RelaySGD: sums of models travel along trees, in place of averaging with weights."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import networkx as nx
+import numpy as np
+import torch
+from torch import Tensor
+
+from powergossip import checks, topologies
+from powergossip.algorithms.averaging import Kind
+from powergossip.algorithms.learning.gossip_rule import (
+    WITHOUT_COPIES,
+    GossipRule,
+    Local,
+    MakeAveraging,
+)
+from powergossip.network import Conversation, Network, ToEach
+from powergossip.parameters import Parameters
+from powergossip.topologies import Tree
+
+
+class RelaySGD(GossipRule):
+    """RelaySum on a tree: x_i becomes the mean of the latest models of all workers that reached it.
+
+        x_i ← x_i + c u_i                       u_i the local optimizer's displacement
+        m_ij = x_i + Σ_{k≠j} m'_ki              the message to j; m' those of the step before, or 0
+        n_ij = 1 + Σ_{k≠j} n'_ki                the number of models in it, in the same message
+        x_i ← (x_i + Σ_j m_ji + (n − n_i) x_i)/n,   n_i = 1 + Σ_j n_ji
+
+    over neighbors j and k in the tree. Vogels et al. (2021), arXiv:2110.04175, Algorithm 1. From
+    the step of the tree's diameter on, n_i = n and
+
+        x_i = (1/n) Σ_j (x_j + c u_j) of max(1, dist(i, j)) − 1 steps ago
+
+    In place of models that are missing, at the start or after a lost message, a worker has its own.
+    (Their code has the initial model.) Thus x_i is always a convex combination of models.
+
+    Models are averages of old models, so that their mean moves by 1/c of the displacements, see
+    `slowdown`. The correction multiplies displacements by c. The paper tunes the learning rate in
+    its place.
+
+    The trees are those of the topology. With several, coordinate k travels over tree k mod their
+    number. W and diffusion rate are not used. On each edge of a tree, a step sends one message in
+    each direction, of the tree's coordinates and the number of models: as much as D-PSGD on a
+    tree. Exact fixed point, with momentum in u too.
+
+    correction  # c, or auto: the slowdown of the tree
+
+    Raises ValueError unless c > 0.
+    """
+
+    kinds: ClassVar[frozenset[Kind]] = WITHOUT_COPIES
+    static: ClassVar[bool] = True
+    relays: ClassVar[bool] = True
+    without: ClassVar[tuple[str, ...]] = ("diffusion_rate",)
+
+    def __init__(
+        self,
+        network: Network,
+        make: MakeAveraging,
+        parameters: Parameters,
+        local: Local,
+        *,
+        correction: float | str = "auto",
+        weight_decay: float = 0.0,
+        clip: float | None = None,
+    ):
+        super().__init__(network, make, parameters, local, weight_decay=weight_decay, clip=clip)
+        is_rate = checks.is_finite(correction) and float(correction) > 0
+        accepted = correction == "auto" or is_rate
+        checks.check("correction", correction, accepted, "a number above 0, or auto")
+        found = network.topology.trees
+        assert found is not None, f"{network.topology.name} has no trees"
+        trees = found or ((),)  # a single worker
+        self._coordinates = [slice(k, None, len(trees)) for k in range(len(trees))]
+        self._relays = [
+            Relay(network, tree, self._x[:, coordinates])
+            for tree, coordinates in zip(trees, self._coordinates, strict=True)
+        ]
+        self._corrections = [
+            slowdown(tree, network.n_workers) if correction == "auto" else float(correction)
+            for tree in trees
+        ]
+
+    def move(self, u: Tensor) -> Conversation:
+        for coordinates, c in zip(self._coordinates, self._corrections, strict=True):
+            u[:, coordinates] *= c
+        self._x.add_(u)
+        received = yield tuple(relay.message() for relay in self._relays)
+        for relay, m in zip(self._relays, received, strict=True):
+            relay.receive(m)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For each tree, the last messages received [worker, neighbor, 1 + coordinate]."""
+        return {"received": [relay.received for relay in self._relays]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict()`."""
+        for relay, received in zip(self._relays, state["received"], strict=True):
+            relay.received.copy_(received)
+
+
+class Relay:
+    """The messages of RelaySum along a tree, for the coordinates x [worker, coordinate] of models.
+
+    Their first element is the number of models. Its sums are those of the coordinates.
+
+    received  # m' [worker, neighbor, 1 + coordinate], 0 in padded slots
+    """
+
+    def __init__(self, network: Network, tree: Tree, x: Tensor):
+        self._n, self._x = network.n_workers, x
+        self._edges = network.edges_of(
+            topologies.undirected("tree", _graph(tree, self._n)).round(0)
+        )
+        padded = np.nonzero(self._edges.neighbors < 0)  # (row, slot)
+        self._padded = tuple(torch.from_numpy(index).to(x.device) for index in padded)
+        self._own = x.new_zeros(len(x), 1 + x.shape[1])
+        self._sum = torch.zeros_like(self._own)
+        self._outgoing = x.new_zeros(len(x), self._edges.n_out, 1 + x.shape[1])
+        self.received = torch.zeros_like(self._outgoing)
+
+    def message(self) -> ToEach:
+        """m_ij = x_i + Σ_{k≠j} m'_ki, added up over k < j and over k > j.
+
+        (The difference of Σ_k m'_ki and m'_ji would send rounding errors of m'_ji back to j.)
+        """
+        self._own[:, 0] = 1
+        self._own[:, 1:] = self._x
+        neighbors = range(self.received.shape[1])
+        total = self._sum.copy_(self._own)
+        for j in neighbors:
+            self._outgoing[:, j] = total
+            total += self.received[:, j]
+        total.zero_()
+        for j in reversed(neighbors):
+            self._outgoing[:, j] += total
+            total += self.received[:, j]
+        return ToEach(self._outgoing, self._edges)
+
+    def receive(self, m: Tensor) -> None:
+        """x_i ← (x_i + Σ_j m_ji + (n − n_i) x_i)/n, with m_ji [worker, neighbor, ...]"""
+        m[self._padded] = 0
+        self.received = m  # until the next message is sent, when its memory is overwritten
+        total = self._sum.copy_(self._own)
+        for j in range(m.shape[1]):
+            total += m[:, j]
+        total += self._own.mul_(self._n - total[:, :1])
+        self._x.copy_(total[:, 1:]).div_(self._n)
+
+
+def slowdown(tree: Tree, n_workers: int) -> float:
+    """c = (1/n²) Σ_ij max(1, dist(i, j)): relaying on this tree moves the mean by 1/c of an update.
+
+    Where x_i = (1/n) Σ_j x_j of max(1, dist(i, j)) steps ago, the sum of the x_i, and of 1/n of
+    each model for each worker that it has still to reach, stays the same. For a common model it is
+    c n times that model. A chain has c = (n² + 2)/(3 n).
+    """
+    # An edge between parts of s and n − s workers is on the paths of s (n − s) pairs.
+    below = np.ones(n_workers)
+    edges = list(nx.bfs_edges(_graph(tree, n_workers), 0))
+    for parent, child in reversed(edges):
+        below[parent] += below[child]
+    s = below[[child for _, child in edges]]
+    return float(2 * (s * (n_workers - s)).sum() + n_workers) / n_workers**2
+
+
+def _graph(tree: Tree, n_workers: int) -> "nx.Graph[int]":
+    graph = nx.empty_graph(n_workers)
+    graph.add_edges_from(tree)
+    return graph
