@@ -157,20 +157,17 @@ def _method(
     return Method(averaging, rule, {**values, "learning": rule}, settings)
 
 
-def _methods(key: str) -> list[Method]:
-    """The methods of a learning rule on a ring."""
-    rule, found = RULES[key], []
-    for name in rule.averaging:
-        averaging = AVERAGING[name]
-        own = rule.power_gammas if name in POWER.values() else None
-        gammas: list[Values] = [
-            {} if gamma is None else {"optimizer_diffusion_rate": gamma}
-            for gamma in own or averaging.gammas
-        ]
-        steps: list[Values] = [{"local_steps": steps} for steps in rule.local_steps] or [{}]
-        further = [gamma | local for gamma, local in product(gammas, steps)]
-        found.append(_method(name, key, averaging.values, rule.pairs, further))
-    return found
+def _pair(name: str, key: str, label: str = "", **more: Any) -> Method:
+    """A learning rule over an averaging rule, on a ring. The label names `more` values."""
+    rule, averaging = RULES[key], AVERAGING[name]
+    own = rule.power_gammas if name in POWER.values() else None
+    gammas: list[Values] = [
+        {} if gamma is None else {"optimizer_diffusion_rate": gamma}
+        for gamma in own or averaging.gammas
+    ]
+    steps: list[Values] = [{"local_steps": steps} for steps in rule.local_steps] or [{}]
+    further = [gamma | local for gamma, local in product(gammas, steps)]
+    return _method(f"{name}{label}", key, averaging.values | more, rule.pairs, further)
 
 
 def _on(topology: str, optimizer: str) -> Values:
@@ -183,7 +180,11 @@ METHODS: dict[str, Method] = {
     method.name: method
     for method in (
         _method("all-reduce", "dpsgd", {"optimizer": "all-reduce"}, _USUAL),
-        *(method for key in RULES for method in _methods(key)),
+        *(_pair(name, key) for key, rule in RULES.items() for name in rule.averaging),
+        *(
+            _pair(name, key, ", mixed", decentralized_data_placement="mixed")
+            for name, key in (("plain", "dpsgd"), (POWER[10], "quasi-global-momentum"))
+        ),
         *(
             _method(f"{averaging}, {topology}", "dpsgd", _on(topology, optimizer), _USUAL)
             for topology in TIME_VARYING
@@ -195,6 +196,10 @@ METHODS: dict[str, Method] = {
         ),
     )
 }
+_MIXED = (
+    " Mixed: shards are placed so that neighbors have different labels "
+    "(`decentralized_data_placement=mixed`)."
+)
 # Methods for other partitions and tasks.
 SOME: tuple[str, ...] = (
     *REFERENCES,
@@ -263,7 +268,8 @@ def experiment(
                 f"with at most {TRIED} settings in one epoch. All-reduce, D-PSGD (plain, dpsgd) "
                 f"and {others} had {TUNED} settings in {epochs}, of which the best is here. "
                 f"Settings were compared on {VALIDATION_RATIO:.0%} of the training data, held out, "
-                "with a seed of their own. MB sent are the mean of the workers in a run.",
+                "with a seed of their own. MB sent are the mean of the workers in a run."
+                + _MIXED * any(", mixed, " in name for name in methods),
                 _table(runs, results, measure),
                 f"![{measure} against megabytes](figure.svg)",
                 f"{sentence_case(measure)} of the mean model on held-out data after one epoch, "
