@@ -140,6 +140,15 @@ def test_exact_fixed_points(
     assert problem.error < 1e-9
 
 
+@pytest.mark.parametrize("topology", ["exponential", "one-peer-exponential"])
+@pytest.mark.parametrize("name", ["gradient-tracking", "k-gt", "momentum-tracking"])
+def test_exact_on_directed_graphs(name: str, topology: str) -> None:
+    """A doubly stochastic W is enough for tracking, static or not."""
+    problem = Quadratics()
+    train(rule_of(name, "plain", problem, 0.02, topology=topology), problem, 2000)
+    assert problem.error < 1e-9
+
+
 BIASED = [
     ("dpsgd", "plain"),
     ("quasi-global-momentum", "plain"),

@@ -17,6 +17,7 @@ class Kind(Enum):
     """What a learning rule may assume of an averaging rule. Learning rules say which they accept.
 
     ANTISYMMETRIC      x_i changes by Σ_j u_ij with u_ij = −u_ji, computed from the same bits
+    LINEAR             by Σ_j w_ij (x_j − x_i) with a doubly stochastic W that is not symmetric
     UNBIASED_COPIES    by Σ_j γ w_ij (x̂_j − x̂_i), with public copies that follow x by an unbiased
                        compressor
     BIASED_COPIES      the same with a biased compressor
@@ -24,6 +25,7 @@ class Kind(Enum):
     """
 
     ANTISYMMETRIC = "antisymmetric exchanges"
+    LINEAR = "uncompressed gossip on a directed graph"
     UNBIASED_COPIES = "public copies with an unbiased compressor"
     BIASED_COPIES = "public copies with a biased compressor"
     OTHER = "other"

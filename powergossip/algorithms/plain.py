@@ -21,7 +21,7 @@ class PlainGossip(Stateless):
     def __init__(self, network: Network, diffusion_rate: Rate = 1.0):
         rate = column(network, "diffusion_rate", diffusion_rate)
         self._network = network
-        self.kind = Kind.ANTISYMMETRIC if network.symmetric else Kind.OTHER
+        self.kind = Kind.ANTISYMMETRIC if network.symmetric else Kind.LINEAR
         # For each round: 1 − γ Σ_j w_ij [worker, 1], and γ w_ij [worker, 1] for each slot.
         weights = [rate * slots.weights for slots in network.rounds]
         self._own_weights = [1 - w.sum(1, keepdim=True) for w in weights]

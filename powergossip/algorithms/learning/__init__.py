@@ -122,10 +122,11 @@ def check(name: str, network: Network, averaging_name: str, averaging: Averaging
 
 
 _REASONS = {
-    Kind.ANTISYMMETRIC: "it needs public copies",
-    Kind.UNBIASED_COPIES: "it needs exchanges that are opposite at both ends, not public copies",
+    Kind.ANTISYMMETRIC: "it needs public copies of the variables",
+    Kind.LINEAR: "it needs a symmetric mixing matrix",
+    Kind.UNBIASED_COPIES: "public copies do not follow its corrections",
     Kind.BIASED_COPIES: "the errors of a biased compressor do not vanish in it",
-    Kind.OTHER: "its errors would stay in the tracked variables",
+    Kind.OTHER: "errors of the messages would stay in its variables",
 }
 
 

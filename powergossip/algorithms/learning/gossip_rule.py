@@ -14,9 +14,9 @@ from powergossip.parameters import Layout, Parameters
 # An averaging rule for variables of this layout, with its diffusion rate times a factor.
 MakeAveraging = Callable[[Layout, float], Averaging]
 
-ANTISYMMETRIC = frozenset({Kind.ANTISYMMETRIC})
-MEAN_PRESERVING = frozenset({Kind.ANTISYMMETRIC, Kind.UNBIASED_COPIES, Kind.BIASED_COPIES})
+WITHOUT_COPIES = frozenset({Kind.ANTISYMMETRIC, Kind.LINEAR})
 COPIES = frozenset({Kind.UNBIASED_COPIES, Kind.BIASED_COPIES})
+MEAN_PRESERVING = WITHOUT_COPIES | COPIES
 ANY = frozenset(Kind)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from powergossip import checks
 from powergossip.algorithms.averaging import Kind, incremental
 from powergossip.algorithms.learning.gossip_rule import (
-    ANTISYMMETRIC,
+    WITHOUT_COPIES,
     GossipRule,
     Joint,
     Local,
@@ -30,14 +30,14 @@ class KGT(GossipRule):
     c is the paper's times −η. It is scaled with the learning rate. c starts at 0; the paper also
     has a start that needs an all-reduce. The step of the outer update is 1.
 
-    Exact fixed point for every K. Needs both ends of an edge to change c by opposite amounts.
+    Exact fixed point for every K.
 
     Invariant: Σ_i c_i = 0.
 
     local_steps  # K
     """
 
-    kinds: ClassVar[frozenset[Kind]] = ANTISYMMETRIC
+    kinds: ClassVar[frozenset[Kind]] = WITHOUT_COPIES
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class MomentumTracking(GossipRule):
     momentum  # β
     """
 
-    kinds: ClassVar[frozenset[Kind]] = ANTISYMMETRIC
+    kinds: ClassVar[frozenset[Kind]] = WITHOUT_COPIES
     owns_momentum: ClassVar[bool] = True
     optimizers: ClassVar[tuple[str, ...]] = ("sgd",)
     overlaps: ClassVar[bool] = True
