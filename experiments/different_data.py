@@ -196,10 +196,6 @@ METHODS: dict[str, Method] = {
         ),
     )
 }
-_MIXED = (
-    " Mixed: shards are placed so that neighbors have different labels "
-    "(`decentralized_data_placement=mixed`)."
-)
 # Methods for other partitions and tasks.
 SOME: tuple[str, ...] = (
     *REFERENCES,
@@ -256,27 +252,18 @@ def experiment(
     def report(results: Results, folder: Path) -> str:
         runs = final(results)
         _figure(runs, results, measure, folder / "figure.svg")
-        best = {
-            name: _best(tried, results, measure)[0] for name, tried in screening().items()
-        }
-        epochs = count(values["num_epochs"], "epoch")
-        others = "the others" if len(methods) <= FINALISTS + len(REFERENCES) else "the best"
+        best = {name: _best(tried, results, measure)[0] for name, tried in screening().items()}
         return "\n\n".join(
             [
                 f"{sentence_case(title)}.",
-                f"Mean ± standard deviation of {count(len(SEEDS), 'seed')}. Each method was tried "
-                f"with at most {TRIED} settings in one epoch. All-reduce, D-PSGD (plain, dpsgd) "
-                f"and {others} had {TUNED} settings in {epochs}, of which the best is here. "
-                f"Settings were compared on {VALIDATION_RATIO:.0%} of the training data, held out, "
-                "with a seed of their own. MB sent are the mean of the workers in a run."
-                + _MIXED * any(", mixed, " in name for name in methods),
+                _note(values, methods),
                 _table(runs, results, measure),
                 f"![{measure} against megabytes](figure.svg)",
                 f"{sentence_case(measure)} of the mean model on held-out data after one epoch, "
                 "with the best setting of each method:",
-                _screening_table(best, results, measure),
+                f"{_screening_table(best, results, measure)}\n",
             ]
-        ) + "\n"
+        )
 
     def flat(runs: Mapping[str, Sequence[Run]]) -> list[Run]:
         return [run for of_method in runs.values() for run in of_method]
@@ -319,16 +306,12 @@ def _best(runs: Sequence[Run], results: Results, measure: str) -> list[Run]:
     return sorted(ended, key=lambda run: -scores[run.identity]) or list(runs[:1])
 
 
-def _finalists(
-    tried: Mapping[str, Sequence[Run]], results: Results, measure: str
-) -> list[str]:
+def _finalists(tried: Mapping[str, Sequence[Run]], results: Results, measure: str) -> list[str]:
     """The references and the best others, half of them with FEWER_BITS, in the order of `tried`."""
     best = {name: _best(runs, results, measure)[0] for name, runs in tried.items()}
     scores = {name: score(results(run), measure, "valid_avg") for name, run in best.items()}
     plain = _bits(best[PLAIN], results)
-    others = [
-        name for name in tried if name not in REFERENCES and scores[name] > float("-inf")
-    ]
+    others = [name for name in tried if name not in REFERENCES and scores[name] > float("-inf")]
     others.sort(key=lambda name: -scores[name])
     few = [name for name in others if FEWER_BITS * _bits(best[name], results) <= plain]
     many = [name for name in others if name not in few]
@@ -355,6 +338,21 @@ def _bits(run: Run, results: Results) -> float:
 
 
 # --- Report --------------------------------------------------------------------------------------
+
+
+def _note(values: Values, methods: Sequence[str]) -> str:
+    """How settings were chosen."""
+    tuned = "the others" if len(methods) <= FINALISTS + len(REFERENCES) else "the best"
+    text = (
+        f"Mean ± standard deviation of {count(len(SEEDS), 'seed')}. Each method was tried with at "
+        f"most {TRIED} settings in one epoch. All-reduce, D-PSGD (plain, dpsgd) and {tuned} had "
+        f"{TUNED} settings in {count(values['num_epochs'], 'epoch')}, of which the best is here. "
+        f"Settings were compared on {VALIDATION_RATIO:.0%} of the training data, held out, with a "
+        "seed of their own. MB sent are the mean of the workers in a run."
+    )
+    if any(", mixed, " in name for name in methods):
+        text += " Mixed: neighbors have different labels (`decentralized_data_placement=mixed`)."
+    return text
 
 
 def _table(runs: Mapping[str, Sequence[Run]], results: Results, measure: str) -> str:
@@ -422,9 +420,7 @@ def _screening_table(best: Mapping[str, Run], results: Results, measure: str) ->
     )
 
 
-def _figure(
-    runs: Mapping[str, Sequence[Run]], results: Results, measure: str, path: Path
-) -> None:
+def _figure(runs: Mapping[str, Sequence[Run]], results: Results, measure: str, path: Path) -> None:
     """Draw the measure by megabytes sent: a point for each method, with the range of its seeds."""
     factor, unit, _ = _units(measure)
     points = {}
