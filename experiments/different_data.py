@@ -51,13 +51,13 @@ class Rule:
 
     averaging     # names in AVERAGING
     power_gammas  # diffusion rates to try over PowerGossip, if not those in AVERAGING
-    local_steps   # to try, where it is an option
+    further       # values to try without public copies
     """
 
     averaging: Sequence[str]
     pairs: Pairs
     power_gammas: Sequence[float | None] | None = None
-    local_steps: Sequence[int] = ()
+    further: Sequence[Values] = ({},)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,9 @@ _USUAL: Pairs = (
     (0.0, 0.2),
     (0.0, 0.4),
 )
-_SMALLER: Pairs = ((0.9, 0.01), (0.9, 0.02), (0.9, 0.005), (0.0, 0.1), (0.9, 0.05), (0.0, 0.05))
+_TRACKING: Pairs = ((0.9, 0.02), (0.9, 0.05), (0.9, 0.01), (0.0, 0.1))
+# Tracking over exchanges is more stable after the local update. Public copies need the overlap.
+_OVERLAPPING: Sequence[Values] = ({"overlapping": False}, {"overlapping": True})
 
 # Key `learning` → rule. A message of D-PSGD, quasi-global momentum and exact diffusion has half the
 # size of the others'. With 10 or 11 iterations of PowerGossip it has a tenth of D-PSGD's bits.
@@ -120,22 +122,23 @@ RULES: dict[str, Rule] = {
         (*_ANTISYMMETRIC, POWER[10], POWER[11], *_COPIES),
         ((0.9, 0.03), (0.9, 0.02), (0.9, 0.05), (0.9, 0.01), (0.9, 0.1)),
     ),
-    "gradient-tracking": Rule((*_ANTISYMMETRIC, *_COPIES), _SMALLER),
-    "momentum-tracking": Rule(
-        _ANTISYMMETRIC, ((0.9, 0.01), (0.9, 0.02), (0.9, 0.005), (0.9, 0.05))
-    ),
+    "gradient-tracking": Rule((*_ANTISYMMETRIC, *_COPIES), _TRACKING, (None,), _OVERLAPPING),
+    "momentum-tracking": Rule(_ANTISYMMETRIC, _TRACKING, (None,), _OVERLAPPING),
     "k-gt": Rule(
         _ANTISYMMETRIC,
         ((0.9, 0.01), (0.0, 0.1), (0.9, 0.02), (0.0, 0.05)),
-        power_gammas=(None,),
-        local_steps=(1, 5),
+        (None,),
+        [{"local_steps": 1}, {"local_steps": 5}],
     ),
     # The learning rate is the length of a step.
     "gt-nsgd": Rule(
-        (*_ANTISYMMETRIC, *_COPIES), ((0.9, 0.1), (0.9, 0.03), (0.9, 0.3), (0.9, 0.01))
+        (*_ANTISYMMETRIC, *_COPIES),
+        ((0.9, 0.1), (0.9, 0.03), (0.9, 0.3), (0.9, 0.01)),
+        (None,),
+        _OVERLAPPING,
     ),
     "exact-diffusion": Rule(
-        (*_ANTISYMMETRIC, POWER[10], UNBIASED), _USUAL, power_gammas=(0.25, 0.5)
+        (*_ANTISYMMETRIC, POWER[10], UNBIASED), _USUAL, (0.25, 0.5)
     ),
     # BEER has no momentum, and that of MoTEF does not lengthen steps.
     "beer": Rule(_COPIES, ((0.0, 0.1), (0.0, 0.05), (0.0, 0.2), (0.0, 0.02))),
@@ -157,17 +160,17 @@ def _method(
     return Method(averaging, rule, {**values, "learning": rule}, settings)
 
 
-def _pair(name: str, key: str, label: str = "", **more: Any) -> Method:
-    """A learning rule over an averaging rule, on a ring. The label names `more` values."""
+def _pair(name: str, key: str, label: str = "", **values: Any) -> Method:
+    """A learning rule over an averaging rule, on a ring. The label names further values."""
     rule, averaging = RULES[key], AVERAGING[name]
     own = rule.power_gammas if name in POWER.values() else None
     gammas: list[Values] = [
         {} if gamma is None else {"optimizer_diffusion_rate": gamma}
         for gamma in own or averaging.gammas
     ]
-    steps: list[Values] = [{"local_steps": steps} for steps in rule.local_steps] or [{}]
-    further = [gamma | local for gamma, local in product(gammas, steps)]
-    return _method(f"{name}{label}", key, averaging.values | more, rule.pairs, further)
+    others: Sequence[Values] = ({},) if name.startswith("CHOCO") else rule.further
+    further = [gamma | more for gamma, more in product(gammas, others)]
+    return _method(f"{name}{label}", key, averaging.values | values, rule.pairs, further)
 
 
 def _on(topology: str, optimizer: str) -> Values:
@@ -370,6 +373,7 @@ def _table(runs: Mapping[str, Sequence[Run]], results: Results, measure: str) ->
         "learning rate",
         "momentum",
         "γ",
+        "further",
     ]
     lines = []
     for name, of_seeds in runs.items():
@@ -392,11 +396,17 @@ def _table(runs: Mapping[str, Sequence[Run]], results: Results, measure: str) ->
                 f"{plain / bits:.1f}×",
             ]
         gamma = values.get("optimizer_diffusion_rate", "")
-        rate = f"{values['learning_rate']:g}"
-        if values.get("local_steps", 1) > 1:
-            rate += f", {values['local_steps']} local steps"
-        lines.append([*line, rate, f"{values['momentum']:g}", str(gamma)])
+        rate, momentum = f"{values['learning_rate']:g}", f"{values['momentum']:g}"
+        lines.append([*line, rate, momentum, str(gamma), _further(values)])
     return markdown(header, lines)
+
+
+def _further(values: Mapping[str, Any]) -> str:
+    """Settings without a column of their own."""
+    steps = values.get("local_steps", 1)
+    found = [count(steps, "local step")] if steps > 1 else []
+    found += [] if values.get("overlapping", True) else ["not overlapping"]
+    return ", ".join(found)
 
 
 def _screening_table(best: Mapping[str, Run], results: Results, measure: str) -> str:
