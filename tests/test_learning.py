@@ -149,27 +149,20 @@ def test_exact_on_directed_graphs(name: str, topology: str) -> None:
     assert problem.error < 1e-9
 
 
-BIASED = [
-    ("dpsgd", "plain"),
-    ("quasi-global-momentum", "plain"),
-    ("quasi-global-momentum", "power-gossip"),
-]
-
-
-@pytest.mark.parametrize(("name", "averaging"), BIASED[1:])
-def test_quasi_global_momentum_does_not_change_the_fixed_point(name: str, averaging: str) -> None:
-    """Its fixed point is that of D-PSGD with the rate η/(1 − β), far from the optimum."""
+@pytest.mark.parametrize("averaging", ["plain", "power-gossip"])
+def test_quasi_global_momentum_does_not_change_the_fixed_point(averaging: str) -> None:
+    """At the fixed point nothing moves, the momentum is 0, and D-PSGD's bias is left."""
     problem = Quadratics()
-    rule = rule_of(name, averaging, problem, 0.01, momentum=0.9, overlapping=False)
+    rule = rule_of("quasi-global-momentum", averaging, problem, 0.01)
     train(rule, problem, 3000)
     plain = Quadratics()
     method, _ = AVERAGING[averaging]
     network = Network(topologies.make("ring", WORKERS), dtype=torch.float64)
     gossip = algorithms.make(method, network, plain.layout)
     for _ in range(3000):
-        plain.x.sub_(plain.gradients(), alpha=0.1)
+        plain.x.sub_(plain.gradients(), alpha=0.01)
         network.run(gossip.step(plain.x))
-    assert plain.error > 1
+    assert plain.error > 0.1
     assert problem.error == pytest.approx(plain.error, rel=1e-3 if averaging == "plain" else 0.3)
 
 
@@ -198,7 +191,7 @@ def test_tracked_means(name: str, of: tuple[str, str | None]) -> None:
             torch.testing.assert_close(
                 (tracked - target).mean(0), torch.zeros_like(problem.x[0]), atol=1e-12, rtol=0
             )
-            assert tracked.abs().max() > 1e-6
+        assert tracked.abs().max() > 1e-3
 
 
 def trajectory(steps: int, name: str, averaging: str, rate: float, **options: Any) -> Tensor:
@@ -240,7 +233,7 @@ def test_one_worker_is_the_local_optimizer(name: str) -> None:
     """Without neighbors, each rule is SGD with the same momentum, if it has one."""
     problem = Quadratics(workers=1)
     averaging = "top-k" if name in ("beer", "motef") else "plain"
-    momentum = {"momentum": 0.0} if "momentum" in learning.options(name) else {}
+    momentum: dict[str, Any] = {"momentum": 0.0} if "momentum" in learning.options(name) else {}
     train(rule_of(name, averaging, problem, 0.1, **momentum), problem, 3)
     x = torch.zeros_like(problem.x)
     for _ in range(3):
@@ -252,7 +245,7 @@ def test_one_worker_is_the_local_optimizer(name: str) -> None:
 def test_d2_is_at_its_limit_on_a_ring_of_8() -> None:
     """Its mode for the eigenvalue λ of W grows by |λ − √(λ² − λ)|: 1 at −1/3. Exact diffusion has
     (1 + λ)/2 in its place, never below 0."""
-    W = topologies.make("ring", WORKERS).rounds[0].matrix.toarray()
+    W = topologies.make("ring", WORKERS).rounds[0].matrix().toarray()
     smallest = torch.linalg.eigvalsh(torch.from_numpy(W)).min()
     assert float(smallest) == pytest.approx(-1 / 3)
 

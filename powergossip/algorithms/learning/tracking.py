@@ -97,92 +97,92 @@ class GradientTracking(_Tracking):
         return None if self._overlapping else self._mix()
 
 
-class NormalizedGradientTracking(_Tracking):
-    """GT-NSGDm: the step has length η in every worker, along the tracked momentum.
-
-        v_i ← β v_i + (1 − β) g_i
-        y_i ← G(y)_i + v_i − v_i'
-        x ← G(x − η y_i/‖y_i‖)               or with overlapping, x ← G(x) − η y_i/‖y_i‖
-
-    ‖·‖ is over all parameters of a worker. Luo, Chezhegov & others on heavy-tailed noise; the
-    momentum and the normalization belong after tracking, since normalized gradients do not average
-    to the normalized mean. The paper mixes y + v − v' in a message of its own before x; here y is
-    mixed one step earlier, in the message of x.
-    """
+class _TrackedDirection(_Tracking):
+    """The local optimizer follows y: x ← G(x + u(y)). v_i is g_i, or its average over steps."""
 
     owns_momentum: ClassVar[bool] = True
     optimizers: ClassVar[tuple[str, ...]] = ("sgd",)
 
-    def __init__(
-        self,
-        network: Network,
-        make: MakeAveraging,
-        parameters: Parameters,
-        local: Local,
-        *,
-        momentum: float = 0.9,
-        overlapping: bool = False,
-        weight_decay: float = 0.0,
-        clip: float | None = None,
-    ):
-        super().__init__(
-            network,
-            make,
-            parameters,
-            local,
-            overlapping=overlapping,
-            weight_decay=weight_decay,
-            clip=clip,
-        )
-        self._momentum, self._steps = momentum, 0
+    def __init__(self, *everything: Any, **options: Any):
+        super().__init__(*everything, **options)
+        self._momentum, self._steps = 0.0, 0
 
     def direct(self, g: Tensor) -> None:
         self._follow(g.lerp_(self._v, self._momentum if self._steps else 0.0))
         self._steps += 1
-        self._normalize(g.copy_(self._y))
-
-    def _normalize(self, y: Tensor) -> None:
-        y.div_(y.norm(dim=1, keepdim=True).clamp_(min=torch.finfo(y.dtype).tiny))
+        g.copy_(self._y)
 
     def move(self, u: Tensor) -> Conversation | None:
         self._x.add_(u)
         return None if self._overlapping else self._mix()
 
     def state_dict(self) -> dict[str, Any]:
+        """Number of steps, and the state of tracking."""
         return {"steps": self._steps, **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict()`."""
         self._steps = state["steps"]
         super().load_state_dict(state)
 
 
-class MoTEF(NormalizedGradientTracking):
-    """Momentum tracking with error feedback, over CHOCO-Gossip's public copies.
+class NormalizedGradientTracking(_TrackedDirection):
+    """GT-NSGDm: the step has length η in every worker, along the tracked momentum.
 
-        m_i ← (1 − λ) m_i + λ g_i            λ = 1 − momentum, and m_i = g_i in the first step
-        v_i ← G(v)_i + m_i − m_i'
+        v_i ← β v_i + (1 − β) g_i            v_i = g_i in the first step
+        y_i ← G(y)_i + v_i − v_i'
+        x ← G(x − η y_i/‖y_i‖)               or with overlapping, x ← G(x) − η y_i/‖y_i‖
+
+    "Normalized gradient tracking with momentum" (ICLR 2026, openreview.net/forum?id=B0qUqxBOT6).
+    ‖·‖ is over all parameters of a worker. Momentum and normalization come in this order:
+    normalized gradients do not average to the normalized mean. The paper mixes y + v − v' in a
+    message of its own before x moves. Here y is mixed one step earlier, in the message of x.
+
+    momentum  # β
+    """
+
+    def __init__(self, *everything: Any, momentum: float = 0.9, **options: Any):
+        super().__init__(*everything, **options)
+        self._momentum = momentum
+
+    def direct(self, g: Tensor) -> None:
+        super().direct(g)
+        g.div_(g.norm(dim=1, keepdim=True).clamp_(min=torch.finfo(g.dtype).tiny))
+
+
+class BEER(_TrackedDirection):
+    """Gradient tracking with error feedback, over CHOCO-Gossip's public copies.
+
+        v_i ← G(v)_i + g_i − g_i'
         x ← G(x) − η v
 
-    Islamov, Gao & Stich (2024), arXiv:2405.20114, Algorithm 1. G is a step of CHOCO-Gossip, whose
-    copies of x and v start at 0. The paper updates the copies after x and v, here they are updated
-    before: the same steps but for the first one, in which the workers have equal models.
+    Zhao et al. (2022), arXiv:2201.13320, Algorithm 1. G is a step of CHOCO-Gossip, whose copies of
+    x and v start at 0. The paper updates the copies after x and v, here they are updated before:
+    the same steps but for the first one, in which the workers have equal models. Exact with biased
+    compressors, for a small enough diffusion rate. Messages are always those of x and v before the
+    gradient, so that they are in flight while it is computed.
     """
 
     kinds: ClassVar[frozenset[Kind]] = COPIES
     static: ClassVar[bool] = True
 
     def __init__(self, *everything: Any, overlapping: bool = True, **options: Any):
+        del overlapping
         super().__init__(*everything, overlapping=True, **options)
 
-    def _normalize(self, y: Tensor) -> None:
-        """Nothing: the direction is y itself."""
 
+class MoTEF(BEER):
+    """BEER with momentum.
 
-class BEER(MoTEF):
-    """Gradient tracking with error feedback, over CHOCO-Gossip's public copies.
-
-        v_i ← G(v)_i + g_i − g_i'
+        m_i ← (1 − λ) m_i + λ g_i            λ = 1 − momentum, and m_i = g_i in the first step
+        v_i ← G(v)_i + m_i − m_i'
         x ← G(x) − η v
 
-    Zhao et al. (2022), arXiv:2201.13320, Algorithm 1: MoTEF with λ = 1. See there.
+    Islamov, Gao & Stich (2024), arXiv:2405.20114, Algorithm 1. λ = 1 is BEER.
+
+    momentum  # 1 − λ
     """
+
+    def __init__(self, *everything: Any, momentum: float = 0.9, **options: Any):
+        super().__init__(*everything, **options)
+        self._momentum = momentum
