@@ -81,7 +81,7 @@ class Method:
 
 
 POWER = {k: f"PowerGossip, {count(k, 'iteration')}" for k in (1, 4, 8, 10, 11, 16)}
-UNBIASED = "CHOCO, QSGD 4 levels, unbiased"
+UNBIASED = "CHOCO, QSGD 64 levels, unbiased"
 AVERAGING: dict[str, Averaging] = {
     "plain": Averaging({"optimizer": "dpsgd"}),
     **{
@@ -94,7 +94,9 @@ AVERAGING: dict[str, Averaging] = {
     "CHOCO, sign": Averaging(learning.METHODS["CHOCO, sign"], (1.0, 0.3)),
     "CHOCO, top 1 %": Averaging(learning.METHODS["CHOCO, top 1 %"], (0.1, 0.03)),
     UNBIASED: Averaging(
-        learning.METHODS["CHOCO, QSGD 4 levels"] | {"optimizer_unbiased": True}, (1.0, 0.3)
+        learning.METHODS["CHOCO, QSGD 4 levels"]
+        | {"optimizer_levels": 64, "optimizer_unbiased": True},
+        (1.0, 0.3),
     ),
 }
 _ANTISYMMETRIC = ("plain", *(POWER[k] for k in (1, 4, 8, 16)))
@@ -111,7 +113,7 @@ _USUAL: Pairs = (
     (0.0, 0.4),
 )
 _TRACKING: Pairs = ((0.9, 0.02), (0.9, 0.05), (0.9, 0.01), (0.0, 0.1))
-# Tracking over exchanges is more stable after the local update. Public copies need the overlap.
+# Tracking is more stable with messages after the local update. Public copies need the overlap.
 _OVERLAPPING: Sequence[Values] = ({"overlapping": False}, {"overlapping": True})
 
 # Key `learning` → rule. A message of D-PSGD, quasi-global momentum and exact diffusion has half the
@@ -137,9 +139,7 @@ RULES: dict[str, Rule] = {
         (None,),
         _OVERLAPPING,
     ),
-    "exact-diffusion": Rule(
-        (*_ANTISYMMETRIC, POWER[10], UNBIASED), _USUAL, (0.25, 0.5)
-    ),
+    "exact-diffusion": Rule((*_ANTISYMMETRIC, POWER[10], UNBIASED), _USUAL, (0.25, 0.05)),
     # BEER has no momentum, and that of MoTEF does not lengthen steps.
     "beer": Rule(_COPIES, ((0.0, 0.1), (0.0, 0.05), (0.0, 0.2), (0.0, 0.02))),
     "motef": Rule(_COPIES, ((0.9, 0.1), (0.9, 0.05), (0.9, 0.2), (0.9, 0.02))),
