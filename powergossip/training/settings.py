@@ -53,12 +53,6 @@ OWN_KEYS = {
     "clip": "gradient_clipping",
     "weight_decay": "weight_decay",
 }
-# Defaults that depend on the learning rule as well. Exact diffusion over PowerGossip diverges above
-# 0.35 on a ring of 8. LEAD's copies follow at half the rate.
-OF_LEARNING: dict[tuple[str, str], dict[str, Any]] = {
-    ("exact-diffusion", "power-gossip"): {"diffusion_rate": 0.25},
-    ("exact-diffusion", "choco"): {"copy_rate": 0.5},
-}
 # The values that stand for the task's default, where they are not null.
 BLANKS = {"gradient_clipping": "auto"}
 # Options of learning.CentralizedSGD, which makes a learning rule of an aggregation.
@@ -310,7 +304,9 @@ def _resolve_options(c: Any, explicit: Collection[str], warn: bool) -> None:
         for key, value in c.items()
         if key.startswith(PREFIX) and value is not None and value != []
     }
-    known = option_defaults(c.optimizer, given) | OF_LEARNING.get((c.learning, c.optimizer), {})
+    known = option_defaults(c.optimizer, given) | learning.AVERAGING_DEFAULTS.get(
+        (c.learning, c.optimizer), {}
+    )
     lacking = [f"{PREFIX}{name}" for name in given if name not in known]
     for key in lacking:
         if key in explicit:
