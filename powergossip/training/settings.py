@@ -104,10 +104,15 @@ def _resolve_task_defaults(c: Any) -> None:
     if c.distributed_lr_warmup_factor == "auto":
         c.distributed_lr_warmup_factor = c.n_workers
     if c.drop_last is None:
-        ignored = tasks.IGNORED.get(c.task, ())
-        is_sorted = c.use_decentralized_data and "use_decentralized_data" not in ignored
-        skewed = (c.decentralized_data_dirichlet_alpha, c.decentralized_data_column)
-        c.drop_last = is_sorted or skewed != (None, None)
+        c.drop_last = data_differ(c)
+
+
+def data_differ(c: Any) -> bool:
+    """Whether the configuration gives the workers non-IID data."""
+    ignored = tasks.IGNORED.get(c.task, ())
+    is_sorted = c.use_decentralized_data and "use_decentralized_data" not in ignored
+    skewed = (c.decentralized_data_dirichlet_alpha, c.decentralized_data_column)
+    return is_sorted or skewed != (None, None)
 
 
 def _check_ignored(c: Any, explicit: Collection[str], warn: bool) -> None:

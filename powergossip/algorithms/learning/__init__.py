@@ -67,6 +67,7 @@ __all__ = [
     "QuasiGlobalMomentum",
     "RelaySGD",
     "Update",
+    "accepting",
     "check",
     "make",
     "rule",
@@ -161,6 +162,22 @@ def _examples(found: type[GossipRule]) -> str:
     elif Kind.UNBIASED_COPIES in found.kinds:
         names.append("choco with compressor=qsgd and unbiased=true")
     return ", ".join(names)
+
+
+def accepting(
+    network: Network, averaging_name: str, averaging: Averaging, local_optimizer: str = "sgd"
+) -> list[str]:
+    """The names in `LEARNING` of the rules that work with an averaging rule on this network."""
+
+    def works(name: str) -> bool:
+        try:
+            rule(name, local_optimizer)
+            check(name, network, averaging_name, averaging)
+        except ValueError:
+            return False
+        return True
+
+    return [name for name in LEARNING if works(name)]
 
 
 def options(name: str, local_optimizer: str = "sgd") -> dict[str, Any]:
