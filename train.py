@@ -342,7 +342,7 @@ def _read(arguments: list[str] | None) -> tuple[DictConfig, str | None, list[str
 
 
 def _print_start(trainer: Trainer, resumed: Path | None) -> None:
-    """Print the settings that are not defaults, and the state of a run that is resumed."""
+    """Print the settings that are not defaults, and a hint or the state of a resumed run."""
     settings = trainer.config
     if trainer.is_complete:
         print(
@@ -353,6 +353,8 @@ def _print_start(trainer: Trainer, resumed: Path | None) -> None:
         print(configuration.changed(settings, Config))
         if resumed is not None:
             print(f"resumed after step {trainer.step} of {trainer.total_steps}")
+        elif trainer.hint:
+            print(trainer.hint)
 
 
 def _hooks(rows: list[dict[str, Any]] | None = None) -> Hooks:

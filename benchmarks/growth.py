@@ -18,7 +18,7 @@ one, and a slope of 1 for P > C.
 
 The memory of a worker is the growth of the resident set of a process that makes the steps, divided
 by the workers. Beside it is the theory: the parameters, the state of the method, and the messages
-that a worker sends and receives, in bytes.
+that a worker receives, in bytes.
 """
 
 import json
@@ -106,7 +106,14 @@ def main(arguments: list[str]) -> None:
 
 def table(kind: str, lines: Sequence[Line]) -> str:
     """The lines of one kind as plain text, with the slope of each algorithm at its last size."""
-    header = ["algorithm", kind, "ms a step", "slope", "bytes a worker", "theory"]
+    header = [
+        "algorithm",
+        "workers" if kind == "learning" else kind,
+        "ms a step",
+        "slope",
+        "bytes a worker",
+        "theory",
+    ]
     rows = []
     for name in dict.fromkeys(line.algorithm for line in lines):
         own = [line for line in lines if line.algorithm == name]
@@ -123,6 +130,10 @@ def table(kind: str, lines: Sequence[Line]) -> str:
                 ]
             )
     return tables.plain([header, *rows])
+
+
+def _axis(kind: str) -> str:
+    return "workers" if kind == "learning" else kind
 
 
 def slope(lines: Sequence[Line]) -> float:
@@ -148,7 +159,7 @@ def write(found: dict[str, list[Line]], folder: Path) -> None:
             for name in names
         }
         path = folder / f"growth-{kind}.svg"
-        figures.curves({"": panel}, path, kind, "ms a step", log_x=True, log_y=True)
+        figures.curves({"": panel}, path, _axis(kind), "ms a step", log_x=True, log_y=True)
     content = {kind: [asdict(line) for line in lines] for kind, lines in found.items()}
     (folder / "growth.json").write_text(json.dumps(content, indent=1) + "\n")
 
@@ -254,6 +265,7 @@ def one(
     step()
     sent = float(network.bits.mean()) / 8
     ms = 1e3 * _seconds(step, seconds)
+    memory = (_resident() - before) / n  # before state_dict(), which copies
     state = [0]
 
     def add(tensor: Tensor) -> Tensor:
@@ -261,8 +273,8 @@ def one(
         return tensor
 
     map_tensors(add, averaging.state_dict())
-    theory = 4 * layout.size + state[0] / n + 2 * sent
-    return Line(name, size, ms, (_resident() - before) / n, theory)
+    theory = 4 * layout.size + state[0] / n + sent  # on these graphs as much as is received
+    return Line(name, size, ms, memory, theory)
 
 
 def _seconds(step: Callable[[], object], seconds: float) -> float:

@@ -8,6 +8,7 @@ from experiments import (
     compressed_gradients,
     compression_pays,
     consensus,
+    different_data,
     learning,
     moniqua_tuning,
     papers,
@@ -46,6 +47,28 @@ EXPERIMENTS: dict[str, Experiment] = {
         "accuracy of each method on FashionMNIST, non-IID: Dirichlet, alpha 0.1",
         learning.FASHION_MNIST | {"decentralized_data_dirichlet_alpha": 0.1},
         tuning_epochs=1,
+    ),
+    "different_data_sorted": different_data.experiment(
+        "accuracy of each learning rule on FashionMNIST, fixed shards, sorted by label",
+        learning.FASHION_MNIST | {"reshuffle_data": False, "use_decentralized_data": True},
+    ),
+    "different_data_dirichlet": different_data.experiment(
+        "accuracy of learning rules on FashionMNIST, fixed shards, Dirichlet, alpha 0.1",
+        learning.FASHION_MNIST
+        | {"reshuffle_data": False, "decentralized_data_dirichlet_alpha": 0.1},
+        different_data.SOME,
+    ),
+    "different_data_even": different_data.experiment(
+        "accuracy of learning rules on FashionMNIST, fixed shards, IID data",
+        learning.FASHION_MNIST | {"reshuffle_data": False},
+        different_data.SOME,
+    ),
+    "different_data_topics": different_data.experiment(
+        "perplexity of learning rules in language modeling, each worker with its own topics",
+        learning.TOPICS_LSTM,
+        different_data.SOME,
+        measure="perplexity",
+        scale=50.0,
     ),
     "compressed_gradients": compressed_gradients.experiment(),
     "topics_lstm": learning.experiment(

@@ -112,7 +112,7 @@ def experiment(
     def chosen(results: Results) -> dict[str, list[Run]]:
         by_method = {}
         for method, runs in grids().items():
-            best = max(runs, key=lambda run: _score(results(run), measure, "valid_avg"))
+            best = max(runs, key=lambda run: score(results(run), measure, "valid_avg"))
             setting = {key: best.values[key] for key in best.labels if key in best.values}
             by_method[method] = [
                 Run(
@@ -128,7 +128,7 @@ def experiment(
         runs = chosen(results)
         grid = "each method was tuned on the same grid of learning rates and diffusion rates γ"
         note = (
-            f"{grid}, with one run of {_count(tuning_epochs, 'epoch')} and another seed each, on "
+            f"{grid}, with one run of {count(tuning_epochs, 'epoch')} and another seed each, on "
             f"{VALIDATION_RATIO:.0%} of the training data, held out."
         )
         return compared(title, runs, results, folder, measure, note)
@@ -183,7 +183,7 @@ def compared(
     _figure(rows, measure, folder / "figure.svg")
     table = _table(rows, settings, measure)
     numbers = {len(of_seeds) for of_seeds in runs.values()}
-    seeds = _count(max(numbers), "seed") if len(numbers) == 1 else "the seeds"
+    seeds = count(max(numbers), "seed") if len(numbers) == 1 else "the seeds"
     above = (
         f"{sentence_case(title)}.\n\nMean ± standard deviation of {seeds}; "
         f"{note} The time is that of a run with evaluation. MB sent are those of one worker in a "
@@ -192,11 +192,11 @@ def compared(
     return f"{above}\n\n{table}\n\n![{measure} against megabytes](figure.svg)\n"
 
 
-def _count(number: int, noun: str) -> str:
+def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _score(rows: "DataFrame", measure: str, split: str) -> float:
+def score(rows: "DataFrame", measure: str, split: str) -> float:
     """The measure, negated if smaller is better; −∞ for a run that diverged."""
     value = last_values(rows, measure, split=split)
     if value.empty or not value.notna().all():
@@ -226,7 +226,7 @@ def _table(
     lines: list[list[str]] = []
     for method, of_seeds in rows.items():
         worst_is = min if measure == "accuracy" else max
-        if any(_score(r, measure, "test_avg") == float("-inf") for r in of_seeds):
+        if any(score(r, measure, "test_avg") == float("-inf") for r in of_seeds):
             lines.append([method, "diverged", *[""] * (len(header) - 2)])
             continue
         mean = [

@@ -12,12 +12,18 @@ The model is given
     CPU time of a message, and of a byte
                            fitted to the communication of these runs
 
+    slowdown of a core     gradients of as many processes as hosts, without messages, against those
+                           of as many processes as cores: processes that take turns on a core find
+                           its caches with the data of others
+
 and nothing of the runs that it predicts. All hosts compute with the cores of this machine, which is
 part of the model: their CPU times add up.
 """
 
 import json
+import multiprocessing
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,8 +48,10 @@ STEPS = {"10mbit": 10, "100mbit": 50, "1gbit": 50, "none": 50}
 EPOCHS = 3
 GOAL = 0.25  # relative error
 SECONDS = 0.5  # of a measurement of averaging
+OF_GRADIENTS = 3.0  # seconds of a measurement of gradients
 
 Values = dict[str, Any]
+_together: Any = None  # a barrier of the processes that measure gradients
 
 HIDDEN = 64
 MODEL: Values = {
@@ -80,6 +88,7 @@ METHODS: dict[str, Values] = {  # names as in powergossip.prediction.METHODS
         "optimizer": "choco",
         "optimizer_compressor": "top-k",
         "optimizer_keep_ratio": 0.01,
+        "optimizer_diffusion_rate": 0.1,  # with 1 it diverges, and such numbers are slow
     },
     "PowerSGD, rank 2": {"optimizer": "powersgd", "optimizer_rank": 2},
 }
@@ -165,7 +174,7 @@ def predict(
             hosts,
             RATES[rate],
             LATENCY[latency],
-            cores=cores / hosts,
+            cores=cores / hosts / _slowdown(hosts, folder),
             per_message=per_message,
             per_byte=per_byte,
         )
@@ -208,6 +217,55 @@ def _averaging(layout: "Layout", folder: Path) -> dict[str, tuple[float, float]]
         torch.set_num_threads(threads)
         write_atomically(file, json.dumps(found) + "\n")
     return {method: tuple(seconds) for method, seconds in json.loads(file.read_text()).items()}
+
+
+def _slowdown(hosts: int, folder: Path) -> float:
+    """CPU time of a gradient among this many processes, in multiples of that among as many as
+    cores. Measured by the first report and kept in slowdown.json."""
+    cores = os.cpu_count() or 1
+    if hosts <= cores:
+        return 1.0
+    file = folder / "slowdown.json"
+    found = json.loads(file.read_text()) if file.exists() else {}
+    if str(hosts) not in found:
+        found[str(hosts)] = _gradient_seconds(hosts) / _gradient_seconds(cores)
+        write_atomically(file, json.dumps(found) + "\n")
+    slowdown: float = found[str(hosts)]
+    return slowdown
+
+
+def _gradient_seconds(processes: int) -> float:
+    """CPU seconds of a gradient, with this many processes at once."""
+    spawn = multiprocessing.get_context("spawn")
+    together = spawn.Barrier(processes)
+    with spawn.Pool(processes, _prepare, (together,)) as pool:
+        counts = pool.map(_count_gradients, range(processes), chunksize=1)
+    return OF_GRADIENTS * min(processes, os.cpu_count() or 1) / sum(counts)
+
+
+def _prepare(together: Any) -> None:
+    global _together
+    _together = together
+
+
+def _count_gradients(_: int) -> int:
+    """The number of gradients of a process in OF_GRADIENTS seconds."""
+    import torch
+
+    from powergossip import tasks
+
+    torch.set_num_threads(1)
+    given = {key: MODEL[key] for key in ("batch_size", "seed", "task_options")}
+    task = tasks.make(MODEL["task"], n_workers=max(HOSTS), **given)
+    model, batch = task.model(MODEL["task_architecture"], MODEL["seed"]), task.batch(0, 0, 0)
+    for _warm_up in range(5):
+        task.loss(model, batch)[0].backward()
+    _together.wait()
+    end, count = time.monotonic() + OF_GRADIENTS, 0
+    while time.monotonic() < end:
+        task.loss(model, batch)[0].backward()
+        count += 1
+    return count
 
 
 def _layout(parameters: int) -> "Layout":

@@ -6,6 +6,7 @@ Axes: worker, D numbers of a worker's model. Digits and a small MLP everywhere; 
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -832,3 +833,57 @@ def test_main_leaves_the_generator_and_the_threads_of_a_driver(
         assert set(during) <= {processes().threads}
     finally:
         torch.set_num_threads(threads)
+
+
+# A hint for data that differ between workers.
+
+NON_IID = {"use_decentralized_data": True}
+
+
+def suggested(**changes: Any) -> list[str]:
+    """The learning rules in the hint."""
+    found = re.search(r"learning=([\w, -]+)", built(**changes).hint)
+    return found[1].strip().split(", ") if found else []
+
+
+def test_data_that_differ_give_a_hint_on_the_learning_rules_that_apply() -> None:
+    of_gossip = suggested(**NON_IID)
+    assert {"quasi-global-momentum", "gradient-tracking", "exact-diffusion"} <= set(of_gossip)
+    assert "beer" not in of_gossip
+    assert suggested(decentralized_data_dirichlet_alpha=0.5) == of_gossip
+    of_choco = suggested(**NON_IID, optimizer="choco", optimizer_diffusion_rate=0.3)
+    assert "beer" in of_choco
+    assert "exact-diffusion" not in of_choco
+    of_adamw = set(suggested(**NON_IID, local_optimizer="adamw"))
+    assert of_adamw < set(of_gossip)
+    assert "quasi-global-momentum" in of_adamw
+    assert "momentum-tracking" not in of_adamw
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"reshuffle_data": False},
+        NON_IID | {"learning": "quasi-global-momentum"},
+        NON_IID | {"optimizer": "all-reduce"},
+        NON_IID | {"optimizer": "push-sum"},
+        NON_IID | {"optimizer": "powersgd"},
+    ],
+    ids=str,
+)
+def test_no_hint_where_it_does_not_apply(changes: dict[str, Any]) -> None:
+    assert built(**changes).hint == ""
+
+
+@pytest.mark.parametrize(("verbosity", "times"), [(0, 0), (1, 1), (2, 1)])
+def test_the_hint_is_one_line_at_the_start(
+    verbosity: int, times: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [f"{key}={text}" for key, text in (TINY | NON_IID).items()]
+    settings += ["max_steps_per_epoch=1", f"log_verbosity={verbosity}"]
+    train.main([*settings, "--output-dir", str(tmp_path)])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "learning=" in line]
+    assert len(lines) == times
+    assert all("docs/different-data.md" in line for line in lines)
+    assert "learning=" not in (tmp_path / "metrics.jsonl").read_text()

@@ -44,6 +44,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizer_keep_ratio": (0.5, {"optimizer": "choco", "optimizer_compressor": "top-k"}),
     "optimizer_levels": (7, {"optimizer": "choco", "optimizer_compressor": "qsgd"}),
     "optimizer_unbiased": (True, {"optimizer": "choco", "optimizer_compressor": "qsgd"}),
+    "optimizer_copy_rate": (0.5, {"optimizer": "choco"}),
     "optimizer_theta": (1.0, {"optimizer": "moniqua"}),
     "optimizer_running_sums": (True, {"optimizer": "push-sum"}),
     "optimizer_min_compression_rate": (50.0, {"optimizer": "powersgd"}),

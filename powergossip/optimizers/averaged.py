@@ -4,7 +4,7 @@ GossipOptimizer, GossipModelAverager and GossipState.
 Axes: worker (always 1: that of this process), D elements of a part.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from powergossip import algorithms
+from powergossip.algorithms import learning as learning_rules
 from powergossip.algorithms.averaging import Weighted
-from powergossip.network import Conversation, Exchange, Processes, together
+from powergossip.network import Conversation, Exchange, Network, Processes, together
 from powergossip.optimizers.checks import (
     broadcast_from_process_0,
     check_same_everywhere,
@@ -23,6 +24,7 @@ from powergossip.optimizers.checks import (
 )
 from powergossip.optimizers.method import Method
 from powergossip.optimizers.precision import HALF, Rounding, message_dtype_of
+from powergossip.optimizers.rules import LearningRule, PartRule
 from powergossip.parameters import Layout
 
 DTYPES = (torch.float32, *HALF)  # of trainable parameters
@@ -36,13 +38,15 @@ _in_flight: set["Averaged"] = set()
 class _Part:
     """Trainable parameters of one dtype that were added together, and their averaging algorithm.
 
-    x  # float32 [1, D]  their memory after `move`, otherwise a copy
+    x     # float32 [1, D]  their memory after `move`, otherwise a copy
+    rule  # the learning rule, which has the averaging algorithm. None with D-PSGD
     """
 
     def __init__(self, parameters: Sequence[Tensor], message_dtype: str):
         self.parameters = parameters
         self.layout = Layout(p.shape for p in parameters)
         self.averaging: algorithms.Averaging
+        self.rule: PartRule | None = None
         dtype = message_dtype_of(message_dtype, parameters[0].dtype)
         self._rounding = None if dtype is None else Rounding(dtype)
         self.x: Tensor
@@ -50,10 +54,24 @@ class _Part:
         self._addresses: list[int] = []  # after `move`
         self._before: Tensor | None = None  # x before the local update, if that is rescaled
 
-    def allocate(self, move: bool) -> None:
-        """Create x. `move`: parameters become views of it, if they are float32."""
+    def build(
+        self, method: Method, learning: LearningRule | None, network: Network, index: int
+    ) -> None:
+        """Create the averaging algorithm, or x and the learning rule."""
+        if learning is None:
+            self.averaging = method.build(network, self.layout, index)
+            return
+        self._create_x()
+        self.rule = learning.build(network, method, self.parameters, self.layout, self.x, index)
+
+    def _create_x(self) -> None:
         self.x = torch.empty(1, self.layout.size, device=self.parameters[0].device)
         self._views = self.layout.tensors(self.x[0])
+
+    def allocate(self, move: bool) -> None:
+        """Give x its values. `move`: parameters become views of it, if they are float32."""
+        if self.rule is None:
+            self._create_x()
         self.load()
         if move and self.parameters[0].dtype == torch.float32:
             for parameter, view in zip(self.parameters, self._views, strict=True):
@@ -74,24 +92,35 @@ class _Part:
                 for parameter, view in zip(self.parameters, self._views, strict=True):
                     parameter.copy_(view)
 
-    def step(self) -> Conversation:
-        """x ← G(x)"""
+    def step(self) -> Conversation | None:
+        """x ← G(x), or the messages of the learning rule before the local update."""
+        if self.rule is not None:
+            return self.rule.during()
         conversation = self.averaging.step(self.x)
         return conversation if self._rounding is None else self._rounding(conversation)
 
     def before_update(self) -> None:
         """Keep x, if the averaging algorithm rescales local updates."""
-        if isinstance(self.averaging, Weighted):
+        if self.rule is not None:
+            self.rule.before_update()
+        elif isinstance(self.averaging, Weighted):
             self.load()
             self._before = self.x.clone()
 
     def after_update(self) -> None:
         """Rescale the local update of the parameters. See `algorithms.averaging.on_numerator`."""
-        if self._before is not None and isinstance(self.averaging, Weighted):
+        if self.rule is not None:
+            self.rule.after_update()
+        elif self._before is not None and isinstance(self.averaging, Weighted):
             self.load()
             self.averaging.rescale(self._before, self.x)
             self.store()
             self._before = None
+
+    @property
+    def stateful(self) -> algorithms.Averaging | PartRule:
+        """The object with the state of the part."""
+        return self.averaging if self.rule is None else self.rule
 
     def check_memory(self, owner: str) -> None:
         """Raise RuntimeError if a parameter is no longer a view of x."""
@@ -110,6 +139,7 @@ class Averaged:
     owner          # name of the object that the user created, for errors
     message_dtype  # "float32", or "parameter": messages about parameters in bfloat16 or float16
                    # have their dtype. Other parameters have messages in float32
+    learning       # the learning rule of the local updates between steps. None with D-PSGD
     parts          # parameters that were added together, those of each dtype by themselves
 
     A step is `start`, which sends the first messages, and `finish`. Parameters must not change in
@@ -123,16 +153,21 @@ class Averaged:
         method: Method,
         device: torch.device,
         message_dtype: str = "float32",
+        learning: LearningRule | None = None,
     ):
         self.owner, self.processes, self.method = owner, processes, method
-        self.message_dtype = message_dtype
+        self.message_dtype, self._learning = message_dtype, learning
         with processes.agreed():
             message_dtype_of(message_dtype, torch.float32)
             self.network = method.network(processes, device)
+            if learning is not None:
+                learning.check_method(self.network, method)
         check_same_everywhere(processes, "the method", method.facts())
         check_same_everywhere(processes, "message_dtype", message_dtype)
         self.parts: list[_Part] = []
         self.frozen: list[Tensor] = []
+        # A single process has no neighbors, but it may have the momentum of a learning rule.
+        self._works = self.n_workers > 1 or (learning is not None and learning.has_momentum)
         self._exchange: Exchange | None = None  # in flight
         self.in_mean = False  # whether the parameters are the mean model at present
 
@@ -154,7 +189,12 @@ class Averaged:
     @property
     def _active(self) -> list[_Part]:
         """The parts that gossip; none in a single process, which has no neighbors."""
-        return self.parts if self.n_workers > 1 else []
+        return self.parts if self._works else []
+
+    @property
+    def rules(self) -> list[PartRule]:
+        """The learning rules of the parts; none with D-PSGD."""
+        return [part.rule for part in self._active if part.rule is not None]
 
     def add(self, parameters: Sequence[Tensor], first: int = 0, *, move: bool = True) -> None:
         """Add parameters. `first` is the index of the first of them in the optimizer. Collective.
@@ -175,14 +215,14 @@ class Averaged:
             part = _Part([p for p in trained if p.dtype == dtype], self.message_dtype)
             with self.processes.agreed():
                 index = len(self.parts) + len(parts)
-                part.averaging = self.method.build(self.network, part.layout, index)
+                part.build(self.method, self._learning, self.network, index)
             parts.append(part)
         if move:
             of_process_0 = [p for p in parameters if is_frozen(p)]
             self.frozen.extend(of_process_0)
             for parameter in of_process_0:  # one by one, since together they may be large
                 broadcast_from_process_0(self.processes, [parameter])
-        if self.n_workers > 1:
+        if self._works:
             for part in parts:
                 if move:
                     broadcast_from_process_0(self.processes, part.parameters)
@@ -209,13 +249,18 @@ class Averaged:
         return self._exchange is not None
 
     def start(self) -> None:
-        """Send the first messages of x ← G(x)."""
+        """Send the first messages of x ← G(x), or those of learning rules before local updates."""
         assert not self.in_flight
         if self._active and not self.in_mean:
             self.check()
             for part in self._active:
                 part.load()
-            self._exchange = self.network.start(together(*(p.step() for p in self._active)))
+            self._send(part.step() for part in self._active)
+
+    def _send(self, conversations: Iterable[Conversation | None]) -> None:
+        started = [conversation for conversation in conversations if conversation is not None]
+        if started:
+            self._exchange = self.network.start(together(*started))
             _in_flight.add(self)
 
     def progress(self) -> None:
@@ -246,6 +291,13 @@ class Averaged:
         """Rescale the local update, if the averaging algorithm averages x̂_i = w_i x_i."""
         for part in self._active:
             part.after_update()
+
+    def move(self) -> None:
+        """Change x by the displacements of the learning rules, and mix: the end of a step."""
+        self._send(rule.move() for rule in self.rules)
+        self.finish()
+        for rule in self.rules:
+            rule.settle()
 
     # --- The mean model ---
 
@@ -279,6 +331,7 @@ class Averaged:
         return {
             "version": _VERSION,
             **self.method.facts(),
+            **({} if self._learning is None else self._learning.facts()),
             **others,
             "n_workers": self.n_workers,
             "worker": self.processes.rank,
@@ -286,21 +339,22 @@ class Averaged:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this worker's averaging algorithms."""
+        """The state of this worker's averaging algorithms, or of its learning rules with them."""
         return {
             **self._facts(),
-            "averaging": [part.averaging.state_dict() for part in self.parts],
+            "averaging": [part.stateful.state_dict() for part in self.parts],
             "network": self.network.state_dict(),
         }
 
     def check_state(self, saved: Mapping[str, Any]) -> None:
         """Raise ValueError unless the facts of a saved state are those of this object."""
-        _check_state(_current(saved), self._facts())
+        default = {"learning": learning_rules.DEFAULT}
+        _check_state({**default, **_current(saved)}, {**default, **self._facts()})
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`, after `check_state`."""
         for part, averaging in zip(self.parts, saved["averaging"], strict=True):
-            part.averaging.load_state_dict(averaging)
+            part.stateful.load_state_dict(averaging)
         self.network.load_state_dict(saved["network"])
 
 

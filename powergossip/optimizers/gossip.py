@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powergossip import network
+from powergossip import checks, network
+from powergossip.algorithms import learning as learning_rules
 from powergossip.network import Processes
 from powergossip.optimizers.averaged import DTYPES, Averaged
 from powergossip.optimizers.checks import (
@@ -40,7 +41,9 @@ from powergossip.optimizers.method import (
     Moniqua,
     PowerGossip,
     as_method,
+    check_type,
 )
+from powergossip.optimizers.rules import LearningRule
 
 __all__ = [
     "AllReduce",
@@ -65,6 +68,27 @@ class GossipOptimizer(torch.optim.Optimizer):
     arXiv:1705.09056, Algorithm 1, propose. They are started by the first gradient of a step:
 
         x_i ← G(x)_i − η u(g_i)        g_i at the parameters before G
+
+    With `learning`, a row of learning.LEARNING such as "gradient-tracking", a learning rule for
+    workers with different data takes the place of these equations. It is rejected over averaging
+    algorithms and topologies for which it is not right:
+
+        u_i = −η u(g_i)                the displacement by the step of the wrapped optimizer
+        x ← …                          the equations of the rule, with u_i
+
+    - gradient-tracking, k-gt and exact-diffusion work with any torch optimizer. K-GT sends messages
+      in every `local_steps`-th step, all other rules in each step.
+    - quasi-global-momentum, momentum-tracking, gt-nsgd, motef and beer give SGD a direction in
+      place of the gradient. Wrap torch.optim.SGD with momentum=0, and give the momentum as
+      learning_options={"momentum": 0.9}; beer has none. quasi-global-momentum has nesterov, too, or
+      with local_optimizer="adamw" (QG-Adam) adam_beta1, adam_beta2 and adam_epsilon. The weight
+      decay of SGD is part of the gradient, but decoupled in QG-Adam. A missing gradient counts
+      as 0.
+    - All rules but k-gt and exact-diffusion may be `overlapping`.
+    - Parameters are in float32. k-gt and quasi-global-momentum need one learning rate for all
+      parameter groups. gt-nsgd and QG-Adam have a norm over all parameters, so that none can be
+      added later.
+    - Displacements have the rounding errors of x, and take the memory of two copies of x.
 
     `method` is the name of an averaging algorithm, such as "power-gossip". `options` are the
     keyword arguments of `Method`: topology="ring", topology_options, seed=0, and the options of the
@@ -93,10 +117,11 @@ class GossipOptimizer(torch.optim.Optimizer):
     method.
 
     With GradScaler, a worker with overflowing gradients skips its local update but still gossips,
-    because its neighbors wait for its messages.
+    because its neighbors wait for its messages. Its displacement is then 0 for a learning rule.
 
     Cost on the wire: the messages of the averaging algorithm. Construction broadcasts D elements,
-    which are not counted. A single process sends nothing and leaves the parameters where they are.
+    which are not counted. A single process sends nothing and leaves the parameters where they are,
+    but for learning rules with momentum, which it applies.
 
     Raises ValueError, in all processes, for invalid parameters or options, and for `overlapping`
     with "all-reduce", which is SGD on the mean gradient only after the local update.
@@ -113,6 +138,8 @@ class GossipOptimizer(torch.optim.Optimizer):
         *,
         local_steps: int = 1,
         overlapping: bool = False,
+        learning: str = learning_rules.DEFAULT,
+        learning_options: Mapping[str, Any] | None = None,
         message_dtype: str = "float32",
         process_group: Any = None,
         processes: Processes | None = None,
@@ -120,6 +147,7 @@ class GossipOptimizer(torch.optim.Optimizer):
     ):
         """Wrap `optimizer`.
 
+        learning, learning_options: the learning rule and its options. See the class.
         process_group: the participants, one worker each: a group of torch.distributed, an mpi4py
         communicator, a `Processes`, or None for all processes of the run. processes: an earlier
         name of process_group.
@@ -134,9 +162,20 @@ class GossipOptimizer(torch.optim.Optimizer):
             self.method = as_method(method, options)
             if overlapping:
                 check_overlapping(self.method, "overlapping=True")
+            self._learning = learning_rule(
+                optimizer, learning, learning_options, overlapping, local_steps
+            )
+            if self._learning is not None:
+                self.method = self.method.preferring(self._learning.defaults_of(self.method))
             trainable = trainable_of(optimizer)
+        check_same_everywhere(who, "the learning rule", repr(self._learning))
         self._averaged = Averaged(
-            "GossipOptimizer", who, self.method, trainable[0].device, message_dtype
+            "GossipOptimizer",
+            who,
+            self.method,
+            trainable[0].device,
+            message_dtype,
+            self._learning,
         )
         check_same_everywhere(who, "local_steps", local_steps)
         check_same_everywhere(who, "overlapping", overlapping)
@@ -168,8 +207,10 @@ class GossipOptimizer(torch.optim.Optimizer):
         self.wrapped.zero_grad(set_to_none)
 
     def __repr__(self) -> str:
+        learning = "" if self._learning is None else f", {self._learning!r}"
         return (
-            f"GossipOptimizer({self.wrapped!r}, {self.method!r}, local_steps={self._local_steps})"
+            f"GossipOptimizer({self.wrapped!r}, {self.method!r}, local_steps={self._local_steps}"
+            f"{learning})"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -206,10 +247,14 @@ class GossipOptimizer(torch.optim.Optimizer):
         if self._averaged.in_mean:
             raise RuntimeError("step() inside mean_model() would be lost; leave it first")
         self._averaged.check()
+        for rule in self._averaged.rules:
+            rule.check()
         self._in_step = True
         try:
             loss = self._local_step(closure)
-            if self._gossips and not self._overlapping:
+            if self._learning is not None:
+                self._averaged.move()
+            elif self._gossips and not self._overlapping:
                 self._averaged.run()
         finally:
             self._in_step = False
@@ -218,8 +263,8 @@ class GossipOptimizer(torch.optim.Optimizer):
 
     @property
     def _gossips(self) -> bool:
-        """Whether the present step gossips."""
-        return (self._steps + 1) % self._local_steps == 0
+        """Whether the present step gossips. A learning rule decides by itself."""
+        return self._learning is not None or (self._steps + 1) % self._local_steps == 0
 
     def _start(self) -> None:
         """Send the first messages of this step, if it gossips and they are not in flight yet."""
@@ -229,7 +274,7 @@ class GossipOptimizer(torch.optim.Optimizer):
             self._averaged.start()
 
     def _mix_before_update(self) -> None:
-        if self._overlapping:
+        if self._overlapping or self._learning is not None:
             self._start()
             self._averaged.finish()
 
@@ -245,17 +290,21 @@ class GossipOptimizer(torch.optim.Optimizer):
             def checked() -> Any:
                 loss = compute_loss()
                 self._dense_gradients()
+                self._take_gradients()
+                self._direct()
                 return loss
 
             self._mix_before_update()
             return self._update(checked)
         gradients = self._dense_gradients()
-        self._mix_before_update()
         if grad_scale is not None and gradients:
             # The reciprocal in double precision, as GradScaler.unscale_ does.
             torch._foreach_mul_(gradients, grad_scale.double().reciprocal().float())
+        self._take_gradients()
+        self._mix_before_update()
         if found_inf is not None and found_inf.item():
             return None
+        self._direct()
         return self._update()
 
     def _update(self, *closure: Any) -> Any:
@@ -263,6 +312,15 @@ class GossipOptimizer(torch.optim.Optimizer):
         loss = self.wrapped.step(*closure)
         self._averaged.after_update()
         return loss
+
+    def _take_gradients(self) -> None:
+        for rule in self._averaged.rules:
+            rule.take_gradients()
+
+    def _direct(self) -> None:
+        """Put the directions of the learning rule in the place of the gradients, for the update."""
+        for rule in self._averaged.rules:
+            rule.direct()
 
     def _dense_gradients(self) -> list[Tensor]:
         """The gradients that exist. Raises ValueError for a sparse one."""
@@ -284,6 +342,9 @@ class GossipOptimizer(torch.optim.Optimizer):
             with who.agreed():
                 self.wrapped.add_param_group(param_group)
                 trainable_of(self, required=False)
+                if self._learning is not None:
+                    self._learning.check_groups()
+                    self._check_aligned()
             self._add(groups[-1]["params"])
         except ValueError:
             del groups[before:]
@@ -305,6 +366,13 @@ class GossipOptimizer(torch.optim.Optimizer):
         for parameter in parameters:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(on_gradient)
+
+    def _check_aligned(self) -> None:
+        if self._steps % self._local_steps:
+            raise ValueError(
+                f"add_param_group() after {self._steps} steps: call it after a multiple of "
+                f"local_steps={self._local_steps}, when messages have been sent"
+            )
 
     def _check_between_steps(self, call: str) -> None:
         if self._averaged.in_flight:
@@ -384,6 +452,26 @@ def check_wrappable(optimizer: Any, local_steps: Any) -> None:
         )
     if not isinstance(local_steps, int) or isinstance(local_steps, bool) or local_steps < 1:
         raise ValueError(f"local_steps={local_steps!r}: use an integer, 1 or more")
+
+
+def learning_rule(
+    optimizer: torch.optim.Optimizer,
+    name: str,
+    options: Mapping[str, Any] | None,
+    overlapping: bool,
+    local_steps: int,
+) -> LearningRule | None:
+    """The learning rule of that name, None for D-PSGD. Raises ValueError."""
+    checks.one_of("learning", name, (learning_rules.DEFAULT, *learning_rules.LEARNING))
+    given = {} if options is None else options
+    check_type("learning_options", given, Mapping)
+    if name != learning_rules.DEFAULT:
+        return LearningRule(
+            optimizer, name, given, overlapping=overlapping, local_steps=local_steps
+        )
+    for option, value in given.items():
+        raise ValueError(f"{option}={value!r}: use it with a learning rule other than {name}")
+    return None
 
 
 def check_overlapping(method: Method, where: str) -> None:

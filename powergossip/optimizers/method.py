@@ -11,6 +11,7 @@ from torch import Tensor
 
 from powergossip import algorithms, compressors, randomness, topologies
 from powergossip import options as _options
+from powergossip.algorithms import rates
 from powergossip.network import Network, Processes
 from powergossip.parameters import Layout
 
@@ -43,9 +44,10 @@ class Method:
         row = _options.find(algorithms.AVERAGING, "algorithm", name)
         self.name, self.topology, self.seed = name, topology, seed
         self.topology_options = {} if topology_options is None else topology_options
-        _check_type("topology", topology, str)
-        _check_type("topology_options", self.topology_options, Mapping)
-        _check_type("seed", seed, int)
+        check_type("topology", topology, str)
+        check_type("topology_options", self.topology_options, Mapping)
+        check_type("seed", seed, int)
+        self._given = options
         if _options.takes_all(row):  # in an object that checks them
             self._seeded, self.options = True, options
             return
@@ -54,8 +56,18 @@ class Method:
         _options.check(name, options, known)
         for option, value in options.items():
             if option != "diffusion_rate" or value != "auto":
-                _check_type(option, value, known[option].annotation)
+                check_type(option, value, known[option].annotation)
         self.options = {option: p.default for option, p in known.items()} | options
+
+    def preferring(self, defaults: Mapping[str, Any]) -> "Method":
+        """The same method with other defaults of options that were not given."""
+        return Method(
+            self.name,
+            topology=self.topology,
+            topology_options=self.topology_options,
+            seed=self.seed,
+            **{**defaults, **self._given},
+        )
 
     def network(self, processes: Processes, device: torch.device) -> Network:
         """One worker in each process."""
@@ -63,9 +75,16 @@ class Method:
         topology = topologies.make(self.topology, processes.size, seed=self.seed, options=options)
         return Network(topology, processes, device)
 
-    def build(self, network: Network, layout: Layout, part: int) -> algorithms.Averaging:
-        """The averaging algorithm for the parameters of a part, with random streams of its own."""
+    def build(
+        self, network: Network, layout: Layout, part: int, factor: float = 1.0
+    ) -> algorithms.Averaging:
+        """The averaging algorithm for the parameters of a part, with random streams of its own and
+        its diffusion rate times a factor."""
         options = dict(self.options)
+        if factor != 1 and "diffusion_rate" in options:
+            rate = options["diffusion_rate"]
+            best = rates.best(network.topology) if rate == rates.AUTO else rate
+            options["diffusion_rate"] = factor * best
         if self._seeded:
             seed = randomness.torch_seed(self.seed, "part", part) if part else self.seed
             options["seed"] = seed
@@ -87,7 +106,7 @@ class Method:
         return f"Method({name!r}, {listed})"
 
 
-def _check_type(option: str, value: Any, annotation: Any) -> None:
+def check_type(option: str, value: Any, annotation: Any) -> None:
     """Raise ValueError for a value that is not of the annotated type.
 
     Tensors are not accepted. Annotations that are not types or unions of types accept every value.

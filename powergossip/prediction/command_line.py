@@ -38,8 +38,8 @@ GRAPHS = ("ring", "torus", "exponential", "one-peer-exponential", "base-graph")
 MOST_WORKERS = 100_000  # beyond them, graphs take minutes
 SECONDS = 0.1  # of a measurement of averaging
 TOLERANCE = 1.25  # times the fastest step: slower steps are not recommended
-PER_MESSAGE = "50us"  # CPU time of Open MPI over TCP, see docs/prediction.md
-PER_BYTE = "1ns"
+PER_MESSAGE = "130us"  # CPU time of Open MPI over TCP, see docs/prediction.md
+PER_BYTE = "0.8ns"
 
 
 def rate(name: str, text: str) -> float:

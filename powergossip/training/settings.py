@@ -53,12 +53,6 @@ OWN_KEYS = {
     "clip": "gradient_clipping",
     "weight_decay": "weight_decay",
 }
-# Defaults that depend on the learning rule as well. Exact diffusion over PowerGossip diverges above
-# 0.35 on a ring of 8. LEAD's copies follow at half the rate.
-OF_LEARNING: dict[tuple[str, str], dict[str, Any]] = {
-    ("exact-diffusion", "power-gossip"): {"diffusion_rate": 0.25},
-    ("exact-diffusion", "choco"): {"copy_rate": 0.5},
-}
 # Options of learning rules that have a key of their own. All others are in learning_options.
 LEARNING_KEYS = {
     *OWN_KEYS,
@@ -110,10 +104,15 @@ def _resolve_task_defaults(c: Any) -> None:
     if c.distributed_lr_warmup_factor == "auto":
         c.distributed_lr_warmup_factor = c.n_workers
     if c.drop_last is None:
-        ignored = tasks.IGNORED.get(c.task, ())
-        is_sorted = c.use_decentralized_data and "use_decentralized_data" not in ignored
-        skewed = (c.decentralized_data_dirichlet_alpha, c.decentralized_data_column)
-        c.drop_last = is_sorted or skewed != (None, None)
+        c.drop_last = data_differ(c)
+
+
+def data_differ(c: Any) -> bool:
+    """Whether the configuration gives the workers non-IID data."""
+    ignored = tasks.IGNORED.get(c.task, ())
+    is_sorted = c.use_decentralized_data and "use_decentralized_data" not in ignored
+    skewed = (c.decentralized_data_dirichlet_alpha, c.decentralized_data_column)
+    return is_sorted or skewed != (None, None)
 
 
 def _check_ignored(c: Any, explicit: Collection[str], warn: bool) -> None:
@@ -323,7 +322,9 @@ def _resolve_options(c: Any, explicit: Collection[str], warn: bool) -> None:
         for key, value in c.items()
         if key.startswith(PREFIX) and value is not None and value != []
     }
-    known = option_defaults(c.optimizer, given) | OF_LEARNING.get((c.learning, c.optimizer), {})
+    known = option_defaults(c.optimizer, given) | learning.AVERAGING_DEFAULTS.get(
+        (c.learning, c.optimizer), {}
+    )
     method = f"optimizer={c.optimizer}"
     for name in learning.without(c.learning):
         known.pop(name, None)

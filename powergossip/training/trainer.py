@@ -33,6 +33,7 @@ from powergossip.training.local_optimizers import LocalOptimizer, learning_rate
 from powergossip.training.measurements import Hooks, Rows
 from powergossip.training.resuming import check_same_run, check_same_run_without_checkpoint
 from powergossip.training.settings import (
+    data_differ,
     errors_name_keys,
     errors_name_learning_options,
     hook_options,
@@ -176,9 +177,11 @@ class Trainer:
     def _check_method(self) -> None:
         """Raise ValueError for bad options of the method, before data are loaded."""
         c, layout = self.config, Layout([(2, 2)])
+        self.hint = ""  # a sentence for the start of the run
         if c.optimizer in algorithms.AVERAGING:
             averaging = self.averaging(layout)
             learning.check(c.learning, self.network, c.optimizer, averaging)
+            self.hint = self._hint(averaging)
         elif c.optimizer in aggregation.AGGREGATIONS:
             owns_momentum = self._aggregation(layout).owns_momentum
             if owns_momentum and c.local_optimizer != "sgd":
@@ -186,6 +189,20 @@ class Trainer:
                     f"local_optimizer={c.local_optimizer}: {c.optimizer} corrects the momentum of "
                     "sgd; use sgd"
                 )
+
+    def _hint(self, averaging: algorithms.Averaging) -> str:
+        """A sentence on learning rules, or nothing where they do not apply."""
+        c = self.config
+        averages_fully = isinstance(averaging, algorithms.AllReduce)
+        if c.learning != learning.DEFAULT or averages_fully or not data_differ(c):
+            return ""
+        rules = learning.accepting(self.network, c.optimizer, averaging, c.local_optimizer)
+        if not rules:
+            return ""
+        return (
+            f"learning rules for data that differ between workers: learning={', '.join(rules)} "
+            "(docs/different-data.md)"
+        )
 
     def averaging(self, layout: Layout, factor: float = 1.0) -> algorithms.Averaging:
         """Build the averaging algorithm of the configuration, with its diffusion rate times a

@@ -67,6 +67,7 @@ __all__ = [
     "QuasiGlobalMomentum",
     "RelaySGD",
     "Update",
+    "accepting",
     "check",
     "make",
     "rule",
@@ -84,6 +85,12 @@ LEARNING: dict[str, type[GossipRule]] = {
     "beer": BEER,
     "motef": MoTEF,
     "relay-sgd": RelaySGD,
+}
+# Options of averaging rules whose default depends on the learning rule. Exact diffusion over
+# PowerGossip diverges above 0.35 on a ring of 8. LEAD's copies follow at half the rate.
+AVERAGING_DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
+    ("exact-diffusion", "power-gossip"): {"diffusion_rate": 0.25},
+    ("exact-diffusion", "choco"): {"copy_rate": 0.5},
 }
 
 
@@ -155,6 +162,22 @@ def _examples(found: type[GossipRule]) -> str:
     elif Kind.UNBIASED_COPIES in found.kinds:
         names.append("choco with compressor=qsgd and unbiased=true")
     return ", ".join(names)
+
+
+def accepting(
+    network: Network, averaging_name: str, averaging: Averaging, local_optimizer: str = "sgd"
+) -> list[str]:
+    """The names in `LEARNING` of the rules that work with an averaging rule on this network."""
+
+    def works(name: str) -> bool:
+        try:
+            rule(name, local_optimizer)
+            check(name, network, averaging_name, averaging)
+        except ValueError:
+            return False
+        return True
+
+    return [name for name in LEARNING if works(name)]
 
 
 def options(name: str, local_optimizer: str = "sgd") -> dict[str, Any]:

@@ -52,6 +52,8 @@ class GossipRule:
     optimizers        # local optimizers that it works with
     overlaps          # whether messages can be in flight while gradients are computed
     factor            # of the diffusion rate γ
+    reads_rate        # whether it depends on the learning rate of the local optimizer
+    needs_norm        # whether it needs a norm over all parameters of a worker
     relays            # whether it relays along the trees of the topology, in place of averaging
     without           # options of the averaging rule that have no effect
     """
@@ -62,6 +64,8 @@ class GossipRule:
     optimizers: ClassVar[tuple[str, ...]] = ("sgd", "adamw")
     overlaps: ClassVar[bool] = False
     factor: ClassVar[float] = 1.0
+    reads_rate: ClassVar[bool] = False
+    needs_norm: ClassVar[bool] = False
     relays: ClassVar[bool] = False
     without: ClassVar[tuple[str, ...]] = ()
 

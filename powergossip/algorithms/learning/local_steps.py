@@ -38,6 +38,7 @@ class KGT(GossipRule):
     """
 
     kinds: ClassVar[frozenset[Kind]] = WITHOUT_COPIES
+    reads_rate: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -59,6 +59,7 @@ class QuasiGlobalMomentum(_QuasiGlobal):
     """
 
     optimizers: ClassVar[tuple[str, ...]] = ("sgd",)
+    reads_rate: ClassVar[bool] = True
 
     def __init__(
         self, *everything: Any, momentum: float = 0.9, nesterov: bool = False, **options: Any
@@ -105,6 +106,7 @@ class QuasiGlobalAdam(_QuasiGlobal):
     """
 
     optimizers: ClassVar[tuple[str, ...]] = ("adamw",)
+    needs_norm: ClassVar[bool] = True
 
     def __init__(
         self,

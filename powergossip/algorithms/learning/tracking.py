@@ -141,6 +141,8 @@ class NormalizedGradientTracking(_TrackedDirection):
     momentum  # β
     """
 
+    needs_norm: ClassVar[bool] = True
+
     def __init__(self, *everything: Any, momentum: float = 0.9, **options: Any):
         super().__init__(*everything, **options)
         self._momentum = momentum

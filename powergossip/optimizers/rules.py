@@ -1,0 +1,321 @@
+"""Learning rules of algorithms.learning around a torch optimizer. See GossipOptimizer.
+
+Axes: worker (always 1: that of this process), D elements of a part.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from powergossip import algorithms, checks
+from powergossip import options as _options
+from powergossip.algorithms import learning
+from powergossip.network import Conversation, Network
+from powergossip.optimizers.checks import is_frozen, named
+from powergossip.optimizers.method import Method, check_type
+from powergossip.optimizers.precision import HALF
+from powergossip.parameters import Layout
+
+# Options of rules that are keywords of GossipOptimizer, or belong to the training loop.
+_KEYWORDS = ("overlapping", "local_steps", "weight_decay", "clip")
+
+
+class LearningRule:
+    """A learning rule by its name in learning.LEARNING, around a torch optimizer.
+
+    name          # of the rule
+    options       # all options of the rule: those given, and defaults for the others
+    has_momentum  # whether it applies momentum itself, so that the wrapped optimizer has none
+
+    Raises ValueError for an unknown name or option, a bad value, and for parameters or a wrapped
+    optimizer that the rule cannot have.
+    """
+
+    def __init__(
+        self,
+        wrapped: torch.optim.Optimizer,
+        name: str,
+        given: Mapping[str, Any],
+        *,
+        overlapping: bool,
+        local_steps: int,
+    ):
+        self._wrapped, self.name, self._local_optimizer = wrapped, name, "sgd"
+        found, own = learning.rule(name), dict(given)
+        if found.owns_momentum and "local_optimizer" in own:
+            self._local_optimizer = own.pop("local_optimizer")
+            found = learning.rule(name, self._local_optimizer)
+        self._rule, self.has_momentum = found, found.owns_momentum
+        known = learning.options(name, self._local_optimizer)
+        defaults = {option: known[option] for option in known if option not in _KEYWORDS}
+        _options.check(f"learning={name}", own, defaults)
+        for option, value in own.items():
+            check_type(option, value, type(defaults[option]))
+            if option == "adam_epsilon":
+                checks.positive(option, value)
+            elif not isinstance(value, bool):
+                checks.below_one(option, value)
+        if overlapping and not found.overlaps:
+            raise ValueError(
+                f"overlapping=True: use overlapping=False with learning={name}, whose messages "
+                "depend on the gradient"
+            )
+        if local_steps > 1 and "local_steps" not in known:
+            raise ValueError(
+                f"local_steps={local_steps}: use learning=k-gt or dpsgd, or local_steps=1 with "
+                f"learning={name}"
+            )
+        keywords = {"overlapping": overlapping, "local_steps": local_steps}
+        self.options = defaults | own | {k: v for k, v in keywords.items() if k in known}
+        self.check_groups()
+
+    def facts(self) -> dict[str, Any]:
+        """A complete description of numbers and strings."""
+        kind = {"local_optimizer": self._local_optimizer} if self._local_optimizer != "sgd" else {}
+        return {"learning": self.name, **kind, **self.options}
+
+    def __repr__(self) -> str:
+        return ", ".join(f"{option}={value!r}" for option, value in self.facts().items())
+
+    # --- Checks ---
+
+    def check_groups(self) -> None:
+        """Raise ValueError for parameters or groups of the wrapped optimizer that do not fit."""
+        groups = self._wrapped.param_groups
+        names, parameters = named(p for group in groups for p in group["params"])
+        for name, parameter in zip(names, parameters, strict=True):
+            if not is_frozen(parameter) and parameter.dtype in HALF:
+                raise ValueError(
+                    f"{name} is {parameter.dtype}; use torch.float32 with learning={self.name}, "
+                    "whose displacements are rounded away in half precision"
+                )
+        if not self.has_momentum:
+            return
+        if type(self._wrapped) is not torch.optim.SGD:
+            raise ValueError(
+                f"optimizer={type(self._wrapped).__name__}: use torch.optim.SGD with momentum=0 "
+                f"and learning={self.name}, which applies momentum itself"
+            )
+        for group in groups:
+            where = f"in SGD with learning={self.name}"
+            own = ", and learning_options={'momentum': …}" if "momentum" in self.options else ""
+            momentum, ascends = group["momentum"], group["maximize"]
+            checks.check("momentum", momentum, momentum == 0, f"0 {where}{own}")
+            checks.check("maximize", ascends, not ascends, f"False {where}")
+
+    def check_method(self, network: Network, method: Method) -> None:
+        """Raise ValueError for an averaging algorithm or a topology that do not fit."""
+        averaging = method.build(network, Layout([(2, 2)]), 0)
+        learning.check(self.name, network, method.name, averaging)
+
+    def defaults_of(self, method: Method) -> Mapping[str, Any]:
+        """Defaults of an averaging algorithm that differ with this rule."""
+        return learning.AVERAGING_DEFAULTS.get((self.name, method.name), {})
+
+    # --- The wrapped optimizer ---
+
+    def rate(self, parameters: Sequence[Tensor]) -> float:
+        """The learning rate of these parameters. Raises ValueError if there are several."""
+        ids = set(map(id, parameters))
+        rates = {
+            float(group["lr"])
+            for group in self._wrapped.param_groups
+            if any(id(p) in ids for p in group["params"])
+        }
+        if len(rates) > 1:
+            listed = " and ".join(f"{rate:g}" for rate in sorted(rates))
+            raise ValueError(
+                f"lr={listed}: use one learning rate in all parameter groups with "
+                f"learning={self.name}"
+            )
+        return rates.pop()
+
+    def check_rate(self, parameters: Sequence[Tensor]) -> None:
+        """Raise ValueError if the rule needs one learning rate and there are several."""
+        if self._rule.reads_rate:
+            self.rate(parameters)
+
+    def decays(self) -> dict[int, float]:
+        """The weight decay that is part of the gradient, by the id of a parameter. Only those that
+        are not 0. Empty for QG-Adam, whose weight decay is decoupled."""
+        if not self.has_momentum or self._local_optimizer != "sgd":
+            return {}
+        return {
+            id(parameter): float(group["weight_decay"])
+            for group in self._wrapped.param_groups
+            for parameter in group["params"]
+            if group["weight_decay"]
+        }
+
+    # --- Construction ---
+
+    def build(
+        self,
+        network: Network,
+        method: Method,
+        parameters: Sequence[Tensor],
+        layout: Layout,
+        x: Tensor,
+        part: int,
+    ) -> "PartRule":
+        """The rule for the parameters of a part, whose memory is x [1, D]."""
+        if part and self._rule.needs_norm:
+            raise ValueError(
+                f"add_param_group() with learning={self.name}: construct a new GossipOptimizer for "
+                "all parameters, since a norm is over all of them"
+            )
+        self.check_rate(parameters)
+        directs = self._rule.direct is not learning.GossipRule.direct
+        gradient = torch.zeros_like(x) if directs else None
+        local = _Local(self, parameters, x)
+
+        def averaging(layout: Layout, factor: float) -> algorithms.Averaging:
+            return method.build(network, layout, part, factor)
+
+        buffers: Any = _Buffers(x, x if gradient is None else gradient, layout)
+        kind = self._local_optimizer
+        rule = learning.make(self.name, network, averaging, buffers, local, kind, **self.options)
+        return PartRule(self, rule, local, parameters, layout, x, gradient)
+
+
+@dataclass
+class _Buffers:
+    """`parameters` of a learning rule."""
+
+    x: Tensor
+    grad: Tensor
+    layout: Layout
+
+    def decay_spans(self) -> list[slice]:
+        return []
+
+
+class _Local:
+    """The wrapped optimizer as the local optimizer of a part's learning rule.
+
+    u = x after the update − x before it. Its rounding errors are those of x.
+    """
+
+    def __init__(self, learning_rule: LearningRule, parameters: Sequence[Tensor], x: Tensor):
+        self._learning, self._parameters, self._x = learning_rule, parameters, x
+        self._before, self._u = torch.empty_like(x), torch.zeros_like(x)
+
+    @property
+    def rate(self) -> float:
+        return self._learning.rate(self._parameters)
+
+    def displacement(self, direction: Tensor) -> Tensor:
+        """u [1, D] of the update in this step, along this direction. 0 without an update."""
+        del direction
+        return self._u
+
+    def start(self) -> None:
+        """u ← 0, for a step without an update."""
+        self._u.zero_()
+
+    def before_update(self) -> None:
+        self._before.copy_(self._x)
+
+    def after_update(self) -> None:
+        """u ← x − x before the update, x ← x before it"""
+        torch.sub(self._x, self._before, out=self._u)
+        self._x.copy_(self._before)
+
+
+class PartRule:
+    """The learning rule of a part. Its methods are called in this order, once in a step.
+
+    during          a conversation that may overlap with the gradient
+    take_gradients  g ← p.grad, before the messages of `during` are received
+    direct          p.grad ← the rule's direction
+    before_update, after_update
+                    around the step of the wrapped optimizer
+    move            a conversation after the local update
+    settle          after the last message
+
+    A step without a local update leaves out the four in the middle. Then the displacement is 0.
+    """
+
+    def __init__(
+        self,
+        learning_rule: LearningRule,
+        rule: learning.GossipRule,
+        local: _Local,
+        parameters: Sequence[Tensor],
+        layout: Layout,
+        x: Tensor,
+        gradient: Tensor | None,
+    ):
+        self._learning, self._rule, self._local = learning_rule, rule, local
+        self._parameters, self._values = parameters, layout.tensors(x[0])
+        self._x, self._g = x, gradient  # g is None where the rule leaves the gradient as it is
+        self._directions = [] if gradient is None else layout.tensors(gradient[0])
+        self._decays: dict[int, float] = {}
+        self._gradients: list[Tensor | None] | None = None  # of the user, while g is in their place
+
+    def check(self) -> None:
+        """Raise ValueError if the rule needs one learning rate and there are several."""
+        self._learning.check_rate(self._parameters)
+
+    def during(self) -> Conversation | None:
+        """The messages that may be in flight while gradients are computed. u ← 0."""
+        self._local.start()
+        return self._rule.during()
+
+    def take_gradients(self) -> None:
+        """g ← ∇f + λ x. A missing gradient counts as 0."""
+        if self._g is None:
+            return
+        self._decays = self._learning.decays()
+        rows = zip(self._parameters, self._directions, self._values, strict=True)
+        for parameter, g, x in rows:
+            if parameter.grad is None:
+                g.zero_()
+            else:
+                g.copy_(parameter.grad.detach())
+            if id(parameter) in self._decays:
+                g.add_(x, alpha=self._decays[id(parameter)])
+
+    def direct(self) -> None:
+        """p.grad ← the direction − λ x, since SGD adds λ x. Until `after_update`."""
+        if self._g is None:
+            return
+        self._rule.direct(self._g)
+        self._gradients = [parameter.grad for parameter in self._parameters]
+        rows = zip(self._parameters, self._directions, self._values, strict=True)
+        for parameter, g, x in rows:
+            if id(parameter) in self._decays:
+                g.sub_(x, alpha=self._decays[id(parameter)])
+            parameter.grad = g
+
+    def before_update(self) -> None:
+        """Keep x."""
+        self._local.before_update()
+
+    def after_update(self) -> None:
+        """u ← x − x before the update, x ← x before it. The gradients are the user's again."""
+        self._local.after_update()
+        if self._gradients is not None:
+            for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+                parameter.grad = gradient
+            self._gradients = None
+
+    def move(self) -> Conversation | None:
+        """Change x by the displacement, and mix."""
+        direction = self._x if self._g is None else self._g
+        return self._rule.move(self._local.displacement(direction))
+
+    def settle(self) -> None:
+        """After the last message of the step."""
+        self._rule.settle()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the rule, with that of its averaging algorithm."""
+        return self._rule.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict()`."""
+        self._rule.load_state_dict(state)

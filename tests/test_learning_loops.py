@@ -1,0 +1,531 @@
+"""Laws of learning rules in GossipOptimizer, in a loop of plain PyTorch.
+
+The problem: worker i minimizes f_i(x) = ½ Σ_k a_i[k] (x[k] − b_i[k])². The parameters are a matrix
+and a vector, so that PowerGossip compresses. The optimum of the mean loss is far from those of the
+workers.
+
+Axes: worker, one per process; D parameters of a worker's model.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from powergossip import algorithms, topologies
+from powergossip.algorithms import learning
+from powergossip.errors import BadInput
+from powergossip.network import Network, Processes, processes
+from powergossip.optimizers import GossipOptimizer
+from powergossip.parameters import Layout, Parameters
+from powergossip.training.local_optimizers import LocalOptimizer
+
+N, ROWS, COLUMNS = 4, 6, 5
+D = ROWS * COLUMNS + ROWS
+ALONE = Processes()
+SIGN = ("choco", {"diffusion_rate": 0.2})
+TOP_K = ("choco", {"compressor": "top-k", "keep_ratio": 0.3, "diffusion_rate": 0.2})
+QSGD = ("choco", {"compressor": "qsgd", "unbiased": True, "diffusion_rate": 0.5, "copy_rate": 0.5})
+PLAIN: tuple[str, dict[str, Any]] = ("dpsgd", {})
+POWER = ("power-gossip", {"rank": 1})
+QUARTER = ("power-gossip", {"rank": 1, "diffusion_rate": 0.25})
+
+
+class Quadratic(nn.Module):
+    """The model of a worker, and its loss."""
+
+    def __init__(self, worker: int, start: float = 0.0):
+        super().__init__()
+        k = torch.arange(D, dtype=torch.float64)
+        values = start * torch.sin(k).float()
+        self.weight = nn.Parameter(values[: ROWS * COLUMNS].view(ROWS, COLUMNS).clone())
+        self.bias = nn.Parameter(values[ROWS * COLUMNS :].clone())
+        self.a, self.b = (1 + (k + worker) % 5 / 4).float(), (3 * torch.cos(worker + k)).float()
+
+    def forward(self) -> Tensor:
+        x = nn.utils.parameters_to_vector(self.parameters())
+        return (self.a * (x - self.b).square()).sum() / 2
+
+    @property
+    def x(self) -> Tensor:
+        """A copy of the parameters: [D]."""
+        return nn.utils.parameters_to_vector(self.parameters()).detach().clone()
+
+
+def optimum() -> Tensor:
+    models = [Quadratic(worker) for worker in range(N)]
+    weighted = torch.stack([model.a.double() * model.b for model in models]).sum(0)
+    return weighted / torch.stack([model.a.double() for model in models]).sum(0)
+
+
+def run(model: Quadratic, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """The loop of a user."""
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model().backward()
+        optimizer.step()
+
+
+def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.05, **options})
+
+
+# --- The rules of train.py ------------------------------------------------------------------------
+
+# rule → averaging, keywords of GossipOptimizer
+CASES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
+    "quasi-global-momentum": [
+        (PLAIN, {}),
+        (POWER, {"overlapping": True}),
+        (PLAIN, {"learning_options": {"local_optimizer": "adamw", "adam_beta1": 0.8}}),
+    ],
+    "gradient-tracking": [
+        (PLAIN, {}),
+        (POWER, {"overlapping": True}),
+        (SIGN, {"overlapping": True}),
+    ],
+    "k-gt": [(PLAIN, {}), (POWER, {"local_steps": 3})],
+    "momentum-tracking": [(PLAIN, {"overlapping": True}), (POWER, {})],
+    "gt-nsgd": [(PLAIN, {}), (POWER, {"overlapping": True})],
+    "exact-diffusion": [(PLAIN, {}), (QUARTER, {}), (QSGD, {})],
+    "beer": [(SIGN, {}), (SIGN, {"overlapping": True})],
+    "motef": [(TOP_K, {}), (TOP_K, {"overlapping": True})],
+}
+
+
+def directly(
+    name: str,
+    averaging: tuple[str, dict[str, Any]],
+    rates: list[float],
+    decay: float,
+    options: dict[str, Any],
+) -> tuple[Tensor, int]:
+    """x [D] and bits of this worker, after a step of the rule at each of the learning rates."""
+    method, given = averaging
+    model = Quadratic(processes().rank, start=1.0)
+    parameters = Parameters([model])
+    network = Network(topologies.make("ring", N), processes())
+    kind = options.pop("local_optimizer", "sgd")
+    own = learning.rule(name, kind).owns_momentum
+    c = SimpleNamespace(
+        local_optimizer=kind, learning_rate=1.0, momentum=0.9, nesterov=False, weight_decay=decay
+    )
+    local = LocalOptimizer(parameters, c, *((0.0, "sgd") if own else ()))
+
+    def make(layout: Layout, factor: float) -> algorithms.Averaging:
+        gamma = factor * given.get("diffusion_rate", 1.0)
+        return algorithms.make(method, network, layout, **given | {"diffusion_rate": gamma})
+
+    decays = {"weight_decay": local.coupled_decay}
+    rule = learning.make(name, network, make, parameters, local, kind, **decays | options)
+    for rate in rates:
+        local.rate = rate
+        rule.start()
+        model().backward()
+        rule.finish()
+    return model.x, int(network.bits[0])
+
+
+@pytest.mark.parallel([4])
+@pytest.mark.parametrize("name", learning.LEARNING)
+def test_a_step_is_that_of_the_rule(name: str) -> None:
+    """With momentum, weight decay and a learning rate that changes: the same parameters, but for
+    the rounding of displacements, and the same bits."""
+    has_momentum = learning.rule(name).owns_momentum
+    for averaging, keywords in CASES[name]:
+        overlaps = keywords.get("overlapping", False)
+        # The wrapped optimizer applies its weight decay after the messages, if these overlap.
+        decay = 0.0 if overlaps and not has_momentum else 0.1
+        rates = [0.02] * 6 + [0.01] * 6
+        given = {"overlapping": overlaps, "local_steps": keywords.get("local_steps", 1)}
+        more = dict(keywords.get("learning_options", {}))
+        expected, bits = directly(name, averaging, rates, decay, given | more)
+
+        model = Quadratic(processes().rank, start=1.0)
+        local = sgd(model, momentum=0.0 if has_momentum else 0.9, weight_decay=decay)
+        method, options = averaging
+        optimizer = GossipOptimizer(local, method, learning=name, **keywords, **options)
+        for rate in rates:
+            optimizer.param_groups[0]["lr"] = rate
+            run(model, optimizer, 1)
+        torch.testing.assert_close(model.x, expected, rtol=1e-4, atol=1e-5)
+        assert optimizer.bits == bits > 0
+        assert (model.x - Quadratic(0, start=1.0).x).abs().max() > 0.01
+
+
+# --- Fixed points ---------------------------------------------------------------------------------
+
+# rule, averaging, learning rate, steps, keywords of GossipOptimizer
+EXACT = [
+    ("gradient-tracking", PLAIN, 0.1, 200, {}),
+    ("gradient-tracking", POWER, 0.05, 600, {}),
+    ("k-gt", PLAIN, 0.03, 400, {"local_steps": 4}),
+    ("k-gt", POWER, 0.05, 600, {}),
+    ("exact-diffusion", PLAIN, 0.1, 300, {}),
+    ("exact-diffusion", POWER, 0.1, 900, {}),
+]
+
+
+def error(name: str, averaging: Any, rate: float, steps: int, keywords: dict[str, Any]) -> float:
+    """√(mean_i ‖x_i − x*‖²)"""
+    method, options = averaging
+    model = Quadratic(processes().rank)
+    local = sgd(model, lr=rate)
+    optimizer = GossipOptimizer(local, method, learning=name, **keywords, **options)
+    a, b = model.a.split([ROWS * COLUMNS, ROWS]), model.b.split([ROWS * COLUMNS, ROWS])
+    for _ in range(steps):  # faster than by autograd
+        for parameter, a_k, b_k in zip(model.parameters(), a, b, strict=True):
+            gradient = a_k * (parameter.detach().flatten() - b_k)
+            parameter.grad = gradient.view_as(parameter)
+        optimizer.step()
+    rows = torch.stack(processes().gather(model.x))
+    return float((rows - optimum()).square().sum(1).mean().sqrt())
+
+
+@pytest.mark.parallel([4])
+@pytest.mark.parametrize(("name", "averaging", "rate", "steps", "keywords"), EXACT)
+def test_exact_fixed_points(
+    name: str, averaging: Any, rate: float, steps: int, keywords: dict[str, Any]
+) -> None:
+    assert error(name, averaging, rate, steps, keywords) < 1e-4
+
+
+@pytest.mark.parallel([4])
+@pytest.mark.parametrize("averaging", [PLAIN, POWER])
+def test_that_of_d_psgd_is_far(averaging: Any) -> None:
+    assert error("dpsgd", averaging, 0.1, 100, {}) > 0.5
+
+
+@pytest.mark.parallel([4])
+def test_overflowing_gradients_keep_the_mean_of_the_tracked_variable() -> None:
+    """The worker's displacement is 0, and its neighbors receive its messages."""
+    who = processes()
+    for name in ("gradient-tracking", "k-gt", "momentum-tracking", "gt-nsgd"):
+        model = Quadratic(who.rank)
+        optimizer = GossipOptimizer(sgd(model), "dpsgd", learning=name)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for t in range(4):
+            optimizer.zero_grad()
+            scaler.scale(model()).backward()
+            if (t, who.rank) == (1, 2):
+                model.bias.grad = torch.full_like(model.bias, torch.inf)
+            scaler.step(optimizer)
+            scaler.update()
+            (state,) = optimizer.state_dict()["gossip"]["averaging"]
+            tracked = state["y"] - state["v"] if "y" in state else state["c"]
+            rows = torch.cat(who.gather(tracked))
+            torch.testing.assert_close(rows.mean(0), torch.zeros(D), rtol=0, atol=1e-5)
+            if name == "gradient-tracking":
+                assert bool(state["v"].any()) == ((t, who.rank) != (1, 2))
+        assert model.x.isfinite().all()
+
+
+# --- The loop -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parallel([4])
+def test_messages_overlap_with_the_gradient() -> None:
+    """x and y in one message, before the step."""
+    model = Quadratic(processes().rank)
+    optimizer = GossipOptimizer(sgd(model), "dpsgd", learning="gradient-tracking", overlapping=True)
+    for step in range(1, 3):
+        model().backward()
+        assert optimizer.bits == 2 * 2 * 32 * D * step
+        assert optimizer.messages == 2 * step
+        with pytest.raises(RuntimeError):
+            optimizer.state_dict()
+        optimizer.step()
+    with optimizer.mean_model():
+        assert torch.equal(*processes().gather(model.x)[:2])
+        model().backward()  # sends nothing
+    optimizer.step()
+    assert optimizer.messages == 6
+
+
+@pytest.mark.parallel([4])
+@pytest.mark.parametrize("name", learning.LEARNING)
+def test_a_restored_optimizer_is_the_same_to_the_bit(name: str, tmp_path: Path) -> None:
+    """Through a file, and between the messages of K-GT."""
+    file = tmp_path / f"{processes().rank}.pt"
+    averaging, keywords = CASES[name][-1]
+    method, options = averaging
+    momentum = 0.0 if learning.rule(name).owns_momentum else 0.9
+
+    def made(start: float) -> tuple[Quadratic, GossipOptimizer]:
+        model = Quadratic(processes().rank, start)
+        local = sgd(model, momentum=momentum)
+        return model, GossipOptimizer(local, method, learning=name, **keywords, **options)
+
+    straight = made(1.0)
+    run(*straight, 4)
+    torch.save([part.state_dict() for part in straight], file)
+    run(*straight, 5)
+    resumed = made(2.0)
+    run(*resumed, 2)  # forgotten by loading
+    of_model, of_optimizer = torch.load(file)
+    resumed[0].load_state_dict(of_model)
+    resumed[1].load_state_dict(of_optimizer)
+    run(*resumed, 5)
+    assert torch.equal(resumed[0].x, straight[0].x)
+    assert resumed[1].bits == straight[1].bits
+
+
+@pytest.mark.parallel([4])
+@pytest.mark.parametrize("name", ["gradient-tracking", "k-gt", "momentum-tracking"])
+def test_parameters_of_several_groups_are_those_of_one(name: str) -> None:
+    """Also if they are added later, in a part of their own. Their messages travel concurrently."""
+
+    def trained(*groups: slice) -> tuple[Tensor, int]:
+        model = Quadratic(processes().rank)
+        first, *others = [[*model.parameters()][of_group] for of_group in groups]
+        local = torch.optim.SGD([{"params": [p]} for p in first], lr=0.05)
+        optimizer = GossipOptimizer(local, "dpsgd", learning=name)
+        for parameters in others:
+            optimizer.add_param_group({"params": parameters})
+        run(model, optimizer, 4)
+        return model.x, optimizer.bits
+
+    (one, bits), (two, bits_of_two) = trained(slice(0, 2)), trained(slice(0, 1), slice(1, 2))
+    torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)
+    assert bits == bits_of_two
+
+
+@pytest.mark.parametrize("name", ["gradient-tracking", "k-gt", "exact-diffusion"])
+def test_alone_it_is_the_wrapped_optimizer_to_the_bit(name: str) -> None:
+    for make in (
+        lambda m: sgd(m, momentum=0.9, nesterov=True, weight_decay=0.1),
+        lambda m: torch.optim.AdamW(m.parameters(), lr=0.01),
+    ):
+        model, reference = Quadratic(0, 1.0), Quadratic(0, 1.0)
+        optimizer = GossipOptimizer(make(model), "dpsgd", learning=name, processes=ALONE)
+        run(model, optimizer, 5)
+        run(reference, make(reference), 5)
+        assert torch.equal(model.x, reference.x)
+        assert optimizer.bits == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "options"),
+    [
+        ("momentum-tracking", "dpsgd", {"momentum": 0.9}),
+        ("motef", "choco", {"momentum": 0.9, "dampening": 0.9}),
+        ("beer", "choco", {}),
+    ],
+)
+def test_alone_rules_with_momentum_apply_it(
+    name: str, method: str, options: dict[str, Any]
+) -> None:
+    model, reference = Quadratic(0, 1.0), Quadratic(0, 1.0)
+    local = sgd(model, weight_decay=0.1)
+    run(model, GossipOptimizer(local, method, learning=name, processes=ALONE), 6)
+    run(reference, sgd(reference, weight_decay=0.1, **options), 6)
+    torch.testing.assert_close(model.x, reference.x, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_alone_quasi_global_momentum_is_that_of_its_equations(nesterov: bool) -> None:
+    model, beta = Quadratic(0, 1.0), 0.8
+    x, m = model.x, torch.zeros(D)
+    options = {"momentum": beta, "nesterov": nesterov}
+    optimizer = GossipOptimizer(
+        sgd(model),
+        "dpsgd",
+        learning="quasi-global-momentum",
+        learning_options=options,
+        processes=ALONE,
+    )
+    run(model, optimizer, 6)
+    for _ in range(6):
+        g = model.a * (x - model.b)
+        tilde = beta * m + g
+        u = g + beta * tilde if nesterov else tilde
+        x, m = x - 0.05 * u, beta * m + (1 - beta) * u
+    torch.testing.assert_close(model.x, x, rtol=1e-5, atol=1e-5)
+
+
+def momentum_tracking(model: nn.Module) -> GossipOptimizer:
+    return GossipOptimizer(sgd(model), "dpsgd", learning="momentum-tracking", processes=ALONE)
+
+
+def test_a_missing_gradient_is_0() -> None:
+    """And remains missing. Other gradients stay those of the user."""
+    found = []
+    for missing in (False, True):
+        model = Quadratic(0, 1.0)
+        optimizer = momentum_tracking(model)
+        for t in range(4):
+            optimizer.zero_grad()
+            model().backward()
+            if t % 2:
+                model.bias.grad = None if missing else torch.zeros_like(model.bias)
+            gradient = model.weight.grad
+            assert gradient is not None
+            before = gradient.clone()
+            optimizer.step()
+            assert model.weight.grad is gradient
+            assert torch.equal(gradient, before)
+        assert (model.bias.grad is None) == missing
+        found.append(model.x)
+    assert torch.equal(*found)
+
+
+def test_closures_are_called_once() -> None:
+    with_closure, without = Quadratic(0, 1.0), Quadratic(0, 1.0)
+    optimizer = momentum_tracking(with_closure)
+    losses = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        value: Tensor = with_closure()
+        value.backward()
+        losses.append(value)
+        return value
+
+    for _ in range(3):
+        assert optimizer.step(closure) is losses[-1]
+    run(without, momentum_tracking(without), 3)
+    assert len(losses) == 3
+    assert torch.equal(with_closure.x, without.x)
+
+
+# --- Defaults and bad input -----------------------------------------------------------------------
+
+
+def test_defaults_of_averaging_depend_on_the_rule() -> None:
+    def method(name: str, learning: str = "exact-diffusion", **options: Any) -> dict[str, Any]:
+        local = sgd(Quadratic(0))
+        optimizer = GossipOptimizer(local, name, learning=learning, processes=ALONE, **options)
+        return optimizer.method.options
+
+    assert method("power-gossip")["diffusion_rate"] == 0.25
+    assert method("power-gossip", diffusion_rate=0.2)["diffusion_rate"] == 0.2
+    assert method("power-gossip", "gradient-tracking")["diffusion_rate"] == 1.0
+    assert method("choco", compressor="qsgd", unbiased=True)["copy_rate"] == 0.5
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters())
+
+
+def two_rates(model: nn.Module) -> torch.optim.Optimizer:
+    first, second = model.parameters()
+    groups: list[dict[str, Any]] = [{"params": [first]}, {"params": [second], "lr": 0.2}]
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+def half(model: nn.Module) -> torch.optim.Optimizer:
+    return sgd(model.bfloat16())
+
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+GT, QG, MT = "gradient-tracking", "quasi-global-momentum", "momentum-tracking"
+REJECTED: dict[str, tuple[Make, str, dict[str, Any], str]] = {
+    "name": (sgd, "dpsgd", {"learning": "d2"}, "^learning=d2: use"),
+    "not a name": (sgd, "dpsgd", {"learning": 3}, "^learning=3: use"),
+    "option of d-psgd": (sgd, "dpsgd", {"learning_options": {"momentum": 0.9}}, "^momentum=0.9: "),
+    "option": (sgd, "dpsgd", {"learning": GT, "learning_options": {"momentum": 0.9}}, "momentum="),
+    "option of all": (sgd, "dpsgd", {"learning": MT, "learning_options": {"clip": 1.0}}, "clip="),
+    "options": (sgd, "dpsgd", {"learning": GT, "learning_options": 3}, "^learning_options=3"),
+    "type": (sgd, "dpsgd", {"learning": QG, "learning_options": {"nesterov": 1}}, "nesterov=1"),
+    "range": (sgd, "dpsgd", {"learning": QG, "learning_options": {"momentum": 1.0}}, "momentum=1"),
+    "form": (
+        sgd,
+        "dpsgd",
+        {"learning": QG, "learning_options": {"local_optimizer": "rmsprop"}},
+        "local_optimizer=rmsprop",
+    ),
+    "biased": (sgd, "choco", {"learning": "exact-diffusion"}, "learning=exact-diffusion"),
+    "not public": (sgd, "dpsgd", {"learning": "beer"}, "learning=beer"),
+    "moniqua": (sgd, "moniqua", {"learning": GT}, "learning=gradient-tracking"),
+    "weighted": (sgd, "push-sum", {"learning": QG}, "learning=quasi-global-momentum"),
+    "overlapping": (sgd, "dpsgd", {"learning": "k-gt", "overlapping": True}, "^overlapping=True"),
+    "local steps": (sgd, "dpsgd", {"learning": GT, "local_steps": 2}, "^local_steps=2"),
+    "momentum twice": (partial(sgd, momentum=0.9), "dpsgd", {"learning": MT}, "^momentum=0.9: "),
+    "ascent": (partial(sgd, maximize=True), "dpsgd", {"learning": MT}, "^maximize=True: use False"),
+    "adam": (adam, "dpsgd", {"learning": MT}, "^optimizer=Adam: use"),
+    "several rates": (two_rates, "dpsgd", {"learning": "k-gt"}, "^lr=0.1 and 0.2: use"),
+    "half precision": (half, "dpsgd", {"learning": GT}, "torch.bfloat16; use torch.float32"),
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_bad_combinations_are_rejected(name: str) -> None:
+    make, method, keywords, text = REJECTED[name]
+    with pytest.raises(BadInput, match=text):
+        GossipOptimizer(make(Quadratic(0)), method, processes=ALONE, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "steps", "group", "key"),
+    [
+        ({"learning": "gt-nsgd"}, 0, {}, "add_param_group"),
+        ({"learning": "k-gt", "local_steps": 3}, 2, {}, "local_steps=3"),
+        ({"learning": MT}, 0, {"momentum": 0.9}, "momentum=0.9"),
+    ],
+)
+def test_groups_that_do_not_fit_are_rejected(
+    keywords: dict[str, Any], steps: int, group: dict[str, Any], key: str
+) -> None:
+    """And nothing changes."""
+    model = Quadratic(0)
+    local = torch.optim.SGD([model.weight], lr=0.1)
+    optimizer = GossipOptimizer(local, "dpsgd", processes=ALONE, **keywords)
+    run(model, optimizer, steps)
+    with pytest.raises(ValueError, match=key):
+        optimizer.add_param_group({"params": [model.bias], **group})
+    assert len(optimizer.param_groups) == len(optimizer.state_dict()["gossip"]["averaging"]) == 1
+    run(model, optimizer, 1)
+
+
+@pytest.mark.parallel([4])
+def test_rates_that_become_different_are_rejected() -> None:
+    """Before anything is changed, so that a step with one rate can follow."""
+    model = Quadratic(processes().rank)
+    first, second = model.parameters()
+    groups = [{"params": [first]}, {"params": [second]}]
+    local = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    optimizer = GossipOptimizer(local, "dpsgd", learning="k-gt")
+    model().backward()
+    optimizer.param_groups[1]["lr"] = 0.3
+    with pytest.raises(ValueError, match=r"^lr=0.1 and 0.3: use"):
+        optimizer.step()
+    assert not local.state
+    optimizer.param_groups[0]["lr"] = 0.3
+    run(model, optimizer, 1)
+
+
+def test_the_state_of_another_rule_is_rejected() -> None:
+    def made(**keywords: Any) -> GossipOptimizer:
+        return GossipOptimizer(sgd(Quadratic(0)), "dpsgd", processes=ALONE, **keywords)
+
+    def beta(value: float) -> dict[str, Any]:
+        return {"learning": MT, "learning_options": {"momentum": value}}
+
+    with pytest.raises(ValueError, match=r"learning='dpsgd' \(here 'gradient-tracking'\)"):
+        made(learning=GT).load_state_dict(made().state_dict())
+    with pytest.raises(ValueError, match=r"learning='gradient-tracking' \(here 'dpsgd'\)"):
+        made().load_state_dict(made(learning=GT).state_dict())
+    with pytest.raises(ValueError, match=r"momentum=0.8 \(here 0.9\)"):
+        made(**beta(0.9)).load_state_dict(made(**beta(0.8)).state_dict())
+    made(**beta(0.9)).load_state_dict(made(**beta(0.9)).state_dict())
+
+
+@pytest.mark.parallel([4])
+def test_processes_that_differ_are_rejected_everywhere() -> None:
+    odd = processes().rank == 2
+    model = Quadratic(0)
+    for keywords in (
+        {"learning": GT if odd else "dpsgd"},
+        {"learning": MT, "learning_options": {"momentum": 0.5 if odd else 0.9}},
+        {"learning": MT if odd else "nothing"},
+    ):
+        with pytest.raises(BadInput, match="learning"):
+            GossipOptimizer(sgd(model), "dpsgd", **keywords)
+    varying: Any = {"learning": "exact-diffusion", "topology": "random-matching"}
+    with pytest.raises(BadInput, match="topology=random-matching"):
+        GossipOptimizer(sgd(model), "dpsgd", **varying)
