@@ -52,6 +52,7 @@ class Config:
     round_weights: bool | None = None  # of power-gossip
     theta: float | None = None  # of moniqua
     running_sums: bool | None = None  # of push-sum
+    copy_rate: float | None = None  # of choco
     compressor: str | None = None  # of choco and deepsqueeze
     keep_ratio: float | None = None  # of the compressors top-k and random-k
     levels: int | None = None  # of the compressor qsgd
@@ -67,6 +68,7 @@ OPTIONS = (  # keys that are options of an algorithm
     "round_weights",
     "theta",
     "running_sums",
+    "copy_rate",
     "compressor",
     "keep_ratio",
     "levels",
