@@ -32,6 +32,7 @@ SIGN = ("choco", {"diffusion_rate": 0.2})
 TOP_K = ("choco", {"compressor": "top-k", "keep_ratio": 0.3, "diffusion_rate": 0.2})
 QSGD = ("choco", {"compressor": "qsgd", "unbiased": True, "diffusion_rate": 0.5, "copy_rate": 0.5})
 PLAIN: tuple[str, dict[str, Any]] = ("dpsgd", {})
+CHAIN = ("dpsgd", {"topology": "chain"})
 POWER = ("power-gossip", {"rank": 1})
 QUARTER = ("power-gossip", {"rank": 1, "diffusion_rate": 0.25})
 
@@ -95,6 +96,7 @@ CASES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     "exact-diffusion": [(PLAIN, {}), (QUARTER, {}), (QSGD, {})],
     "beer": [(SIGN, {}), (SIGN, {"overlapping": True})],
     "motef": [(TOP_K, {}), (TOP_K, {"overlapping": True})],
+    "relay-sgd": [(CHAIN, {})],
 }
 
 
@@ -109,7 +111,8 @@ def directly(
     method, given = averaging
     model = Quadratic(processes().rank, start=1.0)
     parameters = Parameters([model])
-    network = Network(topologies.make("ring", N), processes())
+    given = dict(given)
+    network = Network(topologies.make(given.pop("topology", "ring"), N), processes())
     kind = options.pop("local_optimizer", "sgd")
     own = learning.rule(name, kind).owns_momentum
     c = SimpleNamespace(
