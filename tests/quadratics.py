@@ -5,6 +5,7 @@ that PowerGossip compresses. The optimum of the mean loss is known, and far from
 workers.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,15 +30,15 @@ class Quadratics:
         workers: int = WORKERS,
         dtype: torch.dtype = torch.float64,
         hosted: range | None = None,
+        shapes: Sequence[tuple[int, ...]] = ((ROWS, COLUMNS),),
     ):
-        self.n_workers = workers
+        self.n_workers, self.layout = workers, Layout(shapes)
         i = torch.arange(workers, dtype=torch.float64)[:, None]
-        k = torch.arange(ROWS * COLUMNS, dtype=torch.float64)
+        k = torch.arange(self.layout.size, dtype=torch.float64)
         a, b = 1 + (k + i) % 5 / 4, 3 * torch.cos(i + k)
         self.optimum = (a * b).sum(0) / a.sum(0)
         own = slice(None) if hosted is None else slice(hosted.start, hosted.stop)
         self.a, self.b = a[own].to(dtype), b[own].to(dtype)
-        self.layout = Layout([(ROWS, COLUMNS)])
         self.x, self.grad = torch.zeros_like(self.a), torch.zeros_like(self.a)
 
     def gradients(self) -> Tensor:
@@ -93,11 +94,10 @@ def rule_of(
     else:
         network = topology
 
-    def make(layout: Layout, factor: float) -> algorithms.Averaging:
-        gamma = factor * given.get("diffusion_rate", 1.0)
-        return algorithms.make(method, network, layout, **given | {"diffusion_rate": gamma})
+    def make(layout: Layout) -> algorithms.Averaging:
+        return algorithms.make(method, network, layout, **given)
 
-    learning.check(name, network, method, make(problem.layout, 1.0))
+    learning.check(name, network, method, make(problem.layout))
     parameters: Any = problem
     local = SGD(rate) if isinstance(rate, float) else rate
     return learning.make(name, network, make, parameters, local, **options)

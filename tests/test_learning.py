@@ -11,7 +11,7 @@ from powergossip import algorithms, topologies
 from powergossip.algorithms import learning
 from powergossip.algorithms.learning.gossip_rule import COPIES
 from powergossip.network import Network, Processes, processes
-from tests.quadratics import AVERAGING, COLUMNS, WORKERS, Quadratics, rule_of, train
+from tests.quadratics import AVERAGING, COLUMNS, ROWS, WORKERS, Quadratics, rule_of, train
 
 # rule, averaging, learning rate, steps, options of the rule, options of the averaging rule
 EXACT = [
@@ -179,6 +179,18 @@ def test_d2_is_at_its_limit_on_a_ring_of_8() -> None:
     problem.x.copy_(alternating[:, None].expand_as(problem.x))
     train(rule_of("exact-diffusion", "plain", problem, 0.1), problem, 200)
     assert problem.x.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("averaging", ["plain", "power-gossip"])
+def test_exact_diffusion_damps_vectors_too(averaging: str) -> None:
+    """PowerGossip averages vectors with a rate of their own, 1. With it, the mode of the eigenvalue
+    −1/3 would stay as large as it is."""
+    problem = Quadratics(shapes=[(ROWS, COLUMNS), (4,)])
+    problem.a.fill_(1e-9)
+    alternating = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(WORKERS // 2)
+    problem.x.copy_(alternating[:, None].expand_as(problem.x))
+    train(rule_of("exact-diffusion", averaging, problem, 0.1), problem, 200)
+    assert problem.x[:, -4:].abs().max() < 1e-6
 
 
 REJECTED = [

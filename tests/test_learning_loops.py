@@ -120,9 +120,8 @@ def directly(
     )
     local = LocalOptimizer(parameters, c, *((0.0, "sgd") if own else ()))
 
-    def make(layout: Layout, factor: float) -> algorithms.Averaging:
-        gamma = factor * given.get("diffusion_rate", 1.0)
-        return algorithms.make(method, network, layout, **given | {"diffusion_rate": gamma})
+    def make(layout: Layout) -> algorithms.Averaging:
+        return algorithms.make(method, network, layout, **given)
 
     decays = {"weight_decay": local.coupled_decay}
     rule = learning.make(name, network, make, parameters, local, kind, **decays | options)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from powergossip import algorithms, compressors, randomness, topologies
 from powergossip import options as _options
-from powergossip.algorithms import rates
 from powergossip.network import Network, Processes
 from powergossip.parameters import Layout
 
@@ -75,16 +74,9 @@ class Method:
         topology = topologies.make(self.topology, processes.size, seed=self.seed, options=options)
         return Network(topology, processes, device)
 
-    def build(
-        self, network: Network, layout: Layout, part: int, factor: float = 1.0
-    ) -> algorithms.Averaging:
-        """The averaging algorithm for the parameters of a part, with random streams of its own and
-        its diffusion rate times a factor."""
+    def build(self, network: Network, layout: Layout, part: int) -> algorithms.Averaging:
+        """The averaging algorithm for the parameters of a part, with random streams of its own."""
         options = dict(self.options)
-        if factor != 1 and "diffusion_rate" in options:
-            rate = options["diffusion_rate"]
-            best = rates.best(network.topology) if rate == rates.AUTO else rate
-            options["diffusion_rate"] = factor * best
         if self._seeded:
             seed = randomness.torch_seed(self.seed, "part", part) if part else self.seed
             options["seed"] = seed

@@ -172,8 +172,8 @@ class LearningRule:
         gradient = torch.zeros_like(x) if directs else None
         local = _Local(self, parameters, x)
 
-        def averaging(layout: Layout, factor: float) -> algorithms.Averaging:
-            return method.build(network, layout, part, factor)
+        def averaging(layout: Layout) -> algorithms.Averaging:
+            return method.build(network, layout, part)
 
         buffers: Any = _Buffers(x, x if gradient is None else gradient, layout)
         kind = self._local_optimizer

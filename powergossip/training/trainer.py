@@ -204,12 +204,9 @@ class Trainer:
             "(docs/different-data.md)"
         )
 
-    def averaging(self, layout: Layout, factor: float = 1.0) -> algorithms.Averaging:
-        """Build the averaging algorithm of the configuration, with its diffusion rate times a
-        factor. Raises ValueError."""
+    def averaging(self, layout: Layout) -> algorithms.Averaging:
+        """Build the averaging algorithm of the configuration. Raises ValueError."""
         given = method_options(self.config)
-        if factor != 1 and "diffusion_rate" in given:
-            given["diffusion_rate"] = factor * (self.diffusion_rate() or 1.0)
         with errors_name_keys(self.config.optimizer):
             return algorithms.make(self.config.optimizer, self.network, layout, **given)
 

@@ -16,14 +16,15 @@ class ExactDiffusion(GossipRule):
     """NIDS, exact diffusion and D² with (I + W)/2, in the form of duals.
 
         y_i = x_i + u_i + d_i                u_i the local optimizer's displacement, −η g_i for SGD
-        δ_i = (γ/2) Σ_j w_ij (y_j − y_i)     opposite at both ends of an edge
+        δ_i = ½ Δ(y)_i                       Δ(y) = G(y) − y, opposite at both ends of an edge
         x_i ← y_i + δ_i,   d_i ← d_i + δ_i
 
     Li, Shi & Yan (2019), arXiv:1704.07807 (NIDS); Yuan, Ying, Zhao & Sayed (2019),
-    arXiv:1702.05122. With γ = 1, W is (I + W)/2. D² (Tang et al. 2018, arXiv:1803.07068) has W in
-    its place, which is at its limit of stability where W has the eigenvalue −1/3, such as on a ring
-    of 8 with weights 1/3. In exact arithmetic, the difference form of D² is the same; its rounding
-    errors add up, those of the duals do not.
+    arXiv:1702.05122. Over plain gossip, Δ(y) = γ (W − I) y: with γ = 1, (I + W)/2 mixes. D² (Tang et
+    al. 2018, arXiv:1803.07068) mixes with W, which is at its limit of stability where W has the
+    eigenvalue −1/3, such as on a ring of 8 with weights 1/3. In exact arithmetic, the difference
+    form of D² is the same; its rounding errors add up, those of the duals do not. Half of Δ, not
+    half of γ: PowerGossip averages vectors with a rate of their own.
 
     With CHOCO-Gossip's public copies and an unbiased compressor it is CEDAS (Huang & Pu 2025,
     arXiv:2301.05872) and, for a constant η, LEAD (Liu et al. 2021, arXiv:2007.00232). Biased
@@ -34,7 +35,6 @@ class ExactDiffusion(GossipRule):
 
     kinds: ClassVar[frozenset[Kind]] = frozenset({Kind.ANTISYMMETRIC, Kind.UNBIASED_COPIES})
     static: ClassVar[bool] = True
-    factor: ClassVar[float] = 0.5
 
     def __init__(
         self,
@@ -47,13 +47,14 @@ class ExactDiffusion(GossipRule):
         clip: float | None = None,
     ):
         super().__init__(network, make, parameters, local, weight_decay=weight_decay, clip=clip)
-        self._averaging = incremental(make(parameters.layout, self.factor))
+        self._averaging = incremental(make(parameters.layout))
         self._d = torch.zeros_like(self._x)
         self._increment = torch.zeros_like(self._x)
 
     def move(self, u: Tensor) -> Conversation:
         self._x.add_(u).add_(self._d)
         yield from self._averaging.increment(self._x, self._increment)
+        self._increment.mul_(0.5)
         self._x.add_(self._increment)
         self._d.add_(self._increment)
 

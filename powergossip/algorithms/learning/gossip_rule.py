@@ -11,8 +11,7 @@ from powergossip.algorithms.learning.rule import Correction
 from powergossip.network import Conversation, Exchange, Network
 from powergossip.parameters import Layout, Parameters
 
-# An averaging rule for variables of this layout, with its diffusion rate times a factor.
-MakeAveraging = Callable[[Layout, float], Averaging]
+MakeAveraging = Callable[[Layout], Averaging]  # an averaging rule for variables of this layout
 
 WITHOUT_COPIES = frozenset({Kind.ANTISYMMETRIC, Kind.LINEAR})
 COPIES = frozenset({Kind.UNBIASED_COPIES, Kind.BIASED_COPIES})
@@ -51,7 +50,6 @@ class GossipRule:
     owns_momentum     # whether it applies momentum itself, so that the local optimizer has none
     optimizers        # local optimizers that it works with
     overlaps          # whether messages can be in flight while gradients are computed
-    factor            # of the diffusion rate γ
     reads_rate        # whether it depends on the learning rate of the local optimizer
     needs_norm        # whether it needs a norm over all parameters of a worker
     relays            # whether it relays along the trees of the topology, in place of averaging
@@ -63,7 +61,6 @@ class GossipRule:
     owns_momentum: ClassVar[bool] = False
     optimizers: ClassVar[tuple[str, ...]] = ("sgd", "adamw")
     overlaps: ClassVar[bool] = False
-    factor: ClassVar[float] = 1.0
     reads_rate: ClassVar[bool] = False
     needs_norm: ClassVar[bool] = False
     relays: ClassVar[bool] = False

@@ -56,7 +56,7 @@ class KGT(GossipRule):
         self._local_steps, self._steps = local_steps, 0
         self._joint = Joint(parameters.layout, parameters.x)
         self._increment = torch.zeros_like(self._joint.buffer)
-        self._averaging = incremental(make(self._joint.layout, self.factor))
+        self._averaging = incremental(make(self._joint.layout))
         self._c, self._sum = torch.zeros_like(self._x), torch.zeros_like(self._x)
         self._rate: float | None = None  # of c
 
@@ -133,7 +133,7 @@ class MomentumTracking(GossipRule):
         self._momentum, self._overlapping = momentum, overlapping
         self._joint = Joint(parameters.layout, parameters.x)
         self._increment = torch.zeros_like(self._joint.buffer)
-        self._averaging = incremental(make(self._joint.layout, self.factor))
+        self._averaging = incremental(make(self._joint.layout))
         self._m, self._c = torch.zeros_like(self._x), torch.zeros_like(self._x)
 
     def during(self) -> Conversation | None:

@@ -34,7 +34,7 @@ class _QuasiGlobal(GossipRule):
     ):
         super().__init__(network, make, parameters, local, weight_decay=weight_decay, clip=clip)
         self._overlapping = overlapping
-        self._averaging = make(parameters.layout, self.factor)
+        self._averaging = make(parameters.layout)
         self._before = torch.empty_like(self._x)
 
     def during(self) -> Conversation | None:

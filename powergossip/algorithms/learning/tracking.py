@@ -45,7 +45,7 @@ class _Tracking(GossipRule):
         super().__init__(network, make, parameters, local, weight_decay=weight_decay, clip=clip)
         self._overlapping = overlapping
         self._joint = Joint(parameters.layout, parameters.x)
-        self._averaging = make(self._joint.layout, self.factor)
+        self._averaging = make(self._joint.layout)
         self._y = torch.zeros_like(parameters.x)
         self._v = torch.zeros_like(parameters.x)
 
