@@ -20,8 +20,8 @@ class ExactDiffusion(GossipRule):
         x_i ← y_i + δ_i,   d_i ← d_i + δ_i
 
     Li, Shi & Yan (2019), arXiv:1704.07807 (NIDS); Yuan, Ying, Zhao & Sayed (2019),
-    arXiv:1702.05122. Over plain gossip, Δ(y) = γ (W − I) y: with γ = 1, (I + W)/2 mixes. D² (Tang et
-    al. 2018, arXiv:1803.07068) mixes with W, which is at its limit of stability where W has the
+    arXiv:1702.05122. Over plain gossip, Δ(y) = γ (W − I) y: with γ = 1, (I + W)/2 mixes. D² (Tang
+    et al. 2018, arXiv:1803.07068) mixes with W, which is at its limit of stability where W has the
     eigenvalue −1/3, such as on a ring of 8 with weights 1/3. In exact arithmetic, the difference
     form of D² is the same; its rounding errors add up, those of the duals do not. Half of Δ, not
     half of γ: PowerGossip averages vectors with a rate of their own.
