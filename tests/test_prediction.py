@@ -2,6 +2,7 @@
 
 import math
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -259,6 +260,7 @@ def test_measured_and_predicted_from_rows_to_tables(
 ) -> None:
     """Rows made by the model itself have the ratio 1."""
     monkeypatch.setattr(experiment, "SECONDS", 0.0)
+    monkeypatch.setattr(experiment, "_gradient_seconds", lambda processes: 1 + processes / 8)
     words, phases = 50, ("data", "gradient", "averaging", "communication", "update")
     size = (words + 2 * 4 * experiment.HIDDEN) * experiment.HIDDEN + 8 * experiment.HIDDEN + words
     spent = {"gradient": 0.02, "update": 0.001, "communication": 0.004}
@@ -283,6 +285,18 @@ def test_measured_and_predicted_from_rows_to_tables(
     cases = len(experiment.METHODS) * len(experiment.PLACES)
     assert text.count(", 1.00)") == cases
     assert f"{size:,} parameters" in text
+
+
+def test_gradients_of_a_process_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experiment, "OF_GRADIENTS", 0.05)
+    monkeypatch.setattr(experiment, "_together", threading.Barrier(1))
+    assert experiment._count_gradients(0) > 0
+
+
+@pytest.mark.slow
+def test_processes_that_measure_gradients_begin_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experiment, "OF_GRADIENTS", 0.5)
+    assert 0 < experiment._gradient_seconds(2) < 0.5
 
 
 def test_the_figure_of_scale(tmp_path: Path) -> None:

@@ -233,10 +233,21 @@ class Network:
 
         With several copies, the mean of each: [copy, ...].
         """
+        return self.start_mean(tensor)()
+
+    def start_mean(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Start `mean(tensor)`. Returns a function that waits for the result and returns it.
+
+        All processes call both in the same order. The tensor must not change in between.
+        """
         transport = Reduction(self, tensor)
         transport.post()
-        means = transport.wait()
-        return means[0] if self.copies == 1 else means[:: self.hosted]
+
+        def wait() -> Tensor:
+            means = transport.wait()
+            return means[0] if self.copies == 1 else means[:: self.hosted]
+
+        return wait
 
     def gather(self, values: Tensor) -> Tensor:
         """values [worker, ...] of all n workers, in all processes. A measurement: not counted.
