@@ -32,7 +32,7 @@ from experiments import (
 )
 from experiments import __main__ as experiments_main
 from experiments.__main__ import main
-from experiments.launchers import Launcher
+from experiments.jobs import Launcher
 from experiments.runner import Experiment, Folder, Results, Run, carry_out
 from powergossip.errors import BadInput
 from powergossip.network import Processes
