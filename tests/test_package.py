@@ -23,7 +23,7 @@ import topologies
 import train
 from powergossip import presets
 from powergossip.runs import configuration
-from tests import launch, test_compare
+from tests import compared_runs, launch
 
 PACKAGE = launch.ROOT / "powergossip"
 TOP_LEVEL = {"algorithms", "compressors", "gossip_run", "topologies", "train"}
@@ -253,7 +253,7 @@ def test_console_scripts_run_from_an_empty_folder(
 ) -> None:
     arguments, words = SCRIPTS[name]
     if name == "powergossip-compare":
-        test_compare.write_run(tmp_path / "mine")
+        compared_runs.write_run(tmp_path / "mine")
     assert words in run_installed(installed, name, tmp_path, *arguments.split())
 
 
