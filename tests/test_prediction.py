@@ -158,7 +158,7 @@ def test_workers_are_spread_evenly() -> None:
 
 
 def test_rounds_of_gossip() -> None:
-    """As many steps of W as it takes to bring the slowest vector to a tenth."""
+    """The number of steps of W after which the slowest vector is a tenth."""
     ring = topologies.make("ring", 16)
     slow = torch.cos(2 * math.pi * torch.arange(16) / 16).double()
     rounds = math.ceil(prediction.consensus(ring).rounds)

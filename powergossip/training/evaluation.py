@@ -22,7 +22,7 @@ BUFFERS = ""  # their name among "squares": no parameter has it
 
 
 class Evaluation:
-    """Logs rows about the present models. All processes call its methods; no bits are counted.
+    """Logs rows about the present models. All processes call its methods. No bits are counted.
 
     mean_model   # Parameters of one model: the mean of all workers' at the last evaluation
     main_metric  # the one of the score, after the first evaluation
@@ -52,8 +52,7 @@ class Evaluation:
 
         `sums` are those of the batches' metrics over the last epoch, each [worker]. Returns a text
         for the progress bar, and a score: the larger, the better. It is that of the mean model if
-        it is evaluated, else the mean over workers; on validation data if there are any, else on
-        test data.
+        it is evaluated, else the mean over workers. Validation data come before test data.
         """
         network, parameters = self._network, self._parameters
         # The messages are in flight while the workers' models are evaluated.
@@ -87,7 +86,7 @@ class Evaluation:
         return shown, main.score(means.get("valid", means["test"]))
 
     def _splits(self) -> list[tuple[Split, str, str]]:
-        """Splits to evaluate on; tag `split` of the workers' rows, and of the mean model's."""
+        """Splits to evaluate on. Tag `split` of the workers' rows, and of the mean model's."""
         splits: list[tuple[Split, str, str]] = [("test", "test", "test_avg")]
         if "valid" in self._task.samples:
             splits.append(("valid", "valid", "valid_avg"))
