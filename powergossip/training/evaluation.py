@@ -53,6 +53,7 @@ class Evaluation:
         `sums` are those of the batches' metrics over the last epoch, each [worker]. Returns a text
         for the progress bar, and a score: the larger, the better. It is that of the mean model if
         it is evaluated, else the mean over workers. Validation data come before test data.
+        The text is about test data if they are evaluated.
         """
         network, parameters = self._network, self._parameters
         # The messages are in flight while the workers' models are evaluated.
@@ -77,17 +78,21 @@ class Evaluation:
         uncompressed = int(network.bits_to_all(parameters.layout.size, rounds)[0])
         self._log("uncompressed_gossip_bits", uncompressed, epoch)
 
-        shown = ""
-        main = self.main_metric = main_metric(self._task, means["test"])
-        if self._config.evaluate_average_model:
+        shown, averaged = "", self._config.evaluate_average_model
+        if averaged:
             means = self._log_mean_model(epoch, gathered)
-            shown = f"mean model{_shown(main, means['test'])}, "
+        of_shown = next(iter(means.values()))
+        main = self.main_metric = main_metric(self._task, of_shown)
+        if averaged:
+            shown = f"mean model{_shown(main, of_shown)}, "
         shown += f"consensus distance {self._consensus_distance:.2g}"
-        return shown, main.score(means.get("valid", means["test"]))
+        return shown, main.score(means.get("valid", of_shown))
 
     def _splits(self) -> list[tuple[Split, str, str]]:
         """Splits to evaluate on. Tag `split` of the workers' rows, and of the mean model's."""
-        splits: list[tuple[Split, str, str]] = [("test", "test", "test_avg")]
+        splits: list[tuple[Split, str, str]] = []
+        if self._config.evaluate_test_data:
+            splits.append(("test", "test", "test_avg"))
         if "valid" in self._task.samples:
             splits.append(("valid", "valid", "valid_avg"))
         if self._config.evaluate_training_data:
@@ -100,7 +105,7 @@ class Evaluation:
             ("batches", name): total.double().cpu() / self._steps_per_epoch
             for name, total in sums.items()
         }
-        for split, _, _ in self._splits():
+        for split, _, _ in self._splits() if self._config.evaluate_workers else ():
             tables = [self._means(self._task.evaluate(m, split)) for m in self._parameters.models]
             for name in tables[0]:
                 values = [table[name] for table in tables]
@@ -149,6 +154,8 @@ class Evaluation:
         """Raise Diverged for a metric of a worker's model that is infinite or NaN."""
         for split, _, _ in self._splits():
             found = self._columns_of(split, gathered)
+            if not found:  # the workers' models are not evaluated
+                continue
             derived = self._task.derived({name: values[0].item() for name, values in found.items()})
             for name, values in found.items():
                 if name not in derived:  # a perplexity may overflow
@@ -165,7 +172,8 @@ class Evaluation:
             for name, values in found.items():
                 for worker, value in enumerate(values.tolist()):
                     self._log(name, value, epoch, split=tag, worker=worker)
-            means[split] = {name: values.mean().item() for name, values in found.items()}
+            if found:
+                means[split] = {name: values.mean().item() for name, values in found.items()}
         return means
 
     def _log_mean_model(self, epoch: int, gathered: Columns) -> dict[Split, dict[str, float]]:

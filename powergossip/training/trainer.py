@@ -98,6 +98,11 @@ class Trainer:
         )
         self._agreement = Agreement(processes)
         with processes.agreed(), _memory_errors(len(self.network.workers)):
+            if not c.evaluate_test_data and "valid" not in self.task.samples:
+                raise ValueError(
+                    "evaluate_test_data=false: use true without validation data, or hold some out "
+                    "(validation_ratio)"
+                )
             models = [self.task.model(c.task_architecture, c.seed) for _ in self.network.workers]
             self.parameters = Parameters(models, self.device)
             self._check_spectrum_names()
