@@ -38,6 +38,7 @@ BASE = {
     "options",
     "parameters",
     "presets",
+    "programs",
     "randomness",
     "tensor_cache",
     "trees",
