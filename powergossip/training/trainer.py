@@ -175,12 +175,16 @@ class Trainer:
         return csr_array(reduce(add, matrices) / len(matrices))
 
     def _check_method(self) -> None:
-        """Raise ValueError for bad options of the method, before data are loaded."""
+        """Raise ValueError for bad options of the method, before data are loaded.
+
+        Give `overlapping` its default, which depends on the averaging rule.
+        """
         c, layout = self.config, Layout([(2, 2)])
-        self.hint = ""  # a sentence for the start of the run
+        self.hint, overlapping = "", True  # hint: a sentence for the start of the run
         if c.optimizer in algorithms.AVERAGING:
             averaging = self.averaging(layout)
             learning.check(c.learning, self.network, c.optimizer, averaging)
+            overlapping = learning.overlapping(c.learning, averaging)
             self.hint = self._hint(averaging)
         elif c.optimizer in aggregation.AGGREGATIONS:
             owns_momentum = self._aggregation(layout).owns_momentum
@@ -189,6 +193,8 @@ class Trainer:
                     f"local_optimizer={c.local_optimizer}: {c.optimizer} corrects the momentum of "
                     "sgd; use sgd"
                 )
+        if c.overlapping is None:
+            c.overlapping = overlapping
 
     def _hint(self, averaging: algorithms.Averaging) -> str:
         """A sentence on learning rules, or nothing where they do not apply."""
