@@ -125,22 +125,27 @@ def test_a_restored_state_continues_bit_for_bit(name: str, options: Options) -> 
 
 
 @pytest.mark.parallel([2, 4, 8])
-@pytest.mark.parametrize(("topology", "count"), [("ring", 50), ("star", 10)])
+@pytest.mark.parametrize(("topology", "count"), [("ring", 25), ("star", 10)])
 def test_the_layout_of_processes_does_not_change_the_results(topology: str, count: int) -> None:
     """Eight workers in 2, 4 and 8 processes and in one: equal bits and messages, x to 1e-5.
 
     Where a worker has many neighbors, power iteration at rank 2 multiplies rounding errors by about
     1.6 a step: hence fewer steps.
     """
-    layout = Layout(SHAPES)
+    layout, who = Layout(SHAPES), processes()
     for name, options in EVERY:
-        apart, together = Network(topologies.make(topology, 8)), alone(topology, 8)
-        expected = start(8, layout)
-        x = expected[apart.workers.start : apart.workers.stop].clone()
-        steps(together, algorithms.make(name, together, layout, options), expected, count)
+        apart, of_one = Network(topologies.make(topology, 8)), None
+        x = start(8, layout)[apart.workers.start : apart.workers.stop].clone()
         steps(apart, algorithms.make(name, apart, layout, options), x, count)
-        assert apart.gather(torch.tensor(apart.bits)).tolist() == together.bits.tolist()
-        assert apart.gather(torch.tensor(apart.messages)).tolist() == together.messages.tolist()
+        if who.rank == 0:
+            together, expected = alone(topology, 8), start(8, layout)
+            steps(together, algorithms.make(name, together, layout, options), expected, count)
+            of_one = expected, together.bits.tolist(), together.messages.tolist()
+        of_one = who.broadcast(of_one)
+        assert of_one is not None
+        expected, bits, messages = of_one
+        assert apart.gather(torch.tensor(apart.bits)).tolist() == bits
+        assert apart.gather(torch.tensor(apart.messages)).tolist() == messages
         difference = (apart.gather(x) - expected).abs() / (1 + expected.abs())
         assert difference.max() < 1e-5, (name, options)
 
