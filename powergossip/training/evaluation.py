@@ -116,9 +116,10 @@ class Evaluation:
         """The squared distance of each worker to the mean, by parameter and of the buffers."""
         x, buffers, layout = self._parameters.x, self._parameters.buffers, self._parameters.layout
         squares = (x - mean_x).double().square()
-        columns = {}
+        columns: Columns = {}
         for i, name in enumerate(self._parameters.names):
-            columns["squares", name] = sum(squares[:, span].sum(1) for span in layout.spans([i]))
+            (span,) = layout.spans([i])
+            columns["squares", name] = squares[:, span].sum(1)
         of_buffers = squares.new_zeros(len(x))
         if mean_buffers is not None:
             # A mask may have infinite elements, equal in all workers.
