@@ -118,7 +118,8 @@ class Evaluation:
         squares = (x - mean_x).double().square()
         columns = {}
         for i, name in enumerate(self._parameters.names):
-            columns["squares", name] = sum(squares[:, span].sum(1) for span in layout.spans([i]))
+            (span,) = layout.spans([i])
+            columns["squares", name] = squares[:, span].sum(1)
         of_buffers = squares.new_zeros(len(x))
         if mean_buffers is not None:
             # A mask may have infinite elements, equal in all workers.
