@@ -76,7 +76,9 @@ class Config:
     #   too: tensorboard, wandb, mlflow
     evaluation_interval: int = 1  # epochs between evaluations (the last epoch always has one)
     evaluate_average_model: bool = True  # evaluate the mean of all workers' models
+    evaluate_workers: bool = True  # evaluate each worker's model
     evaluate_training_data: bool = False  # also evaluate on all training data, not augmented
+    evaluate_test_data: bool = True  # false, for tuning: evaluate on validation data only
     mean_model_statistics: str = "averaged"  # batch norm: averaged, or recalibrated on data
     recalibration_batches: int = 10  # per worker
 

@@ -49,13 +49,13 @@ class Evaluation:
         `sums` are those of the batches' metrics over the last epoch, each [worker]. Returns a text
         for the progress bar, and a score: the larger, the better. It is that of the mean model if
         it is evaluated, else the mean over workers; on validation data if there are any, else on
-        test data.
+        test data. The text is about test data if they are evaluated.
         """
         network = self._network
         of_batches, of_workers = self._measure_workers(epoch, step, sums)
         for name, value in self._with_derived(of_batches).items():
             self._log(name, value, epoch, split="train")
-        means = self._log_workers(epoch, of_workers)
+        means = self._log_workers(epoch, of_workers) if of_workers else {}
         parameters = self._parameters
         mean_x = network.mean(parameters.x)
         mean_buffers = network.mean(parameters.buffers) if parameters.buffers.numel() else None
@@ -65,17 +65,21 @@ class Evaluation:
         uncompressed = int(network.bits_to_all(self._parameters.layout.size, rounds)[0])
         self._log("uncompressed_gossip_bits", uncompressed, epoch)
 
-        shown = ""
-        main = self.main_metric = main_metric(self._task, means["test"])
-        if self._config.evaluate_average_model:
+        shown, averaged = "", self._config.evaluate_average_model
+        if averaged:
             means = self._of_mean_model(epoch, mean_x, mean_buffers)
-            shown = f"mean model{_shown(main, means['test'])}, "
+        of_shown = next(iter(means.values()))
+        main = self.main_metric = main_metric(self._task, of_shown)
+        if averaged:
+            shown = f"mean model{_shown(main, of_shown)}, "
         shown += f"consensus distance {self._consensus_distance:.2g}"
-        return shown, main.score(means.get("valid", means["test"]))
+        return shown, main.score(means.get("valid", of_shown))
 
     def _splits(self) -> list[tuple[Split, str, str]]:
         """Splits to evaluate on; tag `split` of the workers' rows, and of the mean model's."""
-        splits: list[tuple[Split, str, str]] = [("test", "test", "test_avg")]
+        splits: list[tuple[Split, str, str]] = []
+        if self._config.evaluate_test_data:
+            splits.append(("test", "test", "test_avg"))
         if "valid" in self._task.samples:
             splits.append(("valid", "valid", "valid_avg"))
         if self._config.evaluate_training_data:
@@ -90,15 +94,18 @@ class Evaluation:
         Returns the mean over steps and workers of each metric of the batches, and the metrics of
         each worker's model by split and name, each [worker], for all n.
         """
+        splits = [split for split, _, _ in self._splits()] if self._config.evaluate_workers else []
         tables = {
             split: [self._means(self._task.evaluate(m, split)) for m in self._parameters.models]
-            for split, _, _ in self._splits()
+            for split in splits
         }
         columns = [total.double().cpu() / self._steps_per_epoch for total in sums.values()]
         for of_hosted in tables.values():
             for name in of_hosted[0]:
                 column = [table[name] for table in of_hosted]
                 columns.append(torch.tensor(column, dtype=torch.float64))
+        if not columns:  # nothing to measure before the first step
+            return {}, {}
         gathered = iter(self._network.gather(torch.stack(columns, 1)).unbind(1))
         of_batches = {name: next(gathered).mean().item() for name in sums}
         found: dict[Split, dict[str, Tensor]] = {}

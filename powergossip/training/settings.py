@@ -174,6 +174,8 @@ def _check_values(c: Any) -> None:
     checks.fraction("decentralized_data_shuffled_ratio", c.decentralized_data_shuffled_ratio)
     checks.one_of("decentralized_data_placement", c.decentralized_data_placement, PLACEMENTS)
     checks.one_of("mean_model_statistics", c.mean_model_statistics, ("averaged", "recalibrated"))
+    if not c.evaluate_workers and not c.evaluate_average_model:
+        raise ValueError("evaluate_workers=false: use true with evaluate_average_model=false")
     checks.one_of("lr_schedule", c.lr_schedule, ("milestones", "cosine"))
     checks.one_of("local_optimizer", c.local_optimizer, LOCAL_OPTIMIZERS)
     checks.one_of("precision", c.precision, PRECISIONS)
