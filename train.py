@@ -135,6 +135,13 @@ class Config:
     topology_options: dict[str, Any] = field(default_factory=dict)  # such as {degree: 4}
     overlapping: bool = True  # gossip while the gradient is computed (false: after the update)
     local_steps: int = 1  # gossip every k-th step
+    gossip: str = "synchronous"  # exchanges with neighbors are waited for: synchronous, all of them
+    #   before each step is over. bounded: where an edge is more than max_delay exchanges behind.
+    #   asynchronous: never (docs/when-workers-fail.md)
+    max_delay: int | None = None  # of bounded. asynchronous: the delay to expect. The default
+    #   diffusion rate is divided by 1 + max_delay (1)
+    scenario: Any = None  # a file with speeds, delays, losses, deaths and joins of workers, for the
+    #   virtual clock: one process hosts all workers, and seconds in rows are virtual
     learning: str = "dpsgd"  # the rule of gossip: dpsgd, or for data that differ between workers:
     #   quasi-global-momentum, gradient-tracking, k-gt, momentum-tracking, gt-nsgd,
     #   exact-diffusion, beer, motef (the last two with optimizer=choco), relay-sgd (on trees)

@@ -238,6 +238,11 @@ class Network:
         means = transport.wait()
         return means[0] if self.copies == 1 else means[:: self.hosted]
 
+    @property
+    def present(self) -> Sequence[int]:
+        """The workers whose values `gather` returns."""
+        return range(self.n_workers)
+
     def gather(self, values: Tensor) -> Tensor:
         """values [worker, ...] of all n workers, in all processes. A measurement: not counted.
 

@@ -123,7 +123,7 @@ class Evaluation:
         """Log rows for each worker's model. Returns the means over workers, by split."""
         for split, workers_rows, _ in self._splits():
             for name, values in measured[split].items():
-                for worker, value in enumerate(values.tolist()):
+                for worker, value in zip(self._network.present, values.tolist(), strict=True):
                     self._log(name, value, epoch, split=workers_rows, worker=worker)
         return {
             split: {name: values.mean().item() for name, values in found.items()}
