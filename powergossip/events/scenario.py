@@ -173,7 +173,8 @@ def read(values: Mapping[str, Any], n_workers: int, seed: int) -> Scenario:
     if not isinstance(speeds, Mapping):
         raise BadValue("scenario.speeds", speeds, "a mapping of workers to speeds")
     for worker, speed in speeds.items():
-        _check_worker("scenario.speeds", worker, n_workers)
+        number = int(worker) if str(worker).isdigit() else worker
+        _check_worker("scenario.speeds", number, n_workers)
         checks.positive(f"scenario.speeds.{worker}", speed)
     given["speeds"] = {int(worker): float(speed) for worker, speed in speeds.items()}
     given["late"] = _late(given.get("late") or {})

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from powergossip.algorithms import rates
+from powergossip import checks
 from powergossip.checks import BadValue
 from powergossip.events import exchanges, rules, scenario
 from powergossip.events.members import Members, View
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.events.worker import Policy, Worker
-from powergossip.network import Network, Processes
+from powergossip.network import Losses, Network, Processes
 from powergossip.parameters import Layout, Parameters
 from powergossip.training.local_optimizers import LocalOptimizer, learning_rate
 
@@ -23,7 +24,24 @@ Gradient = Callable[[int, int, int, int], dict[str, Tensor]]  # see Gradients.of
 
 def event_driven(c: Any) -> bool:
     """Whether a configuration trains by exchanges of edges, and not by steps of all workers."""
-    return bool(c.scenario is not None or c.gossip != "synchronous")
+    return (c.scenario is not None or c.gossip != "synchronous") and not one_way(c)
+
+
+def one_way(c: Any) -> bool:
+    """Whether the method's messages are no exchanges: then a scenario has losses only."""
+    return bool(c.optimizer == "push-sum" or c.learning == "relay-sgd")
+
+
+def losses_of(c: Any) -> Losses | None:
+    """The lost messages of a method without exchanges. Raises BadValue for other scenarios."""
+    if not one_way(c) or (c.scenario is None and c.gossip == "synchronous"):
+        return None
+    drawn = scenario.read(c.scenario or {}, c.n_workers, c.seed)
+    method = "push-sum" if c.optimizer == "push-sum" else "relay-sgd"
+    checks.check("gossip", c.gossip, c.gossip == "synchronous", f"synchronous with {method}")
+    others = sorted(set(c.scenario) - {"loss"})
+    checks.check("scenario", others, not others, f"loss alone with {method}")
+    return Losses(drawn.lost, bool(c.get("optimizer_running_sums")))
 
 
 class EventTraining:
@@ -127,10 +145,17 @@ class EventTraining:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but x, as the bytes of a file: events uint8 [1, bytes]."""
-        workers = self.clock.workers
         state = {
             "clock": self.clock.state_dict(),
-            "locals": {index: self._locals[index].state_dict() for index in workers},
+            "workers": {
+                index: {
+                    "local": self._locals[index].state_dict(),
+                    # Of an update that is still to come.
+                    "rate": self._locals[index].rate,
+                    "grad": self._parameters.grad[index].clone(),
+                }
+                for index in self.clock.workers
+            },
             "last": self._last,
         }
         file = io.BytesIO()
@@ -144,8 +169,10 @@ class EventTraining:
         device = self._network.device
         found = torch.load(io.BytesIO(data), map_location=device, weights_only=True)
         self.clock.load_state_dict(found["clock"])
-        for index, of_worker in found["locals"].items():
-            self._locals[index].load_state_dict(of_worker)
+        for index, of_worker in found["workers"].items():
+            self._locals[index].load_state_dict(of_worker["local"])
+            self._locals[index].rate = of_worker["rate"]
+            self._parameters.grad[index] = of_worker["grad"]
         self._last = found["last"]
 
 

@@ -270,6 +270,8 @@ def _resolve_events(c: Any, n_processes: int) -> None:
     checks.one_of("gossip", c.gossip, POLICIES)
     if isinstance(c.scenario, str):
         c.scenario = scenario.load(c.scenario)
+    if c.scenario is not None:
+        c.scenario = _with_names(c.scenario)
     if c.gossip == "synchronous":
         checks.check("max_delay", c.max_delay, c.max_delay is None, "null with gossip=synchronous")
         if c.scenario is None:
@@ -283,6 +285,13 @@ def _resolve_events(c: Any, n_processes: int) -> None:
     checks.check("local_steps", c.local_steps, c.local_steps == 1, f"1 with {key}")
     on = c.batched_gradients == "on"
     checks.check("batched_gradients", c.batched_gradients, not on, f"auto or off with {key}")
+
+
+def _with_names(tree: Any) -> Any:
+    """The same with strings for keys, as JSON has them."""
+    if isinstance(tree, Mapping | DictConfig):
+        return {str(key): _with_names(value) for key, value in tree.items()}
+    return [_with_names(value) for value in tree] if isinstance(tree, list | ListConfig) else tree
 
 
 # --- Options of the method -----------------------------------------------------------------------

@@ -32,6 +32,7 @@ from powergossip.training.event_training import (
     PresentParameters,
     Survivors,
     event_driven,
+    losses_of,
 )
 from powergossip.training.first_batch import check_first_batch, check_sizes
 from powergossip.training.gradients import Gradients
@@ -84,6 +85,7 @@ class Trainer:
                 stage,
                 measure=self.clock,
                 all_reduce=c.all_reduce,
+                losses=losses_of(c),
             )
             self.hint = check_method(c, self.network)  # a sentence for the start of the run
         channel = self.network.channel  # all processes make it together
