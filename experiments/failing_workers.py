@@ -126,8 +126,7 @@ def late_exchanges(
             panels, folder / "figure.svg", "virtual seconds", "accuracy of the mean model"
         )
         seconds = {
-            case: [f"{_last(results, run, 'seconds'):.0f} s" for run in of_case[:1]][0]
-            for case, of_case in runs.items()
+            case: f"{_last(results, of_case[0], 'seconds'):.0f} s" for case, of_case in runs.items()
         }
         return _table(results, runs, OF_LATE, POLICIES, seconds)
 

@@ -37,9 +37,9 @@ def decay(workers: int, accelerated: bool, units: int) -> float:
     ],
 )
 def test_decay_rates_per_unit_of_time(workers, units, plain, accelerated):
-    """To a tenth of the exponent for pairs, a fifth with the second copy."""
-    assert math.log(decay(workers, False, units)) == pytest.approx(math.log(plain), rel=0.25)
-    assert math.log(decay(workers, True, units)) == pytest.approx(math.log(accelerated), rel=0.25)
+    """To 15 % of the exponent. Those expected are measured on other seeds, with numpy."""
+    assert math.log(decay(workers, False, units)) == pytest.approx(math.log(plain), rel=0.15)
+    assert math.log(decay(workers, True, units)) == pytest.approx(math.log(accelerated), rel=0.15)
 
 
 def test_constants_of_a_ring():

@@ -1,5 +1,6 @@
 """Laws of exchanges by edges on the virtual clock: late, skipped, and without delays."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from powergossip import algorithms, topologies
 from powergossip.algorithms import learning
-from powergossip.events import exchanges
+from powergossip.events import exchanges, order
 from powergossip.network import Network
 from powergossip.parameters import Layout
 from tests.exchanging import (
@@ -113,7 +114,7 @@ def test_late_exchanges_average_exactly(name):
         x = start(8, torch.float64, seed)
         mean = x.mean(0)
         first = float((x - mean).square().sum())
-        given = {"vector_rate": 1 / (1 + delay)} if name == "power" else {}
+        given: dict[str, Any] = {"vector_rate": 1 / (1 + delay)} if name == "power" else {}
         clock = averaging_clock(
             x,
             name=name,
@@ -182,9 +183,7 @@ def test_synchronous_learning_is_the_rule_of_all_workers(rule, name, overlapping
         known = {"overlapping": overlapping} if rule != "exact-diffusion" else {}
         reference = learning.make(rule, network, make, parameters, SGD(0.1), **known)
     train(reference, expected, 7)
-    clock = learning_clock(
-        problem, rule, 0.1, name=name, rule_options={"overlapping": overlapping}
-    )
+    clock = learning_clock(problem, rule, 0.1, name=name, rule_options={"overlapping": overlapping})
     clock.run(7)
     torch.testing.assert_close(problem.x, expected.x, rtol=0, atol=1e-12)
 
@@ -212,7 +211,6 @@ def test_a_clock_resumes_in_the_middle_with_the_same_bits(name, gossip):
     clock = clock_of(x)
     clock.run_until(7.3)
     state, saved = clock.state_dict(), x.clone()
-    import copy
 
     state = copy.deepcopy(state)
     clock.run_until(20)
@@ -236,3 +234,42 @@ def test_losses_at_both_ends_are_exact_and_at_one_end_biased(name):
             assert float((x - mean).abs().max()) < 1e-9
     assert biases["both"] < 1e-12
     assert biases["one"] > 1e-2
+
+
+ELASTIC: dict[str, Any] = {
+    **LATE,
+    "loss": {"fraction": 0.05, "ends": "one"},
+    "deaths": [{"worker": 2, "at": 6.0}, {"worker": 6, "at": 8.0}],
+    "joins": [{"worker": 2, "at": 14.0}, {"worker": 7, "at": 5.0}],
+    "detection": 0.7,
+}
+
+
+@pytest.mark.parametrize("gossip", ["synchronous", "asynchronous"])
+@pytest.mark.parametrize(
+    ("rule", "name"),
+    [("dpsgd", "power"), ("exact-diffusion", "plain"), ("quasi-global-momentum", "top-k")],
+)
+def test_the_order_of_events_replays_a_run(rule, name, gossip, tmp_path):
+    problem, again = Quadratics(), Quadratics()
+    given = {"name": name, "gossip": gossip, "diffusion_rate": 0.3}
+    clock = learning_clock(problem, rule, 0.05, values=ELASTIC, record=True, **given)
+    clock.run_until(25.0)
+    order.write(tmp_path / "order.jsonl", clock.order)
+    entries = order.read(tmp_path / "order.jsonl")
+    assert {"apply", "skip", "learn", "die", "join"} < {entry.kind for entry in entries}
+    other = learning_clock(again, rule, 0.05, **given)
+    again.x.zero_()
+    replay = order.Replay(entries, again.x, other._make, other._compute)
+    for _ in range(len(entries) // 2):
+        replay.advance()
+    state, x = copy.deepcopy(replay.state_dict()), again.x.clone()
+    replay.run_all()
+    assert torch.equal(again.x, problem.x)
+    assert problem.x.any()
+    again.x.copy_(x)
+    resumed = order.Replay(entries, again.x, other._make, other._compute)
+    again.x.copy_(x)
+    resumed.load_state_dict(state)
+    resumed.run_all()
+    assert torch.equal(again.x, problem.x)

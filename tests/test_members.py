@@ -1,5 +1,7 @@
 """Weights of the edges between survivors, lost workers, and replacements."""
 
+from typing import Any
+
 import networkx as nx
 import numpy as np
 import pytest
@@ -104,7 +106,8 @@ def test_survivors_find_their_optimum_and_their_duals_sum_to_0(gossip):
     )
     clock.run_until(700.2)
     assert of_survivors(problem, clock.alive) < 1e-9
-    duals = [d for worker in clock.workers.values() for d in worker.rule.duals.values()]
+    of_workers: list[Any] = [worker.rule for worker in clock.workers.values()]
+    duals = [d for rule in of_workers for d in rule.duals.values()]
     assert float(sum(duals).add(clock.unapplied()).abs().max()) < 1e-14 * len(duals) * 10
 
 
@@ -147,4 +150,7 @@ def test_a_stopped_worker_takes_no_step_and_goes_on():
     assert [clock.workers[i].steps for i in range(4)] == [13, 3, 13, 13]
     clock.run_until(15.0)
     assert clock.workers[1].steps == 5
-    assert float(x.sum(0).add(clock.unapplied()).sub(start(4, torch.float64).sum(0)).abs().max()) < 1e-12
+    assert (
+        float(x.sum(0).add(clock.unapplied()).sub(start(4, torch.float64).sum(0)).abs().max())
+        < 1e-12
+    )

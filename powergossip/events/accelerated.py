@@ -48,7 +48,7 @@ class Constants(NamedTuple):
 def rates_of(topology: Topology, rate: float = 1.0) -> np.ndarray:
     """Exchanges of each edge per unit of time, float64 [edge].
 
-    Each worker starts `rate`/2 of them, with a random neighbor, and takes part in about as many that
+    Each worker starts `rate`/2 of them, with a random neighbor. It takes part in about as many that
     others start.
     """
     degrees = np.bincount(topology.edges.flatten(), minlength=topology.n_workers)

@@ -4,8 +4,8 @@ The rules of `powergossip.algorithms` average all workers in one step. Here the 
 (i, j). It has a counter k of its own, and each end has its own state. An exchange consists of two
 messages, the *parts* of the ends:
 
-    s_i = end.part(x_i, k)                      sent to j, and remembered until exchange k is applied
-    u_ij = end.exchange(s_i, s_j, k, w)         x_i ← x_i + u_ij, when both parts are there
+    s_i = end.part(x_i, k)                     sent to j, and kept until exchange k is applied
+    u_ij = end.exchange(s_i, s_j, k, w)        x_i ← x_i + u_ij, when both parts are there
 
 Both ends compute u_ij = −u_ji from the same bits, each at its own time. Σ_i x_i is thus conserved
 whatever the speeds of workers and the delays of messages. An end starts exchange k + 1 after it has
@@ -74,9 +74,10 @@ class Exchanges(Protocol):
 
 
 class PlainExchanges:
-    """x_i ← x_i + γ w (s_j − s_i), s_i = x_i.    Xiao & Boyd (2004), doi:10.1016/j.sysconle.2004.02.022
+    """x_i ← x_i + γ w (s_j − s_i), s_i = x_i.
 
-    A part has D elements. Raises BadValue unless γ > 0.
+    Xiao & Boyd (2004), doi:10.1016/j.sysconle.2004.02.022. A part has D elements. Raises BadValue
+    unless γ > 0.
     """
 
     rounds = 1
@@ -346,7 +347,7 @@ EXCHANGES: dict[str, _options.Row] = {
 
 
 def make(name: str, layout: Layout, **given: Any) -> Exchanges:
-    """Build the rule of that name. Raises ValueError for an unknown name or option, or bad values."""
+    """Build the rule of that name. Raises ValueError for unknown names and options, bad values."""
     row = _options.find(EXCHANGES, "algorithm", name)
     known = _options.defaults(row, given, compressor=compressors.COMPRESSORS)
     _options.check(name, given, known)

@@ -7,6 +7,7 @@ of each worker.
 
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -90,7 +91,7 @@ def without(weights: Weights, removed: Iterable[int]) -> dict[int, dict[int, flo
         for a in neighbors:
             del left[a][v]
         part = 0.5 if len(neighbors) > 2 else 1.0
-        for a, b in zip(neighbors, neighbors[1:], strict=False):
+        for a, b in pairwise(neighbors):
             more = part * min(spare[a], spare[b])
             left[a][b] = left[b][a] = left[a].get(b, 0.0) + more
     return {i: dict(sorted(row.items())) for i, row in left.items()}

@@ -19,7 +19,7 @@ Axes: D parameters of a worker.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -63,6 +63,13 @@ class Row(Protocol):
         ...
 
 
+class Variables(NamedTuple):
+    """Variables that are averaged only. x: [1, D]."""
+
+    x: Tensor
+    layout: Layout
+
+
 class Rule:
     """A learning rule without learning: x changes by exchanges only. The base of the others.
 
@@ -73,8 +80,8 @@ class Rule:
     overlaps: ClassVar[bool] = True
     synchronous: ClassVar[bool] = False
 
-    def __init__(self, row: Row, overlapping: bool = True):
-        self._x, self._g, self.layout = row.x, row.grad, row.layout
+    def __init__(self, row: "Row | Variables", overlapping: bool = True):
+        self._x, self.layout = row.x, row.layout
         self.overlapping = overlapping and self.overlaps
 
     def variables(self) -> Tensor:
@@ -121,7 +128,7 @@ class _Learning(Rule):
         clip: float | None = None,
     ):
         super().__init__(row, overlapping)
-        self._local = local
+        self._g, self._local = row.grad, local
         parameters: Any = row
         self._correct = Correction(parameters, weight_decay, clip)
 

@@ -14,6 +14,8 @@ A scenario is a file in YAML. All keys are optional:
     stops: [{worker: 5, at: 7.0, seconds: 10.0}]
     joins: [{worker: 3, at: 40.0}]     # a replacement, or a worker that is not there at the start
 
+    replay: order.jsonl                # alone: the events of another run, see order.py
+
 With `ends: one`, each of the two messages of an exchange is late or lost by itself. With `ends:
 both`, the two are late or lost together. Where a part is lost, its receiver skips the exchange.
 Losses in bursts, by the model of Gilbert (1960) and Elliott (1963), have in place of a fraction the
@@ -38,6 +40,7 @@ from powergossip.checks import BadValue
 from powergossip.randomness import generator
 
 ENDS = ("one", "both")
+POLICIES = ("synchronous", "bounded", "asynchronous")  # key gossip, see worker.Policy
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class Scenario:
     detection: float = 0.0
     stops: Sequence[Happening] = ()
     joins: Sequence[Happening] = ()
+    replay: str | None = None
 
     @property
     def elastic(self) -> bool:
@@ -159,11 +163,50 @@ def load(path: str | Path) -> dict[str, Any]:
     return dict(found or {})
 
 
+def resolve(c: Any, n_processes: int) -> bool:
+    """Replace a file in c.scenario by its contents, and give c.max_delay its value.
+
+    c: a configuration with the keys gossip, max_delay and scenario. Returns whether they have other
+    values than those of synchronous steps without a scenario. Raises ValueError for bad values, and
+    for several processes where one has to host all workers.
+    """
+    checks.one_of("gossip", c.gossip, POLICIES)
+    if isinstance(c.scenario, str):
+        c.scenario = load(c.scenario)
+    if c.scenario is not None:
+        c.scenario = _with_names(c.scenario)
+    if c.gossip == "synchronous":
+        checks.check("max_delay", c.max_delay, c.max_delay is None, "null with gossip=synchronous")
+        if c.scenario is None:
+            return False
+    else:
+        c.max_delay = 1 if c.max_delay is None else c.max_delay
+        checks.not_negative("max_delay", c.max_delay)
+    if n_processes > 1:
+        key = f"gossip={c.gossip}" if c.scenario is None else "scenario"
+        raise ValueError(f"{key}: use one process, which hosts all workers on the virtual clock")
+    return True
+
+
+def _with_names(tree: Any) -> Any:
+    """The same with strings for keys, as JSON has them."""
+    if isinstance(tree, Mapping):
+        return {str(key): _with_names(value) for key, value in tree.items()}
+    return [_with_names(value) for value in tree] if _is_list(tree) else tree
+
+
+def _is_list(tree: Any) -> bool:
+    return isinstance(tree, Sequence) and not isinstance(tree, str)
+
+
 def read(values: Mapping[str, Any], n_workers: int, seed: int) -> Scenario:
     """Build a scenario from the contents of a file. Raises BadValue, with a key of the file."""
     known = [name for name in Scenario.__dataclass_fields__ if name not in ("n_workers", "seed")]
     _check_keys("scenario", values, known)
     given = dict(values)
+    if given.get("replay") is not None:
+        checks.check("scenario.replay", given["replay"], len(given) == 1, "it alone")
+        return Scenario(n_workers=n_workers, seed=seed, replay=str(given["replay"]))
     for key in ("seconds_per_step", "link_rate"):
         if given.get(key) is not None:
             checks.positive(f"scenario.{key}", given[key])
@@ -225,9 +268,7 @@ def _deaths(values: Any, n_workers: int, seed: int) -> list[Happening]:
     return [Happening(int(w), float(t)) for w, t in zip(workers, times, strict=True)]
 
 
-def _happenings(
-    key: str, values: Any, own: Sequence[str], n_workers: int
-) -> list[Happening]:
+def _happenings(key: str, values: Any, own: Sequence[str], n_workers: int) -> list[Happening]:
     if isinstance(values, str | Mapping) or not isinstance(values, Sequence):
         raise BadValue(f"scenario.{key}", values, f"a list of mappings with {', '.join(own)}")
     found = []

@@ -5,7 +5,7 @@ arrive before workers go on, and otherwise events happen in the order in which t
 """
 
 import heapq
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -13,16 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powergossip.events.members import View, dead, union
-from powergossip.events.order import Entry
-from powergossip.events.scenario import Happening, Scenario
+from powergossip.events.members import View
+from powergossip.events.order import Compute, Entry, Make, begin_late, raised
+from powergossip.events.scenario import Scenario
 from powergossip.events.worker import Action, Message, Worker, packed, unpacked
 
 # At the same time, in this order.
 _KINDS = ("die", "join", "stop", "notice", "arrive", "resume")
-
-Compute = Callable[[int, int], None]  # (worker, its step): the gradient of that step
-Make = Callable[[int, View, int], Worker]  # (worker, its view, its steps) → a new Worker
 
 
 @dataclass
@@ -113,7 +110,7 @@ class VirtualClock:
         The sum of the variables of all workers and of this is conserved, as long as no worker dies
         and no message is lost at one end.
         """
-        total = 0.0
+        total: Tensor | float = 0.0
         for i, worker in self.workers.items():
             for j, edge in worker.edges.items():
                 other = self.workers[j].edges.get(i) if j in self._lives else None
@@ -216,7 +213,8 @@ class VirtualClock:
         del self._lives[index]
         self._resuming.discard(index)
         self._stopped.pop(index, None)
-        self._raise_version(index)
+        self._versions = raised(self._versions, index)
+        self._write("die", index)
         for j in neighbors:
             self._plan(self.now + self.scenario.detection, "notice", j, list(self._versions))
 
@@ -228,30 +226,24 @@ class VirtualClock:
             self._wake(index)
 
     def _join(self, index: int) -> None:
-        """A worker begins with the mean of its neighbors' x, which send it, and with their steps."""
-        self._raise_version(index)
-        view = self._versions
-        for lives in self._lives.values():
-            view = union(view, lives.worker.view)
-        newcomer = self._make(index, view, 0)
-        neighbors = [j for j in newcomer.edges if j in self._lives] or self.alive
-        self._x[index] = torch.stack([self._x[j] for j in neighbors]).mean(0)
-        steps = [self._lives[j].worker.steps for j in neighbors]
-        newcomer = self._make(index, view, sum(steps) // len(steps))
-        bits = 8 * self._x[index].numel() * self._x.element_size()
-        for j in neighbors:
-            self.bits[j] += bits
+        """A worker begins with the mean of its neighbors' x, and with the mean of their steps."""
+        self._versions = raised(self._versions, index)
+        newcomer, sources = begin_late(index, -1, self._versions, self.workers, self._x, self._make)
+        self._write("join", index, newcomer.steps)
+        for j in sources:
+            self.bits[j] += 8 * self._x[j].numel() * self._x.element_size()
             self.messages[j] += 1
-            self._notice(j, list(view))
+            self._notice(j, list(newcomer.view))
         self._begin(newcomer)
-
-    def _raise_version(self, index: int) -> None:
-        self._versions = tuple(v + (i == index) for i, v in enumerate(self._versions))
 
     def _write_order(self, worker: Worker) -> None:
         if self.record:
             self.order += [Entry(self.now, kind, worker.index, j, k) for kind, j, k in worker.log]
         worker.log.clear()
+
+    def _write(self, kind: str, index: int, counter: int = -1) -> None:
+        if self.record:
+            self.order.append(Entry(self.now, kind, index, -1, counter))
 
     # --- State ---
 
@@ -297,16 +289,3 @@ class VirtualClock:
             next(life)  # at the same place as when it was saved
             worker.log.clear()
             self._lives[index] = _Lives(worker, life, Action(saved["action"]))
-
-
-def alive_of(view: View) -> list[int]:
-    """The workers that are alive in a view."""
-    gone = dead(view)
-    return [worker for worker in range(len(view)) if worker not in gone]
-
-
-def happenings(scenario: Scenario) -> list[tuple[str, Happening]]:
-    """Deaths, stops and joins, by time."""
-    found = [("death", d) for d in scenario.deaths] + [("stop", s) for s in scenario.stops]
-    found += [("join", j) for j in scenario.joins]
-    return sorted(found, key=lambda of: of[1].at)

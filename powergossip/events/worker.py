@@ -20,8 +20,7 @@ from torch import Tensor
 from powergossip.events.exchanges import End, Exchanges
 from powergossip.events.members import Members, View, union
 from powergossip.events.rules import Rule
-
-POLICIES = ("synchronous", "bounded", "asynchronous")
+from powergossip.events.scenario import POLICIES
 
 
 class Action(Enum):
@@ -231,10 +230,11 @@ class Worker:
         merged = union(self.view, view)
         if merged == self.view:
             return
-        for j in [j for j in self.edges if merged[j] != self.view[j]]:
-            self._note("forget", j, merged[j])
-            del self.edges[j]
-            self.rule.forget(j)
+        for j in [j for j, version in enumerate(merged) if version != self.view[j]]:
+            self._note("learn", j, merged[j])
+            if j in self.edges:
+                del self.edges[j]
+                self.rule.forget(j)
         self.view = merged
         self._open()
 

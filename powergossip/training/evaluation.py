@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from powergossip.network import Network
 from powergossip.parameters import Parameters
 from powergossip.tasks import MainMetric, Split, Task, main_metric
+from powergossip.training.event_training import PresentParameters, Survivors
 from powergossip.training.measurements import Rows, check_finite
 
 
@@ -29,9 +30,9 @@ class Evaluation:
     def __init__(
         self,
         config: Any,
-        network: Network,
+        network: Network | Survivors,
         task: Task,
-        parameters: Parameters,
+        parameters: Parameters | PresentParameters,
         steps_per_epoch: int,
         rows: Rows,
     ):

@@ -2,17 +2,19 @@
 
 import io
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from powergossip.algorithms import rates
 from powergossip import checks
+from powergossip.algorithms import rates
 from powergossip.checks import BadValue
 from powergossip.events import exchanges, rules, scenario
 from powergossip.events.members import Members, View
+from powergossip.events.order import Replay, read
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.events.worker import Policy, Worker
 from powergossip.network import Losses, Network, Processes
@@ -51,7 +53,7 @@ class EventTraining:
     options   # of the averaging rule
     gradient  # (worker, epoch, step in it, step) → metrics; adds to parameters.grad
 
-    clock     # the VirtualClock
+    clock     # VirtualClock, or Replay
 
     Every worker has its own count of steps, its own local optimizer, and the learning rate of its
     own progress. A worker that has taken more than the steps of num_epochs goes on in further
@@ -76,12 +78,13 @@ class EventTraining:
         self._exchanges: exchanges.Exchanges | None = None
         self._sums: dict[str, list[list[float]]] = {}  # name → [worker] → sum and count
         self._last: dict[str, Tensor] = {}  # name → [worker]
-        self.clock = VirtualClock(
-            scenario.read(config.scenario or {}, config.n_workers, config.seed),
-            parameters.x,
-            self._make_worker,
-            self._compute,
-        )
+        drawn = scenario.read(config.scenario or {}, config.n_workers, config.seed)
+        given = parameters.x, self._make_worker, self._compute
+        self.clock: VirtualClock | Replay
+        if drawn.replay is not None:
+            self.clock = Replay(read(Path(drawn.replay)), *given)
+        else:
+            self.clock = VirtualClock(drawn, *given)
 
     @property
     def present(self) -> list[int]:
@@ -111,9 +114,7 @@ class EventTraining:
         row = _Row(self._parameters, index)
         rule = self._make_rule(row, index)
         if self._exchanges is None:
-            self._exchanges = exchanges.make(
-                self._config.optimizer, rule.layout, **self._options
-            )
+            self._exchanges = exchanges.make(self._config.optimizer, rule.layout, **self._options)
         return Worker(index, self._members, self._exchanges, rule, self._policy, view, steps)
 
     def _make_rule(self, row: "_Row", index: int) -> rules.Rule:

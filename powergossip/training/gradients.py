@@ -70,9 +70,7 @@ class Gradients:
                 collected.setdefault(name, []).append(value)
         return {name: torch.stack(values) for name, values in collected.items()}
 
-    def of_worker(
-        self, worker: int, epoch: int, step: int, step_of_run: int
-    ) -> dict[str, Tensor]:
+    def of_worker(self, worker: int, epoch: int, step: int, step_of_run: int) -> dict[str, Tensor]:
         """Add the gradient of one hosted worker to its row of parameters.grad. See `__call__`."""
         batch = self._batch(worker, epoch, step, step_of_run)
         model = self._parameters.models[worker - self._network.workers[0]]

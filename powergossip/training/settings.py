@@ -17,7 +17,6 @@ from omegaconf import DictConfig, ListConfig
 from powergossip import algorithms, checks, compressors, options, tasks
 from powergossip.algorithms import aggregation, ddp, learning
 from powergossip.events import scenario
-from powergossip.events.worker import POLICIES
 from powergossip.network import BACKENDS, Processes
 from powergossip.network import hosted_workers as hosted
 from powergossip.runs import trackers
@@ -87,7 +86,7 @@ def checked(
     _check_ignored(c, explicit or (), warn=processes.rank == 0)
     _check_values(c)
     _check_method(c)
-    _resolve_events(c, processes.size)
+    _check_events(c, processes.size)
     _resolve_options(c, explicit or (), warn=processes.rank == 0)
     if c.optimizer in aggregation.AGGREGATIONS:
         checks.at_least_one("optimizer_num_batches_per_step", c.optimizer_num_batches_per_step)
@@ -265,33 +264,13 @@ def _check_method(c: Any) -> None:
         )
 
 
-def _resolve_events(c: Any, n_processes: int) -> None:
-    """Load the scenario and set max_delay. Raises ValueError for keys that do not go with them."""
-    checks.one_of("gossip", c.gossip, POLICIES)
-    if isinstance(c.scenario, str):
-        c.scenario = scenario.load(c.scenario)
-    if c.scenario is not None:
-        c.scenario = _with_names(c.scenario)
-    if c.gossip == "synchronous":
-        checks.check("max_delay", c.max_delay, c.max_delay is None, "null with gossip=synchronous")
-        if c.scenario is None:
-            return
-    else:
-        c.max_delay = 1 if c.max_delay is None else c.max_delay
-        checks.not_negative("max_delay", c.max_delay)
-    key = f"gossip={c.gossip}" if c.scenario is None else "scenario"
-    if n_processes > 1:
-        raise ValueError(f"{key}: use one process, which hosts all workers on the virtual clock")
-    checks.check("local_steps", c.local_steps, c.local_steps == 1, f"1 with {key}")
-    on = c.batched_gradients == "on"
-    checks.check("batched_gradients", c.batched_gradients, not on, f"auto or off with {key}")
-
-
-def _with_names(tree: Any) -> Any:
-    """The same with strings for keys, as JSON has them."""
-    if isinstance(tree, Mapping | DictConfig):
-        return {str(key): _with_names(value) for key, value in tree.items()}
-    return [_with_names(value) for value in tree] if isinstance(tree, list | ListConfig) else tree
+def _check_events(c: Any, n_processes: int) -> None:
+    """Resolve the keys of exchanges by edges. Raises ValueError for others that do not fit."""
+    if scenario.resolve(c, n_processes):
+        given = f"gossip={c.gossip}" if c.scenario is None else "a scenario"
+        checks.check("local_steps", c.local_steps, c.local_steps == 1, f"1 with {given}")
+        on = c.batched_gradients == "on"
+        checks.check("batched_gradients", c.batched_gradients, not on, f"auto or off with {given}")
 
 
 # --- Options of the method -----------------------------------------------------------------------
