@@ -133,7 +133,9 @@ class Config:
     #   ddp-batched-powersgd
     topology: str = "ring"  # a name, or the path of an edge list or adjacency file
     topology_options: dict[str, Any] = field(default_factory=dict)  # such as {degree: 4}
-    overlapping: bool = True  # gossip while the gradient is computed (false: after the update)
+    overlapping: bool | None = None  # gossip while the gradient is computed, or after the update
+    #   (false). By default true, except for gradient-tracking, momentum-tracking and gt-nsgd over
+    #   dpsgd and power-gossip
     local_steps: int = 1  # gossip every k-th step
     gossip: str = "synchronous"  # exchanges with neighbors are waited for: synchronous, all of them
     #   before each step is over. bounded: where an edge is more than max_delay exchanges behind.

@@ -26,6 +26,7 @@ from powergossip.training.settings import (
     method_options,
     option_defaults,
 )
+from powergossip.training.trainer import Trainer
 from tests.test_centralized import configured, trained
 
 ALONE = Processes()
@@ -237,3 +238,26 @@ def test_the_warm_up_may_end_at_the_number_of_workers() -> None:
     for key, value in (("distributed_lr_warmup_factor", "all"), ("lr_schedule", "linear")):
         with pytest.raises(ValueError, match=f"^{key}={value}: use "):
             checked(configured_task(**{key: value}), ALONE)
+
+
+@pytest.mark.parametrize("given", [None, True, False])
+@pytest.mark.parametrize(
+    ("learning", "optimizer", "default"),
+    [
+        ("dpsgd", "dpsgd", True),
+        ("dpsgd", "powersgd", True),
+        ("quasi-global-momentum", "power-gossip", True),
+        ("gradient-tracking", "dpsgd", False),
+        ("gradient-tracking", "power-gossip", False),
+        ("gradient-tracking", "choco", True),
+        ("momentum-tracking", "power-gossip", False),
+        ("gt-nsgd", "dpsgd", False),
+        ("gt-nsgd", "choco", True),
+    ],
+)
+def test_messages_of_tracking_follow_the_update_by_default(
+    learning: str, optimizer: str, default: bool, given: bool | None
+) -> None:
+    asked = configured(n_workers=2, learning=learning, optimizer=optimizer, overlapping=given)
+    found = Trainer(checked(asked, ALONE), ALONE).config.overlapping
+    assert found is (default if given is None else given)

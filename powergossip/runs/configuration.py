@@ -283,7 +283,8 @@ def assign(config: DictConfig, key: str, value: Any, source: str = "") -> None:
         hint = f"did you mean {' or '.join(close)}?" if close else "--help lists the keys"
         raise BadInput(f'{source}key "{key}" is unknown; {hint}')
     wrong_type = BadInput(f"{source}{key}={_yaml_value(value)}: use {_type_name(kind)}")
-    if kind is bool and isinstance(value, (int, float)) and value not in (0, 1):
+    is_bool = kind in (bool, bool | None)
+    if is_bool and isinstance(value, (int, float)) and value not in (0, 1):
         raise wrong_type  # OmegaConf takes any number for true
     try:
         OmegaConf.update(config, key, value, merge=False)

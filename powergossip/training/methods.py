@@ -48,24 +48,28 @@ def _make_aggregation(c: Any, network: Network, layout: Layout) -> aggregation.A
 def check_method(c: Any, network: Network) -> str:
     """Raise ValueError for bad options of the method, before data are loaded.
 
-    Returns a sentence for the start of the run, or nothing.
+    Gives `overlapping` its default, which depends on the averaging rule. Returns a sentence for the
+    start of the run, or nothing.
     """
-    layout = Layout([(2, 2)])
+    layout, hint, overlapping = Layout([(2, 2)]), "", True
     if c.optimizer in algorithms.AVERAGING:
         averaging = make_averaging(c, network, layout)
         learning.check(c.learning, network, c.optimizer, averaging)
         if event_driven(c):
             with errors_name_keys(c.optimizer):
                 event_training.check(c, method_options(c), network)
-        return _hint(c, network, averaging)
-    if c.optimizer in aggregation.AGGREGATIONS:
+        overlapping = learning.overlapping(c.learning, averaging)
+        hint = _hint(c, network, averaging)
+    elif c.optimizer in aggregation.AGGREGATIONS:
         owns_momentum = _make_aggregation(c, network, layout).owns_momentum
         if owns_momentum and c.local_optimizer != "sgd":
             raise ValueError(
                 f"local_optimizer={c.local_optimizer}: {c.optimizer} corrects the momentum of "
                 "sgd; use sgd"
             )
-    return ""
+    if c.overlapping is None:
+        c.overlapping = overlapping
+    return hint
 
 
 def _hint(c: Any, network: Network, averaging: algorithms.Averaging) -> str:

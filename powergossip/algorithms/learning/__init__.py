@@ -70,6 +70,7 @@ __all__ = [
     "accepting",
     "check",
     "make",
+    "overlapping",
     "rule",
 ]
 
@@ -162,6 +163,11 @@ def _examples(found: type[GossipRule]) -> str:
     elif Kind.UNBIASED_COPIES in found.kinds:
         names.append("choco with compressor=qsgd and unbiased=true")
     return ", ".join(names)
+
+
+def overlapping(name: str, averaging: Averaging) -> bool:
+    """The default of `overlapping`: whether messages are in flight during the gradient."""
+    return name == DEFAULT or kind_of(averaging) not in LEARNING[name].sequential
 
 
 def accepting(

@@ -116,6 +116,7 @@ class MomentumTracking(GossipRule):
     owns_momentum: ClassVar[bool] = True
     optimizers: ClassVar[tuple[str, ...]] = ("sgd",)
     overlaps: ClassVar[bool] = True
+    sequential: ClassVar[frozenset[Kind]] = WITHOUT_COPIES
 
     def __init__(
         self,

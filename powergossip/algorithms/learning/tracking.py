@@ -14,6 +14,7 @@ from torch import Tensor
 from powergossip.algorithms.averaging import Kind
 from powergossip.algorithms.learning.gossip_rule import (
     COPIES,
+    WITHOUT_COPIES,
     GossipRule,
     Joint,
     Local,
@@ -30,6 +31,7 @@ class _Tracking(GossipRule):
     """
 
     overlaps: ClassVar[bool] = True
+    sequential: ClassVar[frozenset[Kind]] = WITHOUT_COPIES
 
     def __init__(
         self,
