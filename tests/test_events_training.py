@@ -1,6 +1,8 @@
 """Training on the virtual clock: the normal path without delays, resuming, rows, survivors."""
 
 import copy
+import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,12 @@ from omegaconf import OmegaConf
 
 import train
 from powergossip.errors import BadInput, Interrupted
+from powergossip.events import order
+from powergossip.events.virtual_clock import VirtualClock
 from powergossip.network import processes
 from powergossip.runs import metrics
 from powergossip.runs.checkpoints import Checkpoints
+from powergossip.training import event_training
 from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
 from tests.helpers import reproducible
@@ -33,7 +38,6 @@ LATE: dict[str, Any] = {
     "latency": 0.1,
     "late": {"fraction": 0.2, "seconds": 3.0},
 }
-# The same test's runs have a folder of their own in the module's fixture of tests/test_train.py.
 
 
 @pytest.fixture(autouse=True)
@@ -113,8 +117,6 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     step = Trainer.train_step
 
     def stopping(self: Trainer, *position: int) -> Any:
-        import signal
-
         metrics = step(self, *position)
         if self.step == steps:
             signal.raise_signal(signal.SIGTERM)
@@ -182,3 +184,20 @@ def test_the_default_rate_is_divided_by_the_delay():
     assert rate(gossip="bounded", max_delay=4) == pytest.approx(0.2)
     assert rate(gossip="asynchronous") == 0.5
     assert rate(gossip="asynchronous", optimizer_diffusion_rate=0.7) == 0.7
+
+
+def test_training_replays_the_order_of_events(tmp_path, monkeypatch):
+    scenario = LATE | {"deaths": [{"worker": 2, "at": 4.0}], "joins": [{"worker": 2, "at": 9.0}]}
+    values = {**TINY, **METHODS["power"], "num_epochs": 2, "gossip": "asynchronous"}
+    monkeypatch.setattr(event_training, "VirtualClock", partial(VirtualClock, record=True))
+    run, rows = trained(**values, scenario=scenario)
+    assert run._events is not None
+    assert isinstance(run._events.clock, VirtualClock)
+    file = tmp_path / "order.jsonl"
+    order.write(file, run._events.clock.order)
+    again, same = trained(**values, scenario={"replay": str(file)})
+    assert torch.equal(again.parameters.x, run.parameters.x)
+    for name in ("accuracy", "consensus_distance"):
+        assert select(same, name)["value"].tolist() == select(rows, name)["value"].tolist()
+    with pytest.raises(ValueError, match="replay"):
+        trained(**values | {"num_epochs": 3}, scenario={"replay": str(file)})

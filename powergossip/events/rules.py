@@ -188,17 +188,23 @@ class ExactDiffusion(_Learning):
     """NIDS with duals per edge.
 
         x_i ← x_i + u_i + Σ_j d_ij           u_i the local optimizer's displacement
-        δ_ij = ½ u_ij for every exchange:    x_i ← x_i + δ_ij,   d_ij ← d_ij + δ_ij
+        δ_ij = ½ u_ij for every exchange:    x_i ← x_i + δ_ij,   d_ij ← d_ij + θ δ_ij
 
-    See algorithms.learning.ExactDiffusion. d_ij = −d_ji once both ends have applied the same
+    See algorithms.learning.ExactDiffusion, where θ = 1. The duals are an integral controller of the
+    differences between neighbors. With exchanges that are τ steps late, it oscillates unless
+    θ < 1/τ, or the loss is curved enough to damp it: NIDS itself diverges for small learning rates,
+    whatever the diffusion rate. The fixed point does not depend on θ. d_ij = −d_ji once both ends have applied the same
     exchanges. A worker whose neighbor j is lost forgets d_ij. Σ_i d_i = 0 thus holds among those
     that are left, and they find the optimum of their mean loss.
+
+    dual_rate  # θ
     """
 
     overlaps: ClassVar[bool] = False
 
-    def __init__(self, *everything: Any, **options: Any):
+    def __init__(self, *everything: Any, dual_rate: float = 1.0, **options: Any):
         super().__init__(*everything, **options)
+        self._dual_rate = dual_rate
         self.duals: dict[int, Tensor] = {}  # j → d_ij [D]
 
     def update(self) -> None:
@@ -210,9 +216,9 @@ class ExactDiffusion(_Learning):
         u.mul_(0.5)
         self._x[0].add_(u)
         if j in self.duals:
-            self.duals[j].add_(u)
+            self.duals[j].add_(u, alpha=self._dual_rate)
         else:
-            self.duals[j] = u.clone()
+            self.duals[j] = u * self._dual_rate
 
     def forget(self, j: int) -> None:
         self.duals.pop(j, None)

@@ -197,6 +197,8 @@ class VirtualClock:
             worker.receive(i, message)
             self._write_order(worker)
             self._wake(j)
+        elif self._versions[j] % 2:
+            self._plan_notice(i, j)
 
     def _wake(self, index: int) -> None:
         """Resume a worker that waits, if that is not planned yet."""
@@ -216,7 +218,12 @@ class VirtualClock:
         self._versions = raised(self._versions, index)
         self._write("die", index)
         for j in neighbors:
-            self._plan(self.now + self.scenario.detection, "notice", j, list(self._versions))
+            self._plan_notice(j, index)
+
+    def _plan_notice(self, index: int, lost: int) -> None:
+        """A worker will know that its neighbor is lost."""
+        view = [version * (w == lost) for w, version in enumerate(self._versions)]
+        self._plan(self.now + self.scenario.detection, "notice", index, view)
 
     def _notice(self, index: int, view: list[int]) -> None:
         if index in self._lives:

@@ -17,6 +17,8 @@ overwritten when the next message is sent from the same memory.
 
 `ToEach(tensor, edges)` uses other edges than those of the round, such as those of a tree.
 
+`Losses` loses messages, for methods without exchanges by edges (see powergossip.events).
+
 Axes: worker (hosted by this process), neighbor (a slot, padded to the largest degree with weight 0
 and index −1). Nothing is sent in a padded slot, and its received values are finite but meaningless.
 
