@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 
 from experiments import EXPERIMENTS, failing_workers
+from experiments.learning import SEEDS
 from experiments.runner import Experiment, Run
 from tests.test_train import fresh, trained  # noqa: F401
 
@@ -24,7 +25,7 @@ SMALL: dict[str, Any] = {
 
 @cache
 def _rows(identity: str, values: tuple[tuple[str, Any], ...]) -> pd.DataFrame:
-    return trained(**dict(values))[1]
+    return trained(**{key: value for key, value in values if key != "task"})[1]  # Digits
 
 
 def results(run: Run) -> pd.DataFrame:
@@ -44,6 +45,7 @@ def reported(experiment: Experiment, folder: Path) -> tuple[list[Run], str]:
     return runs, text
 
 
+@pytest.mark.slow
 def test_message_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = {
         name: failing_workers.METHODS[name] for name in ("D-PSGD", "push-sum", "RelaySGD, chain")
@@ -54,6 +56,7 @@ def test_message_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert text.count("%") >= 15
 
 
+@pytest.mark.slow
 def test_late_exchanges(tmp_path: Path) -> None:
     runs, _ = reported(failing_workers.late_exchanges(SMALL, seeds=(1,)), tmp_path)
     assert len(runs) == 4 * 3
@@ -69,8 +72,8 @@ def test_churn(tmp_path: Path) -> None:
     assert rows[rows["name"] == "workers"]["value"].iloc[-1] == 6
 
 
-def test_all_runs_of_the_experiments_are_accepted() -> None:
-    """Their values are those of the command line."""
+def test_runs_of_the_experiments_are_accepted() -> None:
+    """A third of the cases, with the values of the command line."""
     from omegaconf import OmegaConf
 
     import train
@@ -79,6 +82,6 @@ def test_all_runs_of_the_experiments_are_accepted() -> None:
 
     for name in ("message_loss", "late_exchanges", "churn"):
         (stage,) = EXPERIMENTS[name].stages
-        for run in stage(results):
+        for run in stage(results)[:: 3 * len(SEEDS)]:
             config = OmegaConf.merge(OmegaConf.structured(train.Config), dict(run.values))
             checked(config, processes())  # type: ignore[arg-type]

@@ -701,7 +701,7 @@ def test_eight_processes_equal_one_and_call_hooks_on_process_0_only(tmp_path: Pa
 
 @pytest.mark.parametrize("algorithm", ["uncompressed", "power_gossip", "topk_choco"])
 def test_exchanges_by_edges_without_delays_have_the_same_errors(algorithm: str) -> None:
-    given = {"algorithm": algorithm, "diffusion_rate": 0.5, "num_steps": 30}
+    given: dict[str, Any] = {"algorithm": algorithm, "diffusion_rate": 0.5, "num_steps": 30}
     steps, edges = gossiped(**given), gossiped(**given, scenario={})
     np.testing.assert_allclose(edges["value"], steps["value"], rtol=2e-3, atol=1e-9)
     assert edges["seconds"].tolist() == edges["epoch"].tolist()

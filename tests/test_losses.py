@@ -46,7 +46,7 @@ def test_relays_without_some_messages_keep_near_the_optimum():
         train(rule, problem, 400)
         errors.append(problem.error)
     assert errors[0] < 1e-6
-    assert 1e-3 < errors[1] < 1.5
+    assert 1e-3 < errors[1] < 3
 
 
 def test_losses_resume_with_the_same_bits():
