@@ -122,7 +122,11 @@ class EventTraining:
         parameters: Any = row
         local = LocalOptimizer(parameters, c, *((0.0, "sgd") if own else (None, None)))
         self._locals[index] = local
-        more = {"momentum": c.momentum, "nesterov": c.nesterov and c.momentum > 0} if own else {}
+        more: dict[str, Any] = {}
+        if own:
+            more = {"momentum": c.momentum, "nesterov": c.nesterov and c.momentum > 0}
+        elif c.learning == "exact-diffusion":
+            more = {"dual_rate": 1 / (1 + 2 * delay_of(c))}
         return rules.RULES[c.learning](
             row,
             local,
