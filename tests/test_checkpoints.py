@@ -135,7 +135,7 @@ def assert_same(one: Any, other: Any) -> None:
 
 @pytest.mark.parametrize("case", ALL_CASES, ids=label)
 def test_a_killed_run_resumes_to_the_bit(case: dict[str, Any], tmp_path: Path) -> None:
-    changes = SMALL | case
+    changes = SMALL | {"num_epochs": 3, "lr_schedule_milestones": [[2, 0.1]]} | case
     run(tmp_path / "whole", changes)
     steps = end_of(tmp_path / "whole")["step"]
     step = random.Random(label(case)).randrange(int(steps // 3), int(steps))

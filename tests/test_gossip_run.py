@@ -682,12 +682,12 @@ gossip_run.main(sys.argv[1:])
 """
 
 
-def test_eight_processes_equal_one_and_call_hooks_on_process_0_only(tmp_path: Path) -> None:
+def test_four_processes_equal_one_and_call_hooks_on_process_0_only(tmp_path: Path) -> None:
     (tmp_path / "driver.py").write_text(HOOKED)
     changes = TINY | GRID | {"num_steps": 20, "hyperparameter_range_max": 4}
     settings = [f"{key}={value}" for key, value in changes.items()]
     settings += ["algorithm=all", "--output-dir", str(tmp_path)]
-    ended = launch.python(tmp_path / "driver.py", *settings, processes=8)
+    ended = launch.python(tmp_path / "driver.py", *settings, processes=4)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("final error") == 1, "one table"
     with pytest.warns(UserWarning, match="diffusion rate of 4"):

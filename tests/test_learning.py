@@ -13,16 +13,22 @@ from powergossip.algorithms.learning.gossip_rule import COPIES
 from powergossip.network import Network, Processes, processes
 from tests.quadratics import AVERAGING, COLUMNS, ROWS, WORKERS, Quadratics, rule_of, train
 
+
+def slow(*values: Any) -> Any:
+    """A case of a rule with another averaging rule that is in another case."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 # rule, averaging, learning rate, steps, options of the rule, options of the averaging rule
 EXACT = [
     ("gradient-tracking", "plain", 0.1, 400, {}, {}),
     ("gradient-tracking", "plain", 0.1, 400, {"overlapping": True}, {}),
     ("gradient-tracking", "power-gossip", 0.05, 1200, {}, {}),
     ("gradient-tracking", "top-k", 0.02, 6000, {"overlapping": True}, {}),
-    ("gradient-tracking", "sign", 0.02, 6000, {"overlapping": True}, {}),
+    slow("gradient-tracking", "sign", 0.02, 6000, {"overlapping": True}, {}),
     ("gradient-tracking", "qsgd", 0.02, 2000, {"overlapping": True}, {}),
     ("k-gt", "plain", 0.05, 600, {}, {}),
-    ("k-gt", "plain", 0.01, 3000, {"local_steps": 5}, {}),
+    slow("k-gt", "plain", 0.01, 3000, {"local_steps": 5}, {}),
     ("k-gt", "power-gossip", 0.05, 1500, {}, {}),
     ("k-gt", "power-gossip", 0.01, 6000, {"local_steps": 5}, {}),
     ("momentum-tracking", "plain", 0.01, 1500, {}, {}),
@@ -31,11 +37,11 @@ EXACT = [
     ("exact-diffusion", "power-gossip", 0.1, 3000, {}, {"diffusion_rate": 0.25}),
     ("exact-diffusion", "qsgd", 0.05, 3000, {}, {"copy_rate": 0.5}),
     ("exact-diffusion", "identity", 0.1, 1000, {}, {"copy_rate": 0.5}),
-    ("beer", "top-k", 0.02, 6000, {}, {}),
+    slow("beer", "top-k", 0.02, 6000, {}, {}),
     ("beer", "sign", 0.02, 3000, {}, {}),
-    ("beer", "qsgd", 0.02, 2000, {}, {}),
+    slow("beer", "qsgd", 0.02, 2000, {}, {}),
     ("motef", "top-k", 0.02, 6000, {"momentum": 0.9}, {}),
-    ("motef", "qsgd", 0.02, 2000, {"momentum": 0.9}, {}),
+    slow("motef", "qsgd", 0.02, 2000, {"momentum": 0.9}, {}),
 ]
 
 

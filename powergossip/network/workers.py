@@ -13,17 +13,12 @@ from torch import Tensor
 
 from powergossip import checks
 from powergossip.network import launch
+from powergossip.network.collectives import Gathering, Reduction, all_reduce_cost
+from powergossip.network.edges import Edges
 from powergossip.network.losses import Losses
 from powergossip.network.messages import Conversation, Gather, Mean, Message, ToAll, ToEach
 from powergossip.network.processes import Channel, Processes
-from powergossip.network.transports import (
-    Delivery,
-    Edges,
-    Gathering,
-    Reduction,
-    Transport,
-    all_reduce_cost,
-)
+from powergossip.network.transports import Delivery, Transport
 from powergossip.tensor_cache import TensorCache
 from powergossip.topologies import Round, Topology
 
@@ -243,10 +238,21 @@ class Network:
 
         With several copies, the mean of each: [copy, ...].
         """
+        return self.start_mean(tensor)()
+
+    def start_mean(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Start `mean(tensor)`. Returns a function that waits for the result and returns it.
+
+        All processes call both in the same order. The tensor must not change in between.
+        """
         transport = Reduction(self, tensor)
         transport.post()
-        means = transport.wait()
-        return means[0] if self.copies == 1 else means[:: self.hosted]
+
+        def wait() -> Tensor:
+            means = transport.wait()
+            return means[0] if self.copies == 1 else means[:: self.hosted]
+
+        return wait
 
     @property
     def present(self) -> Sequence[int]:

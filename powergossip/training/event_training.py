@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +265,10 @@ class Survivors:
         if len(tensor) == self._network.hosted:
             return self._network.mean(tensor)
         return tensor.double().mean(0).to(tensor.dtype)
+
+    def start_mean(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """A function that returns `mean(tensor)`."""
+        return partial(self.mean, tensor)
 
     def gather(self, values: Tensor) -> Tensor:
         """values [worker present, ...]."""
