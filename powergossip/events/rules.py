@@ -193,9 +193,11 @@ class ExactDiffusion(_Learning):
     See algorithms.learning.ExactDiffusion, where θ = 1. The duals are an integral controller of the
     differences between neighbors. With exchanges that are τ steps late, it oscillates unless
     θ < 1/τ, or the loss is curved enough to damp it: NIDS itself diverges for small learning rates,
-    whatever the diffusion rate. The fixed point does not depend on θ. d_ij = −d_ji once both ends have applied the same
-    exchanges. A worker whose neighbor j is lost forgets d_ij. Σ_i d_i = 0 thus holds among those
-    that are left, and they find the optimum of their mean loss.
+    whatever the diffusion rate. The fixed point does not depend on θ.
+
+    d_ij = −d_ji once both ends have applied the same exchanges. A worker whose neighbor j is lost
+    forgets d_ij. Σ_i d_i = 0 thus holds among those that are left, and they find the optimum of
+    their mean loss.
 
     dual_rate  # θ
     """
