@@ -57,8 +57,9 @@ MAY_IMPORT = {
     "algorithms": ALGORITHMS,
     "optimizers": ALGORITHMS | {"algorithms"},
     "runs": RUNS,
-    "training": RUNS | {"runs", "tasks"},
-    "consensus": RUNS | {"runs"},
+    "events": RUNS,
+    "training": RUNS | {"events", "runs", "tasks"},
+    "consensus": RUNS | {"events", "runs"},
     "prediction": RUNS | {"runs", "tasks"},
 }
 MODULES = {file.relative_to(PACKAGE).as_posix(): file for file in PACKAGE.rglob("*.py")}

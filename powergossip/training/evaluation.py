@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from powergossip.network import Network
 from powergossip.parameters import Parameters
 from powergossip.tasks import MainMetric, Split, Task, main_metric
+from powergossip.training.event_training import PresentParameters, Survivors
 from powergossip.training.measurements import Rows, check_finite
 
 # Values of each worker by kind and name: float64 [worker], first of the hosted ones, then of all n.
@@ -33,9 +34,9 @@ class Evaluation:
     def __init__(
         self,
         config: Any,
-        network: Network,
+        network: Network | Survivors,
         task: Task,
-        parameters: Parameters,
+        parameters: Parameters | PresentParameters,
         steps_per_epoch: int,
         rows: Rows,
     ):
@@ -171,7 +172,7 @@ class Evaluation:
         for split, tag, _ in self._splits():
             found = self._columns_of(split, gathered)
             for name, values in found.items():
-                for worker, value in enumerate(values.tolist()):
+                for worker, value in zip(self._network.present, values.tolist(), strict=True):
                     self._log(name, value, epoch, split=tag, worker=worker)
             if found:
                 means[split] = {name: values.mean().item() for name, values in found.items()}

@@ -17,6 +17,7 @@ from powergossip.parameters import Parameters, trained
 from powergossip.runs.clock import Clock
 from powergossip.training import batched, compute
 from powergossip.training.agreement import Agreement
+from powergossip.training.event_training import event_driven
 
 
 class Gradients:
@@ -69,6 +70,13 @@ class Gradients:
                 collected.setdefault(name, []).append(value)
         return {name: torch.stack(values) for name, values in collected.items()}
 
+    def of_worker(self, worker: int, epoch: int, step: int, step_of_run: int) -> dict[str, Tensor]:
+        """Add the gradient of one hosted worker to its row of parameters.grad. See `__call__`."""
+        batch = self._batch(worker, epoch, step, step_of_run)
+        model = self._parameters.models[worker - self._network.workers[0]]
+        with _errors_name(worker, epoch, step_of_run):
+            return self._of_worker(worker, model, batch, epoch, step_of_run)
+
     @property
     def are_batched(self) -> bool:
         """Whether they are computed in one call."""
@@ -82,6 +90,8 @@ class Gradients:
 
     def _to_be_batched(self) -> bool:
         c, models = self._config, self._parameters.models
+        if event_driven(c):
+            return False  # each worker has gradients at its own time
         if c.batched_gradients != "auto" or not tasks.is_in_library(c.task, c.task_architecture):
             return bool(c.batched_gradients == "on")
         plain = not c.torch_compile and c.precision == "fp32"

@@ -12,6 +12,8 @@ from powergossip.algorithms import aggregation, ddp, learning
 from powergossip.network import Network
 from powergossip.parameters import Layout, Parameters
 from powergossip.runs.clock import Clock
+from powergossip.training import event_training
+from powergossip.training.event_training import event_driven
 from powergossip.training.local_optimizers import LocalOptimizer
 from powergossip.training.settings import (
     data_differ,
@@ -53,6 +55,9 @@ def check_method(c: Any, network: Network) -> str:
     if c.optimizer in algorithms.AVERAGING:
         averaging = make_averaging(c, network, layout)
         learning.check(c.learning, network, c.optimizer, averaging)
+        if event_driven(c):
+            with errors_name_keys(c.optimizer):
+                event_training.check(c, method_options(c), network)
         overlapping = learning.overlapping(c.learning, averaging)
         hint = _hint(c, network, averaging)
     elif c.optimizer in aggregation.AGGREGATIONS:

@@ -41,6 +41,9 @@ EARLIER = {
     "learning": "dpsgd",
     "learning_options": {},
     "optimizer_copy_rate": 1.0,
+    "gossip": "synchronous",
+    "max_delay": None,
+    "scenario": None,
     "batched_gradients": "auto",  # off in effect, which a checkpoint records
     "decentralized_data_placement": "given",
     "drop_last": True,

@@ -27,12 +27,20 @@ from powergossip.runs.progress import Progress
 from powergossip.training import compute, state
 from powergossip.training.agreement import PATIENCE, Agreement
 from powergossip.training.evaluation import Evaluation
+from powergossip.training.event_training import (
+    EventTraining,
+    PresentParameters,
+    Survivors,
+    event_driven,
+    losses_of,
+)
 from powergossip.training.first_batch import check_first_batch, check_sizes
 from powergossip.training.gradients import Gradients
 from powergossip.training.local_optimizers import learning_rate
 from powergossip.training.measurements import Hooks, Rows
 from powergossip.training.methods import check_method, make_averaging, make_method
 from powergossip.training.resuming import load_checkpoint
+from powergossip.training.settings import method_options
 from powergossip.trees import map_tensors
 
 Position = tuple[int, int, dict[str, Tensor]]  # epoch, step in it, sums of metrics over its steps
@@ -77,6 +85,7 @@ class Trainer:
                 stage,
                 measure=self.clock,
                 all_reduce=c.all_reduce,
+                losses=losses_of(c),
             )
             self.hint = check_method(c, self.network)  # a sentence for the start of the run
         channel = self.network.channel  # all processes make it together
@@ -113,9 +122,10 @@ class Trainer:
                     self._metric = {"name": main.name, "larger_is_better": main.larger_is_better}
                 if c.torch_compile:
                     compute.compile_models(models)
-                self.local, self.rule, self._at_epoch = make_method(
-                    c, self.network, self.parameters, self.clock, self.steps_per_epoch
-                )
+                if not event_driven(c):
+                    self.local, self.rule, self._at_epoch = make_method(
+                        c, self.network, self.parameters, self.clock, self.steps_per_epoch
+                    )
             self._gradients = Gradients(
                 self._values,
                 self.network,
@@ -124,9 +134,27 @@ class Trainer:
                 self.clock,
                 self._agreement,
             )
-        self.rows = Rows(self._hooks, self.network, lambda: time.perf_counter() - self._started)
+            self._events: EventTraining | None = None
+            if event_driven(c) and not c.evaluate_only:
+                self._events = EventTraining(
+                    self._values,
+                    method_options(c),
+                    self.network,
+                    self.parameters,
+                    self._gradients.of_worker,
+                    self.steps_per_epoch,
+                )
+        self._present: list[int] | None = None  # the workers of a checkpoint that is evaluated
+        self.rows = Rows(self._hooks, self.network, self._elapsed)
         self.evaluation = Evaluation(
-            self._values, self.network, self.task, self.parameters, self.steps_per_epoch, self.rows
+            self._values,
+            Survivors(self.network, self.present) if event_driven(c) else self.network,
+            self.task,
+            PresentParameters(self.parameters, self.present)
+            if event_driven(c)
+            else self.parameters,
+            self.steps_per_epoch,
+            self.rows,
         )
 
         self.step = 0  # since the start of the run
@@ -136,6 +164,18 @@ class Trainer:
         self._started = time.perf_counter()
         if resume_from is not None:
             self._resume(resume_from)
+
+    def present(self) -> list[int]:
+        """The indices of the hosted workers that are alive."""
+        if self._events is not None:
+            return self._events.present
+        return list(self.network.workers) if self._present is None else self._present
+
+    def _elapsed(self) -> float:
+        """Seconds since the start of the run, virtual ones on the virtual clock."""
+        if self._events is not None:
+            return self._events.clock.now
+        return time.perf_counter() - self._started
 
     def close(self) -> None:
         """End processes of the task, if it has a method `close`."""
@@ -220,7 +260,9 @@ class Trainer:
             "torch": torch.__version__,
             "topology": self.topology.summary(),
             "start_iteration": (
-                self.rule.start_iteration if isinstance(self.rule, ddp.DDPHook) else None
+                self.rule.start_iteration
+                if self._events is None and isinstance(self.rule, ddp.DDPHook)
+                else None
             ),
             "metric": self._metric,
         } | ({} if counts is None else {"label_counts": counts.tolist()})  # [worker][label]
@@ -288,7 +330,15 @@ class Trainer:
         self.evaluation(self.position[0], self.step, {})
 
     def train_step(self, epoch: int, step: int) -> dict[str, Tensor]:
-        """Train one step of all hosted workers. Returns the batches' metrics, each [worker]."""
+        """Train one step of all hosted workers. Returns the batches' metrics, each [worker].
+
+        On the virtual clock, workers alive then have taken one more step on average.
+        """
+        if self._events is not None:
+            with self.clock("averaging"):
+                metrics = self._events.run(self.step + 1)
+            self.step += 1
+            return metrics
         self.local.rate = learning_rate(self._values, epoch + (step + 1) / self.steps_per_epoch)
         self._at_epoch(epoch + step / self.steps_per_epoch)
         # The phase has compression and mixing. The phases within it count for themselves.
@@ -312,6 +362,10 @@ class Trainer:
         """Log the rows at the end of an epoch. Returns the score, if there was an evaluation."""
         c, score = self.config, None
         if epoch % c.evaluation_interval == 0 or epoch == c.num_epochs:
+            if self._events is not None:
+                present = self._events.present
+                sums = {name: values[present] for name, values in sums.items()}
+                self.rows("workers", len(present), epoch)
             with self.clock("evaluation"), compute.not_compiled(c.torch_compile):
                 shown, score = self.evaluation(epoch, self.step, sums)
             bar.note(shown)
@@ -374,8 +428,7 @@ class Trainer:
             "epoch": epoch,
             "step_in_epoch": step,
             "sums": sums,
-            "optimizer": self.local.state_dict(),
-            "algorithm": self.rule.state_dict(),
+            **self._state_of_method(),
             "network": self.network.state_dict(),
             "batched_gradients": self._gradients.are_batched,
             "seconds": time.perf_counter() - self._started,
@@ -384,6 +437,11 @@ class Trainer:
                 for name, spent in self.clock.phases.items()
             },
         }
+
+    def _state_of_method(self) -> dict[str, Any]:
+        if self._events is not None:
+            return {"present": self.present(), "events": self._events.state_dict()}
+        return {"optimizer": self.local.state_dict(), "algorithm": self.rule.state_dict()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`: for an evaluation, without the method's."""
@@ -394,8 +452,12 @@ class Trainer:
         if not self.config.evaluate_only:
             # Earlier versions had no batched gradients.
             self._gradients.resume(saved.get("batched_gradients", False))
-            self.local.load_state_dict(moved(saved["optimizer"]))
-            self.rule.load_state_dict(moved(saved["algorithm"]))
+            if self._events is not None:
+                self._events.load_state_dict(saved["events"])
+            else:
+                self.local.load_state_dict(moved(saved["optimizer"]))
+                self.rule.load_state_dict(moved(saved["algorithm"]))
+        self._present = saved.get("present")
         self.network.load_state_dict(saved["network"])
         self._seconds = saved["seconds"]
         for name, values in saved["phases"].items():
