@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import reduce
 from operator import or_
 from pathlib import Path
 from typing import Any, get_args
@@ -154,12 +154,16 @@ def set_by_driver(config: DictConfig) -> dict[str, Source]:
     return {str(key): DRIVER for key in values if values[key] != defaults[key]}
 
 
-@cache
+_DEFAULTS: dict[type[Any], dict[Any, Any]] = {}
+
+
 def _defaults(kind: type[Any]) -> Mapping[Any, Any]:
-    """The defaults of a dataclass, as plain values that are not changed."""
-    defaults = OmegaConf.to_container(OmegaConf.structured(kind))
-    assert isinstance(defaults, dict)
-    return defaults
+    """The defaults of a dataclass, as plain values that are not changed. Computed once."""
+    if kind not in _DEFAULTS:
+        defaults = OmegaConf.to_container(OmegaConf.structured(kind))
+        assert isinstance(defaults, dict)
+        _DEFAULTS[kind] = defaults
+    return _DEFAULTS[kind]
 
 
 def _parse(
