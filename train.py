@@ -76,7 +76,9 @@ class Config:
     #   too: tensorboard, wandb, mlflow
     evaluation_interval: int = 1  # epochs between evaluations (the last epoch always has one)
     evaluate_average_model: bool = True  # evaluate the mean of all workers' models
+    evaluate_workers: bool = True  # evaluate each worker's model
     evaluate_training_data: bool = False  # also evaluate on all training data, not augmented
+    evaluate_test_data: bool = True  # false, for tuning: evaluate on validation data only
     mean_model_statistics: str = "averaged"  # batch norm: averaged, or recalibrated on data
     recalibration_batches: int = 10  # per worker
 
@@ -135,6 +137,13 @@ class Config:
     #   (false). By default true, except for gradient-tracking, momentum-tracking and gt-nsgd over
     #   dpsgd and power-gossip
     local_steps: int = 1  # gossip every k-th step
+    gossip: str = "synchronous"  # exchanges with neighbors are waited for: synchronous, all of them
+    #   before each step is over. bounded: where an edge is more than max_delay exchanges behind.
+    #   asynchronous: never (docs/when-workers-fail.md)
+    max_delay: int | None = None  # of bounded. asynchronous: the delay to expect. The default
+    #   diffusion rate is divided by 1 + max_delay (1)
+    scenario: Any = None  # a file with speeds, delays, losses, deaths and joins of workers, for the
+    #   virtual clock: one process hosts all workers, and seconds in rows are virtual
     learning: str = "dpsgd"  # the rule of gossip: dpsgd, or for data that differ between workers:
     #   quasi-global-momentum, gradient-tracking, k-gt, momentum-tracking, gt-nsgd,
     #   exact-diffusion, beer, motef (the last two with optimizer=choco), relay-sgd (on trees)

@@ -9,6 +9,7 @@ from experiments import (
     compression_pays,
     consensus,
     different_data,
+    failing_workers,
     learning,
     moniqua_tuning,
     papers,
@@ -82,6 +83,9 @@ EXPERIMENTS: dict[str, Experiment] = {
     "compression_pays": compression_pays.experiment(),
     "prediction": prediction.experiment(),
     "scale": scale.experiment(),
+    "message_loss": failing_workers.message_loss(),
+    "late_exchanges": failing_workers.late_exchanges(),
+    "churn": failing_workers.churn(),
     # The experiments of the PowerGossip paper, as published and in a small form.
     "cifar10_resnet20": papers.cifar10(),
     "cifar10_resnet20_small": papers.cifar10_small(),

@@ -21,6 +21,7 @@ class Law(NamedTuple):
     rate               # η
     options            # of the rule
     averaging_options  # on top of those in quadratics.AVERAGING
+    slow               # whether another law has the same rules, or nearly so
     """
 
     name: str
@@ -29,6 +30,7 @@ class Law(NamedTuple):
     steps: int
     options: dict[str, Any]
     averaging_options: dict[str, Any]
+    slow: bool = False
 
 
 EXACT = [
@@ -36,10 +38,10 @@ EXACT = [
     Law("gradient-tracking", "plain", 0.1, 400, {"overlapping": True}, {}),
     Law("gradient-tracking", "power-gossip", 0.05, 1200, {}, {}),
     Law("gradient-tracking", "top-k", 0.02, 6000, {"overlapping": True}, {}),
-    Law("gradient-tracking", "sign", 0.02, 6000, {"overlapping": True}, {}),
+    Law("gradient-tracking", "sign", 0.02, 6000, {"overlapping": True}, {}, True),
     Law("gradient-tracking", "qsgd", 0.02, 2000, {"overlapping": True}, {}),
     Law("k-gt", "plain", 0.05, 600, {}, {}),
-    Law("k-gt", "plain", 0.01, 3000, {"local_steps": 5}, {}),
+    Law("k-gt", "plain", 0.01, 3000, {"local_steps": 5}, {}, True),
     Law("k-gt", "power-gossip", 0.05, 1500, {}, {}),
     Law("k-gt", "power-gossip", 0.01, 6000, {"local_steps": 5}, {}),
     Law("momentum-tracking", "plain", 0.01, 1500, {}, {}),
@@ -48,11 +50,11 @@ EXACT = [
     Law("exact-diffusion", "power-gossip", 0.1, 3000, {}, {"diffusion_rate": 0.25}),
     Law("exact-diffusion", "qsgd", 0.05, 3000, {}, {"copy_rate": 0.5}),
     Law("exact-diffusion", "identity", 0.1, 1000, {}, {"copy_rate": 0.5}),
-    Law("beer", "top-k", 0.02, 6000, {}, {}),
+    Law("beer", "top-k", 0.02, 6000, {}, {}, True),
     Law("beer", "sign", 0.02, 3000, {}, {}),
-    Law("beer", "qsgd", 0.02, 2000, {}, {}),
+    Law("beer", "qsgd", 0.02, 2000, {}, {}, True),
     Law("motef", "top-k", 0.02, 6000, {"momentum": 0.9}, {}),
-    Law("motef", "qsgd", 0.02, 2000, {"momentum": 0.9}, {}),
+    Law("motef", "qsgd", 0.02, 2000, {"momentum": 0.9}, {}, True),
 ]
 # What the table has, by its name there.
 IN_TABLE = {

@@ -21,7 +21,13 @@ from tests.test_centralized import configured
 
 ROOT = Path(__file__).parent.parent
 
-@pytest.mark.parametrize("law", EXACT, ids=lambda law: f"{law.name}-{law.averaging}")
+@pytest.mark.parametrize(
+    "law",
+    [
+        pytest.param(law, marks=pytest.mark.slow if law.slow else (), id=f"{law.name}-{law.averaging}")
+        for law in EXACT
+    ],
+)
 def test_exact_fixed_points(law: Law) -> None:
     """All workers reach the optimum of the mean loss, from which their own optima are far."""
     assert error(law) < 1e-9

@@ -66,6 +66,7 @@ class GossipRule:
     needs_norm        # whether it needs a norm over all parameters of a worker
     relays            # whether it relays along the trees of the topology, in place of averaging
     without           # options of the averaging rule that have no effect
+    variables         # names of its state [worker, D]: attributes with an underscore before them
     """
 
     kinds: ClassVar[frozenset[Kind]] = MEAN_PRESERVING
@@ -78,6 +79,9 @@ class GossipRule:
     needs_norm: ClassVar[bool] = False
     relays: ClassVar[bool] = False
     without: ClassVar[tuple[str, ...]] = ()
+    variables: ClassVar[tuple[str, ...]] = ()
+
+    _averaging: Averaging
 
     def __init__(
         self,
@@ -89,9 +93,8 @@ class GossipRule:
         weight_decay: float = 0.0,
         clip: float | None = None,
     ):
-        del make  # a parameter of all rules
-        self._network, self._local = network, local
-        self._x, self._g = parameters.x, parameters.grad
+        self._network, self._make, self._local = network, make, local
+        self._x, self._g, self._layout = parameters.x, parameters.grad, parameters.layout
         self._correct = Correction(parameters, weight_decay, clip)
         self._exchange: Exchange | None = None
 
@@ -126,15 +129,18 @@ class GossipRule:
         raise NotImplementedError
 
     def settle(self) -> None:
-        """After the last message of a step."""
+        """Follow the last message of a step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next step depends on. Tensors are [worker, ...]."""
-        raise NotImplementedError
+        """The variables [worker, D], and the state of the averaging rule."""
+        state = {name: getattr(self, f"_{name}") for name in self.variables}
+        return state | {"averaging": self._averaging.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`."""
-        raise NotImplementedError
+        for name in self.variables:
+            getattr(self, f"_{name}").copy_(state[name])
+        self._averaging.load_state_dict(state["averaging"])
 
 
 class Joint:
