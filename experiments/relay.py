@@ -129,7 +129,5 @@ def _table(runs: Mapping[str, Mapping[float, Sequence[Run]]], results: Results) 
         return f"{spread(worst)} %"
 
     header = ["method", *(f"α = {alpha:g}" for alpha in ALPHAS)]
-    lines = [
-        [name, *(cell(of_row[alpha]) for alpha in ALPHAS)] for name, of_row in runs.items()
-    ]
+    lines = [[name, *(cell(of_row[alpha]) for alpha in ALPHAS)] for name, of_row in runs.items()]
     return markdown(header, lines)

@@ -1,6 +1,6 @@
 """Error of each learning rule over each averaging rule, on quadratics whose optima differ.
 
-    python -m tests.laws    the table of docs/different-data.md
+python -m tests.laws    the table of docs/different-data.md
 """
 
 from collections.abc import Iterator

@@ -21,10 +21,13 @@ from tests.test_centralized import configured
 
 ROOT = Path(__file__).parent.parent
 
+
 @pytest.mark.parametrize(
     "law",
     [
-        pytest.param(law, marks=pytest.mark.slow if law.slow else (), id=f"{law.name}-{law.averaging}")
+        pytest.param(
+            law, marks=pytest.mark.slow if law.slow else (), id=f"{law.name}-{law.averaging}"
+        )
         for law in EXACT
     ],
 )
