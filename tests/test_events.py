@@ -152,6 +152,25 @@ def test_exact_diffusion_with_late_exchanges_is_exact(gossip):
     assert problem.error > 0.1
 
 
+def test_duals_that_grow_slowly_do_not_oscillate():
+    """NIDS diverges with exchanges that are a step late, for small learning rates."""
+    errors = []
+    for dual_rate in (1.0, 1 / 3):
+        problem = Quadratics()
+        values = {"jitter": 0.3, "late": {"fraction": 0.5, "seconds": 1.0}}
+        learning_clock(
+            problem,
+            "exact-diffusion",
+            0.05,
+            gossip="asynchronous",
+            values=values,
+            rule_options={"dual_rate": dual_rate},
+        ).run(500)
+        errors.append(problem.error)
+    assert errors[1] < 1e-5
+    assert errors[0] > 1
+
+
 @pytest.mark.parametrize(
     ("rule", "name"),
     [

@@ -192,9 +192,9 @@ class _Row:
 
 
 def delay_of(c: Any) -> int:
-    """The delay of exchanges in steps that exact diffusion takes into account.
+    """The delay of exchanges in steps that the duals of exact diffusion take into account.
 
-    Other rules need not. An edge has one exchange at a time, so that its exchanges become rarer as
+    Averaging need not. An edge has one exchange at a time, so that its exchanges become rarer as
     they take longer, and averaging is as stable as without delays.
     """
     return 0 if c.gossip == "synchronous" else int(c.max_delay)
@@ -205,8 +205,6 @@ def resolved(c: Any, options: Mapping[str, Any], network: Network) -> dict[str, 
     found = dict(options)
     if c.optimizer != "choco":
         found["diffusion_rate"] = float(rates.checked(network, found["diffusion_rate"]))
-    if c.optimizer == "power-gossip" and c.learning == "exact-diffusion":
-        found["vector_rate"] = 1 / (1 + delay_of(c))
     return found
 
 

@@ -338,8 +338,6 @@ def _resolve_options(c: Any, explicit: Collection[str], warn: bool) -> None:
     known = option_defaults(c.optimizer, given) | learning.AVERAGING_DEFAULTS.get(
         (c.learning, c.optimizer), {}
     )
-    if c.gossip != "synchronous" and c.learning == "exact-diffusion":
-        known["diffusion_rate"] /= 1 + c.max_delay
     method = f"optimizer={c.optimizer}"
     for name in learning.without(c.learning):
         known.pop(name, None)
