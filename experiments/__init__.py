@@ -14,6 +14,7 @@ from experiments import (
     moniqua_tuning,
     papers,
     prediction,
+    relay,
     scale,
     spectrum,
 )
@@ -90,6 +91,9 @@ EXPERIMENTS: dict[str, Experiment] = {
     "cifar10_resnet20_small": papers.cifar10_small(),
     "wikitext2_lstm": papers.wikitext2(),
     "wikitext2_lstm_small": papers.wikitext2_small(),
+    # RelaySGD's table, likewise.
+    "cifar10_vgg11": relay.published(),
+    "cifar10_vgg11_small": relay.small(),
     "lstm_spectrum": spectrum.published(),
     "lstm_spectrum_small": spectrum.small(),
     "moniqua_tuning": moniqua_tuning.published(),

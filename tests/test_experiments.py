@@ -411,7 +411,13 @@ def test_configurations_are_accepted(name: str) -> None:
 
 
 def test_every_published_experiment_has_a_small_form() -> None:
-    published = {"cifar10_resnet20", "wikitext2_lstm", "lstm_spectrum", "moniqua_tuning"}
+    published = {
+        "cifar10_resnet20",
+        "cifar10_vgg11",
+        "wikitext2_lstm",
+        "lstm_spectrum",
+        "moniqua_tuning",
+    }
     assert {f"{name}_small" for name in published} <= set(EXPERIMENTS)
     assert {"consensus", "consensus_faces"} <= set(EXPERIMENTS)
 

@@ -117,7 +117,7 @@ class Evaluation:
         """The squared distance of each worker to the mean, by parameter and of the buffers."""
         x, buffers, layout = self._parameters.x, self._parameters.buffers, self._parameters.layout
         squares = (x - mean_x).double().square()
-        columns = {}
+        columns: Columns = {}
         for i, name in enumerate(self._parameters.names):
             (span,) = layout.spans([i])
             columns["squares", name] = squares[:, span].sum(1)

@@ -335,9 +335,9 @@ def _resolve_options(c: Any, explicit: Collection[str], warn: bool) -> None:
         for key, value in c.items()
         if key.startswith(PREFIX) and value is not None and value != []
     }
-    known = option_defaults(c.optimizer, given) | learning.AVERAGING_DEFAULTS.get(
-        (c.learning, c.optimizer), {}
-    )
+    preferred = learning.AVERAGING_DEFAULTS.get((c.learning, c.optimizer), {})
+    known = option_defaults(c.optimizer, preferred | given)
+    known |= {name: value for name, value in preferred.items() if name in known}
     method = f"optimizer={c.optimizer}"
     for name in learning.without(c.learning):
         known.pop(name, None)
@@ -359,6 +359,8 @@ def _resolve_options(c: Any, explicit: Collection[str], warn: bool) -> None:
         del c[key]
     for name, default in known.items():
         c[f"{PREFIX}{name}"] = given.get(name, default)
+    if warn:
+        learning.warn_of(c.learning, c.optimizer, known | given, PREFIX)
 
 
 def method_options(c: Any) -> dict[str, Any]:

@@ -44,6 +44,16 @@ class GossipRule:
         settle()         after the last message
 
     A rule overrides those that it needs. `start` and `finish` call them, see rule.Learning.
+    x, g and all variables of rules are [worker, D], and G is a step of the averaging rule.
+
+    network       # of the workers
+    make          # makes the averaging rule G for a layout: that of x, or of x beside a variable
+    parameters    # of the hosted workers' models: x and the gradients
+    local         # the workers' own optimizer, without momentum for rules with owns_momentum
+    weight_decay, clip
+                  # of the gradients, see Correction
+
+    Attributes of a rule:
 
     kinds             # of averaging rules that it works with
     static            # whether the topology must be static

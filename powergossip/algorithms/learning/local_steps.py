@@ -29,7 +29,7 @@ class KGT(GossipRule):
 
     Exact fixed point for every K.
 
-    Invariant: Σ_i c_i = 0.
+    Invariant: Σ_i c_i = 0. Raises BadValue unless K ≥ 1.
 
     local_steps  # K
     """

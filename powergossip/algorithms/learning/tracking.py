@@ -113,10 +113,10 @@ class NormalizedGradientTracking(_TrackedDirection):
         y_i ← G(y)_i + v_i − v_i'
         x ← G(x − η y_i/‖y_i‖)               or with overlapping, x ← G(x) − η y_i/‖y_i‖
 
-    Normalized gradient tracking with momentum for heavy-tailed noise, arXiv:2505.03736. ‖·‖ is
-    over all parameters of a worker. Momentum and normalization come in this order: normalized
-    gradients do not average to the normalized mean. The paper mixes y + v − v' in a message of its
-    own before x moves. Here y is mixed one step earlier, in the message of x.
+    Yu, Jakovetić & Kar (2025), arXiv:2505.03736, for heavy-tailed noise. ‖·‖ is over all parameters
+    of a worker. Momentum and normalization come in this order: normalized gradients do not average
+    to the normalized mean. The paper mixes y + v − v' in a message of its own before x moves. Here
+    y is mixed one step earlier, in the message of x.
 
     momentum  # β
     """
