@@ -274,16 +274,20 @@ class ChocoExchanges:
         self,
         layout: Layout,
         *,
-        diffusion_rate: float = 1.0,
+        diffusion_rate: float | None = None,  # this and the copy rate: the compressor's
         compressor: str = "sign-and-norm",
-        copy_rate: float = 1.0,
+        copy_rate: float | None = None,
         seed: int = 0,
         **compressor_options: Any,
     ):
+        made = self._compressor = compressors.make(compressor, **compressor_options)
+        if diffusion_rate is None:
+            diffusion_rate = getattr(made, "gossip_rate", 1.0)
+        if copy_rate is None:
+            copy_rate = getattr(made, "copy_rate", 1.0)
         checks.positive("diffusion_rate", diffusion_rate)
         checks.check("copy_rate", f"{copy_rate}", 0 < copy_rate <= 1, "above 0, at most 1")
         self._layout, self._seed = layout, seed
-        self._compressor = compressors.make(compressor, **compressor_options)
         self.unbiased = getattr(self._compressor, "unbiased", False)
         self._rate, self._copy_rate = diffusion_rate, copy_rate
         self._codecs: dict[int, Codec] = {}  # by sender
