@@ -140,8 +140,8 @@ class Config:
     gossip: str = "synchronous"  # exchanges with neighbors are waited for: synchronous, all of them
     #   before each step is over. bounded: where an edge is more than max_delay exchanges behind.
     #   asynchronous: never (docs/when-workers-fail.md)
-    max_delay: int | None = None  # of bounded. asynchronous: the delay to expect. The default
-    #   diffusion rate is divided by 1 + max_delay (1)
+    max_delay: int | None = None  # of bounded (1). With exact-diffusion, also the delay that
+    #   asynchronous exchanges are expected to have
     scenario: Any = None  # a file with speeds, delays, losses, deaths and joins of workers, for the
     #   virtual clock: one process hosts all workers, and seconds in rows are virtual
     learning: str = "dpsgd"  # the rule of gossip: dpsgd, or for data that differ between workers:

@@ -18,7 +18,6 @@ from powergossip.network import processes
 from powergossip.runs import metrics
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training import event_training
-from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
 from tests.helpers import reproducible
 from tests.test_train import built, select, trained, value
@@ -172,18 +171,6 @@ def test_bad_values_are_rejected(values, key):
     with pytest.raises((BadInput, ValueError)) as raised:
         built(**{**TINY, **values})
     assert f"{key}=" in str(raised.value)
-
-
-def test_the_default_rate_is_divided_by_the_delay():
-    def rate(**values: Any) -> float:
-        config = OmegaConf.merge(OmegaConf.structured(train.Config), {"n_workers": 4}, values)
-        found: float = checked(config, processes()).optimizer_diffusion_rate  # type: ignore[arg-type]
-        return found
-
-    assert rate() == 1
-    assert rate(gossip="bounded", max_delay=4) == pytest.approx(0.2)
-    assert rate(gossip="asynchronous") == 0.5
-    assert rate(gossip="asynchronous", optimizer_diffusion_rate=0.7) == 0.7
 
 
 def test_training_replays_the_order_of_events(tmp_path, monkeypatch):

@@ -122,9 +122,9 @@ class PowerExchanges:
     for the next one of the same side.
 
     Every num_iterations-th part also has the elements that rank r does not compress, for plain
-    gossip: matrices with the rate γ, vectors with vector_rate.
+    gossip: matrices with the rate γ, vectors with 1.
 
-    Raises BadValue for a rank or number of iterations below 1, or rates that are not positive, and
+    Raises BadValue for a rank or number of iterations below 1, or γ that is not positive, and
     ValueError for round_weights with a rank other than 1.
     """
 
@@ -133,7 +133,6 @@ class PowerExchanges:
         layout: Layout,
         *,
         diffusion_rate: float = 1.0,
-        vector_rate: float = 1.0,
         rank: int = 1,
         num_iterations: int = 1,
         warm_start: bool = True,
@@ -141,7 +140,6 @@ class PowerExchanges:
         seed: int = 0,
     ):
         checks.positive("diffusion_rate", diffusion_rate)
-        checks.positive("vector_rate", vector_rate)
         checks.at_least_one("rank", rank)
         checks.at_least_one("num_iterations", num_iterations)
         if round_weights and rank != 1:
@@ -158,9 +156,7 @@ class PowerExchanges:
             [(stack.layers, rank, stack.columns) for stack in self.stacks],
         ]
         # Rates of the elements that are not compressed, which lie behind the compressed ones.
-        self.rest_rates = torch.full(
-            (layout.size - self.compressed,), vector_rate, dtype=torch.float64
-        )
+        self.rest_rates = torch.ones(layout.size - self.compressed, dtype=torch.float64)
         self.rest_rates[: layout.matrices_size - self.compressed] = diffusion_rate
 
     def end(self, i: int, j: int, like: Tensor, incarnation: int | None = None) -> End:
@@ -278,16 +274,20 @@ class ChocoExchanges:
         self,
         layout: Layout,
         *,
-        diffusion_rate: float = 1.0,
+        diffusion_rate: float | None = None,  # this and the copy rate: the compressor's
         compressor: str = "sign-and-norm",
-        copy_rate: float = 1.0,
+        copy_rate: float | None = None,
         seed: int = 0,
         **compressor_options: Any,
     ):
+        made = self._compressor = compressors.make(compressor, **compressor_options)
+        if diffusion_rate is None:
+            diffusion_rate = getattr(made, "gossip_rate", 1.0)
+        if copy_rate is None:
+            copy_rate = getattr(made, "copy_rate", 1.0)
         checks.positive("diffusion_rate", diffusion_rate)
         checks.check("copy_rate", f"{copy_rate}", 0 < copy_rate <= 1, "above 0, at most 1")
         self._layout, self._seed = layout, seed
-        self._compressor = compressors.make(compressor, **compressor_options)
         self.unbiased = getattr(self._compressor, "unbiased", False)
         self._rate, self._copy_rate = diffusion_rate, copy_rate
         self._codecs: dict[int, Codec] = {}  # by sender

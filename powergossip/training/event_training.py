@@ -192,17 +192,19 @@ class _Row:
 
 
 def delay_of(c: Any) -> int:
-    """The delay of exchanges in steps that rates take into account: 0 for synchronous ones."""
+    """The delay of exchanges in steps that the duals of exact diffusion take into account.
+
+    Averaging need not. An edge has one exchange at a time, so that its exchanges become rarer as
+    they take longer, and averaging is as stable as without delays.
+    """
     return 0 if c.gossip == "synchronous" else int(c.max_delay)
 
 
 def resolved(c: Any, options: Mapping[str, Any], network: Network) -> dict[str, Any]:
     """The options of an averaging rule in edge form."""
     found = dict(options)
-    if "diffusion_rate" in found and c.optimizer != "choco":
+    if c.optimizer != "choco":
         found["diffusion_rate"] = float(rates.checked(network, found["diffusion_rate"]))
-    if c.optimizer == "power-gossip":
-        found["vector_rate"] = 1 / (1 + delay_of(c))
     return found
 
 

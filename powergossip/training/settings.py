@@ -338,8 +338,6 @@ def _resolve_options(c: Any, explicit: Collection[str], warn: bool) -> None:
     preferred = learning.AVERAGING_DEFAULTS.get((c.learning, c.optimizer), {})
     known = option_defaults(c.optimizer, preferred | given)
     known |= {name: value for name, value in preferred.items() if name in known}
-    if c.gossip != "synchronous" and known.get("diffusion_rate") is not None:
-        known["diffusion_rate"] /= 1 + c.max_delay
     method = f"optimizer={c.optimizer}"
     for name in learning.without(c.learning):
         known.pop(name, None)
