@@ -185,5 +185,7 @@ def after_joining(links: Links, chatter: Chatter) -> None:
 if __name__ == "__main__":
     die_after(LIMIT)
     kind, argument = sys.argv[1:]
-    program = {"kills": kills, "stop": stop, "join": join, "newcomer": newcomer}[kind]
-    program(float(argument) if kind == "stop" else int(argument))  # type: ignore[operator]
+    if kind == "stop":
+        stop(float(argument))
+    else:
+        {"kills": kills, "join": join, "newcomer": newcomer}[kind](int(argument))

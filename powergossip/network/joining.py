@@ -13,7 +13,7 @@ from powergossip.network.peers import Identity
 
 @dataclass(frozen=True)
 class Roll:
-    """What a new process needs to know; equal in all processes.
+    """The state that a new process receives, equal in all processes.
 
     ranks       # process → rank in the new communicator: survivors, then the new process
     identities  # of all processes that ever were, the new one included

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from powergossip.errors import BadInput, Stopped
+from powergossip.errors import BadInput, Dropped, Stopped
 from powergossip.network import joining
 from powergossip.network.membership import Survivors
 from powergossip.network.peers import DATA, NOTE, Peers, exchange_identities
@@ -35,8 +35,8 @@ class Links:
 
     No method blocks but `wait`, `survivors` and `finish`. Messages between two workers arrive in
     the order in which they were sent, and never twice. A process is lost with all of its workers,
-    see powergossip.network.peers; `worker_timeout` is in seconds and must exceed the time between
-    two calls of `poll`. Without ULFM (see `wire.ulfm`), the end of a process ends the job.
+    see powergossip.network.peers. `worker_timeout` is in seconds and must exceed the time between
+    two calls of `poll`. Without ULFM (powergossip.network.ulfm), the end of a process ends the job.
 
     Every method but `lost` raises Dropped if the others regard this process as lost.
     """
@@ -250,7 +250,9 @@ class Links:
 def end_alone(process: int) -> None:
     """End only this process on an uncaught exception: the others lose it and go on.
 
-    MPI is not finalized, because Open MPI may wait for a lost process there.
+    MPI is not finalized, because Open MPI may wait for a lost process there. The exit code of
+    mpirun is that of the first process which ends with one other than 0. Processes that were
+    dropped therefore end by SIGKILL, which mpirun disregards with ULFM: the run is not a failure.
     """
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -259,12 +261,19 @@ def end_alone(process: int) -> None:
         else:
             text = "".join(traceback.format_exception(kind, error, trace))
             print(f"\nprocess {process} failed:\n{text}", file=sys.stderr, flush=True)
+        if isinstance(error, Dropped):
+            _flush()
+            os.kill(os.getpid(), signal.SIGKILL)
         _exit(2 if isinstance(error, BadInput) else getattr(error, "exit_code", 1))
 
     sys.excepthook = hook
 
 
 def _exit(code: int) -> None:
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    _flush()
     os._exit(code)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()

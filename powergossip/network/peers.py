@@ -104,9 +104,9 @@ class Peers:
         self.wire.send(process, kind, i, j, k, payload)
 
     def take(self, kind: int) -> list[Envelope]:
-        """The messages of a kind that have arrived since the last call."""
+        """The messages of a kind, not from lost processes, that came since the last call."""
         taken, self._arrived[kind] = self._arrived[kind], []
-        return taken
+        return [message for message in taken if message.source in self.alive]
 
     def has(self, kind: int) -> bool:
         """Whether `take` would return messages."""

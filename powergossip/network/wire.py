@@ -4,7 +4,6 @@ A message has a header, a kind, three counters and a payload. With ULFM (mpirun 
 process that has ended is noticed; without it, MPI ends the job.
 """
 
-import os
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,12 +33,6 @@ class Envelope:
     j: int
     k: int
     payload: Tensor
-
-
-def ulfm() -> bool:
-    """Whether the launcher has enabled ULFM, so that the loss of a process does not end the job."""
-    enabled = os.environ.get("OMPI_MCA_mpi_ft_enable", "")  # noqa: SIM112 mpirun's spelling
-    return enabled.lower() in ("1", "true")
 
 
 def octets(payload: Payload) -> Tensor:
