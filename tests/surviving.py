@@ -2,8 +2,7 @@
 
 python tests/surviving.py kills SEED       one or two of them end at random times
 python tests/surviving.py stop SECONDS     process 1 is stopped for that time; 0: for ever
-python tests/surviving.py join VICTIM      a process ends, a new one takes its place, process 0 or
-                                           the new one ends
+python tests/surviving.py join VICTIM      a process ends, a new one takes its place, another one ends
 
 The survivors print rows in JSON.
 """
@@ -173,7 +172,7 @@ def after_joining(links: Links, chatter: Chatter) -> None:
     (counts,) = survivors.gather_arrays(np.array([len(chatter.received)]))[:1]
     row(process=links.process, workers=members, alive=sorted(links.alive), peers=int(counts[0]))
     assert all(chatter.received[w] for w in links.alive - {chatter.own})
-    if links.process == max(links.homes.values()):  # the new process ends as well
+    if links.process == min(links.homes.values()):  # an old process ends as well
         die_after(0.0)
     chatter.lost.clear()
     while not chatter.lost:

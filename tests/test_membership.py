@@ -92,3 +92,14 @@ def test_without_a_death_nobody_waits_for_more_than_the_values() -> None:
     assert [phase for _, phase, _ in first.advance({0, 1})] == [1]
     assert first.advance({0}) == []  # process 1 ends here
     assert first.members == {0, 1}, "its value has arrived: it counts"
+
+
+def test_without_a_death_nobody_waits_for_an_estimate() -> None:
+    gatherings = [Gathering(process, b"") for process in range(3)]
+    alive = {0, 1, 2}
+    for _ in range(2):  # the values, then the sets
+        for source, gathering in enumerate(gatherings):
+            for destination, phase, payload in gathering.advance(alive):
+                gatherings[destination].receive(source, phase, octets(payload))
+    gatherings[2].advance(alive)
+    assert gatherings[2].members == alive

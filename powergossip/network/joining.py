@@ -67,16 +67,19 @@ def enter(patience: float) -> tuple[Any, Roll]:
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """End this process if the block takes longer: an operation of MPI cannot be interrupted."""
+    """End all processes if the block takes longer: an operation of MPI cannot be interrupted."""
 
     def end() -> None:
+        from mpi4py import MPI
+
         print(
             f"error: a process could not join within {seconds:g} seconds, and MPI cannot be "
             "interrupted",
             file=sys.stderr,
             flush=True,
         )
-        os._exit(1)
+        MPI.COMM_WORLD.Abort(1)
+        os._exit(1)  # not reached
 
     timer = threading.Timer(seconds, end)
     timer.daemon = True

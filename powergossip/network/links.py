@@ -160,8 +160,9 @@ class Links:
         patience  # seconds that the start may take
 
         Returns whether the process has started: then the workers are alive again, and all
-        processes can send to them. Takes about a second, in which no messages move. Ends this
-        process if it takes longer than `patience`, because MPI cannot be interrupted.
+        processes can send to them. Takes as long as Python takes to start, while no messages move.
+        If another process ends meanwhile, MPI may end or hang. A hang ends the run after
+        `patience`. `move` has no such risk.
         """
         from mpi4py import MPI
 
@@ -193,6 +194,16 @@ class Links:
         self._reported -= set(workers)
         self._survivors.barrier()
         return True
+
+    def move(self, workers: Iterable[int], process: int) -> None:
+        """Let a process that lives host these workers: a spare one, or one that hosts others.
+
+        All processes call it at the same point. Workers that were lost are alive again.
+        """
+        self._survivors.barrier()
+        self.homes |= dict.fromkeys(workers, process)
+        self.workers = sorted(w for w, home in self.homes.items() if home == self.process)
+        self._reported -= set(workers)
 
     @classmethod
     def join(cls, patience: float = 60) -> "Links":

@@ -25,10 +25,11 @@ class Gathering:
     """An all-gather on whose result all processes agree that do not end during it.
 
     1. Each process sends its value to all and waits for the values of all.
-    2. Each sends the set of processes whose value it has, and waits for all of these. Its estimate
-       is their intersection: values that all survivors have.
+    2. Each sends the set of processes whose value it has, and waits for the sets of these. Its
+       estimate is their intersection: values that all survivors have.
     3. In the order of their indices, each waits for the estimates of all lower ones, takes over
-       that of the highest of them, and sends it to all higher ones.
+       that of the highest of them, and sends it to all higher ones. It does not wait if all
+       members of its set have sent the same set: every estimate is then this set.
 
     Nobody waits for a process that has ended. The lowest process that does not end thus determines
     the estimate of all: hierarchical consensus with a perfect failure detector, Cachin, Guerraoui &
@@ -67,12 +68,18 @@ class Gathering:
             out += [(other, HAVE, encoded(self._have[self._own])) for other in sorted(others)]
         if self._phase == HAVE and alive <= set(self._have):
             self._phase = IMPOSE
-            self._estimate = set.intersection(*self._have.values())
-        lower = {other for other in others if other < self._own}
-        if self._phase == IMPOSE and self.members is None and lower <= set(self._imposed):
-            given = [process for process in self._imposed if process < self._own]
-            self.members = self._imposed[max(given)] if given else self._estimate
-            out += [(p, IMPOSE, encoded(self.members)) for p in sorted(others) if p > self._own]
+        if self._phase == IMPOSE and self.members is None:
+            own = self._have[self._own]
+            sets = [self._have[process] for process in own if process in self._have]
+            lower = {other for other in others if other < self._own}
+            if len(sets) == len(own) and all(have == own for have in sets):
+                self.members = own
+            elif lower <= set(self._imposed):
+                given = [p for p in self._imposed if p < self._own and p in own]
+                estimate = set.intersection(*sets)
+                self.members = self._imposed[max(given)] if given else estimate
+            if self.members is not None:
+                out += [(p, IMPOSE, encoded(self.members)) for p in sorted(others) if p > self._own]
         return out
 
     def result(self) -> dict[int, Tensor]:
