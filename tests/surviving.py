@@ -2,7 +2,7 @@
 
 python tests/surviving.py kills SEED       one or two of them end at random times
 python tests/surviving.py stop SECONDS     process 1 is stopped for that time; 0: for ever
-python tests/surviving.py join VICTIM      a process ends, a new one takes its place, another one ends
+python tests/surviving.py join VICTIM      a process ends, a new one takes its place, another ends
 
 The survivors print rows in JSON.
 """

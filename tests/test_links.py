@@ -130,9 +130,9 @@ def test_a_spare_process_can_host_a_worker() -> None:
     links.finish()
 
 
-def surviving(*arguments: Any, code: int = 0) -> tuple[list[dict[str, Any]], str]:
+def surviving(*arguments: Any, code: int | None = 0) -> tuple[list[dict[str, Any]], str]:
     ended = launch.python("tests/surviving.py", *arguments, processes=4, options=ULFM, timeout=70)
-    assert ended.returncode == code, ended.stdout + ended.stderr
+    assert code in (None, ended.returncode), ended.stdout + ended.stderr
     return [json.loads(line) for line in ended.stdout.splitlines()], ended.stderr
 
 
@@ -173,7 +173,8 @@ def test_a_process_that_is_stopped_for_too_long_is_lost_and_ends(seconds: float)
 
 @pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_new_process_takes_the_place_of_a_lost_one(victim: int) -> None:
-    rows, _ = surviving("join", victim)
+    # After MPI_Comm_spawn, mpirun does not end with 0 unless all processes call MPI_Finalize.
+    rows, _ = surviving("join", victim, code=None)
     old = [process for process in range(4) if process != victim]
     joined = [row for row in rows if "joined" in row]
     assert sorted(row["process"] for row in joined) == old
