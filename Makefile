@@ -25,7 +25,8 @@ of_torch_distributed := $(addprefix tests/test_,$(addsuffix .py,\
 	algorithms dgc error_feedback gossip_hook gossip_optimizer layouts model_averager network \
 	powersgd sign_sgd torchrun training_loops))
 pytest_on_all_cores := python -m pytest -n auto --maxprocesses 8 --dist worksteal
-test_environment := export OMP_NUM_THREADS=1; { [ -t 1 ] || export PY_COLORS=0; }
+# Bytecode is kept, or every process would compile the tests again.
+test_environment := export OMP_NUM_THREADS=1; unset PYTHONDONTWRITEBYTECODE; { [ -t 1 ] || export PY_COLORS=0; }
 run_tests = $(activate) && $(test_environment) && failed= && \
 	{ $(pytest_on_all_cores) -m '$(1)' || failed=1; } && \
 	for n in $(process_counts); do \

@@ -60,6 +60,11 @@ class Config:
     topology: str = "ring"  # a name, or the path of an edge list or adjacency file
     topology_options: dict[str, Any] = field(default_factory=dict)  # such as {degree: 4}
 
+    gossip: str = "synchronous"  # bounded or asynchronous: exchanges are not waited for
+    max_delay: int | None = None  # of bounded: exchanges that an edge may be behind (1)
+    scenario: Any = None  # a file with speeds, delays, losses, deaths and joins, for the virtual
+    #   clock of one process (docs/when-workers-fail.md)
+
     # Algorithms
     algorithm: Any = "power_gossip"  # a name of gossip_run.ALGORITHMS, a list of names, or all
     compression_rank: int = 1  # r of power_gossip, svd; top-k, random-k keep r (m + k) / 4 of m k

@@ -76,7 +76,9 @@ class Config:
     #   too: tensorboard, wandb, mlflow
     evaluation_interval: int = 1  # epochs between evaluations (the last epoch always has one)
     evaluate_average_model: bool = True  # evaluate the mean of all workers' models
+    evaluate_workers: bool = True  # evaluate each worker's model
     evaluate_training_data: bool = False  # also evaluate on all training data, not augmented
+    evaluate_test_data: bool = True  # false, for tuning: evaluate on validation data only
     mean_model_statistics: str = "averaged"  # batch norm: averaged, or recalibrated on data
     recalibration_batches: int = 10  # per worker
 
@@ -131,15 +133,24 @@ class Config:
     #   ddp-batched-powersgd
     topology: str = "ring"  # a name, or the path of an edge list or adjacency file
     topology_options: dict[str, Any] = field(default_factory=dict)  # such as {degree: 4}
-    overlapping: bool = True  # gossip while the gradient is computed (false: after the update)
+    overlapping: bool | None = None  # gossip while the gradient is computed, or after the update
+    #   (false). By default true, except for gradient-tracking, momentum-tracking and gt-nsgd over
+    #   dpsgd and power-gossip
     local_steps: int = 1  # gossip every k-th step
+    gossip: str = "synchronous"  # exchanges with neighbors are waited for: synchronous, all of them
+    #   before each step is over. bounded: where an edge is more than max_delay exchanges behind.
+    #   asynchronous: never (docs/when-workers-fail.md)
+    max_delay: int | None = None  # of bounded. asynchronous: the delay to expect. The default
+    #   diffusion rate is divided by 1 + max_delay (1)
+    scenario: Any = None  # a file with speeds, delays, losses, deaths and joins of workers, for the
+    #   virtual clock: one process hosts all workers, and seconds in rows are virtual
     learning: str = "dpsgd"  # the rule of gossip: dpsgd, or for data that differ between workers:
     #   quasi-global-momentum, gradient-tracking, k-gt, momentum-tracking, gt-nsgd,
     #   exact-diffusion, beer, motef (the last two with optimizer=choco), relay-sgd (on trees)
     learning_options: dict[str, Any] = field(default_factory=dict)  # of relay-sgd: {correction: c}
     #   multiplies updates by c, auto: by the factor that relaying slows them down (auto)
-    optimizer_diffusion_rate: float | int | str | None = None  # γ (1), or auto
-    #   for dpsgd and power-gossip: the best for plain gossip on this topology
+    optimizer_diffusion_rate: float | int | str | None = None  # γ (1, for choco that of the
+    #   compressor), or auto for dpsgd and power-gossip: the best for plain gossip on this topology
     optimizer_rank: int | None = None  # power-gossip, powersgd, hooks, svd (1). At most the sides
     #   of a matrix. Hooks: try 1, 2, 4, ...; the batched hook is for rank 1 only, prefer
     #   ddp-powersgd. Values kept of an m x k matrix: top-k r (m + k)/4, random-k and random-block
@@ -151,8 +162,9 @@ class Config:
     optimizer_compressor: str | None = None  # choco, deepsqueeze, ef-sgd (sign-and-norm)
     optimizer_keep_ratio: float | None = None  # fraction of elements sent: top-k, random-k,
     #   random-block, dgc (0.01). For dgc, r above 1 means 1/r. Published: compress_ratio, 0.001
-    optimizer_levels: int | None = None  # qsgd (4)
-    optimizer_copy_rate: float | None = None  # choco (1): how fast public copies follow
+    optimizer_levels: int | None = None  # qsgd (4, 64 with learning=exact-diffusion)
+    optimizer_copy_rate: float | None = None  # choco (1, less with unbiased): how fast public
+    #   copies follow
     optimizer_unbiased: bool | None = None  # qsgd: without its scaling to a contraction (false)
     optimizer_theta: float | None = None  # moniqua: bound on neighbors' differences (0.25)
     optimizer_running_sums: bool | None = None  # push-sum: messages are sums over all steps (false)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments import learning
-from experiments.learning import SEEDS, TUNING_SEED, VALIDATION_RATIO, count, score
+from experiments.learning import SEEDS, TUNING, VALIDATION_RATIO, count, score
 from experiments.runner import Experiment, Results, Run, sentence_case
 from powergossip.runs import figures
 from powergossip.runs.metrics import last_values
@@ -226,7 +226,7 @@ def experiment(
     """
 
     def screening() -> dict[str, list[Run]]:
-        short = _held_out() | {"num_epochs": 1, "lr_schedule_milestones": [[0.5, 0.1]]}
+        short = TUNING | {"num_epochs": 1, "lr_schedule_milestones": [[0.5, 0.1]]}
         return {
             name: [
                 _run(name, values, _scaled(setting, scale), short)
@@ -239,7 +239,7 @@ def experiment(
         tried = screening()
         return {
             name: [
-                _run(name, values, _setting(name, run), _held_out())
+                _run(name, values, _setting(name, run), TUNING)
                 for run in _best(tried[name], results, measure)[:TUNED]
             ]
             for name in _finalists(tried, results, measure)
@@ -280,10 +280,6 @@ def experiment(
 
 
 # --- Runs ----------------------------------------------------------------------------------------
-
-
-def _held_out() -> Values:
-    return {"validation_ratio": VALIDATION_RATIO, "seed": TUNING_SEED}
 
 
 def _run(name: str, values: Values, setting: Values, further: Values) -> Run:

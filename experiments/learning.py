@@ -25,6 +25,13 @@ SEEDS = (1, 2, 3)
 TUNING_SEED = 11
 VALIDATION_RATIO = 0.1  # fraction of the training data held out in the runs of the grid
 STEP = ("data", "gradient", "averaging", "communication", "update")  # phases of a step
+# Of runs that choose a setting. They do not see the test data.
+TUNING: dict[str, Any] = {
+    "validation_ratio": VALIDATION_RATIO,
+    "seed": TUNING_SEED,
+    "evaluate_workers": False,
+    "evaluate_test_data": False,
+}
 DIFFUSION_RATES = (1.0, 0.3, 0.1, 0.03)
 
 Values = dict[str, Any]
@@ -154,12 +161,11 @@ def _grid(values: Values, method: str, rates: Sequence[float], epochs: int) -> l
         short = {
             "num_epochs": epochs,
             "lr_schedule_milestones": [[epochs / 2, 0.1]],
-            "validation_ratio": VALIDATION_RATIO,
         }
         runs.append(
             Run(
                 "train",
-                {**values, **METHODS[method], **setting, **short, "seed": TUNING_SEED},
+                {**values, **METHODS[method], **setting, **short, **TUNING},
                 {"method": method, **setting},
             )
         )

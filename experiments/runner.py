@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from environment import emulated_cluster
-from experiments.launchers import LAUNCHERS, STOP, Job, Launcher, last_output
+from experiments.jobs import Job, Launcher, last_output
+from experiments.launchers import LAUNCHERS, STOP
 from powergossip.errors import BadInput
 from powergossip.runs import metrics
 from powergossip.runs.files import write_atomically

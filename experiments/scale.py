@@ -150,6 +150,6 @@ def _gradient() -> float:
 def _cell(
     speed: tuple[list[float], list[float]], target: tuple[list[float], list[float]], n: int
 ) -> str:
-    """Of a line of the table at n workers."""
+    """A cell of the table: a line at n workers."""
     at = speed[0].index(n) if n in speed[0] else None
     return "" if at is None else f"{speed[1][at]:.3g} ({target[1][at]:.3g})"

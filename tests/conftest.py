@@ -92,10 +92,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Check that no file is forgotten under mpirun, and make every choice of --quick."""
+    texts: dict[Path, str] = {}
     for item in items:
         marks = item.get_closest_marker("parallel")
         if marks is not None:
-            found = selection.process_counts(item.path.read_text())
+            if item.path not in texts:
+                texts[item.path] = item.path.read_text()
+            found = selection.process_counts(texts[item.path])
             assert set(selection.counts_of(*marks.args, **marks.kwargs)) <= found, item.nodeid
     if config.getoption("--quick"):
         slow = [item for item in items if item.get_closest_marker("slow")]

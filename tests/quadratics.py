@@ -73,6 +73,7 @@ AVERAGING: dict[str, tuple[str, dict[str, Any]]] = {
     "sign": ("choco", {"diffusion_rate": 0.2}),
     "qsgd": ("choco", {"compressor": "qsgd", "unbiased": True, "levels": 4, "diffusion_rate": 0.5}),
     "identity": ("choco", {"compressor": "identity"}),
+    "push-sum": ("push-sum", {}),
 }
 
 

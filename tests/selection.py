@@ -1,6 +1,7 @@
 """The test files that a run needs, found in their text: importing all of them takes long."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterable
 
@@ -13,10 +14,11 @@ def counts_of(nprocs: int | Iterable[int] = 3) -> set[int]:
     return {nprocs} if isinstance(nprocs, int) else set(nprocs)
 
 
-def process_counts(text: str) -> set[int]:
+@functools.cache
+def process_counts(text: str) -> frozenset[int]:
     """The numbers of processes in the `parallel` marks of a file."""
     if "parallel" not in text:
-        return set()
+        return frozenset()
     called: dict[ast.expr, ast.Call] = {}
     found: set[int] = set()
     for node in ast.walk(ast.parse(text)):  # a call comes before what it calls
@@ -29,7 +31,7 @@ def process_counts(text: str) -> set[int]:
                 found |= counts_of(*map(ast.literal_eval, arguments))
             except ValueError:  # computed: it can be any
                 found |= ALL
-    return found
+    return frozenset(found)
 
 
 def starts_programs(text: str) -> bool:

@@ -135,7 +135,7 @@ def assert_same(one: Any, other: Any) -> None:
 
 @pytest.mark.parametrize("case", ALL_CASES, ids=label)
 def test_a_killed_run_resumes_to_the_bit(case: dict[str, Any], tmp_path: Path) -> None:
-    changes = SMALL | case
+    changes = SMALL | {"num_epochs": 3, "lr_schedule_milestones": [[2, 0.1]]} | case
     run(tmp_path / "whole", changes)
     steps = end_of(tmp_path / "whole")["step"]
     step = random.Random(label(case)).randrange(int(steps // 3), int(steps))
@@ -280,18 +280,23 @@ configuration.run_entry_point(train.main)
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
-    [("SIGTERM", 1), ("SIGUSR1", 4), pytest.param("SIGUSR1", 2, marks=pytest.mark.slow)],
+    ("name", "before", "after"),
+    [
+        ("SIGTERM", 1, 2),
+        ("SIGUSR1", 2, 1),
+        pytest.param("SIGTERM", 1, 4, marks=pytest.mark.slow),
+        pytest.param("SIGUSR1", 4, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_ended_by_a_signal_resumes_in_another_layout(
-    name: str, layout: int, tmp_path: Path
+    name: str, before: int, after: int, tmp_path: Path
 ) -> None:
     """In the middle of an epoch. A signal to one process of several stops all."""
     run(tmp_path / "whole", SMALL)
     driver = tmp_path / "driver.py"
     driver.write_text(DRIVER.format(name=name))
     arguments = command(tmp_path / "stopped")[1:]
-    result = python(driver, *arguments, processes=layout)
+    result = python(driver, *arguments, processes=before)
     assert result.returncode == 128 + getattr(signal, name), result.stderr
     assert "Traceback" not in result.stderr, result.stderr
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error:")]
@@ -299,7 +304,7 @@ def test_a_run_ended_by_a_signal_resumes_in_another_layout(
     stopped = Checkpoints(tmp_path / "stopped", Processes()).describe()
     assert stopped is not None
     assert 8 <= stopped["step"] < STEPS
-    again = python(*command(tmp_path / "stopped", "resume=true"), processes=4 // layout)
+    again = python(*command(tmp_path / "stopped", "resume=true"), processes=after)
     assert again.returncode == 0, again.stderr
     ours, whole = end_of(tmp_path / "stopped"), end_of(tmp_path / "whole")
     torch.testing.assert_close(ours["x"], whole["x"], atol=1e-4, rtol=1e-4)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests import launch
-from tests.test_compare import write_run
+from tests.compared_runs import write_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 

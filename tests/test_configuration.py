@@ -304,6 +304,7 @@ def test_the_lines_of_the_changed_keys_can_be_read_again(values: dict[str, Any])
         ("overlapping=maybe", ["overlapping=maybe:", "true or false"]),
         ("overlapping=3", ["overlapping=3:", "true or false"]),
         ("overlapping=0.5", ["overlapping=0.5:", "true or false"]),
+        ("nesterov=3", ["nesterov=3:", "true or false"]),
         ("topology=[ring]", ["topology=['ring']:"]),
         ("lr_schedule_milestones=5", ["lr_schedule_milestones=5:", "list"]),
         ("spectrum_logging_epochs=[a]", ["spectrum_logging_epochs=['a']:", "list"]),

@@ -45,7 +45,21 @@ def blocks(path: Path, language: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site as `make docs` builds it, in another folder."""
+    """The site of `make docs`, if made after the last change, or built in another folder."""
+    made = DOCS / "_build" / "html"
+    sources = [
+        *(path for path in DOCS.rglob("*") if not path.is_relative_to(DOCS / "_build")),
+        *(
+            file
+            for part in ("powergossip", "examples")
+            for file in (launch.ROOT / part).rglob("*.py")
+        ),
+        *launch.ROOT.glob("*.*"),
+    ]
+    index = made / "index.html"
+    latest = max(path.stat().st_mtime for path in sources if path.is_file())
+    if index.exists() and index.stat().st_mtime > latest:
+        return made
     folder = tmp_path_factory.mktemp("site")
     options = ["-q", "-W", "--keep-going", "-d", str(folder / "doctrees")]
     built = launch.python("-m", "sphinx", *options, DOCS, folder / "html", timeout=400)

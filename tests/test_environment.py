@@ -279,7 +279,7 @@ def test_mpi_check_names_the_process_with_a_wrong_content(tmp_path: Path) -> Non
 
 def test_bad_arguments_of_mpi_check_are_one_sentence() -> None:
     """One process prints it; mpirun adds lines about exit codes."""
-    result = launch.python("-m", "powergossip.mpi_check", "--quik", processes=2)
+    result = launch.python("environment/mpi_check.py", "--quik", processes=2)
     assert result.returncode == 2
     assert result.stdout == ""
     assert len(re.findall(r"^error: .*--quik", result.stderr, re.MULTILINE)) == 1

@@ -32,13 +32,13 @@ from experiments import (
 )
 from experiments import __main__ as experiments_main
 from experiments.__main__ import main
-from experiments.launchers import Launcher
+from experiments.jobs import Launcher
 from experiments.runner import Experiment, Folder, Results, Run, carry_out
 from powergossip.errors import BadInput
 from powergossip.network import Processes
 from powergossip.runs import configuration
 from tests import slurm
-from tests.launch import ROOT, python
+from tests.launch import ROOT, python, stand_in
 
 # Stands in for train.py: value, and what to do before writing it.
 PROGRAM = """
@@ -62,6 +62,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
     (tmp_path / "train.py").write_text(PROGRAM)
     monkeypatch.setattr(runner, "ROOT", tmp_path)
     return Folder("question", tmp_path / "output")
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs start from a process that has imported PyTorch, not anew."""
+    monkeypatch.setattr(Run, "program", property(_forked))
+
+
+def _forked(run: Run) -> list[str]:
+    values = [f"{key}={runner._yaml(value)}" for key, value in run.values.items()]
+    return [*stand_in(), str(ROOT / f"{run.entry}.py"), *values]
 
 
 def asked(*runs: Run) -> Experiment:
@@ -400,7 +411,13 @@ def test_configurations_are_accepted(name: str) -> None:
 
 
 def test_every_published_experiment_has_a_small_form() -> None:
-    published = {"cifar10_resnet20", "wikitext2_lstm", "lstm_spectrum", "moniqua_tuning"}
+    published = {
+        "cifar10_resnet20",
+        "cifar10_vgg11",
+        "wikitext2_lstm",
+        "lstm_spectrum",
+        "moniqua_tuning",
+    }
     assert {f"{name}_small" for name in published} <= set(EXPERIMENTS)
     assert {"consensus", "consensus_faces"} <= set(EXPERIMENTS)
 
@@ -555,6 +572,7 @@ def test_consensus_on_faces_has_the_published_numbers_of_steps() -> None:
         assert (run.values["data_type"], run.values["matrix_size"]) == ("faces", 64)
 
 
+@pytest.mark.usefixtures("forked")
 def test_consensus_from_the_run_to_the_table(tmp_path: Path) -> None:
     few = {"num_steps": 60}
     parts = [("uncompressed", "chebyshev"), ("power_gossip",)]
@@ -678,6 +696,7 @@ def test_compressed_gradients_from_the_runs_to_the_tables(
     assert all(0 < float(row[4].rstrip(" |")) < 1000 for row in rows)
 
 
+@pytest.mark.usefixtures("forked")
 def test_learning_from_the_first_run_to_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

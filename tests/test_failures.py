@@ -372,7 +372,7 @@ from powergossip import network
 
 found = []
 train.config.update(SETTINGS)
-for number, rate in enumerate([0.02, 0.05, 30.0, 0.01, 0.03]):
+for number, rate in enumerate([0.02, 30.0, 0.03]):
     train.config.learning_rate, train.output_dir = rate, str(number)
     try:
         train.main()
@@ -387,21 +387,22 @@ def test_a_sweep_goes_on_after_a_divergence(tmp_path: Path) -> None:
     """Workers with sorted data diverge at different steps, all processes raise the first."""
     settings = {
         "task_architecture": "MLP",
+        "n_workers": 4,
         "num_epochs": 1,
         "log_verbosity": 0,
         "optimizer": "dpsgd",
         "use_decentralized_data": True,
     }
     (tmp_path / "driver.py").write_text(SWEEP.replace("SETTINGS", repr(settings)))
-    ended = launch.python("driver.py", processes=4, cwd=tmp_path, timeout=60)
+    ended = launch.python("driver.py", processes=2, cwd=tmp_path, timeout=60)
     assert ended.returncode == 0, ended.stderr
-    found = [json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in range(4)]
-    assert found[1:] == found[:1] * 3
-    assert [bool(text) for text in found[0]] == [False, False, True, False, False]
-    assert re.search(r"worker \d's loss is (nan|inf) at step \d+ \(epoch 1\)", found[0][2])
-    assert (tmp_path / "2" / metrics.FILE).read_bytes() == b""
-    assert Checkpoints(tmp_path / "2", Processes()).describe() is None
-    assert Checkpoints(tmp_path / "4", Processes()).describe() is not None
+    found = [json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in range(2)]
+    assert found[0] == found[1]
+    assert [bool(text) for text in found[0]] == [False, True, False]
+    assert re.search(r"worker \d's loss is (nan|inf) at step \d+ \(epoch 1\)", found[0][1])
+    assert (tmp_path / "1" / metrics.FILE).read_bytes() == b""
+    assert Checkpoints(tmp_path / "1", Processes()).describe() is None
+    assert Checkpoints(tmp_path / "2", Processes()).describe() is not None
 
 
 ALL_METHODS: list[dict[str, Any]] = [

@@ -700,7 +700,13 @@ print("end")
 
 
 @pytest.mark.parametrize(
-    ("how", "longer"), [("exit", 1), ("mean", 0), ("mean", 9), ("powersgd", 1)]
+    ("how", "longer"),
+    [
+        ("exit", 1),
+        ("powersgd", 1),
+        pytest.param("mean", 0, marks=pytest.mark.slow),
+        pytest.param("mean", 9, marks=pytest.mark.slow),  # none is longer
+    ],
 )
 def test_a_further_step_of_one_process_ends_all(how: str, longer: int, tmp_path: Path) -> None:
     """Instead of waiting forever for its neighbors."""

@@ -191,7 +191,7 @@ def test_moniqua_is_that_of_pytorch(topology: str, values: str) -> None:
 
 @pytest.fixture
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """As if nothing had been loaded in this process, before and after."""
+    """No kernel is loaded in this process, before and after."""
     for clear in (kernels.compiled.cache_clear, kernels.agree.cache_clear):
         clear()
     yield monkeypatch

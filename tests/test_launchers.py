@@ -18,8 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments import launchers
-from experiments.launchers import LAUNCHERS, Job, Mpirun, OneProcess, Slurm, last_output
+from experiments import jobs
+from experiments.jobs import Job, last_output
+from experiments.launchers import LAUNCHERS, Mpirun, OneProcess
+from experiments.slurm import Slurm
 from powergossip.errors import BadInput
 from tests import slurm
 from tests.helpers import wait_until
@@ -33,7 +35,8 @@ DRIVER = """
 import sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from experiments.launchers import LAUNCHERS, Job
+from experiments.jobs import Job
+from experiments.launchers import LAUNCHERS
 name, folder, processes, *command = sys.argv[1:]
 job = Job(command, int(processes), Path(folder, "log.txt"), Path(folder), "a job")
 for _ in range(20):
@@ -227,7 +230,7 @@ def test_the_next_start_waits_for_processes_that_mpirun_has_lost(tmp_path: Path)
 
 def test_a_start_waits_for_a_limited_time(tmp_path: Path) -> None:
     job = shell(tmp_path, "echo never")
-    with launchers._alone(tmp_path, patience=0):
+    with jobs.alone(tmp_path, patience=0):
         assert Mpirun(patience=0.2)(job) == 1
     text = job.log.read_text()
     assert text.startswith("error: an earlier start of this run is still there after 0.2 seconds; ")
@@ -238,14 +241,14 @@ def test_a_start_waits_for_a_limited_time(tmp_path: Path) -> None:
 def test_a_command_does_not_start_without_its_runner(tmp_path: Path) -> None:
     """The kernel sends the signal for a runner's end only to processes that wait for it already."""
     number = int(signal.SIGUSR1)
-    guard = launchers._guard("bound", number, 1 if os.getpid() != 1 else 2)
+    guard = jobs.guard("bound", number, 1 if os.getpid() != 1 else 2)
     done = subprocess.run([*guard, "touch", str(tmp_path / "done")])
     assert done.returncode == 128 + number
     assert not (tmp_path / "done").exists()
 
 
 def test_a_command_ends_with_its_guard() -> None:
-    guard = launchers._guard("bound", int(signal.SIGUSR1), os.getpid())
+    guard = jobs.guard("bound", int(signal.SIGUSR1), os.getpid())
     command = [*guard, "sh", "-c", "echo here; exec sleep 600"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
@@ -255,8 +258,8 @@ def test_a_command_ends_with_its_guard() -> None:
 
 
 def test_a_process_that_starts_late_leaves_the_folder_to_others(tmp_path: Path) -> None:
-    locked = [*launchers._guard("locked", tmp_path / "running"), "echo", "here"]
-    with launchers._alone(tmp_path, patience=0):
+    locked = [*jobs.guard("locked", tmp_path / "running"), "echo", "here"]
+    with jobs.alone(tmp_path, patience=0):
         done = subprocess.run(locked, capture_output=True, text=True)
     assert done.returncode == 1
     assert "running is locked by another start of this run" in done.stderr
@@ -285,7 +288,7 @@ def test_an_interrupted_start_takes_its_process_along(tmp_path: Path) -> None:
 def test_a_job_of_slurm_reports_its_exit_code_once(tmp_path: Path) -> None:
     """Without its script it does not start; a second start removes the first one's exit code."""
     script, exit_file = tmp_path / "slurm-1.sh", tmp_path / "slurm-1.sh.exit"
-    reported = launchers._guard("reported", script)
+    reported = jobs.guard("reported", script)
     command = [*reported, "sh", "-c", f"ls {tmp_path}; exit 7"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
@@ -318,7 +321,7 @@ def cluster(daemons: slurm.Cluster, monkeypatch: pytest.MonkeyPatch) -> slurm.Cl
 
 def number_of(job: Job) -> str:
     """The number of the job that is recorded; "" if there is none."""
-    file = job.folder / launchers.SLURM
+    file = job.folder / jobs.SLURM
     return str(json.loads(file.read_text())["job"]) if file.exists() else ""
 
 
@@ -392,7 +395,7 @@ def test_the_exit_code_of_a_job_that_slurm_has_forgotten(
     """Its number was not recorded, and it ended while no runner was there."""
     job = python(tmp_path, LASTING, tmp_path, 600)
     let_go(job, lambda: began(job))
-    number, record = number_of(job), tmp_path / launchers.SLURM
+    number, record = number_of(job), tmp_path / jobs.SLURM
     record.write_text(json.dumps({**json.loads(record.read_text()), "job": ""}))
     let_go(job, lambda: number_of(job) == number)
     cluster.command("scancel", "--signal=USR1", "--batch", number)

@@ -12,7 +12,7 @@ from powergossip.network import Processes, processes
 from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
 
-STEPS = 50
+STEPS = 24
 
 
 # learning rule → other keys

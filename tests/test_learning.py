@@ -1,6 +1,9 @@
 """Laws of the learning rules for data that differ between workers, on quadratics."""
 
 import copy
+import itertools
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,52 +14,44 @@ from powergossip import algorithms, topologies
 from powergossip.algorithms import learning
 from powergossip.algorithms.learning.gossip_rule import COPIES
 from powergossip.network import Network, Processes, processes
+from powergossip.training.settings import checked
+from tests.laws import EXACT, IN_TABLE, REJECTED, Law, error, is_accepted
 from tests.quadratics import AVERAGING, COLUMNS, ROWS, WORKERS, Quadratics, rule_of, train
+from tests.test_centralized import configured
 
-# rule, averaging, learning rate, steps, options of the rule, options of the averaging rule
-EXACT = [
-    ("gradient-tracking", "plain", 0.1, 400, {}, {}),
-    ("gradient-tracking", "plain", 0.1, 400, {"overlapping": True}, {}),
-    ("gradient-tracking", "power-gossip", 0.05, 1200, {}, {}),
-    ("gradient-tracking", "top-k", 0.02, 6000, {"overlapping": True}, {}),
-    ("gradient-tracking", "sign", 0.02, 6000, {"overlapping": True}, {}),
-    ("gradient-tracking", "qsgd", 0.02, 2000, {"overlapping": True}, {}),
-    ("k-gt", "plain", 0.05, 600, {}, {}),
-    ("k-gt", "plain", 0.01, 3000, {"local_steps": 5}, {}),
-    ("k-gt", "power-gossip", 0.05, 1500, {}, {}),
-    ("k-gt", "power-gossip", 0.01, 6000, {"local_steps": 5}, {}),
-    ("momentum-tracking", "plain", 0.01, 1500, {}, {}),
-    ("momentum-tracking", "power-gossip", 0.005, 3000, {}, {}),
-    ("exact-diffusion", "plain", 0.1, 600, {}, {}),
-    ("exact-diffusion", "power-gossip", 0.1, 3000, {}, {"diffusion_rate": 0.25}),
-    ("exact-diffusion", "qsgd", 0.05, 3000, {}, {"copy_rate": 0.5}),
-    ("exact-diffusion", "identity", 0.1, 1000, {}, {"copy_rate": 0.5}),
-    ("beer", "top-k", 0.02, 6000, {}, {}),
-    ("beer", "sign", 0.02, 3000, {}, {}),
-    ("beer", "qsgd", 0.02, 2000, {}, {}),
-    ("motef", "top-k", 0.02, 6000, {"momentum": 0.9}, {}),
-    ("motef", "qsgd", 0.02, 2000, {"momentum": 0.9}, {}),
-]
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize(
-    ("name", "averaging", "rate", "steps", "options", "averaging_options"),
-    EXACT,
-    ids=lambda v: v if isinstance(v, str) else None,
+    "law",
+    [
+        pytest.param(
+            law, marks=pytest.mark.slow if law.slow else (), id=f"{law.name}-{law.averaging}"
+        )
+        for law in EXACT
+    ],
 )
-def test_exact_fixed_points(
-    name: str,
-    averaging: str,
-    rate: float,
-    steps: int,
-    options: dict[str, Any],
-    averaging_options: dict[str, Any],
-) -> None:
+def test_exact_fixed_points(law: Law) -> None:
     """All workers reach the optimum of the mean loss, from which their own optima are far."""
-    problem = Quadratics()
-    rule = rule_of(name, averaging, problem, rate, averaging_options=averaging_options, **options)
-    train(rule, problem, steps)
-    assert problem.error < 1e-9
+    assert error(law) < 1e-9
+
+
+def test_the_page_of_learning_rules_has_the_pairs_that_are_accepted() -> None:
+    """A pair has an error in the table that `python -m tests.laws` prints, or is rejected."""
+    lines = (ROOT / "docs" / "different-data.md").read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("| `learning` | plain |"))
+    columns = [cell.strip() for cell in lines[first].split("|")[2:-1]]
+    rows = {}
+    for line in itertools.takewhile(lambda line: line.startswith("|"), lines[first + 2 :]):
+        name, *cells = (cell.strip(" `") for cell in line.split("|")[1:-1])
+        rows[name] = cells
+    assert columns == list(IN_TABLE)
+    assert sorted(rows) == sorted([learning.DEFAULT, *learning.LEARNING])
+    for name, cells in rows.items():
+        for averaging, cell in zip(IN_TABLE.values(), cells, strict=True):
+            assert is_accepted(name, averaging) == (cell != REJECTED), (name, averaging)
+            if any((law.name, law.averaging) == (name, averaging) for law in EXACT):
+                assert float(cell) < 1e-9, (name, averaging)
 
 
 @pytest.mark.parametrize("topology", ["exponential", "one-peer-exponential"])
@@ -193,7 +188,35 @@ def test_exact_diffusion_damps_vectors_too(averaging: str) -> None:
     assert problem.x[:, -4:].abs().max() < 1e-6
 
 
-REJECTED = [
+@pytest.mark.parametrize("topology", ["torus", "star"])
+def test_exact_diffusion_over_power_gossip_on_other_graphs(topology: str) -> None:
+    """At its default rate, 0.25. The ring is in EXACT."""
+    problem = Quadratics()
+    options = learning.AVERAGING_DEFAULTS["exact-diffusion", "power-gossip"]
+    train(
+        rule_of("exact-diffusion", "power-gossip", problem, 0.1, topology, options), problem, 6000
+    )
+    assert problem.error < 1e-9
+
+
+@pytest.mark.parametrize(("rate", "warned"), [(None, 0), (0.25, 0), (0.3, 1), ("auto", 1)])
+def test_larger_rates_of_exact_diffusion_over_power_gossip_give_a_warning(
+    rate: float | str | None, warned: int
+) -> None:
+    asked = configured(
+        n_workers=2,
+        learning="exact-diffusion",
+        optimizer="power-gossip",
+        optimizer_diffusion_rate=rate,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        checked(asked, Processes())
+    texts = [str(w.message) for w in caught]
+    assert sum(text.startswith("optimizer_diffusion_rate=") for text in texts) == warned
+
+
+NOT_ACCEPTED = [
     ("beer", "plain", "beer"),
     ("k-gt", "sign", "k-gt"),
     ("momentum-tracking", "qsgd", "momentum-tracking"),
@@ -202,7 +225,7 @@ REJECTED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "averaging", "found"), REJECTED)
+@pytest.mark.parametrize(("name", "averaging", "found"), NOT_ACCEPTED)
 def test_pairs_without_a_law_are_rejected(name: str, averaging: str, found: str) -> None:
     with pytest.raises(ValueError, match=f"learning={found}"):
         rule_of(name, averaging, Quadratics(), 0.1)

@@ -531,3 +531,9 @@ def test_processes_that_differ_are_rejected_everywhere() -> None:
     varying: Any = {"learning": "exact-diffusion", "topology": "random-matching"}
     with pytest.raises(BadInput, match="topology=random-matching"):
         GossipOptimizer(sgd(model), "dpsgd", **varying)
+
+
+def test_a_rate_that_is_too_large_for_the_rule_gives_a_warning() -> None:
+    options: dict[str, Any] = {"learning": "exact-diffusion", "processes": ALONE}
+    with pytest.warns(UserWarning, match=r"^diffusion_rate=0.5: "):
+        GossipOptimizer(sgd(Quadratic(0)), "power-gossip", diffusion_rate=0.5, **options)

@@ -131,6 +131,15 @@ def test_vgg11_ends_with_one_pixel_of_cifar() -> None:
     ) == 5
 
 
+def test_plain_vgg11_has_biases_dropout_and_no_normalization() -> None:
+    model = models.VGG11((3, 32, 32), 10, plain=True, initialization="fan-out")
+    assert sum(p.numel() for p in model.parameters()) == 9_750_922
+    assert not list(model.buffers())
+    images = torch.randn(2, 3, 32, 32)
+    assert not torch.equal(model(images), model(images))
+    assert torch.equal(model.eval()(images), model(images))
+
+
 @pytest.mark.parametrize("name", ["ResNet20", "ResNet18", "VGG11"])
 def test_group_norm_makes_images_independent_of_each_other(name: str) -> None:
     images = torch.randn(4, 3, 32, 32)

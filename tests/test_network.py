@@ -34,13 +34,22 @@ TIME_VARYING = ["one-peer-exponential", "base-graph", "random-matching", "epidem
 ALONE = Processes()
 
 
+# Workers of a process, and whether messages are staged.
+HOSTED_AND_STAGED = [
+    (1, False),
+    (2, True),
+    (3, False),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, True), (2, False), (3, True)]),
+]
+
+
 def stamp(sender: Tensor, receiver: Tensor) -> Tensor:
     """A value that identifies sender and receiver."""
     return 100.0 * sender + receiver
 
 
 def exchanged(network: Network) -> dict[str, Tensor]:
-    """One conversation with all kinds of messages; everything received, of all workers."""
+    """One conversation with all kinds of messages. Returns everything received, each [worker]."""
     workers = torch.tensor(network.workers, dtype=torch.float32)
     now = network.topology.round(network.round)
     targets = [[worker for worker, _ in now.targets(i)] for i in network.workers]
@@ -59,7 +68,7 @@ def exchanged(network: Network) -> dict[str, Tensor]:
 
     network.run(conversation())
     received["mean"] = received["mean"].expand(len(workers), -1)
-    return {name: network.gather(values) for name, values in received.items()}
+    return received
 
 
 def check_arrivals(make: Callable[[topologies.Topology], Network], n: int, name: str) -> None:
@@ -67,11 +76,11 @@ def check_arrivals(make: Callable[[topologies.Topology], Network], n: int, name:
     network = make(topology)
     for t in range(2 * topology.period if topology.period > 1 else 1):
         got = exchanged(network)
-        for i in range(n):
+        for row, i in enumerate(network.workers):
             for slot, (j, _) in enumerate(topology.round(t).sources(i)):
                 expected = stamp(torch.tensor(float(j)), torch.tensor(float(i)))
-                assert (got["each"][i, slot] == expected).all()
-                assert (got["all"][i, slot] == j).all()
+                assert (got["each"][row, slot] == expected).all()
+                assert (got["all"][row, slot] == j).all()
         assert (got["mean"] == (n - 1) / 2).all()
         assert torch.isfinite(got["each"]).all()
     bits = network.bits_to_all(10, steps=network.round)
@@ -89,8 +98,7 @@ def test_messages_arrive_in_one_process(name: str, n: int) -> None:
 
 
 @pytest.mark.parallel([2, 3, 4, 8])
-@pytest.mark.parametrize("hosted", [1, 2, 3])
-@pytest.mark.parametrize("stage", [False, True])
+@pytest.mark.parametrize(("hosted", "stage"), HOSTED_AND_STAGED)
 def test_messages_arrive_between_processes(hosted: int, stage: bool) -> None:
     n = hosted * processes().size
     for name in [*TOPOLOGIES, *TIME_VARYING]:
@@ -110,8 +118,7 @@ def test_bits_and_messages_do_not_depend_on_the_layout(hosted: int) -> None:
 
 
 @pytest.mark.parallel([2, 3, 4, 8])
-@pytest.mark.parametrize("hosted", [1, 2, 3])
-@pytest.mark.parametrize("stage", [False, True])
+@pytest.mark.parametrize(("hosted", "stage"), HOSTED_AND_STAGED)
 def test_means_are_those_of_one_process(hosted: int, stage: bool) -> None:
     """To the bit where a process hosts 1, 2, 4, … workers: the same pairs are added. Each process
     calls `progress` at different times."""

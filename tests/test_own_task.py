@@ -133,6 +133,15 @@ class Scores(nn.Module):
         return self.linear(numbers[:, None] / N)
 
 
+REPORT = train._report
+
+
+@pytest.fixture(autouse=True)
+def without_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table and a figure take longer than these runs."""
+    monkeypatch.setattr(train, "_report", lambda *_: None)
+
+
 @pytest.fixture(autouse=True)
 def ended() -> Iterator[None]:
     """Ends processes that load data, which keep files of this process open."""
@@ -763,8 +772,9 @@ def test_a_name_is_found_in_a_package_and_as_an_attribute(
 
 
 def test_a_run_has_the_defaults_of_the_module_and_records_names(
-    module: Callable[..., str], tmp_path: Path
+    module: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(train, "_report", REPORT)
     name = module()
     train.main([*TINY, f"task={name}:with_model", "task_options.width=3", "--output-dir", "out"])
     config = OmegaConf.load("out/config.yaml")

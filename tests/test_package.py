@@ -23,7 +23,7 @@ import topologies
 import train
 from powergossip import presets
 from powergossip.runs import configuration
-from tests import launch, test_compare
+from tests import compared_runs, launch
 
 PACKAGE = launch.ROOT / "powergossip"
 TOP_LEVEL = {"algorithms", "compressors", "gossip_run", "topologies", "train"}
@@ -38,6 +38,7 @@ BASE = {
     "options",
     "parameters",
     "presets",
+    "programs",
     "randomness",
     "tensor_cache",
     "trees",
@@ -56,8 +57,9 @@ MAY_IMPORT = {
     "algorithms": ALGORITHMS,
     "optimizers": ALGORITHMS | {"algorithms"},
     "runs": RUNS,
-    "training": RUNS | {"runs", "tasks"},
-    "consensus": RUNS | {"runs"},
+    "events": RUNS,
+    "training": RUNS | {"events", "runs", "tasks"},
+    "consensus": RUNS | {"events", "runs"},
     "prediction": RUNS | {"runs", "tasks"},
 }
 MODULES = {file.relative_to(PACKAGE).as_posix(): file for file in PACKAGE.rglob("*.py")}
@@ -233,28 +235,41 @@ SCRIPTS = {  # with arguments for a small run, and a pattern of its output
 }
 
 
+def run_installed(installed: Path, name: str, cwd: Path, *arguments: str) -> str:
+    """The output of a console script."""
+    ended = subprocess.run(
+        [installed / "bin" / name, *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_console_scripts_run_from_an_empty_folder(
     name: str, installed: Path, tmp_path: Path
 ) -> None:
-    def run(*arguments: str) -> str:
-        ended = subprocess.run(
-            [installed / "bin" / name, *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=180,
-        )
-        assert ended.returncode == 0, ended.stderr
-        return ended.stdout
-
-    assert run("--help").startswith("usage: ")
-    assert list(tmp_path.iterdir()) == []
     arguments, words = SCRIPTS[name]
     if name == "powergossip-compare":
-        test_compare.write_run(tmp_path / "mine")
-    assert words in run(*arguments.split())
+        compared_runs.write_run(tmp_path / "mine")
+    assert words in run_installed(installed, name, tmp_path, *arguments.split())
+
+
+QUICK = "powergossip-compare"  # does not import torch
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n != QUICK else []) for n in SCRIPTS]
+)
+def test_console_scripts_have_help_that_writes_nothing(
+    name: str, installed: Path, tmp_path: Path
+) -> None:
+    assert run_installed(installed, name, tmp_path, "--help").startswith("usage: ")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_installed_modules_are_those_of_the_wheel(installed: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from powergossip.consensus.settings import num_steps
 from powergossip.network import Processes
 from powergossip.runs import configuration, metrics
 from powergossip.training import local_optimizers
+from tests.small_data import write_cifar
 
 FOLDER = presets.FOLDER
 BASES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
@@ -45,7 +46,13 @@ def loaded(base: str, method: str | None, *more: str) -> DictConfig:
 
 
 def test_there_are_presets_of_all_published_programs() -> None:
-    of_gossip = ["cifar10_resnet18", "cifar10_resnet20", "consensus", "wikitext2_lstm"]
+    of_gossip = [
+        "cifar10_resnet18",
+        "cifar10_resnet20",
+        "cifar10_vgg11",
+        "consensus",
+        "wikitext2_lstm",
+    ]
     assert [base for base in BASES if base not in of_gossip] == ["cifar", "dgc", "imagenet"]
     assert not set(of_gossip) - {*BASES}
     found = {path.parent.name for path in FOLDER.glob("*/*.yaml")}
@@ -59,8 +66,8 @@ def test_a_preset_is_accepted(base: str, method: str | None) -> None:
     if str(config.get("optimizer")).startswith("ddp-"):
         processes.size = config.n_workers  # one worker per process
     checked = module_of(base).checked(config, processes)
-    assert checked.topology == "ring"
-    published = {"wikitext2_lstm": 16, "cifar10_resnet20": 8, "consensus": 8}
+    assert checked.topology == "ring" or base == "cifar10_vgg11"
+    published = {"wikitext2_lstm": 16, "cifar10_resnet20": 8, "cifar10_vgg11": 16, "consensus": 8}
     assert checked.n_workers == published.get(base, 1)
     text = configuration.changed(config)
     if method:
@@ -285,6 +292,50 @@ def test_consensus_grids_are_as_published() -> None:
     assert (counts["sign_choco"], counts["moniqua"]) == (20, 100)
     rates = [setting["diffusion_rate"] for setting in sweep.settings["sign_choco"]]
     assert (min(rates), max(rates)) == pytest.approx((1e-4, 1.308))
+
+
+# The rate after the warm-up, for Dirichlet 0.1, and momentum.
+@pytest.mark.parametrize(
+    ("method", "rate", "momentum", "topology"),
+    [
+        ("all-reduce", 0.1, 0, "ring"),
+        ("relay-sgd", 0.6, 0, "double-binary-tree"),
+        ("relay-sgd-momentum", 0.3, 0.9, "double-binary-tree"),
+        ("relay-sgd-chain", 2.0, 0, "chain"),
+        ("relay-sgd-chain-momentum", 0.5, 0.9, "chain"),
+        ("dpsgd", 0.1, 0, "ring"),
+        ("quasi-global-momentum", 0.025, 0.9, "ring"),
+        ("exact-diffusion", 0.2, 0, "ring"),
+        ("push-sum-momentum", 0.1, 0.9, "one-peer-exponential"),
+    ],
+)
+def test_relay_sgd_is_as_published(
+    method: str, rate: float, momentum: float, topology: str
+) -> None:
+    c = loaded("cifar10_vgg11", method)
+    assert (c.n_workers, c.batch_size, c.num_epochs, c.nesterov) == (16, 32, 200, True)
+    assert (c.momentum, c.topology, c.weight_decay) == (momentum, topology, 1e-4)
+    assert (c.reshuffle_data, c.overlapping, c.task_options.plain) == (False, False, True)
+    if c.learning == "relay-sgd":
+        assert c.learning_options == {"correction": 1}
+    epochs = (5, 149, 150, 180)
+    expected = [rate, rate, 0.1 * rate, 0.01 * rate]
+    assert [local_optimizers.learning_rate(c, epoch) for epoch in epochs] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("method", ["relay-sgd-momentum", "quasi-global-momentum", "push-sum"])
+def test_a_preset_of_relay_sgd_trains_on_files_of_cifar(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_cifar(tmp_path / "data", 10, n_train=160)
+    monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
+    monkeypatch.setattr(train, "output_dir", None)
+    small = ["n_workers=4", "batch_size=4", "num_epochs=1", "max_steps_per_epoch=2"]
+    small += [f"data_dir={tmp_path / 'data'}", "log_verbosity=0"]
+    folder = tmp_path / "run"
+    train.main([*arguments("cifar10_vgg11", method), *small, "--output-dir", str(folder)])
+    rows = metrics.load(folder)
+    assert rows[(rows["name"] == "accuracy") & (rows["split"] == "test")]["value"].notna().all()
 
 
 def test_consensus_steps_are_as_published() -> None:

@@ -228,7 +228,7 @@ def error_of_training(
 def test_the_fixed_point_of_learning_tends_to_the_optimum(
     irregular: Topology, overlapping: bool
 ) -> None:
-    """As the learning rate does to 0. An update that ignores w leaves a bias that does not."""
+    """The distance is proportional to the learning rate. An update without w keeps a bias."""
     large, small = (error_of_training(irregular, rate, overlapping) for rate in (0.04, 0.01))
     assert 0.15 < small / large < 0.35
     large, small = (error_of_training(irregular, rate, overlapping, True) for rate in (0.04, 0.01))
@@ -379,7 +379,7 @@ def test_other_methods_reject_unequal_degrees(name: str, irregular: Topology) ->
 
 
 def test_equal_degrees_are_for_all_methods(tmp_path: Path) -> None:
-    """As many sources as targets, though not the same number in all workers."""
+    """Each worker has as many sources as targets, but not all have the same number."""
     back = [(4, 0), (7, 3)]
     topology = from_file(tmp_path, [*CHORDS, *back])
     assert not topology.row_stochastic

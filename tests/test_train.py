@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import train
 from powergossip import tasks
 from powergossip.errors import BadInput
-from powergossip.network import processes
+from powergossip.network import Network, processes
 from powergossip.runs import metrics, tables
 from powergossip.runs.output import new_dated_folder
 from powergossip.tasks import models
@@ -88,6 +88,28 @@ PHASES = {"data", "gradient", "update", "averaging", "communication", "evaluatio
 
 
 # Rows.
+
+
+def test_an_evaluation_gathers_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each gathering waits for the slowest process. The mean is in flight during the evaluation."""
+    events: list[str] = []
+
+    def noted(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*arguments: Any) -> Any:
+            events.append(name)
+            return original(*arguments)
+
+        monkeypatch.setattr(owner, name, call)
+
+    run = built()
+    for name in ("gather", "start_mean"):
+        noted(Network, name)
+    noted(type(run.processes), "sum")
+    noted(type(run.task), "evaluate")
+    run.evaluation(1, 1, {})
+    assert events == ["start_mean", *["evaluate"] * 5, "gather"]
 
 
 def test_rows_have_the_published_names_tags_and_values() -> None:

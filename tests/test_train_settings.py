@@ -14,6 +14,7 @@ from powergossip.algorithms.aggregation import AGGREGATIONS
 from powergossip.compressors import COMPRESSORS
 from powergossip.errors import BadInput
 from powergossip.network import Processes
+from powergossip.optimizers.method import Method
 from powergossip.runs import configuration
 from powergossip.training.resuming import check_same_run
 from powergossip.training.settings import (
@@ -26,6 +27,7 @@ from powergossip.training.settings import (
     method_options,
     option_defaults,
 )
+from powergossip.training.trainer import Trainer
 from tests.test_centralized import configured, trained
 
 ALONE = Processes()
@@ -139,7 +141,7 @@ def test_null_is_the_default_of_the_constructor_or_of_the_table(optimizer: str) 
     overridden = {names.get(key, key) for key in DEFAULTS.get(optimizer, {})}
     for name, default in options.defaults(row, compressor=COMPRESSORS).items():
         if name not in overridden and name not in OWN_KEYS and name not in OF_RULE:
-            assert given[name] == default, name
+            assert given[name] == default or default is None, name
 
 
 def test_a_configuration_of_an_earlier_version_is_the_same_run(tmp_path: Path) -> None:
@@ -237,3 +239,57 @@ def test_the_warm_up_may_end_at_the_number_of_workers() -> None:
     for key, value in (("distributed_lr_warmup_factor", "all"), ("lr_schedule", "linear")):
         with pytest.raises(ValueError, match=f"^{key}={value}: use "):
             checked(configured_task(**{key: value}), ALONE)
+
+
+@pytest.mark.parametrize("given", [None, True, False])
+@pytest.mark.parametrize(
+    ("learning", "optimizer", "default"),
+    [
+        ("dpsgd", "dpsgd", True),
+        ("dpsgd", "powersgd", True),
+        ("quasi-global-momentum", "power-gossip", True),
+        ("gradient-tracking", "dpsgd", False),
+        ("gradient-tracking", "power-gossip", False),
+        ("gradient-tracking", "choco", True),
+        ("momentum-tracking", "power-gossip", False),
+        ("gt-nsgd", "dpsgd", False),
+        ("gt-nsgd", "choco", True),
+    ],
+)
+def test_messages_of_tracking_follow_the_update_by_default(
+    learning: str, optimizer: str, default: bool, given: bool | None
+) -> None:
+    asked = configured(n_workers=2, learning=learning, optimizer=optimizer, overlapping=given)
+    found = Trainer(checked(asked, ALONE), ALONE).config.overlapping
+    assert found is (default if given is None else given)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "more", "rate", "copy_rate"),
+    [
+        ("sign-and-norm", {}, 1.0, 1.0),
+        ("identity", {}, 1.0, 1.0),
+        ("top-k", {}, 0.1, 1.0),
+        ("top-k", {"optimizer_keep_ratio": 0.25}, 0.5, 1.0),
+        ("random-k", {}, 0.01, 1.0),
+        ("random-block", {"optimizer_keep_ratio": 0.1}, 0.1, 1.0),
+        ("svd", {"optimizer_rank": 2}, 0.06, 1.0),
+        ("qsgd", {}, 4 / 128, 1.0),
+        ("qsgd", {"optimizer_unbiased": True}, 4 / 64, 4 / 128),
+        ("qsgd", {"optimizer_unbiased": True, "optimizer_levels": 64}, 1.0, 0.5),
+        ("qsgd", {"optimizer_unbiased": True, "learning": "exact-diffusion"}, 1.0, 0.5),
+        ("top-k", {"optimizer_diffusion_rate": 0.7, "optimizer_copy_rate": 0.9}, 0.7, 0.9),
+    ],
+)
+def test_rates_of_choco_are_those_of_the_compressor_by_default(
+    compressor: str, more: dict[str, Any], rate: float, copy_rate: float
+) -> None:
+    found = checked(configured(optimizer="choco", optimizer_compressor=compressor, **more), ALONE)
+    assert found.optimizer_diffusion_rate == pytest.approx(rate)
+    assert found.optimizer_copy_rate == pytest.approx(copy_rate)
+    given = {key.removeprefix("optimizer_"): value for key, value in more.items()}
+    given.pop("learning", None)
+    if "learning" not in more:
+        method = Method("choco", compressor=compressor, **given)
+        assert method.options["diffusion_rate"] == pytest.approx(rate)
+        assert method.options["copy_rate"] == pytest.approx(copy_rate)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import train
 from powergossip import kernels, tasks
+from powergossip.errors import BadInput
 from powergossip.network import Processes, processes
 from powergossip.runs import figures, metrics, tables
 from powergossip.tasks import language
@@ -171,6 +172,36 @@ def test_the_best_checkpoint_is_chosen_on_validation_data(tmp_path: Path, averag
     assert facts["samples"] == {"train": 1150, "valid": 287, "test": 360}
     assert sum(map(sum, facts["label_counts"])) == 1150
     assert facts["kernels"] == kernels.name(kernels.compiled())
+
+
+def test_tuning_may_leave_out_workers_and_test_data(tmp_path: Path) -> None:
+    """The other rows, and the score, stay the same."""
+    everything = trained(tmp_path / "everything", validation_ratio=RATIO)
+    rows = trained(
+        tmp_path / "few",
+        validation_ratio=RATIO,
+        evaluate_workers=False,
+        evaluate_test_data=False,
+    )
+    expected = everything[~everything["split"].isin(["test", "test_avg", "valid"])]
+    expected, rows = (
+        kept[kept["name"] != "phase_seconds"].drop(columns="seconds").reset_index(drop=True)
+        for kept in (expected, rows)
+    )
+    pd.testing.assert_frame_equal(rows, expected[rows.columns])
+    scores = [
+        json.loads((tmp_path / name / "checkpoints/index.json").read_text())["best"]["score"]
+        for name in ("everything", "few")
+    ]
+    assert scores[0] == scores[1] > 0
+
+
+@pytest.mark.parametrize(
+    "changes", [{"evaluate_test_data": False}, {"evaluate_average_model": False}]
+)
+def test_an_evaluation_of_nothing_is_rejected(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match=r"evaluate_(test_data|workers)=false: use true"):
+        trained(tmp_path / "run", evaluate_workers=False, **changes)
 
 
 def test_validation_rows_are_of_the_models_on_the_held_out_samples() -> None:

@@ -1,4 +1,4 @@
-"""What the parts of the check are given, and the section of the report that each of them writes."""
+"""The input of the parts of the check, and the section of the report that each of them writes."""
 
 import json
 from collections.abc import Iterable, Sequence

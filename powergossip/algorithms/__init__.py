@@ -29,6 +29,7 @@ diffusion rate), X_i (one of i's parameter tensors as a matrix [row, column]).
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from powergossip import compressors
@@ -85,14 +86,28 @@ def _choco(
     network: Network,
     layout: Layout,
     *,
-    diffusion_rate: Rate = 1.0,
+    diffusion_rate: Rate | None = None,  # this and the copy rate: by default the compressor's
     compressor: str = "sign-and-norm",
-    copy_rate: float = 1.0,
+    copy_rate: float | None = None,
     seed: int = 0,
     **compressor_options: Any,
 ) -> Averaging:
     codec = _codec(network, layout, compressor, compressor_options, seed)
-    return ChocoGossip(network, codec, diffusion_rate, copy_rate)
+    by_default = _rates_of(codec.compressor)
+    return ChocoGossip(
+        network,
+        codec,
+        by_default["diffusion_rate"] if diffusion_rate is None else diffusion_rate,
+        by_default["copy_rate"] if copy_rate is None else copy_rate,
+    )
+
+
+def _rates_of(compressor: compressors.Compressor) -> dict[str, float]:
+    """Default rates of CHOCO-Gossip with a compressor."""
+    return {
+        "diffusion_rate": getattr(compressor, "gossip_rate", 1.0),
+        "copy_rate": getattr(compressor, "copy_rate", 1.0),
+    }
 
 
 def _codec(
@@ -139,17 +154,33 @@ CONSENSUS_ONLY: dict[str, _options.Row] = {
 class Options(_options.Options):
     """Options of all averaging algorithms as attributes, for rows that take them in one object."""
 
+    diffusion_rate: Any
+
     def __init__(self, **given: Any):
         compressor_options = given.pop("compressor_options", compressors.Options())
         super().__init__(AVERAGING | CONSENSUS_ONLY, given)
+        if self.diffusion_rate is None:  # of CHOCO-Gossip, that of its compressor
+            self.diffusion_rate = 1.0
         self.compressor_options = compressor_options
 
 
 def defaults(name: str, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return option → default of an algorithm, including the options of its compressor: the one
-    that `given` names, or the default one. Raises ValueError for an unknown name."""
+    that `given` names, or the default one. Raises ValueError for an unknown name.
+
+    Rates that depend on the compressor are those of the given one. They are None for bad options of
+    the compressor, with which `make` raises ValueError.
+    """
     row = _options.find(AVERAGING | CONSENSUS_ONLY, "algorithm", name)
-    return _options.defaults(row, given, compressor=compressors.COMPRESSORS)
+    found = _options.defaults(row, given, compressor=compressors.COMPRESSORS)
+    rates = [option for option in ("diffusion_rate", "copy_rate") if found.get(option, 1) is None]
+    if rates:
+        chosen = found | {k: v for k, v in (given or {}).items() if k in found}
+        own = _options.defaults(compressors.COMPRESSORS[chosen["compressor"]])
+        with suppress(ValueError, TypeError):
+            made = compressors.make(chosen["compressor"], **{k: chosen[k] for k in own})
+            found |= {option: _rates_of(made)[option] for option in rates}
+    return found
 
 
 def make(

@@ -14,7 +14,7 @@ Rate = float | Tensor  # one value, or one for each hosted worker: [worker]
 
 
 class Kind(Enum):
-    """What a learning rule may assume of an averaging rule. Learning rules say which they accept.
+    """Properties of an averaging rule that learning rules rely on. Each accepts some kinds.
 
     ANTISYMMETRIC      x_i changes by Σ_j u_ij with u_ij = −u_ji, computed from the same bits
     LINEAR             by Σ_j w_ij (x_j − x_i) with a doubly stochastic W that is not symmetric

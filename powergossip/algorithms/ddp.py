@@ -1,6 +1,6 @@
 """PyTorch's own PowerSGD: the communication hooks of DistributedDataParallel (DDP).
 
-One worker a process; PyTorch averages the gradients while the backward pass runs. The hooks and
+One worker a process. PyTorch averages the gradients while the backward pass runs. The hooks and
 their mathematics are PyTorch's, apart from directions of zeros (see `rebuilt`). This module
 supplies the processes of MPI, the flat memory of Parameters and checkpoints, and counts bits.
 `HOOKS` are the names users choose from.
@@ -198,7 +198,7 @@ class DDPHook:
     Bits are counted as ring all-reduces: 2 (n − 1)/n · 32 bits for each element of a bucket before
     start_iteration, then for each element of P, of Q and of the uncompressed tensors.
 
-    The models keep their own memory; their forward pass does not go through DDP. Raises ValueError
+    The models keep their own memory. Their forward pass does not go through DDP. Raises ValueError
     for more than one worker a process, for options that PyTorch does not support, for a rank above
     the side of a bucket's square matrix, and in the first step for a parameter without a gradient,
     which DDP would wait for. Frozen parameters have none and are not sent.
@@ -271,7 +271,7 @@ class DDPHook:
         return start
 
     def start(self) -> None:
-        """g ← 0; DDP expects a backward pass."""
+        """g ← 0. DDP expects a backward pass."""
         if self._ddp is None:
             self._ddp = self._wrapped()
             self._missing = _Missing(self._parameters.models[0])
@@ -314,7 +314,7 @@ class DDPHook:
     def _counted_hook(
         self, state: PowerSGDState, bucket: dist.GradBucket
     ) -> torch.futures.Future[Tensor]:
-        """PyTorch's hook, one bucket after the other during the backward pass; counts its bits."""
+        """PyTorch's hook, one bucket after the other during the backward pass. Counts its bits."""
         if self._settling:
             here: Any = [bucket.buffer().device] if bucket.buffer().is_cuda else None
             nothing: torch.futures.Future[Tensor] = torch.futures.Future(devices=here)
@@ -335,7 +335,7 @@ class DDPHook:
         return future
 
     def state_dict(self) -> dict[str, Any]:
-        """The contents of PyTorch's PowerSGDState; tensors, by bucket, are [worker, ...]."""
+        """The contents of PyTorch's PowerSGDState. Tensors, by bucket, are [worker, ...]."""
         state = self.state
         _, keys, position, *_ = state.rng.get_state(legacy=True)
         return {

@@ -19,7 +19,7 @@ from powergossip.tensor_cache import TensorCache
 
 _RIDGE = 1e-12  # relative to a direction's own squared norm
 # Relative difference of products below which it counts as rounding error, by precision.
-_NOISE = {torch.float32: 1e-6, torch.float64: 1e-14}
+NOISE = {torch.float32: 1e-6, torch.float64: 1e-14}
 
 
 class EdgeConstants:
@@ -123,7 +123,7 @@ class Directions:
         # If |d| ≤ τ max|s| elementwise, then ‖d‖ ≤ τ √length max|s| ≤ 2 τ √length ‖s_i‖.
         self._noise_bounds = PerDirection(counts, device, dtype)
         for view, (_, length) in zip(self._noise_bounds.views, stacks, strict=True):
-            view.fill_(2 * _NOISE[dtype] * sqrt(length))
+            view.fill_(2 * NOISE[dtype] * sqrt(length))
         if rank > 1:  # scratch memory of orthonormalization, in double precision
             self._wide = PerDirection(shapes, device, torch.float64)
             self._orthonormal = PerDirection(shapes, device, torch.float64)
@@ -194,7 +194,7 @@ class Directions:
             return
         for their, own, difference in zip(theirs, ours, self.views, strict=True):
             size = torch.maximum(their.abs().amax(-1), own.abs().amax(-1))
-            difference[difference.abs().amax(-1) <= _NOISE[size.dtype] * size] = 0
+            difference[difference.abs().amax(-1) <= NOISE[size.dtype] * size] = 0
 
     # --- Random directions ---
 

@@ -40,7 +40,7 @@ class PushSum:
         σ_i ← σ_i + (x̂_i, w_i)/(d_i + 1)
         the receiver adds σ_i − ρ_ij, and then ρ_ij ← σ_i
 
-    Hadjicostis, Vaidya & Domínguez-García (2016), doi:10.1109/TCNS.2015.2457611. The next message
+    Hadjicostis, Vaidya & Domínguez-García (2016), doi:10.1109/TAC.2015.2471695. The next message
     repairs the loss of one. In float32 a growing sum would round ever more coarsely. Here the sums
     are 32-bit integers in units of 2⁻²⁴, modulo 2³² (64-bit integers in units of 2⁻⁴⁰ for x in
     float64). Their differences are exact for any number of steps, as long as the messages lost in a

@@ -87,6 +87,9 @@ class Compressor(Protocol):
 
     `linear`, an attribute that may be left out, states whether C is a linear map that is the same
     for all workers, with floats for fields. See compressors/__init__.py.
+
+    `gossip_rate` and `copy_rate`, likewise, are the default diffusion rate γ and copy rate of
+    CHOCO-Gossip with C, 1 if left out.
     """
 
     def fields(self, rows: int, columns: int) -> tuple[Field, ...]:

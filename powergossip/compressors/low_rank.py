@@ -33,6 +33,11 @@ class SVD:
     def __post_init__(self) -> None:
         checks.at_least_one("rank", self.rank)
 
+    @property
+    def gossip_rate(self) -> float:
+        """0.03 r, at most 1."""
+        return min(1.0, 0.03 * self.rank)
+
     def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
         rank = self._rank_sent(rows, columns)
         if rank is None:

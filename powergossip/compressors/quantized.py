@@ -20,6 +20,7 @@ class Identity:
 
     linear: ClassVar[bool] = True
     unbiased: ClassVar[bool] = True
+    gossip_rate: ClassVar[float] = 1.0
 
     def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
         return (Field(torch.float32, rows * columns),)
@@ -40,6 +41,8 @@ class SignAndNorm:
 
     A NaN or infinity reaches every decoded entry through the mean.
     """
+
+    gossip_rate: ClassVar[float] = 1.0
 
     def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
         return Field(torch.float32, 1), Field(Levels(-1, step=2, count=2), rows * columns)
@@ -77,6 +80,16 @@ class QSGD:
 
     def __post_init__(self) -> None:
         checks.between("levels", self.levels, 1, 127)
+
+    @property
+    def gossip_rate(self) -> float:
+        """s/128, or s/64 if unbiased, at most 1. s/128 is about δ for N = 16,384."""
+        return min(1.0, self.levels / (64 if self.unbiased else 128))
+
+    @property
+    def copy_rate(self) -> float:
+        """1 for a contraction. If unbiased, at most 1/2 and s/128, about 1/(1 + ω)."""
+        return min(0.5, self.levels / 128) if self.unbiased else 1.0
 
     def variance_bound(self, elements: int) -> float:
         """ω for N elements."""

@@ -38,6 +38,11 @@ class TopK:
     def __post_init__(self) -> None:
         _check_size(self.keep_ratio, self.rank)
 
+    @property
+    def gossip_rate(self) -> float:
+        """√keep_ratio, above δ: the largest entries have more than their part of the norm."""
+        return 0.1 if self.rank is not None else self.keep_ratio**0.5
+
     def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
         kept, entries = self.kept(rows, columns), rows * columns
         assert entries <= 2**31, "positions are int32"
@@ -99,6 +104,11 @@ class _AtSharedPositions(ABC):
 
     def __post_init__(self) -> None:
         _check_size(self.keep_ratio, self.rank)
+
+    @property
+    def gossip_rate(self) -> float:
+        """keep_ratio, which is δ."""
+        return 0.01 if self.rank is not None else self.keep_ratio
 
     def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
         return (Field(torch.float32, self.kept(rows, columns)),)

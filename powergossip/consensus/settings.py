@@ -11,6 +11,7 @@ from powergossip.algorithms import rates
 from powergossip.checks import BadValue
 from powergossip.consensus.data import DATA
 from powergossip.consensus.methods import ALGORITHMS, Method
+from powergossip.events import scenario
 from powergossip.network import Processes
 from powergossip.network import hosted_workers as hosted
 from powergossip.runs.output import plain_copy
@@ -62,6 +63,7 @@ def checked(config: DictConfig, processes: Processes) -> Any:
     )
     checks.one_of("data_type", c.data_type, DATA)
     c.algorithm = _algorithms(c.algorithm)
+    scenario.resolve(c, processes.size)
     _check_num_steps(c.num_steps)
     return c
 

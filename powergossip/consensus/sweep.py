@@ -13,12 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powergossip import algorithms, compressors, kernels, topologies
+from powergossip import algorithms, checks, compressors, kernels, topologies
 from powergossip.algorithms.rates import AUTO
 from powergossip.checks import BadValue
 from powergossip.consensus.data import DATA, Matrices
 from powergossip.consensus.methods import ALGORITHMS
 from powergossip.consensus.settings import Setting, checked, grid, num_steps
+from powergossip.events import exchanges, rules, scenario
+from powergossip.events.members import Members, View
+from powergossip.events.virtual_clock import VirtualClock
+from powergossip.events.worker import Policy, Worker
 from powergossip.network import Network, Processes, choose_device
 from powergossip.network import hosted_workers as hosted
 from powergossip.parameters import Layout
@@ -86,7 +90,8 @@ class Sweep:
         total = processes.sum(torch.stack(sums).sum(0).cpu().numpy())
         self.mean = torch.from_numpy(total / c.n_workers).to(self.device)
         elements = batch_elements or BATCH_ELEMENTS[self.device.type]
-        self._settings_per_batch = max(1, elements // self.start.numel())
+        self.by_edges = c.scenario is not None or c.gossip != "synchronous"
+        self._settings_per_batch = 1 if self.by_edges else max(1, elements // self.start.numel())
 
     def _check_algorithms(self) -> None:
         """Raise ValueError for an algorithm that cannot run on this topology or with this rank."""
@@ -107,6 +112,11 @@ class Sweep:
                 )
             # With the largest rate, so that the only warning about a rate comes before the run.
             largest = max(settings, key=lambda setting: setting["diffusion_rate"])
+            if self.config.scenario is not None or self.config.gossip != "synchronous":
+                ok = method.averaging in exchanges.EXCHANGES
+                accepted = "uncompressed, power_gossip and the like, or choco with a scenario"
+                checks.check("algorithm", name, ok, accepted)
+                Members(self.topology)
             as_configured = {"diffusion_rate": AUTO} if self.config.diffusion_rate == AUTO else {}
             try:
                 self.averaging(name, [largest], network, Layout([(2, 2)]), **as_configured)
@@ -146,6 +156,13 @@ class Sweep:
             "topology": self.topology.summary(),
         }
 
+    def tags(self, name: str, setting: Setting) -> dict[str, str]:
+        """The tags of the rows of an algorithm's setting."""
+        method = ALGORITHMS[name]
+        swept = method.needs_grid or len(self.settings[name]) > 1
+        grid = method.grid if swept else ()
+        return {"algorithm": name, **{key: str(setting[key]) for key in grid}}
+
     def num_steps(self, name: str) -> int:
         """Return the number of steps of an algorithm."""
         return num_steps(self.config, name)
@@ -166,7 +183,10 @@ class Sweep:
 
     def _gossip(self, name: str, settings: list[Setting], clock: Clock, log: "_Log") -> None:
         """Gossip with several settings of one algorithm concurrently."""
-        batch, last = Batch(self, name, settings), self.num_steps(name)
+        batch: Batch | BatchByEdges = (BatchByEdges if self.by_edges else Batch)(
+            self, name, settings
+        )
+        last = self.num_steps(name)
         for step in range(last + 1):
             if is_logged(step) or step == last:
                 before = len(batch.settings)
@@ -193,21 +213,23 @@ class Sweep:
 
         `options` have precedence.
         """
-        c, rank = self.config, self.config.compression_rank
         values: dict[str, Any] = {
             option: torch.tensor([s[option] for s in settings]).repeat_interleave(network.hosted)
             for option in settings[0]
         }
+        return ALGORITHMS[name].build(network, layout, values | self.options(layout) | options)
+
+    def options(self, layout: Layout) -> dict[str, Any]:
+        """Values of options that all settings have in common."""
+        c, rank = self.config, self.config.compression_rank
         kept = compressors.TopK(rank=rank).kept(*layout.shapes[0])  # entries of top-k and random-k
-        values |= {
+        return {
             "rank": rank,
             "num_iterations": c.compression_num_iterations,
             "keep_ratio": kept / layout.size,
             "levels": c.compression_levels,
             "seed": c.seed,
-            **options,
         }
-        return ALGORITHMS[name].build(network, layout, values)
 
 
 @dataclass(frozen=True)
@@ -219,6 +241,7 @@ class Measurement:
     tags: Mapping[str, str]
     bits: int
     messages: int
+    seconds: float | None = None  # virtual ones since the start
 
 
 class _Log:
@@ -237,7 +260,9 @@ class _Log:
                 "epoch": step,
                 "bits": row.bits,
                 "messages": row.messages,
-                "seconds": time.perf_counter() - self._began,
+                "seconds": (
+                    time.perf_counter() - self._began if row.seconds is None else row.seconds
+                ),
             }
             self._hooks.log_metric(row.name, values, row.tags)
 
@@ -286,7 +311,7 @@ class Batch:
             Measurement(
                 "error" if fine else "diverged",
                 error if fine else step,
-                self._tags(setting),
+                self._sweep.tags(self._name, setting),
                 bits,
                 messages,
             )
@@ -307,12 +332,6 @@ class Batch:
         bits, messages = self._sent
         return bits + int(self._network.bits[0]), messages + int(self._network.messages[0])
 
-    def _tags(self, setting: Setting) -> dict[str, str]:
-        method = ALGORITHMS[self._name]
-        swept = method.needs_grid or len(self._sweep.settings[self._name]) > 1
-        grid = method.grid if swept else ()
-        return {"algorithm": self._name, **{key: str(setting[key]) for key in grid}}
-
     def _keep(self, kept: list[int]) -> None:
         """Continue with these settings only."""
         network, state = self._network, self._averaging.state_dict()
@@ -326,6 +345,61 @@ class Batch:
         self._network, self._averaging = self._build()
         self._network.round = network.round
         self._averaging.load_state_dict(map_tensors(lambda tensor: tensor[rows], state))
+
+
+class BatchByEdges:
+    """A setting of an algorithm whose workers exchange by edges, on the virtual clock.
+
+    A step is one of the workers alive on average, and errors are theirs. For settings and x see
+    Batch.
+    """
+
+    def __init__(self, sweep: Sweep, name: str, settings: list[Setting]):
+        self.settings, self.x = settings, sweep.start.clone()
+        c, self._sweep, self._name = sweep.config, sweep, name
+        method = ALGORITHMS[name]
+        given = {**settings[0], **sweep.options(sweep.layout), **method.options}
+        known = algorithms.defaults(method.averaging, given)
+        rule = exchanges.make(
+            method.averaging,
+            sweep.layout,
+            **{option: value for option, value in given.items() if option in known},
+        )
+        members, policy = Members(sweep.topology), Policy(c.gossip, c.max_delay or 0)
+
+        def make(index: int, view: View, steps: int) -> Worker:
+            row = rules.Variables(self.x[index : index + 1], sweep.layout)
+            return Worker(index, members, rule, rules.Rule(row), policy, view, steps)
+
+        drawn = scenario.read(c.scenario or {}, c.n_workers, c.seed)
+        self._clock = VirtualClock(drawn, self.x, make, lambda worker, step: None)
+        self._limit = _DIVERGED * max(self._error(), 1e-9 * float(sweep.mean.square().sum()))
+
+    def step(self) -> None:
+        """One step of the workers alive on average."""
+        self._clock.run(self._clock.progress + 1)
+
+    def measure(self, step: int) -> list[Measurement]:
+        """Measure the setting, then remove it if it has diverged."""
+        error, clock, setting = self._error(), self._clock, self.settings[0]
+        fine = error <= self._limit  # False for NaN
+        if not fine:
+            self.settings = []
+        return [
+            Measurement(
+                "error" if fine else "diverged",
+                error if fine else step,
+                self._sweep.tags(self._name, setting),
+                clock.bits[0],
+                clock.messages[0],
+                clock.now,
+            )
+        ]
+
+    def _error(self) -> float:
+        """(1/n) Σ_i ‖x_i − x̄_0‖² over the workers alive."""
+        x = self.x[self._clock.alive]
+        return float((x - self._sweep.mean).square().sum(1).mean())
 
 
 def is_logged(step: int) -> bool:

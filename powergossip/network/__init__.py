@@ -17,6 +17,8 @@ overwritten when the next message is sent from the same memory.
 
 `ToEach(tensor, edges)` uses other edges than those of the round, such as those of a tree.
 
+`Losses` loses messages, for methods without exchanges by edges (see powergossip.events).
+
 Axes: worker (hosted by this process), neighbor (a slot, padded to the largest degree with weight 0
 and index −1). Nothing is sent in a padded slot, and its received values are finite but meaningless.
 
@@ -26,6 +28,7 @@ on the layout of workers over processes.
 """
 
 from powergossip.network.launch import BACKENDS, are_several, is_first, processes, processes_of
+from powergossip.network.losses import Losses
 from powergossip.network.meeting import meet, meet_at_exit
 from powergossip.network.messages import Conversation, Gather, Mean, Message, ToAll, ToEach
 from powergossip.network.mpi import cuda_aware_mpi
@@ -46,6 +49,7 @@ __all__ = [
     "Conversation",
     "Exchange",
     "Gather",
+    "Losses",
     "Mean",
     "Message",
     "Network",

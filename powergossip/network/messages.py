@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from powergossip.network.transports import Edges
+from powergossip.network.edges import Edges
 
 
 @dataclass(eq=False)

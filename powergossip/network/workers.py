@@ -13,16 +13,12 @@ from torch import Tensor
 
 from powergossip import checks
 from powergossip.network import launch
+from powergossip.network.collectives import Gathering, Reduction, all_reduce_cost
+from powergossip.network.edges import Edges
+from powergossip.network.losses import Losses
 from powergossip.network.messages import Conversation, Gather, Mean, Message, ToAll, ToEach
 from powergossip.network.processes import Channel, Processes
-from powergossip.network.transports import (
-    Delivery,
-    Edges,
-    Gathering,
-    Reduction,
-    Transport,
-    all_reduce_cost,
-)
+from powergossip.network.transports import Delivery, Transport
 from powergossip.tensor_cache import TensorCache
 from powergossip.topologies import Round, Topology
 
@@ -67,6 +63,8 @@ class Network:
     `dtype` is that of x. Double precision is for checks of the mathematics: messages of
     uncompressed values have 64 bits an element, and there are no compiled loops.
 
+    `losses` loses messages, where one process hosts all workers.
+
     Raises ValueError if the workers cannot be spread evenly.
     """
 
@@ -81,11 +79,13 @@ class Network:
         all_reduce: str = "own",
         channel: Channel | None = None,
         dtype: torch.dtype = torch.float32,
+        losses: Losses | None = None,
     ):
         checks.one_of("all_reduce", all_reduce, ("own", "native"))
         self.processes = processes or launch.processes()
         self.device = device or torch.device("cpu")
         self.dtype = dtype
+        self._losses = losses
         self.all_reduce = all_reduce
         self._stage, self._given_channel = stage, channel
         self.topology = topology
@@ -192,7 +192,8 @@ class Network:
 
     def state_dict(self) -> dict[str, Any]:
         """The counters, by worker, and the round."""
-        return {
+        lossy = {} if self._losses is None else {"losses": self._losses.state_dict()}
+        return lossy | {
             "round": self.round,
             "bits": torch.from_numpy(self._bits.copy()),
             "messages": torch.from_numpy(self._messages.copy()),
@@ -203,6 +204,8 @@ class Network:
         self.round = state["round"]
         self._bits[:] = state["bits"].numpy()
         self._messages[:] = state["messages"].numpy()
+        if self._losses is not None:
+            self._losses.load_state_dict(state["losses"])
 
     def bits_to_all(self, elements: int, steps: int = 1) -> np.ndarray:
         """The cost of a message of `elements` 32-bit elements to all neighbors in each of the first
@@ -226,6 +229,8 @@ class Network:
 
         The tensors of those messages must not be changed in between.
         """
+        if self._losses is not None:
+            conversation = self._losses(self, conversation)
         return Exchange(self, conversation)
 
     def mean(self, tensor: Tensor) -> Tensor:
@@ -233,10 +238,26 @@ class Network:
 
         With several copies, the mean of each: [copy, ...].
         """
+        return self.start_mean(tensor)()
+
+    def start_mean(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Start `mean(tensor)`. Returns a function that waits for the result and returns it.
+
+        All processes call both in the same order. The tensor must not change in between.
+        """
         transport = Reduction(self, tensor)
         transport.post()
-        means = transport.wait()
-        return means[0] if self.copies == 1 else means[:: self.hosted]
+
+        def wait() -> Tensor:
+            means = transport.wait()
+            return means[0] if self.copies == 1 else means[:: self.hosted]
+
+        return wait
+
+    @property
+    def present(self) -> Sequence[int]:
+        """The workers whose values `gather` returns."""
+        return range(self.n_workers)
 
     def gather(self, values: Tensor) -> Tensor:
         """values [worker, ...] of all n workers, in all processes. A measurement: not counted.

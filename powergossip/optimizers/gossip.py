@@ -167,6 +167,8 @@ class GossipOptimizer(torch.optim.Optimizer):
             )
             if self._learning is not None:
                 self.method = self.method.preferring(self._learning.defaults_of(self.method))
+                if who.rank == 0:
+                    self._learning.warn_of(self.method)
             trainable = trainable_of(optimizer)
         check_same_everywhere(who, "the learning rule", repr(self._learning))
         self._averaged = Averaged(

@@ -56,10 +56,12 @@ class Method:
         for option, value in options.items():
             if option != "diffusion_rate" or value != "auto":
                 check_type(option, value, known[option].annotation)
-        self.options = {option: p.default for option, p in known.items()} | options
+        defaults = algorithms.defaults(name, options)
+        self.options = {option: defaults[option] for option in known} | options
 
     def preferring(self, defaults: Mapping[str, Any]) -> "Method":
-        """The same method with other defaults of options that were not given."""
+        """The same method with other defaults of options that it has and that were not given."""
+        defaults = {option: value for option, value in defaults.items() if option in self.options}
         return Method(
             self.name,
             topology=self.topology,

@@ -115,6 +115,10 @@ class LearningRule:
         """Defaults of an averaging algorithm that differ with this rule."""
         return learning.AVERAGING_DEFAULTS.get((self.name, method.name), {})
 
+    def warn_of(self, method: Method) -> None:
+        """Warn of options of an averaging algorithm that are too large for this rule."""
+        learning.warn_of(self.name, method.name, method.options)
+
     # --- The wrapped optimizer ---
 
     def rate(self, parameters: Sequence[Tensor]) -> float:

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from powergossip import checks
+from powergossip import checks, programs
 from powergossip.errors import BadInput
 
 if TYPE_CHECKING:
@@ -283,14 +283,7 @@ def _whole(name: str, text: str) -> int:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Options of the command line. Raises BadInput; exits after --help."""
-    parser = argparse.ArgumentParser(
-        prog="powergossip-predict",
-        description=(__doc__ or "").partition("\n\n")[0],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=(__doc__ or "").partition("\n\n")[2],
-        exit_on_error=False,
-        allow_abbrev=False,
-    )
+    parser = programs.parser("powergossip-predict", __doc__ or "")
     add = parser.add_argument
     add("--rate", metavar="RATE", help="of the link of a host in each direction, such as 100mbit")
     add("--workers", metavar="N", help="number of workers")
@@ -306,12 +299,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--message-cpu", default=PER_MESSAGE, metavar="TIME", help=f"of a message ({PER_MESSAGE})")
     add("--byte-cpu", default=PER_BYTE, metavar="TIME", help=f"of a byte ({PER_BYTE})")
     add("--no-measure", action="store_true", help="averaging takes no CPU time")
-    try:
-        options, unknown = parser.parse_known_args(list(arguments))
-    except argparse.ArgumentError as error:
-        raise BadInput(str(error)) from error
-    if unknown:
-        raise BadInput(f"{unknown[0]} is unknown; --help lists the options")
+    options = programs.parsed(parser, arguments)
     for name in ("rate", "workers", "model"):
         if getattr(options, name) is None:
             raise BadInput(f"--{name} is missing; --help lists the options")
@@ -320,10 +308,4 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def command() -> None:
     """Run as a program. Bad input is one sentence, exit code 2."""
-    try:
-        main(sys.argv[1:])
-    except BadInput as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    programs.run(main)

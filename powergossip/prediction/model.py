@@ -99,7 +99,7 @@ class Step:
 
 @dataclass(frozen=True)
 class _Load:
-    """Of one round of a topology: the largest numbers of messages of any worker or host."""
+    """The largest numbers of messages of any worker or host in a round of a topology."""
 
     degree: int  # of messages to or from a worker
     receivers: int  # of messages that a worker sends

@@ -149,11 +149,21 @@ def structured(kind: type[Any]) -> DictConfig:
 
 def set_by_driver(config: DictConfig) -> dict[str, Source]:
     """Return DRIVER as the source of each key whose value is not the default."""
-    defaults = OmegaConf.to_container(OmegaConf.structured(_schema(config)))
-    values = OmegaConf.to_container(config)
-    assert isinstance(defaults, dict)
+    defaults, values = _defaults(_schema(config)), OmegaConf.to_container(config)
     assert isinstance(values, dict)
     return {str(key): DRIVER for key in values if values[key] != defaults[key]}
+
+
+_DEFAULTS: dict[type[Any], dict[Any, Any]] = {}
+
+
+def _defaults(kind: type[Any]) -> Mapping[Any, Any]:
+    """The defaults of a dataclass, as plain values that are not changed. Computed once."""
+    if kind not in _DEFAULTS:
+        defaults = OmegaConf.to_container(OmegaConf.structured(kind))
+        assert isinstance(defaults, dict)
+        _DEFAULTS[kind] = defaults
+    return _DEFAULTS[kind]
 
 
 def _parse(
@@ -163,7 +173,6 @@ def _parse(
     parser = argparse.ArgumentParser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="\n\n".join(filter(None, (f"keys and their defaults:\n{describe(config)}", notes))),
         exit_on_error=False,
         allow_abbrev=False,
         add_help=False,
@@ -183,6 +192,8 @@ def _parse(
             "use --config FILE.yaml, --output-dir DIR, --suffix TEXT, key=value"
         )
     if options.help:
+        keys = f"keys and their defaults:\n{describe(config)}"
+        parser.epilog = "\n\n".join(filter(None, (keys, notes)))
         if network.is_first():
             parser.print_help()
         sys.exit(0)
@@ -283,7 +294,8 @@ def assign(config: DictConfig, key: str, value: Any, source: str = "") -> None:
         hint = f"did you mean {' or '.join(close)}?" if close else "--help lists the keys"
         raise BadInput(f'{source}key "{key}" is unknown; {hint}')
     wrong_type = BadInput(f"{source}{key}={_yaml_value(value)}: use {_type_name(kind)}")
-    if kind is bool and isinstance(value, (int, float)) and value not in (0, 1):
+    is_bool = kind in (bool, bool | None)
+    if is_bool and isinstance(value, (int, float)) and value not in (0, 1):
         raise wrong_type  # OmegaConf takes any number for true
     try:
         OmegaConf.update(config, key, value, merge=False)
@@ -307,8 +319,7 @@ def describe(config: DictConfig) -> str:
         if "#" in rest:
             comments[name] = rest.split("#", 1)[1].strip()
         last = name if name in comments and "#" in rest else ""
-    defaults = OmegaConf.to_container(OmegaConf.structured(kind))
-    assert isinstance(defaults, dict)
+    defaults = _defaults(kind)
     return "\n".join(
         f"  {f'{name!s}={_yaml_value(value)}':<43}  {comments.get(str(name), '')}".rstrip()
         for name, value in defaults.items()

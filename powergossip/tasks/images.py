@@ -24,6 +24,7 @@ MODEL_OPTIONS = {
     "initialization": task_options.one_of(INITIALIZATIONS),
     "shortcut": task_options.one_of(SHORTCUTS),
     "zero_init_residual": task_options.FLAG,
+    "plain": task_options.FLAG,
 }
 CONSTANTS = ("pixel_mean", "pixel_deviation")  # in 0 … 1, for each channel
 OPTIONS = {

@@ -7,6 +7,7 @@ the tasks:
     normalization       batch or group
     initialization      of the weights: a name in `INITIALIZATIONS`
     shortcut            where the shape of a residual changes: a name in `SHORTCUTS`
+    plain               of VGG11: without normalization, with three linear layers
     zero_init_residual  whether the last normalization of a residual block starts with factors 0, so
                         that f(x) = 0    Goyal et al. (2017), arXiv:1706.02677, § 5.1
 """
@@ -347,12 +348,16 @@ def ImageNetResNet50(
 def _convolutions(
     channels: int, layers: tuple[int | str, ...], normalization: str, bias: bool
 ) -> nn.Sequential:
-    """3 × 3 convolutions with these channels, each normalized, and 2 × 2 max poolings ("pool")."""
+    """3 × 3 convolutions with these channels, each normalized, and 2 × 2 max poolings ("pool").
+
+    normalization: a name in NORMALIZATIONS, or "" for none
+    """
     modules: list[nn.Module] = []
     for width in layers:
         if isinstance(width, int):
             modules.append(nn.Conv2d(channels, width, 3, padding=1, bias=bias))
-            modules += [NORMALIZATIONS[normalization](width), nn.ReLU()]
+            modules += [NORMALIZATIONS[normalization](width)] if normalization else []
+            modules.append(nn.ReLU())
             channels = width
         else:
             modules.append(nn.MaxPool2d(2))
@@ -378,6 +383,10 @@ class VGG11(nn.Module):
     The original is for images of 224 × 224 pixels and ends in three linear layers. One is usual for
     CIFAR. Unlike the original, convolutions are normalized and have no biases, which normalization
     would cancel.
+
+    With `plain`, as in the original, convolutions have biases and no normalization, and three
+    linear layers with dropout follow. They have 512 units, not 4096: 9,750,922 parameters, the
+    model of Vogels et al. (2021), arXiv:2110.04175.
     """
 
     # Channels of each convolution, and max poolings.
@@ -390,12 +399,19 @@ class VGG11(nn.Module):
         *,
         normalization: str = "batch",
         initialization: str = "torch",
+        plain: bool = False,
     ) -> None:
         """Raises ValueError for images with fewer than 32 rows or columns."""
         super().__init__()
         _check_size("VGG11", shape)
-        self.layers = _convolutions(shape[0], self.LAYERS, normalization, bias=False)
-        self.output = nn.Linear(512, n_labels)
+        self.layers = _convolutions(
+            shape[0], self.LAYERS, "" if plain else normalization, bias=plain
+        )
+        hidden: list[nn.Module] = []
+        for _ in range(2 if plain else 0):
+            hidden += [nn.Dropout(), nn.Linear(512, 512), nn.ReLU()]
+        last = nn.Linear(512, n_labels)
+        self.output = nn.Sequential(*hidden, last) if plain else last
         INITIALIZATIONS[initialization](self)
 
     def forward(self, images: Tensor) -> Tensor:

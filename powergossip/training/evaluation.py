@@ -7,18 +7,23 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from powergossip.network import Network
 from powergossip.parameters import Parameters
 from powergossip.tasks import MainMetric, Split, Task, main_metric
+from powergossip.training.event_training import PresentParameters, Survivors
 from powergossip.training.measurements import Rows, check_finite
+
+# Values of each worker by kind and name: float64 [worker], first of the hosted ones, then of all n.
+# The kind is "batches", "squares", a split, or the tag of the mean model's rows on a split.
+Columns = dict[tuple[str, str], Tensor]
+BUFFERS = ""  # their name among "squares": no parameter has it
 
 
 class Evaluation:
-    """Logs rows about the present models. All processes call its methods; no bits are counted.
+    """Logs rows about the present models. All processes call its methods. No bits are counted.
 
     mean_model   # Parameters of one model: the mean of all workers' at the last evaluation
     main_metric  # the one of the score, after the first evaluation
@@ -29,9 +34,9 @@ class Evaluation:
     def __init__(
         self,
         config: Any,
-        network: Network,
+        network: Network | Survivors,
         task: Task,
-        parameters: Parameters,
+        parameters: Parameters | PresentParameters,
         steps_per_epoch: int,
         rows: Rows,
     ):
@@ -48,105 +53,139 @@ class Evaluation:
 
         `sums` are those of the batches' metrics over the last epoch, each [worker]. Returns a text
         for the progress bar, and a score: the larger, the better. It is that of the mean model if
-        it is evaluated, else the mean over workers; on validation data if there are any, else on
-        test data.
+        it is evaluated, else the mean over workers. Validation data come before test data.
+        The text is about test data if they are evaluated.
         """
-        network = self._network
-        of_batches, of_workers = self._measure_workers(epoch, step, sums)
+        network, parameters = self._network, self._parameters
+        # The messages are in flight while the workers' models are evaluated.
+        pending = [network.start_mean(parameters.x)]
+        if parameters.buffers.numel():
+            pending.append(network.start_mean(parameters.buffers))
+        columns = self._of_workers(sums)
+        mean_x, mean_buffers, *_ = [*(wait() for wait in pending), None]
+        columns |= self._squares(mean_x, mean_buffers)
+        if self._config.evaluate_average_model:
+            columns |= self._of_mean_model(mean_x, mean_buffers)
+        gathered = self._gathered(columns)
+        self._check_finite(gathered, epoch, step)
+
+        of_batches = {name: gathered["batches", name].mean().item() for name in sums}
         for name, value in self._with_derived(of_batches).items():
             self._log(name, value, epoch, split="train")
-        means = self._log_workers(epoch, of_workers)
-        parameters = self._parameters
-        mean_x = network.mean(parameters.x)
-        mean_buffers = network.mean(parameters.buffers) if parameters.buffers.numel() else None
-        self._log_consensus(epoch, mean_x, mean_buffers)
+        means = self._log_workers(epoch, gathered)
+        self._log_consensus(epoch, gathered)
         batches = getattr(self._config, "optimizer_num_batches_per_step", None) or 1
         rounds = step // (self._config.local_steps * batches)
-        uncompressed = int(network.bits_to_all(self._parameters.layout.size, rounds)[0])
+        uncompressed = int(network.bits_to_all(parameters.layout.size, rounds)[0])
         self._log("uncompressed_gossip_bits", uncompressed, epoch)
 
-        shown = ""
-        main = self.main_metric = main_metric(self._task, means["test"])
-        if self._config.evaluate_average_model:
-            means = self._of_mean_model(epoch, mean_x, mean_buffers)
-            shown = f"mean model{_shown(main, means['test'])}, "
+        shown, averaged = "", self._config.evaluate_average_model
+        if averaged:
+            means = self._log_mean_model(epoch, gathered)
+        of_shown = next(iter(means.values()))
+        main = self.main_metric = main_metric(self._task, of_shown)
+        if averaged:
+            shown = f"mean model{_shown(main, of_shown)}, "
         shown += f"consensus distance {self._consensus_distance:.2g}"
-        return shown, main.score(means.get("valid", means["test"]))
+        return shown, main.score(means.get("valid", of_shown))
 
     def _splits(self) -> list[tuple[Split, str, str]]:
-        """Splits to evaluate on; tag `split` of the workers' rows, and of the mean model's."""
-        splits: list[tuple[Split, str, str]] = [("test", "test", "test_avg")]
+        """Splits to evaluate on. Tag `split` of the workers' rows, and of the mean model's."""
+        splits: list[tuple[Split, str, str]] = []
+        if self._config.evaluate_test_data:
+            splits.append(("test", "test", "test_avg"))
         if "valid" in self._task.samples:
             splits.append(("valid", "valid", "valid_avg"))
         if self._config.evaluate_training_data:
             splits.append(("train", "train_full", "train_avg"))
         return splits
 
-    def _measure_workers(
-        self, epoch: int, step: int, sums: Mapping[str, Tensor]
-    ) -> tuple[dict[str, float], dict[Split, dict[str, Tensor]]]:
-        """Measure the hosted workers and gather all values at once: each gathering is a wait.
-
-        Returns the mean over steps and workers of each metric of the batches, and the metrics of
-        each worker's model by split and name, each [worker], for all n.
-        """
-        tables = {
-            split: [self._means(self._task.evaluate(m, split)) for m in self._parameters.models]
-            for split, _, _ in self._splits()
+    def _of_workers(self, sums: Mapping[str, Tensor]) -> Columns:
+        """The means over steps of the batches' metrics, and the metrics of each hosted model."""
+        columns = {
+            ("batches", name): total.double().cpu() / self._steps_per_epoch
+            for name, total in sums.items()
         }
-        columns = [total.double().cpu() / self._steps_per_epoch for total in sums.values()]
-        for of_hosted in tables.values():
-            for name in of_hosted[0]:
-                column = [table[name] for table in of_hosted]
-                columns.append(torch.tensor(column, dtype=torch.float64))
-        gathered = iter(self._network.gather(torch.stack(columns, 1)).unbind(1))
-        of_batches = {name: next(gathered).mean().item() for name in sums}
-        found: dict[Split, dict[str, Tensor]] = {}
-        for split, of_hosted in tables.items():
-            found[split] = {name: next(gathered) for name in of_hosted[0]}
-            derived = self._task.derived(of_hosted[0])  # a perplexity may overflow
-            for name, values in found[split].items():
-                if name not in derived:
-                    check_finite(f"{split} {name}", values, step, epoch)
-        return of_batches, found
+        for split, _, _ in self._splits() if self._config.evaluate_workers else ():
+            tables = [self._means(self._task.evaluate(m, split)) for m in self._parameters.models]
+            for name in tables[0]:
+                values = [table[name] for table in tables]
+                columns[split, name] = torch.tensor(values, dtype=torch.float64)
+        return columns
 
-    def _log_workers(
-        self, epoch: int, measured: Mapping[Split, Mapping[str, Tensor]]
-    ) -> dict[Split, dict[str, float]]:
-        """Log rows for each worker's model. Returns the means over workers, by split."""
-        for split, workers_rows, _ in self._splits():
-            for name, values in measured[split].items():
-                for worker, value in enumerate(values.tolist()):
-                    self._log(name, value, epoch, split=workers_rows, worker=worker)
-        return {
-            split: {name: values.mean().item() for name, values in found.items()}
-            for split, found in measured.items()
-        }
+    def _squares(self, mean_x: Tensor, mean_buffers: Tensor | None) -> Columns:
+        """The squared distance of each worker to the mean, by parameter and of the buffers."""
+        x, buffers, layout = self._parameters.x, self._parameters.buffers, self._parameters.layout
+        squares = (x - mean_x).double().square()
+        columns: Columns = {}
+        for i, name in enumerate(self._parameters.names):
+            (span,) = layout.spans([i])
+            columns["squares", name] = squares[:, span].sum(1)
+        of_buffers = squares.new_zeros(len(x))
+        if mean_buffers is not None:
+            # A mask may have infinite elements, equal in all workers.
+            differences = torch.where(buffers == mean_buffers, 0, buffers - mean_buffers)
+            of_buffers = differences.double().square().sum(1)
+        return columns | {("squares", BUFFERS): of_buffers}
 
-    def _of_mean_model(
-        self, epoch: int, mean_x: Tensor, mean_buffers: Tensor | None
-    ) -> dict[Split, dict[str, float]]:
-        """Log rows for the mean of all workers' models. Returns its metrics, by split.
+    def _of_mean_model(self, mean_x: Tensor, mean_buffers: Tensor | None) -> Columns:
+        """The sums of metrics of the mean of all workers' models, on this process's part of data.
 
-        Batch norm's running statistics are the workers' mean, or recalibrated on training data.
+        They are in the row of the first hosted worker, those of the others are zero. Batch norm's
+        running statistics are the workers' mean, or recalibrated on training data.
         """
-        processes = self._network.processes
-        mean_model, of_splits = self.mean_model, dict[Split, dict[str, float]]()
+        mean_model, processes = self.mean_model, self._network.processes
         mean_model.x.copy_(mean_x)
         if mean_buffers is not None:
             mean_model.buffers.copy_(mean_buffers)
         if self._config.mean_model_statistics == "recalibrated":
             self._recalibrate()
-        part = processes.rank, processes.size
-        parts = {
-            s: self._task.evaluate(mean_model.models[0], s, part) for s, _, _ in self._splits()
-        }
-        own = np.array([value for sums in parts.values() for value in sums.values()])
-        totals = iter(processes.sum(own).tolist())
-        for split, _, rows in self._splits():
-            of_splits[split] = self._means({name: next(totals) for name in parts[split]})
+        part, columns = (processes.rank, processes.size), {}
+        for split, _, tag in self._splits():
+            for name, total in self._task.evaluate(mean_model.models[0], split, part).items():
+                columns[tag, name] = torch.zeros(self._network.hosted, dtype=torch.float64)
+                columns[tag, name][0] = total
+        return columns
+
+    def _gathered(self, columns: Columns) -> Columns:
+        """The columns of all n workers. Gathered at once, since each gathering is a wait."""
+        table = torch.stack([column.cpu() for column in columns.values()], 1)
+        return dict(zip(columns, self._network.gather(table).unbind(1), strict=True))
+
+    def _check_finite(self, gathered: Columns, epoch: int, step: int) -> None:
+        """Raise Diverged for a metric of a worker's model that is infinite or NaN."""
+        for split, _, _ in self._splits():
+            found = self._columns_of(split, gathered)
+            if not found:  # the workers' models are not evaluated
+                continue
+            derived = self._task.derived({name: values[0].item() for name, values in found.items()})
+            for name, values in found.items():
+                if name not in derived:  # a perplexity may overflow
+                    check_finite(f"{split} {name}", values, step, epoch)
+
+    def _columns_of(self, tag: str, gathered: Columns) -> dict[str, Tensor]:
+        return {name: values for (of, name), values in gathered.items() if of == tag}
+
+    def _log_workers(self, epoch: int, gathered: Columns) -> dict[Split, dict[str, float]]:
+        """Log rows for each worker's model. Returns the means over workers, by split."""
+        means: dict[Split, dict[str, float]] = {}
+        for split, tag, _ in self._splits():
+            found = self._columns_of(split, gathered)
+            for name, values in found.items():
+                for worker, value in zip(self._network.present, values.tolist(), strict=True):
+                    self._log(name, value, epoch, split=tag, worker=worker)
+            if found:
+                means[split] = {name: values.mean().item() for name, values in found.items()}
+        return means
+
+    def _log_mean_model(self, epoch: int, gathered: Columns) -> dict[Split, dict[str, float]]:
+        """Log rows for the mean model. Returns its metrics, by split."""
+        of_splits: dict[Split, dict[str, float]] = {}
+        for split, _, tag in self._splits():
+            sums = self._columns_of(tag, gathered)
+            of_splits[split] = self._means({name: sums[name].sum().item() for name in sums})
             for name, value in of_splits[split].items():
-                self._log(name, value, epoch, split=rows)
+                self._log(name, value, epoch, split=tag)
         return of_splits
 
     def _recalibrate(self) -> None:
@@ -174,32 +213,23 @@ class Evaluation:
         hosted_rows = self.mean_model.buffers.repeat(self._network.hosted, 1)
         self.mean_model.buffers.copy_(self._network.mean(hosted_rows))
 
-    def _log_consensus(self, epoch: int, mean_x: Tensor, mean_buffers: Tensor | None) -> None:
+    def _log_consensus(self, epoch: int, gathered: Columns) -> None:
         """Log the root mean square over workers of their distance to the mean.
 
         Of the parameters, of parameters with running statistics, and by parameter.
         """
-        network, parameters = self._network, self._parameters
-        x, buffers = parameters.x, parameters.buffers
-        squares = (x - mean_x).double().square()
-        numbers = range(len(parameters.names))
-        spans = [span for i in numbers for span in parameters.layout.spans([i])]
-        by_parameter = torch.stack([squares[:, span].sum(1) for span in spans], 1)
-        of_buffers = squares.new_zeros(len(x), 1)
-        if mean_buffers is not None:
-            # A mask may have infinite elements, equal in all workers.
-            differences = torch.where(buffers == mean_buffers, 0, buffers - mean_buffers)
-            of_buffers = differences.double().square().sum(1, keepdim=True)
-        totals = torch.cat([by_parameter, of_buffers], 1)  # [worker, parameter and buffers]
-        means = network.mean(totals).tolist()
-        of_parameters, of_all = sum(means[:-1]), sum(means)
-        self._log("consensus_distance", math.sqrt(of_parameters), epoch, type="params_only")
+        found = self._columns_of("squares", gathered)
+        means = {name: squares.mean().item() for name, squares in found.items()}
+        of_buffers = means.pop(BUFFERS)
+        of_parameters = sum(means.values())
+        of_all = of_parameters + of_buffers
+        self._consensus_distance = math.sqrt(of_parameters)
+        self._log("consensus_distance", self._consensus_distance, epoch, type="params_only")
         self._log("consensus_distance", math.sqrt(of_all), epoch, type="full_state_vector")
-        for name, square in zip(parameters.names, means, strict=False):
+        for name, square in means.items():
             self._log(
                 "consensus_distance", math.sqrt(square), epoch, type="parameter", parameter=name
             )
-        self._consensus_distance = math.sqrt(of_parameters)
 
     def _means(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Turn {metric: sum, "count": samples} into {metric: mean}, with derived metrics."""

@@ -1,4 +1,7 @@
-"""Conditions for resuming a run: the same configuration, apart from a few keys."""
+"""Resuming a run: its checkpoint, where configuration and model are the same.
+
+A few keys of the configuration may differ.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,6 +9,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from powergossip.network import Processes
+from powergossip.parameters import Parameters
+from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training.settings import PREFIX, option_defaults
 
 # Keys that may change when a run is resumed.
@@ -35,6 +41,9 @@ EARLIER = {
     "learning": "dpsgd",
     "learning_options": {},
     "optimizer_copy_rate": 1.0,
+    "gossip": "synchronous",
+    "max_delay": None,
+    "scenario": None,
     "batched_gradients": "auto",  # off in effect, which a checkpoint records
     "decentralized_data_placement": "given",
     "drop_last": True,
@@ -53,12 +62,51 @@ OF_EVALUATION = (
     "batch_size",
     "batched_gradients",
     "evaluate_average_model",
+    "evaluate_test_data",
     "evaluate_training_data",
+    "evaluate_workers",
     "mean_model_statistics",
     "precision",
     "recalibration_batches",
     "torch_compile",
 )
+
+
+def load_checkpoint(
+    folder: Path, config: Any, processes: Processes, workers: range, parameters: Parameters
+) -> tuple[dict[str, Any], int] | None:
+    """Load the hosted workers' state from the checkpoint in a folder that the configuration names.
+
+    Returns it with the bytes of metrics.jsonl that belong to its steps, or None where a run has no
+    checkpoint yet. Raises BadInput, in all processes, for another run or model.
+    """
+    saved, which = Checkpoints(folder, processes), config.checkpoint
+    entry = saved.describe(which)
+    if entry is None:  # killed before the first checkpoint, or a new folder
+        with processes.agreed():
+            if config.evaluate_only:
+                raise ValueError(
+                    f"evaluate_only=true: {folder} has no {which} checkpoint; use the folder "
+                    "of a run that has one"
+                )
+            check_same_run_without_checkpoint(folder, config)
+        return None
+    with processes.agreed():
+        check_same_run(folder, entry["facts"]["config"], config)
+    state = saved.load(workers, which)
+    with processes.agreed():
+        _check_same_model(folder, state, parameters)
+    return state, entry["facts"]["metrics_bytes"]
+
+
+def _check_same_model(folder: Path, state: Mapping[str, Any], parameters: Parameters) -> None:
+    for name in ("x", "buffers"):
+        saved, now = state[name].shape[1], getattr(parameters, name).shape[1]
+        if saved != now:
+            raise ValueError(
+                f"the run in {folder} has another model: {saved} elements of {name} for each "
+                f"worker, not {now}; use the same data and version of this program"
+            )
 
 
 def check_same_run_without_checkpoint(folder: Path, config: Any) -> None:

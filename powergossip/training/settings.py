@@ -16,6 +16,7 @@ from omegaconf import DictConfig, ListConfig
 
 from powergossip import algorithms, checks, compressors, options, tasks
 from powergossip.algorithms import aggregation, ddp, learning
+from powergossip.events import scenario
 from powergossip.network import BACKENDS, Processes
 from powergossip.network import hosted_workers as hosted
 from powergossip.runs import trackers
@@ -85,6 +86,7 @@ def checked(
     _check_ignored(c, explicit or (), warn=processes.rank == 0)
     _check_values(c)
     _check_method(c)
+    _check_events(c, processes.size)
     _resolve_options(c, explicit or (), warn=processes.rank == 0)
     if c.optimizer in aggregation.AGGREGATIONS:
         checks.at_least_one("optimizer_num_batches_per_step", c.optimizer_num_batches_per_step)
@@ -174,6 +176,8 @@ def _check_values(c: Any) -> None:
     checks.fraction("decentralized_data_shuffled_ratio", c.decentralized_data_shuffled_ratio)
     checks.one_of("decentralized_data_placement", c.decentralized_data_placement, PLACEMENTS)
     checks.one_of("mean_model_statistics", c.mean_model_statistics, ("averaged", "recalibrated"))
+    if not c.evaluate_workers and not c.evaluate_average_model:
+        raise ValueError("evaluate_workers=false: use true with evaluate_average_model=false")
     checks.one_of("lr_schedule", c.lr_schedule, ("milestones", "cosine"))
     checks.one_of("local_optimizer", c.local_optimizer, LOCAL_OPTIMIZERS)
     checks.one_of("precision", c.precision, PRECISIONS)
@@ -260,6 +264,15 @@ def _check_method(c: Any) -> None:
         )
 
 
+def _check_events(c: Any, n_processes: int) -> None:
+    """Resolve the keys of exchanges by edges. Raises ValueError for others that do not fit."""
+    if scenario.resolve(c, n_processes):
+        given = f"gossip={c.gossip}" if c.scenario is None else "a scenario"
+        checks.check("local_steps", c.local_steps, c.local_steps == 1, f"1 with {given}")
+        on = c.batched_gradients == "on"
+        checks.check("batched_gradients", c.batched_gradients, not on, f"auto or off with {given}")
+
+
 # --- Options of the method -----------------------------------------------------------------------
 
 
@@ -322,9 +335,11 @@ def _resolve_options(c: Any, explicit: Collection[str], warn: bool) -> None:
         for key, value in c.items()
         if key.startswith(PREFIX) and value is not None and value != []
     }
-    known = option_defaults(c.optimizer, given) | learning.AVERAGING_DEFAULTS.get(
-        (c.learning, c.optimizer), {}
-    )
+    preferred = learning.AVERAGING_DEFAULTS.get((c.learning, c.optimizer), {})
+    known = option_defaults(c.optimizer, preferred | given)
+    known |= {name: value for name, value in preferred.items() if name in known}
+    if c.gossip != "synchronous" and known.get("diffusion_rate") is not None:
+        known["diffusion_rate"] /= 1 + c.max_delay
     method = f"optimizer={c.optimizer}"
     for name in learning.without(c.learning):
         known.pop(name, None)
@@ -346,6 +361,8 @@ def _resolve_options(c: Any, explicit: Collection[str], warn: bool) -> None:
         del c[key]
     for name, default in known.items():
         c[f"{PREFIX}{name}"] = given.get(name, default)
+    if warn:
+        learning.warn_of(c.learning, c.optimizer, known | given, PREFIX)
 
 
 def method_options(c: Any) -> dict[str, Any]:

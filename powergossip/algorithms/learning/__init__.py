@@ -23,6 +23,9 @@ learning rules (tests/test_learning.py) use the registry.
 Axes: worker (hosted here); D parameters of a worker.
 """
 
+import math
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from powergossip import checks
@@ -70,7 +73,9 @@ __all__ = [
     "accepting",
     "check",
     "make",
+    "overlapping",
     "rule",
+    "warn_of",
 ]
 
 # Registry names: `learning` in train.py. The name of D-PSGD stands for learning.DPSGD.
@@ -86,11 +91,17 @@ LEARNING: dict[str, type[GossipRule]] = {
     "motef": MoTEF,
     "relay-sgd": RelaySGD,
 }
-# Options of averaging rules whose default depends on the learning rule. Exact diffusion over
-# PowerGossip diverges above 0.35 on a ring of 8. LEAD's copies follow at half the rate.
+# Options of averaging rules whose default depends on the learning rule, for rules that have them.
+# Exact diffusion over PowerGossip diverges above 0.35 on a ring of 8. Over public copies it
+# diverges with coarse quantization.
 AVERAGING_DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
     ("exact-diffusion", "power-gossip"): {"diffusion_rate": 0.25},
-    ("exact-diffusion", "choco"): {"copy_rate": 0.5},
+    ("exact-diffusion", "choco"): {"levels": 64},
+}
+# The smallest and the largest values of such options with which a pair trains.
+ACCEPTABLE: dict[tuple[str, str], dict[str, tuple[float, float]]] = {
+    ("exact-diffusion", "power-gossip"): {"diffusion_rate": (0, 0.25)},
+    ("exact-diffusion", "choco"): {"levels": (64, math.inf)},
 }
 
 
@@ -164,6 +175,11 @@ def _examples(found: type[GossipRule]) -> str:
     return ", ".join(names)
 
 
+def overlapping(name: str, averaging: Averaging) -> bool:
+    """The default of `overlapping`: whether messages are in flight during the gradient."""
+    return name == DEFAULT or kind_of(averaging) not in LEARNING[name].sequential
+
+
 def accepting(
     network: Network, averaging_name: str, averaging: Averaging, local_optimizer: str = "sgd"
 ) -> list[str]:
@@ -186,6 +202,23 @@ def options(name: str, local_optimizer: str = "sgd") -> dict[str, Any]:
     for kind in reversed(rule(name, local_optimizer).__mro__[:-1]):
         found |= _options.defaults(kind)
     return found
+
+
+def warn_of(name: str, averaging_name: str, values: Mapping[str, Any], prefix: str = "") -> None:
+    """Warn of options of an averaging rule, option → value, that are not `ACCEPTABLE`.
+
+    The text names an option with the prefix of its key.
+    """
+    for option, (least, most) in ACCEPTABLE.get((name, averaging_name), {}).items():
+        value = values.get(option)
+        if value is None or (not isinstance(value, str) and least <= float(value) <= most):
+            continue
+        accepted = f"{most:g} or less" if least == 0 else f"{least:g} or more"
+        warnings.warn(
+            f"{prefix}{option}={value}: use {accepted} with learning={name} and "
+            f"optimizer={averaging_name}, which may diverge otherwise",
+            stacklevel=3,
+        )
 
 
 def without(name: str) -> tuple[str, ...]:

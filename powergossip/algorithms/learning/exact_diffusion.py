@@ -1,15 +1,13 @@
 """Exact diffusion by duals of the exchanges."""
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from powergossip.algorithms.averaging import Kind, incremental
-from powergossip.algorithms.learning.gossip_rule import GossipRule, Local, MakeAveraging
-from powergossip.network import Conversation, Network
-from powergossip.parameters import Parameters
+from powergossip.algorithms.averaging import Incremental, Kind, incremental
+from powergossip.algorithms.learning.gossip_rule import GossipRule
+from powergossip.network import Conversation
 
 
 class ExactDiffusion(GossipRule):
@@ -35,19 +33,13 @@ class ExactDiffusion(GossipRule):
 
     kinds: ClassVar[frozenset[Kind]] = frozenset({Kind.ANTISYMMETRIC, Kind.UNBIASED_COPIES})
     static: ClassVar[bool] = True
+    variables: ClassVar[tuple[str, ...]] = ("d",)
 
-    def __init__(
-        self,
-        network: Network,
-        make: MakeAveraging,
-        parameters: Parameters,
-        local: Local,
-        *,
-        weight_decay: float = 0.0,
-        clip: float | None = None,
-    ):
-        super().__init__(network, make, parameters, local, weight_decay=weight_decay, clip=clip)
-        self._averaging = incremental(make(parameters.layout))
+    _averaging: Incremental
+
+    def __init__(self, *everything: Any, **options: Any):
+        super().__init__(*everything, **options)
+        self._averaging = incremental(self._make(self._layout))
         self._d = torch.zeros_like(self._x)
         self._increment = torch.zeros_like(self._x)
 
@@ -57,12 +49,3 @@ class ExactDiffusion(GossipRule):
         self._increment.mul_(0.5)
         self._x.add_(self._increment)
         self._d.add_(self._increment)
-
-    def state_dict(self) -> dict[str, Any]:
-        """d [worker, D], and the state of the averaging rule."""
-        return {"d": self._d, "averaging": self._averaging.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict()`."""
-        self._d.copy_(state["d"])
-        self._averaging.load_state_dict(state["averaging"])

@@ -44,16 +44,29 @@ class GossipRule:
         settle()         after the last message
 
     A rule overrides those that it needs. `start` and `finish` call them, see rule.Learning.
+    x, g and all variables of rules are [worker, D], and G is a step of the averaging rule.
+
+    network       # of the workers
+    make          # makes the averaging rule G for a layout: that of x, or of x beside a variable
+    parameters    # of the hosted workers' models: x and the gradients
+    local         # the workers' own optimizer, without momentum for rules with owns_momentum
+    weight_decay, clip
+                  # of the gradients, see Correction
+
+    Attributes of a rule:
 
     kinds             # of averaging rules that it works with
     static            # whether the topology must be static
     owns_momentum     # whether it applies momentum itself, so that the local optimizer has none
     optimizers        # local optimizers that it works with
     overlaps          # whether messages can be in flight while gradients are computed
+    sequential        # kinds of averaging rules with which messages follow the local update by
+                      # default, not in flight while gradients are computed
     reads_rate        # whether it depends on the learning rate of the local optimizer
     needs_norm        # whether it needs a norm over all parameters of a worker
     relays            # whether it relays along the trees of the topology, in place of averaging
     without           # options of the averaging rule that have no effect
+    variables         # names of its state [worker, D]: attributes with an underscore before them
     """
 
     kinds: ClassVar[frozenset[Kind]] = MEAN_PRESERVING
@@ -61,10 +74,14 @@ class GossipRule:
     owns_momentum: ClassVar[bool] = False
     optimizers: ClassVar[tuple[str, ...]] = ("sgd", "adamw")
     overlaps: ClassVar[bool] = False
+    sequential: ClassVar[frozenset[Kind]] = frozenset()
     reads_rate: ClassVar[bool] = False
     needs_norm: ClassVar[bool] = False
     relays: ClassVar[bool] = False
     without: ClassVar[tuple[str, ...]] = ()
+    variables: ClassVar[tuple[str, ...]] = ()
+
+    _averaging: Averaging
 
     def __init__(
         self,
@@ -76,9 +93,8 @@ class GossipRule:
         weight_decay: float = 0.0,
         clip: float | None = None,
     ):
-        del make  # a parameter of all rules
-        self._network, self._local = network, local
-        self._x, self._g = parameters.x, parameters.grad
+        self._network, self._make, self._local = network, make, local
+        self._x, self._g, self._layout = parameters.x, parameters.grad, parameters.layout
         self._correct = Correction(parameters, weight_decay, clip)
         self._exchange: Exchange | None = None
 
@@ -113,15 +129,18 @@ class GossipRule:
         raise NotImplementedError
 
     def settle(self) -> None:
-        """After the last message of a step."""
+        """Follow the last message of a step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next step depends on. Tensors are [worker, ...]."""
-        raise NotImplementedError
+        """The variables [worker, D], and the state of the averaging rule."""
+        state = {name: getattr(self, f"_{name}") for name in self.variables}
+        return state | {"averaging": self._averaging.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`."""
-        raise NotImplementedError
+        for name in self.variables:
+            getattr(self, f"_{name}").copy_(state[name])
+        self._averaging.load_state_dict(state["averaging"])
 
 
 class Joint:

@@ -7,16 +7,13 @@ import torch
 from torch import Tensor
 
 from powergossip import checks
-from powergossip.algorithms.averaging import Kind, incremental
+from powergossip.algorithms.averaging import Incremental, Kind, incremental
 from powergossip.algorithms.learning.gossip_rule import (
     WITHOUT_COPIES,
     GossipRule,
     Joint,
-    Local,
-    MakeAveraging,
 )
-from powergossip.network import Conversation, Network
-from powergossip.parameters import Parameters
+from powergossip.network import Conversation
 
 
 class KGT(GossipRule):
@@ -32,31 +29,24 @@ class KGT(GossipRule):
 
     Exact fixed point for every K.
 
-    Invariant: Σ_i c_i = 0.
+    Invariant: Σ_i c_i = 0. Raises BadValue unless K ≥ 1.
 
     local_steps  # K
     """
 
     kinds: ClassVar[frozenset[Kind]] = WITHOUT_COPIES
     reads_rate: ClassVar[bool] = True
+    variables: ClassVar[tuple[str, ...]] = ("c", "sum")
 
-    def __init__(
-        self,
-        network: Network,
-        make: MakeAveraging,
-        parameters: Parameters,
-        local: Local,
-        *,
-        local_steps: int = 1,
-        weight_decay: float = 0.0,
-        clip: float | None = None,
-    ):
-        super().__init__(network, make, parameters, local, weight_decay=weight_decay, clip=clip)
+    _averaging: Incremental
+
+    def __init__(self, *everything: Any, local_steps: int = 1, **options: Any):
+        super().__init__(*everything, **options)
         checks.at_least_one("local_steps", local_steps)
         self._local_steps, self._steps = local_steps, 0
-        self._joint = Joint(parameters.layout, parameters.x)
+        self._joint = Joint(self._layout, self._x)
         self._increment = torch.zeros_like(self._joint.buffer)
-        self._averaging = incremental(make(self._joint.layout))
+        self._averaging = incremental(self._make(self._joint.layout))
         self._c, self._sum = torch.zeros_like(self._x), torch.zeros_like(self._x)
         self._rate: float | None = None  # of c
 
@@ -80,20 +70,12 @@ class KGT(GossipRule):
     def state_dict(self) -> dict[str, Any]:
         """Number of steps, c and the sum of the displacements since the last message [worker, D],
         the learning rate of c, and the state of the averaging rule."""
-        return {
-            "steps": self._steps,
-            "c": self._c,
-            "sum": self._sum,
-            "rate": self._rate,
-            "averaging": self._averaging.state_dict(),
-        }
+        return {"steps": self._steps, "rate": self._rate, **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`."""
         self._steps, self._rate = state["steps"], state["rate"]
-        self._c.copy_(state["c"])
-        self._sum.copy_(state["sum"])
-        self._averaging.load_state_dict(state["averaging"])
+        super().load_state_dict(state)
 
 
 class MomentumTracking(GossipRule):
@@ -116,24 +98,19 @@ class MomentumTracking(GossipRule):
     owns_momentum: ClassVar[bool] = True
     optimizers: ClassVar[tuple[str, ...]] = ("sgd",)
     overlaps: ClassVar[bool] = True
+    sequential: ClassVar[frozenset[Kind]] = WITHOUT_COPIES
+    variables: ClassVar[tuple[str, ...]] = ("m", "c")
+
+    _averaging: Incremental
 
     def __init__(
-        self,
-        network: Network,
-        make: MakeAveraging,
-        parameters: Parameters,
-        local: Local,
-        *,
-        momentum: float = 0.9,
-        overlapping: bool = True,
-        weight_decay: float = 0.0,
-        clip: float | None = None,
+        self, *everything: Any, momentum: float = 0.9, overlapping: bool = True, **options: Any
     ):
-        super().__init__(network, make, parameters, local, weight_decay=weight_decay, clip=clip)
+        super().__init__(*everything, **options)
         self._momentum, self._overlapping = momentum, overlapping
-        self._joint = Joint(parameters.layout, parameters.x)
+        self._joint = Joint(self._layout, self._x)
         self._increment = torch.zeros_like(self._joint.buffer)
-        self._averaging = incremental(make(self._joint.layout))
+        self._averaging = incremental(self._make(self._joint.layout))
         self._m, self._c = torch.zeros_like(self._x), torch.zeros_like(self._x)
 
     def during(self) -> Conversation | None:
@@ -151,13 +128,3 @@ class MomentumTracking(GossipRule):
     def move(self, u: Tensor) -> Conversation | None:
         self._x.add_(u)
         return None if self._overlapping else self._mix()
-
-    def state_dict(self) -> dict[str, Any]:
-        """m and c [worker, D], and the state of the averaging rule."""
-        return {"m": self._m, "c": self._c, "averaging": self._averaging.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict()`."""
-        self._m.copy_(state["m"])
-        self._c.copy_(state["c"])
-        self._averaging.load_state_dict(state["averaging"])

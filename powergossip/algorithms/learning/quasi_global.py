@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from powergossip.algorithms.averaging import Kind
-from powergossip.algorithms.learning.gossip_rule import ANY, GossipRule, Local, MakeAveraging
-from powergossip.network import Conversation, Network
-from powergossip.parameters import Parameters
+from powergossip.algorithms.learning.gossip_rule import ANY, GossipRule
+from powergossip.network import Conversation
 
 _LEAST_RATE = 1e-8  # by which a displacement is divided, for a warm-up that starts at 0
 
@@ -21,20 +20,10 @@ class _QuasiGlobal(GossipRule):
     owns_momentum: ClassVar[bool] = True
     overlaps: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        network: Network,
-        make: MakeAveraging,
-        parameters: Parameters,
-        local: Local,
-        *,
-        overlapping: bool = False,
-        weight_decay: float = 0.0,
-        clip: float | None = None,
-    ):
-        super().__init__(network, make, parameters, local, weight_decay=weight_decay, clip=clip)
+    def __init__(self, *everything: Any, overlapping: bool = False, **options: Any):
+        super().__init__(*everything, **options)
         self._overlapping = overlapping
-        self._averaging = make(parameters.layout)
+        self._averaging = self._make(self._layout)
         self._before = torch.empty_like(self._x)
 
     def during(self) -> Conversation | None:
@@ -60,6 +49,7 @@ class QuasiGlobalMomentum(_QuasiGlobal):
 
     optimizers: ClassVar[tuple[str, ...]] = ("sgd",)
     reads_rate: ClassVar[bool] = True
+    variables: ClassVar[tuple[str, ...]] = ("m",)
 
     def __init__(
         self, *everything: Any, momentum: float = 0.9, nesterov: bool = False, **options: Any
@@ -81,15 +71,6 @@ class QuasiGlobalMomentum(_QuasiGlobal):
         self._m.mul_(self._momentum)
         self._m.add_(self._before.sub_(self._x), alpha=(1 - self._momentum) / rate)
 
-    def state_dict(self) -> dict[str, Any]:
-        """m [worker, D], and the state of the averaging rule."""
-        return {"m": self._m, "averaging": self._averaging.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict()`."""
-        self._m.copy_(state["m"])
-        self._averaging.load_state_dict(state["averaging"])
-
 
 class QuasiGlobalAdam(_QuasiGlobal):
     """QG-Adam: Adam whose moments follow the direction of the displacement after gossip.
@@ -107,6 +88,7 @@ class QuasiGlobalAdam(_QuasiGlobal):
 
     optimizers: ClassVar[tuple[str, ...]] = ("adamw",)
     needs_norm: ClassVar[bool] = True
+    variables: ClassVar[tuple[str, ...]] = ("m", "v")
 
     def __init__(
         self,
@@ -138,16 +120,9 @@ class QuasiGlobalAdam(_QuasiGlobal):
 
     def state_dict(self) -> dict[str, Any]:
         """Number of steps, m and v [worker, D], and the state of the averaging rule."""
-        return {
-            "steps": self._steps,
-            "m": self._m,
-            "v": self._v,
-            "averaging": self._averaging.state_dict(),
-        }
+        return {"steps": self._steps, **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`."""
         self._steps = state["steps"]
-        self._m.copy_(state["m"])
-        self._v.copy_(state["v"])
-        self._averaging.load_state_dict(state["averaging"])
+        super().load_state_dict(state)

@@ -13,11 +13,8 @@ from powergossip.algorithms.averaging import Kind
 from powergossip.algorithms.learning.gossip_rule import (
     WITHOUT_COPIES,
     GossipRule,
-    Local,
-    MakeAveraging,
 )
 from powergossip.network import Conversation, Network, ToEach
-from powergossip.parameters import Parameters
 from powergossip.topologies import Tree
 
 
@@ -56,31 +53,21 @@ class RelaySGD(GossipRule):
     relays: ClassVar[bool] = True
     without: ClassVar[tuple[str, ...]] = ("diffusion_rate",)
 
-    def __init__(
-        self,
-        network: Network,
-        make: MakeAveraging,
-        parameters: Parameters,
-        local: Local,
-        *,
-        correction: float | str = "auto",
-        weight_decay: float = 0.0,
-        clip: float | None = None,
-    ):
-        super().__init__(network, make, parameters, local, weight_decay=weight_decay, clip=clip)
+    def __init__(self, *everything: Any, correction: float | str = "auto", **options: Any):
+        super().__init__(*everything, **options)
         is_rate = checks.is_finite(correction) and float(correction) > 0
         accepted = correction == "auto" or is_rate
         checks.check("correction", correction, accepted, "a number above 0, or auto")
-        found = network.topology.trees
-        assert found is not None, f"{network.topology.name} has no trees"
+        found = self._network.topology.trees
+        assert found is not None, f"{self._network.topology.name} has no trees"
         trees = found or ((),)  # a single worker
         self._coordinates = [slice(k, None, len(trees)) for k in range(len(trees))]
         self._relays = [
-            Relay(network, tree, self._x[:, coordinates])
+            Relay(self._network, tree, self._x[:, coordinates])
             for tree, coordinates in zip(trees, self._coordinates, strict=True)
         ]
         self._corrections = [
-            slowdown(tree, network.n_workers) if correction == "auto" else float(correction)
+            slowdown(tree, self._network.n_workers) if correction == "auto" else float(correction)
             for tree in trees
         ]
 

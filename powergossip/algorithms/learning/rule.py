@@ -1,4 +1,4 @@
-"""What learning rules have in common: their interface, clipping and weight decay."""
+"""The common parts of learning rules: their interface, clipping and weight decay."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol

@@ -14,13 +14,11 @@ from torch import Tensor
 from powergossip.algorithms.averaging import Kind
 from powergossip.algorithms.learning.gossip_rule import (
     COPIES,
+    WITHOUT_COPIES,
     GossipRule,
     Joint,
-    Local,
-    MakeAveraging,
 )
-from powergossip.network import Conversation, Network
-from powergossip.parameters import Parameters
+from powergossip.network import Conversation
 
 
 class _Tracking(GossipRule):
@@ -30,24 +28,16 @@ class _Tracking(GossipRule):
     """
 
     overlaps: ClassVar[bool] = True
+    sequential: ClassVar[frozenset[Kind]] = WITHOUT_COPIES
+    variables: ClassVar[tuple[str, ...]] = ("y", "v")
 
-    def __init__(
-        self,
-        network: Network,
-        make: MakeAveraging,
-        parameters: Parameters,
-        local: Local,
-        *,
-        overlapping: bool = False,
-        weight_decay: float = 0.0,
-        clip: float | None = None,
-    ):
-        super().__init__(network, make, parameters, local, weight_decay=weight_decay, clip=clip)
+    def __init__(self, *everything: Any, overlapping: bool = False, **options: Any):
+        super().__init__(*everything, **options)
         self._overlapping = overlapping
-        self._joint = Joint(parameters.layout, parameters.x)
-        self._averaging = make(self._joint.layout)
-        self._y = torch.zeros_like(parameters.x)
-        self._v = torch.zeros_like(parameters.x)
+        self._joint = Joint(self._layout, self._x)
+        self._averaging = self._make(self._joint.layout)
+        self._y = torch.zeros_like(self._x)
+        self._v = torch.zeros_like(self._x)
 
     def during(self) -> Conversation | None:
         return self._mix() if self._overlapping else None
@@ -62,16 +52,6 @@ class _Tracking(GossipRule):
         """y ← y + v − v'"""
         self._y.add_(v).sub_(self._v)
         self._v.copy_(v)
-
-    def state_dict(self) -> dict[str, Any]:
-        """y, v' [worker, D], and the state of the averaging rule."""
-        return {"y": self._y, "v": self._v, "averaging": self._averaging.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict()`."""
-        self._y.copy_(state["y"])
-        self._v.copy_(state["v"])
-        self._averaging.load_state_dict(state["averaging"])
 
 
 class GradientTracking(_Tracking):
@@ -133,10 +113,10 @@ class NormalizedGradientTracking(_TrackedDirection):
         y_i ← G(y)_i + v_i − v_i'
         x ← G(x − η y_i/‖y_i‖)               or with overlapping, x ← G(x) − η y_i/‖y_i‖
 
-    Normalized gradient tracking with momentum for heavy-tailed noise, arXiv:2505.03736. ‖·‖ is
-    over all parameters of a worker. Momentum and normalization come in this order: normalized
-    gradients do not average to the normalized mean. The paper mixes y + v − v' in a message of its
-    own before x moves. Here y is mixed one step earlier, in the message of x.
+    Yu, Jakovetić & Kar (2025), arXiv:2505.03736, for heavy-tailed noise. ‖·‖ is over all parameters
+    of a worker. Momentum and normalization come in this order: normalized gradients do not average
+    to the normalized mean. The paper mixes y + v − v' in a message of its own before x moves. Here
+    y is mixed one step earlier, in the message of x.
 
     momentum  # β
     """

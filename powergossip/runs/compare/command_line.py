@@ -19,6 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from powergossip import programs
 from powergossip.errors import BadInput
 from powergossip.runs import page
 from powergossip.runs.compare.groups import Section, sections
@@ -78,14 +79,7 @@ def _write_all(found: Sequence[Section], targets: Sequence[tuple[Path, str]]) ->
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Options of the command line. Raises BadInput; exits after --help."""
-    parser = argparse.ArgumentParser(
-        prog="powergossip-compare",
-        description=(__doc__ or "").partition("\n\n")[0],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=(__doc__ or "").partition("\n\n")[2],
-        exit_on_error=False,
-        allow_abbrev=False,
-    )
+    parser = programs.parser("powergossip-compare", __doc__ or "")
     add = parser.add_argument
     add("runs", nargs="*", metavar="RUN", help="output folders, or quoted patterns such as 'a/*'")
     add("--metric", metavar="NAME", help="name of rows, by default the main metric of the task")
@@ -96,12 +90,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--format", action="append", default=[], metavar="FORMAT",
         help=f"of the files in a folder: {', '.join(SUFFIXES)}, comma-separated "
              f"({','.join(DEFAULT_FORMATS)})")  # fmt: skip
-    try:
-        options, unknown = parser.parse_known_intermixed_args(list(arguments))
-    except argparse.ArgumentError as error:
-        raise BadInput(str(error)) from error
-    if unknown:
-        raise BadInput(f"{unknown[0]} is unknown; --help lists the options")
+    options = programs.parsed(parser, arguments)
     if not options.runs:
         raise BadInput("give one or more folders of runs, such as output/*")
     options.format = [name for names in options.format for name in names.split(",")]
@@ -144,10 +133,4 @@ def _targets(output: str | None, formats: Sequence[str]) -> list[tuple[Path, str
 
 def command() -> None:
     """Run as a program. Bad input is one sentence, exit code 2."""
-    try:
-        main(sys.argv[1:])
-    except BadInput as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    programs.run(main)

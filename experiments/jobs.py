@@ -1,0 +1,111 @@
+"""Jobs of launchers: their command, their folder and its lock, and their log."""
+
+import fcntl
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+GUARD = Path(__file__).resolve().with_name("guard.py")
+
+# In a run's folder:
+RUNNING = "running"  # locked by the launcher and by the processes of the run
+SLURM = "slurm.json"  # number and script of a Slurm job without a recorded end
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command to be run.
+
+    command    # without launcher: python train.py key=value …
+    processes  # MPI processes
+    log        # file to which its output is appended
+    folder     # its own folder. No two jobs of a folder run at the same time
+    name       # shown by Slurm
+    """
+
+    command: Sequence[str]
+    processes: int
+    log: Path
+    folder: Path
+    name: str
+
+
+class Launcher(Protocol):
+    def check(self) -> None:
+        """Raise BadInput if this launcher cannot be used on this machine."""
+
+    def __call__(self, job: Job) -> int:
+        """Run a job, wait for its end, and return its exit code."""
+
+    def leave(self) -> None:
+        """End the runner (Ctrl-C). Jobs on this machine are ended as well; the calls that wait for
+        them return with their exit codes. Slurm jobs continue. The calls that wait for them raise
+        KeyboardInterrupt. So does the start of another job."""
+
+
+class CannotRun(Exception):
+    """A job cannot be run. The text is for its log."""
+
+
+@contextmanager
+def alone(folder: Path, patience: float) -> Iterator[IO[str]]:
+    """Lock a folder while the file is open, in this process or one that inherits it.
+
+    Raises CannotRun if another start of a job keeps the lock for `patience` seconds.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / RUNNING).open("a") as file:
+        end = time.monotonic() + patience
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise CannotRun(
+                        f"an earlier start of this run is still there after {patience:g} seconds; "
+                        f"`fuser {folder / RUNNING}` lists its processes"
+                    ) from None
+            time.sleep(0.05)
+        yield file
+
+
+def last_output(log: Path) -> str:
+    """Return the output of the latest start so far."""
+    text = f"\n{log.read_bytes().decode(errors='replace')}"
+    return text[text.rfind("\n$ ") + 1 :].partition("\n")[2]
+
+
+def mpirun_command(processes: int) -> list[str]:
+    return ["mpirun", "-np", str(processes)] if processes > 1 else []
+
+
+def guard(*arguments: str | int | Path) -> list[str]:
+    # Without site-packages, Python starts in half the time.
+    return [sys.executable, "-I", "-S", str(GUARD), *map(str, arguments)]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def failed(job: Job, complaint: str) -> int:
+    with job.log.open("a") as log:
+        log.write(f"error: {complaint}\n")
+    return 1
+
+
+def read(file: Path) -> dict[str, Any]:
+    """The mapping in a JSON file; {} if it is missing or incomplete."""
+    try:
+        content = json.loads(file.read_text())
+    except (FileNotFoundError, ValueError):
+        return {}
+    assert isinstance(content, dict)
+    return content

@@ -1,0 +1,133 @@
+"""RelaySGD's table on CIFAR-10, with the published settings, and a small form.
+
+The small form has FashionMNIST and a small CNN instead of CIFAR-10 and VGG-11, and the methods with
+momentum. Learning rates relative to those of other methods stay as published, and that of gradient
+tracking, which the table lacks, is that of exact diffusion.
+
+Source: Vogels et al. (2021), arXiv:2110.04175, table 2, and its published program.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from experiments import learning
+from experiments.presets import preset
+from experiments.runner import Experiment, Results, Run, sentence_case
+from powergossip.runs.metrics import last_values
+from powergossip.runs.tables import markdown, spread
+
+Values = Mapping[str, Any]
+
+BASE = "cifar10_vgg11"
+ALPHAS = (1.0, 0.1, 0.01)  # of the Dirichlet distribution
+SEEDS = (1, 2, 3)
+SMALL = 0.3  # learning rates of the small form, relative to the published ones
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table: a preset, the published learning rates, one for each of ALPHAS, and
+    changes of the preset."""
+
+    preset: str
+    rates: tuple[float, float, float]
+    changes: Values = field(default_factory=dict)
+
+
+WITHOUT_MOMENTUM = {
+    "all-reduce": Row("all-reduce", (0.1, 0.1, 0.1)),
+    "RelaySGD, two binary trees": Row("relay-sgd", (1.2, 0.6, 0.3)),
+    "RelaySGD, chain": Row("relay-sgd-chain", (2.0, 2.0, 1.0)),
+    "D-PSGD, ring": Row("dpsgd", (0.4, 0.1, 0.2)),
+    "exact diffusion, ring": Row("exact-diffusion", (0.2, 0.2, 0.1)),
+    "push-sum, one-peer exponential": Row("push-sum", (0.4, 0.2, 0.2)),
+}
+WITH_MOMENTUM = {
+    "all-reduce, momentum": Row("all-reduce-momentum", (0.1, 0.1, 0.1)),
+    "RelaySGD, two binary trees, momentum": Row("relay-sgd-momentum", (0.6, 0.3, 0.15)),
+    "RelaySGD, chain, momentum": Row("relay-sgd-chain-momentum", (0.5, 0.5, 0.125)),
+    "D-PSGD, ring, momentum": Row("dpsgd-momentum", (0.1, 0.05, 0.0125)),
+    "quasi-global momentum, ring": Row("quasi-global-momentum", (0.1, 0.025, 0.05)),
+    "exact diffusion, ring, momentum": Row("exact-diffusion-momentum", (0.05, 0.05, 0.0126)),
+    "push-sum, one-peer exponential, momentum": Row("push-sum-momentum", (0.1, 0.1, 0.025)),
+}
+_METHOD = (
+    "n_workers",
+    "optimizer",
+    "topology",
+    "learning",
+    "learning_options",
+    "momentum",
+    "nesterov",
+    "overlapping",
+    "reshuffle_data",
+)
+
+
+def published() -> Experiment:
+    """VGG-11, 16 workers, 200 epochs, 3 seeds."""
+
+    def values(row: Row, rate: float) -> Values:
+        of_preset = preset(BASE, row.preset)
+        start = float(f"{rate / of_preset['distributed_lr_warmup_factor']:.6g}")
+        return {**of_preset, **row.changes, "learning_rate": start}
+
+    title = "RelaySGD's table on CIFAR-10: VGG-11, 16 workers, 200 epochs, 3 seeds"
+    return _experiment(title, WITHOUT_MOMENTUM | WITH_MOMENTUM, values, processes=16)
+
+
+def small() -> Experiment:
+    """FashionMNIST, the small CNN, 16 workers, 5 epochs, 3 seeds."""
+
+    def values(row: Row, rate: float) -> Values:
+        of_preset = preset(BASE, row.preset)
+        method = {key: of_preset[key] for key in _METHOD if key in of_preset}
+        own = {**row.changes, "learning_rate": float(f"{SMALL * rate:.6g}")}
+        return learning.FASHION_MNIST | method | own
+
+    diffusion = WITH_MOMENTUM["exact diffusion, ring, momentum"]
+    tracking = replace(diffusion, changes={"learning": "gradient-tracking"})
+    rows = WITH_MOMENTUM | {"gradient tracking, ring, momentum": tracking}
+    title = "RelaySGD's CIFAR-10 table, small: FashionMNIST, 16 workers, 5 epochs, 3 seeds"
+    return _experiment(title, rows, values)
+
+
+def _experiment(title: str, rows: Mapping[str, Row], values: Any, processes: int = 1) -> Experiment:
+    runs: dict[str, dict[float, list[Run]]] = {}
+    for name, row in rows.items():
+        for alpha, rate in zip(ALPHAS, row.rates, strict=True):
+            of_row = {**values(row, rate), "decentralized_data_dirichlet_alpha": alpha}
+            runs.setdefault(name, {})[alpha] = [
+                Run(
+                    "train",
+                    {**of_row, "seed": seed},
+                    {"method": name, "alpha": alpha, "seed": seed},
+                    processes,
+                )
+                for seed in SEEDS
+            ]
+
+    def report(results: Results, folder: Path) -> str:
+        return (
+            f"{sentence_case(title)}.\n\nAccuracy of the worst worker after the last epoch, mean ± "
+            f"standard deviation of the seeds, with labels drawn from a Dirichlet distribution "
+            f"with α.\n\n{_table(runs, results)}\n"
+        )
+
+    stage = [run for of_row in runs.values() for seeds in of_row.values() for run in seeds]
+    return Experiment(title, [lambda results: stage], report)
+
+
+def _table(runs: Mapping[str, Mapping[float, Sequence[Run]]], results: Results) -> str:
+    def cell(seeds: Sequence[Run]) -> str:
+        rows = [results(run) for run in seeds]
+        if any(learning.score(r, "accuracy", "test_avg") == float("-inf") for r in rows):
+            return "diverged"
+        worst = [100 * float(min(last_values(r, "accuracy", split="test"))) for r in rows]
+        return f"{spread(worst)} %"
+
+    header = ["method", *(f"α = {alpha:g}" for alpha in ALPHAS)]
+    lines = [[name, *(cell(of_row[alpha]) for alpha in ALPHAS)] for name, of_row in runs.items()]
+    return markdown(header, lines)

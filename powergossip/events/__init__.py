@@ -1,0 +1,14 @@
+"""Exchanges by edges: messages that are late or lost, workers that stop, die, or join.
+
+The averaging rules of `powergossip.algorithms` move all workers in one step. Here workers exchange
+with one neighbor at a time, each at its own time.
+
+    exchanges.py      averaging rules in edge form: plain gossip, PowerGossip, CHOCO-Gossip
+    rules.py          learning rules in edge form
+    members.py        the workers alive, and weights between them
+    worker.py         the life of a worker, for any driver
+    scenario.py       speeds, delays, losses, deaths, stops and joins
+    virtual_clock.py  the driver of one process, in virtual time
+    order.py          the order of events as a file, and its replay
+    accelerated.py    A²CiD², exchanges of pairs with a second copy of x
+"""

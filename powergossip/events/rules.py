@@ -1,0 +1,280 @@
+"""Learning rules in edge form: a worker's own part of a step, apart from the exchanges.
+
+A step of worker i, with exchanges u_ij at times of their own:
+
+    rule.begin()        the exchanges start here, if the rule overlaps
+    ... g_i at x_i      gradient
+    rule.correct()      clipping and weight decay
+    rule.update()       local update; before the exchanges start, unless the rule overlaps
+    rule.settle()       the end of the step
+
+    rule.add(j, u)      an exchange with j is applied, anywhere between begin and settle
+
+`rule.variables()` [D'] is what is exchanged. Without delays, a step is that of the rule of the same
+name in `powergossip.algorithms.learning`, up to rounding.
+
+To add a rule, write its class and its row in `RULES`.
+
+Axes: D parameters of a worker.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from powergossip.algorithms.learning import Correction
+from powergossip.algorithms.learning.gossip_rule import Joint
+from powergossip.parameters import Layout
+
+_LEAST_RATE = 1e-8  # by which a displacement is divided, as in QuasiGlobalMomentum
+
+
+class Local(Protocol):
+    """A worker's own optimizer."""
+
+    @property
+    def rate(self) -> float:
+        """The learning rate η of the next step."""
+        ...
+
+    def step(self, gradient: Tensor) -> None:
+        """Update x in place with a gradient [1, D]."""
+        ...
+
+    def displacement(self, direction: Tensor) -> Tensor:
+        """u [1, D], see algorithms.learning.Local. Use this or `step`, not both."""
+        ...
+
+
+class Row(Protocol):
+    """A worker's own row of the flat buffers, see parameters.Parameters.
+
+    x, grad  # [1, D]
+    """
+
+    x: Tensor
+    grad: Tensor
+    layout: Layout
+
+    def decay_spans(self) -> list[slice]:
+        """The ranges of D with weight decay."""
+        ...
+
+
+class Variables(NamedTuple):
+    """Variables that are averaged only. x: [1, D]."""
+
+    x: Tensor
+    layout: Layout
+
+
+class Rule:
+    """A learning rule without learning: x changes by exchanges only. The base of the others.
+
+    overlaps      # whether exchanges may start before the gradient
+    synchronous   # whether the rule needs gossip=synchronous
+    """
+
+    overlaps: ClassVar[bool] = True
+    synchronous: ClassVar[bool] = False
+
+    def __init__(self, row: "Row | Variables", overlapping: bool = True):
+        self._x, self.layout = row.x, row.layout
+        self.overlapping = overlapping and self.overlaps
+
+    def variables(self) -> Tensor:
+        """What the worker's parts are computed from: [D']."""
+        return self._x[0]
+
+    def begin(self) -> None:
+        """Begin a step."""
+
+    def correct(self) -> None:
+        """Correct the gradient."""
+
+    def update(self) -> None:
+        """The local update of x."""
+
+    def add(self, j: int, u: Tensor) -> None:
+        """Apply an exchange u_ij [D']."""
+        self._x[0].add_(u)
+
+    def settle(self) -> None:
+        """End a step."""
+
+    def forget(self, j: int) -> None:
+        """Forget the state of the edge with j, whose state at the other end is lost."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step depends on besides x."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict()`."""
+
+
+class _Learning(Rule):
+    """A rule with a local optimizer."""
+
+    def __init__(
+        self,
+        row: Row,
+        local: Local,
+        *,
+        overlapping: bool = True,
+        weight_decay: float = 0.0,
+        clip: float | None = None,
+    ):
+        super().__init__(row, overlapping)
+        self._g, self._local = row.grad, local
+        parameters: Any = row
+        self._correct = Correction(parameters, weight_decay, clip)
+
+    def correct(self) -> None:
+        self._correct()
+
+
+class DPSGD(_Learning):
+    """x_i ← x_i + Σ_j u_ij, and the local optimizer's step. See algorithms.learning.DPSGD."""
+
+    def update(self) -> None:
+        self._local.step(self._g)
+
+
+class QuasiGlobal(_Learning):
+    """QG-DSGDm: the displacement of x_i between own steps has the place of that between steps.
+
+        m̃_i = β m_i + g_i                   x_i ← x_i − η m̃_i, with nesterov − η (g_i + β m̃_i)
+        m_i ← β m_i + (1 − β) (x_i before − x_i after)/η
+
+    See algorithms.learning.QuasiGlobalMomentum. momentum: β.
+    """
+
+    def __init__(
+        self, *everything: Any, momentum: float = 0.9, nesterov: bool = False, **options: Any
+    ):
+        super().__init__(*everything, **options)
+        self._momentum, self._nesterov = momentum, nesterov
+        self._m, self._before = torch.zeros_like(self._x), self._x.clone()
+
+    def begin(self) -> None:
+        self._before.copy_(self._x)
+
+    def update(self) -> None:
+        m = torch.add(self._g, self._m, alpha=self._momentum)
+        if self._nesterov:
+            self._g.add_(m, alpha=self._momentum)
+        else:
+            self._g.copy_(m)
+        self._x.add_(self._local.displacement(self._g))
+
+    def settle(self) -> None:
+        rate = max(self._local.rate, _LEAST_RATE)
+        self._m.mul_(self._momentum)
+        self._m.add_(self._before - self._x, alpha=(1 - self._momentum) / rate)
+
+    def state_dict(self) -> dict[str, Any]:
+        """m and x_i before [1, D]."""
+        return {"m": self._m, "before": self._before}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._m.copy_(state["m"])
+        self._before.copy_(state["before"])
+
+
+class ExactDiffusion(_Learning):
+    """NIDS with duals per edge.
+
+        x_i ← x_i + u_i + Σ_j d_ij           u_i the local optimizer's displacement
+        δ_ij = ½ u_ij for every exchange:    x_i ← x_i + δ_ij,   d_ij ← d_ij + θ δ_ij
+
+    See algorithms.learning.ExactDiffusion, where θ = 1. The duals are an integral controller of the
+    differences between neighbors. With exchanges that are τ steps late, it oscillates unless
+    θ < 1/τ, or the loss is curved enough to damp it: NIDS itself diverges for small learning rates,
+    whatever the diffusion rate. The fixed point does not depend on θ.
+
+    d_ij = −d_ji once both ends have applied the same exchanges. A worker whose neighbor j is lost
+    forgets d_ij. Σ_i d_i = 0 thus holds among those that are left, and they find the optimum of
+    their mean loss.
+
+    dual_rate  # θ
+    """
+
+    overlaps: ClassVar[bool] = False
+
+    def __init__(self, *everything: Any, dual_rate: float = 1.0, **options: Any):
+        super().__init__(*everything, **options)
+        self._dual_rate = dual_rate
+        self.duals: dict[int, Tensor] = {}  # j → d_ij [D]
+
+    def update(self) -> None:
+        self._x.add_(self._local.displacement(self._g))
+        for _, dual in sorted(self.duals.items()):
+            self._x.add_(dual)
+
+    def add(self, j: int, u: Tensor) -> None:
+        u.mul_(0.5)
+        self._x[0].add_(u)
+        if j in self.duals:
+            self.duals[j].add_(u, alpha=self._dual_rate)
+        else:
+            self.duals[j] = u * self._dual_rate
+
+    def forget(self, j: int) -> None:
+        self.duals.pop(j, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """duals: d_ij [D] by j."""
+        return {"duals": dict(self.duals)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.duals = {j: dual.to(self._x) for j, dual in state["duals"].items()}
+
+
+class GradientTracking(_Learning):
+    """DSGT: x and y travel together, and the local optimizer's displacements are tracked.
+
+    See algorithms.learning.GradientTracking. Late exchanges and lost workers would leave errors in
+    y for ever, so that the rule needs synchronous exchanges among workers that stay.
+    """
+
+    synchronous: ClassVar[bool] = True
+
+    def __init__(self, *everything: Any, **options: Any):
+        super().__init__(*everything, **options)
+        layout = self.layout
+        self._joint = Joint(layout, self._x)
+        self.layout = self._joint.layout
+        self._y, self._u = torch.zeros_like(self._x), torch.zeros_like(self._x)
+
+    def variables(self) -> Tensor:
+        self._joint.load(self._x, self._y)
+        return self._joint.buffer[0]
+
+    def update(self) -> None:
+        u = self._local.displacement(self._g)
+        self._y.add_(u).sub_(self._u)
+        self._u.copy_(u)
+        self._x.add_(self._y)
+
+    def add(self, j: int, u: Tensor) -> None:
+        self._joint.add(u[None], self._x, self._y)
+
+    def state_dict(self) -> dict[str, Any]:
+        """y, and the last displacement u [1, D]."""
+        return {"y": self._y, "u": self._u}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._y.copy_(state["y"])
+        self._u.copy_(state["u"])
+
+
+# Names of `learning` in train.py with an edge form.
+RULES: dict[str, type[_Learning]] = {
+    "dpsgd": DPSGD,
+    "quasi-global-momentum": QuasiGlobal,
+    "exact-diffusion": ExactDiffusion,
+    "gradient-tracking": GradientTracking,
+}

@@ -1,0 +1,310 @@
+"""Scenarios of the virtual clock: speeds, delays, lost messages, deaths, stops and joins.
+
+A scenario is a file in YAML. All keys are optional:
+
+    seconds_per_step: 1.0              # of a worker with speed 1
+    speeds: {3: 0.25}                  # worker → speed, 1 for the others
+    jitter: 0.1                        # steps take e^(jitter · z) times as long, z standard normal
+    latency: 0.01                      # seconds from sending a message to its arrival
+    link_rate: 1.0e+9                  # bits per second; without it, size does not matter
+    late: {fraction: 0.1, seconds: 4.0, ends: one}
+    loss: {fraction: 0.01, ends: both}
+    deaths: [{worker: 3, at: 20.0}]    # or {fraction: 0.25, from: 10.0, until: 50.0}
+    detection: 0.5                     # seconds until its neighbors know that a worker is dead
+    stops: [{worker: 5, at: 7.0, seconds: 10.0}]
+    joins: [{worker: 3, at: 40.0}]     # a replacement, or a worker that is not there at the start
+
+    replay: order.jsonl                # alone: the events of another run, see order.py
+
+With `ends: one`, each of the two messages of an exchange is late or lost by itself. With `ends:
+both`, the two are late or lost together. Where a part is lost, its receiver skips the exchange.
+Losses in bursts, by the model of Gilbert (1960) and Elliott (1963), have in place of a fraction the
+probabilities to change from the good state of an edge, without losses, to the bad one and back, and
+the fraction lost in the bad one:
+
+    loss: {to_bad: 0.01, to_good: 0.2, fraction: 0.5, ends: both}
+
+Every draw depends on the seed, its purpose, the worker or edge, and a counter alone.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from powergossip import checks
+from powergossip.checks import BadValue
+from powergossip.randomness import generator
+
+ENDS = ("one", "both")
+POLICIES = ("synchronous", "bounded", "asynchronous")  # key gossip, see worker.Policy
+
+
+@dataclass(frozen=True)
+class Late:
+    """Exchanges that arrive later by some seconds. fraction: of them. ends: one, or both."""
+
+    fraction: float = 0.0
+    seconds: float = 0.0
+    ends: str = "one"
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Lost messages. fraction: of them, with `to_bad` of those in the bad state. ends: see Late.
+
+    to_bad, to_good  # probabilities of a change of state from one exchange to the next
+    """
+
+    fraction: float = 0.0
+    ends: str = "both"
+    to_bad: float | None = None
+    to_good: float | None = None
+
+
+@dataclass(frozen=True)
+class Happening:
+    """Something that happens to a worker. at: virtual seconds. seconds: the length of a stop."""
+
+    worker: int
+    at: float
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A checked scenario for n_workers workers, see the module. `read` builds it."""
+
+    n_workers: int
+    seed: int
+    seconds_per_step: float = 1.0
+    speeds: Mapping[int, float] = field(default_factory=dict)
+    jitter: float = 0.0
+    latency: float = 0.0
+    link_rate: float | None = None
+    late: Late = field(default_factory=Late)
+    loss: Loss = field(default_factory=Loss)
+    deaths: Sequence[Happening] = ()
+    detection: float = 0.0
+    stops: Sequence[Happening] = ()
+    joins: Sequence[Happening] = ()
+    replay: str | None = None
+
+    @property
+    def elastic(self) -> bool:
+        """Whether workers die or join."""
+        return bool(self.deaths or self.joins)
+
+    @property
+    def absent(self) -> list[int]:
+        """The workers that are not there at the start: they join before they die."""
+        first = {j.worker: j.at for j in reversed(sorted(self.joins, key=lambda j: j.at))}
+        died = {d.worker for d in self.deaths for at in [first.get(d.worker)] if at and d.at < at}
+        return sorted(set(first) - died)
+
+    def seconds(self, worker: int, step: int) -> float:
+        """The length of a worker's step."""
+        seconds = self.seconds_per_step / self.speeds.get(worker, 1.0)
+        if self.jitter:
+            draw = generator(self.seed, "step length", worker, step).standard_normal()
+            seconds *= math.exp(self.jitter * draw)
+        return seconds
+
+    def delay(self, i: int, j: int, k: int, bits: int) -> float:
+        """Seconds from i's sending of its part of exchange k to the arrival at j."""
+        seconds = self.latency + (bits / self.link_rate if self.link_rate else 0.0)
+        if self.late.fraction:
+            ids = _ids(i, j, self.late.ends)
+            if generator(self.seed, "late", *ids, k).random() < self.late.fraction:
+                seconds += self.late.seconds
+        return seconds
+
+    def lost(self, i: int, j: int, k: int) -> bool:
+        """Whether i's part of exchange k is lost on its way to j."""
+        loss = self.loss
+        if not loss.fraction:
+            return False
+        ids = _ids(i, j, loss.ends)
+        if loss.to_bad is not None and not self._bad(ids, k):
+            return False
+        draws = [ids] if loss.ends == "one" else [ids, (*ids, 1)]
+        return any(generator(self.seed, "loss", *d, k).random() < loss.fraction for d in draws)
+
+    def _bad(self, ids: tuple[int, ...], k: int) -> bool:
+        """The state of an edge at exchange k, in blocks that begin in the stationary distribution.
+
+        A block of 1024 exchanges keeps the cost of a state bounded.
+        """
+        assert self.loss.to_bad is not None
+        assert self.loss.to_good is not None
+        draws = generator(self.seed, "burst", *ids, k // 1024).random(k % 1024 + 1)
+        bad = bool(draws[0] < self.loss.to_bad / (self.loss.to_bad + self.loss.to_good))
+        for draw in draws[1:]:
+            bad = bool(draw >= self.loss.to_good) if bad else bool(draw < self.loss.to_bad)
+        return bad
+
+
+def _ids(i: int, j: int, ends: str) -> tuple[int, ...]:
+    return (i, j) if ends == "one" else (min(i, j), max(i, j))
+
+
+def load(path: str | Path) -> dict[str, Any]:
+    """The contents of a scenario file. Raises BadValue for a file that is no mapping in YAML."""
+    try:
+        found = yaml.safe_load(Path(path).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        reason = str(error).splitlines()[0]
+        raise BadValue("scenario", path, f"a file in YAML ({reason})") from error
+    if found is not None and not isinstance(found, Mapping):
+        raise BadValue("scenario", path, "a file with keys and values")
+    return dict(found or {})
+
+
+def resolve(c: Any, n_processes: int) -> bool:
+    """Replace a file in c.scenario by its contents, and give c.max_delay its value.
+
+    c: a configuration with the keys gossip, max_delay and scenario. Returns whether they have other
+    values than those of synchronous steps without a scenario. Raises ValueError for bad values, and
+    for several processes where one has to host all workers.
+    """
+    checks.one_of("gossip", c.gossip, POLICIES)
+    if isinstance(c.scenario, str):
+        c.scenario = load(c.scenario)
+    if c.scenario is not None:
+        c.scenario = _with_names(c.scenario)
+    if c.gossip == "synchronous":
+        checks.check("max_delay", c.max_delay, c.max_delay is None, "null with gossip=synchronous")
+        if c.scenario is None:
+            return False
+    else:
+        c.max_delay = 1 if c.max_delay is None else c.max_delay
+        checks.not_negative("max_delay", c.max_delay)
+    if n_processes > 1:
+        key = f"gossip={c.gossip}" if c.scenario is None else "scenario"
+        raise ValueError(f"{key}: use one process, which hosts all workers on the virtual clock")
+    return True
+
+
+def _with_names(tree: Any) -> Any:
+    """The same with strings for keys, as JSON has them."""
+    if isinstance(tree, Mapping):
+        return {str(key): _with_names(value) for key, value in tree.items()}
+    return [_with_names(value) for value in tree] if _is_list(tree) else tree
+
+
+def _is_list(tree: Any) -> bool:
+    return isinstance(tree, Sequence) and not isinstance(tree, str)
+
+
+def read(values: Mapping[str, Any], n_workers: int, seed: int) -> Scenario:
+    """Build a scenario from the contents of a file. Raises BadValue, with a key of the file."""
+    known = [name for name in Scenario.__dataclass_fields__ if name not in ("n_workers", "seed")]
+    _check_keys("scenario", values, known)
+    given = dict(values)
+    if given.get("replay") is not None:
+        checks.check("scenario.replay", given["replay"], len(given) == 1, "it alone")
+        return Scenario(n_workers=n_workers, seed=seed, replay=str(given["replay"]))
+    for key in ("seconds_per_step", "link_rate"):
+        if given.get(key) is not None:
+            checks.positive(f"scenario.{key}", given[key])
+    for key in ("jitter", "latency", "detection"):
+        checks.between(f"scenario.{key}", given.get(key, 0.0), 0, 1e9)
+    speeds = given.get("speeds") or {}
+    if not isinstance(speeds, Mapping):
+        raise BadValue("scenario.speeds", speeds, "a mapping of workers to speeds")
+    for worker, speed in speeds.items():
+        number = int(worker) if str(worker).isdigit() else worker
+        _check_worker("scenario.speeds", number, n_workers)
+        checks.positive(f"scenario.speeds.{worker}", speed)
+    given["speeds"] = {int(worker): float(speed) for worker, speed in speeds.items()}
+    given["late"] = _late(given.get("late") or {})
+    given["loss"] = _loss(given.get("loss") or {})
+    given["deaths"] = _deaths(given.get("deaths") or [], n_workers, seed)
+    for key, own in (("stops", ("worker", "at", "seconds")), ("joins", ("worker", "at"))):
+        given[key] = _happenings(key, given.get(key) or [], own, n_workers)
+    scenario = Scenario(n_workers=n_workers, seed=seed, **given)
+    _check_order(scenario)
+    return scenario
+
+
+def _late(values: Any) -> Late:
+    _check_keys("scenario.late", values, Late.__dataclass_fields__)
+    late = Late(**values)
+    checks.fraction("scenario.late.fraction", late.fraction)
+    checks.between("scenario.late.seconds", late.seconds, 0, 1e9)
+    checks.one_of("scenario.late.ends", late.ends, ENDS)
+    return late
+
+
+def _loss(values: Any) -> Loss:
+    _check_keys("scenario.loss", values, Loss.__dataclass_fields__)
+    loss = Loss(**values)
+    checks.fraction("scenario.loss.fraction", loss.fraction)
+    checks.one_of("scenario.loss.ends", loss.ends, ENDS)
+    if (loss.to_bad is None) != (loss.to_good is None):
+        raise BadValue("scenario.loss", dict(values), "to_bad and to_good, or neither")
+    for key in ("to_bad", "to_good"):
+        value = getattr(loss, key)
+        ok = value is None or (checks.is_finite(value) and 0 < value <= 1)
+        checks.check(f"scenario.loss.{key}", value, ok, "a number above 0, at most 1")
+    return loss
+
+
+def _deaths(values: Any, n_workers: int, seed: int) -> list[Happening]:
+    """Those listed, or a fraction of the workers at random times."""
+    if not isinstance(values, Mapping):
+        return _happenings("deaths", values, ("worker", "at"), n_workers)
+    _check_keys("scenario.deaths", values, ("fraction", "from", "until"))
+    fraction, first, last = (values.get(key, 0.0) for key in ("fraction", "from", "until"))
+    checks.below_one("scenario.deaths.fraction", fraction)
+    checks.between("scenario.deaths.from", first, 0, 1e12)
+    checks.between("scenario.deaths.until", last, first, 1e12)
+    draws = generator(seed, "deaths")
+    workers = draws.permutation(n_workers)[: round(fraction * n_workers)]
+    times = draws.uniform(first, last, len(workers))
+    return [Happening(int(w), float(t)) for w, t in zip(workers, times, strict=True)]
+
+
+def _happenings(key: str, values: Any, own: Sequence[str], n_workers: int) -> list[Happening]:
+    if isinstance(values, str | Mapping) or not isinstance(values, Sequence):
+        raise BadValue(f"scenario.{key}", values, f"a list of mappings with {', '.join(own)}")
+    found = []
+    for entry in values:
+        _check_keys(f"scenario.{key}", entry, own)
+        if set(entry) != set(own):
+            raise BadValue(f"scenario.{key}", dict(entry), f"all of {', '.join(own)}")
+        _check_worker(f"scenario.{key}", entry["worker"], n_workers)
+        checks.between(f"scenario.{key}.at", entry["at"], 0, 1e12)
+        if "seconds" in own:
+            checks.between(f"scenario.{key}.seconds", entry["seconds"], 0, 1e12)
+        found.append(Happening(**entry))
+    return found
+
+
+def _check_worker(key: str, worker: Any, n_workers: int) -> None:
+    ok = isinstance(worker, int) and not isinstance(worker, bool) and 0 <= worker < n_workers
+    checks.check(key, worker, ok, f"workers 0 to {n_workers - 1}")
+
+
+def _check_keys(key: str, values: Any, known: Any) -> None:
+    if not isinstance(values, Mapping):
+        raise BadValue(key, values, f"a mapping with the keys {', '.join(known)}")
+    for name in values:
+        checks.check(key, name, name in known, f"the keys {', '.join(known)}")
+
+
+def _check_order(scenario: Scenario) -> None:
+    """Raise BadValue unless each worker dies alive and joins dead, and somebody is left."""
+    absent = set(scenario.absent)
+    alive = set(range(scenario.n_workers)) - absent
+    changes = [(d.at, "deaths", d.worker) for d in scenario.deaths]
+    changes += [(j.at, "joins", j.worker) for j in scenario.joins]
+    for at, key, worker in sorted(changes):
+        if (worker in alive) != (key == "deaths"):
+            state = "alive" if key == "joins" else "not there"
+            raise BadValue(f"scenario.{key}", worker, f"another time: at {at:g} it is {state}")
+        alive ^= {worker}
+        checks.check(f"scenario.{key}", worker, bool(alive), "fewer deaths: nobody is left")

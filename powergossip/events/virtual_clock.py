@@ -1,0 +1,298 @@
+"""The virtual clock: all workers in one process, and their events in the order of virtual time.
+
+Time is virtual seconds. Equal scenarios and seeds give equal bits. At the same time, messages
+arrive before workers go on, and otherwise events happen in the order in which they were planned.
+"""
+
+import heapq
+from collections.abc import Generator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from powergossip.events.members import View
+from powergossip.events.order import Compute, Entry, Make, begin_late, raised
+from powergossip.events.scenario import Scenario
+from powergossip.events.worker import Action, Message, Worker, packed, unpacked
+
+# At the same time, in this order.
+_KINDS = ("die", "join", "stop", "notice", "arrive", "resume")
+
+
+@dataclass
+class _Lives:
+    """A worker's generator, and whether it waits for a message."""
+
+    worker: Worker
+    life: Generator[Action, None, None]
+    action: Action
+
+
+class VirtualClock:
+    """Runs the lives of workers through a scenario.
+
+    x         # [worker, D], the memory of the workers' rows
+    make      # makes the workers at the start, and replacements
+    compute   # called when the time of a gradient is over, with x as it was when it began
+    record    # whether to keep the order of events in `order`
+
+    now       # virtual seconds since the start
+    workers   # index → Worker, of those alive
+    bits, messages  # sent by each worker: int [worker]
+    order     # entries for order.write
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        x: Tensor,
+        make: Make,
+        compute: Compute,
+        record: bool = False,
+    ):
+        self.scenario, self._x, self._make, self._compute = scenario, x, make, compute
+        self.now, self.record = 0.0, record
+        self.bits, self.messages = [0] * scenario.n_workers, [0] * scenario.n_workers
+        self.order: list[Entry] = []
+        self._heap: list[tuple[float, int, int, list[Any]]] = []
+        self._planned = 0
+        self._lives: dict[int, _Lives] = {}
+        self._resuming: set[int] = set()  # workers that wait and have a resumption planned
+        self._stopped: dict[int, tuple[float, float]] = {}  # worker → begin and end of its stop
+        absent = scenario.absent
+        self._versions: View = tuple(int(i in absent) for i in range(scenario.n_workers))
+        for deaths in scenario.deaths:
+            self._plan(deaths.at, "die", deaths.worker)
+        for join in scenario.joins:
+            self._plan(join.at, "join", join.worker)
+        for stop in scenario.stops:
+            self._plan(stop.at, "stop", stop.worker, stop.seconds)
+        for index in range(scenario.n_workers):
+            if index not in absent:
+                self._begin(make(index, self._versions, 0))
+
+    @property
+    def workers(self) -> Mapping[int, Worker]:
+        return {index: lives.worker for index, lives in sorted(self._lives.items())}
+
+    @property
+    def alive(self) -> list[int]:
+        """The workers alive, ascending."""
+        return sorted(self._lives)
+
+    @property
+    def progress(self) -> float:
+        """The mean number of steps of the workers alive."""
+        return sum(lives.worker.steps for lives in self._lives.values()) / len(self._lives)
+
+    def run(self, steps: float) -> None:
+        """Let events happen until `progress` is that number of steps or more."""
+        while self.progress < steps:
+            self.advance()
+
+    def run_until(self, seconds: float) -> None:
+        """Let all events up to this time happen."""
+        while self._heap and self._heap[0][0] <= seconds:
+            self.advance()
+        self.now = max(self.now, seconds)
+
+    def advance(self) -> None:
+        """Let the next event happen."""
+        self.now, kind, _, values = heapq.heappop(self._heap)
+        getattr(self, f"_{_KINDS[kind]}")(*values)
+
+    def unapplied(self) -> Tensor:
+        """The sum [D'] of all u_ij that are applied at j's end but not at i's.
+
+        The sum of the variables of all workers and of this is conserved, as long as no worker dies
+        and no message is lost at one end.
+        """
+        total: Tensor | float = 0.0
+        for i, worker in self.workers.items():
+            for j, edge in worker.edges.items():
+                other = self.workers[j].edges.get(i) if j in self._lives else None
+                if edge.own is None or other is None or other.k <= edge.k:
+                    continue
+                parts = [m for m in (*edge.inbox.values(), *self._in_flight(j, i)) if m.k == edge.k]
+                if edge.own.part is None or parts[0].part is None:
+                    continue
+                again = deepcopy(worker)
+                again.receive(j, parts[0])
+                before = again.rule.variables().clone()
+                again.apply(j)
+                total = total + (again.rule.variables() - before)
+        return torch.as_tensor(total)
+
+    def _in_flight(self, j: int, i: int) -> list[Message]:
+        arrivals = [values for _, kind, _, values in self._heap if _KINDS[kind] == "arrive"]
+        return [message for a, b, message in arrivals if (a, b) == (j, i)]
+
+    # --- Events ---
+
+    def _plan(self, time: float, kind: str, *values: Any) -> None:
+        self._planned += 1
+        heapq.heappush(self._heap, (time, _KINDS.index(kind), self._planned, list(values)))
+
+    def _begin(self, worker: Worker) -> None:
+        """A worker begins its first step."""
+        life = worker.life()
+        self._lives[worker.index] = _Lives(worker, life, next(life))
+        self._after(worker.index)
+
+    def _after(self, index: int) -> None:
+        """Send what a worker has to send, and plan its next resumption."""
+        lives = self._lives[index]
+        self._send(lives.worker)
+        version = self._versions[index]
+        if lives.action is Action.GRADIENT:
+            seconds = self.scenario.seconds(index, lives.worker.steps)
+            self._plan(self.now + seconds, "resume", index, version, self.now)
+        elif lives.action is Action.POLL:
+            self._plan(self.now, "resume", index, version, self.now)
+
+    def _resume(self, index: int, version: int, since: float) -> None:
+        """A worker goes on. One that is stopped goes on later."""
+        if self._versions[index] != version:
+            return  # it died
+        begin, end = self._stopped.get(index, (0.0, 0.0))
+        if begin <= self.now < end or since <= begin < end <= self.now:
+            # The stop began during a gradient, which takes as much longer, or during a wait.
+            lives = self._lives[index]
+            later = self.now + end - begin if lives.action is Action.GRADIENT else end
+            del self._stopped[index]
+            self._plan(later, "resume", index, version, later)
+            return
+        self._resuming.discard(index)
+        lives = self._lives[index]
+        if lives.action is Action.GRADIENT:
+            self._compute(index, lives.worker.steps)
+        lives.action = next(lives.life)
+        self._after(index)
+
+    def _send(self, worker: Worker) -> None:
+        i, scenario = worker.index, self.scenario
+        self._write_order(worker)
+        for j, message in worker.take_outbox():
+            assert message.part is not None
+            bits = 8 * message.part.numel() * message.part.element_size()
+            if scenario.elastic:
+                bits += self._bits_of_view()
+            self.bits[i] += bits
+            self.messages[i] += 1
+            arrival = self.now + scenario.delay(i, j, message.k, bits)
+            if scenario.lost(i, j, message.k):
+                message = Message(message.k, message.incarnation, message.view, None)
+            self._plan(arrival, "arrive", i, j, message)
+
+    def _bits_of_view(self) -> int:
+        """One bit for each worker, or a byte where workers can be replaced."""
+        return self.scenario.n_workers * (8 if self.scenario.joins else 1)
+
+    def _arrive(self, i: int, j: int, message: Message) -> None:
+        if j in self._lives:
+            worker = self._lives[j].worker
+            worker.receive(i, message)
+            self._write_order(worker)
+            self._wake(j)
+        elif self._versions[j] % 2:
+            self._plan_notice(i, j)
+
+    def _wake(self, index: int) -> None:
+        """Resume a worker that waits, if that is not planned yet."""
+        if self._lives[index].action is Action.WAIT and index not in self._resuming:
+            self._resuming.add(index)
+            self._plan(self.now, "resume", index, self._versions[index], self.now)
+
+    def _stop(self, index: int, seconds: float) -> None:
+        if index in self._lives:
+            self._stopped[index] = self.now, self.now + seconds
+
+    def _die(self, index: int) -> None:
+        neighbors = list(self._lives[index].worker.edges)
+        del self._lives[index]
+        self._resuming.discard(index)
+        self._stopped.pop(index, None)
+        self._versions = raised(self._versions, index)
+        self._write("die", index)
+        for j in neighbors:
+            self._plan_notice(j, index)
+
+    def _plan_notice(self, index: int, lost: int) -> None:
+        """A worker will know that its neighbor is lost."""
+        view = [version * (w == lost) for w, version in enumerate(self._versions)]
+        self._plan(self.now + self.scenario.detection, "notice", index, view)
+
+    def _notice(self, index: int, view: list[int]) -> None:
+        if index in self._lives:
+            worker = self._lives[index].worker
+            worker.learn(tuple(view))
+            self._write_order(worker)
+            self._wake(index)
+
+    def _join(self, index: int) -> None:
+        """A worker begins with the mean of its neighbors' x, and with the mean of their steps."""
+        self._versions = raised(self._versions, index)
+        newcomer, sources = begin_late(index, -1, self._versions, self.workers, self._x, self._make)
+        self._write("join", index, newcomer.steps)
+        for j in sources:
+            self.bits[j] += 8 * self._x[j].numel() * self._x.element_size()
+            self.messages[j] += 1
+            self._notice(j, list(newcomer.view))
+        self._begin(newcomer)
+
+    def _write_order(self, worker: Worker) -> None:
+        if self.record:
+            self.order += [Entry(self.now, kind, worker.index, j, k) for kind, j, k in worker.log]
+        worker.log.clear()
+
+    def _write(self, kind: str, index: int, counter: int = -1) -> None:
+        if self.record:
+            self.order.append(Entry(self.now, kind, index, -1, counter))
+
+    # --- State ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but x: the events planned, the workers, the counters. For load_state_dict."""
+        events = []
+        for time, kind, planned, values in sorted(self._heap, key=lambda event: event[:3]):
+            plain = [packed(v) if isinstance(v, Message) else v for v in values]
+            events.append([time, kind, planned, plain])
+        return {
+            "now": self.now,
+            "planned": self._planned,
+            "versions": list(self._versions),
+            "events": events,
+            "resuming": sorted(self._resuming),
+            "stopped": {index: list(times) for index, times in self._stopped.items()},
+            "bits": list(self.bits),
+            "messages": list(self.messages),
+            "workers": {
+                index: lives.worker.state_dict() | {"action": lives.action.value}
+                for index, lives in self._lives.items()
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict()`, after x."""
+        self.now, self._planned = state["now"], state["planned"]
+        self._versions = tuple(state["versions"])
+        self._resuming = set(state["resuming"])
+        self._stopped = {i: (begin, end) for i, (begin, end) in state["stopped"].items()}
+        self.bits[:], self.messages[:] = state["bits"], state["messages"]
+        arrive = _KINDS.index("arrive")
+        self._heap = [
+            (time, kind, planned, [*values[:2], unpacked(values[2])] if kind == arrive else values)
+            for time, kind, planned, values in state["events"]
+        ]
+        heapq.heapify(self._heap)
+        self._lives = {}
+        for index, saved in state["workers"].items():
+            worker = self._make(index, tuple(saved["view"]), saved["steps"])
+            worker.load_state_dict(saved)
+            life = worker.life()
+            next(life)  # at the same place as when it was saved
+            worker.log.clear()
+            self._lives[index] = _Lives(worker, life, Action(saved["action"]))

@@ -1,0 +1,304 @@
+"""The life of a worker whose exchanges may be late: one generator, for any driver.
+
+    worker = Worker(...)
+    for action in worker.life(): ...   a driver does what the worker yields, and resumes it
+    worker.take_outbox()               messages to send, after every resumption
+    worker.receive(j, message)         a message that has arrived
+    worker.learn(view)                 workers that are known to be dead, or replaced
+
+A worker keeps what it needs in attributes, so that a driver can save it at every `yield` and
+restore it with a new generator.
+"""
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from torch import Tensor
+
+from powergossip.events.exchanges import End, Exchanges
+from powergossip.events.members import Members, View, union
+from powergossip.events.rules import Rule
+from powergossip.events.scenario import POLICIES
+
+
+class Action(Enum):
+    """What a worker yields to its driver.
+
+    GRADIENT  compute the gradient of the worker's next step, which takes time, and resume
+    POLL      resume once everything that has arrived by now is received
+    WAIT      resume when something new has arrived
+    """
+
+    GRADIENT = "gradient"
+    POLL = "poll"
+    WAIT = "wait"
+
+
+@dataclass(frozen=True)
+class Message:
+    """A part of an exchange on its way.
+
+    k            # of the exchange
+    incarnation  # of the edge: the sum of the versions of its workers
+    view         # of the sender
+    part         # None: lost
+    """
+
+    k: int
+    incarnation: int
+    view: View
+    part: Tensor | None
+
+
+@dataclass
+class Edge:
+    """A worker's end of an edge.
+
+    k        # of the exchange that is pending, or else of the next one
+    own      # the message of the pending exchange, None: there is none
+    started  # the worker's step in which it was sent
+    inbox    # k → message of the neighbor. It is at most one exchange ahead
+    """
+
+    end: End
+    incarnation: int
+    k: int = 0
+    own: Message | None = None
+    started: int = 0
+    inbox: dict[int, Message] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        """Whether both parts of the pending exchange are there."""
+        return self.own is not None and self.k in self.inbox
+
+
+class Policy:
+    """Which pending exchanges a worker waits for before its step goes on.
+
+    synchronous   all of them
+    bounded       those of edges that are more than max_delay exchanges behind: one that was sent in
+                  this step is 1 behind, in the step before 2, …. max_delay=0: all of them
+    asynchronous  none
+    """
+
+    def __init__(self, gossip: str = "synchronous", max_delay: int = 0):
+        assert gossip in POLICIES
+        self.limit = {"synchronous": 0, "bounded": max_delay}.get(gossip)
+
+    def waits(self, edge: Edge, step: int) -> bool:
+        """Whether a worker waits for the pending exchange of an edge in this step."""
+        if edge.own is None or edge.complete or self.limit is None:
+            return False
+        return step - edge.started + 1 > self.limit
+
+
+class Worker:
+    """A worker: its edges, its learning rule, and the order of their steps.
+
+    view      # the versions of all workers as it knows them
+    edges     # j → Edge, also those whose weight has become 0 in the view
+    steps     # completed
+    log       # (kind, j, k) of all that changed its state since the driver last cleared it
+
+    Each step has exchanges.rounds exchanges on each edge, or fewer where it does not wait.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        members: Members,
+        exchanges: Exchanges,
+        rule: Rule,
+        policy: Policy,
+        view: View | None = None,
+        steps: int = 0,
+    ):
+        self.index, self.rule = index, rule
+        self._members, self._exchanges, self._policy = members, exchanges, policy
+        self.view = members.start if view is None else view
+        self.edges: dict[int, Edge] = {}
+        self.steps, self.round, self.phase = steps, 0, "begin"
+        self.log: list[tuple[str, int, int]] = []
+        self._outbox: list[tuple[int, Message]] = []
+        self._open()
+
+    # --- Steps ---
+
+    def life(self) -> Generator[Action, None, None]:
+        """Step after step, for ever."""
+        while True:
+            if self.phase == "begin":
+                self.begin()
+                self.phase = "gradient"
+            if self.phase == "gradient":
+                yield Action.GRADIENT
+                self.compute()
+                self.round, self.phase = 0, "exchange"
+            while self.round < self._exchanges.rounds:
+                yield Action.POLL
+                while self.waiting_for():
+                    yield Action.WAIT
+                self._apply_all()
+                self.round += 1
+                if self.round < self._exchanges.rounds:
+                    self._start_all()
+            self.finish()
+            self.phase = "begin"
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._note("begin")
+        self.rule.begin()
+        if self.rule.overlapping:
+            self._start_all()
+
+    def compute(self) -> None:
+        """After the gradient."""
+        self._note("gradient")
+        self.rule.correct()
+        if not self.rule.overlapping:
+            self.rule.update()
+            self._start_all()
+
+    def finish(self) -> None:
+        """End a step."""
+        self._note("finish")
+        if self.rule.overlapping:
+            self.rule.update()
+        self.rule.settle()
+        self.steps += 1
+
+    def waiting_for(self) -> list[int]:
+        """The neighbors whose parts the worker waits for."""
+        present = self._members.weights(self.view)[self.index]
+        return [j for j in present if self._policy.waits(self.edges[j], self.steps)]
+
+    # --- Exchanges ---
+
+    def _start_all(self) -> None:
+        for j in self._members.weights(self.view)[self.index]:
+            if self.edges[j].own is None:
+                self.start(j)
+
+    def _apply_all(self) -> None:
+        for j, edge in sorted(self.edges.items()):
+            if edge.complete:
+                self.apply(j)
+
+    def start(self, j: int) -> None:
+        """Send the part of the next exchange with j."""
+        edge = self.edges[j]
+        assert edge.own is None
+        part = edge.end.part(self.rule.variables(), edge.k)
+        edge.own, edge.started = Message(edge.k, edge.incarnation, self.view, part), self.steps
+        self._outbox.append((j, edge.own))
+        self._note("start", j, edge.k)
+
+    def apply(self, j: int) -> None:
+        """x_i ← x_i + u_ij of the pending exchange with j, or skip it if a part was lost."""
+        edge = self.edges[j]
+        assert edge.own is not None
+        assert edge.own.part is not None
+        received = edge.inbox.pop(edge.k)
+        self._note("skip" if received.part is None else "apply", j, edge.k)
+        if received.part is not None:
+            view = union(edge.own.view, received.view)
+            weight = self._members.weight(self.index, j, view)
+            if weight:
+                self.rule.add(j, edge.end.exchange(edge.own.part, received.part, edge.k, weight))
+        edge.own, edge.k = None, edge.k + 1
+
+    def take_outbox(self) -> list[tuple[int, Message]]:
+        """The messages to send: (neighbor, message). The outbox is empty afterwards."""
+        taken, self._outbox = self._outbox, []
+        return taken
+
+    def receive(self, j: int, message: Message) -> None:
+        """Take a message from j. One of an edge that no longer exists is ignored."""
+        self.learn(message.view)
+        edge = self.edges.get(j)
+        if edge is not None and message.incarnation == edge.incarnation and message.k >= edge.k:
+            edge.inbox[message.k] = message
+
+    # --- Members ---
+
+    def learn(self, view: View) -> None:
+        """Merge a view with the worker's own: forget edges of the dead, open those that are new."""
+        merged = union(self.view, view)
+        if merged == self.view:
+            return
+        for j in [j for j, version in enumerate(merged) if version != self.view[j]]:
+            self._note("learn", j, merged[j])
+            if j in self.edges:
+                del self.edges[j]
+                self.rule.forget(j)
+        self.view = merged
+        self._open()
+
+    def _open(self) -> None:
+        for j in self._members.weights(self.view)[self.index]:
+            if j not in self.edges:
+                incarnation = self.view[self.index] + self.view[j]
+                first = incarnation == 0 and j in self._members.first[self.index]
+                end = self._exchanges.end(
+                    self.index, j, self.rule.variables(), None if first else incarnation
+                )
+                self.edges[j] = Edge(end, incarnation)
+
+    def _note(self, kind: str, j: int = -1, k: int = -1) -> None:
+        self.log.append((kind, j, k))
+
+    # --- State ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but x. Not to be taken while messages are in the outbox."""
+        assert not self._outbox
+        return {
+            "steps": self.steps,
+            "round": self.round,
+            "phase": self.phase,
+            "view": list(self.view),
+            "rule": self.rule.state_dict(),
+            "edges": {
+                j: {
+                    "end": edge.end.state_dict(),
+                    "incarnation": edge.incarnation,
+                    "k": edge.k,
+                    "own": None if edge.own is None else packed(edge.own),
+                    "started": edge.started,
+                    "inbox": {k: packed(message) for k, message in edge.inbox.items()},
+                }
+                for j, edge in self.edges.items()
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict()`."""
+        self.steps, self.round, self.phase = state["steps"], state["round"], state["phase"]
+        self.view = tuple(state["view"])
+        self.rule.load_state_dict(state["rule"])
+        self.edges = {}
+        for j, saved in state["edges"].items():
+            incarnation = saved["incarnation"]
+            first = incarnation == 0 and j in self._members.first[self.index]
+            end = self._exchanges.end(
+                self.index, j, self.rule.variables(), None if first else incarnation
+            )
+            end.load_state_dict(saved["end"])
+            own = None if saved["own"] is None else unpacked(saved["own"])
+            inbox = {k: unpacked(message) for k, message in saved["inbox"].items()}
+            self.edges[j] = Edge(end, incarnation, saved["k"], own, saved["started"], inbox)
+
+
+def packed(message: Message) -> list[Any]:
+    """A message as a list of plain values and a tensor."""
+    return [message.k, message.incarnation, list(message.view), message.part]
+
+
+def unpacked(values: list[Any]) -> Message:
+    """The message of `packed`."""
+    k, incarnation, view, part = values
+    return Message(k, incarnation, tuple(view), part)

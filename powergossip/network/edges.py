@@ -1,0 +1,107 @@
+"""The edges of a round, seen by a process, and the rows of messages that they connect."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from powergossip.topologies import Round
+
+
+class _RoundEdges(NamedTuple):
+    """All directed edges source → destination of a round, by destination, then source. [edge]
+
+    out_slot  # index of the edge among those out of its source
+    in_slot   # index of the edge among those into its destination
+    """
+
+    source: np.ndarray
+    destination: np.ndarray
+    out_slot: np.ndarray
+    in_slot: np.ndarray
+
+    def select(self, chosen: np.ndarray) -> "_RoundEdges":
+        """The edges where a mask [edge] is true."""
+        return _RoundEdges(*(of_edges[chosen] for of_edges in self))
+
+
+def _edges_of(of_round: Round) -> _RoundEdges:
+    weights = of_round.weights  # csr: row = destination, column = source
+    source = weights.indices.astype(np.int64)
+    destination = np.repeat(np.arange(of_round.n_workers), np.diff(weights.indptr))
+    in_slot = np.arange(len(source)) - weights.indptr[destination]
+    by_source = np.lexsort((destination, source))
+    first = np.searchsorted(source[by_source], source[by_source])  # edge of the same source
+    out_slot = np.empty_like(in_slot)
+    out_slot[by_source] = np.arange(len(source)) - first
+    return _RoundEdges(source, destination, out_slot, in_slot)
+
+
+class Edges:
+    """The edges of a round that start or end at a worker of this process. numpy arrays.
+
+    A row is a hosted worker of a copy: copy · hosted + index of the worker among the hosted ones.
+
+    neighbors, weights  # [row, in_slot], see Slots
+    out_degrees         # [row]
+    n_in, n_out         # int: the largest in-degree and out-degree of all workers
+
+    The other attributes address the rows of messages by pairs of arrays (row, slot): out_slot for
+    an outgoing message, in_slot for an incoming one.
+
+    inside_source, inside_destination  # the two ends of the edges inside of this process
+    outgoing, outgoing_process         # edges to other processes, and their ranks
+    incoming, incoming_process         # edges from other processes, and their ranks
+
+    The last two are ordered by process, then in an order that both processes share: by copy,
+    destination and in_slot.
+
+    Example: the chain 0 – 1 – 2 – 3 in two processes, seen by the one that hosts workers 0 and 1.
+
+        edge    out_slot  in_slot                  neighbors    [[1, −1], [0, 2]]
+        1 → 0   0         0         inside         out_degrees  [1, 2]
+        0 → 1   0         0         inside         inside_source (row, out_slot)      (1, 0), (0, 0)
+        2 → 1   0         1         incoming       inside_destination (row, in_slot)  (0, 0), (1, 0)
+        1 → 2   1         0         outgoing       incoming (1, 1), outgoing (1, 1), with process 1
+    """
+
+    def __init__(self, of_round: Round, workers: range, copies: int):
+        n, hosted = of_round.n_workers, len(workers)
+        edges = _edges_of(of_round)
+        source, destination = edges.source, edges.destination
+        in_degrees = np.bincount(destination, minlength=n)
+        all_out_degrees = np.bincount(source, minlength=n)
+        self.n_in = int(in_degrees.max(initial=0))
+        self.n_out = int(all_out_degrees.max(initial=0))
+        self.out_degrees = np.tile(all_out_degrees[workers.start : workers.stop], copies)
+
+        starts_here = (workers.start <= source) & (source < workers.stop)
+        ends_here = (workers.start <= destination) & (destination < workers.stop)
+        neighbors = np.full((hosted, self.n_in), -1, dtype=np.int64)
+        weights = np.zeros((hosted, self.n_in))
+        place = destination[ends_here] - workers.start, edges.in_slot[ends_here]
+        neighbors[place] = source[ends_here]
+        weights[place] = of_round.weights.data[ends_here]
+        self.neighbors = np.tile(neighbors, (copies, 1))
+        self.weights = np.tile(weights, (copies, 1))
+
+        def rows_and_slots(
+            worker: np.ndarray, slot: np.ndarray, process: np.ndarray
+        ) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
+            """(row, slot) of some edges in all copies, and the process of each, ordered by it."""
+            rows = (worker - workers.start + hosted * np.arange(copies)[:, None]).ravel()
+            slots, processes = np.tile(slot, copies), np.tile(process, copies)
+            order = np.argsort(processes, kind="stable")
+            return (rows[order], slots[order]), processes[order]
+
+        inside = edges.select(starts_here & ends_here)
+        here = np.zeros_like(inside.source)
+        self.inside_source, _ = rows_and_slots(inside.source, inside.out_slot, here)
+        self.inside_destination, _ = rows_and_slots(inside.destination, inside.in_slot, here)
+        leaving = edges.select(starts_here & ~ends_here)
+        self.outgoing, self.outgoing_process = rows_and_slots(
+            leaving.source, leaving.out_slot, leaving.destination // hosted
+        )
+        arriving = edges.select(ends_here & ~starts_here)
+        self.incoming, self.incoming_process = rows_and_slots(
+            arriving.destination, arriving.in_slot, arriving.source // hosted
+        )

@@ -1,0 +1,67 @@
+"""Lost messages of rules that are no exchanges by edges: push-sum, RelaySGD."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from powergossip.network.messages import Conversation, Message, ToEach
+
+if TYPE_CHECKING:
+    from powergossip.network.workers import Network
+
+Lost = Callable[[int, int, int], bool]  # (source, destination, step)
+
+
+class Losses:
+    """Loses messages of conversations, in one process that hosts all workers.
+
+    lost    # whether a message is lost: a function of source, destination and step
+    repeat  # a lost message is replaced by the last one received. Otherwise it becomes 0
+    """
+
+    def __init__(self, lost: Lost, repeat: bool = False):
+        self._lost, self._repeat = lost, repeat
+        self._last: dict[str, Tensor] = {}  # index of the message → [worker, neighbor, ...]
+
+    def __call__(self, network: "Network", conversation: Conversation) -> Conversation:
+        """The same conversation with losses."""
+        assert network.processes.size == 1
+        received, index = None, 0
+        while True:
+            try:
+                messages = conversation.send(received)
+            except StopIteration:
+                return
+            answer = yield messages
+            several = isinstance(messages, tuple)
+            kept = []
+            for message, tensor in zip(
+                messages if several else (messages,), answer if several else (answer,), strict=True
+            ):
+                kept.append(self._of(network, message, tensor, str(index)))
+                index += 1
+            received = tuple(kept) if several else kept[0]
+
+    def _of(self, network: "Network", message: Message, tensor: Tensor, index: str) -> Tensor:
+        edges = message.edges if isinstance(message, ToEach) else None
+        sources = (edges or network.edges[network.round % len(network.edges)]).neighbors
+        gone = torch.zeros(sources.shape, dtype=torch.bool, device=tensor.device)
+        for worker, slot in np.argwhere(sources >= 0).tolist():
+            gone[worker, slot] = self._lost(int(sources[worker, slot]), worker, network.round)
+        before = self._last.get(index)
+        other = torch.zeros_like(tensor) if before is None else before
+        kept = torch.where(gone.view(*gone.shape, *[1] * (tensor.ndim - 2)), other, tensor)
+        if self._repeat:
+            self._last[index] = kept.clone()
+        return kept
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The last messages received [worker, neighbor, ...], with `repeat`."""
+        return dict(self._last)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict()`."""
+        self._last = dict(state)

@@ -1,0 +1,299 @@
+"""Training on the virtual clock: the workers of a run, and what is left of them for evaluation."""
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from powergossip import checks
+from powergossip.algorithms import rates
+from powergossip.checks import BadValue
+from powergossip.events import exchanges, rules, scenario
+from powergossip.events.members import Members, View
+from powergossip.events.order import Replay, read
+from powergossip.events.virtual_clock import VirtualClock
+from powergossip.events.worker import Policy, Worker
+from powergossip.network import Losses, Network, Processes
+from powergossip.parameters import Layout, Parameters
+from powergossip.training.local_optimizers import LocalOptimizer, learning_rate
+
+Gradient = Callable[[int, int, int, int], dict[str, Tensor]]  # see Gradients.of_worker
+
+
+def event_driven(c: Any) -> bool:
+    """Whether a configuration trains by exchanges of edges, and not by steps of all workers."""
+    return (c.scenario is not None or c.gossip != "synchronous") and not one_way(c)
+
+
+def one_way(c: Any) -> bool:
+    """Whether the method's messages are no exchanges: then a scenario has losses only."""
+    return bool(c.optimizer == "push-sum" or c.learning == "relay-sgd")
+
+
+def losses_of(c: Any) -> Losses | None:
+    """The lost messages of a method without exchanges. Raises BadValue for other scenarios."""
+    if not one_way(c) or (c.scenario is None and c.gossip == "synchronous"):
+        return None
+    drawn = scenario.read(c.scenario or {}, c.n_workers, c.seed)
+    method = "push-sum" if c.optimizer == "push-sum" else "relay-sgd"
+    checks.check("gossip", c.gossip, c.gossip == "synchronous", f"synchronous with {method}")
+    others = sorted(set(c.scenario) - {"loss"})
+    checks.check("scenario", others, not others, f"loss alone with {method}")
+    return Losses(drawn.lost, bool(c.get("optimizer_running_sums")))
+
+
+class EventTraining:
+    """All workers of a run in one process, on the virtual clock.
+
+    config    # checked, as plain values
+    options   # of the averaging rule
+    gradient  # (worker, epoch, step in it, step) → metrics; adds to parameters.grad
+
+    clock     # VirtualClock, or Replay
+
+    Every worker has its own count of steps, its own local optimizer, and the learning rate of its
+    own progress. A worker that has taken more than the steps of num_epochs goes on in further
+    epochs of its data. Raises ValueError for methods without an edge form.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        options: Mapping[str, Any],
+        network: Network,
+        parameters: Parameters,
+        gradient: Gradient,
+        steps_per_epoch: int,
+    ):
+        self._config, self._network, self._parameters = config, network, parameters
+        self._gradient, self._steps_per_epoch = gradient, steps_per_epoch
+        self._options = resolved(config, options, network)
+        self._members = Members(network.topology)
+        self._policy = Policy(config.gossip, delay_of(config))
+        self._locals: dict[int, LocalOptimizer] = {}
+        self._exchanges: exchanges.Exchanges | None = None
+        self._sums: dict[str, list[list[float]]] = {}  # name → [worker] → sum and count
+        self._last: dict[str, Tensor] = {}  # name → [worker]
+        drawn = scenario.read(config.scenario or {}, config.n_workers, config.seed)
+        given = parameters.x, self._make_worker, self._compute
+        self.clock: VirtualClock | Replay
+        if drawn.replay is not None:
+            self.clock = Replay(read(Path(drawn.replay)), *given)
+        else:
+            self.clock = VirtualClock(drawn, *given)
+
+    @property
+    def present(self) -> list[int]:
+        """The workers alive."""
+        return self.clock.alive
+
+    def run(self, steps: int) -> dict[str, Tensor]:
+        """Train until the workers alive have taken that number of steps on average.
+
+        Returns the means of the batches' metrics of each worker since the last call, each [worker].
+        A worker without a step in the meantime has those of the last one.
+        """
+        self._sums = {}
+        self.clock.run(steps)
+        self._network.bits[:] = self.clock.bits
+        self._network.messages[:] = self.clock.messages
+        for name, pairs in self._sums.items():
+            before = self._last.get(name, torch.zeros(len(pairs), dtype=torch.float64))
+            means = [
+                total / count if count else last
+                for (total, count), last in zip(pairs, before.tolist(), strict=True)
+            ]
+            self._last[name] = torch.tensor(means, dtype=torch.float64)
+        return {name: values.to(self._network.device) for name, values in self._last.items()}
+
+    def _make_worker(self, index: int, view: View, steps: int) -> Worker:
+        row = _Row(self._parameters, index)
+        rule = self._make_rule(row, index)
+        if self._exchanges is None:
+            self._exchanges = exchanges.make(self._config.optimizer, rule.layout, **self._options)
+        return Worker(index, self._members, self._exchanges, rule, self._policy, view, steps)
+
+    def _make_rule(self, row: "_Row", index: int) -> rules.Rule:
+        c, own = self._config, self._config.learning == "quasi-global-momentum"
+        parameters: Any = row
+        local = LocalOptimizer(parameters, c, *((0.0, "sgd") if own else (None, None)))
+        self._locals[index] = local
+        more: dict[str, Any] = {}
+        if own:
+            more = {"momentum": c.momentum, "nesterov": c.nesterov and c.momentum > 0}
+        elif c.learning == "exact-diffusion":
+            more = {"dual_rate": 1 / (1 + 2 * delay_of(c))}
+        return rules.RULES[c.learning](
+            row,
+            local,
+            overlapping=c.overlapping,
+            weight_decay=local.coupled_decay,
+            clip=c.gradient_clipping,
+            **more,
+        )
+
+    def _compute(self, worker: int, steps: int) -> None:
+        """The gradient of a worker's next step, and the learning rate of its update."""
+        epoch, step = divmod(steps, self._steps_per_epoch)
+        progress = epoch + (step + 1) / self._steps_per_epoch
+        self._locals[worker].rate = learning_rate(self._config, progress)
+        self._parameters.grad[worker].zero_()
+        n = self._config.n_workers
+        for name, value in self._gradient(worker, epoch, step, steps).items():
+            pair = self._sums.setdefault(name, [[0.0, 0] for _ in range(n)])[worker]
+            pair[0] += float(value)
+            pair[1] += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but x, as the bytes of a file: events uint8 [1, bytes]."""
+        state = {
+            "clock": self.clock.state_dict(),
+            "workers": {
+                index: {
+                    "local": self._locals[index].state_dict(),
+                    # Of an update that is still to come.
+                    "rate": self._locals[index].rate,
+                    "grad": self._parameters.grad[index].clone(),
+                }
+                for index in self.clock.workers
+            },
+            "last": self._last,
+        }
+        file = io.BytesIO()
+        torch.save(state, file)
+        data = np.frombuffer(file.getvalue(), dtype=np.uint8)
+        return {"events": torch.from_numpy(data.copy())[None]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict()`, after x."""
+        data = state["events"][0].cpu().numpy().tobytes()
+        device = self._network.device
+        found = torch.load(io.BytesIO(data), map_location=device, weights_only=True)
+        self.clock.load_state_dict(found["clock"])
+        for index, of_worker in found["workers"].items():
+            self._locals[index].load_state_dict(of_worker["local"])
+            self._locals[index].rate = of_worker["rate"]
+            self._parameters.grad[index] = of_worker["grad"]
+        self._last = found["last"]
+
+
+class _Row:
+    """The row of a worker in the flat buffers: x, grad [1, D]."""
+
+    def __init__(self, parameters: Parameters, index: int):
+        own = slice(index, index + 1)
+        self.x, self.grad = parameters.x[own], parameters.grad[own]
+        self.layout, self.decay_spans = parameters.layout, parameters.decay_spans
+
+
+def delay_of(c: Any) -> int:
+    """The delay of exchanges in steps that rates take into account: 0 for synchronous ones."""
+    return 0 if c.gossip == "synchronous" else int(c.max_delay)
+
+
+def resolved(c: Any, options: Mapping[str, Any], network: Network) -> dict[str, Any]:
+    """The options of an averaging rule in edge form."""
+    found = dict(options)
+    if "diffusion_rate" in found and c.optimizer != "choco":
+        found["diffusion_rate"] = float(rates.checked(network, found["diffusion_rate"]))
+    if c.optimizer == "power-gossip":
+        found["vector_rate"] = 1 / (1 + delay_of(c))
+    return found
+
+
+def check(c: Any, options: Mapping[str, Any], network: Network) -> None:
+    """Raise ValueError for a method, topology or scenario that the virtual clock cannot run."""
+    drawn = scenario.read(c.scenario or {}, c.n_workers, c.seed)
+    if c.optimizer not in exchanges.EXCHANGES:
+        raise BadValue(
+            "optimizer",
+            c.optimizer,
+            f"{', '.join(exchanges.EXCHANGES)} with a scenario or gossip={c.gossip}",
+        )
+    known = c.learning in rules.RULES
+    if not known or (c.learning == "quasi-global-momentum" and c.local_optimizer != "sgd"):
+        raise BadValue(
+            "learning",
+            c.learning,
+            f"{', '.join(rules.RULES)} with a scenario or gossip={c.gossip} "
+            "(quasi-global-momentum with local_optimizer=sgd)",
+        )
+    if rules.RULES[c.learning].synchronous and (c.gossip != "synchronous" or drawn.elastic):
+        raise BadValue(
+            "learning",
+            c.learning,
+            "exact-diffusion, whose corrections belong to edges, where exchanges are not "
+            "synchronous or workers are lost",
+        )
+    exchanges.make(c.optimizer, Layout([(2, 2)]), **resolved(c, options, network))
+    Members(network.topology)
+
+
+class Survivors:
+    """The workers of one process that are present, in place of a Network, for evaluation.
+
+    present  # their indices
+    """
+
+    def __init__(self, network: Network, present: Callable[[], Sequence[int]]):
+        self._network, self._present = network, present
+        self.device, self.bits_to_all = network.device, network.bits_to_all
+
+    @property
+    def processes(self) -> Processes:
+        return self._network.processes
+
+    @property
+    def present(self) -> Sequence[int]:
+        return self._present()
+
+    @property
+    def workers(self) -> Sequence[int]:
+        return self._present()
+
+    @property
+    def hosted(self) -> int:
+        return len(self._present())
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        """The mean of tensor [worker present, ...]."""
+        if len(tensor) == self._network.hosted:
+            return self._network.mean(tensor)
+        return tensor.double().mean(0).to(tensor.dtype)
+
+    def start_mean(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """A function that returns `mean(tensor)`."""
+        return partial(self.mean, tensor)
+
+    def gather(self, values: Tensor) -> Tensor:
+        """values [worker present, ...]."""
+        return values.detach().cpu()
+
+
+class PresentParameters:
+    """Parameters of the workers that are present, in place of all, for evaluation."""
+
+    def __init__(self, parameters: Parameters, present: Callable[[], Sequence[int]]):
+        self._parameters, self._present = parameters, present
+        self.names, self.layout = parameters.names, parameters.layout
+
+    @property
+    def models(self) -> list[nn.Module]:
+        return [self._parameters.models[i] for i in self._present()]
+
+    @property
+    def x(self) -> Tensor:
+        return self._of(self._parameters.x)
+
+    @property
+    def buffers(self) -> Tensor:
+        return self._of(self._parameters.buffers)
+
+    def _of(self, tensor: Tensor) -> Tensor:
+        present = list(self._present())
+        return tensor if len(present) == len(tensor) else tensor[present]

@@ -1,0 +1,149 @@
+"""Gradients of the hosted workers: one model after the other, or all in one call.
+
+Axes: worker (hosted by this process).
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from powergossip import randomness, tasks
+from powergossip.network import Network
+from powergossip.parameters import Parameters, trained
+from powergossip.runs.clock import Clock
+from powergossip.training import batched, compute
+from powergossip.training.agreement import Agreement
+from powergossip.training.event_training import event_driven
+
+
+class Gradients:
+    """Computes the gradients of a step, and their metrics.
+
+    config     # as plain values: reading a DictConfig takes microseconds
+    agreement  # is given a loss that is infinite or NaN
+
+    Raises BadValue where batched_gradients=on is impossible.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        network: Network,
+        task: tasks.Task,
+        parameters: Parameters,
+        clock: Clock,
+        agreement: Agreement,
+    ):
+        c = self._config = config
+        self._network, self._task, self._parameters = network, task, parameters
+        self._clock, self._agreement = clock, agreement
+        self._overlapping = c.overlapping and network.processes.size > 1
+        self._batched: batched.BatchedGradient | None = None
+        if not c.evaluate_only and self._to_be_batched():
+            self._batched = self._in_one_call()
+            if c.batched_gradients == "on":
+                batched.check(self._batched, [task.batch(w, 0, 0) for w in network.workers])
+        if self._overlapping:
+            self._progress_messages_during_backward()
+
+    def __call__(self, epoch: int, step: int, step_of_run: int) -> dict[str, Tensor]:
+        """Add the hosted workers' gradients to parameters.grad. Returns metrics, each [worker].
+
+        `step` counts from the start of the epoch.
+        """
+        workers = self._network.workers
+        batches: Iterable[Any] = (self._batch(w, epoch, step, step_of_run) for w in workers)
+        if self._batched is not None:
+            batches = list(batches)
+            # The last batches of an epoch may differ: some workers have a sample more.
+            if batched.fit(batches):
+                return self._of_all(self._batched, batches, epoch, step_of_run)
+        collected: dict[str, list[Tensor]] = {}
+        for worker, model, batch in zip(workers, self._parameters.models, batches, strict=True):
+            with _errors_name(worker, epoch, step_of_run):
+                metrics = self._of_worker(worker, model, batch, epoch, step_of_run)
+            for name, value in metrics.items():
+                collected.setdefault(name, []).append(value)
+        return {name: torch.stack(values) for name, values in collected.items()}
+
+    def of_worker(self, worker: int, epoch: int, step: int, step_of_run: int) -> dict[str, Tensor]:
+        """Add the gradient of one hosted worker to its row of parameters.grad. See `__call__`."""
+        batch = self._batch(worker, epoch, step, step_of_run)
+        model = self._parameters.models[worker - self._network.workers[0]]
+        with _errors_name(worker, epoch, step_of_run):
+            return self._of_worker(worker, model, batch, epoch, step_of_run)
+
+    @property
+    def are_batched(self) -> bool:
+        """Whether they are computed in one call."""
+        return self._batched is not None
+
+    def resume(self, were_batched: bool) -> None:
+        """Compute them as before a checkpoint: the rounding differs."""
+        several = len(self._parameters.models) > 1 or self._config.batched_gradients == "on"
+        keeps = were_batched and several
+        self._batched = (self._batched or self._in_one_call()) if keeps else None
+
+    def _to_be_batched(self) -> bool:
+        c, models = self._config, self._parameters.models
+        if event_driven(c):
+            return False  # each worker has gradients at its own time
+        if c.batched_gradients != "auto" or not tasks.is_in_library(c.task, c.task_architecture):
+            return bool(c.batched_gradients == "on")
+        plain = not c.torch_compile and c.precision == "fp32"
+        first = partial(self._task.batch, self._network.workers[0], 0, 0)
+        return plain and batched.by_rule(models, first)
+
+    def _in_one_call(self) -> batched.BatchedGradient:
+        progress = self._network.progress if self._overlapping else None
+        precision = partial(compute.autocast, self._config.precision, self._network.device)
+        return batched.BatchedGradient(self._task, self._parameters, precision, progress)
+
+    def _progress_messages_during_backward(self) -> None:
+        for model in self._parameters.models:
+            for parameter in trained(model).values():
+                parameter.register_post_accumulate_grad_hook(lambda _: self._network.progress())
+
+    def _batch(self, worker: int, epoch: int, step: int, step_of_run: int) -> Any:
+        with self._clock("data"), _errors_name(worker, epoch, step_of_run):
+            return self._task.batch(worker, epoch, step)
+
+    def _of_worker(
+        self, worker: int, model: nn.Module, batch: Any, epoch: int, step_of_run: int
+    ) -> dict[str, Tensor]:
+        with self._clock("gradient"):
+            self._seed_layers(worker, step_of_run)
+            with compute.autocast(self._config.precision, self._network.device):
+                loss, metrics = self._task.loss(model, batch)
+            self._agreement.note(worker, "loss", loss.item(), step_of_run, epoch + 1)
+            loss.backward()  # also if it is not finite: other processes wait for messages
+        return metrics
+
+    def _of_all(
+        self, gradient: batched.BatchedGradient, batches: list[Any], epoch: int, step_of_run: int
+    ) -> dict[str, Tensor]:
+        workers = self._network.workers
+        with self._clock("gradient"):
+            self._seed_layers(workers[0], step_of_run)
+            losses, metrics = gradient(batches)
+            for worker, loss in zip(workers, losses.tolist(), strict=True):
+                self._agreement.note(worker, "loss", loss, step_of_run, epoch + 1)
+        return metrics
+
+    def _seed_layers(self, worker: int, step_of_run: int) -> None:
+        """Seed torch's generator for layers that use it: equal in any layout of processes."""
+        seed = randomness.torch_seed(self._config.seed, "layers", worker, step_of_run)
+        randomness.seed_torch(seed, self._network.device)
+
+
+@contextmanager
+def _errors_name(worker: int, epoch: int, step_of_run: int) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in worker {worker} at step {step_of_run} (epoch {epoch + 1})")
+        raise

@@ -1,0 +1,198 @@
+"""The method of a run: averaging algorithm, local optimizer and learning rule, as configured."""
+
+from collections.abc import Callable
+from functools import partial
+from math import ceil
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from powergossip import algorithms
+from powergossip.algorithms import aggregation, ddp, learning
+from powergossip.network import Network
+from powergossip.parameters import Layout, Parameters
+from powergossip.runs.clock import Clock
+from powergossip.training import event_training
+from powergossip.training.event_training import event_driven
+from powergossip.training.local_optimizers import LocalOptimizer
+from powergossip.training.settings import (
+    data_differ,
+    errors_name_keys,
+    errors_name_learning_options,
+    hook_options,
+    method_options,
+)
+
+
+class Method(NamedTuple):
+    """A local optimizer and the learning rule that calls it."""
+
+    local: LocalOptimizer
+    rule: learning.Learning
+    at_epoch: Callable[[float], None]  # to be called before each step, with the fractional epoch
+
+
+def make_averaging(c: Any, network: Network, layout: Layout) -> algorithms.Averaging:
+    """Build the averaging algorithm of the configuration. Raises ValueError."""
+    given = method_options(c)
+    with errors_name_keys(c.optimizer):
+        return algorithms.make(c.optimizer, network, layout, **given)
+
+
+def _make_aggregation(c: Any, network: Network, layout: Layout) -> aggregation.Aggregation:
+    given = method_options(c)
+    with errors_name_keys(c.optimizer):
+        return aggregation.make(c.optimizer, network, layout, **given)
+
+
+def check_method(c: Any, network: Network) -> str:
+    """Raise ValueError for bad options of the method, before data are loaded.
+
+    Gives `overlapping` its default, which depends on the averaging rule. Returns a sentence for the
+    start of the run, or nothing.
+    """
+    layout, hint, overlapping = Layout([(2, 2)]), "", True
+    if c.optimizer in algorithms.AVERAGING:
+        averaging = make_averaging(c, network, layout)
+        learning.check(c.learning, network, c.optimizer, averaging)
+        if event_driven(c):
+            with errors_name_keys(c.optimizer):
+                event_training.check(c, method_options(c), network)
+        overlapping = learning.overlapping(c.learning, averaging)
+        hint = _hint(c, network, averaging)
+    elif c.optimizer in aggregation.AGGREGATIONS:
+        owns_momentum = _make_aggregation(c, network, layout).owns_momentum
+        if owns_momentum and c.local_optimizer != "sgd":
+            raise ValueError(
+                f"local_optimizer={c.local_optimizer}: {c.optimizer} corrects the momentum of "
+                "sgd; use sgd"
+            )
+    if c.overlapping is None:
+        c.overlapping = overlapping
+    return hint
+
+
+def _hint(c: Any, network: Network, averaging: algorithms.Averaging) -> str:
+    """A sentence on learning rules, or nothing where they do not apply."""
+    averages_fully = isinstance(averaging, algorithms.AllReduce)
+    if c.learning != learning.DEFAULT or averages_fully or not data_differ(c):
+        return ""
+    rules = learning.accepting(network, c.optimizer, averaging, c.local_optimizer)
+    if not rules:
+        return ""
+    return (
+        f"learning rules for data that differ between workers: learning={', '.join(rules)} "
+        "(docs/different-data.md)"
+    )
+
+
+def make_method(
+    c: Any, network: Network, parameters: Parameters, clock: Clock, steps_per_epoch: int
+) -> Method:
+    """Build the local optimizer and the learning rule. Raises ValueError."""
+    if c.optimizer in aggregation.AGGREGATIONS:
+        return _of_compressed_gradients(c, network, parameters, clock)
+    if c.learning != learning.DEFAULT:
+        return _of_gossip_rule(c, network, parameters)
+    local = LocalOptimizer(parameters, c)
+    rule: learning.Learning
+    if c.optimizer in ddp.HOOKS:
+        options = hook_options(c)
+        if options["start_iteration"] == ddp.AUTO:
+            options["start_iteration"] = _guided_start(c, steps_per_epoch)
+        with errors_name_keys(c.optimizer):
+            rule = ddp.DDPHook(
+                network,
+                parameters,
+                _timed(local, clock),
+                hook=c.optimizer,
+                **options,
+                seed=c.seed,
+                weight_decay=local.coupled_decay,
+                clip=c.gradient_clipping,
+            )
+    else:
+        rule = learning.DPSGD(
+            network,
+            make_averaging(c, network, parameters.layout),
+            parameters,
+            _timed(local, clock),
+            overlapping=c.overlapping,
+            weight_decay=local.coupled_decay,
+            clip=c.gradient_clipping,
+            local_steps=c.local_steps,
+        )
+    return Method(local, rule, _constant)
+
+
+def _of_compressed_gradients(
+    c: Any, network: Network, parameters: Parameters, clock: Clock
+) -> Method:
+    """Build the mean of compressed gradients, one of aggregation.AGGREGATIONS."""
+    aggregate = _make_aggregation(c, network, parameters.layout)
+    local = LocalOptimizer(parameters, c, 0.0 if aggregate.owns_momentum else None)
+    rule = learning.CentralizedSGD(
+        network,
+        aggregate,
+        parameters,
+        _timed(local, clock),
+        weight_decay=local.coupled_decay,
+        clip=None if aggregate.clips else c.gradient_clipping,
+        num_batches_per_step=c.optimizer_num_batches_per_step,
+    )
+
+    def follow(epoch: float) -> None:
+        aggregate.at_epoch(epoch)
+        aggregate.at_learning_rate(local.rate)
+
+    return Method(local, rule, follow)
+
+
+def _of_gossip_rule(c: Any, network: Network, parameters: Parameters) -> Method:
+    """Build a rule of learning.LEARNING."""
+    own = learning.rule(c.learning, c.local_optimizer).owns_momentum
+    local = LocalOptimizer(parameters, c, *((0.0, "sgd") if own else (None, c.local_optimizer)))
+    with errors_name_learning_options(c):
+        rule = learning.make(
+            c.learning,
+            network,
+            partial(make_averaging, c, network),
+            parameters,
+            local,
+            c.local_optimizer,
+            overlapping=c.overlapping,
+            local_steps=c.local_steps,
+            momentum=c.momentum,
+            nesterov=c.nesterov and c.momentum > 0,
+            adam_beta1=c.adam_beta1,
+            adam_beta2=c.adam_beta2,
+            adam_epsilon=c.adam_epsilon,
+            weight_decay=local.coupled_decay,
+            clip=c.gradient_clipping,
+            **c.learning_options,
+        )
+    return Method(local, rule, _constant)
+
+
+def _constant(epoch: float) -> None:
+    """Change nothing: the options of most methods are the same in all epochs."""
+
+
+def _timed(local: LocalOptimizer, clock: Clock) -> learning.Update:
+    """The local update of a learning rule, as a phase of the run."""
+
+    def update(gradient: Tensor) -> None:
+        with clock("update"):
+            local.step(gradient)
+
+    return update
+
+
+def _guided_start(c: Any, steps_per_epoch: int) -> int:
+    """The first compressed step of PyTorch's hooks for the run as it is planned now.
+
+    A resumed run keeps that of its checkpoint. A warm-up by a factor of 1 is none.
+    """
+    epochs = c.distributed_lr_warmup_epoch if c.distributed_lr_warmup_factor != 1 else 0
+    steps = ceil(min(epochs, c.num_epochs) * steps_per_epoch)
+    return ddp.guided_start(c.num_epochs * steps_per_epoch, steps)

@@ -1,0 +1,120 @@
+"""Workers on the virtual clock, for averaging and for quadratics."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from powergossip import topologies
+from powergossip.events import exchanges, rules, scenario
+from powergossip.events.members import Members, View
+from powergossip.events.virtual_clock import VirtualClock
+from powergossip.events.worker import Policy, Worker
+from powergossip.parameters import Layout
+from tests.quadratics import Quadratics
+
+# Averaging rules in edge form, by name: method and options.
+EXCHANGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("dpsgd", {}),
+    "power": ("power-gossip", {"num_iterations": 3}),
+    "power rank 2": ("power-gossip", {"rank": 2, "num_iterations": 2}),
+    "power rounded": ("power-gossip", {"round_weights": True, "warm_start": False}),
+    "top-k": ("choco", {"compressor": "top-k", "keep_ratio": 0.3, "diffusion_rate": 0.3}),
+    "sign": ("choco", {"diffusion_rate": 0.3}),
+    "qsgd": ("choco", {"compressor": "qsgd", "unbiased": True, "levels": 4, "copy_rate": 0.5,
+                       "diffusion_rate": 0.3}),
+}  # fmt: skip
+SHAPES = ((6, 5), (6, 5), (4, 7), (7,), (5, 1))
+
+
+class Row:
+    """A worker's row of the flat buffers."""
+
+    def __init__(self, x: Tensor, grad: Tensor, layout: Layout):
+        self.x, self.grad, self.layout = x, grad, layout
+
+    def decay_spans(self) -> list[slice]:
+        return []
+
+
+class SGD:
+    """A local optimizer of one row."""
+
+    def __init__(self, x: Tensor, rate: float):
+        self.rate, self._x = rate, x
+
+    def step(self, gradient: Tensor) -> None:
+        self._x.sub_(gradient, alpha=self.rate)
+
+    def displacement(self, direction: Tensor) -> Tensor:
+        return -self.rate * direction
+
+
+def start(workers: int, dtype: torch.dtype, seed: int = 0, shapes: Any = SHAPES) -> Tensor:
+    """Random x [worker, D]."""
+    size = Layout(shapes).size
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(workers, size, dtype=torch.float64, generator=generator).to(dtype)
+
+
+def averaging_clock(
+    x: Tensor,
+    topology: str = "ring",
+    name: str = "plain",
+    gossip: str = "synchronous",
+    max_delay: int = 0,
+    shapes: Any = SHAPES,
+    values: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    record: bool = False,
+    **options: Any,
+) -> VirtualClock:
+    """A clock whose workers average x, in place."""
+    layout, n = Layout(shapes), len(x)
+    members = Members(topologies.make(topology, n))
+    method, given = EXCHANGES[name]
+    rule = exchanges.make(method, layout, **{**given, **options})
+    policy = Policy(gossip, max_delay)
+
+    def make(index: int, view: View, steps: int) -> Worker:
+        row = Row(x[index : index + 1], torch.zeros_like(x[:1]), layout)
+        return Worker(index, members, rule, rules.Rule(row), policy, view, steps)
+
+    drawn = scenario.read(values or {}, n, seed)
+    return VirtualClock(drawn, x, make, lambda worker, step: None, record)
+
+
+def learning_clock(
+    problem: Quadratics,
+    learning: str,
+    rate: float,
+    topology: str = "ring",
+    name: str = "plain",
+    gossip: str = "synchronous",
+    max_delay: int = 0,
+    values: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    record: bool = False,
+    rule_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> VirtualClock:
+    """A clock whose workers minimize quadratics."""
+    n = problem.n_workers
+    members = Members(topologies.make(topology, n))
+    method, given = EXCHANGES[name]
+    policy = Policy(gossip, max_delay)
+    kind: Callable[..., rules.Rule] = rules.RULES[learning]
+
+    def make(index: int, view: View, steps: int) -> Worker:
+        own = slice(index, index + 1)
+        row = Row(problem.x[own], problem.grad[own], problem.layout)
+        rule = kind(row, SGD(row.x, rate), **(rule_options or {}))
+        averaging = exchanges.make(method, rule.layout, **{**given, **options})
+        return Worker(index, members, averaging, rule, policy, view, steps)
+
+    def compute(worker: int, step: int) -> None:
+        problem.grad[worker] = problem.a[worker] * (problem.x[worker] - problem.b[worker])
+
+    drawn = scenario.read(values or {}, n, seed)
+    return VirtualClock(drawn, problem.x, make, compute, record)

@@ -1,0 +1,142 @@
+"""Error of each learning rule over each averaging rule, on quadratics whose optima differ.
+
+python -m tests.laws    the table of docs/different-data.md
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+from powergossip import algorithms, topologies
+from powergossip.algorithms import learning
+from powergossip.network import Network
+from powergossip.runs.tables import markdown
+from tests.quadratics import AVERAGING, Quadratics, rule_of, train
+
+
+class Law(NamedTuple):
+    """A rule reaches the optimum of the mean loss over an averaging rule.
+
+    averaging          # in quadratics.AVERAGING
+    rate               # η
+    options            # of the rule
+    averaging_options  # on top of those in quadratics.AVERAGING
+    slow               # whether another law has the same rules, or nearly so
+    """
+
+    name: str
+    averaging: str
+    rate: float
+    steps: int
+    options: dict[str, Any]
+    averaging_options: dict[str, Any]
+    slow: bool = False
+
+
+EXACT = [
+    Law("gradient-tracking", "plain", 0.1, 400, {}, {}),
+    Law("gradient-tracking", "plain", 0.1, 400, {"overlapping": True}, {}),
+    Law("gradient-tracking", "power-gossip", 0.05, 1200, {}, {}),
+    Law("gradient-tracking", "top-k", 0.02, 6000, {"overlapping": True}, {}),
+    Law("gradient-tracking", "sign", 0.02, 6000, {"overlapping": True}, {}, True),
+    Law("gradient-tracking", "qsgd", 0.02, 2000, {"overlapping": True}, {}),
+    Law("k-gt", "plain", 0.05, 600, {}, {}),
+    Law("k-gt", "plain", 0.01, 3000, {"local_steps": 5}, {}, True),
+    Law("k-gt", "power-gossip", 0.05, 1500, {}, {}),
+    Law("k-gt", "power-gossip", 0.01, 6000, {"local_steps": 5}, {}),
+    Law("momentum-tracking", "plain", 0.01, 1500, {}, {}),
+    Law("momentum-tracking", "power-gossip", 0.005, 3000, {}, {}),
+    Law("exact-diffusion", "plain", 0.1, 600, {}, {}),
+    Law("exact-diffusion", "power-gossip", 0.1, 3000, {}, {"diffusion_rate": 0.25}),
+    Law("exact-diffusion", "qsgd", 0.05, 3000, {}, {"copy_rate": 0.5}),
+    Law("exact-diffusion", "identity", 0.1, 1000, {}, {"copy_rate": 0.5}),
+    Law("beer", "top-k", 0.02, 6000, {}, {}, True),
+    Law("beer", "sign", 0.02, 3000, {}, {}),
+    Law("beer", "qsgd", 0.02, 2000, {}, {}, True),
+    Law("motef", "top-k", 0.02, 6000, {"momentum": 0.9}, {}),
+    Law("motef", "qsgd", 0.02, 2000, {"momentum": 0.9}, {}, True),
+]
+# What the table has, by its name there.
+IN_TABLE = {
+    "plain": "plain",
+    "PowerGossip": "power-gossip",
+    "CHOCO, top-k": "top-k",
+    "CHOCO, sign": "sign",
+    "CHOCO, unbiased QSGD": "qsgd",
+    "push-sum": "push-sum",
+}
+REJECTED = "–"
+BIAS_RATE, BIAS_STEPS = 0.01, 3000  # of pairs without a law
+
+
+def error(law: Law) -> float:
+    """√(mean_i ‖x_i − x*‖²) after the steps of the law. Raises ValueError for a rejected pair."""
+    problem = Quadratics()
+    topology = "binary-tree" if learning.LEARNING[law.name].relays else "ring"
+    rule = rule_of(
+        law.name,
+        law.averaging,
+        problem,
+        law.rate,
+        topology,
+        averaging_options=law.averaging_options,
+        **law.options,
+    )
+    train(rule, problem, law.steps)
+    return problem.error
+
+
+def bias(averaging: str) -> float:
+    """The same error of D-PSGD."""
+    problem: Any = Quadratics()
+    method, given = AVERAGING[averaging]
+    network = Network(topologies.make("ring", problem.n_workers), dtype=problem.x.dtype)
+    gossip = algorithms.make(method, network, problem.layout, **given)
+    update = partial(problem.x.sub_, alpha=BIAS_RATE)
+    rule: Any = learning.DPSGD(network, gossip, problem, update)
+    train(rule, problem, BIAS_STEPS)
+    return float(problem.error)
+
+
+def is_accepted(name: str, averaging: str) -> bool:
+    """Whether a learning rule works with an averaging rule of quadratics.AVERAGING."""
+    if name == learning.DEFAULT:
+        return True
+    topology = "binary-tree" if learning.LEARNING[name].relays else "ring"
+    try:
+        rule_of(name, averaging, Quadratics(), BIAS_RATE, topology)
+    except ValueError:
+        return False
+    return True
+
+
+def law_of(name: str, averaging: str) -> Law:
+    """The first law in EXACT of this pair, or settings for its bias."""
+    for law in EXACT:
+        if (law.name, law.averaging) == (name, averaging):
+            return law
+    overlapping = learning.LEARNING[name].overlaps and averaging in ("top-k", "sign", "qsgd")
+    options = {"overlapping": True} if overlapping else {}
+    return Law(name, averaging, BIAS_RATE, BIAS_STEPS, options, {})
+
+
+def _cells(name: str) -> Iterator[str]:
+    for averaging in IN_TABLE.values():
+        if name == learning.DEFAULT:
+            yield f"{bias(averaging):.2g}"
+        elif not is_accepted(name, averaging):
+            yield REJECTED
+        else:
+            reached = error(law_of(name, averaging))
+            yield f"{reached:.0e}" if reached < 1e-9 else f"{reached:.2g}"
+
+
+def table() -> str:
+    """A Markdown table: learning rules × averaging rules, with the error of each."""
+    header = ["`learning`", *IN_TABLE]
+    names = (learning.DEFAULT, *learning.LEARNING)
+    return markdown(header, [[f"`{name}`", *_cells(name)] for name in names])
+
+
+if __name__ == "__main__":
+    print(table())

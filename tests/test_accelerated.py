@@ -1,0 +1,48 @@
+"""The accelerated exchanges of pairs: conserved sums, and decay rates per unit of time."""
+
+import math
+
+import pytest
+import torch
+
+from powergossip import topologies
+from powergossip.events.accelerated import AcceleratedPairs
+from tests.exchanging import start
+
+
+def decay(workers: int, accelerated: bool, units: int) -> float:
+    """The factor of ‖x − x̄‖² per unit of time, over the second half of this time: the geometric
+    mean over four seeds."""
+    logarithms = []
+    for seed in range(4):
+        x = start(workers, torch.float64, seed, shapes=((4,),))
+        x -= x.mean(0)
+        pairs = AcceleratedPairs(topologies.make("ring", workers), x, accelerated=accelerated,
+                                 seed=seed)  # fmt: skip
+        found = []
+        for time in (units / 2, units):
+            pairs.run(time)
+            found.append(float(x.square().sum()))
+        logarithms.append(math.log(found[1] / found[0]) / (units / 2))
+        assert float((x + pairs.second).sum(0).abs().max()) < 1e-12 * workers
+    return math.exp(sum(logarithms) / len(logarithms))
+
+
+@pytest.mark.parametrize(
+    ("workers", "units", "plain", "accelerated"),
+    [
+        (16, 160, 0.927, 0.798),
+        (32, 200, 0.980, 0.888),
+        pytest.param(64, 500, 0.995, 0.944, marks=pytest.mark.slow),
+    ],
+)
+def test_decay_rates_per_unit_of_time(workers, units, plain, accelerated):
+    """To 15 % of the exponent. Those expected are measured on other seeds, with numpy."""
+    assert math.log(decay(workers, False, units)) == pytest.approx(math.log(plain), rel=0.15)
+    assert math.log(decay(workers, True, units)) == pytest.approx(math.log(accelerated), rel=0.15)
+
+
+def test_constants_of_a_ring():
+    found = AcceleratedPairs(topologies.make("ring", 32), torch.zeros(32, 1)).constants
+    assert math.exp(-1 / found.chi_1) == pytest.approx(0.981, abs=5e-4)
+    assert math.exp(-1 / math.sqrt(found.chi_1 * found.chi_2)) == pytest.approx(0.869, abs=5e-4)

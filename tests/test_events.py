@@ -1,0 +1,280 @@
+"""Laws of exchanges by edges on the virtual clock: late, skipped, and without delays."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from powergossip import algorithms, topologies
+from powergossip.algorithms import learning
+from powergossip.events import exchanges, order
+from powergossip.network import Network
+from powergossip.parameters import Layout
+from tests.exchanging import (
+    EXCHANGES,
+    SHAPES,
+    averaging_clock,
+    learning_clock,
+    start,
+)
+from tests.quadratics import SGD, Quadratics, train
+
+ROUNDING = {torch.float64: 1e-12, torch.float32: 2e-5}
+LATE: dict[str, Any] = {
+    "speeds": {1: 0.25, 4: 0.7},
+    "jitter": 0.3,
+    "latency": 0.3,
+    "late": {"fraction": 0.2, "seconds": 3.0},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_exchanges_are_antisymmetric_to_the_bit(name, dtype):
+    method, options = EXCHANGES[name]
+    rule = exchanges.make(method, Layout(SHAPES), **options)
+    x = start(2, dtype)
+    ends = [rule.end(3, 5, x), rule.end(5, 3, x)]
+    for k in range(7):
+        parts = [end.part(row, k) for end, row in zip(ends, x, strict=True)]
+        u = ends[0].exchange(parts[0], parts[1], k, 0.3)
+        v = ends[1].exchange(parts[1], parts[0], k, 0.3)
+        assert torch.equal(u, -v)
+        assert u.any()
+        x += torch.stack([u, v]) + 0.01 * start(2, dtype, seed=k)
+
+
+def vectorized(x: Tensor, topology: str, name: str, steps: int) -> Tensor:
+    """The rule of all workers at once."""
+    x, (method, options) = x.clone(), EXCHANGES[name]
+    network = Network(topologies.make(topology, len(x)), dtype=x.dtype)
+    averaging = algorithms.make(method, network, Layout(SHAPES), **options)
+    for _ in range(steps):
+        network.run(averaging.step(x))
+    return x
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("topology", ["ring", "torus"])
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_synchronous_exchanges_are_the_rule_of_all_workers(name, topology, dtype):
+    x = start(9, dtype)
+    expected = vectorized(x, topology, name, 6)
+    averaging_clock(x, topology, name).run(6)
+    torch.testing.assert_close(x, expected, rtol=0, atol=ROUNDING[dtype])
+
+
+@pytest.mark.parametrize("gossip", ["bounded", "asynchronous"])
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_without_delays_all_policies_give_the_same_bits(name, gossip):
+    x = start(8, torch.float32)
+    y = x.clone()
+    averaging_clock(x, name=name).run(5)
+    averaging_clock(y, name=name, gossip=gossip, max_delay=3).run(5)
+    assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("name", ["plain", "power", "top-k"])
+def test_synchronous_steps_depend_on_no_delay(name):
+    x = start(8, torch.float32)
+    y = x.clone()
+    averaging_clock(x, name=name).run(5)
+    clock = averaging_clock(y, name=name, values=LATE)
+    steps: dict[int, Tensor] = {}
+    while len(steps) < 8:
+        clock.advance()
+        for index, worker in clock.workers.items():
+            if worker.steps == 5 and index not in steps:
+                steps[index] = y[index].clone()
+    assert torch.equal(x, torch.stack([steps[i] for i in range(8)]))
+
+
+@pytest.mark.parametrize("gossip", ["synchronous", "bounded", "asynchronous"])
+@pytest.mark.parametrize("name", ["plain", "power", "power rank 2", "top-k", "sign"])
+def test_the_sum_is_conserved_at_all_times(name, gossip):
+    x = start(8, torch.float64)
+    total, moved = x.sum(0), 0.0
+    clock = averaging_clock(x, name=name, gossip=gossip, max_delay=2, values=LATE)
+    for event in range(400):
+        clock.advance()
+        if event % 9 == 0:
+            unapplied = clock.unapplied()
+            moved = max(moved, float(unapplied.abs().max()))
+            torch.testing.assert_close(x.sum(0) + unapplied, total, rtol=0, atol=1e-12)
+    assert moved > 1e-3  # the law is empty if no part is ever late
+
+
+@pytest.mark.parametrize(("name", "delay", "steps"), [("plain", 0, 250), ("plain", 4, 700),
+                                                     ("power", 0, 1200)])  # fmt: skip
+@pytest.mark.parametrize(
+    "seeds", [range(2), pytest.param(range(2, 20), marks=pytest.mark.slow)], ids=["", "more"]
+)
+def test_late_exchanges_average_exactly(name, delay, steps, seeds):
+    """V is never above its start, and reaches rounding. Also with smaller rates γ/(1 + delay)."""
+    values = {"speeds": {2: 0.25}, "late": {"fraction": 0.3, "seconds": 4.0}}
+    options = {"num_iterations": 1} if name == "power" else {}
+    for seed in seeds:
+        x = start(8, torch.float64, seed, shapes=((6, 5),))
+        mean, largest = x.mean(0), 0.0
+        first = float((x - mean).square().sum())
+        clock = averaging_clock(
+            x,
+            name=name,
+            gossip="asynchronous",
+            shapes=((6, 5),),
+            values=values,
+            seed=seed,
+            diffusion_rate=1 / (1 + delay),
+            **options,  # type: ignore[arg-type]
+        )
+        while clock.progress < steps:
+            clock.advance()
+            if clock.now < 100:
+                largest = max(largest, float((x - mean).square().sum()))
+        assert largest <= (1 + 1e-12) * first
+        assert float((x - mean).square().sum()) < (1e-20 if delay == 0 else 1e-10) * first
+
+
+@pytest.mark.parametrize("gossip", ["bounded", "asynchronous"])
+def test_exact_diffusion_with_late_exchanges_is_exact(gossip):
+    values = {"jitter": 0.5, "late": {"fraction": 0.5, "seconds": 4.0}, "speeds": {5: 0.3}}
+    problem = Quadratics()
+    clock = learning_clock(
+        problem, "exact-diffusion", 0.05, gossip=gossip, max_delay=3, values=values,
+        diffusion_rate=0.2,
+    )  # fmt: skip
+    clock.run(2500)
+    assert problem.error < 1e-9
+    problem = Quadratics()
+    learning_clock(problem, "dpsgd", 0.05, gossip=gossip, max_delay=3, values=values).run(500)
+    assert problem.error > 0.1
+
+
+@pytest.mark.parametrize(
+    ("rule", "name"),
+    [
+        ("dpsgd", "plain"),
+        ("dpsgd", "power"),
+        ("quasi-global-momentum", "plain"),
+        ("exact-diffusion", "plain"),
+        ("exact-diffusion", "power"),
+        ("gradient-tracking", "plain"),
+        ("gradient-tracking", "power"),
+        ("gradient-tracking", "top-k"),
+    ],
+)
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_synchronous_learning_is_the_rule_of_all_workers(rule, name, overlapping):
+    method, options = EXCHANGES[name]
+    problem, expected = Quadratics(), Quadratics()
+    network = Network(topologies.make("ring", 8), dtype=torch.float64)
+
+    def make(layout: Layout) -> algorithms.Averaging:
+        return algorithms.make(method, network, layout, **options)
+
+    parameters: Any = expected
+    if rule == "dpsgd":
+        local = SGD(0.1)
+
+        def update(gradient: Tensor) -> None:
+            expected.x.add_(local.displacement(gradient))
+
+        reference: Any = learning.DPSGD(
+            network, make(expected.layout), parameters, update, overlapping=overlapping
+        )
+    else:
+        known = {"overlapping": overlapping} if rule != "exact-diffusion" else {}
+        reference = learning.make(rule, network, make, parameters, SGD(0.1), **known)
+    train(reference, expected, 7)
+    clock = learning_clock(problem, rule, 0.1, name=name, rule_options={"overlapping": overlapping})
+    clock.run(7)
+    torch.testing.assert_close(problem.x, expected.x, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["plain", "power", "top-k"])
+def test_equal_scenarios_and_seeds_give_equal_bits(name):
+    found = []
+    for seed in (0, 0, 1):
+        x = start(8, torch.float32)
+        clock = averaging_clock(x, name=name, gossip="asynchronous", values=LATE, seed=seed)
+        clock.run_until(30)
+        found.append((x, clock.bits))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+    assert not torch.equal(found[0][0], found[2][0])
+
+
+@pytest.mark.parametrize("name", ["plain", "power", "top-k"])
+@pytest.mark.parametrize("gossip", ["synchronous", "bounded", "asynchronous"])
+def test_a_clock_resumes_in_the_middle_with_the_same_bits(name, gossip):
+    def clock_of(x):
+        return averaging_clock(x, name=name, gossip=gossip, max_delay=2, values=LATE)
+
+    x = start(8, torch.float32)
+    clock = clock_of(x)
+    clock.run_until(7.3)
+    state, saved = clock.state_dict(), x.clone()
+
+    state = copy.deepcopy(state)
+    clock.run_until(20)
+    resumed = clock_of(saved)
+    resumed.load_state_dict(state)
+    resumed.run_until(20)
+    assert torch.equal(x, saved)
+    assert clock.bits == resumed.bits
+
+
+@pytest.mark.parametrize("name", ["plain", "power", "top-k"])
+def test_losses_at_both_ends_are_exact_and_at_one_end_biased(name):
+    biases = {}
+    for ends in ("both", "one"):
+        x = start(8, torch.float64)
+        mean = x.mean(0)
+        loss = {"loss": {"fraction": 0.1, "ends": ends}}
+        averaging_clock(x, name=name, values=loss).run(600)
+        biases[ends] = float((x.mean(0) - mean).abs().max())
+        if ends == "both":
+            assert float((x - mean).abs().max()) < 1e-9
+    assert biases["both"] < 1e-12
+    assert biases["one"] > 1e-2
+
+
+ELASTIC: dict[str, Any] = {
+    **LATE,
+    "loss": {"fraction": 0.05, "ends": "one"},
+    "deaths": [{"worker": 2, "at": 6.0}, {"worker": 6, "at": 8.0}],
+    "joins": [{"worker": 2, "at": 14.0}, {"worker": 7, "at": 5.0}],
+    "detection": 0.7,
+}
+
+
+@pytest.mark.parametrize("gossip", ["synchronous", "asynchronous"])
+@pytest.mark.parametrize(
+    ("rule", "name"),
+    [("dpsgd", "power"), ("exact-diffusion", "plain"), ("quasi-global-momentum", "top-k")],
+)
+def test_the_order_of_events_replays_a_run(rule, name, gossip, tmp_path):
+    problem, again = Quadratics(), Quadratics()
+    given = {"name": name, "gossip": gossip, "diffusion_rate": 0.3}
+    clock = learning_clock(problem, rule, 0.05, values=ELASTIC, record=True, **given)
+    clock.run_until(25.0)
+    order.write(tmp_path / "order.jsonl", clock.order)
+    entries = order.read(tmp_path / "order.jsonl")
+    assert {"apply", "skip", "learn", "die", "join"} < {entry.kind for entry in entries}
+    other = learning_clock(again, rule, 0.05, **given)
+    again.x.zero_()
+    replay = order.Replay(entries, again.x, other._make, other._compute)
+    for _ in range(len(entries) // 2):
+        replay.advance()
+    state, x, grad = copy.deepcopy(replay.state_dict()), again.x.clone(), again.grad.clone()
+    replay.run_all()
+    assert torch.equal(again.x, problem.x)
+    assert problem.x.any()
+    resumed = order.Replay(entries, again.x, other._make, other._compute)
+    again.x.copy_(x)
+    again.grad.copy_(grad)
+    resumed.load_state_dict(state)
+    resumed.run_all()
+    assert torch.equal(again.x, problem.x)

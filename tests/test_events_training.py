@@ -1,0 +1,203 @@
+"""Training on the virtual clock: the normal path without delays, resuming, rows, survivors."""
+
+import copy
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+import train
+from powergossip.errors import BadInput, Interrupted
+from powergossip.events import order
+from powergossip.events.virtual_clock import VirtualClock
+from powergossip.network import processes
+from powergossip.runs import metrics
+from powergossip.runs.checkpoints import Checkpoints
+from powergossip.training import event_training
+from powergossip.training.settings import checked
+from powergossip.training.trainer import Trainer
+from tests.helpers import reproducible
+from tests.test_train import built, select, trained, value
+
+TINY: dict[str, Any] = {"n_workers": 4, "batch_size": 64, "batched_gradients": "off"}
+METHODS: dict[str, dict[str, Any]] = {
+    "power": {"optimizer": "power-gossip", "optimizer_num_iterations": 3},
+    "plain": {"optimizer": "dpsgd", "local_optimizer": "adamw", "overlapping": False},
+    "sign": {"optimizer": "choco", "weight_decay": 0.1, "gradient_clipping": 1.0},
+    "momentum": {"optimizer": "dpsgd", "learning": "quasi-global-momentum"},
+    "duals": {"optimizer": "dpsgd", "learning": "exact-diffusion"},
+    "tracking": {"optimizer": "dpsgd", "learning": "gradient-tracking"},
+}
+LATE: dict[str, Any] = {
+    "speeds": {1: 0.3},
+    "jitter": 0.2,
+    "latency": 0.1,
+    "late": {"fraction": 0.2, "seconds": 3.0},
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_without_delays_training_is_that_of_all_workers(method):
+    values = {**TINY, **METHODS[method], "max_steps_per_epoch": 4}
+    expected, rows = trained(**values)
+    found, event_rows = trained(**values, scenario={})
+    difference = (found.parameters.x - expected.parameters.x).abs()
+    assert float(difference.mean()) < 1e-6  # AdamW divides by gradients that are rounding errors
+    assert float(difference.max()) < 1e-3
+    for name in ("accuracy", "cross_entropy"):
+        for split in ("train", "test_avg"):
+            a, b = (value(r, name, split=split) for r in (rows, event_rows))
+            assert a == pytest.approx(b, abs=1e-3)
+    assert set(event_rows["seconds"]) == {4.0}
+
+
+@pytest.mark.parametrize("gossip", ["bounded", "asynchronous"])
+def test_seconds_are_virtual_and_fast_workers_do_not_wait(gossip):
+    slow = {**TINY, "scenario": {"speeds": {1: 0.25}}, "num_epochs": 2, "optimizer": "dpsgd"}
+    _, waiting = trained(**slow)
+    run, rows = trained(**slow, gossip=gossip, max_delay=100)
+    assert run._events is not None
+    steps = [worker.steps for worker in run._events.clock.workers.values()]
+    assert steps[1] * 3 < steps[0] == steps[2]
+    assert sum(steps) >= 4 * run.total_steps
+    assert rows["seconds"].max() < 0.5 * waiting["seconds"].max()
+    assert waiting["seconds"].max() > 4 * run.total_steps - 8
+
+
+@pytest.mark.parametrize("gossip", ["synchronous", "bounded", "asynchronous"])
+@pytest.mark.parametrize("method", ["power", "sign", "duals", "momentum"])
+def test_a_run_resumes_in_the_middle_with_the_same_bits(method, gossip, tmp_path):
+    values = {**TINY, **METHODS[method], "scenario": LATE, "gossip": gossip}
+    run, _ = trained(**values)
+    saved = Checkpoints(tmp_path, processes())
+    first = built(**values)
+    for step in range(2):
+        first.train_step(0, step)
+    now = first.state_dict((0, 2, {}))
+    saved.save(first.step, first.network.workers, copy.deepcopy(now), {})
+    resumed = built(**values)
+    resumed.load_state_dict(saved.load(resumed.network.workers))
+    resumed.train()
+    assert torch.equal(resumed.parameters.x, run.parameters.x)
+    assert resumed.network.bits.tolist() == run.network.bits.tolist()
+
+
+def test_a_stopped_run_resumes_with_the_same_rows(tmp_path, monkeypatch):
+    values = {**TINY, "log_verbosity": 0, "task_architecture": "MLP", "num_epochs": 2}
+    (tmp_path / "late.yaml").write_text("speeds: {1: 0.3}\nlate: {fraction: 0.3, seconds: 2}\n")
+    values |= {"scenario": str(tmp_path / "late.yaml"), "gossip": "asynchronous"}
+
+    def run(folder: Path, *more: str) -> None:
+        given = [f"{key}={value}" for key, value in values.items()]
+        train.main([*given, "--output-dir", str(folder), *more])
+
+    run(tmp_path / "whole")
+    stop_after(monkeypatch, 7)
+    with pytest.raises(Interrupted):
+        run(tmp_path / "parts")
+    monkeypatch.undo()
+    run(tmp_path / "parts", "resume=true")
+    whole, parts = (metrics.load(tmp_path / name) for name in ("whole", "parts"))
+    assert reproducible(parts) == reproducible(whole)
+    virtual = [rows[rows["name"] == "accuracy"]["seconds"].tolist() for rows in (whole, parts)]
+    assert virtual[0] == virtual[1]
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """A run receives SIGTERM after that number of steps."""
+    step = Trainer.train_step
+
+    def stopping(self: Trainer, *position: int) -> Any:
+        metrics = step(self, *position)
+        if self.step == steps:
+            signal.raise_signal(signal.SIGTERM)
+        return metrics
+
+    monkeypatch.setattr(Trainer, "train_step", stopping)
+
+
+@pytest.mark.parametrize("method", ["power", "sign", "duals"])
+def test_survivors_go_on_and_a_replacement_catches_up(method):
+    scenario = {
+        "deaths": [{"worker": 0, "at": 3.0}, {"worker": 2, "at": 4.5}],
+        "joins": [{"worker": 2, "at": 9.5}],
+        "detection": 0.4,
+    }
+    values = {**TINY, **METHODS[method], "n_workers": 6, "num_epochs": 4}
+    run, rows = trained(**values, scenario=scenario)
+    alive = select(rows, "workers")["value"].tolist()
+    assert alive[0] <= 5
+    assert min(alive) == 4
+    assert alive[-1] == 5
+    tested = select(rows, "accuracy", split="test", epoch=4)
+    assert tested["worker"].tolist() == [1, 2, 3, 4, 5]
+    assert run.present() == [1, 2, 3, 4, 5]
+    assert value(select(rows, "accuracy", epoch=4), "accuracy", split="test_avg") > 0.3
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"gossip": "never"}, "gossip"),
+        ({"max_delay": 2}, "max_delay"),
+        ({"gossip": "bounded", "max_delay": -1}, "max_delay"),
+        ({"scenario": "missing.yaml"}, "scenario"),
+        ({"scenario": {"speed": {}}}, "scenario"),
+        ({"scenario": {"speeds": {9: 1.0}}}, "scenario.speeds"),
+        ({"scenario": {"late": {"fraction": 2}}}, "scenario.late.fraction"),
+        ({"scenario": {"loss": {"ends": "none"}}}, "scenario.loss.ends"),
+        ({"scenario": {"loss": {"to_bad": 0.1}}}, "scenario.loss"),
+        ({"scenario": {"deaths": [{"worker": 1}]}}, "scenario.deaths"),
+        ({"scenario": {"joins": [{"worker": 1, "at": 1}], "deaths": [{"worker": 1, "at": 2},
+                       {"worker": 1, "at": 3}]}}, "scenario.deaths"),
+        ({"scenario": {}, "local_steps": 2}, "local_steps"),
+        ({"scenario": {}, "batched_gradients": "on"}, "batched_gradients"),
+        ({"scenario": {}, "optimizer": "moniqua"}, "optimizer"),
+        ({"scenario": {}, "learning": "k-gt"}, "learning"),
+        ({"gossip": "asynchronous", "learning": "gradient-tracking"}, "learning"),
+        ({"scenario": {}, "topology": "one-peer-exponential"}, "topology"),
+        ({"scenario": {}, "optimizer_rank": 0}, "optimizer_rank"),
+    ],
+)  # fmt: skip
+def test_bad_values_are_rejected(values, key):
+    with pytest.raises((BadInput, ValueError)) as raised:
+        built(**{**TINY, **values})
+    assert f"{key}=" in str(raised.value)
+
+
+def test_the_default_rate_is_divided_by_the_delay():
+    def rate(**values: Any) -> float:
+        config = OmegaConf.merge(OmegaConf.structured(train.Config), {"n_workers": 4}, values)
+        found: float = checked(config, processes()).optimizer_diffusion_rate  # type: ignore[arg-type]
+        return found
+
+    assert rate() == 1
+    assert rate(gossip="bounded", max_delay=4) == pytest.approx(0.2)
+    assert rate(gossip="asynchronous") == 0.5
+    assert rate(gossip="asynchronous", optimizer_diffusion_rate=0.7) == 0.7
+
+
+def test_training_replays_the_order_of_events(tmp_path, monkeypatch):
+    scenario = LATE | {"deaths": [{"worker": 2, "at": 4.0}], "joins": [{"worker": 2, "at": 9.0}]}
+    values = {**TINY, **METHODS["power"], "num_epochs": 2, "gossip": "asynchronous"}
+    monkeypatch.setattr(event_training, "VirtualClock", partial(VirtualClock, record=True))
+    run, rows = trained(**values, scenario=scenario)
+    assert run._events is not None
+    assert isinstance(run._events.clock, VirtualClock)
+    file = tmp_path / "order.jsonl"
+    order.write(file, run._events.clock.order)
+    again, same = trained(**values, scenario={"replay": str(file)})
+    assert torch.equal(again.parameters.x, run.parameters.x)
+    for name in ("accuracy", "consensus_distance"):
+        assert select(same, name)["value"].tolist() == select(rows, name)["value"].tolist()
+    with pytest.raises(ValueError, match="replay"):
+        trained(**values | {"num_epochs": 3}, scenario={"replay": str(file)})

@@ -1,0 +1,96 @@
+"""Lost messages of push-sum and RelaySGD."""
+
+import copy
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from powergossip import algorithms, topologies
+from powergossip.events import scenario
+from powergossip.network import Losses, Network
+from powergossip.parameters import Layout
+from tests.exchanging import SHAPES, start
+from tests.quadratics import Quadratics, rule_of, train
+from tests.test_train import built, fresh, trained  # noqa: F401
+
+
+def network_of(
+    fraction: float, topology: str = "ring", repeat: bool = False, **more: Any
+) -> Network:
+    drawn = scenario.read({"loss": {"fraction": fraction, "ends": "one", **more}}, 8, 1)
+    made = topologies.make(topology, 8)
+    return Network(made, dtype=torch.float64, losses=Losses(drawn.lost, repeat))
+
+
+def test_running_sums_repair_losses_and_plain_push_sum_does_not():
+    biases = {}
+    for running_sums in (False, True):
+        x = start(8, torch.float64)
+        mean, network = x.mean(0), network_of(0.1, repeat=running_sums)
+        averaging = algorithms.make("push-sum", network, Layout(SHAPES), running_sums=running_sums)
+        for _ in range(300):
+            network.run(averaging.step(x))
+        biases[running_sums] = float((x - mean).abs().max())
+    assert biases[True] < 1e-9
+    assert biases[False] > 1e-2
+
+
+def test_relays_without_some_messages_keep_near_the_optimum():
+    """The error is that of models which are older than without losses, and does not grow."""
+    errors = []
+    for fraction in (0.0, 0.1):
+        problem = Quadratics()
+        rule = rule_of("relay-sgd", "plain", problem, 0.05, network_of(fraction, "chain"))
+        train(rule, problem, 400)
+        errors.append(problem.error)
+    assert errors[0] < 1e-6
+    assert 1e-3 < errors[1] < 3
+
+
+def test_losses_resume_with_the_same_bits():
+    x = start(8, torch.float32)
+    drawn = scenario.read({"loss": {"fraction": 0.3, "ends": "both"}}, 8, 1)
+
+    def build() -> tuple[Network, Any]:
+        network = Network(topologies.make("ring", 8), losses=Losses(drawn.lost, repeat=True))
+        return network, algorithms.make("push-sum", network, Layout(SHAPES), running_sums=True)
+
+    network, averaging = build()
+    for step in range(20):
+        if step == 10:
+            saved = copy.deepcopy((network.state_dict(), averaging.state_dict(), x))
+        network.run(averaging.step(x))
+    other, again = build()
+    other.load_state_dict(saved[0])
+    again.load_state_dict(saved[1])
+    for _ in range(10):
+        other.run(again.step(saved[2]))
+    assert torch.equal(saved[2], x)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"optimizer": "push-sum"},
+        {"optimizer": "push-sum", "optimizer_running_sums": True},
+        {"optimizer": "dpsgd", "learning": "relay-sgd", "topology": "chain"},
+    ],
+)
+def test_training_with_losses(method):
+    without, _ = trained(**method)
+    lossy, _ = trained(**method, scenario={"loss": {"fraction": 0.1, "ends": "one"}})
+    assert not torch.equal(without.parameters.x, lossy.parameters.x)
+    assert lossy.parameters.x.isfinite().all()
+    with pytest.raises(ValueError, match="scenario="):
+        built(**method, scenario={"speeds": {1: 0.5}})
+
+
+def test_losses_in_bursts_have_the_stationary_fraction():
+    loss = {"fraction": 0.5, "to_bad": 0.05, "to_good": 0.2, "ends": "one"}
+    drawn = scenario.read({"loss": loss}, 8, 1)
+    lost = [drawn.lost(i, i + 1, k) for i in range(3) for k in range(900)]
+    assert sum(lost) / len(lost) == pytest.approx(0.5 * 0.05 / 0.25, abs=0.03)
+    again = sum(a and b for a, b in pairwise(lost)) / sum(lost)
+    assert again > 0.25  # 0.1 for independent ones
