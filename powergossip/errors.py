@@ -16,6 +16,12 @@ class PeerLost(Stopped):
     """Another process has ended, so that its messages will not arrive."""
 
 
+class Dropped(Stopped):
+    """The other processes regard this one as lost and go on without it."""
+
+    exit_code = 75
+
+
 class Signaled(Stopped):
     """This process has received a signal. The exit code is 128 + its number."""
 

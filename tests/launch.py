@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -94,10 +94,11 @@ def python(
     fresh: bool = False,
     launcher: str = "mpirun",
     variables: Mapping[str, str] | None = None,
+    options: Sequence[str] = (),
 ) -> Completed:
     """`python ARGUMENTS`, under `mpirun -np PROCESSES` or `torchrun --nproc-per-node PROCESSES` if
     a number is given; it has ended when this returns. The project's modules can be imported from
-    any folder. variables: added to the environment."""
+    any folder. variables: added to the environment. options: of mpirun."""
     words = list(map(str, arguments))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment |= variables or {}
@@ -107,7 +108,7 @@ def python(
             return _fork(torchrun(processes, [*stand_in(), *words]), cwd, environment, timeout)
     if processes is not None:
         started = [sys.executable] if fresh else stand_in()
-        command = ["mpirun", "-np", str(processes), *started, *words]
+        command = ["mpirun", "-np", str(processes), *options, *started, *words]
         with one_mpirun_at_a_time():
             return _run(command, cwd, environment, timeout)
     if fresh:

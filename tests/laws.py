@@ -48,6 +48,7 @@ EXACT = [
     Law("momentum-tracking", "power-gossip", 0.005, 3000, {}, {}),
     Law("exact-diffusion", "plain", 0.1, 600, {}, {}),
     Law("exact-diffusion", "power-gossip", 0.1, 3000, {}, {"diffusion_rate": 0.25}),
+    Law("exact-diffusion", "power-gossip", 0.05, 6000, {"dual_rate": 0.1}, {"diffusion_rate": 1.0}),
     Law("exact-diffusion", "qsgd", 0.05, 3000, {}, {"copy_rate": 0.5}),
     Law("exact-diffusion", "identity", 0.1, 1000, {}, {"copy_rate": 0.5}),
     Law("beer", "top-k", 0.02, 6000, {}, {}, True),

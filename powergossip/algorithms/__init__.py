@@ -159,8 +159,8 @@ class Options(_options.Options):
     def __init__(self, **given: Any):
         compressor_options = given.pop("compressor_options", compressors.Options())
         super().__init__(AVERAGING | CONSENSUS_ONLY, given)
-        if self.diffusion_rate is None:  # of CHOCO-Gossip, that of its compressor
-            self.diffusion_rate = 1.0
+        # Also for rows that differ: CHOCO-Gossip's default is that of its compressor.
+        self.diffusion_rate: Any = given.get("diffusion_rate", 1.0)
         self.compressor_options = compressor_options
 
 

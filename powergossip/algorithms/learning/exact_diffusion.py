@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from powergossip import checks
 from powergossip.algorithms.averaging import Incremental, Kind, incremental
 from powergossip.algorithms.learning.gossip_rule import GossipRule
 from powergossip.network import Conversation
@@ -14,8 +15,8 @@ class ExactDiffusion(GossipRule):
     """NIDS, exact diffusion and D² with (I + W)/2, in the form of duals.
 
         y_i = x_i + u_i + d_i                u_i the local optimizer's displacement, −η g_i for SGD
-        δ_i = ½ Δ(y)_i                       Δ(y) = G(y) − y, opposite at both ends of an edge
-        x_i ← y_i + δ_i,   d_i ← d_i + δ_i
+        δ_i = Δ(y)_i/(1 + θ)                 Δ(y) = G(y) − y, opposite at both ends of an edge
+        x_i ← y_i + δ_i,   d_i ← d_i + θ δ_i
 
     Li, Shi & Yan (2019), arXiv:1704.07807 (NIDS); Yuan, Ying, Zhao & Sayed (2019),
     arXiv:1702.05122. Over plain gossip, Δ(y) = γ (W − I) y: with γ = 1, (I + W)/2 mixes. D² (Tang
@@ -24,11 +25,19 @@ class ExactDiffusion(GossipRule):
     form of D² is the same; its rounding errors add up, those of the duals do not. Half of Δ, not
     half of γ: PowerGossip averages vectors with a rate of their own.
 
+    The papers have a dual rate θ = 1. Where G moves a direction by a small fraction ℓ a step, as
+    PowerGossip all but a few, x and d then oscillate with frequency √ℓ and decay with ℓ/2 only. A
+    smaller θ reduces the frequency to √(θ ℓ). The fixed point is the same.
+
     With CHOCO-Gossip's public copies and an unbiased compressor it is CEDAS (Huang & Pu 2025,
     arXiv:2301.05872) and, for a constant η, LEAD (Liu et al. 2021, arXiv:2007.00232). Biased
     compressors diverge.
 
     One message a step, as large as D-PSGD's. Exact fixed point. Invariant: Σ_i d_i = 0.
+
+    dual_rate  # θ
+
+    Raises BadValue unless 0 < θ ≤ 1.
     """
 
     kinds: ClassVar[frozenset[Kind]] = frozenset({Kind.ANTISYMMETRIC, Kind.UNBIASED_COPIES})
@@ -37,8 +46,11 @@ class ExactDiffusion(GossipRule):
 
     _averaging: Incremental
 
-    def __init__(self, *everything: Any, **options: Any):
+    def __init__(self, *everything: Any, dual_rate: float = 1.0, **options: Any):
         super().__init__(*everything, **options)
+        ok = checks.is_finite(dual_rate) and 0 < dual_rate <= 1
+        checks.check("dual_rate", f"{dual_rate}", ok, "a number above 0, at most 1")
+        self._dual_rate = dual_rate
         self._averaging = incremental(self._make(self._layout))
         self._d = torch.zeros_like(self._x)
         self._increment = torch.zeros_like(self._x)
@@ -46,6 +58,6 @@ class ExactDiffusion(GossipRule):
     def move(self, u: Tensor) -> Conversation:
         self._x.add_(u).add_(self._d)
         yield from self._averaging.increment(self._x, self._increment)
-        self._increment.mul_(0.5)
+        self._increment.div_(1 + self._dual_rate)
         self._x.add_(self._increment)
-        self._d.add_(self._increment)
+        self._d.add_(self._increment, alpha=self._dual_rate)

@@ -1,0 +1,290 @@
+"""Messages between workers that may be late, stop, or be lost."""
+
+import atexit
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor
+
+from powergossip.errors import BadInput, Dropped, Stopped
+from powergossip.network import joining
+from powergossip.network.membership import Survivors
+from powergossip.network.peers import DATA, NOTE, Peers, exchange_identities
+from powergossip.network.processes import report
+from powergossip.network.wire import Payload, Wire, octets
+
+_GRACE = 1.0  # seconds that a process has to end after the notice that it was dropped
+
+Message = tuple[int, int, int, Tensor]  # i, j, k, payload: uint8
+
+
+class Links:
+    """Point-to-point messages between workers, each with the counter of its sender.
+
+    process  # index of this process
+    homes    # worker → index of the process that hosts it, lost workers included
+    workers  # indices of the workers that this process hosts, ascending
+    alive    # indices of the workers that are not lost
+
+    No method blocks but `wait`, `survivors` and `finish`. Messages between two workers arrive in
+    the order in which they were sent, and never twice. A process is lost with all of its workers,
+    see powergossip.network.peers. `worker_timeout` is in seconds and must exceed the time between
+    two calls of `poll`. Without ULFM (powergossip.network.ulfm), the end of a process ends the job.
+
+    Every method but `lost` raises Dropped if the others regard this process as lost.
+    """
+
+    def __init__(
+        self,
+        communicator: Any,
+        homes: Sequence[int],
+        worker_timeout: float = 30.0,
+        longest: int = 2**30,
+    ):
+        """All processes of the communicator (mpi4py) call it.
+
+        homes    # the rank of the process of each worker
+        longest  # bytes of one MPI message; longer messages are sent in several
+        """
+        identities = exchange_identities(communicator)
+        ranks = {rank: rank for rank in identities}
+        wire = Wire(communicator, communicator.rank, ranks, longest)
+        peers = Peers(wire, identities, worker_timeout, identities)
+        self._set(peers, dict(enumerate(homes)), communicator, ranks, calls=0)
+
+    def _set(
+        self,
+        peers: Peers,
+        homes: Mapping[int, int],
+        communicator: Any,
+        ranks: Mapping[int, int],
+        calls: int,
+    ) -> None:
+        self._peers, self.homes = peers, dict(homes)
+        self._communicator, self._ranks = communicator, ranks
+        self.process = peers.own
+        self.workers = sorted(w for w, home in self.homes.items() if home == self.process)
+        self._survivors = Survivors(peers, calls)
+        self._reported = set(self.homes) - self.alive
+        self._local: list[Message] = []
+
+    @property
+    def alive(self) -> frozenset[int]:
+        """Indices of the workers that are not lost."""
+        return frozenset(w for w, home in self.homes.items() if home in self._peers.alive)
+
+    @property
+    def processes(self) -> frozenset[int]:
+        """Indices of the processes that are not lost."""
+        return frozenset(self._peers.alive)
+
+    def send(self, i: int, j: int, k: int, payload: Payload) -> None:
+        """Start to send message k of the hosted worker i to worker j. The payload is copied.
+
+        Messages to lost workers are discarded.
+        """
+        home = self.homes[j]
+        if home == self.process:
+            self._local.append((i, j, k, octets(payload).clone()))
+        else:
+            self._peers.send(home, DATA, i, j, k, payload)
+
+    def poll(self) -> list[Message]:
+        """The messages to hosted workers that have arrived since the last call: (i, j, k, payload),
+        in order of arrival. payload is uint8, and the caller's to keep and to change."""
+        self._peers.advance()
+        arrived, self._local = self._local, []
+        return arrived + [(m.i, m.j, m.k, m.payload) for m in self._peers.take(DATA)]
+
+    def wait(self, seconds: float) -> None:
+        """Return when `poll` or `notes` has something, or workers were lost, or after that time."""
+        since = time.monotonic()
+        while True:
+            self._peers.advance()
+            if self._local or self._peers.has(DATA) or self._peers.has(NOTE) or self._unreported():
+                return
+            if time.monotonic() - since >= seconds:
+                return
+            self._peers.nap(since)
+
+    def _unreported(self) -> set[int]:
+        return set(self.homes) - self.alive - self._reported
+
+    def lost(self) -> set[int]:
+        """Workers that were lost since the last call."""
+        new = self._unreported()
+        self._reported |= new
+        return new
+
+    def drop(self, workers: Iterable[int]) -> None:
+        """Regard workers as lost, with their processes. The others do so as well."""
+        for worker in workers:
+            self._peers.drop(self.homes[worker])
+
+    def note(self, payload: Payload) -> None:
+        """Start to send a note to all other processes, such as the progress of this one."""
+        for process in self._peers.alive - {self.process}:
+            self._peers.send(process, NOTE, payload=payload)
+
+    def notes(self) -> list[tuple[int, Tensor]]:
+        """The notes that have arrived since the last call: index of the process, payload."""
+        self._peers.advance()
+        return [(message.source, message.payload) for message in self._peers.take(NOTE)]
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """A block, such as an evaluation or a checkpoint, whose silence does not count."""
+        with self._peers.quiet():
+            yield
+
+    def survivors(self) -> Survivors:
+        """The surviving processes, agreed by all of them, which call it at the same point.
+
+        Waits for all of them. Their collective operations stay usable if further ones are lost.
+        Messages between workers arrive meanwhile and wait for `poll`.
+        """
+        self._survivors.barrier()
+        return self._survivors
+
+    def replace(self, workers: Sequence[int], command: Sequence[str], patience: float = 60) -> bool:
+        """Start a process that hosts lost workers anew, from the survivors. All of them call it.
+
+        command   # a program of Python and its arguments. It calls `Links.join()`
+        patience  # seconds that the start may take
+
+        Returns whether the process has started: then the workers are alive again, and all
+        processes can send to them. Takes as long as Python takes to start, while no messages move.
+        If another process ends meanwhile, MPI may end or hang. A hang ends the run after
+        `patience`. `move` has no such risk.
+        """
+        from mpi4py import MPI
+
+        self.drop(workers)
+        peers = self._peers
+        self._survivors.barrier()
+        self.end_dropped()
+        if any(self._survivors.gather(self._beyond_reach())):
+            return False
+        with joining.limited(patience):
+            try:
+                merged, ranks, identity = joining.spawn(self._communicator, self._ranks, command)
+            except MPI.Exception:
+                merged = None
+            if not all(self._survivors.gather(merged is not None)):
+                return False
+            own = max(peers.identities) + 1
+            roll = joining.Roll(
+                {**ranks, own: merged.size - 1},
+                {**peers.identities, own: identity},
+                {**self.homes, **dict.fromkeys(workers, own)},
+                peers.worker_timeout,
+                self._survivors.calls,
+                own,
+            )
+            merged.bcast(roll, root=0)
+            peers.add(merged, roll.ranks, {own: identity})
+        self._communicator, self._ranks, self.homes = merged, roll.ranks, dict(roll.homes)
+        self._reported -= set(workers)
+        self._survivors.barrier()
+        return True
+
+    def move(self, workers: Iterable[int], process: int) -> None:
+        """Let a process that lives host these workers: a spare one, or one that hosts others.
+
+        All processes call it at the same point. Workers that were lost are alive again.
+        """
+        self._survivors.barrier()
+        self.homes |= dict.fromkeys(workers, process)
+        self.workers = sorted(w for w, home in self.homes.items() if home == self.process)
+        self._reported -= set(workers)
+
+    @classmethod
+    def join(cls, patience: float = 60) -> "Links":
+        """The links of a process that `replace` has started, which hosts the lost workers."""
+        merged, roll = joining.enter(patience)
+        wire = Wire(merged, roll.own, roll.ranks)
+        peers = Peers(wire, roll.identities, roll.worker_timeout, roll.ranks)
+        links = cls.__new__(cls)
+        links._set(peers, roll.homes, merged, roll.ranks, roll.calls)
+        links._survivors.barrier()
+        return links
+
+    def flush(self, seconds: float) -> None:
+        """Wait until all messages are sent, or so long."""
+        since = time.monotonic()
+        while self._peers.wire.pending and time.monotonic() - since < seconds:
+            self._peers.advance()
+            self._peers.nap(since)
+
+    def end_dropped(self) -> None:
+        """End the processes of this host that were dropped and may be stopped.
+
+        The launcher would wait for them. They have a second to read the notice and to end.
+        """
+        since = time.monotonic()
+        identities = self._peers.identities
+        while left := [p for p in self._peers.dropped() if identities[p].can_be_ended]:
+            if time.monotonic() - since > _GRACE:
+                for process in left:
+                    os.kill(identities[process].pid, signal.SIGKILL)
+                return
+            self._peers.advance()
+            time.sleep(0.01)
+
+    def _beyond_reach(self) -> bool:
+        """Whether a dropped process may live on a host without a survivor. MPI would wait for it
+        where all processes of a communicator take part."""
+        identities, peers = self._peers.identities, self._peers
+        hosts = {identities[process].host for process in peers.alive}
+        return any(identities[process].host not in hosts for process in peers.dropped())
+
+    def finish(self, exit_code: int = 0) -> None:
+        """The last call: wait for the survivors. With ULFM, Python then ends without MPI_Finalize.
+
+        After the loss of a process, Open MPI 5.0 may wait in MPI_Finalize forever. Exit handlers of
+        Python that were registered before this call are left out.
+        """
+        self._survivors.barrier()
+        self.flush(1.0)
+        self.end_dropped()
+        if len(self._peers.alive) < len(self._peers.identities):
+            atexit.register(_exit, exit_code)
+
+
+def end_alone(process: int) -> None:
+    """End only this process on an uncaught exception: the others lose it and go on.
+
+    MPI is not finalized, because Open MPI may wait for a lost process there. The exit code of
+    mpirun is that of the first process which ends with one other than 0. Processes that were
+    dropped therefore end by SIGKILL, which mpirun disregards with ULFM: the run is not a failure.
+    """
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, Stopped | BadInput):
+            report(error)
+        else:
+            text = "".join(traceback.format_exception(kind, error, trace))
+            print(f"\nprocess {process} failed:\n{text}", file=sys.stderr, flush=True)
+        if isinstance(error, Dropped):
+            _flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        _exit(2 if isinstance(error, BadInput) else getattr(error, "exit_code", 1))
+
+    sys.excepthook = hook
+
+
+def _exit(code: int) -> None:
+    _flush()
+    os._exit(code)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()

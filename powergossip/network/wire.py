@@ -1,0 +1,239 @@
+"""Messages of any length between processes, by MPI, that never block.
+
+A message has a header, a kind, three counters and a payload. With ULFM (mpirun --with-ft ulfm), a
+process that has ended is noticed; without it, MPI ends the job.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_TAG = 1
+_LONGEST = 2**30  # bytes of one MPI message. Longer ones are sent in several
+_HEADER = np.dtype(
+    [("kind", "<i4"), ("i", "<i4"), ("j", "<i4"), ("spare", "<i4"), ("k", "<i8"), ("bytes", "<i8")]
+)
+_PROC_FAILED, _PROC_FAILED_PENDING = 75, 76
+
+Payload = bytes | bytearray | memoryview | np.ndarray | Tensor
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """A message as it has arrived. `payload` is uint8 and belongs to the receiver."""
+
+    source: int  # index of the process
+    kind: int
+    i: int
+    j: int
+    k: int
+    payload: Tensor
+
+
+def octets(payload: Payload) -> Tensor:
+    """The bytes of a payload, as a tensor without a copy where possible."""
+    if isinstance(payload, np.ndarray):
+        payload = torch.from_numpy(np.ascontiguousarray(payload).reshape(-1).view(np.uint8))
+    if isinstance(payload, Tensor):
+        return payload.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    if len(payload) == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+
+
+class _Incoming:
+    """The messages from one process, in the order in which they were sent."""
+
+    def __init__(self) -> None:
+        self.parts: deque[tuple[Any, np.ndarray]] = deque()  # request, memory
+        self.received: list[np.ndarray] = []  # of the present message
+        self.missing = 0  # bytes of it
+
+    def add(self, part: np.ndarray) -> np.ndarray | None:
+        """The present message with its header, if this is its last part."""
+        if not self.received:
+            self.missing = _HEADER.itemsize + int(
+                part[: _HEADER.itemsize].view(_HEADER)["bytes"][0]
+            )
+        self.received.append(part)
+        self.missing -= part.nbytes
+        assert self.missing >= 0
+        if self.missing:
+            return None
+        whole = part if len(self.received) == 1 else np.concatenate(self.received)
+        self.received = []
+        return whole
+
+
+class Wire:
+    """Messages to and from the processes of a communicator, and of further ones.
+
+    own      # index of this process
+    ended    # processes that MPI reports as ended
+    lost     # those, and those that were given to `forget`
+    longest  # bytes of one MPI message
+
+    A process has one index for the whole run: its rank in the first communicator, or the index
+    given when it was added.
+    """
+
+    def __init__(
+        self, communicator: Any, own: int, ranks: Mapping[int, int], longest: int = _LONGEST
+    ):
+        """`ranks` maps indices of processes to ranks. All processes of the communicator call it."""
+        assert longest > _HEADER.itemsize
+        self.own, self.longest = own, longest
+        self.lost: set[int] = set()
+        self.ended: set[int] = set()
+        self._communicators: list[tuple[Any, dict[int, int]]] = []  # and rank → process
+        self._places: dict[int, tuple[Any, int]] = {}  # process → communicator, rank
+        self._sends: dict[int, deque[tuple[Any, np.ndarray]]] = {}
+        self._incoming: dict[int, _Incoming] = {}
+        self.add(communicator, ranks)
+
+    def add(self, communicator: Any, ranks: Mapping[int, int]) -> None:
+        """Also exchange messages with these processes. All processes of the communicator call it.
+
+        Those that are known already keep the communicator that they have.
+        """
+        from mpi4py import MPI
+
+        own = communicator.Dup()
+        own.Set_errhandler(MPI.ERRORS_RETURN)
+        self._communicators.append((own, {rank: process for process, rank in ranks.items()}))
+        for process, rank in ranks.items():
+            if process != self.own and process not in self._places:
+                self._places[process] = own, rank
+                self._sends[process] = deque()
+                self._incoming[process] = _Incoming()
+
+    @property
+    def pending(self) -> int:
+        """The number of messages that are not sent yet."""
+        return sum(map(len, self._sends.values()))
+
+    def send(
+        self, process: int, kind: int, i: int = 0, j: int = 0, k: int = 0, payload: Payload = b""
+    ) -> None:
+        """Start to send. The payload is copied. Messages to a lost process are discarded."""
+        from mpi4py import MPI
+
+        if process in self.lost:
+            return
+        body = octets(payload)
+        memory = np.empty(_HEADER.itemsize + body.numel(), dtype=np.uint8)
+        memory[: _HEADER.itemsize].view(_HEADER)[0] = (kind, i, j, 0, k, body.numel())
+        memory[_HEADER.itemsize :] = body.numpy()
+        communicator, rank = self._places[process]
+        for start in range(0, memory.nbytes, self.longest):
+            part = memory[start : start + self.longest]
+            try:
+                request = communicator.Isend([part, MPI.BYTE], rank, _TAG)
+            except MPI.Exception as error:
+                self._lose(process, error)
+                return
+            self._sends[process].append((request, part))
+
+    def receive(self) -> list[Envelope]:
+        """Advance all messages. Returns those that have arrived, by process in order of sending."""
+        for communicator, processes in self._communicators:
+            self._probe(communicator, processes)
+        self._finish_sends()
+        arrived: list[Envelope] = []
+        for process in self._incoming:
+            self._take(process, arrived)
+        return [message for message in arrived if message.source not in self.lost]
+
+    def _probe(self, communicator: Any, processes: dict[int, int]) -> None:
+        """Start to receive all messages that wait."""
+        from mpi4py import MPI
+
+        status = MPI.Status()
+        while True:
+            try:
+                message = communicator.Improbe(MPI.ANY_SOURCE, _TAG, status)
+            except MPI.Exception as error:
+                _check_class(error)
+                self._find_lost(communicator, processes)
+                continue
+            if message is None:
+                return
+            memory = np.empty(status.Get_count(MPI.BYTE), dtype=np.uint8)
+            process = processes[status.Get_source()]
+            try:
+                request = message.Irecv([memory, MPI.BYTE])
+            except MPI.Exception as error:
+                self._lose(process, error)
+                continue
+            self._incoming[process].parts.append((request, memory))
+
+    def _find_lost(self, communicator: Any, processes: dict[int, int]) -> None:
+        """Ask MPI for the ended processes. Operations for any source then succeed again."""
+        from mpi4py import MPI
+
+        communicator.Ack_failed()
+        failed, everyone = communicator.Get_failed(), communicator.Get_group()
+        for rank in MPI.Group.Translate_ranks(failed, None, everyone):
+            self._end(processes[rank])
+        failed.Free()
+        everyone.Free()
+
+    def _finish_sends(self) -> None:
+        from mpi4py import MPI
+
+        for process, sends in self._sends.items():
+            try:
+                while sends and sends[0][0].Test():
+                    sends.popleft()
+            except MPI.Exception as error:
+                self._lose(process, error)
+
+    def _take(self, process: int, arrived: list[Envelope]) -> None:
+        from mpi4py import MPI
+
+        incoming = self._incoming[process]
+        try:
+            while incoming.parts and incoming.parts[0][0].Test():
+                whole = incoming.add(incoming.parts.popleft()[1])
+                if whole is not None:
+                    header = whole[: _HEADER.itemsize].view(_HEADER)[0]
+                    kind, i, j, k = (int(header[name]) for name in ("kind", "i", "j", "k"))
+                    payload = torch.from_numpy(whole[_HEADER.itemsize :])
+                    arrived.append(Envelope(process, kind, i, j, k, payload))
+        except MPI.Exception as error:
+            self._lose(process, error)
+
+    def _lose(self, process: int, error: Any) -> None:
+        _check_class(error)
+        self._end(process)
+
+    def _end(self, process: int) -> None:
+        self.ended.add(process)
+        self.forget(process)
+
+    def forget(self, process: int) -> None:
+        """Discard the messages from and to a process, now and later.
+
+        MPI may still use the memory of messages that were started: it is kept.
+        """
+        if process not in self.lost and process != self.own:
+            self.lost.add(process)
+            _kept.append(self._sends[process])
+            self._sends[process] = deque()
+        if process in self.ended:
+            _kept.append(self._incoming[process])
+            self._incoming[process] = _Incoming()
+
+
+_kept: list[Any] = []
+
+
+def _check_class(error: Any) -> None:
+    """Raise an error of MPI again unless it is the end of a process."""
+    if error.Get_error_class() not in (_PROC_FAILED, _PROC_FAILED_PENDING):
+        raise error

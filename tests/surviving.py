@@ -1,0 +1,190 @@
+"""Programs for tests/test_links.py, under mpirun --with-ft ulfm: processes end and stop.
+
+python tests/surviving.py kills SEED       one or two of them end at random times
+python tests/surviving.py stop SECONDS     process 1 is stopped for that time; 0: for ever
+python tests/surviving.py join VICTIM      a process ends, a new one takes its place, another ends
+
+The survivors print rows in JSON.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from powergossip.network.links import Links, end_alone
+
+LIMIT = 60  # seconds after which a program that hangs ends
+
+
+def row(**values: Any) -> None:
+    # one write: the lines of several processes do not mix
+    sys.stdout.write(json.dumps(values) + "\n")
+    sys.stdout.flush()
+
+
+def die_after(seconds: float) -> None:
+    timer = threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    timer.daemon = True
+    timer.start()
+
+
+class Chatter:
+    """Worker i of process i answers each message of the others with the next one."""
+
+    def __init__(self, links: Links, elements: int):
+        self.links, self.elements = links, elements
+        (self.own,) = links.workers
+        self.sent: dict[int, int] = {}
+        self.received: dict[int, int] = {}
+        self.lost: dict[int, float] = {}
+        self.longest_gap, self._last = 0.0, time.monotonic()
+        for worker in sorted(links.alive - {self.own}):
+            self.begin(worker)
+
+    def begin(self, worker: int) -> None:
+        self.sent[worker] = self.received[worker] = 0
+        self._send(worker)
+
+    def _send(self, worker: int) -> None:
+        payload = np.full(self.elements, self.sent[worker] % 256, dtype=np.uint8)
+        self.links.send(self.own, worker, self.sent[worker], payload)
+        payload[:] = 255  # links have a copy
+        self.sent[worker] += 1
+
+    def turn(self, seconds: float) -> None:
+        self.links.wait(seconds)
+        now = time.monotonic()
+        self.longest_gap, self._last = max(self.longest_gap, now - self._last), now
+        for i, j, k, payload in self.links.poll():
+            assert j == self.own
+            assert k == self.received[i], "once, and in order"
+            assert payload.numel() == self.elements
+            assert bool((payload == k % 256).all())
+            self.received[i] += 1
+            self._send(i)
+        for worker in self.links.lost():
+            self.lost[worker] = time.time()
+
+    def run(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.turn(0.02)
+
+
+def kills(seed: int) -> None:
+    communicator = MPI.COMM_WORLD
+    draw = random.Random(seed)
+    victims = draw.sample(range(communicator.size), draw.choice([1, 2]))
+    times = {victim: draw.uniform(0.0, 0.6) for victim in victims}
+    elements = draw.choice([10, 30_000, 3_000_000])
+    links = Links(communicator, range(communicator.size), worker_timeout=20)
+    end_alone(links.process)
+    if links.process in times:
+        die_after(times[links.process])
+    chatter = Chatter(links, elements)
+    died = {victim: time.time() + seconds for victim, seconds in times.items()}
+    sizes = []
+    for _ in range(20):  # deaths come in the conversations or in the collectives
+        chatter.run(0.02)
+        survivors = links.survivors()
+        found = survivors.gather(links.process)
+        assert found == survivors.members, (found, survivors.members)
+        sizes.append(survivors.gather_arrays(np.full(1000, links.process)).shape[0])
+        assert survivors.broadcast(links.process) == survivors.members[0]
+    while set(chatter.lost) < set(victims):  # within LIMIT
+        chatter.turn(0.1)
+    survivors = links.survivors()
+    row(
+        process=links.process,
+        members=survivors.members,
+        rank=survivors.rank,
+        expected=sorted(set(range(communicator.size)) - set(victims)),
+        sizes=survivors.gather(sizes),
+        detected={v: chatter.lost[v] - died[v] for v in victims},
+    )
+    links.finish()
+
+
+def stop(seconds: float) -> None:
+    communicator = MPI.COMM_WORLD
+    timeout = 0.6
+    links = Links(communicator, range(communicator.size), worker_timeout=timeout)
+    end_alone(links.process)
+    pids = links.survivors().gather(os.getpid())
+    chatter = Chatter(links, 1000)
+    chatter.run(0.2)
+    if links.process == 0:
+        os.kill(pids[1], signal.SIGSTOP)
+        if seconds:
+            wake = threading.Timer(seconds, lambda: os.kill(pids[1], signal.SIGCONT))
+            wake.start()
+    before = dict(chatter.received)
+    chatter.longest_gap = 0.0
+    chatter.run(1.5 if seconds < timeout else 2.5)
+    survivors = links.survivors()
+    row(
+        process=links.process,
+        members=survivors.members,
+        gained={w: chatter.received[w] - before[w] for w in before},
+        gap=chatter.longest_gap,
+    )
+    links.finish()
+
+
+def join(victim: int) -> None:
+    communicator = MPI.COMM_WORLD
+    links = Links(communicator, range(communicator.size), worker_timeout=20)
+    end_alone(links.process)
+    if links.process == victim:
+        die_after(0.1)
+    chatter = Chatter(links, 100_000)
+    while not chatter.lost:
+        chatter.turn(1.0)
+    start = time.monotonic()
+    survivors = links.survivors()
+    agreed = time.monotonic() - start
+    joined = links.replace([victim], [__file__, "newcomer", str(victim)])
+    row(process=links.process, joined=joined, agreed=agreed, seconds=time.monotonic() - start)
+    chatter.begin(victim)
+    after_joining(links, chatter)
+    assert survivors.members == links.survivors().members
+
+
+def newcomer(victim: int) -> None:
+    links = Links.join()
+    end_alone(links.process)
+    assert links.workers == [victim]
+    after_joining(links, Chatter(links, 100_000))
+
+
+def after_joining(links: Links, chatter: Chatter) -> None:
+    chatter.run(0.3)
+    survivors = links.survivors()
+    members = survivors.gather(links.workers)
+    (counts,) = survivors.gather_arrays(np.array([len(chatter.received)]))[:1]
+    row(process=links.process, workers=members, alive=sorted(links.alive), peers=int(counts[0]))
+    assert all(chatter.received[w] for w in links.alive - {chatter.own})
+    if links.process == min(links.homes.values()):  # an old process ends as well
+        die_after(0.0)
+    chatter.lost.clear()
+    while not chatter.lost:
+        chatter.turn(1.0)
+    row(process=links.process, again=links.survivors().gather(chatter.own))
+    links.finish()
+
+
+if __name__ == "__main__":
+    die_after(LIMIT)
+    kind, argument = sys.argv[1:]
+    if kind == "stop":
+        stop(float(argument))
+    else:
+        {"kills": kills, "join": join, "newcomer": newcomer}[kind](int(argument))
