@@ -97,9 +97,9 @@ def test_the_sum_is_conserved_at_all_times(name, gossip):
     x = start(8, torch.float64)
     total, moved = x.sum(0), 0.0
     clock = averaging_clock(x, name=name, gossip=gossip, max_delay=2, values=LATE)
-    for event in range(400):
+    for event in range(250):
         clock.advance()
-        if event % 9 == 0:
+        if event % 15 == 0:
             unapplied = clock.unapplied()
             moved = max(moved, float(unapplied.abs().max()))
             torch.testing.assert_close(x.sum(0) + unapplied, total, rtol=0, atol=1e-12)
@@ -109,7 +109,7 @@ def test_the_sum_is_conserved_at_all_times(name, gossip):
 @pytest.mark.parametrize(("name", "delay", "steps"), [("plain", 0, 450), ("plain", 4, 700),
                                                      ("power", 0, 1200)])  # fmt: skip
 @pytest.mark.parametrize(
-    "seeds", [range(2), pytest.param(range(2, 20), marks=pytest.mark.slow)], ids=["", "more"]
+    "seeds", [range(1), pytest.param(range(1, 20), marks=pytest.mark.slow)], ids=["", "more"]
 )
 def test_late_exchanges_average_exactly(name, delay, steps, seeds):
     """V is never above its start, and reaches rounding. Also with smaller rates γ/(1 + delay)."""
@@ -137,38 +137,38 @@ def test_late_exchanges_average_exactly(name, delay, steps, seeds):
         assert float((x - mean).square().sum()) < (1e-8 if delay else 1e-13) * first
 
 
-@pytest.mark.parametrize(("gossip", "dual_rate"), [("bounded", 1.0), ("asynchronous", 1 / 9)])
-def test_exact_diffusion_with_late_exchanges_is_exact(gossip, dual_rate):
+@pytest.mark.slow
+def test_exact_diffusion_with_late_exchanges_is_exact():
     values = {"jitter": 0.5, "late": {"fraction": 0.5, "seconds": 4.0}, "speeds": {5: 0.3}}
     problem = Quadratics()
-    clock = learning_clock(
-        problem, "exact-diffusion", 0.05, gossip=gossip, max_delay=3, values=values,
-        diffusion_rate=0.2, rule_options={"dual_rate": dual_rate},
-    )  # fmt: skip
-    clock.run(1800)
-    assert problem.error < 1e-5
-    problem = Quadratics()
-    learning_clock(problem, "dpsgd", 0.05, gossip=gossip, max_delay=3, values=values).run(500)
-    assert problem.error > 0.1
+    learning_clock(
+        problem,
+        "exact-diffusion",
+        0.05,
+        gossip="bounded",
+        max_delay=3,
+        values=values,
+        diffusion_rate=0.2,
+    ).run(2500)
+    assert problem.error < 1e-9
 
 
 def test_duals_that_grow_slowly_do_not_oscillate():
-    """NIDS diverges with exchanges that are a step late, for small learning rates."""
+    """NIDS diverges with late exchanges, for small learning rates."""
     errors = []
-    for dual_rate in (1.0, 1 / 3):
+    for dual_rate, steps in ((1.0, 150), (0.2, 400)):
         problem = Quadratics()
-        values = {"jitter": 0.3, "late": {"fraction": 0.5, "seconds": 1.0}}
         learning_clock(
             problem,
             "exact-diffusion",
-            0.05,
+            0.02,
             gossip="asynchronous",
-            values=values,
+            values={"jitter": 0.3, "late": {"fraction": 0.5, "seconds": 4.0}},
             rule_options={"dual_rate": dual_rate},
-        ).run(500)
+        ).run(steps)
         errors.append(problem.error)
-    assert errors[1] < 1e-5
-    assert errors[0] > 1
+    assert errors[0] > 10
+    assert errors[1] < 0.02
 
 
 @pytest.mark.parametrize(
@@ -255,13 +255,13 @@ def test_a_clock_resumes_in_the_middle_with_the_same_bits(name, gossip):
 def test_losses_at_both_ends_are_exact_and_at_one_end_biased(name):
     biases = {}
     for ends in ("both", "one"):
-        x = start(8, torch.float64)
+        x = start(8, torch.float64, shapes=((6, 5),))
         mean = x.mean(0)
         loss = {"loss": {"fraction": 0.1, "ends": ends}}
-        averaging_clock(x, name=name, values=loss).run(600)
+        averaging_clock(x, name=name, values=loss, shapes=((6, 5),)).run(200)
         biases[ends] = float((x.mean(0) - mean).abs().max())
         if ends == "both":
-            assert float((x - mean).abs().max()) < 1e-9
+            assert float((x - mean).abs().max()) < 1e-3
     assert biases["both"] < 1e-12
     assert biases["one"] > 1e-2
 
