@@ -58,7 +58,7 @@ GENERAL_DEFAULTS: Mapping[str, Any] = {
     "task_architecture": "CNN",
     "batch_size": 16,
     "num_epochs": 40,
-    "learning_rate": 0.05,
+    "learning_rate": 0.02,
     "lr_schedule_milestones": [[30.0, 0.1]],
     "momentum": 0.9,
     "weight_decay": 0.0001,
