@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from powergossip.network.membership import Gathering, Outgoing
+from powergossip.network.peers import encoded
 from powergossip.network.wire import octets
 
 
@@ -103,3 +104,23 @@ def test_without_a_death_nobody_waits_for_an_estimate() -> None:
                 gatherings[destination].receive(source, phase, octets(payload))
     gatherings[2].advance(alive)
     assert gatherings[2].members == alive
+
+
+def test_the_lowest_survivor_determines_the_members() -> None:
+    """Process 3 ends before its value reaches 2, and 2 ends before its set reaches 1."""
+    lowest, other = Gathering(0, b""), Gathering(1, b"")
+    for own, gathering in enumerate((lowest, other)):
+        gathering.advance({0, 1, 2, 3})
+        for source in {0, 1, 2, 3} - {own}:
+            gathering.receive(source, 0, octets(b""))
+        gathering.advance({0, 1, 2})
+        gathering.receive(1 - own, 1, octets(encoded({0, 1, 2, 3})))
+    lowest.receive(2, 1, octets(encoded({0, 1, 2})))
+    ((destination, phase, payload),) = lowest.advance({0, 1})
+    assert lowest.members == {0, 1, 2}, "values that all survivors have"
+    other.advance({0, 1})
+    assert other.members is None, "it waits for process 0"
+    assert destination == 1
+    other.receive(0, phase, octets(payload))
+    other.advance({0, 1})
+    assert other.members == {0, 1, 2}
