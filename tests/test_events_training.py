@@ -76,6 +76,7 @@ def test_seconds_are_virtual_and_fast_workers_do_not_wait(gossip):
 @pytest.mark.parametrize("method", ["power", "sign", "duals", "momentum"])
 def test_a_run_resumes_in_the_middle_with_the_same_bits(method, gossip, tmp_path):
     values = {**TINY, **METHODS[method], "scenario": LATE, "gossip": gossip}
+    values["distributed_lr_warmup_factor"] = 4.0  # a learning rate of each step
     run, _ = trained(**values)
     saved = Checkpoints(tmp_path, processes())
     first = built(**values)

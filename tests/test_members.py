@@ -72,7 +72,10 @@ DEATHS = {
 }
 
 
-@pytest.mark.parametrize("gossip", ["synchronous", "bounded", "asynchronous"])
+@pytest.mark.parametrize(
+    "gossip",
+    ["synchronous", pytest.param("bounded", marks=pytest.mark.slow), "asynchronous"],
+)
 @pytest.mark.parametrize("name", ["plain", "power", "top-k"])
 def test_survivors_agree_on_their_mean(name, gossip):
     """From the moment on at which all know of the deaths, the sum of the survivors is conserved."""
@@ -109,6 +112,22 @@ def test_survivors_find_their_optimum_and_their_duals_sum_to_0(gossip):
     of_workers: list[Any] = [worker.rule for worker in clock.workers.values()]
     duals = [d for rule in of_workers for d in rule.duals.values()]
     assert float(sum(duals).add(clock.unapplied()).abs().max()) < 1e-14 * len(duals) * 10
+
+
+def test_ends_that_know_of_different_deaths_use_one_weight():
+    """The weights of all edges change with a death. Duals are the sums of what was exchanged."""
+    problem = Quadratics()
+    values = {"jitter": 0.3, "latency": 0.4, "deaths": [{"worker": 3, "at": 4.0}], "detection": 0.9}
+    clock = learning_clock(
+        problem, "exact-diffusion", 0.05, "fully-connected", values=values, gossip="asynchronous"
+    )
+    clock.run_until(20.0)
+    workers: dict[int, Any] = dict(clock.workers)
+    pairs = [(i, j) for i in workers for j in workers if i < j]
+    same = [(i, j) for i, j in pairs if workers[i].edges[j].k == workers[j].edges[i].k]
+    assert len(same) > 5
+    for i, j in same:
+        assert torch.equal(workers[i].rule.duals[j], -workers[j].rule.duals[i])
 
 
 @pytest.mark.parametrize("name", ["plain", "power", "top-k"])
