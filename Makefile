@@ -8,8 +8,6 @@ SHELL := bash
 # processes of `make train`, and what is handed on to it:  make train NP=4 ARGS="topology=torus seed=2"
 NP ?= 8
 ARGS ?=
-# FT=1: mpirun does not end the run when a process ends
-FT ?=
 # Python with torch, and a folder of wheels, of `make gpu-check`
 PYTHON ?= $(shell command -v python3 || command -v python)
 WHEELS ?=
@@ -23,7 +21,7 @@ process_counts := 2 4 8
 # Some are repeated with torch.distributed in place of MPI. (PyTorch's hooks use it in any case.)
 of_torch_distributed := $(addprefix tests/test_,$(addsuffix .py,\
 	algorithms dgc error_feedback gossip_hook gossip_optimizer layouts model_averager network \
-	powersgd sign_sgd torchrun training_loops))
+	power_gossip powersgd sign_sgd torchrun training_loops))
 pytest_on_all_cores := python -m pytest -n auto --maxprocesses 8 --dist worksteal
 # Bytecode is kept, or every process would compile the tests again.
 test_environment := export OMP_NUM_THREADS=1; unset PYTHONDONTWRITEBYTECODE; { [ -t 1 ] || export PY_COLORS=0; }
@@ -46,8 +44,8 @@ help: ## this list
 setup: ## make .venv, once
 	@bash environment/setup.sh
 
-train: setup ## train with eight MPI processes; NP=4, ARGS="key=value …", FT=1
-	@$(activate) && mpirun -np $(NP) $(if $(FT),--with-ft ulfm) python train.py $(ARGS)
+train: setup ## train with eight MPI processes; NP=4, ARGS="key=value …"
+	@$(activate) && mpirun -np $(NP) python train.py $(ARGS)
 
 test: setup ## the tests, in minutes: laws, programs, and 2, 4 and 8 MPI processes
 	@$(call run_tests,parallel[match] and not slow)
