@@ -21,7 +21,7 @@ process_counts := 2 4 8
 # Some are repeated with torch.distributed in place of MPI. (PyTorch's hooks use it in any case.)
 of_torch_distributed := $(addprefix tests/test_,$(addsuffix .py,\
 	algorithms dgc error_feedback gossip_hook gossip_optimizer layouts model_averager network \
-	power_gossip powersgd sign_sgd torchrun training_loops))
+	powersgd sign_sgd torchrun training_loops))
 pytest_on_all_cores := python -m pytest -n auto --maxprocesses 8 --dist worksteal
 # Bytecode is kept, or every process would compile the tests again.
 test_environment := export OMP_NUM_THREADS=1; unset PYTHONDONTWRITEBYTECODE; { [ -t 1 ] || export PY_COLORS=0; }
