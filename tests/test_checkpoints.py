@@ -242,7 +242,7 @@ def test_a_resumed_run_continues_its_times(tmp_path: Path) -> None:
 
 
 def test_the_best_is_kept(tmp_path: Path) -> None:
-    run(tmp_path, SMALL | {"momentum": 0.0, "lr_schedule_milestones": [[2, 60]]})
+    run(tmp_path, SMALL | {"momentum": 0.0, "lr_schedule_milestones": [[2, 150]]})
     rows = metrics.load(tmp_path)
     mean = rows[(rows["name"] == "accuracy") & (rows["split"] == "test_avg")]
     best = mean.sort_values("value", kind="stable").iloc[-1]

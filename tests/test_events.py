@@ -208,12 +208,13 @@ def test_synchronous_learning_is_the_rule_of_all_workers(rule, name, overlapping
             network, make(expected.layout), parameters, update, overlapping=overlapping
         )
     else:
-        known = {"overlapping": overlapping} if rule != "exact-diffusion" else {}
+        known = {"overlapping": overlapping} if rule != "exact-diffusion" else {"dual_rate": 0.4}
         reference = learning.make(rule, network, make, parameters, SGD(0.1), **known)
     train(reference, expected, 7)
-    clock = learning_clock(
-        problem, rule, 0.1, name=name, rule_options={"overlapping": overlapping}, **given
+    of_rule = {"overlapping": overlapping} | (
+        {"dual_rate": 0.4} if rule == "exact-diffusion" else {}
     )
+    clock = learning_clock(problem, rule, 0.1, name=name, rule_options=of_rule, **given)
     clock.run(7)
     torch.testing.assert_close(problem.x, expected.x, rtol=0, atol=1e-12)
 

@@ -22,7 +22,12 @@ from powergossip.training.trainer import Trainer
 from tests.helpers import reproducible
 from tests.test_train import built, select, trained, value
 
-TINY: dict[str, Any] = {"n_workers": 4, "batch_size": 64, "batched_gradients": "off"}
+TINY: dict[str, Any] = {
+    "n_workers": 4,
+    "batch_size": 64,
+    "batched_gradients": "off",
+    "learning_rate": 0.05,
+}
 METHODS: dict[str, dict[str, Any]] = {
     "power": {"optimizer": "power-gossip", "optimizer_num_iterations": 3},
     "plain": {"optimizer": "dpsgd", "local_optimizer": "adamw", "overlapping": False},

@@ -30,7 +30,16 @@ D = ROWS * COLUMNS + ROWS
 ALONE = Processes()
 SIGN = ("choco", {"diffusion_rate": 0.2})
 TOP_K = ("choco", {"compressor": "top-k", "keep_ratio": 0.3, "diffusion_rate": 0.2})
-QSGD = ("choco", {"compressor": "qsgd", "unbiased": True, "diffusion_rate": 0.5, "copy_rate": 0.5})
+QSGD = (
+    "choco",
+    {
+        "compressor": "qsgd",
+        "unbiased": True,
+        "levels": 64,
+        "diffusion_rate": 0.5,
+        "copy_rate": 0.5,
+    },
+)
 PLAIN: tuple[str, dict[str, Any]] = ("dpsgd", {})
 CHAIN = ("dpsgd", {"topology": "chain"})
 POWER = ("power-gossip", {"rank": 1})

@@ -470,6 +470,7 @@ def fed(task: Fed, steps: int, **changes: Any) -> Trainer:
 
 def test_all_reduce_is_one_worker_with_all_batches() -> None:
     settings = {"optimizer": "all-reduce", "momentum": 0.9, "weight_decay": 0.01}
+    settings |= {"learning_rate": 0.05}
     several, one = fed(Fed(4), 10, **settings), fed(Fed(1), 10, **settings)
     start = fed(Fed(1), 0).parameters.x
     assert (one.parameters.x - start).norm() > 0.05 * start.norm(), "it has moved"

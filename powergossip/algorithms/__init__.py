@@ -175,7 +175,7 @@ def defaults(name: str, given: Mapping[str, Any] | None = None) -> dict[str, Any
     found = _options.defaults(row, given, compressor=compressors.COMPRESSORS)
     rates = [option for option in ("diffusion_rate", "copy_rate") if found.get(option, 1) is None]
     if rates:
-        chosen = found | {k: v for k, v in (given or {}).items() if k in found}
+        chosen = found | {k: v for k, v in (given or {}).items() if k in found and v is not None}
         own = _options.defaults(compressors.COMPRESSORS[chosen["compressor"]])
         with suppress(ValueError, TypeError):
             made = compressors.make(chosen["compressor"], **{k: chosen[k] for k in own})

@@ -60,6 +60,7 @@ class PowerGossip:
     """
 
     kind = Kind.ANTISYMMETRIC
+    dual_rate = 0.1  # of exact diffusion
 
     def __init__(
         self,

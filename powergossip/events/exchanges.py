@@ -31,6 +31,7 @@ from torch import Tensor
 from powergossip import checks, compressors, randomness
 from powergossip import options as _options
 from powergossip.algorithms.directions import NOISE, orthonormalizing
+from powergossip.algorithms.power_gossip import PowerGossip
 from powergossip.compressors import Codec
 from powergossip.parameters import Layout, Stack
 
@@ -127,6 +128,8 @@ class PowerExchanges:
     Raises BadValue for a rank or number of iterations below 1, or γ that is not positive, and
     ValueError for round_weights with a rank other than 1.
     """
+
+    dual_rate = PowerGossip.dual_rate
 
     def __init__(
         self,

@@ -188,9 +188,9 @@ class ExactDiffusion(_Learning):
     """NIDS with duals per edge.
 
         x_i ← x_i + u_i + Σ_j d_ij           u_i the local optimizer's displacement
-        δ_ij = ½ u_ij for every exchange:    x_i ← x_i + δ_ij,   d_ij ← d_ij + θ δ_ij
+        δ_ij = u_ij/(1 + θ), exchanged:      x_i ← x_i + δ_ij,   d_ij ← d_ij + θ δ_ij
 
-    See algorithms.learning.ExactDiffusion, where θ = 1. The duals are an integral controller of the
+    See algorithms.learning.ExactDiffusion. The duals are an integral controller of the
     differences between neighbors. With exchanges that are τ steps late, it oscillates unless
     θ < 1/τ, or the loss is curved enough to damp it: NIDS itself diverges for small learning rates,
     whatever the diffusion rate. The fixed point does not depend on θ.
@@ -215,7 +215,7 @@ class ExactDiffusion(_Learning):
             self._x.add_(dual)
 
     def add(self, j: int, u: Tensor) -> None:
-        u.mul_(0.5)
+        u.div_(1 + self._dual_rate)
         self._x[0].add_(u)
         if j in self.duals:
             self.duals[j].add_(u, alpha=self._dual_rate)

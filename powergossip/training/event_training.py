@@ -127,7 +127,7 @@ class EventTraining:
         if own:
             more = {"momentum": c.momentum, "nesterov": c.nesterov and c.momentum > 0}
         elif c.learning == "exact-diffusion":
-            more = {"dual_rate": 1 / (1 + 2 * delay_of(c))}
+            more = {"dual_rate": dual_rate_of(c)}
         return rules.RULES[c.learning](
             row,
             local,
@@ -198,6 +198,13 @@ def delay_of(c: Any) -> int:
     they take longer, and averaging is as stable as without delays.
     """
     return 0 if c.gossip == "synchronous" else int(c.max_delay)
+
+
+def dual_rate_of(c: Any) -> float:
+    """The dual rate of exact diffusion: smaller by default where exchanges are late."""
+    given = c.learning_options.get("dual_rate")
+    by_default = getattr(exchanges.EXCHANGES[c.optimizer], "dual_rate", 1.0)
+    return float(by_default / (1 + 2 * delay_of(c)) if given is None else given)
 
 
 def resolved(c: Any, options: Mapping[str, Any], network: Network) -> dict[str, Any]:

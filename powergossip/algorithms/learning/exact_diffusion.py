@@ -27,7 +27,8 @@ class ExactDiffusion(GossipRule):
 
     The papers have a dual rate θ = 1. Where G moves a direction by a small fraction ℓ a step, as
     PowerGossip all but a few, x and d then oscillate with frequency √ℓ and decay with ℓ/2 only. A
-    smaller θ reduces the frequency to √(θ ℓ). The fixed point is the same.
+    smaller θ reduces the frequency to √(θ ℓ). The fixed point is the same. Over PowerGossip, the
+    default is therefore 0.1.
 
     With CHOCO-Gossip's public copies and an unbiased compressor it is CEDAS (Huang & Pu 2025,
     arXiv:2301.05872) and, for a constant η, LEAD (Liu et al. 2021, arXiv:2007.00232). Biased
@@ -35,7 +36,7 @@ class ExactDiffusion(GossipRule):
 
     One message a step, as large as D-PSGD's. Exact fixed point. Invariant: Σ_i d_i = 0.
 
-    dual_rate  # θ
+    dual_rate  # θ. None: the default of the averaging rule, or 1
 
     Raises BadValue unless 0 < θ ≤ 1.
     """
@@ -46,12 +47,14 @@ class ExactDiffusion(GossipRule):
 
     _averaging: Incremental
 
-    def __init__(self, *everything: Any, dual_rate: float = 1.0, **options: Any):
+    def __init__(self, *everything: Any, dual_rate: float | None = None, **options: Any):
         super().__init__(*everything, **options)
+        self._averaging = incremental(self._make(self._layout))
+        if dual_rate is None:
+            dual_rate = getattr(self._averaging, "dual_rate", 1.0)
         ok = checks.is_finite(dual_rate) and 0 < dual_rate <= 1
         checks.check("dual_rate", f"{dual_rate}", ok, "a number above 0, at most 1")
         self._dual_rate = dual_rate
-        self._averaging = incremental(self._make(self._layout))
         self._d = torch.zeros_like(self._x)
         self._increment = torch.zeros_like(self._x)
 
