@@ -52,12 +52,14 @@ class Rule:
     averaging     # names in AVERAGING
     power_gammas  # diffusion rates to try over PowerGossip, if not those in AVERAGING
     further       # values to try without public copies
+    power_further # the same over PowerGossip, if not those
     """
 
     averaging: Sequence[str]
     pairs: Pairs
     power_gammas: Sequence[float | None] | None = None
     further: Sequence[Values] = ({},)
+    power_further: Sequence[Values] | None = None
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,12 @@ RULES: dict[str, Rule] = {
         (None,),
         _OVERLAPPING,
     ),
-    "exact-diffusion": Rule((*_ANTISYMMETRIC, POWER[10], UNBIASED), _USUAL, (0.25, 0.05)),
+    "exact-diffusion": Rule(
+        (*_ANTISYMMETRIC, POWER[10], POWER[11], UNBIASED),
+        _USUAL,
+        (1.0,),
+        power_further=[{"learning_options": {"dual_rate": theta}} for theta in (0.1, 0.3)],
+    ),
     # BEER has no momentum, and that of MoTEF does not lengthen steps.
     "beer": Rule(_COPIES, ((0.0, 0.1), (0.0, 0.05), (0.0, 0.2), (0.0, 0.02))),
     "motef": Rule(_COPIES, ((0.9, 0.1), (0.9, 0.05), (0.9, 0.2), (0.9, 0.02))),
@@ -169,6 +176,8 @@ def _pair(name: str, key: str, label: str = "", **values: Any) -> Method:
         for gamma in own or averaging.gammas
     ]
     others: Sequence[Values] = ({},) if name.startswith("CHOCO") else rule.further
+    if name in POWER.values() and rule.power_further is not None:
+        others = rule.power_further
     further = [gamma | more for gamma, more in product(gammas, others)]
     return _method(f"{name}{label}", key, averaging.values | values, rule.pairs, further)
 
@@ -400,7 +409,9 @@ def _table(runs: Mapping[str, Sequence[Run]], results: Results, measure: str) ->
 def _further(values: Mapping[str, Any]) -> str:
     """Settings without a column of their own."""
     steps = values.get("local_steps", 1)
+    theta = values.get("learning_options", {}).get("dual_rate")
     found = [count(steps, "local step")] if steps > 1 else []
+    found += [] if theta is None else [f"dual rate {theta}"]
     found += [] if values.get("overlapping", True) else ["not overlapping"]
     return ", ".join(found)
 
