@@ -413,10 +413,10 @@ def test_defaults_of_averaging_depend_on_the_rule() -> None:
         optimizer = GossipOptimizer(local, name, learning=learning, processes=ALONE, **options)
         return optimizer.method.options
 
-    assert method("power-gossip")["diffusion_rate"] == 0.25
-    assert method("power-gossip", diffusion_rate=0.2)["diffusion_rate"] == 0.2
-    assert method("power-gossip", "gradient-tracking")["diffusion_rate"] == 1.0
-    assert method("choco", compressor="qsgd", unbiased=True)["copy_rate"] == 0.5
+    quantized: dict[str, Any] = {"compressor": "qsgd", "unbiased": True}
+    assert method("choco", **quantized)["levels"] == 64
+    assert method("choco", **quantized, levels=128)["levels"] == 128
+    assert method("choco", **quantized)["copy_rate"] == 0.5
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -544,5 +544,5 @@ def test_processes_that_differ_are_rejected_everywhere() -> None:
 
 def test_a_rate_that_is_too_large_for_the_rule_gives_a_warning() -> None:
     options: dict[str, Any] = {"learning": "exact-diffusion", "processes": ALONE}
-    with pytest.warns(UserWarning, match=r"^diffusion_rate=0.5: "):
-        GossipOptimizer(sgd(Quadratic(0)), "power-gossip", diffusion_rate=0.5, **options)
+    with pytest.warns(UserWarning, match=r"^diffusion_rate=1.5: "):
+        GossipOptimizer(sgd(Quadratic(0)), "power-gossip", diffusion_rate=1.5, **options)
