@@ -1,4 +1,4 @@
-"""What do late exchanges, lost workers and lost messages cost? On the virtual clock.
+"""The cost of late exchanges, lost workers and lost messages, on the virtual clock.
 
 Sixteen workers on a ring, FashionMNIST, fixed shards with label proportions from a Dirichlet
 distribution. The settings of the methods are those that worked without failures in
@@ -223,7 +223,7 @@ def _table(
 
 
 def _accuracies(results: Results, runs: Sequence[Run]) -> list[float | None]:
-    """Of the mean model at the end, None for a run that diverged."""
+    """The measure of the mean model at the end, None for a run that diverged."""
     found: list[float | None] = []
     for run in runs:
         rows = _tested(results(run))

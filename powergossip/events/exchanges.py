@@ -48,7 +48,7 @@ class End(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next exchange depends on."""
+        """The state that the next exchange depends on."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

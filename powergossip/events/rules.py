@@ -85,7 +85,7 @@ class Rule:
         self.overlapping = overlapping and self.overlaps
 
     def variables(self) -> Tensor:
-        """What the worker's parts are computed from: [D']."""
+        """The variables that the worker's parts are computed from: [D']."""
         return self._x[0]
 
     def begin(self) -> None:
@@ -108,7 +108,7 @@ class Rule:
         """Forget the state of the edge with j, whose state at the other end is lost."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next step depends on besides x."""
+        """The state that the next step depends on, besides x."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

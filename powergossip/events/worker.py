@@ -24,7 +24,7 @@ from powergossip.events.scenario import POLICIES
 
 
 class Action(Enum):
-    """What a worker yields to its driver.
+    """The requests of a worker to its driver.
 
     GRADIENT  compute the gradient of the worker's next step, which takes time, and resume
     POLL      resume once everything that has arrived by now is received
