@@ -149,7 +149,7 @@ class Config:
     #   exact-diffusion, beer, motef (the last two with optimizer=choco), relay-sgd (on trees)
     learning_options: dict[str, Any] = field(default_factory=dict)  # of relay-sgd: {correction: c}
     #   multiplies updates by c, auto: by the factor that relaying slows them down (auto).
-    #   Of exact-diffusion: {dual_rate: θ} (1), smaller against oscillations over power-gossip
+    #   Of exact-diffusion: {dual_rate: θ} (1, over power-gossip 0.1), smaller against oscillations
     optimizer_diffusion_rate: float | int | str | None = None  # γ (1, for choco that of the
     #   compressor), or auto for dpsgd and power-gossip: the best for plain gossip on this topology
     optimizer_rank: int | None = None  # power-gossip, powersgd, hooks, svd (1). At most the sides

@@ -1,8 +1,7 @@
 """The cost of late exchanges, lost workers and lost messages, on the virtual clock.
 
 Sixteen workers on a ring, FashionMNIST, fixed shards with label proportions from a Dirichlet
-distribution. The settings of the methods are those that worked without failures in
-`different_data`, and not tuned to failures.
+distribution. All methods have the same learning rate and momentum, which are not tuned.
 
 message_loss     0, 1 and 10 % of the messages are lost, at one end or at both ends of an exchange
 late_exchanges   a worker is 4 times slower, and 10 % of the exchanges arrive 4 seconds late

@@ -171,6 +171,7 @@ def test_survivors_go_on_and_a_replacement_catches_up(method):
         ({"gossip": "asynchronous", "learning": "gradient-tracking"}, "learning"),
         ({"scenario": {}, "topology": "one-peer-exponential"}, "topology"),
         ({"scenario": {}, "optimizer_rank": 0}, "optimizer_rank"),
+        ({**METHODS["duals"], "scenario": {}, "learning_options": {"dual_rate": 2}}, "dual_rate"),
     ],
 )  # fmt: skip
 def test_bad_values_are_rejected(values, key):

@@ -154,8 +154,6 @@ CONSENSUS_ONLY: dict[str, _options.Row] = {
 class Options(_options.Options):
     """Options of all averaging algorithms as attributes, for rows that take them in one object."""
 
-    diffusion_rate: Any
-
     def __init__(self, **given: Any):
         compressor_options = given.pop("compressor_options", compressors.Options())
         super().__init__(AVERAGING | CONSENSUS_ONLY, given)

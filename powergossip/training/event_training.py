@@ -201,10 +201,17 @@ def delay_of(c: Any) -> int:
 
 
 def dual_rate_of(c: Any) -> float:
-    """The dual rate of exact diffusion: smaller by default where exchanges are late."""
+    """The dual rate of exact diffusion: smaller by default where exchanges are late.
+
+    Raises BadValue for a given one that is not above 0, or above 1.
+    """
     given = c.learning_options.get("dual_rate")
-    by_default = getattr(exchanges.EXCHANGES[c.optimizer], "dual_rate", 1.0)
-    return float(by_default / (1 + 2 * delay_of(c)) if given is None else given)
+    if given is None:
+        by_default = getattr(exchanges.EXCHANGES[c.optimizer], "dual_rate", 1.0)
+        return float(by_default / (1 + 2 * delay_of(c)))
+    ok = checks.is_finite(given) and 0 < given <= 1
+    checks.check("learning_options.dual_rate", given, ok, "a number above 0, at most 1")
+    return float(given)
 
 
 def resolved(c: Any, options: Mapping[str, Any], network: Network) -> dict[str, Any]:
@@ -241,6 +248,7 @@ def check(c: Any, options: Mapping[str, Any], network: Network) -> None:
         )
     exchanges.make(c.optimizer, Layout([(2, 2)]), **resolved(c, options, network))
     Members(network.topology)
+    dual_rate_of(c)
 
 
 class Survivors:

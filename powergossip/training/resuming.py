@@ -38,6 +38,8 @@ FREE_TO_CHANGE = (
 # Keys that earlier versions lacked, with the values that they had in effect.
 EARLIER = {
     "all_reduce": "own",
+    "evaluate_test_data": True,
+    "evaluate_workers": True,
     "learning": "dpsgd",
     "learning_options": {},
     "optimizer_copy_rate": 1.0,
