@@ -115,6 +115,16 @@ def test_precision_and_compilation_belong_to_a_run(change: dict[str, Any], tmp_p
         check_same_run(tmp_path, others, evaluated)
 
 
+def test_runs_without_the_keys_of_evaluation_resume(tmp_path: Path) -> None:
+    """Earlier versions evaluated all workers, on test data."""
+    now = checked(configured(), ALONE)
+    added = ("evaluate_workers", "evaluate_test_data", "gossip", "max_delay", "scenario")
+    check_same_run(tmp_path, {str(key): now[key] for key in now if key not in added}, now)
+    other = checked(configured(evaluate_workers=False), ALONE)
+    with pytest.raises(ValueError, match="evaluate_workers=False"):
+        check_same_run(tmp_path, {str(key): now[key] for key in now if key not in added}, other)
+
+
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 
 

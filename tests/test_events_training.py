@@ -180,6 +180,23 @@ def test_bad_values_are_rejected(values, key):
     assert f"{key}=" in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("values", "rate"),
+    [
+        ({"scenario": {}}, 1.0),
+        ({"gossip": "bounded", "max_delay": 3}, 1 / 7),
+        ({"gossip": "bounded", "max_delay": 3, "optimizer": "power-gossip"}, 0.1 / 7),
+        ({"gossip": "asynchronous", "learning_options": {"dual_rate": 0.3}}, 0.3),
+    ],
+)
+def test_duals_grow_more_slowly_over_late_exchanges_and_power_gossip(values, rate):
+    run = built(**{**TINY, **METHODS["duals"], **values})
+    assert event_training.dual_rate_of(run._values) == pytest.approx(rate)
+    assert run._events is not None
+    used = {vars(worker.rule)["_dual_rate"] for worker in run._events.clock.workers.values()}
+    assert used == {event_training.dual_rate_of(run._values)}
+
+
 def test_training_replays_the_order_of_events(tmp_path, monkeypatch):
     scenario = LATE | {"deaths": [{"worker": 2, "at": 4.0}], "joins": [{"worker": 2, "at": 9.0}]}
     values = {**TINY, **METHODS["power"], "num_epochs": 2, "gossip": "asynchronous"}
