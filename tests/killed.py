@@ -22,14 +22,17 @@ from powergossip.training.trainer import Trainer
 
 
 def run(folder: Path, changes: dict[str, Any]) -> None:
-    """Train in this process."""
+    """Train in this process. The configuration of `train` stays as it was for later tests."""
     torch.set_num_threads(1)
-    train.config = OmegaConf.structured(train.Config)
+    config = OmegaConf.structured(train.Config)
     for key, value in changes.items():
-        train.config[key] = value
-    train.output_dir = str(folder)
+        config[key] = value
     # A table and a figure take twice as long as these runs.
-    with patch.object(train, "_report"):
+    with (
+        patch.object(train, "config", config),
+        patch.object(train, "output_dir", str(folder)),
+        patch.object(train, "_report"),
+    ):
         train.main()
 
 

@@ -356,10 +356,10 @@ def test_a_run_cannot_resume_with_another_model(
     assert "26790" in text
 
 
-def test_resume_needs_an_output_folder() -> None:
-    train.config = OmegaConf.structured(train.Config)
+def test_resume_needs_an_output_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
+    monkeypatch.setattr(train, "output_dir", None)
     train.config.resume = True
-    train.output_dir = None
     with pytest.raises(BadInput, match=r"resume=true: .*--output-dir"):
         train.main()
 

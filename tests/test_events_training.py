@@ -106,10 +106,9 @@ def test_a_stopped_run_resumes_with_the_same_rows(tmp_path, monkeypatch):
         train.main([*given, "--output-dir", str(folder), *more])
 
     run(tmp_path / "whole")
-    stop_after(monkeypatch, 7)
-    with pytest.raises(Interrupted):
+    with monkeypatch.context() as patched, pytest.raises(Interrupted):
+        stop_after(patched, 7)
         run(tmp_path / "parts")
-    monkeypatch.undo()
     run(tmp_path / "parts", "resume=true")
     whole, parts = (metrics.load(tmp_path / name) for name in ("whole", "parts"))
     assert reproducible(parts) == reproducible(whole)
