@@ -24,6 +24,7 @@ EXCHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "sign": ("choco", {"diffusion_rate": 0.3}),
     "qsgd": ("choco", {"compressor": "qsgd", "unbiased": True, "levels": 4, "copy_rate": 0.5,
                        "diffusion_rate": 0.3}),
+    "qsgd by size": ("choco", {"compressor": "qsgd", "unbiased": True}),
 }  # fmt: skip
 SHAPES = ((6, 5), (6, 5), (4, 7), (7,), (5, 1))
 

@@ -214,6 +214,16 @@ def test_larger_rates_of_exact_diffusion_over_power_gossip_give_a_warning(
     assert sum(text.startswith("optimizer_diffusion_rate=") for text in texts) == warned
 
 
+@pytest.mark.parametrize("levels", [4, 64])
+def test_exact_diffusion_over_quantization_of_large_tensors(levels: int) -> None:
+    """At its default rates. Those that depend on the levels alone diverge with 4."""
+    problem = Quadratics(dtype=torch.float32, shapes=[(64, 64), (6, 5)])
+    first = problem.error
+    options = {"levels": levels, "diffusion_rate": None, "copy_rate": None}
+    train(rule_of("exact-diffusion", "qsgd", problem, 0.05, averaging_options=options), problem, 200)
+    assert problem.error < first / 3
+
+
 NOT_ACCEPTED = [
     ("beer", "plain", "beer"),
     ("k-gt", "sign", "k-gt"),

@@ -11,7 +11,8 @@ from torch import nn
 
 import gossip_run
 import train
-from powergossip import algorithms, topologies
+from powergossip import algorithms, compressors, topologies
+from powergossip.compressors import QSGD
 from powergossip.consensus import Sweep
 from powergossip.network import Network, Processes, processes
 from powergossip.optimizers import GossipOptimizer
@@ -181,3 +182,59 @@ def test_the_theorem_holds() -> None:
         network.run(choco.step(x))
         assert distance() <= (1 - xi**2 * delta / 82) ** t * first
     assert distance() < 0.5 * first
+
+
+# Unbiased quantization
+
+
+@pytest.mark.parametrize("levels", [1, 4, 64, 127])
+def test_errors_of_unbiased_quantization_shrink(levels: int) -> None:
+    """The condition of QSGD.gossip_rate, on a ring. Larger rates would break it."""
+    qsgd = QSGD(levels, unbiased=True)
+    rates: Any = compressors.rates(qsgd)
+    for size in (1, 10, 100, 1000, 10**4, 10**6, 10**9):
+        variance = qsgd.variance_bound(size)
+        gamma, alpha = rates["diffusion_rate"](size), rates["copy_rate"](size)
+
+        def shrinks(factor: float, gamma: float = gamma, alpha: float = alpha) -> bool:
+            error = (alpha + factor * gamma * 4 / 3) ** 2 * variance  # noqa: B023 called here
+            return error < 1 - (1 - alpha) ** 2
+
+        assert shrinks(1)
+        assert gamma == 1 or not shrinks(2)
+
+
+def test_tensors_have_rates_of_their_own() -> None:
+    """By default, the increment of each is that of a rate of 1 times its own, and so are copies."""
+    layout = Layout([(40, 30), (6, 5), (3,)])
+    ring = topologies.make("ring", 4)
+    x = torch.randn(4, layout.size, generator=torch.Generator().manual_seed(0))
+
+    def first(**rates: float) -> tuple[torch.Tensor, torch.Tensor]:
+        network = Network(ring, Processes())
+        choco: Any = algorithms.make(
+            "choco", network, layout, compressor="qsgd", unbiased=True, **rates
+        )
+        out = torch.empty_like(x)
+        network.run(choco.increment(x, out))
+        return out, choco.state_dict()["public"]
+
+    whole, copies = first(diffusion_rate=1.0, copy_rate=1.0)
+    own, own_copies = first()
+    given, given_copies = first(diffusion_rate=0.25)
+    start = 0
+    for size in (1200, 30, 3):
+        variance = QSGD(4, unbiased=True).variance_bound(size)
+        of = slice(start, start + size)
+        torch.testing.assert_close(own[:, of], whole[:, of] / max(1, 5 * variance))
+        expected = copies[:, of] * min(0.5, 1 / (1 + variance))
+        torch.testing.assert_close(own_copies[:, of], expected)
+        start += size
+    torch.testing.assert_close(given, 0.25 * whole)
+    assert torch.equal(given_copies, own_copies)
+
+
+def test_deepsqueeze_rejects_what_is_no_contraction() -> None:
+    network = Network(topologies.make("ring", 4), Processes())
+    with pytest.raises(ValueError, match="^unbiased=True: "):
+        algorithms.make("deepsqueeze", network, LAYOUT, compressor="qsgd", unbiased=True)

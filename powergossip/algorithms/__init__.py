@@ -73,13 +73,14 @@ def _deepsqueeze(
     network: Network,
     layout: Layout,
     *,
-    diffusion_rate: Rate = 1.0,
+    diffusion_rate: Rate | None = None,  # by default that for the compressor
     compressor: str = "sign-and-norm",
     seed: int = 0,
     **compressor_options: Any,
 ) -> Averaging:
     codec = _codec(network, layout, compressor, compressor_options, seed)
-    return DeepSqueeze(network, codec, diffusion_rate)
+    by_default = _rates_of("deepsqueeze", codec.compressor)["diffusion_rate"]
+    return DeepSqueeze(network, codec, by_default if diffusion_rate is None else diffusion_rate)
 
 
 def _choco(
@@ -93,7 +94,7 @@ def _choco(
     **compressor_options: Any,
 ) -> Averaging:
     codec = _codec(network, layout, compressor, compressor_options, seed)
-    by_default = _rates_of(codec.compressor)
+    by_default = _rates_of("choco", codec.compressor)
     return ChocoGossip(
         network,
         codec,
@@ -102,12 +103,11 @@ def _choco(
     )
 
 
-def _rates_of(compressor: compressors.Compressor) -> dict[str, float]:
-    """Default rates of CHOCO-Gossip with a compressor."""
-    return {
-        "diffusion_rate": getattr(compressor, "gossip_rate", 1.0),
-        "copy_rate": getattr(compressor, "copy_rate", 1.0),
-    }
+def _rates_of(name: str, compressor: compressors.Compressor) -> dict[str, Any]:
+    """The default rates of an algorithm that depend on its compressor."""
+    if name == "deepsqueeze":
+        return {"diffusion_rate": compressors.deepsqueeze_rate(compressor)}
+    return dict(compressors.rates(compressor))
 
 
 def _codec(
@@ -126,7 +126,7 @@ def _moniqua(
     layout: Layout,
     *,
     theta: Rate = 0.25,
-    diffusion_rate: Rate = 1.0,
+    diffusion_rate: Rate = 0.1,
     seed: int = 0,
 ) -> Averaging:
     return Moniqua(network, layout.size, theta, diffusion_rate, seed)
@@ -166,8 +166,9 @@ def defaults(name: str, given: Mapping[str, Any] | None = None) -> dict[str, Any
     """Return option → default of an algorithm, including the options of its compressor: the one
     that `given` names, or the default one. Raises ValueError for an unknown name.
 
-    Rates that depend on the compressor are those of the given one. They are None for bad options of
-    the compressor, with which `make` raises ValueError.
+    Rates that depend on the compressor are those of the given one. They are None where they depend
+    on the sizes of tensors too, and for bad options of the compressor, with which `make` raises
+    ValueError.
     """
     row = _options.find(AVERAGING | CONSENSUS_ONLY, "algorithm", name)
     found = _options.defaults(row, given, compressor=compressors.COMPRESSORS)
@@ -177,7 +178,11 @@ def defaults(name: str, given: Mapping[str, Any] | None = None) -> dict[str, Any
         own = _options.defaults(compressors.COMPRESSORS[chosen["compressor"]])
         with suppress(ValueError, TypeError):
             made = compressors.make(chosen["compressor"], **{k: chosen[k] for k in own})
-            found |= {option: _rates_of(made)[option] for option in rates}
+            by_default = _rates_of(name, made)
+            found |= {
+                option: None if callable(by_default[option]) else by_default[option]
+                for option in rates
+            }
     return found
 
 

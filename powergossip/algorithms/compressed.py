@@ -14,7 +14,7 @@ from torch import Tensor
 from powergossip import checks, randomness
 from powergossip.algorithms import compiled
 from powergossip.algorithms.averaging import Kind, Rate, column
-from powergossip.compressors import Codec, pack, packed_size, unpack
+from powergossip.compressors import QSGD, BySize, Codec, pack, packed_size, unpack
 from powergossip.network import Conversation, Network, ToAll
 
 # Why "auto", the best rate of plain gossip, is rejected, and what to use. Measured on FashionMNIST.
@@ -52,6 +52,9 @@ class ChocoGossip:
     codec      # of the messages
     copy_rate  # α
 
+    Both rates may be functions of the number of elements of a tensor. Tensors then have rates of
+    their own, which leaves the mean where it is.
+
     Raises ValueError unless γ > 0 and 0 < α ≤ 1, or for a time-varying topology, where the copies
     of neighbors that are absent in some rounds would be outdated.
     """
@@ -60,21 +63,33 @@ class ChocoGossip:
         self,
         network: Network,
         codec: Codec,
-        diffusion_rate: Rate = 1.0,
-        copy_rate: float = 1.0,
+        diffusion_rate: Rate | BySize = 1.0,
+        copy_rate: float | BySize = 1.0,
     ):
-        checks.check("copy_rate", f"{copy_rate}", 0 < copy_rate <= 1, "above 0, at most 1")
+        where: Any = {"dtype": network.dtype, "device": network.device}
+        # Of each element [D], or None where all have the same.
+        self._rate_of_elements: Tensor | None = None
+        self._copy_rate: float | Tensor
+        if callable(diffusion_rate):
+            self._rate_of_elements = codec.by_size(diffusion_rate).to(**where)
+            diffusion_rate = 1.0
+        if callable(copy_rate):
+            self._copy_rate = codec.by_size(copy_rate).to(**where)
+        else:
+            checks.check("copy_rate", f"{copy_rate}", 0 < copy_rate <= 1, "above 0, at most 1")
+            self._copy_rate = copy_rate
         if len(network.rounds) > 1:
             raise ValueError(
                 f"topology={network.topology.name}: use a static topology with CHOCO, such as ring"
             )
         rates = column(network, "diffusion_rate", diffusion_rate, _TUNED_CHOCO) * network.weights
         self._rates, self._total = rates, rates.sum(1, keepdim=True)
-        self._network, self.codec, self._copy_rate = network, codec, copy_rate
+        self._network, self.codec = network, codec
+        # Whether x̂ = ŷ and all elements have one γ, as in the paper.
+        self._published = copy_rate == 1 and self._rate_of_elements is None
         unbiased = getattr(codec.compressor, "unbiased", False)
         self.kind = Kind.UNBIASED_COPIES if unbiased else Kind.BIASED_COPIES
         self._senders, self._neighbors = network.row_workers, network.neighbors
-        where: Any = {"dtype": network.dtype, "device": network.device}
         self._public = torch.zeros(network.rows, codec.elements, **where)  # x̂_i
         # x̂_j [worker, neighbor, D]
         self._publics = torch.zeros(*network.neighbors.shape, codec.elements, **where)
@@ -83,8 +98,7 @@ class ChocoGossip:
 
     @cached_property
     def _loops(self) -> compiled.Loops | None:
-        same = self._copy_rate == 1
-        return compiled.loops(self._network, self.codec) if same else None
+        return compiled.loops(self._network, self.codec) if self._published else None
 
     @cached_property
     def _difference(self) -> Tensor:
@@ -96,7 +110,7 @@ class ChocoGossip:
         if self._loops:
             yield from self._compiled_step(self._loops, x)
             return
-        if self._network.dtype != torch.float32 or self._copy_rate != 1:
+        if self._network.dtype != torch.float32 or not self._published:
             flow = torch.empty_like(x)
             yield from self.increment(x, flow)
             x.add_(flow)
@@ -117,15 +131,18 @@ class ChocoGossip:
         received = yield ToAll(message)
         own = codec.decode(message, self._senders, t)
         theirs = codec.decode(received, self._neighbors, t)
-        if rate == 1:
+        if isinstance(rate, float | int) and rate == 1:
             copy, copies = self._public.add_(own), self._publics.add_(theirs)
         else:
             copy, copies = self._public + own, self._publics + theirs
-            self._public.add_(own, alpha=rate)
-            self._publics.add_(theirs, alpha=rate)
+            # The product is rounded by itself, so that copies are the same to the bit at both ends.
+            self._public.add_(own.to(copy).mul_(rate))
+            self._publics.add_(theirs.to(copies).mul_(rate))
         out.zero_()
         for weight, copy_j in zip(self._rates.unbind(1), copies.unbind(1), strict=True):
             out.addcmul_(weight[:, None], copy_j - copy)
+        if self._rate_of_elements is not None:
+            out.mul_(self._rate_of_elements)
         self._flow = None
         self._steps += 1
 
@@ -160,12 +177,18 @@ class DeepSqueeze:
         x_i ← x_i + γ Σ_j w_ij (c_j − c_i)
 
     Tang et al. (2019), arXiv:1907.07346, Algorithm 1, as an averaging step. Sends C's message to
-    every neighbor. Raises ValueError unless γ > 0.
+    every neighbor.
 
     codec  # of the messages
+
+    Raises ValueError unless γ > 0, and for unbiased QSGD: the error δ of a compressor that is no
+    contraction grows in each step.
     """
 
     def __init__(self, network: Network, codec: Codec, diffusion_rate: Rate = 1.0):
+        unbiased = isinstance(codec.compressor, QSGD) and codec.compressor.unbiased
+        what = "False with DeepSqueeze, whose error grows unless the compressor is a contraction"
+        checks.check("unbiased", unbiased, not unbiased, what)
         rate = column(network, "diffusion_rate", diffusion_rate, _TUNED_DEEPSQUEEZE)
         self._rates = [rate * slots.weights for slots in network.rounds]
         self._network, self.codec = network, codec

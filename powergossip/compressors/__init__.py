@@ -54,7 +54,14 @@ from typing import Any
 
 from powergossip import options as _options
 from powergossip.compressors.codec import Codec, size
-from powergossip.compressors.compressor import Compressor, Field, Levels, Senders, Stream
+from powergossip.compressors.compressor import (
+    BySize,
+    Compressor,
+    Field,
+    Levels,
+    Senders,
+    Stream,
+)
 from powergossip.compressors.low_rank import SVD
 from powergossip.compressors.packing import pack, packed_size, unpack
 from powergossip.compressors.quantized import QSGD, Identity, SignAndNorm
@@ -64,6 +71,7 @@ __all__ = [
     "COMPRESSORS",
     "QSGD",
     "SVD",
+    "BySize",
     "Codec",
     "Compressor",
     "Field",
@@ -76,9 +84,11 @@ __all__ = [
     "SignAndNorm",
     "Stream",
     "TopK",
+    "deepsqueeze_rate",
     "make",
     "pack",
     "packed_size",
+    "rates",
     "size",
     "unpack",
 ]
@@ -120,3 +130,18 @@ def make(name: str, options: Options | None = None, **given: Any) -> Compressor:
     _options.check(name, given, known)
     built = row(**given)
     return built
+
+
+def rates(compressor: Compressor) -> dict[str, float | BySize]:
+    """The default diffusion rate and copy rate of CHOCO-Gossip with a compressor."""
+    return {
+        "diffusion_rate": getattr(compressor, "gossip_rate", 1.0),
+        "copy_rate": getattr(compressor, "copy_rate", 1.0),
+    }
+
+
+def deepsqueeze_rate(compressor: Compressor) -> float:
+    """The default diffusion rate of DeepSqueeze with a compressor."""
+    rate = getattr(compressor, "gossip_rate", 1.0)
+    by_default = 0.1 if callable(rate) else min(0.1, rate)
+    return float(getattr(compressor, "deepsqueeze_rate", by_default))

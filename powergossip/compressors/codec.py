@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from powergossip import randomness
-from powergossip.compressors.compressor import Compressor, Levels, Senders, Stream
+from powergossip.compressors.compressor import BySize, Compressor, Levels, Senders, Stream
 from powergossip.compressors.packing import pack, packed_size, unpack
 from powergossip.parameters import Layout, Stack
 from powergossip.tensor_cache import TensorCache
@@ -99,6 +99,16 @@ class Codec:
         streams = self.streams(senders, counter)
         for fields, matrix, stream in zip(incoming.fields, matrices, streams, strict=True):
             self.compressor.decompress(fields, matrix, stream)
+
+    def by_size(self, value: BySize) -> Tensor:
+        """The value of each element for the number of elements of its tensor: float64 [D].
+
+        1 for elements that are not in the message.
+        """
+        found = torch.ones(self.elements, dtype=torch.float64, device=self.workers.device)
+        for stack in self.stacks:
+            found[stack.start : stack.stop] = value(stack.rows * stack.columns)
+        return found
 
     def streams(self, senders: Tensor, counter: int) -> list[Stream]:
         """The random streams of the senders' layers, by stack."""

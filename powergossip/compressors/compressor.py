@@ -12,6 +12,9 @@ from powergossip import randomness
 from powergossip.parameters import Stack
 
 
+BySize = Callable[[int], float]  # the number of elements of a tensor → a rate
+
+
 @dataclass(frozen=True)
 class Levels:
     """`count` integers within ±127: first, first + step, …. Their indices start at 0."""
@@ -89,7 +92,8 @@ class Compressor(Protocol):
     for all workers, with floats for fields. See compressors/__init__.py.
 
     `gossip_rate` and `copy_rate`, likewise, are the default diffusion rate γ and copy rate of
-    CHOCO-Gossip with C, 1 if left out.
+    CHOCO-Gossip with C, 1 if left out: numbers, or functions of a tensor's number of elements.
+    `deepsqueeze_rate` is that of DeepSqueeze, the smaller of 0.1 and `gossip_rate` if left out.
     """
 
     def fields(self, rows: int, columns: int) -> tuple[Field, ...]:

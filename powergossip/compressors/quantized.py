@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from powergossip import checks
-from powergossip.compressors.compressor import Field, Levels, Stream
+from powergossip.compressors.compressor import BySize, Field, Levels, Stream
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Identity:
     linear: ClassVar[bool] = True
     unbiased: ClassVar[bool] = True
     gossip_rate: ClassVar[float] = 1.0
+    deepsqueeze_rate: ClassVar[float] = 1.0
 
     def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
         return (Field(torch.float32, rows * columns),)
@@ -82,14 +83,24 @@ class QSGD:
         checks.between("levels", self.levels, 1, 127)
 
     @property
-    def gossip_rate(self) -> float:
-        """s/128, or s/64 if unbiased, at most 1. s/128 is about δ for N = 16,384."""
-        return min(1.0, self.levels / (64 if self.unbiased else 128))
+    def gossip_rate(self) -> float | BySize:
+        """s/128, about δ for N = 16,384. If unbiased, a function of N: 1/(5 ω), at most 1.
+
+        Let D = x − x̂ and e = q − D, with E e = 0 and E‖e‖² ≤ ω ‖D‖². On an eigenvector of I − W
+        with eigenvalue λ, a step of CHOCO-Gossip with copy rate α adds −(α + γ λ) e to (1 − α) D.
+        D thus shrinks if (α + γ λ)² ω < 1 − (1 − α)². Both default rates satisfy this for λ ≤ 4/3,
+        the largest on a ring.
+        """
+        if self.unbiased:
+            return lambda elements: 1 / max(1.0, 5 * self.variance_bound(elements))
+        return min(1.0, self.levels / 128)
 
     @property
-    def copy_rate(self) -> float:
-        """1 for a contraction. If unbiased, at most 1/2 and s/128, about 1/(1 + ω)."""
-        return min(0.5, self.levels / 128) if self.unbiased else 1.0
+    def copy_rate(self) -> float | BySize:
+        """1 for a contraction. If unbiased, a function of N: 1/(1 + ω), at most 1/2."""
+        if self.unbiased:
+            return lambda elements: 1 / (1 + max(1.0, self.variance_bound(elements)))
+        return 1.0
 
     def variance_bound(self, elements: int) -> float:
         """ω for N elements."""

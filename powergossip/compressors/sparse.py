@@ -43,6 +43,11 @@ class TopK:
         """√keep_ratio, above δ: the largest entries have more than their part of the norm."""
         return 0.1 if self.rank is not None else self.keep_ratio**0.5
 
+    @property
+    def deepsqueeze_rate(self) -> float:
+        """keep_ratio, at most 0.1: the norm of x is in more entries than that of a difference."""
+        return 0.01 if self.rank is not None else min(0.1, self.keep_ratio)
+
     def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
         kept, entries = self.kept(rows, columns), rows * columns
         assert entries <= 2**31, "positions are int32"

@@ -32,7 +32,7 @@ from powergossip import checks, compressors, randomness
 from powergossip import options as _options
 from powergossip.algorithms.directions import NOISE, orthonormalizing
 from powergossip.algorithms.power_gossip import PowerGossip
-from powergossip.compressors import Codec
+from powergossip.compressors import BySize, Codec
 from powergossip.parameters import Layout, Stack
 
 
@@ -283,16 +283,16 @@ class ChocoExchanges:
         seed: int = 0,
         **compressor_options: Any,
     ):
-        made = self._compressor = compressors.make(compressor, **compressor_options)
-        if diffusion_rate is None:
-            diffusion_rate = getattr(made, "gossip_rate", 1.0)
-        if copy_rate is None:
-            copy_rate = getattr(made, "copy_rate", 1.0)
-        checks.positive("diffusion_rate", diffusion_rate)
-        checks.check("copy_rate", f"{copy_rate}", 0 < copy_rate <= 1, "above 0, at most 1")
+        self._compressor = compressors.make(compressor, **compressor_options)
+        found = compressors.rates(self._compressor)
+        rate = self._rate = found["diffusion_rate"] if diffusion_rate is None else diffusion_rate
+        copy = self._copy_rate = found["copy_rate"] if copy_rate is None else copy_rate
+        if not callable(rate):
+            checks.positive("diffusion_rate", rate)
+        if not callable(copy):
+            checks.check("copy_rate", f"{copy}", 0 < copy <= 1, "above 0, at most 1")
         self._layout, self._seed = layout, seed
         self.unbiased = getattr(self._compressor, "unbiased", False)
-        self._rate, self._copy_rate = diffusion_rate, copy_rate
         self._codecs: dict[int, Codec] = {}  # by sender
 
     def end(self, i: int, j: int, like: Tensor, incarnation: int | None = None) -> End:
@@ -304,9 +304,18 @@ class ChocoExchanges:
 
 class _ChocoEnd:
     def __init__(
-        self, codec: Codec, j: int, like: Tensor, rate: float, copy_rate: float, late: bool
+        self,
+        codec: Codec,
+        j: int,
+        like: Tensor,
+        rate: float | BySize,
+        copy_rate: float | BySize,
+        late: bool,
     ):
-        self._codec, self._rate, self._copy_rate, self._late = codec, rate, copy_rate, late
+        self._codec, self._late = codec, late
+        # Of each element [D], or one for all.
+        self._rate = codec.by_size(rate).to(like) if callable(rate) else rate
+        self._copy_rate = codec.by_size(copy_rate).to(like) if callable(copy_rate) else copy_rate
         self._i, self._j = codec.workers, torch.tensor([j], device=like.device)
         self._own, self._other = torch.zeros(2, codec.elements).to(like).unbind(0)  # x̂_i, x̂_j
         self._begun = False
@@ -324,10 +333,10 @@ class _ChocoEnd:
             return (self._other - self._own).mul_(self._rate * weight)
         q_i = self._codec.decode(own[None], self._i, k)[0].to(self._own)
         y_i = self._own + q_i
-        self._own.add_(q_i, alpha=self._copy_rate)
+        self._own.add_(q_i.mul_(self._copy_rate))
         q_j = self._codec.decode(received[None], self._j, k)[0].to(self._own)
         y_j = self._other + q_j
-        self._other.add_(q_j, alpha=self._copy_rate)
+        self._other.add_(q_j.mul_(self._copy_rate))
         return y_j.sub_(y_i).mul_(self._rate * weight)
 
     def state_dict(self) -> dict[str, Any]:

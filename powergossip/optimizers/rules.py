@@ -113,7 +113,7 @@ class LearningRule:
 
     def defaults_of(self, method: Method) -> Mapping[str, Any]:
         """Defaults of an averaging algorithm that differ with this rule."""
-        return learning.AVERAGING_DEFAULTS.get((self.name, method.name), {})
+        return learning.averaging_defaults(self.name, method.name, method.options)
 
     def warn_of(self, method: Method) -> None:
         """Warn of options of an averaging algorithm that are too large for this rule."""

@@ -335,8 +335,9 @@ def _resolve_options(c: Any, explicit: Collection[str], warn: bool) -> None:
         for key, value in c.items()
         if key.startswith(PREFIX) and value is not None and value != []
     }
-    preferred = learning.AVERAGING_DEFAULTS.get((c.learning, c.optimizer), {})
+    preferred = learning.averaging_defaults(c.learning, c.optimizer, {})
     known = option_defaults(c.optimizer, preferred | given)
+    preferred = learning.averaging_defaults(c.learning, c.optimizer, known)
     known |= {name: value for name, value in preferred.items() if name in known}
     method = f"optimizer={c.optimizer}"
     for name in learning.without(c.learning):
