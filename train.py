@@ -150,8 +150,9 @@ class Config:
     learning_options: dict[str, Any] = field(default_factory=dict)  # of relay-sgd: {correction: c}
     #   multiplies updates by c, auto: by the factor that relaying slows them down (auto).
     #   Of exact-diffusion: {dual_rate: θ} (1, over power-gossip 0.1), smaller against oscillations
-    optimizer_diffusion_rate: float | int | str | None = None  # γ (1, for choco that of the
-    #   compressor), or auto for dpsgd and power-gossip: the best for plain gossip on this topology
+    optimizer_diffusion_rate: float | int | str | None = None  # γ (1, for choco and deepsqueeze
+    #   that of the compressor, for moniqua 0.1), or auto for dpsgd and power-gossip: the best for
+    #   plain gossip on this topology
     optimizer_rank: int | None = None  # power-gossip, powersgd, hooks, svd (1). At most the sides
     #   of a matrix. Hooks: try 1, 2, 4, ...; the batched hook is for rank 1 only, prefer
     #   ddp-powersgd. Values kept of an m x k matrix: top-k r (m + k)/4, random-k and random-block
@@ -164,8 +165,8 @@ class Config:
     optimizer_keep_ratio: float | None = None  # fraction of elements sent: top-k, random-k,
     #   random-block, dgc (0.01). For dgc, r above 1 means 1/r. Published: compress_ratio, 0.001
     optimizer_levels: int | None = None  # qsgd (4, 64 with learning=exact-diffusion)
-    optimizer_copy_rate: float | None = None  # choco (1, less with unbiased): how fast public
-    #   copies follow
+    optimizer_copy_rate: float | None = None  # choco (1, with unbiased by the sizes of tensors):
+    #   how fast public copies follow
     optimizer_unbiased: bool | None = None  # qsgd: without its scaling to a contraction (false)
     optimizer_theta: float | None = None  # moniqua: bound on neighbors' differences (0.25)
     optimizer_running_sums: bool | None = None  # push-sum: messages are sums over all steps (false)

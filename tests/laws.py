@@ -118,7 +118,8 @@ def law_of(name: str, averaging: str) -> Law:
             return law
     overlapping = learning.LEARNING[name].overlaps and averaging in ("top-k", "sign", "qsgd")
     options = {"overlapping": True} if overlapping else {}
-    return Law(name, averaging, BIAS_RATE, BIAS_STEPS, options, {})
+    own = learning.averaging_defaults(name, *AVERAGING[averaging])
+    return Law(name, averaging, BIAS_RATE, BIAS_STEPS, options, own)
 
 
 def _cells(name: str) -> Iterator[str]:

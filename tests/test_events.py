@@ -10,6 +10,7 @@ from torch import Tensor
 from powergossip import algorithms, topologies
 from powergossip.algorithms import learning
 from powergossip.events import exchanges, order
+from powergossip.events.worker import Edge, Message, Policy
 from powergossip.network import Network
 from powergossip.parameters import Layout
 from tests.exchanging import (
@@ -44,6 +45,21 @@ def test_exchanges_are_antisymmetric_to_the_bit(name, dtype):
         assert torch.equal(u, -v)
         assert u.any()
         x += torch.stack([u, v]) + 0.01 * start(2, dtype, seed=k)
+
+
+@pytest.mark.parametrize(
+    ("gossip", "max_delay", "first"),
+    [("synchronous", 0, 5), ("bounded", 0, 5), ("bounded", 2, 7), ("asynchronous", 0, None)],
+)
+def test_the_first_step_that_waits_for_an_exchange(gossip, max_delay, first):
+    """One that was sent in step 5 is 1 exchange behind in it, and 3 in step 7."""
+    rule = exchanges.make("dpsgd", Layout(SHAPES))
+    own = Message(k=0, incarnation=0, view=(0, 0), part=None)
+    edge = Edge(rule.end(0, 1, start(2, torch.float32)), incarnation=0, own=own, started=5)
+    waiting = [step for step in range(5, 10) if Policy(gossip, max_delay).waits(edge, step)]
+    assert waiting == ([] if first is None else list(range(first, 10)))
+    edge.inbox[0] = own
+    assert not Policy(gossip, max_delay).waits(edge, 9)
 
 
 def vectorized(x: Tensor, topology: str, name: str, steps: int) -> Tensor:

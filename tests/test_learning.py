@@ -91,6 +91,28 @@ INVARIANTS = {  # rule → (tensor of the state whose mean is that of the other,
 }
 
 
+@pytest.mark.parametrize(("factor", "grows"), [(0.1, False), (1, True)])
+def test_quasi_global_momentum_needs_smaller_rates_over_public_copies(
+    factor: float, grows: bool
+) -> None:
+    """Gossip has momentum, too, and the copies of signs lag behind. Here hardly anything else moves
+    the workers."""
+    problem = Quadratics()
+    rate = factor * AVERAGING["sign"][1]["diffusion_rate"]
+    rule = rule_of(
+        "quasi-global-momentum",
+        "sign",
+        problem,
+        0.001,
+        averaging_options={"diffusion_rate": rate},
+        momentum=0.9,
+        overlapping=True,
+    )
+    first = problem.error
+    train(rule, problem, 1500)
+    assert (problem.error > first) == grows
+
+
 @pytest.mark.parametrize(("name", "of"), INVARIANTS.items())
 def test_tracked_means(name: str, of: tuple[str, str | None]) -> None:
     """The mean of the tracked variable is that of what it tracks; corrections add up to 0."""
