@@ -20,6 +20,7 @@ from powergossip.parameters import Layout
 from powergossip.topologies import Topology
 from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
+from tests.test_train import select, trained
 
 LAYOUT = Layout([(4, 3), (5,)])
 BOUNDED = ("dpsgd", "power-gossip")  # plain gossip bounds their rates
@@ -210,7 +211,7 @@ def test_tensors_have_rates_of_their_own() -> None:
     ring = topologies.make("ring", 4)
     x = torch.randn(4, layout.size, generator=torch.Generator().manual_seed(0))
 
-    def first(**rates: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def first(**rates: Any) -> tuple[torch.Tensor, torch.Tensor]:
         network = Network(ring, Processes())
         choco: Any = algorithms.make(
             "choco", network, layout, compressor="qsgd", unbiased=True, **rates
@@ -236,5 +237,20 @@ def test_tensors_have_rates_of_their_own() -> None:
 
 def test_deepsqueeze_rejects_what_is_no_contraction() -> None:
     network = Network(topologies.make("ring", 4), Processes())
-    with pytest.raises(ValueError, match="^unbiased=True: "):
+    with pytest.raises(ValueError, match=r"^unbiased=True: "):
         algorithms.make("deepsqueeze", network, LAYOUT, compressor="qsgd", unbiased=True)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"optimizer": "moniqua"},
+        {"optimizer": "deepsqueeze"},
+        {"optimizer": "deepsqueeze", "optimizer_compressor": "top-k"},
+    ],
+)
+def test_digits_trains_at_the_default_rate(values: dict[str, Any]) -> None:
+    """With γ = 1, the worst worker stays below 50 %."""
+    more: dict[str, Any] = {"task_architecture": "MLP", "batch_size": 16, "learning_rate": 0.05}
+    _, rows = trained(**values, **more, n_workers=8, num_epochs=8, evaluation_interval=8)
+    assert select(rows, "accuracy", split="test", epoch=8)["value"].min() > 0.65

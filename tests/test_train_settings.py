@@ -1,7 +1,7 @@
 """Every key of a method has an effect, and keys of other methods are not ignored silently."""
 
-from pathlib import Path
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest

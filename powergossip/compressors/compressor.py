@@ -11,7 +11,6 @@ from torch import Tensor
 from powergossip import randomness
 from powergossip.parameters import Stack
 
-
 BySize = Callable[[int], float]  # the number of elements of a tensor → a rate
 
 

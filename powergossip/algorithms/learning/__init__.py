@@ -23,6 +23,7 @@ learning rules (tests/test_learning.py) use the registry.
 Axes: worker (hosted here); D parameters of a worker.
 """
 
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -92,17 +93,18 @@ LEARNING: dict[str, type[GossipRule]] = {
     "relay-sgd": RelaySGD,
 }
 # Options of averaging rules whose default depends on the learning rule, for rules that have them.
-# Exact diffusion over public copies is slower with coarser quantization, whose rates are smaller.
+# Exact diffusion over public copies learns slowly with coarse quantization, and may diverge.
 AVERAGING_DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
     ("exact-diffusion", "choco"): {"levels": 64},
 }
-# Their diffusion rates by default, in units of those without the learning rule. The displacement that
-# quasi-global momentum repeats has that of gossip, which it multiplies by 1/(1 − β): 10 for β = 0.9.
-# Public copies follow too late for that.
+# Their default diffusion rates in units of those without the learning rule. Quasi-global momentum
+# repeats displacements by gossip, too, 1/(1 − β) times in all: 10 for β = 0.9. Public copies follow
+# too late for that.
 DIFFUSION_FACTORS: dict[tuple[str, str], float] = {("quasi-global-momentum", "choco"): 0.1}
 # The smallest and the largest values of such options with which a pair trains.
 ACCEPTABLE: dict[tuple[str, str], dict[str, tuple[float, float]]] = {
     ("exact-diffusion", "power-gossip"): {"diffusion_rate": (0, 1)},
+    ("exact-diffusion", "choco"): {"levels": (64, math.inf)},
     ("quasi-global-momentum", "choco"): {"diffusion_rate": (0, 0.1)},
 }
 
