@@ -63,7 +63,7 @@ class Checkpoints:
         score   # the first checkpoint with the largest score is kept as the best
         """
         processes = self._processes
-        name = processes.broadcast(self._new_name(step) if processes.rank == 0 else "")
+        name = processes.broadcast(self._new_name(step))  # of the first process that is left
         folder = self._folder / name
         try:
             with processes.agreed():

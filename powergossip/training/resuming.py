@@ -31,9 +31,11 @@ FREE_TO_CHANGE = (
     "num_epochs",
     "overwrite",
     "rank",
+    "record_order",
     "resume",
     "tensorboard",
     "trackers",
+    "worker_timeout",
 )
 # Keys that earlier versions lacked, with the values that they had in effect.
 EARLIER = {
@@ -45,6 +47,7 @@ EARLIER = {
     "optimizer_copy_rate": 1.0,
     "gossip": "synchronous",
     "max_delay": None,
+    "on_worker_loss": "end",
     "scenario": None,
     "batched_gradients": "auto",  # off in effect, which a checkpoint records
     "decentralized_data_placement": "given",
