@@ -323,12 +323,13 @@ def _train(settings: Any, comm: Processes, name: str | None, folder: Path | None
     comm, ending = trainer.processes, COMPLETE
     try:
         with comm.agreed():
-            trainer.check_epochs()
+            trainer.check_resumption()
             if comm.rank == 0:
                 offset = None if folder is None else trainer.metrics_bytes
                 _output = Output(name, settings, offset, settings.allow_lost_rows)
         written = None if _output is None else (_output.folder, _output.lost_rows)
         place, lost_rows = check_begun(comm.broadcast(written))
+        trainer.record_order(place)
         if _output is not None:
             log_info(trainer.facts())
             _print_start(trainer, folder)

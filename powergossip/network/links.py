@@ -278,7 +278,7 @@ def end_alone(links: Links) -> None:
             isinstance(error, Stopped) and error.in_all_processes
         )
         if everywhere and links.group.rank > 0:
-            time.sleep(0.3)  # the first process may be about to report it
+            time.sleep(1.0)  # mpirun may discard what the first process is about to report
         elif isinstance(error, Stopped | BadInput):
             report(error)
         else:
@@ -289,7 +289,7 @@ def end_alone(links: Links) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         if everywhere:
             links.end_dropped()
-            time.sleep(0.2)
+            time.sleep(0.5)
         _exit(2 if isinstance(error, BadInput) else getattr(error, "exit_code", 1))
 
     sys.excepthook = hook

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from powergossip import checks
 from powergossip.algorithms import rates
 from powergossip.checks import BadValue
-from powergossip.events import exchanges, rules, scenario
+from powergossip.events import exchanges, order, rules, scenario
 from powergossip.events.members import Members, View
 from powergossip.events.order import Replay, read
 from powergossip.events.virtual_clock import VirtualClock
@@ -24,6 +24,7 @@ from powergossip.network.links import Links
 from powergossip.parameters import Layout, Parameters
 from powergossip.training.local_optimizers import LocalOptimizer, learning_rate
 
+ORDER = "order.jsonl"  # in the folder of a run
 Gradient = Callable[[int, int, int, int], dict[str, Tensor]]  # see Gradients.of_worker
 
 
@@ -59,6 +60,10 @@ def losses_of(c: Any) -> Losses | None:
 
 def _name_of_one_way(c: Any) -> str:
     return "push-sum" if c.optimizer == "push-sum" else "relay-sgd"
+
+
+def _order_of(process: int) -> str:
+    return f"order-{process}.jsonl"
 
 
 class EventTraining:
@@ -107,12 +112,32 @@ class EventTraining:
         elif drawn.replay is not None:
             self.clock = Replay(read(Path(drawn.replay)), *given)
         else:
-            self.clock = VirtualClock(drawn, *given)
+            self.clock = VirtualClock(drawn, *given, record=config.record_order)
+        self._order_file: Path | None = None
 
     @property
     def present(self) -> list[int]:
         """The workers alive that this process hosts."""
         return self.clock.alive
+
+    def record_order(self, folder: Path) -> None:
+        """Write the order of events to this folder. To be called before the first step."""
+        self._order_file = folder / ORDER
+        self._order_file.unlink(missing_ok=True)
+        if isinstance(self.clock, WallClock):
+            own = self.clock.order_file = folder / _order_of(self.clock.links.process)
+            own.unlink(missing_ok=True)
+
+    def merge_order(self) -> None:
+        """Merge the order of events that each process has written, in one of them."""
+        if self._order_file is not None and isinstance(self.clock, WallClock):
+            homes = self.clock.links.homes
+            folder = self._order_file.parent
+            files = [folder / _order_of(process) for process in sorted(set(homes.values()))]
+            parts = [order.read(file) for file in files if file.exists()]
+            order.write(self._order_file, order.merged(parts, set(homes) - set(self.everybody())))
+            for file in files:
+                file.unlink(missing_ok=True)
 
     def everybody(self) -> list[int]:
         """The workers alive in all processes."""
@@ -126,6 +151,9 @@ class EventTraining:
         A worker without a step in the meantime has those of the last one.
         """
         self.clock.run(steps)
+        if self._order_file is not None and isinstance(self.clock, VirtualClock):
+            order.write(self._order_file, self.clock.order)
+            self.clock.order.clear()
         return self.take_metrics()
 
     def run_linked(self, steps: int, asked: Callable[[], bool]) -> bool:

@@ -278,7 +278,13 @@ def _check_events(c: Any, processes: Processes) -> None:
         if processes.size == 1 or not processes.is_mpi:
             raise ValueError(f"{given}: use several processes of mpirun, with its own messages")
     n_processes = 1 if c.evaluate_only else processes.size
-    if scenario.resolve(c, n_processes, linked=processes.is_mpi) or continues:
+    by_edges = scenario.resolve(c, n_processes, linked=processes.is_mpi) or continues
+    if c.record_order and not by_edges:
+        raise ValueError(
+            "record_order=true: use false where all workers take their steps together, or give "
+            "gossip, on_worker_loss=continue or a scenario"
+        )
+    if by_edges:
         given = "a scenario" if c.scenario is not None else given
         checks.check("local_steps", c.local_steps, c.local_steps == 1, f"1 with {given}")
         on = c.batched_gradients == "on"

@@ -4,7 +4,7 @@ import platform
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial, reduce
 from operator import add
 from pathlib import Path
@@ -198,9 +198,18 @@ class Trainer:
         if close is not None:
             close()
 
-    def last(self) -> AbstractContextManager[None]:
+    def record_order(self, folder: Path) -> None:
+        """Write the order of events to this folder, if the configuration asks for it."""
+        if self._events is not None and self.config.record_order:
+            self._events.record_order(folder)
+
+    @contextmanager
+    def last(self) -> Iterator[None]:
         """A last block after `train`, such as a figure that one process draws."""
-        return last(self.links)
+        with last(self.links):
+            if self._events is not None and self.processes.rank == 0:
+                self._events.merge_order()
+            yield
 
     # --- Construction ---
 
@@ -298,8 +307,13 @@ class Trainer:
         """Whether no step is left."""
         return bool(self.position[0] >= self.config.num_epochs)
 
-    def check_epochs(self) -> None:
-        """Raise ValueError if a resumed run already has more than num_epochs epochs."""
+    def check_resumption(self) -> None:
+        """Raise ValueError if a resumed run already has more than num_epochs epochs, or if its
+        order of events would be incomplete."""
+        if self.step and self.config.record_order:
+            raise ValueError(
+                "record_order=true: use false for a resumed run, whose first events are not known"
+            )
         epoch, step, _ = self.position
         if (epoch, step) > (self.config.num_epochs, 0):
             begun = epoch + (step > 0)
