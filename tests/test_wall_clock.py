@@ -165,7 +165,7 @@ def test_a_run_goes_on_without_killed_processes_and_can_be_replayed(method, goss
 
 
 def test_others_go_on_without_a_stopped_process_which_catches_up(tmp_path):
-    values = {"num_epochs": 2, "optimizer": "dpsgd", "max_steps_per_epoch": 8}
+    values = {"num_epochs": 2, "optimizer": "dpsgd", "max_steps_per_epoch": 8, "batch_size": 32}
     plan = {"stop": {"1": [3, 1.5]}}
     rows = failing(plan, tmp_path / "run", **values, record_order=True)
     assert sorted(row["process"] for row in rows) == [0, 1, 2, 3]
