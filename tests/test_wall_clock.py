@@ -17,6 +17,7 @@ from powergossip.events.worker import Message
 from powergossip.network import Processes, processes
 from powergossip.runs import metrics, output
 from powergossip.training import linked
+from powergossip.training.measurements import Hooks
 from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
 from tests import launch
@@ -125,11 +126,13 @@ def failing(
     return [json.loads(line) for line in lines]
 
 
-def number_of_workers(folder: Path) -> list[float]:
+def number_of_workers(folder: Path, again: tuple[int, ...] = ()) -> list[float]:
+    """By epoch. again: epochs after which the run was resumed with another number."""
     rows = metrics.load(folder)
     chosen = rows[rows["name"] == "workers"]
-    assert chosen["epoch"].tolist() == list(range(1, len(chosen) + 1)), "each once, in order"
-    return chosen["value"].tolist()
+    epochs = sorted([*range(1, len(chosen) + 1 - len(again)), *again])
+    assert chosen["epoch"].tolist() == epochs, "each once, in order"
+    return list(chosen["value"])
 
 
 @pytest.mark.parametrize(
@@ -165,7 +168,12 @@ def test_a_run_goes_on_without_killed_processes_and_can_be_replayed(method, goss
 
 
 def test_others_go_on_without_a_stopped_process_which_catches_up(tmp_path):
-    values = {"num_epochs": 2, "optimizer": "dpsgd", "max_steps_per_epoch": 8, "batch_size": 32}
+    values: dict[str, Any] = {
+        "num_epochs": 2,
+        "optimizer": "dpsgd",
+        "max_steps_per_epoch": 8,
+        "batch_size": 32,
+    }
     plan = {"stop": {"1": [3, 1.5]}}
     rows = failing(plan, tmp_path / "run", **values, record_order=True)
     assert sorted(row["process"] for row in rows) == [0, 1, 2, 3]
@@ -190,6 +198,37 @@ def test_a_kill_during_a_checkpoint_leaves_whole_ones(tmp_path):
         assert hashlib.sha256(file.read_bytes()).hexdigest() == part["sha256"]
     rows_at = index["last"]["facts"]["metrics_bytes"]
     assert metrics.kept_bytes(folder / metrics.FILE, rows_at) == rows_at > 0
+
+
+def test_a_run_without_lost_workers_resumes_with_replacements_and_can_be_evaluated(tmp_path):
+    folder = tmp_path / "run"
+    values: dict[str, Any] = {"num_epochs": 2, "optimizer": "choco", "use_decentralized_data": True}
+    failing({"kill": {"2": 5}}, folder, **values)
+    last = evaluated(folder, **values)
+    assert sorted(int(worker) for worker in last["worker"].dropna()) == [0, 1, 3]
+    values |= {"num_epochs": 3, "learning_rate": 0.05, "resume": True}
+    rows = failing({}, folder, **values)
+    assert sorted(row["process"] for row in rows) == [0, 1, 2, 3]
+    assert number_of_workers(folder, again=(2,)) == [4, 3, 4, 4]
+    fewer = failing({}, folder, size=3, **{**values, "num_epochs": 4, "n_workers": 3})
+    assert sorted(row["worker"] for row in fewer) == [0, 1, 2]
+    assert number_of_workers(folder, again=(2, 3)) == [4, 3, 4, 4, 3, 3]
+
+
+def evaluated(folder: Path, **values: Any) -> Any:
+    """The rows of an evaluation of the last checkpoint in one process."""
+    found: list[dict[str, Any]] = []
+    changes = OmegaConf.create({**TINY, **values, "on_worker_loss": "continue"})
+    config = OmegaConf.merge(OmegaConf.structured(train.Config), changes, {"evaluate_only": True})
+
+    def keep(name: str, of_row: Any, tags: Any) -> None:
+        found.append({"name": name, **of_row, **tags})
+
+    alone = Processes()
+    settings = checked(config, alone)  # type: ignore[arg-type]
+    Trainer(settings, alone, Hooks(log_metric=keep), resume_from=folder).evaluate()
+    rows = metrics.frame(found)
+    return rows[(rows["name"] == "accuracy") & (rows["split"] == "test")]
 
 
 # Parts.

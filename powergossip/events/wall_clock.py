@@ -93,6 +93,11 @@ class WallClock:
         # Workers that have not begun: nothing is sent before `run`.
         self._new = [make(index, self._versions, 0) for index in links.workers]
 
+    def begin_at(self, steps: int) -> None:
+        """Let workers begin after a number of steps, with edges that begin later."""
+        self._versions = (2,) * len(self._versions)
+        self._new = [self._make(index, self._versions, steps) for index in self.links.workers]
+
     @property
     def now(self) -> float:
         return time.monotonic() - self._started

@@ -232,19 +232,31 @@ class EventTraining:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`, after x."""
+        if "begin" in state:
+            self._begin_anew(state)
+            return
         device, files = self._network.device, state["events"]
         if isinstance(self.clock, WallClock):
-            found = {w: _from_bytes(files[row], device) for w, row in self._rows.items()}
+            found = {w: from_bytes(files[row], device) for w, row in self._rows.items()}
             self.clock.load_state_dict({w: of_worker["clock"] for w, of_worker in found.items()})
             for index, of_worker in found.items():
                 self._load(index, of_worker["worker"])
             self._sums = _joined([of_worker["sums"] for of_worker in found.values()])
             return
-        whole = _from_bytes(files[0], device)
+        whole = from_bytes(files[0], device)
         self.clock.load_state_dict(whole["clock"])
         for index, of_worker in whole["workers"].items():
             self._load(index, of_worker)
         self._last = whole["last"]
+
+    def _begin_anew(self, state: Mapping[str, Any]) -> None:
+        """Begin with new edges after a number of steps, see powergossip.training.revival."""
+        assert isinstance(self.clock, WallClock)
+        self.clock.begin_at(state["begin"])
+        self.clock.bits, self.clock.messages = state["bits"], state["messages"]
+        for index in self._rows:
+            if index in state["locals"]:
+                self._locals[index].load_state_dict(state["locals"][index])
 
     def _state_of(self, index: int) -> dict[str, Any]:
         """The state of a worker's own optimizer, and of an update that is still to come."""
@@ -279,7 +291,7 @@ def _bytes(state: Any) -> Tensor:
     return torch.frombuffer(bytearray(length + file.getvalue()), dtype=torch.uint8)
 
 
-def _from_bytes(data: Tensor, device: torch.device) -> Any:
+def from_bytes(data: Tensor, device: torch.device) -> Any:
     """The state of `_bytes`, whatever follows it."""
     octets = data.cpu().numpy().tobytes()
     length = int.from_bytes(octets[:8], "little")

@@ -14,6 +14,7 @@ from powergossip.parameters import Parameters
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training import elastic
 from powergossip.training.event_training import event_driven
+from powergossip.training.revival import Revival
 from powergossip.training.settings import PREFIX, option_defaults
 
 # Keys that may change when a run is resumed.
@@ -128,23 +129,49 @@ def load_checkpoint(
     facts = entry["facts"]
     before = facts["config"]["n_workers"]
     with processes.agreed():
-        check_same_run(folder, facts["config"], config)
-    if before == config.n_workers:
+        check_same_run(folder, facts["config"], config, processes.can_be_lost)
+    saved_workers = sum(stop - first for first, stop in (p["workers"] for p in entry["parts"]))
+    lost = saved_workers < before
+    if lost and before == config.n_workers and not processes.can_be_lost:
+        with processes.agreed():
+            _check_evaluated_alone(folder, config, processes, saved_workers)
+    if before == config.n_workers and saved_workers == before:
         state = saved.load(workers, which)
         with processes.agreed():
             _check_same_model(folder, state, parameters)
         return Resumed(state, facts["metrics_bytes"], before)
 
-    conversion = elastic.Conversion(before, start())
+    conversion: elastic.Conversion | Revival = (
+        Revival(before, start())
+        if lost or processes.can_be_lost
+        else elastic.Conversion(before, start())
+    )
 
     def add(workers: range, state: dict[str, Any]) -> None:
         _check_same_model(folder, state, parameters)
         conversion.add(workers, state)
 
-    saved.visit(add)
+    saved.visit(add, which)
+    if config.evaluate_only:
+        assert isinstance(conversion, Revival)
+        return Resumed(conversion.evaluated(), facts["metrics_bytes"], saved_workers)
     with processes.agreed():
         state = conversion.state(facts.get("steps_per_epoch"))
-    return Resumed(state, facts["metrics_bytes"], before)
+    return Resumed(state, facts["metrics_bytes"], saved_workers)
+
+
+def _check_evaluated_alone(folder: Path, config: Any, processes: Processes, left: int) -> None:
+    """Raise ValueError unless a checkpoint with lost workers is evaluated in one process."""
+    if not config.evaluate_only:
+        raise ValueError(
+            f"the checkpoint in {folder} has {left} of {config.n_workers} workers, since the "
+            "others were lost; resume it with mpirun --with-ft ulfm, as it was started"
+        )
+    if processes.size > 1:
+        raise ValueError(
+            f"evaluate_only=true: use one process; the checkpoint in {folder} has {left} of "
+            f"{config.n_workers} workers, since the others were lost"
+        )
 
 
 def _check_same_model(folder: Path, state: Mapping[str, Any], parameters: Parameters) -> None:
@@ -166,14 +193,19 @@ def check_same_run_without_checkpoint(folder: Path, config: Any) -> None:
         check_same_run(folder, {str(key): value for key, value in saved.items()}, config)
 
 
-def check_same_run(folder: Path, saved: Mapping[str, Any], config: Any) -> None:
-    """Raise ValueError if the saved configuration differs in a key that may not change."""
+def check_same_run(
+    folder: Path, saved: Mapping[str, Any], config: Any, linked: bool = False
+) -> None:
+    """Raise ValueError if the saved configuration differs in a key that may not change.
+
+    linked: whether processes exchange by edges
+    """
     now = OmegaConf.to_container(config)
     assert isinstance(now, dict)
     earlier = {key: value for key, value in EARLIER.items() if key in now}
     before = {**earlier, **_with_present_options(saved, config)}
     free = (*FREE_TO_CHANGE, *(OF_EVALUATION if config.evaluate_only else ()))
-    if _is_elastic(before, config):
+    if _is_elastic(before, config, linked):
         free = (*free, *OF_WORKERS)
     differing = [
         f"{key}={now.get(key)} (was {before.get(key)})"
@@ -187,11 +219,11 @@ def check_same_run(folder: Path, saved: Mapping[str, Any], config: Any) -> None:
         )
 
 
-def _is_elastic(before: Mapping[str, Any], config: Any) -> bool:
+def _is_elastic(before: Mapping[str, Any], config: Any, linked: bool) -> bool:
     """Whether a run is resumed with another number of workers. Raises ValueError."""
     if config.evaluate_only or config.n_workers == before["n_workers"]:
         return False
-    if event_driven(config):
+    if event_driven(config) and (config.scenario is not None or not linked):
         raise ValueError(
             f"n_workers={config.n_workers}: use {before['n_workers']}; a run on the virtual clock "
             "resumes with the same number of workers"

@@ -506,7 +506,8 @@ class Trainer:
     def _start_of_run(self) -> elastic.Start:
         n_workers, workers = self.network.n_workers, self.network.workers
         state = partial(self.state_dict, self.position)
-        return elastic.Start(n_workers, workers, self.steps_per_epoch, state, self.rule)
+        rule: Any = None if event_driven(self.config) else self.rule
+        return elastic.Start(n_workers, workers, self.steps_per_epoch, state, rule)
 
     def state_dict(self, position: Position) -> dict[str, Any]:
         """Everything that the next step depends on. Tensors are [worker, ...]."""
