@@ -6,8 +6,10 @@ SHELL := bash
 	clean
 
 # processes of `make train`, and what is handed on to it:  make train NP=4 ARGS="topology=torus seed=2"
+# FT=1: the run may go on without processes that it loses
 NP ?= 8
 ARGS ?=
+FT ?=
 # Python with torch, and a folder of wheels, of `make gpu-check`
 PYTHON ?= $(shell command -v python3 || command -v python)
 WHEELS ?=
@@ -44,8 +46,9 @@ help: ## this list
 setup: ## make .venv, once
 	@bash environment/setup.sh
 
-train: setup ## train with eight MPI processes; NP=4, ARGS="key=value …"
-	@$(activate) && mpirun -np $(NP) python train.py $(ARGS)
+train: setup ## train with eight MPI processes; NP=4, ARGS="key=value …", FT=1 without lost ones
+	@$(activate) && mpirun -np $(NP) $(if $(FT),--with-ft ulfm) python train.py \
+		$(if $(FT),on_worker_loss=continue) $(ARGS)
 
 test: setup ## the tests, in minutes: laws, programs, and 2, 4 and 8 MPI processes
 	@$(call run_tests,parallel[match] and not slow)

@@ -22,8 +22,8 @@ Its checkpoints can be evaluated again, which changes nothing in the folder:
     python train.py --output-dir output/mine evaluate_only=true checkpoint=best
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,12 @@ from omegaconf import DictConfig
 
 from powergossip.errors import BadInput
 from powergossip.network import Processes, processes, torch_kept
-from powergossip.runs import configuration, figures, metrics, tables
+from powergossip.runs import configuration, figures, metrics, output, tables
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.output import COMPLETE, FIGURE, Output, run_to_resume
-from powergossip.training.measurements import Diverged, Hooks
+from powergossip.training import elastic
+from powergossip.training.linked import check_begun
+from powergossip.training.measurements import Diverged, Hooks, Row
 from powergossip.training.settings import checked, defaults_of_tasks
 from powergossip.training.trainer import Trainer
 
@@ -64,7 +66,7 @@ class Config:
     cuda_aware: str = "auto"  # messages from GPU memory: on, off, or auto (if MPI can, or NCCL)
     overwrite: bool = False  # delete an existing run in the output folder
     resume: bool | str = False  # true: resume the run in the output folder from its last
-    #   checkpoint. auto: the same, or begin a run if there is none
+    #   checkpoint, also with another n_workers. auto: the same, or begin a run if there is none
     allow_lost_rows: bool = False  # resume although rows of metrics.jsonl are lost
     evaluate_only: bool = False  # evaluate a checkpoint of the run in the output folder: no
     #   training, and no file is changed
@@ -142,6 +144,11 @@ class Config:
     #   asynchronous: never (docs/when-workers-fail.md)
     max_delay: int | None = None  # of bounded (1). With exact-diffusion, also the delay that
     #   asynchronous exchanges are expected to have
+    on_worker_loss: str = "end"  # of the run. continue: without the workers of a process that has
+    #   ended or is silent. For mpirun --with-ft ulfm (docs/when-workers-fail.md)
+    worker_timeout: float = 30.0  # seconds of silence after which a process counts as lost
+    record_order: bool = False  # write the order of events to order.jsonl, which a scenario can
+    #   replay. For exchanges that may be late
     scenario: Any = None  # a file with speeds, delays, losses, deaths and joins of workers, for the
     #   virtual clock: one process hosts all workers, and seconds in rows are virtual
     learning: str = "dpsgd"  # the rule of gossip: dpsgd, or for data that differ between workers:
@@ -303,22 +310,35 @@ def main(arguments: list[str] | None = None) -> None:
 def _train(settings: Any, comm: Processes, name: str | None, folder: Path | None) -> None:
     """Train a run in the output folder `name`, or resume the one in `folder`."""
     global _output
-    trainer = Trainer(settings, comm, _hooks(), resume_from=folder)
-    ending = COMPLETE
+    place = Path()
+
+    def take_over(rows: Sequence[Row]) -> None:
+        global _output
+        _output = output.take_over(place, settings, rows)
+
+    def metrics_offset() -> int:
+        if _output is None:
+            return metrics.complete_bytes(place / metrics.FILE)
+        return _output.rows.synced_offset()
+
+    trainer = Trainer(settings, comm, replace(_hooks(), take_over=take_over), resume_from=folder)
+    comm, ending = trainer.processes, COMPLETE
     try:
         with comm.agreed():
-            trainer.check_epochs()
+            trainer.check_resumption()
             if comm.rank == 0:
                 offset = None if folder is None else trainer.metrics_bytes
                 _output = Output(name, settings, offset, settings.allow_lost_rows)
-        written = ("", False) if _output is None else (str(_output.folder), _output.lost_rows)
-        output, lost_rows = comm.broadcast(written)
+        written = None if _output is None else (_output.folder, _output.lost_rows)
+        place, lost_rows = check_begun(comm.broadcast(written))
+        trainer.record_order(place)
         if _output is not None:
             log_info(trainer.facts())
             _print_start(trainer, folder)
-        trainer.train(Checkpoints(Path(output), comm), _metrics_offset, lost_rows)
-        if _output is not None:
-            _report(_output.folder, settings.log_verbosity, trainer.metric)
+        trainer.train(Checkpoints(place, comm), metrics_offset, lost_rows)
+        with trainer.last():
+            if _output is not None:
+                _report(_output.folder, settings.log_verbosity, trainer.metric)
     except BaseException as error:
         ending = type(error).__name__
         raise
@@ -367,6 +387,8 @@ def _print_start(trainer: Trainer, resumed: Path | None) -> None:
         print(configuration.changed(settings, Config))
         if resumed is not None:
             print(f"resumed after step {trainer.step} of {trainer.total_steps}")
+            if trainer.workers_before != settings.n_workers:
+                print(elastic.sentence(trainer.workers_before, settings.n_workers))
         elif trainer.hint:
             print(trainer.hint)
 
@@ -384,10 +406,6 @@ def _hooks(rows: list[dict[str, Any]] | None = None) -> Hooks:
         log_info=lambda facts: log_info(facts),
         log_runtime=lambda *phase: log_runtime(*phase),
     )
-
-
-def _metrics_offset() -> int:
-    return 0 if _output is None else _output.rows.synced_offset()
 
 
 def _report(folder: Path, verbosity: int, metric: str) -> None:

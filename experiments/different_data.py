@@ -82,7 +82,7 @@ class Method:
         return f"{self.averaging}, {self.learning}"
 
 
-POWER = {k: f"PowerGossip, {count(k, 'iteration')}" for k in (1, 4, 8, 10, 11, 16)}
+POWER = {k: f"PowerGossip, {count(k, 'iteration')}" for k in (1, 4, 8, 10, 11, 16, 22)}
 UNBIASED = "CHOCO, QSGD 64 levels, unbiased"
 AVERAGING: dict[str, Averaging] = {
     "plain": Averaging({"optimizer": "dpsgd"}),
@@ -201,6 +201,14 @@ METHODS: dict[str, Method] = {
             _method(f"{averaging}, {topology}", "dpsgd", _on(topology, optimizer), _USUAL)
             for topology in TIME_VARYING
             for averaging, optimizer in (("plain", "dpsgd"), ("push-sum", "push-sum"))
+        ),
+        # One neighbor a step and twice the iterations: the bits of 11 iterations on the ring.
+        _method(
+            f"{POWER[22]}, round-robin",
+            "quasi-global-momentum",
+            _on("round-robin", "power-gossip") | {"optimizer_num_iterations": 22},
+            RULES["quasi-global-momentum"].pairs,
+            [{}, {"nesterov": True}],
         ),
         *(
             _method(f"relay, {topology}", RELAY, _on(topology, "dpsgd"), _USUAL)

@@ -86,7 +86,7 @@ def kills(seed: int) -> None:
     times = {victim: draw.uniform(0.0, 0.6) for victim in victims}
     elements = draw.choice([10, 30_000, 3_000_000])
     links = Links(communicator, range(communicator.size), worker_timeout=20)
-    end_alone(links.process)
+    end_alone(links)
     if links.process in times:
         die_after(times[links.process])
     chatter = Chatter(links, elements)
@@ -117,7 +117,7 @@ def stop(seconds: float) -> None:
     communicator = MPI.COMM_WORLD
     timeout = 0.6
     links = Links(communicator, range(communicator.size), worker_timeout=timeout)
-    end_alone(links.process)
+    end_alone(links)
     pids = links.survivors().gather(os.getpid())
     chatter = Chatter(links, 1000)
     chatter.run(0.2)
@@ -142,7 +142,7 @@ def stop(seconds: float) -> None:
 def join(victim: int) -> None:
     communicator = MPI.COMM_WORLD
     links = Links(communicator, range(communicator.size), worker_timeout=20)
-    end_alone(links.process)
+    end_alone(links)
     if links.process == victim:
         die_after(0.1)
     chatter = Chatter(links, 100_000)
@@ -160,7 +160,7 @@ def join(victim: int) -> None:
 
 def newcomer(victim: int) -> None:
     links = Links.join()
-    end_alone(links.process)
+    end_alone(links)
     assert links.workers == [victim]
     after_joining(links, Chatter(links, 100_000))
 

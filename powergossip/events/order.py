@@ -16,6 +16,7 @@ is applied. That determines every bit of the run.
 """
 
 import json
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,10 +53,13 @@ def write(path: Path, entries: Iterable[Entry]) -> None:
 
 
 def read(path: Path) -> list[Entry]:
-    """Read a file of events. Raises BadValue for a file that cannot be read or another line."""
+    """Read a file of events, without an incomplete last line.
+
+    Raises BadValue for a file that cannot be read or another line.
+    """
     entries = []
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text().split("\n")[:-1]
     except OSError as error:
         raise BadValue("replay", path, f"a file of events ({error.strerror})") from error
     for number, line in enumerate(lines, 1):
@@ -66,6 +70,39 @@ def read(path: Path) -> list[Entry]:
             place = f"{path}:{number}"
             raise BadValue("replay", place, f"a line with {', '.join(_KEYS)}") from error
     return entries
+
+
+def merged(parts: Sequence[Sequence[Entry]], lost: Iterable[int]) -> list[Entry]:
+    """The events of all workers in one order, from those of each process in its own.
+
+    A part is sent before it is applied, and otherwise earlier times come first: the clocks of
+    processes may differ. A lost worker dies after its last event. Raises ValueError where a part is
+    applied that none has sent.
+    """
+    sent: Counter[tuple[int, int, int]] = Counter()  # i, j, k → sent, not applied
+
+    def is_next(entry: Entry) -> bool:
+        key = entry.neighbor, entry.worker, entry.counter
+        return entry.kind not in ("apply", "skip") or sent[key] > 0
+
+    last = {entry.worker: entry for part in parts for entry in part}
+    deaths = {id(last[worker]): worker for worker in lost if worker in last}
+    queues = [deque(part) for part in parts]
+    found: list[Entry] = []
+    while any(queues):
+        ready = [queue for queue in queues if queue and is_next(queue[0])]
+        if not ready:
+            first = next(queue[0] for queue in queues if queue)
+            raise ValueError(f"the order of events has no part for {first}")
+        entry = min(ready, key=lambda queue: queue[0].time).popleft()
+        found.append(entry)
+        if entry.kind == "start":
+            sent[entry.worker, entry.neighbor, entry.counter] += 1
+        elif entry.kind in ("apply", "skip"):
+            sent[entry.neighbor, entry.worker, entry.counter] -= 1
+        if id(entry) in deaths:
+            found.append(Entry(entry.time, "die", entry.worker, -1, -1))
+    return found
 
 
 class Replay:

@@ -163,12 +163,14 @@ def load(path: str | Path) -> dict[str, Any]:
     return dict(found or {})
 
 
-def resolve(c: Any, n_processes: int) -> bool:
+def resolve(c: Any, n_processes: int, linked: bool | None = None) -> bool:
     """Replace a file in c.scenario by its contents, and give c.max_delay its value.
 
-    c: a configuration with the keys gossip, max_delay and scenario. Returns whether they have other
-    values than those of synchronous steps without a scenario. Raises ValueError for bad values, and
-    for several processes where one has to host all workers.
+    c       # a configuration with the keys gossip, max_delay and scenario
+    linked  # whether processes can exchange by edges. None: they never can in this program
+
+    Returns whether they have other values than those of synchronous steps without a scenario.
+    Raises ValueError for bad values, and for several processes where one has to host all workers.
     """
     checks.one_of("gossip", c.gossip, POLICIES)
     if isinstance(c.scenario, str):
@@ -182,9 +184,12 @@ def resolve(c: Any, n_processes: int) -> bool:
     else:
         c.max_delay = 1 if c.max_delay is None else c.max_delay
         checks.not_negative("max_delay", c.max_delay)
-    if n_processes > 1:
+    if n_processes > 1 and (c.scenario is not None or not linked):
         key = f"gossip={c.gossip}" if c.scenario is None else "scenario"
-        raise ValueError(f"{key}: use one process, which hosts all workers on the virtual clock")
+        how = "use one process, which hosts all workers on the virtual clock"
+        if key != "scenario" and linked is not None:
+            how += ", or start several with mpirun"
+        raise ValueError(f"{key}: {how}")
     return True
 
 

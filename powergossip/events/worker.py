@@ -56,14 +56,16 @@ class Message:
 class Edge:
     """A worker's end of an edge.
 
-    k        # of the exchange that is pending, or else of the next one
-    own      # the message of the pending exchange, None: there is none
-    started  # the worker's step in which it was sent
-    inbox    # k → message of the neighbor. It is at most one exchange ahead
+    begins_later  # whether it is not an edge of the start
+    k             # of the exchange that is pending, or else of the next one
+    own           # the message of the pending exchange, None: there is none
+    started       # the worker's step in which it was sent
+    inbox         # k → message of the neighbor. It is at most one exchange ahead
     """
 
     end: End
     incarnation: int
+    begins_later: bool
     k: int = 0
     own: Message | None = None
     started: int = 0
@@ -98,10 +100,11 @@ class Policy:
 class Worker:
     """A worker: its edges, its learning rule, and the order of their steps.
 
-    view      # the versions of all workers as it knows them
-    edges     # j → Edge, also those whose weight has become 0 in the view
-    steps     # completed
-    log       # (kind, j, k) of all that changed its state since the driver last cleared it
+    view    # the versions of all workers as it knows them
+    edges   # j → Edge, also those whose weight has become 0 in the view
+    late    # neighbors for whose pending exchange a driver does not let the worker wait
+    steps   # completed
+    log     # (kind, j, k) of all that changed its state since the driver last cleared it
 
     Each step has exchanges.rounds exchanges on each edge, or fewer where it does not wait.
     """
@@ -120,6 +123,7 @@ class Worker:
         self._members, self._exchanges, self._policy = members, exchanges, policy
         self.view = members.start if view is None else view
         self.edges: dict[int, Edge] = {}
+        self.late: set[int] = set()
         self.steps, self.round, self.phase = steps, 0, "begin"
         self.log: list[tuple[str, int, int]] = []
         self._outbox: list[tuple[int, Message]] = []
@@ -174,7 +178,11 @@ class Worker:
     def waiting_for(self) -> list[int]:
         """The neighbors whose parts the worker waits for."""
         present = self._members.weights(self.view)[self.index]
-        return [j for j in present if self._policy.waits(self.edges[j], self.steps)]
+        return [
+            j
+            for j in present
+            if j not in self.late and self._policy.waits(self.edges[j], self.steps)
+        ]
 
     # --- Exchanges ---
 
@@ -210,6 +218,7 @@ class Worker:
             if weight:
                 self.rule.add(j, edge.end.exchange(edge.own.part, received.part, edge.k, weight))
         edge.own, edge.k = None, edge.k + 1
+        self.late.discard(j)
 
     def take_outbox(self) -> list[tuple[int, Message]]:
         """The messages to send: (neighbor, message). The outbox is empty afterwards."""
@@ -234,6 +243,7 @@ class Worker:
             self._note("learn", j, merged[j])
             if j in self.edges:
                 del self.edges[j]
+                self.late.discard(j)
                 self.rule.forget(j)
         self.view = merged
         self._open()
@@ -241,12 +251,15 @@ class Worker:
     def _open(self) -> None:
         for j in self._members.weights(self.view)[self.index]:
             if j not in self.edges:
-                incarnation = self.view[self.index] + self.view[j]
-                first = incarnation == 0 and j in self._members.first[self.index]
-                end = self._exchanges.end(
-                    self.index, j, self.rule.variables(), None if first else incarnation
-                )
-                self.edges[j] = Edge(end, incarnation)
+                self.edges[j] = self._edge(j, self.view[self.index] + self.view[j])
+
+    def _edge(self, j: int, incarnation: int) -> Edge:
+        """A new end of the edge with j."""
+        first = incarnation == 0 and j in self._members.first[self.index]
+        end = self._exchanges.end(
+            self.index, j, self.rule.variables(), None if first else incarnation
+        )
+        return Edge(end, incarnation, begins_later=not first)
 
     def _note(self, kind: str, j: int = -1, k: int = -1) -> None:
         self.log.append((kind, j, k))
@@ -282,15 +295,11 @@ class Worker:
         self.rule.load_state_dict(state["rule"])
         self.edges = {}
         for j, saved in state["edges"].items():
-            incarnation = saved["incarnation"]
-            first = incarnation == 0 and j in self._members.first[self.index]
-            end = self._exchanges.end(
-                self.index, j, self.rule.variables(), None if first else incarnation
-            )
-            end.load_state_dict(saved["end"])
-            own = None if saved["own"] is None else unpacked(saved["own"])
-            inbox = {k: unpacked(message) for k, message in saved["inbox"].items()}
-            self.edges[j] = Edge(end, incarnation, saved["k"], own, saved["started"], inbox)
+            edge = self.edges[j] = self._edge(j, saved["incarnation"])
+            edge.end.load_state_dict(saved["end"])
+            edge.k, edge.started = saved["k"], saved["started"]
+            edge.own = None if saved["own"] is None else unpacked(saved["own"])
+            edge.inbox = {k: unpacked(message) for k, message in saved["inbox"].items()}
 
 
 def packed(message: Message) -> list[Any]:

@@ -134,8 +134,8 @@ class Links:
             self._peers.send(process, NOTE, payload=payload)
 
     def notes(self) -> list[tuple[int, Tensor]]:
-        """The notes that have arrived since the last call: index of the process, payload."""
-        self._peers.advance()
+        """The notes that had arrived at the last `poll`, `wait` or collective operation, since the
+        last call: index of the process, payload."""
         return [(message.source, message.payload) for message in self._peers.take(NOTE)]
 
     @contextmanager
@@ -143,6 +143,11 @@ class Links:
         """A block, such as an evaluation or a checkpoint, whose silence does not count."""
         with self._peers.quiet():
             yield
+
+    @property
+    def group(self) -> Survivors:
+        """The surviving processes, for collective operations. Does not wait for them."""
+        return self._survivors
 
     def survivors(self) -> Survivors:
         """The surviving processes, agreed by all of them, which call it at the same point.
@@ -258,16 +263,23 @@ class Links:
             atexit.register(_exit, exit_code)
 
 
-def end_alone(process: int) -> None:
+def end_alone(links: Links) -> None:
     """End only this process on an uncaught exception: the others lose it and go on.
 
     MPI is not finalized, because Open MPI may wait for a lost process there. The exit code of
     mpirun is that of the first process which ends with one other than 0. Processes that were
     dropped therefore end by SIGKILL, which mpirun disregards with ULFM: the run is not a failure.
+    An exception that is in all processes is reported by the first of them.
     """
+    process = links.process
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, Stopped | BadInput):
+        everywhere = isinstance(error, BadInput) or (
+            isinstance(error, Stopped) and error.in_all_processes
+        )
+        if everywhere and links.group.rank > 0:
+            time.sleep(1.0)  # mpirun may discard what the first process is about to report
+        elif isinstance(error, Stopped | BadInput):
             report(error)
         else:
             text = "".join(traceback.format_exception(kind, error, trace))
@@ -275,6 +287,9 @@ def end_alone(process: int) -> None:
         if isinstance(error, Dropped):
             _flush()
             os.kill(os.getpid(), signal.SIGKILL)
+        if everywhere:
+            links.end_dropped()
+            time.sleep(0.5)
         _exit(2 if isinstance(error, BadInput) else getattr(error, "exit_code", 1))
 
     sys.excepthook = hook

@@ -99,6 +99,7 @@ class Survivors(Processes):
     """
 
     transport = "mpi"
+    can_be_lost = True
 
     def __init__(self, peers: Peers, calls: int = 0):
         super().__init__()

@@ -74,9 +74,11 @@ class Processes:
     local_rank, local_size  # among those of this host
     threads                 # cores of the host for this process
     transport               # none, mpi, gloo or nccl
+    can_be_lost             # whether a run goes on if one ends. rank and size then change
     """
 
     transport = "none"
+    can_be_lost = False
 
     def __init__(self) -> None:
         self.rank, self.size = 0, 1

@@ -104,6 +104,11 @@ def kept_bytes(path: Path, offset: int, allow_lost_rows: bool = False) -> int:
     return kept
 
 
+def complete_bytes(path: Path) -> int:
+    """Return the size of all complete rows."""
+    return path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
+
+
 def last_epoch(path: Path, offset: int) -> float:
     """Return the epoch of the last row in the first `offset` bytes, or 0 without rows."""
     contents = path.read_bytes()[:offset] if offset else b""

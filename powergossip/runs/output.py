@@ -13,7 +13,7 @@ import datetime
 import itertools
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -162,6 +162,26 @@ class Output:
                 self.add_info({ENDING: ending})
         self.rows.close()
         self._trackers.close(complete=ending in (None, COMPLETE))
+
+
+def take_over(
+    folder: Path, config: Any, rows: Sequence[tuple[str, Mapping[str, float], Mapping[str, Any]]]
+) -> Output:
+    """The output of a run whose writer was lost, with those of the latest rows that are missing."""
+    offset = metrics.complete_bytes(folder / metrics.FILE)
+    output = Output(str(folder), config, offset)
+    with (folder / metrics.FILE).open() as lines:
+        written = {_identity(json.loads(line)) for line in lines}
+    for name, values, tags in rows:
+        if _identity({"name": name, **values, **tags}) not in written:
+            output.write(name, values, tags)
+    return output
+
+
+def _identity(row: Mapping[str, Any]) -> str:
+    """What a row measures, without its values."""
+    values = set(metrics.COLUMNS) - {"name", "epoch"}
+    return json.dumps({key: value for key, value in row.items() if key not in values})
 
 
 def run_to_resume(name: str | None, resume: bool | str, key: str = "resume") -> Path | None:

@@ -34,6 +34,11 @@ class Agreement:
         self._last = 0, time.perf_counter()  # step and time of the last start
         self._waited = 0.0  # seconds, for the last result
 
+    @property
+    def has_noted(self) -> bool:
+        """Whether this process has noted a value that is not finite."""
+        return self._first is not None
+
     def note(self, worker: int, name: str, value: float, step: int, epoch: int) -> None:
         """Record a value that is infinite or NaN, if it is the first one. `epoch` is from 1."""
         if not math.isfinite(value):

@@ -14,6 +14,7 @@ from powergossip.network import Network
 from powergossip.parameters import Parameters
 from powergossip.tasks import MainMetric, Split, Task, main_metric
 from powergossip.training.event_training import PresentParameters, Survivors
+from powergossip.training.linked import LinkedNetwork
 from powergossip.training.measurements import Rows, check_finite
 
 # Values of each worker by kind and name: float64 [worker], first of the hosted ones, then of all n.
@@ -34,7 +35,7 @@ class Evaluation:
     def __init__(
         self,
         config: Any,
-        network: Network | Survivors,
+        network: Network | Survivors | LinkedNetwork,
         task: Task,
         parameters: Parameters | PresentParameters,
         steps_per_epoch: int,

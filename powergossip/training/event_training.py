@@ -2,32 +2,41 @@
 
 import io
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from powergossip import checks
 from powergossip.algorithms import rates
 from powergossip.checks import BadValue
-from powergossip.events import exchanges, rules, scenario
+from powergossip.events import exchanges, order, rules, scenario
 from powergossip.events.members import Members, View
 from powergossip.events.order import Replay, read
 from powergossip.events.virtual_clock import VirtualClock
+from powergossip.events.wall_clock import WallClock
 from powergossip.events.worker import Policy, Worker
 from powergossip.network import Losses, Network, Processes
+from powergossip.network.links import Links
 from powergossip.parameters import Layout, Parameters
 from powergossip.training.local_optimizers import LocalOptimizer, learning_rate
 
+ORDER = "order.jsonl"  # in the folder of a run
 Gradient = Callable[[int, int, int, int], dict[str, Tensor]]  # see Gradients.of_worker
 
 
 def event_driven(c: Any) -> bool:
     """Whether a configuration trains by exchanges of edges, and not by steps of all workers."""
-    return (c.scenario is not None or c.gossip != "synchronous") and not one_way(c)
+    by_edges = c.scenario is not None or c.gossip != "synchronous" or survives(c)
+    return by_edges and not one_way(c)
+
+
+def survives(c: Any) -> bool:
+    """Whether a run goes on without the processes that it loses."""
+    return bool(c.on_worker_loss == "continue")
 
 
 def one_way(c: Any) -> bool:
@@ -37,24 +46,36 @@ def one_way(c: Any) -> bool:
 
 def losses_of(c: Any) -> Losses | None:
     """The lost messages of a method without exchanges. Raises BadValue for other scenarios."""
+    if one_way(c) and survives(c):
+        raise BadValue("on_worker_loss", c.on_worker_loss, f"end with {_name_of_one_way(c)}")
     if not one_way(c) or (c.scenario is None and c.gossip == "synchronous"):
         return None
     drawn = scenario.read(c.scenario or {}, c.n_workers, c.seed)
-    method = "push-sum" if c.optimizer == "push-sum" else "relay-sgd"
+    method = _name_of_one_way(c)
     checks.check("gossip", c.gossip, c.gossip == "synchronous", f"synchronous with {method}")
     others = sorted(set(c.scenario) - {"loss"})
     checks.check("scenario", others, not others, f"loss alone with {method}")
     return Losses(drawn.lost, bool(c.get("optimizer_running_sums")))
 
 
+def _name_of_one_way(c: Any) -> str:
+    return "push-sum" if c.optimizer == "push-sum" else "relay-sgd"
+
+
+def _order_of(process: int) -> str:
+    return f"order-{process}.jsonl"
+
+
 class EventTraining:
-    """All workers of a run in one process, on the virtual clock.
+    """The workers of this process, whose exchanges with their neighbors may be late.
 
     config    # checked, as plain values
     options   # of the averaging rule
     gradient  # (worker, epoch, step in it, step) → metrics; adds to parameters.grad
+    links     # to other processes. None: all workers are in this process, on the virtual clock
+    measure   # measure("communication") is the context in which they are waited for
 
-    clock     # VirtualClock, or Replay
+    clock     # VirtualClock, Replay, or WallClock
 
     Every worker has its own count of steps, its own local optimizer, and the learning rate of its
     own progress. A worker that has taken more than the steps of num_epochs goes on in further
@@ -69,6 +90,8 @@ class EventTraining:
         parameters: Parameters,
         gradient: Gradient,
         steps_per_epoch: int,
+        links: Links | None = None,
+        measure: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ):
         self._config, self._network, self._parameters = config, network, parameters
         self._gradient, self._steps_per_epoch = gradient, steps_per_epoch
@@ -79,18 +102,47 @@ class EventTraining:
         self._exchanges: exchanges.Exchanges | None = None
         self._sums: dict[str, list[list[float]]] = {}  # name → [worker] → sum and count
         self._last: dict[str, Tensor] = {}  # name → [worker]
+        self._rows = {worker: row for row, worker in enumerate(network.workers)}
         drawn = scenario.read(config.scenario or {}, config.n_workers, config.seed)
         given = parameters.x, self._make_worker, self._compute
-        self.clock: VirtualClock | Replay
-        if drawn.replay is not None:
+        self.clock: VirtualClock | Replay | WallClock
+        if links is not None:
+            together = config.gossip == "synchronous"
+            self.clock = WallClock(links, *given[1:], together, survives(config), measure)
+        elif drawn.replay is not None:
             self.clock = Replay(read(Path(drawn.replay)), *given)
         else:
-            self.clock = VirtualClock(drawn, *given)
+            self.clock = VirtualClock(drawn, *given, record=config.record_order)
+        self._order_file: Path | None = None
 
     @property
     def present(self) -> list[int]:
-        """The workers alive."""
+        """The workers alive that this process hosts."""
         return self.clock.alive
+
+    def record_order(self, folder: Path) -> None:
+        """Write the order of events to this folder. To be called before the first step."""
+        self._order_file = folder / ORDER
+        self._order_file.unlink(missing_ok=True)
+        if isinstance(self.clock, WallClock):
+            own = self.clock.order_file = folder / _order_of(self.clock.links.process)
+            own.unlink(missing_ok=True)
+
+    def merge_order(self) -> None:
+        """Merge the order of events that each process has written, in one of them."""
+        if self._order_file is not None and isinstance(self.clock, WallClock):
+            homes = self.clock.links.homes
+            folder = self._order_file.parent
+            files = [folder / _order_of(process) for process in sorted(set(homes.values()))]
+            parts = [order.read(file) for file in files if file.exists()]
+            order.write(self._order_file, order.merged(parts, set(homes) - set(self.everybody())))
+            for file in files:
+                file.unlink(missing_ok=True)
+
+    def everybody(self) -> list[int]:
+        """The workers alive in all processes."""
+        clock = self.clock
+        return clock.everybody if isinstance(clock, WallClock) else clock.alive
 
     def run(self, steps: int) -> dict[str, Tensor]:
         """Train until the workers alive have taken that number of steps on average.
@@ -98,8 +150,24 @@ class EventTraining:
         Returns the means of the batches' metrics of each worker since the last call, each [worker].
         A worker without a step in the meantime has those of the last one.
         """
-        self._sums = {}
         self.clock.run(steps)
+        if self._order_file is not None and isinstance(self.clock, VirtualClock):
+            order.write(self._order_file, self.clock.order)
+            self.clock.order.clear()
+        return self.take_metrics()
+
+    def run_linked(self, steps: int, asked: Callable[[], bool]) -> bool:
+        """The same with links: see WallClock.run."""
+        assert isinstance(self.clock, WallClock)
+        return self.clock.run(steps, asked)
+
+    def steps_between(self, first: int, end: int) -> int:
+        """The steps of this process' workers after `first`, on average, fewer than to the end."""
+        steps = [worker.steps for worker in self.clock.workers.values()]
+        return max(0, min(sum(steps) // len(steps), end - 1) - first)
+
+    def take_metrics(self) -> dict[str, Tensor]:
+        """Count the bits, and return the means of the metrics since the last call, as `run`."""
         self._network.bits[:] = self.clock.bits
         self._network.messages[:] = self.clock.messages
         for name, pairs in self._sums.items():
@@ -109,10 +177,11 @@ class EventTraining:
                 for (total, count), last in zip(pairs, before.tolist(), strict=True)
             ]
             self._last[name] = torch.tensor(means, dtype=torch.float64)
+        self._sums = {}
         return {name: values.to(self._network.device) for name, values in self._last.items()}
 
     def _make_worker(self, index: int, view: View, steps: int) -> Worker:
-        row = _Row(self._parameters, index)
+        row = _Row(self._parameters, self._rows[index])
         rule = self._make_rule(row, index)
         if self._exchanges is None:
             self._exchanges = exchanges.make(self._config.optimizer, rule.layout, **self._options)
@@ -142,44 +211,98 @@ class EventTraining:
         epoch, step = divmod(steps, self._steps_per_epoch)
         progress = epoch + (step + 1) / self._steps_per_epoch
         self._locals[worker].rate = learning_rate(self._config, progress)
-        self._parameters.grad[worker].zero_()
-        n = self._config.n_workers
+        row = self._rows[worker]
+        self._parameters.grad[row].zero_()
+        n = len(self._rows)
         for name, value in self._gradient(worker, epoch, step, steps).items():
-            pair = self._sums.setdefault(name, [[0.0, 0] for _ in range(n)])[worker]
+            pair = self._sums.setdefault(name, [[0.0, 0] for _ in range(n)])[row]
             pair[0] += float(value)
             pair[1] += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but x, as the bytes of a file: events uint8 [1, bytes]."""
+        """Everything but x, as the bytes of files: events uint8 [1, bytes], or [worker, bytes]."""
+        if isinstance(self.clock, WallClock):
+            return {"events": self._rows_of_bytes(self.clock.state_dict())}
         state = {
             "clock": self.clock.state_dict(),
-            "workers": {
-                index: {
-                    "local": self._locals[index].state_dict(),
-                    # Of an update that is still to come.
-                    "rate": self._locals[index].rate,
-                    "grad": self._parameters.grad[index].clone(),
-                }
-                for index in self.clock.workers
-            },
+            "workers": {index: self._state_of(index) for index in self.clock.workers},
             "last": self._last,
         }
-        file = io.BytesIO()
-        torch.save(state, file)
-        data = np.frombuffer(file.getvalue(), dtype=np.uint8)
-        return {"events": torch.from_numpy(data.copy())[None]}
+        return {"events": _bytes(state)[None]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`, after x."""
-        data = state["events"][0].cpu().numpy().tobytes()
-        device = self._network.device
-        found = torch.load(io.BytesIO(data), map_location=device, weights_only=True)
-        self.clock.load_state_dict(found["clock"])
-        for index, of_worker in found["workers"].items():
-            self._locals[index].load_state_dict(of_worker["local"])
-            self._locals[index].rate = of_worker["rate"]
-            self._parameters.grad[index] = of_worker["grad"]
-        self._last = found["last"]
+        if "begin" in state:
+            self._begin_anew(state)
+            return
+        device, files = self._network.device, state["events"]
+        if isinstance(self.clock, WallClock):
+            found = {w: from_bytes(files[row], device) for w, row in self._rows.items()}
+            self.clock.load_state_dict({w: of_worker["clock"] for w, of_worker in found.items()})
+            for index, of_worker in found.items():
+                self._load(index, of_worker["worker"])
+            self._sums = _joined([of_worker["sums"] for of_worker in found.values()])
+            return
+        whole = from_bytes(files[0], device)
+        self.clock.load_state_dict(whole["clock"])
+        for index, of_worker in whole["workers"].items():
+            self._load(index, of_worker)
+        self._last = whole["last"]
+
+    def _begin_anew(self, state: Mapping[str, Any]) -> None:
+        """Begin with new edges after a number of steps, see powergossip.training.revival."""
+        assert isinstance(self.clock, WallClock)
+        self.clock.begin_at(state["begin"])
+        self.clock.bits, self.clock.messages = state["bits"], state["messages"]
+        for index in self._rows:
+            if index in state["locals"]:
+                self._locals[index].load_state_dict(state["locals"][index])
+
+    def _state_of(self, index: int) -> dict[str, Any]:
+        """The state of a worker's own optimizer, and of an update that is still to come."""
+        local = self._locals[index]
+        gradient = self._parameters.grad[self._rows[index]]
+        return {"local": local.state_dict(), "rate": local.rate, "grad": gradient.clone()}
+
+    def _load(self, index: int, state: Mapping[str, Any]) -> None:
+        self._locals[index].load_state_dict(state["local"])
+        self._locals[index].rate = state["rate"]
+        self._parameters.grad[self._rows[index]] = state["grad"]
+
+    def _rows_of_bytes(self, of_clock: Mapping[int, Any]) -> Tensor:
+        """A row for each worker, padded to the longest of all processes."""
+        files = []
+        for index, row in self._rows.items():
+            sums = {name: pairs[row] for name, pairs in self._sums.items()}
+            state = {"clock": of_clock[index], "worker": self._state_of(index), "sums": sums}
+            files.append(_bytes(state))
+        longest = max(self._network.processes.gather(max(map(len, files))))
+        padded = torch.zeros(len(files), longest, dtype=torch.uint8)
+        for row, file in zip(padded, files, strict=True):
+            row[: len(file)] = file
+        return padded
+
+
+def _bytes(state: Any) -> Tensor:
+    """A state as the bytes of a file, after their number: uint8 [bytes]."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    length = len(file.getvalue()).to_bytes(8, "little")
+    return torch.frombuffer(bytearray(length + file.getvalue()), dtype=torch.uint8)
+
+
+def from_bytes(data: Tensor, device: torch.device) -> Any:
+    """The state of `_bytes`, whatever follows it."""
+    octets = data.cpu().numpy().tobytes()
+    length = int.from_bytes(octets[:8], "little")
+    file = io.BytesIO(octets[8 : 8 + length])
+    return torch.load(file, map_location=device, weights_only=True)
+
+
+def _joined(sums: Sequence[Mapping[str, list[float]]]) -> dict[str, list[list[float]]]:
+    """Sums by worker as sums by name. A worker without a step has none."""
+    names = {name for of_worker in sums for name in of_worker}
+    return {name: [of_worker.get(name, [0.0, 0]) for of_worker in sums] for name in names}
 
 
 class _Row:
@@ -222,24 +345,33 @@ def resolved(c: Any, options: Mapping[str, Any], network: Network) -> dict[str, 
     return found
 
 
+def _given(c: Any) -> str:
+    """The key that asks for exchanges by edges."""
+    if c.scenario is not None:
+        return "a scenario"
+    return "on_worker_loss=continue" if survives(c) else f"gossip={c.gossip}"
+
+
 def check(c: Any, options: Mapping[str, Any], network: Network) -> None:
-    """Raise ValueError for a method, topology or scenario that the virtual clock cannot run."""
+    """Raise ValueError for a method, topology or scenario without exchanges by edges."""
     drawn = scenario.read(c.scenario or {}, c.n_workers, c.seed)
     if c.optimizer not in exchanges.EXCHANGES:
         raise BadValue(
             "optimizer",
             c.optimizer,
-            f"{', '.join(exchanges.EXCHANGES)} with a scenario or gossip={c.gossip}",
+            f"{', '.join(exchanges.EXCHANGES)} with {_given(c)}",
         )
     known = c.learning in rules.RULES
     if not known or (c.learning == "quasi-global-momentum" and c.local_optimizer != "sgd"):
         raise BadValue(
             "learning",
             c.learning,
-            f"{', '.join(rules.RULES)} with a scenario or gossip={c.gossip} "
+            f"{', '.join(rules.RULES)} with {_given(c)} "
             "(quasi-global-momentum with local_optimizer=sgd)",
         )
-    if rules.RULES[c.learning].synchronous and (c.gossip != "synchronous" or drawn.elastic):
+    if rules.RULES[c.learning].synchronous and (
+        c.gossip != "synchronous" or drawn.elastic or survives(c)
+    ):
         raise BadValue(
             "learning",
             c.learning,

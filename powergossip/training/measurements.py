@@ -1,7 +1,7 @@
 """Measurements of a run: rows for the hooks of an entry point, and the check for divergence."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,9 @@ from torch import Tensor
 
 from powergossip.errors import Stopped
 from powergossip.network import Network
+
+# name, values, tags
+Row = tuple[str, dict[str, float], dict[str, Any]]
 
 
 class Diverged(Stopped):
@@ -41,35 +44,60 @@ def _ignore(*arguments: Any) -> None:
 
 @dataclass(frozen=True)
 class Hooks:
-    """The functions that receive a run's measurements. They are called on process 0 only.
+    """The functions that receive a run's measurements.
+
+    They are called on process 0 only, or if that is lost, on the first one that is left.
 
     log_metric   # (name, values, tags)
     log_info     # (facts)
     log_runtime  # (label, mean, std, instances), in seconds
+    take_over    # the latest rows, called before the others where process 0 was lost
     """
 
     log_metric: Callable[[str, Mapping[str, float], Mapping[str, Any]], None] = _ignore
     log_info: Callable[[Mapping[str, Any]], None] = _ignore
     log_runtime: Callable[[str, float, float, int], None] = _ignore
+    take_over: Callable[[Sequence[Row]], None] = _ignore
+
+
+_KEPT = 2  # evaluated epochs
 
 
 class Rows:
     """Adds epoch, bits, messages and seconds to a value, for `Hooks.log_metric`.
 
-    Bits and messages are those sent by worker 0 until now.
+    Bits and messages are those sent by the first worker of process 0 until now. If that process is
+    lost, the first one that is left takes over, with the rows of the last epochs, of which some may
+    not have been written.
     """
 
     def __init__(self, hooks: Hooks, network: Network, seconds: Callable[[], float]):
         self._hooks, self._network, self._seconds = hooks, network, seconds
+        self._first = network.processes.rank == 0
+        self._latest: dict[int, list[Row]] = {}  # by epoch
 
     def __call__(self, name: str, value: float, epoch: int, **tags: Any) -> None:
         """Log a row on process 0."""
-        if self._network.processes.rank == 0:
-            values = {
-                "value": value,
-                "epoch": epoch,
-                "bits": int(self._network.bits[0]),
-                "messages": int(self._network.messages[0]),
-                "seconds": self._seconds(),
-            }
+        processes = self._network.processes
+        if processes.rank > 0 and not processes.can_be_lost:
+            return
+        values = {
+            "value": value,
+            "epoch": epoch,
+            "bits": int(self._network.bits[0]),
+            "messages": int(self._network.messages[0]),
+            "seconds": self._seconds(),
+        }
+        self.take_over()
+        if processes.can_be_lost:
+            self._latest.setdefault(epoch, []).append((name, values, tags))
+            while len(self._latest) > _KEPT:
+                del self._latest[min(self._latest)]
+        if processes.rank == 0:
             self._hooks.log_metric(name, values, tags)
+
+    def take_over(self) -> None:
+        """Go on with the rows of a process that was lost, if this is now the first one."""
+        if self._network.processes.rank == 0 and not self._first:
+            self._first = True
+            self._hooks.take_over([row for rows in self._latest.values() for row in rows])

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, ListConfig
 from powergossip import algorithms, checks, compressors, options, tasks
 from powergossip.algorithms import aggregation, ddp, learning
 from powergossip.events import scenario
-from powergossip.network import BACKENDS, Processes
+from powergossip.network import BACKENDS, Processes, ulfm
 from powergossip.network import hosted_workers as hosted
 from powergossip.runs import trackers
 from powergossip.runs.output import plain_copy
@@ -69,6 +69,7 @@ BLANKS = {"gradient_clipping": "auto"}
 OF_RULE = {"num_batches_per_step": 1}
 
 PLACEMENTS = ("given", "mixed")  # of shards on the graph
+ON_WORKER_LOSS = ("end", "continue")
 
 
 def checked(
@@ -86,7 +87,7 @@ def checked(
     _check_ignored(c, explicit or (), warn=processes.rank == 0)
     _check_values(c)
     _check_method(c)
-    _check_events(c, processes.size)
+    _check_events(c, processes)
     _resolve_options(c, explicit or (), warn=processes.rank == 0)
     if c.optimizer in aggregation.AGGREGATIONS:
         checks.at_least_one("optimizer_num_batches_per_step", c.optimizer_num_batches_per_step)
@@ -264,10 +265,27 @@ def _check_method(c: Any) -> None:
         )
 
 
-def _check_events(c: Any, n_processes: int) -> None:
+def _check_events(c: Any, processes: Processes) -> None:
     """Resolve the keys of exchanges by edges. Raises ValueError for others that do not fit."""
-    if scenario.resolve(c, n_processes):
-        given = f"gossip={c.gossip}" if c.scenario is None else "a scenario"
+    checks.one_of("on_worker_loss", c.on_worker_loss, ON_WORKER_LOSS)
+    checks.positive("worker_timeout", c.worker_timeout)
+    continues = c.on_worker_loss == "continue"
+    given = "on_worker_loss=continue" if continues else f"gossip={c.gossip}"
+    if continues and not c.evaluate_only:
+        if c.scenario is not None:
+            raise ValueError(f"{given}: use end with a scenario, which has deaths of its own")
+        ulfm.require(given)
+        if processes.size == 1 or not processes.is_mpi:
+            raise ValueError(f"{given}: use several processes of mpirun, with its own messages")
+    n_processes = 1 if c.evaluate_only else processes.size
+    by_edges = scenario.resolve(c, n_processes, linked=processes.is_mpi) or continues
+    if c.record_order and not by_edges:
+        raise ValueError(
+            "record_order=true: use false where all workers take their steps together, or give "
+            "gossip, on_worker_loss=continue or a scenario"
+        )
+    if by_edges:
+        given = "a scenario" if c.scenario is not None else given
         checks.check("local_steps", c.local_steps, c.local_steps == 1, f"1 with {given}")
         on = c.batched_gradients == "on"
         checks.check("batched_gradients", c.batched_gradients, not on, f"auto or off with {given}")

@@ -4,12 +4,12 @@ import platform
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial, reduce
 from operator import add
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from omegaconf import OmegaConf
@@ -24,7 +24,7 @@ from powergossip.parameters import Layout, Parameters
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.clock import Clock, PhaseTime, Signals, data_fraction
 from powergossip.runs.progress import Progress
-from powergossip.training import compute, state
+from powergossip.training import compute, elastic, state
 from powergossip.training.agreement import PATIENCE, Agreement
 from powergossip.training.evaluation import Evaluation
 from powergossip.training.event_training import (
@@ -36,6 +36,7 @@ from powergossip.training.event_training import (
 )
 from powergossip.training.first_batch import check_first_batch, check_sizes
 from powergossip.training.gradients import Gradients
+from powergossip.training.linked import LinkedNetwork, last, make_links
 from powergossip.training.local_optimizers import learning_rate
 from powergossip.training.measurements import Hooks, Rows
 from powergossip.training.methods import check_method, make_averaging, make_method
@@ -68,6 +69,9 @@ class Trainer:
         task: tasks.Task | None = None,
     ):
         c = self.config = config
+        self.links = make_links(c, processes)
+        if self.links is not None:
+            processes = self.links.group
         self.processes, self._hooks = processes, hooks or Hooks()
         self.clock = Clock()
         with processes.agreed():
@@ -88,8 +92,11 @@ class Trainer:
                 losses=losses_of(c),
             )
             self.hint = check_method(c, self.network)  # a sentence for the start of the run
-        channel = self.network.channel  # all processes make it together
-        self._transport = "none" if channel is None else channel.name
+        if self.links is None:
+            channel = self.network.channel  # all processes make it together
+            self._transport = "none" if channel is None else channel.name
+        else:
+            self._transport = "mpi"
         self._kernels = kernels.name(kernels.load(self.network))
         self.task = task or processes.one_by_one(self._make_task)
         if c.task_architecture is None:
@@ -143,27 +150,36 @@ class Trainer:
                     self.parameters,
                     self._gradients.of_worker,
                     self.steps_per_epoch,
+                    self.links,
+                    self.clock,
                 )
         self._present: list[int] | None = None  # the workers of a checkpoint that is evaluated
         self.rows = Rows(self._hooks, self.network, self._elapsed)
+        network, parameters = self._evaluated()
         self.evaluation = Evaluation(
-            self._values,
-            Survivors(self.network, self.present) if event_driven(c) else self.network,
-            self.task,
-            PresentParameters(self.parameters, self.present)
-            if event_driven(c)
-            else self.parameters,
-            self.steps_per_epoch,
-            self.rows,
+            self._values, network, self.task, parameters, self.steps_per_epoch, self.rows
         )
 
         self.step = 0  # since the start of the run
         self.position: Position = (0, 0, {})
         self.metrics_bytes = 0  # of metrics.jsonl that belong to the steps so far
+        self.workers_before = c.n_workers  # their number in the checkpoint of a resumed run
         self._seconds = 0.0  # of the run, without time lost in interruptions
         self._started = time.perf_counter()
         if resume_from is not None:
             self._resume(resume_from)
+
+    def _evaluated(
+        self,
+    ) -> tuple[Network | Survivors | LinkedNetwork, Parameters | PresentParameters]:
+        """The network and the parameters of the workers that are evaluated."""
+        if self.links is not None:
+            assert self._events is not None
+            return LinkedNetwork(self.network, self.links, self._events.everybody), self.parameters
+        if not event_driven(self.config):
+            return self.network, self.parameters
+        of_present = PresentParameters(self.parameters, self.present)
+        return Survivors(self.network, self.present), of_present
 
     def present(self) -> list[int]:
         """The indices of the hosted workers that are alive."""
@@ -173,7 +189,7 @@ class Trainer:
 
     def _elapsed(self) -> float:
         """Seconds since the start of the run, virtual ones on the virtual clock."""
-        if self._events is not None:
+        if self._events is not None and self.links is None:
             return self._events.clock.now
         return time.perf_counter() - self._started
 
@@ -182,6 +198,19 @@ class Trainer:
         close = getattr(self.task, "close", None)
         if close is not None:
             close()
+
+    def record_order(self, folder: Path) -> None:
+        """Write the order of events to this folder, if the configuration asks for it."""
+        if self._events is not None and self.config.record_order:
+            self._events.record_order(folder)
+
+    @contextmanager
+    def last(self) -> Iterator[None]:
+        """A last block after `train`, such as a figure that one process draws."""
+        with last(self.links):
+            if self._events is not None and self.processes.rank == 0:
+                self._events.merge_order()
+            yield
 
     # --- Construction ---
 
@@ -279,9 +308,22 @@ class Trainer:
         """Whether no step is left."""
         return bool(self.position[0] >= self.config.num_epochs)
 
-    def check_epochs(self) -> None:
-        """Raise ValueError if a resumed run already has more than num_epochs epochs."""
+    def check_resumption(self) -> None:
+        """Raise ValueError if a resumed run already has more than num_epochs epochs, or if its
+        order of events would be incomplete.
+
+        With another number of workers, it must have fewer: its checkpoint remains otherwise.
+        """
+        if self.step and self.config.record_order:
+            raise ValueError(
+                "record_order=true: use false for a resumed run, whose first events are not known"
+            )
         epoch, step, _ = self.position
+        if self.is_complete and self.workers_before != self.network.n_workers:
+            raise ValueError(
+                f"n_workers={self.network.n_workers}: use {self.workers_before}, or a larger "
+                f"num_epochs; the run was complete after {epoch} epochs"
+            )
         if (epoch, step) > (self.config.num_epochs, 0):
             begun = epoch + (step > 0)
             raise ValueError(
@@ -306,6 +348,8 @@ class Trainer:
         """
         c, steps = self.config, self.steps_per_epoch
         self._started = time.perf_counter() - self._seconds
+        if self.workers_before != c.n_workers:
+            self.rows("workers", c.n_workers, self.position[0])
         save = partial(self._save, checkpoints, metrics_offset)
         if save_first:
             save(self.position)
@@ -315,14 +359,19 @@ class Trainer:
         patience = None if self._transport in ("none", "mpi") else PATIENCE
         with bar, Signals(patience=patience) as signals:
             for epoch in range(first, c.num_epochs):
-                for step in range(first_step, steps):
-                    self._train_step(epoch, step, sums)
-                    bar.update()
-                    self._stop_if_asked(signals, (epoch, step + 1, sums), save)
-                score = self._end_epoch(epoch + 1, sums, bar)
-                first_step, sums = 0, {}
-                if (epoch + 1) % c.checkpoint_interval == 0 or epoch + 1 == c.num_epochs:
-                    save((epoch + 1, 0, {}), score)
+                if self.links is not None:
+                    sums = self._train_linked_epoch(epoch, signals, save)
+                    bar.update(steps - first_step)
+                else:
+                    for step in range(first_step, steps):
+                        self._train_step(epoch, step, sums)
+                        bar.update()
+                        self._stop_if_asked(signals, (epoch, step + 1, sums), save)
+                with self.links.quiet() if self.links is not None else nullcontext():
+                    score = self._end_epoch(epoch + 1, sums, bar)
+                    first_step, sums = 0, {}
+                    if (epoch + 1) % c.checkpoint_interval == 0 or epoch + 1 == c.num_epochs:
+                        save((epoch + 1, 0, {}), score)
 
     def evaluate(self) -> None:
         """Log the rows of an evaluation of the present models. Raises Diverged as `train` does."""
@@ -354,6 +403,27 @@ class Trainer:
         for name, values in self.train_step(epoch, step).items():
             sums[name] = sums[name] + values if name in sums else values
 
+    def _train_linked_epoch(
+        self, epoch: int, signals: Signals, save: Callable[[Position], bool]
+    ) -> dict[str, Tensor]:
+        """Train an epoch of all processes that are left. Returns the sums of metrics over it."""
+        assert self._events is not None
+        first, end = epoch * self.steps_per_epoch, (epoch + 1) * self.steps_per_epoch
+        complete = False
+        while not complete:
+            with self.clock("averaging"):
+                complete = self._events.run_linked(
+                    end, lambda: signals.received is not None or self._agreement.has_noted
+                )
+            taken = self.processes.gather(self._events.steps_between(first, end))
+            self.step = end if complete else first + min(taken)
+            self._check_norms(epoch)
+            number = self._agreement.settle(signals.received)
+            if number is not None:
+                self._interrupt(number, signals, (epoch, self.step - first, {}), save)
+        means = self._events.take_metrics()
+        return {name: values * self.steps_per_epoch for name, values in means.items()}
+
     def gradient(self, epoch: int, step: int) -> dict[str, Tensor]:
         """Add the hosted workers' gradients to parameters.grad. Returns metrics, each [worker]."""
         return self._gradients(epoch, step, self.step)
@@ -363,9 +433,10 @@ class Trainer:
         c, score = self.config, None
         if epoch % c.evaluation_interval == 0 or epoch == c.num_epochs:
             if self._events is not None:
-                present = self._events.present
-                sums = {name: values[present] for name, values in sums.items()}
-                self.rows("workers", len(present), epoch)
+                if self.links is None:
+                    present = self._events.present
+                    sums = {name: values[present] for name, values in sums.items()}
+                self.rows("workers", len(self._events.everybody()), epoch)
             with self.clock("evaluation"), compute.not_compiled(c.torch_compile):
                 shown, score = self.evaluation(epoch, self.step, sums)
             bar.note(shown)
@@ -394,17 +465,27 @@ class Trainer:
         epoch, step, _ = position
         number = self._received_signal(signals)
         if number is not None or step == self.steps_per_epoch:
-            norms = torch.linalg.vector_norm(self.parameters.x, dim=1, dtype=torch.float64)
-            for worker, norm in zip(self.network.workers, norms.tolist(), strict=True):
-                self._agreement.note(worker, "parameter norm", norm, self.step, epoch + 1)
+            self._check_norms(epoch)
             number = self._agreement.settle(number or signals.received)
         if number is not None:
-            signals.agreed = True
-            text = f"stopped by {signal.Signals(number).name} after step {self.step}"
-            text += f" (epoch {epoch + 1})"
-            if save(position):
-                text += "; the same command with resume=true resumes there"
-            raise Interrupted(text, number)
+            self._interrupt(number, signals, position, save)
+
+    def _check_norms(self, epoch: int) -> None:
+        """Note parameters that are not finite."""
+        norms = torch.linalg.vector_norm(self.parameters.x, dim=1, dtype=torch.float64)
+        for worker, norm in zip(self.network.workers, norms.tolist(), strict=True):
+            self._agreement.note(worker, "parameter norm", norm, self.step, epoch + 1)
+
+    def _interrupt(
+        self, number: int, signals: Signals, position: Position, save: Callable[[Position], bool]
+    ) -> NoReturn:
+        """Save and raise Interrupted, in all processes."""
+        signals.agreed = True
+        text = f"stopped by {signal.Signals(number).name} after step {self.step}"
+        text += f" (epoch {position[0] + 1})"
+        if save(position):
+            text += "; the same command with resume=true resumes there"
+        raise Interrupted(text, number)
 
     def _received_signal(self, signals: Signals) -> int | None:
         """A signal that some process received, in all processes after the same step."""
@@ -414,11 +495,19 @@ class Trainer:
 
     def _resume(self, folder: Path) -> None:
         """Restore a checkpoint of the run in this folder. Raises BadInput."""
-        workers = self.network.workers
-        found = load_checkpoint(folder, self.config, self.processes, workers, self.parameters)
+        workers, start = self.network.workers, self._start_of_run
+        found = load_checkpoint(
+            folder, self.config, self.processes, self.parameters, workers, start
+        )
         if found is not None:
-            state, self.metrics_bytes = found
+            state, self.metrics_bytes, self.workers_before = found
             self.load_state_dict(state)
+
+    def _start_of_run(self) -> elastic.Start:
+        n_workers, workers = self.network.n_workers, self.network.workers
+        state = partial(self.state_dict, self.position)
+        rule: Any = None if event_driven(self.config) else self.rule
+        return elastic.Start(n_workers, workers, self.steps_per_epoch, state, rule)
 
     def state_dict(self, position: Position) -> dict[str, Any]:
         """Everything that the next step depends on. Tensors are [worker, ...]."""
@@ -440,7 +529,7 @@ class Trainer:
 
     def _state_of_method(self) -> dict[str, Any]:
         if self._events is not None:
-            return {"present": self.present(), "events": self._events.state_dict()}
+            return {"present": self._events.everybody(), "events": self._events.state_dict()}
         return {"optimizer": self.local.state_dict(), "algorithm": self.rule.state_dict()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -474,9 +563,12 @@ class Trainer:
         if checkpoints is None:
             return False
         with self.clock("checkpoint"):
+            self.rows.take_over()
+            counts = self.processes.rank == 0 or self.processes.can_be_lost
             facts = {
                 "config": OmegaConf.to_container(self.config),
-                "metrics_bytes": metrics_offset() if self.processes.rank == 0 else 0,
+                "steps_per_epoch": self.steps_per_epoch,
+                "metrics_bytes": metrics_offset() if counts else 0,
             }
             now = self.state_dict(position)
             checkpoints.save(self.step, self.network.workers, now, facts, score)

@@ -1,0 +1,370 @@
+"""Real time: the workers of one process among several, whose messages go through links.
+
+The counterpart of the virtual clock. A process lets its own workers live, and learns from the links
+which messages have arrived and which workers are lost. Nobody decides for the others: that a run of
+steps is over is announced, and agreed by all survivors.
+"""
+
+import math
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from powergossip.events import order
+from powergossip.events.members import View
+from powergossip.events.order import Compute, Entry, Make, raised
+from powergossip.events.worker import Action, Message, Worker
+from powergossip.network.deadline import Deadline
+from powergossip.network.links import Links
+
+# Notes of a process to all others.
+_PROGRESS, _END, _STOP = range(3)
+_BETWEEN_NOTES = 0.005  # seconds
+_LONGEST_WAIT = 0.1  # seconds without a look at signals
+_FIRST_DEADLINE = 1.0  # seconds, of an edge that begins later, whose other end may be elsewhere
+
+_DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8]
+_DTYPES += [torch.int16, torch.int32, torch.int64]
+
+
+@dataclass
+class _Pending:
+    """The present exchange of an edge: when it was started, and how long others took."""
+
+    since: float = math.inf
+    deadline: Deadline = field(default_factory=Deadline)
+
+
+@dataclass
+class _Lives:
+    """A worker's generator, and what it waits for."""
+
+    worker: Worker
+    life: Generator[Action, None, None]
+    action: Action
+
+
+class WallClock:
+    """Runs the lives of the workers of this process.
+
+    links      # to the other processes
+    make       # makes the workers at the start
+    compute    # computes the gradient of a worker's step
+    together   # whether all workers take the same number of steps. Otherwise a run of steps is over
+               # when the mean over workers has reached it
+    survives   # whether the run goes on without workers that are lost. Then messages carry views,
+               # and no step waits for an exchange longer than its deadline
+    measure    # measure("communication") is the context in which messages are waited for
+
+    now         # seconds since the start
+    workers     # index → Worker, of this process
+    bits, messages  # sent by each worker of this process
+    order_file  # where the events of these workers are written, None: nowhere. Set before `run`
+    """
+
+    def __init__(
+        self,
+        links: Links,
+        make: Make,
+        compute: Compute,
+        together: bool,
+        survives: bool,
+        measure: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+    ):
+        self.links, self._make, self._compute = links, make, compute
+        self._together, self._survives, self._measure = together, survives, measure
+        self.bits, self.messages = [0] * len(links.workers), [0] * len(links.workers)
+        self._rows = {worker: row for row, worker in enumerate(links.workers)}
+        self.order_file: Path | None = None
+        self._started = time.monotonic()
+        self._versions: View = (0,) * len(links.homes)
+        self._lives: dict[int, _Lives] = {}
+        self._pending: dict[tuple[int, int], _Pending] = {}
+        self._progress: dict[int, int] = {}  # process → steps of its workers
+        self._noted = 0.0  # time of the last note
+        self._ended, self._stopped = -1, False
+        # Workers that have not begun: nothing is sent before `run`.
+        self._new = [make(index, self._versions, 0) for index in links.workers]
+
+    def begin_at(self, steps: int) -> None:
+        """Let workers begin after a number of steps, with edges that begin later."""
+        self._versions = (2,) * len(self._versions)
+        self._new = [self._make(index, self._versions, steps) for index in self.links.workers]
+
+    @property
+    def now(self) -> float:
+        return time.monotonic() - self._started
+
+    @property
+    def workers(self) -> Mapping[int, Worker]:
+        return {index: lives.worker for index, lives in sorted(self._lives.items())}
+
+    @property
+    def alive(self) -> list[int]:
+        """The workers of this process."""
+        return sorted(self._lives)
+
+    @property
+    def everybody(self) -> list[int]:
+        """The workers of all processes that took part in the last collective operation."""
+        members = set(self.links.group.members)
+        return sorted(worker for worker, home in self.links.homes.items() if home in members)
+
+    @property
+    def steps(self) -> int:
+        """The sum of the steps of this process' workers."""
+        return sum(lives.worker.steps for lives in self._lives.values())
+
+    @property
+    def progress(self) -> float:
+        """The mean number of steps of the workers alive, as far as this process knows."""
+        self._progress[self.links.process] = self.steps
+        alive = self.links.processes
+        known = sum(steps for process, steps in self._progress.items() if process in alive)
+        return known / len(self.links.alive)
+
+    def run(self, steps: int, asked: Callable[[], bool] = lambda: False) -> bool:
+        """Let the workers live until they have taken that number of steps.
+
+        All processes call it. It also ends in all of them if `asked()` is true in one. Returns
+        whether the steps are taken, the same in all processes. All messages that were sent have
+        then arrived.
+        """
+        while self._new:
+            self._begin(self._new.pop(0))
+        self._noted = 0.0
+        self._note_progress()
+        while not self._over(steps):
+            if asked() and not self._stopped:
+                self._announce(_STOP)
+                self._stopped = True
+            elif not self._turn(steps):
+                self._idle()
+        votes = self.links.group.gather(self._done(steps))
+        self._receive()
+        self._stopped = False
+        return all(votes) if self._together else any(votes)
+
+    # --- Turns ---
+
+    def _over(self, steps: int) -> bool:
+        if self._stopped or self._ended >= steps:
+            return True
+        if not self._done(steps):
+            return False
+        if not self._together:
+            self._ended = steps
+            self._announce(_END, steps)
+        return True
+
+    def _done(self, steps: int) -> bool:
+        if self._together:
+            return all(lives.worker.steps >= steps for lives in self._lives.values())
+        return self._ended >= steps or self.progress >= steps
+
+    def _turn(self, steps: int) -> bool:
+        """Resume the workers that can go on. Returns whether there was one."""
+        self._receive()
+        resumed = False
+        for index, lives in sorted(self._lives.items()):
+            worker = lives.worker
+            if lives.action is Action.GRADIENT:
+                if self._together and worker.steps >= steps:
+                    continue
+                self._compute(index, worker.steps)
+            elif lives.action is Action.WAIT:
+                self._find_late(worker)
+                if worker.waiting_for():
+                    continue
+            lives.action = next(lives.life)
+            self._send(worker)
+            resumed = True
+            if self._stopped or self._ended >= steps:
+                break
+        self._note_progress()
+        return resumed
+
+    def _idle(self) -> None:
+        """Wait for a message, or for the next deadline."""
+        now, until = time.monotonic(), _LONGEST_WAIT
+        if self._survives:
+            for index, lives in self._lives.items():
+                for j in lives.worker.waiting_for():
+                    until = min(until, self._due(index, j) - now)
+        with self._measure("communication"):
+            self.links.wait(max(0.0, until))
+
+    def _begin(self, worker: Worker) -> None:
+        """A worker begins its first step."""
+        life = worker.life()
+        self._lives[worker.index] = _Lives(worker, life, next(life))
+        self._send(worker)
+
+    # --- Messages ---
+
+    def _send(self, worker: Worker) -> None:
+        """Send what a worker has to send."""
+        i, now = worker.index, time.monotonic()
+        for kind, j, k in worker.log:
+            if kind == "start":
+                pending = self._pending_of(i, j)
+                pending.since = now
+                if k in worker.edges[j].inbox:
+                    pending.deadline.record(0.0)
+        self._write_order(worker)  # a message that was sent is in the file, whatever happens then
+        for j, message in worker.take_outbox():
+            assert message.part is not None
+            payload = packed(message, self._survives)
+            bits = 8 * message.part.numel() * message.part.element_size()
+            self.bits[self._rows[i]] += bits + (bits_of_view(message.view) if self._survives else 0)
+            self.messages[self._rows[i]] += 1
+            self.links.send(i, j, message.k, payload)
+
+    def _receive(self) -> None:
+        """Take in all that has arrived, and what is known of the others."""
+        for i, j, k, payload in self.links.poll():
+            worker = self._lives[j].worker
+            like = worker.rule.variables()
+            worker.receive(i, unpacked(k, payload, like, self._versions, self._survives))
+            edge = worker.edges.get(i)
+            if edge is not None and edge.own is not None and edge.k == k:
+                pending = self._pending_of(j, i)
+                pending.deadline.record(time.monotonic() - pending.since)
+                worker.late.discard(i)
+        for worker_index in sorted(self.links.lost()):
+            if self._versions[worker_index] % 2 == 0:
+                self._versions = raised(self._versions, worker_index)
+        for lives in self._lives.values():
+            lives.worker.learn(self._versions)
+            self._write_order(lives.worker)
+        for process, note in self.links.notes():
+            kind, value = note.numpy().view(np.int64).tolist()
+            if kind == _PROGRESS:
+                self._progress[process] = value
+            elif kind == _END:
+                self._ended = max(self._ended, value)
+            else:
+                self._stopped = True
+
+    def _announce(self, kind: int, value: int = 0) -> None:
+        self.links.note(np.array([kind, value], dtype=np.int64))
+
+    def _note_progress(self) -> None:
+        now = time.monotonic()
+        if not self._together and now - self._noted >= _BETWEEN_NOTES:
+            self._noted = now
+            self._announce(_PROGRESS, self.steps)
+
+    # --- Deadlines ---
+
+    def _pending_of(self, i: int, j: int) -> _Pending:
+        found = self._pending.get((i, j))
+        if found is None:
+            found = self._pending[i, j] = _Pending()
+        return found
+
+    def _due(self, i: int, j: int) -> float:
+        """The time after which worker i does not wait for the present exchange with j."""
+        pending = self._pending_of(i, j)
+        seconds = pending.deadline.seconds
+        if math.isinf(seconds) and self._lives[i].worker.edges[j].begins_later:
+            seconds = _FIRST_DEADLINE
+        return pending.since + seconds
+
+    def _find_late(self, worker: Worker) -> None:
+        """Regard exchanges as late whose deadline has passed."""
+        if self._survives:
+            now = time.monotonic()
+            for j in worker.waiting_for():
+                if now > self._due(worker.index, j):
+                    worker.late.add(j)
+
+    # --- Order of events ---
+
+    def _write_order(self, worker: Worker) -> None:
+        if self.order_file is not None and worker.log:
+            entries = [Entry(self.now, kind, worker.index, j, k) for kind, j, k in worker.log]
+            order.write(self.order_file, entries)
+        worker.log.clear()
+
+    # --- State ---
+
+    def state_dict(self) -> dict[int, dict[str, Any]]:
+        """Everything but x, by worker of this process. To be called after `run`."""
+        return {
+            index: {
+                "now": self.now,
+                "bits": self.bits[self._rows[index]],
+                "messages": self.messages[self._rows[index]],
+                "worker": lives.worker.state_dict() | {"action": lives.action.value},
+            }
+            for index, lives in self._lives.items()
+        }
+
+    def load_state_dict(self, state: Mapping[int, Mapping[str, Any]]) -> None:
+        """Restore the state returned by `state_dict()`, after x. To be called before `run`."""
+        self._new = []
+        for index, found in state.items():
+            self._started = time.monotonic() - found["now"]
+            self.bits[self._rows[index]] = found["bits"]
+            self.messages[self._rows[index]] = found["messages"]
+            saved = found["worker"]
+            worker = self._make(index, tuple(saved["view"]), saved["steps"])
+            worker.load_state_dict(saved)
+            life = worker.life()
+            next(life)  # at the same place as when it was saved
+            worker.log.clear()
+            self._lives[index] = _Lives(worker, life, Action(saved["action"]))
+            for j in worker.edges:
+                self._pending_of(index, j).since = time.monotonic()
+
+
+def bits_of_view(view: View) -> int:
+    """The bits of a view in a message: one for each worker, or eight after a replacement."""
+    return 8 * len(_view_bytes(view)) - 8
+
+
+def packed(message: Message, with_view: bool) -> Tensor:
+    """A message as uint8: dtype, incarnation, the view if it is sent, and the part."""
+    assert message.part is not None
+    part = message.part.detach().cpu().contiguous()
+    view = _view_bytes(message.view) if with_view else b""
+    header = bytes([_DTYPES.index(part.dtype)]) + message.incarnation.to_bytes(2, "little") + view
+    return torch.cat(
+        [torch.frombuffer(bytearray(header), dtype=torch.uint8), part.view(-1).view(torch.uint8)]
+    )
+
+
+def unpacked(k: int, payload: Tensor, like: Tensor, known: View, with_view: bool) -> Message:
+    """The message of `packed`, on the device of `like`. known: the view of messages without one."""
+    data = payload.numpy()
+    dtype, incarnation = _DTYPES[data[0]], int(data[1]) + 256 * int(data[2])
+    start, view = 3, known
+    if with_view:
+        view, start = _view_of(data[3:], len(known))
+        start += 3
+    part = payload[start:].clone().view(dtype)  # aligned
+    return Message(k, incarnation, view, part.to(like.device))
+
+
+def _view_bytes(view: View) -> bytes:
+    """A byte for the form, and a bit or a byte for each worker."""
+    values = np.array(view, dtype=np.uint8)
+    if values.max() > 1:
+        return b"\1" + values.tobytes()
+    return b"\0" + np.packbits(values).tobytes()
+
+
+def _view_of(data: np.ndarray, n: int) -> tuple[View, int]:
+    """The view of `_view_bytes`, and its length in bytes."""
+    if data[0]:
+        return tuple(data[1 : n + 1].tolist()), n + 1
+    length = (n + 7) // 8
+    return tuple(np.unpackbits(data[1 : length + 1])[:n].tolist()), length + 1

@@ -1,0 +1,86 @@
+"""Runs whose processes exchange by links, and may go on without some of them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from powergossip.errors import Stopped
+from powergossip.network import Network, Processes, hosted_workers, ulfm
+from powergossip.network.links import Links, end_alone
+from powergossip.training.event_training import event_driven, survives
+
+T = TypeVar("T")
+
+
+def make_links(c: Any, processes: Processes) -> Links | None:
+    """The links of a run, or None where its processes take their steps together. All call it."""
+    if not event_driven(c) or c.evaluate_only or processes.size == 1:
+        return None
+    hosted = hosted_workers(c.n_workers, processes.size)
+    homes = [worker // hosted for worker in range(c.n_workers)]
+    communicator: Any = getattr(processes, "communicator")  # noqa: B009 of MPI, as checked
+    timeout = c.worker_timeout if ulfm.enabled() else float("inf")
+    links = Links(communicator, homes, timeout)
+    if survives(c):
+        end_alone(links)
+    return links
+
+
+@contextmanager
+def last(links: Links | None) -> Iterator[None]:
+    """The last block of a run, such as a figure that one process draws."""
+    if links is None:
+        yield
+        return
+    with links.quiet():
+        yield
+    links.finish()
+
+
+class LinkedNetwork:
+    """The processes that are left, in place of a Network, for evaluation.
+
+    present  # indices of the workers of all of them, after the last collective operation
+    """
+
+    def __init__(self, network: Network, links: Links, present: Callable[[], Sequence[int]]):
+        self._links, self._present = links, present
+        self.device, self.bits_to_all = network.device, network.bits_to_all
+        self.workers, self.hosted = network.workers, network.hosted
+
+    @property
+    def processes(self) -> Processes:
+        return self._links.group
+
+    @property
+    def present(self) -> Sequence[int]:
+        return self._present()
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        """The mean of tensor [worker, ...] over the workers of all processes."""
+        total = tensor.detach().double().sum(0).cpu().numpy()
+        count = np.full(1, len(tensor))
+        everyone = self._links.group.gather_arrays(np.concatenate([total.ravel(), count]))
+        mean = everyone[:, :-1].sum(0) / everyone[:, -1].sum()
+        return torch.from_numpy(mean.reshape(total.shape)).to(tensor)
+
+    def start_mean(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """A function that returns `mean(tensor)`."""
+        return partial(self.mean, tensor)
+
+    def gather(self, values: Tensor) -> Tensor:
+        """values [worker, ...] of all processes, by worker."""
+        everyone = self._links.group.gather_arrays(values.detach().cpu().numpy())
+        return torch.from_numpy(everyone).flatten(0, 1)
+
+
+def check_begun(place: T | None) -> T:
+    """The place of a run. Raises Stopped where the process that prepared it was lost."""
+    if place is None:
+        raise Stopped("the process that prepares the output folder was lost before the first step")
+    return place

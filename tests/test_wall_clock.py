@@ -1,0 +1,309 @@
+"""Training in processes whose exchanges may be late, and that may be lost."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+import train
+from powergossip.checks import BadValue
+from powergossip.events import order, wall_clock
+from powergossip.events.order import Entry
+from powergossip.events.worker import Message
+from powergossip.network import Processes, processes
+from powergossip.runs import metrics, output
+from powergossip.training import linked
+from powergossip.training.measurements import Hooks
+from powergossip.training.settings import checked
+from powergossip.training.trainer import Trainer
+from tests import launch
+from tests.test_train import trained
+
+ULFM = ("--with-ft", "ulfm")
+TINY: dict[str, Any] = {
+    "task_architecture": "MLP",
+    "n_workers": 4,
+    "batch_size": 64,
+    "batched_gradients": "off",
+    "learning_rate": 0.05,
+    "max_steps_per_epoch": 4,
+    "num_epochs": 2,
+    "log_verbosity": 0,
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "power": {"optimizer": "power-gossip", "optimizer_num_iterations": 3},
+    "plain": {"optimizer": "dpsgd", "local_optimizer": "adamw", "overlapping": False},
+    "sign": {"optimizer": "choco"},
+    "momentum": {"optimizer": "dpsgd", "learning": "quasi-global-momentum"},
+    "duals": {"optimizer": "dpsgd", "learning": "exact-diffusion"},
+}
+SURVIVING = {"on_worker_loss": "continue", "worker_timeout": 20.0}
+
+
+@pytest.fixture
+def with_ulfm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mpirun's flag. None of these processes ends."""
+    monkeypatch.setenv("OMPI_MCA_mpi_ft_enable", "1")
+    monkeypatch.setattr(linked, "end_alone", lambda links: None)
+    monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
+
+
+def on_virtual_clock(**changes: Any) -> Trainer:
+    """The same run in one process, whatever the number of those of the test."""
+    config = OmegaConf.merge(OmegaConf.structured(train.Config), TINY, changes)
+    alone = Processes()
+    run = Trainer(checked(config, alone), alone)  # type: ignore[arg-type]
+    run.train()
+    return run
+
+
+def own_rows(run: Trainer, whole: Trainer) -> torch.Tensor:
+    return whole.parameters.x[list(run.network.workers)]
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("method", METHODS)
+def test_synchronous_exchanges_have_the_bits_of_the_virtual_clock(method, with_ulfm, monkeypatch):
+    monkeypatch.setattr(wall_clock.WallClock, "_find_late", lambda *_: None)
+    values = {**TINY, **METHODS[method]}
+    run, rows = trained(**values, **SURVIVING)
+    expected = on_virtual_clock(**values, scenario={})
+    assert torch.equal(run.parameters.x, own_rows(run, expected))
+    if processes().rank == 0:
+        workers = rows[rows["name"] == "workers"]
+        assert workers["value"].tolist() == [4, 4]
+        views = 8  # bits of a message's view, in whole bytes
+        own = len(run.network.workers)
+        bits = expected.network.bits[:own] + views * expected.network.messages[:own]
+        assert run.network.bits.tolist() == bits.tolist()
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("gossip", ["bounded", "asynchronous"])
+@pytest.mark.parametrize("method", ["power", "sign", "duals"])
+def test_the_order_of_late_exchanges_can_be_replayed(method, gossip, with_ulfm, tmp_path):
+    folder = Path(processes().broadcast(str(tmp_path)))
+    values = {**TINY, **METHODS[method], "gossip": gossip, "record_order": True}
+    config = OmegaConf.merge(OmegaConf.structured(train.Config), values)
+    run = Trainer(checked(config, processes()), processes())  # type: ignore[arg-type]
+    run.record_order(folder)
+    run.train()
+    with run.last():
+        pass
+    assert processes().sum(run.network.messages.sum()) > 0
+    assert run._events is not None
+    steps = processes().gather(run._events.clock.workers[run.network.workers[0]].steps)
+    assert sum(steps) >= len(steps) * run.total_steps
+    kept = {key: value for key, value in values.items() if key != "record_order"}
+    expected = on_virtual_clock(**kept, scenario={"replay": str(folder / "order.jsonl")})
+    assert expected._events is not None
+    assert isinstance(expected._events.clock, order.Replay)
+    expected._events.clock.run_all()
+    assert torch.equal(run.parameters.x, own_rows(run, expected))
+
+
+def failing(
+    plan: dict[str, Any], folder: Path, *, size: int = 4, code: int = 0, **changes: Any
+) -> list[dict[str, Any]]:
+    """The rows of tests/failing.py, which is started under mpirun."""
+    values = {**TINY, **SURVIVING, **changes}
+    words = [f"{key}={json.dumps(value)}" for key, value in values.items()]
+    ended = launch.python(
+        "tests/failing.py",
+        json.dumps(plan),
+        folder,
+        *words,
+        processes=size,
+        options=ULFM,
+        timeout=100,
+    )
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in lines]
+
+
+def number_of_workers(folder: Path, again: tuple[int, ...] = ()) -> list[float]:
+    """By epoch. again: epochs after which the run was resumed with another number."""
+    rows = metrics.load(folder)
+    chosen = rows[rows["name"] == "workers"]
+    epochs = sorted([*range(1, len(chosen) + 1 - len(again)), *again])
+    assert chosen["epoch"].tolist() == epochs, "each once, in order"
+    return list(chosen["value"])
+
+
+@pytest.mark.parametrize(
+    ("method", "gossip"),
+    [
+        ("power", "synchronous"),
+        pytest.param("sign", "bounded", marks=pytest.mark.slow),
+        pytest.param("duals", "asynchronous", marks=pytest.mark.slow),
+        pytest.param("momentum", "synchronous", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_goes_on_without_killed_processes_and_can_be_replayed(method, gossip, tmp_path):
+    values = {**METHODS[method], "gossip": gossip, "num_epochs": 4, "record_order": True}
+    rows = failing({"kill": {"0": 5, "2": 9}}, tmp_path / "run", **values)
+    assert sorted(row["process"] for row in rows) == [1, 3]
+    counts = number_of_workers(tmp_path / "run")
+    assert counts == sorted(counts, reverse=True)
+    assert (len(counts), counts[-1]) == (4, 2)
+    info = json.loads((tmp_path / "run" / output.INFO_FILE).read_text())
+    assert info[output.ENDING] == output.COMPLETE
+    del values["record_order"]
+    replayed = on_virtual_clock(
+        **values, scenario={"replay": str(tmp_path / "run" / "order.jsonl")}
+    )
+    assert replayed._events is not None
+    assert replayed._events.everybody() == [1, 3]
+    clock = replayed._events.clock
+    assert isinstance(clock, order.Replay)
+    clock.run_all()
+    for row in rows:
+        x = replayed.parameters.x[row["worker"]]
+        assert hashlib.sha256(x.numpy().tobytes()).hexdigest() == row["digest"]
+
+
+def test_others_go_on_without_a_stopped_process_which_catches_up(tmp_path):
+    values: dict[str, Any] = {
+        "num_epochs": 2,
+        "optimizer": "dpsgd",
+        "max_steps_per_epoch": 8,
+        "batch_size": 32,
+    }
+    plan = {"stop": {"1": [3, 1.5]}}
+    rows = failing(plan, tmp_path / "run", **values, record_order=True)
+    assert sorted(row["process"] for row in rows) == [0, 1, 2, 3]
+    assert number_of_workers(tmp_path / "run") == [4, 4]
+    taken, lead = dict.fromkeys(range(4), 0), 0
+    for entry in order.read(tmp_path / "run" / "order.jsonl"):
+        taken[entry.worker] += entry.kind == "finish"
+        lead = max(lead, taken[0] - taken[1])
+    assert lead >= 2, "one would be possible if its neighbors waited"
+    assert set(taken.values()) == {16}
+
+
+def test_a_kill_during_a_checkpoint_leaves_whole_ones(tmp_path):
+    folder = tmp_path / "run"
+    rows = failing({"save": 0}, folder, num_epochs=3, checkpoint_interval=1, optimizer="dpsgd")
+    assert sorted(row["process"] for row in rows) == [1, 2, 3]
+    assert number_of_workers(folder) == [4, 4, 3]
+    index = json.loads((folder / "checkpoints" / "index.json").read_text())
+    assert [part["workers"] for part in index["last"]["parts"]] == [[1, 2], [2, 3], [3, 4]]
+    for part in index["last"]["parts"]:
+        file = folder / "checkpoints" / index["last"]["folder"] / part["file"]
+        assert hashlib.sha256(file.read_bytes()).hexdigest() == part["sha256"]
+    rows_at = index["last"]["facts"]["metrics_bytes"]
+    assert metrics.kept_bytes(folder / metrics.FILE, rows_at) == rows_at > 0
+
+
+def test_a_run_without_lost_workers_resumes_with_replacements_and_can_be_evaluated(tmp_path):
+    folder = tmp_path / "run"
+    values: dict[str, Any] = {"num_epochs": 2, "optimizer": "choco", "use_decentralized_data": True}
+    failing({"kill": {"2": 5}}, folder, **values)
+    last = evaluated(folder, **values)
+    assert sorted(int(worker) for worker in last["worker"].dropna()) == [0, 1, 3]
+    values |= {"num_epochs": 3, "learning_rate": 0.05, "resume": True}
+    rows = failing({}, folder, **values)
+    assert sorted(row["process"] for row in rows) == [0, 1, 2, 3]
+    assert number_of_workers(folder, again=(2,)) == [4, 3, 4, 4]
+    fewer = failing({}, folder, size=3, **{**values, "num_epochs": 4, "n_workers": 3})
+    assert sorted(row["worker"] for row in fewer) == [0, 1, 2]
+    assert number_of_workers(folder, again=(2, 3)) == [4, 3, 4, 4, 3, 3]
+
+
+def evaluated(folder: Path, **values: Any) -> Any:
+    """The rows of an evaluation of the last checkpoint in one process."""
+    found: list[dict[str, Any]] = []
+    changes = OmegaConf.create({**TINY, **values, "on_worker_loss": "continue"})
+    config = OmegaConf.merge(OmegaConf.structured(train.Config), changes, {"evaluate_only": True})
+
+    def keep(name: str, of_row: Any, tags: Any) -> None:
+        found.append({"name": name, **of_row, **tags})
+
+    alone = Processes()
+    settings = checked(config, alone)  # type: ignore[arg-type]
+    Trainer(settings, alone, Hooks(log_metric=keep), resume_from=folder).evaluate()
+    rows = metrics.frame(found)
+    return rows[(rows["name"] == "accuracy") & (rows["split"] == "test")]
+
+
+# Parts.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.uint8, torch.int64])
+@pytest.mark.parametrize("view", [None, (0, 1, 0), (0, 1, 4)])
+def test_messages_keep_their_bits(dtype, view):
+    part = torch.arange(5).to(dtype)
+    message = Message(7, 300, view or (0, 0, 0), part)
+    payload = wall_clock.packed(message, view is not None)
+    found = wall_clock.unpacked(7, payload, part, (0, 0, 0), view is not None)
+    assert (found.k, found.incarnation, found.view) == (7, 300, message.view)
+    assert found.part is not None
+    assert torch.equal(found.part, part)
+    assert found.part.dtype == dtype
+    if view is not None:
+        of_view = payload.numel() - wall_clock.packed(message, False).numel()
+        assert 8 * (of_view - 1) == wall_clock.bits_of_view(view)
+
+
+def test_parts_are_sent_before_they_are_applied_whatever_the_clocks_say():
+    first = [Entry(10.0, "start", 0, 1, 0), Entry(11.0, "apply", 0, 1, 0)]
+    second = [Entry(0.0, "start", 1, 0, 0), Entry(0.1, "apply", 1, 0, 0)]
+    found = order.merged([first, second], lost=[1])
+    kinds = [(entry.worker, entry.kind) for entry in found]
+    assert kinds == [(1, "start"), (0, "start"), (1, "apply"), (1, "die"), (0, "apply")]
+    with pytest.raises(ValueError, match="apply"):
+        order.merged([second], lost=[])
+
+
+def test_the_next_writer_adds_the_rows_that_are_missing(tmp_path):
+    config = OmegaConf.create({"overwrite": False, "tensorboard": False})
+    values = {"value": 1.0, "epoch": 1, "bits": 2, "messages": 3, "seconds": 4.0}
+    first = output.Output(str(tmp_path), config)
+    first.write("workers", values, {})
+    first.write("accuracy", values, {"split": "test"})
+    first.rows._file.write(b'{"name": "half')
+    rows = [("workers", values, {}), ("accuracy", {**values, "seconds": 9.0}, {"split": "test"})]
+    rows.append(("accuracy", values, {"split": "valid"}))
+    output.take_over(tmp_path, config, rows).close(output.COMPLETE)
+    found = metrics.load(tmp_path)
+    assert found["name"].tolist() == ["workers", "accuracy", "accuracy"]
+    assert found["seconds"].tolist() == [4.0, 4.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"on_worker_loss": "retry"}, "on_worker_loss"),
+        ({"on_worker_loss": "continue"}, "on_worker_loss"),  # a single process
+        ({"on_worker_loss": "continue", "scenario": {}}, "on_worker_loss"),
+        ({"worker_timeout": 0}, "worker_timeout"),
+        ({"record_order": True}, "record_order"),
+    ],
+)
+def test_keys_that_do_not_fit_are_rejected(changes, key):
+    config = OmegaConf.merge(OmegaConf.structured(train.Config), TINY, changes)
+    with pytest.raises(ValueError, match=key) as caught:
+        checked(config, Processes())  # type: ignore[arg-type]
+    assert isinstance(caught.value, BadValue | ValueError)
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"optimizer": "push-sum"}, "on_worker_loss"),
+        ({"optimizer": "powersgd"}, "optimizer"),
+        ({"optimizer": "deepsqueeze"}, "optimizer"),
+        ({"optimizer": "dpsgd", "topology": "one-peer-exponential"}, "topology"),
+        ({"learning": "k-gt"}, "learning"),
+    ],
+)
+def test_methods_without_exchanges_by_edges_are_rejected(changes, key, with_ulfm):
+    config = OmegaConf.merge(OmegaConf.structured(train.Config), TINY, SURVIVING, changes)
+    with pytest.raises(ValueError, match=key):
+        Trainer(checked(config, processes()), processes())  # type: ignore[arg-type]
