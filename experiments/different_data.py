@@ -98,7 +98,7 @@ AVERAGING: dict[str, Averaging] = {
     UNBIASED: Averaging(
         learning.METHODS["CHOCO, QSGD 4 levels"]
         | {"optimizer_levels": 64, "optimizer_unbiased": True},
-        (1.0, 0.3),
+        (None,),  # by the sizes of tensors
     ),
 }
 _ANTISYMMETRIC = ("plain", *(POWER[k] for k in (1, 4, 8, 16)))
@@ -220,11 +220,11 @@ METHODS: dict[str, Method] = {
 SOME: tuple[str, ...] = (
     *REFERENCES,
     "plain, quasi-global-momentum",
-    "plain, exact-diffusion",
     f"relay, binary-tree, {RELAY}",
+    f"{POWER[16]}, k-gt",
     f"{POWER[8]}, quasi-global-momentum",
     f"{POWER[11]}, quasi-global-momentum",
-    "CHOCO, sign, gradient-tracking",
+    f"{POWER[22]}, round-robin, quasi-global-momentum",
 )
 
 

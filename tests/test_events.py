@@ -55,7 +55,8 @@ def test_the_first_step_that_waits_for_an_exchange(gossip, max_delay, first):
     """One that was sent in step 5 is 1 exchange behind in it, and 3 in step 7."""
     rule = exchanges.make("dpsgd", Layout(SHAPES))
     own = Message(k=0, incarnation=0, view=(0, 0), part=None)
-    edge = Edge(rule.end(0, 1, start(2, torch.float32)), incarnation=0, own=own, started=5)
+    end = rule.end(0, 1, start(2, torch.float32))
+    edge = Edge(end, incarnation=0, begins_later=False, own=own, started=5)
     waiting = [step for step in range(5, 10) if Policy(gossip, max_delay).waits(edge, step)]
     assert waiting == ([] if first is None else list(range(first, 10)))
     edge.inbox[0] = own
