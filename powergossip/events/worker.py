@@ -208,7 +208,9 @@ class Worker:
             view = union(edge.own.view, received.view)
             weight = self._members.weight(self.index, j, view)
             if weight:
-                self.rule.add(j, edge.end.exchange(edge.own.part, received.part, edge.k, weight))
+                agreed = edge.own.view == received.view == self.view
+                u = edge.end.exchange(edge.own.part, received.part, edge.k, weight)
+                self.rule.add(j, u, agreed)
         edge.own, edge.k = None, edge.k + 1
 
     def take_outbox(self) -> list[tuple[int, Message]]:
@@ -236,6 +238,7 @@ class Worker:
                 del self.edges[j]
                 self.rule.forget(j)
         self.view = merged
+        self.rule.restart()
         self._open()
 
     def _open(self) -> None:

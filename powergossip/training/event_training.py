@@ -14,7 +14,7 @@ from powergossip import checks
 from powergossip.algorithms import rates
 from powergossip.checks import BadValue
 from powergossip.events import exchanges, rules, scenario
-from powergossip.events.members import Members, View
+from powergossip.events.members import Members, View, dead
 from powergossip.events.order import Replay, read
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.events.worker import Policy, Worker
@@ -22,7 +22,8 @@ from powergossip.network import Losses, Network, Processes
 from powergossip.parameters import Layout, Parameters
 from powergossip.training.local_optimizers import LocalOptimizer, learning_rate
 
-Gradient = Callable[[int, int, int, int], dict[str, Tensor]]  # see Gradients.of_worker
+# See Gradients.of_worker
+Gradient = Callable[[int, int, int, int, frozenset[int]], dict[str, Tensor]]
 
 
 def event_driven(c: Any) -> bool:
@@ -52,13 +53,15 @@ class EventTraining:
 
     config    # checked, as plain values
     options   # of the averaging rule
-    gradient  # (worker, epoch, step in it, step) → metrics; adds to parameters.grad
+    gradient  # (worker, epoch, step in it, step, lost) → metrics; adds to parameters.grad
 
     clock     # VirtualClock, or Replay
 
     Every worker has its own count of steps, its own local optimizer, and the learning rate of its
     own progress. A worker that has taken more than the steps of num_epochs goes on in further
-    epochs of its data. Raises ValueError for methods without an edge form.
+    epochs of its data. With data_of_lost=redistributed, an epoch has the samples of the workers
+    that its worker knew to be lost when the epoch began. Raises ValueError for methods without an
+    edge form.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class EventTraining:
         self._members = Members(network.topology)
         self._policy = Policy(config.gossip, delay_of(config))
         self._locals: dict[int, LocalOptimizer] = {}
+        self._lost: dict[int, frozenset[int]] = {}  # in the present epoch of a worker
         self._exchanges: exchanges.Exchanges | None = None
         self._sums: dict[str, list[list[float]]] = {}  # name → [worker] → sum and count
         self._last: dict[str, Tensor] = {}  # name → [worker]
@@ -112,6 +116,7 @@ class EventTraining:
         return {name: values.to(self._network.device) for name, values in self._last.items()}
 
     def _make_worker(self, index: int, view: View, steps: int) -> Worker:
+        self._begin_epoch(index, view)
         row = _Row(self._parameters, index)
         rule = self._make_rule(row, index)
         if self._exchanges is None:
@@ -140,14 +145,21 @@ class EventTraining:
     def _compute(self, worker: int, steps: int) -> None:
         """The gradient of a worker's next step, and the learning rate of its update."""
         epoch, step = divmod(steps, self._steps_per_epoch)
+        if step == 0:
+            self._begin_epoch(worker, self.clock.workers[worker].view)
         progress = epoch + (step + 1) / self._steps_per_epoch
         self._locals[worker].rate = learning_rate(self._config, progress)
         self._parameters.grad[worker].zero_()
         n = self._config.n_workers
-        for name, value in self._gradient(worker, epoch, step, steps).items():
+        lost = self._lost[worker]
+        for name, value in self._gradient(worker, epoch, step, steps, lost).items():
             pair = self._sums.setdefault(name, [[0.0, 0] for _ in range(n)])[worker]
             pair[0] += float(value)
             pair[1] += 1
+
+    def _begin_epoch(self, worker: int, view: View) -> None:
+        redistributed = self._config.data_of_lost == "redistributed"
+        self._lost[worker] = dead(view) if redistributed else frozenset()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but x, as the bytes of a file: events uint8 [1, bytes]."""
@@ -156,6 +168,7 @@ class EventTraining:
             "workers": {
                 index: {
                     "local": self._locals[index].state_dict(),
+                    "lost": sorted(self._lost[index]),
                     # Of an update that is still to come.
                     "rate": self._locals[index].rate,
                     "grad": self._parameters.grad[index].clone(),
@@ -178,6 +191,7 @@ class EventTraining:
         for index, of_worker in found["workers"].items():
             self._locals[index].load_state_dict(of_worker["local"])
             self._locals[index].rate = of_worker["rate"]
+            self._lost[index] = frozenset(of_worker.get("lost", ()))
             self._parameters.grad[index] = of_worker["grad"]
         self._last = found["last"]
 
@@ -224,7 +238,7 @@ def resolved(c: Any, options: Mapping[str, Any], network: Network) -> dict[str, 
 
 def check(c: Any, options: Mapping[str, Any], network: Network) -> None:
     """Raise ValueError for a method, topology or scenario that the virtual clock cannot run."""
-    drawn = scenario.read(c.scenario or {}, c.n_workers, c.seed)
+    scenario.read(c.scenario or {}, c.n_workers, c.seed)
     if c.optimizer not in exchanges.EXCHANGES:
         raise BadValue(
             "optimizer",
@@ -238,13 +252,6 @@ def check(c: Any, options: Mapping[str, Any], network: Network) -> None:
             c.learning,
             f"{', '.join(rules.RULES)} with a scenario or gossip={c.gossip} "
             "(quasi-global-momentum with local_optimizer=sgd)",
-        )
-    if rules.RULES[c.learning].synchronous and (c.gossip != "synchronous" or drawn.elastic):
-        raise BadValue(
-            "learning",
-            c.learning,
-            "exact-diffusion, whose corrections belong to edges, where exchanges are not "
-            "synchronous or workers are lost",
         )
     exchanges.make(c.optimizer, Layout([(2, 2)]), **resolved(c, options, network))
     Members(network.topology)

@@ -46,6 +46,7 @@ EARLIER = {
     "gossip": "synchronous",
     "max_delay": None,
     "scenario": None,
+    "data_of_lost": "left",
     "batched_gradients": "auto",  # off in effect, which a checkpoint records
     "decentralized_data_placement": "given",
     "drop_last": True,

@@ -69,6 +69,7 @@ BLANKS = {"gradient_clipping": "auto"}
 OF_RULE = {"num_batches_per_step": 1}
 
 PLACEMENTS = ("given", "mixed")  # of shards on the graph
+DATA_OF_LOST = ("left", "redistributed")
 
 
 def checked(
@@ -266,11 +267,15 @@ def _check_method(c: Any) -> None:
 
 def _check_events(c: Any, n_processes: int) -> None:
     """Resolve the keys of exchanges by edges. Raises ValueError for others that do not fit."""
+    checks.one_of("data_of_lost", c.data_of_lost, DATA_OF_LOST)
     if scenario.resolve(c, n_processes):
         given = f"gossip={c.gossip}" if c.scenario is None else "a scenario"
         checks.check("local_steps", c.local_steps, c.local_steps == 1, f"1 with {given}")
         on = c.batched_gradients == "on"
         checks.check("batched_gradients", c.batched_gradients, not on, f"auto or off with {given}")
+    else:
+        kept = c.data_of_lost == "left"
+        checks.check("data_of_lost", c.data_of_lost, kept, "left where no worker can be lost")
 
 
 # --- Options of the method -----------------------------------------------------------------------
