@@ -11,8 +11,8 @@ A step of worker i, with exchanges u_ij at times of their own:
     rule.add(j, u)      an exchange with j is applied, anywhere between begin and settle
     rule.restart()      the worker knows of a death or a join, at any time
 
-`rule.variables()` [D'] are the variables of the exchanges. Without delays, a step is that of the rule of
-the same name in `powergossip.algorithms.learning`, up to rounding.
+`rule.variables()` [D'] are the variables of the exchanges. Without delays, a step is that of the
+rule of the same name in `powergossip.algorithms.learning`, up to rounding.
 
 To add a rule, write its class and its row in `RULES`.
 
