@@ -62,7 +62,7 @@ def _seeds(text: str) -> range:
 def main() -> None:
     """Run the cases of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long (60)")
+    parser.add_argument("--seconds", type=float, help="how long, without --seeds 60")
     parser.add_argument("--seeds", type=_seeds, help="A:B, those from A to B − 1")
     parser.add_argument("--case", type=Path, help="a file of a case")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="of cases with a fault")
@@ -71,10 +71,12 @@ def main() -> None:
         found, text = outcome(read(given.case))
         print(text or found)
         sys.exit(text is not None)
+    if given.seeds is None and given.seconds is None:
+        given.seconds = 60.0
     start, outcomes = time.monotonic(), Counter[str]()
     first = int(time.time())
     for seed in given.seeds or count(first):
-        if given.seeds is None and time.monotonic() - start > given.seconds:
+        if given.seconds is not None and time.monotonic() - start > given.seconds:
             break
         case = draw(seed)
         found, text = outcome(case)
@@ -83,7 +85,8 @@ def main() -> None:
             file = given.folder / f"{seed}.yaml"
             case.write(file)
             print(f"{text}python -m tests.fuzz --case {file}\n", flush=True)
-    print(", ".join(f"{n} {name}" for name, n in sorted(outcomes.items())))
+    listed = ", ".join(f"{n} {name}" for name, n in sorted(outcomes.items()))
+    print(f"{outcomes.total()} seeds in {time.monotonic() - start:.0f} s: {listed}")
     sys.exit(outcomes["fault"] > 0)
 
 

@@ -120,7 +120,11 @@ def _topology(d: _Draws, n: int) -> dict[str, Any]:
 
 def _method(d: _Draws) -> dict[str, Any]:
     if d.chance(0.08):
-        one_way = {"optimizer": "push-sum", "topology": "exponential", "learning": "dpsgd"}
+        one_way: dict[str, Any] = {
+            "optimizer": "push-sum",
+            "topology": "exponential",
+            "learning": "dpsgd",
+        }
         one_way["optimizer_running_sums"] = d.chance(0.5)
         relayed = {"optimizer": "dpsgd", "topology": "chain", "learning": "relay-sgd"}
         return d.one_of(one_way, relayed)

@@ -179,11 +179,11 @@ REDISTRIBUTED: dict[str, Any] = {
 
 @pytest.mark.parametrize("kept", ["left", "redistributed"])
 def test_survivors_train_on_the_labels_of_the_dead(kept):
-    given = {"n_workers": 4, "batch_size": 64, "seed": 1, "decentralized": True, "drop_last": True}
-    task = Recording(tasks.make("Digits", **given))
+    given: Any = {"n_workers": 4, "batch_size": 64, "seed": 1, "decentralized": True}
+    task = Recording(tasks.make("Digits", drop_last=True, **given))
     run = built(task=task, **(REDISTRIBUTED | {"data_of_lost": kept}))
     run.train()
-    of_dead = task.labels[3, 0] - set.union(*(task.labels[i, 0] for i in range(3)))
+    of_dead = task.labels[3, 0].difference(*(task.labels[i, 0] for i in range(3)))
     assert of_dead
     for worker in range(3):
         assert not task.labels[worker, 1] & of_dead

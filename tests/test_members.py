@@ -115,11 +115,11 @@ def test_survivors_find_their_optimum_and_their_duals_sum_to_0(gossip):
     assert float(sum(duals).add(clock.unapplied()).abs().max()) < 1e-14 * len(duals) * 10
 
 
-DEATHS: dict[str, Any] = {
+LATER_DEATHS: dict[str, Any] = {
     "deaths": [{"worker": 3, "at": 21.3}, {"worker": 4, "at": 21.9}, {"worker": 0, "at": 30.2}],
     "detection": 1.7,
 }
-CHURN = DEATHS | {"joins": [{"worker": 4, "at": 40.6}, {"worker": 7, "at": 13.7}]}
+CHURN = LATER_DEATHS | {"joins": [{"worker": 4, "at": 40.6}, {"worker": 7, "at": 13.7}]}
 
 
 def tracking_clock(problem: Quadratics, events: dict[str, Any], **given: Any) -> VirtualClock:
@@ -156,7 +156,7 @@ def test_tracking_restarts_wherever_workers_learn_of_deaths_and_joins(name, goss
 
 @pytest.mark.parametrize(
     ("gossip", "events", "seconds"),
-    [("synchronous", CHURN, 1200), ("bounded", DEATHS, 400), ("asynchronous", CHURN, 400)],
+    [("synchronous", CHURN, 1200), ("bounded", LATER_DEATHS, 400), ("asynchronous", CHURN, 400)],
 )
 def test_survivors_find_their_optimum_by_tracking(gossip, events, seconds):
     problem = Quadratics()
