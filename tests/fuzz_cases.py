@@ -153,6 +153,7 @@ def _method(d: _Draws) -> dict[str, Any]:
             "top-k", "random-k", "sign-and-norm", "qsgd", "random-block"
         )
         values["optimizer_diffusion_rate"] = d.one_of(0.1, 0.3)
+        values["optimizer_copy_rate"] = d.one_of(None, None, 0.5)
     return values
 
 

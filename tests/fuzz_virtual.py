@@ -58,7 +58,9 @@ def run(case: Case) -> str:
             whole = _built(case, rows)
         except ValueError as error:
             _require(len(str(error).splitlines()) == 1, f"rejected in one sentence, not {error!r}")
-            return f"rejected for {str(error).partition('=')[0][:40]}"
+            key = str(error).partition("=")[0].partition(".")[0]
+            _require(key in OmegaConf.structured(train.Config), f"a key is rejected: {error}")
+            return f"rejected for {key}"
         try:
             with _watched(case, whole):
                 whole.train()
@@ -153,6 +155,8 @@ class _Laws:
         if not self._lossless:
             return
         for i, worker in workers.items():
+            forgotten = getattr(worker.rule, "duals", {}).keys() <= worker.edges.keys()
+            _require(forgotten, f"worker {i} has forgotten the duals of lost edges")
             for j in worker.edges:
                 if i < j and j in workers and i in workers[j].edges:
                     self._check_mirrored(i, j)

@@ -21,6 +21,7 @@ from powergossip.events.worker import Policy, Worker
 from powergossip.network import Losses, Network, Processes
 from powergossip.parameters import Layout, Parameters
 from powergossip.training.local_optimizers import LocalOptimizer, learning_rate
+from powergossip.training.settings import errors_name_keys
 
 # See Gradients.of_worker
 Gradient = Callable[[int, int, int, int, frozenset[int]], dict[str, Tensor]]
@@ -253,7 +254,8 @@ def check(c: Any, options: Mapping[str, Any], network: Network) -> None:
             f"{', '.join(rules.RULES)} with a scenario or gossip={c.gossip} "
             "(quasi-global-momentum with local_optimizer=sgd)",
         )
-    exchanges.make(c.optimizer, Layout([(2, 2)]), **resolved(c, options, network))
+    with errors_name_keys(c.optimizer):
+        exchanges.make(c.optimizer, Layout([(2, 2)]), **resolved(c, options, network))
     Members(network.topology)
     dual_rate_of(c)
 

@@ -56,8 +56,7 @@ def check_method(c: Any, network: Network) -> str:
         averaging = make_averaging(c, network, layout)
         learning.check(c.learning, network, c.optimizer, averaging)
         if event_driven(c):
-            with errors_name_keys(c.optimizer):
-                event_training.check(c, method_options(c), network)
+            event_training.check(c, method_options(c), network)
         overlapping = learning.overlapping(c.learning, averaging)
         hint = _hint(c, network, averaging)
     elif c.optimizer in aggregation.AGGREGATIONS:
