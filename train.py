@@ -34,6 +34,7 @@ from powergossip.network import Processes, processes, torch_kept
 from powergossip.runs import configuration, figures, metrics, tables
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.output import COMPLETE, FIGURE, Output, run_to_resume
+from powergossip.training import elastic
 from powergossip.training.measurements import Diverged, Hooks
 from powergossip.training.settings import checked, defaults_of_tasks
 from powergossip.training.trainer import Trainer
@@ -64,7 +65,7 @@ class Config:
     cuda_aware: str = "auto"  # messages from GPU memory: on, off, or auto (if MPI can, or NCCL)
     overwrite: bool = False  # delete an existing run in the output folder
     resume: bool | str = False  # true: resume the run in the output folder from its last
-    #   checkpoint. auto: the same, or begin a run if there is none
+    #   checkpoint, also with another n_workers. auto: the same, or begin a run if there is none
     allow_lost_rows: bool = False  # resume although rows of metrics.jsonl are lost
     evaluate_only: bool = False  # evaluate a checkpoint of the run in the output folder: no
     #   training, and no file is changed
@@ -368,6 +369,8 @@ def _print_start(trainer: Trainer, resumed: Path | None) -> None:
         print(configuration.changed(settings, Config))
         if resumed is not None:
             print(f"resumed after step {trainer.step} of {trainer.total_steps}")
+            if trainer.workers_before != settings.n_workers:
+                print(elastic.sentence(trainer.workers_before, settings.n_workers))
         elif trainer.hint:
             print(trainer.hint)
 

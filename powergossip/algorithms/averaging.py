@@ -76,6 +76,21 @@ def kind_of(averaging: Averaging) -> Kind:
 
 
 @runtime_checkable
+class Copies(Protocol):
+    """Averaging with public copies of the workers' x, or learning over it."""
+
+    def begin_at(self, point: Tensor) -> None:
+        """Begin with copies equal to point [D], which is near all x, in place of 0."""
+        ...
+
+
+def begin_at(averaging: Averaging, point: Tensor) -> None:
+    """Begin with public copies equal to point [D], if the rule has copies."""
+    if isinstance(averaging, Copies):
+        averaging.begin_at(point)
+
+
+@runtime_checkable
 class Weighted(Protocol):
     """An averaging algorithm of x̂_i = w_i x_i, whose weights w_i are state."""
 

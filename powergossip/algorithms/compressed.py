@@ -152,6 +152,12 @@ class ChocoGossip:
         self._publics.copy_(state["publics"])
         self._flow = None
 
+    def begin_at(self, point: Tensor) -> None:
+        """x̂_j ← point [D] for all j. See `averaging.Copies`."""
+        self._public.copy_(point)
+        self._publics.copy_(point)
+        self._flow = None
+
 
 class DeepSqueeze:
     """Gossip with error feedback: the compression error δ is added to the next message.

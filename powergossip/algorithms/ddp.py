@@ -204,6 +204,19 @@ class DDPHook:
     which DDP would wait for. Frozen parameters have none and are not sent.
     """
 
+    kept = (
+        "next_stats_report",
+        "numel_after_compression",
+        "numel_before_compression",
+        "p",
+        "q",
+        "rng_keys",
+        "rng_position",
+        "start_iteration",
+        "steps",
+    )
+    conserved = ("errors",)
+
     def __init__(
         self,
         network: Network,

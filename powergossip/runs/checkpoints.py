@@ -22,7 +22,8 @@ import json
 import os
 import shutil
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -92,6 +93,15 @@ class Checkpoints:
             state = self._load(workers, which)
         return state
 
+    def visit(self, take: Callable[[range, Tree], None], which: str = "last") -> None:
+        """Call take(workers, state) for each part of an existing checkpoint, on the CPU.
+
+        Every process reads all parts, one after the other, in the order of their workers.
+        """
+        with self._processes.agreed():
+            for workers, read in self._parts(which):
+                take(workers, read())
+
     # --- The index ---
 
     def _index(self) -> dict[str, Any]:
@@ -147,16 +157,21 @@ class Checkpoints:
                 shutil.rmtree(other, ignore_errors=True)
 
     def _load(self, workers: range, which: str) -> Tree:
+        pieces = []
+        for there, read in self._parts(which):
+            wanted = range(max(there.start, workers.start), min(there.stop, workers.stop))
+            if wanted:
+                rows = slice(wanted.start - there.start, wanted.stop - there.start)
+                pieces.append(rows_of(read(), rows))
+        return join(pieces)
+
+    def _parts(self, which: str) -> Iterator[tuple[range, Callable[[], Tree]]]:
+        """The workers of each part, in their order, and a function that reads it."""
         entry = self._entry(which)
         assert entry is not None, f"no {which} checkpoint"
-        pieces = []
-        for part in entry["parts"]:
-            first, stop = part["workers"]
-            wanted = range(max(first, workers.start), min(stop, workers.stop))
-            if wanted:
-                state = _read_part(self._folder / entry["folder"] / part["file"], part)
-                pieces.append(_rows(state, slice(wanted.start - first, wanted.stop - first)))
-        return _join(pieces)
+        for part in sorted(entry["parts"], key=lambda part: part["workers"]):
+            path = self._folder / entry["folder"] / part["file"]
+            yield range(*part["workers"]), partial(_read_part, path, part)
 
 
 # --- Parts ---------------------------------------------------------------------------------------
@@ -257,17 +272,18 @@ def _to_cpu(tree: Tree) -> Tree:
     return map_tensors(compact, tree)
 
 
-def _rows(tree: Tree, rows: slice) -> Tree:
+def rows_of(tree: Tree, rows: slice) -> Tree:
+    """Rows of tensors that have an axis. Other leaves stay."""
     return map_tensors(lambda tensor: tensor[rows] if tensor.ndim else tensor, tree)
 
 
-def _join(trees: Sequence[Tree]) -> Tree:
+def join(trees: Sequence[Tree]) -> Tree:
     """Concatenate tensors that have an axis; other leaves are those of the first tree."""
     first = trees[0]
     if isinstance(first, Tensor):
         return torch.cat(list(trees)) if first.ndim else first
     if isinstance(first, Mapping):
-        return {key: _join([tree[key] for tree in trees]) for key in first}
+        return {key: join([tree[key] for tree in trees]) for key in first}
     if isinstance(first, list):
-        return [_join(values) for values in zip(*trees, strict=True)]
+        return [join(values) for values in zip(*trees, strict=True)]
     return first

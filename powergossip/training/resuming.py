@@ -1,17 +1,19 @@
 """Resuming a run: its checkpoint, where configuration and model are the same.
 
-A few keys of the configuration may differ.
+A few keys of the configuration may differ, and so may the number of workers (see elastic.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
 from powergossip.network import Processes
 from powergossip.parameters import Parameters
 from powergossip.runs.checkpoints import Checkpoints
+from powergossip.training import elastic
+from powergossip.training.event_training import event_driven
 from powergossip.training.settings import PREFIX, option_defaults
 
 # Keys that may change when a run is resumed.
@@ -73,15 +75,42 @@ OF_EVALUATION = (
     "recalibration_batches",
     "torch_compile",
 )
+# Keys that may change together with the number of workers.
+OF_WORKERS = (
+    "n_workers",
+    "distributed_lr_warmup_factor",  # auto: the number of workers
+    "spectrum_logging_worker_pairs",
+    "topology",
+    "topology_options",
+)
+
+
+class Resumed(NamedTuple):
+    """The state of the hosted workers from a checkpoint.
+
+    metrics_bytes   # of metrics.jsonl that belong to its steps
+    workers_before  # their number in the checkpoint
+    """
+
+    state: dict[str, Any]
+    metrics_bytes: int
+    workers_before: int
 
 
 def load_checkpoint(
-    folder: Path, config: Any, processes: Processes, workers: range, parameters: Parameters
-) -> tuple[dict[str, Any], int] | None:
+    folder: Path,
+    config: Any,
+    processes: Processes,
+    parameters: Parameters,
+    workers: range,
+    start: Callable[[], elastic.Start],
+) -> Resumed | None:
     """Load the hosted workers' state from the checkpoint in a folder that the configuration names.
 
-    Returns it with the bytes of metrics.jsonl that belong to its steps, or None where a run has no
-    checkpoint yet. Raises BadInput, in all processes, for another run or model.
+    start  # the start of the run, for a checkpoint of another number of workers
+
+    Returns None where a run has no checkpoint yet. Raises BadInput, in all processes, for another
+    run or model.
     """
     saved, which = Checkpoints(folder, processes), config.checkpoint
     entry = saved.describe(which)
@@ -94,12 +123,26 @@ def load_checkpoint(
                 )
             check_same_run_without_checkpoint(folder, config)
         return None
+    facts = entry["facts"]
+    before = facts["config"]["n_workers"]
     with processes.agreed():
-        check_same_run(folder, entry["facts"]["config"], config)
-    state = saved.load(workers, which)
-    with processes.agreed():
+        check_same_run(folder, facts["config"], config)
+    if before == config.n_workers:
+        state = saved.load(workers, which)
+        with processes.agreed():
+            _check_same_model(folder, state, parameters)
+        return Resumed(state, facts["metrics_bytes"], before)
+
+    conversion = elastic.Conversion(before, start())
+
+    def add(workers: range, state: dict[str, Any]) -> None:
         _check_same_model(folder, state, parameters)
-    return state, entry["facts"]["metrics_bytes"]
+        conversion.add(workers, state)
+
+    saved.visit(add)
+    with processes.agreed():
+        state = conversion.state(facts.get("steps_per_epoch"))
+    return Resumed(state, facts["metrics_bytes"], before)
 
 
 def _check_same_model(folder: Path, state: Mapping[str, Any], parameters: Parameters) -> None:
@@ -128,6 +171,8 @@ def check_same_run(folder: Path, saved: Mapping[str, Any], config: Any) -> None:
     earlier = {key: value for key, value in EARLIER.items() if key in now}
     before = {**earlier, **_with_present_options(saved, config)}
     free = (*FREE_TO_CHANGE, *(OF_EVALUATION if config.evaluate_only else ()))
+    if _is_elastic(before, config):
+        free = (*free, *OF_WORKERS)
     differing = [
         f"{key}={now.get(key)} (was {before.get(key)})"
         for key in sorted({*now, *before})
@@ -138,6 +183,18 @@ def check_same_run(folder: Path, saved: Mapping[str, Any], config: Any) -> None:
             f"the run in {folder} cannot be resumed with {', '.join(differing)}; "
             "keep these values, or use another --output-dir"
         )
+
+
+def _is_elastic(before: Mapping[str, Any], config: Any) -> bool:
+    """Whether a run is resumed with another number of workers. Raises ValueError."""
+    if config.evaluate_only or config.n_workers == before["n_workers"]:
+        return False
+    if event_driven(config):
+        raise ValueError(
+            f"n_workers={config.n_workers}: use {before['n_workers']}; a run on the virtual clock "
+            "resumes with the same number of workers"
+        )
+    return True
 
 
 def _with_present_options(saved: Mapping[str, Any], config: Any) -> dict[str, Any]:

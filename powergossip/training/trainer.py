@@ -24,7 +24,7 @@ from powergossip.parameters import Layout, Parameters
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.clock import Clock, PhaseTime, Signals, data_fraction
 from powergossip.runs.progress import Progress
-from powergossip.training import compute, state
+from powergossip.training import compute, elastic, state
 from powergossip.training.agreement import PATIENCE, Agreement
 from powergossip.training.evaluation import Evaluation
 from powergossip.training.event_training import (
@@ -160,6 +160,7 @@ class Trainer:
         self.step = 0  # since the start of the run
         self.position: Position = (0, 0, {})
         self.metrics_bytes = 0  # of metrics.jsonl that belong to the steps so far
+        self.workers_before = c.n_workers  # their number in the checkpoint of a resumed run
         self._seconds = 0.0  # of the run, without time lost in interruptions
         self._started = time.perf_counter()
         if resume_from is not None:
@@ -280,8 +281,16 @@ class Trainer:
         return bool(self.position[0] >= self.config.num_epochs)
 
     def check_epochs(self) -> None:
-        """Raise ValueError if a resumed run already has more than num_epochs epochs."""
+        """Raise ValueError if a resumed run already has more than num_epochs epochs.
+
+        With another number of workers, it must have fewer: its checkpoint remains otherwise.
+        """
         epoch, step, _ = self.position
+        if self.is_complete and self.workers_before != self.network.n_workers:
+            raise ValueError(
+                f"n_workers={self.network.n_workers}: use {self.workers_before}, or a larger "
+                f"num_epochs; the run was complete after {epoch} epochs"
+            )
         if (epoch, step) > (self.config.num_epochs, 0):
             begun = epoch + (step > 0)
             raise ValueError(
@@ -306,6 +315,8 @@ class Trainer:
         """
         c, steps = self.config, self.steps_per_epoch
         self._started = time.perf_counter() - self._seconds
+        if self.workers_before != c.n_workers:
+            self.rows("workers", c.n_workers, self.position[0])
         save = partial(self._save, checkpoints, metrics_offset)
         if save_first:
             save(self.position)
@@ -414,11 +425,18 @@ class Trainer:
 
     def _resume(self, folder: Path) -> None:
         """Restore a checkpoint of the run in this folder. Raises BadInput."""
-        workers = self.network.workers
-        found = load_checkpoint(folder, self.config, self.processes, workers, self.parameters)
+        workers, start = self.network.workers, self._start_of_run
+        found = load_checkpoint(
+            folder, self.config, self.processes, self.parameters, workers, start
+        )
         if found is not None:
-            state, self.metrics_bytes = found
+            state, self.metrics_bytes, self.workers_before = found
             self.load_state_dict(state)
+
+    def _start_of_run(self) -> elastic.Start:
+        n_workers, workers = self.network.n_workers, self.network.workers
+        state = partial(self.state_dict, self.position)
+        return elastic.Start(n_workers, workers, self.steps_per_epoch, state, self.rule)
 
     def state_dict(self, position: Position) -> dict[str, Any]:
         """Everything that the next step depends on. Tensors are [worker, ...]."""
@@ -476,6 +494,7 @@ class Trainer:
         with self.clock("checkpoint"):
             facts = {
                 "config": OmegaConf.to_container(self.config),
+                "steps_per_epoch": self.steps_per_epoch,
                 "metrics_bytes": metrics_offset() if self.processes.rank == 0 else 0,
             }
             now = self.state_dict(position)

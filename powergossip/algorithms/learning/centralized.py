@@ -27,6 +27,9 @@ class CentralizedSGD:
     num_batches_per_step  g_i is the mean over this number of batches. Nothing is sent in between.
     """
 
+    kept = ("batches", "decay")
+    conserved = ("aggregation", "error", "gradient")
+
     def __init__(
         self,
         network: Network,

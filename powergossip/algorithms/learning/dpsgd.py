@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from powergossip.algorithms.averaging import Averaging, on_numerator
+from torch import Tensor
+
+from powergossip.algorithms.averaging import Averaging, begin_at, on_numerator
 from powergossip.algorithms.learning.rule import Correction, Update
 from powergossip.algorithms.plain import AllReduce
 from powergossip.network import Exchange, Network
@@ -26,6 +28,9 @@ class DPSGD:
                   see Correction
     local_steps   gossip in every k-th step only (Stich 2019, arXiv:1805.09767)
     """
+
+    kept = ("steps",)
+    conserved = ()
 
     def __init__(
         self,
@@ -66,6 +71,10 @@ class DPSGD:
 
     def _gossips(self) -> bool:
         return self._steps % self._local_steps == 0
+
+    def begin_at(self, point: Tensor) -> None:
+        """See `averaging.Copies`."""
+        begin_at(self._averaging, point)
 
     def state_dict(self) -> dict[str, Any]:
         """The number of steps and the state of the averaging algorithm."""

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from powergossip.algorithms.averaging import Averaging, Kind
+from powergossip.algorithms.averaging import Averaging, Kind, begin_at
 from powergossip.algorithms.learning.rule import Correction
 from powergossip.network import Conversation, Exchange, Network
 from powergossip.parameters import Layout, Parameters
@@ -67,6 +67,7 @@ class GossipRule:
     relays            # whether it relays along the trees of the topology, in place of averaging
     without           # options of the averaging rule that have no effect
     variables         # names of its state [worker, D]: attributes with an underscore before them
+    kept, conserved   # entries of its state, see rule.Learning
     """
 
     kinds: ClassVar[frozenset[Kind]] = MEAN_PRESERVING
@@ -80,6 +81,8 @@ class GossipRule:
     relays: ClassVar[bool] = False
     without: ClassVar[tuple[str, ...]] = ()
     variables: ClassVar[tuple[str, ...]] = ()
+    kept: ClassVar[tuple[str, ...]] = ()
+    conserved: ClassVar[tuple[str, ...]] = ()
 
     _averaging: Averaging
 
@@ -130,6 +133,10 @@ class GossipRule:
 
     def settle(self) -> None:
         """Follow the last message of a step."""
+
+    def begin_at(self, point: Tensor) -> None:
+        """See `averaging.Copies`. Other variables than x begin at 0."""
+        begin_at(self._averaging, point)
 
     def state_dict(self) -> dict[str, Any]:
         """The variables [worker, D], and the state of the averaging rule."""

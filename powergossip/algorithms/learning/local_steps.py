@@ -100,6 +100,7 @@ class MomentumTracking(GossipRule):
     overlaps: ClassVar[bool] = True
     sequential: ClassVar[frozenset[Kind]] = WITHOUT_COPIES
     variables: ClassVar[tuple[str, ...]] = ("m", "c")
+    kept: ClassVar[tuple[str, ...]] = ("m",)
 
     _averaging: Incremental
 

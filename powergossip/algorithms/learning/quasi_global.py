@@ -50,6 +50,7 @@ class QuasiGlobalMomentum(_QuasiGlobal):
     optimizers: ClassVar[tuple[str, ...]] = ("sgd",)
     reads_rate: ClassVar[bool] = True
     variables: ClassVar[tuple[str, ...]] = ("m",)
+    kept: ClassVar[tuple[str, ...]] = ("m",)
 
     def __init__(
         self, *everything: Any, momentum: float = 0.9, nesterov: bool = False, **options: Any
@@ -89,6 +90,7 @@ class QuasiGlobalAdam(_QuasiGlobal):
     optimizers: ClassVar[tuple[str, ...]] = ("adamw",)
     needs_norm: ClassVar[bool] = True
     variables: ClassVar[tuple[str, ...]] = ("m", "v")
+    kept: ClassVar[tuple[str, ...]] = ("m", "steps", "v")
 
     def __init__(
         self,

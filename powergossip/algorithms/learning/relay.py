@@ -79,6 +79,9 @@ class RelaySGD(GossipRule):
         for relay, m in zip(self._relays, received, strict=True):
             relay.receive(m)
 
+    def begin_at(self, point: Tensor) -> None:
+        """Do nothing: there are no public copies."""
+
     def state_dict(self) -> dict[str, Any]:
         """For each tree, the last messages received [worker, neighbor, 1 + coordinate]."""
         return {"received": [relay.received for relay in self._relays]}

@@ -12,7 +12,21 @@ Update = Callable[[Tensor], Any]  # the step of a local optimizer with a gradien
 
 
 class Learning(Protocol):
-    """A learning rule over the flat buffers `parameters.x` and `parameters.grad`."""
+    """A learning rule over the flat buffers `parameters.x` and `parameters.grad`.
+
+    Entries of its state that do not depend on the topology, for another number of workers:
+
+    kept       # a worker keeps them
+    conserved  # updates still to come: their mean over the workers stays the same, too
+
+    All others then begin as at the start of a run.
+    """
+
+    @property
+    def kept(self) -> tuple[str, ...]: ...
+
+    @property
+    def conserved(self) -> tuple[str, ...]: ...
 
     def start(self) -> None:
         """Prepare `parameters.grad` for the backward pass, and send the first messages."""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from powergossip.algorithms.averaging import Kind
+from powergossip.algorithms.averaging import Kind, begin_at
 from powergossip.algorithms.learning.gossip_rule import (
     COPIES,
     WITHOUT_COPIES,
@@ -47,6 +47,10 @@ class _Tracking(GossipRule):
         self._joint.load(self._x, self._y)
         yield from self._averaging.step(self._joint.buffer)
         self._joint.store(self._x, self._y)
+
+    def begin_at(self, point: Tensor) -> None:
+        self._joint.load(point.expand_as(self._x), torch.zeros_like(self._x))
+        begin_at(self._averaging, self._joint.buffer[0])
 
     def _follow(self, v: Tensor) -> None:
         """y ← y + v − v'"""
