@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-quick test-all check trackers bench gpu-check docs docs-serve \
+.PHONY: help setup train test test-quick test-all fuzz check trackers bench gpu-check docs docs-serve \
 	clean
 
 # processes of `make train`, and what is handed on to it:  make train NP=4 ARGS="topology=torus seed=2"
@@ -13,6 +13,8 @@ FT ?=
 # Python with torch, and a folder of wheels, of `make gpu-check`
 PYTHON ?= $(shell command -v python3 || command -v python)
 WHEELS ?=
+# length of `make fuzz`, in seconds
+SECONDS ?= 60
 # port of `make docs-serve`
 PORT ?= 8000
 
@@ -59,6 +61,9 @@ test-quick: setup ## laws of every registry, no MPI processes, no programs: whil
 test-all: process_counts += 3
 test-all: setup trackers ## all tests, also every case of the long tables: before a release
 	@$(call run_tests,parallel[match])
+
+fuzz: setup ## random deaths, joins, delays and losses against invariants; SECONDS=600
+	@$(activate) && export OMP_NUM_THREADS=1 && python -m tests.fuzz --seconds $(SECONDS)
 
 trackers: setup ## Weights & Biases and MLflow: test-all leaves their tests out without them
 	@$(activate) && python -m pip install --quiet --disable-pip-version-check --no-build-isolation \

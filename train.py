@@ -151,6 +151,8 @@ class Config:
     #   replay. For exchanges that may be late
     scenario: Any = None  # a file with speeds, delays, losses, deaths and joins of workers, for the
     #   virtual clock: one process hosts all workers, and seconds in rows are virtual
+    data_of_lost: str = "left"  # the samples of lost workers: left, nobody trains on them, or
+    #   redistributed over the others, from the next epoch of each on
     learning: str = "dpsgd"  # the rule of gossip: dpsgd, or for data that differ between workers:
     #   quasi-global-momentum, gradient-tracking, k-gt, momentum-tracking, gt-nsgd,
     #   exact-diffusion, beer, motef (the last two with optimizer=choco), relay-sgd (on trees)

@@ -296,7 +296,12 @@ ELASTIC: dict[str, Any] = {
 @pytest.mark.parametrize("gossip", ["synchronous", "asynchronous"])
 @pytest.mark.parametrize(
     ("rule", "name"),
-    [("dpsgd", "power"), ("exact-diffusion", "plain"), ("quasi-global-momentum", "top-k")],
+    [
+        ("dpsgd", "power"),
+        ("exact-diffusion", "plain"),
+        ("quasi-global-momentum", "top-k"),
+        ("gradient-tracking", "plain"),
+    ],
 )
 def test_the_order_of_events_replays_a_run(rule, name, gossip, tmp_path):
     problem, again = Quadratics(), Quadratics()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from powergossip import topologies
 from powergossip.events.members import Members, dead, matrix, union, without
+from powergossip.events.virtual_clock import VirtualClock
 from tests.exchanging import averaging_clock, learning_clock, start
 from tests.quadratics import Quadratics
 
@@ -112,6 +113,56 @@ def test_survivors_find_their_optimum_and_their_duals_sum_to_0(gossip):
     of_workers: list[Any] = [worker.rule for worker in clock.workers.values()]
     duals = [d for rule in of_workers for d in rule.duals.values()]
     assert float(sum(duals).add(clock.unapplied()).abs().max()) < 1e-14 * len(duals) * 10
+
+
+LATER_DEATHS: dict[str, Any] = {
+    "deaths": [{"worker": 3, "at": 21.3}, {"worker": 4, "at": 21.9}, {"worker": 0, "at": 30.2}],
+    "detection": 1.7,
+}
+CHURN = LATER_DEATHS | {"joins": [{"worker": 4, "at": 40.6}, {"worker": 7, "at": 13.7}]}
+
+
+def tracking_clock(problem: Quadratics, events: dict[str, Any], **given: Any) -> VirtualClock:
+    late = {"jitter": 0.3, "latency": 0.3, "late": {"fraction": 0.3, "seconds": 1.5}}
+    return learning_clock(problem, "gradient-tracking", 0.05, values={**events, **late}, **given)
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+@pytest.mark.parametrize(
+    ("name", "gossip"),
+    [("plain", "synchronous"), ("plain", "asynchronous"), ("power", "asynchronous"),
+     ("top-k", "bounded")],
+)  # fmt: skip
+def test_tracking_restarts_wherever_workers_learn_of_deaths_and_joins(name, gossip, overlapping):
+    """Σ y + unapplied = Σ u of the survivors, without an agreed step."""
+    problem = Quadratics()
+    options = {"overlapping": overlapping}
+    clock = tracking_clock(
+        problem, CHURN, name=name, gossip=gossip, max_delay=2, rule_options=options
+    )
+    clock.run_until(60.0)
+    assert len({worker.view for worker in clock.workers.values()}) == 1
+    size, moved = problem.layout.size, 0.0
+    for seconds in range(61, 70):
+        clock.run_until(seconds)
+        of_workers: list[Any] = [worker.rule for worker in clock.workers.values()]
+        difference = sum(vars(rule)["_y"] - vars(rule)["_u"] for rule in of_workers)
+        # In the order of the joint buffer, where y lies behind x.
+        unapplied = (torch.zeros(2 * size).double() + clock.unapplied())[size:]
+        torch.testing.assert_close(difference[0], -unapplied, rtol=0, atol=1e-12)
+        moved = max(moved, float(unapplied.abs().max()))
+    assert moved > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("gossip", "events", "seconds"),
+    [("synchronous", CHURN, 1200), ("bounded", LATER_DEATHS, 400), ("asynchronous", CHURN, 400)],
+)
+def test_survivors_find_their_optimum_by_tracking(gossip, events, seconds):
+    problem = Quadratics()
+    clock = tracking_clock(problem, events, gossip=gossip, max_delay=2)
+    clock.run_until(seconds)
+    assert of_survivors(problem, clock.alive) < 1e-9
 
 
 def test_ends_that_know_of_different_deaths_use_one_weight():

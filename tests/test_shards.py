@@ -63,6 +63,25 @@ def test_shards_are_kept_unless_reshuffled(split: dict[str, Any]) -> None:
     assert (early == late) == bool(split)
 
 
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("lost", [{0}, {1, 4}, {0, 2, 3, 4}])
+def test_the_others_take_over_the_samples_of_lost_workers(
+    split: dict[str, Any], lost: set[int]
+) -> None:
+    dealt, gone = shards(n_workers=5, **split), frozenset(lost)
+    before = [dealt.indices(worker, 3) for worker in range(5)]
+    pieces = {worker: dealt.indices(worker, 3, gone) for worker in range(5) if worker not in lost}
+    assert torch.equal(torch.cat(list(pieces.values())).sort().values, torch.arange(N_SAMPLES))
+    sizes = [len(piece) for piece in pieces.values()]
+    assert max(sizes) - min(sizes) <= 2
+    again = shards(n_workers=5, **split)
+    for worker, piece in pieces.items():
+        if split:  # fixed shards
+            assert set(before[worker].tolist()) < set(piece.tolist())
+        assert torch.equal(again.indices(worker, 3, gone), piece)
+        assert torch.equal(dealt.indices(worker, 3), before[worker])
+
+
 @pytest.mark.parametrize("split", [{"reshuffle": False}, *SPLITS[3:]])
 def test_which_shards_are_kept_depends_on_the_seed(split: dict[str, Any]) -> None:
     one, same, other = (set(shards(seed=s, **split).indices(2, 0).tolist()) for s in (1, 1, 2))

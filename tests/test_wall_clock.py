@@ -40,6 +40,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "sign": {"optimizer": "choco"},
     "momentum": {"optimizer": "dpsgd", "learning": "quasi-global-momentum"},
     "duals": {"optimizer": "dpsgd", "learning": "exact-diffusion"},
+    "tracking": {"optimizer": "power-gossip", "learning": "gradient-tracking"},
 }
 SURVIVING = {"on_worker_loss": "continue", "worker_timeout": 20.0}
 
@@ -84,7 +85,7 @@ def test_synchronous_exchanges_have_the_bits_of_the_virtual_clock(method, with_u
 
 @pytest.mark.parallel([2, 4])
 @pytest.mark.parametrize("gossip", ["bounded", "asynchronous"])
-@pytest.mark.parametrize("method", ["power", "sign", "duals"])
+@pytest.mark.parametrize("method", ["power", "sign", "duals", "tracking"])
 def test_the_order_of_late_exchanges_can_be_replayed(method, gossip, with_ulfm, tmp_path):
     folder = Path(processes().broadcast(str(tmp_path)))
     values = {**TINY, **METHODS[method], "gossip": gossip, "record_order": True}
@@ -142,10 +143,12 @@ def number_of_workers(folder: Path, again: tuple[int, ...] = ()) -> list[float]:
         pytest.param("sign", "bounded", marks=pytest.mark.slow),
         pytest.param("duals", "asynchronous", marks=pytest.mark.slow),
         pytest.param("momentum", "synchronous", marks=pytest.mark.slow),
+        pytest.param("tracking", "bounded", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_goes_on_without_killed_processes_and_can_be_replayed(method, gossip, tmp_path):
     values = {**METHODS[method], "gossip": gossip, "num_epochs": 4, "record_order": True}
+    values |= {"use_decentralized_data": True, "data_of_lost": "redistributed"}
     rows = failing({"kill": {"0": 5, "2": 9}}, tmp_path / "run", **values)
     assert sorted(row["process"] for row in rows) == [1, 3]
     counts = number_of_workers(tmp_path / "run")

@@ -115,7 +115,8 @@ class Replay:
     def __init__(self, entries: Sequence[Entry], x: Tensor, make: Make, compute: Compute):
         n = len(x)
         first = {entry.worker: entry.kind for entry in reversed(entries)}
-        absent = [worker for worker, kind in first.items() if kind == "join"]
+        # A worker that joins after the last event has none.
+        absent = [i for i in range(n) if entries and first.get(i, "join") == "join"]
         self.now = 0.0
         self.bits, self.messages = [0] * n, [0] * n
         self._entries, self._next = entries, 0

@@ -9,9 +9,10 @@ A step of worker i, with exchanges u_ij at times of their own:
     rule.settle()       the end of the step
 
     rule.add(j, u)      an exchange with j is applied, anywhere between begin and settle
+    rule.restart()      the worker knows of a death or a join, at any time
 
-`rule.variables()` [D'] is what is exchanged. Without delays, a step is that of the rule of the same
-name in `powergossip.algorithms.learning`, up to rounding.
+`rule.variables()` [D'] are the variables of the exchanges. Without delays, a step is that of the
+rule of the same name in `powergossip.algorithms.learning`, up to rounding.
 
 To add a rule, write its class and its row in `RULES`.
 
@@ -73,12 +74,10 @@ class Variables(NamedTuple):
 class Rule:
     """A learning rule without learning: x changes by exchanges only. The base of the others.
 
-    overlaps      # whether exchanges may start before the gradient
-    synchronous   # whether the rule needs gossip=synchronous
+    overlaps  # whether exchanges may start before the gradient
     """
 
     overlaps: ClassVar[bool] = True
-    synchronous: ClassVar[bool] = False
 
     def __init__(self, row: "Row | Variables", overlapping: bool = True):
         self._x, self.layout = row.x, row.layout
@@ -97,8 +96,11 @@ class Rule:
     def update(self) -> None:
         """The local update of x."""
 
-    def add(self, j: int, u: Tensor) -> None:
-        """Apply an exchange u_ij [D']."""
+    def add(self, j: int, u: Tensor, agreed: bool = True) -> None:
+        """Apply an exchange u_ij [D'].
+
+        agreed  # whether both messages have the present view of the worker
+        """
         self._x[0].add_(u)
 
     def settle(self) -> None:
@@ -106,6 +108,9 @@ class Rule:
 
     def forget(self, j: int) -> None:
         """Forget the state of the edge with j, whose state at the other end is lost."""
+
+    def restart(self) -> None:
+        """Restart sums over all workers: the worker's view of them has changed."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state that the next step depends on, besides x."""
@@ -214,7 +219,7 @@ class ExactDiffusion(_Learning):
         for _, dual in sorted(self.duals.items()):
             self._x.add_(dual)
 
-    def add(self, j: int, u: Tensor) -> None:
+    def add(self, j: int, u: Tensor, agreed: bool = True) -> None:
         u.div_(1 + self._dual_rate)
         self._x[0].add_(u)
         if j in self.duals:
@@ -236,11 +241,18 @@ class ExactDiffusion(_Learning):
 class GradientTracking(_Learning):
     """DSGT: x and y travel together, and the local optimizer's displacements are tracked.
 
-    See algorithms.learning.GradientTracking. Late exchanges and lost workers would leave errors in
-    y for ever, so that the rule needs synchronous exchanges among workers that stay.
-    """
+        y_i ← y_i + u_i − u_i'               u_i the local optimizer's displacement, u_i' the last
+        x_i ← x_i + y_i
+        exchanged:                           x_i ← x_i + u^x_ij,   y_i ← y_i + u^y_ij
 
-    synchronous: ClassVar[bool] = True
+    See algorithms.learning.GradientTracking. Σ_i y_i and the exchanges of y that are not applied
+    yet are Σ_i u_i, so that late exchanges leave the optimum as it is.
+
+    With a worker, its y is lost. A worker that knows of a death or a join restarts with y_i ← u_i,
+    and applies exchanges of y only where both messages and the worker have one view. Both ends
+    skip the others: either their messages have different views, or an end that has applied them
+    restarts. Once all know the same, Σ_i y_i = Σ_i u_i again, without a common step of the restart.
+    """
 
     def __init__(self, *everything: Any, **options: Any):
         super().__init__(*everything, **options)
@@ -259,8 +271,11 @@ class GradientTracking(_Learning):
         self._u.copy_(u)
         self._x.add_(self._y)
 
-    def add(self, j: int, u: Tensor) -> None:
-        self._joint.add(u[None], self._x, self._y)
+    def add(self, j: int, u: Tensor, agreed: bool = True) -> None:
+        self._joint.add(u[None], self._x, self._y if agreed else torch.zeros_like(self._y))
+
+    def restart(self) -> None:
+        self._y.copy_(self._u)
 
     def state_dict(self) -> dict[str, Any]:
         """y, and the last displacement u [1, D]."""

@@ -216,7 +216,9 @@ class Worker:
             view = union(edge.own.view, received.view)
             weight = self._members.weight(self.index, j, view)
             if weight:
-                self.rule.add(j, edge.end.exchange(edge.own.part, received.part, edge.k, weight))
+                agreed = edge.own.view == received.view == self.view
+                u = edge.end.exchange(edge.own.part, received.part, edge.k, weight)
+                self.rule.add(j, u, agreed)
         edge.own, edge.k = None, edge.k + 1
         self.late.discard(j)
 
@@ -246,6 +248,7 @@ class Worker:
                 self.late.discard(j)
                 self.rule.forget(j)
         self.view = merged
+        self.rule.restart()
         self._open()
 
     def _open(self) -> None:

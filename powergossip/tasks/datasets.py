@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from numbers import Real
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,10 +21,11 @@ from powergossip.tasks.columns import as_list, integers, of_samples
 from powergossip.tasks.loading import Loader, Pending, Request, Source
 from powergossip.tasks.losses import IGNORED_TARGET, Metric, default_loss
 from powergossip.tasks.named import Named, users_code
-from powergossip.tasks.shards import Shards, held_out
+from powergossip.tasks.shards import NOBODY, Shards, held_out
 from powergossip.tasks.task import MainMetric, Options, Split
 
 EVALUATION_BATCHES = 2  # training batches in one of evaluation, which needs no gradients
+_Ahead = deque[tuple[int, Pending]]  # step, its batch
 KEPT_BYTES = 2**28  # of test and validation data, in each process
 
 
@@ -82,6 +83,8 @@ class DatasetTask:
     epoch, worker, step): random augmentation is the same in any layout, and after a resume.
     """
 
+    redistributes: ClassVar[bool] = True
+
     def __init__(self, datasets: Datasets, options: Options) -> None:
         """Raises ValueError if the options do not match the data, or if a field is wrong."""
         self._datasets, self._options = datasets, options
@@ -93,8 +96,8 @@ class DatasetTask:
         sizes = {name: _size(data, f"{place}: the data set {name}") for name, data in sets.items()}
         collate = datasets.collate or default_collate
         self._loader = Loader(Source(sets, collate), place, options.data_processes)
-        self._ahead: dict[int, deque[tuple[int, Pending]]] = {}  # worker → step, its batch
-        self._epoch_ahead = -1
+        # worker → epoch, lost workers, and batches of its next steps
+        self._ahead: dict[int, tuple[tuple[int, frozenset[int]], _Ahead]] = {}
         self._evaluation_size = EVALUATION_BATCHES * options.batch_size  # samples in a batch
         self._kept: dict[tuple[Split, int], Any] = {}  # batches of evaluation
         self._room = KEPT_BYTES
@@ -213,27 +216,30 @@ class DatasetTask:
             ]
         )
 
-    def batch(self, worker: int, epoch: int, step: int) -> Any:
-        """The batch of a worker at a step of an epoch, 0 ≤ step < steps_per_epoch."""
+    def batch(self, worker: int, epoch: int, step: int, lost: frozenset[int] = NOBODY) -> Any:
+        """The batch of a worker at a step of an epoch, 0 ≤ step < steps_per_epoch.
+
+        lost: workers whose samples the others have, see Shards.
+        """
         assert 0 <= step < self.steps_per_epoch
-        if epoch != self._epoch_ahead:
-            for other in self._ahead.values():
-                _cancel(other)
-            self._ahead, self._epoch_ahead = {}, epoch
-        ahead = self._ahead.setdefault(worker, deque())
+        known, ahead = self._ahead.get(worker, (None, deque()))
+        if known != (epoch, lost):
+            _cancel(ahead)
+            ahead = deque()
+            self._ahead[worker] = (epoch, lost), ahead
         if not ahead or ahead[0][0] != step:
             _cancel(ahead)
-            ahead.append((step, self._request(worker, epoch, step)))
+            ahead.append((step, self._request(worker, epoch, step, lost)))
         _, pending = ahead.popleft()
         # The processes serve all workers that ask.
         last = min(step + -(-self._loader.ahead // len(self._ahead)), self.steps_per_epoch - 1)
         for following in range(ahead[-1][0] + 1 if ahead else step + 1, last + 1):
-            ahead.append((following, self._request(worker, epoch, following)))
+            ahead.append((following, self._request(worker, epoch, following, lost)))
         return _moved(pending.wait(), self._options.device)
 
-    def _request(self, worker: int, epoch: int, step: int) -> Pending:
+    def _request(self, worker: int, epoch: int, step: int, lost: frozenset[int]) -> Pending:
         size = self._options.batch_size
-        positions = self._shards.indices(worker, epoch)[step * size : (step + 1) * size]
+        positions = self._shards.indices(worker, epoch, lost)[step * size : (step + 1) * size]
         samples = tuple(self._indices["train"][positions.numpy()].tolist())
         seed = torch_seed(self._options.seed, "samples", epoch, worker, step)
         return self._loader.request(Request("train", samples, seed))
@@ -459,7 +465,7 @@ def _size(data: Any, place: str) -> int:
     return size
 
 
-def _cancel(ahead: deque[tuple[int, Pending]]) -> None:
+def _cancel(ahead: _Ahead) -> None:
     """Empty the queue of batches."""
     while ahead:
         ahead.popleft()[1].cancel()

@@ -16,7 +16,7 @@ from powergossip.randomness import generator
 from powergossip.tasks import modules, task_options
 from powergossip.tasks.augmentation import Augmentation
 from powergossip.tasks.models import ARCHITECTURES, INITIALIZATIONS, NORMALIZATIONS, SHORTCUTS
-from powergossip.tasks.shards import Shards, held_out
+from powergossip.tasks.shards import NOBODY, Shards, held_out
 from powergossip.tasks.task import Batch, Options, Split
 
 MODEL_OPTIONS = {
@@ -145,6 +145,8 @@ class ImageClassification:
     since every process has all of them.
     """
 
+    redistributes: ClassVar[bool] = True
+
     def __init__(
         self,
         train: Images,
@@ -188,7 +190,8 @@ class ImageClassification:
         )
         self._labels = {name: data.labels.to(options.device) for name, data in splits.items()}
         self._readers = {name: data.reader(options.device) for name, data in splits.items()}
-        self._ahead: dict[int, tuple[int, int, Pending]] = {}  # worker → epoch, step, its images
+        # worker → epoch, step, lost workers, and the images
+        self._ahead: dict[int, tuple[tuple[int, int, frozenset[int]], Pending]] = {}
 
     @property
     def architectures(self) -> Mapping[str, Callable[[], nn.Module]]:
@@ -213,38 +216,41 @@ class ImageClassification:
         """
         return modules.fresh(self._architectures, architecture, seed, self._options.device)
 
-    def batch(self, worker: int, epoch: int, step: int) -> Batch:
-        """The images and labels of a worker at a step of an epoch, 0 ≤ step < steps_per_epoch."""
+    def batch(self, worker: int, epoch: int, step: int, lost: frozenset[int] = NOBODY) -> Batch:
+        """The images and labels of a worker at a step of an epoch, 0 ≤ step < steps_per_epoch.
+
+        lost: workers whose samples the others have, see Shards.
+        """
         assert 0 <= step < self.steps_per_epoch
-        images = self._pending(worker, epoch, step)()
+        images = self._pending(worker, epoch, step, lost)()
         if self.augment is not None:
             images = self.augment(images, self._random(worker, epoch, step))
-        labels = self._labels["train"].index_select(0, self._samples(worker, epoch, step))
-        return self._normalize(images), labels
+        samples = self._samples(worker, epoch, step, lost)
+        return self._normalize(images), self._labels["train"].index_select(0, samples)
 
-    def _samples(self, worker: int, epoch: int, step: int) -> Tensor:
+    def _samples(self, worker: int, epoch: int, step: int, lost: frozenset[int]) -> Tensor:
         size = self._options.batch_size
-        return self._shards.indices(worker, epoch)[step * size : (step + 1) * size]
+        return self._shards.indices(worker, epoch, lost)[step * size : (step + 1) * size]
 
     def _random(self, worker: int, epoch: int, step: int) -> np.random.Generator:
         return generator(self._options.seed, "augment", epoch, worker, step)
 
-    def _pending(self, worker: int, epoch: int, step: int) -> Pending:
+    def _pending(self, worker: int, epoch: int, step: int, lost: frozenset[int]) -> Pending:
         """The images of a batch. A reader that augments prepares those of the next step as well."""
         reader = self._readers["train"]
         if not reader.augments:
-            return reader.request(self._samples(worker, epoch, step))
+            return reader.request(self._samples(worker, epoch, step, lost))
 
         def request(step: int) -> Pending:
             return reader.request(
-                self._samples(worker, epoch, step), self._random(worker, epoch, step)
+                self._samples(worker, epoch, step, lost), self._random(worker, epoch, step)
             )
 
-        *known, pending = self._ahead.pop(worker, (-1, -1, None))
-        if pending is None or known != [epoch, step]:
+        known, pending = self._ahead.pop(worker, (None, None))
+        if pending is None or known != (epoch, step, lost):
             pending = request(step)
         if step + 1 < self.steps_per_epoch:
-            self._ahead[worker] = epoch, step + 1, request(step + 1)
+            self._ahead[worker] = (epoch, step + 1, lost), request(step + 1)
         return pending
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -5,7 +5,8 @@ IID, sorted by label, with label proportions from a Dirichlet distribution, or b
 
 import heapq
 import math
-from collections.abc import Hashable, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Hashable, Sequence
 
 import numpy as np
 import torch
@@ -17,6 +18,8 @@ from powergossip.randomness import generator
 from powergossip.tasks.placement import mixed
 from powergossip.tasks.task import Options
 
+NOBODY: frozenset[int] = frozenset()
+KEPT_ORDERS = 4  # workers may be in different epochs
 VALIDATION_SEED = 0  # of the held-out samples, fixed for all runs
 
 
@@ -25,7 +28,9 @@ class Shards:
 
     The sizes of shards differ by at most one, except in a partition by a column. With
     options.placement, fixed shards are permuted over the workers (see `placement`). The order of an
-    epoch is computed at its first use, and only the latest is cached.
+    epoch is computed at its first use, and only the latest ones are cached.
+
+    The samples of lost workers can be partitioned over the others: see `indices`.
 
     steps_per_epoch  # the same for all workers. Those with more samples than the smallest shard
                      # leave out others in each epoch
@@ -65,8 +70,10 @@ class Shards:
         if options.placement is not None:
             self._place(labels, options.placement)
         self.steps_per_epoch = n_batches(smallest, options.batch_size, options.drop_last)
-        self._epoch = -1
-        self._order = torch.empty(0, dtype=torch.int64)  # [sample], worker after worker
+        # Epoch, lost workers → samples, worker after worker, and where those of a worker begin.
+        self._orders: OrderedDict[tuple[int, frozenset[int]], tuple[Tensor, list[int]]] = (
+            OrderedDict()
+        )
 
     def _place(self, labels: Tensor, mixing: csr_array) -> None:
         """Permute the fixed shards such that neighbors have different labels."""
@@ -83,20 +90,40 @@ class Shards:
         sizes = np.diff(self._bounds)[placed]
         self._bounds = np.concatenate([[0], np.cumsum(sizes)])
 
-    def indices(self, worker: int, epoch: int) -> Tensor:
-        """The samples of a worker, in the order of an epoch: int64 [sample of the shard]."""
-        assert 0 <= worker < len(self._bounds) - 1
-        if epoch != self._epoch:
-            self._order = torch.from_numpy(self._ordered(epoch)).to(self._device)
-            self._epoch = epoch
-        return self._order[self._bounds[worker] : self._bounds[worker + 1]]
+    def indices(self, worker: int, epoch: int, lost: frozenset[int] = NOBODY) -> Tensor:
+        """The samples of a worker, in the order of an epoch: int64 [sample of the shard].
 
-    def _ordered(self, epoch: int) -> np.ndarray:
+        lost  # workers without samples. The others have theirs too, each the same number up to one
+        """
+        assert 0 <= worker < len(self._bounds) - 1
+        assert worker not in lost
+        key = epoch, lost
+        if key not in self._orders:
+            pieces = self._pieces(epoch, lost)
+            starts = np.cumsum([0, *map(len, pieces)]).tolist()
+            self._orders[key] = torch.from_numpy(np.concatenate(pieces)).to(self._device), starts
+            if len(self._orders) > KEPT_ORDERS:
+                self._orders.popitem(last=False)
+        self._orders.move_to_end(key)
+        order, starts = self._orders[key]
+        return order[starts[worker] : starts[worker + 1]]
+
+    def _pieces(self, epoch: int, lost: frozenset[int]) -> list[np.ndarray]:
+        """The samples of each worker in an epoch."""
         random = generator(self._seed, "shuffle", epoch)
         if self._fixed is None:
-            return random.permutation(self._bounds[-1])
+            shuffled = random.permutation(self._bounds[-1])
+            if lost:
+                return over_present(shuffled, len(self._bounds) - 1, lost)
+            return np.split(shuffled, self._bounds[1:-1])
         pieces = np.split(self._fixed, self._bounds[1:-1])
-        return np.concatenate([random.permutation(piece) for piece in pieces])
+        if lost:
+            found = np.concatenate([pieces[worker] for worker in sorted(lost)])
+            shuffled = generator(self._seed, "lost", *sorted(lost)).permutation(found)
+            more = over_present(shuffled, len(pieces), lost)
+            own = [piece[: 0 if i in lost else None] for i, piece in enumerate(pieces)]
+            pieces = [np.concatenate(both) for both in zip(own, more, strict=True)]
+        return [random.permutation(piece) for piece in pieces]
 
 
 def held_out(labels: Tensor, ratio: float) -> np.ndarray:
@@ -134,6 +161,13 @@ def number_held_out(n_samples: int, ratio: float, least: int = 1) -> int:
 def bounds(n: int, n_workers: int) -> np.ndarray:
     """Boundaries of n elements split over the workers: worker i has those from [i] to [i + 1]."""
     return np.arange(n_workers + 1) * n // n_workers
+
+
+def over_present(samples: np.ndarray, n_workers: int, lost: Collection[int]) -> list[np.ndarray]:
+    """Samples split over the workers that are not lost: n_workers pieces, empty for the others."""
+    present = [worker for worker in range(n_workers) if worker not in lost]
+    pieces = iter(np.split(samples, bounds(len(samples), len(present))[1:-1]))
+    return [samples[:0] if worker in lost else next(pieces) for worker in range(n_workers)]
 
 
 def n_batches(n_samples: int, batch_size: int, drop_last: bool) -> int:

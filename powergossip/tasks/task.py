@@ -56,7 +56,9 @@ class MainMetric:
 class Task(Protocol):
     """Data, models, loss and evaluation. Every process has the data of all workers.
 
-    A task may have a further attribute `main_metric`, see the function of this name.
+    A task may have a further attribute `main_metric`, see the function of this name. If it has the
+    attribute `redistributes`, a true value, then `batch` has a fourth parameter: lost, a frozenset
+    of workers whose samples are partitioned over the others.
     """
 
     @property

@@ -14,7 +14,7 @@ from powergossip import checks
 from powergossip.algorithms import rates
 from powergossip.checks import BadValue
 from powergossip.events import exchanges, order, rules, scenario
-from powergossip.events.members import Members, View
+from powergossip.events.members import Members, View, dead
 from powergossip.events.order import Replay, read
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.events.wall_clock import WallClock
@@ -23,9 +23,11 @@ from powergossip.network import Losses, Network, Processes
 from powergossip.network.links import Links
 from powergossip.parameters import Layout, Parameters
 from powergossip.training.local_optimizers import LocalOptimizer, learning_rate
+from powergossip.training.settings import errors_name_keys
 
 ORDER = "order.jsonl"  # in the folder of a run
-Gradient = Callable[[int, int, int, int], dict[str, Tensor]]  # see Gradients.of_worker
+# See Gradients.of_worker
+Gradient = Callable[[int, int, int, int, frozenset[int]], dict[str, Tensor]]
 
 
 def event_driven(c: Any) -> bool:
@@ -71,7 +73,7 @@ class EventTraining:
 
     config    # checked, as plain values
     options   # of the averaging rule
-    gradient  # (worker, epoch, step in it, step) → metrics; adds to parameters.grad
+    gradient  # (worker, epoch, step in it, step, lost) → metrics; adds to parameters.grad
     links     # to other processes. None: all workers are in this process, on the virtual clock
     measure   # measure("communication") is the context in which they are waited for
 
@@ -79,7 +81,9 @@ class EventTraining:
 
     Every worker has its own count of steps, its own local optimizer, and the learning rate of its
     own progress. A worker that has taken more than the steps of num_epochs goes on in further
-    epochs of its data. Raises ValueError for methods without an edge form.
+    epochs of its data. With data_of_lost=redistributed, an epoch has the samples of the workers
+    that its worker knew to be lost when the epoch began. Raises ValueError for methods without an
+    edge form.
     """
 
     def __init__(
@@ -99,6 +103,7 @@ class EventTraining:
         self._members = Members(network.topology)
         self._policy = Policy(config.gossip, delay_of(config))
         self._locals: dict[int, LocalOptimizer] = {}
+        self._lost: dict[int, frozenset[int]] = {}  # in the present epoch of a worker
         self._exchanges: exchanges.Exchanges | None = None
         self._sums: dict[str, list[list[float]]] = {}  # name → [worker] → sum and count
         self._last: dict[str, Tensor] = {}  # name → [worker]
@@ -181,6 +186,7 @@ class EventTraining:
         return {name: values.to(self._network.device) for name, values in self._last.items()}
 
     def _make_worker(self, index: int, view: View, steps: int) -> Worker:
+        self._begin_epoch(index, view)
         row = _Row(self._parameters, self._rows[index])
         rule = self._make_rule(row, index)
         if self._exchanges is None:
@@ -209,15 +215,21 @@ class EventTraining:
     def _compute(self, worker: int, steps: int) -> None:
         """The gradient of a worker's next step, and the learning rate of its update."""
         epoch, step = divmod(steps, self._steps_per_epoch)
+        if step == 0:
+            self._begin_epoch(worker, self.clock.workers[worker].view)
         progress = epoch + (step + 1) / self._steps_per_epoch
         self._locals[worker].rate = learning_rate(self._config, progress)
         row = self._rows[worker]
         self._parameters.grad[row].zero_()
-        n = len(self._rows)
-        for name, value in self._gradient(worker, epoch, step, steps).items():
+        n, lost = len(self._rows), self._lost[worker]
+        for name, value in self._gradient(worker, epoch, step, steps, lost).items():
             pair = self._sums.setdefault(name, [[0.0, 0] for _ in range(n)])[row]
             pair[0] += float(value)
             pair[1] += 1
+
+    def _begin_epoch(self, worker: int, view: View) -> None:
+        redistributed = self._config.data_of_lost == "redistributed"
+        self._lost[worker] = dead(view) if redistributed else frozenset()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but x, as the bytes of files: events uint8 [1, bytes], or [worker, bytes]."""
@@ -262,10 +274,16 @@ class EventTraining:
         """The state of a worker's own optimizer, and of an update that is still to come."""
         local = self._locals[index]
         gradient = self._parameters.grad[self._rows[index]]
-        return {"local": local.state_dict(), "rate": local.rate, "grad": gradient.clone()}
+        return {
+            "local": local.state_dict(),
+            "lost": sorted(self._lost[index]),
+            "rate": local.rate,
+            "grad": gradient.clone(),
+        }
 
     def _load(self, index: int, state: Mapping[str, Any]) -> None:
         self._locals[index].load_state_dict(state["local"])
+        self._lost[index] = frozenset(state.get("lost", ()))
         self._locals[index].rate = state["rate"]
         self._parameters.grad[self._rows[index]] = state["grad"]
 
@@ -354,7 +372,7 @@ def _given(c: Any) -> str:
 
 def check(c: Any, options: Mapping[str, Any], network: Network) -> None:
     """Raise ValueError for a method, topology or scenario without exchanges by edges."""
-    drawn = scenario.read(c.scenario or {}, c.n_workers, c.seed)
+    scenario.read(c.scenario or {}, c.n_workers, c.seed)
     if c.optimizer not in exchanges.EXCHANGES:
         raise BadValue(
             "optimizer",
@@ -369,16 +387,8 @@ def check(c: Any, options: Mapping[str, Any], network: Network) -> None:
             f"{', '.join(rules.RULES)} with {_given(c)} "
             "(quasi-global-momentum with local_optimizer=sgd)",
         )
-    if rules.RULES[c.learning].synchronous and (
-        c.gossip != "synchronous" or drawn.elastic or survives(c)
-    ):
-        raise BadValue(
-            "learning",
-            c.learning,
-            "exact-diffusion, whose corrections belong to edges, where exchanges are not "
-            "synchronous or workers are lost",
-        )
-    exchanges.make(c.optimizer, Layout([(2, 2)]), **resolved(c, options, network))
+    with errors_name_keys(c.optimizer):
+        exchanges.make(c.optimizer, Layout([(2, 2)]), **resolved(c, options, network))
     Members(network.topology)
     dual_rate_of(c)
 

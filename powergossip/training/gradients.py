@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from powergossip import randomness, tasks
+from powergossip.checks import BadValue
 from powergossip.network import Network
 from powergossip.parameters import Parameters, trained
 from powergossip.runs.clock import Clock
@@ -26,7 +27,7 @@ class Gradients:
     config     # as plain values: reading a DictConfig takes microseconds
     agreement  # is given a loss that is infinite or NaN
 
-    Raises BadValue where batched_gradients=on is impossible.
+    Raises BadValue where batched_gradients=on or data_of_lost=redistributed is impossible.
     """
 
     def __init__(
@@ -43,6 +44,8 @@ class Gradients:
         self._clock, self._agreement = clock, agreement
         self._overlapping = c.overlapping and network.processes.size > 1
         self._batched: batched.BatchedGradient | None = None
+        if c.data_of_lost == "redistributed" and not getattr(task, "redistributes", False):
+            raise BadValue("data_of_lost", c.data_of_lost, f"left with task={c.task}")
         if not c.evaluate_only and self._to_be_batched():
             self._batched = self._in_one_call()
             if c.batched_gradients == "on":
@@ -70,9 +73,19 @@ class Gradients:
                 collected.setdefault(name, []).append(value)
         return {name: torch.stack(values) for name, values in collected.items()}
 
-    def of_worker(self, worker: int, epoch: int, step: int, step_of_run: int) -> dict[str, Tensor]:
-        """Add the gradient of one hosted worker to its row of parameters.grad. See `__call__`."""
-        batch = self._batch(worker, epoch, step, step_of_run)
+    def of_worker(
+        self,
+        worker: int,
+        epoch: int,
+        step: int,
+        step_of_run: int,
+        lost: frozenset[int] = frozenset(),
+    ) -> dict[str, Tensor]:
+        """Add the gradient of one hosted worker to its row of parameters.grad. See `__call__`.
+
+        lost: workers whose samples the others have. Tasks with `redistributes` only.
+        """
+        batch = self._batch(worker, epoch, step, step_of_run, *([lost] if lost else []))
         model = self._parameters.models[worker - self._network.workers[0]]
         with _errors_name(worker, epoch, step_of_run):
             return self._of_worker(worker, model, batch, epoch, step_of_run)
@@ -108,9 +121,9 @@ class Gradients:
             for parameter in trained(model).values():
                 parameter.register_post_accumulate_grad_hook(lambda _: self._network.progress())
 
-    def _batch(self, worker: int, epoch: int, step: int, step_of_run: int) -> Any:
+    def _batch(self, worker: int, epoch: int, step: int, step_of_run: int, *lost: Any) -> Any:
         with self._clock("data"), _errors_name(worker, epoch, step_of_run):
-            return self._task.batch(worker, epoch, step)
+            return self._task.batch(worker, epoch, step, *lost)
 
     def _of_worker(
         self, worker: int, model: nn.Module, batch: Any, epoch: int, step_of_run: int

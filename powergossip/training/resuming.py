@@ -52,6 +52,7 @@ EARLIER = {
     "max_delay": None,
     "on_worker_loss": "end",
     "scenario": None,
+    "data_of_lost": "left",
     "batched_gradients": "auto",  # off in effect, which a checkpoint records
     "decentralized_data_placement": "given",
     "drop_last": True,

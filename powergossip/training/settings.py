@@ -70,6 +70,7 @@ OF_RULE = {"num_batches_per_step": 1}
 
 PLACEMENTS = ("given", "mixed")  # of shards on the graph
 ON_WORKER_LOSS = ("end", "continue")
+DATA_OF_LOST = ("left", "redistributed")
 
 
 def checked(
@@ -267,6 +268,7 @@ def _check_method(c: Any) -> None:
 
 def _check_events(c: Any, processes: Processes) -> None:
     """Resolve the keys of exchanges by edges. Raises ValueError for others that do not fit."""
+    checks.one_of("data_of_lost", c.data_of_lost, DATA_OF_LOST)
     checks.one_of("on_worker_loss", c.on_worker_loss, ON_WORKER_LOSS)
     checks.positive("worker_timeout", c.worker_timeout)
     continues = c.on_worker_loss == "continue"
@@ -289,6 +291,9 @@ def _check_events(c: Any, processes: Processes) -> None:
         checks.check("local_steps", c.local_steps, c.local_steps == 1, f"1 with {given}")
         on = c.batched_gradients == "on"
         checks.check("batched_gradients", c.batched_gradients, not on, f"auto or off with {given}")
+    else:
+        kept = c.data_of_lost == "left"
+        checks.check("data_of_lost", c.data_of_lost, kept, "left where no worker can be lost")
 
 
 # --- Options of the method -----------------------------------------------------------------------

@@ -1,0 +1,219 @@
+"""Cases of the fuzz harness: a run of train.py, drawn from a seed, as a file in YAML.
+
+A case has these keys:
+
+    driver        # how it runs: see fuzz.DRIVERS
+    stop_after    # the step after which the run is stopped by a signal, and resumed
+    train         # keys of train.py, with the contents of a scenario
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from powergossip.randomness import generator
+from powergossip.tasks import Datasets
+
+N_SAMPLES, N_FEATURES, N_LABELS = 73, 6, 4  # of the training data
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run with a stop and a resume, see the module."""
+
+    driver: str
+    stop_after: int
+    train: Mapping[str, Any]
+
+    def write(self, file: Path) -> None:
+        """Write the case to a file."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(yaml.safe_dump(asdict(self), sort_keys=False))
+
+
+def read(file: Path) -> Case:
+    """Read a case from a file."""
+    return Case(**yaml.safe_load(file.read_text()))
+
+
+def data() -> Datasets:
+    """Few samples with four labels, and a small model with two matrices."""
+    inputs = torch.randn(N_SAMPLES + 20, N_FEATURES, generator=torch.Generator().manual_seed(0))
+    labels = (inputs[:, 0] > 0).long() + 2 * (inputs[:, 1] > 0).long()
+    train, test = slice(0, N_SAMPLES), slice(N_SAMPLES, None)
+    return Datasets(
+        TensorDataset(inputs[train], labels[train]),
+        TensorDataset(inputs[test], labels[test]),
+        model=lambda: nn.Sequential(nn.Linear(N_FEATURES, 5), nn.Tanh(), nn.Linear(5, N_LABELS)),
+    )
+
+
+class _Draws:
+    """Random choices as plain values."""
+
+    def __init__(self, seed: int):
+        self.random = generator(seed, "fuzz")
+
+    def one_of(self, *values: Any) -> Any:
+        return values[int(self.random.integers(len(values)))]
+
+    def chance(self, probability: float) -> bool:
+        return bool(self.random.random() < probability)
+
+    def number(self, low: float, high: float) -> float:
+        return round(float(self.random.uniform(low, high)), 3)
+
+    def integer(self, low: int, high: int) -> int:
+        """From low to high, both included."""
+        return int(self.random.integers(low, high + 1))
+
+
+def draw(seed: int) -> Case:
+    """The case of a seed, on the virtual clock. A few are impossible, and rejected."""
+    d = _Draws(seed)
+    n, epochs, steps = d.integer(2, 9), d.integer(1, 4), d.integer(1, 4)
+    values: dict[str, Any] = {
+        "task": "tests.fuzz_cases:data",
+        "n_workers": n,
+        "seed": d.integer(0, 999),
+        "num_epochs": epochs,
+        "max_steps_per_epoch": steps,
+        "batch_size": d.integer(2, 4),
+        "evaluation_interval": d.integer(1, 2),
+        "log_verbosity": 0,
+        "use_decentralized_data": d.chance(0.4),
+        "reshuffle_data": d.chance(0.7),
+        "data_of_lost": d.one_of("left", "redistributed"),
+        "learning_rate": d.one_of(0.02, 0.1, 0.3),
+        "weight_decay": d.one_of(0.0, 0.01),
+        "gradient_clipping": d.one_of(None, 1.0),
+        **_topology(d, n),
+        **_method(d),
+    }
+    seconds = 1.3 * epochs * steps
+    if values["optimizer"] == "push-sum" or values["learning"] == "relay-sgd":
+        values["scenario"] = {"loss": _loss(d)}
+        values["data_of_lost"] = "left"
+    else:
+        values["gossip"] = d.one_of("synchronous", "bounded", "asynchronous")
+        if values["gossip"] == "bounded":
+            values["max_delay"] = d.integer(0, 3)
+        values["scenario"] = _scenario(d, n, seconds)
+    return Case("virtual", d.integer(1, epochs * steps), values)
+
+
+def _topology(d: _Draws, n: int) -> dict[str, Any]:
+    names = ["ring", "chain", "star", "fully-connected", "binary-tree", "torus"]
+    if n in (2, 4, 8):
+        names.append("hypercube")
+    if d.chance(0.03):
+        names = ["exponential", "one-peer-exponential"]  # rejected
+    return {"topology": d.one_of(*names)}
+
+
+def _method(d: _Draws) -> dict[str, Any]:
+    if d.chance(0.08):
+        one_way: dict[str, Any] = {
+            "optimizer": "push-sum",
+            "topology": "exponential",
+            "learning": "dpsgd",
+        }
+        one_way["optimizer_running_sums"] = d.chance(0.5)
+        relayed = {"optimizer": "dpsgd", "topology": "chain", "learning": "relay-sgd"}
+        return d.one_of(one_way, relayed)
+    values: dict[str, Any] = {
+        "optimizer": d.one_of("dpsgd", "power-gossip", "choco"),
+        "learning": d.one_of(
+            "dpsgd", "quasi-global-momentum", "exact-diffusion", "gradient-tracking"
+        ),
+        "momentum": d.one_of(0.0, 0.9),
+        "local_optimizer": "adamw" if d.chance(0.2) else "sgd",
+    }
+    if values["learning"] == "quasi-global-momentum":
+        values |= {"local_optimizer": "sgd", "momentum": 0.9}
+    if d.chance(0.05):
+        values["learning"] = d.one_of("k-gt", "beer", "gt-nsgd")  # most are rejected
+    if values["learning"] != "exact-diffusion":
+        values["overlapping"] = d.one_of(None, True, False)
+    if values["optimizer"] == "power-gossip":
+        values |= {
+            "optimizer_rank": d.integer(1, 2),
+            "optimizer_num_iterations": d.integer(1, 3),
+            "optimizer_warm_start": d.chance(0.8),
+        }
+    if values["optimizer"] == "choco":
+        values["optimizer_compressor"] = d.one_of(
+            "top-k", "random-k", "sign-and-norm", "qsgd", "random-block"
+        )
+        values["optimizer_diffusion_rate"] = d.one_of(0.1, 0.3)
+        values["optimizer_copy_rate"] = d.one_of(None, None, 0.5)
+    return values
+
+
+def _scenario(d: _Draws, n: int, seconds: float) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    grid = d.chance(0.4)  # many events at the same time
+
+    def time(low: float, high: float) -> float:
+        drawn = d.number(low, high)
+        return round(2 * drawn) / 2 if grid else drawn
+
+    if d.chance(0.5):
+        chosen = [w for w in range(n) if d.chance(0.3)]
+        values["speeds"] = {w: d.one_of(0.2, 0.5, 2.0) for w in chosen}
+    if d.chance(0.4):
+        values["jitter"] = d.number(0.0, 0.6)
+    if d.chance(0.4):
+        values["latency"] = time(0.0, 2.0)
+    if d.chance(0.2):
+        values["link_rate"] = d.one_of(1e3, 1e5)
+    if d.chance(0.4):
+        values["late"] = {
+            "fraction": d.number(0.0, 0.6),
+            "seconds": time(0.0, 4.0),
+            "ends": d.one_of("one", "both"),
+        }
+    if d.chance(0.3):
+        values["loss"] = _loss(d)
+    if d.chance(0.6):
+        values |= _churn(d, n, seconds, time)
+    if d.chance(0.3):
+        values["stops"] = [
+            {"worker": w, "at": time(0.0, seconds), "seconds": time(0.1, 5.0)}
+            for w in range(n)
+            if d.chance(0.3)
+        ]
+    return values
+
+
+def _loss(d: _Draws) -> dict[str, Any]:
+    loss: dict[str, Any] = {"fraction": d.number(0.0, 0.4), "ends": d.one_of("one", "both")}
+    if d.chance(0.3):
+        loss |= {"to_bad": d.number(0.05, 0.5), "to_good": d.number(0.1, 1.0)}
+    return loss
+
+
+def _churn(d: _Draws, n: int, seconds: float, time: Any) -> dict[str, Any]:
+    """Deaths and joins. One worker is always there, or in few cases nobody is left."""
+    found: dict[str, Any] = {"deaths": [], "joins": []}
+    if d.chance(0.8):
+        found["detection"] = time(0.0, 3.0)
+    stays = -1 if d.chance(0.02) else d.integer(0, n - 1)
+    for worker in range(n):
+        if worker == stays:
+            continue
+        key, at = d.one_of("deaths", "deaths", "joins"), 0.0
+        while d.chance(0.4):
+            at = time(at + 0.5, max(at + 0.5, seconds))
+            found[key].append({"worker": worker, "at": at})
+            key = "joins" if key == "deaths" else "deaths"
+    order: np.ndarray = d.random.permutation(len(found["deaths"]))
+    found["deaths"] = [found["deaths"][index] for index in order]
+    return found

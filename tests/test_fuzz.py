@@ -1,0 +1,54 @@
+"""A few seeds of the fuzz harness. `make fuzz` has as many as one likes."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import fuzz
+from tests.fuzz_cases import Case, draw, read
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(8), pytest.param(range(8, 80), marks=pytest.mark.slow)], ids=["", "more"]
+)
+def test_random_scenarios_break_no_invariant(seeds: range, tmp_path: Path) -> None:
+    for seed in seeds:
+        case, file = draw(seed), tmp_path / f"{seed}.yaml"
+        case.write(file)
+        _, fault = fuzz.outcome(read(file))
+        if fault is not None:
+            kept = fuzz.FOLDER / file.name
+            case.write(kept)
+            pytest.fail(f"{fault}\npython -m tests.fuzz --case {kept}")
+
+
+def test_a_file_repeats_its_case(tmp_path: Path) -> None:
+    cases = [draw(seed) for seed in range(20)]
+    for case in cases:
+        case.write(tmp_path / "case.yaml")
+        assert read(tmp_path / "case.yaml") == case
+    assert len(set(map(str, cases))) == 20
+
+
+def test_a_case_with_a_fault_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing(case: Case) -> str:
+        assert case != draw(4), "the fault"
+        return "complete"
+
+    monkeypatch.setitem(fuzz.DRIVERS, "virtual", failing)
+    monkeypatch.setattr(sys, "argv", ["fuzz", "--seeds", "3:6", "--folder", str(tmp_path / "new")])
+    with pytest.raises(SystemExit) as ended:
+        fuzz.main()
+    assert ended.value.code == 1
+    file = tmp_path / "new" / "4.yaml"
+    assert read(file) == draw(4)
+    printed = capsys.readouterr().out
+    assert str(file) in printed
+    assert "the fault" in printed
+    monkeypatch.setattr(sys, "argv", ["fuzz", "--case", str(file)])
+    with pytest.raises(SystemExit) as ended:
+        fuzz.main()
+    assert ended.value.code == 1
