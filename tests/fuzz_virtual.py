@@ -14,7 +14,6 @@ the order of events, have the same bits.
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from signal import SIGTERM, raise_signal
 from typing import Any
@@ -34,7 +33,7 @@ from powergossip.events.members import Members, dead, matrix
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.network import processes
 from powergossip.runs.checkpoints import Checkpoints
-from powergossip.training import event_training
+from powergossip.training.event_training import event_driven
 from powergossip.training.measurements import Diverged, Hooks
 from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
@@ -50,8 +49,6 @@ class Fault(AssertionError):
 def run(case: Case) -> str:
     """Run a case. Returns its outcome: complete, diverged, or rejected for a key. Raises Fault."""
     with ExitStack() as stack:
-        recorded = partial(VirtualClock, record=True)
-        stack.enter_context(mock.patch.object(event_training, "VirtualClock", recorded))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         rows: list[dict[str, Any]] = []
         try:
@@ -82,6 +79,7 @@ def _built(case: Case, rows: list[dict[str, Any]], **changes: Any) -> Trainer:
     resume_from = changes.pop("resume_from", None)
     values: Any = OmegaConf.merge(OmegaConf.structured(train.Config), case.train, changes)
     config = checked(values, processes())
+    config.record_order = event_driven(config)
     return Trainer(config, processes(), Hooks(log_metric=keep), resume_from=resume_from)
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import signal
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -267,11 +266,10 @@ def test_duals_grow_more_slowly_over_late_exchanges_and_power_gossip(values, rat
     assert used == {event_training.dual_rate_of(run._values)}
 
 
-def test_training_replays_the_order_of_events(tmp_path, monkeypatch):
+def test_training_replays_the_order_of_events(tmp_path):
     scenario = LATE | {"deaths": [{"worker": 2, "at": 4.0}], "joins": [{"worker": 2, "at": 9.0}]}
     values = {**TINY, **METHODS["power"], "num_epochs": 2, "gossip": "asynchronous"}
-    monkeypatch.setattr(event_training, "VirtualClock", partial(VirtualClock, record=True))
-    run, rows = trained(**values, scenario=scenario)
+    run, rows = trained(**values, scenario=scenario, record_order=True)
     assert run._events is not None
     assert isinstance(run._events.clock, VirtualClock)
     file = tmp_path / "order.jsonl"

@@ -53,8 +53,7 @@ def check_method(c: Any, network: Network) -> str:
     """
     layout, hint, overlapping = Layout([(2, 2)]), "", True
     if event_driven(c):
-        with errors_name_keys(c.optimizer):
-            event_training.check(c, method_options(c), network)
+        event_training.check(c, method_options(c), network)
     if c.optimizer in algorithms.AVERAGING:
         averaging = make_averaging(c, network, layout)
         learning.check(c.learning, network, c.optimizer, averaging)
