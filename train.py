@@ -155,7 +155,8 @@ class Config:
     #   redistributed over the others, from the next epoch of each on
     learning: str = "dpsgd"  # the rule of gossip: dpsgd, or for data that differ between workers:
     #   quasi-global-momentum, gradient-tracking, k-gt, momentum-tracking, gt-nsgd,
-    #   exact-diffusion, beer, motef (the last two with optimizer=choco), relay-sgd (on trees)
+    #   exact-diffusion, beer, motef (the last two with optimizer=choco), relay-sgd (on trees; with
+    #   optimizer=choco, its messages are compressed)
     learning_options: dict[str, Any] = field(default_factory=dict)  # of relay-sgd: {correction: c}
     #   multiplies updates by c, auto: by the factor that relaying slows them down (auto).
     #   Of exact-diffusion: {dual_rate: θ} (1, over power-gossip 0.1), smaller against oscillations
@@ -173,7 +174,8 @@ class Config:
     optimizer_compressor: str | None = None  # choco, deepsqueeze, ef-sgd (sign-and-norm)
     optimizer_keep_ratio: float | None = None  # fraction of elements sent: top-k, random-k,
     #   random-block, dgc (0.01). For dgc, r above 1 means 1/r. Published: compress_ratio, 0.001
-    optimizer_levels: int | None = None  # qsgd (4, 64 with learning=exact-diffusion)
+    optimizer_levels: int | None = None  # qsgd (4, 64 with learning=exact-diffusion),
+    #   rounding (4; messages have 3 bits an element with 3, 4 bits with 7)
     optimizer_copy_rate: float | None = None  # choco (1, with unbiased by the sizes of tensors):
     #   how fast public copies follow
     optimizer_unbiased: bool | None = None  # qsgd: without its scaling to a contraction (false)

@@ -153,6 +153,10 @@ RULES: dict[str, Rule] = {
 }
 RELAY = "relay-sgd"
 TREES = ("chain", "binary-tree", "double-binary-tree")  # of RelaySGD
+COMPRESSED_RELAYS: dict[str, Values] = {
+    "3 bits": {"optimizer_compressor": "rounding", "optimizer_levels": 3},
+    "sign": {"optimizer_compressor": "sign-and-norm"},
+}
 TIME_VARYING = ("one-peer-exponential", "base-graph")
 
 
@@ -214,6 +218,16 @@ METHODS: dict[str, Method] = {
             _method(f"relay, {topology}", RELAY, _on(topology, "dpsgd"), _USUAL)
             for topology in TREES
         ),
+        *(
+            _method(
+                f"compressed relay, {name}, {topology}",
+                RELAY,
+                _on(topology, "choco") | more,
+                _USUAL,
+            )
+            for topology in ("chain", "binary-tree")
+            for name, more in COMPRESSED_RELAYS.items()
+        ),
     )
 }
 # Methods for other partitions and tasks.
@@ -221,6 +235,7 @@ SOME: tuple[str, ...] = (
     *REFERENCES,
     "plain, quasi-global-momentum",
     f"relay, binary-tree, {RELAY}",
+    f"compressed relay, 3 bits, binary-tree, {RELAY}",
     f"{POWER[16]}, k-gt",
     f"{POWER[8]}, quasi-global-momentum",
     f"{POWER[11]}, quasi-global-momentum",

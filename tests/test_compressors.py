@@ -19,6 +19,7 @@ from powergossip.compressors import (
     Options,
     RandomBlock,
     RandomK,
+    Rounding,
     Senders,
     SignAndNorm,
     Stream,
@@ -47,6 +48,7 @@ VARIANTS = {
         Options(levels=40),
         Options(levels=127),
     ],
+    "rounding": [Options(), Options(levels=1), Options(levels=3), Options(levels=127)],
     "random-k": [*RANDOM],
     "random-block": [*RANDOM],
     "svd": [Options(), Options(rank=2), Options(rank=3), Options(rank=100)],
@@ -177,7 +179,7 @@ def formula(name: str, options: Options, rows: int, columns: int) -> int:
             return 32 * n
         case "sign-and-norm":
             return 32 + n
-        case "qsgd":
+        case "qsgd" | "rounding":
             return 32 + n * ceil(log2(2 * options.levels + 1))
         case "random-k" | "random-block":
             if options.rank:
@@ -229,6 +231,9 @@ def contraction(compressor: Compressor, v: Tensor) -> Tensor:
         case SVD():
             values = torch.linalg.svdvals(v.double())
             return values[..., : compressor.rank].square().sum(-1) / squares(v)
+        case Rounding():
+            half = v.double().abs().amax((-1, -2), keepdim=True) / (2 * compressor.levels)
+            return 1 - squares(torch.minimum(v.double().abs(), half)) / squares(v)
         case QSGD():
             return torch.tensor(1 / (1 + compressor.variance_bound(numbers))).double()
     return torch.tensor(1.0).double()

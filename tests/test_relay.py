@@ -245,3 +245,79 @@ def test_a_run_with_a_correction(local_optimizer: str) -> None:
         moved.append(run.parameters.x - before)
     assert moved[0].norm() > 1e-3
     assert torch.allclose(moved[1], 2 * moved[0], rtol=1e-3, atol=1e-6)
+
+
+# Compressed messages.
+
+COMPRESSORS = ["sign", "top-k"]
+
+
+@pytest.mark.parametrize("topology", ["chain", "binary-tree"])
+def test_identity_has_the_models_of_uncompressed_messages(topology: str) -> None:
+    """Up to single precision, in which messages are."""
+    runs = []
+    for averaging in ("plain", "identity"):
+        problem = scattered()
+        train(rule_of("relay-sgd", averaging, problem, 0.02, topology), problem, 30)
+        runs.append(problem.x)
+    assert (runs[0] - runs[1]).abs().max() < 1e-5
+    assert not torch.equal(*runs)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("compressor", COMPRESSORS)
+def test_compressed_messages_have_exact_fixed_points(compressor: str, momentum: float) -> None:
+    problem = Quadratics()
+    sgd = SGD(0.02 * (1 - momentum), momentum)
+    train(rule_of("relay-sgd", compressor, problem, sgd, "binary-tree"), problem, 2500)
+    assert problem.error < 1e-9
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS)
+def test_both_ends_have_the_same_copies(compressor: str) -> None:
+    problem = scattered()
+    rule = rule_of("relay-sgd", compressor, problem, 0.02, "chain")
+    train(rule, problem, 9)
+    state = rule.state_dict()
+    sent, received = state["sent_copies"], state["received_copies"]
+    for i in range(1, 8):  # slot 0 is the lower neighbor, or the only one
+        to_the_right = sent[i - 1, 0 if i == 1 else 1]
+        assert torch.equal(received[i, 0], to_the_right)
+        assert torch.equal(received[i - 1, 0 if i == 1 else 1], sent[i, 0])
+    assert state["received"][0][3, :, 0].tolist() == [3, 4]
+
+
+def test_the_first_message_is_uncompressed_and_the_others_are_not() -> None:
+    problem = Quadratics(dtype=torch.float32)
+    network = Network(topologies.make("chain", 8))
+    rule = rule_of("relay-sgd", "sign", problem, 0.02, network)
+    train(rule, problem, 1)
+    assert network.bits.tolist() == [32 * 31 * degree for degree in [1, 2, 2, 2, 2, 2, 2, 1]]
+    train(rule, problem, 2)
+    compressed = 32 + 8 * 4 + 32  # count, 30 signs in bytes, norm
+    expected = [(32 * 31 + 2 * compressed) * degree for degree in [1, 2, 2, 2, 2, 2, 2, 1]]
+    assert network.bits.tolist() == expected
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS)
+def test_compressed_relaying_resumes_with_the_same_bits(compressor: str) -> None:
+    whole, first = scattered(), scattered()
+    train(rule_of("relay-sgd", compressor, whole, 0.02, "chain"), whole, 8)
+    rule = rule_of("relay-sgd", compressor, first, 0.02, "chain")
+    train(rule, first, 4)
+    again = rule_of("relay-sgd", compressor, first, 0.02, "chain")
+    again.load_state_dict(rule.state_dict())
+    train(again, first, 4)
+    assert torch.equal(first.x, whole.x)
+
+
+@pytest.mark.parametrize(
+    ("topology", "averaging", "words"),
+    [
+        ("double-binary-tree", "sign", "topology=double-binary-tree: .*binary-tree"),
+        ("chain", "qsgd", "unbiased=true: use false"),
+    ],
+)
+def test_bad_input_with_compression(topology: str, averaging: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        rule_of("relay-sgd", averaging, Quadratics(), 0.1, topology)

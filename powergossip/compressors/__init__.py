@@ -37,7 +37,7 @@ proportion to its message.
 
     compressor.py   the interface
     sparse.py       TopK, RandomK, RandomBlock
-    quantized.py    SignAndNorm, QSGD, Identity
+    quantized.py    SignAndNorm, Rounding, QSGD, Identity
     low_rank.py     SVD
     codec.py        a worker's message
     packing.py      levels as bits
@@ -64,7 +64,7 @@ from powergossip.compressors.compressor import (
 )
 from powergossip.compressors.low_rank import SVD
 from powergossip.compressors.packing import pack, packed_size, unpack
-from powergossip.compressors.quantized import QSGD, Identity, SignAndNorm
+from powergossip.compressors.quantized import QSGD, Identity, Rounding, SignAndNorm
 from powergossip.compressors.sparse import RandomBlock, RandomK, TopK
 
 __all__ = [
@@ -80,6 +80,7 @@ __all__ = [
     "Options",
     "RandomBlock",
     "RandomK",
+    "Rounding",
     "Senders",
     "SignAndNorm",
     "Stream",
@@ -101,6 +102,7 @@ COMPRESSORS: dict[str, _options.Row] = {
     "qsgd": QSGD,
     "random-block": RandomBlock,
     "random-k": RandomK,
+    "rounding": Rounding,
     "sign-and-norm": SignAndNorm,
     "svd": SVD,
     "top-k": TopK,

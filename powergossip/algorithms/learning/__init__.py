@@ -31,6 +31,7 @@ from typing import Any
 from powergossip import checks
 from powergossip import options as _options
 from powergossip.algorithms.averaging import Averaging, Kind, Weighted, kind_of
+from powergossip.algorithms.compressed import ChocoGossip
 from powergossip.algorithms.learning.centralized import CentralizedSGD
 from powergossip.algorithms.learning.dpsgd import DPSGD
 from powergossip.algorithms.learning.exact_diffusion import ExactDiffusion
@@ -46,6 +47,7 @@ from powergossip.algorithms.learning.tracking import (
     NormalizedGradientTracking,
 )
 from powergossip.algorithms.plain import PlainGossip
+from powergossip.compressors import Identity
 from powergossip.network import Network
 from powergossip.parameters import Parameters
 
@@ -131,16 +133,7 @@ def check(name: str, network: Network, averaging_name: str, averaging: Averaging
         return
     found, kind = LEARNING[name], kind_of(averaging)
     if found.relays:
-        if not isinstance(averaging, PlainGossip):
-            raise ValueError(
-                f"learning={name} with optimizer={averaging_name}: use optimizer=dpsgd; it relays "
-                "uncompressed models in place of averaging"
-            )
-        if network.topology.trees is None:
-            raise ValueError(
-                f"topology={network.topology.name}: use a tree with learning={name}: chain, star, "
-                "binary-tree, double-binary-tree, or a file"
-            )
+        _check_relays(name, network, averaging_name, averaging)
         return
     if kind not in found.kinds:
         raise ValueError(
@@ -156,6 +149,29 @@ def check(name: str, network: Network, averaging_name: str, averaging: Averaging
         raise ValueError(
             f"topology={network.topology.name}: use a static topology with learning={name}, such "
             "as ring"
+        )
+
+
+def _check_relays(name: str, network: Network, averaging_name: str, averaging: Averaging) -> None:
+    compressed = isinstance(averaging, ChocoGossip)
+    if not isinstance(averaging, ChocoGossip | PlainGossip):
+        raise ValueError(
+            f"learning={name} with optimizer={averaging_name}: use optimizer=dpsgd, or choco for "
+            "compressed messages; it relays models in place of averaging"
+        )
+    unbiased = kind_of(averaging) is Kind.UNBIASED_COPIES
+    exact = isinstance(averaging, ChocoGossip) and isinstance(averaging.codec.compressor, Identity)
+    if unbiased and not exact:
+        raise ValueError(
+            f"learning={name} with optimizer={averaging_name} and unbiased=true: use false; its "
+            "copies need a contraction"
+        )
+    trees = network.topology.trees
+    if trees is None or (compressed and len(trees) > 1):
+        more = "" if compressed else "double-binary-tree, "
+        raise ValueError(
+            f"topology={network.topology.name}: use a tree with learning={name}: chain, star, "
+            f"binary-tree, {more}or a file"
         )
 
 

@@ -1,4 +1,8 @@
-"""RelaySGD: sums of models travel along trees, in place of averaging with weights."""
+"""RelaySGD: sums of models travel along trees, in place of averaging with weights.
+
+Messages are uncompressed over plain gossip, and compressed over CHOCO-Gossip, whose compressor and
+public copies they then have.
+"""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -10,11 +14,14 @@ from torch import Tensor
 
 from powergossip import checks, topologies
 from powergossip.algorithms.averaging import Kind
+from powergossip.algorithms.compressed import ChocoGossip
 from powergossip.algorithms.learning.gossip_rule import (
     WITHOUT_COPIES,
     GossipRule,
 )
+from powergossip.compressors import Codec
 from powergossip.network import Conversation, Network, ToEach
+from powergossip.parameters import Layout
 from powergossip.topologies import Tree
 
 
@@ -43,15 +50,18 @@ class RelaySGD(GossipRule):
     each direction, of the tree's coordinates and the number of models: as much as D-PSGD on a
     tree. Exact fixed point, with momentum in u too.
 
+    Over CHOCO-Gossip, messages are compressed, see `CompressedRelay`. Paper and code have no such
+    form.
+
     correction  # c, or auto: the slowdown of the tree
 
     Raises ValueError unless c > 0.
     """
 
-    kinds: ClassVar[frozenset[Kind]] = WITHOUT_COPIES
+    kinds: ClassVar[frozenset[Kind]] = WITHOUT_COPIES | {Kind.BIASED_COPIES}
     static: ClassVar[bool] = True
     relays: ClassVar[bool] = True
-    without: ClassVar[tuple[str, ...]] = ("diffusion_rate",)
+    without: ClassVar[tuple[str, ...]] = ("diffusion_rate", "copy_rate")
 
     def __init__(self, *everything: Any, correction: float | str = "auto", **options: Any):
         super().__init__(*everything, **options)
@@ -63,13 +73,19 @@ class RelaySGD(GossipRule):
         trees = found or ((),)  # a single worker
         self._coordinates = [slice(k, None, len(trees)) for k in range(len(trees))]
         self._relays = [
-            Relay(self._network, tree, self._x[:, coordinates])
+            self._relay(tree, self._x[:, coordinates])
             for tree, coordinates in zip(trees, self._coordinates, strict=True)
         ]
         self._corrections = [
             slowdown(tree, self._network.n_workers) if correction == "auto" else float(correction)
             for tree in trees
         ]
+
+    def _relay(self, tree: Tree, x: Tensor) -> "Relay":
+        averaging = self._make(self._layout)
+        if isinstance(averaging, ChocoGossip):
+            return CompressedRelay(self._network, tree, x, self._layout, averaging.codec)
+        return Relay(self._network, tree, x)
 
     def move(self, u: Tensor) -> Conversation:
         for coordinates, c in zip(self._coordinates, self._corrections, strict=True):
@@ -83,13 +99,16 @@ class RelaySGD(GossipRule):
         """Do nothing: there are no public copies."""
 
     def state_dict(self) -> dict[str, Any]:
-        """For each tree, the last messages received [worker, neighbor, 1 + coordinate]."""
-        return {"received": [relay.received for relay in self._relays]}
+        """For each tree, the last messages received [worker, neighbor, 1 + coordinate], and the
+        public copies of compressed ones."""
+        state: dict[str, Any] = {"received": [relay.received for relay in self._relays]}
+        return state | self._relays[0].copies_state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`."""
         for relay, received in zip(self._relays, state["received"], strict=True):
             relay.received.copy_(received)
+        self._relays[0].load_copies_state(state)
 
 
 class Relay:
@@ -139,6 +158,86 @@ class Relay:
             total += m[:, j]
         total += self._own.mul_(self._n - total[:, :1])
         self._x.copy_(total[:, 1:]).div_(self._n)
+
+    def copies_state(self) -> dict[str, Any]:
+        """The state of compressed messages."""
+        return {}
+
+    def load_copies_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `copies_state()`."""
+
+
+class CompressedRelay(Relay):
+    """The same with compressed messages: updates of a copy of the mean model in a message.
+
+        m̄_ij = m_ij/n_ij                     the mean of the models in the message from i to j
+        q_ij = C(m̄_ij − m̂_ij),   m̂_ij ← m̂_ij + q_ij     at both ends
+
+    j receives n_ij and q_ij, and uses n_ij m̂_ij in place of m_ij. The mean of the models moves by a
+    step at a time, as a model does, while their sum grows by whole models at the start. The first
+    message is uncompressed, so that m̂_ij = m̄_ij. An error m̄_ij − m̂_ij is part of what the next
+    message compresses: nothing is lost, and the fixed points are those without compression.
+
+    codec  # of which it has the compressor and the random numbers
+    """
+
+    _COUNT = 4  # bytes of the number of models in a message
+
+    def __init__(self, network: Network, tree: Tree, x: Tensor, layout: Layout, codec: Codec):
+        super().__init__(network, tree, x)
+        hosted, slots = self._outgoing.shape[:2]
+        own = torch.tensor([[worker] * slots for worker in network.workers], dtype=torch.int64)
+        self._own_ids = own.flatten().to(x.device)
+        neighbors = torch.from_numpy(self._edges.neighbors).to(x.device)
+        self._neighbors = neighbors.reshape(hosted, -1)
+        self._codec = Codec(layout, codec.compressor, own.flatten().tolist(), device=x.device)
+        self._codec.key = codec.key
+        self._sent_copies = x.new_zeros(hosted * slots, x.shape[1])
+        self._received_copies = x.new_zeros(*self._neighbors.shape, x.shape[1])
+        size = self._COUNT + self._codec.size
+        self._message = torch.zeros(hosted, slots, size, dtype=torch.uint8, device=x.device)
+        self._steps = 0
+
+    def message(self) -> ToEach:
+        """The number of models and their mean, at first uncompressed, then as q_ij."""
+        uncompressed = super().message()
+        counts, sums = self._outgoing[..., :1], self._outgoing[..., 1:]
+        sums /= counts.clamp_min(1)
+        means = sums.flatten(0, 1)
+        if self._steps == 0:
+            self._sent_copies.copy_(means)
+            return uncompressed
+        codec, t = self._codec, self._steps
+        q = codec.encode((means - self._sent_copies).float(), t)
+        self._sent_copies += codec.decode(q, self._own_ids, t)
+        as_bytes = counts.to(torch.int32).view(torch.uint8)
+        self._message[..., : self._COUNT] = as_bytes
+        self._message[..., self._COUNT :] = q.view(*counts.shape[:2], -1)
+        return ToEach(self._message, self._edges)
+
+    def receive(self, m: Tensor) -> None:
+        m[self._padded] = 0
+        if self._steps == 0:
+            counts = m[..., :1].clone()
+            self._received_copies.copy_(m[..., 1:])
+        else:
+            counts = m[..., : self._COUNT].contiguous().view(torch.int32).to(self._x)
+            q = m[..., self._COUNT :].contiguous()
+            self._received_copies += self._codec.decode(q, self._neighbors, self._steps)
+        self._steps += 1
+        super().receive(torch.cat([counts, counts * self._received_copies], -1))
+
+    def copies_state(self) -> dict[str, Any]:
+        """steps, and m̂ of the messages sent and received [worker, neighbor, D]."""
+        sent = self._sent_copies.view(*self._outgoing.shape[:2], -1)
+        copies = {"sent_copies": sent, "received_copies": self._received_copies}
+        return {"steps": self._steps, **copies}
+
+    def load_copies_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `copies_state()`."""
+        self._steps = state["steps"]
+        self._sent_copies.copy_(state["sent_copies"].flatten(0, 1))
+        self._received_copies.copy_(state["received_copies"])
 
 
 def slowdown(tree: Tree, n_workers: int) -> float:
