@@ -27,12 +27,14 @@ WITHOUT_EFFECT = {
     "log_verbosity",
     "overwrite",
     "rank",
+    "record_order",
     "resume",
     "spectrum_logging_epochs",
     "spectrum_logging_params",
     "spectrum_logging_worker_pairs",
     "tensorboard",
     "trackers",
+    "worker_timeout",
 }
 OPTIONS = ("optimizer_", "compression_", "hyperparameter_", "theta_", "moniqua_")  # of one method
 LONGEST_LABEL = 60  # characters
