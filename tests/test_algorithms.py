@@ -36,6 +36,7 @@ COMPRESSED: list[Case] = [
             ("random-block", 0.2 * factor, Compression(keep_ratio=0.4)),
             ("svd", 0.3 * factor, Compression()),
             ("qsgd", 0.3 * factor, Compression(levels=16)),
+            ("rounding", 0.3 * factor, Compression()),
             ("identity", 1.0, Compression()),
         ]
     ),

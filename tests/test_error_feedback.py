@@ -151,7 +151,7 @@ def counted(name: str, n: int) -> tuple[int, int]:
             case "sign-and-norm" if size > 1:
                 gathered += 32
                 levels += size
-            case "qsgd" if size > 1:
+            case "qsgd" | "rounding" if size > 1:
                 gathered += 32
                 levels += 4 * size
             case "svd" if rows + columns < size:
