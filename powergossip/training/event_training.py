@@ -77,7 +77,8 @@ class EventTraining:
     links     # to other processes. None: all workers are in this process, on the virtual clock
     measure   # measure("communication") is the context in which they are waited for
 
-    clock     # VirtualClock, Replay, or WallClock
+    clock            # VirtualClock, Replay, or WallClock
+    steps_per_epoch  # of each worker
 
     Every worker has its own count of steps, its own local optimizer, and the learning rate of its
     own progress. A worker that has taken more than the steps of num_epochs goes on in further
@@ -98,7 +99,7 @@ class EventTraining:
         measure: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ):
         self._config, self._network, self._parameters = config, network, parameters
-        self._gradient, self._steps_per_epoch = gradient, steps_per_epoch
+        self._gradient, self.steps_per_epoch = gradient, steps_per_epoch
         self._options = resolved(config, options, network)
         self._members = Members(network.topology)
         self._policy = Policy(config.gossip, delay_of(config))
@@ -214,10 +215,10 @@ class EventTraining:
 
     def _compute(self, worker: int, steps: int) -> None:
         """The gradient of a worker's next step, and the learning rate of its update."""
-        epoch, step = divmod(steps, self._steps_per_epoch)
+        epoch, step = divmod(steps, self.steps_per_epoch)
         if step == 0:
             self._begin_epoch(worker, self.clock.workers[worker].view)
-        progress = epoch + (step + 1) / self._steps_per_epoch
+        progress = epoch + (step + 1) / self.steps_per_epoch
         self._locals[worker].rate = learning_rate(self._config, progress)
         row = self._rows[worker]
         self._parameters.grad[row].zero_()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from powergossip.errors import Stopped
 from powergossip.network import Network
+from powergossip.runs.clock import Clock, data_fraction
 
 # name, values, tags
 Row = tuple[str, dict[str, float], dict[str, Any]]
@@ -76,6 +77,11 @@ class Rows:
         self._first = network.processes.rank == 0
         self._latest: dict[int, list[Row]] = {}  # by epoch
 
+    @property
+    def are_written(self) -> bool:
+        """Whether the hooks of this process receive the rows."""
+        return self._network.processes.rank == 0
+
     def __call__(self, name: str, value: float, epoch: int, **tags: Any) -> None:
         """Log a row on process 0."""
         processes = self._network.processes
@@ -101,3 +107,16 @@ class Rows:
         if self._network.processes.rank == 0 and not self._first:
             self._first = True
             self._hooks.take_over([row for rows in self._latest.values() for row in rows])
+
+
+def log_phases(rows: Rows, hooks: Hooks, clock: Clock, epoch: int, num_epochs: int) -> None:
+    """Log the seconds of each phase so far, and the progress of the run."""
+    for phase, spent in clock.phases.items():
+        rows("phase_seconds", spent.total, epoch, phase=phase, instances=spent.instances)
+        if rows.are_written:
+            hooks.log_runtime(phase, spent.mean, spent.deviation, spent.instances)
+    if rows.are_written:
+        totals = {phase: spent.total for phase, spent in clock.phases.items()}
+        hooks.log_info(
+            {"state.progress": epoch / num_epochs, "data_fraction": data_fraction(totals)}
+        )
