@@ -21,6 +21,7 @@ from powergossip.events.wall_clock import WallClock
 from powergossip.events.worker import Policy, Worker
 from powergossip.network import Losses, Network, Processes
 from powergossip.network.links import Links
+from powergossip.network.wire import octets
 from powergossip.parameters import Layout, Parameters
 from powergossip.training.local_optimizers import LocalOptimizer, learning_rate
 from powergossip.training.settings import errors_name_keys
@@ -38,7 +39,12 @@ def event_driven(c: Any) -> bool:
 
 def survives(c: Any) -> bool:
     """Whether a run goes on without the processes that it loses."""
-    return bool(c.on_worker_loss == "continue")
+    return bool(c.on_worker_loss != "end")
+
+
+def replaces(c: Any) -> bool:
+    """Whether new processes take the place of those that a run loses."""
+    return bool(c.on_worker_loss == "replace")
 
 
 def one_way(c: Any) -> bool:
@@ -137,11 +143,12 @@ class EventTraining:
     def merge_order(self) -> None:
         """Merge the order of events that each process has written, in one of them."""
         if self._order_file is not None and isinstance(self.clock, WallClock):
-            homes = self.clock.links.homes
+            links = self.clock.links
             folder = self._order_file.parent
-            files = [folder / _order_of(process) for process in sorted(set(homes.values()))]
+            files = [folder / _order_of(process) for process in range(links.n_ever)]
             parts = [order.read(file) for file in files if file.exists()]
-            order.write(self._order_file, order.merged(parts, set(homes) - set(self.everybody())))
+            lost = set(links.homes) - set(self.everybody())
+            order.write(self._order_file, order.merged(parts, lost))
             for file in files:
                 file.unlink(missing_ok=True)
 
@@ -171,6 +178,46 @@ class EventTraining:
         """The steps of this process' workers after `first`, on average, fewer than to the end."""
         steps = [worker.steps for worker in self.clock.workers.values()]
         return max(0, min(sum(steps) // len(steps), end - 1) - first)
+
+    # --- Replacements of lost workers ---
+
+    def join(self, seconds: float) -> None:
+        """Prepare a process that joins the others after this time. Then `admit`."""
+        assert isinstance(self.clock, WallClock)
+        self.clock.join(seconds)
+
+    def admit(self, joined: Sequence[int]) -> dict[int, int]:
+        """Let replacements begin, in all processes, see WallClock.admit. Returns worker → steps."""
+        assert isinstance(self.clock, WallClock)
+        found = self.clock.admit(joined, self._members, self)
+        processes = self._network.processes
+        of_processes = processes.gather((found, self._present_means()))
+        if found:  # metrics of a replacement that ends an epoch without a step
+            means = next((means for _, means in of_processes if means), {})
+            n = len(self._rows)
+            self._last = {k: torch.full((n,), v, dtype=torch.float64) for k, v in means.items()}
+        return {w: steps for of_process, _ in of_processes for w, steps in of_process.items()}
+
+    def _present_means(self) -> dict[str, float]:
+        """The means of metrics so far, over the steps of all workers of this process."""
+        found = {name: float(values.mean()) for name, values in self._last.items()}
+        for name, pairs in self._sums.items():
+            found[name] = sum(total for total, _ in pairs) / sum(count for _, count in pairs)
+        return found
+
+    def of(self, worker: int) -> Tensor:
+        """A worker's model, for a message: parameters and buffers as bytes."""
+        row, p = self._rows[worker], self._parameters
+        return torch.cat([octets(p.x[row]), octets(p.buffers[row])])
+
+    def begin(self, worker: int, received: Sequence[Tensor]) -> None:
+        """Let a worker begin with the mean of models, as `of` returns them."""
+        row, start = self._rows[worker], 0
+        for own in (self._parameters.x[row], self._parameters.buffers[row]):
+            end = start + own.numel() * own.element_size()
+            values = [data[start:end].clone().view(own.dtype) for data in received]
+            own.copy_(torch.stack(values).mean(0))
+            start = end
 
     def take_metrics(self) -> dict[str, Tensor]:
         """Count the bits, and return the means of the metrics since the last call, as `run`."""
@@ -368,7 +415,7 @@ def _given(c: Any) -> str:
     """The key that asks for exchanges by edges."""
     if c.scenario is not None:
         return "a scenario"
-    return "on_worker_loss=continue" if survives(c) else f"gossip={c.gossip}"
+    return f"on_worker_loss={c.on_worker_loss}" if survives(c) else f"gossip={c.gossip}"
 
 
 def check(c: Any, options: Mapping[str, Any], network: Network) -> None:

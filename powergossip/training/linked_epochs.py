@@ -1,6 +1,7 @@
 """Epochs of the processes that are left, of a run that may lose some."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import Tensor
 
@@ -9,6 +10,7 @@ from powergossip.parameters import Parameters
 from powergossip.runs.clock import Clock
 from powergossip.training.agreement import Agreement
 from powergossip.training.event_training import EventTraining
+from powergossip.training.replacements import Moment, Replacements
 
 
 class LinkedEpochs:
@@ -28,29 +30,58 @@ class LinkedEpochs:
     ):
         self._links, self._events, self._parameters = links, events, parameters
         self._agreement, self._measure = agreement, measure
+        self._replacements: Replacements | None = None
+        self._joins = False
+
+    def replace_lost(self, run: Any, seconds: Callable[[], float]) -> Replacements:
+        """Replace lost processes from now on, see Replacements."""
+        self._replacements = Replacements(self._links, self._events, run, seconds)
+        return self._replacements
+
+    def join(self) -> Moment:
+        """Join the others, as a new process, after `replace_lost` and before `stages`."""
+        assert self._replacements is not None
+        self._joins = True
+        return self._replacements.join()
 
     def stages(
-        self, epoch: int, received: Callable[[], int | None]
+        self, epoch: int, received: Callable[[], int | None], note: Callable[[list[str]], None]
     ) -> Iterator[tuple[int, int | None]]:
-        """Train an epoch, in stages at whose ends all processes meet.
+        """Train an epoch, in stages between which all processes meet.
 
         received  # a signal that this process received
+        note      # called with sentences about replacements
 
         Yields the steps since the start of the run, and a signal that some process received.
         Raises Diverged, in all processes.
         """
         per_epoch = self._events.steps_per_epoch
         first, end = epoch * per_epoch, (epoch + 1) * per_epoch
-        complete = False
+        step, complete = first, False
+
+        def asked() -> bool:
+            return received() is not None or self._agreement.has_noted or self._are_wanted
+
         while not complete:
+            if self._replacements is not None and not self._joins:
+                with self._measure("replacements"):
+                    note(self._replacements.meet(epoch, step))
+            self._joins = False
             with self._measure("averaging"):
-                complete = self._events.run_linked(
-                    end, lambda: received() is not None or self._agreement.has_noted
-                )
+                complete = self._events.run_linked(end, asked)
             taken = self._links.group.gather(self._events.steps_between(first, end))
             step = end if complete else first + min(taken)
             self._agreement.note_norms(self._links.workers, self._parameters.x, step, epoch + 1)
             yield step, self._agreement.settle(received())
+
+    @property
+    def _are_wanted(self) -> bool:
+        return self._replacements is not None and self._replacements.wanted
+
+    @property
+    def replaced(self) -> list[dict[str, float]]:
+        """See Replacements."""
+        return [] if self._replacements is None else self._replacements.replaced
 
     def take_sums(self) -> dict[str, Tensor]:
         """The sums of metrics over the last epoch, each [worker]."""

@@ -70,11 +70,15 @@ class Rows:
     Bits and messages are those sent by the first worker of process 0 until now. If that process is
     lost, the first one that is left takes over, with the rows of the last epochs, of which some may
     not have been written.
+
+    joins  # whether this process will join others
     """
 
-    def __init__(self, hooks: Hooks, network: Network, seconds: Callable[[], float]):
+    def __init__(
+        self, hooks: Hooks, network: Network, seconds: Callable[[], float], joins: bool = False
+    ):
         self._hooks, self._network, self._seconds = hooks, network, seconds
-        self._first = network.processes.rank == 0
+        self._first = network.processes.rank == 0 and not joins
         self._latest: dict[int, list[Row]] = {}  # by epoch
 
     @property

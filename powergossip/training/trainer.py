@@ -14,6 +14,7 @@ from torch import Tensor
 from powergossip import algorithms, kernels, tasks
 from powergossip.algorithms import ddp
 from powergossip.network import Processes
+from powergossip.network.links import Links
 from powergossip.parameters import Layout, Parameters
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.clock import Clock, Signals
@@ -21,7 +22,7 @@ from powergossip.runs.progress import Progress
 from powergossip.training import compute, construction, elastic, facts
 from powergossip.training.agreement import PATIENCE, Agreement, interrupted
 from powergossip.training.evaluation import Evaluation
-from powergossip.training.event_training import EventTraining, event_driven
+from powergossip.training.event_training import EventTraining, event_driven, replaces
 from powergossip.training.first_batch import check_first_batch, check_sizes
 from powergossip.training.gradients import Gradients
 from powergossip.training.linked import last, make_links
@@ -46,6 +47,7 @@ class Trainer:
     resume_from # output folder of a run to resume from its last checkpoint, if it has one, or with
                 # config.evaluate_only from the one that config.checkpoint names
     task        # data and models, by default those of the configuration
+    links       # of a process that replaces a lost one: then `join` follows
 
     Raises BadInput, in all processes, for impossible values, missing data, or a run to resume that
     had another configuration or model.
@@ -58,9 +60,10 @@ class Trainer:
         hooks: Hooks | None = None,
         resume_from: Path | None = None,
         task: tasks.Task | None = None,
+        links: Links | None = None,
     ):
         c = self.config = config
-        self.links = make_links(c, processes)
+        self.links = links or make_links(c, processes)
         if self.links is not None:
             processes = self.links.group
         self.processes, self._hooks = processes, hooks or Hooks()
@@ -115,12 +118,11 @@ class Trainer:
                 )
                 method = {"events": self._events}
                 if self.links is not None:
-                    self._linked = LinkedEpochs(
-                        self.links, self._events, self.parameters, self._agreement, self.clock
-                    )
+                    of_linked = self.links, self._events, self.parameters, self._agreement
+                    self._linked = LinkedEpochs(*of_linked, self.clock)
         self._parts = Parts(*of_run, self._gradients, method)
         self._present: list[int] | None = None  # the workers of a checkpoint that is evaluated
-        self.rows = Rows(self._hooks, self.network, self._elapsed)
+        self.rows = Rows(self._hooks, self.network, self._elapsed, joins=links is not None)
         network, parameters = construction.evaluated(
             c, self.network, self.parameters, self.present, self.links, self._events
         )
@@ -158,6 +160,22 @@ class Trainer:
         """Write the order of events to this folder, if the configuration asks for it."""
         if self._events is not None and self.config.record_order:
             self._events.record_order(folder)
+
+    def replace_lost(self, folder: Path) -> None:
+        """Replace lost processes from now on, if the configuration asks for it.
+
+        folder  # of the run, for new processes
+        """
+        if self._linked is not None and replaces(self.config):
+            run = OmegaConf.to_container(self.config), str(folder)
+            self._linked.replace_lost(run, self._elapsed)
+
+    def join(self) -> None:
+        """Join the others as a new process, after `replace_lost`. Then `train`."""
+        assert self._linked is not None
+        moment = self._linked.join()
+        self.step, self._seconds = moment.step, moment.seconds
+        self.position = moment.epoch, moment.step - moment.epoch * self.steps_per_epoch, {}
 
     @contextmanager
     def last(self) -> Iterator[None]:
@@ -282,11 +300,21 @@ class Trainer:
         self, linked: LinkedEpochs, epoch: int, signals: Signals, save: Save
     ) -> dict[str, Tensor]:
         """Train an epoch of all processes that are left. Returns the sums of metrics over it."""
-        for self.step, number in linked.stages(epoch, lambda: signals.received):
+        for step, number in linked.stages(epoch, lambda: signals.received, self._note):
+            self.step = step
             if number is not None:
                 done = self.step - epoch * self.steps_per_epoch
                 self._interrupt(number, signals, (epoch, done, {}), save)
         return linked.take_sums()
+
+    def _note(self, sentences: list[str]) -> None:
+        """Report replacements of lost workers."""
+        self.rows.take_over()
+        if sentences and self.processes.rank == 0:
+            assert self._linked is not None
+            self._hooks.log_info({"replaced": self._linked.replaced})
+            for sentence in sentences if self.config.log_verbosity > 0 else ():
+                Progress.write(sentence)
 
     def gradient(self, epoch: int, step: int) -> dict[str, Tensor]:
         """Add the hosted workers' gradients to parameters.grad. Returns metrics, each [worker]."""
