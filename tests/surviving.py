@@ -151,7 +151,8 @@ def join(victim: int) -> None:
         chatter.turn(1.0)
     start = time.monotonic()
     summoned = links.summon([__file__, "newcomer", str(victim)], {"of": "the run"})
-    waited, turns, joined = time.monotonic() - start, 0, []
+    waited, turns = time.monotonic() - start, 0
+    joined: list[int] = []
     while not joined:
         while not links.settled:
             chatter.turn(0.01)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests import launch
 from tests.test_train import trained
 
 ULFM = ("--with-ft", "ulfm")
+ULFM_REPLACING = (*ULFM, "--prtemca", "state_base_recoverable", "1")
 TINY: dict[str, Any] = {
     "task_architecture": "MLP",
     "n_workers": 4,
@@ -108,7 +110,13 @@ def test_the_order_of_late_exchanges_can_be_replayed(method, gossip, with_ulfm, 
 
 
 def failing(
-    plan: dict[str, Any], folder: Path, *, size: int = 4, code: int = 0, **changes: Any
+    plan: dict[str, Any],
+    folder: Path,
+    *,
+    size: int = 4,
+    code: int = 0,
+    options: Sequence[str] = ULFM,
+    **changes: Any,
 ) -> list[dict[str, Any]]:
     """The rows of tests/failing.py, which is started under mpirun."""
     values = {**TINY, **SURVIVING, **changes}
@@ -119,7 +127,7 @@ def failing(
         folder,
         *words,
         processes=size,
-        options=ULFM,
+        options=options,
         timeout=100,
     )
     assert ended.returncode == code, ended.stdout + ended.stderr

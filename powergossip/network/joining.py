@@ -9,10 +9,11 @@ training goes on                           the program loads, and makes its mode
 
 import os
 import pickle
+import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +34,7 @@ class Invitation:
     own       # its index
     replaced  # index of the lost process whose workers it hosts
     homes     # worker → process, with the lost one
-    hosts     # process → name of its host
+    survivors # the survivors at that time: process → Identity
     threads   # of torch
     run       # a value of the layers above
     """
@@ -41,7 +42,7 @@ class Invitation:
     own: int
     replaced: int
     homes: Mapping[int, int]
-    hosts: Mapping[int, str]
+    survivors: Mapping[int, Identity]
     worker_timeout: float
     threads: int
     run: Any
@@ -189,16 +190,18 @@ def invitation() -> Invitation | None:
     return None if text is None else pickle.loads(bytes.fromhex(text))
 
 
-def enter(patience: float) -> tuple[Any, Roll]:
+def enter(survivors: Iterable[Identity], patience: float) -> tuple[Any, Roll]:
     """Announce that this new process is ready, and wait to be admitted.
 
-    Returns the communicator of `admit` and the roll. The process ends if the run is over.
+    Returns the communicator of `admit` and the roll. The process ends if the run is over: MPI does
+    not report survivors that ended without an error.
     """
     from mpi4py import MPI
 
     merged = MPI.Comm.f2py(int(os.environ[newcomer.COMMUNICATOR]))
-    survivors = set(range(merged.size - MPI.COMM_WORLD.size))
-    for rank in survivors:
+    here = [identity for identity in survivors if identity.host == socket.gethostname()]
+    ranks = set(range(merged.size - MPI.COMM_WORLD.size))
+    for rank in ranks:
         try:
             _kept.append(merged.isend(Identity.own(), rank, _READY))
         except MPI.Exception as error:
@@ -206,13 +209,13 @@ def enter(patience: float) -> tuple[Any, Roll]:
     called = False
     while not called:
         time.sleep(_NAP)
-        for rank in list(survivors):
+        for rank in list(ranks):
             try:
                 called = called or merged.Iprobe(rank, _COME)
             except MPI.Exception as error:
                 check_loss(error)
-                survivors.remove(rank)
-        if not survivors:
+                ranks.remove(rank)
+        if not ranks or (here and not any(identity.can_be_ended for identity in here)):
             os._exit(0)
     with limited(patience):
         together = merged.Shrink()

@@ -43,6 +43,8 @@ class Links:
     Every method but `lost` raises Dropped if the others regard this process as lost.
     """
 
+    _invitation: joining.Invitation | None = None
+
     def __init__(
         self,
         communicator: Any,
@@ -189,9 +191,9 @@ class Links:
             return []
 
         def invite(own: int, replaced: int) -> joining.Invitation:
-            hosts = {process: identity.host for process, identity in peers.identities.items()}
+            alive = {process: peers.identities[process] for process in self._survivors.members}
             timeout, threads = peers.worker_timeout, torch.get_num_threads()
-            return joining.Invitation(own, replaced, self.homes, hosts, timeout, threads, run)
+            return joining.Invitation(own, replaced, self.homes, alive, timeout, threads, run)
 
         own, coming = max(peers.identities) + 1, None
         with joining.limited(patience):
@@ -261,13 +263,14 @@ class Links:
         links, homes = cls.__new__(cls), invitation.homes
         links.process, links.homes = invitation.own, dict(homes)
         links.workers = sorted(w for w, home in homes.items() if home == invitation.replaced)
-        links._timeout = invitation.worker_timeout
+        links._invitation = invitation
         survivors = links._survivors = Survivors()
         hosted = len(links.workers)
         survivors.rank, survivors.size = links.workers[0] // hosted, len(homes) // hosted
         host = socket.gethostname()
         lower = {homes[worker] for worker in range(links.workers[0])}
-        survivors.local_rank = sum(invitation.hosts[process] == host for process in lower)
+        alive = [p for p, identity in invitation.survivors.items() if identity.host == host]
+        survivors.local_rank = len(lower & set(alive))
         return links
 
     def enter(self, patience: float = 60) -> None:
@@ -275,9 +278,11 @@ class Links:
 
         The process ends if the run is over.
         """
-        together, roll = joining.enter(patience)
+        assert self._invitation is not None
+        timeout, survivors = self._invitation.worker_timeout, self._invitation.survivors
+        together, roll = joining.enter(survivors.values(), patience)
         wire = Wire(together, self.process, roll.ranks)
-        peers = Peers(wire, roll.identities, self._timeout, roll.ranks)
+        peers = Peers(wire, roll.identities, timeout, roll.ranks)
         self._survivors.enter(peers, roll.calls)
         self._set(peers, roll.homes, together, roll.ranks)
         self._survivors.barrier()
