@@ -38,6 +38,7 @@ from powergossip.runs.output import COMPLETE, FIGURE, Output, run_to_resume
 from powergossip.training import elastic
 from powergossip.training.linked import Newcomer, check_begun, newcomer
 from powergossip.training.measurements import Diverged, Hooks, Row
+from powergossip.training.resuming import check_rest
 from powergossip.training.settings import checked, defaults_of_tasks
 from powergossip.training.trainer import Trainer
 
@@ -325,7 +326,7 @@ def _train(settings: Any, comm: Processes, name: str | None, folder: Path | None
     with _ended(trainer):
         global _output
         with comm.agreed():
-            trainer.check_resumption()
+            check_rest(trainer.config, trainer.step, trainer.position[:2], trainer.workers_before)
             if comm.rank == 0:
                 offset = None if folder is None else trainer.metrics_bytes
                 _output = Output(name, settings, offset, settings.allow_lost_rows)
@@ -335,8 +336,7 @@ def _train(settings: Any, comm: Processes, name: str | None, folder: Path | None
         if _output is not None:
             log_info(trainer.facts())
             _print_start(trainer, folder)
-        trainer.record_order(found)
-        trainer.replace_lost(found)
+        trainer.begin_in(found)
         _train_the_rest(trainer, found, lost_rows)
 
 
@@ -350,8 +350,7 @@ def _train_as_replacement(joining: Newcomer) -> None:
             links=joining.links,
         )
     with _ended(trainer):
-        trainer.record_order(joining.folder)
-        trainer.replace_lost(joining.folder)
+        trainer.begin_in(joining.folder)
         trainer.join()
         _train_the_rest(trainer, joining.folder, False)
 

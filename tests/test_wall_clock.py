@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 import train
 from powergossip.checks import BadValue
-from powergossip.events import order, wall_clock
+from powergossip.events import order, packing, wall_clock
 from powergossip.events.order import Entry
 from powergossip.events.worker import Message
 from powergossip.network import Processes, processes
@@ -93,7 +93,7 @@ def test_the_order_of_late_exchanges_can_be_replayed(method, gossip, with_ulfm, 
     values = {**TINY, **METHODS[method], "gossip": gossip, "record_order": True}
     config = OmegaConf.merge(OmegaConf.structured(train.Config), values)
     run = Trainer(checked(config, processes()), processes())  # type: ignore[arg-type]
-    run.record_order(folder)
+    run.begin_in(folder)
     run.train()
     with run.last():
         pass
@@ -250,15 +250,15 @@ def evaluated(folder: Path, **values: Any) -> Any:
 def test_messages_keep_their_bits(dtype, view):
     part = torch.arange(5).to(dtype)
     message = Message(7, 300, view or (0, 0, 0), part)
-    payload = wall_clock.packed(message, view is not None)
-    found = wall_clock.unpacked(7, payload, part, (0, 0, 0), view is not None)
+    payload = packing.packed(message, view is not None)
+    found = packing.unpacked(7, payload, part, (0, 0, 0), view is not None)
     assert (found.k, found.incarnation, found.view) == (7, 300, message.view)
     assert found.part is not None
     assert torch.equal(found.part, part)
     assert found.part.dtype == dtype
     if view is not None:
-        of_view = payload.numel() - wall_clock.packed(message, False).numel()
-        assert 8 * (of_view - 1) == wall_clock.bits_of_view(view)
+        of_view = payload.numel() - packing.packed(message, False).numel()
+        assert 8 * (of_view - 1) == packing.bits_of_view(view)
 
 
 def test_parts_are_sent_before_they_are_applied_whatever_the_clocks_say():

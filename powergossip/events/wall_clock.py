@@ -15,18 +15,23 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from powergossip.errors import Stopped
 from powergossip.events import order
 from powergossip.events.members import Members, View, dead, union
 from powergossip.events.order import Compute, Entry, Make, raised
-from powergossip.events.worker import Action, Message, Worker
+from powergossip.events.packing import (
+    bits_of_view,
+    packed,
+    packed_model,
+    unpacked,
+    unpacked_model,
+)
+from powergossip.events.worker import Action, Worker
 from powergossip.network.deadline import Deadline
 from powergossip.network.links import Links
 from powergossip.network.links import Message as LinkMessage
-from powergossip.network.wire import octets
 
 # Notes of a process to all others.
 _PROGRESS, _END, _STOP = range(3)
@@ -34,9 +39,6 @@ _MODEL = -1  # in place of the counter of an exchange: the model for a replaceme
 _BETWEEN_NOTES = 0.005  # seconds
 _LONGEST_WAIT = 0.1  # seconds without a look at signals
 _FIRST_DEADLINE = 1.0  # seconds, of an edge that begins later, whose other end may be elsewhere
-
-_DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8]
-_DTYPES += [torch.int16, torch.int32, torch.int64]
 
 
 @dataclass
@@ -51,11 +53,11 @@ class Models(Protocol):
     """The models of the workers of this process."""
 
     def of(self, worker: int) -> Tensor:
-        """A model, for a message."""
+        """A model, as bytes (uint8)."""
         ...
 
     def begin(self, worker: int, received: Sequence[Tensor]) -> None:
-        """Let a worker begin with the mean of models, each as bytes (uint8)."""
+        """Let a worker begin with the mean of models, as `of` returns them."""
         ...
 
 
@@ -264,10 +266,9 @@ class WallClock:
         for j in sources:
             if j in taken:
                 model = models.of(j)
-                self.bits[self._rows[j]] += 8 * model.numel() * model.element_size()
+                self.bits[self._rows[j]] += 8 * model.numel()
                 self.messages[self._rows[j]] += 1
-                steps = torch.tensor([taken[j]]).view(torch.uint8)
-                self.links.send(j, index, _MODEL, torch.cat([steps, octets(model)]))
+                self.links.send(j, index, _MODEL, packed_model(taken[j], model))
 
     def _begin_late(self, index: int, sources: Sequence[int], models: Models) -> int:
         """Begin a worker of this process with the mean of models that arrive. Returns its steps."""
@@ -279,10 +280,11 @@ class WallClock:
         self._arrived = [m for m in self._arrived if m[1:3] != (index, _MODEL)]
         if not found:
             raise Stopped(f"worker {index} cannot begin: all neighbors were lost meanwhile")
-        of_sources = [found[j] for j in sources if j in found]
-        models.begin(index, [data[8:].clone() for data in of_sources])
-        steps = sum(int(data[:8].clone().view(torch.int64)) for data in of_sources)
-        worker = self._make(index, self._versions, steps // len(of_sources))
+        steps, models_of_sources = zip(
+            *(unpacked_model(found[j]) for j in sources if j in found), strict=True
+        )
+        models.begin(index, models_of_sources)
+        worker = self._make(index, self._versions, sum(steps) // len(steps))
         self._new.append(worker)
         if self.order_file is not None:
             order.write(self.order_file, [Entry(self.now, "join", index, -1, worker.steps)])
@@ -407,47 +409,3 @@ class WallClock:
             self._lives[index] = _Lives(worker, life, Action(saved["action"]))
             for j in worker.edges:
                 self._pending_of(index, j).since = time.monotonic()
-
-
-def bits_of_view(view: View) -> int:
-    """The bits of a view in a message: one for each worker, or eight after a replacement."""
-    return 8 * len(_view_bytes(view)) - 8
-
-
-def packed(message: Message, with_view: bool) -> Tensor:
-    """A message as uint8: dtype, incarnation, the view if it is sent, and the part."""
-    assert message.part is not None
-    part = message.part.detach().cpu().contiguous()
-    view = _view_bytes(message.view) if with_view else b""
-    header = bytes([_DTYPES.index(part.dtype)]) + message.incarnation.to_bytes(2, "little") + view
-    return torch.cat(
-        [torch.frombuffer(bytearray(header), dtype=torch.uint8), part.view(-1).view(torch.uint8)]
-    )
-
-
-def unpacked(k: int, payload: Tensor, like: Tensor, known: View, with_view: bool) -> Message:
-    """The message of `packed`, on the device of `like`. known: the view of messages without one."""
-    data = payload.numpy()
-    dtype, incarnation = _DTYPES[data[0]], int(data[1]) + 256 * int(data[2])
-    start, view = 3, known
-    if with_view:
-        view, start = _view_of(data[3:], len(known))
-        start += 3
-    part = payload[start:].clone().view(dtype)  # aligned
-    return Message(k, incarnation, view, part.to(like.device))
-
-
-def _view_bytes(view: View) -> bytes:
-    """A byte for the form, and a bit or a byte for each worker."""
-    values = np.array(view, dtype=np.uint8)
-    if values.max() > 1:
-        return b"\1" + values.tobytes()
-    return b"\0" + np.packbits(values).tobytes()
-
-
-def _view_of(data: np.ndarray, n: int) -> tuple[View, int]:
-    """The view of `_view_bytes`, and its length in bytes."""
-    if data[0]:
-        return tuple(data[1 : n + 1].tolist()), n + 1
-    length = (n + 7) // 8
-    return tuple(np.unpackbits(data[1 : length + 1])[:n].tolist()), length + 1

@@ -1,14 +1,13 @@
-"""Training on the virtual clock: the workers of a run, and what is left of them for evaluation."""
+"""Training by exchanges of edges, which may be late: the workers of a process."""
 
 import io
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from powergossip import checks
 from powergossip.algorithms import rates
@@ -19,7 +18,7 @@ from powergossip.events.order import Replay, read
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.events.wall_clock import WallClock
 from powergossip.events.worker import Policy, Worker
-from powergossip.network import Losses, Network, Processes
+from powergossip.network import Losses, Network
 from powergossip.network.links import Links
 from powergossip.network.wire import octets
 from powergossip.parameters import Layout, Parameters
@@ -233,6 +232,12 @@ class EventTraining:
         self._sums = {}
         return {name: values.to(self._network.device) for name, values in self._last.items()}
 
+    def of_present(self, metrics: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Metrics [worker] of the hosted workers that are alive."""
+        if isinstance(self.clock, WallClock):
+            return metrics
+        return {name: values[self.present] for name, values in metrics.items()}
+
     def _make_worker(self, index: int, view: View, steps: int) -> Worker:
         self._begin_epoch(index, view)
         row = _Row(self._parameters, self._rows[index])
@@ -439,68 +444,3 @@ def check(c: Any, options: Mapping[str, Any], network: Network) -> None:
         exchanges.make(c.optimizer, Layout([(2, 2)]), **resolved(c, options, network))
     Members(network.topology)
     dual_rate_of(c)
-
-
-class Survivors:
-    """The workers of one process that are present, in place of a Network, for evaluation.
-
-    present  # their indices
-    """
-
-    def __init__(self, network: Network, present: Callable[[], Sequence[int]]):
-        self._network, self._present = network, present
-        self.device, self.bits_to_all = network.device, network.bits_to_all
-
-    @property
-    def processes(self) -> Processes:
-        return self._network.processes
-
-    @property
-    def present(self) -> Sequence[int]:
-        return self._present()
-
-    @property
-    def workers(self) -> Sequence[int]:
-        return self._present()
-
-    @property
-    def hosted(self) -> int:
-        return len(self._present())
-
-    def mean(self, tensor: Tensor) -> Tensor:
-        """The mean of tensor [worker present, ...]."""
-        if len(tensor) == self._network.hosted:
-            return self._network.mean(tensor)
-        return tensor.double().mean(0).to(tensor.dtype)
-
-    def start_mean(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """A function that returns `mean(tensor)`."""
-        return partial(self.mean, tensor)
-
-    def gather(self, values: Tensor) -> Tensor:
-        """values [worker present, ...]."""
-        return values.detach().cpu()
-
-
-class PresentParameters:
-    """Parameters of the workers that are present, in place of all, for evaluation."""
-
-    def __init__(self, parameters: Parameters, present: Callable[[], Sequence[int]]):
-        self._parameters, self._present = parameters, present
-        self.names, self.layout = parameters.names, parameters.layout
-
-    @property
-    def models(self) -> list[nn.Module]:
-        return [self._parameters.models[i] for i in self._present()]
-
-    @property
-    def x(self) -> Tensor:
-        return self._of(self._parameters.x)
-
-    @property
-    def buffers(self) -> Tensor:
-        return self._of(self._parameters.buffers)
-
-    def _of(self, tensor: Tensor) -> Tensor:
-        present = list(self._present())
-        return tensor if len(present) == len(tensor) else tensor[present]

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from powergossip.algorithms.ddp import DDPHook
 from powergossip.network import Network, cuda_aware_mpi
 from powergossip.parameters import Parameters
 from powergossip.tasks import Task
@@ -33,3 +34,8 @@ def of_task(task: Task, parameters: Parameters) -> dict[str, Any]:
     found = {"parameters": parameters.layout.size, "samples": dict(task.samples)}
     counts = task.label_counts()
     return found if counts is None else {**found, "label_counts": counts.tolist()}
+
+
+def start_iteration(rule: Any) -> int | None:
+    """The first step with compression, of PyTorch's hooks."""
+    return rule.start_iteration if isinstance(rule, DDPHook) else None

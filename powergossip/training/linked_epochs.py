@@ -31,7 +31,7 @@ class LinkedEpochs:
         self._links, self._events, self._parameters = links, events, parameters
         self._agreement, self._measure = agreement, measure
         self._replacements: Replacements | None = None
-        self._joins = False
+        self._joins, self._notes = False, list[str]()
 
     def replace_lost(self, run: Any, seconds: Callable[[], float]) -> Replacements:
         """Replace lost processes from now on, see Replacements."""
@@ -45,12 +45,11 @@ class LinkedEpochs:
         return self._replacements.join()
 
     def stages(
-        self, epoch: int, received: Callable[[], int | None], note: Callable[[list[str]], None]
+        self, epoch: int, received: Callable[[], int | None]
     ) -> Iterator[tuple[int, int | None]]:
         """Train an epoch, in stages between which all processes meet.
 
         received  # a signal that this process received
-        note      # called with sentences about replacements
 
         Yields the steps since the start of the run, and a signal that some process received.
         Raises Diverged, in all processes.
@@ -65,7 +64,7 @@ class LinkedEpochs:
         while not complete:
             if self._replacements is not None and not self._joins:
                 with self._measure("replacements"):
-                    note(self._replacements.meet(epoch, step))
+                    self._notes += self._replacements.meet(epoch, step)
             self._joins = False
             with self._measure("averaging"):
                 complete = self._events.run_linked(end, asked)
@@ -82,6 +81,11 @@ class LinkedEpochs:
     def replaced(self) -> list[dict[str, float]]:
         """See Replacements."""
         return [] if self._replacements is None else self._replacements.replaced
+
+    def take_notes(self) -> list[str]:
+        """Sentences about replacements since the last call."""
+        taken, self._notes = self._notes, []
+        return taken
 
     def take_sums(self) -> dict[str, Tensor]:
         """The sums of metrics over the last epoch, each [worker]."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from powergossip.errors import Stopped
 from powergossip.network import Network
 from powergossip.runs.clock import Clock, data_fraction
+from powergossip.runs.progress import Progress
 
 # name, values, tags
 Row = tuple[str, dict[str, float], dict[str, Any]]
@@ -124,3 +125,19 @@ def log_phases(rows: Rows, hooks: Hooks, clock: Clock, epoch: int, num_epochs: i
         hooks.log_info(
             {"state.progress": epoch / num_epochs, "data_fraction": data_fraction(totals)}
         )
+
+
+def log_replaced(
+    rows: Rows,
+    hooks: Hooks,
+    replaced: Sequence[Mapping[str, float]],
+    sentences: Sequence[str],
+    shown: bool,
+) -> None:
+    """Log the replacements of the run so far, if there are sentences about new ones."""
+    if sentences:
+        rows.take_over()
+    if sentences and rows.are_written:
+        hooks.log_info({"replaced": list(replaced)})
+        for sentence in sentences if shown else ():
+            Progress.write(sentence)

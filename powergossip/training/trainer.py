@@ -12,7 +12,6 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from powergossip import algorithms, kernels, tasks
-from powergossip.algorithms import ddp
 from powergossip.network import Processes
 from powergossip.network.links import Links
 from powergossip.parameters import Layout, Parameters
@@ -28,9 +27,9 @@ from powergossip.training.gradients import Gradients
 from powergossip.training.linked import last, make_links
 from powergossip.training.linked_epochs import LinkedEpochs
 from powergossip.training.local_optimizers import learning_rate
-from powergossip.training.measurements import Hooks, Rows, log_phases
+from powergossip.training.measurements import Hooks, Rows, log_phases, log_replaced
 from powergossip.training.methods import check_method, diffusion_rate, make_averaging, make_method
-from powergossip.training.resuming import check_rest, load_checkpoint
+from powergossip.training.resuming import load_checkpoint
 from powergossip.training.settings import method_options
 from powergossip.training.state import Parts, Stateful
 from powergossip.trees import map_tensors
@@ -75,8 +74,7 @@ class Trainer:
         self._transport = construction.transport(self.network, self.links)
         self._kernels = kernels.name(kernels.load(self.network))
         self.task = task or processes.one_by_one(partial(construction.make_task, c, self.network))
-        if c.task_architecture is None:
-            c.task_architecture = next(iter(self.task.architectures), None)
+        c.task_architecture = c.task_architecture or next(iter(self.task.architectures), None)
         # The same as plain values, for the hot path: reading a DictConfig takes microseconds.
         plain: Any = OmegaConf.to_container(c)
         self._values = SimpleNamespace(**plain)
@@ -156,22 +154,17 @@ class Trainer:
         if close is not None:
             close()
 
-    def record_order(self, folder: Path) -> None:
-        """Write the order of events to this folder, if the configuration asks for it."""
+    def begin_in(self, folder: Path) -> None:
+        """Write the order of events to this folder, and replace lost processes, if the
+        configuration asks for it. To be called before the first step."""
         if self._events is not None and self.config.record_order:
             self._events.record_order(folder)
-
-    def replace_lost(self, folder: Path) -> None:
-        """Replace lost processes from now on, if the configuration asks for it.
-
-        folder  # of the run, for new processes
-        """
         if self._linked is not None and replaces(self.config):
             run = OmegaConf.to_container(self.config), str(folder)
             self._linked.replace_lost(run, self._elapsed)
 
     def join(self) -> None:
-        """Join the others as a new process, after `replace_lost`. Then `train`."""
+        """Join the others as a new process, after `begin_in`. Then `train`."""
         assert self._linked is not None
         moment = self._linked.join()
         self.step, self._seconds = moment.step, moment.seconds
@@ -184,8 +177,6 @@ class Trainer:
             if self._events is not None and self.processes.rank == 0:
                 self._events.merge_order()
             yield
-
-    # --- Construction ---
 
     def averaging(self, layout: Layout) -> algorithms.Averaging:
         """Build the averaging algorithm of the configuration. Raises ValueError."""
@@ -202,11 +193,7 @@ class Trainer:
             "diffusion_rate": diffusion_rate(self.config, self.topology),
             "batched_gradients": self._gradients.are_batched,
             "steps_per_epoch": self.steps_per_epoch,
-            "start_iteration": (
-                self.rule.start_iteration
-                if self._events is None and isinstance(self.rule, ddp.DDPHook)
-                else None
-            ),
+            "start_iteration": facts.start_iteration(None if self._events else self.rule),
             "metric": self._metric,
         }
         of_environment = facts.of_environment(self.network, self._transport, self._kernels)
@@ -223,10 +210,6 @@ class Trainer:
     def is_complete(self) -> bool:
         """Whether no step is left."""
         return bool(self.position[0] >= self.config.num_epochs)
-
-    def check_resumption(self) -> None:
-        """Raise ValueError if the rest of a resumed run is impossible."""
-        check_rest(self.config, self.step, self.position[:2], self.workers_before)
 
     def train(
         self,
@@ -300,21 +283,14 @@ class Trainer:
         self, linked: LinkedEpochs, epoch: int, signals: Signals, save: Save
     ) -> dict[str, Tensor]:
         """Train an epoch of all processes that are left. Returns the sums of metrics over it."""
-        for step, number in linked.stages(epoch, lambda: signals.received, self._note):
+        shown = self.config.log_verbosity > 0
+        for step, number in linked.stages(epoch, lambda: signals.received):
             self.step = step
+            log_replaced(self.rows, self._hooks, linked.replaced, linked.take_notes(), shown)
             if number is not None:
                 done = self.step - epoch * self.steps_per_epoch
                 self._interrupt(number, signals, (epoch, done, {}), save)
         return linked.take_sums()
-
-    def _note(self, sentences: list[str]) -> None:
-        """Report replacements of lost workers."""
-        self.rows.take_over()
-        if sentences and self.processes.rank == 0:
-            assert self._linked is not None
-            self._hooks.log_info({"replaced": self._linked.replaced})
-            for sentence in sentences if self.config.log_verbosity > 0 else ():
-                Progress.write(sentence)
 
     def gradient(self, epoch: int, step: int) -> dict[str, Tensor]:
         """Add the hosted workers' gradients to parameters.grad. Returns metrics, each [worker]."""
@@ -325,9 +301,7 @@ class Trainer:
         c, score = self.config, None
         if epoch % c.evaluation_interval == 0 or epoch == c.num_epochs:
             if self._events is not None:
-                if self.links is None:
-                    present = self._events.present
-                    sums = {name: values[present] for name, values in sums.items()}
+                sums = self._events.of_present(sums)
                 self.rows("workers", len(self._events.everybody()), epoch)
             with self.clock("evaluation"), compute.not_compiled(c.torch_compile):
                 shown, score = self.evaluation(epoch, self.step, sums)
