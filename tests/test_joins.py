@@ -1,7 +1,10 @@
 """Workers that take the place of lost ones: on the virtual clock, and in new processes."""
 
 import hashlib
+import importlib.machinery
 import json
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import torch
 from powergossip import topologies
 from powergossip.events import order
 from powergossip.events.order import Entry
+from powergossip.network import joining
 from powergossip.runs import metrics
 from tests.exchanging import averaging_clock, learning_clock, start
 from tests.quadratics import Quadratics
@@ -39,7 +43,7 @@ def test_new_processes_take_the_place_of_killed_ones(method, gossip, again, tmp_
     rows = failing(plan, folder, options=ULFM_REPLACING, **values)
     assert sorted(row["worker"] for row in rows) == [0, 1, 2, 3]
     counts = workers_by_epoch(folder)
-    assert counts[0] == counts[-1] == 4
+    assert counts[-1] == 4
     assert min(counts) == 3
     info = json.loads((folder / "info.json").read_text())
     assert [of_worker["worker"] for of_worker in info["replaced"]] == [0] * (1 + again)
@@ -126,6 +130,21 @@ def test_consensus_is_as_before_soon_after_a_join(name, seed):
 
 
 # Parts.
+
+
+def test_a_new_process_runs_the_same_program(tmp_path, monkeypatch):
+    main = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.chdir(tmp_path)
+    Path("program.py").touch()
+    monkeypatch.setattr(sys, "argv", ["program.py", "a=1"])
+    assert joining.program() == [str(tmp_path / "program.py"), "a=1"]
+    main.__spec__ = importlib.machinery.ModuleSpec("package.__main__", None)
+    assert joining.program() == ["-m", "package", "a=1"]
+    main.__spec__ = None
+    monkeypatch.setattr(sys, "argv", ["-c", "a=1"])
+    with pytest.raises(ValueError, match="key=value: .*file"):
+        joining.program("key=value")
 
 
 def test_all_processes_meet_where_a_replacement_joins():

@@ -291,6 +291,7 @@ def test_the_next_writer_adds_the_rows_that_are_missing(tmp_path):
     [
         ({"on_worker_loss": "retry"}, "on_worker_loss"),
         ({"on_worker_loss": "continue"}, "on_worker_loss"),  # a single process
+        ({"on_worker_loss": "replace"}, "on_worker_loss"),
         ({"on_worker_loss": "continue", "scenario": {}}, "on_worker_loss"),
         ({"worker_timeout": 0}, "worker_timeout"),
         ({"record_order": True}, "record_order"),
