@@ -143,7 +143,7 @@ def test_a_new_process_runs_the_same_program(tmp_path, monkeypatch):
     assert joining.program() == ["-m", "package", "a=1"]
     main.__spec__ = None
     monkeypatch.setattr(sys, "argv", ["-c", "a=1"])
-    with pytest.raises(ValueError, match="key=value: .*file"):
+    with pytest.raises(ValueError, match=r"key=value: .*file"):
         joining.program("key=value")
 
 
