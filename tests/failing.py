@@ -5,8 +5,9 @@ python tests/failing.py PLAN FOLDER key=value …
 PLAN is JSON: {"kill": {process: step}, "stop": {process: [step, seconds]}, "save": process,
 "wait": [step, …]}. A process kills or stops itself in the gradient of that step, or kills itself
 while it writes its part of the second checkpoint. Replacements of lost processes have the name
-"new", and the others wait for them in the gradients of the steps of "wait". Those that are left
-print a row in JSON with digests of their models, or with the error.
+"new", and the others wait for them in the gradients of the steps of "wait". With "early": true,
+they kill themselves before they join. Those that are left print a row in JSON with digests of
+their models, or with the error.
 """
 
 import hashlib
@@ -95,6 +96,8 @@ def keep(begin: Any) -> Any:
 EventTraining._compute = fail(EventTraining._compute)  # type: ignore[method-assign]
 checkpoints._write_part = fail_to_save(checkpoints._write_part)
 Trainer.__init__ = keep(Trainer.__init__)  # type: ignore[method-assign]
+if is_new and plan.get("early"):
+    kill()
 row: dict[str, Any] = {"process": 4 if is_new else int(process)}
 try:
     train.main(["log_verbosity=0", *sys.argv[3:], "--output-dir", sys.argv[2]])

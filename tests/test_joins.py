@@ -62,6 +62,28 @@ def test_new_processes_take_the_place_of_killed_ones(method, gossip, again, tmp_
         assert hashlib.sha256(x.numpy().tobytes()).hexdigest() == row["digest"]
 
 
+@pytest.mark.slow
+def test_a_run_with_replacements_resumes_and_replaces_again(tmp_path):
+    folder = tmp_path / "run"
+    values: dict[str, Any] = {"on_worker_loss": "replace", "optimizer": "choco", "num_epochs": 3}
+    failing({"kill": {"1": 3}, "wait": [6]}, folder, options=ULFM_REPLACING, **values)
+    values |= {"num_epochs": 6, "resume": True}
+    rows = failing({"kill": {"1": 15}, "wait": [18]}, folder, options=ULFM_REPLACING, **values)
+    assert sorted(row["worker"] for row in rows) == [0, 1, 2, 3]
+    counts = workers_by_epoch(folder)
+    assert counts[2] == counts[-1] == 4
+    assert min(counts[3:]) == 3
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_where_replacements_end_before_they_join(tmp_path):
+    plan = {"kill": {"2": 5}, "early": True, "wait": [7, 9, 11]}
+    values: dict[str, Any] = {"on_worker_loss": "replace", "optimizer": "dpsgd", "num_epochs": 6}
+    rows = failing(plan, tmp_path / "run", options=ULFM_REPLACING, **values)
+    assert sorted(row["worker"] for row in rows) == [0, 1, 3]
+    assert workers_by_epoch(tmp_path / "run")[-1] == 3
+
+
 def workers_by_epoch(folder: Path) -> list[float]:
     rows = metrics.load(folder)
     return list(rows[rows["name"] == "workers"]["value"])

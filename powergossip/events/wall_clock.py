@@ -403,6 +403,7 @@ class WallClock:
             saved = found["worker"]
             worker = self._make(index, tuple(saved["view"]), saved["steps"])
             worker.load_state_dict(saved)
+            self._versions = union(self._versions, worker.view)
             life = worker.life()
             next(life)  # at the same place as when it was saved
             worker.log.clear()
