@@ -241,6 +241,7 @@ SOME: tuple[str, ...] = (
 )
 MORE: tuple[str, ...] = (
     *SOME,
+    f"relay, double-binary-tree, {RELAY}",
     f"{POWER[11]}, quasi-global-momentum",
     f"{POWER[22]}, round-robin, quasi-global-momentum",
 )
