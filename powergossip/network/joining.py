@@ -150,6 +150,7 @@ def spawn(
     invitations = [pickle.dumps(invite(own + k, lost)) for k, lost in enumerate(replaced)]
     merged.bcast(invitations, root=0)
     first = merged.size - len(replaced)
+    newcomer.greet(merged, first)
     return Coming(
         merged,
         {first + k: lost for k, lost in enumerate(replaced)},
