@@ -3,11 +3,11 @@
 python tests/failing.py PLAN FOLDER key=value …
 
 PLAN is JSON: {"kill": {process: step}, "stop": {process: [step, seconds]}, "save": process,
-"wait": [step, …]}. A process kills or stops itself in the gradient of that step, or kills itself
-while it writes its part of the second checkpoint. Replacements of lost processes have the name
-"new", and the others wait for them in the gradients of the steps of "wait". With "early": true,
-they kill themselves before they join. Those that are left print a row in JSON with digests of
-their models, or with the error.
+"wait": [step, …], "again": gradients, "early": true}. A process kills or stops itself in the
+gradient of that step, or kills itself while it writes its part of the second checkpoint. The others
+wait for replacements in the gradients of the steps of "wait". The first replacement kills itself in
+the gradient of that count, and with "early" all do before they join. Those that are left print a
+row in JSON with digests of their models, or with the error.
 """
 
 import hashlib
@@ -38,6 +38,7 @@ def kill() -> None:
 
 
 waited: dict[int, bool] = {}
+taken: list[int] = []  # steps of gradients
 
 
 def wait_for_replacements(run: Trainer) -> None:
@@ -57,6 +58,10 @@ def fail(compute: Any) -> Any:
             longest = max(longest, time.monotonic() - last[0])
         last[0] = time.monotonic()
         if plan.get("kill", {}).get(process) == steps:
+            kill()
+        taken.append(steps)
+        first_new = is_new and found[0].links is not None and found[0].links.process == 4
+        if first_new and len(taken) == plan.get("again"):
             kill()
         step, seconds = plan.get("stop", {}).get(process, (None, 0))
         if step == steps:

@@ -39,7 +39,8 @@ def test_new_processes_take_the_place_of_killed_ones(method, gossip, again, tmp_
     values |= {"on_worker_loss": "replace", "checkpoint_interval": 1}
     plan: dict[str, Any] = {"kill": {"0": 5}, "wait": [8]}
     if again:
-        plan = {"kill": {"0": 5, "new": 11}, "wait": [8, 15]}
+        values["num_epochs"] = 12
+        plan = {"kill": {"0": 5}, "wait": list(range(8, 48)), "again": 3}
     rows = failing(plan, folder, options=ULFM_REPLACING, **values)
     assert sorted(row["worker"] for row in rows) == [0, 1, 2, 3]
     counts = workers_by_epoch(folder)
