@@ -158,7 +158,7 @@ class Wire:
             try:
                 message = communicator.Improbe(MPI.ANY_SOURCE, _TAG, status)
             except MPI.Exception as error:
-                _check_class(error)
+                check_loss(error)
                 self._find_lost(communicator, processes)
                 continue
             if message is None:
@@ -209,7 +209,7 @@ class Wire:
             self._lose(process, error)
 
     def _lose(self, process: int, error: Any) -> None:
-        _check_class(error)
+        check_loss(error)
         self._end(process)
 
     def _end(self, process: int) -> None:
@@ -233,7 +233,7 @@ class Wire:
 _kept: list[Any] = []
 
 
-def _check_class(error: Any) -> None:
+def check_loss(error: Any) -> None:
     """Raise an error of MPI again unless it is the end of a process."""
     if error.Get_error_class() not in (_PROC_FAILED, _PROC_FAILED_PENDING):
         raise error
