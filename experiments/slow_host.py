@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 Values = dict[str, Any]
 Case = tuple[str, str]  # method, gossip
 
-FAST, SLOWER = 0.05, 4  # seconds of a gradient, and how many times longer the slow host takes
+FAST, SLOWER = 0.1, 4  # seconds of a gradient, and how many times longer the slow host takes
 RATE = "100mbit"
 VALUES: Values = MODEL | {
     "pace": [FAST] * (HOSTS - 1) + [FAST * SLOWER],
     "task_options": learning.TOPICS_LSTM["task_options"] | {"hidden_size": 64},
     "overlapping": True,
-    "num_epochs": 8,
+    "num_epochs": 6,
     "max_steps_per_epoch": 40,
     "lr_schedule_milestones": [],
     "evaluate_workers": False,
