@@ -61,6 +61,11 @@ METHODS: dict[str, Values] = {
     },
     "CHOCO, sign": {"optimizer": "choco", **_SLOW},
     "PowerGossip, 8 iterations": {**_POWER, **_SLOW},
+    "PowerGossip, 8 iterations, random directions": {
+        **_POWER,
+        "optimizer_warm_start": False,
+        **_SLOW,
+    },
     "PowerGossip, exact diffusion": {**_POWER, "learning": "exact-diffusion", **_SLOW},
     "push-sum": {"optimizer": "push-sum", **_SLOW},
     "push-sum, running sums": {"optimizer": "push-sum", "optimizer_running_sums": True, **_SLOW},

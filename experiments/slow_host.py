@@ -101,9 +101,7 @@ def _report(rows: Mapping[Case, "DataFrame"], values: Values, rate: str, folder:
         "final perplexity",
         "computing a gradient",
     ]
-    panels = {
-        method: {policy: curves[method, policy] for policy in POLICIES} for method in METHODS
-    }
+    panels = {method: {policy: curves[method, policy] for policy in POLICIES} for method in METHODS}
     figures.curves(
         panels,
         folder / "figure.svg",

@@ -56,7 +56,7 @@ class _Incoming:
     def add(self, part: np.ndarray) -> np.ndarray | None:
         """The present message with its header, if this is its last part."""
         if not self.received:
-            self.missing = _HEADER.size + _HEADER.unpack_from(part)[-1]
+            self.missing = _HEADER.size + _HEADER.unpack_from(part.data)[-1]
         self.received.append(part)
         self.missing -= part.nbytes
         assert self.missing >= 0
@@ -123,7 +123,7 @@ class Wire:
             return
         body = octets(payload)
         memory = np.empty(_HEADER.size + body.numel(), dtype=np.uint8)
-        _HEADER.pack_into(memory, 0, kind, i, j, k, body.numel())
+        _HEADER.pack_into(memory.data, 0, kind, i, j, k, body.numel())
         memory[_HEADER.size :] = body.numpy()
         communicator, rank = self._places[process]
         for start in range(0, memory.nbytes, self.longest):
@@ -190,7 +190,7 @@ class Wire:
             while incoming.parts and incoming.parts[0][0].Test():
                 whole = incoming.add(incoming.parts.popleft()[1])
                 if whole is not None:
-                    kind, i, j, k, _ = _HEADER.unpack_from(whole)
+                    kind, i, j, k, _ = _HEADER.unpack_from(whole.data)
                     payload = torch.from_numpy(whole[_HEADER.size :])
                     arrived.append(Envelope(process, kind, i, j, k, payload))
         except self._mpi.Exception as error:
