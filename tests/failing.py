@@ -67,9 +67,7 @@ def events() -> list[dict[str, Any]]:
         event = {"process": int(key), "point": "step", "count": step, "signal": "SIGSTOP"}
         listed.append(event | {"seconds": seconds})
     if "save" in plan:
-        listed.append(
-            {"process": plan["save"], "point": "save", "count": 2, "signal": "SIGKILL"}
-        )
+        listed.append({"process": plan["save"], "point": "save", "count": 2, "signal": "SIGKILL"})
     return [event for event in listed if str(event["process"]) == process]
 
 

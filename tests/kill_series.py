@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +172,7 @@ def death(
     neighbors = {(victim - 1) % n, (victim + 1) % n} - set(killed)
     for worker in sorted(neighbors):
         times = finished(entries, worker)
-        gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+        gaps = [b - a for a, b in pairwise(times)]
         around = [gap for gap, end in zip(gaps, times[1:], strict=True) if 0 < end - last < 5]
         if around:
             lost = max(lost, max(around) - statistics.median(gaps))
@@ -189,7 +190,7 @@ def rate(times: Sequence[float]) -> float:
 def stop(entries: Sequence[Entry], victim: int, series: Series) -> dict[str, Any]:
     """The longest time between two steps of another worker while one is stopped, in seconds."""
     own = finished(entries, victim)
-    gaps = [b - a for a, b in zip(own, own[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(own)]
     longest = max(gaps)
     begin = own[gaps.index(longest)]
     end, others, steps = begin + longest, 0.0, []
@@ -199,7 +200,7 @@ def stop(entries: Sequence[Entry], victim: int, series: Series) -> dict[str, Any
             continue
         # Time between steps that lies within the stop, with the first one after it began.
         inside = [t for t in times if t <= end]
-        pairs = zip(inside, inside[1:], strict=False)
+        pairs = pairwise(inside)
         others = max([others, *(b - a for a, b in pairs if b > begin)])
         steps.append(sum(begin < t < end for t in times))
     return {
