@@ -58,6 +58,7 @@ def run(case: Case) -> str:
         stack.callback(ended.show_on_fault)
         outcome = ended.check()
         if outcome == "rejected":
+            ended.right = True
             return outcome
         if outcome == "complete":
             _check_rows(case, ended, case.train["num_epochs"])

@@ -263,6 +263,16 @@ def test_parts_are_sent_before_they_are_applied_whatever_the_clocks_say():
         order.merged([second], lost=[])
 
 
+def test_a_worker_that_is_lost_before_its_first_event_was_there_at_the_start():
+    of_other = [Entry(0.1, "start", 0, 1, 0), Entry(0.2, "learn", 0, 1, 1)]
+    found = order.merged([of_other], lost=[1])
+    assert [(entry.worker, entry.kind) for entry in found] == [
+        (1, "die"),
+        (0, "start"),
+        (0, "learn"),
+    ]
+
+
 def test_the_next_writer_adds_the_rows_that_are_missing(tmp_path):
     config = OmegaConf.create({"overwrite": False, "tensorboard": False})
     values = {"value": 1.0, "epoch": 1, "bits": 2, "messages": 3, "seconds": 4.0}

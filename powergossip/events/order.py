@@ -76,8 +76,8 @@ def merged(parts: Sequence[Sequence[Entry]], lost: Iterable[int]) -> list[Entry]
     """The events of all workers in one order, from those of each process in its own.
 
     A part is sent before it is applied, and otherwise earlier times come first: the clocks of
-    processes may differ. A lost worker dies after its last event. Raises ValueError where a part is
-    applied that none has sent.
+    processes may differ. A lost worker dies after its last event, or before all others if it has
+    none. Raises ValueError where a part is applied that none has sent.
     """
     sent: Counter[tuple[int, int, int]] = Counter()  # i, j, k → sent, not applied
 
@@ -85,10 +85,11 @@ def merged(parts: Sequence[Sequence[Entry]], lost: Iterable[int]) -> list[Entry]
         key = entry.neighbor, entry.worker, entry.counter
         return entry.kind not in ("apply", "skip") or sent[key] > 0
 
+    lost = set(lost)
     last = {entry.worker: entry for part in parts for entry in part}
     deaths = {id(last[worker]): worker for worker in lost if worker in last}
     queues = [deque(part) for part in parts]
-    found: list[Entry] = []
+    found = [Entry(0.0, "die", worker, -1, -1) for worker in sorted(lost - set(last))]
     while any(queues):
         ready = [queue for queue in queues if queue and is_next(queue[0])]
         if not ready:
