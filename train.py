@@ -320,13 +320,20 @@ def _train(settings: Any, comm: Processes, name: str | None, folder: Path | None
         global _output
         _output = output.take_over(place, settings, rows)
 
+    def report() -> None:
+        global _output
+        if _output is not None:
+            _report(_output.folder, settings.log_verbosity, trainer.metric)
+            _output.close(COMPLETE)
+        _output = None
+
     def metrics_offset() -> int:
         if _output is None:
             return metrics.complete_bytes(place / metrics.FILE)
         return _output.rows.synced_offset()
 
     trainer = Trainer(settings, comm, replace(_hooks(), take_over=take_over), resume_from=folder)
-    comm, ending = trainer.processes, COMPLETE
+    comm, ending = trainer.processes, None
     try:
         with comm.agreed():
             trainer.check_resumption()
@@ -340,9 +347,7 @@ def _train(settings: Any, comm: Processes, name: str | None, folder: Path | None
             log_info(trainer.facts())
             _print_start(trainer, folder)
         trainer.train(Checkpoints(place, comm), metrics_offset, lost_rows)
-        with trainer.last():
-            if _output is not None:
-                _report(_output.folder, settings.log_verbosity, trainer.metric)
+        trainer.finish(report)
     except BaseException as error:
         ending = type(error).__name__
         raise

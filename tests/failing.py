@@ -194,7 +194,7 @@ checkpoints.Checkpoints._publish = before(  # type: ignore[method-assign]
 )
 MetricsLog.write = with_rows(MetricsLog.write)  # type: ignore[method-assign]
 Trainer.__init__ = with_making(Trainer.__init__)  # type: ignore[method-assign]
-Trainer.last = before("end", Trainer.last)  # type: ignore[method-assign]
+Trainer.finish = before("end", Trainer.finish)  # type: ignore[method-assign]
 
 if "dump" in plan:
     faulthandler.dump_traceback_later(plan["dump"], file=open(log, "a"))  # noqa: SIM115

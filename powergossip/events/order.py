@@ -52,6 +52,14 @@ def write(path: Path, entries: Iterable[Entry]) -> None:
             file.write(json.dumps(dict(zip(_KEYS, entry, strict=True))) + "\n")
 
 
+def write_whole(path: Path, entries: Iterable[Entry]) -> None:
+    """Write a file of events, which is there with all of them or not at all."""
+    part = path.with_name(f"{path.name}.part")
+    part.unlink(missing_ok=True)
+    write(part, entries)
+    part.replace(path)
+
+
 def read(path: Path) -> list[Entry]:
     """Read a file of events, without an incomplete last line.
 

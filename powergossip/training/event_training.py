@@ -139,8 +139,10 @@ class EventTraining:
             homes = self.clock.links.homes
             folder = self._order_file.parent
             files = [folder / _order_of(process) for process in sorted(set(homes.values()))]
-            parts = [order.read(file) for file in files if file.exists()]
-            order.write(self._order_file, order.merged(parts, set(homes) - set(self.everybody())))
+            if not self._order_file.exists():  # or else by a process that was lost
+                parts = [order.read(file) for file in files if file.exists()]
+                lost = set(homes) - set(self.everybody())
+                order.write_whole(self._order_file, order.merged(parts, lost))
             for file in files:
                 file.unlink(missing_ok=True)
 

@@ -36,7 +36,7 @@ from powergossip.training.event_training import (
 )
 from powergossip.training.first_batch import check_first_batch, check_sizes
 from powergossip.training.gradients import Gradients
-from powergossip.training.linked import LinkedNetwork, last, make_links
+from powergossip.training.linked import LinkedNetwork, finish, make_links
 from powergossip.training.local_optimizers import learning_rate
 from powergossip.training.measurements import Hooks, Rows
 from powergossip.training.methods import check_method, make_averaging, make_method
@@ -204,13 +204,19 @@ class Trainer:
         if self._events is not None and self.config.record_order:
             self._events.record_order(folder)
 
-    @contextmanager
-    def last(self) -> Iterator[None]:
-        """A last block after `train`, such as a figure that one process draws."""
-        with last(self.links):
-            if self._events is not None and self.processes.rank == 0:
+    def finish(self, action: Callable[[], None] = lambda: None) -> None:
+        """After `train`: call a last action, such as a figure, in one process, and wait for it.
+
+        If that process is lost meanwhile, the next one calls it.
+        """
+
+        def last() -> None:
+            self.rows.take_over()
+            if self._events is not None:
                 self._events.merge_order()
-            yield
+            action()
+
+        finish(self.links, self.processes, last)
 
     # --- Construction ---
 
