@@ -568,14 +568,16 @@ class Trainer:
         """Write a checkpoint. Returns whether there was a place for it."""
         if checkpoints is None:
             return False
-        with self.clock("checkpoint"):
-            self.rows.take_over()
-            counts = self.processes.rank == 0 or self.processes.can_be_lost
-            facts = {
+
+        def facts() -> dict[str, Any]:
+            self.rows.take_over()  # all rows until now are there
+            return {
                 "config": OmegaConf.to_container(self.config),
                 "steps_per_epoch": self.steps_per_epoch,
-                "metrics_bytes": metrics_offset() if counts else 0,
+                "metrics_bytes": metrics_offset(),
             }
+
+        with self.clock("checkpoint"):
             now = self.state_dict(position)
             checkpoints.save(self.step, self.network.workers, now, facts, score)
         return True
