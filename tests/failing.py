@@ -7,6 +7,7 @@ PLAN is JSON with these keys, all of them optional:
     events  # a list of {process, point, count, signal, after, seconds, launcher}
     pace    # process → seconds that each of its steps takes longer
     files   # process → the largest size of a file that it can write, in bytes
+    report  # false: no figure and no table at the end
     log     # path: each process appends its events to PATH-PROCESS, as they happen
     dump    # seconds after which a process writes its stacks to PATH-PROCESS
 
@@ -196,6 +197,8 @@ MetricsLog.write = with_rows(MetricsLog.write)  # type: ignore[method-assign]
 Trainer.__init__ = with_making(Trainer.__init__)  # type: ignore[method-assign]
 Trainer.finish = before("end", Trainer.finish)  # type: ignore[method-assign]
 
+if not plan.get("report", True):
+    train._report = lambda *_: None  # type: ignore[assignment]
 if "dump" in plan:
     faulthandler.dump_traceback_later(plan["dump"], file=open(log, "a"))  # noqa: SIM115
 if process in plan.get("files", {}):

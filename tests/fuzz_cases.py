@@ -241,7 +241,7 @@ _TIMEOUTS = (2.5, 20.0)  # values of worker_timeout, in seconds
 
 
 def _processes(d: _Draws) -> Case:
-    size, hosted = d.integer(2, 6), d.one_of(1, 1, 1, 2)
+    size, hosted = d.one_of(2, 3, 3, 4, 4, 5, 6), d.one_of(1, 1, 1, 2)
     n, epochs, batch = size * hosted, d.integer(2, 4), d.integer(2, 8)
     steps = min(d.integer(3, 12), N_MORE // (n * batch))
     survives = d.chance(0.88)
@@ -271,6 +271,8 @@ def _processes(d: _Draws) -> Case:
     if survives or values["gossip"] != "synchronous":
         values["record_order"] = d.chance(0.6)
     plan: dict[str, Any] = {"events": _failures(d, size, epochs * steps, epochs, values)}
+    if d.chance(0.8):
+        plan["report"] = False  # it takes longer than the rest
     if d.chance(0.4):
         plan["pace"] = {str(p): d.number(0.0, 0.03) for p in range(size) if d.chance(0.5)}
     disk = 0

@@ -283,7 +283,7 @@ def _check_resume(case: Case, ended: _Ended, outcome: str, base: Path) -> None:
     """The same command completes the run, or prolongs one that is complete."""
     epochs = case.train["num_epochs"] + (outcome == "complete")
     changes = {"resume": "auto", "num_epochs": epochs, "record_order": False}
-    again = _Ended(case, {}, ended.folder, base / "again", **changes)
+    again = _Ended(case, {"report": False}, ended.folder, base / "again", **changes)
     try:
         _require(again.code == 0, f"the run resumes, exit code {again.code}")
         _require(again.check() == "complete", "the resumed run is complete")

@@ -68,7 +68,7 @@ def plan_of(series: Series, seed: int) -> dict[str, Any]:
     if series.stop:
         event = {"process": victims[0], "point": "step", "count": 20, "signal": "SIGSTOP"}
         pace = {str(process): SLOWER for process in range(series.processes)}
-        return {"events": [event | {"seconds": series.stop}], "pace": pace}
+        return {"events": [event | {"seconds": series.stop}], "pace": pace, "report": False}
     events = [
         {
             "process": victim,
@@ -79,7 +79,7 @@ def plan_of(series: Series, seed: int) -> dict[str, Any]:
         }
         for victim in victims[: series.kills]
     ]
-    return {"events": events}
+    return {"events": events, "report": False}
 
 
 def run(series: Series, seed: int) -> dict[str, Any]:
