@@ -46,7 +46,7 @@ import train
 from powergossip.errors import BadInput, Stopped
 from powergossip.events.wall_clock import WallClock
 from powergossip.network.wire import Wire
-from powergossip.runs import checkpoints
+from powergossip.runs import checkpoints, configuration
 from powergossip.runs.metrics import MetricsLog
 from powergossip.training.event_training import EventTraining
 from powergossip.training.trainer import Trainer
@@ -205,11 +205,17 @@ if process in plan.get("files", {}):
     most = plan["files"][process]
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
 row: dict[str, Any] = {"process": int(process)}
-try:
-    train.main(["log_verbosity=0", *sys.argv[3:], "--output-dir", sys.argv[2]])
-except (BadInput, Stopped) as error:
-    print(json.dumps(row | {"error": str(error)}), flush=True)
-    raise
+
+
+def main(arguments: list[str]) -> None:
+    try:
+        train.main(["log_verbosity=0", *arguments[2:], "--output-dir", arguments[1]])
+    except (BadInput, Stopped) as error:
+        print(json.dumps(row | {"error": str(error)}), flush=True)
+        raise
+
+
+configuration.run_entry_point(main)
 (trainer,) = found
 for worker, x in zip(trainer.network.workers, trainer.parameters.x, strict=True):
     row |= {"worker": worker, "digest": hashlib.sha256(x.numpy().tobytes()).hexdigest()}

@@ -123,7 +123,7 @@ class Output:
         self._info.pop(ENDING, None)
         self.rows = metrics.MetricsLog(folder / metrics.FILE, fresh=kept == 0)
         self.rows.truncate(kept)
-        (folder / CONFIG_FILE).write_text(OmegaConf.to_yaml(config))
+        write_atomically(folder / CONFIG_FILE, OmegaConf.to_yaml(config))  # or keep that before
 
     def _note_trackers(self) -> None:
         """Add the identity of the run in each tracker to the information."""
@@ -167,9 +167,15 @@ class Output:
 def take_over(
     folder: Path, config: Any, rows: Sequence[tuple[str, Mapping[str, float], Mapping[str, Any]]]
 ) -> Output:
-    """The output of a run whose writer was lost, with those of the latest rows that are missing."""
+    """The output of a run whose writer was lost, with those of the latest rows that are missing.
+
+    Raises CannotWrite.
+    """
     offset = metrics.complete_bytes(folder / metrics.FILE)
-    output = Output(str(folder), config, offset)
+    try:
+        output = Output(str(folder), config, offset)
+    except ValueError as error:
+        raise CannotWrite(str(error)) from error
     with (folder / metrics.FILE).open() as lines:
         written = {_identity(json.loads(line)) for line in lines}
     for name, values, tags in rows:
