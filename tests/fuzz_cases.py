@@ -296,10 +296,12 @@ def _failures(
             "save": d.integer(1, epochs),
             "publish": d.integer(1, epochs),
             "row": d.integer(1, 8 * epochs),
+            "begin": 0,
             "made": 0,
             "end": 1,
         }
         points = ["step"] * 6 + ["message"] * 4 + ["save", "save", "publish", "row", "made", "end"]
+        points += ["begin"] if d.chance(0.3) else []
         point = d.one_of(*points)
         after = d.number(0.001, 0.05) if d.chance(0.3) else 0.0
         event = {"process": process, "point": point, "count": count[point]}

@@ -174,9 +174,10 @@ class _Ended:
             ends_all = event.get("launcher") and event["signal"] != "SIGUSR1"
             codes.add(1 if ends_all else SIGNALS[event["signal"]])
         codes |= {2} if may_be_full else set()
-        begun = self.folder / metrics.FILE
-        if 0 in killed and not (begun.exists() and begun.stat().st_size):
-            codes.add(1)  # the output folder was not ready
+        rows = self.folder / metrics.FILE
+        at_start = 0 in killed or any(e["point"] == "begin" for e in self.happened)
+        if at_start and not (rows.exists() and rows.stat().st_size):
+            codes.add(1)  # before the processes were connected, or the output folder was ready
         if own:
             _require(self.code != 0 or self.ending == output.COMPLETE, "a kill ends the job")
         else:

@@ -8,6 +8,8 @@ import pytest
 from tests import fuzz
 from tests.fuzz_cases import Case, draw, read
 
+FAULTS = Path(__file__).with_name("faults")
+
 
 @pytest.mark.parametrize(
     ("driver", "seeds"),
@@ -26,6 +28,12 @@ def test_random_scenarios_break_no_invariant(driver: str, seeds: range, tmp_path
             kept = fuzz.FOLDER / file.name
             case.write(kept)
             pytest.fail(f"{fault}\npython -m tests.fuzz --case {kept}")
+
+
+@pytest.mark.parametrize("file", sorted(FAULTS.glob("*.yaml")), ids=lambda file: file.stem)
+def test_earlier_faults_are_mended(file: Path) -> None:
+    _, fault = fuzz.outcome(read(file))
+    assert fault is None, f"{fault}\npython -m tests.fuzz --case {file}"
 
 
 def test_a_file_repeats_its_case(tmp_path: Path) -> None:

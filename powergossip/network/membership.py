@@ -142,6 +142,9 @@ class Survivors(Processes):
         self._set_members(gathering.members)
         return gathering.result()
 
+    def check_present(self) -> None:
+        self._peers.advance()
+
     def barrier(self) -> None:
         """Wait for all survivors."""
         self.collect(b"")

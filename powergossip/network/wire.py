@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from powergossip.network import ulfm
+
 _TAG = 1
 _LONGEST = 2**30  # bytes of one MPI message. Longer ones are sent in several
 _HEADER = np.dtype(
     [("kind", "<i4"), ("i", "<i4"), ("j", "<i4"), ("spare", "<i4"), ("k", "<i8"), ("bytes", "<i8")]
 )
-_PROC_FAILED, _PROC_FAILED_PENDING = 75, 76
 
 Payload = bytes | bytearray | memoryview | np.ndarray | Tensor
 
@@ -235,5 +236,5 @@ _kept: list[Any] = []
 
 def _check_class(error: Any) -> None:
     """Raise an error of MPI again unless it is the end of a process."""
-    if error.Get_error_class() not in (_PROC_FAILED, _PROC_FAILED_PENDING):
+    if not ulfm.is_loss(error):
         raise error

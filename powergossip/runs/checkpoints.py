@@ -152,6 +152,7 @@ class Checkpoints:
             best = entry
         sync_folder(self._folder / name)
         index = {"version": _VERSION, "last": entry, "best": best}
+        self._processes.check_present()
         write_atomically(self._folder / _INDEX, json.dumps(index, indent=1), sync=True)
         named = {entry["folder"], best["folder"] if best else name}
         for other in self._folder.iterdir():
