@@ -8,7 +8,8 @@ import pytest
 from tests import fuzz
 from tests.fuzz_cases import Case, draw, read
 
-FAULTS = Path(__file__).with_name("faults")
+FAULTS = sorted(Path(__file__).with_name("faults").glob("*.yaml"))
+FAST = ("interrupted_after_a_loss", "lost_before_the_first_and_after_the_last_step")
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,13 @@ def test_random_scenarios_break_no_invariant(driver: str, seeds: range, tmp_path
             pytest.fail(f"{fault}\npython -m tests.fuzz --case {kept}")
 
 
-@pytest.mark.parametrize("file", sorted(FAULTS.glob("*.yaml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(file, marks=() if file.stem in FAST else pytest.mark.slow, id=file.stem)
+        for file in FAULTS
+    ],
+)
 def test_earlier_faults_are_mended(file: Path) -> None:
     _, fault = fuzz.outcome(read(file))
     assert fault is None, f"{fault}\npython -m tests.fuzz --case {file}"
