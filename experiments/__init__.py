@@ -58,7 +58,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         "accuracy of learning rules on FashionMNIST, fixed shards, Dirichlet, alpha 0.1",
         learning.FASHION_MNIST
         | {"reshuffle_data": False, "decentralized_data_dirichlet_alpha": 0.1},
-        different_data.SOME,
+        different_data.MORE,
     ),
     "different_data_even": different_data.experiment(
         "accuracy of learning rules on FashionMNIST, fixed shards, IID data",

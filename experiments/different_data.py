@@ -230,7 +230,7 @@ METHODS: dict[str, Method] = {
         ),
     )
 }
-# Methods for other partitions and tasks.
+# Methods for other partitions and tasks, by the results on sorted data.
 SOME: tuple[str, ...] = (
     *REFERENCES,
     "plain, quasi-global-momentum",
@@ -238,6 +238,10 @@ SOME: tuple[str, ...] = (
     f"compressed relay, 3 bits, binary-tree, {RELAY}",
     f"{POWER[16]}, k-gt",
     f"{POWER[8]}, quasi-global-momentum",
+)
+MORE: tuple[str, ...] = (
+    *SOME,
+    f"relay, double-binary-tree, {RELAY}",
     f"{POWER[11]}, quasi-global-momentum",
     f"{POWER[22]}, round-robin, quasi-global-momentum",
 )

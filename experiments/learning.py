@@ -42,7 +42,7 @@ _COMMON: Values = {
     "distributed_lr_warmup_epoch": 0.0,
     "evaluation_interval": 100,  # the last epoch only
     "checkpoint_interval": 100,
-    "drop_last": True,  # as when the tables were measured
+    "drop_last": True,  # batches of the same size
 }
 DIGITS: Values = {
     **_COMMON,
@@ -182,18 +182,20 @@ def compared(
 ) -> str:
     """Return the report on the runs of each method, one per seed: a table and a figure.
 
-    The table has a column with the number of seeds if it is not the same for all methods.
+    The table has a column with the number of seeds if it is not the same for all methods, and one
+    with seconds if the runs have several processes: others may share the machine.
     """
     rows = {method: [results(run) for run in of_seeds] for method, of_seeds in runs.items()}
     settings = {method: of_seeds[0].values for method, of_seeds in runs.items()}
     _figure(rows, measure, folder / "figure.svg")
-    table = _table(rows, settings, measure)
+    timed = all(run.processes > 1 for of_seeds in runs.values() for run in of_seeds)
+    table = _table(rows, settings, measure, timed)
     numbers = {len(of_seeds) for of_seeds in runs.values()}
     seeds = count(max(numbers), "seed") if len(numbers) == 1 else "the seeds"
     above = (
         f"{sentence_case(title)}.\n\nMean ± standard deviation of {seeds}; "
-        f"{note} The time is that of a run with evaluation. MB sent are those of one worker in a "
-        "run."
+        f"{note} MB sent are those of one worker in a run."
+        + (" The time is that of a run with evaluation." if timed else "")
     )
     return f"{above}\n\n{table}\n\n![{measure} against megabytes](figure.svg)\n"
 
@@ -211,7 +213,10 @@ def score(rows: "DataFrame", measure: str, split: str) -> float:
 
 
 def _table(
-    rows: Mapping[str, list["DataFrame"]], settings: Mapping[str, Mapping[str, Any]], measure: str
+    rows: Mapping[str, list["DataFrame"]],
+    settings: Mapping[str, Mapping[str, Any]],
+    measure: str,
+    timed: bool,
 ) -> str:
     """A Markdown table: mean ± standard deviation over the seeds."""
     percent = 100 if measure == "accuracy" else 1
@@ -224,7 +229,7 @@ def _table(
         "worst worker",
         "MB sent per worker",
         "less than D-PSGD",
-        "seconds",
+        *(["seconds"] if timed else []),
         "learning rate",
         "γ",
         *(["seeds"] if counted else []),
@@ -253,7 +258,7 @@ def _table(
                 f"{spread(worst)}{unit}",
                 f"{bits / 8e6:.1f}",
                 f"{plain / bits:.1f}×",
-                f"{seconds:.0f}",
+                *([f"{seconds:.0f}"] if timed else []),
                 _learning_rate(setting),
                 str(gamma),
                 *([str(len(of_seeds))] if counted else []),

@@ -144,7 +144,7 @@ def test_methods_go_on_with_another_number_of_workers(
 
 
 def invariants(trainer: Trainer, case: dict[str, Any]) -> None:
-    """Of the method, after a step."""
+    """Check the invariants of the method after a step."""
     algorithm = trainer.rule.state_dict()
     averaging = algorithm.get("averaging", {})
     sums = {name: mean(algorithm[name]) for name in ("c", "d", "v", "y") if name in algorithm}

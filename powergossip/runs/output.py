@@ -185,7 +185,7 @@ def take_over(
 
 
 def _identity(row: Mapping[str, Any]) -> str:
-    """What a row measures, without its values."""
+    """The name and the tags of a row, as text."""
     values = set(metrics.COLUMNS) - {"name", "epoch"}
     return json.dumps({key: value for key, value in row.items() if key not in values})
 
