@@ -198,7 +198,7 @@ Trainer.__init__ = with_making(Trainer.__init__)  # type: ignore[method-assign]
 Trainer.finish = before("end", Trainer.finish)  # type: ignore[method-assign]
 
 if not plan.get("report", True):
-    train._report = lambda *_: None  # type: ignore[assignment]
+    train._report = lambda *_: None
 if "dump" in plan:
     faulthandler.dump_traceback_later(plan["dump"], file=open(log, "a"))  # noqa: SIM115
 if process in plan.get("files", {}):

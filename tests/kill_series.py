@@ -256,14 +256,14 @@ def table(folder: Path) -> str:
     head = ["case", "runs", "hang", "code ≠ 0", "rows missing", "accuracy", "s.d.", "least"]
     head += ["mean − reference", "least − reference", "lost, median s", "lost, most s", "rate"]
     text = markdown(head, lines)
-    stops = [run["stop"] for run in kept(folder, "stop 10 s").values() if "stop" in run]
+    stopped = list(kept(folder, "stop 10 s").values())
+    stops = [run["stop"] for run in stopped if "stop" in run]
     if stops:
-        runs = list(kept(folder, "stop 10 s").values())
         text += (
             f"\n\nStopped for {statistics.median(s['stopped'] for s in stops):.1f} s: the others "
             f"took {min(s['steps meanwhile'] for s in stops)} steps or more meanwhile, at most "
             f"{max(s['longest'] for s in stops):.3f} s apart. A deadline was exceeded by at most "
-            f"{1000 * max(run['overshoot'] for run in runs):.1f} ms. "
+            f"{1000 * max(run.get('overshoot', 0) for run in stopped):.1f} ms. "
             f"{sum(len(set(s['taken'])) == 1 for s in stops)} of {len(stops)} caught up."
         )
     return text
