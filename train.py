@@ -29,7 +29,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from powergossip.errors import BadInput
+from powergossip.errors import BadInput, CannotWrite
 from powergossip.network import Processes, processes, torch_kept
 from powergossip.runs import configuration, figures, metrics, output, tables
 from powergossip.runs.checkpoints import Checkpoints
@@ -425,7 +425,10 @@ def _report(folder: Path, verbosity: int, metric: str) -> None:
             print(f"complete; no rows in {folder / metrics.FILE}, since log_metric was replaced")
     else:
         figure = folder / FIGURE
-        figures.figure(rows, figure, metric)
+        try:
+            figures.figure(rows, figure, metric)
+        except OSError as error:
+            raise CannotWrite(f"{figure}: {error.strerror or error}; rows are kept") from error
         print(f"\n{tables.summary(rows)}\n\nrows: {folder / metrics.FILE}\nfigure: {figure}")
 
 

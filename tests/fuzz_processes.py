@@ -286,6 +286,8 @@ def _check_resume(case: Case, ended: _Ended, outcome: str, base: Path) -> None:
     changes = {"resume": "auto", "num_epochs": epochs, "record_order": False}
     again = _Ended(case, {"report": False}, ended.folder, base / "again", **changes)
     try:
+        if outcome != "complete" and again.code == 2 and again.check() == "rejected":
+            return  # the first run had failed before the method was checked
         _require(again.code == 0, f"the run resumes, exit code {again.code}")
         _require(again.check() == "complete", "the resumed run is complete")
         there = {row["process"] for row in again.rows}

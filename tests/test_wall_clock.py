@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 import train
 from powergossip.checks import BadValue
+from powergossip.errors import CannotWrite
 from powergossip.events import order, wall_clock
 from powergossip.events.order import Entry
 from powergossip.events.worker import Message
@@ -217,6 +218,16 @@ def test_a_run_without_lost_workers_resumes_with_replacements_and_can_be_evaluat
     assert number_of_workers(folder, again=(2, 3)) == [4, 3, 4, 4, 3, 3]
 
 
+@pytest.mark.slow
+def test_a_run_that_is_complete_with_lost_workers_stays_complete(tmp_path):
+    folder = tmp_path / "run"
+    failing({"kill": {"2": 5}}, folder, num_epochs=2)
+    before = (folder / metrics.FILE).read_bytes()
+    failing({}, folder, num_epochs=2, resume=True)
+    assert number_of_workers(folder) == [4, 3]
+    assert (folder / metrics.FILE).read_bytes() == before
+
+
 def evaluated(folder: Path, **values: Any) -> Any:
     """The rows of an evaluation of the last checkpoint in one process."""
     found: list[dict[str, Any]] = []
@@ -270,6 +281,11 @@ def test_a_worker_that_is_lost_before_its_first_event_was_there_at_the_start():
         (0, "start"),
         (0, "learn"),
     ]
+
+
+def test_a_full_disk_under_the_order_of_events_is_a_sentence():
+    with pytest.raises(CannotWrite, match="/dev/full"):
+        order.write(Path("/dev/full"), [Entry(0.0, "begin", 0, -1, -1)])
 
 
 def test_the_next_writer_adds_the_rows_that_are_missing(tmp_path):

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from powergossip.checks import BadValue
+from powergossip.errors import CannotWrite
 from powergossip.events.members import View, union
 from powergossip.events.worker import Message, Worker, packed, unpacked
 
@@ -46,10 +47,13 @@ _KEYS = ("time", "kind", "worker", "neighbor", "counter")
 
 
 def write(path: Path, entries: Iterable[Entry]) -> None:
-    """Append events to a file."""
-    with path.open("a") as file:
-        for entry in entries:
-            file.write(json.dumps(dict(zip(_KEYS, entry, strict=True))) + "\n")
+    """Append events to a file. Raises CannotWrite."""
+    try:
+        with path.open("a") as file:
+            for entry in entries:
+                file.write(json.dumps(dict(zip(_KEYS, entry, strict=True))) + "\n")
+    except OSError as error:
+        raise CannotWrite(f"the order of events {path}: {error.strerror or error}") from error
 
 
 def write_whole(path: Path, entries: Iterable[Entry]) -> None:

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from powergossip.checks import BadValue
-from powergossip.errors import Stopped
+from powergossip.errors import CannotWrite
 from powergossip.runs import checkpoints, metrics
 from powergossip.runs.files import write_atomically
 from powergossip.runs.trackers import Resumed, Trackers
@@ -45,12 +45,6 @@ def plain_copy(config: DictConfig) -> Any:
     except OmegaConfBaseException as error:  # a reference such as ${seed} to an unknown key
         raise ValueError(str(error).replace("\n    full_key", ", key").splitlines()[0]) from error
     return OmegaConf.create(values)
-
-
-class CannotWrite(Stopped):
-    """A file in the output folder cannot be written."""
-
-    exit_code = 2
 
 
 class Output:
