@@ -10,6 +10,9 @@ PLAN is JSON with these keys, all of them optional:
     report  # false: no figure and no table at the end
     log     # path: each process appends its events to PATH-PROCESS, as they happen
     dump    # seconds after which a process writes its stacks to PATH-PROCESS
+    wait    # steps in whose gradients processes wait for replacements
+    again   # the first replacement kills itself in the gradient with this count, from 1
+    early   # true: replacements kill themselves before they join
 
 At a point, a process sends itself a signal, or with `launcher` mpirun, `after` seconds later. With
 SIGSTOP it continues after `seconds`. Points, of which `count` is the one with that index:
@@ -45,6 +48,7 @@ from typing import Any
 import train
 from powergossip.errors import BadInput, Stopped
 from powergossip.events.wall_clock import WallClock
+from powergossip.network import newcomer
 from powergossip.network.wire import Wire
 from powergossip.runs import checkpoints, configuration
 from powergossip.runs.metrics import MetricsLog
@@ -52,7 +56,8 @@ from powergossip.training.event_training import EventTraining
 from powergossip.training.trainer import Trainer
 
 plan: dict[str, Any] = json.loads(sys.argv[1])
-process = os.environ.get("OMPI_COMM_WORLD_RANK", "0")
+is_new = newcomer.INVITATION in os.environ
+process = "new" if is_new else os.environ.get("OMPI_COMM_WORLD_RANK", "0")
 log = f"{plan['log']}-{process}" if "log" in plan else os.devnull
 found: list[Trainer] = []
 counts: Counter[str] = Counter()
@@ -117,6 +122,18 @@ def before(point: str, function: Any, first: int = 1) -> Any:
     return call
 
 
+waited: dict[int, bool] = {}
+taken: list[int] = []  # steps of gradients
+
+
+def wait_for_replacements(run: Trainer) -> None:
+    """Wait until those that were started are ready. Other processes need the cores meanwhile."""
+    links, end = run.links, time.monotonic() + 60
+    assert links is not None
+    while links.has_summoned and not links.settled and time.monotonic() < end:
+        time.sleep(0.05)
+
+
 def with_steps(compute: Any) -> Any:
     last = [time.monotonic()]
 
@@ -126,6 +143,14 @@ def with_steps(compute: Any) -> Any:
         last[0] = time.monotonic()
         if worker == self.present[0]:
             step(steps)
+        taken.append(steps)
+        first_new = is_new and found[0].links is not None and found[0].links.process == 4
+        if first_new and len(taken) == plan.get("again"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if steps in plan.get("wait", ()) and not waited.get(steps):
+            wait_for_replacements(found[0])
+            waited[steps] = True
+            last[0] = time.monotonic()
         if own:
             last[0] = time.monotonic()
         compute(self, worker, steps)
@@ -204,7 +229,9 @@ if "dump" in plan:
 if process in plan.get("files", {}):
     most = plan["files"][process]
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
-row: dict[str, Any] = {"process": int(process)}
+if is_new and plan.get("early"):
+    os.kill(os.getpid(), signal.SIGKILL)
+row: dict[str, Any] = {"process": 4 if is_new else int(process)}
 
 
 def main(arguments: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from omegaconf import OmegaConf
 import train
 from powergossip.checks import BadValue
 from powergossip.errors import CannotWrite
-from powergossip.events import order, wall_clock
+from powergossip.events import order, packing, wall_clock
 from powergossip.events.order import Entry
 from powergossip.events.worker import Message
 from powergossip.network import Processes, processes
@@ -25,6 +26,7 @@ from tests import launch
 from tests.test_train import trained
 
 ULFM = ("--with-ft", "ulfm")
+ULFM_REPLACING = (*ULFM, "--prtemca", "state_base_recoverable", "1")
 TINY: dict[str, Any] = {
     "task_architecture": "MLP",
     "n_workers": 4,
@@ -92,7 +94,7 @@ def test_the_order_of_late_exchanges_can_be_replayed(method, gossip, with_ulfm, 
     values = {**TINY, **METHODS[method], "gossip": gossip, "record_order": True}
     config = OmegaConf.merge(OmegaConf.structured(train.Config), values)
     run = Trainer(checked(config, processes()), processes())  # type: ignore[arg-type]
-    run.record_order(folder)
+    run.begin_in(folder)
     run.train()
     run.finish()
     assert processes().sum(run.network.messages.sum()) > 0
@@ -108,7 +110,13 @@ def test_the_order_of_late_exchanges_can_be_replayed(method, gossip, with_ulfm, 
 
 
 def failing(
-    plan: dict[str, Any], folder: Path, *, size: int = 4, code: int = 0, **changes: Any
+    plan: dict[str, Any],
+    folder: Path,
+    *,
+    size: int = 4,
+    code: int = 0,
+    options: Sequence[str] = ULFM,
+    **changes: Any,
 ) -> list[dict[str, Any]]:
     """The rows of tests/failing.py, which is started under mpirun."""
     values = {**TINY, **SURVIVING, **changes}
@@ -119,7 +127,7 @@ def failing(
         folder,
         *words,
         processes=size,
-        options=ULFM,
+        options=options,
         timeout=100,
     )
     assert ended.returncode == code, ended.stdout + ended.stderr
@@ -252,15 +260,15 @@ def evaluated(folder: Path, **values: Any) -> Any:
 def test_messages_keep_their_bits(dtype, view):
     part = torch.arange(5).to(dtype)
     message = Message(7, 300, view or (0, 0, 0), part)
-    payload = wall_clock.packed(message, view is not None)
-    found = wall_clock.unpacked(7, payload, part, (0, 0, 0), view is not None)
+    payload = packing.packed(message, view is not None)
+    found = packing.unpacked(7, payload, part, (0, 0, 0), view is not None)
     assert (found.k, found.incarnation, found.view) == (7, 300, message.view)
     assert found.part is not None
     assert torch.equal(found.part, part)
     assert found.part.dtype == dtype
     if view is not None:
-        of_view = payload.numel() - wall_clock.packed(message, False).numel()
-        assert 8 * (of_view - 1) == wall_clock.bits_of_view(view)
+        of_view = payload.numel() - packing.packed(message, False).numel()
+        assert 8 * (of_view - 1) == packing.bits_of_view(view)
 
 
 def test_parts_are_sent_before_they_are_applied_whatever_the_clocks_say():
@@ -308,6 +316,7 @@ def test_the_next_writer_adds_the_rows_that_are_missing(tmp_path):
     [
         ({"on_worker_loss": "retry"}, "on_worker_loss"),
         ({"on_worker_loss": "continue"}, "on_worker_loss"),  # a single process
+        ({"on_worker_loss": "replace"}, "on_worker_loss"),
         ({"on_worker_loss": "continue", "scenario": {}}, "on_worker_loss"),
         ({"worker_timeout": 0}, "worker_timeout"),
         ({"record_order": True}, "record_order"),

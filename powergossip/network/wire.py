@@ -159,7 +159,7 @@ class Wire:
             try:
                 message = communicator.Improbe(MPI.ANY_SOURCE, _TAG, status)
             except MPI.Exception as error:
-                _check_class(error)
+                check_loss(error)
                 self._find_lost(communicator, processes)
                 continue
             if message is None:
@@ -210,7 +210,7 @@ class Wire:
             self._lose(process, error)
 
     def _lose(self, process: int, error: Any) -> None:
-        _check_class(error)
+        check_loss(error)
         self._end(process)
 
     def _end(self, process: int) -> None:
@@ -234,7 +234,7 @@ class Wire:
 _kept: list[Any] = []
 
 
-def _check_class(error: Any) -> None:
+def check_loss(error: Any) -> None:
     """Raise an error of MPI again unless it is the end of a process."""
     if not ulfm.is_loss(error):
         raise error

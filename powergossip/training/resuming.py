@@ -163,6 +163,32 @@ def load_checkpoint(
     return Resumed(state, facts["metrics_bytes"], saved_workers)
 
 
+def check_rest(config: Any, step: int, place: tuple[int, int], workers_before: int) -> None:
+    """Raise ValueError if a resumed run already has more than num_epochs epochs, or if its order of
+    events would be incomplete.
+
+    step            # completed
+    place           # epoch, step in it
+    workers_before  # their number in the checkpoint. With another number, the run must have fewer
+                    # epochs than num_epochs: its checkpoint remains otherwise
+    """
+    if step and config.record_order:
+        raise ValueError(
+            "record_order=true: use false for a resumed run, whose first events are not known"
+        )
+    epoch, step_in_epoch = place
+    if epoch >= config.num_epochs and workers_before != config.n_workers:
+        raise ValueError(
+            f"n_workers={config.n_workers}: use {workers_before}, or a larger "
+            f"num_epochs; the run was complete after {epoch} epochs"
+        )
+    if place > (config.num_epochs, 0):
+        begun = epoch + (step_in_epoch > 0)
+        raise ValueError(
+            f"num_epochs={config.num_epochs}: use {begun} or more; the run already has {step} steps"
+        )
+
+
 def _check_evaluated_alone(folder: Path, config: Any, processes: Processes, left: int) -> None:
     """Raise ValueError unless a checkpoint with lost workers is evaluated in one process."""
     if not config.evaluate_only:
