@@ -123,11 +123,11 @@ def merged(parts: Sequence[Sequence[Entry]], lost: Iterable[int]) -> list[Entry]
 
     lost = set(lost)
     deaths = _deaths(parts, lost)
-    first: dict[int, str] = {}  # worker → kind of its first event
+    opening: dict[int, str] = {}  # worker → kind of its first event
     for part in parts:
         for entry in part:
-            first.setdefault(entry.worker, entry.kind)
-    silent = (lost - set(first)) | {worker for worker, kind in first.items() if kind == "join"}
+            opening.setdefault(entry.worker, entry.kind)
+    silent = (lost - set(opening)) | {w for w, kind in opening.items() if kind == "join"}
     found = [Entry(0.0, "die", worker, -1, -1) for worker in sorted(silent)]
     while any(queues):
         ready = [queue for queue in queues if queue and is_next(queue[0])]
