@@ -6,7 +6,7 @@ SHELL := bash
 	clean
 
 # processes of `make train`, and what is handed on to it:  make train NP=4 ARGS="topology=torus seed=2"
-# FT=1: the run may go on without processes that it loses
+# FT=1: the run may go on without processes that it loses. FT=replace: new ones take their place
 NP ?= 8
 ARGS ?=
 FT ?=
@@ -18,6 +18,7 @@ SECONDS ?= 60
 # port of `make docs-serve`
 PORT ?= 8000
 
+survive = --with-ft ulfm $(if $(filter replace,$(FT)),--prtemca state_base_recoverable 1)
 activate := source .venv/bin/activate
 
 # Tests: first all for one process, on all cores; then those for several, under one mpirun each.
@@ -48,9 +49,9 @@ help: ## this list
 setup: ## make .venv, once
 	@bash environment/setup.sh
 
-train: setup ## train with eight MPI processes; NP=4, ARGS="key=value …", FT=1 without lost ones
-	@$(activate) && mpirun -np $(NP) $(if $(FT),--with-ft ulfm) python train.py \
-		$(if $(FT),on_worker_loss=continue) $(ARGS)
+train: setup ## train with eight MPI processes; NP=4, ARGS="key=value …", FT=1 or replace: survive losses
+	@$(activate) && mpirun -np $(NP) $(if $(FT),$(survive)) python train.py \
+		$(if $(FT),on_worker_loss=$(if $(filter replace,$(FT)),replace,continue)) $(ARGS)
 
 test: setup ## the tests, in minutes: laws, programs, and 2, 4 and 8 MPI processes
 	@$(call run_tests,parallel[match] and not slow)
@@ -62,7 +63,7 @@ test-all: process_counts += 3
 test-all: setup trackers ## all tests, also every case of the long tables: before a release
 	@$(call run_tests,parallel[match])
 
-fuzz: setup ## random deaths, joins, delays and losses against invariants; SECONDS=600
+fuzz: setup ## random failures, on the virtual clock and in processes; SECONDS=600
 	@$(activate) && export OMP_NUM_THREADS=1 && python -m tests.fuzz --seconds $(SECONDS)
 
 trackers: setup ## Weights & Biases and MLflow: test-all leaves their tests out without them

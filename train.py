@@ -22,21 +22,23 @@ Its checkpoints can be evaluated again, which changes nothing in the folder:
     python train.py --output-dir output/mine evaluate_only=true checkpoint=best
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
-from powergossip.errors import BadInput
+from powergossip.errors import BadInput, CannotWrite
 from powergossip.network import Processes, processes, torch_kept
 from powergossip.runs import configuration, figures, metrics, output, tables
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.output import COMPLETE, FIGURE, Output, run_to_resume
 from powergossip.training import elastic
-from powergossip.training.linked import check_begun
+from powergossip.training.linked import Newcomer, check_begun, newcomer
 from powergossip.training.measurements import Diverged, Hooks, Row
+from powergossip.training.resuming import check_rest
 from powergossip.training.settings import checked, defaults_of_tasks
 from powergossip.training.trainer import Trainer
 
@@ -145,7 +147,8 @@ class Config:
     max_delay: int | None = None  # of bounded (1). With exact-diffusion, also the delay that
     #   asynchronous exchanges are expected to have
     on_worker_loss: str = "end"  # of the run. continue: without the workers of a process that has
-    #   ended or is silent. For mpirun --with-ft ulfm (docs/when-workers-fail.md)
+    #   ended or is silent. replace: a new process takes its place. Both for mpirun --with-ft ulfm
+    #   (docs/when-workers-fail.md)
     worker_timeout: float = 30.0  # seconds of silence after which a process counts as lost
     record_order: bool = False  # write the order of events to order.jsonl, which a scenario can
     #   replay. For exchanges that may be late
@@ -288,6 +291,10 @@ def main(arguments: list[str] | None = None) -> None:
             asked, name, explicit = _read(arguments)
         except (ValueError, OSError) as error:
             wrong = error  # for all processes, when they are connected
+        joining = newcomer()
+        if joining is not None:
+            _train_as_replacement(joining)
+            return
         comm = processes(
             asked.distributed_backend,
             asked.distributed_init_file,
@@ -313,36 +320,65 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _train(settings: Any, comm: Processes, name: str | None, folder: Path | None) -> None:
     """Train a run in the output folder `name`, or resume the one in `folder`."""
-    global _output
-    place = Path()
-
-    def take_over(rows: Sequence[Row]) -> None:
+    place: list[Path] = []
+    trainer = Trainer(settings, comm, _hooks_of_run(settings, place), resume_from=folder)
+    comm = trainer.processes
+    with _ended(trainer):
         global _output
-        _output = output.take_over(place, settings, rows)
+        with comm.agreed():
+            check_rest(trainer.config, trainer.step, trainer.position[:2], trainer.workers_before)
+            if comm.rank == 0:
+                offset = None if folder is None else trainer.metrics_bytes
+                _output = Output(name, settings, offset, settings.allow_lost_rows)
+        written = None if _output is None else (_output.folder, _output.lost_rows)
+        found, lost_rows = check_begun(comm.broadcast(written))
+        place.append(found)
+        if _output is not None:
+            log_info(trainer.facts())
+            _print_start(trainer, folder)
+        trainer.begin_in(found)
+        _train_the_rest(trainer, found, lost_rows)
+
+
+def _train_as_replacement(joining: Newcomer) -> None:
+    """Join a run in the place of a process that it has lost, and train the rest of it."""
+    with joining.rejected():
+        trainer = Trainer(
+            joining.config,
+            joining.links.group,
+            _hooks_of_run(joining.config, [joining.folder]),
+            links=joining.links,
+        )
+    with _ended(trainer):
+        trainer.begin_in(joining.folder)
+        trainer.join()
+        _train_the_rest(trainer, joining.folder, False)
+
+
+def _train_the_rest(trainer: Trainer, place: Path, save_first: bool) -> None:
+    def report() -> None:
+        global _output
+        if _output is not None:
+            _report(_output.folder, trainer.config.log_verbosity, trainer.metric)
+            _output.close(COMPLETE)
+        _output = None
 
     def metrics_offset() -> int:
         if _output is None:
             return metrics.complete_bytes(place / metrics.FILE)
         return _output.rows.synced_offset()
 
-    trainer = Trainer(settings, comm, replace(_hooks(), take_over=take_over), resume_from=folder)
-    comm, ending = trainer.processes, COMPLETE
+    trainer.train(Checkpoints(place, trainer.processes), metrics_offset, save_first)
+    trainer.finish(report)
+
+
+@contextmanager
+def _ended(trainer: Trainer) -> Iterator[None]:
+    """A block, after which the trainer and the output are closed."""
+    global _output
+    ending = None
     try:
-        with comm.agreed():
-            trainer.check_resumption()
-            if comm.rank == 0:
-                offset = None if folder is None else trainer.metrics_bytes
-                _output = Output(name, settings, offset, settings.allow_lost_rows)
-        written = None if _output is None else (_output.folder, _output.lost_rows)
-        place, lost_rows = check_begun(comm.broadcast(written))
-        trainer.record_order(place)
-        if _output is not None:
-            log_info(trainer.facts())
-            _print_start(trainer, folder)
-        trainer.train(Checkpoints(place, comm), metrics_offset, lost_rows)
-        with trainer.last():
-            if _output is not None:
-                _report(_output.folder, settings.log_verbosity, trainer.metric)
+        yield
     except BaseException as error:
         ending = type(error).__name__
         raise
@@ -351,6 +387,16 @@ def _train(settings: Any, comm: Processes, name: str | None, folder: Path | None
         if _output is not None:
             _output.close(ending)
         _output = None
+
+
+def _hooks_of_run(settings: Any, place: Sequence[Path]) -> Hooks:
+    """The hooks of a run in the folder place[0]. They go on with the output of a lost process."""
+
+    def take_over(rows: Sequence[Row]) -> None:
+        global _output
+        _output = output.take_over(place[0], settings, rows)
+
+    return replace(_hooks(), take_over=take_over)
 
 
 def _evaluate(settings: Any, comm: Processes, folder: Path | None) -> None:
@@ -420,7 +466,10 @@ def _report(folder: Path, verbosity: int, metric: str) -> None:
             print(f"complete; no rows in {folder / metrics.FILE}, since log_metric was replaced")
     else:
         figure = folder / FIGURE
-        figures.figure(rows, figure, metric)
+        try:
+            figures.figure(rows, figure, metric)
+        except OSError as error:
+            raise CannotWrite(f"{figure}: {error.strerror or error}; rows are kept") from error
         print(f"\n{tables.summary(rows)}\n\nrows: {folder / metrics.FILE}\nfigure: {figure}")
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from powergossip.network import joining
 from powergossip.network.links import Links, end_alone
 
 LIMIT = 60  # seconds after which a program that hangs ends
@@ -149,19 +150,29 @@ def join(victim: int) -> None:
     while not chatter.lost:
         chatter.turn(1.0)
     start = time.monotonic()
-    survivors = links.survivors()
-    agreed = time.monotonic() - start
-    joined = links.replace([victim], [__file__, "newcomer", str(victim)])
-    row(process=links.process, joined=joined, agreed=agreed, seconds=time.monotonic() - start)
+    summoned = links.summon([__file__, "newcomer", str(victim)], {"of": "the run"})
+    waited, turns = time.monotonic() - start, 0
+    joined: list[int] = []
+    while not joined:
+        while not links.settled:
+            chatter.turn(0.01)
+            turns += 1
+        joined = links.admit()
+    seconds = time.monotonic() - start
+    row(process=links.process, joined=joined, summoned=summoned, waited=waited, seconds=seconds)
+    assert turns, "the others go on meanwhile"
     chatter.begin(victim)
     after_joining(links, chatter)
-    assert survivors.members == links.survivors().members
 
 
 def newcomer(victim: int) -> None:
-    links = Links.join()
+    invitation = joining.invitation()
+    assert invitation is not None
+    links = Links.join(invitation)
     end_alone(links)
-    assert links.workers == [victim]
+    assert (links.workers, invitation.run) == ([victim], {"of": "the run"})
+    assert (links.group.rank, links.group.size, links.group.gather(1)) == (victim, 4, [1])
+    links.enter()
     after_joining(links, Chatter(links, 100_000))
 
 

@@ -322,7 +322,7 @@ def test_the_diffusion_rate_is_used_and_auto_is_the_best_for_gossip() -> None:
         trained(optimizer="dpsgd", topology="star", optimizer_diffusion_rate=rate)[0]
         for rate in ("auto", 1.6, 1)
     )
-    assert automatic.diffusion_rate() == pytest.approx(2 / (1 / 4 + 1))
+    assert automatic.facts()["diffusion_rate"] == pytest.approx(2 / (1 / 4 + 1))
     torch.testing.assert_close(automatic.parameters.x, same.parameters.x)
     assert not torch.allclose(other.parameters.x, same.parameters.x)
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from omegaconf import OmegaConf
 
 import train
 from powergossip.checks import BadValue
-from powergossip.events import order, wall_clock
+from powergossip.errors import CannotWrite
+from powergossip.events import order, packing, wall_clock
 from powergossip.events.order import Entry
 from powergossip.events.worker import Message
 from powergossip.network import Processes, processes
@@ -24,6 +26,7 @@ from tests import launch
 from tests.test_train import trained
 
 ULFM = ("--with-ft", "ulfm")
+ULFM_REPLACING = (*ULFM, "--prtemca", "state_base_recoverable", "1")
 TINY: dict[str, Any] = {
     "task_architecture": "MLP",
     "n_workers": 4,
@@ -91,10 +94,9 @@ def test_the_order_of_late_exchanges_can_be_replayed(method, gossip, with_ulfm, 
     values = {**TINY, **METHODS[method], "gossip": gossip, "record_order": True}
     config = OmegaConf.merge(OmegaConf.structured(train.Config), values)
     run = Trainer(checked(config, processes()), processes())  # type: ignore[arg-type]
-    run.record_order(folder)
+    run.begin_in(folder)
     run.train()
-    with run.last():
-        pass
+    run.finish()
     assert processes().sum(run.network.messages.sum()) > 0
     assert run._events is not None
     steps = processes().gather(run._events.clock.workers[run.network.workers[0]].steps)
@@ -108,7 +110,13 @@ def test_the_order_of_late_exchanges_can_be_replayed(method, gossip, with_ulfm, 
 
 
 def failing(
-    plan: dict[str, Any], folder: Path, *, size: int = 4, code: int = 0, **changes: Any
+    plan: dict[str, Any],
+    folder: Path,
+    *,
+    size: int = 4,
+    code: int = 0,
+    options: Sequence[str] = ULFM,
+    **changes: Any,
 ) -> list[dict[str, Any]]:
     """The rows of tests/failing.py, which is started under mpirun."""
     values = {**TINY, **SURVIVING, **changes}
@@ -119,7 +127,7 @@ def failing(
         folder,
         *words,
         processes=size,
-        options=ULFM,
+        options=options,
         timeout=100,
     )
     assert ended.returncode == code, ended.stdout + ended.stderr
@@ -218,6 +226,16 @@ def test_a_run_without_lost_workers_resumes_with_replacements_and_can_be_evaluat
     assert number_of_workers(folder, again=(2, 3)) == [4, 3, 4, 4, 3, 3]
 
 
+@pytest.mark.slow
+def test_a_run_that_is_complete_with_lost_workers_stays_complete(tmp_path):
+    folder = tmp_path / "run"
+    failing({"kill": {"2": 5}}, folder, num_epochs=2)
+    before = (folder / metrics.FILE).read_bytes()
+    failing({}, folder, num_epochs=2, resume=True)
+    assert number_of_workers(folder) == [4, 3]
+    assert (folder / metrics.FILE).read_bytes() == before
+
+
 def evaluated(folder: Path, **values: Any) -> Any:
     """The rows of an evaluation of the last checkpoint in one process."""
     found: list[dict[str, Any]] = []
@@ -242,15 +260,15 @@ def evaluated(folder: Path, **values: Any) -> Any:
 def test_messages_keep_their_bits(dtype, view):
     part = torch.arange(5).to(dtype)
     message = Message(7, 300, view or (0, 0, 0), part)
-    payload = wall_clock.packed(message, view is not None)
-    found = wall_clock.unpacked(7, payload, part, (0, 0, 0), view is not None)
+    payload = packing.packed(message, view is not None)
+    found = packing.unpacked(7, payload, part, (0, 0, 0), view is not None)
     assert (found.k, found.incarnation, found.view) == (7, 300, message.view)
     assert found.part is not None
     assert torch.equal(found.part, part)
     assert found.part.dtype == dtype
     if view is not None:
-        of_view = payload.numel() - wall_clock.packed(message, False).numel()
-        assert 8 * (of_view - 1) == wall_clock.bits_of_view(view)
+        of_view = payload.numel() - packing.packed(message, False).numel()
+        assert 8 * (of_view - 1) == packing.bits_of_view(view)
 
 
 def test_parts_are_sent_before_they_are_applied_whatever_the_clocks_say():
@@ -261,6 +279,21 @@ def test_parts_are_sent_before_they_are_applied_whatever_the_clocks_say():
     assert kinds == [(1, "start"), (0, "start"), (1, "apply"), (1, "die"), (0, "apply")]
     with pytest.raises(ValueError, match="apply"):
         order.merged([second], lost=[])
+
+
+def test_a_worker_that_is_lost_before_its_first_event_was_there_at_the_start():
+    of_other = [Entry(0.1, "start", 0, 1, 0), Entry(0.2, "learn", 0, 1, 1)]
+    found = order.merged([of_other], lost=[1])
+    assert [(entry.worker, entry.kind) for entry in found] == [
+        (1, "die"),
+        (0, "start"),
+        (0, "learn"),
+    ]
+
+
+def test_a_full_disk_under_the_order_of_events_is_a_sentence():
+    with pytest.raises(CannotWrite, match="/dev/full"):
+        order.write(Path("/dev/full"), [Entry(0.0, "begin", 0, -1, -1)])
 
 
 def test_the_next_writer_adds_the_rows_that_are_missing(tmp_path):
@@ -283,6 +316,7 @@ def test_the_next_writer_adds_the_rows_that_are_missing(tmp_path):
     [
         ({"on_worker_loss": "retry"}, "on_worker_loss"),
         ({"on_worker_loss": "continue"}, "on_worker_loss"),  # a single process
+        ({"on_worker_loss": "replace"}, "on_worker_loss"),
         ({"on_worker_loss": "continue", "scenario": {}}, "on_worker_loss"),
         ({"worker_timeout": 0}, "worker_timeout"),
         ({"record_order": True}, "record_order"),

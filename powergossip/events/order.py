@@ -16,7 +16,7 @@ is applied. That determines every bit of the run.
 """
 
 import json
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from powergossip.checks import BadValue
+from powergossip.errors import CannotWrite
 from powergossip.events.members import View, union
 from powergossip.events.worker import Message, Worker, packed, unpacked
 
@@ -46,10 +47,21 @@ _KEYS = ("time", "kind", "worker", "neighbor", "counter")
 
 
 def write(path: Path, entries: Iterable[Entry]) -> None:
-    """Append events to a file."""
-    with path.open("a") as file:
-        for entry in entries:
-            file.write(json.dumps(dict(zip(_KEYS, entry, strict=True))) + "\n")
+    """Append events to a file. Raises CannotWrite."""
+    try:
+        with path.open("a") as file:
+            for entry in entries:
+                file.write(json.dumps(dict(zip(_KEYS, entry, strict=True))) + "\n")
+    except OSError as error:
+        raise CannotWrite(f"the order of events {path}: {error.strerror or error}") from error
+
+
+def write_whole(path: Path, entries: Iterable[Entry]) -> None:
+    """Write a file of events, which is there with all of them or not at all."""
+    part = path.with_name(f"{path.name}.part")
+    part.unlink(missing_ok=True)
+    write(part, entries)
+    part.replace(path)
 
 
 def read(path: Path) -> list[Entry]:
@@ -75,20 +87,48 @@ def read(path: Path) -> list[Entry]:
 def merged(parts: Sequence[Sequence[Entry]], lost: Iterable[int]) -> list[Entry]:
     """The events of all workers in one order, from those of each process in its own.
 
+    parts  # in the order in which the processes were started
+    lost   # workers at the end
+
     A part is sent before it is applied, and otherwise earlier times come first: the clocks of
-    processes may differ. A lost worker dies after its last event. Raises ValueError where a part is
-    applied that none has sent.
+    processes may differ. All processes meet when a replacement joins: earlier events of each come
+    before, later ones after. A lost worker dies after its last event, or before all others if it
+    has none. Raises ValueError where a part is applied that none has sent.
     """
     sent: Counter[tuple[int, int, int]] = Counter()  # i, j, k → sent, not applied
+    joins: Counter[int] = Counter()  # worker → replacements so far
+    queues = [deque(part) for part in parts]
+    hosts: dict[int, list[int]] = defaultdict(list)  # worker → its parts
+    learning: dict[tuple[int, int], list[int]] = defaultdict(list)  # worker, version → parts
+    for index, part in enumerate(parts):
+        for worker in {entry.worker for entry in part}:
+            hosts[worker].append(index)
+        for known in {(e.neighbor, e.counter) for e in part if e.kind == "learn"}:
+            learning[known].append(index)
 
     def is_next(entry: Entry) -> bool:
+        if entry.kind == "learn" and entry.counter % 2 == 0:
+            return joins[entry.neighbor] >= entry.counter // 2
+        if entry.kind == "join":
+            worker, version = entry.worker, 2 * joins[entry.worker] + 2
+            fronts = [queues[index][0] for index in learning[worker, version]]
+            own = next(i for i, queue in enumerate(queues) if queue and queue[0] is entry)
+            ended = [index for index in hosts[worker] if index < own]
+            return not any(queues[index] for index in ended) and all(
+                (front.kind, front.neighbor, front.counter) == ("learn", worker, version)
+                for front in fronts
+            )
         key = entry.neighbor, entry.worker, entry.counter
         return entry.kind not in ("apply", "skip") or sent[key] > 0
 
-    last = {entry.worker: entry for part in parts for entry in part}
-    deaths = {id(last[worker]): worker for worker in lost if worker in last}
-    queues = [deque(part) for part in parts]
-    found: list[Entry] = []
+    lost = set(lost)
+    deaths = _deaths(parts, lost)
+    opening: dict[int, str] = {}  # worker → kind of its first event
+    for part in parts:
+        for entry in part:
+            opening.setdefault(entry.worker, entry.kind)
+    silent = (lost - set(opening)) | {w for w, kind in opening.items() if kind == "join"}
+    found = [Entry(0.0, "die", worker, -1, -1) for worker in sorted(silent)]
     while any(queues):
         ready = [queue for queue in queues if queue and is_next(queue[0])]
         if not ready:
@@ -100,9 +140,26 @@ def merged(parts: Sequence[Sequence[Entry]], lost: Iterable[int]) -> list[Entry]
             sent[entry.worker, entry.neighbor, entry.counter] += 1
         elif entry.kind in ("apply", "skip"):
             sent[entry.neighbor, entry.worker, entry.counter] -= 1
+        elif entry.kind == "join":
+            joins[entry.worker] += 1
+            for key in [key for key in sent if entry.worker in key[:2]]:
+                del sent[key]  # of edges that are no more
         if id(entry) in deaths:
             found.append(Entry(entry.time, "die", entry.worker, -1, -1))
     return found
+
+
+def _deaths(parts: Sequence[Sequence[Entry]], lost: set[int]) -> set[int]:
+    """The identities of the last events of workers that died, and may have been replaced."""
+    of_worker: dict[int, list[Entry]] = defaultdict(list)  # the last event in each part
+    for part in parts:
+        for worker, entry in {entry.worker: entry for entry in part}.items():
+            of_worker[worker].append(entry)
+    return {
+        id(entry)
+        for worker, last in of_worker.items()
+        for entry in (last if worker in lost else last[:-1])
+    }
 
 
 class Replay:

@@ -7,32 +7,39 @@ steps is over is announced, and agreed by all survivors.
 
 import math
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from powergossip.errors import Stopped
 from powergossip.events import order
-from powergossip.events.members import View
+from powergossip.events.members import Members, View, dead, union
 from powergossip.events.order import Compute, Entry, Make, raised
-from powergossip.events.worker import Action, Message, Worker
+from powergossip.events.packing import (
+    bits_of_view,
+    packed,
+    packed_model,
+    unpacked,
+    unpacked_model,
+)
+from powergossip.events.worker import Action, Worker
 from powergossip.network.deadline import Deadline
 from powergossip.network.links import Links
+from powergossip.network.links import Message as LinkMessage
 
 # Notes of a process to all others.
 _PROGRESS, _END, _STOP = range(3)
+_MODEL = -1  # in place of the counter of an exchange: the model for a replacement
 _BETWEEN_NOTES = 0.005  # seconds
 _OF_REST = 1 / 8  # of the time to the end of a run of steps, between notes on progress
 _LONGEST_WAIT = 0.1  # seconds without a look at signals
 _FIRST_DEADLINE = 1.0  # seconds, of an edge that begins later, whose other end may be elsewhere
-
-_DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8]
-_DTYPES += [torch.int16, torch.int32, torch.int64]
 
 
 @dataclass
@@ -41,6 +48,18 @@ class _Pending:
 
     since: float = math.inf
     deadline: Deadline = field(default_factory=Deadline)
+
+
+class Models(Protocol):
+    """The models of the workers of this process."""
+
+    def of(self, worker: int) -> Tensor:
+        """A model, as bytes (uint8)."""
+        ...
+
+    def begin(self, worker: int, received: Sequence[Tensor]) -> None:
+        """Let a worker begin with the mean of models, as `of` returns them."""
+        ...
 
 
 @dataclass
@@ -92,8 +111,13 @@ class WallClock:
         self._noted = (0.0, -1)  # time of the last note, and its steps
         self._began = (0.0, 0.0, 0.0)  # of `run`: time, progress, and that of this process
         self._ended, self._stopped = -1, False
+        self._arrived: list[LinkMessage] = []  # and not taken yet
         # Workers that have not begun: nothing is sent before `run`.
         self._new = [make(index, self._versions, 0) for index in links.workers]
+
+    def join(self, seconds: float) -> None:
+        """Prepare a process that joins the others after this time: its workers begin in `admit`."""
+        self._new, self._started = [], time.monotonic() - seconds
 
     def begin_at(self, steps: int) -> None:
         """Let workers begin after a number of steps, with edges that begin later."""
@@ -214,6 +238,65 @@ class WallClock:
         self._lives[worker.index] = _Lives(worker, life, next(life))
         self._send(worker)
 
+    # --- Joins ---
+
+    def admit(self, joined: Iterable[int], members: Members, models: Models) -> dict[int, int]:
+        """Let replacements of lost workers begin. All processes call it, after `run`.
+
+        A replacement begins with the mean of its neighbors' models, or of all where no neighbor is
+        alive, and with the mean of their steps. One after the other, in ascending order: the second
+        one may have the first as its neighbor. Returns the steps of those that this process hosts.
+
+        Raises Stopped if all of these neighbors are lost meanwhile.
+        """
+        self._receive()
+        self._learn(reduce(union, self.links.group.gather(self._versions)))
+        steps = {}
+        for index in sorted(joined):
+            self._learn(raised(self._versions, index))
+            alive = set(range(len(self._versions))) - dead(self._versions) - {index}
+            near = [j for j in members.weights(self._versions)[index] if j in alive]
+            sources = near or sorted(alive)
+            self._send_models(sources, index, models)
+            if index in self._rows:
+                steps[index] = self._begin_late(index, sources, models)
+        return steps
+
+    def _learn(self, view: View) -> None:
+        self._versions = view
+        for worker in [*(lives.worker for lives in self._lives.values()), *self._new]:
+            worker.learn(view)
+            self._write_order(worker)
+
+    def _send_models(self, sources: Iterable[int], index: int, models: Models) -> None:
+        taken = {w.index: w.steps for w in [*self.workers.values(), *self._new]}
+        for j in sources:
+            if j in taken:
+                model = models.of(j)
+                self.bits[self._rows[j]] += 8 * model.numel()
+                self.messages[self._rows[j]] += 1
+                self.links.send(j, index, _MODEL, packed_model(taken[j], model))
+
+    def _begin_late(self, index: int, sources: Sequence[int], models: Models) -> int:
+        """Begin a worker of this process with the mean of models that arrive. Returns its steps."""
+        found: dict[int, Tensor] = {}
+        while (set(sources) - set(found)) & self.links.alive:
+            self.links.wait(_LONGEST_WAIT)
+            self._arrived += self.links.poll()
+            found |= {i: data for i, j, k, data in self._arrived if (j, k) == (index, _MODEL)}
+        self._arrived = [m for m in self._arrived if m[1:3] != (index, _MODEL)]
+        if not found:
+            raise Stopped(f"worker {index} cannot begin: all neighbors were lost meanwhile")
+        steps, models_of_sources = zip(
+            *(unpacked_model(found[j]) for j in sources if j in found), strict=True
+        )
+        models.begin(index, models_of_sources)
+        worker = self._make(index, self._versions, sum(steps) // len(steps))
+        self._new.append(worker)
+        if self.order_file is not None:
+            order.write(self.order_file, [Entry(self.now, "join", index, -1, worker.steps)])
+        return worker.steps
+
     # --- Messages ---
 
     def _send(self, worker: Worker) -> None:
@@ -236,7 +319,9 @@ class WallClock:
 
     def _receive(self) -> None:
         """Take in all that has arrived, and what is known of the others."""
-        for i, j, k, payload in self.links.poll():
+        self._arrived += self.links.poll()
+        arrived, self._arrived = self._arrived, []
+        for i, j, k, payload in arrived:
             worker = self._lives[j].worker
             like = worker.rule.variables()
             worker.receive(i, unpacked(k, payload, like, self._versions, self._survives))
@@ -333,53 +418,10 @@ class WallClock:
             saved = found["worker"]
             worker = self._make(index, tuple(saved["view"]), saved["steps"])
             worker.load_state_dict(saved)
+            self._versions = union(self._versions, worker.view)
             life = worker.life()
             next(life)  # at the same place as when it was saved
             worker.log.clear()
             self._lives[index] = _Lives(worker, life, Action(saved["action"]))
             for j in worker.edges:
                 self._pending_of(index, j).since = time.monotonic()
-
-
-def bits_of_view(view: View) -> int:
-    """The bits of a view in a message: one for each worker, or eight after a replacement."""
-    return 8 * len(_view_bytes(view)) - 8
-
-
-def packed(message: Message, with_view: bool) -> Tensor:
-    """A message as uint8: dtype, incarnation, the view if it is sent, and the part."""
-    assert message.part is not None
-    part = message.part.detach().cpu().contiguous()
-    view = _view_bytes(message.view) if with_view else b""
-    header = bytes([_DTYPES.index(part.dtype)]) + message.incarnation.to_bytes(2, "little") + view
-    return torch.cat(
-        [torch.frombuffer(bytearray(header), dtype=torch.uint8), part.view(-1).view(torch.uint8)]
-    )
-
-
-def unpacked(k: int, payload: Tensor, like: Tensor, known: View, with_view: bool) -> Message:
-    """The message of `packed`, on the device of `like`. known: the view of messages without one."""
-    data = payload.numpy()
-    dtype, incarnation = _DTYPES[data[0]], int(data[1]) + 256 * int(data[2])
-    start, view = 3, known
-    if with_view:
-        view, start = _view_of(data[3:], len(known))
-        start += 3
-    part = payload[start:].clone().view(dtype)  # aligned
-    return Message(k, incarnation, view, part.to(like.device))
-
-
-def _view_bytes(view: View) -> bytes:
-    """A byte for the form, and a bit or a byte for each worker."""
-    values = np.array(view, dtype=np.uint8)
-    if values.max() > 1:
-        return b"\1" + values.tobytes()
-    return b"\0" + np.packbits(values).tobytes()
-
-
-def _view_of(data: np.ndarray, n: int) -> tuple[View, int]:
-    """The view of `_view_bytes`, and its length in bytes."""
-    if data[0]:
-        return tuple(data[1 : n + 1].tolist()), n + 1
-    length = (n + 7) // 8
-    return tuple(np.unpackbits(data[1 : length + 1])[:n].tolist()), length + 1

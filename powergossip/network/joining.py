@@ -1,68 +1,227 @@
-"""Replacement of a lost process by a new one of the same job."""
+"""Replacement of lost processes by new ones of the same job.
+
+survivors                                  new processes
+`spawn`, which takes about a second        newcomer.py
+training goes on                           the program loads, and makes its models
+`Coming.poll`                              `announce`
+`admit`: some milliseconds                 `enter`
+"""
 
 import os
+import pickle
+import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from powergossip.network import newcomer
 from powergossip.network.peers import Identity
+from powergossip.network.wire import check_loss
+
+_READY, _COME = 2, 3  # tags
+_NAP = 0.01  # seconds
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """What a new process receives at its start.
+
+    own       # its index
+    replaced  # index of the lost process whose workers it hosts
+    homes     # worker → process, with the lost one
+    survivors # the survivors at that time: process → Identity
+    threads   # of torch
+    run       # a value of the layers above
+    """
+
+    own: int
+    replaced: int
+    homes: Mapping[int, int]
+    survivors: Mapping[int, Identity]
+    worker_timeout: float
+    threads: int
+    run: Any
 
 
 @dataclass(frozen=True)
 class Roll:
-    """The state that a new process receives, equal in all processes.
+    """The state that a new process receives when it joins, equal in all processes.
 
-    ranks       # process → rank in the new communicator: survivors, then the new process
-    identities  # of all processes that ever were, the new one included
+    ranks       # process → rank in the new communicator: survivors, then new processes
+    identities  # of all processes that ever were
     homes       # worker → process
     calls       # collective operations of the survivors so far
-    own         # index of the new process
     """
 
     ranks: Mapping[int, int]
     identities: Mapping[int, Identity]
     homes: Mapping[int, int]
-    worker_timeout: float
     calls: int
-    own: int
+
+
+@dataclass
+class Coming:
+    """New processes that have been started, as a survivor knows them.
+
+    communicator  # of the survivors at that time and of the new processes, whose ranks are the last
+    replaced      # rank → index of the lost process
+    own           # rank → index
+    ready         # rank → Identity, of those that wait to be admitted
+    ended         # ranks of those that have ended
+    """
+
+    communicator: Any
+    replaced: Mapping[int, int]
+    own: Mapping[int, int]
+    ready: dict[int, Identity] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
+
+    def poll(self) -> bool:
+        """Whether each of them is ready or has ended. Does not block."""
+        from mpi4py import MPI
+
+        for rank in self.own:
+            if rank in self.ready or rank in self.ended:
+                continue
+            try:
+                if self.communicator.Iprobe(rank, _READY):
+                    self.ready[rank] = self.communicator.recv(source=rank, tag=_READY)
+            except MPI.Exception as error:
+                check_loss(error)
+                self.ended.add(rank)
+        return len(self.ready) + len(self.ended) == len(self.own)
+
+    def call(self) -> None:
+        """Let those that are ready come to `admit`."""
+        from mpi4py import MPI
+
+        for rank in self.ready:
+            try:
+                _kept.append(self.communicator.Isend([b"", MPI.BYTE], rank, _COME))
+            except MPI.Exception as error:
+                check_loss(error)
+
+
+_kept: list[Any] = []  # requests of messages to processes that may end
+
+
+def program(setting: str = "a replacement") -> list[str]:
+    """The arguments of Python that start this program again.
+
+    Raises ValueError, with the key and value that need it, unless it is a file or a module.
+    """
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        name = spec.name.removesuffix(".__main__")
+        return ["-m", name, *sys.argv[1:]]
+    path = Path(sys.argv[0] or "-")
+    if not path.is_file():
+        raise ValueError(f"{setting}: start the run from a file, which a new process can run, too")
+    return [str(path.absolute()), *sys.argv[1:]]
 
 
 def spawn(
-    communicator: Any, ranks: Mapping[int, int], command: Sequence[str]
-) -> tuple[Any, dict[int, int], Identity]:
-    """Start a process. The survivors of the communicator call it, and the process calls `enter`.
+    communicator: Any, command: Sequence[str], own: int, replaced: Sequence[int], invite: Any
+) -> Coming:
+    """Start a process for each lost one. The survivors of the communicator call it.
 
-    ranks    # process → rank in the communicator
     command  # a Python program and its arguments
+    own      # index of the first new process
+    invite   # (own, replaced) → Invitation
 
-    Returns a communicator of the survivors and the new process, the ranks of the survivors in it,
-    and the identity of the new process, whose rank is the last. Raises MPI.Exception.
+    The slot of a lost process is not free for mpirun, which therefore may start more processes than
+    it has slots. Raises MPI.Exception.
     """
     from mpi4py import MPI
 
     shrunk = communicator.Shrink()
     shrunk.Set_errhandler(MPI.ERRORS_RETURN)
-    between = shrunk.Spawn(sys.executable, list(command), maxprocs=1)
+    arguments = [newcomer.__file__, *command]
+    info = MPI.Info.Create({"PMIX_MAPBY": "SLOT:OVERSUBSCRIBE"})
+    between = shrunk.Spawn(sys.executable, arguments, maxprocs=len(replaced), info=info)
     merged = between.Merge(high=False)
     merged.Set_errhandler(MPI.ERRORS_RETURN)
-    old, new = communicator.Get_group(), merged.Get_group()
-    found = MPI.Group.Translate_ranks(old, None, new)
-    survivors = {p: found[rank] for p, rank in ranks.items() if found[rank] != MPI.UNDEFINED}
-    return merged, survivors, merged.bcast(None, root=merged.size - 1)
+    invitations = [pickle.dumps(invite(own + k, lost)) for k, lost in enumerate(replaced)]
+    merged.bcast(invitations, root=0)
+    first = merged.size - len(replaced)
+    newcomer.greet(merged, first)
+    return Coming(
+        merged,
+        {first + k: lost for k, lost in enumerate(replaced)},
+        {first + k: own + k for k in range(len(replaced))},
+    )
 
 
-def enter(patience: float) -> tuple[Any, Roll]:
-    """The counterpart of `spawn` in the new process: the communicator and the roll."""
+def admit(
+    coming: Coming, communicator: Any, ranks: Mapping[int, int]
+) -> tuple[Any, dict[int, int], dict[int, Identity]]:
+    """Admit those that are ready in all survivors, which call it, as the new processes do `enter`.
+
+    ranks  # process → rank in the communicator
+
+    Returns a communicator of them and the survivors, process → rank in it, and the identities of
+    the new processes. Raises MPI.Exception.
+    """
     from mpi4py import MPI
 
+    coming.call()
+    together = coming.communicator.Shrink()
+    together.Set_errhandler(MPI.ERRORS_RETURN)
+
+    def found(of: Any, places: Mapping[int, int]) -> dict[int, int]:
+        there = MPI.Group.Translate_ranks(of.Get_group(), None, together.Get_group())
+        present = {process: there[rank] for process, rank in places.items()}
+        return {process: rank for process, rank in present.items() if rank != MPI.UNDEFINED}
+
+    new = found(coming.communicator, {coming.own[rank]: rank for rank in coming.ready})
+    of_rank = {coming.own[rank]: identity for rank, identity in coming.ready.items()}
+    everybody = {**found(communicator, ranks), **new}
+    return together, everybody, {process: of_rank[process] for process in new}
+
+
+def invitation() -> Invitation | None:
+    """The invitation of a process that `spawn` has started. None: it is one of the start."""
+    text = os.environ.pop(newcomer.INVITATION, None)
+    return None if text is None else pickle.loads(bytes.fromhex(text))
+
+
+def enter(survivors: Iterable[Identity], patience: float) -> tuple[Any, Roll]:
+    """Announce that this new process is ready, and wait to be admitted.
+
+    Returns the communicator of `admit` and the roll. The process ends if the run is over: MPI does
+    not report survivors that ended without an error.
+    """
+    from mpi4py import MPI
+
+    merged = MPI.Comm.f2py(int(os.environ[newcomer.COMMUNICATOR]))
+    here = [identity for identity in survivors if identity.host == socket.gethostname()]
+    ranks = set(range(merged.size - MPI.COMM_WORLD.size))
+    for rank in ranks:
+        try:
+            _kept.append(merged.isend(Identity.own(), rank, _READY))
+        except MPI.Exception as error:
+            check_loss(error)
+    called = False
+    while not called:
+        time.sleep(_NAP)
+        for rank in list(ranks):
+            try:
+                called = called or merged.Iprobe(rank, _COME)
+            except MPI.Exception as error:
+                check_loss(error)
+                ranks.remove(rank)
+        if not ranks or (here and not any(identity.can_be_ended for identity in here)):
+            os._exit(0)
     with limited(patience):
-        merged = MPI.Comm.Get_parent().Merge(high=True)
-        merged.Set_errhandler(MPI.ERRORS_RETURN)
-        merged.bcast(Identity.own(), root=merged.size - 1)
-        return merged, merged.bcast(None, root=0)
+        together = merged.Shrink()
+        together.Set_errhandler(MPI.ERRORS_RETURN)
+        return together, together.bcast(None, root=0)
 
 
 @contextmanager

@@ -3,14 +3,16 @@
 import atexit
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from powergossip.errors import BadInput, Dropped, Stopped
@@ -41,6 +43,8 @@ class Links:
     Every method but `lost` raises Dropped if the others regard this process as lost.
     """
 
+    _invitation: joining.Invitation | None = None
+
     def __init__(
         self,
         communicator: Any,
@@ -57,7 +61,8 @@ class Links:
         ranks = {rank: rank for rank in identities}
         wire = Wire(communicator, communicator.rank, ranks, longest)
         peers = Peers(wire, identities, worker_timeout, identities)
-        self._set(peers, dict(enumerate(homes)), communicator, ranks, calls=0)
+        self._survivors = Survivors(peers)
+        self._set(peers, dict(enumerate(homes)), communicator, ranks)
 
     def _set(
         self,
@@ -65,13 +70,12 @@ class Links:
         homes: Mapping[int, int],
         communicator: Any,
         ranks: Mapping[int, int],
-        calls: int,
     ) -> None:
         self._peers, self.homes = peers, dict(homes)
         self._communicator, self._ranks = communicator, ranks
         self.process = peers.own
         self.workers = sorted(w for w, home in self.homes.items() if home == self.process)
-        self._survivors = Survivors(peers, calls)
+        self._coming: joining.Coming | None = None
         self._reported = set(self.homes) - self.alive
         self._local: list[Message] = []
 
@@ -79,6 +83,11 @@ class Links:
     def alive(self) -> frozenset[int]:
         """Indices of the workers that are not lost."""
         return frozenset(w for w, home in self.homes.items() if home in self._peers.alive)
+
+    @property
+    def n_ever(self) -> int:
+        """One more than the largest index of a process that ever was."""
+        return max(self._peers.identities) + 1
 
     @property
     def processes(self) -> frozenset[int]:
@@ -158,47 +167,85 @@ class Links:
         self._survivors.barrier()
         return self._survivors
 
-    def replace(self, workers: Sequence[int], command: Sequence[str], patience: float = 60) -> bool:
-        """Start a process that hosts lost workers anew, from the survivors. All of them call it.
+    def summon(self, command: Sequence[str], run: Any, patience: float = 60) -> list[int]:
+        """Start a process for each lost one, to host its workers. All survivors call it.
 
-        command   # a program of Python and its arguments. It calls `Links.join()`
+        command   # a program of Python and its arguments, which calls `Links.join`
+        run       # a value for it
         patience  # seconds that the start may take
 
-        Returns whether the process has started: then the workers are alive again, and all
-        processes can send to them. Takes as long as Python takes to start, while no messages move.
-        If another process ends meanwhile, MPI may end or hang. A hang ends the run after
-        `patience`. `move` has no such risk.
+        Returns the indices of the lost processes. The survivors wait for about a second, and go on
+        while the program loads. `settled` tells when it has, and `admit` lets it join. Returns none
+        where none is lost, or the processes could not be started. If another process ends
+        meanwhile, MPI may end or hang. A hang ends the run after `patience`. `move` has no such
+        risk.
         """
         from mpi4py import MPI
 
-        self.drop(workers)
+        assert self._coming is None
         peers = self._peers
         self._survivors.barrier()
         self.end_dropped()
-        if any(self._survivors.gather(self._beyond_reach())):
-            return False
+        lost = sorted(set(self.homes.values()) - set(self._survivors.members))
+        if not lost or any(self._survivors.gather(self._beyond_reach())):
+            return []
+
+        def invite(own: int, replaced: int) -> joining.Invitation:
+            alive = {process: peers.identities[process] for process in self._survivors.members}
+            timeout, threads = peers.worker_timeout, torch.get_num_threads()
+            return joining.Invitation(own, replaced, self.homes, alive, timeout, threads, run)
+
+        own, coming = max(peers.identities) + 1, None
         with joining.limited(patience):
-            try:
-                merged, ranks, identity = joining.spawn(self._communicator, self._ranks, command)
-            except MPI.Exception:
-                merged = None
-            if not all(self._survivors.gather(merged is not None)):
-                return False
-            own = max(peers.identities) + 1
-            roll = joining.Roll(
-                {**ranks, own: merged.size - 1},
-                {**peers.identities, own: identity},
-                {**self.homes, **dict.fromkeys(workers, own)},
-                peers.worker_timeout,
-                self._survivors.calls,
-                own,
-            )
-            merged.bcast(roll, root=0)
-            peers.add(merged, roll.ranks, {own: identity})
-        self._communicator, self._ranks, self.homes = merged, roll.ranks, dict(roll.homes)
-        self._reported -= set(workers)
+            with suppress(MPI.Exception):
+                coming = joining.spawn(self._communicator, command, own, lost, invite)
+            if all(self._survivors.gather(coming is not None)):
+                self._coming = coming
+        return [] if self._coming is None else lost
+
+    @property
+    def settled(self) -> bool:
+        """Whether each of the processes that were summoned is ready to join, or has ended."""
+        return self._coming is not None and self._coming.poll()
+
+    @property
+    def has_summoned(self) -> bool:
+        """Whether processes were summoned, and not admitted yet."""
+        return self._coming is not None
+
+    def admit(self, patience: float = 60) -> list[int]:
+        """Let the processes join that were summoned, if they are ready. All survivors call it.
+
+        Returns the workers that they host. These are alive again, and all processes can send to
+        them. Takes some milliseconds. The risk is that of `summon`.
+        """
+        assert self._coming is not None
+        coming, peers = self._coming, self._peers
+        coming.poll()
+        found = self._survivors.gather((set(coming.ready), set(coming.ended)))
+        ended = set.union(*(of_process for _, of_process in found))
+        ready = set.intersection(*(of_process for of_process, _ in found)) - ended
+        if len(ready | ended) < len(coming.own):
+            return []
+        coming.ready = {rank: coming.ready[rank] for rank in ready}
+        self._coming = None
+        if not ready:
+            return []
+        with joining.limited(patience):
+            together, ranks, new = joining.admit(coming, self._communicator, self._ranks)
+            replacing = {coming.replaced[rank]: coming.own[rank] for rank in ready}
+            homes = {
+                worker: replacing[home] if replacing.get(home) in new else home
+                for worker, home in self.homes.items()
+            }
+            identities = {**peers.identities, **new}
+            together.bcast(joining.Roll(ranks, identities, homes, self._survivors.calls), root=0)
+            peers.add(together, ranks, new)
+        self._communicator, self._ranks, self.homes = together, ranks, homes
+        joined = [worker for worker, home in homes.items() if home in new]
+        self._reported -= set(joined)
         self._survivors.barrier()
-        return True
+        return joined
 
     def move(self, workers: Iterable[int], process: int) -> None:
         """Let a process that lives host these workers: a spare one, or one that hosts others.
@@ -211,15 +258,34 @@ class Links:
         self._reported -= set(workers)
 
     @classmethod
-    def join(cls, patience: float = 60) -> "Links":
-        """The links of a process that `replace` has started, which hosts the lost workers."""
-        merged, roll = joining.enter(patience)
-        wire = Wire(merged, roll.own, roll.ranks)
-        peers = Peers(wire, roll.identities, roll.worker_timeout, roll.ranks)
-        links = cls.__new__(cls)
-        links._set(peers, roll.homes, merged, roll.ranks, roll.calls)
-        links._survivors.barrier()
+    def join(cls, invitation: joining.Invitation) -> "Links":
+        """The links of a process that was summoned. Nothing can be sent before `enter`."""
+        links, homes = cls.__new__(cls), invitation.homes
+        links.process, links.homes = invitation.own, dict(homes)
+        links.workers = sorted(w for w, home in homes.items() if home == invitation.replaced)
+        links._invitation = invitation
+        survivors = links._survivors = Survivors()
+        hosted = len(links.workers)
+        survivors.rank, survivors.size = links.workers[0] // hosted, len(homes) // hosted
+        host = socket.gethostname()
+        lower = {homes[worker] for worker in range(links.workers[0])}
+        alive = [p for p, identity in invitation.survivors.items() if identity.host == host]
+        survivors.local_rank = len(lower & set(alive))
         return links
+
+    def enter(self, patience: float = 60) -> None:
+        """Wait until the survivors admit this process, and join them.
+
+        The process ends if the run is over.
+        """
+        assert self._invitation is not None
+        timeout, survivors = self._invitation.worker_timeout, self._invitation.survivors
+        together, roll = joining.enter(survivors.values(), patience)
+        wire = Wire(together, self.process, roll.ranks)
+        peers = Peers(wire, roll.identities, timeout, roll.ranks)
+        self._survivors.enter(peers, roll.calls)
+        self._set(peers, roll.homes, together, roll.ranks)
+        self._survivors.barrier()
 
     def flush(self, seconds: float) -> None:
         """Wait until all messages are sent, or so long."""
@@ -233,6 +299,8 @@ class Links:
 
         The launcher would wait for them. They have a second to read the notice and to end.
         """
+        if self._survivors.waits:
+            return
         since = time.monotonic()
         identities = self._peers.identities
         while left := [p for p in self._peers.dropped() if identities[p].can_be_ended]:
@@ -285,14 +353,29 @@ def end_alone(links: Links) -> None:
             text = "".join(traceback.format_exception(kind, error, trace))
             print(f"\nprocess {process} failed:\n{text}", file=sys.stderr, flush=True)
         if isinstance(error, Dropped):
-            _flush()
-            os.kill(os.getpid(), signal.SIGKILL)
+            end_silently()
         if everywhere:
             links.end_dropped()
             time.sleep(0.5)
         _exit(2 if isinstance(error, BadInput) else getattr(error, "exit_code", 1))
 
+    global _alone
+    _alone = True
     sys.excepthook = hook
+
+
+_alone = False
+
+
+def ends_alone() -> bool:
+    """Whether `end_alone` was called: an uncaught exception is then reported, and ends Python."""
+    return _alone
+
+
+def end_silently() -> None:
+    """End this process such that the launcher disregards it, with ULFM."""
+    _flush()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _exit(code: int) -> None:

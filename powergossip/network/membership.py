@@ -96,19 +96,34 @@ class Survivors(Processes):
     All survivors make the same calls in the same order. A process that is lost during a call is
     left out of the result, the same in all survivors. rank, size and members are those after the
     last call. `broadcast` returns the value of the lowest survivor: all of them pass one.
+
+    waits  # whether this process has yet to join the others. Until then it is alone with its calls,
+           # and rank and size are those of the process that it replaces, at the start of the run
     """
 
     transport = "mpi"
     can_be_lost = True
 
-    def __init__(self, peers: Peers, calls: int = 0):
+    def __init__(self, peers: Peers | None = None):
         super().__init__()
-        self._peers = peers
-        self.calls = calls  # gatherings so far, equal in all processes
+        self._peers: Peers | None = None
+        self.calls = 0  # gatherings so far, equal in all processes
+        self.members: list[int] = []
         self._early: dict[int, list[tuple[int, int, Tensor]]] = {}  # by gathering
+        if peers is not None:
+            self.enter(peers, 0)
+
+    @property
+    def waits(self) -> bool:
+        return self._peers is None
+
+    def enter(self, peers: Peers, calls: int) -> None:
+        """Join the others after this number of their calls."""
+        self._peers, self.calls = peers, calls
         self._set_members(set(peers.alive))
 
     def _set_members(self, members: set[int]) -> None:
+        assert self._peers is not None
         own = self._peers.own
         self.members = sorted(members)
         self.rank, self.size = self.members.index(own), len(self.members)
@@ -119,6 +134,8 @@ class Survivors(Processes):
 
     def collect(self, value: Payload) -> dict[int, Tensor]:
         """The bytes of all survivors by process, ascending. Waits for all that live."""
+        if self._peers is None:
+            return {self.rank: octets(value)}
         peers, call = self._peers, self.calls
         self.calls += 1
         gathering = Gathering(peers.own, value)
@@ -141,6 +158,10 @@ class Survivors(Processes):
             raise Dropped(f"the other processes regard process {peers.own} as lost")
         self._set_members(gathering.members)
         return gathering.result()
+
+    def check_present(self) -> None:
+        if self._peers is not None:
+            self._peers.advance()
 
     def barrier(self) -> None:
         """Wait for all survivors."""

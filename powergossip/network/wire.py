@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from powergossip.network import ulfm
+
 _TAG = 1
 _LONGEST = 2**30  # bytes of one MPI message. Longer ones are sent in several
 _HEADER = struct.Struct("<iii4xqq")  # kind, i, j, k, bytes of the payload
-_PROC_FAILED, _PROC_FAILED_PENDING = 75, 76
 
 Payload = bytes | bytearray | memoryview | np.ndarray | Tensor
 
@@ -153,7 +154,7 @@ class Wire:
             try:
                 message = communicator.Improbe(self._mpi.ANY_SOURCE, _TAG, status)
             except self._mpi.Exception as error:
-                _check_class(error)
+                check_loss(error)
                 self._find_lost(communicator, processes)
                 continue
             if message is None:
@@ -197,7 +198,7 @@ class Wire:
             self._lose(process, error)
 
     def _lose(self, process: int, error: Any) -> None:
-        _check_class(error)
+        check_loss(error)
         self._end(process)
 
     def _end(self, process: int) -> None:
@@ -221,7 +222,7 @@ class Wire:
 _kept: list[Any] = []
 
 
-def _check_class(error: Any) -> None:
+def check_loss(error: Any) -> None:
     """Raise an error of MPI again unless it is the end of a process."""
-    if error.Get_error_class() not in (_PROC_FAILED, _PROC_FAILED_PENDING):
+    if not ulfm.is_loss(error):
         raise error

@@ -55,7 +55,8 @@ class Progress:
         self._note = text
         self._bar.set_postfix_str(text, refresh=False)
 
-    def write(self, line: str) -> None:
+    @staticmethod
+    def write(line: str) -> None:
         """Print a line to the standard output, above the bar."""
         tqdm.write(line)
 

@@ -2,10 +2,14 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from signal import Signals
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from powergossip.errors import Interrupted
 from powergossip.network import Processes
 from powergossip.training.measurements import Diverged, divergence
 
@@ -44,6 +48,12 @@ class Agreement:
         if not math.isfinite(value):
             found = step, worker, divergence(worker, name, value, step, epoch)
             self._first = min(self._first or found, found)
+
+    def note_norms(self, workers: Iterable[int], x: Tensor, step: int, epoch: int) -> None:
+        """Record parameters x [worker, D] that are not finite, if they are the first values."""
+        norms = torch.linalg.vector_norm(x, dim=1, dtype=torch.float64)
+        for worker, norm in zip(workers, norms.tolist(), strict=True):
+            self.note(worker, "parameter norm", norm, step, epoch)
 
     def after_step(self, step: int, signal: int | None) -> int | None:
         """Return a signal that some process received, in all processes after the same step.
@@ -88,3 +98,11 @@ class Agreement:
         per_step = (now - last_time) / max(1, step - last_step)
         interval = max(INTERVAL, min(LONGEST, self._waited / WAITING))
         return max(1, min(_MOST_STEPS, int(interval / max(per_step, 1e-9))))
+
+
+def interrupted(number: int, step: int, epoch: int, resumable: bool) -> Interrupted:
+    """The error of a run that a signal ends after this number of steps. `epoch` is from 1."""
+    text = f"stopped by {Signals(number).name} after step {step} (epoch {epoch})"
+    if resumable:
+        text += "; the same command with resume=true resumes there"
+    return Interrupted(text, number)

@@ -1,14 +1,13 @@
-"""Training on the virtual clock: the workers of a run, and what is left of them for evaluation."""
+"""Training by exchanges of edges, which may be late: the workers of a process."""
 
 import io
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from powergossip import checks
 from powergossip.algorithms import rates
@@ -19,8 +18,9 @@ from powergossip.events.order import Replay, read
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.events.wall_clock import WallClock
 from powergossip.events.worker import Policy, Worker
-from powergossip.network import Losses, Network, Processes
+from powergossip.network import Losses, Network
 from powergossip.network.links import Links
+from powergossip.network.wire import octets
 from powergossip.parameters import Layout, Parameters
 from powergossip.training.local_optimizers import LocalOptimizer, learning_rate
 from powergossip.training.settings import errors_name_keys
@@ -38,7 +38,12 @@ def event_driven(c: Any) -> bool:
 
 def survives(c: Any) -> bool:
     """Whether a run goes on without the processes that it loses."""
-    return bool(c.on_worker_loss == "continue")
+    return bool(c.on_worker_loss != "end")
+
+
+def replaces(c: Any) -> bool:
+    """Whether new processes take the place of those that a run loses."""
+    return bool(c.on_worker_loss == "replace")
 
 
 def one_way(c: Any) -> bool:
@@ -77,7 +82,8 @@ class EventTraining:
     links     # to other processes. None: all workers are in this process, on the virtual clock
     measure   # measure("communication") is the context in which they are waited for
 
-    clock     # VirtualClock, Replay, or WallClock
+    clock            # VirtualClock, Replay, or WallClock
+    steps_per_epoch  # of each worker
 
     Every worker has its own count of steps, its own local optimizer, and the learning rate of its
     own progress. A worker that has taken more than the steps of num_epochs goes on in further
@@ -98,7 +104,7 @@ class EventTraining:
         measure: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ):
         self._config, self._network, self._parameters = config, network, parameters
-        self._gradient, self._steps_per_epoch = gradient, steps_per_epoch
+        self._gradient, self.steps_per_epoch = gradient, steps_per_epoch
         self._options = resolved(config, options, network)
         self._members = Members(network.topology)
         self._policy = Policy(config.gossip, delay_of(config))
@@ -136,11 +142,13 @@ class EventTraining:
     def merge_order(self) -> None:
         """Merge the order of events that each process has written, in one of them."""
         if self._order_file is not None and isinstance(self.clock, WallClock):
-            homes = self.clock.links.homes
+            links = self.clock.links
             folder = self._order_file.parent
-            files = [folder / _order_of(process) for process in sorted(set(homes.values()))]
-            parts = [order.read(file) for file in files if file.exists()]
-            order.write(self._order_file, order.merged(parts, set(homes) - set(self.everybody())))
+            files = [folder / _order_of(process) for process in range(links.n_ever)]
+            if not self._order_file.exists():  # or else by a process that was lost
+                parts = [order.read(file) for file in files if file.exists()]
+                lost = set(links.homes) - set(self.everybody())
+                order.write_whole(self._order_file, order.merged(parts, lost))
             for file in files:
                 file.unlink(missing_ok=True)
 
@@ -171,6 +179,46 @@ class EventTraining:
         steps = [worker.steps for worker in self.clock.workers.values()]
         return max(0, min(sum(steps) // len(steps), end - 1) - first)
 
+    # --- Replacements of lost workers ---
+
+    def join(self, seconds: float) -> None:
+        """Prepare a process that joins the others after this time. Then `admit`."""
+        assert isinstance(self.clock, WallClock)
+        self.clock.join(seconds)
+
+    def admit(self, joined: Sequence[int]) -> dict[int, int]:
+        """Let replacements begin, in all processes, see WallClock.admit. Returns worker → steps."""
+        assert isinstance(self.clock, WallClock)
+        found = self.clock.admit(joined, self._members, self)
+        processes = self._network.processes
+        of_processes = processes.gather((found, self._present_means()))
+        if found:  # metrics of a replacement that ends an epoch without a step
+            means = next((means for _, means in of_processes if means), {})
+            n = len(self._rows)
+            self._last = {k: torch.full((n,), v, dtype=torch.float64) for k, v in means.items()}
+        return {w: steps for of_process, _ in of_processes for w, steps in of_process.items()}
+
+    def _present_means(self) -> dict[str, float]:
+        """The means of metrics so far, over the steps of all workers of this process."""
+        found = {name: float(values.mean()) for name, values in self._last.items()}
+        for name, pairs in self._sums.items():
+            found[name] = sum(total for total, _ in pairs) / sum(count for _, count in pairs)
+        return found
+
+    def of(self, worker: int) -> Tensor:
+        """A worker's model, for a message: parameters and buffers as bytes."""
+        row, p = self._rows[worker], self._parameters
+        return torch.cat([octets(p.x[row]), octets(p.buffers[row])])
+
+    def begin(self, worker: int, received: Sequence[Tensor]) -> None:
+        """Let a worker begin with the mean of models, as `of` returns them."""
+        row, start = self._rows[worker], 0
+        for own in (self._parameters.x[row], self._parameters.buffers[row]):
+            end = start + own.numel() * own.element_size()
+            values = [data[start:end].clone().view(own.dtype) for data in received]
+            own.copy_(torch.stack(values).mean(0))
+            start = end
+
     def take_metrics(self) -> dict[str, Tensor]:
         """Count the bits, and return the means of the metrics since the last call, as `run`."""
         self._network.bits[:] = self.clock.bits
@@ -184,6 +232,12 @@ class EventTraining:
             self._last[name] = torch.tensor(means, dtype=torch.float64)
         self._sums = {}
         return {name: values.to(self._network.device) for name, values in self._last.items()}
+
+    def of_present(self, metrics: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Metrics [worker] of the hosted workers that are alive."""
+        if isinstance(self.clock, WallClock):
+            return metrics
+        return {name: values[self.present] for name, values in metrics.items()}
 
     def _make_worker(self, index: int, view: View, steps: int) -> Worker:
         self._begin_epoch(index, view)
@@ -214,10 +268,10 @@ class EventTraining:
 
     def _compute(self, worker: int, steps: int) -> None:
         """The gradient of a worker's next step, and the learning rate of its update."""
-        epoch, step = divmod(steps, self._steps_per_epoch)
+        epoch, step = divmod(steps, self.steps_per_epoch)
         if step == 0:
             self._begin_epoch(worker, self.clock.workers[worker].view)
-        progress = epoch + (step + 1) / self._steps_per_epoch
+        progress = epoch + (step + 1) / self.steps_per_epoch
         self._locals[worker].rate = learning_rate(self._config, progress)
         row = self._rows[worker]
         self._parameters.grad[row].zero_()
@@ -367,7 +421,7 @@ def _given(c: Any) -> str:
     """The key that asks for exchanges by edges."""
     if c.scenario is not None:
         return "a scenario"
-    return "on_worker_loss=continue" if survives(c) else f"gossip={c.gossip}"
+    return f"on_worker_loss={c.on_worker_loss}" if survives(c) else f"gossip={c.gossip}"
 
 
 def check(c: Any, options: Mapping[str, Any], network: Network) -> None:
@@ -391,68 +445,3 @@ def check(c: Any, options: Mapping[str, Any], network: Network) -> None:
         exchanges.make(c.optimizer, Layout([(2, 2)]), **resolved(c, options, network))
     Members(network.topology)
     dual_rate_of(c)
-
-
-class Survivors:
-    """The workers of one process that are present, in place of a Network, for evaluation.
-
-    present  # their indices
-    """
-
-    def __init__(self, network: Network, present: Callable[[], Sequence[int]]):
-        self._network, self._present = network, present
-        self.device, self.bits_to_all = network.device, network.bits_to_all
-
-    @property
-    def processes(self) -> Processes:
-        return self._network.processes
-
-    @property
-    def present(self) -> Sequence[int]:
-        return self._present()
-
-    @property
-    def workers(self) -> Sequence[int]:
-        return self._present()
-
-    @property
-    def hosted(self) -> int:
-        return len(self._present())
-
-    def mean(self, tensor: Tensor) -> Tensor:
-        """The mean of tensor [worker present, ...]."""
-        if len(tensor) == self._network.hosted:
-            return self._network.mean(tensor)
-        return tensor.double().mean(0).to(tensor.dtype)
-
-    def start_mean(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """A function that returns `mean(tensor)`."""
-        return partial(self.mean, tensor)
-
-    def gather(self, values: Tensor) -> Tensor:
-        """values [worker present, ...]."""
-        return values.detach().cpu()
-
-
-class PresentParameters:
-    """Parameters of the workers that are present, in place of all, for evaluation."""
-
-    def __init__(self, parameters: Parameters, present: Callable[[], Sequence[int]]):
-        self._parameters, self._present = parameters, present
-        self.names, self.layout = parameters.names, parameters.layout
-
-    @property
-    def models(self) -> list[nn.Module]:
-        return [self._parameters.models[i] for i in self._present()]
-
-    @property
-    def x(self) -> Tensor:
-        return self._of(self._parameters.x)
-
-    @property
-    def buffers(self) -> Tensor:
-        return self._of(self._parameters.buffers)
-
-    def _of(self, tensor: Tensor) -> Tensor:
-        present = list(self._present())
-        return tensor if len(present) == len(tensor) else tensor[present]

@@ -1,17 +1,21 @@
 """Runs whose processes exchange by links, and may go on without some of them."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor
 
-from powergossip.errors import Stopped
-from powergossip.network import Network, Processes, hosted_workers, ulfm
-from powergossip.network.links import Links, end_alone
+from powergossip.errors import BadInput, Stopped
+from powergossip.network import Network, Processes, hosted_workers, joining, launch, report, ulfm
+from powergossip.network.joining import Invitation
+from powergossip.network.links import Links, end_alone, end_silently
 from powergossip.training.event_training import event_driven, survives
 
 T = TypeVar("T")
@@ -31,14 +35,54 @@ def make_links(c: Any, processes: Processes) -> Links | None:
     return links
 
 
-@contextmanager
-def last(links: Links | None) -> Iterator[None]:
-    """The last block of a run, such as a figure that one process draws."""
+class Newcomer:
+    """A process that replaces a lost one, before it joins the others.
+
+    config, folder  # of the run
+    links           # to be given to the trainer
+    """
+
+    def __init__(self, invitation: Invitation):
+        config, folder = invitation.run
+        self.config, self.folder = OmegaConf.create(config), Path(folder)
+        self.links = Links.join(invitation)
+        launch.adopt(self.links.group)
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(invitation.threads)
+        end_alone(self.links)
+
+    @contextmanager
+    def rejected(self) -> Iterator[None]:
+        """End this process alone if the block cannot prepare it. The others go on without it."""
+        try:
+            yield
+        except (BadInput, Stopped) as error:
+            report(error)
+            end_silently()
+
+
+def newcomer() -> Newcomer | None:
+    """This process as one that replaces a lost one, or None."""
+    found = joining.invitation()
+    return None if found is None else Newcomer(found)
+
+
+def finish(links: Links | None, processes: Processes, action: Callable[[], None]) -> None:
+    """Call the last action of a run, such as a figure, in one process, and wait for it.
+
+    The first process that is left calls it. If that is lost meanwhile, the next one does.
+    """
     if links is None:
-        yield
+        if processes.rank == 0:
+            action()
         return
-    with links.quiet():
-        yield
+    done = False
+    while not done:
+        with links.quiet():
+            first = links.group.rank == 0
+            if first:
+                action()
+            done = any(links.group.gather(first))
     links.finish()
 
 
@@ -76,7 +120,10 @@ class LinkedNetwork:
     def gather(self, values: Tensor) -> Tensor:
         """values [worker, ...] of all processes, by worker."""
         everyone = self._links.group.gather_arrays(values.detach().cpu().numpy())
-        return torch.from_numpy(everyone).flatten(0, 1)
+        homes = self._links.homes
+        hosted = [[w for w in homes if homes[w] == p] for p in self._links.group.members]
+        order = np.argsort(np.concatenate(hosted))  # a replacement has the last index
+        return torch.from_numpy(everyone).flatten(0, 1)[order]
 
 
 def check_begun(place: T | None) -> T:

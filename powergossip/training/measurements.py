@@ -9,6 +9,8 @@ from torch import Tensor
 
 from powergossip.errors import Stopped
 from powergossip.network import Network
+from powergossip.runs.clock import Clock, data_fraction
+from powergossip.runs.progress import Progress
 
 # name, values, tags
 Row = tuple[str, dict[str, float], dict[str, Any]]
@@ -69,12 +71,21 @@ class Rows:
     Bits and messages are those sent by the first worker of process 0 until now. If that process is
     lost, the first one that is left takes over, with the rows of the last epochs, of which some may
     not have been written.
+
+    joins  # whether this process will join others
     """
 
-    def __init__(self, hooks: Hooks, network: Network, seconds: Callable[[], float]):
+    def __init__(
+        self, hooks: Hooks, network: Network, seconds: Callable[[], float], joins: bool = False
+    ):
         self._hooks, self._network, self._seconds = hooks, network, seconds
-        self._first = network.processes.rank == 0
+        self._first = network.processes.rank == 0 and not joins
         self._latest: dict[int, list[Row]] = {}  # by epoch
+
+    @property
+    def are_written(self) -> bool:
+        """Whether the hooks of this process receive the rows."""
+        return self._network.processes.rank == 0
 
     def __call__(self, name: str, value: float, epoch: int, **tags: Any) -> None:
         """Log a row on process 0."""
@@ -94,6 +105,7 @@ class Rows:
             while len(self._latest) > _KEPT:
                 del self._latest[min(self._latest)]
         if processes.rank == 0:
+            processes.check_present()
             self._hooks.log_metric(name, values, tags)
 
     def take_over(self) -> None:
@@ -101,3 +113,32 @@ class Rows:
         if self._network.processes.rank == 0 and not self._first:
             self._first = True
             self._hooks.take_over([row for rows in self._latest.values() for row in rows])
+
+
+def log_phases(rows: Rows, hooks: Hooks, clock: Clock, epoch: int, num_epochs: int) -> None:
+    """Log the seconds of each phase so far, and the progress of the run."""
+    for phase, spent in clock.phases.items():
+        rows("phase_seconds", spent.total, epoch, phase=phase, instances=spent.instances)
+        if rows.are_written:
+            hooks.log_runtime(phase, spent.mean, spent.deviation, spent.instances)
+    if rows.are_written:
+        totals = {phase: spent.total for phase, spent in clock.phases.items()}
+        hooks.log_info(
+            {"state.progress": epoch / num_epochs, "data_fraction": data_fraction(totals)}
+        )
+
+
+def log_replaced(
+    rows: Rows,
+    hooks: Hooks,
+    replaced: Sequence[Mapping[str, float]],
+    sentences: Sequence[str],
+    shown: bool,
+) -> None:
+    """Log the replacements of the run so far, if there are sentences about new ones."""
+    if sentences:
+        rows.take_over()
+    if sentences and rows.are_written:
+        hooks.log_info({"replaced": list(replaced)})
+        for sentence in sentences if shown else ():
+            Progress.write(sentence)

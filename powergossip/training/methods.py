@@ -12,6 +12,7 @@ from powergossip.algorithms import aggregation, ddp, learning
 from powergossip.network import Network
 from powergossip.parameters import Layout, Parameters
 from powergossip.runs.clock import Clock
+from powergossip.topologies import Topology
 from powergossip.training import event_training
 from powergossip.training.event_training import event_driven
 from powergossip.training.local_optimizers import LocalOptimizer
@@ -195,3 +196,11 @@ def _guided_start(c: Any, steps_per_epoch: int) -> int:
     epochs = c.distributed_lr_warmup_epoch if c.distributed_lr_warmup_factor != 1 else 0
     steps = ceil(min(epochs, c.num_epochs) * steps_per_epoch)
     return ddp.guided_start(c.num_epochs * steps_per_epoch, steps)
+
+
+def diffusion_rate(c: Any, topology: Topology) -> float | None:
+    """γ as configured, or the best for plain gossip on this topology. None without gossip."""
+    rate = c.get("optimizer_diffusion_rate")
+    if rate == "auto":
+        return topology.best_diffusion_rate
+    return None if rate is None else float(rate)

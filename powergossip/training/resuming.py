@@ -158,7 +158,35 @@ def load_checkpoint(
         return Resumed(conversion.evaluated(), facts["metrics_bytes"], saved_workers)
     with processes.agreed():
         state = conversion.state(facts.get("steps_per_epoch"))
+    if before == config.n_workers and state["epoch"] >= config.num_epochs:
+        saved_workers = before  # the run is complete, whatever it has lost: nobody joins it
     return Resumed(state, facts["metrics_bytes"], saved_workers)
+
+
+def check_rest(config: Any, step: int, place: tuple[int, int], workers_before: int) -> None:
+    """Raise ValueError if a resumed run already has more than num_epochs epochs, or if its order of
+    events would be incomplete.
+
+    step            # completed
+    place           # epoch, step in it
+    workers_before  # their number in the checkpoint. With another number, the run must have fewer
+                    # epochs than num_epochs: its checkpoint remains otherwise
+    """
+    if step and config.record_order:
+        raise ValueError(
+            "record_order=true: use false for a resumed run, whose first events are not known"
+        )
+    epoch, step_in_epoch = place
+    if epoch >= config.num_epochs and workers_before != config.n_workers:
+        raise ValueError(
+            f"n_workers={config.n_workers}: use {workers_before}, or a larger "
+            f"num_epochs; the run was complete after {epoch} epochs"
+        )
+    if place > (config.num_epochs, 0):
+        begun = epoch + (step_in_epoch > 0)
+        raise ValueError(
+            f"num_epochs={config.num_epochs}: use {begun} or more; the run already has {step} steps"
+        )
 
 
 def _check_evaluated_alone(folder: Path, config: Any, processes: Processes, left: int) -> None:

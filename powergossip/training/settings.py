@@ -17,7 +17,7 @@ from omegaconf import DictConfig, ListConfig
 from powergossip import algorithms, checks, compressors, options, tasks
 from powergossip.algorithms import aggregation, ddp, learning
 from powergossip.events import scenario
-from powergossip.network import BACKENDS, Processes, ulfm
+from powergossip.network import BACKENDS, Processes, joining, ulfm
 from powergossip.network import hosted_workers as hosted
 from powergossip.runs import trackers
 from powergossip.runs.output import plain_copy
@@ -69,7 +69,7 @@ BLANKS = {"gradient_clipping": "auto"}
 OF_RULE = {"num_batches_per_step": 1}
 
 PLACEMENTS = ("given", "mixed")  # of shards on the graph
-ON_WORKER_LOSS = ("end", "continue")
+ON_WORKER_LOSS = ("end", "continue", "replace")
 DATA_OF_LOST = ("left", "redistributed")
 
 
@@ -271,14 +271,16 @@ def _check_events(c: Any, processes: Processes) -> None:
     checks.one_of("data_of_lost", c.data_of_lost, DATA_OF_LOST)
     checks.one_of("on_worker_loss", c.on_worker_loss, ON_WORKER_LOSS)
     checks.positive("worker_timeout", c.worker_timeout)
-    continues = c.on_worker_loss == "continue"
-    given = "on_worker_loss=continue" if continues else f"gossip={c.gossip}"
+    continues = c.on_worker_loss != "end"
+    given = f"on_worker_loss={c.on_worker_loss}" if continues else f"gossip={c.gossip}"
     if continues and not c.evaluate_only:
         if c.scenario is not None:
             raise ValueError(f"{given}: use end with a scenario, which has deaths of its own")
         ulfm.require(given)
         if processes.size == 1 or not processes.is_mpi:
             raise ValueError(f"{given}: use several processes of mpirun, with its own messages")
+        if c.on_worker_loss == "replace":
+            joining.program(given)
     n_processes = 1 if c.evaluate_only else processes.size
     by_edges = scenario.resolve(c, n_processes, linked=processes.is_mpi) or continues
     if c.record_order and not by_edges:

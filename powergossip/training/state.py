@@ -1,13 +1,72 @@
-"""The state of the hosted models in a checkpoint. Tensors are [worker, ...]."""
+"""The state of the hosted models and of a run in a checkpoint. Tensors are [worker, ...]."""
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from powergossip.network import Network
 from powergossip.parameters import Parameters
+from powergossip.runs.clock import Clock, PhaseTime
 from powergossip.tasks import Task
+from powergossip.training.gradients import Gradients
+from powergossip.trees import map_tensors
+
+
+class Stateful(Protocol):
+    """A part of a method with state of its own."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a run that have state.
+
+    method  # by their names in the state: local optimizer and learning rule, or events
+    """
+
+    network: Network
+    task: Task
+    parameters: Parameters
+    clock: Clock
+    gradients: Gradients
+    method: Mapping[str, Stateful]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all parts."""
+        return {
+            **of_models(self.task, self.parameters),
+            **{name: part.state_dict() for name, part in self.method.items()},
+            "network": self.network.state_dict(),
+            "batched_gradients": self.gradients.are_batched,
+            "phases": {
+                name: [spent.instances, spent.total, spent.squares]
+                for name, spent in self.clock.phases.items()
+            },
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any], with_method: bool) -> None:
+        """Restore the state returned by `state_dict()`: for an evaluation, without the method's."""
+        load_models(self.task, self.parameters, saved)
+        if with_method:
+            # Earlier versions had no batched gradients.
+            self.gradients.resume(saved.get("batched_gradients", False))
+            device = self.parameters.x.device
+            for name, part in self.method.items():
+                part.load_state_dict(map_tensors(partial(_moved, device), saved[name]))
+        self.network.load_state_dict(saved["network"])
+        for name, values in saved["phases"].items():
+            self.clock.phases[name] = PhaseTime(*values)
+
+
+def _moved(device: torch.device, tensor: Tensor) -> Tensor:
+    return tensor.to(device)
 
 
 def of_models(task: Task, parameters: Parameters) -> dict[str, Any]:

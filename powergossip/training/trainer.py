@@ -1,50 +1,41 @@
 """The trainer: everything between a checked configuration and the rows of a run."""
 
-import platform
-import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from functools import partial, reduce
-from operator import add
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-import torch
 from omegaconf import OmegaConf
-from scipy.sparse import csr_array
 from torch import Tensor
 
-from powergossip import algorithms, kernels, tasks, topologies
-from powergossip.algorithms import ddp
-from powergossip.errors import Interrupted
-from powergossip.network import Network, Processes, choose_device, cuda_aware_mpi
+from powergossip import algorithms, kernels, tasks
+from powergossip.network import Processes
+from powergossip.network.links import Links
 from powergossip.parameters import Layout, Parameters
 from powergossip.runs.checkpoints import Checkpoints
-from powergossip.runs.clock import Clock, PhaseTime, Signals, data_fraction
+from powergossip.runs.clock import Clock, Signals
 from powergossip.runs.progress import Progress
-from powergossip.training import compute, elastic, state
-from powergossip.training.agreement import PATIENCE, Agreement
+from powergossip.training import compute, construction, elastic, facts
+from powergossip.training.agreement import PATIENCE, Agreement, interrupted
 from powergossip.training.evaluation import Evaluation
-from powergossip.training.event_training import (
-    EventTraining,
-    PresentParameters,
-    Survivors,
-    event_driven,
-    losses_of,
-)
+from powergossip.training.event_training import EventTraining, event_driven, replaces
 from powergossip.training.first_batch import check_first_batch, check_sizes
 from powergossip.training.gradients import Gradients
-from powergossip.training.linked import LinkedNetwork, last, make_links
+from powergossip.training.linked import finish, make_links
+from powergossip.training.linked_epochs import LinkedEpochs
 from powergossip.training.local_optimizers import learning_rate
-from powergossip.training.measurements import Hooks, Rows
-from powergossip.training.methods import check_method, make_averaging, make_method
+from powergossip.training.measurements import Hooks, Rows, log_phases, log_replaced
+from powergossip.training.methods import check_method, diffusion_rate, make_averaging, make_method
 from powergossip.training.resuming import load_checkpoint
 from powergossip.training.settings import method_options
+from powergossip.training.state import Parts, Stateful
 from powergossip.trees import map_tensors
 
 Position = tuple[int, int, dict[str, Tensor]]  # epoch, step in it, sums of metrics over its steps
+Save = Callable[[Position], bool]  # see Trainer._save
 
 
 class Trainer:
@@ -55,6 +46,7 @@ class Trainer:
     resume_from # output folder of a run to resume from its last checkpoint, if it has one, or with
                 # config.evaluate_only from the one that config.checkpoint names
     task        # data and models, by default those of the configuration
+    links       # of a process that replaces a lost one: then `join` follows
 
     Raises BadInput, in all processes, for impossible values, missing data, or a run to resume that
     had another configuration or model.
@@ -67,40 +59,22 @@ class Trainer:
         hooks: Hooks | None = None,
         resume_from: Path | None = None,
         task: tasks.Task | None = None,
+        links: Links | None = None,
     ):
         c = self.config = config
-        self.links = make_links(c, processes)
+        self.links = links or make_links(c, processes)
         if self.links is not None:
             processes = self.links.group
         self.processes, self._hooks = processes, hooks or Hooks()
         self.clock = Clock()
         with processes.agreed():
-            self.topology = topologies.make(
-                c.topology, c.n_workers, seed=c.seed, options=c.topology_options
-            )
-            self.device = choose_device(c.device, processes.local_rank)
-            if c.torch_compile and not c.evaluate_only:
-                compute.check_compiler(self.device)
-            stage = {"on": False, "off": True, "auto": None}[c.cuda_aware]
-            self.network = Network(
-                self.topology,
-                processes,
-                self.device,
-                stage,
-                measure=self.clock,
-                all_reduce=c.all_reduce,
-                losses=losses_of(c),
-            )
+            self.network = construction.make_network(c, processes, self.clock)
             self.hint = check_method(c, self.network)  # a sentence for the start of the run
-        if self.links is None:
-            channel = self.network.channel  # all processes make it together
-            self._transport = "none" if channel is None else channel.name
-        else:
-            self._transport = "mpi"
+        self.topology, self.device = self.network.topology, self.network.device
+        self._transport = construction.transport(self.network, self.links)
         self._kernels = kernels.name(kernels.load(self.network))
-        self.task = task or processes.one_by_one(self._make_task)
-        if c.task_architecture is None:
-            c.task_architecture = next(iter(self.task.architectures), None)
+        self.task = task or processes.one_by_one(partial(construction.make_task, c, self.network))
+        c.task_architecture = c.task_architecture or next(iter(self.task.architectures), None)
         # The same as plain values, for the hot path: reading a DictConfig takes microseconds.
         plain: Any = OmegaConf.to_container(c)
         self._values = SimpleNamespace(**plain)
@@ -113,15 +87,12 @@ class Trainer:
             self.task.steps_per_epoch, c.max_steps_per_epoch or self.task.steps_per_epoch
         )
         self._agreement = Agreement(processes)
-        with processes.agreed(), _memory_errors(len(self.network.workers)):
-            if not c.evaluate_test_data and "valid" not in self.task.samples:
-                raise ValueError(
-                    "evaluate_test_data=false: use true without validation data, or hold some out "
-                    "(validation_ratio)"
-                )
+        with processes.agreed(), construction.memory_errors(len(self.network.workers)):
+            construction.check_evaluation(c, self.task)
             models = [self.task.model(c.task_architecture, c.seed) for _ in self.network.workers]
             self.parameters = Parameters(models, self.device)
-            self._check_spectrum_names()
+            construction.check_spectrum_names(c, self.parameters)
+            method: dict[str, Stateful] = {}
             if not c.evaluate_only:
                 if of_user:
                     worker = self.network.workers[0]
@@ -133,32 +104,28 @@ class Trainer:
                     self.local, self.rule, self._at_epoch = make_method(
                         c, self.network, self.parameters, self.clock, self.steps_per_epoch
                     )
-            self._gradients = Gradients(
-                self._values,
-                self.network,
-                self.task,
-                self.parameters,
-                self.clock,
-                self._agreement,
-            )
+                    method = {"optimizer": self.local, "algorithm": self.rule}
+            of_run = self.network, self.task, self.parameters, self.clock
+            self._gradients = Gradients(self._values, *of_run, self._agreement)
             self._events: EventTraining | None = None
+            self._linked: LinkedEpochs | None = None
             if event_driven(c) and not c.evaluate_only:
                 self._events = EventTraining(
-                    self._values,
-                    method_options(c),
-                    self.network,
-                    self.parameters,
-                    self._gradients.of_worker,
-                    self.steps_per_epoch,
-                    self.links,
-                    self.clock,
+                    *(self._values, method_options(c), self.network, self.parameters),
+                    *(self._gradients.of_worker, self.steps_per_epoch, self.links, self.clock),
                 )
+                method = {"events": self._events}
+                if self.links is not None:
+                    of_linked = self.links, self._events, self.parameters, self._agreement
+                    self._linked = LinkedEpochs(*of_linked, self.clock)
+        self._parts = Parts(*of_run, self._gradients, method)
         self._present: list[int] | None = None  # the workers of a checkpoint that is evaluated
-        self.rows = Rows(self._hooks, self.network, self._elapsed)
-        network, parameters = self._evaluated()
-        self.evaluation = Evaluation(
-            self._values, network, self.task, parameters, self.steps_per_epoch, self.rows
+        self.rows = Rows(self._hooks, self.network, self._elapsed, joins=links is not None)
+        network, parameters = construction.evaluated(
+            c, self.network, self.parameters, self.present, self.links, self._events
         )
+        of_evaluation = network, self.task, parameters, self.steps_per_epoch
+        self.evaluation = Evaluation(self._values, *of_evaluation, self.rows)
 
         self.step = 0  # since the start of the run
         self.position: Position = (0, 0, {})
@@ -168,18 +135,6 @@ class Trainer:
         self._started = time.perf_counter()
         if resume_from is not None:
             self._resume(resume_from)
-
-    def _evaluated(
-        self,
-    ) -> tuple[Network | Survivors | LinkedNetwork, Parameters | PresentParameters]:
-        """The network and the parameters of the workers that are evaluated."""
-        if self.links is not None:
-            assert self._events is not None
-            return LinkedNetwork(self.network, self.links, self._events.everybody), self.parameters
-        if not event_driven(self.config):
-            return self.network, self.parameters
-        of_present = PresentParameters(self.parameters, self.present)
-        return Survivors(self.network, self.present), of_present
 
     def present(self) -> list[int]:
         """The indices of the hosted workers that are alive."""
@@ -199,68 +154,39 @@ class Trainer:
         if close is not None:
             close()
 
-    def record_order(self, folder: Path) -> None:
-        """Write the order of events to this folder, if the configuration asks for it."""
+    def begin_in(self, folder: Path) -> None:
+        """Write the order of events to this folder, and replace lost processes, if the
+        configuration asks for it. To be called before the first step."""
         if self._events is not None and self.config.record_order:
             self._events.record_order(folder)
+        if self._linked is not None and replaces(self.config):
+            run = OmegaConf.to_container(self.config), str(folder)
+            self._linked.replace_lost(run, self._elapsed)
 
-    @contextmanager
-    def last(self) -> Iterator[None]:
-        """A last block after `train`, such as a figure that one process draws."""
-        with last(self.links):
-            if self._events is not None and self.processes.rank == 0:
+    def join(self) -> None:
+        """Join the others as a new process, after `begin_in`. Then `train`."""
+        assert self._linked is not None
+        moment = self._linked.join()
+        self.step, self._seconds = moment.step, moment.seconds
+        self.position = moment.epoch, moment.step - moment.epoch * self.steps_per_epoch, {}
+
+    def finish(self, action: Callable[[], None] = lambda: None) -> None:
+        """After `train`: call a last action, such as a figure, in one process, and wait for it.
+
+        If that process is lost meanwhile, the next one calls it.
+        """
+
+        def last() -> None:
+            self.rows.take_over()
+            if self._events is not None:
                 self._events.merge_order()
-            yield
+            action()
 
-    # --- Construction ---
-
-    def _make_task(self) -> tasks.Task:
-        c = self.config
-        given: Any = OmegaConf.to_container(c.task_options)
-        return tasks.make(
-            c.task,
-            n_workers=c.n_workers,
-            batch_size=c.batch_size,
-            seed=c.seed,
-            decentralized=c.use_decentralized_data,
-            shuffled_ratio=c.decentralized_data_shuffled_ratio,
-            dirichlet_alpha=c.decentralized_data_dirichlet_alpha,
-            reshuffle=c.reshuffle_data,
-            drop_last=c.drop_last,
-            data_dir=c.data_dir,
-            download=c.download,
-            device=self.device,
-            task_options=given,
-            validation_ratio=c.validation_ratio,
-            column=c.decentralized_data_column,
-            placement=self._placement(),
-            data_processes=c.data_processes,
-            architecture=c.task_architecture,
-        )
-
-    def _placement(self) -> csr_array | None:
-        """The mixing matrix, averaged over its rounds, if shards are placed by their labels."""
-        if self.config.decentralized_data_placement == "given":
-            return None
-        matrices = [r.matrix() for r in self.topology.rounds]
-        return csr_array(reduce(add, matrices) / len(matrices))
+        finish(self.links, self.processes, last)
 
     def averaging(self, layout: Layout) -> algorithms.Averaging:
         """Build the averaging algorithm of the configuration. Raises ValueError."""
         return make_averaging(self.config, self.network, layout)
-
-    def _check_spectrum_names(self) -> None:
-        for name in self.config.spectrum_logging_params:
-            if name not in self.parameters.names:
-                names = ", ".join(self.parameters.names)
-                raise ValueError(f'spectrum_logging_params: no parameter "{name}" among {names}')
-
-    def diffusion_rate(self) -> float | None:
-        """γ as configured, or the best for plain gossip on this topology. None without gossip."""
-        rate = self.config.get("optimizer_diffusion_rate")
-        if rate == "auto":
-            return self.topology.best_diffusion_rate
-        return None if rate is None else float(rate)
 
     @property
     def metric(self) -> str:
@@ -269,32 +195,15 @@ class Trainer:
 
     def facts(self) -> dict[str, Any]:
         """Metadata of the run: software versions, layout of processes, topology, data."""
-        mpi_on_gpu = self.device.type == "cuda" and self._transport == "mpi"
-        counts = self.task.label_counts()
-        return {
-            "processes": self.processes.size,
-            "n_workers": self.config.n_workers,
-            "threads_per_process": torch.get_num_threads(),
-            "device": str(self.device),
-            "transport": self._transport,
-            "cuda_aware_mpi": cuda_aware_mpi() if mpi_on_gpu else None,
-            "messages_staged_in_host_memory": self.network.stage,
-            "kernels": self._kernels,
-            "diffusion_rate": self.diffusion_rate(),
-            "parameters": self.parameters.layout.size,
+        of_run = {
+            "diffusion_rate": diffusion_rate(self.config, self.topology),
             "batched_gradients": self._gradients.are_batched,
             "steps_per_epoch": self.steps_per_epoch,
-            "samples": dict(self.task.samples),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "topology": self.topology.summary(),
-            "start_iteration": (
-                self.rule.start_iteration
-                if self._events is None and isinstance(self.rule, ddp.DDPHook)
-                else None
-            ),
+            "start_iteration": facts.start_iteration(None if self._events else self.rule),
             "metric": self._metric,
-        } | ({} if counts is None else {"label_counts": counts.tolist()})  # [worker][label]
+        }
+        of_environment = facts.of_environment(self.network, self._transport, self._kernels)
+        return of_environment | facts.of_task(self.task, self.parameters) | of_run
 
     # --- Training ---
 
@@ -307,29 +216,6 @@ class Trainer:
     def is_complete(self) -> bool:
         """Whether no step is left."""
         return bool(self.position[0] >= self.config.num_epochs)
-
-    def check_resumption(self) -> None:
-        """Raise ValueError if a resumed run already has more than num_epochs epochs, or if its
-        order of events would be incomplete.
-
-        With another number of workers, it must have fewer: its checkpoint remains otherwise.
-        """
-        if self.step and self.config.record_order:
-            raise ValueError(
-                "record_order=true: use false for a resumed run, whose first events are not known"
-            )
-        epoch, step, _ = self.position
-        if self.is_complete and self.workers_before != self.network.n_workers:
-            raise ValueError(
-                f"n_workers={self.network.n_workers}: use {self.workers_before}, or a larger "
-                f"num_epochs; the run was complete after {epoch} epochs"
-            )
-        if (epoch, step) > (self.config.num_epochs, 0):
-            begun = epoch + (step > 0)
-            raise ValueError(
-                f"num_epochs={self.config.num_epochs}: use {begun} or more; the run already has "
-                f"{self.step} steps"
-            )
 
     def train(
         self,
@@ -359,12 +245,13 @@ class Trainer:
         patience = None if self._transport in ("none", "mpi") else PATIENCE
         with bar, Signals(patience=patience) as signals:
             for epoch in range(first, c.num_epochs):
-                if self.links is not None:
-                    sums = self._train_linked_epoch(epoch, signals, save)
+                if self._linked is not None:
+                    sums = self._train_linked_epoch(self._linked, epoch, signals, save)
                     bar.update(steps - first_step)
                 else:
                     for step in range(first_step, steps):
-                        self._train_step(epoch, step, sums)
+                        for name, values in self.train_step(epoch, step).items():
+                            sums[name] = sums[name] + values if name in sums else values
                         bar.update()
                         self._stop_if_asked(signals, (epoch, step + 1, sums), save)
                 with self.links.quiet() if self.links is not None else nullcontext():
@@ -398,31 +285,18 @@ class Trainer:
         self.step += 1
         return metrics
 
-    def _train_step(self, epoch: int, step: int, sums: dict[str, Tensor]) -> None:
-        """Train one step and add the batches' metrics to their sums."""
-        for name, values in self.train_step(epoch, step).items():
-            sums[name] = sums[name] + values if name in sums else values
-
     def _train_linked_epoch(
-        self, epoch: int, signals: Signals, save: Callable[[Position], bool]
+        self, linked: LinkedEpochs, epoch: int, signals: Signals, save: Save
     ) -> dict[str, Tensor]:
         """Train an epoch of all processes that are left. Returns the sums of metrics over it."""
-        assert self._events is not None
-        first, end = epoch * self.steps_per_epoch, (epoch + 1) * self.steps_per_epoch
-        complete = False
-        while not complete:
-            with self.clock("averaging"):
-                complete = self._events.run_linked(
-                    end, lambda: signals.received is not None or self._agreement.has_noted
-                )
-            taken = self.processes.gather(self._events.steps_between(first, end))
-            self.step = end if complete else first + min(taken)
-            self._check_norms(epoch)
-            number = self._agreement.settle(signals.received)
+        shown = self.config.log_verbosity > 0
+        for step, number in linked.stages(epoch, lambda: signals.received):
+            self.step = step
+            log_replaced(self.rows, self._hooks, linked.replaced, linked.take_notes(), shown)
             if number is not None:
-                self._interrupt(number, signals, (epoch, self.step - first, {}), save)
-        means = self._events.take_metrics()
-        return {name: values * self.steps_per_epoch for name, values in means.items()}
+                done = self.step - epoch * self.steps_per_epoch
+                self._interrupt(number, signals, (epoch, done, {}), save)
+        return linked.take_sums()
 
     def gradient(self, epoch: int, step: int) -> dict[str, Tensor]:
         """Add the hosted workers' gradients to parameters.grad. Returns metrics, each [worker]."""
@@ -433,9 +307,7 @@ class Trainer:
         c, score = self.config, None
         if epoch % c.evaluation_interval == 0 or epoch == c.num_epochs:
             if self._events is not None:
-                if self.links is None:
-                    present = self._events.present
-                    sums = {name: values[present] for name, values in sums.items()}
+                sums = self._events.of_present(sums)
                 self.rows("workers", len(self._events.everybody()), epoch)
             with self.clock("evaluation"), compute.not_compiled(c.torch_compile):
                 shown, score = self.evaluation(epoch, self.step, sums)
@@ -444,19 +316,10 @@ class Trainer:
                 bar.write(f"epoch {epoch}: {shown}")
         if epoch in c.spectrum_logging_epochs:
             self.evaluation.log_spectra(epoch)
-        for phase, spent in self.clock.phases.items():
-            self.rows("phase_seconds", spent.total, epoch, phase=phase, instances=spent.instances)
-            if self.processes.rank == 0:
-                self._hooks.log_runtime(phase, spent.mean, spent.deviation, spent.instances)
-        if self.processes.rank == 0:
-            progress = {"state.progress": epoch / c.num_epochs}
-            totals = {phase: spent.total for phase, spent in self.clock.phases.items()}
-            self._hooks.log_info(progress | {"data_fraction": data_fraction(totals)})
+        log_phases(self.rows, self._hooks, self.clock, epoch, c.num_epochs)
         return score
 
-    def _stop_if_asked(
-        self, signals: Signals, position: Position, save: Callable[[Position], bool]
-    ) -> None:
+    def _stop_if_asked(self, signals: Signals, position: Position, save: Save) -> None:
         """Save and raise Interrupted if a process has received a signal.
 
         Here and at the end of an epoch, raise Diverged if a loss was not finite or parameters are
@@ -465,27 +328,16 @@ class Trainer:
         epoch, step, _ = position
         number = self._received_signal(signals)
         if number is not None or step == self.steps_per_epoch:
-            self._check_norms(epoch)
+            x = self.parameters.x
+            self._agreement.note_norms(self.network.workers, x, self.step, epoch + 1)
             number = self._agreement.settle(number or signals.received)
         if number is not None:
             self._interrupt(number, signals, position, save)
 
-    def _check_norms(self, epoch: int) -> None:
-        """Note parameters that are not finite."""
-        norms = torch.linalg.vector_norm(self.parameters.x, dim=1, dtype=torch.float64)
-        for worker, norm in zip(self.network.workers, norms.tolist(), strict=True):
-            self._agreement.note(worker, "parameter norm", norm, self.step, epoch + 1)
-
-    def _interrupt(
-        self, number: int, signals: Signals, position: Position, save: Callable[[Position], bool]
-    ) -> NoReturn:
+    def _interrupt(self, number: int, signals: Signals, position: Position, save: Save) -> NoReturn:
         """Save and raise Interrupted, in all processes."""
         signals.agreed = True
-        text = f"stopped by {signal.Signals(number).name} after step {self.step}"
-        text += f" (epoch {position[0] + 1})"
-        if save(position):
-            text += "; the same command with resume=true resumes there"
-        raise Interrupted(text, number)
+        raise interrupted(number, self.step, position[0] + 1, resumable=save(position))
 
     def _received_signal(self, signals: Signals) -> int | None:
         """A signal that some process received, in all processes after the same step."""
@@ -512,45 +364,23 @@ class Trainer:
     def state_dict(self, position: Position) -> dict[str, Any]:
         """Everything that the next step depends on. Tensors are [worker, ...]."""
         epoch, step, sums = position
-        return state.of_models(self.task, self.parameters) | {
+        return self._parts.state_dict() | {
             "step": self.step,
             "epoch": epoch,
             "step_in_epoch": step,
             "sums": sums,
-            **self._state_of_method(),
-            "network": self.network.state_dict(),
-            "batched_gradients": self._gradients.are_batched,
             "seconds": time.perf_counter() - self._started,
-            "phases": {
-                name: [spent.instances, spent.total, spent.squares]
-                for name, spent in self.clock.phases.items()
-            },
+            **({} if self._events is None else {"present": self._events.everybody()}),
         }
-
-    def _state_of_method(self) -> dict[str, Any]:
-        if self._events is not None:
-            return {"present": self._events.everybody(), "events": self._events.state_dict()}
-        return {"optimizer": self.local.state_dict(), "algorithm": self.rule.state_dict()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`: for an evaluation, without the method's."""
         moved = partial(map_tensors, lambda tensor: tensor.to(self.device))
         self.step = saved["step"]
         self.position = saved["epoch"], saved["step_in_epoch"], moved(saved["sums"])
-        state.load_models(self.task, self.parameters, saved)
-        if not self.config.evaluate_only:
-            # Earlier versions had no batched gradients.
-            self._gradients.resume(saved.get("batched_gradients", False))
-            if self._events is not None:
-                self._events.load_state_dict(saved["events"])
-            else:
-                self.local.load_state_dict(moved(saved["optimizer"]))
-                self.rule.load_state_dict(moved(saved["algorithm"]))
+        self._parts.load_state_dict(saved, with_method=not self.config.evaluate_only)
         self._present = saved.get("present")
-        self.network.load_state_dict(saved["network"])
         self._seconds = saved["seconds"]
-        for name, values in saved["phases"].items():
-            self.clock.phases[name] = PhaseTime(*values)
 
     def _save(
         self,
@@ -562,28 +392,16 @@ class Trainer:
         """Write a checkpoint. Returns whether there was a place for it."""
         if checkpoints is None:
             return False
-        with self.clock("checkpoint"):
-            self.rows.take_over()
-            counts = self.processes.rank == 0 or self.processes.can_be_lost
-            facts = {
+
+        def facts() -> dict[str, Any]:
+            self.rows.take_over()  # all rows until now are there
+            return {
                 "config": OmegaConf.to_container(self.config),
                 "steps_per_epoch": self.steps_per_epoch,
-                "metrics_bytes": metrics_offset() if counts else 0,
+                "metrics_bytes": metrics_offset(),
             }
+
+        with self.clock("checkpoint"):
             now = self.state_dict(position)
             checkpoints.save(self.step, self.network.workers, now, facts, score)
         return True
-
-
-@contextmanager
-def _memory_errors(workers: int) -> Iterator[None]:
-    """Raise ValueError if the block needs more memory than there is."""
-    try:
-        yield
-    except RuntimeError as error:  # that of torch's CPU allocator has no type of its own
-        if "allocate" not in str(error):
-            raise
-        raise ValueError(
-            f"the memory is too small for the models and messages of {workers} workers in a "
-            f"process ({str(error).splitlines()[0]}); use fewer workers or smaller options"
-        ) from error

@@ -1,0 +1,41 @@
+"""Facts about a run for info.json."""
+
+import platform
+from typing import Any
+
+import torch
+
+from powergossip.algorithms.ddp import DDPHook
+from powergossip.network import Network, cuda_aware_mpi
+from powergossip.parameters import Parameters
+from powergossip.tasks import Task
+
+
+def of_environment(network: Network, transport: str, kernels: str) -> dict[str, Any]:
+    """Software versions, layout of processes, topology."""
+    mpi_on_gpu = network.device.type == "cuda" and transport == "mpi"
+    return {
+        "processes": network.processes.size,
+        "n_workers": network.n_workers,
+        "threads_per_process": torch.get_num_threads(),
+        "device": str(network.device),
+        "transport": transport,
+        "cuda_aware_mpi": cuda_aware_mpi() if mpi_on_gpu else None,
+        "messages_staged_in_host_memory": network.stage,
+        "kernels": kernels,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "topology": network.topology.summary(),
+    }
+
+
+def of_task(task: Task, parameters: Parameters) -> dict[str, Any]:
+    """Sizes of the model and the data. label_counts: [worker][label]."""
+    found = {"parameters": parameters.layout.size, "samples": dict(task.samples)}
+    counts = task.label_counts()
+    return found if counts is None else {**found, "label_counts": counts.tolist()}
+
+
+def start_iteration(rule: Any) -> int | None:
+    """The first step with compression, of PyTorch's hooks."""
+    return rule.start_iteration if isinstance(rule, DDPHook) else None

@@ -1,0 +1,102 @@
+"""Replacement of lost processes in a running job."""
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from powergossip.network import joining
+from powergossip.network.links import Links
+from powergossip.training.event_training import EventTraining
+
+_MOST_ATTEMPTS = 3  # to replace processes, one after the other, none of which joins
+
+
+class Moment(NamedTuple):
+    """The moment at which replacements join.
+
+    seconds   # of the run
+    joined    # workers
+    replaced  # those of the run so far: dicts with worker, step, and seconds after the loss
+    """
+
+    epoch: int
+    step: int
+    seconds: float
+    joined: list[int]
+    replaced: list[dict[str, float]]
+
+
+class Replacements:
+    """Replaces the processes that a run loses. All processes call `meet` and `join` together.
+
+    run      # the value for new processes: configuration and folder
+    seconds  # since the start of the run
+
+    The survivors meet as soon as one of them knows of a loss, and start a process for each lost
+    one, for which they wait about a second. They meet again when it is ready, and it joins them.
+    """
+
+    def __init__(self, links: Links, events: EventTraining, run: Any, seconds: Callable[[], float]):
+        self._links, self._events, self._run, self._seconds = links, events, run, seconds
+        self._attempts = 0
+        self._lost_at: dict[int, float] = {}  # worker → time
+        self.replaced: list[dict[str, float]] = []
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is something to meet for, as far as this process knows."""
+        lost = set(self._links.homes) - self._links.alive
+        for worker in lost - set(self._lost_at):
+            self._lost_at[worker] = time.monotonic()
+        if self._links.has_summoned:
+            return self._links.settled
+        return bool(lost) and self._attempts < _MOST_ATTEMPTS
+
+    def meet(self, epoch: int, step: int) -> list[str]:
+        """Start processes, or let them join, where some are wanted. Returns sentences about it."""
+        links = self._links
+        if not any(links.group.gather(self.wanted)):
+            return []
+        if not links.has_summoned:
+            return self._summon()
+        joined = links.admit()
+        if not joined:
+            return []
+        self._attempts = 0
+        moment = Moment(epoch, step, self._seconds(), joined, self.replaced)
+        self._admit(links.group.broadcast(moment))
+        found = self.replaced[-len(joined) :]
+        return [
+            f"worker {of_worker['worker']} was lost, and replaced after "
+            f"{of_worker['seconds']:.1f} s: it goes on at step {of_worker['step']}"
+            for of_worker in found
+        ]
+
+    def _summon(self) -> list[str]:
+        self._attempts += 1
+        started = self._links.summon(joining.program(), self._run)
+        if started or self._attempts < _MOST_ATTEMPTS:
+            return []
+        return ["lost workers cannot be replaced: mpirun does not start another process"]
+
+    def join(self) -> Moment:
+        """Join the others, as a new process."""
+        self._links.enter()
+        moment: Moment = self._links.group.broadcast(Moment(0, 0, 0.0, [], []))
+        self.replaced = moment.replaced
+        self._events.join(moment.seconds)
+        self._admit(moment)
+        return moment
+
+    def _admit(self, moment: Moment) -> None:
+        since = {worker: self._lost_at.pop(worker, None) for worker in moment.joined}
+        steps = self._events.admit(moment.joined)
+        now = time.monotonic()
+        times = {worker: now - at for worker, at in since.items() if at is not None}
+        longest: dict[int, float] = {}
+        for of_process in self._links.group.gather(times):
+            for worker, seconds in of_process.items():
+                longest[worker] = max(longest.get(worker, 0.0), seconds)
+        for worker in moment.joined:
+            found = {"worker": worker, "step": steps.get(worker, 0), "seconds": longest[worker]}
+            self.replaced = [*self.replaced, found]
