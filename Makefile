@@ -63,7 +63,7 @@ test-all: process_counts += 3
 test-all: setup trackers ## all tests, also every case of the long tables: before a release
 	@$(call run_tests,parallel[match])
 
-fuzz: setup ## random deaths, joins, delays and losses against invariants; SECONDS=600
+fuzz: setup ## random failures, on the virtual clock and in processes; SECONDS=600
 	@$(activate) && export OMP_NUM_THREADS=1 && python -m tests.fuzz --seconds $(SECONDS)
 
 trackers: setup ## Weights & Biases and MLflow: test-all leaves their tests out without them

@@ -30,7 +30,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from powergossip.errors import BadInput
+from powergossip.errors import BadInput, CannotWrite
 from powergossip.network import Processes, processes, torch_kept
 from powergossip.runs import configuration, figures, metrics, output, tables
 from powergossip.runs.checkpoints import Checkpoints
@@ -356,22 +356,27 @@ def _train_as_replacement(joining: Newcomer) -> None:
 
 
 def _train_the_rest(trainer: Trainer, place: Path, save_first: bool) -> None:
+    def report() -> None:
+        global _output
+        if _output is not None:
+            _report(_output.folder, trainer.config.log_verbosity, trainer.metric)
+            _output.close(COMPLETE)
+        _output = None
+
     def metrics_offset() -> int:
         if _output is None:
             return metrics.complete_bytes(place / metrics.FILE)
         return _output.rows.synced_offset()
 
     trainer.train(Checkpoints(place, trainer.processes), metrics_offset, save_first)
-    with trainer.last():
-        if _output is not None:
-            _report(_output.folder, trainer.config.log_verbosity, trainer.metric)
+    trainer.finish(report)
 
 
 @contextmanager
 def _ended(trainer: Trainer) -> Iterator[None]:
-    """A block, at whose end the output has its ending."""
+    """A block, after which the trainer and the output are closed."""
     global _output
-    ending = COMPLETE
+    ending = None
     try:
         yield
     except BaseException as error:
@@ -461,7 +466,10 @@ def _report(folder: Path, verbosity: int, metric: str) -> None:
             print(f"complete; no rows in {folder / metrics.FILE}, since log_metric was replaced")
     else:
         figure = folder / FIGURE
-        figures.figure(rows, figure, metric)
+        try:
+            figures.figure(rows, figure, metric)
+        except OSError as error:
+            raise CannotWrite(f"{figure}: {error.strerror or error}; rows are kept") from error
         print(f"\n{tables.summary(rows)}\n\nrows: {folder / metrics.FILE}\nfigure: {figure}")
 
 

@@ -16,6 +16,7 @@ from experiments import (
     prediction,
     relay,
     scale,
+    slow_host,
     spectrum,
 )
 from experiments.runner import Experiment
@@ -86,6 +87,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     "message_loss": failing_workers.message_loss(),
     "late_exchanges": failing_workers.late_exchanges(),
     "churn": failing_workers.churn(),
+    "slow_host": slow_host.experiment(),
     # The experiments of the PowerGossip paper, as published and in a small form.
     "cifar10_resnet20": papers.cifar10(),
     "cifar10_resnet20_small": papers.cifar10_small(),

@@ -27,8 +27,21 @@ FAILING: Values = FASHION_MNIST | {
     "reshuffle_data": False,
     "decentralized_data_dirichlet_alpha": 0.1,
     "evaluation_interval": 1,
+    "evaluate_workers": False,
+}
+# Of the experiment with most runs.
+LOSING: Values = FAILING | {
+    "num_epochs": 4,
+    "lr_schedule_milestones": [[3, 0.1]],
+    "evaluation_interval": 100,  # the last epoch only
 }
 STEPS = 117  # of an epoch, a virtual second each: 60,000/(16 · 32)
+
+
+def _lost(fraction: float, ends: str) -> str:
+    """The name of a column."""
+    return f"{100 * fraction:g} %, {'both ends' if ends == 'both' else 'one end'}"
+
 
 _SLOW: Values = {"momentum": 0.9, "learning_rate": 0.02}
 _POWER: Values = {"optimizer": "power-gossip", "optimizer_num_iterations": 8}
@@ -48,6 +61,11 @@ METHODS: dict[str, Values] = {
     },
     "CHOCO, sign": {"optimizer": "choco", **_SLOW},
     "PowerGossip, 8 iterations": {**_POWER, **_SLOW},
+    "PowerGossip, 8 iterations, random directions": {
+        **_POWER,
+        "optimizer_warm_start": False,
+        **_SLOW,
+    },
     "PowerGossip, exact diffusion": {**_POWER, "learning": "exact-diffusion", **_SLOW},
     "push-sum": {"optimizer": "push-sum", **_SLOW},
     "push-sum, running sums": {"optimizer": "push-sum", "optimizer_running_sums": True, **_SLOW},
@@ -58,12 +76,12 @@ METHODS: dict[str, Values] = {
         **_SLOW,
     },
 }
-LOSSES = {
-    "0": None,
-    "1 %, both ends": {"fraction": 0.01, "ends": "both"},
-    "1 %, one end": {"fraction": 0.01, "ends": "one"},
-    "10 %, both ends": {"fraction": 0.1, "ends": "both"},
-    "10 %, one end": {"fraction": 0.1, "ends": "one"},
+FRACTIONS = (0.01, 0.1)
+ENDS = ("both", "one")
+LOSSES: dict[str, Values | None] = {"0": None} | {
+    _lost(fraction, ends): {"fraction": fraction, "ends": ends}
+    for fraction in FRACTIONS
+    for ends in ENDS
 }
 LATE: Values = {"speeds": {"0": 0.25}, "late": {"fraction": 0.1, "seconds": 4.0}}
 POLICIES: dict[str, Values] = {
@@ -78,7 +96,7 @@ CHURN = {"a quarter dies": 0.25, "nobody dies": 0.0}
 Case = tuple[str, str]  # method, and the column or line
 
 
-def message_loss(values: Values = FAILING, seeds: Sequence[int] = SEEDS) -> Experiment:
+def message_loss(values: Values = LOSING, seeds: Sequence[int] = SEEDS[:1]) -> Experiment:
     """Accuracy with lost messages."""
     cases = {
         (method, column): {"scenario": {} if loss is None else {"loss": loss}}
@@ -87,16 +105,26 @@ def message_loss(values: Values = FAILING, seeds: Sequence[int] = SEEDS) -> Expe
     }
 
     def report(results: Results, runs: Mapping[Case, list[Run]], folder: Path) -> str:
-        points = {
-            method: [_mean(_accuracies(results, runs[method, column])) for column in LOSSES]
+        percent = [0.0, *(100 * fraction for fraction in FRACTIONS)]
+        panels = {
+            method: {
+                f"at {ends} end{'s' if ends == 'both' else ''}": (
+                    percent,
+                    [
+                        100 * _mean(_accuracies(results, runs[method, column]))
+                        for column in ("0", *(_lost(fraction, ends) for fraction in FRACTIONS))
+                    ],
+                )
+                for ends in ENDS
+            }
             for method in METHODS
         }
-        places = list(range(len(LOSSES)))
         figures.curves(
-            {"": {method: (places, ys) for method, ys in points.items()}},
+            panels,
             folder / "figure.svg",
-            "lost: " + ", ".join(f"{i}: {column}" for i, column in enumerate(LOSSES)),
-            "accuracy of the mean model",
+            "messages lost (%)",
+            "accuracy of the mean model (%)",
+            columns=5,
         )
         return _table(results, runs, METHODS, LOSSES)
 
@@ -105,7 +133,7 @@ def message_loss(values: Values = FAILING, seeds: Sequence[int] = SEEDS) -> Expe
 
 
 def late_exchanges(
-    values: Values = FAILING, seeds: Sequence[int] = SEEDS, late: Values = LATE
+    values: Values = FAILING, seeds: Sequence[int] = SEEDS[:2], late: Values = LATE
 ) -> Experiment:
     """Accuracy against virtual time with a slow worker and late exchanges."""
     cases = {
@@ -122,7 +150,11 @@ def late_exchanges(
             for method in OF_LATE
         }
         figures.curves(
-            panels, folder / "figure.svg", "virtual seconds", "accuracy of the mean model"
+            panels,
+            folder / "figure.svg",
+            "virtual seconds",
+            "accuracy of the mean model",
+            log_x=True,
         )
         seconds = {
             case: f"{_last(results, of_case[0], 'seconds'):.0f} s" for case, of_case in runs.items()
@@ -186,10 +218,11 @@ def _experiment(
 
     def written(results: Results, folder: Path) -> str:
         folder.mkdir(parents=True, exist_ok=True)
+        several = f"mean ± standard deviation of {count(len(seeds), 'seed')}"
         note = (
             f"{sentence_case(title)}. Accuracy of the mean model of {values['n_workers']} workers "
-            f"after {count(values['num_epochs'], 'epoch')}, mean ± standard deviation of "
-            f"{count(len(seeds), 'seed')}, on the virtual clock."
+            f"after {count(values['num_epochs'], 'epoch')}, "
+            f"{several if len(seeds) > 1 else 'one seed'}, on the virtual clock."
         )
         table = report(results, runs, folder)
         return "\n\n".join([note, table, f"![{title}](figure.svg)\n"])
@@ -213,12 +246,16 @@ def _table(
             found = _accuracies(results, runs[method, column])
             diverged = sum(value is None for value in found)
             kept = [100 * value for value in found if value is not None]
-            cell = f"{diverged} of {len(found)} diverged" if diverged else f"{spread(kept)} %"
+            cell = f"{diverged} of {len(found)} diverged" if diverged else f"{_several(kept)} %"
             if further:
                 cell += f" ({further[method, column]})"
             line.append(cell)
         lines.append(line)
     return markdown(["method", *columns], lines)
+
+
+def _several(values: Sequence[float]) -> str:
+    return spread(values) if len(values) > 1 else f"{values[0]:.2f}"
 
 
 def _accuracies(results: Results, runs: Sequence[Run]) -> list[float | None]:

@@ -12,6 +12,12 @@ class Stopped(RuntimeError):
     in_all_processes = False  # whether all of them raise it, so that one report suffices
 
 
+class CannotWrite(Stopped):
+    """A file of the run cannot be written."""
+
+    exit_code = 2
+
+
 class PeerLost(Stopped):
     """Another process has ended, so that its messages will not arrive."""
 

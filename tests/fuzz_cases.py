@@ -3,12 +3,15 @@
 A case has these keys:
 
     driver        # how it runs: see fuzz.DRIVERS
-    stop_after    # the step after which the run is stopped by a signal, and resumed
     train         # keys of train.py, with the contents of a scenario
+    stop_after    # on the virtual clock: the step after which a signal stops the run
+    processes     # in real processes: their number
+    plan          # how they fail, see tests/failing.py
+    disk          # the size of the disk of the output folder, in KiB. 0: unlimited
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from powergossip.randomness import generator
 from powergossip.tasks import Datasets
 
 N_SAMPLES, N_FEATURES, N_LABELS = 73, 6, 4  # of the training data
+N_MORE = 480  # samples of the training data in real processes
 
 
 @dataclass(frozen=True)
@@ -29,13 +33,17 @@ class Case:
     """A run with a stop and a resume, see the module."""
 
     driver: str
-    stop_after: int
     train: Mapping[str, Any]
+    stop_after: int = 0
+    processes: int = 1
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    disk: int = 0
 
     def write(self, file: Path) -> None:
         """Write the case to a file."""
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(yaml.safe_dump(asdict(self), sort_keys=False))
+        given = {key: value for key, value in asdict(self).items() if value}
+        file.write_text(yaml.safe_dump(given, sort_keys=False))
 
 
 def read(file: Path) -> Case:
@@ -43,16 +51,21 @@ def read(file: Path) -> Case:
     return Case(**yaml.safe_load(file.read_text()))
 
 
-def data() -> Datasets:
+def data(n_samples: int = N_SAMPLES) -> Datasets:
     """Few samples with four labels, and a small model with two matrices."""
-    inputs = torch.randn(N_SAMPLES + 20, N_FEATURES, generator=torch.Generator().manual_seed(0))
+    inputs = torch.randn(n_samples + 20, N_FEATURES, generator=torch.Generator().manual_seed(0))
     labels = (inputs[:, 0] > 0).long() + 2 * (inputs[:, 1] > 0).long()
-    train, test = slice(0, N_SAMPLES), slice(N_SAMPLES, None)
+    train, test = slice(0, n_samples), slice(n_samples, None)
     return Datasets(
         TensorDataset(inputs[train], labels[train]),
         TensorDataset(inputs[test], labels[test]),
         model=lambda: nn.Sequential(nn.Linear(N_FEATURES, 5), nn.Tanh(), nn.Linear(5, N_LABELS)),
     )
+
+
+def more_data() -> Datasets:
+    """The same with more samples."""
+    return data(N_MORE)
 
 
 class _Draws:
@@ -75,9 +88,12 @@ class _Draws:
         return int(self.random.integers(low, high + 1))
 
 
-def draw(seed: int) -> Case:
-    """The case of a seed, on the virtual clock. A few are impossible, and rejected."""
-    d = _Draws(seed)
+def draw(seed: int, driver: str = "virtual") -> Case:
+    """The case of a seed. A few are impossible, and rejected."""
+    return {"virtual": _virtual, "processes": _processes}[driver](_Draws(seed))
+
+
+def _virtual(d: _Draws) -> Case:
     n, epochs, steps = d.integer(2, 9), d.integer(1, 4), d.integer(1, 4)
     values: dict[str, Any] = {
         "task": "tests.fuzz_cases:data",
@@ -106,7 +122,7 @@ def draw(seed: int) -> Case:
         if values["gossip"] == "bounded":
             values["max_delay"] = d.integer(0, 3)
         values["scenario"] = _scenario(d, n, seconds)
-    return Case("virtual", d.integer(1, epochs * steps), values)
+    return Case("virtual", values, d.integer(1, epochs * steps))
 
 
 def _topology(d: _Draws, n: int) -> dict[str, Any]:
@@ -118,8 +134,8 @@ def _topology(d: _Draws, n: int) -> dict[str, Any]:
     return {"topology": d.one_of(*names)}
 
 
-def _method(d: _Draws) -> dict[str, Any]:
-    if d.chance(0.08):
+def _method(d: _Draws, of_exchanges: bool = False) -> dict[str, Any]:
+    if d.chance(0.08) and not of_exchanges:
         one_way: dict[str, Any] = {
             "optimizer": "push-sum",
             "topology": "exponential",
@@ -216,4 +232,93 @@ def _churn(d: _Draws, n: int, seconds: float, time: Any) -> dict[str, Any]:
             key = "joins" if key == "deaths" else "deaths"
     order: np.ndarray = d.random.permutation(len(found["deaths"]))
     found["deaths"] = [found["deaths"][index] for index in order]
+    return found
+
+
+# --- Real processes ---
+
+_TIMEOUTS = (2.5, 20.0)  # values of worker_timeout, in seconds
+
+
+def _processes(d: _Draws) -> Case:
+    size, hosted = d.one_of(2, 3, 3, 4, 4, 5, 6), d.one_of(1, 1, 1, 2)
+    n, epochs, batch = size * hosted, d.integer(2, 4), d.integer(2, 8)
+    steps = min(d.integer(3, 12), N_MORE // (n * batch))
+    survives = d.chance(0.88)
+    values: dict[str, Any] = {
+        "task": "tests.fuzz_cases:more_data",
+        "n_workers": n,
+        "seed": d.integer(0, 999),
+        "num_epochs": epochs,
+        "max_steps_per_epoch": steps,
+        "batch_size": batch,
+        "evaluation_interval": d.integer(1, 2),
+        "checkpoint_interval": d.integer(1, 2),
+        "use_decentralized_data": d.chance(0.4),
+        "reshuffle_data": d.chance(0.7),
+        "learning_rate": d.one_of(0.02, 0.1),
+        "batched_gradients": "off",
+        **_topology(d, n),
+        **_method(d, of_exchanges=True),
+        "gossip": d.one_of("synchronous", "synchronous", "bounded", "asynchronous"),
+    }
+    if values["gossip"] == "bounded":
+        values["max_delay"] = d.integer(0, 3)
+    if survives:
+        values["on_worker_loss"] = "continue"
+        values["worker_timeout"] = d.one_of(*_TIMEOUTS)
+        values["data_of_lost"] = d.one_of("left", "redistributed")
+    if survives or values["gossip"] != "synchronous":
+        values["record_order"] = d.chance(0.6)
+    plan: dict[str, Any] = {"events": _failures(d, size, epochs * steps, epochs, values)}
+    if d.chance(0.8):
+        plan["report"] = False  # it takes longer than the rest
+    if d.chance(0.4):
+        plan["pace"] = {str(p): d.number(0.0, 0.03) for p in range(size) if d.chance(0.5)}
+    disk = 0
+    if d.chance(0.12):
+        if d.chance(0.5):
+            plan["files"] = {str(d.integer(0, size - 1)): 1000 * d.integer(1, 40)}
+        else:
+            disk = d.integer(16, 120 * size)
+    return Case("processes", values, processes=size, plan=plan, disk=disk)
+
+
+def _failures(
+    d: _Draws, size: int, steps: int, epochs: int, values: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Events of tests/failing.py, of which at least one process survives."""
+
+    def moment(process: int, signal: str) -> dict[str, Any]:
+        count = {
+            "step": d.integer(0, steps - 1),
+            "message": d.integer(0, 6 * steps),
+            "save": d.integer(1, epochs),
+            "publish": d.integer(1, epochs),
+            "row": d.integer(1, 8 * epochs),
+            "begin": 0,
+            "made": 0,
+            "end": 1,
+        }
+        points = ["step"] * 6 + ["message"] * 4 + ["save", "save", "publish", "row", "made", "end"]
+        points += ["begin"] if d.chance(0.3) else []
+        point = d.one_of(*points)
+        after = d.number(0.001, 0.05) if d.chance(0.3) else 0.0
+        event = {"process": process, "point": point, "count": count[point]}
+        return event | {"after": after, "signal": signal}
+
+    order = [int(process) for process in d.random.permutation(size)]
+    if d.chance(0.3):
+        order.sort()  # process 0 first
+    kills = min(size - 1, d.one_of(0, 0, 1, 1, 1, 2, 2, 4))
+    found = [moment(process, "SIGKILL") for process in order[:kills]]
+    if d.chance(0.25):
+        timeout = values.get("worker_timeout", 20.0)
+        seconds = timeout + d.number(1.0, 2.0) if timeout < 5 and d.chance(0.5) else None
+        seconds = seconds or d.number(0.1, 1.5)
+        found.append(moment(order[-1], "SIGSTOP") | {"seconds": seconds})
+    if d.chance(0.25):
+        event = {"process": d.one_of(*order), "point": "step", "count": d.integer(0, steps - 1)}
+        event |= {"after": d.one_of(0.0, 0.002, 0.02), "launcher": d.chance(0.4)}
+        found.append(event | {"signal": d.one_of("SIGTERM", "SIGTERM", "SIGINT", "SIGUSR1")})
     return found

@@ -14,6 +14,7 @@ the order of events, have the same bits.
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from signal import SIGTERM, raise_signal
 from typing import Any
@@ -267,8 +268,8 @@ def _check_replay(case: Case, whole: Trainer, rows: list[dict[str, Any]], folder
     assert isinstance(clock, VirtualClock)
     order.write(folder / "order.jsonl", clock.order)
     again: list[dict[str, Any]] = []
-    run = _built(Case(case.driver, case.stop_after, {**case.train, "scenario": {
-        "replay": str(folder / "order.jsonl")}}), again)  # fmt: skip
+    replay = {"scenario": {"replay": str(folder / "order.jsonl")}}
+    run = _built(replace(case, train={**case.train, **replay}), again)
     run.train()
     _check_same(whole, run, "a replay")
     _require(_rows(again, ("value",)) == _rows(rows, ("value",)), "a replay has the same rows")

@@ -9,11 +9,12 @@ import pytest
 from omegaconf import OmegaConf
 
 import train
-from benchmarks import gossip_step, growth, train_step
+from benchmarks import gossip_step, growth, linked_step, train_step
 from powergossip import options
 from powergossip.algorithms import AVERAGING
 from powergossip.compressors import COMPRESSORS
 from powergossip.errors import BadInput
+from powergossip.network import processes
 
 
 @pytest.mark.parametrize("optimizer", ["power-gossip", "all-reduce"])
@@ -29,6 +30,20 @@ def test_a_step_of_training(
     times = [value for key, value in line.items() if key.endswith("_ms")]
     assert len(times) == 7
     assert min(times) > 0
+
+
+@pytest.mark.parallel(2)
+def test_a_step_with_exchanges_by_edges(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
+    monkeypatch.setattr(linked_step, "ROUNDS", 3)
+    monkeypatch.setattr(linked_step, "SECONDS", 0.3)
+    linked_step.main(["optimizer=power-gossip", "task_architecture=MLP"])
+    if processes().rank == 0:
+        line = json.loads(capsys.readouterr().out)
+        assert (line["gossip"], line["processes"]) == ("bounded", 2)
+        assert line["ratio"] == pytest.approx(line["linked_ms"] / line["step_ms"], rel=0.5)
 
 
 @pytest.mark.parametrize("algorithm", AVERAGING)

@@ -476,6 +476,17 @@ def test_a_full_disk_keeps_the_rows_before(n_processes: int | None, tmp_path: Pa
 # --- The class Checkpoints ------------------------------------------------------------------------
 
 
+def test_facts_are_those_of_the_time_when_all_parts_are_written(tmp_path: Path) -> None:
+    def facts() -> dict[str, Any]:
+        return {"parts": len(list(tmp_path.rglob("part-*.pt")))}
+
+    kept = Checkpoints(tmp_path, network.Processes())
+    kept.save(1, range(2), {"rows": torch.zeros(2)}, facts)
+    entry = kept.describe()
+    assert entry is not None
+    assert entry["facts"] == {"parts": 1}
+
+
 @pytest.mark.parallel(nprocs=[1, 2, 4])
 def test_workers_find_their_rows_in_any_layout(tmp_path: Path) -> None:
     who = network.processes()

@@ -47,6 +47,9 @@ given = dict(a.split("=", 1) for a in sys.argv[1:] if "=" in a)
 folder = sys.argv[sys.argv.index("--output-dir") + 1]
 os.makedirs(folder, exist_ok=True)
 time.sleep(float(given.get("sleep", 0)))
+end = time.monotonic() + 60
+while "until" in given and not os.path.exists(given["until"]) and time.monotonic() < end:
+    time.sleep(0.02)
 if given.get("fail") and not os.path.exists(given["fail"]):
     sys.exit("error: not today")
 if given.get("diverge"):
@@ -294,7 +297,7 @@ from experiments.runner import Experiment, Folder, Run, carry_out
 root, cores, processes = sys.argv[1:]
 runner.ROOT = Path(root)
 runs = [
-    Run("train", {"value": i, "sleep": 6.0 * (i == 1)}, processes=int(processes))
+    Run("train", {"value": i, "until": f"{root}/{i}"}, processes=int(processes))
     for i in range(3)
 ]
 folder = Folder("question", runner.ROOT / "output")
@@ -317,13 +320,16 @@ class Driver:
 
 @contextmanager
 def driver(folder: Folder, cores: int = 1, processes: int = 1) -> Iterator[Driver]:
-    """A runner of three runs, the second of which lasts; it is under way."""
+    """A runner of three runs, the second of which is under way, and lasts until `_resumes`."""
     program = folder.path.parents[1] / "driver.py"
     program.write_text(DRIVER)
     arguments = [str(program), str(program.parent), str(cores), str(processes)]
     runs = [
-        Run("train", {"value": i, "sleep": 6.0 * (i == 1)}, processes=processes) for i in range(3)
+        Run("train", {"value": i, "until": f"{program.parent}/{i}"}, processes=processes)
+        for i in range(3)
     ]
+    for i in (0, 2):
+        (program.parent / str(i)).touch()
     with subprocess.Popen(
         [sys.executable, *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -370,6 +376,7 @@ def test_an_interrupted_runner_can_resume(folder: Folder, processes: int, number
 
 
 def _resumes(folder: Folder, program: Driver) -> None:
+    (folder.path.parents[1] / "1").touch()
     ended = program.again()
     assert ended.returncode == 0, ended.stderr
     assert [folder.state(run) for run in program.runs] == ["done"] * 3

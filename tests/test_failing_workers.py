@@ -51,7 +51,7 @@ def test_message_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         name: failing_workers.METHODS[name] for name in ("D-PSGD", "push-sum", "RelaySGD, chain")
     }
     monkeypatch.setattr(failing_workers, "METHODS", few)
-    runs, text = reported(failing_workers.message_loss(SMALL, seeds=(1,)), tmp_path)
+    runs, text = reported(failing_workers.message_loss(SMALL), tmp_path)
     assert len(runs) == 3 * 5
     assert text.count("%") >= 15
 

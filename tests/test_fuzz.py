@@ -8,13 +8,21 @@ import pytest
 from tests import fuzz
 from tests.fuzz_cases import Case, draw, read
 
+FAULTS = sorted(Path(__file__).with_name("faults").glob("*.yaml"))
+FAST = ("interrupted_after_a_loss", "lost_before_the_first_and_after_the_last_step")
+
 
 @pytest.mark.parametrize(
-    "seeds", [range(8), pytest.param(range(8, 80), marks=pytest.mark.slow)], ids=["", "more"]
+    ("driver", "seeds"),
+    [
+        ("virtual", range(8)),
+        pytest.param("virtual", range(8, 80), marks=pytest.mark.slow),
+        pytest.param("processes", range(20), marks=pytest.mark.slow),
+    ],
 )
-def test_random_scenarios_break_no_invariant(seeds: range, tmp_path: Path) -> None:
+def test_random_scenarios_break_no_invariant(driver: str, seeds: range, tmp_path: Path) -> None:
     for seed in seeds:
-        case, file = draw(seed), tmp_path / f"{seed}.yaml"
+        case, file = draw(seed, driver), tmp_path / f"{driver}-{seed}.yaml"
         case.write(file)
         _, fault = fuzz.outcome(read(file))
         if fault is not None:
@@ -23,12 +31,24 @@ def test_random_scenarios_break_no_invariant(seeds: range, tmp_path: Path) -> No
             pytest.fail(f"{fault}\npython -m tests.fuzz --case {kept}")
 
 
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(file, marks=() if file.stem in FAST else pytest.mark.slow, id=file.stem)
+        for file in FAULTS
+    ],
+)
+def test_earlier_faults_are_mended(file: Path) -> None:
+    _, fault = fuzz.outcome(read(file))
+    assert fault is None, f"{fault}\npython -m tests.fuzz --case {file}"
+
+
 def test_a_file_repeats_its_case(tmp_path: Path) -> None:
-    cases = [draw(seed) for seed in range(20)]
+    cases = [draw(seed, driver) for driver in fuzz.DRIVERS for seed in range(20)]
     for case in cases:
         case.write(tmp_path / "case.yaml")
         assert read(tmp_path / "case.yaml") == case
-    assert len(set(map(str, cases))) == 20
+    assert len(set(map(str, cases))) == 40
 
 
 def test_a_case_with_a_fault_is_written(
@@ -39,11 +59,15 @@ def test_a_case_with_a_fault_is_written(
         return "complete"
 
     monkeypatch.setitem(fuzz.DRIVERS, "virtual", failing)
-    monkeypatch.setattr(sys, "argv", ["fuzz", "--seeds", "3:6", "--folder", str(tmp_path / "new")])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["fuzz", "--seeds", "3:6", "--drivers", "virtual", "--folder", str(tmp_path / "new")],
+    )
     with pytest.raises(SystemExit) as ended:
         fuzz.main()
     assert ended.value.code == 1
-    file = tmp_path / "new" / "4.yaml"
+    file = tmp_path / "new" / "virtual-4.yaml"
     assert read(file) == draw(4)
     printed = capsys.readouterr().out
     assert str(file) in printed

@@ -188,3 +188,5 @@ def test_all_processes_meet_where_a_replacement_joins():
     assert kinds.index((0, "start"), 6) < kinds.index((1, "apply"))
     ended = order.merged([old, other, new], lost=[0])
     assert ended[-1][1:3] == ("die", 0) or ("die", 0) in [entry[1:3] for entry in ended[6:]]
+    before = order.merged([[], other, new], lost=[])  # lost before its first event
+    assert before[0][1:3] == ("die", 0)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from powergossip.network import Processes
 from powergossip.network.membership import Gathering, Outgoing
 from powergossip.network.peers import encoded
 from powergossip.network.wire import octets
@@ -124,3 +125,15 @@ def test_the_lowest_survivor_determines_the_members() -> None:
     other.receive(0, phase, octets(payload))
     other.advance({0, 1})
     assert other.members == {0, 1, 2}
+
+
+def test_each_acts_once_if_the_first_process_is_lost_between_the_turns() -> None:
+    class Second(Processes):
+        def gather(self, value: object) -> list[object]:  # type: ignore[override]
+            self.local_rank = 0  # that before is lost
+            return [value]
+
+    processes, calls = Second(), []
+    processes.local_rank = 1
+    assert processes.one_by_one(lambda: calls.append(1) or 7) == 7  # type: ignore[func-returns-value]
+    assert calls == [1]

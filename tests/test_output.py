@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+import train
 from powergossip import trees
+from powergossip.errors import CannotWrite
 from powergossip.network import Processes
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.files import write_atomically
-from powergossip.runs.output import Output
+from powergossip.runs.metrics import FILE
+from powergossip.runs.output import FIGURE, Output
 
 
 @pytest.fixture
@@ -126,3 +129,11 @@ def test_a_second_checkpoint_of_a_step_does_not_touch_the_first(tmp_path: Path) 
         folders.append(entry["folder"])
     assert folders[0] != folders[1]
     assert checkpoints.load(range(1))["x"].item() == 2.0
+
+
+def test_a_figure_on_a_full_disk_is_a_sentence(tmp_path: Path) -> None:
+    row = {"name": "accuracy", "value": 1.0, "epoch": 1, "bits": 0, "messages": 0, "seconds": 1.0}
+    (tmp_path / FILE).write_text(json.dumps(row | {"split": "test_avg"}) + "\n")
+    (tmp_path / FIGURE).symlink_to("/dev/full")
+    with pytest.raises(CannotWrite, match=FIGURE):
+        train._report(tmp_path, 0, "accuracy")

@@ -1,6 +1,9 @@
 """Silence of processes, with a clock and messages of the test's own. No MPI."""
 
+import socket
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,8 +11,11 @@ import torch
 
 from powergossip.errors import Dropped
 from powergossip.network import peers
+from powergossip.network.membership import Survivors
 from powergossip.network.peers import ALIVE, DATA, DROPPED, LOST, QUIET, Identity, Peers
 from powergossip.network.wire import Envelope
+from powergossip.runs.checkpoints import Checkpoints
+from powergossip.training.measurements import Hooks, Rows
 
 TIMEOUT = 8.0
 
@@ -145,6 +151,35 @@ def test_a_dropped_process_raises(clock: Clock) -> None:
     wire.put(2, DROPPED)
     with pytest.raises(Dropped, match="worker_timeout=8"):
         found.advance()
+
+
+def test_a_dropped_process_writes_neither_a_checkpoint_nor_a_row(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "host")
+    wire = Wire()
+    survivors = Survivors(three(wire))
+    survivors.agreed = nullcontext  # type: ignore[method-assign,assignment]
+    survivors.gather = lambda value: [value]  # type: ignore[method-assign]
+    checkpoints, state = Checkpoints(tmp_path, survivors), {"rows": torch.zeros(1)}
+    checkpoints.save(1, range(1), state, {})
+    written: list[str] = []
+    hooks = Hooks(log_metric=lambda name, *_: written.append(name))
+    counted = torch.zeros(1)
+    network = SimpleNamespace(processes=survivors, bits=counted, messages=counted)
+    rows = Rows(hooks, network, lambda: 0.0)  # type: ignore[arg-type]
+    rows("first", 1.0, 1)
+    for write in (
+        lambda: checkpoints.save(2, range(1), state, {}),
+        lambda: rows("second", 1.0, 1),
+    ):
+        wire.put(2, DROPPED)
+        with pytest.raises(Dropped):
+            write()
+    assert written == ["first"]
+    entry = checkpoints.describe()
+    assert entry is not None
+    assert entry["step"] == 1
 
 
 def test_a_process_that_was_stopped_reads_the_notice_before_it_sends(clock: Clock) -> None:

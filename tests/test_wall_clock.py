@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 import train
 from powergossip.checks import BadValue
+from powergossip.errors import CannotWrite
 from powergossip.events import order, packing, wall_clock
 from powergossip.events.order import Entry
 from powergossip.events.worker import Message
@@ -95,8 +96,7 @@ def test_the_order_of_late_exchanges_can_be_replayed(method, gossip, with_ulfm, 
     run = Trainer(checked(config, processes()), processes())  # type: ignore[arg-type]
     run.begin_in(folder)
     run.train()
-    with run.last():
-        pass
+    run.finish()
     assert processes().sum(run.network.messages.sum()) > 0
     assert run._events is not None
     steps = processes().gather(run._events.clock.workers[run.network.workers[0]].steps)
@@ -226,6 +226,16 @@ def test_a_run_without_lost_workers_resumes_with_replacements_and_can_be_evaluat
     assert number_of_workers(folder, again=(2, 3)) == [4, 3, 4, 4, 3, 3]
 
 
+@pytest.mark.slow
+def test_a_run_that_is_complete_with_lost_workers_stays_complete(tmp_path):
+    folder = tmp_path / "run"
+    failing({"kill": {"2": 5}}, folder, num_epochs=2)
+    before = (folder / metrics.FILE).read_bytes()
+    failing({}, folder, num_epochs=2, resume=True)
+    assert number_of_workers(folder) == [4, 3]
+    assert (folder / metrics.FILE).read_bytes() == before
+
+
 def evaluated(folder: Path, **values: Any) -> Any:
     """The rows of an evaluation of the last checkpoint in one process."""
     found: list[dict[str, Any]] = []
@@ -269,6 +279,21 @@ def test_parts_are_sent_before_they_are_applied_whatever_the_clocks_say():
     assert kinds == [(1, "start"), (0, "start"), (1, "apply"), (1, "die"), (0, "apply")]
     with pytest.raises(ValueError, match="apply"):
         order.merged([second], lost=[])
+
+
+def test_a_worker_that_is_lost_before_its_first_event_was_there_at_the_start():
+    of_other = [Entry(0.1, "start", 0, 1, 0), Entry(0.2, "learn", 0, 1, 1)]
+    found = order.merged([of_other], lost=[1])
+    assert [(entry.worker, entry.kind) for entry in found] == [
+        (1, "die"),
+        (0, "start"),
+        (0, "learn"),
+    ]
+
+
+def test_a_full_disk_under_the_order_of_events_is_a_sentence():
+    with pytest.raises(CannotWrite, match="/dev/full"):
+        order.write(Path("/dev/full"), [Entry(0.0, "begin", 0, -1, -1)])
 
 
 def test_the_next_writer_adds_the_rows_that_are_missing(tmp_path):

@@ -219,14 +219,15 @@ class _PowerEnd:
         """p ← orthonormalize(p), after resampling directions of norm 0. [layer, rank, length]"""
         rule = self._rule
         p = self._p[side][index] if rule.warm_start else self._drawn(side, index, k)
-        zero = p.norm(dim=-1) == 0
-        if zero.any():
-            p = torch.where(zero[..., None], self._drawn(side, index, k), p)
+        norm = torch.linalg.vector_norm(p, dim=-1, keepdim=True)
+        if not norm.all():
+            p = torch.where(norm == 0, self._drawn(side, index, k), p)
+            norm = torch.linalg.vector_norm(p, dim=-1, keepdim=True)
         if rule.round_weights:
             size = 1 / sqrt(p.shape[-1])
             return torch.where(p >= 0, size, -size).to(p.dtype)
         if rule.rank == 1:
-            return p / p.norm(dim=-1, keepdim=True)
+            return p / norm
         wide = p.double()
         signs = torch.eye(rule.rank, dtype=wide.dtype, device=p.device).expand(len(p), -1, -1)
         return (orthonormalizing(wide @ wide.mT, signs) @ wide).to(p.dtype)
@@ -251,8 +252,13 @@ def _difference(low: Tensor, high: Tensor) -> Tensor:
     See Directions.take_differences. Maxima are exact, so that both ends decide alike.
     """
     d = high - low
-    size = torch.maximum(low.abs().amax(-1, keepdim=True), high.abs().amax(-1, keepdim=True))
-    return d.masked_fill_(d.abs().amax(-1, keepdim=True) <= NOISE[d.dtype] * size, 0)
+    size = torch.maximum(_largest(low), _largest(high))
+    return d.masked_fill_(_largest(d) <= NOISE[d.dtype] * size, 0)
+
+
+def _largest(rows: Tensor) -> Tensor:
+    """max |element| of the last axis, which is kept."""
+    return torch.linalg.vector_norm(rows, float("inf"), dim=-1, keepdim=True)
 
 
 class ChocoExchanges:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from powergossip.checks import BadValue
+from powergossip.errors import CannotWrite
 from powergossip.events.members import View, union
 from powergossip.events.worker import Message, Worker, packed, unpacked
 
@@ -46,10 +47,21 @@ _KEYS = ("time", "kind", "worker", "neighbor", "counter")
 
 
 def write(path: Path, entries: Iterable[Entry]) -> None:
-    """Append events to a file."""
-    with path.open("a") as file:
-        for entry in entries:
-            file.write(json.dumps(dict(zip(_KEYS, entry, strict=True))) + "\n")
+    """Append events to a file. Raises CannotWrite."""
+    try:
+        with path.open("a") as file:
+            for entry in entries:
+                file.write(json.dumps(dict(zip(_KEYS, entry, strict=True))) + "\n")
+    except OSError as error:
+        raise CannotWrite(f"the order of events {path}: {error.strerror or error}") from error
+
+
+def write_whole(path: Path, entries: Iterable[Entry]) -> None:
+    """Write a file of events, which is there with all of them or not at all."""
+    part = path.with_name(f"{path.name}.part")
+    part.unlink(missing_ok=True)
+    write(part, entries)
+    part.replace(path)
 
 
 def read(path: Path) -> list[Entry]:
@@ -80,8 +92,8 @@ def merged(parts: Sequence[Sequence[Entry]], lost: Iterable[int]) -> list[Entry]
 
     A part is sent before it is applied, and otherwise earlier times come first: the clocks of
     processes may differ. All processes meet when a replacement joins: earlier events of each come
-    before, later ones after. A lost worker dies after its last event. Raises ValueError where a
-    part is applied that none has sent.
+    before, later ones after. A lost worker dies after its last event, or before all others if it
+    has none. Raises ValueError where a part is applied that none has sent.
     """
     sent: Counter[tuple[int, int, int]] = Counter()  # i, j, k → sent, not applied
     joins: Counter[int] = Counter()  # worker → replacements so far
@@ -109,8 +121,14 @@ def merged(parts: Sequence[Sequence[Entry]], lost: Iterable[int]) -> list[Entry]
         key = entry.neighbor, entry.worker, entry.counter
         return entry.kind not in ("apply", "skip") or sent[key] > 0
 
-    deaths = _deaths(parts, set(lost))
-    found: list[Entry] = []
+    lost = set(lost)
+    deaths = _deaths(parts, lost)
+    opening: dict[int, str] = {}  # worker → kind of its first event
+    for part in parts:
+        for entry in part:
+            opening.setdefault(entry.worker, entry.kind)
+    silent = (lost - set(opening)) | {w for w, kind in opening.items() if kind == "join"}
+    found = [Entry(0.0, "die", worker, -1, -1) for worker in sorted(silent)]
     while any(queues):
         ready = [queue for queue in queues if queue and is_next(queue[0])]
         if not ready:

@@ -37,6 +37,7 @@ from powergossip.network.links import Message as LinkMessage
 _PROGRESS, _END, _STOP = range(3)
 _MODEL = -1  # in place of the counter of an exchange: the model for a replacement
 _BETWEEN_NOTES = 0.005  # seconds
+_OF_REST = 1 / 8  # of the time to the end of a run of steps, between notes on progress
 _LONGEST_WAIT = 0.1  # seconds without a look at signals
 _FIRST_DEADLINE = 1.0  # seconds, of an edge that begins later, whose other end may be elsewhere
 
@@ -107,7 +108,8 @@ class WallClock:
         self._lives: dict[int, _Lives] = {}
         self._pending: dict[tuple[int, int], _Pending] = {}
         self._progress: dict[int, int] = {}  # process → steps of its workers
-        self._noted = 0.0  # time of the last note
+        self._noted = (0.0, -1)  # time of the last note, and its steps
+        self._began = (0.0, 0.0, 0.0)  # of `run`: time, progress, and that of this process
         self._ended, self._stopped = -1, False
         self._arrived: list[LinkMessage] = []  # and not taken yet
         # Workers that have not begun: nothing is sent before `run`.
@@ -154,6 +156,11 @@ class WallClock:
         known = sum(steps for process, steps in self._progress.items() if process in alive)
         return known / len(self.links.alive)
 
+    @property
+    def _own_progress(self) -> float:
+        """The mean number of steps of this process' workers."""
+        return self.steps / max(1, len(self._lives))
+
     def run(self, steps: int, asked: Callable[[], bool] = lambda: False) -> bool:
         """Let the workers live until they have taken that number of steps.
 
@@ -163,8 +170,8 @@ class WallClock:
         """
         while self._new:
             self._begin(self._new.pop(0))
-        self._noted = 0.0
-        self._note_progress()
+        self._began = time.monotonic(), self.progress, self._own_progress
+        self._note_progress(steps)
         while not self._over(steps):
             if asked() and not self._stopped:
                 self._announce(_STOP)
@@ -212,7 +219,7 @@ class WallClock:
             resumed = True
             if self._stopped or self._ended >= steps:
                 break
-        self._note_progress()
+        self._note_progress(steps)
         return resumed
 
     def _idle(self) -> None:
@@ -341,10 +348,18 @@ class WallClock:
     def _announce(self, kind: int, value: int = 0) -> None:
         self.links.note(np.array([kind, value], dtype=np.int64))
 
-    def _note_progress(self) -> None:
-        now = time.monotonic()
-        if not self._together and now - self._noted >= _BETWEEN_NOTES:
-            self._noted = now
+    def _note_progress(self, end: int) -> None:
+        """Announce new steps, the more often the nearer the end of this run of steps is."""
+        if self._together or self._noted[1] == self.steps:
+            return
+        now, (began, all_before, own_before) = time.monotonic(), self._began
+        # The progress of the others is known with a delay. Workers mostly have one speed.
+        rest = min(
+            (end - done) * (now - began) / max(done - before, 1e-9)
+            for done, before in ((self.progress, all_before), (self._own_progress, own_before))
+        )
+        if now - self._noted[0] >= max(_BETWEEN_NOTES, _OF_REST * rest):
+            self._noted = now, self.steps
             self._announce(_PROGRESS, self.steps)
 
     # --- Deadlines ---

@@ -22,17 +22,19 @@ class Deadline:
     def __init__(self, floor: float = FLOOR):
         self._floor = floor
         self._durations: deque[float] = deque(maxlen=LAST)
+        self._seconds: float | None = math.inf  # None: to be computed
 
     def record(self, seconds: float) -> None:
         """Add the duration of an exchange, from its start to the arrival of the other part."""
         assert seconds >= 0
         self._durations.append(seconds)
+        self._seconds = None
 
     @property
     def seconds(self) -> float:
         """The deadline. Infinite before the first exchange."""
-        if not self._durations:
-            return math.inf
-        middle = median(self._durations)
-        spread = median(abs(duration - middle) for duration in self._durations)
-        return max(self._floor, middle + SPREADS * spread)
+        if self._seconds is None:
+            middle = median(self._durations)
+            spread = median(abs(duration - middle) for duration in self._durations)
+            self._seconds = max(self._floor, middle + SPREADS * spread)
+        return self._seconds

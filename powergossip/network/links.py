@@ -359,7 +359,17 @@ def end_alone(links: Links) -> None:
             time.sleep(0.5)
         _exit(2 if isinstance(error, BadInput) else getattr(error, "exit_code", 1))
 
+    global _alone
+    _alone = True
     sys.excepthook = hook
+
+
+_alone = False
+
+
+def ends_alone() -> bool:
+    """Whether `end_alone` was called: an uncaught exception is then reported, and ends Python."""
+    return _alone
 
 
 def end_silently() -> None:

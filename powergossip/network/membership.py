@@ -159,6 +159,10 @@ class Survivors(Processes):
         self._set_members(gathering.members)
         return gathering.result()
 
+    def check_present(self) -> None:
+        if self._peers is not None:
+            self._peers.advance()
+
     def barrier(self) -> None:
         """Wait for all survivors."""
         self.collect(b"")

@@ -18,6 +18,7 @@ from powergossip.network.wire import Envelope, Payload, Wire
 DATA, NOTE, GROUP, ALIVE, QUIET, LOST, DROPPED = range(7)
 
 _PATIENCE = 10  # times worker_timeout, with a process in a `quiet` block
+_BETWEEN_LOOKS = 1e-3  # seconds, at silence and signs of life
 _SHORTEST_NAP, _LONGEST_NAP = 20e-6, 1e-3  # seconds
 
 
@@ -118,14 +119,19 @@ class Peers:
         Raises Dropped if the other processes regard this one as lost.
         """
         now = time.monotonic()
-        elapsed, self._advanced = min(now - self._advanced, self.worker_timeout / 4), now
-        if not self._quiet:
-            for process in self._silence:
-                self._silence[process] += elapsed
+        elapsed = now - self._advanced
+        looks = elapsed >= _BETWEEN_LOOKS
+        if looks:
+            elapsed, self._advanced = min(elapsed, self.worker_timeout / 4), now
+            if not self._quiet:
+                for process in self._silence:
+                    self._silence[process] += elapsed
         for message in self.wire.receive():
             self._silence[message.source] = 0.0
             self._read(message)
         self.alive -= self.wire.lost
+        if not looks:
+            return
         for process in sorted(self.alive - {self.own}):
             patience = _PATIENCE if process in self._quiet_peers else 1
             if self._silence[process] > patience * self.worker_timeout:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from powergossip.errors import BadInput, PeerLost, Signaled, Stopped
+from powergossip.network import ulfm
 
 T = TypeVar("T")
 
@@ -121,11 +122,18 @@ class Processes:
 
         Bad input is handled as in `agreed`.
         """
+        first = self.local_rank == 0  # may change between the turns, if processes are lost
         for turn in (True, False):
             with self.agreed():
-                if turn == (self.local_rank == 0):
+                if turn == first:
                     result = action()
         return result
+
+    def check_present(self) -> None:
+        """Raise Dropped if the others regard this process as lost and go on without it.
+
+        To be called before it writes where one of them may write in its place.
+        """
 
     def gather(self, value: T) -> list[T]:
         """The values of all processes, in all processes. Pickled: for small and rare values."""
@@ -220,6 +228,8 @@ def end_together(found: Processes) -> None:
             # unread output.
             time.sleep(0.2 if found.rank == 0 else 0.3)
             os._exit(2 if isinstance(error, BadInput) else error.exit_code)
+        if ulfm.is_loss(error):
+            error = PeerLost("a process has ended before the first step")
         # If several processes fail at once for the same reason, the first one reports it and ends
         # the others, which takes a while where processes share cores. The loss of a process is not
         # the reason: the lost one reports that.

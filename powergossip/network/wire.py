@@ -4,6 +4,7 @@ A message has a header, a kind, three counters and a payload. With ULFM (mpirun 
 process that has ended is noticed; without it, MPI ends the job.
 """
 
+import struct
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,12 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from powergossip.network import ulfm
+
 _TAG = 1
 _LONGEST = 2**30  # bytes of one MPI message. Longer ones are sent in several
-_HEADER = np.dtype(
-    [("kind", "<i4"), ("i", "<i4"), ("j", "<i4"), ("spare", "<i4"), ("k", "<i8"), ("bytes", "<i8")]
-)
-_PROC_FAILED, _PROC_FAILED_PENDING = 75, 76
+_HEADER = struct.Struct("<iii4xqq")  # kind, i, j, k, bytes of the payload
 
 Payload = bytes | bytearray | memoryview | np.ndarray | Tensor
 
@@ -57,9 +57,7 @@ class _Incoming:
     def add(self, part: np.ndarray) -> np.ndarray | None:
         """The present message with its header, if this is its last part."""
         if not self.received:
-            self.missing = _HEADER.itemsize + int(
-                part[: _HEADER.itemsize].view(_HEADER)["bytes"][0]
-            )
+            self.missing = _HEADER.size + _HEADER.unpack_from(part.data)[-1]
         self.received.append(part)
         self.missing -= part.nbytes
         assert self.missing >= 0
@@ -86,7 +84,10 @@ class Wire:
         self, communicator: Any, own: int, ranks: Mapping[int, int], longest: int = _LONGEST
     ):
         """`ranks` maps indices of processes to ranks. All processes of the communicator call it."""
-        assert longest > _HEADER.itemsize
+        from mpi4py import MPI
+
+        assert longest > _HEADER.size
+        self._mpi = MPI
         self.own, self.longest = own, longest
         self.lost: set[int] = set()
         self.ended: set[int] = set()
@@ -101,10 +102,8 @@ class Wire:
 
         Those that are known already keep the communicator that they have.
         """
-        from mpi4py import MPI
-
         own = communicator.Dup()
-        own.Set_errhandler(MPI.ERRORS_RETURN)
+        own.Set_errhandler(self._mpi.ERRORS_RETURN)
         self._communicators.append((own, {rank: process for process, rank in ranks.items()}))
         for process, rank in ranks.items():
             if process != self.own and process not in self._places:
@@ -121,20 +120,18 @@ class Wire:
         self, process: int, kind: int, i: int = 0, j: int = 0, k: int = 0, payload: Payload = b""
     ) -> None:
         """Start to send. The payload is copied. Messages to a lost process are discarded."""
-        from mpi4py import MPI
-
         if process in self.lost:
             return
         body = octets(payload)
-        memory = np.empty(_HEADER.itemsize + body.numel(), dtype=np.uint8)
-        memory[: _HEADER.itemsize].view(_HEADER)[0] = (kind, i, j, 0, k, body.numel())
-        memory[_HEADER.itemsize :] = body.numpy()
+        memory = np.empty(_HEADER.size + body.numel(), dtype=np.uint8)
+        _HEADER.pack_into(memory.data, 0, kind, i, j, k, body.numel())
+        memory[_HEADER.size :] = body.numpy()
         communicator, rank = self._places[process]
         for start in range(0, memory.nbytes, self.longest):
             part = memory[start : start + self.longest]
             try:
-                request = communicator.Isend([part, MPI.BYTE], rank, _TAG)
-            except MPI.Exception as error:
+                request = communicator.Isend([part, self._mpi.BYTE], rank, _TAG)
+            except self._mpi.Exception as error:
                 self._lose(process, error)
                 return
             self._sends[process].append((request, part))
@@ -145,67 +142,59 @@ class Wire:
             self._probe(communicator, processes)
         self._finish_sends()
         arrived: list[Envelope] = []
-        for process in self._incoming:
-            self._take(process, arrived)
+        for process, incoming in self._incoming.items():
+            if incoming.parts:
+                self._take(process, arrived)
         return [message for message in arrived if message.source not in self.lost]
 
     def _probe(self, communicator: Any, processes: dict[int, int]) -> None:
         """Start to receive all messages that wait."""
-        from mpi4py import MPI
-
-        status = MPI.Status()
+        status = self._mpi.Status()
         while True:
             try:
-                message = communicator.Improbe(MPI.ANY_SOURCE, _TAG, status)
-            except MPI.Exception as error:
+                message = communicator.Improbe(self._mpi.ANY_SOURCE, _TAG, status)
+            except self._mpi.Exception as error:
                 check_loss(error)
                 self._find_lost(communicator, processes)
                 continue
             if message is None:
                 return
-            memory = np.empty(status.Get_count(MPI.BYTE), dtype=np.uint8)
+            memory = np.empty(status.Get_count(self._mpi.BYTE), dtype=np.uint8)
             process = processes[status.Get_source()]
             try:
-                request = message.Irecv([memory, MPI.BYTE])
-            except MPI.Exception as error:
+                request = message.Irecv([memory, self._mpi.BYTE])
+            except self._mpi.Exception as error:
                 self._lose(process, error)
                 continue
             self._incoming[process].parts.append((request, memory))
 
     def _find_lost(self, communicator: Any, processes: dict[int, int]) -> None:
         """Ask MPI for the ended processes. Operations for any source then succeed again."""
-        from mpi4py import MPI
-
         communicator.Ack_failed()
         failed, everyone = communicator.Get_failed(), communicator.Get_group()
-        for rank in MPI.Group.Translate_ranks(failed, None, everyone):
+        for rank in self._mpi.Group.Translate_ranks(failed, None, everyone):
             self._end(processes[rank])
         failed.Free()
         everyone.Free()
 
     def _finish_sends(self) -> None:
-        from mpi4py import MPI
-
         for process, sends in self._sends.items():
             try:
                 while sends and sends[0][0].Test():
                     sends.popleft()
-            except MPI.Exception as error:
+            except self._mpi.Exception as error:
                 self._lose(process, error)
 
     def _take(self, process: int, arrived: list[Envelope]) -> None:
-        from mpi4py import MPI
-
         incoming = self._incoming[process]
         try:
             while incoming.parts and incoming.parts[0][0].Test():
                 whole = incoming.add(incoming.parts.popleft()[1])
                 if whole is not None:
-                    header = whole[: _HEADER.itemsize].view(_HEADER)[0]
-                    kind, i, j, k = (int(header[name]) for name in ("kind", "i", "j", "k"))
-                    payload = torch.from_numpy(whole[_HEADER.itemsize :])
+                    kind, i, j, k, _ = _HEADER.unpack_from(whole.data)
+                    payload = torch.from_numpy(whole[_HEADER.size :])
                     arrived.append(Envelope(process, kind, i, j, k, payload))
-        except MPI.Exception as error:
+        except self._mpi.Exception as error:
             self._lose(process, error)
 
     def _lose(self, process: int, error: Any) -> None:
@@ -235,5 +224,5 @@ _kept: list[Any] = []
 
 def check_loss(error: Any) -> None:
     """Raise an error of MPI again unless it is the end of a process."""
-    if error.Get_error_class() not in (_PROC_FAILED, _PROC_FAILED_PENDING):
+    if not ulfm.is_loss(error):
         raise error

@@ -55,12 +55,13 @@ class Checkpoints:
         step: int,
         workers: range,
         state: Tree,
-        facts: Mapping[str, Any],
+        facts: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
         score: float | None = None,
     ) -> None:
         """Write the state of the hosted `workers` after `step` steps.
 
-        facts   # JSON values of process 0 that `describe` returns
+        facts   # JSON values of process 0 that `describe` returns, or a function that returns them,
+                # which the first process that is left calls when all parts are written
         score   # the first checkpoint with the largest score is kept as the best
         """
         processes = self._processes
@@ -73,7 +74,8 @@ class Checkpoints:
             parts = processes.gather(part)
             with processes.agreed():
                 if processes.rank == 0:
-                    self._publish(name, step, parts, facts, score)
+                    found = facts() if callable(facts) else facts
+                    self._publish(name, step, parts, found, score)
         except ValueError:
             if processes.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -150,6 +152,7 @@ class Checkpoints:
             best = entry
         sync_folder(self._folder / name)
         index = {"version": _VERSION, "last": entry, "best": best}
+        self._processes.check_present()
         write_atomically(self._folder / _INDEX, json.dumps(index, indent=1), sync=True)
         named = {entry["folder"], best["folder"] if best else name}
         for other in self._folder.iterdir():

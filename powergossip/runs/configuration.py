@@ -30,6 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from powergossip import errors, network, presets
 from powergossip.errors import BadInput
+from powergossip.network import links
 from powergossip.runs import metrics
 from powergossip.runs.output import CONFIG_FILE, DATED
 
@@ -334,10 +335,12 @@ def run_entry_point(main: Callable[[list[str]], object]) -> None:
     try:
         main(sys.argv[1:])
     except BadInput as error:
+        if links.ends_alone():
+            raise
         _report_once(error)
         sys.exit(2)
     except errors.Stopped as error:
-        if network.are_several() and not error.in_all_processes:
+        if links.ends_alone() or (network.are_several() and not error.in_all_processes):
             raise
         _report_once(error)
         sys.exit(error.exit_code)

@@ -206,8 +206,11 @@ def curves(
     y: str,
     log_x: bool = False,
     log_y: bool = False,
+    columns: int | None = None,
 ) -> None:
     """Draw panels side by side, {title: {label: (xs, ys)}}, with the same legend and axis labels.
+
+    columns  # of panels, the others are in rows below. None: all panels are in one row
 
     Raises ValueError if there is nothing to draw.
     """
@@ -226,6 +229,7 @@ def curves(
         {title: partial(draw, lines) if lines else None for title, lines in panels.items()},
         {title: (title, x, y) for title in panels},
         width=7.0 if len(panels) == 1 else 4.2,
+        columns=columns,
     )
 
 
@@ -291,8 +295,11 @@ def _draw(
     panels: "Mapping[str, Callable[[Axes], None] | None]",
     labels: Mapping[str, tuple[str, str, str]] = _LABELS,
     width: float = 4.2,  # inches, of a panel
+    columns: int | None = None,  # of panels, None: one for each
 ) -> None:
     """Draw the panels that are not None side by side, with a legend below, and write the file."""
+    from math import ceil
+
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -302,10 +309,14 @@ def _draw(
     if not drawn:
         raise ValueError(f"nothing to draw in {path}: none of its rows is there")
     layout = ConstrainedLayoutEngine(wspace=0.06)
-    figure = Figure(figsize=(0.6 + width * len(drawn), 3.9), layout=layout)
+    across = min(len(drawn), columns or len(drawn))
+    down = ceil(len(drawn) / across)
+    figure = Figure(figsize=(0.6 + width * across, 0.6 + 3.3 * down), layout=layout)
     FigureCanvasAgg(figure)
-    all_axes = figure.subplots(1, len(drawn), squeeze=False)[0]
-    for axes, (panel, draw) in zip(all_axes, drawn.items(), strict=True):
+    all_axes = figure.subplots(down, across, squeeze=False).ravel()
+    for axes in all_axes[len(drawn) :]:
+        axes.remove()
+    for axes, (panel, draw) in zip(all_axes, drawn.items(), strict=False):
         title, x, y = labels[panel]
         axes.set_title(title, fontsize=11)
         axes.set_xlabel(x)
@@ -324,9 +335,9 @@ def _draw(
                 axes.set_xlim(first - 0.5, last + 0.5)
     lines, names = all_axes[0].get_legend_handles_labels()
     longest = 6 + max(map(len, names), default=0)  # characters, with the line before the name
-    fitting = int(12 * (0.6 + width * len(drawn)) / longest)  # about 12 characters in an inch
-    columns = max(1, min(len(names), max(3, 2 * len(drawn)), fitting))
-    figure.legend(lines, names, loc="outside lower center", ncols=columns, frameon=False)
+    fitting = int(12 * (0.6 + width * across) / longest)  # about 12 characters in an inch
+    beside = max(1, min(len(names), max(3, 2 * across), fitting))
+    figure.legend(lines, names, loc="outside lower center", ncols=beside, frameon=False)
     figure.savefig(path, dpi=150)
 
 

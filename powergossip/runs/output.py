@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from powergossip.checks import BadValue
-from powergossip.errors import Stopped
+from powergossip.errors import CannotWrite
 from powergossip.runs import checkpoints, metrics
 from powergossip.runs.files import write_atomically
 from powergossip.runs.trackers import Resumed, Trackers
@@ -45,12 +45,6 @@ def plain_copy(config: DictConfig) -> Any:
     except OmegaConfBaseException as error:  # a reference such as ${seed} to an unknown key
         raise ValueError(str(error).replace("\n    full_key", ", key").splitlines()[0]) from error
     return OmegaConf.create(values)
-
-
-class CannotWrite(Stopped):
-    """A file in the output folder cannot be written."""
-
-    exit_code = 2
 
 
 class Output:
@@ -123,7 +117,7 @@ class Output:
         self._info.pop(ENDING, None)
         self.rows = metrics.MetricsLog(folder / metrics.FILE, fresh=kept == 0)
         self.rows.truncate(kept)
-        (folder / CONFIG_FILE).write_text(OmegaConf.to_yaml(config))
+        write_atomically(folder / CONFIG_FILE, OmegaConf.to_yaml(config))  # or keep that before
 
     def _note_trackers(self) -> None:
         """Add the identity of the run in each tracker to the information."""
@@ -167,9 +161,15 @@ class Output:
 def take_over(
     folder: Path, config: Any, rows: Sequence[tuple[str, Mapping[str, float], Mapping[str, Any]]]
 ) -> Output:
-    """The output of a run whose writer was lost, with those of the latest rows that are missing."""
+    """The output of a run whose writer was lost, with those of the latest rows that are missing.
+
+    Raises CannotWrite.
+    """
     offset = metrics.complete_bytes(folder / metrics.FILE)
-    output = Output(str(folder), config, offset)
+    try:
+        output = Output(str(folder), config, offset)
+    except ValueError as error:
+        raise CannotWrite(str(error)) from error
     with (folder / metrics.FILE).open() as lines:
         written = {_identity(json.loads(line)) for line in lines}
     for name, values, tags in rows:

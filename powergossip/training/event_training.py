@@ -145,9 +145,10 @@ class EventTraining:
             links = self.clock.links
             folder = self._order_file.parent
             files = [folder / _order_of(process) for process in range(links.n_ever)]
-            parts = [order.read(file) for file in files if file.exists()]
-            lost = set(links.homes) - set(self.everybody())
-            order.write(self._order_file, order.merged(parts, lost))
+            if not self._order_file.exists():  # or else by a process that was lost
+                parts = [order.read(file) for file in files if file.exists()]
+                lost = set(links.homes) - set(self.everybody())
+                order.write_whole(self._order_file, order.merged(parts, lost))
             for file in files:
                 file.unlink(missing_ok=True)
 

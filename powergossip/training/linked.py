@@ -67,14 +67,22 @@ def newcomer() -> Newcomer | None:
     return None if found is None else Newcomer(found)
 
 
-@contextmanager
-def last(links: Links | None) -> Iterator[None]:
-    """The last block of a run, such as a figure that one process draws."""
+def finish(links: Links | None, processes: Processes, action: Callable[[], None]) -> None:
+    """Call the last action of a run, such as a figure, in one process, and wait for it.
+
+    The first process that is left calls it. If that is lost meanwhile, the next one does.
+    """
     if links is None:
-        yield
+        if processes.rank == 0:
+            action()
         return
-    with links.quiet():
-        yield
+    done = False
+    while not done:
+        with links.quiet():
+            first = links.group.rank == 0
+            if first:
+                action()
+            done = any(links.group.gather(first))
     links.finish()
 
 

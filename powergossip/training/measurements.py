@@ -105,6 +105,7 @@ class Rows:
             while len(self._latest) > _KEPT:
                 del self._latest[min(self._latest)]
         if processes.rank == 0:
+            processes.check_present()
             self._hooks.log_metric(name, values, tags)
 
     def take_over(self) -> None:

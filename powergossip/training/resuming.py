@@ -158,6 +158,8 @@ def load_checkpoint(
         return Resumed(conversion.evaluated(), facts["metrics_bytes"], saved_workers)
     with processes.agreed():
         state = conversion.state(facts.get("steps_per_epoch"))
+    if before == config.n_workers and state["epoch"] >= config.num_epochs:
+        saved_workers = before  # the run is complete, whatever it has lost: nobody joins it
     return Resumed(state, facts["metrics_bytes"], saved_workers)
 
 

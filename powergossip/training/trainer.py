@@ -1,8 +1,8 @@
 """The trainer: everything between a checked configuration and the rows of a run."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ from powergossip.training.evaluation import Evaluation
 from powergossip.training.event_training import EventTraining, event_driven, replaces
 from powergossip.training.first_batch import check_first_batch, check_sizes
 from powergossip.training.gradients import Gradients
-from powergossip.training.linked import last, make_links
+from powergossip.training.linked import finish, make_links
 from powergossip.training.linked_epochs import LinkedEpochs
 from powergossip.training.local_optimizers import learning_rate
 from powergossip.training.measurements import Hooks, Rows, log_phases, log_replaced
@@ -170,13 +170,19 @@ class Trainer:
         self.step, self._seconds = moment.step, moment.seconds
         self.position = moment.epoch, moment.step - moment.epoch * self.steps_per_epoch, {}
 
-    @contextmanager
-    def last(self) -> Iterator[None]:
-        """A last block after `train`, such as a figure that one process draws."""
-        with last(self.links):
-            if self._events is not None and self.processes.rank == 0:
+    def finish(self, action: Callable[[], None] = lambda: None) -> None:
+        """After `train`: call a last action, such as a figure, in one process, and wait for it.
+
+        If that process is lost meanwhile, the next one calls it.
+        """
+
+        def last() -> None:
+            self.rows.take_over()
+            if self._events is not None:
                 self._events.merge_order()
-            yield
+            action()
+
+        finish(self.links, self.processes, last)
 
     def averaging(self, layout: Layout) -> algorithms.Averaging:
         """Build the averaging algorithm of the configuration. Raises ValueError."""
@@ -386,14 +392,16 @@ class Trainer:
         """Write a checkpoint. Returns whether there was a place for it."""
         if checkpoints is None:
             return False
-        with self.clock("checkpoint"):
-            self.rows.take_over()
-            counts = self.processes.rank == 0 or self.processes.can_be_lost
-            facts = {
+
+        def facts() -> dict[str, Any]:
+            self.rows.take_over()  # all rows until now are there
+            return {
                 "config": OmegaConf.to_container(self.config),
                 "steps_per_epoch": self.steps_per_epoch,
-                "metrics_bytes": metrics_offset() if counts else 0,
+                "metrics_bytes": metrics_offset(),
             }
+
+        with self.clock("checkpoint"):
             now = self.state_dict(position)
             checkpoints.save(self.step, self.network.workers, now, facts, score)
         return True

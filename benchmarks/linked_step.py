@@ -1,0 +1,85 @@
+"""The time of a training step with exchanges by edges, in multiples of one without.
+
+    mpirun -np 8 python benchmarks/linked_step.py optimizer=power-gossip
+    mpirun -np 8 --with-ft ulfm python benchmarks/linked_step.py on_worker_loss=continue
+
+The arguments are keys of train.py. The output is one JSON line. All times are milliseconds a step,
+medians of rounds in which these take turns:
+
+    step_ms    a step that all processes take together: gossip=synchronous
+    linked_ms  a step with the given `gossip` or `on_worker_loss`, by default gossip=bounded with
+               max_delay=0, which waits for all exchanges
+    ratio      the median over rounds of linked_ms in multiples of step_ms
+
+Neither has evaluations. The processes wait for each other after each round only.
+"""
+
+import json
+from statistics import median
+
+import train
+from benchmarks.timing import in_turns
+from powergossip.network import processes
+from powergossip.runs import configuration
+from powergossip.training.settings import checked
+from powergossip.training.trainer import Trainer
+
+ROUNDS, SECONDS = 15, 15.0
+STEPS = 10  # between two measurements of the time
+
+
+def main(arguments: list[str]) -> None:
+    """Measure the configuration of the arguments; print one line."""
+    comm = processes()
+    with comm.agreed():
+        configuration.read_command_line(train.config, arguments, __doc__ or "")
+        given = train.config
+        if given.gossip == "synchronous" and given.on_worker_loss == "end":
+            given.gossip, given.max_delay = "bounded", 0
+        c = checked(given, comm)
+        together = given.copy()
+        together.merge_with({"gossip": "synchronous", "max_delay": None, "on_worker_loss": "end"})
+        together = checked(together, comm)
+    linked, plain = Trainer(c, comm), Trainer(together, comm)
+    events, taken = linked._events, 0
+    assert events is not None
+
+    def steps_together() -> None:
+        for _ in range(STEPS):
+            plain.step += 1
+            plain.parameters.grad.zero_()
+            plain.rule.start()
+            plain.gradient(0, plain.step % plain.steps_per_epoch)
+            plain.rule.finish()
+
+    def steps_linked() -> None:
+        nonlocal taken
+        taken += STEPS
+        events.run_linked(taken, lambda: False)
+
+    times = in_turns(
+        [steps_together, steps_linked], ROUNDS, SECONDS, comm, plain.device, before=lambda: None
+    )
+    if comm.rank == 0:
+        step, of_linked = ([1e3 * t / STEPS for t in of] for of in times)
+        ratios = [b / a for a, b in zip(step, of_linked, strict=True)]
+        print(
+            json.dumps(
+                {
+                    "task": c.task,
+                    "model": c.task_architecture,
+                    "optimizer": c.optimizer,
+                    "gossip": c.gossip,
+                    "on_worker_loss": c.on_worker_loss,
+                    "batch_size": c.batch_size,
+                    "processes": comm.size,
+                    "step_ms": round(median(step), 3),
+                    "linked_ms": round(median(of_linked), 3),
+                    "ratio": round(median(ratios), 3),
+                }
+            )
+        )
+
+
+if __name__ == "__main__":
+    configuration.run_entry_point(main)
