@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments import learning
-from experiments.learning import SEEDS, TUNING, VALIDATION_RATIO, count, score
+from experiments.learning import SEEDS, TUNED, TUNING, VALIDATION_RATIO, count, score
 from experiments.runner import Experiment, Results, Run, sentence_case
 from powergossip.runs import figures
 from powergossip.runs.metrics import last_values
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 TRIED = 8  # settings of a method in the first stage, at most
-TUNED = 3  # settings of a method in the second stage
 FINALISTS = 12  # methods in the second stage, besides the references
 FEWER_BITS = 9.95  # times fewer than D-PSGD in half of them: 10.0 in the table
 

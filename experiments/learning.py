@@ -1,14 +1,17 @@
 """How well does each method learn, and for how many bits?
 
 Every method has the same budget: model, data, epochs, batches, and a grid of learning rates and
-diffusion rates. The grid is run with a separate seed for a part of the epochs, and without a tenth
-of the training data, on which its models are compared. The best setting is then run with three
-other seeds and all training data, and evaluated on the test data. All-reduce has no diffusion rate.
-Moniqua has a further dimension in its grid, two values of the bound θ, since θ depends on the size
-of the updates.
+diffusion rates. There are three stages:
+
+1. The grid, in a part of the epochs. A tenth of the training data is held out to compare models.
+2. The 3 best settings of each method in all epochs, with the same held-out data.
+3. The best setting with three other seeds and all training data, evaluated on the test data.
+
+All-reduce has no diffusion rate. Moniqua has a further dimension in its grid, two values of the
+bound θ, since θ depends on the size of the updates.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +36,7 @@ TUNING: dict[str, Any] = {
     "evaluate_test_data": False,
 }
 DIFFUSION_RATES = (1.0, 0.3, 0.1, 0.03)
+TUNED = 3  # settings of a method in the second stage
 
 Values = dict[str, Any]
 
@@ -102,45 +106,63 @@ def experiment(
     rates: Sequence[float] = (0.05, 0.1),
     tuning_epochs: int = 2,
 ) -> Experiment:
-    """An experiment with a stage of tuning.
+    """An experiment of three stages, see the module.
 
-    measure  # of the mean model: accuracy, where larger is better, or perplexity
+    measure        # of the mean model: accuracy, where larger is better, or perplexity
+    tuning_epochs  # of the first stage
     """
 
-    def tuning(results: Results) -> list[Run]:
-        return [run for runs in grids().values() for run in runs]
-
-    def grids() -> dict[str, list[Run]]:
+    def grids(results: Results) -> dict[str, list[Run]]:
         return {method: _grid(values, method, rates, tuning_epochs) for method in METHODS}
 
-    def final(results: Results) -> list[Run]:
-        return [run for runs in chosen(results).values() for run in runs]
-
-    def chosen(results: Results) -> dict[str, list[Run]]:
-        by_method = {}
-        for method, runs in grids().items():
-            best = max(runs, key=lambda run: score(results(run), measure, "valid_avg"))
-            setting = {key: best.values[key] for key in best.labels if key in best.values}
-            by_method[method] = [
+    def tuning(results: Results) -> dict[str, list[Run]]:
+        return {
+            method: [
                 Run(
                     "train",
-                    {**values, **METHODS[method], **setting, "seed": seed},
-                    {"method": method, "seed": seed},
+                    {**values, **METHODS[method], **_setting(run), **TUNING},
+                    {"method": method, **_setting(run)},
                 )
-                for seed in SEEDS
+                for run in best(runs, results)[:TUNED]
             ]
-        return by_method
+            for method, runs in grids(results).items()
+        }
+
+    def final(results: Results) -> dict[str, list[Run]]:
+        return {
+            method: [
+                Run(
+                    "train",
+                    {**values, **METHODS[method], **_setting(best(runs, results)[0]), **of_seed},
+                    {"method": method, **of_seed},
+                )
+                for of_seed in ({"seed": seed} for seed in SEEDS)
+            ]
+            for method, runs in tuning(results).items()
+        }
+
+    def best(runs: Sequence[Run], results: Results) -> list[Run]:
+        return sorted(runs, key=lambda run: score(results(run), measure, "valid_avg"), reverse=True)
+
+    def flat(stage: Callable[[Results], dict[str, list[Run]]]) -> Callable[[Results], list[Run]]:
+        return lambda results: [run for runs in stage(results).values() for run in runs]
 
     def report(results: Results, folder: Path) -> str:
-        runs = chosen(results)
+        runs = final(results)
         grid = "each method was tuned on the same grid of learning rates and diffusion rates γ"
         note = (
-            f"{grid}, with one run of {count(tuning_epochs, 'epoch')} and another seed each, on "
+            f"{grid}, with one run of {count(tuning_epochs, 'epoch')} each, and the {TUNED} best "
+            f"of them in all {values['num_epochs']} epochs, with another seed, on "
             f"{VALIDATION_RATIO:.0%} of the training data, held out."
         )
         return compared(title, runs, results, folder, measure, note)
 
-    return Experiment(title, [tuning, final], report)
+    return Experiment(title, [flat(grids), flat(tuning), flat(final)], report)
+
+
+def _setting(run: Run) -> Values:
+    """The values that were tried."""
+    return {key: run.values[key] for key in run.labels if key in run.values}
 
 
 def _grid(values: Values, method: str, rates: Sequence[float], epochs: int) -> list[Run]:
