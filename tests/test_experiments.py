@@ -410,6 +410,7 @@ def test_configurations_are_accepted(name: str) -> None:
         given = configuration.read_command_line(config, keys, "").given
         processes = Processes()
         processes.size = run.processes
+        processes.transport = "mpi" if run.processes > 1 else processes.transport
         if module is train:
             explicit = [key for key, source in given.items() if source.explicit]
             train.checked(config, processes, explicit)
