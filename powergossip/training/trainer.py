@@ -393,7 +393,7 @@ class Trainer:
         if checkpoints is None:
             return False
 
-        def facts() -> dict[str, Any]:
+        def description() -> dict[str, Any]:
             self.rows.take_over()  # all rows until now are there
             return {
                 "config": OmegaConf.to_container(self.config),
@@ -403,5 +403,5 @@ class Trainer:
 
         with self.clock("checkpoint"):
             now = self.state_dict(position)
-            checkpoints.save(self.step, self.network.workers, now, facts, score)
+            checkpoints.save(self.step, self.network.workers, now, description, score)
         return True
