@@ -243,8 +243,8 @@ def end_together(found: Processes) -> None:
             text = f"\nprocess {found.rank} of {found.size} on {socket.gethostname()} failed:\n"
             text += "".join(traceback.format_exception(kind, error, trace))
             print(text, file=sys.stderr, flush=True)
+        time.sleep(0.2)  # as above
         if isinstance(error, Signaled):
-            time.sleep(0.2)
             os._exit(error.exit_code)  # mpirun ends the others. Abort would print its own message
         code = error.exit_code if isinstance(error, Stopped) else 1
         found.end(130 if isinstance(error, KeyboardInterrupt) else code)
