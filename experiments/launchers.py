@@ -81,7 +81,9 @@ class _Here:
                     code = process.wait()
         except CannotRun as error:
             return failed(job, str(error))
-        if code and self._leaving:  # mpirun may report another code for the signal
+        # mpirun may report another code for the signal. Ctrl-C may end the process before it is in a
+        # session of its own, and before `leave`.
+        if (code and self._leaving) or code == -signal.SIGINT:
             return 128 + STOP
         return code if code >= 0 else 128 - code
 

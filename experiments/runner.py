@@ -18,7 +18,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import (
+    FIRST_EXCEPTION,
+    CancelledError,
+    Future,
+    ThreadPoolExecutor,
+    wait,
+)
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -232,7 +238,7 @@ def carry_out(
                 return ok
 
             try:
-                outcome = list(pool.map(one, range(len(left)), left))
+                outcome = _results([pool.submit(one, *turn) for turn in enumerate(left)])
             except KeyboardInterrupt:
                 print("stopping; run again to resume", file=sys.stderr, flush=True)
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -243,6 +249,24 @@ def carry_out(
         if failed:
             break  # the next stage depends on all of them
     return failed
+
+
+def _results(futures: Sequence[Future[bool]]) -> list[bool]:
+    """The results of all of them. Raises the first exception, and cancels those that wait then.
+
+    The thread wakes up all the time: a signal that arrives immediately before it starts to wait
+    would be noticed only when the wait is over.
+    """
+    left: set[Future[bool]] = set(futures)
+    try:
+        while left:
+            done, left = wait(left, timeout=0.5, return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+    finally:
+        for future in left:
+            future.cancel()
+    return [future.result() for future in futures]
 
 
 @contextmanager
