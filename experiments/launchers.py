@@ -81,7 +81,7 @@ class _Here:
                     code = process.wait()
         except CannotRun as error:
             return failed(job, str(error))
-        # mpirun may report another code for the signal. Ctrl-C may end the process before it is in a
+        # mpirun may report another code for the signal. Ctrl-C may end a process before it is in a
         # session of its own, and before `leave`.
         if (code and self._leaving) or code == -signal.SIGINT:
             return 128 + STOP

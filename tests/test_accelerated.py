@@ -32,7 +32,7 @@ def decay(workers: int, accelerated: bool, units: int) -> float:
     ("workers", "units", "plain", "accelerated"),
     [
         (16, 160, 0.927, 0.798),
-        (32, 200, 0.980, 0.888),
+        pytest.param(32, 200, 0.980, 0.888, marks=pytest.mark.slow),
         pytest.param(64, 500, 0.995, 0.944, marks=pytest.mark.slow),
     ],
 )

@@ -91,6 +91,7 @@ def test_the_rows_are_those_of_training_and_no_file_changes(
     assert f"step {entry['step']}\n" in table
 
 
+@pytest.mark.slow
 def test_another_layout_and_other_data(finished: Path) -> None:
     before = files_below(finished)
     ended = launch.python(

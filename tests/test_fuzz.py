@@ -9,7 +9,7 @@ from tests import fuzz
 from tests.fuzz_cases import Case, draw, read
 
 FAULTS = sorted(Path(__file__).with_name("faults").glob("*.yaml"))
-FAST = ("interrupted_after_a_loss", "lost_before_the_first_and_after_the_last_step")
+FAST = ("lost_before_the_first_and_after_the_last_step",)
 
 
 @pytest.mark.parametrize(

@@ -213,6 +213,7 @@ def test_without_a_compiler_pytorch_is_used(
     run.step(normal(4, LAYOUT.size))
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_library_needs_no_cache(forgotten: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").touch()

@@ -323,7 +323,14 @@ def test_relay_sgd_is_as_published(
     assert [local_optimizers.learning_rate(c, epoch) for epoch in epochs] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("method", ["relay-sgd-momentum", "quasi-global-momentum", "push-sum"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "relay-sgd-momentum",
+        pytest.param("quasi-global-momentum", marks=pytest.mark.slow),
+        pytest.param("push-sum", marks=pytest.mark.slow),
+    ],
+)
 def test_a_preset_of_relay_sgd_trains_on_files_of_cifar(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -248,6 +248,7 @@ def last_step(output: Path) -> int:
     return int(entry["step"])
 
 
+@pytest.mark.slow
 @needs_venv
 def test_mpirun_passes_the_signal_on_and_the_run_resumes(job: Job, tmp_path: Path) -> None:
     (job.folder / "bin" / "mpirun").unlink()

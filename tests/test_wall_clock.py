@@ -211,6 +211,7 @@ def test_a_kill_during_a_checkpoint_leaves_whole_ones(tmp_path):
     assert metrics.kept_bytes(folder / metrics.FILE, rows_at) == rows_at > 0
 
 
+@pytest.mark.slow
 def test_a_run_without_lost_workers_resumes_with_replacements_and_can_be_evaluated(tmp_path):
     folder = tmp_path / "run"
     values: dict[str, Any] = {"num_epochs": 2, "optimizer": "choco", "use_decentralized_data": True}
