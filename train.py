@@ -359,7 +359,7 @@ def _train_the_rest(trainer: Trainer, place: Path, save_first: bool) -> None:
     def report() -> None:
         global _output
         if _output is not None:
-            _report(_output.folder, trainer.config.log_verbosity, trainer.metric)
+            _report(_output.folder, trainer)
             _output.close(COMPLETE)
         _output = None
 
@@ -410,7 +410,7 @@ def _evaluate(settings: Any, comm: Processes, folder: Path | None) -> None:
     trainer.close()
     if comm.rank == 0:
         print(f"The {settings.checkpoint} checkpoint of {folder}, after step {trainer.step}")
-        print(tables.summary(metrics.frame(rows)))
+        print(tables.summary(metrics.frame(rows), trainer.time_is_virtual))
 
 
 def _read(arguments: list[str] | None) -> tuple[DictConfig, str | None, list[str]]:
@@ -458,19 +458,20 @@ def _hooks(rows: list[dict[str, Any]] | None = None) -> Hooks:
     )
 
 
-def _report(folder: Path, verbosity: int, metric: str) -> None:
+def _report(folder: Path, trainer: Trainer) -> None:
     """Draw the figure and print the table, unless a driver's log_metric has the rows."""
     rows = metrics.load(folder)
     if rows.empty:
-        if verbosity > 0:
+        if trainer.config.log_verbosity > 0:
             print(f"complete; no rows in {folder / metrics.FILE}, since log_metric was replaced")
     else:
         figure = folder / FIGURE
         try:
-            figures.figure(rows, figure, metric)
+            figures.figure(rows, figure, trainer.metric)
         except OSError as error:
             raise CannotWrite(f"{figure}: {error.strerror or error}; rows are kept") from error
-        print(f"\n{tables.summary(rows)}\n\nrows: {folder / metrics.FILE}\nfigure: {figure}")
+        table = tables.summary(rows, trainer.time_is_virtual)
+        print(f"\n{table}\n\nrows: {folder / metrics.FILE}\nfigure: {figure}")
 
 
 def command() -> None:

@@ -236,6 +236,17 @@ def test_lines_without_rows_are_left_out(tmp_path: Path) -> None:
     assert "accuracy" not in tables.summary(untagged)
 
 
+def test_phases_of_a_run_on_the_virtual_clock_are_fractions_of_real_seconds(
+    tmp_path: Path,
+) -> None:
+    rows = write_run(tmp_path, epochs=1).assign(seconds=1e6)
+    text = tables.summary(rows, time_is_virtual=True)
+    assert "virtual time" in text and "1000000.0 s\n" in text
+    shares = [int(share) for share in re.findall(r"s \((\d+)%\)", text)]
+    assert len(shares) >= 2 and abs(sum(shares) - 100) <= len(shares), "rounded"
+    assert "other" not in text
+
+
 def test_a_metric_measured_less_often_shows_its_last_value(tmp_path: Path) -> None:
     rows = write_run(tmp_path, epochs=3)
     late = (rows["name"] == "accuracy") & (rows["epoch"] == 3)

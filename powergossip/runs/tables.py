@@ -11,11 +11,13 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 
-def summary(rows: "DataFrame") -> str:
+def summary(rows: "DataFrame", time_is_virtual: bool = False) -> str:
     """Return the table at the end of a training run as plain text: accuracy, bits, time.
 
     Each line shows the last epoch that has its rows. A line without rows is left out. Megabytes are
     10⁶ bytes.
+
+    time_is_virtual  # the column seconds is that of the virtual clock. Phases are in real seconds
     """
     lines: list[tuple[str, str]] = []
     mean = last_rows(rows, "accuracy", split="test_avg")["value"]
@@ -55,14 +57,18 @@ def summary(rows: "DataFrame") -> str:
 
     seconds = rows["seconds"].max()
     if seconds >= 0:
-        lines.append(("time", f"{seconds:.1f} s"))
+        lines.append(("virtual time" if time_is_virtual else "time", f"{seconds:.1f} s"))
     phases = last_rows(rows, "phase_seconds")
     if len(phases) and "phase" in phases:
         elapsed = phases.groupby("phase", sort=False)["value"].last().to_dict()
-        for phase, spent in (
-            elapsed | {"other": max(0.0, seconds - sum(elapsed.values()))}
-        ).items():
-            fraction = f" ({spent / seconds:.0%})" if seconds > 0 else ""
+        whole = sum(elapsed.values())
+        if time_is_virtual:
+            lines.append(("time of its computation", f"{whole:.1f} s"))
+        else:
+            elapsed["other"] = max(0.0, seconds - whole)
+            whole = seconds
+        for phase, spent in elapsed.items():
+            fraction = f" ({spent / whole:.0%})" if whole > 0 else ""
             of_step = f", {data_fraction(elapsed):.0%} of a step" if phase == "data" else ""
             lines.append((f"    {phase}", f"{spent:.1f} s{fraction}{of_step}"))
 

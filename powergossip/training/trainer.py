@@ -142,6 +142,11 @@ class Trainer:
             return self._events.present
         return list(self.network.workers) if self._present is None else self._present
 
+    @property
+    def time_is_virtual(self) -> bool:
+        """Whether seconds of rows are those of the virtual clock."""
+        return self._events is not None and self.links is None
+
     def _elapsed(self) -> float:
         """Seconds since the start of the run, virtual ones on the virtual clock."""
         if self._events is not None and self.links is None:
