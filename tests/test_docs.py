@@ -273,6 +273,23 @@ def test_measured_numbers_are_those_of_a_report() -> None:
             assert number in reports, (name(page), number)
 
 
+def test_numbers_of_a_paragraph_are_those_of_the_reports_that_it_links() -> None:
+    """Numbers of two digits and more before the point: accuracies, seconds, perplexities."""
+    checked = 0
+    for page in TEXTS:
+        for paragraph in re.split(r"\n\s*\n|\n(?=- |\d\. )", page.read_text()):
+            links = re.findall(r"results/(\w+)/report\.md", paragraph)
+            reports = [(DOCS / "results" / link / "report.md").read_text() for link in links]
+            measured = [float(x) for report in reports for x in re.findall(r"\d+\.\d+", report)]
+            lines = [line for line in paragraph.splitlines() if not line.startswith("|")]
+            for number in re.findall(r"(?<![\w.])\d\d+\.\d+", "\n".join(lines) if links else ""):
+                decimals = len(number.split(".")[1])
+                rounded = {f"{x:.{decimals}f}" for x in measured}
+                assert number in rounded, (name(page), links, number)
+                checked += 1
+    assert checked >= 5
+
+
 def test_every_report_is_on_the_page_of_results() -> None:
     listed = re.findall(r"<results/(\w+)/report>$", (DOCS / "results.md").read_text(), re.M)
     assert sorted(listed) == sorted(p.parent.name for p in (DOCS / "results").glob("*/report.md"))
