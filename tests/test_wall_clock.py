@@ -345,3 +345,31 @@ def test_methods_without_exchanges_by_edges_are_rejected(changes, key, with_ulfm
     config = OmegaConf.merge(OmegaConf.structured(train.Config), TINY, SURVIVING, changes)
     with pytest.raises(ValueError, match=key):
         Trainer(checked(config, processes()), processes())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        ("optimizer=moniqua", "on_worker_loss=continue"),  # no exchanges by edges
+        (*(f"{key}={json.dumps(value)}" for key, value in TINY.items()), "learning_rate=1e30"),
+    ],
+    ids=["rejected", "diverged"],
+)
+def test_only_the_first_process_ends_with_another_code_than_0(
+    values: tuple[str, ...], tmp_path: Path
+) -> None:
+    """With ULFM, mpirun may hang after two processes that do."""
+    shell = ("sh", "-c", '"$0" "$@"; echo "code $?"')
+    survives = [*values, "n_workers=3", "on_worker_loss=continue"]
+    ended = launch.python(
+        "train.py",
+        *survives,
+        "--output-dir",
+        tmp_path / "run",
+        processes=3,
+        options=(*ULFM, *shell),
+    )
+    codes = [line for line in ended.stdout.splitlines() if line.startswith("code")]
+    first = "code 2" if "optimizer=moniqua" in values else "code 1"
+    assert sorted(codes) == ["code 0", "code 0", first], ended.stdout + ended.stderr
+    assert ended.stderr.count("error:") == 1

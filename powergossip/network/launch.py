@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from powergossip import kernels
 from powergossip.errors import BadInput
+from powergossip.network import ulfm
 from powergossip.network.processes import Processes, end_together
 
 BACKENDS = ("auto", "mpi", "gloo", "nccl")
@@ -186,7 +187,7 @@ def _reject(kind: type[BaseException], error: BaseException, trace: Any) -> None
     if is_first():
         print(f"error: {error}", file=sys.stderr, flush=True)
     sys.stdout.flush()
-    os._exit(2)
+    os._exit(ulfm.exit_code(2, is_first()))
 
 
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "RANK", "SLURM_PROCID")

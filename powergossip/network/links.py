@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from powergossip.errors import BadInput, Dropped, Stopped
-from powergossip.network import joining
+from powergossip.network import joining, ulfm
 from powergossip.network.membership import Survivors
 from powergossip.network.peers import DATA, NOTE, Peers, exchange_identities
 from powergossip.network.processes import report
@@ -354,10 +354,12 @@ def end_alone(links: Links) -> None:
             print(f"\nprocess {process} failed:\n{text}", file=sys.stderr, flush=True)
         if isinstance(error, Dropped):
             end_silently()
+        code = 2 if isinstance(error, BadInput) else getattr(error, "exit_code", 1)
         if everywhere:
             links.end_dropped()
             time.sleep(0.5)
-        _exit(2 if isinstance(error, BadInput) else getattr(error, "exit_code", 1))
+            code = ulfm.exit_code(code, links.group.rank == 0)
+        _exit(code)
 
     global _alone
     _alone = True

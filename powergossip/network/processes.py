@@ -227,7 +227,8 @@ def end_together(found: Processes) -> None:
             # When the first process ends, the launcher may kill the others, and mpirun discards
             # unread output.
             time.sleep(0.2 if found.rank == 0 else 0.3)
-            os._exit(2 if isinstance(error, BadInput) else error.exit_code)
+            code = 2 if isinstance(error, BadInput) else error.exit_code
+            os._exit(ulfm.exit_code(code, found.rank == 0))
         if ulfm.is_loss(error):
             error = PeerLost("a process has ended before the first step")
         # If several processes fail at once for the same reason, the first one reports it and ends

@@ -30,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from powergossip import errors, network, presets
 from powergossip.errors import BadInput
-from powergossip.network import links
+from powergossip.network import links, ulfm
 from powergossip.runs import metrics
 from powergossip.runs.output import CONFIG_FILE, DATED
 
@@ -338,12 +338,12 @@ def run_entry_point(main: Callable[[list[str]], object]) -> None:
         if links.ends_alone():
             raise
         _report_once(error)
-        sys.exit(2)
+        sys.exit(ulfm.exit_code(2, network.is_first()))
     except errors.Stopped as error:
         if links.ends_alone() or (network.are_several() and not error.in_all_processes):
             raise
         _report_once(error)
-        sys.exit(error.exit_code)
+        sys.exit(ulfm.exit_code(error.exit_code, network.is_first()))
     except KeyboardInterrupt:
         if network.are_several():
             raise
