@@ -246,7 +246,8 @@ def _table(
             found = _accuracies(results, runs[method, column])
             diverged = sum(value is None for value in found)
             kept = [100 * value for value in found if value is not None]
-            cell = f"{diverged} of {len(found)} diverged" if diverged else f"{_several(kept)} %"
+            several = f"{diverged} of {len(found)} diverged" if len(found) > 1 else "diverged"
+            cell = several if diverged else f"{_several(kept)} %"
             if further:
                 cell += f" ({further[method, column]})"
             line.append(cell)
@@ -269,6 +270,9 @@ def _accuracies(results: Results, runs: Sequence[Run]) -> list[float | None]:
 
 
 def _tested(rows: "DataFrame") -> "DataFrame":
+    """Rows of evaluations. A run that diverged before the first one has none."""
+    if "split" not in rows:
+        return rows.iloc[:0]
     return rows[(rows["name"] == "accuracy") & (rows["split"] == "test_avg")]
 
 

@@ -45,6 +45,24 @@ def reported(experiment: Experiment, folder: Path) -> tuple[list[Run], str]:
     return runs, text
 
 
+def test_runs_that_diverged_before_their_first_evaluation_are_in_the_table(tmp_path: Path) -> None:
+    start = {"name": "workers", "value": 8, "epoch": 0, "bits": 0, "messages": 0, "seconds": 0.0}
+    last = {"name": "accuracy", "split": "test_avg", "value": 0.5, "epoch": 5, "seconds": 9.0}
+
+    def results(run: Run) -> pd.DataFrame:
+        learns = run.labels["method"] == "D-PSGD"
+        return pd.DataFrame(
+            [start, last | {"epoch": run.values["num_epochs"]}] if learns else [start]
+        )
+
+    for made in (failing_workers.message_loss(), failing_workers.churn()):
+        text = made.report(results, tmp_path)
+        learned, *others = [line for line in text.splitlines() if line.startswith("|")][2:]
+        assert len(others) >= 3
+        assert "diverged" not in learned
+        assert all("diverged |" in line and "%" not in line for line in others)
+
+
 @pytest.mark.slow
 def test_message_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = {

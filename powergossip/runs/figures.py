@@ -331,9 +331,10 @@ def _draw(
         if x == "epoch":
             axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, min_n_ticks=1))
             first, last = axes.dataLim.intervalx
-            if last - first < 0.5:
+            if 0 <= last - first < 0.5:  # −∞ without lines
                 axes.set_xlim(first - 0.5, last + 0.5)
-    lines, names = all_axes[0].get_legend_handles_labels()
+    legends = [axes.get_legend_handles_labels() for axes in all_axes[: len(drawn)]]
+    lines, names = max(legends, key=lambda found: len(found[1]))  # lines may be absent in a panel
     longest = 6 + max(map(len, names), default=0)  # characters, with the line before the name
     fitting = int(12 * (0.6 + width * across) / longest)  # about 12 characters in an inch
     beside = max(1, min(len(names), max(3, 2 * across), fitting))
