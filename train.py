@@ -359,7 +359,12 @@ def _train_the_rest(trainer: Trainer, place: Path, save_first: bool) -> None:
     def report() -> None:
         global _output
         if _output is not None:
-            _report(_output.folder, trainer)
+            _report(
+                _output.folder,
+                trainer.config.log_verbosity,
+                trainer.metric,
+                trainer.time_is_virtual,
+            )
             _output.close(COMPLETE)
         _output = None
 
@@ -458,19 +463,19 @@ def _hooks(rows: list[dict[str, Any]] | None = None) -> Hooks:
     )
 
 
-def _report(folder: Path, trainer: Trainer) -> None:
+def _report(folder: Path, verbosity: int, metric: str, time_is_virtual: bool = False) -> None:
     """Draw the figure and print the table, unless a driver's log_metric has the rows."""
     rows = metrics.load(folder)
     if rows.empty:
-        if trainer.config.log_verbosity > 0:
+        if verbosity > 0:
             print(f"complete; no rows in {folder / metrics.FILE}, since log_metric was replaced")
     else:
         figure = folder / FIGURE
         try:
-            figures.figure(rows, figure, trainer.metric)
+            figures.figure(rows, figure, metric)
         except OSError as error:
             raise CannotWrite(f"{figure}: {error.strerror or error}; rows are kept") from error
-        table = tables.summary(rows, trainer.time_is_virtual)
+        table = tables.summary(rows, time_is_virtual)
         print(f"\n{table}\n\nrows: {folder / metrics.FILE}\nfigure: {figure}")
 
 
