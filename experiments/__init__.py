@@ -44,11 +44,13 @@ EXPERIMENTS: dict[str, Experiment] = {
     "fashion_mnist_sorted": learning.experiment(
         "accuracy of each method on FashionMNIST, non-IID: one or two labels per worker",
         learning.FASHION_MNIST | {"use_decentralized_data": True},
+        rates=(0.01, 0.02, 0.05),
         tuning_epochs=1,
     ),
     "fashion_mnist_dirichlet": learning.experiment(
         "accuracy of each method on FashionMNIST, non-IID: Dirichlet, alpha 0.1",
         learning.FASHION_MNIST | {"decentralized_data_dirichlet_alpha": 0.1},
+        rates=(0.02, 0.05, 0.1),
         tuning_epochs=1,
     ),
     "different_data_sorted": different_data.experiment(

@@ -35,7 +35,7 @@ TUNING: dict[str, Any] = {
     "evaluate_workers": False,
     "evaluate_test_data": False,
 }
-DIFFUSION_RATES = (1.0, 0.3, 0.1, 0.03)
+DIFFUSION_RATES = (1.0, 0.3, 0.1, 0.03, 0.01)
 TUNED = 3  # settings of a method in the second stage
 
 Values = dict[str, Any]
