@@ -80,7 +80,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         "perplexity of each method in language modeling: an LSTM on Python's reference texts",
         learning.TOPICS_LSTM,
         measure="perplexity",
-        rates=(5.0, 10.0),
+        rates=(10.0, 20.0, 40.0),
         tuning_epochs=1,
     ),
     "compression_pays": compression_pays.experiment(),
