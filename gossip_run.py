@@ -58,7 +58,8 @@ class Config:
     matrix_size: int = DEFAULT_SIZE  # rows and columns, except for images (faces, lfw)
     data_dir: str | None = None  # folder of the faces (null: scikit-learn's own folder)
     topology: str = "ring"  # a name, or the path of an edge list or adjacency file
-    topology_options: dict[str, Any] = field(default_factory=dict)  # such as {degree: 4}
+    topology_options: dict[str, Any] = field(default_factory=dict)  # such as {degree: 4}. Of static
+    #   undirected graphs: {weights: metropolis}, constant or fastest
 
     gossip: str = "synchronous"  # bounded or asynchronous: exchanges are not waited for
     max_delay: int | None = None  # of bounded: exchanges that an edge may be behind (1)

@@ -136,7 +136,8 @@ class Config:
     #   moniqua, push-sum. Compressed gradients: powersgd, dgc, ef-sgd, signsgd, ddp-powersgd,
     #   ddp-batched-powersgd
     topology: str = "ring"  # a name, or the path of an edge list or adjacency file
-    topology_options: dict[str, Any] = field(default_factory=dict)  # such as {degree: 4}
+    topology_options: dict[str, Any] = field(default_factory=dict)  # such as {degree: 4}. Of static
+    #   undirected graphs: {weights: metropolis}, constant or fastest
     overlapping: bool | None = None  # gossip while the gradient is computed, or after the update
     #   (false). By default true, except for gradient-tracking, momentum-tracking and gt-nsgd over
     #   dpsgd and power-gossip
