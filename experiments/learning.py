@@ -149,11 +149,12 @@ def experiment(
 
     def report(results: Results, folder: Path) -> str:
         runs = final(results)
-        grid = "each method was tuned on the same grid of learning rates and diffusion rates γ"
         note = (
-            f"{grid}, with one run of {count(tuning_epochs, 'epoch')} each, and the {TUNED} best "
-            f"of them in all {values['num_epochs']} epochs, with another seed, on "
-            f"{VALIDATION_RATIO:.0%} of the training data, held out."
+            f"each method was tuned on the same grid of learning rates ({_listed(rates)}) and "
+            f"diffusion rates γ ({_listed(DIFFUSION_RATES)}), with one run of "
+            f"{count(tuning_epochs, 'epoch')} each, and the {TUNED} best of them in all "
+            f"{values['num_epochs']} epochs, with another seed, on {VALIDATION_RATIO:.0%} of the "
+            f"training data, held out."
         )
         return compared(title, runs, results, folder, measure, note)
 
@@ -220,6 +221,10 @@ def compared(
         + (" The time is that of a run with evaluation." if timed else "")
     )
     return f"{above}\n\n{table}\n\n![{measure} against megabytes](figure.svg)\n"
+
+
+def _listed(numbers: Sequence[float]) -> str:
+    return ", ".join(f"{number:g}" for number in numbers)
 
 
 def count(number: int, noun: str) -> str:
