@@ -81,9 +81,12 @@ class _Here:
                     code = process.wait()
         except CannotRun as error:
             return failed(job, str(error))
-        # mpirun may report another code for the signal. Ctrl-C may end a process before it is in a
-        # session of its own, and before `leave`.
-        if (code and self._leaving) or code == -signal.SIGINT:
+        # Ctrl-C may end a process before it is in a session of its own, and before `leave`. Then no
+        # other job may start.
+        if code == -signal.SIGINT:
+            with self._changing:
+                self._leaving = True
+        if code and self._leaving:  # mpirun may report another code for the signal
             return 128 + STOP
         return code if code >= 0 else 128 - code
 

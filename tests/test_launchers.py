@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments import jobs
+from experiments import jobs, launchers
 from experiments.jobs import Job, last_output
-from experiments.launchers import LAUNCHERS, Mpirun, OneProcess
+from experiments.launchers import LAUNCHERS, STOP, Mpirun, OneProcess
 from experiments.slurm import Slurm
 from powergossip.errors import BadInput
 from tests import slurm
@@ -144,6 +144,19 @@ def test_a_started_program_ignores_no_signal(tmp_path: Path) -> None:
     """Python ignores SIGPIPE, and its children would inherit that."""
     code = OneProcess()(shell(tmp_path, "kill -PIPE $$"))
     assert code == 128 + signal.SIGPIPE
+
+
+def test_no_job_starts_after_ctrl_c_ended_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C may end a job that has no session of its own yet, before the runner notices it."""
+    launcher = OneProcess()
+    with monkeypatch.context() as patched:
+        patched.setattr(launchers, "guard", lambda *_: ["sh", "-c", "kill -INT $$"])
+        assert launcher(shell(tmp_path, "true")) == 128 + STOP
+    with pytest.raises(KeyboardInterrupt):
+        launcher(shell(tmp_path, f"touch {tmp_path}/begun"))
+    assert not (tmp_path / "begun").exists()
 
 
 @pytest.mark.parametrize(
