@@ -73,7 +73,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         learning.TOPICS_LSTM,
         different_data.SOME,
         measure="perplexity",
-        scale=50.0,
+        scale=200.0,
+        screening_epochs=3,
     ),
     "compressed_gradients": compressed_gradients.experiment(),
     "topics_lstm": learning.experiment(

@@ -3,8 +3,8 @@
 Eight workers have fixed shards of the training data. A method is a pair of an averaging rule and a
 learning rule. There are three stages:
 
-1. Screening: each method with at most 8 settings, in one epoch. A tenth of the training data is
-   held out to compare the settings.
+1. Screening: each method with at most 8 settings, in one or a few epochs. A tenth of the training
+   data is held out to compare the settings.
 2. Tuning: the 3 best settings of each of the 12 best methods, in all epochs, with the same held-out
    data. Half of these methods send a tenth of D-PSGD's bits or less. All-reduce and D-PSGD are
    tuned in addition.
@@ -252,16 +252,21 @@ def experiment(
     methods: Sequence[str] = tuple(METHODS),
     measure: str = "accuracy",
     scale: float = 1.0,
+    screening_epochs: int = 1,
 ) -> Experiment:
     """An experiment of three stages, see the module.
 
-    methods  # names in METHODS, those of REFERENCES among them
-    measure  # of the mean model: accuracy, where larger is better, or perplexity
-    scale    # of all learning rates
+    methods           # names in METHODS, those of REFERENCES among them
+    measure           # of the mean model: accuracy, where larger is better, or perplexity
+    scale             # of all learning rates
+    screening_epochs  # of the first stage
     """
 
     def screening() -> dict[str, list[Run]]:
-        short = TUNING | {"num_epochs": 1, "lr_schedule_milestones": [[0.5, 0.1]]}
+        short = TUNING | {
+            "num_epochs": screening_epochs,
+            "lr_schedule_milestones": [[screening_epochs - 0.5, 0.1]],
+        }
         return {
             name: [
                 _run(name, values, _scaled(setting, scale), short)
@@ -294,11 +299,11 @@ def experiment(
         return "\n\n".join(
             [
                 f"{sentence_case(title)}.",
-                _note(values, methods),
+                _note(values, methods, screening_epochs),
                 _table(runs, results, measure),
                 f"![{measure} against megabytes](figure.svg)",
-                f"{sentence_case(measure)} of the mean model on held-out data after one epoch, "
-                "with the best setting of each method:",
+                f"{sentence_case(measure)} of the mean model on held-out data after "
+                f"{_epochs(screening_epochs)}, with the best setting of each method:",
                 f"{_screening_table(best, results, measure)}\n",
             ]
         )
@@ -374,15 +379,19 @@ def _bits(run: Run, results: Results) -> float:
 # --- Report --------------------------------------------------------------------------------------
 
 
-def _note(values: Values, methods: Sequence[str]) -> str:
+def _epochs(number: int) -> str:
+    return "one epoch" if number == 1 else count(number, "epoch")
+
+
+def _note(values: Values, methods: Sequence[str], screening_epochs: int) -> str:
     """How settings were chosen."""
     tuned = "the others" if len(methods) <= FINALISTS + len(REFERENCES) else "the best"
     text = (
         f"Mean ± standard deviation of {count(len(SEEDS), 'seed')}. Each method was tried with at "
-        f"most {TRIED} settings in one epoch. All-reduce, D-PSGD (plain, dpsgd) and {tuned} had "
-        f"{TUNED} settings in {count(values['num_epochs'], 'epoch')}, of which the best is here. "
-        f"Settings were compared on {VALIDATION_RATIO:.0%} of the training data, held out, with a "
-        "seed of their own. MB sent are the mean of the workers in a run."
+        f"most {TRIED} settings in {_epochs(screening_epochs)}. All-reduce, D-PSGD (plain, dpsgd) "
+        f"and {tuned} had {TUNED} settings in {count(values['num_epochs'], 'epoch')}, of which the "
+        f"best is here. Settings were compared on {VALIDATION_RATIO:.0%} of the training data, held "
+        "out, with a seed of their own. MB sent are the mean of the workers in a run."
     )
     if any(", mixed, " in name for name in methods):
         text += " Mixed: neighbors have different labels (`decentralized_data_placement=mixed`)."

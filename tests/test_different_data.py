@@ -122,13 +122,17 @@ def test_the_best_settings_of_the_best_methods_go_on() -> None:
 
 
 def test_few_methods_all_go_on_with_other_learning_rates() -> None:
-    experiment = different_data.experiment("which", VALUES, different_data.SOME, scale=50.0)
+    experiment = different_data.experiment(
+        "which", VALUES, different_data.SOME, scale=50.0, screening_epochs=3
+    )
     screening, tuning, _ = (stage(made_up) for stage in experiment.stages)
     assert {run.labels["averaging"] for run in tuning} == {
         METHODS[name].averaging for name in different_data.SOME
     }
     tried = {run.values["learning_rate"] for run in screening if run.labels["learning"] == RELAY}
     assert tried == {0.5, 1, 1.5, 2.5, 5, 10, 20}
+    assert {run.values["num_epochs"] for run in screening} == {3}
+    assert {str(run.values["lr_schedule_milestones"]) for run in screening} == {"[[2.5, 0.1]]"}
 
 
 @pytest.mark.slow
