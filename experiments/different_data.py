@@ -390,8 +390,8 @@ def _note(values: Values, methods: Sequence[str], screening_epochs: int) -> str:
         f"Mean ± standard deviation of {count(len(SEEDS), 'seed')}. Each method was tried with at "
         f"most {TRIED} settings in {_epochs(screening_epochs)}. All-reduce, D-PSGD (plain, dpsgd) "
         f"and {tuned} had {TUNED} settings in {count(values['num_epochs'], 'epoch')}, of which the "
-        f"best is here. Settings were compared on {VALIDATION_RATIO:.0%} of the training data, held "
-        "out, with a seed of their own. MB sent are the mean of the workers in a run."
+        f"best is here. Settings were compared on {VALIDATION_RATIO:.0%} of the training data, "
+        "held out, with a seed of their own. MB sent are the mean of the workers in a run."
     )
     if any(", mixed, " in name for name in methods):
         text += " Mixed: neighbors have different labels (`decentralized_data_placement=mixed`)."
