@@ -1,6 +1,6 @@
 """Workers on the virtual clock, for averaging and for quadratics."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -89,7 +89,7 @@ def averaging_clock(
 def learning_clock(
     problem: Quadratics,
     learning: str,
-    rate: float,
+    rate: float | Sequence[float],
     topology: str = "ring",
     name: str = "plain",
     gossip: str = "synchronous",
@@ -100,21 +100,25 @@ def learning_clock(
     rule_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> VirtualClock:
-    """A clock whose workers minimize quadratics."""
+    """A clock whose workers minimize quadratics. rate: of all steps, or of each."""
     n = problem.n_workers
     members = Members(topologies.make(topology, n))
     method, given = EXCHANGES[name]
     policy = Policy(gossip, max_delay)
     kind: Callable[..., rules.Rule] = rules.RULES[learning]
+    first, *_ = rates = [rate] if isinstance(rate, float) else rate
+    own_optimizers: dict[int, SGD] = {}
 
     def make(index: int, view: View, steps: int) -> Worker:
         own = slice(index, index + 1)
         row = Row(problem.x[own], problem.grad[own], problem.layout)
-        rule = kind(row, SGD(row.x, rate), **(rule_options or {}))
+        own_optimizers[index] = SGD(row.x, first)
+        rule = kind(row, own_optimizers[index], **(rule_options or {}))
         averaging = exchanges.make(method, rule.layout, **{**given, **options})
         return Worker(index, members, averaging, rule, policy, view, steps)
 
     def compute(worker: int, step: int) -> None:
+        own_optimizers[worker].rate = rates[min(step, len(rates) - 1)]
         problem.grad[worker] = problem.a[worker] * (problem.x[worker] - problem.b[worker])
 
     drawn = scenario.read(values or {}, n, seed)

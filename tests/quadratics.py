@@ -74,6 +74,7 @@ AVERAGING: dict[str, tuple[str, dict[str, Any]]] = {
     "qsgd": ("choco", {"compressor": "qsgd", "unbiased": True, "levels": 4, "diffusion_rate": 0.5}),
     "identity": ("choco", {"compressor": "identity"}),
     "push-sum": ("push-sum", {}),
+    "all-reduce": ("all-reduce", {}),
 }
 
 

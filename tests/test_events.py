@@ -20,7 +20,7 @@ from tests.exchanging import (
     learning_clock,
     start,
 )
-from tests.quadratics import SGD, Quadratics, train
+from tests.quadratics import SGD, Quadratics, rule_of, train
 
 ROUNDING = {torch.float64: 1e-12, torch.float32: 2e-5}
 LATE: dict[str, Any] = {
@@ -233,6 +233,19 @@ def test_synchronous_learning_is_the_rule_of_all_workers(rule, name, overlapping
     )
     clock = learning_clock(problem, rule, 0.1, name=name, rule_options=of_rule, **given)
     clock.run(7)
+    torch.testing.assert_close(problem.x, expected.x, rtol=0, atol=1e-12)
+
+
+def test_quasi_global_momentum_restarts_as_that_of_all_workers():
+    rates = [0.05, 0.02, 0.001, 0.0, 0.0, 0.05, 0.05, 0.04]
+    problem, expected = Quadratics(), Quadratics()
+    reference = rule_of("quasi-global-momentum", "plain", expected, 0.1)
+    for rate in rates:
+        vars(reference)["_local"].rate = rate
+        train(reference, expected, 1)
+    learning_clock(
+        problem, "quasi-global-momentum", rates, rule_options={"overlapping": False}
+    ).run(len(rates))
     torch.testing.assert_close(problem.x, expected.x, rtol=0, atol=1e-12)
 
 

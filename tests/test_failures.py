@@ -77,6 +77,18 @@ BAD_INPUT: dict[str, tuple[list[str], list[str]]] = {
         ["learning=relay-sgd", "optimizer=dpsgd", "optimizer_diffusion_rate=0.5"],
         ["optimizer_diffusion_rate=0.5", "relay-sgd"],
     ),
+    "overlap with corrections": (
+        ["learning=k-gt", "optimizer=dpsgd", "overlapping=true"],
+        ["overlapping=true", "k-gt", "false"],
+    ),
+    "overlap with a mean of all": (
+        ["learning=quasi-global-momentum", "optimizer=all-reduce", "overlapping=true"],
+        ["overlapping=true", "all-reduce", "false"],
+    ),
+    "tracking with weights that do not conserve the mean": (
+        ["learning=gradient-tracking", "optimizer=dpsgd", "topology=epidemic"],
+        ["topology=epidemic", "gradient-tracking", "one-peer-exponential"],
+    ),
     "option of a learning rule": (
         ["learning=relay-sgd", "optimizer=dpsgd", "learning_options={beta: 0.9}"],
         ["learning_options.beta=0.9", "relay-sgd", "learning_options.correction"],

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from powergossip.algorithms.learning.gossip_rule import COPIES
 from powergossip.network import Network, Processes, processes
 from powergossip.training.settings import checked
 from tests.laws import EXACT, IN_TABLE, REJECTED, Law, error, is_accepted
-from tests.quadratics import AVERAGING, COLUMNS, ROWS, WORKERS, Quadratics, rule_of, train
+from tests.quadratics import AVERAGING, COLUMNS, ROWS, SGD, WORKERS, Quadratics, rule_of, train
 from tests.test_centralized import configured
 
 ROOT = Path(__file__).parent.parent
@@ -111,6 +112,43 @@ def test_quasi_global_momentum_needs_smaller_rates_over_public_copies(
     first = problem.error
     train(rule, problem, 1500)
     assert (problem.error > 10 * first) == grows
+
+
+@pytest.mark.parametrize("averaging", ["plain", "power-gossip"])
+def test_quasi_global_momentum_survives_a_learning_rate_of_0(averaging: str) -> None:
+    """Cosine decay to 0 and a restart. The displacements by gossip did not vanish with the rate."""
+    problem = Quadratics()
+    local = SGD(0.05)
+    rule = rule_of("quasi-global-momentum", averaging, problem, local)
+    rates = [0.05 * (1 + math.cos(math.pi * t / 200)) / 2 for t in range(201)]
+    train(rule, problem, 300)
+    errors = [problem.error]
+    for rate in [*rates, 0.0, 0.0, *[0.05] * 300]:
+        local.rate = rate
+        train(rule, problem, 1)
+        errors.append(problem.error)
+    assert max(errors) < 1.5 * errors[0]
+    assert errors[-1] == pytest.approx(errors[0], rel=0.1)
+
+
+def test_quasi_global_momentum_over_all_reduce_is_exact_by_default() -> None:
+    """Its messages follow the local update, as those of SGD do: equal models in all workers."""
+    problem = Quadratics()
+    gossip = algorithms.make(
+        "all-reduce", Network(topologies.make("ring", WORKERS)), problem.layout
+    )
+    overlapping = learning.overlapping("quasi-global-momentum", gossip)
+    rule = rule_of("quasi-global-momentum", "all-reduce", problem, 0.05, overlapping=overlapping)
+    train(rule, problem, 600)
+    assert problem.error < 1e-9
+
+
+@pytest.mark.parametrize("name", ["gradient-tracking", "k-gt", "momentum-tracking", "gt-nsgd"])
+def test_sums_over_the_workers_need_weights_that_conserve_them(name: str) -> None:
+    """Columns of the rounds of `epidemic` do not sum to 1."""
+    with pytest.raises(ValueError, match=f"topology=epidemic: .*{name}"):
+        rule_of(name, "plain", Quadratics(), 0.02, "epidemic")
+    rule_of("quasi-global-momentum", "plain", Quadratics(), 0.02, "epidemic")
 
 
 @pytest.mark.parametrize(("name", "of"), INVARIANTS.items())

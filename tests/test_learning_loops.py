@@ -102,10 +102,14 @@ CASES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     "k-gt": [(PLAIN, {}), (POWER, {"local_steps": 3})],
     "momentum-tracking": [(PLAIN, {"overlapping": True}), (POWER, {})],
     "gt-nsgd": [(PLAIN, {}), (POWER, {"overlapping": True})],
-    "exact-diffusion": [(PLAIN, {}), (QUARTER, {}), (QSGD, {})],
+    "exact-diffusion": [
+        (PLAIN, {}),
+        (QUARTER, {"learning_options": {"dual_rate": 0.5}}),
+        (QSGD, {}),
+    ],
     "beer": [(SIGN, {}), (SIGN, {"overlapping": True})],
     "motef": [(TOP_K, {}), (TOP_K, {"overlapping": True})],
-    "relay-sgd": [(CHAIN, {})],
+    "relay-sgd": [(CHAIN, {"learning_options": {"correction": 2.0}})],
 }
 
 
@@ -445,6 +449,22 @@ REJECTED: dict[str, tuple[Make, str, dict[str, Any], str]] = {
     "options": (sgd, "dpsgd", {"learning": GT, "learning_options": 3}, "^learning_options=3"),
     "type": (sgd, "dpsgd", {"learning": QG, "learning_options": {"nesterov": 1}}, "nesterov=1"),
     "range": (sgd, "dpsgd", {"learning": QG, "learning_options": {"momentum": 1.0}}, "momentum=1"),
+    "dual rate": (
+        sgd,
+        "dpsgd",
+        {"learning": "exact-diffusion", "learning_options": {"dual_rate": 2}},
+        "^dual_rate=2: use a number above 0, at most 1",
+    ),
+    "correction": (
+        sgd,
+        "dpsgd",
+        {
+            "learning": "relay-sgd",
+            "learning_options": {"correction": "no"},
+            "topology": "chain",
+        },
+        "^correction=no: use a number above 0, or auto",
+    ),
     "form": (
         sgd,
         "dpsgd",

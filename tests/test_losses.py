@@ -87,6 +87,17 @@ def test_training_with_losses(method):
         built(**method, scenario={"speeds": {1: 0.5}})
 
 
+def test_losses_are_rejected_with_compressed_relays():
+    """A lost message would leave the copies at both ends different for ever."""
+    with pytest.raises(ValueError, match="optimizer=choco: use dpsgd"):
+        built(
+            optimizer="choco",
+            learning="relay-sgd",
+            topology="chain",
+            scenario={"loss": {"fraction": 0.1, "ends": "one"}},
+        )
+
+
 def test_losses_in_bursts_have_the_stationary_fraction():
     loss = {"fraction": 0.5, "to_bad": 0.05, "to_good": 0.2, "ends": "one"}
     drawn = scenario.read({"loss": loss}, 8, 1)

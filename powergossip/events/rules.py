@@ -27,9 +27,8 @@ from torch import Tensor
 
 from powergossip.algorithms.learning import Correction
 from powergossip.algorithms.learning.gossip_rule import Joint
+from powergossip.algorithms.learning.quasi_global import has_moved, restart
 from powergossip.parameters import Layout
-
-_LEAST_RATE = 1e-8  # by which a displacement is divided, as in QuasiGlobalMomentum
 
 
 class Local(Protocol):
@@ -163,11 +162,13 @@ class QuasiGlobal(_Learning):
         super().__init__(*everything, **options)
         self._momentum, self._nesterov = momentum, nesterov
         self._m, self._before = torch.zeros_like(self._x), self._x.clone()
+        self._rate = 0.0  # η of the last step that was not 0
 
     def begin(self) -> None:
         self._before.copy_(self._x)
 
     def update(self) -> None:
+        self._m.mul_(restart(self._rate, self._local.rate))
         m = torch.add(self._g, self._m, alpha=self._momentum)
         if self._nesterov:
             self._g.add_(m, alpha=self._momentum)
@@ -176,17 +177,20 @@ class QuasiGlobal(_Learning):
         self._x.add_(self._local.displacement(self._g))
 
     def settle(self) -> None:
-        rate = max(self._local.rate, _LEAST_RATE)
+        if not has_moved(self._local.rate):
+            return
+        self._rate = self._local.rate
         self._m.mul_(self._momentum)
-        self._m.add_(self._before - self._x, alpha=(1 - self._momentum) / rate)
+        self._m.add_(self._before - self._x, alpha=(1 - self._momentum) / self._rate)
 
     def state_dict(self) -> dict[str, Any]:
-        """m and x_i before [1, D]."""
-        return {"m": self._m, "before": self._before}
+        """m and x_i before [1, D], and the last learning rate."""
+        return {"m": self._m, "before": self._before, "rate": self._rate}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._m.copy_(state["m"])
         self._before.copy_(state["before"])
+        self._rate = state.get("rate", 0.0)  # earlier versions lack it
 
 
 class ExactDiffusion(_Learning):

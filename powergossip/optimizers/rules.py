@@ -21,6 +21,7 @@ from powergossip.parameters import Layout
 
 # Options of rules that are keywords of GossipOptimizer, or belong to the training loop.
 _KEYWORDS = ("overlapping", "local_steps", "weight_decay", "clip")
+_CHECKED_BY_RULES = ("correction", "dual_rate")
 
 
 class LearningRule:
@@ -53,6 +54,8 @@ class LearningRule:
         defaults = {option: known[option] for option in known if option not in _KEYWORDS}
         _options.check(f"learning={name}", own, defaults)
         for option, value in own.items():
+            if option in _CHECKED_BY_RULES:
+                continue
             check_type(option, value, type(defaults[option]))
             if option == "adam_epsilon":
                 checks.positive(option, value)

@@ -62,6 +62,13 @@ def losses_of(c: Any) -> Losses | None:
     checks.check("gossip", c.gossip, c.gossip == "synchronous", f"synchronous with {method}")
     others = sorted(set(c.scenario) - {"loss"})
     checks.check("scenario", others, not others, f"loss alone with {method}")
+    checks.check(
+        "optimizer",
+        c.optimizer,
+        c.optimizer != "choco",
+        "dpsgd with learning=relay-sgd and lost messages, without which the copies of compressed "
+        "messages differ for ever",
+    )
     return Losses(drawn.lost, bool(c.get("optimizer_running_sums")))
 
 

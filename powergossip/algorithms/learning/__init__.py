@@ -35,7 +35,7 @@ from powergossip.algorithms.compressed import ChocoGossip
 from powergossip.algorithms.learning.centralized import CentralizedSGD
 from powergossip.algorithms.learning.dpsgd import DPSGD
 from powergossip.algorithms.learning.exact_diffusion import ExactDiffusion
-from powergossip.algorithms.learning.gossip_rule import GossipRule, Local, MakeAveraging
+from powergossip.algorithms.learning.gossip_rule import ANY, GossipRule, Local, MakeAveraging
 from powergossip.algorithms.learning.local_steps import KGT, MomentumTracking
 from powergossip.algorithms.learning.quasi_global import QuasiGlobalAdam, QuasiGlobalMomentum
 from powergossip.algorithms.learning.relay import RelaySGD
@@ -46,7 +46,7 @@ from powergossip.algorithms.learning.tracking import (
     MoTEF,
     NormalizedGradientTracking,
 )
-from powergossip.algorithms.plain import PlainGossip
+from powergossip.algorithms.plain import AllReduce, PlainGossip
 from powergossip.compressors import Identity
 from powergossip.network import Network
 from powergossip.parameters import Parameters
@@ -75,6 +75,7 @@ __all__ = [
     "accepting",
     "averaging_defaults",
     "check",
+    "check_overlapping",
     "make",
     "overlapping",
     "rule",
@@ -145,6 +146,12 @@ def check(name: str, network: Network, averaging_name: str, averaging: Averaging
             f"learning={name} with optimizer={averaging_name}: use learning=dpsgd, which is "
             "stochastic gradient push"
         )
+    if network.topology.row_stochastic and found.kinds is not ANY:
+        raise ValueError(
+            f"topology={network.topology.name}: use a topology that conserves the mean with "
+            f"learning={name}, such as ring or one-peer-exponential; its sums over the workers "
+            "drift otherwise"
+        )
     if found.static and len(network.rounds) > 1:
         raise ValueError(
             f"topology={network.topology.name}: use a static topology with learning={name}, such "
@@ -197,7 +204,28 @@ def _examples(found: type[GossipRule]) -> str:
 
 def overlapping(name: str, averaging: Averaging) -> bool:
     """The default of `overlapping`: whether messages are in flight during the gradient."""
-    return name == DEFAULT or kind_of(averaging) not in LEARNING[name].sequential
+    if name == DEFAULT:
+        return True
+    found = LEARNING[name]
+    return found.overlaps and not (
+        isinstance(averaging, AllReduce) or kind_of(averaging) in found.sequential
+    )
+
+
+def check_overlapping(name: str, averaging_name: str, averaging: Averaging) -> None:
+    """Raise ValueError for a learning rule other than D-PSGD that cannot have overlapping=true."""
+    if name == DEFAULT:
+        return
+    if not LEARNING[name].overlaps:
+        raise ValueError(
+            f"overlapping=true: use false with learning={name}, whose messages depend on the "
+            "gradient"
+        )
+    if isinstance(averaging, AllReduce):
+        raise ValueError(
+            f"overlapping=true: use false with learning={name} and optimizer={averaging_name}, "
+            "whose mean follows the local update"
+        )
 
 
 def accepting(

@@ -10,7 +10,22 @@ from powergossip.algorithms.averaging import Kind
 from powergossip.algorithms.learning.gossip_rule import ANY, GossipRule
 from powergossip.network import Conversation
 
-_LEAST_RATE = 1e-8  # by which a displacement is divided, for a warm-up that starts at 0
+_LEAST_RATE = 1e-8  # by which a displacement is divided
+_RESTART = 10.0  # times the learning rate of the step before, or more
+
+
+def has_moved(rate: float) -> bool:
+    """Whether the displacement of a step with this learning rate is one by gradients, too."""
+    return rate >= _LEAST_RATE
+
+
+def restart(before: float, rate: float) -> float:
+    """The factor of m if the learning rate was `before` in the last step, or 0 in the first one.
+
+    Displacements by gossip do not vanish with η, so that m grows as η decays towards 0. A restart
+    with a much larger η keeps η m, not m.
+    """
+    return before / rate if before and rate > _RESTART * before else 1.0
 
 
 class _QuasiGlobal(GossipRule):
@@ -44,13 +59,16 @@ class QuasiGlobalMomentum(_QuasiGlobal):
     Lin, Karimireddy, Stich & Jaggi (2021), arXiv:2102.04761, Algorithm 1, with μ = β. m̃ is not
     kept. The fixed point is D-PSGD's: less oscillation between workers, the same bias.
 
+    The division needs an η that does not vanish: a step with η = 0 leaves m as it is, and one whose
+    η is more than ten times the last one begins with m η'/η, with η' the last one.
+
     momentum  # β
     """
 
     optimizers: ClassVar[tuple[str, ...]] = ("sgd",)
     reads_rate: ClassVar[bool] = True
     variables: ClassVar[tuple[str, ...]] = ("m",)
-    kept: ClassVar[tuple[str, ...]] = ("m",)
+    kept: ClassVar[tuple[str, ...]] = ("m", "rate")
 
     def __init__(
         self, *everything: Any, momentum: float = 0.9, nesterov: bool = False, **options: Any
@@ -59,8 +77,12 @@ class QuasiGlobalMomentum(_QuasiGlobal):
         self._momentum, self._nesterov = momentum, nesterov
         self._m = torch.zeros_like(self._x)
         self._tilde = torch.zeros_like(self._x)
+        self._rate = 0.0  # η of the last step that was not 0
 
     def direct(self, g: Tensor) -> None:
+        factor = restart(self._rate, self._local.rate)
+        if factor != 1:
+            self._m.mul_(factor)
         m = torch.add(g, self._m, alpha=self._momentum, out=self._tilde)
         if self._nesterov:
             g.add_(m, alpha=self._momentum)
@@ -68,9 +90,20 @@ class QuasiGlobalMomentum(_QuasiGlobal):
             g.copy_(m)
 
     def settle(self) -> None:
-        rate = max(self._local.rate, _LEAST_RATE)
+        if not has_moved(self._local.rate):
+            return
+        self._rate = self._local.rate
         self._m.mul_(self._momentum)
-        self._m.add_(self._before.sub_(self._x), alpha=(1 - self._momentum) / rate)
+        self._m.add_(self._before.sub_(self._x), alpha=(1 - self._momentum) / self._rate)
+
+    def state_dict(self) -> dict[str, Any]:
+        """m [worker, D], the last learning rate, and the state of the averaging rule."""
+        return {"rate": self._rate, **super().state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict()`."""
+        self._rate = state.get("rate", 0.0)  # earlier versions lack it
+        super().load_state_dict(state)
 
 
 class QuasiGlobalAdam(_QuasiGlobal):
