@@ -56,6 +56,9 @@ EXACT = [
     Law("beer", "qsgd", 0.02, 2000, {}, {}, True),
     Law("motef", "top-k", 0.02, 6000, {"momentum": 0.9}, {}),
     Law("motef", "qsgd", 0.02, 2000, {"momentum": 0.9}, {}, True),
+    Law("relay-sgd", "plain", 0.05, 1000, {}, {}, True),
+    Law("relay-sgd", "top-k", 0.05, 3000, {}, {}, True),
+    Law("relay-sgd", "sign", 0.05, 3000, {}, {}, True),
 ]
 # What the table has, by its name there.
 IN_TABLE = {

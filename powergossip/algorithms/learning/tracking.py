@@ -66,8 +66,8 @@ class GradientTracking(_Tracking):
 
     Di Lorenzo & Scutari (2016), doi:10.1109/TSIPN.2016.2524588; Pu & Nedić (2021),
     arXiv:1805.11454. Tracking the displacement, with momentum, clipping and weight decay inside, is
-    the form of Vogels et al. (2021), arXiv:2110.04175, appendix. A changed learning rate takes
-    effect at once.
+    the form of Vogels et al. (2021), arXiv:2110.04175, appendix. With a changed learning rate, the
+    mean of the y_i changes at once, and their differences with the rate of the mixing.
 
     With CHOCO-Gossip and overlapping it is C-GT (Liao et al. 2022, arXiv:2205.12623) with α = 1.
     Exact with biased compressors, too, for a small enough diffusion rate.
