@@ -449,6 +449,12 @@ REJECTED: dict[str, tuple[Make, str, dict[str, Any], str]] = {
     "options": (sgd, "dpsgd", {"learning": GT, "learning_options": 3}, "^learning_options=3"),
     "type": (sgd, "dpsgd", {"learning": QG, "learning_options": {"nesterov": 1}}, "nesterov=1"),
     "range": (sgd, "dpsgd", {"learning": QG, "learning_options": {"momentum": 1.0}}, "momentum=1"),
+    "without effect": (
+        sgd,
+        "dpsgd",
+        {"learning": "relay-sgd", "topology": "chain", "diffusion_rate": 0.3},
+        "^diffusion_rate=0.3: learning=relay-sgd has no such option",
+    ),
     "dual rate": (
         sgd,
         "dpsgd",

@@ -17,10 +17,12 @@ from powergossip.algorithms.averaging import Weighted
 from powergossip.network import Conversation, Exchange, Network, Processes, together
 from powergossip.optimizers.checks import (
     broadcast_from_process_0,
+    check_parameters,
     check_same_everywhere,
     check_same_shapes_everywhere,
     check_shapes,
     is_frozen,
+    named,
 )
 from powergossip.optimizers.method import Method
 from powergossip.optimizers.precision import HALF, Rounding, message_dtype_of
@@ -417,3 +419,19 @@ _NAMES_OF_VERSION_1 = {
     "DeepSqueeze": "deepsqueeze",
     "Moniqua": "moniqua",
 }
+
+
+def trainable_of(optimizer: torch.optim.Optimizer, required: bool = True) -> list[Tensor]:
+    """The trainable parameters. Raises ValueError for those that cannot be averaged.
+
+    `required`: also for none with elements.
+    """
+    names, parameters = named(p for group in optimizer.param_groups for p in group["params"])
+    trainable = [i for i, p in enumerate(parameters) if not is_frozen(p)]
+    found = [parameters[i] for i in trainable]
+    check_parameters([names[i] for i in trainable], found, DTYPES)
+    if required and not any(p.numel() for p in found):
+        raise ValueError(
+            "the optimizer has no trainable parameters with elements; use those of a model"
+        )
+    return found

@@ -29,10 +29,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from powergossip import network
-from powergossip.optimizers.averaged import Averaged
+from powergossip.optimizers.averaged import Averaged, trainable_of
 from powergossip.optimizers.checks import check_same_everywhere
-from powergossip.optimizers.gossip import check_overlapping, check_wrappable, trainable_of
-from powergossip.optimizers.method import Method, as_method
+from powergossip.optimizers.gossip import check_wrappable
+from powergossip.optimizers.method import Method, as_method, check_overlapping
 
 
 class GossipState:

@@ -20,15 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powergossip import checks, network
+from powergossip import network
 from powergossip.algorithms import learning as learning_rules
 from powergossip.network import Processes
-from powergossip.optimizers.averaged import DTYPES, Averaged
+from powergossip.optimizers.averaged import DTYPES, Averaged, trainable_of
 from powergossip.optimizers.checks import (
     check_gradients,
-    check_parameters,
     check_same_everywhere,
-    is_frozen,
     named,
 )
 from powergossip.optimizers.method import (
@@ -41,9 +39,9 @@ from powergossip.optimizers.method import (
     Moniqua,
     PowerGossip,
     as_method,
-    check_type,
+    check_overlapping,
 )
-from powergossip.optimizers.rules import LearningRule
+from powergossip.optimizers.rules import check_effective, rule_of
 
 __all__ = [
     "AllReduce",
@@ -162,10 +160,11 @@ class GossipOptimizer(torch.optim.Optimizer):
             self.method = as_method(method, options)
             if overlapping:
                 check_overlapping(self.method, "overlapping=True")
-            self._learning = learning_rule(
+            self._learning = rule_of(
                 optimizer, learning, learning_options, overlapping, local_steps
             )
             if self._learning is not None:
+                check_effective(learning, options)
                 self.method = self.method.preferring(self._learning.defaults_of(self.method))
                 if who.rank == 0:
                     self._learning.warn_of(self.method)
@@ -454,48 +453,3 @@ def check_wrappable(optimizer: Any, local_steps: Any) -> None:
         )
     if not isinstance(local_steps, int) or isinstance(local_steps, bool) or local_steps < 1:
         raise ValueError(f"local_steps={local_steps!r}: use an integer, 1 or more")
-
-
-def learning_rule(
-    optimizer: torch.optim.Optimizer,
-    name: str,
-    options: Mapping[str, Any] | None,
-    overlapping: bool,
-    local_steps: int,
-) -> LearningRule | None:
-    """The learning rule of that name, None for D-PSGD. Raises ValueError."""
-    checks.one_of("learning", name, (learning_rules.DEFAULT, *learning_rules.LEARNING))
-    given = {} if options is None else options
-    check_type("learning_options", given, Mapping)
-    if name != learning_rules.DEFAULT:
-        return LearningRule(
-            optimizer, name, given, overlapping=overlapping, local_steps=local_steps
-        )
-    for option, value in given.items():
-        raise ValueError(f"{option}={value!r}: use it with a learning rule other than {name}")
-    return None
-
-
-def check_overlapping(method: Method, where: str) -> None:
-    """Raise ValueError for a method that must follow the local update."""
-    if method.name == "all-reduce":
-        raise ValueError(
-            f"{where} with all-reduce: use dpsgd or another method of gossip; the mean of the "
-            "models is SGD on the mean gradient only after the local update"
-        )
-
-
-def trainable_of(optimizer: torch.optim.Optimizer, required: bool = True) -> list[Tensor]:
-    """The trainable parameters. Raises ValueError for those that cannot be averaged.
-
-    `required`: also for none with elements.
-    """
-    names, parameters = named(p for group in optimizer.param_groups for p in group["params"])
-    trainable = [i for i, p in enumerate(parameters) if not is_frozen(p)]
-    found = [parameters[i] for i in trainable]
-    check_parameters([names[i] for i in trainable], found, DTYPES)
-    if required and not any(p.numel() for p in found):
-        raise ValueError(
-            "the optimizer has no trainable parameters with elements; use those of a model"
-        )
-    return found

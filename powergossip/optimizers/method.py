@@ -151,3 +151,12 @@ def as_method(method: Any, options: Mapping[str, Any]) -> Method:
     for option, value in options.items():
         raise ValueError(f"{option}={value!r}: use it with a name, or within the method")
     return method
+
+
+def check_overlapping(method: Method, where: str) -> None:
+    """Raise ValueError for a method that must follow the local update."""
+    if method.name == "all-reduce":
+        raise ValueError(
+            f"{where} with all-reduce: use dpsgd or another method of gossip; the mean of the "
+            "models is SGD on the mean gradient only after the local update"
+        )

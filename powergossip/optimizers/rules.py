@@ -326,3 +326,32 @@ class PartRule:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`."""
         self._rule.load_state_dict(state)
+
+
+def rule_of(
+    optimizer: torch.optim.Optimizer,
+    name: str,
+    options: Mapping[str, Any] | None,
+    overlapping: bool,
+    local_steps: int,
+) -> LearningRule | None:
+    """The learning rule of that name, None for D-PSGD. Raises ValueError."""
+    checks.one_of("learning", name, (learning.DEFAULT, *learning.LEARNING))
+    given = {} if options is None else options
+    check_type("learning_options", given, Mapping)
+    if name != learning.DEFAULT:
+        return LearningRule(
+            optimizer, name, given, overlapping=overlapping, local_steps=local_steps
+        )
+    for option, value in given.items():
+        raise ValueError(f"{option}={value!r}: use it with a learning rule other than {name}")
+    return None
+
+
+def check_effective(name: str, options: Mapping[str, Any]) -> None:
+    """Raise ValueError for an option of the method that has no effect with the learning rule."""
+    for option in learning.without(name):
+        if option in options:
+            raise ValueError(
+                f"{option}={options[option]!r}: learning={name} has no such option; leave it out"
+            )
