@@ -443,6 +443,15 @@ def test_a_milestone_within_the_warm_up_counts_too() -> None:
     assert local_optimizers.learning_rate(config, 2) == pytest.approx(0.1 * 2 * 0.5)
 
 
+def test_the_cosine_begins_at_once_by_default() -> None:
+    """A warm-up by a factor of 1 is none, though it has 5 epochs."""
+    config = train.Config(
+        learning_rate=0.1, num_epochs=4, lr_schedule="cosine", lr_schedule_milestones=[]
+    )
+    rates = [local_optimizers.learning_rate(config, epoch) for epoch in (0, 2, 4)]
+    assert rates == pytest.approx([0.1, 0.05, 0.0], abs=1e-12)
+
+
 @pytest.mark.parametrize("warmup", [0.0, 5.0])
 def test_the_cosine_falls_from_the_end_of_the_warm_up_to_zero(warmup: float) -> None:
     config = train.Config(

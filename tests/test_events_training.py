@@ -77,6 +77,13 @@ def test_seconds_are_virtual_and_fast_workers_do_not_wait(gossip):
     assert waiting["seconds"].max() > 4 * run.total_steps - 8
 
 
+def test_workers_without_a_step_do_not_lower_the_loss():
+    """Hardly any learning: from the first row on, the loss is about ln 10."""
+    slow = {"gossip": "asynchronous", "scenario": {"speeds": {1: 0.1}}, "learning_rate": 1e-6}
+    _, rows = trained(**{**TINY, **slow}, optimizer="dpsgd", num_epochs=1, max_steps_per_epoch=6)
+    assert 2.2 < value(rows, "cross_entropy", split="train") < 2.4
+
+
 @pytest.mark.parametrize("gossip", ["synchronous", "bounded", "asynchronous"])
 @pytest.mark.parametrize("method", ["power", "sign", "duals", "momentum"])
 def test_a_run_resumes_in_the_middle_with_the_same_bits(method, gossip, tmp_path):

@@ -772,6 +772,7 @@ def test_workers_are_the_sorted_names_of_a_file(tmp_path: Path) -> None:
         ("a.adjlist", "0 1 2\n3\n", 4, "worker 3"),
         ("a.edgelist", "0 1\n1 2\n", 8, "^n_workers=8: use 3; .*a.edgelist"),
         ("a.edgelist", "0 1\n1 3\n", 4, "^n_workers=4: use 3; .*a.edgelist .*worker 2"),
+        ("a.edgelist", "5 10\n10 2000000000\n", 4, "^n_workers=4: use 3; .* has 3 workers$"),
         ("a.edgelist", "0 1\n1\n", 2, 'a.edgelist, line 2: "1" is not an edge'),
         ("a.edgelist", "0 1\n\n0 1 2 3\n", 4, 'line 3: "0 1 2 3" is not an edge'),
         ("a.txt", "0 1 5\n1 2 5\n", 3, "a.txt .* use .*.edgelist or .adjlist"),

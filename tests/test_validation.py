@@ -96,6 +96,14 @@ def test_each_label_loses_the_same_fraction(ratio: float) -> None:
     assert not held_out(labels, 0.0).any()
 
 
+def test_labels_with_equal_remainders_are_not_held_out_in_their_order() -> None:
+    """A tenth of 1000 labels with a sample each, as in regression, from their whole range."""
+    labels = torch.arange(1000)
+    held = labels[torch.from_numpy(held_out(labels, 0.1))]
+    assert len(held) == 100
+    assert held.float().mean().item() == pytest.approx(499.5, abs=100)
+
+
 @pytest.mark.parametrize(
     ("task", "ratio"),
     [("Digits", 1e-4), ("Digits", 0.9999), ("LSTM", 1e-5), ("Digits", -0.1), ("Digits", 1)],

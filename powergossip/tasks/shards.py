@@ -136,11 +136,13 @@ def held_out(labels: Tensor, ratio: float) -> np.ndarray:
     held = np.zeros(len(labels), dtype=bool)
     _, label, available = np.unique(labels.cpu(), return_inverse=True, return_counts=True)
     size = number_held_out(len(labels), ratio)
-    shuffled = generator(VALIDATION_SEED, "validation").permutation(len(labels))
+    random = generator(VALIDATION_SEED, "validation")
+    shuffled = random.permutation(len(labels))
     by_label = np.split(shuffled[label[shuffled].argsort(kind="stable")], np.cumsum(available)[:-1])
-    counts = apportion(size, np.log(available), available)
-    for of_label, count in zip(by_label, counts, strict=True):
-        held[of_label[:count]] = True
+    order = random.permutation(len(available))  # equal remainders are rounded in this order
+    counts = apportion(size, np.log(available[order]), available[order])
+    for label_id, count in zip(order, counts, strict=True):
+        held[by_label[label_id][:count]] = True
     return held
 
 

@@ -66,8 +66,9 @@ def from_file(
         shown = ", ".join(f"{i} is {name}" for i, name in enumerate(order[:4]))
         note = f"workers are the sorted names in the file: {shown}{', ...' * (len(order) > 4)}"
     if len(order) != n_workers:
-        missing = set(range(int(order[-1]) + 1)) - set(map(int, order)) if integers else set()
-        hint = f" (worker {min(missing)} is missing)" if missing else ""
+        near = integers and int(order[0]) >= 0 and int(order[-1]) < n_workers
+        missing = sorted(set(range(n_workers)) - set(map(int, order))) if near else []
+        hint = f" (worker {missing[0]} is missing)" if missing else ""
         raise ValueError(
             f"n_workers={n_workers}: use {len(order)}; {subject} has {len(order)} workers{hint}"
         )

@@ -231,10 +231,12 @@ class EventTraining:
         self._network.bits[:] = self.clock.bits
         self._network.messages[:] = self.clock.messages
         for name, pairs in self._sums.items():
-            before = self._last.get(name, torch.zeros(len(pairs), dtype=torch.float64))
+            # A worker without a step has its last value, or at first the mean of the others.
+            mean = sum(total for total, _ in pairs) / sum(count for _, count in pairs)
+            before = self._last[name].tolist() if name in self._last else [mean] * len(pairs)
             means = [
                 total / count if count else last
-                for (total, count), last in zip(pairs, before.tolist(), strict=True)
+                for (total, count), last in zip(pairs, before, strict=True)
             ]
             self._last[name] = torch.tensor(means, dtype=torch.float64)
         self._sums = {}

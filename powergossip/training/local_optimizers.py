@@ -11,7 +11,7 @@ from powergossip.parameters import Parameters
 
 
 def learning_rate(c: Any, epoch: float) -> float:
-    """The learning rate at a fractional epoch.
+    """The learning rate at a fractional epoch. A step has that of its end.
 
     It changes linearly from learning_rate to learning_rate · distributed_lr_warmup_factor during
     the first distributed_lr_warmup_epoch epochs (Goyal et al. 2017, arXiv:1706.02677, § 2.2). Then
@@ -20,14 +20,17 @@ def learning_rate(c: Any, epoch: float) -> float:
     eq. 5):
 
         η(e) = η(w) · (1 + cos(π (e − w) / (num_epochs − w))) / 2        w = warm-up epochs
+
+    A warm-up by a factor of 1, the default, is none: w = 0.
     """
     rate = c.learning_rate
-    if c.distributed_lr_warmup_epoch > 0:
-        fraction = min(epoch / c.distributed_lr_warmup_epoch, 1.0)
+    warmup = c.distributed_lr_warmup_epoch if c.distributed_lr_warmup_factor != 1 else 0.0
+    if warmup > 0:
+        fraction = min(epoch / warmup, 1.0)
         rate *= 1 + (c.distributed_lr_warmup_factor - 1) * fraction
     if c.lr_schedule == "cosine":
-        after = max(0.0, epoch - c.distributed_lr_warmup_epoch)
-        length = max(c.num_epochs - c.distributed_lr_warmup_epoch, after)
+        after = max(0.0, epoch - warmup)
+        length = max(c.num_epochs - warmup, after)
         return float(rate * (1 + math.cos(math.pi * after / length)) / 2) if after else float(rate)
     for milestone, factor in c.lr_schedule_milestones:
         if epoch >= milestone:
