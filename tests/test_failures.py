@@ -81,6 +81,18 @@ BAD_INPUT: dict[str, tuple[list[str], list[str]]] = {
         ["learning=k-gt", "optimizer=dpsgd", "overlapping=true"],
         ["overlapping=true", "k-gt", "false"],
     ),
+    "no overlap where messages come first": (
+        ["learning=beer", "optimizer=choco", "overlapping=false"],
+        ["overlapping=false", "beer", "true"],
+    ),
+    "momentum of a rule without": (
+        ["learning=beer", "optimizer=choco", "momentum=0.5"],
+        ["momentum=0.5", "beer", "0"],
+    ),
+    "Nesterov's momentum of a rule without": (
+        ["learning=motef", "optimizer=choco", "nesterov=true"],
+        ["nesterov=true", "motef", "false"],
+    ),
     "overlap with a mean of all": (
         ["learning=quasi-global-momentum", "optimizer=all-reduce", "overlapping=true"],
         ["overlapping=true", "all-reduce", "false"],

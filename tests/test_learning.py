@@ -131,6 +131,17 @@ def test_quasi_global_momentum_survives_a_learning_rate_of_0(averaging: str) -> 
     assert errors[-1] == pytest.approx(errors[0], rel=0.1)
 
 
+def test_k_gt_keeps_its_correction_in_a_step_with_a_learning_rate_of_0() -> None:
+    problem = Quadratics()
+    local = SGD(0.05)
+    rule = rule_of("k-gt", "plain", problem, local)
+    train(rule, problem, 600)
+    for rate in (0.0, 0.0, 0.05, 0.05):
+        local.rate = rate
+        train(rule, problem, 1)
+        assert problem.error < 1e-9
+
+
 def test_quasi_global_momentum_over_all_reduce_is_exact_by_default() -> None:
     """Its messages follow the local update, as those of SGD do: equal models in all workers."""
     problem = Quadratics()

@@ -7,6 +7,7 @@ workers.
 Axes: worker, one per process; D parameters of a worker's model.
 """
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from powergossip.algorithms import learning
 from powergossip.errors import BadInput
 from powergossip.network import Network, Processes, processes
 from powergossip.optimizers import GossipOptimizer
+from powergossip.optimizers.method import Method
 from powergossip.parameters import Layout, Parameters
 from powergossip.training.local_optimizers import LocalOptimizer
 
@@ -42,6 +44,7 @@ QSGD = (
 )
 PLAIN: tuple[str, dict[str, Any]] = ("dpsgd", {})
 CHAIN = ("dpsgd", {"topology": "chain"})
+PAIRS: tuple[str, dict[str, Any]] = ("choco", {"topology": "chain"})
 POWER = ("power-gossip", {"rank": 1})
 QUARTER = ("power-gossip", {"rank": 1, "diffusion_rate": 0.25})
 
@@ -109,7 +112,7 @@ CASES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     ],
     "beer": [(SIGN, {}), (SIGN, {"overlapping": True})],
     "motef": [(TOP_K, {}), (TOP_K, {"overlapping": True})],
-    "relay-sgd": [(CHAIN, {"learning_options": {"correction": 2.0}})],
+    "relay-sgd": [(PAIRS, {}), (CHAIN, {"learning_options": {"correction": 2.0}})],
 }
 
 
@@ -440,7 +443,7 @@ def half(model: nn.Module) -> torch.optim.Optimizer:
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 GT, QG, MT = "gradient-tracking", "quasi-global-momentum", "momentum-tracking"
-REJECTED: dict[str, tuple[Make, str, dict[str, Any], str]] = {
+REJECTED: dict[str, tuple[Make, str | Method, dict[str, Any], str]] = {
     "name": (sgd, "dpsgd", {"learning": "d2"}, "^learning=d2: use"),
     "not a name": (sgd, "dpsgd", {"learning": 3}, "^learning=3: use"),
     "option of d-psgd": (sgd, "dpsgd", {"learning_options": {"momentum": 0.9}}, "^momentum=0.9: "),
@@ -453,6 +456,12 @@ REJECTED: dict[str, tuple[Make, str, dict[str, Any], str]] = {
         sgd,
         "dpsgd",
         {"learning": "relay-sgd", "topology": "chain", "diffusion_rate": 0.3},
+        "^diffusion_rate=0.3: learning=relay-sgd has no such option",
+    ),
+    "without effect in a method": (
+        sgd,
+        Method("dpsgd", topology="chain", diffusion_rate=0.3),
+        {"learning": "relay-sgd"},
         "^diffusion_rate=0.3: learning=relay-sgd has no such option",
     ),
     "dual rate": (
@@ -550,6 +559,15 @@ def test_the_state_of_another_rule_is_rejected() -> None:
         made().load_state_dict(made(learning=GT).state_dict())
     with pytest.raises(ValueError, match=r"momentum=0.8 \(here 0.9\)"):
         made(**beta(0.9)).load_state_dict(made(**beta(0.8)).state_dict())
+    other = GossipOptimizer(adam(Quadratic(0)), "dpsgd", processes=ALONE)
+    for optimizer, state, kinds in (
+        (made(), other, "Adam; .* SGD"),
+        (other, made(), "SGD; .* Adam"),
+    ):
+        before = copy.deepcopy(optimizer.state_dict())
+        with pytest.raises(ValueError, match=kinds):
+            optimizer.load_state_dict(state.state_dict())
+        assert optimizer.state_dict()["param_groups"] == before["param_groups"]
     made(**beta(0.9)).load_state_dict(made(**beta(0.9)).state_dict())
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import train as train_py
 from powergossip import topologies
 from powergossip.algorithms.learning import GossipRule, relay
-from powergossip.network import Conversation, Network, Processes
+from powergossip.network import Conversation, Network, Processes, processes
 from powergossip.topologies import Tree
 from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
@@ -321,3 +321,16 @@ def test_compressed_relaying_resumes_with_the_same_bits(compressor: str) -> None
 def test_bad_input_with_compression(topology: str, averaging: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         rule_of("relay-sgd", averaging, Quadratics(), 0.1, topology)
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize("compressor", COMPRESSORS)
+def test_two_processes_with_a_worker_each_relay_compressed_messages(compressor: str) -> None:
+    """Their only message has any stride. Two workers of one process have the same models."""
+    who = processes()
+    alone = Quadratics(2, hosted=range(who.rank, who.rank + 1))
+    together = Quadratics(2)
+    for problem, of in ((alone, who), (together, Processes())):
+        network = Network(topologies.make("chain", 2), of, dtype=problem.x.dtype)
+        train(rule_of("relay-sgd", compressor, problem, 0.02, network), problem, 10)
+    assert torch.equal(alone.x[0], together.x[who.rank])

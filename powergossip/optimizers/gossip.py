@@ -164,7 +164,7 @@ class GossipOptimizer(torch.optim.Optimizer):
                 optimizer, learning, learning_options, overlapping, local_steps
             )
             if self._learning is not None:
-                check_effective(learning, options)
+                check_effective(learning, self.method.given)
                 self.method = self.method.preferring(self._learning.defaults_of(self.method))
                 if who.rank == 0:
                     self._learning.warn_of(self.method)
@@ -410,7 +410,8 @@ class GossipOptimizer(torch.optim.Optimizer):
         self._check_between_steps("state_dict()")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        gossip = {**self._averaged.state_dict(), "steps": self._steps}
+        kind = {"optimizer": type(self.wrapped).__name__, "steps": self._steps}
+        gossip = {**self._averaged.state_dict(), **kind}
         state = {**self.wrapped.state_dict(), "gossip": gossip}
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, state)
@@ -434,6 +435,10 @@ class GossipOptimizer(torch.optim.Optimizer):
                 "this is not the state of a GossipOptimizer; load it into the wrapped optimizer, "
                 "before wrapping it"
             )
+        gossip, kind = dict(gossip), type(self.wrapped).__name__
+        saved = gossip.pop("optimizer", kind)  # earlier versions lack it
+        if saved != kind:
+            raise ValueError(f"the state is of {saved}; wrap the same optimizer, not {kind}")
         self._averaged.check_state(gossip)
         self.wrapped.load_state_dict({k: v for k, v in state.items() if k != "gossip"})
         self._steps = gossip["steps"]

@@ -21,6 +21,7 @@ class Method:
     topology          # a row of topologies.TOPOLOGIES, or the file of a graph
     topology_options  # options of the topology
     seed              # of the topology and the algorithm
+    given             # the options that were given
     options           # all options of the algorithm: those given, and defaults for the others.
                       # `algorithms.defaults(name)` lists them
 
@@ -46,7 +47,7 @@ class Method:
         check_type("topology", topology, str)
         check_type("topology_options", self.topology_options, Mapping)
         check_type("seed", seed, int)
-        self._given = options
+        self.given = options
         if _options.takes_all(row):  # in an object that checks them
             self._seeded, self.options = True, options
             return
@@ -67,7 +68,7 @@ class Method:
             topology=self.topology,
             topology_options=self.topology_options,
             seed=self.seed,
-            **{**defaults, **self._given},
+            **{**defaults, **self.given},
         )
 
     def network(self, processes: Processes, device: torch.device) -> Network:

@@ -59,8 +59,8 @@ def check_method(c: Any, network: Network) -> str:
         averaging = make_averaging(c, network, layout)
         learning.check(c.learning, network, c.optimizer, averaging)
         overlapping = learning.overlapping(c.learning, averaging)
-        if c.overlapping:
-            learning.check_overlapping(c.learning, c.optimizer, averaging)
+        if c.overlapping is not None:
+            learning.check_overlapping(c.learning, c.optimizer, averaging, c.overlapping)
         hint = _hint(c, network, averaging)
     elif c.optimizer in aggregation.AGGREGATIONS:
         owns_momentum = _make_aggregation(c, network, layout).owns_momentum

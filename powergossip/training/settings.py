@@ -87,7 +87,7 @@ def checked(
     _resolve_task_defaults(c)
     _check_ignored(c, explicit or (), warn=processes.rank == 0)
     _check_values(c)
-    _check_method(c)
+    _check_method(c, explicit or ())
     _check_events(c, processes)
     _resolve_options(c, explicit or (), warn=processes.rank == 0)
     if c.optimizer in aggregation.AGGREGATIONS:
@@ -252,13 +252,13 @@ def _is_pair(values: Any) -> bool:
         return False
 
 
-def _check_method(c: Any) -> None:
+def _check_method(c: Any, explicit: Collection[str]) -> None:
     """Raise ValueError for an unknown method, or one that does not go with other keys."""
     known = {**algorithms.AVERAGING, **aggregation.AGGREGATIONS, **dict.fromkeys(ddp.HOOKS)}
     if c.optimizer not in known:
         choices = ", ".join(known)
         raise ValueError(f'optimizer "{c.optimizer}" is unknown; choose from {choices}')
-    _check_learning(c)
+    _check_learning(c, explicit)
     if c.optimizer not in algorithms.AVERAGING and c.local_steps > 1:
         raise ValueError(
             f"local_steps={c.local_steps} is for gossip; use local_steps=1 with {c.optimizer} "
@@ -301,8 +301,11 @@ def _check_events(c: Any, processes: Processes) -> None:
 # --- Options of the method -----------------------------------------------------------------------
 
 
-def _check_learning(c: Any) -> None:
-    """Raise ValueError for an unknown learning rule, or one that does not go with other keys."""
+def _check_learning(c: Any, explicit: Collection[str]) -> None:
+    """Raise ValueError for an unknown learning rule, or one that does not go with other keys.
+
+    Momentum that the rule does not have is rejected where it is in `explicit`.
+    """
     checks.one_of("learning", c.learning, (learning.DEFAULT, *learning.LEARNING))
     if c.learning == learning.DEFAULT:
         _check_learning_options(c, ())
@@ -312,13 +315,20 @@ def _check_learning(c: Any) -> None:
             f"learning={c.learning}: use learning=dpsgd with optimizer={c.optimizer}, which "
             "averages gradients, not models"
         )
-    learning.rule(c.learning, c.local_optimizer)
-    if c.local_steps > 1 and "local_steps" not in learning.options(c.learning, c.local_optimizer):
+    rule = learning.rule(c.learning, c.local_optimizer)
+    known = learning.options(c.learning, c.local_optimizer)
+    if rule.owns_momentum and c.local_optimizer == "sgd":
+        lacks = f"with learning={c.learning}, which has none"
+        momentum = c.momentum if "momentum" in explicit else 0
+        checks.check("momentum", momentum, "momentum" in known or momentum == 0, f"0 {lacks}")
+        if "nesterov" in explicit and c.nesterov and "nesterov" not in known:
+            raise ValueError(f"nesterov=true: use false {lacks}")
+    if c.local_steps > 1 and "local_steps" not in known:
         raise ValueError(
             f"local_steps={c.local_steps}: use learning=k-gt or dpsgd, or local_steps=1 with "
             f"learning={c.learning}"
         )
-    _check_learning_options(c, learning.options(c.learning, c.local_optimizer))
+    _check_learning_options(c, known)
 
 
 def _check_learning_options(c: Any, known: Collection[str]) -> None:

@@ -212,9 +212,18 @@ def overlapping(name: str, averaging: Averaging) -> bool:
     )
 
 
-def check_overlapping(name: str, averaging_name: str, averaging: Averaging) -> None:
-    """Raise ValueError for a learning rule other than D-PSGD that cannot have overlapping=true."""
+def check_overlapping(
+    name: str, averaging_name: str, averaging: Averaging, overlapping: bool
+) -> None:
+    """Raise ValueError for a learning rule other than D-PSGD that cannot have this value."""
     if name == DEFAULT:
+        return
+    if not overlapping:
+        if LEARNING[name].always_overlaps:
+            raise ValueError(
+                f"overlapping=false: use true with learning={name}, whose messages are those "
+                "before the gradient"
+            )
         return
     if not LEARNING[name].overlaps:
         raise ValueError(

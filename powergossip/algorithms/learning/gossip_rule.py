@@ -60,6 +60,7 @@ class GossipRule:
     owns_momentum     # whether it applies momentum itself, so that the local optimizer has none
     optimizers        # local optimizers that it works with
     overlaps          # whether messages can be in flight while gradients are computed
+    always_overlaps   # whether they always are
     sequential        # kinds of averaging rules with which messages follow the local update by
                       # default, not in flight while gradients are computed
     reads_rate        # whether it depends on the learning rate of the local optimizer
@@ -75,6 +76,7 @@ class GossipRule:
     owns_momentum: ClassVar[bool] = False
     optimizers: ClassVar[tuple[str, ...]] = ("sgd", "adamw")
     overlaps: ClassVar[bool] = False
+    always_overlaps: ClassVar[bool] = False
     sequential: ClassVar[frozenset[Kind]] = frozenset()
     reads_rate: ClassVar[bool] = False
     needs_norm: ClassVar[bool] = False

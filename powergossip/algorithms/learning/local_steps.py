@@ -24,7 +24,8 @@ class KGT(GossipRule):
         c ← G(z) + c − z,   x ← G(x)         in one message per neighbor
 
     Liu, Lin, Koloskova & Stich (2023), arXiv:2301.01313, Algorithm 1, in units of the displacement:
-    c is the paper's times −η. It is scaled with the learning rate. c starts at 0; the paper also
+    c is the paper's times −η. It is scaled with the learning rate, and left out of a step with
+    η = 0. c starts at 0; the paper also
     has a start that needs an all-reduce. The step of the outer update is 1.
 
     Exact fixed point for every K.
@@ -52,10 +53,11 @@ class KGT(GossipRule):
 
     def move(self, u: Tensor) -> Conversation | None:
         rate = self._local.rate
-        if self._rate is not None and rate != self._rate and self._rate > 0:
-            self._c.mul_(rate / self._rate)
-        self._rate = rate
-        u.add_(self._c)
+        if rate > 0:
+            if self._rate is not None and rate != self._rate:
+                self._c.mul_(rate / self._rate)
+            self._rate = rate
+            u.add_(self._c)
         self._x.add_(u)
         self._sum.add_(u)
         self._steps += 1

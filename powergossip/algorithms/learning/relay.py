@@ -221,7 +221,9 @@ class CompressedRelay(Relay):
             counts = m[..., :1].clone()
             self._received_copies.copy_(m[..., 1:])
         else:
-            counts = m[..., : self._COUNT].contiguous().view(torch.int32).to(self._x)
+            # A clone: a single message counts as contiguous, whatever the stride between messages.
+            as_bytes = m[..., : self._COUNT].clone(memory_format=torch.contiguous_format)
+            counts = as_bytes.view(torch.int32).to(self._x)
             q = m[..., self._COUNT :].contiguous()
             self._received_copies += self._codec.decode(q, self._neighbors, self._steps)
         self._steps += 1

@@ -151,6 +151,7 @@ class BEER(_TrackedDirection):
 
     kinds: ClassVar[frozenset[Kind]] = COPIES
     static: ClassVar[bool] = True
+    always_overlaps: ClassVar[bool] = True
 
     def __init__(self, *everything: Any, overlapping: bool = True, **options: Any):
         del overlapping
