@@ -54,7 +54,7 @@ class KGT(GossipRule):
     def move(self, u: Tensor) -> Conversation | None:
         rate = self._local.rate
         if rate > 0:
-            if self._rate is not None and rate != self._rate:
+            if self._rate and rate != self._rate:  # earlier versions kept a rate of 0
                 self._c.mul_(rate / self._rate)
             self._rate = rate
             u.add_(self._c)
