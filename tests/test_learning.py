@@ -142,6 +142,42 @@ def test_k_gt_keeps_its_correction_in_a_step_with_a_learning_rate_of_0() -> None
         assert problem.error < 1e-9
 
 
+@pytest.mark.parametrize("averaging", ["plain", "power-gossip"])
+@pytest.mark.parametrize("name", ["k-gt", "gradient-tracking", "exact-diffusion"])
+def test_a_decay_of_the_learning_rate_disturbs_all_but_k_gt(name: str, averaging: str) -> None:
+    """For at most 100 steps, as the page of learning rules says."""
+    problem = Quadratics()
+    local = SGD(0.05)
+    rule = rule_of(name, averaging, problem, local)
+    train(rule, problem, 4000)
+    local.rate = 0.005
+    errors = []
+    for _ in range(100):
+        train(rule, problem, 1)
+        errors.append(problem.error)
+    if name == "k-gt":
+        assert max(errors) < 1e-9
+    else:
+        assert 1 < max(errors) < 5
+        assert errors[-1] < 0.1
+
+
+@pytest.mark.parametrize("clip", [1.0, 5.0])
+def test_clipping_has_the_bias_of_all_reduce(clip: float) -> None:
+    biased = []
+    for name, averaging, topology in (
+        ("quasi-global-momentum", "all-reduce", "ring"),
+        ("gradient-tracking", "plain", "ring"),
+        ("k-gt", "plain", "ring"),
+        ("exact-diffusion", "plain", "ring"),
+        ("relay-sgd", "plain", "binary-tree"),
+    ):
+        problem = Quadratics()
+        train(rule_of(name, averaging, problem, 0.05, topology, clip=clip), problem, 2000)
+        biased.append(problem.error)
+    assert biased == pytest.approx([2.5] * len(biased), abs=0.05)
+
+
 def test_quasi_global_momentum_over_all_reduce_is_exact_by_default() -> None:
     """Its messages follow the local update, as those of SGD do: equal models in all workers."""
     problem = Quadratics()

@@ -44,7 +44,7 @@ QSGD = (
 )
 PLAIN: tuple[str, dict[str, Any]] = ("dpsgd", {})
 CHAIN = ("dpsgd", {"topology": "chain"})
-PAIRS: tuple[str, dict[str, Any]] = ("choco", {"topology": "chain"})
+RELAYED: tuple[str, dict[str, Any]] = ("choco", {"topology": "chain"})
 POWER = ("power-gossip", {"rank": 1})
 QUARTER = ("power-gossip", {"rank": 1, "diffusion_rate": 0.25})
 
@@ -112,7 +112,7 @@ CASES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     ],
     "beer": [(SIGN, {}), (SIGN, {"overlapping": True})],
     "motef": [(TOP_K, {}), (TOP_K, {"overlapping": True})],
-    "relay-sgd": [(PAIRS, {}), (CHAIN, {"learning_options": {"correction": 2.0}})],
+    "relay-sgd": [(RELAYED, {}), (CHAIN, {"learning_options": {"correction": 2.0}})],
 }
 
 

@@ -25,8 +25,8 @@ class KGT(GossipRule):
 
     Liu, Lin, Koloskova & Stich (2023), arXiv:2301.01313, Algorithm 1, in units of the displacement:
     c is the paper's times −η. It is scaled with the learning rate, and left out of a step with
-    η = 0. c starts at 0; the paper also
-    has a start that needs an all-reduce. The step of the outer update is 1.
+    η = 0. c starts at 0; the paper also has a start that needs an all-reduce. The step of the outer
+    update is 1.
 
     Exact fixed point for every K.
 
