@@ -66,8 +66,8 @@ def losses_of(c: Any) -> Losses | None:
         "optimizer",
         c.optimizer,
         c.optimizer != "choco",
-        "dpsgd with learning=relay-sgd and lost messages, without which the copies of compressed "
-        "messages differ for ever",
+        "dpsgd with learning=relay-sgd where messages are lost; the copies of compressed messages "
+        "would not agree again",
     )
     return Losses(drawn.lost, bool(c.get("optimizer_running_sums")))
 
