@@ -12,7 +12,7 @@ Static, undirected:
     fully-connected       every pair of workers
     torus                 a × b grid, closed in both directions
     hypercube             indices that differ in one bit
-    binary-tree           worker i's children are 2i + 1 and 2i + 2
+    binary-tree           worker i's parent is ⌊i/2⌋     Vogels et al. (2021), 2110.04175
     double-binary-tree    two trees, one with reversed indices    Vogels et al. (2021), 2110.04175
     social-network        32 workers                    Davis, Gardner & Gardner (1941)
     watts-strogatz        small world                   Watts & Strogatz (1998)

@@ -78,9 +78,9 @@ def _positions(topology: Topology) -> dict[int, np.ndarray]:
             points[i] = radius * np.array([np.cos(angle), np.sin(angle)])
         return points
     if name == "binary-tree":
-        level = [int(np.log2(i + 1)) for i in range(n)]
+        level = [i.bit_length() for i in range(n)]
         return {
-            i: np.array([(i + 2 - 2 ** level[i] - 0.5) / 2 ** level[i], -level[i]])
+            i: np.array([(i + 0.5) / 2 ** (level[i] - 1) - 1 if i else 0.5, -level[i]])
             for i in range(n)
         }
     if name in ("hypercube", "social-network", "random-regular"):

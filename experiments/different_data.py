@@ -1,7 +1,8 @@
 """Which learning rule learns best where the workers' data differ, and for how many bits?
 
 Eight workers have fixed shards of the training data. A method is a pair of an averaging rule and a
-learning rule. There are three stages:
+learning rule. The learning rate falls to 0 as a cosine: a learning rate above 0 at the end leaves
+differences between neighbors in proportion to it. There are three stages:
 
 1. Screening: each method with at most 8 settings, in one or a few epochs. A tenth of the training
    data is held out to compare the settings.
@@ -261,12 +262,11 @@ def experiment(
     scale             # of all learning rates
     screening_epochs  # of the first stage
     """
+    values = {key: value for key, value in values.items() if key != "lr_schedule_milestones"}
+    values["lr_schedule"] = "cosine"
 
     def screening() -> dict[str, list[Run]]:
-        short = TUNING | {
-            "num_epochs": screening_epochs,
-            "lr_schedule_milestones": [[screening_epochs - 0.5, 0.1]],
-        }
+        short = TUNING | {"num_epochs": screening_epochs}
         return {
             name: [
                 _run(name, values, _scaled(setting, scale), short)
@@ -391,7 +391,8 @@ def _note(values: Values, methods: Sequence[str], screening_epochs: int) -> str:
         f"most {TRIED} settings in {_epochs(screening_epochs)}. All-reduce, D-PSGD (plain, dpsgd) "
         f"and {tuned} had {TUNED} settings in {count(values['num_epochs'], 'epoch')}, of which the "
         f"best is here. Settings were compared on {VALIDATION_RATIO:.0%} of the training data, "
-        "held out, with a seed of their own. MB sent are the mean of the workers in a run."
+        "held out, with a seed of their own. The learning rate falls to 0 as a cosine. MB sent are "
+        "the mean of the workers in a run."
     )
     if any(", mixed, " in name for name in methods):
         text += " Mixed: neighbors have different labels (`decentralized_data_placement=mixed`)."

@@ -111,9 +111,10 @@ def test_the_best_settings_of_the_best_methods_go_on() -> None:
     assert of_plain[:3] == largest
     assert methods(final) == methods(tuning)
     assert len(final) == len(methods(final)) * len(learning.SEEDS)
-    for run in tuning + final:
-        assert run.values["num_epochs"] == 5
-        assert run.values["lr_schedule_milestones"] == [[4, 0.1]]
+    for run in screening + tuning + final:
+        assert run.values["lr_schedule"] == "cosine"
+        assert "lr_schedule_milestones" not in run.values
+    assert {run.values["num_epochs"] for run in tuning + final} == {5}
     for run in final:
         assert "validation_ratio" not in run.values
         assert run.values["seed"] in learning.SEEDS
@@ -132,7 +133,6 @@ def test_few_methods_all_go_on_with_other_learning_rates() -> None:
     tried = {run.values["learning_rate"] for run in screening if run.labels["learning"] == RELAY}
     assert tried == {0.5, 1, 1.5, 2.5, 5, 10, 20}
     assert {run.values["num_epochs"] for run in screening} == {3}
-    assert {str(run.values["lr_schedule_milestones"]) for run in screening} == {"[[2.5, 0.1]]"}
 
 
 @pytest.mark.slow
@@ -150,7 +150,6 @@ def test_different_data_from_the_first_run_to_the_table(
     monkeypatch.setattr(different_data, "SEEDS", (1,))
     values = {**learning._COMMON, "task_architecture": "MLP", "num_epochs": 4, "n_workers": 4}
     values |= {"reshuffle_data": False, "use_decentralized_data": True, "batch_size": 16}
-    values["lr_schedule_milestones"] = [[3, 0.1]]
     experiment = different_data.experiment("which rule", values, names)
     folder = Folder("different", tmp_path)
     assert carry_out(experiment, folder, 2) == []

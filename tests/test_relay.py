@@ -91,23 +91,18 @@ def test_exact_fixed_points(topology: str, momentum: float) -> None:
     assert problem.error < 1e-9
 
 
-def above_the_root(n: int) -> Tree:
-    """A binary tree with one more worker, 0, above the root 1."""
-    return tuple((i // 2, i) for i in range(1, n))
-
-
 SLOWDOWNS: list[tuple[Callable[[int], Tree], list[float]]] = [
     (lambda n: trees_of("chain", n)[0], [2.75, 5.375, 10.688]),
-    (above_the_root, [2.156, 3.320, 4.783]),
-    (lambda n: trees_of("binary-tree", n)[0], []),
-    (lambda n: trees_of("double-binary-tree", n)[1], []),
+    (lambda n: trees_of("binary-tree", n)[0], [2.156, 3.320, 4.783]),
+    (lambda n: trees_of("double-binary-tree", n)[1], [2.156, 3.320, 4.783]),
     (lambda n: trees_of("star", n)[0], []),
 ]
 
 
 @pytest.mark.parametrize(("tree", "values"), SLOWDOWNS)
 def test_slowdown_is_the_mean_distance(tree: Callable[[int], Tree], values: list[float]) -> None:
-    """With 1 as the distance of a worker to itself. The values are those of a simulation."""
+    """With 1 as the distance of a worker to itself. The values are those of a simulation
+    of github.com/epfml/relaysgd."""
     sizes = (8, 16, 32)
     found = [relay.slowdown(tree(n), n) for n in sizes]
     assert found[: len(values)] == pytest.approx(values, abs=6e-4)

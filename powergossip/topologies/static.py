@@ -109,8 +109,13 @@ def hypercube(n_workers: int, seed: int, *, weights: Weights = metropolis_hastin
 
 
 def binary_tree(n_workers: int, seed: int, *, weights: Weights = metropolis_hastings) -> Topology:
-    """Worker i's children are 2i + 1 and 2i + 2."""
-    return undirected("binary-tree", nx.full_rary_tree(2, n_workers), weights)
+    """Worker i's parent is ⌊i/2⌋. The root, worker 0, has one child.
+
+    Vogels et al. (2021), arXiv 2110.04175, and github.com/epfml/relaysgd.
+    """
+    graph = nx.empty_graph(n_workers)
+    graph.add_edges_from(_binary_tree(n_workers))
+    return undirected("binary-tree", graph, weights)
 
 
 def double_binary_tree(
@@ -119,17 +124,23 @@ def double_binary_tree(
     """The edges of two binary trees: that of `binary_tree`, and the same with reversed indices.
 
     In the second tree, worker i has the place of n − 1 − i. A worker has at most three neighbors in
-    a tree, and is a leaf in at least one of them: four neighbors at most in all. Relaying sends the
+    a tree and four in all: it is a leaf in one of them, or, in the middle of an odd number of
+    workers, has two neighbors in each. Relaying sends the
     even coordinates over `trees[0]` and the odd ones over `trees[1]`, which balances the messages.
     Gossip averages on the union of their edges. Vogels et al. (2021), arXiv 2110.04175; two trees
     are due to Sanders, Speck & Träff (2009), doi:10.1016/j.parco.2009.09.001.
     """
-    down = [(int(i), int(j)) for i, j in nx.full_rary_tree(2, n_workers).edges()]
+    down = _binary_tree(n_workers)
     up = [(n_workers - 1 - j, n_workers - 1 - i) for i, j in down]
     graph = nx.empty_graph(n_workers)
     graph.add_edges_from([*down, *up])
     trees = tuple(sorted(down)), tuple(sorted(up))
     return undirected("double-binary-tree", graph, weights, trees=trees)
+
+
+def _binary_tree(n_workers: int) -> list[tuple[int, int]]:
+    """The edges (⌊i/2⌋, i) of `binary_tree`."""
+    return [(i // 2, i) for i in range(1, n_workers)]
 
 
 def exponential(n_workers: int, seed: int) -> Topology:
