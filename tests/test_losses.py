@@ -11,7 +11,7 @@ from powergossip import algorithms, topologies
 from powergossip.events import scenario
 from powergossip.network import Losses, Network
 from powergossip.parameters import Layout
-from tests.exchanging import SHAPES, start
+from tests.exchanging import SHAPES, averaging_clock, start
 from tests.quadratics import Quadratics, rule_of, train
 from tests.test_train import built, fresh, trained  # noqa: F401
 
@@ -96,6 +96,31 @@ def test_losses_are_rejected_with_compressed_relays():
             topology="chain",
             scenario={"loss": {"fraction": 0.1, "ends": "one"}},
         )
+
+
+@pytest.mark.parametrize("ends", scenario.ENDS)
+def test_the_given_fraction_of_messages_is_lost(ends, tmp_path):
+    """Of exchanges on a star, and of push-sum on a directed graph."""
+    values = {"loss": {"fraction": 0.1, "ends": ends}}
+    clock = averaging_clock(start(6, torch.float32), "star", values=values, record=True)
+    clock.run(250)
+    skipped = [e.kind == "skip" for e in clock.order if e.kind in ("apply", "skip")]
+
+    drawn, lost = scenario.read(values, 4, 0), []
+
+    def count(source: int, destination: int, step: int) -> bool:
+        lost.append(drawn.lost(source, destination, step))
+        return lost[-1]
+
+    graph = tmp_path / "graph.edges"
+    graph.write_text("0 1\n1 0\n1 2\n2 0\n2 3\n3 0\n")
+    directed = topologies.make(str(graph), 4, options={"directed": True})
+    network, x = Network(directed, losses=Losses(count)), start(4, torch.float32)
+    averaging = algorithms.make("push-sum", network, Layout(SHAPES))
+    for _ in range(300):
+        network.run(averaging.step(x))
+    for found in (skipped, lost):
+        assert sum(found) / len(found) == pytest.approx(0.1, abs=0.03)
 
 
 def test_losses_in_bursts_have_the_stationary_fraction():

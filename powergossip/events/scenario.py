@@ -17,7 +17,8 @@ A scenario is a file in YAML. All keys are optional:
     replay: order.jsonl                # alone: the events of another run, see order.py
 
 With `ends: one`, each of the two messages of an exchange is late or lost by itself. With `ends:
-both`, the two are late or lost together. Where a part is lost, its receiver skips the exchange.
+both`, the two are late or lost together. The fraction of all messages is the same with both. Where
+a part is lost, its receiver skips the exchange.
 Losses in bursts, by the model of Gilbert (1960) and Elliott (1963), have in place of a fraction the
 probabilities to change from the good state of an edge, without losses, to the bad one and back, and
 the fraction lost in the bad one:
@@ -130,8 +131,7 @@ class Scenario:
         ids = _ids(i, j, loss.ends)
         if loss.to_bad is not None and not self._bad(ids, k):
             return False
-        draws = [ids] if loss.ends == "one" else [ids, (*ids, 1)]
-        return any(generator(self.seed, "loss", *d, k).random() < loss.fraction for d in draws)
+        return bool(generator(self.seed, "loss", *ids, k).random() < loss.fraction)
 
     def _bad(self, ids: tuple[int, ...], k: int) -> bool:
         """The state of an edge at exchange k, in blocks that begin in the stationary distribution.
