@@ -1,12 +1,16 @@
 """Averaging alone in a process, for tests of its laws."""
 
+import networkx as nx
+import numpy as np
 import torch
+from scipy.sparse import csr_array
 from torch import Tensor
 
 from powergossip import topologies
 from powergossip.algorithms import Averaging, Options
 from powergossip.network import Network, Processes
 from powergossip.parameters import Layout
+from powergossip.topologies import Round, Topology
 
 ALONE = Processes()
 SHAPES = [(4, 3), (6, 5), (3,), (4, 3), (2, 2, 3), (1, 7), ()]
@@ -21,8 +25,26 @@ POWER_GOSSIP = [
 UNDIRECTED = ["ring", "star", "chain", "torus", "fully-connected", "binary-tree"]
 
 
+def graph(name: str, n: int) -> Topology:
+    """A topology by its name, or one whose workers differ in their numbers of neighbors:
+
+    tail      # a clique of half of the workers, and a chain of the others
+    directed  # a cycle of all workers and one of those with even indices. Columns sum to 1
+    """
+    if name == "tail":
+        return topologies.undirected(name, nx.lollipop_graph(n - n // 2, n // 2))
+    if name == "directed":
+        weights = np.zeros((n, n))
+        for worker in range(n):
+            weights[worker, worker - 1] = 1 / 3
+        for worker in range(0, n, 2):
+            weights[worker, worker - 2] = 1 / 3
+        return Topology(name, (Round(csr_array(weights)),))
+    return topologies.make(name, n)
+
+
 def alone(topology: str, n: int) -> Network:
-    return Network(topologies.make(topology, n), ALONE)
+    return Network(graph(topology, n), ALONE)
 
 
 def start(n: int, layout: Layout, seed: int = 0) -> Tensor:
