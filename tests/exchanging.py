@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powergossip import topologies
 from powergossip.events import exchanges, rules, scenario
 from powergossip.events.members import Members, View
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.events.worker import Policy, Worker
 from powergossip.parameters import Layout
+from tests.averaging import graph
 from tests.quadratics import Quadratics
 
 # Averaging rules in edge form, by name: method and options.
@@ -73,7 +73,7 @@ def averaging_clock(
 ) -> VirtualClock:
     """A clock whose workers average x, in place."""
     layout, n = Layout(shapes), len(x)
-    members = Members(topologies.make(topology, n))
+    members = Members(graph(topology, n))
     method, given = EXCHANGES[name]
     rule = exchanges.make(method, layout, **{**given, **options})
     policy = Policy(gossip, max_delay)
@@ -102,7 +102,7 @@ def learning_clock(
 ) -> VirtualClock:
     """A clock whose workers minimize quadratics. rate: of all steps, or of each."""
     n = problem.n_workers
-    members = Members(topologies.make(topology, n))
+    members = Members(graph(topology, n))
     method, given = EXCHANGES[name]
     policy = Policy(gossip, max_delay)
     kind: Callable[..., rules.Rule] = rules.RULES[learning]

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powergossip import algorithms, topologies
+from powergossip import algorithms
 from powergossip.algorithms import learning
 from powergossip.network import Network
 from powergossip.parameters import Layout
+from tests.averaging import graph
 
 ROWS, COLUMNS, WORKERS = 6, 5, 8
 
@@ -91,8 +92,7 @@ def rule_of(
     method, given = AVERAGING[averaging]
     given = given | (averaging_options or {})
     if isinstance(topology, str):
-        made = topologies.make(topology, problem.n_workers)
-        network = Network(made, dtype=problem.x.dtype)
+        network = Network(graph(topology, problem.n_workers), dtype=problem.x.dtype)
     else:
         network = topology
 
