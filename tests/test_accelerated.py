@@ -2,11 +2,13 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from powergossip import topologies
-from powergossip.events.accelerated import AcceleratedPairs
+from powergossip.events.accelerated import AcceleratedPairs, rates_of
+from tests.averaging import graph
 from tests.exchanging import start
 
 
@@ -40,6 +42,17 @@ def test_decay_rates_per_unit_of_time(workers, units, plain, accelerated):
     """To 15 % of the exponent. Those expected are measured on other seeds, with numpy."""
     assert math.log(decay(workers, False, units)) == pytest.approx(math.log(plain), rel=0.15)
     assert math.log(decay(workers, True, units)) == pytest.approx(math.log(accelerated), rel=0.15)
+
+
+@pytest.mark.parametrize("topology", ["ring", "star", "tail"])
+def test_exchanges_of_an_edge_are_those_that_its_ends_start(topology):
+    """Each worker starts half of its exchanges, with a random neighbor: those of workers of few
+    neighbors fall on few edges."""
+    made = graph(topology, 8)
+    adjacency = made.union.toarray()
+    started = 1.5 / 2 * adjacency / adjacency.sum(1, keepdims=True)
+    i, j = made.edges.T
+    np.testing.assert_allclose(rates_of(made, rate=1.5), (started + started.T)[i, j])
 
 
 def test_constants_of_a_ring():

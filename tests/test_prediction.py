@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from scipy.sparse import csr_array
 
 from experiments import prediction as experiment
 from experiments import scale
@@ -19,6 +20,8 @@ from powergossip.network import Network
 from powergossip.parameters import Layout
 from powergossip.prediction import METHODS, Cluster, Compute, Method, Phase, Traffic
 from powergossip.prediction import command_line as program
+from powergossip.prediction import traffic as of_traffic
+from powergossip.topologies import Round, Topology
 
 LAYOUT = Layout([(6, 5), (5, 6), (4, 3, 2), (7,)])
 GRAPHS = ("ring", "torus", "exponential", "one-peer-exponential", "base-graph", "star")
@@ -60,11 +63,19 @@ def test_a_graph_that_a_method_cannot_use_is_known() -> None:
     ]
 
 
-def test_cpu_time_grows_with_the_neighbors() -> None:
-    base, neighbor = prediction.cpu_seconds(GOSSIP, Layout([(300, 300)]), 0.02)
-    assert base >= 0
-    assert neighbor >= 0
-    assert base + neighbor > 0
+def test_cpu_time_of_a_neighbor_is_the_difference_between_rings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 2 and 3 workers, with 1 and 2 neighbors. A noisy measurement makes no time negative."""
+    assert sum(prediction.cpu_seconds(GOSSIP, Layout([(300, 300)]), 0.0)) > 0
+    for measured, expected in (
+        ({2: 5.0, 3: 7.0}, (3.0, 2.0)),
+        ({2: 2.0, 3: 7.0}, (0.0, 5.0)),
+        ({2: 5.0, 3: 4.0}, (5.0, 0.0)),
+    ):
+        of_ring = measured.__getitem__
+        monkeypatch.setattr(of_traffic, "_measured", lambda method, layout, n, _, get=of_ring: get(n))
+        assert prediction.cpu_seconds(GOSSIP, LAYOUT) == expected
 
 
 # --- The model -----------------------------------------------------------------------------------
@@ -135,6 +146,20 @@ def test_a_gossip_step_by_hand() -> None:
     large = Traffic((Phase(neighbor=100_000, neighbor_messages=1),))  # waits for an answer
     far = Cluster(8, math.inf, 5e-3)
     assert prediction.step(large, ring, far, Compute()).seconds == pytest.approx(15e-3)
+
+
+@pytest.mark.parametrize(("reverse", "sent"), [(False, 2), (True, 3)])
+def test_a_gossip_step_on_a_directed_graph_by_hand(reverse: bool, sent: int) -> None:
+    """A worker receives 3 messages, or in reverse sends them, and takes the time for 3."""
+    weights = np.zeros((4, 4))  # [receiver, sender]
+    weights[[0, 0, 0, 1, 2, 3], [1, 2, 3, 0, 1, 2]] = 1 / 4
+    made = csr_array(weights.T if reverse else weights)
+    graph = Topology("directed", (Round(made),), row_stochastic=True)
+    traffic = Traffic((Phase(neighbor=1000, neighbor_messages=1),))
+    cluster = Cluster(4, 1e6, per_message=1e-3, payload=1.0)
+    step = prediction.step(traffic, graph, cluster, Compute(per_neighbor=5e-4))
+    assert step.seconds == pytest.approx(3 * (5e-4 + 1e-3 + 8e-3))
+    assert (step.sent, step.messages) == (1000 * sent, sent)
 
 
 def test_an_all_reduce_by_hand() -> None:
