@@ -13,7 +13,7 @@ from powergossip.errors import BadInput
 from powergossip.network import Processes, processes
 from powergossip.parameters import Parameters
 from powergossip.tasks.models import ARCHITECTURES
-from powergossip.training.batched import BatchedGradient
+from powergossip.training.batched import BatchedGradient, check
 from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
 from tests.test_centralized import configured
@@ -103,6 +103,25 @@ def test_tied_frozen_and_unused_parameters() -> None:
     assert (batched.grad - apart.grad).norm() <= 1e-5 * apart.grad.norm()
     largest = torch.stack([model.get_buffer("largest") for model in apart.models])
     torch.testing.assert_close(batched.buffers.flatten(), largest)
+
+
+def test_a_check_changes_nothing() -> None:
+    """Neither random numbers, of which a forward pass draws some, nor gradients and buffers."""
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        return model(batch).square().mean(), {}
+
+    task: Any = SimpleNamespace(loss=loss, carried=lambda model: {})
+    layers = nn.Linear(4, 3), nn.Dropout(), nn.BatchNorm1d(3)
+    parameters = Parameters([copy.deepcopy(nn.Sequential(*layers)) for _ in range(2)])
+    batched = BatchedGradient(task, parameters)
+
+    def state() -> tuple[Tensor, ...]:
+        return torch.get_rng_state(), parameters.grad.clone(), parameters.buffers.clone()
+
+    before = state()
+    check(batched, [torch.randn(5, 4, generator=torch.Generator()) for _ in range(2)])
+    assert all(map(torch.equal, before, state()))
 
 
 @pytest.mark.parametrize(

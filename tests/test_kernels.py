@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from powergossip import algorithms, kernels, topologies
-from powergossip.algorithms import Averaging, ChocoGossip, DeepSqueeze, Moniqua
+from powergossip.algorithms import Averaging, ChocoGossip, DeepSqueeze, Moniqua, compiled
 from powergossip.network import Network, Processes, processes
 from powergossip.parameters import Layout
 
@@ -131,6 +131,31 @@ def test_encoded_vectors_are_those_of_pytorch(options: dict[str, Any], values: s
         differ = ~torch.isclose(a, b, rtol=1e-5, atol=0, equal_nan=True)
         allowed = 1e-4 if options["compressor"] == "qsgd" else 0  # a level rounds the other way
         assert differ.float().mean() <= allowed
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["sign-and-norm", "qsgd"])
+def test_norms_are_sums_in_double_precision(name: str) -> None:
+    """Those of equal elements, whose rounding errors add up, to 6e-6 in single precision."""
+    x = torch.full((4, 1_000_000), 0.1)
+    run = Run("choco", True, layout=Layout([(1000, 1000)]), compressor=name)
+    found = run.step(x.clone())[:, :4].contiguous().view(torch.float32)
+    wide = x.double()
+    expected = wide.abs().mean(1) if name == "sign-and-norm" else wide.norm(dim=1)
+    torch.testing.assert_close(found[:, 0].double(), expected, rtol=1e-6, atol=0)
+
+
+@needs_compiler
+def test_too_few_distinct_draws_give_the_positions_of_pytorch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = (
+        Run("choco", by_loops, layout=LONG, compressor="random-k") for by_loops in (True, False)
+    )
+    x = normal(4, LONG.size)
+    expected = theirs.step(x.clone())
+    monkeypatch.setattr(compiled, "number_of_draws", lambda count, entries: count)
+    assert_same(ours.step(x), expected)
 
 
 @needs_compiler

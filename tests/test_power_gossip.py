@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from powergossip import algorithms, topologies
+from powergossip import algorithms, kernels, topologies
 from powergossip.algorithms import Options, PlainGossip, PowerGossip
 from powergossip.algorithms.directions import Directions, EdgeConstants
 from powergossip.algorithms.power_gossip_reference import PowerGossipReference
@@ -370,6 +370,7 @@ def test_edges_have_random_directions_of_their_own() -> None:
         assert not torch.equal(first[i, slot], second[i, slot])
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize(
     ("theirs", "agree"),
     [
@@ -381,15 +382,22 @@ def test_edges_have_random_directions_of_their_own() -> None:
         ([1 + 8 * 2**-23] + [0.0] * 63 + [1e-6 * (1 + 2e-6)], False),
     ],
 )
-def test_both_ends_decide_alike_about_rounding_errors(theirs: list[float], agree: bool) -> None:
-    network = alone("ring", 2)
-    constants = EdgeConstants(network, network.slots, 1.0, 0)
-    directions = Directions(constants, 1, [(1, 65)])
+def test_both_ends_decide_alike_about_rounding_errors(
+    theirs: list[float], agree: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The direction is (1, 0), with which the products are the first rows."""
+    if not compiled:
+        monkeypatch.setattr(kernels, "load", lambda network: None)
+    network, layout = alone("ring", 2), Layout([(2, 65)])
+    averaging = power_gossip(network, layout)
+    state = averaging.state_dict()
+    state["matrices"]["directions"] = [torch.tensor([[[1.0, 0.0]], [[-1.0, 0.0]]])]
+    averaging.load_state_dict(state)
     own = torch.tensor([[1.0] + [0.0] * 64, theirs])
-    directions.own.views[0].copy_(own[:, None, None])
-    directions.take_differences(directions.message().tensor.flip(0))
+    steps(network, averaging, torch.cat([own, torch.zeros(2, 65)], 1), 1)
+    (found,) = averaging.state_dict()["matrices"]["directions"]
     difference = torch.zeros(2, 65) if agree else torch.stack([own[1] - own[0], own[0] - own[1]])
-    assert torch.equal(directions.flat.view(2, 65), difference)
+    assert torch.equal(found[:, 0], difference)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor, nn
 
-from powergossip import algorithms, topologies
+from powergossip import algorithms, kernels, topologies
 from powergossip.compressors import TopK
 from powergossip.errors import BadInput
 from powergossip.network import Network, Processes, processes, processes_of, torch_group
@@ -219,10 +219,14 @@ def test_every_method_averages_half_precision(message_dtype: str) -> None:
         assert after.std(0).norm() < 0.6 * before.std(0).norm(), name
 
 
-@pytest.mark.parametrize("rank", [1, 2])
-@pytest.mark.parametrize("num_iterations", [1, 2])
-def test_rounded_messages_keep_the_mean_of_power_gossip(rank: int, num_iterations: int) -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(("rank", "num_iterations"), [(1, 2), (2, 1)])
+def test_rounded_messages_keep_the_mean_of_power_gossip(
+    rank: int, num_iterations: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To the precision of float32: both ends of an edge use the same rounded products."""
+    if not compiled:
+        monkeypatch.setattr(kernels, "load", lambda network: None)
     network = Network(topologies.make("ring", 4), ALONE)
     layout = Layout([(8, 6), (5, 7), (8, 6)])
     averaging = algorithms.PowerGossip(network, layout, rank=rank, num_iterations=num_iterations)
