@@ -224,6 +224,7 @@ def test_a_restored_aggregation_is_the_same_to_the_bit(rank: int) -> None:
         step(network, whole, error)
     its_network, other = aggregation(2, rank=rank, num_iters_per_step=3)
     kept = error.clone()
+    step(its_network, other, gradients(2, layout, 9))  # forgotten by loading
     other.load_state_dict(whole.state_dict())
     for t in range(5, 9):
         fresh = gradients(2, layout, t)
@@ -275,6 +276,7 @@ def test_resampled_directions_are_restored_to_the_bit(num_iters: int) -> None:
     for t in range(3):
         step(network, whole, gradients(2, layout, t))
     other_network, other = aggregation(2, num_iters_per_step=num_iters, warm_start=False)
+    step(other_network, other, gradients(2, layout, 9))  # forgotten by loading
     other.load_state_dict(whole.state_dict())
     for t in range(3, 6):
         gradient = gradients(2, layout, t)
@@ -396,8 +398,9 @@ def test_a_resumed_loop_is_the_same_to_the_bit(zero: bool) -> None:
     optimizer, aggregator = one(net)
     some(net, optimizer, aggregator, range(6))
     again = model(2)
-    again.load_state_dict(net.state_dict())
     other, their = one(again)
+    some(again, other, their, range(3))  # forgotten by loading
+    again.load_state_dict(net.state_dict())
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch shares memory
     their.load_state_dict(aggregator.state_dict())
     for pair in ((net, optimizer, aggregator), (again, other, their)):

@@ -106,6 +106,7 @@ def test_a_restored_aggregation_is_the_same_to_the_bit(momentum: float) -> None:
     network, a = aggregation(3, momentum=momentum)
     step(network, a, gradients(3, LAYOUT, 0))
     other, b = aggregation(3, momentum=momentum)
+    step(other, b, gradients(3, LAYOUT, 9))  # forgotten by loading
     b.load_state_dict(copy.deepcopy(a.state_dict()))
     for t in range(1, 4):
         g = gradients(3, LAYOUT, t).where(gradients(3, LAYOUT, t, 1) > 0, 0)
