@@ -379,7 +379,9 @@ def test_it_goes_on_bit_for_bit(hook: str, warm_start: bool, at: int) -> None:
     through = Worker(hooked(hook, warm_start=warm_start, seed=7), wide).train(at)
     x, state = through.x.clone(), through.rule.state_dict()
     through.train(4)
-    again = Worker(hooked(hook, warm_start=warm_start, seed=8), wide).train(3)  # forgotten by loading
+    again = Worker(hooked(hook, warm_start=warm_start, seed=8), wide).train(
+        3
+    )  # forgotten by loading
     again.x.copy_(x)
     again.rule.load_state_dict(state)
     again.steps = at

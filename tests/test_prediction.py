@@ -74,7 +74,9 @@ def test_cpu_time_of_a_neighbor_is_the_difference_between_rings(
         ({2: 5.0, 3: 4.0}, (5.0, 0.0)),
     ):
         of_ring = measured.__getitem__
-        monkeypatch.setattr(of_traffic, "_measured", lambda method, layout, n, _, get=of_ring: get(n))
+        monkeypatch.setattr(
+            of_traffic, "_measured", lambda method, layout, n, _, get=of_ring: get(n)
+        )
         assert prediction.cpu_seconds(GOSSIP, LAYOUT) == expected
 
 

@@ -1,9 +1,15 @@
 """Derived randomness: independent streams, the same wherever they are drawn."""
 
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 
 from powergossip import randomness
+from powergossip.algorithms import AVERAGING
+from powergossip.algorithms.aggregation import AGGREGATIONS
+from tests.test_centralized import trained
 
 
 def test_a_stream_does_not_depend_on_the_other_keys() -> None:
@@ -106,3 +112,44 @@ def test_every_argument_counts() -> None:
 def test_edge_keys_do_not_collide() -> None:
     pairs = [(i, j) for i in range(60) for j in range(i + 1, 60)]
     assert len(np.unique(randomness.keys(0, "edge", pairs).numpy())) == len(pairs)
+
+
+# Optimizers, other keys, and the purposes of their random numbers besides those of every run.
+RANDOM_K: dict[str, Any] = {"optimizer_compressor": "random-k"}
+CLOCK = {
+    "jitter": 0.1,
+    "late": {"fraction": 0.1, "seconds": 1.0},
+    "loss": {"fraction": 0.1},
+    "deaths": {"fraction": 0.25, "from": 1.0, "until": 2.0},
+}
+BURSTS = {"loss": {"fraction": 1.0, "to_bad": 0.5, "to_good": 0.1}}
+PURPOSES: list[tuple[str, dict[str, Any], set[str]]] = [
+    *((name, {}, set()) for name in ("all-reduce", "dpsgd", "push-sum", "signsgd")),
+    *((name, {}, {name}) for name in ("power-gossip", "moniqua", "powersgd", "dgc")),
+    *((name, RANDOM_K, {"compressor"}) for name in ("choco", "deepsqueeze", "ef-sgd")),
+    ("choco", {**RANDOM_K, "learning": "relay-sgd", "topology": "chain"}, {"compressor"}),
+    ("dpsgd", {"topology": "random-regular"}, {"topology random-regular"}),
+    ("dpsgd", {"topology": "random-matching"}, {"topology random-matching"}),
+    ("dpsgd", {"use_decentralized_data": True}, {"decentralize"}),
+    ("dpsgd", {"decentralized_data_dirichlet_alpha": 0.1}, {"dirichlet"}),
+    ("dpsgd", {"scenario": CLOCK}, {"step length", "late", "loss", "deaths"}),
+    ("dpsgd", {"scenario": BURSTS}, {"burst", "loss"}),
+]
+
+
+def test_a_run_draws_all_random_numbers_from_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the split of Digits into training and test data, which is the same for all seeds."""
+    drawn: set[tuple[str, int]] = set()
+    original = randomness.seed_sequence
+
+    def seed_sequence(seed: int, purpose: str, *ids: int) -> np.random.SeedSequence:
+        drawn.add((purpose, seed))
+        return original(seed, purpose, *ids)
+
+    monkeypatch.setattr(randomness, "seed_sequence", seed_sequence)
+    assert {name for name, _, _ in PURPOSES} == {*AVERAGING, *AGGREGATIONS}
+    for name, changes, purposes in PURPOSES:
+        drawn.clear()
+        trained(1, seed=77, optimizer=name, n_workers=6, **changes)
+        of_run = {"model", "shuffle", "layers", *purposes}
+        assert drawn == {("digits", 0), *((purpose, 77) for purpose in of_run)}, (name, changes)

@@ -22,7 +22,8 @@ class Codec:
     workers   # int64 [worker]: index of the worker in each row of an encoded x
     stacks    # of the tensors in the message: matrices, and vectors as matrices of one column
     plan      # the places of their fields in a message
-    key       # of the random numbers
+    seed      # of the random numbers
+    key       # of their stream
     message   # uint8 [worker, bytes], the memory of the last encoded messages
     linear    # whether the mean of the workers' messages, as float32, decodes to the mean of C(x)
 
@@ -49,6 +50,7 @@ class Codec:
         self.plan = Plan(compressor, self.stacks)
         self.size = self.plan.size
         self.workers = torch.tensor(workers, dtype=torch.int64, device=device)
+        self.seed = seed
         self.key = randomness.keys(seed, "compressor", [()])[0].to(device)
         self._counter = -1  # of the last message
         self._kept: list[dict[str, Tensor]] = []  # by stack, for that counter

@@ -190,8 +190,8 @@ class CompressedRelay(Relay):
         self._own_ids = own.flatten().to(x.device)
         neighbors = torch.from_numpy(self._edges.neighbors).to(x.device)
         self._neighbors = neighbors.reshape(hosted, -1)
-        self._codec = Codec(layout, codec.compressor, own.flatten().tolist(), device=x.device)
-        self._codec.key = codec.key
+        ids = own.flatten().tolist()
+        self._codec = Codec(layout, codec.compressor, ids, codec.seed, x.device)
         self._sent_copies = x.new_zeros(hosted * slots, x.shape[1])
         self._received_copies = x.new_zeros(*self._neighbors.shape, x.shape[1])
         size = self._COUNT + self._codec.size
