@@ -15,6 +15,7 @@ from powergossip.network import Processes, processes
 from powergossip.training.resuming import check_same_run
 from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
+from tests.launch import python
 from tests.test_centralized import configured
 from tests.test_evaluate_only import main
 
@@ -79,6 +80,26 @@ def test_a_resumed_run_in_bf16_is_the_same_to_the_bit(task: dict[str, Any], tmp_
         straight.train_step(0, step)
         resumed.train_step(0, step)
     assert torch.equal(straight.parameters.x, resumed.parameters.x)
+
+
+WITHOUT_AVX512 = """
+import torch
+from powergossip.training.compute import autocast
+lstm, x = torch.nn.LSTM(4, 4), torch.randn(3, 2, 4)
+state = torch.get_rng_state()
+with autocast("bf16", torch.device("cpu")):
+    found, _ = lstm(x)
+assert torch.equal(torch.get_rng_state(), state)
+assert torch.backends.mkldnn.enabled
+found.float().sum().backward()
+torch.testing.assert_close(found.float(), lstm(x)[0], atol=0.02, rtol=0)
+"""
+
+
+def test_a_cpu_without_avx512_has_an_lstm_in_bf16() -> None:
+    """oneDNN has none there."""
+    ended = python("-c", WITHOUT_AVX512, variables={"ONEDNN_MAX_CPU_ISA": "AVX2"})
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.parametrize("hook", ["ddp-powersgd", "ddp-batched-powersgd"])

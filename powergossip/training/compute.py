@@ -1,11 +1,13 @@
 """Precision and compilation of the local step: the loss of a batch and its gradient."""
 
+import functools
 import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,9 +17,36 @@ from powergossip.checks import BadValue
 PRECISIONS = ("fp32", "bf16")
 
 
-def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """The context of a forward pass. bf16: torch's autocast, with parameters in float32."""
-    return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext()
+@contextmanager
+def autocast(precision: str, device: torch.device) -> Iterator[None]:
+    """The context of a forward pass. bf16: torch's autocast, with parameters in float32.
+
+    On a CPU, autocast gives every LSTM to oneDNN, which has one in bf16 with AVX-512 only. Without
+    it, PyTorch computes the forward pass without oneDNN.
+    """
+    if precision != "bf16":
+        yield
+        return
+    onednn: Any = torch.backends.mkldnn
+    enabled = onednn.enabled
+    if device.type == "cpu" and not _lstm_has_bf16():
+        onednn.enabled = False
+    try:
+        with torch.autocast(device.type, torch.bfloat16):
+            yield
+    finally:
+        onednn.enabled = enabled
+
+
+@functools.cache
+def _lstm_has_bf16() -> bool:
+    """Whether an LSTM can be computed in bf16 on this CPU, as autocast does."""
+    try:
+        with torch.random.fork_rng(devices=[]), torch.autocast("cpu", torch.bfloat16):
+            nn.LSTM(1, 1)(torch.zeros(1, 1, 1))
+    except RuntimeError:
+        return False
+    return True
 
 
 def check_compiler(device: torch.device) -> None:
