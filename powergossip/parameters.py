@@ -2,7 +2,9 @@
 
 Axes: worker (hosted by this process), layer (among matrices of one shape), row, column. D is the
 number of parameters of a worker. `x[worker, D]` is the memory. The models' parameters are views of
-it, and so are the matrices that are compressed. The order of the tensors:
+it, and so are the matrices that are compressed. Each row begins at a multiple of 64 bytes: the bits
+of a matrix product may depend on the alignment of its operands, and those of a worker must not
+depend on its row. The order of the tensors:
 
 - Matrices of one shape are adjacent, so that one batched product serves them all.
 - Shapes are in descending order of min(rows, columns), so that the matrices compressible with rank
@@ -195,8 +197,8 @@ class Parameters:
         self.buffer_layout = Layout(b.shape for b in _float_buffers(first).values())
 
         workers = len(self.models)
-        self.x = torch.empty(workers, self.layout.size, device=device)
-        self.grad = torch.zeros_like(self.x)
+        self.x = _aligned(workers, self.layout.size, device)
+        self.grad = _aligned(workers, self.layout.size, device).zero_()
         self.buffers = torch.empty(workers, self.buffer_layout.size, device=device)
         for worker, model in enumerate(self.models):
             model.to(device)
@@ -216,6 +218,12 @@ class Parameters:
     def decay_spans(self) -> list[slice]:
         """The ranges of D with weight decay: all parameters but those of normalization layers."""
         return self.layout.spans(i for i, decayed in enumerate(self.decayed) if decayed)
+
+
+def _aligned(rows: int, size: int, device: torch.device | None) -> Tensor:
+    """Memory [rows, size], uninitialized. Each row begins at a multiple of 64 bytes."""
+    per_line = 16  # float32 in 64 bytes
+    return torch.empty(rows, -(-size // per_line) * per_line, device=device)[:, :size]
 
 
 def _float_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -102,6 +102,21 @@ def test_models_compute_with_the_flat_memory() -> None:
     assert models[0](images).abs().sum() == 0
 
 
+@pytest.mark.parametrize("outputs", [1, 5, 10])
+def test_equal_models_have_the_same_bits_in_every_row(outputs: int) -> None:
+    """The bits of a matrix product may depend on the alignment of its operands."""
+    models = [nn.Linear(128, outputs) for _ in range(4)]
+    parameters, batch = Parameters(models), torch.randn(64, 128)
+    parameters.x[:] = parameters.x[0]
+    found = [model(batch) for model in models]
+    for output in found:
+        output.square().sum().backward()
+    assert all(torch.equal(output, found[0]) for output in found)
+    assert all(torch.equal(row, parameters.grad[0]) for row in parameters.grad)
+    for row in (*parameters.x, *parameters.grad):
+        assert row.data_ptr() % 64 == 0
+
+
 def test_gradients_arrive_in_the_flat_memory_and_add_up() -> None:
     model = small_model()
     parameters = Parameters([model])

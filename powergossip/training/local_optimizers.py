@@ -38,9 +38,12 @@ def learning_rate(c: Any, epoch: float) -> float:
     return float(rate)
 
 
-def _sgd(x: nn.Parameter, c: Any, momentum: float) -> torch.optim.Optimizer:
+Rows = list[nn.Parameter]  # of x, each [1, D]
+
+
+def _sgd(x: Rows, c: Any, momentum: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(
-        [x],
+        x,
         lr=c.learning_rate,
         momentum=momentum,
         nesterov=c.nesterov and momentum > 0,
@@ -48,10 +51,10 @@ def _sgd(x: nn.Parameter, c: Any, momentum: float) -> torch.optim.Optimizer:
     )
 
 
-def _adamw(x: nn.Parameter, c: Any, momentum: float) -> torch.optim.Optimizer:
+def _adamw(x: Rows, c: Any, momentum: float) -> torch.optim.Optimizer:
     """Loshchilov & Hutter (2019), arXiv:1711.05101; LocalOptimizer applies the weight decay."""
     return torch.optim.AdamW(
-        [x],
+        x,
         lr=c.learning_rate,
         betas=(c.adam_beta1, c.adam_beta2),
         eps=c.adam_epsilon,
@@ -61,7 +64,7 @@ def _adamw(x: nn.Parameter, c: Any, momentum: float) -> torch.optim.Optimizer:
 
 
 # The names that users choose from. State is elementwise, so one optimizer serves all workers.
-LOCAL_OPTIMIZERS: dict[str, Callable[[nn.Parameter, Any, float], torch.optim.Optimizer]] = {
+LOCAL_OPTIMIZERS: dict[str, Callable[[Rows, Any, float], torch.optim.Optimizer]] = {
     "sgd": _sgd,
     "adamw": _adamw,
 }
@@ -87,9 +90,10 @@ class LocalOptimizer:
     ):
         decoupled = c.local_optimizer in DECOUPLED
         self.coupled_decay = 0.0 if decoupled else c.weight_decay
-        self._x = nn.Parameter(parameters.x)
+        # Rows, not x: torch's fused optimizers ignore strides.
+        self._rows = [nn.Parameter(row) for row in parameters.x.split(1)]
         momentum = c.momentum if momentum is None else momentum
-        self._optimizer = LOCAL_OPTIMIZERS[kind or c.local_optimizer](self._x, c, momentum)
+        self._optimizer = LOCAL_OPTIMIZERS[kind or c.local_optimizer](self._rows, c, momentum)
         decay = c.weight_decay if decoupled else 0.0
         self._decay = decay
         self._spans = parameters.decay_spans() if decay else []
@@ -108,10 +112,9 @@ class LocalOptimizer:
 
     def step(self, gradient: Tensor) -> None:
         """Update x in place with a gradient [worker, D]."""
-        self._x.grad = gradient
         for part in self._decayed:
             part.mul_(1 - self.rate * self._decay)
-        self._optimizer.step()
+        self._update(gradient)
 
     def displacement(self, direction: Tensor) -> Tensor:
         """u [worker, D], for learning rules: x + u is what `step` would make of x.
@@ -120,22 +123,42 @@ class LocalOptimizer:
         call. Use this or `step`, not both.
         """
         if self._displacement is None:
-            self._displacement = torch.zeros_like(self._x)
-            self._x.data = self._displacement
+            self._displacement = torch.zeros_like(direction)
+            for row, u_i in zip(self._rows, self._displacement.split(1), strict=True):
+                row.data = u_i
         u = self._displacement.zero_()
         for span, part in zip(self._spans, self._decayed, strict=True):
             u[:, span].add_(part, alpha=-self.rate * self._decay)
-        self._x.grad = direction
-        self._optimizer.step()
+        self._update(direction)
         return u
+
+    def _update(self, gradient: Tensor) -> None:
+        for row, g in zip(self._rows, gradient.split(1), strict=True):
+            row.grad = g
+        self._optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
         """Momenta and the like [worker, D], and the number of steps."""
-        return {
-            name: None if value is None else torch.as_tensor(value)
-            for name, value in self._optimizer.state[self._x].items()
-        }
+        states = [self._optimizer.state[row] for row in self._rows]
+        return {name: _of_all([state[name] for state in states]) for name in states[0]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`."""
-        self._optimizer.state[self._x].update(state)
+        for i, row in enumerate(self._rows):
+            own = {name: _of_row(value, i) for name, value in state.items()}
+            self._optimizer.state[row].update(own)
+
+
+def _of_all(values: list[Any]) -> Tensor | None:
+    """State of the rows, as one: [worker, D], or a number that is equal in all of them."""
+    first = values[0]
+    if first is None:
+        return None
+    return torch.cat(values) if first.ndim else first
+
+
+def _of_row(value: Tensor | None, i: int) -> Tensor | None:
+    """The state of row i in that of all."""
+    if value is None:
+        return None
+    return value[i : i + 1] if value.ndim else value.clone()

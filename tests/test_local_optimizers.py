@@ -1,0 +1,52 @@
+"""Local optimizers over the rows of the flat buffer."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from powergossip.parameters import Parameters
+from powergossip.training.local_optimizers import LOCAL_OPTIMIZERS, LocalOptimizer
+
+CONFIG = {"learning_rate": 0.1, "momentum": 0.9, "nesterov": False, "weight_decay": 0.1}
+CONFIG |= {"adam_beta1": 0.9, "adam_beta2": 0.99, "adam_epsilon": 1e-8}
+
+
+def optimized(kind: str, x: Tensor) -> tuple[Parameters, LocalOptimizer]:
+    parameters = Parameters([nn.Linear(7, 3) for _ in x])
+    parameters.x[:] = x
+    c = SimpleNamespace(local_optimizer=kind, **CONFIG)
+    return parameters, LocalOptimizer(parameters, c)
+
+
+@pytest.mark.parametrize("displaces", [False, True])
+@pytest.mark.parametrize("kind", LOCAL_OPTIMIZERS)
+def test_an_update_does_not_depend_on_the_row(kind: str, displaces: bool) -> None:
+    """To the bit, also after its state was restored."""
+    x, gradients = torch.randn(3, 24), torch.randn(4, 3, 24)
+
+    def updated(rows: slice) -> tuple[Tensor, dict[str, Tensor | None]]:
+        parameters, local = optimized(kind, x[rows])
+        for step, gradient in enumerate(gradients[:, rows]):
+            if step == 2:
+                restored = copy.deepcopy(local.state_dict())
+                parameters, local = optimized(kind, parameters.x)
+                local.load_state_dict(restored)
+            parameters.grad[:] = gradient
+            if displaces:
+                parameters.x.add_(local.displacement(parameters.grad))
+            else:
+                local.step(parameters.grad)
+        return parameters.x, local.state_dict()
+
+    together, state = updated(slice(3))
+    for row in range(3):
+        alone, of_alone = updated(slice(row, row + 1))
+        assert torch.equal(alone[0], together[row])
+        for name, value in of_alone.items():
+            assert value is not None
+            both = state[name]
+            assert both is not None
+            assert torch.equal(value, both[row : row + 1] if value.ndim else both)
