@@ -291,6 +291,7 @@ def test_the_lines_of_the_changed_keys_can_be_read_again(values: dict[str, Any])
         ("n_workrs=4", ["n_workrs", "did you mean n_workers?"]),
         ("toplogy=ring", ["toplogy", "topology"]),
         ("xyz=1", ["xyz", "--help"]),
+        ("optimizer_num_local_steps=4", ["optimizer_num_local_steps", "did you mean local_steps?"]),
         ("learning_rate.x=3", ["learning_rate.x", "did you mean learning_rate?"]),
         ("=3", ['"=3"', "key=value"]),
         ("resume=3", ["resume=3:", "true, false or a string"]),

@@ -1,5 +1,6 @@
 """The documentation site builds strictly, asks no other server, and its examples work."""
 
+import importlib
 import importlib.util
 import itertools
 import re
@@ -15,10 +16,11 @@ import yaml
 
 import gossip_run
 import train
-from docs import docstrings
+from docs import costs, docstrings
 from experiments import EXPERIMENTS
 from powergossip import algorithms, presets
 from powergossip.algorithms import aggregation, ddp
+from powergossip.tasks.models import ResNet20
 from tests import launch
 
 DOCS = launch.ROOT / "docs"
@@ -288,6 +290,42 @@ def test_numbers_of_a_paragraph_are_those_of_the_reports_that_it_links() -> None
                 assert number in rounded, (name(page), links, number)
                 checked += 1
     assert checked >= 50
+
+
+PUBLISHED = (DOCS / "published.md").read_text()
+
+
+def test_old_names_have_new_ones_that_exist() -> None:
+    """Classes of the published programs that are missing here are in the table, with others."""
+    rows = re.findall(r"^\| (`.*`) \| (.*) \|$", PUBLISHED.split("## Defaults")[0], re.MULTILINE)
+    old = [name for names, _ in rows for name in re.findall(r"`([\w.]+)`", names)]
+    for module, missing in {
+        "algorithms": "SimpleGossip OnlyOnLargeParameters DeepSqueezeGossip MoniquaGossip",
+        "topologies": "Ring Torus FullyConnected SocialNetwork UnidirectionalRing "
+        "ConnectedWattsStrogatz",
+        "dgc": "DGCCompressor DGCSGDMemory",
+    }.items():
+        assert {f"{module}.{name}" for name in missing.split()} <= set(old)
+    for _, new in rows:
+        (place, *_) = re.findall(r"`([\w.]+\.\w+)", new)
+        module, name = place.rsplit(".", 1)
+        assert hasattr(importlib.import_module(module), name), place
+
+
+def test_mebibytes_beside_the_published_ones_are_those_of_the_costs(tmp_path: Path) -> None:
+    """ResNet-20, 49 steps. Published: x once; 12 bytes a value to both neighbors."""
+    costs.write(tmp_path)
+    sizes = [p.numel() for p in ResNet20((3, 32, 32), 10).parameters()]
+    kept = sum(max(1, int(0.01 * size)) for size in sizes)
+    for name, row, published in (
+        ("all-reduce", "all-reduce", 4 * sum(sizes)),
+        ("CHOCO, top 1 %", "CHOCO or DeepSqueeze, top 1 %", 2 * 12 * kept),
+    ):
+        (count,) = re.findall(
+            rf"^\| {row} \| ([\d,]+) \|", (tmp_path / "costs.md").read_text(), re.M
+        )
+        both = [49 * sent / 2**20 for sent in (int(count.replace(",", "")), published)]
+        assert f"| {name} | {both[0]:.2f} | {both[1]:.2f} |" in PUBLISHED, (name, both)
 
 
 def test_every_report_is_on_the_page_of_results() -> None:

@@ -231,6 +231,14 @@ RESIDUAL = {"image_size": 224, "zero_init_residual": True}
                 "optimizer_momentum_masking": False,
             },
         ),
+        (
+            "cifar/resnet20 dgc/wm5-listed",
+            DGC
+            | {
+                "optimizer_warmup_epochs": 5,
+                "optimizer_warmup_ratios": [0.25, 0.063, 0.015, 0.004, 0.001],
+            },
+        ),
         ("cifar/resnet20 dgc/nm dgc/mm", DGC),
         (
             "imagenet/resnet18",

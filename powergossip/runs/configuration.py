@@ -291,7 +291,8 @@ def assign(config: DictConfig, key: str, value: Any, source: str = "") -> None:
     name, *inside = key.split(".")
     kind = kinds.get(name)
     if kind is None or (inside and not str(kind).startswith(("list", "dict"))):
-        close = [name] if kind else difflib.get_close_matches(key, kinds, n=3, cutoff=0.75)
+        within = [known for known in kinds if "_" in known and key.endswith(f"_{known}")]
+        close = [name] if kind else within or difflib.get_close_matches(key, kinds, 3, 0.75)
         hint = f"did you mean {' or '.join(close)}?" if close else "--help lists the keys"
         raise BadInput(f'{source}key "{key}" is unknown; {hint}')
     wrong_type = BadInput(f"{source}{key}={_yaml_value(value)}: use {_type_name(kind)}")
