@@ -121,7 +121,10 @@ def law_of(name: str, averaging: str) -> Law:
             return law
     overlapping = learning.LEARNING[name].overlaps and averaging in ("top-k", "sign", "qsgd")
     options = {"overlapping": True} if overlapping else {}
-    own = learning.averaging_defaults(name, *AVERAGING[averaging])
+    method, given = AVERAGING[averaging]
+    own = learning.averaging_defaults(name, method)
+    if "diffusion_rate" in given:
+        own["diffusion_rate"] = learning.diffusion_factor(name, method) * given["diffusion_rate"]
     return Law(name, averaging, BIAS_RATE, BIAS_STEPS, options, own)
 
 

@@ -424,7 +424,6 @@ def test_defaults_of_averaging_depend_on_the_rule() -> None:
     assert method("choco", **quantized)["levels"] == 64
     assert method("choco", **quantized, levels=100)["levels"] == 100
     assert method("choco", **quantized)["copy_rate"] is None  # by the sizes of tensors
-    assert method("choco", learning="quasi-global-momentum")["diffusion_rate"] == 0.1
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:

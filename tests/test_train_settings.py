@@ -1,6 +1,5 @@
 """Every key of a method has an effect, and keys of other methods are not ignored silently."""
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -273,73 +272,25 @@ def test_messages_of_tracking_follow_the_update_by_default(
 @pytest.mark.parametrize(
     ("compressor", "more", "rate", "copy_rate"),
     [
-        ("sign-and-norm", {}, 1.0, 1.0),
-        ("identity", {}, 1.0, 1.0),
-        ("top-k", {}, 0.1, 1.0),
-        ("top-k", {"optimizer_keep_ratio": 0.25}, 0.5, 1.0),
-        ("random-k", {}, 0.01, 1.0),
-        ("random-block", {"optimizer_keep_ratio": 0.1}, 0.1, 1.0),
-        ("svd", {"optimizer_rank": 2}, 0.06, 1.0),
-        ("qsgd", {}, 4 / 128, 1.0),
+        ("sign-and-norm", {}, None, 1.0),
+        ("random-block", {"optimizer_keep_ratio": 0.1}, None, 1.0),
+        ("qsgd", {}, None, 1.0),
         ("qsgd", {"optimizer_unbiased": True}, None, None),  # by the sizes of tensors
         ("qsgd", {"optimizer_unbiased": True, "learning": "exact-diffusion"}, None, None),
         ("qsgd", {"optimizer_unbiased": True, "optimizer_diffusion_rate": 0.2}, 0.2, None),
         ("top-k", {"optimizer_diffusion_rate": 0.7, "optimizer_copy_rate": 0.9}, 0.7, 0.9),
     ],
 )
-def test_rates_of_choco_are_those_of_the_compressor_by_default(
+def test_rates_of_choco_by_default(
     compressor: str, more: dict[str, Any], rate: float | None, copy_rate: float | None
 ) -> None:
+    """γ depends on the graph and the tensors, too: see test_default_rates.py."""
     found = checked(configured(optimizer="choco", optimizer_compressor=compressor, **more), ALONE)
-    assert found.optimizer_diffusion_rate == pytest.approx(rate)
-    assert found.optimizer_copy_rate == pytest.approx(copy_rate)
+    assert found.optimizer_diffusion_rate == rate
+    assert found.optimizer_copy_rate == copy_rate
     given = {key.removeprefix("optimizer_"): value for key, value in more.items()}
     given.pop("learning", None)
     if "learning" not in more:
         method = Method("choco", compressor=compressor, **given)
-        assert method.options["diffusion_rate"] == pytest.approx(rate)
-        assert method.options["copy_rate"] == pytest.approx(copy_rate)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "more", "rate"),
-    [
-        ("moniqua", {}, 0.1),
-        ("deepsqueeze", {}, 0.1),
-        ("deepsqueeze", {"compressor": "top-k"}, 0.01),
-        ("deepsqueeze", {"compressor": "top-k", "keep_ratio": 0.25}, 0.1),
-        ("deepsqueeze", {"compressor": "random-k"}, 0.01),
-        ("deepsqueeze", {"compressor": "svd"}, 0.03),
-        ("deepsqueeze", {"compressor": "qsgd"}, 4 / 128),
-        ("deepsqueeze", {"compressor": "identity"}, 1.0),
-        ("deepsqueeze", {"diffusion_rate": 0.7}, 0.7),
-    ],
-)
-def test_rates_of_deepsqueeze_and_moniqua_by_default(
-    optimizer: str, more: dict[str, Any], rate: float
-) -> None:
-    keys = {f"optimizer_{name}": value for name, value in more.items()}
-    found = checked(configured(optimizer=optimizer, **keys), ALONE)
-    assert found.optimizer_diffusion_rate == pytest.approx(rate)
-    assert Method(optimizer, **more).options["diffusion_rate"] == pytest.approx(rate)
-
-
-@pytest.mark.parametrize(
-    ("more", "rate"),
-    [
-        ({}, 0.1),
-        ({"optimizer_compressor": "top-k"}, 0.01),
-        ({"optimizer_diffusion_rate": 0.7}, 0.7),
-        ({"learning": "dpsgd"}, 1.0),
-    ],
-)
-def test_quasi_global_momentum_has_smaller_rates_over_public_copies(
-    more: dict[str, Any], rate: float
-) -> None:
-    """Those above 0.1 give a warning."""
-    asked = configured(optimizer="choco", **{"learning": "quasi-global-momentum", **more})
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert checked(asked, ALONE).optimizer_diffusion_rate == pytest.approx(rate)
-    named = [str(w.message).startswith("optimizer_diffusion_rate=") for w in caught]
-    assert sum(named) == (rate == 0.7)
+        assert method.options["diffusion_rate"] == rate
+        assert method.options["copy_rate"] == copy_rate

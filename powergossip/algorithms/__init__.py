@@ -12,7 +12,7 @@ communication itself: it yields messages and is resumed with the received ones (
     directions.py     its memory and orthonormalization
     compiled_directions.py      the same in compiled loops, on a CPU
     power_gossip_reference.py   a plain version, for comparison in tests
-    rates.py          diffusion rates: the best, the largest, that of CHOCO's theorem
+    rates.py          diffusion rates: the best, the largest, those of compressed messages
     learning/         learning rules on top of averaging algorithms: D-PSGD and others
     aggregation.py    the interface of compressed gradients: power_sgd.py, dgc.py,
                       error_feedback.py, sign_sgd.py
@@ -28,7 +28,7 @@ Symbols: x_i (the parameters of worker i, D elements), w_ij (the weight of j's v
 diffusion rate), X_i (one of i's parameter tensors as a matrix [row, column]).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -45,6 +45,7 @@ from powergossip.algorithms.rates import choco_rate
 from powergossip.compressors import Codec
 from powergossip.network import Network
 from powergossip.parameters import Layout
+from powergossip.topologies import Topology
 
 __all__ = [
     "AVERAGING",
@@ -64,8 +65,10 @@ __all__ = [
     "PushSum",
     "Rate",
     "choco_rate",
+    "default_rate",
     "defaults",
     "make",
+    "warn_of_rate",
 ]
 
 
@@ -73,41 +76,36 @@ def _deepsqueeze(
     network: Network,
     layout: Layout,
     *,
-    diffusion_rate: Rate | None = None,  # by default that for the compressor
+    diffusion_rate: Rate | None = None,  # by default that of rates.of_deepsqueeze
     compressor: str = "sign-and-norm",
     seed: int = 0,
     **compressor_options: Any,
 ) -> Averaging:
     codec = _codec(network, layout, compressor, compressor_options, seed)
-    by_default = _rates_of("deepsqueeze", codec.compressor)["diffusion_rate"]
-    return DeepSqueeze(network, codec, by_default if diffusion_rate is None else diffusion_rate)
+    if diffusion_rate is None:
+        diffusion_rate = rates.of_deepsqueeze(network.topology, layout, codec.compressor)
+    return DeepSqueeze(network, codec, diffusion_rate)
 
 
 def _choco(
     network: Network,
     layout: Layout,
     *,
-    diffusion_rate: Rate | None = None,  # this and the copy rate: by default the compressor's
+    diffusion_rate: Rate | compressors.BySize | None = None,  # by default that of rates.of_choco
     compressor: str = "sign-and-norm",
-    copy_rate: float | None = None,
+    copy_rate: float | None = None,  # by default the compressor's
     seed: int = 0,
     **compressor_options: Any,
 ) -> Averaging:
     codec = _codec(network, layout, compressor, compressor_options, seed)
-    by_default = _rates_of("choco", codec.compressor)
+    if diffusion_rate is None:
+        diffusion_rate = rates.of_choco(network.topology, layout, codec.compressor)
     return ChocoGossip(
         network,
         codec,
-        by_default["diffusion_rate"] if diffusion_rate is None else diffusion_rate,
-        by_default["copy_rate"] if copy_rate is None else copy_rate,
+        diffusion_rate,
+        rates.copy_rate(codec.compressor) if copy_rate is None else copy_rate,
     )
-
-
-def _rates_of(name: str, compressor: compressors.Compressor) -> dict[str, Any]:
-    """The default rates of an algorithm that depend on its compressor."""
-    if name == "deepsqueeze":
-        return {"diffusion_rate": compressors.deepsqueeze_rate(compressor)}
-    return dict(compressors.rates(compressor))
 
 
 def _codec(
@@ -157,7 +155,7 @@ class Options(_options.Options):
     def __init__(self, **given: Any):
         compressor_options = given.pop("compressor_options", compressors.Options())
         super().__init__(AVERAGING | CONSENSUS_ONLY, given)
-        # Also for rows that differ: CHOCO-Gossip's default is that of its compressor.
+        # Also for rows that differ: CHOCO-Gossip's default depends on compressor and graph.
         self.diffusion_rate: Any = given.get("diffusion_rate", 1.0)
         self.compressor_options = compressor_options
 
@@ -166,24 +164,66 @@ def defaults(name: str, given: Mapping[str, Any] | None = None) -> dict[str, Any
     """Return option → default of an algorithm, including the options of its compressor: the one
     that `given` names, or the default one. Raises ValueError for an unknown name.
 
-    Rates that depend on the compressor are those of the given one. They are None where they depend
-    on the sizes of tensors too, and for bad options of the compressor, with which `make` raises
-    ValueError.
+    The diffusion rate is None where it depends on the graph and the tensors: see `default_rate`. A
+    copy rate is that of the compressor. It is None where it depends on the sizes of tensors, and
+    for bad options of the compressor, with which `make` raises ValueError.
     """
     row = _options.find(AVERAGING | CONSENSUS_ONLY, "algorithm", name)
     found = _options.defaults(row, given, compressor=compressors.COMPRESSORS)
-    rates = [option for option in ("diffusion_rate", "copy_rate") if found.get(option, 1) is None]
-    if rates:
-        chosen = found | {k: v for k, v in (given or {}).items() if k in found and v is not None}
-        own = _options.defaults(compressors.COMPRESSORS[chosen["compressor"]])
+    if "copy_rate" in found:
         with suppress(ValueError, TypeError):
-            made = compressors.make(chosen["compressor"], **{k: chosen[k] for k in own})
-            by_default = _rates_of(name, made)
-            found |= {
-                option: None if callable(by_default[option]) else by_default[option]
-                for option in rates
-            }
+            rate = rates.copy_rate(_compressor(found, given or {}))
+            found["copy_rate"] = None if callable(rate) else rate
     return found
+
+
+def _compressor(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> compressors.Compressor:
+    """The compressor of an algorithm's options. Raises ValueError."""
+    chosen = {**defaults, **{k: v for k, v in given.items() if k in defaults and v is not None}}
+    own = _options.defaults(compressors.COMPRESSORS[chosen["compressor"]])
+    return compressors.make(chosen["compressor"], **{k: chosen[k] for k in own})
+
+
+_DEFAULT_RATES: dict[str, Callable[..., Any]] = {
+    "choco": rates.of_choco,
+    "deepsqueeze": rates.of_deepsqueeze,
+}
+
+
+def default_rate(
+    name: str,
+    topology: Topology,
+    layout: Layout,
+    given: Mapping[str, Any] | None = None,
+    factor: float = 1.0,
+) -> float | compressors.BySize | None:
+    """Return the default diffusion rate of an algorithm, or None if it has none.
+
+    It may depend on the graph, the tensors, and the options `given`. A function of the number of
+    elements of a tensor gives each its own rate. Raises ValueError for bad options.
+
+    factor  # on a rate that depends on them, of a learning rule
+    """
+    found = defaults(name, given)
+    if name not in _DEFAULT_RATES:
+        return found.get("diffusion_rate")
+    rate = _DEFAULT_RATES[name](topology, layout, _compressor(found, given or {}))
+    return (lambda elements: factor * rate(elements)) if callable(rate) else factor * rate
+
+
+def warn_of_rate(
+    name: str, network: Network, layout: Layout, given: Mapping[str, Any], factor: float = 1.0
+) -> None:
+    """Warn of a diffusion rate in the options `given` with which the algorithm may diverge in a
+    long run. Once per topology, and only on process 0.
+
+    factor  # on the default rate, of a learning rule
+    """
+    rate = given.get("diffusion_rate")
+    if name in _DEFAULT_RATES and isinstance(rate, float | int):
+        by_default = default_rate(name, network.topology, layout, given, factor)
+        if isinstance(by_default, float):
+            rates.warn_of_compressed(name, network, rate, by_default)
 
 
 def make(

@@ -1,4 +1,4 @@
-"""Diffusion rates γ: the best one, the largest one that converges, and that of CHOCO's theorem.
+"""Diffusion rates γ: the best one, the largest one that converges, those of compressed messages.
 
 Symbols: W the mixing matrix, λ_2 ≤ … ≤ λ_max the non-zero eigenvalues of I − W.
 """
@@ -11,11 +11,14 @@ import torch
 
 from powergossip import checks
 from powergossip.algorithms.averaging import Rate
+from powergossip.compressors import BySize, Compressor, matrices
 from powergossip.network import Network
+from powergossip.parameters import Layout
 from powergossip.topologies import Topology
 
 AUTO = "auto"
 _ROUNDING = 1e-6  # relative, of a rate in single precision
+_MARGIN = 2.0  # between the default rates of compressed messages and rates that may diverge
 
 _warned: WeakSet[Topology] = WeakSet()
 
@@ -69,6 +72,62 @@ def checked(network: Network, rate: Rate | str) -> Rate:
             stacklevel=2,
         )
     return rate
+
+
+def of_choco(topology: Topology, layout: Layout, compressor: Compressor) -> float | BySize:
+    """Return the default γ of CHOCO-Gossip, with which no compressor diverges on any graph.
+
+        γ = min(1, min_X s(X)/max_i (1 − w_ii))
+
+    s(X), the `stable_rate` of the compressor for a tensor X, is K/N for top-k, for example. Between
+    two messages of an entry, x moves for N/K steps by γ (1 − w_ii) of the distance between the
+    copies. Workers whose messages are not synchronous overshoot beyond γ (1 − w_ii) N/K = 2, and
+    synchronous ones beyond γ λ_max N/K = 2, where λ_max ≤ 2 max_i (1 − w_ii).
+
+    If tensors have copy rates of their own, they have such γ, too: a function of their size.
+    """
+    if hasattr(compressor, "gossip_rate") or not hasattr(compressor, "stable_rate"):
+        own: float | BySize = getattr(compressor, "gossip_rate", 1.0)
+        return own
+    stable, move = compressor.stable_rate, topology.largest_move
+    if callable(copy_rate(compressor)):
+        return lambda elements: min(1.0, stable(elements, 1) / move)
+    return min([1.0, *(stable(m.rows, m.columns) / move for m in matrices(layout))])
+
+
+def copy_rate(compressor: Compressor) -> float | BySize:
+    """Return the default copy rate of CHOCO-Gossip with a compressor."""
+    found: float | BySize = getattr(compressor, "copy_rate", 1.0)
+    return found
+
+
+def of_deepsqueeze(topology: Topology, layout: Layout, compressor: Compressor) -> float:
+    """Return the default γ of DeepSqueeze, that of CHOCO-Gossip, but at most 0.1.
+
+    Its errors do not vanish at agreement, and grow with γ.
+    """
+    largest, rate = (
+        getattr(compressor, "deepsqueeze_rate", 0.1),
+        of_choco(topology, layout, compressor),
+    )
+    return float(largest if callable(rate) else min(largest, rate))
+
+
+def warn_of_compressed(name: str, network: Network, rate: float, by_default: float) -> None:
+    """Warn of a rate that may diverge in a long run, twice the default or more.
+
+    Once per topology, and only on process 0.
+    """
+    topology = network.topology
+    if network.processes.rank or topology in _warned or rate <= _MARGIN * by_default:
+        return
+    _warned.add(topology)
+    warnings.warn(
+        f"a diffusion rate of {rate:.4g} is too large for {name} with this compressor on "
+        f"topology={topology.name}: above about {_MARGIN * by_default:.2g} it may diverge, after "
+        f"hundreds of steps; the default is {by_default:.2g}",
+        stacklevel=2,
+    )
 
 
 def choco_rate(topology: Topology, contraction: float) -> float:

@@ -53,7 +53,7 @@ contraction, E‖v − C(v)‖² ≤ (1 − δ)‖v‖²).
 from typing import Any
 
 from powergossip import options as _options
-from powergossip.compressors.codec import Codec, size
+from powergossip.compressors.codec import Codec, matrices, size
 from powergossip.compressors.compressor import (
     BySize,
     Compressor,
@@ -85,11 +85,10 @@ __all__ = [
     "SignAndNorm",
     "Stream",
     "TopK",
-    "deepsqueeze_rate",
     "make",
+    "matrices",
     "pack",
     "packed_size",
-    "rates",
     "size",
     "unpack",
 ]
@@ -132,18 +131,3 @@ def make(name: str, options: Options | None = None, **given: Any) -> Compressor:
     _options.check(name, given, known)
     built = row(**given)
     return built
-
-
-def rates(compressor: Compressor) -> dict[str, float | BySize]:
-    """The default diffusion rate and copy rate of CHOCO-Gossip with a compressor."""
-    return {
-        "diffusion_rate": getattr(compressor, "gossip_rate", 1.0),
-        "copy_rate": getattr(compressor, "copy_rate", 1.0),
-    }
-
-
-def deepsqueeze_rate(compressor: Compressor) -> float:
-    """The default diffusion rate of DeepSqueeze with a compressor."""
-    rate = getattr(compressor, "gossip_rate", 1.0)
-    by_default = 0.1 if callable(rate) else min(0.1, rate)
-    return float(getattr(compressor, "deepsqueeze_rate", by_default))

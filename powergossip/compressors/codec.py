@@ -44,8 +44,7 @@ class Codec:
         chosen: Callable[[int, int], bool] = lambda rows, columns: True,
     ):
         self.compressor, self.elements = compressor, layout.size
-        every = [*layout.stacks, *_stacks_of_vectors(layout)]
-        self.stacks = [stack for stack in every if chosen(stack.rows, stack.columns)]
+        self.stacks = [m for m in matrices(layout) if chosen(m.rows, m.columns)]
         self.linear = bool(getattr(compressor, "linear", False))
         self.plan = Plan(compressor, self.stacks)
         self.size = self.plan.size
@@ -214,6 +213,11 @@ class _Fields:
             packed = message[..., plan.wide :]
             levels = unpack(packed, plan.levels.bits, plan.count).view(torch.int8)
             self._levels.copy_(levels.mul_(plan.levels.step).add_(plan.levels.first))
+
+
+def matrices(layout: Layout) -> list[Stack]:
+    """The tensors of a layout as stacks of matrices: vectors have one column."""
+    return [*layout.stacks, *_stacks_of_vectors(layout)]
 
 
 def _stacks_of_vectors(layout: Layout) -> list[Stack]:

@@ -90,9 +90,11 @@ class Compressor(Protocol):
     `linear`, an attribute that may be left out, states whether C is a linear map that is the same
     for all workers, with floats for fields. See compressors/__init__.py.
 
-    `gossip_rate` and `copy_rate`, likewise, are the default diffusion rate γ and copy rate of
-    CHOCO-Gossip with C, 1 if left out: numbers, or functions of a tensor's number of elements.
-    `deepsqueeze_rate` is that of DeepSqueeze, the smaller of 0.1 and `gossip_rate` if left out.
+    `stable_rate(rows, columns)`, likewise, is the default of γ max_i (1 − w_ii) for CHOCO-Gossip
+    with C of a matrix of this shape. It converges on every graph. `gossip_rate` takes its place
+    with a default of γ itself, a number or a function of a tensor's number of elements. With
+    neither, γ = 1. `copy_rate`, of the same kind, is the default copy rate, 1 if left out.
+    `deepsqueeze_rate` is the largest default γ of DeepSqueeze, 0.1 if left out.
     """
 
     def fields(self, rows: int, columns: int) -> tuple[Field, ...]:

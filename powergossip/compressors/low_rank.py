@@ -33,10 +33,10 @@ class SVD:
     def __post_init__(self) -> None:
         checks.at_least_one("rank", self.rank)
 
-    @property
-    def gossip_rate(self) -> float:
-        """0.03 r, at most 1."""
-        return min(1.0, 0.03 * self.rank)
+    def stable_rate(self, rows: int, columns: int) -> float:
+        """r/min(m, k), the least δ of a matrix."""
+        rank = self._rank_sent(rows, columns)
+        return 1.0 if rank is None else rank / min(rows, columns)
 
     def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
         rank = self._rank_sent(rows, columns)

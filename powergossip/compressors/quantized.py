@@ -20,8 +20,11 @@ class Identity:
 
     linear: ClassVar[bool] = True
     unbiased: ClassVar[bool] = True
-    gossip_rate: ClassVar[float] = 1.0
     deepsqueeze_rate: ClassVar[float] = 1.0
+
+    def stable_rate(self, rows: int, columns: int) -> float:
+        """1"""
+        return 1.0
 
     def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
         return (Field(torch.float32, rows * columns),)
@@ -43,7 +46,9 @@ class SignAndNorm:
     A NaN or infinity reaches every decoded entry through the mean.
     """
 
-    gossip_rate: ClassVar[float] = 1.0
+    def stable_rate(self, rows: int, columns: int) -> float:
+        """1/3. With more, a few entries that are large beside the mean may grow."""
+        return 1 / 3
 
     def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
         return Field(torch.float32, 1), Field(Levels(-1, step=2, count=2), rows * columns)
@@ -71,12 +76,14 @@ class Rounding:
     below 1 or above 127 (more than 8 bits).
     """
 
-    gossip_rate: ClassVar[float] = 1.0
-
     levels: int = 4
 
     def __post_init__(self) -> None:
         checks.between("levels", self.levels, 1, 127)
+
+    def stable_rate(self, rows: int, columns: int) -> float:
+        """s/(s + 4). Entries below ‖v‖_∞/(2 s) are not sent."""
+        return self.levels / (self.levels + 4)
 
     def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
         levels = Levels(-self.levels, step=1, count=2 * self.levels + 1)
@@ -118,18 +125,16 @@ class QSGD:
     def __post_init__(self) -> None:
         checks.between("levels", self.levels, 1, 127)
 
-    @property
-    def gossip_rate(self) -> float | BySize:
-        """s/128, about δ for N = 16,384. If unbiased, a function of N: 1/(5 ω), at most 1.
+    def stable_rate(self, rows: int, columns: int) -> float:
+        """δ. If unbiased, 2/3 of 1/(5 ω), at most 2/3.
 
         Let D = x − x̂ and e = q − D, with E e = 0 and E‖e‖² ≤ ω ‖D‖². On an eigenvector of I − W
         with eigenvalue λ, a step of CHOCO-Gossip with copy rate α adds −(α + γ λ) e to (1 − α) D.
-        D thus shrinks if (α + γ λ)² ω < 1 − (1 − α)². Both default rates satisfy this for λ ≤ 4/3,
-        the largest on a ring.
+        D thus shrinks if (α + γ λ)² ω < 1 − (1 − α)². Both default rates satisfy this, since
+        λ ≤ 2 max_i (1 − w_ii) and hence γ λ ≤ 4/3 min(1, 1/(5 ω)).
         """
-        if self.unbiased:
-            return lambda elements: 1 / max(1.0, 5 * self.variance_bound(elements))
-        return min(1.0, self.levels / 128)
+        variance = self.variance_bound(rows * columns)
+        return 2 / 3 / max(1.0, 5 * variance) if self.unbiased else 1 / (1 + variance)
 
     @property
     def copy_rate(self) -> float | BySize:

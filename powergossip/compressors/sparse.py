@@ -38,15 +38,9 @@ class TopK:
     def __post_init__(self) -> None:
         _check_size(self.keep_ratio, self.rank)
 
-    @property
-    def gossip_rate(self) -> float:
-        """√keep_ratio, above δ: the largest entries have more than their part of the norm."""
-        return 0.1 if self.rank is not None else self.keep_ratio**0.5
-
-    @property
-    def deepsqueeze_rate(self) -> float:
-        """keep_ratio, at most 0.1: the norm of x is in more entries than that of a difference."""
-        return 0.01 if self.rank is not None else min(0.1, self.keep_ratio)
+    def stable_rate(self, rows: int, columns: int) -> float:
+        """K/N. An entry is sent every N/K steps, during which its copies stay as they are."""
+        return self.kept(rows, columns) / (rows * columns)
 
     def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
         kept, entries = self.kept(rows, columns), rows * columns
@@ -64,7 +58,7 @@ class TopK:
 
     def decompress(self, fields: tuple[Tensor, ...], out: Tensor, stream: Stream) -> None:
         values, positions = fields
-        out.flatten(-2).scatter_add_(-1, positions.long(), values)
+        out.flatten(-2).scatter_add_(-1, positions.long(), values.to(out.dtype))
 
     def kept(self, rows: int, columns: int) -> int:
         """K"""
@@ -110,10 +104,9 @@ class _AtSharedPositions(ABC):
     def __post_init__(self) -> None:
         _check_size(self.keep_ratio, self.rank)
 
-    @property
-    def gossip_rate(self) -> float:
-        """keep_ratio, which is δ."""
-        return 0.01 if self.rank is not None else self.keep_ratio
+    def stable_rate(self, rows: int, columns: int) -> float:
+        """½ K/N. The time between two messages of an entry is N/K steps in the mean, but random."""
+        return 0.5 * self.kept(rows, columns) / (rows * columns)
 
     def fields(self, rows: int, columns: int) -> tuple[Field, ...]:
         return (Field(torch.float32, self.kept(rows, columns)),)
@@ -198,7 +191,7 @@ def _at(v: Tensor, positions: Tensor) -> Tensor:
 def _add_at(out: Tensor, positions: Tensor, values: Tensor) -> None:
     """Add values [*, layer, K] at positions [layer, K] to out [*, layer, row, column]."""
     out = out.flatten(-2)
-    out.scatter_add_(-1, positions.expand(*out.shape[:-1], -1), values)
+    out.scatter_add_(-1, positions.expand(*out.shape[:-1], -1), values.to(out.dtype))
 
 
 def _distinct(bits: Callable[[int], Tensor], count: int, n: int) -> Tensor:

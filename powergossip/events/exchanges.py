@@ -30,6 +30,7 @@ from torch import Tensor
 
 from powergossip import checks, compressors, randomness
 from powergossip import options as _options
+from powergossip.algorithms import rates
 from powergossip.algorithms.directions import NOISE, orthonormalizing
 from powergossip.algorithms.power_gossip import PowerGossip
 from powergossip.compressors import BySize, Codec
@@ -283,16 +284,16 @@ class ChocoExchanges:
         self,
         layout: Layout,
         *,
-        diffusion_rate: float | None = None,  # this and the copy rate: the compressor's
+        diffusion_rate: float | BySize = 1.0,
         compressor: str = "sign-and-norm",
-        copy_rate: float | None = None,
+        copy_rate: float | None = None,  # by default the compressor's
         seed: int = 0,
         **compressor_options: Any,
     ):
         self._compressor = compressors.make(compressor, **compressor_options)
-        found = compressors.rates(self._compressor)
-        rate = self._rate = found["diffusion_rate"] if diffusion_rate is None else diffusion_rate
-        copy = self._copy_rate = found["copy_rate"] if copy_rate is None else copy_rate
+        rate = self._rate = diffusion_rate
+        by_default = rates.copy_rate(self._compressor)
+        copy = self._copy_rate = by_default if copy_rate is None else copy_rate
         if not callable(rate):
             checks.positive("diffusion_rate", rate)
         if not callable(copy):

@@ -218,6 +218,7 @@ class Averaged:
             with self.processes.agreed():
                 index = len(self.parts) + len(parts)
                 part.build(self.method, self._learning, self.network, index)
+                self.method.warn_of_rate(self.network, part.layout)
             parts.append(part)
         if move:
             of_process_0 = [p for p in parameters if is_frozen(p)]

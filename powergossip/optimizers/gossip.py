@@ -165,7 +165,10 @@ class GossipOptimizer(torch.optim.Optimizer):
             )
             if self._learning is not None:
                 check_effective(learning, self.method.given)
-                self.method = self.method.preferring(self._learning.defaults_of(self.method))
+                self.method = self.method.preferring(
+                    self._learning.defaults_of(self.method),
+                    self._learning.diffusion_factor(self.method),
+                )
                 if who.rank == 0:
                     self._learning.warn_of(self.method)
             trainable = trainable_of(optimizer)

@@ -48,6 +48,7 @@ class Method:
         check_type("topology_options", self.topology_options, Mapping)
         check_type("seed", seed, int)
         self.given = options
+        self._factor = 1.0
         if _options.takes_all(row):  # in an object that checks them
             self._seeded, self.options = True, options
             return
@@ -60,16 +61,21 @@ class Method:
         defaults = algorithms.defaults(name, options)
         self.options = {option: defaults[option] for option in known} | options
 
-    def preferring(self, defaults: Mapping[str, Any]) -> "Method":
-        """The same method with other defaults of options that it has and that were not given."""
+    def preferring(self, defaults: Mapping[str, Any], factor: float = 1.0) -> "Method":
+        """The same method with other defaults of options that it has and that were not given.
+
+        factor  # on the default diffusion rate
+        """
         defaults = {option: value for option, value in defaults.items() if option in self.options}
-        return Method(
+        found = Method(
             self.name,
             topology=self.topology,
             topology_options=self.topology_options,
             seed=self.seed,
             **{**defaults, **self.given},
         )
+        found._factor = factor
+        return found
 
     def network(self, processes: Processes, device: torch.device) -> Network:
         """One worker in each process."""
@@ -80,10 +86,19 @@ class Method:
     def build(self, network: Network, layout: Layout, part: int) -> algorithms.Averaging:
         """The averaging algorithm for the parameters of a part, with random streams of its own."""
         options = dict(self.options)
+        if "diffusion_rate" in options and options["diffusion_rate"] is None:
+            rate = algorithms.default_rate(
+                self.name, network.topology, layout, options, self._factor
+            )
+            options["diffusion_rate"] = rate
         if self._seeded:
             seed = randomness.torch_seed(self.seed, "part", part) if part else self.seed
             options["seed"] = seed
         return algorithms.make(self.name, network, layout, **options)
+
+    def warn_of_rate(self, network: Network, layout: Layout) -> None:
+        """Warn of a diffusion rate with which the method may diverge."""
+        algorithms.warn_of_rate(self.name, network, layout, self.given, self._factor)
 
     def facts(self) -> dict[str, Any]:
         """A complete description of numbers and strings."""

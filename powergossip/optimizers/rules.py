@@ -116,7 +116,11 @@ class LearningRule:
 
     def defaults_of(self, method: Method) -> Mapping[str, Any]:
         """Defaults of an averaging algorithm that differ with this rule."""
-        return learning.averaging_defaults(self.name, method.name, method.options)
+        return learning.averaging_defaults(self.name, method.name)
+
+    def diffusion_factor(self, method: Method) -> float:
+        """The default diffusion rate of an averaging algorithm, relative to that without a rule."""
+        return learning.diffusion_factor(self.name, method.name)
 
     def warn_of(self, method: Method) -> None:
         """Warn of options of an averaging algorithm that are too large for this rule."""

@@ -181,6 +181,17 @@ class Topology:
         """Number of workers that each worker receives from over the period: int64 [worker]."""
         return np.diff(self.union.indptr).astype(np.int64)
 
+    @cached_property
+    def largest_move(self) -> float:
+        """max_i (1 − w_ii) over all rounds, the largest weight that a worker gives to others.
+
+        By Gershgorin's theorem, the eigenvalues of I − W are at most twice as large. 1 for a single
+        worker.
+        """
+        if self.n_workers == 1:
+            return 1.0
+        return max(float(r.weights.sum(axis=1).max()) for r in self.rounds)
+
     # Spectrum. A single worker counts as λ_2 = λ_max = 1: it agrees with itself after one step.
 
     @cached_property

@@ -35,9 +35,29 @@ class Method(NamedTuple):
 
 def make_averaging(c: Any, network: Network, layout: Layout) -> algorithms.Averaging:
     """Build the averaging algorithm of the configuration. Raises ValueError."""
-    given = method_options(c)
     with errors_name_keys(c.optimizer):
+        given = averaging_options(c, network.topology, layout)
         return algorithms.make(c.optimizer, network, layout, **given)
+
+
+def averaging_options(c: Any, topology: Topology, layout: Layout) -> dict[str, Any]:
+    """The options of the averaging algorithm, with the default diffusion rate. Raises ValueError.
+
+    The default depends on the learning rule, the topology and the tensors.
+    """
+    given = method_options(c)
+    if "diffusion_rate" in given and given["diffusion_rate"] is None:
+        factor = learning.diffusion_factor(c.learning, c.optimizer)
+        rate = algorithms.default_rate(c.optimizer, topology, layout, given, factor)
+        given["diffusion_rate"] = rate
+    return given
+
+
+def warn_of_rate(c: Any, network: Network, layout: Layout) -> None:
+    """Warn of a configured diffusion rate with which the run may diverge."""
+    if c.optimizer in algorithms.AVERAGING:
+        factor = learning.diffusion_factor(c.learning, c.optimizer)
+        algorithms.warn_of_rate(c.optimizer, network, layout, method_options(c), factor)
 
 
 def _make_aggregation(c: Any, network: Network, layout: Layout) -> aggregation.Aggregation:
@@ -54,7 +74,8 @@ def check_method(c: Any, network: Network) -> str:
     """
     layout, hint, overlapping = Layout([(2, 2)]), "", True
     if event_driven(c):
-        event_training.check(c, method_options(c), network)
+        options = averaging_options(c, network.topology, layout)
+        event_training.check(c, options, network)
     if c.optimizer in algorithms.AVERAGING:
         averaging = make_averaging(c, network, layout)
         learning.check(c.learning, network, c.optimizer, averaging)
@@ -200,9 +221,14 @@ def _guided_start(c: Any, steps_per_epoch: int) -> int:
     return ddp.guided_start(c.num_epochs * steps_per_epoch, steps)
 
 
-def diffusion_rate(c: Any, topology: Topology) -> float | None:
-    """γ as configured, or the best for plain gossip on this topology. None without gossip."""
-    rate = c.get("optimizer_diffusion_rate")
+def diffusion_rate(c: Any, topology: Topology, layout: Layout) -> float | None:
+    """γ as configured, the best for plain gossip on this topology, or the default.
+
+    None without gossip, and where tensors have rates of their own.
+    """
+    if "optimizer_diffusion_rate" not in c:
+        return None
+    rate = averaging_options(c, topology, layout)["diffusion_rate"]
     if rate == "auto":
         return topology.best_diffusion_rate
-    return None if rate is None else float(rate)
+    return None if rate is None or callable(rate) else float(rate)

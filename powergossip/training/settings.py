@@ -370,9 +370,8 @@ def _resolve_options(c: Any, explicit: Collection[str], warn: bool) -> None:
         for key, value in c.items()
         if key.startswith(PREFIX) and value is not None and value != []
     }
-    preferred = learning.averaging_defaults(c.learning, c.optimizer, {})
+    preferred = learning.averaging_defaults(c.learning, c.optimizer)
     known = option_defaults(c.optimizer, preferred | given)
-    preferred = learning.averaging_defaults(c.learning, c.optimizer, known)
     known |= {name: value for name, value in preferred.items() if name in known}
     method = f"optimizer={c.optimizer}"
     for name in learning.without(c.learning):

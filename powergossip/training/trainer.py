@@ -28,9 +28,15 @@ from powergossip.training.linked import finish, make_links
 from powergossip.training.linked_epochs import LinkedEpochs
 from powergossip.training.local_optimizers import learning_rate
 from powergossip.training.measurements import Hooks, Rows, log_phases, log_replaced
-from powergossip.training.methods import check_method, diffusion_rate, make_averaging, make_method
+from powergossip.training.methods import (
+    averaging_options,
+    check_method,
+    diffusion_rate,
+    make_averaging,
+    make_method,
+    warn_of_rate,
+)
 from powergossip.training.resuming import load_checkpoint
-from powergossip.training.settings import method_options
 from powergossip.training.state import Parts, Stateful
 from powergossip.trees import map_tensors
 
@@ -92,6 +98,7 @@ class Trainer:
             models = [self.task.model(c.task_architecture, c.seed) for _ in self.network.workers]
             self.parameters = Parameters(models, self.device)
             construction.check_spectrum_names(c, self.parameters)
+            warn_of_rate(c, self.network, self.parameters.layout)
             method: dict[str, Stateful] = {}
             if not c.evaluate_only:
                 if of_user:
@@ -110,8 +117,9 @@ class Trainer:
             self._events: EventTraining | None = None
             self._linked: LinkedEpochs | None = None
             if event_driven(c) and not c.evaluate_only:
+                options = averaging_options(c, self.topology, self.parameters.layout)
                 self._events = EventTraining(
-                    *(self._values, method_options(c), self.network, self.parameters),
+                    *(self._values, options, self.network, self.parameters),
                     *(self._gradients.of_worker, self.steps_per_epoch, self.links, self.clock),
                 )
                 method = {"events": self._events}
@@ -201,7 +209,7 @@ class Trainer:
     def facts(self) -> dict[str, Any]:
         """Metadata of the run: software versions, layout of processes, topology, data."""
         of_run = {
-            "diffusion_rate": diffusion_rate(self.config, self.topology),
+            "diffusion_rate": diffusion_rate(self.config, self.topology, self.parameters.layout),
             "batched_gradients": self._gradients.are_batched,
             "steps_per_epoch": self.steps_per_epoch,
             "start_iteration": facts.start_iteration(None if self._events else self.rule),

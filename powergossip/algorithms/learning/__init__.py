@@ -76,6 +76,7 @@ __all__ = [
     "averaging_defaults",
     "check",
     "check_overlapping",
+    "diffusion_factor",
     "make",
     "overlapping",
     "rule",
@@ -108,7 +109,6 @@ DIFFUSION_FACTORS: dict[tuple[str, str], float] = {("quasi-global-momentum", "ch
 ACCEPTABLE: dict[tuple[str, str], dict[str, tuple[float, float]]] = {
     ("exact-diffusion", "power-gossip"): {"diffusion_rate": (0, 1)},
     ("exact-diffusion", "choco"): {"levels": (64, math.inf)},
-    ("quasi-global-momentum", "choco"): {"diffusion_rate": (0, 0.1)},
 }
 
 
@@ -278,15 +278,14 @@ def warn_of(name: str, averaging_name: str, values: Mapping[str, Any], prefix: s
         )
 
 
-def averaging_defaults(
-    name: str, averaging_name: str, defaults: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Defaults of an averaging rule that differ with a learning rule, from those without it."""
-    found = dict(AVERAGING_DEFAULTS.get((name, averaging_name), {}))
-    factor, rate = DIFFUSION_FACTORS.get((name, averaging_name)), defaults.get("diffusion_rate")
-    if factor is not None and rate is not None:
-        found["diffusion_rate"] = factor * rate
-    return found
+def averaging_defaults(name: str, averaging_name: str) -> dict[str, Any]:
+    """Defaults of an averaging rule that differ with a learning rule, but for diffusion rates."""
+    return dict(AVERAGING_DEFAULTS.get((name, averaging_name), {}))
+
+
+def diffusion_factor(name: str, averaging_name: str) -> float:
+    """The default diffusion rate of an averaging rule, in units of that without a learning rule."""
+    return DIFFUSION_FACTORS.get((name, averaging_name), 1.0)
 
 
 def without(name: str) -> tuple[str, ...]:
