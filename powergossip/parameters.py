@@ -13,12 +13,13 @@ depend on its row. The order of the tensors:
   weight decay come last.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 NORMALIZATION_LAYERS = (
     nn.modules.batchnorm._NormBase,  # batch and instance norm
@@ -26,6 +27,7 @@ NORMALIZATION_LAYERS = (
     nn.LayerNorm,
     nn.RMSNorm,
 )
+PRECISIONS = (torch.float32, torch.float64)  # of models
 
 
 @dataclass(frozen=True)
@@ -164,10 +166,58 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
+def check_parameters(
+    names: Sequence[str],
+    parameters: Sequence[Tensor],
+    dtypes: Collection[torch.dtype] = (torch.float32,),
+    hint: str = "for instance by model.float()",
+) -> None:
+    """Raise ValueError unless all are dense tensors of these dtypes on one device, each in memory
+    of its own.
+
+    hint  # where parameters in other dtypes, but complex ones, are rejected
+    """
+    first_at: dict[int, int] = {}  # address → index
+    for index, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
+        if is_lazy(parameter):
+            raise ValueError(f"{name} has no shape yet; run a batch through the model first")
+        if type(parameter.data) is not Tensor:
+            raise ValueError(
+                f"{name} is a {type(parameter.data).__name__}; use plain tensors, whole in every "
+                "process"
+            )
+        if parameter.layout is not torch.strided:
+            raise ValueError(f"{name} is sparse ({parameter.layout}); use dense parameters")
+        if parameter.is_complex():
+            raise ValueError(
+                f"{name} is {parameter.dtype}; use a real parameter p of the shape "
+                f"{[*parameter.shape, 2]}, and torch.view_as_complex(p) in forward"
+            )
+        if parameter.dtype not in dtypes:
+            raise ValueError(f"{name} is {parameter.dtype}; use {listed(dtypes)}, {hint}")
+        if parameter.is_meta:
+            raise ValueError(f"{name} has no memory (device meta); use model.to_empty(...)")
+        if parameter.device != parameters[0].device:
+            raise ValueError(
+                f"{name} is on {parameter.device}, others on {parameters[0].device}; use one device"
+            )
+        if parameter.numel():
+            first = first_at.setdefault(parameter.data_ptr(), index)
+            if first != index:
+                raise ValueError(
+                    f"{name} has the same memory as parameter {first}; give each tensor once"
+                )
+
+
+def listed(dtypes: Collection[torch.dtype]) -> str:
+    """The dtypes in an error message."""
+    return " or ".join(map(str, dtypes))
+
+
 class Parameters:
     """The trained parameters, gradients and floating-point buffers of the hosted workers' models.
 
-    x        # [worker, D]   the models' parameters are views of it
+    x        # [worker, D]   the models' parameters are views of it, and it has their dtype
     grad     # [worker, D]   their .grad are views of it
     buffers  # [worker, B]   running statistics and the like, never gossiped
 
@@ -175,7 +225,8 @@ class Parameters:
     their gradients by `grad.zero_()`, not by setting them to None. Frozen parameters, those with
     requires_grad=False, stay as they are and have no part in x: models must start with equal ones.
 
-    Raises ValueError for a model without a parameter to train.
+    Raises ValueError for a model without a parameter to train, and unless parameters and
+    floating-point buffers are all in float32 or all in float64.
     """
 
     def __init__(self, models: Sequence[nn.Module], device: torch.device | None = None):
@@ -186,6 +237,7 @@ class Parameters:
             raise ValueError(
                 "no parameter of the model has requires_grad=True; use a model with one"
             )
+        dtype = self._dtype(first)
         exempt = {
             parameter
             for module in first.modules()
@@ -197,9 +249,9 @@ class Parameters:
         self.buffer_layout = Layout(b.shape for b in _float_buffers(first).values())
 
         workers = len(self.models)
-        self.x = _aligned(workers, self.layout.size, device)
-        self.grad = _aligned(workers, self.layout.size, device).zero_()
-        self.buffers = torch.empty(workers, self.buffer_layout.size, device=device)
+        self.x = _aligned(workers, self.layout.size, dtype, device)
+        self.grad = _aligned(workers, self.layout.size, dtype, device).zero_()
+        self.buffers = self.x.new_empty(workers, self.buffer_layout.size)
         for worker, model in enumerate(self.models):
             model.to(device)
             views = self.layout.tensors(self.x[worker])
@@ -215,15 +267,31 @@ class Parameters:
                 owner, _, leaf = name.rpartition(".")
                 model.get_submodule(owner)._buffers[leaf] = view
 
+    @staticmethod
+    def _dtype(model: nn.Module) -> torch.dtype:
+        """The dtype of a model. Raises ValueError, see the class."""
+        parameters = list(trained(model).values())
+        names = [f'parameter "{name}"' for name in trained(model)]
+        hint = "for instance by model.float(); precision=bf16 computes in torch.bfloat16"
+        check_parameters(names, parameters, PRECISIONS, hint)
+        dtype = parameters[0].dtype
+        others = f"the dtype of {names[0]}"
+        check_parameters(names, parameters, (dtype,), others)
+        for name, buffer in _float_buffers(model).items():
+            if buffer.dtype != dtype:
+                raise ValueError(f'buffer "{name}" is {buffer.dtype}; use {dtype}, {others}')
+        return dtype
+
     def decay_spans(self) -> list[slice]:
         """The ranges of D with weight decay: all parameters but those of normalization layers."""
         return self.layout.spans(i for i, decayed in enumerate(self.decayed) if decayed)
 
 
-def _aligned(rows: int, size: int, device: torch.device | None) -> Tensor:
+def _aligned(rows: int, size: int, dtype: torch.dtype, device: torch.device | None) -> Tensor:
     """Memory [rows, size], uninitialized. Each row begins at a multiple of 64 bytes."""
-    per_line = 16  # float32 in 64 bytes
-    return torch.empty(rows, -(-size // per_line) * per_line, device=device)[:, :size]
+    per_line = 64 // dtype.itemsize
+    width = -(-size // per_line) * per_line
+    return torch.empty(rows, width, dtype=dtype, device=device)[:, :size]
 
 
 def _float_buffers(model: nn.Module) -> dict[str, Tensor]:

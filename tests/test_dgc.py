@@ -775,7 +775,7 @@ def test_an_optimizer_of_other_parameters_is_rejected() -> None:
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.float64])
 def test_odd_parameters_are_rejected(dtype: torch.dtype) -> None:
     odd = torch.zeros(3, 2, dtype=dtype)
-    with pytest.raises(BadInput, match=r"parameter 1.*\(3, 2\).*use torch\.float32"):
+    with pytest.raises(BadInput, match=r"parameter 1.*\(3, 2\) is torch.*use "):
         DGC([torch.zeros(2, 2), odd])
 
 

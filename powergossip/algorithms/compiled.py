@@ -125,7 +125,7 @@ class Loops:
         """Σ_j r_ij (x̂_j − x̂_i) [worker, D], for public copies x̂_i [worker, D] and x̂_j
         [worker, neighbor, D]. Empty if C(v) is not sparse."""
         if not self._sparse:
-            return torch.empty(0)
+            return public.new_empty(0)
         flow = torch.empty_like(public)
         tensors = (kernels.address(t) for t in (rates, public, publics, flow))
         self._functions.flow(self._at, rates.shape[1], *tensors)

@@ -78,7 +78,8 @@ class CompiledSide:
     def __init__(
         self, library: kernels.Kernels, edges: _Edges, side: int, shape: tuple[int, int, int]
     ):
-        self.directions, self.products = torch.zeros(shape), ToEach(torch.zeros(shape))
+        self.directions, products = torch.zeros(2, *shape, dtype=torch.float32)
+        self.products = ToEach(products)
         self._structure = edges
         self._edges, self._side = ctypes.addressof(edges), side
         self._project = kernels.function(library, "power_gossip_project", "ppiippiii")

@@ -199,7 +199,8 @@ class DeepSqueeze:
         self._rates = [rate * slots.weights for slots in network.rounds]
         self._network, self.codec = network, codec
         self._senders = network.row_workers
-        self._error = torch.zeros(network.rows, codec.elements, device=network.device)  # δ
+        where: Any = {"dtype": network.dtype, "device": network.device}
+        self._error = torch.zeros(network.rows, codec.elements, **where)  # δ
         self._steps = 0
 
     @cached_property
@@ -215,11 +216,12 @@ class DeepSqueeze:
             self._loops.deepsqueeze(x, rates, received)
             self._steps += 1
             return
-        message = codec.encode(self._error.add_(x), t)  # v
+        message = codec.encode(self._error.add_(x).float(), t)  # v, in single precision
         received = yield ToAll(message)
-        own = codec.decode(message, self._senders, t)
+        own = codec.decode(message, self._senders, t).to(x)
         self._error.sub_(own)
-        x[:, None].baddbmm_(rates[:, None], codec.decode(received, slots.neighbors, t))
+        theirs = codec.decode(received, slots.neighbors, t).to(x)
+        x[:, None].baddbmm_(rates[:, None], theirs)
         x.addcmul_(rates.sum(1, keepdim=True), own, value=-1)
         self._steps += 1
 
@@ -269,6 +271,7 @@ class Moniqua:
         self._key = randomness.keys(seed, "moniqua", [()])[0].to(network.device)
         self._steps = 0
         shape, device = (network.rows, elements), network.device
+        self._dtype = network.dtype
         self._message = torch.zeros(
             network.rows, packed_size(elements, 2), dtype=torch.uint8, device=device
         )
@@ -282,7 +285,7 @@ class Moniqua:
     def _scratch(self) -> tuple[Tensor, ...]:
         """Memory: allocating it in every step would take longer than the arithmetic."""
         return (
-            *torch.zeros(2, *self._c.shape, device=self._c.device),
+            *torch.zeros(2, *self._c.shape, dtype=self._dtype, device=self._c.device),
             *torch.zeros(2, *self._c.shape, dtype=torch.int8, device=self._c.device),
         )
 

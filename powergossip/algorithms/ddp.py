@@ -154,8 +154,10 @@ def check(
     )
 
 
-def bucket_sizes(elements: Iterable[int], cap_mb: float | None) -> list[int]:
-    """Elements of DDP's buckets of float32 gradients, for the elements of the parameters.
+def bucket_sizes(
+    elements: Iterable[int], cap_mb: float | None, dtype: torch.dtype = torch.float32
+) -> list[int]:
+    """Elements of DDP's buckets of gradients, for the elements of the parameters.
 
     DDP fills a bucket with gradients, from the last parameter to the first, until it has cap_mb
     MiB or more. By default (None) the first bucket is full at 1 MiB, the others at 25 MiB.
@@ -164,7 +166,7 @@ def bucket_sizes(elements: Iterable[int], cap_mb: float | None) -> list[int]:
     limit = 2**20 if cap_mb is None else int(cap_mb * 2**20)  # bytes
     for count in reversed(list(elements)):
         open_bucket += count
-        if 4 * open_bucket >= limit:
+        if dtype.itemsize * open_bucket >= limit:
             sizes.append(open_bucket)
             open_bucket = 0
             limit = 25 * 2**20 if cap_mb is None else limit
@@ -253,7 +255,7 @@ class DDPHook:
         )
         if hook == "ddp-batched-powersgd":
             elements = map(prod, parameters.layout.shapes)
-            side = ceil(sqrt(min(bucket_sizes(elements, bucket_cap_mb))))
+            side = ceil(sqrt(min(bucket_sizes(elements, bucket_cap_mb, network.dtype))))
             accepted = f"{side} or less, the side of DDP's smallest bucket as a square matrix"
             checks.check("rank", rank, rank <= side, accepted)
         self._network, self._parameters, self._update = network, parameters, update

@@ -92,6 +92,7 @@ class ErrorFeedback:
 
         compressed = layout if config.per_tensor else Layout([(layout.size,)])
         workers, device = network.rows, network.device
+        where: Any = {"dtype": network.dtype, "device": device}
         self._codec = Codec(
             compressed, compressor, network.workers, config.seed, device, chosen=smaller
         )
@@ -99,8 +100,8 @@ class ErrorFeedback:
         self._whole = complement([(s.start, s.stop) for s in self._codec.stacks], layout.size)
         self._n_whole = sum(span.stop - span.start for span in self._whole)
         averaged = self._codec.size // 4 if self._codec.linear else 0  # elements of the codec
-        self._averaged = Mean(torch.zeros(workers, self._n_whole + averaged, device=device))
-        self._error = torch.zeros(workers, layout.size, device=device)  # e, and p within a step
+        self._averaged = Mean(torch.zeros(workers, self._n_whole + averaged, **where))
+        self._error = torch.zeros(workers, layout.size, **where)  # e, and p within a step
         self._momentum = torch.zeros_like(self._error) if config.momentum else None  # u
         self._steps = 0
         # η_t and η_{t−1}: one for all tensors, or one for each.
@@ -118,7 +119,9 @@ class ErrorFeedback:
     @property
     def compression_rate(self) -> float:
         """Bits of a gradient over the bits of a worker's message."""
-        return 4 * self._layout.size / (4 * self._n_whole + self._codec.size)
+        gathered = 0 if self._codec.linear else self._codec.size  # bytes
+        item, averaged = self._error.itemsize, self._averaged.tensor.shape[1]
+        return item * self._layout.size / (item * averaged + gathered)
 
     def step(self, gradient: Tensor, mean: Tensor) -> Conversation:
         """Take gradient [worker, D] and clear it. Fill mean [worker, D]."""
@@ -130,7 +133,7 @@ class ErrorFeedback:
             messages.append(self._averaged)
         own: Tensor | None = None  # C(p_i) of the hosted workers
         if codec.size:
-            message = codec.encode(p, self._steps)  # uint8 [worker, bytes]
+            message = codec.encode(p.float(), self._steps)  # uint8 [worker, bytes]
             own = codec.decode(message, codec.workers, self._steps)
             p.sub_(own)
             if codec.linear:
@@ -140,8 +143,12 @@ class ErrorFeedback:
         received = dict(zip(map(type, messages), (yield tuple(messages)), strict=True))
         total = mean[:1].zero_()
         if own is not None and codec.linear:
-            values = received[Mean][:, self._n_whole :].contiguous().view(torch.uint8)
-            codec.add(values, self._everyone[:1], self._steps, total)
+            values = received[Mean][:, self._n_whole :]
+            single = values.float()
+            rest = [(values - single).float()] if values.dtype != single.dtype else []
+            for part in (single, *rest):  # their sum decodes to the sum: C is linear
+                fields = part.contiguous().view(torch.uint8)
+                codec.add(fields, self._everyone[:1], self._steps, total)
         elif own is not None:
             self._add_decoded(received[Gather], own, total)
         if self._whole:

@@ -105,8 +105,8 @@ class Aggregation:
 
     Cost on the wire per half-iteration: an all-reduce of rank · rows (or columns) elements for each
     compressed matrix. The first one of a step includes all other tensors, uncompressed. Elements
-    are of `dtype`, float32 or float64, as are gradient and mean. Random directions have the
-    precision of float32, and are orthonormalized in float64.
+    are of `dtype`, by default that of the network, as are gradient and mean. Random directions have
+    the precision of float32, and are orthonormalized in float64.
     """
 
     owns_momentum: ClassVar[bool] = False
@@ -117,8 +117,9 @@ class Aggregation:
         network: Network,
         layout: Layout,
         config: Config,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
     ):
+        dtype = network.dtype if dtype is None else dtype
         self._network, self._config, self._size = network, config, layout.size
         chosen = [s for s in layout.stacks if config.compresses(s.rows, s.columns)]
         workers, device = network.rows, network.device

@@ -31,7 +31,7 @@ class PushSum:
     moves z by 1/w_i as much: see `rescale`. Otherwise workers would count by their stationary
     weights, not equally.
 
-    Sends D + 1 elements of 32 bits to each neighbor, in one message: the fraction p_ji of x̂_i and
+    Sends D + 1 elements of x's dtype to each neighbor, in one message: the fraction p_ji of x̂_i and
     of w_i. The sender keeps what remains after rounding, w_i z_i − d_i · message, so that rounding
     moves no mass.
 
@@ -60,28 +60,29 @@ class PushSum:
             not running_sums or len(network.rounds) == 1,
             f"False with topology={network.topology.name}, which changes from round to round",
         )
-        self._network, rows, device = network, network.rows, network.device
+        self._network, rows = network, network.rows
+        where: Any = {"dtype": network.dtype, "device": network.device}
         # For each round: d_i [worker, 1], and whether a slot has a neighbor, [worker, 1] for each.
         self._out_degrees = [
-            torch.from_numpy(edges.out_degrees).float()[:, None].to(device)
+            torch.from_numpy(edges.out_degrees)[:, None].to(**where)
             for edges in network.edges
         ]
         self._present = [
-            (slots.neighbors >= 0).float().unsqueeze(-1).unbind(1) for slots in network.rounds
+            (slots.neighbors >= 0).to(network.dtype).unsqueeze(-1).unbind(1)
+            for slots in network.rounds
         ]
-        self._w = torch.ones(rows, 1, device=device)
-        self._fractions = torch.zeros(rows, layout.size + 1, device=device)
+        self._w = torch.ones(rows, 1, **where)
+        self._fractions = torch.zeros(rows, layout.size + 1, **where)
         self._sums: Tensor | None = None  # σ_i [worker, D + 1]
         self._received: Tensor | None = None  # ρ_ij [worker, neighbor, D + 1]
         if running_sums:
-            self._sums = torch.zeros_like(self._fractions, dtype=torch.int32)
+            self._sums = torch.zeros_like(self._fractions, dtype=_GRIDS[network.dtype][0])
             self._received = self._sums.new_zeros(*network.neighbors.shape, layout.size + 1)
 
     def step(self, x: Tensor) -> Conversation:
         """z_i ← Σ_j p_ij w_j z_j / Σ_j p_ij w_j, where x is z."""
-        self._follow(x.dtype)
         t, message = self._network.round % len(self._out_degrees), self._fractions
-        d, w = self._out_degrees[t].to(x.dtype), self._w
+        d, w = self._out_degrees[t], self._w
         fraction = w / (d + 1)
         torch.mul(x, fraction, out=message[:, :-1])
         message[:, -1:] = fraction
@@ -93,12 +94,12 @@ class PushSum:
         for total, column in ((x, slice(-1)), (w, slice(-1, None))):
             total.addcmul_(d, message[:, column], value=-1)
             for present, from_j in zip(self._present[t], received.unbind(1), strict=True):
-                total.addcmul_(present.to(x.dtype), from_j[:, column])
+                total.addcmul_(present, from_j[:, column])
         x.div_(w)
 
     def rescale(self, before: Tensor, x: Tensor) -> None:
         """x̂_i ← x̂_i + u_i for a local update u = x − before. See `averaging.Weighted`."""
-        x.copy_(before.lerp_(x, 1 / self._w.to(x.dtype)))
+        x.copy_(before.lerp_(x, 1 / self._w))
 
     def _exchange_sums(self, message: Tensor) -> Generator[Any, Any, Tensor]:
         """Round message [worker, D + 1] to the grid, send σ, and return σ_j − ρ_ij."""
@@ -120,14 +121,6 @@ class PushSum:
         last.copy_(received)
         return moved
 
-    def _follow(self, dtype: torch.dtype) -> None:
-        """Compute in the dtype of x."""
-        if self._fractions.dtype != dtype:
-            self._w, self._fractions = self._w.to(dtype), self._fractions.to(dtype)
-            if self._sums is not None and self._received is not None:
-                kind, _ = _GRIDS[dtype]
-                self._sums, self._received = self._sums.to(kind), self._received.to(kind)
-
     def state_dict(self) -> dict[str, Any]:
         """weights: w_i [worker, 1]. With running sums also sums: σ_i [worker, D + 1], and received:
         ρ_ij [worker, neighbor, D + 1]."""
@@ -137,7 +130,6 @@ class PushSum:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._follow(state["weights"].dtype)
         self._w.copy_(state["weights"])
         if self._sums is not None and self._received is not None:
             self._sums.copy_(state["sums"])

@@ -60,9 +60,11 @@ class SignSGDAggregation:
 
     def __init__(self, network: Network, layout: Layout, config: Config):
         self._network, self._size, self._beta = network, layout.size, config.momentum
-        workers, device = network.rows, network.device
         self._steps = 0
-        self._momentum = torch.zeros(workers, layout.size, device=device) if self._beta else None
+        self._momentum: Tensor | None = None
+        if self._beta:
+            shape = network.rows, layout.size
+            self._momentum = torch.zeros(shape, dtype=network.dtype, device=network.device)
 
     def at_epoch(self, epoch: float) -> None:
         """signSGD has no schedule."""
@@ -73,7 +75,7 @@ class SignSGDAggregation:
     @property
     def compression_rate(self) -> float:
         """Bits of a gradient over the bits of a worker's message."""
-        return 32.0
+        return 8.0 * self._network.dtype.itemsize
 
     def step(self, gradient: Tensor, mean: Tensor) -> Conversation:
         """Take gradient [worker, D] and clear it. Fill mean [worker, D]."""

@@ -84,13 +84,18 @@ class Codec:
         """
         leading = tuple(senders.shape)
         if leading not in self._decoded:
-            self._decoded[leading] = torch.empty(*leading, self.elements, device=message.device)
+            self._decoded[leading] = torch.empty(
+                *leading, self.elements, dtype=torch.float32, device=message.device
+            )
         out = self._decoded[leading].zero_()
         self.add(message, senders, counter, out)
         return out
 
     def add(self, message: Tensor, senders: Tensor, counter: int, out: Tensor) -> None:
         """out ← out + C(x), for a contiguous out [*, D], otherwise as `decode`."""
+        if out.dtype != torch.float32:  # C(x) is in single precision
+            out.add_(self.decode(message, senders, counter))
+            return
         leading = tuple(senders.shape)
         assert message.shape == (*leading, self.size), (message.shape, leading, self.size)
         if leading not in self._incoming:

@@ -60,8 +60,8 @@ class Network:
     `all_reduce` selects the sum of `Mean`: "own", whose bits do not depend on the transport, or
     "native", the library's own. Both count the lower bound of an all-reduce.
 
-    `dtype` is that of x. Double precision is for checks of the mathematics: messages of
-    uncompressed values have 64 bits an element, and there are no compiled loops.
+    `dtype` is that of x, float32 or float64. In double precision, elements that are sent
+    uncompressed have 64 bits, and there are no compiled loops. Codecs work in single precision.
 
     `losses` loses messages, where one process hosts all workers.
 
@@ -137,6 +137,22 @@ class Network:
         """Whether messages start only when the kernels that use their memory have ended."""
         return self.device.type == "cuda" and not self.stream_ordered
 
+    def in_precision(self, dtype: torch.dtype) -> "Network":
+        """The same network for x of this dtype, with counters at 0."""
+        made = vars(self).get("channel", self._given_channel)  # if it is, both have one
+        return Network(
+            self.topology,
+            self.processes,
+            self.device,
+            self._stage,
+            self.copies,
+            self.measure,
+            self.all_reduce,
+            made,
+            dtype,
+            self._losses,
+        )
+
     @property
     def slots(self) -> Slots:
         """The neighbors of the hosted workers in the current round."""
@@ -208,13 +224,13 @@ class Network:
             self._losses.load_state_dict(state["losses"])
 
     def bits_to_all(self, elements: int, steps: int = 1) -> np.ndarray:
-        """The cost of a message of `elements` 32-bit elements to all neighbors in each of the first
+        """The cost of a message of `elements` elements of x to all neighbors in each of the first
         `steps` rounds: bits, int64 [worker]."""
         periods, more = divmod(steps, len(self.edges))
         degrees = sum(
             edges.out_degrees * (periods + (t < more)) for t, edges in enumerate(self.edges)
         )
-        return np.asarray(degrees * (32 * elements))
+        return np.asarray(degrees * (8 * self.dtype.itemsize * elements))
 
     def edges_of(self, of_round: Round) -> Edges:
         """The edges of a round that is not the topology's, for `ToEach`."""

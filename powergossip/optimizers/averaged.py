@@ -17,7 +17,6 @@ from powergossip.algorithms.averaging import Weighted
 from powergossip.network import Conversation, Exchange, Network, Processes, together
 from powergossip.optimizers.checks import (
     broadcast_from_process_0,
-    check_parameters,
     check_same_everywhere,
     check_same_shapes_everywhere,
     check_shapes,
@@ -25,11 +24,11 @@ from powergossip.optimizers.checks import (
     named,
 )
 from powergossip.optimizers.method import Method
-from powergossip.optimizers.precision import HALF, Rounding, message_dtype_of
+from powergossip.optimizers.precision import HALF, Rounding, message_dtype_of, working_dtype
 from powergossip.optimizers.rules import LearningRule, PartRule
-from powergossip.parameters import Layout
+from powergossip.parameters import PRECISIONS, Layout, check_parameters
 
-DTYPES = (torch.float32, *HALF)  # of trainable parameters
+DTYPES = (*PRECISIONS, *HALF)  # of trainable parameters
 
 _VERSION = 2  # of the state
 
@@ -40,7 +39,7 @@ _in_flight: set["Averaged"] = set()
 class _Part:
     """Trainable parameters of one dtype that were added together, and their averaging algorithm.
 
-    x     # float32 [1, D]  their memory after `move`, otherwise a copy
+    x     # [1, D], float32 or float64  their memory after `move`, otherwise a copy
     rule  # the learning rule, which has the averaging algorithm. None with D-PSGD
     """
 
@@ -67,15 +66,16 @@ class _Part:
         self.rule = learning.build(network, method, self.parameters, self.layout, self.x, index)
 
     def _create_x(self) -> None:
-        self.x = torch.empty(1, self.layout.size, device=self.parameters[0].device)
+        dtype = working_dtype(self.parameters)
+        self.x = self.parameters[0].new_empty(1, self.layout.size, dtype=dtype)
         self._views = self.layout.tensors(self.x[0])
 
     def allocate(self, move: bool) -> None:
-        """Give x its values. `move`: parameters become views of it, if they are float32."""
+        """Give x its values. `move`: parameters become views of it, if they have its dtype."""
         if self.rule is None:
             self._create_x()
         self.load()
-        if move and self.parameters[0].dtype == torch.float32:
+        if move and self.parameters[0].dtype == self.x.dtype:
             for parameter, view in zip(self.parameters, self._views, strict=True):
                 parameter.data = view
             self._addresses = [view.data_ptr() for view in self._views]
@@ -139,8 +139,9 @@ class Averaged:
     """Parameters that are averaged with those of other processes, x ← G(x).
 
     owner          # name of the object that the user created, for errors
+    like           # one of the parameters. All are in float64 if it is, or else none
     message_dtype  # "float32", or "parameter": messages about parameters in bfloat16 or float16
-                   # have their dtype. Other parameters have messages in float32
+                   # have their dtype. Those about parameters in float64 always have 64 bits
     learning       # the learning rule of the local updates between steps. None with D-PSGD
     parts          # parameters that were added together, those of each dtype by themselves
 
@@ -153,7 +154,7 @@ class Averaged:
         owner: str,
         processes: Processes,
         method: Method,
-        device: torch.device,
+        like: Tensor,
         message_dtype: str = "float32",
         learning: LearningRule | None = None,
     ):
@@ -161,7 +162,7 @@ class Averaged:
         self.message_dtype, self._learning = message_dtype, learning
         with processes.agreed():
             message_dtype_of(message_dtype, torch.float32)
-            self.network = method.network(processes, device)
+            self.network = method.network(processes, like.device, working_dtype([like]))
             if learning is not None:
                 learning.check_method(self.network, method)
         check_same_everywhere(processes, "the method", method.facts())
@@ -201,8 +202,8 @@ class Averaged:
     def add(self, parameters: Sequence[Tensor], first: int = 0, *, move: bool = True) -> None:
         """Add parameters. `first` is the index of the first of them in the optimizer. Collective.
 
-        move: give all workers the values of process 0, also of frozen parameters, and make float32
-        parameters views of x. Otherwise, parameters stay as they are, and frozen ones are left out.
+        move: give all workers the values of process 0, also of frozen parameters, and make those
+        that are not in half precision views of x. Otherwise, parameters stay as they are, and frozen ones are left out.
 
         Raises ValueError, the same in all processes, and then leaves everything unchanged.
         """
@@ -211,6 +212,8 @@ class Averaged:
         check_same_everywhere(self.processes, "the list of frozen parameters", frozen)
         dtypes = [str(p.dtype) for p in parameters if not is_frozen(p)]
         check_same_everywhere(self.processes, "the dtype of parameters", dtypes)
+        with self.processes.agreed():
+            self._check_precision(parameters, first)
         trained = [p for p in parameters if p.numel() and not is_frozen(p)]
         parts: list[_Part] = []
         for dtype in dict.fromkeys(p.dtype for p in trained):
@@ -231,6 +234,15 @@ class Averaged:
                     broadcast_from_process_0(self.processes, part.parameters)
                 part.allocate(move)
         self.parts += parts
+
+    def _check_precision(self, parameters: Sequence[Tensor], first: int) -> None:
+        """Raise ValueError unless all trained parameters are in float64, or none."""
+        for index, parameter in enumerate(parameters, first):
+            if not is_frozen(parameter) and working_dtype([parameter]) != self.network.dtype:
+                raise ValueError(
+                    f"parameter {index} is {parameter.dtype}, others are not; use torch.float64 for "
+                    "all parameters or for none"
+                )
 
     def check(self) -> None:
         """Raise RuntimeError for a parameter that was moved, or was frozen and is trained now."""
@@ -331,6 +343,8 @@ class Averaged:
     def _facts(self) -> dict[str, Any]:
         """Values that must be equal in an object that loads this one's state."""
         others = {} if self.message_dtype == "float32" else {"message_dtype": self.message_dtype}
+        if self.network.dtype != torch.float32:
+            others["dtype"] = str(self.network.dtype)
         return {
             "version": _VERSION,
             **self.method.facts(),

@@ -9,6 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from powergossip.errors import BadInput
 from powergossip.network import Processes
+from powergossip.parameters import listed
 
 Params = Iterable[Tensor | tuple[str, Tensor]]  # model.parameters() or model.named_parameters()
 
@@ -41,42 +42,6 @@ def clear_frozen_gradients(optimizer: torch.optim.Optimizer) -> None:
             parameter.grad = None
 
 
-def check_parameters(
-    names: Sequence[str],
-    parameters: Sequence[Tensor],
-    dtypes: Collection[torch.dtype] = (torch.float32,),
-) -> None:
-    """Raise ValueError unless all are dense tensors of these dtypes on one device, each in memory
-    of its own."""
-    first_at: dict[int, int] = {}  # address → index
-    for index, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
-        if is_lazy(parameter):
-            raise ValueError(f"{name} has no shape yet; run a batch through the model first")
-        if type(parameter.data) is not Tensor:
-            raise ValueError(
-                f"{name} is a {type(parameter.data).__name__}; use plain tensors, whole in every "
-                "process"
-            )
-        if parameter.layout is not torch.strided:
-            raise ValueError(f"{name} is sparse ({parameter.layout}); use dense parameters")
-        if parameter.dtype not in dtypes:
-            raise ValueError(
-                f"{name} is {parameter.dtype}; use {_listed(dtypes)}, for instance by model.float()"
-            )
-        if parameter.is_meta:
-            raise ValueError(f"{name} has no memory (device meta); use model.to_empty(...)")
-        if parameter.device != parameters[0].device:
-            raise ValueError(
-                f"{name} is on {parameter.device}, others on {parameters[0].device}; use one device"
-            )
-        if parameter.numel():
-            first = first_at.setdefault(parameter.data_ptr(), index)
-            if first != index:
-                raise ValueError(
-                    f"{name} has the same memory as parameter {first}; give each tensor once"
-                )
-
-
 def check_gradients(
     names: Sequence[str],
     parameters: Sequence[Tensor],
@@ -100,13 +65,9 @@ def check_gradients(
                 f"{name} has a sparse gradient; use sparse=False in its embedding layer"
             )
         if gradient.dtype not in dtypes:
-            raise ValueError(f"{name} has a gradient of {gradient.dtype}; use {_listed(dtypes)}")
+            raise ValueError(f"{name} has a gradient of {gradient.dtype}; use {listed(dtypes)}")
         gradients.append(gradient)
     return gradients
-
-
-def _listed(dtypes: Collection[torch.dtype]) -> str:
-    return " or ".join(map(str, dtypes))
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:

@@ -84,7 +84,7 @@ class GossipState:
             check_overlapping(self.method, "gossip_hook")
             trainable = trainable_of(optimizer)
         self._averaged = Averaged(
-            "GossipState", processes, self.method, trainable[0].device, message_dtype
+            "GossipState", processes, self.method, trainable[0], message_dtype
         )
         check_same_everywhere(processes, "local_steps", local_steps)
         self._optimizer, self._local_steps, self._steps = optimizer, local_steps, 0

@@ -177,7 +177,7 @@ class GossipOptimizer(torch.optim.Optimizer):
             "GossipOptimizer",
             who,
             self.method,
-            trainable[0].device,
+            trainable[0],
             message_dtype,
             self._learning,
         )

@@ -14,15 +14,14 @@ from powergossip.optimizers.checks import (
     broadcast_from_process_0,
     check_gradients,
     check_optimizer,
-    check_parameters,
     check_same_everywhere,
     check_same_shapes_everywhere,
     clear_frozen_gradients,
     is_frozen,
     named,
 )
-from powergossip.optimizers.precision import message_dtype_of
-from powergossip.parameters import Layout, matrix_shape
+from powergossip.optimizers.precision import message_dtype_of, working_dtype
+from powergossip.parameters import Layout, check_parameters, matrix_shape
 
 FLOATING_POINT = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -146,8 +145,3 @@ def check_one_worker(network: Network) -> None:
         raise ValueError(
             f"the network hosts {network.rows} workers in this process; use one worker per process"
         )
-
-
-def working_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
-    """float64 if one of the tensors has it, otherwise float32, for half precision too."""
-    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32

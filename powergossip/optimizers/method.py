@@ -77,11 +77,13 @@ class Method:
         found._factor = factor
         return found
 
-    def network(self, processes: Processes, device: torch.device) -> Network:
-        """One worker in each process."""
+    def network(
+        self, processes: Processes, device: torch.device, dtype: torch.dtype = torch.float32
+    ) -> Network:
+        """One worker in each process, with x of this dtype."""
         options = self.topology_options
         topology = topologies.make(self.topology, processes.size, seed=self.seed, options=options)
-        return Network(topology, processes, device)
+        return Network(topology, processes, device, dtype=dtype)
 
     def build(self, network: Network, layout: Layout, part: int) -> algorithms.Averaging:
         """The averaging algorithm for the parameters of a part, with random streams of its own."""

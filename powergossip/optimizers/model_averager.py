@@ -27,14 +27,13 @@ from powergossip.algorithms.averaging import Weighted
 from powergossip.optimizers.averaged import DTYPES, Averaged
 from powergossip.optimizers.checks import (
     Params,
-    check_parameters,
     check_same_everywhere,
     is_frozen,
     named,
 )
 from powergossip.optimizers.method import Method, as_method
 from powergossip.optimizers.precision import message_dtype_of
-from powergossip.parameters import Layout
+from powergossip.parameters import Layout, check_parameters
 
 
 class GossipModelAverager(ModelAverager):
@@ -145,7 +144,7 @@ class GossipModelAverager(ModelAverager):
                 "GossipModelAverager",
                 self._processes,
                 self.method,
-                parameters[0].device,
+                parameters[0],
                 self._message_dtype,
             )
         # The same additions as in the run whose state was loaded, and one for all others.

@@ -45,7 +45,6 @@ from powergossip.optimizers.gradients import (
     check_one_worker,
     network_of_all,
     processes_for,
-    working_dtype,
 )
 from powergossip.optimizers.precision import MESSAGE_DTYPES, Rounding
 from powergossip.parameters import matrix_shape

@@ -1,5 +1,6 @@
 """Messages in the precision of the parameters, for models in bfloat16 or float16."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,6 +12,11 @@ from powergossip.tensor_cache import TensorCache
 
 MESSAGE_DTYPES = ("float32", "parameter")
 HALF = (torch.bfloat16, torch.float16)
+
+
+def working_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """float64 if one of the tensors has it, otherwise float32, for half precision too."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
 def message_dtype_of(name: str, dtype: torch.dtype) -> torch.dtype | None:

@@ -329,9 +329,10 @@ class DatasetTask:
             values = {name: loss} | {
                 name: metric(outputs, targets) for name, metric in (metrics or {}).items()
             }
+            dtype = torch.promote_types(loss.dtype, torch.float32)
             return loss, {
                 name: torch.as_tensor(
-                    self._number(name, value), dtype=torch.float32, device=loss.device
+                    self._number(name, value), dtype=dtype, device=loss.device
                 ).detach()
                 for name, value in values.items()
             }

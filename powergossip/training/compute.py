@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ PRECISIONS = ("fp32", "bf16")
 
 @contextmanager
 def autocast(precision: str, device: torch.device) -> Iterator[None]:
-    """The context of a forward pass. bf16: torch's autocast, with parameters in float32.
+    """The context of a forward pass. fp32: the dtype of the model. bf16: torch's autocast, with
+    parameters in float32.
 
     On a CPU, autocast gives every LSTM to oneDNN, which has one in bf16 with AVX-512 only. Without
     it, PyTorch computes the forward pass without oneDNN.
@@ -47,6 +48,12 @@ def _lstm_has_bf16() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def check_precision(precision: str, dtype: torch.dtype) -> None:
+    """Raise BadValue if a precision has no effect on a model of this dtype."""
+    if precision == "bf16" and dtype == torch.float64:  # autocast leaves it as it is
+        raise BadValue("precision", precision, "fp32, which leaves the model in torch.float64")
 
 
 def check_compiler(device: torch.device) -> None:

@@ -4,12 +4,14 @@ An error in a loss or metric of the user would otherwise end the run at its firs
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from powergossip.errors import BadInput
 from powergossip.parameters import trained
@@ -44,8 +46,10 @@ def check_first_batch(task: Task, config: Any, worker: int, device: torch.device
     model = task.model(config.task_architecture, config.seed)
     with torch.random.fork_rng(devices=[]):
         of_step = autocast(config.precision, device)
-        with users_code(f"the first batch of {name}"), of_step:
-            loss, metrics = task.loss(model, task.batch(worker, 0, 0))
+        with users_code(f"the first batch of {name}"):
+            batch = task.batch(worker, 0, 0)
+            with _dtypes_named(name, model, batch), of_step:
+                loss, metrics = task.loss(model, batch)
         if not isinstance(loss, Tensor) or loss.ndim > 0:
             raise ValueError(f"{name}: the loss of a batch is no scalar tensor; use its mean")
         if not loss.requires_grad:
@@ -53,7 +57,7 @@ def check_first_batch(task: Task, config: Any, worker: int, device: torch.device
                 f"{name}: the loss has no gradient; compute it by torch from the model's outputs"
             )
         _check_numbers({"loss": loss.detach(), **metrics}, f"{name}, first batch")
-        with users_code(f"the gradient of {name}"):
+        with users_code(f"the gradient of {name}"), _dtypes_named(name, model, batch):
             loss.backward()
     if all(p.grad is None for p in trained(model).values()):
         raise ValueError(f"{name}: the loss does not depend on the parameters of the model")
@@ -73,6 +77,24 @@ def check_first_batch(task: Task, config: Any, worker: int, device: torch.device
         _check_types(derived, f"{name}, {split} data")
         names[split] = [*means, *derived]
     return main_metric(task, names["test"])
+
+
+@contextmanager
+def _dtypes_named(name: str, model: nn.Module, batch: Any) -> Iterator[None]:
+    """Raise BadInput for torch's error about dtypes, if those of the batch are not the model's."""
+    try:
+        yield
+    except RuntimeError as error:
+        own = next(iter(trained(model).values())).dtype
+        leaves = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
+        others = {leaf.dtype for leaf in leaves if leaf.is_floating_point()} - {own}
+        if not others or "type" not in str(error):
+            raise
+        found = " and ".join(sorted(map(str, others)))
+        raise BadInput(
+            f"{name}: data in {found}, a model in {own} ({str(error).splitlines()[0]}); use one "
+            "dtype, or convert in the model's forward"
+        ) from error
 
 
 def _check_numbers(values: Mapping[str, Any], place: str) -> None:

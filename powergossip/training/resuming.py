@@ -204,6 +204,11 @@ def _check_evaluated_alone(folder: Path, config: Any, processes: Processes, left
 
 
 def _check_same_model(folder: Path, state: Mapping[str, Any], parameters: Parameters) -> None:
+    if state["x"].dtype != parameters.x.dtype:
+        raise ValueError(
+            f"the run in {folder} has another model: parameters in {state['x'].dtype}, not "
+            f"{parameters.x.dtype}; use the same model"
+        )
     for name in ("x", "buffers"):
         saved, now = state[name].shape[1], getattr(parameters, name).shape[1]
         if saved != now:

@@ -78,7 +78,7 @@ class Trainer:
             self.hint = check_method(c, self.network)  # a sentence for the start of the run
         self.topology, self.device = self.network.topology, self.network.device
         self._transport = construction.transport(self.network, self.links)
-        self._kernels = kernels.name(kernels.load(self.network))
+        kernels.load(self.network)  # together: later calls find them
         self.task = task or processes.one_by_one(partial(construction.make_task, c, self.network))
         c.task_architecture = c.task_architecture or next(iter(self.task.architectures), None)
         # The same as plain values, for the hot path: reading a DictConfig takes microseconds.
@@ -97,6 +97,10 @@ class Trainer:
             construction.check_evaluation(c, self.task)
             models = [self.task.model(c.task_architecture, c.seed) for _ in self.network.workers]
             self.parameters = Parameters(models, self.device)
+            dtype = self.parameters.x.dtype
+            compute.check_precision(c.precision, dtype)
+            if dtype != self.network.dtype:
+                self.network = self.network.in_precision(dtype)
             construction.check_spectrum_names(c, self.parameters)
             warn_of_rate(c, self.network, self.parameters.layout)
             method: dict[str, Stateful] = {}
@@ -215,7 +219,8 @@ class Trainer:
             "start_iteration": facts.start_iteration(None if self._events else self.rule),
             "metric": self._metric,
         }
-        of_environment = facts.of_environment(self.network, self._transport, self._kernels)
+        loops = kernels.name(kernels.load(self.network))
+        of_environment = facts.of_environment(self.network, self._transport, loops)
         return of_environment | facts.of_task(self.task, self.parameters) | of_run
 
     # --- Training ---

@@ -45,7 +45,7 @@ class DGCAggregation:
     selected values and their positions.
 
     value_dtype: bfloat16 or float16 for values with 16 bits, or None for the dtype that
-    fp16_values specifies.
+    fp16_values specifies, by default that of the gradient.
 
     Raises ValueError for more elements than 32-bit positions can address.
     """
@@ -65,8 +65,9 @@ class DGCAggregation:
         self._network, self._layout, self._config = network, layout, config
         self.momentum, self.nesterov = config.momentum, config.nesterov
         workers, device = network.rows, network.device
-        self._momentum = torch.zeros(workers, layout.size, device=device)  # u
-        self._kept = torch.zeros(workers, layout.size, device=device)  # v
+        where: Any = {"dtype": network.dtype, "device": device}
+        self._momentum = torch.zeros(workers, layout.size, **where)  # u
+        self._kept = torch.zeros(workers, layout.size, **where)  # v
         self._steps = 0
         matrices = [i for i, shape in enumerate(layout.shapes) if len(shape) >= 2]
         vectors = [i for i, shape in enumerate(layout.shapes) if len(shape) < 2]
@@ -75,7 +76,7 @@ class DGCAggregation:
         self._tensors = sorted((layout.starts[i], prod(layout.shapes[i])) for i in matrices)
         self._clipping = Clipping(network, layout, config.clip, config.clip_by)
         self._index = torch.int32 if config.int32_indices else torch.int64
-        self._value = torch.float16 if config.fp16_values else value_dtype or torch.float32
+        self._value = torch.float16 if config.fp16_values else value_dtype or network.dtype
         size = sum(span.stop - span.start for span in self._spans)
         self._whole = Mean(torch.zeros(workers, size, dtype=self._value, device=device))
         self._everything: Mean | None = None  # at a fraction of 1
@@ -101,10 +102,11 @@ class DGCAggregation:
         """Bits of a gradient over the bits of a worker's messages, at the current fraction."""
         size = self._layout.size
         if self._fraction == 1:
-            return 4 / self._value.itemsize
+            return self._kept.itemsize / self._value.itemsize
         chosen = self._words(sum(selector.target for selector in self._selectors))
         whole = self._whole.tensor.shape[1]
-        return 4 * size / (chosen * self._index.itemsize + whole * self._value.itemsize)
+        whole_size = self._kept.itemsize * size
+        return whole_size / (chosen * self._index.itemsize + whole * self._value.itemsize)
 
     def step(self, gradient: Tensor, mean: Tensor) -> Conversation:
         """Accumulate gradient [worker, D] and clear it. Fill mean [worker, D]."""
@@ -173,15 +175,14 @@ class DGCAggregation:
             parts.append(selector.positions(values, sample).add_(first))
         positions = torch.cat(parts)
         values = kept[positions]
-        sent = values if self._value == torch.float32 else _half(values, self._value)
+        sent = values if self._value == values.dtype else _half(values, self._value)
         kept[positions] = values - sent
         if config.momentum_masking and config.momentum:
             self._momentum[row].index_fill_(0, positions, 0)
         count = len(positions)
-        words = positions.new_zeros(self._words(count), dtype=self._index)
-        words[:count] = positions
-        words[count:].view(self._value)[:count] = sent
-        return words
+        packed = positions.new_zeros(self._words(count) - count, dtype=self._index)
+        packed.view(self._value)[:count] = sent
+        return torch.cat([positions.to(self._index), packed])
 
     def _words(self, count: int) -> int:
         """Words of a message with `count` positions and values."""
@@ -192,7 +193,8 @@ class DGCAggregation:
         for words in pieces:
             size = self._index.itemsize
             count = len(words) * size // (size + self._value.itemsize)
-            values = words[count:].view(self._value)[:count].float().div_(len(pieces))
+            values = words[count:].clone().view(self._value)[:count]  # aligned
+            values = values.to(mean.dtype).div_(len(pieces))
             mean[0].index_add_(0, words[:count], values)
         for first, size in self._tensors if len(mean) > 1 else ():
             mean[1:, first : first + size] = mean[0, first : first + size]
