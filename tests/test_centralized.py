@@ -108,7 +108,9 @@ def rule(
     model = nn.Linear(40, 30, dtype=dtype)
     parameters = Parameters([copy.deepcopy(model) for _ in range(2)])
     network = Network(topologies.make("ring", 2), Processes(), dtype=dtype)
-    chosen = chosen or {key.removeprefix("optimizer_"): value for key, value in COMPRESSING[name].items()}
+    chosen = chosen or {
+        key.removeprefix("optimizer_"): value for key, value in COMPRESSING[name].items()
+    }
     given = DEFAULTS.get(name, {}) | chosen
     given = {ALIASES.get(name, {}).get(key, key): value for key, value in given.items()}
     own = rows.defaults(AGGREGATIONS[name])

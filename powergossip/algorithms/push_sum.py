@@ -64,8 +64,7 @@ class PushSum:
         where: Any = {"dtype": network.dtype, "device": network.device}
         # For each round: d_i [worker, 1], and whether a slot has a neighbor, [worker, 1] for each.
         self._out_degrees = [
-            torch.from_numpy(edges.out_degrees)[:, None].to(**where)
-            for edges in network.edges
+            torch.from_numpy(edges.out_degrees)[:, None].to(**where) for edges in network.edges
         ]
         self._present = [
             (slots.neighbors >= 0).to(network.dtype).unsqueeze(-1).unbind(1)

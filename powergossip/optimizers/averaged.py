@@ -203,7 +203,8 @@ class Averaged:
         """Add parameters. `first` is the index of the first of them in the optimizer. Collective.
 
         move: give all workers the values of process 0, also of frozen parameters, and make those
-        that are not in half precision views of x. Otherwise, parameters stay as they are, and frozen ones are left out.
+        that are not in half precision views of x. Otherwise, parameters stay as they are, and
+        frozen ones are left out.
 
         Raises ValueError, the same in all processes, and then leaves everything unchanged.
         """
@@ -240,8 +241,8 @@ class Averaged:
         for index, parameter in enumerate(parameters, first):
             if not is_frozen(parameter) and working_dtype([parameter]) != self.network.dtype:
                 raise ValueError(
-                    f"parameter {index} is {parameter.dtype}, others are not; use torch.float64 for "
-                    "all parameters or for none"
+                    f"parameter {index} is {parameter.dtype}, others are not; use torch.float64 "
+                    "for all parameters or for none"
                 )
 
     def check(self) -> None:

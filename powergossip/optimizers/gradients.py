@@ -1,6 +1,6 @@
 """Flat buffers for the gradients of a training loop: the common part of PowerSGD and DGC."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from functools import reduce
 from typing import Any
 

@@ -46,7 +46,7 @@ from powergossip.optimizers.gradients import (
     network_of_all,
     processes_for,
 )
-from powergossip.optimizers.precision import MESSAGE_DTYPES, Rounding
+from powergossip.optimizers.precision import MESSAGE_DTYPES, Rounding, working_dtype
 from powergossip.parameters import matrix_shape
 
 

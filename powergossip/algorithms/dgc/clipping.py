@@ -35,7 +35,8 @@ class Clipping:
     def __init__(self, network: Network, layout: Layout, clip: float | None, by: str):
         self._clip, self._by, self._n = clip, by, network.n_workers
         self._spans = [span for i in range(len(layout.shapes)) for span in layout.spans([i])]
-        squares = torch.zeros(network.rows, len(self._spans), dtype=network.dtype, device=network.device)
+        shape = network.rows, len(self._spans)
+        squares = torch.zeros(shape, dtype=network.dtype, device=network.device)
         self._squares = Mean(squares)
 
     def step(self, gradient: Tensor) -> Conversation:
