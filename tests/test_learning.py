@@ -448,7 +448,7 @@ OF_WORKERS: dict[type[learning.Learning], tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("rule", [*{**OF_WORKERS, **dict.fromkeys(learning.LEARNING.values())}])
+@pytest.mark.parametrize("rule", dict.fromkeys([*OF_WORKERS, *learning.LEARNING.values()]))
 def test_names_of_the_state_that_does_not_depend_on_the_topology(rule: Any) -> None:
     found = tuple(" ".join(sorted(names)) for names in (rule.kept, rule.conserved))
     assert found == OF_WORKERS.get(rule, ("", ""))
