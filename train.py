@@ -35,7 +35,7 @@ from powergossip.network import Processes, processes, torch_kept
 from powergossip.runs import configuration, figures, metrics, output, tables
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.output import COMPLETE, FIGURE, Output, run_to_resume
-from powergossip.training import elastic
+from powergossip.training import elastic, linked
 from powergossip.training.linked import Newcomer, check_begun, newcomer
 from powergossip.training.measurements import Diverged, Hooks, Row
 from powergossip.training.resuming import check_rest
@@ -366,6 +366,8 @@ def _train_the_rest(trainer: Trainer, place: Path, save_first: bool) -> None:
                 trainer.metric,
                 trainer.time_is_virtual,
             )
+            if trainer.links is not None:
+                log_info({"lost_workers": trainer.missing})
             _output.close(COMPLETE)
         _output = None
 
@@ -376,6 +378,8 @@ def _train_the_rest(trainer: Trainer, place: Path, save_first: bool) -> None:
 
     trainer.train(Checkpoints(place, trainer.processes), metrics_offset, save_first)
     trainer.finish(report)
+    if trainer.missing and trainer.processes.rank == 0:
+        print(linked.sentence(trainer.missing, trainer.config.n_workers))
 
 
 @contextmanager

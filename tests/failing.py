@@ -12,18 +12,21 @@ PLAN is JSON with these keys, all of them optional:
     dump    # seconds after which a process writes its stacks to PATH-PROCESS
     wait    # steps in whose gradients processes wait for replacements
     again   # the first replacement kills itself in the gradient with this count, from 1
-    early   # true: replacements kill themselves before they join
+    early   # replacements before they join: kill, they kill themselves. hang: they sleep for ever
 
 At a point, a process sends itself a signal, or with `launcher` mpirun, `after` seconds later. With
-SIGSTOP it continues after `seconds`. Points, of which `count` is the one with that index:
+SIGSTOP it continues after `seconds`, and with SLOW in place of a signal it sleeps for that time.
+Points, of which `count` is the one with that index:
 
-    begin    the Trainer is made. made: it has been made
-    step     a step of training, from 0
-    message  a message to another process, from 0
-    save     a part of a checkpoint, from 1. With SIGKILL half of it is written
-    publish  an index of checkpoints, from 1
-    row      a row of measurements, from 1. With SIGKILL half of it is written
-    end      the last block of a run
+    begin     the Trainer is made. made: it has been made
+    load      the data are loaded
+    step      a step of training, from 0
+    message   a message to another process, from 0
+    evaluate  an evaluation, from 1
+    save      a part of a checkpoint, from 1. With SIGKILL half of it is written
+    publish   an index of checkpoints, from 1
+    row       a row of measurements, from 1. With SIGKILL half of it is written
+    end       the last block of a run. figure: its figure
 
 For short: {"kill": {process: step}, "stop": {process: [step, seconds]}, "save": process}, where the
 last one is killed in the second checkpoint. Processes that are left print a row in JSON with
@@ -52,6 +55,8 @@ from powergossip.network import newcomer
 from powergossip.network.wire import Wire
 from powergossip.runs import checkpoints, configuration
 from powergossip.runs.metrics import MetricsLog
+from powergossip.training import construction
+from powergossip.training.evaluation import Evaluation
 from powergossip.training.event_training import EventTraining
 from powergossip.training.trainer import Trainer
 
@@ -96,6 +101,9 @@ def happen(event: dict[str, Any]) -> None:
     pid = launcher() if event.get("launcher") else os.getpid()
     with open(log, "a") as file:
         file.write(json.dumps(event | {"time": time.time()}) + "\n")
+    if event["signal"] == "SLOW":
+        time.sleep(event["seconds"])
+        return
     number = signal.Signals[event["signal"]]
     if number == signal.SIGSTOP:
         subprocess.Popen(["sh", "-c", f"sleep {event['seconds']}; kill -CONT {pid}"])
@@ -221,16 +229,20 @@ checkpoints.Checkpoints._publish = before(  # type: ignore[method-assign]
 MetricsLog.write = with_rows(MetricsLog.write)  # type: ignore[method-assign]
 Trainer.__init__ = with_making(Trainer.__init__)  # type: ignore[method-assign]
 Trainer.finish = before("end", Trainer.finish)  # type: ignore[method-assign]
-
+Evaluation.__call__ = before("evaluate", Evaluation.__call__)  # type: ignore[method-assign]
+construction.make_task = before("load", construction.make_task)
 if not plan.get("report", True):
     train._report = lambda *_: None
+train._report = before("figure", train._report)
 if "dump" in plan:
     faulthandler.dump_traceback_later(plan["dump"], file=open(log, "a"))  # noqa: SIM115
 if process in plan.get("files", {}):
     most = plan["files"][process]
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
-if is_new and plan.get("early"):
+if is_new and plan.get("early") == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
+while is_new and plan.get("early") == "hang":
+    time.sleep(1)
 row: dict[str, Any] = {"process": 4 if is_new else int(process)}
 
 

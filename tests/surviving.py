@@ -3,14 +3,18 @@
 python tests/surviving.py kills SEED       one or two of them end at random times
 python tests/surviving.py stop SECONDS     process 1 is stopped for that time; 0: for ever
 python tests/surviving.py join VICTIM      a process ends, a new one takes its place, another ends
+python tests/surviving.py busy SECONDS     process 1 sleeps for that time, and 3 holds Python's lock
 
-The survivors print rows in JSON.
+With HOSTS as a last argument, the processes believe to be on so many hosts, in turn. The survivors
+print rows in JSON.
 """
 
 import json
 import os
 import random
+import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -140,6 +144,23 @@ def stop(seconds: float) -> None:
     links.finish()
 
 
+def busy(seconds: float) -> None:
+    communicator = MPI.COMM_WORLD
+    links = Links(communicator, range(communicator.size), worker_timeout=0.3)
+    end_alone(links)
+    chatter = Chatter(links, 1000)
+    chatter.run(0.2)
+    since = time.monotonic()
+    if links.process == 1:
+        time.sleep(seconds)
+    elif links.process == 3:
+        while time.monotonic() - since < seconds:
+            re.match("(a+)+b", 22 * "a")  # one call takes a while, in which no other thread runs
+    survivors = links.survivors()
+    row(process=links.process, members=survivors.members)
+    links.finish()
+
+
 def join(victim: int) -> None:
     communicator = MPI.COMM_WORLD
     links = Links(communicator, range(communicator.size), worker_timeout=20)
@@ -194,8 +215,11 @@ def after_joining(links: Links, chatter: Chatter) -> None:
 
 if __name__ == "__main__":
     die_after(LIMIT)
-    kind, argument = sys.argv[1:]
-    if kind == "stop":
-        stop(float(argument))
+    kind, argument, *hosts = sys.argv[1:]
+    if hosts:
+        own = f"host-{MPI.COMM_WORLD.rank % int(hosts[0])}"
+        socket.gethostname = lambda: own
+    if kind in ("stop", "busy"):
+        {"stop": stop, "busy": busy}[kind](float(argument))
     else:
         {"kills": kills, "join": join, "newcomer": newcomer}[kind](int(argument))

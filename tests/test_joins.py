@@ -16,6 +16,7 @@ from powergossip import topologies
 from powergossip.events import order
 from powergossip.events.order import Entry
 from powergossip.network import joining
+from powergossip.network.links import LOST
 from powergossip.runs import metrics
 from tests.exchanging import averaging_clock, learning_clock, start
 from tests.quadratics import Quadratics
@@ -76,11 +77,13 @@ def test_a_run_with_replacements_resumes_and_replaces_again(tmp_path):
     assert min(counts[3:]) == 3
 
 
-@pytest.mark.slow
-def test_a_run_goes_on_where_replacements_end_before_they_join(tmp_path):
-    plan = {"kill": {"2": 5}, "early": True, "wait": [7, 9, 11]}
+@pytest.mark.parametrize(
+    ("early", "wait"), [pytest.param("kill", [7, 9, 11], marks=pytest.mark.slow), ("hang", [])]
+)
+def test_a_run_goes_on_and_ends_without_replacements_that_do_not_join(early, wait, tmp_path):
+    plan = {"kill": {"2": 5}, "early": early, "wait": wait}
     values: dict[str, Any] = {"on_worker_loss": "replace", "optimizer": "dpsgd", "num_epochs": 6}
-    rows = failing(plan, tmp_path / "run", options=ULFM_REPLACING, **values)
+    rows = failing(plan, tmp_path / "run", code=LOST, options=ULFM_REPLACING, **values)
     assert sorted(row["worker"] for row in rows) == [0, 1, 3]
     assert workers_by_epoch(tmp_path / "run")[-1] == 3
 

@@ -11,7 +11,7 @@ import torch
 from mpi4py import MPI
 
 from powergossip.network import ulfm
-from powergossip.network.links import Links
+from powergossip.network.links import LOST, Links
 from tests import launch
 
 ULFM = ("--with-ft", "ulfm")
@@ -142,7 +142,7 @@ SEEDS = [24, *(pytest.param(s, marks=pytest.mark.slow) for s in range(1, 31) if 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_survivors_of_kills_at_random_times_agree_and_go_on(seed: int) -> None:
-    rows, errors = surviving("kills", seed)
+    rows, errors = surviving("kills", seed, 1 + seed % 3, code=LOST)
     assert errors == ""
     expected = rows[0]["expected"]
     assert sorted(row["process"] for row in rows) == expected
@@ -163,9 +163,22 @@ def test_a_stopped_process_catches_up() -> None:
         assert min(row["gained"].values()) > 0
 
 
-@pytest.mark.parametrize("seconds", [1.5, pytest.param(0, marks=pytest.mark.slow)])
-def test_a_process_that_is_stopped_for_too_long_is_lost_and_ends(seconds: float) -> None:
-    rows, errors = surviving("stop", seconds)
+@pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_process_that_is_busy_for_longer_than_worker_timeout_is_not_lost(hosts: int) -> None:
+    """Nor on another host: a heartbeat speaks for it, or one of its host."""
+    rows, errors = surviving("busy", 1.5, hosts)
+    assert errors == ""
+    assert [row["members"] for row in rows] == 4 * [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "hosts"),
+    [(1.5, 4), *(pytest.param(s, h, marks=pytest.mark.slow) for s, h in ((1.5, 1), (0, 2)))],
+)
+def test_a_process_that_is_stopped_for_too_long_is_lost_and_ends(
+    seconds: float, hosts: int
+) -> None:
+    rows, errors = surviving("stop", seconds, hosts, code=LOST)
     assert sorted(row["process"] for row in rows) == [0, 2, 3]
     assert all(row["members"] == [0, 2, 3] for row in rows)
     assert errors.count("worker_timeout=0.6") == (1 if seconds else 0)

@@ -9,8 +9,7 @@ import torch
 
 from powergossip.network import Processes
 from powergossip.network.membership import Gathering, Outgoing
-from powergossip.network.peers import encoded
-from powergossip.network.wire import octets
+from powergossip.network.wire import encoded, octets
 
 
 class Crowd:

@@ -1,21 +1,29 @@
 """Silence of processes, with a clock and messages of the test's own. No MPI."""
 
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from mpi4py import MPI
 
-from powergossip.errors import Dropped
+from powergossip.errors import Dropped, Stopped
 from powergossip.network import peers
+from powergossip.network.liveness import Identity, Liveness, exchange_identities
 from powergossip.network.membership import Survivors
-from powergossip.network.peers import ALIVE, DATA, DROPPED, LOST, QUIET, Identity, Peers
+from powergossip.network.peers import DATA, DROPPED, LOST, Peers
 from powergossip.network.wire import Envelope
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training.measurements import Hooks, Rows
+from tests.helpers import wait_until
 
 TIMEOUT = 8.0
 
@@ -23,8 +31,8 @@ TIMEOUT = 8.0
 class Wire:
     """Messages that the test puts in, and those that were sent."""
 
-    def __init__(self) -> None:
-        self.own = 0
+    def __init__(self, own: int = 0) -> None:
+        self.own = own
         self.lost: set[int] = set()
         self.ended: set[int] = set()
         self.sent: list[tuple[int, int, int]] = []  # destination, kind, i
@@ -44,6 +52,22 @@ class Wire:
         self.arriving.append(Envelope(source, kind, i, 0, 0, torch.empty(0, dtype=torch.uint8)))
 
 
+class Living:
+    """The processes that live, for the test to change."""
+
+    def __init__(self, *processes: int, seen: bool = True) -> None:
+        self.processes, self.seen = set(processes), seen
+
+    def sees(self, process: int) -> bool:
+        return self.seen
+
+    def lives(self, process: int) -> bool:
+        return process in self.processes
+
+    def forget(self, process: int) -> None:
+        self.processes.discard(process)
+
+
 class Clock:
     now = 0.0
 
@@ -55,9 +79,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def three(wire: Wire) -> Peers:
+def three(wire: Wire, *living: int) -> Peers:
     identities = {process: Identity("host", process, "0") for process in range(3)}
-    return Peers(wire, identities, TIMEOUT, identities)  # type: ignore[arg-type]
+    return Peers(wire, Living(*living), identities, TIMEOUT, identities)  # type: ignore[arg-type]
 
 
 def live(clock: Clock, found: Peers, seconds: float, before: Callable[[], object] = int) -> None:
@@ -89,49 +113,56 @@ def test_the_time_in_which_a_process_was_stopped_itself_counts_little(clock: Clo
     assert found.alive == {0, 1, 2}
 
 
-def test_signs_of_life_are_sent_only_where_nothing_else_is(clock: Clock) -> None:
-    wire = Wire()
-    found = three(wire)
-    live(clock, found, TIMEOUT / 2, lambda: found.send(1, DATA))
-    assert [kind for process, kind, _ in wire.sent if process == 1].count(ALIVE) == 0
-    assert 4 <= [kind for process, kind, _ in wire.sent if process == 2].count(ALIVE) <= 10
+def test_a_process_that_lives_may_be_silent_for_any_time(clock: Clock) -> None:
+    """One that is silent meanwhile is lost on time."""
+    found = three(Wire(), 1)
+    live(clock, found, 1.5 * TIMEOUT)
+    assert found.alive == {0, 1}
+    live(clock, found, 100 * TIMEOUT)
+    assert found.alive == {0, 1}
 
 
-def test_a_process_in_a_quiet_block_may_be_silent_ten_times_longer(clock: Clock) -> None:
-    wire = Wire()
-    found = three(wire)
-    wire.put(1, QUIET, 1)
-    live(clock, found, 9 * TIMEOUT, lambda: wire.put(2, DATA))
-    assert found.alive == {0, 1, 2}
-    live(clock, found, 2 * TIMEOUT, lambda: wire.put(2, DATA))
-    assert found.alive == {0, 2}
+@pytest.mark.parametrize("size", [2, 5, 6])
+def test_one_side_of_a_network_that_splits_goes_on(clock: Clock, size: int) -> None:
+    """The one with more processes, or with as many the one with process 0."""
+    identities = {process: Identity("host", process, "0") for process in range(size)}
+    for number in range(1, 2**size - 1):
+        side = {process for process in identities if number >> process & 1}
+        goes_on = 2 * len(side) > size or (2 * len(side) == size and 0 in side)
+        for own in side:
+            living = Living(*side, seen=False)
+            found = Peers(Wire(own), living, identities, TIMEOUT, identities)  # type: ignore[arg-type]
+            if goes_on:
+                live(clock, found, 2 * TIMEOUT)
+                continue
+            with pytest.raises(Stopped) as caught:
+                live(clock, found, 2 * TIMEOUT)
+            assert isinstance(caught.value, Dropped) == (own != min(side)), "one exit code"
 
 
-def test_the_end_of_a_quiet_block_ends_the_patience(clock: Clock) -> None:
-    wire = Wire()
-    found = three(wire)
-    wire.put(1, QUIET, 1)
-    wire.put(1, QUIET, 0)
-    live(clock, found, 2 * TIMEOUT, lambda: wire.put(2, DATA))
-    assert found.alive == {0, 2}
-
-
-def test_a_quiet_block_regards_none_as_silent(clock: Clock) -> None:
-    wire = Wire()
-    found = three(wire)
-    with found.quiet():
-        live(clock, found, 20 * TIMEOUT)
-    live(clock, found, TIMEOUT)
-    assert found.alive == {0, 1, 2}
-    quiet = [(process, i) for process, kind, i in wire.sent if kind == QUIET]
-    assert quiet == [(1, 1), (2, 1), (1, 0), (2, 0)]
-
-
-def test_a_process_that_waits_in_a_quiet_block_notices_silence(clock: Clock) -> None:
+def test_processes_that_are_seen_to_be_stopped_or_have_ended_are_no_side(clock: Clock) -> None:
     found = three(Wire())
-    with found.quiet(), found.listening():
-        live(clock, found, 2 * TIMEOUT)
+    live(clock, found, 2 * TIMEOUT)
     assert found.alive == {0}
+    wire = Wire()
+    found = three(wire)
+    wire.ended.add(1)
+    wire.put(1, LOST, 2)
+    found.liveness.seen = False  # type: ignore[attr-defined]
+    live(clock, found, 2 * TIMEOUT)
+    assert found.alive == {0}
+
+
+def test_a_process_that_lives_again_in_time_is_kept(clock: Clock) -> None:
+    wire, living = Wire(), Living(1)
+    found = three(wire)
+    found.liveness = living  # type: ignore[assignment]
+    for _ in range(5):
+        live(clock, found, 0.9 * TIMEOUT)
+        living.processes ^= {2}
+        live(clock, found, 1.0)
+        living.processes ^= {2}
+    assert found.alive == {0, 1, 2}
 
 
 def test_a_process_dropped_by_another_is_dropped_once(clock: Clock) -> None:
@@ -190,3 +221,44 @@ def test_a_process_that_was_stopped_reads_the_notice_before_it_sends(clock: Cloc
     with pytest.raises(Dropped):
         found.send(1, DATA)
     assert wire.sent == []
+
+
+def test_a_stopped_process_does_not_live_and_a_busy_one_does() -> None:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
+        stat = Path(f"/proc/{child.pid}/stat")
+        own = Identity.own()
+        start = stat.read_text().rpartition(")")[2].split()[19]
+        identities = {0: own, 1: replace(own, pid=child.pid, start=start)}
+        liveness = Liveness(None, 0, {0: 0, 1: 1}, identities, 1.0)
+
+        assert liveness.lives(1)
+        child.send_signal(signal.SIGSTOP)
+        wait_until(partial(_is, liveness, 1, False))
+        child.send_signal(signal.SIGCONT)
+        wait_until(partial(_is, liveness, 1, True))
+        child.kill()
+        wait_until(partial(_is, liveness, 1, False))
+    assert not identities[1].can_be_ended
+    assert not replace(own, start="another").runs, "a later process of the same index"
+
+
+def _is(liveness: Liveness, process: int, lives: bool) -> bool:
+    return liveness.lives(process) == lives
+
+
+@pytest.mark.parallel(4)
+def test_heartbeats_name_the_processes_of_their_host() -> None:
+    """Two believe to be on one host, two on another. Process 1 sends no heartbeats, 0 does."""
+    communicator = MPI.COMM_WORLD
+    own, known = communicator.rank, exchange_identities(communicator)
+    given = {p: replace(of, host=f"host {p // 2}") for p, of in known.items()}
+    liveness = Liveness(communicator, own, {p: p for p in given}, given, 0.2)
+    if own == 1:
+        liveness.close()
+    for process in (0, 1, 2, 3):
+        assert liveness.sees(process) == (process // 2 == own // 2)
+        if own >= 2 > process:
+            for lives in (False, True):  # heard of it once, and again
+                wait_until(partial(_is, liveness, process, lives))
+    communicator.Barrier()
+    liveness.close()

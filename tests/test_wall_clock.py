@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from powergossip.events import order, packing, wall_clock
 from powergossip.events.order import Entry
 from powergossip.events.worker import Message
 from powergossip.network import Processes, processes
+from powergossip.network.links import LOST
 from powergossip.runs import metrics, output
 from powergossip.training import linked
 from powergossip.training.measurements import Hooks
@@ -157,13 +159,14 @@ def number_of_workers(folder: Path, again: tuple[int, ...] = ()) -> list[float]:
 def test_a_run_goes_on_without_killed_processes_and_can_be_replayed(method, gossip, tmp_path):
     values = {**METHODS[method], "gossip": gossip, "num_epochs": 4, "record_order": True}
     values |= {"use_decentralized_data": True, "data_of_lost": "redistributed"}
-    rows = failing({"kill": {"0": 5, "2": 9}}, tmp_path / "run", **values)
+    rows = failing({"kill": {"0": 5, "2": 9}}, tmp_path / "run", code=LOST, **values)
     assert sorted(row["process"] for row in rows) == [1, 3]
     counts = number_of_workers(tmp_path / "run")
     assert counts == sorted(counts, reverse=True)
     assert (len(counts), counts[-1]) == (4, 2)
     info = json.loads((tmp_path / "run" / output.INFO_FILE).read_text())
     assert info[output.ENDING] == output.COMPLETE
+    assert info["lost_workers"] == [0, 2]
     del values["record_order"]
     replayed = on_virtual_clock(
         **values, scenario={"replay": str(tmp_path / "run" / "order.jsonl")}
@@ -197,9 +200,24 @@ def test_others_go_on_without_a_stopped_process_which_catches_up(tmp_path):
     assert set(taken.values()) == {16}
 
 
+def test_processes_that_are_slow_are_not_lost(tmp_path):
+    """Neither where data are loaded, nor where a checkpoint is written, here after a signal."""
+    events = [
+        {"process": 2, "point": "load", "signal": "SLOW", "seconds": 2},
+        {"process": 0, "point": "step", "count": 2, "signal": "SIGUSR1"},
+        {"process": 3, "point": "save", "count": 1, "signal": "SLOW", "seconds": 2},
+    ]
+    folder = tmp_path / "run"
+    failing({"events": events}, folder, code=138, optimizer="dpsgd", worker_timeout=0.3)
+    index = json.loads((folder / "checkpoints" / "index.json").read_text())
+    parts = [part["workers"] for part in index["last"]["parts"]]
+    assert parts == [[0, 1], [1, 2], [2, 3], [3, 4]]
+
+
 def test_a_kill_during_a_checkpoint_leaves_whole_ones(tmp_path):
     folder = tmp_path / "run"
-    rows = failing({"save": 0}, folder, num_epochs=3, checkpoint_interval=1, optimizer="dpsgd")
+    values: dict[str, Any] = {"num_epochs": 3, "checkpoint_interval": 1, "optimizer": "dpsgd"}
+    rows = failing({"save": 0}, folder, code=LOST, **values)
     assert sorted(row["process"] for row in rows) == [1, 2, 3]
     assert number_of_workers(folder) == [4, 4, 3]
     index = json.loads((folder / "checkpoints" / "index.json").read_text())
@@ -215,7 +233,7 @@ def test_a_kill_during_a_checkpoint_leaves_whole_ones(tmp_path):
 def test_a_run_without_lost_workers_resumes_with_replacements_and_can_be_evaluated(tmp_path):
     folder = tmp_path / "run"
     values: dict[str, Any] = {"num_epochs": 2, "optimizer": "choco", "use_decentralized_data": True}
-    failing({"kill": {"2": 5}}, folder, **values)
+    failing({"kill": {"2": 5}}, folder, code=LOST, **values)
     last = evaluated(folder, **values)
     assert sorted(int(worker) for worker in last["worker"].dropna()) == [0, 1, 3]
     values |= {"num_epochs": 3, "learning_rate": 0.05, "resume": True}
@@ -230,7 +248,7 @@ def test_a_run_without_lost_workers_resumes_with_replacements_and_can_be_evaluat
 @pytest.mark.slow
 def test_a_run_that_is_complete_with_lost_workers_stays_complete(tmp_path):
     folder = tmp_path / "run"
-    failing({"kill": {"2": 5}}, folder, num_epochs=2)
+    failing({"kill": {"2": 5}}, folder, code=LOST, num_epochs=2)
     before = (folder / metrics.FILE).read_bytes()
     failing({}, folder, num_epochs=2, resume=True)
     assert number_of_workers(folder) == [4, 3]
@@ -345,6 +363,11 @@ def test_methods_without_exchanges_by_edges_are_rejected(changes, key, with_ulfm
     config = OmegaConf.merge(OmegaConf.structured(train.Config), TINY, SURVIVING, changes)
     with pytest.raises(ValueError, match=key):
         Trainer(checked(config, processes()), processes())  # type: ignore[arg-type]
+
+
+def test_a_run_without_some_workers_names_them() -> None:
+    words = linked.sentence([1, 5, 6, 7, 9], 10)
+    assert re.findall(r"\d+(?:-\d+)?", words) == ["0", "2-4", "8", "1", "5-7", "9"]
 
 
 @pytest.mark.parametrize(

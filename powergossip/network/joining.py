@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from powergossip.network import newcomer
-from powergossip.network.peers import Identity
+from powergossip.network.liveness import Identity
 from powergossip.network.wire import check_loss
 
 _READY, _COME = 2, 3  # tags
@@ -71,14 +71,16 @@ class Coming:
     communicator  # of the survivors at that time and of the new processes, whose ranks are the last
     replaced      # rank → index of the lost process
     own           # rank → index
-    ready         # rank → Identity, of those that wait to be admitted
+    identities    # rank → Identity
+    ready         # ranks of those that wait to be admitted
     ended         # ranks of those that have ended
     """
 
     communicator: Any
     replaced: Mapping[int, int]
     own: Mapping[int, int]
-    ready: dict[int, Identity] = field(default_factory=dict)
+    identities: Mapping[int, Identity]
+    ready: set[int] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)
 
     def poll(self) -> bool:
@@ -90,7 +92,7 @@ class Coming:
                 continue
             try:
                 if self.communicator.Iprobe(rank, _READY):
-                    self.ready[rank] = self.communicator.recv(source=rank, tag=_READY)
+                    self.ready.add(rank)
             except MPI.Exception as error:
                 check_loss(error)
                 self.ended.add(rank)
@@ -150,11 +152,12 @@ def spawn(
     invitations = [pickle.dumps(invite(own + k, lost)) for k, lost in enumerate(replaced)]
     merged.bcast(invitations, root=0)
     first = merged.size - len(replaced)
-    newcomer.greet(merged, first)
+    greetings = newcomer.greet(merged, first)
     return Coming(
         merged,
         {first + k: lost for k, lost in enumerate(replaced)},
         {first + k: own + k for k in range(len(replaced))},
+        {rank: Identity(*greeting) for rank, greeting in greetings.items()},
     )
 
 
@@ -180,7 +183,7 @@ def admit(
         return {process: rank for process, rank in present.items() if rank != MPI.UNDEFINED}
 
     new = found(coming.communicator, {coming.own[rank]: rank for rank in coming.ready})
-    of_rank = {coming.own[rank]: identity for rank, identity in coming.ready.items()}
+    of_rank = {coming.own[rank]: coming.identities[rank] for rank in coming.ready}
     everybody = {**found(communicator, ranks), **new}
     return together, everybody, {process: of_rank[process] for process in new}
 
@@ -204,7 +207,7 @@ def enter(survivors: Iterable[Identity], patience: float) -> tuple[Any, Roll]:
     ranks = set(range(merged.size - MPI.COMM_WORLD.size))
     for rank in ranks:
         try:
-            _kept.append(merged.isend(Identity.own(), rank, _READY))
+            _kept.append(merged.Isend([b"", MPI.BYTE], rank, _READY))
         except MPI.Exception as error:
             check_loss(error)
     called = False

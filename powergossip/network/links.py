@@ -7,22 +7,25 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from powergossip.errors import BadInput, Dropped, Stopped
 from powergossip.network import joining, ulfm
+from powergossip.network.liveness import Liveness, exchange_identities
 from powergossip.network.membership import Survivors
-from powergossip.network.peers import DATA, NOTE, Peers, exchange_identities
+from powergossip.network.peers import DATA, NOTE, Peers
 from powergossip.network.processes import report
 from powergossip.network.wire import Payload, Wire, octets
 
+LOST = 3  # exit code of a run that is complete without workers that were lost
 _GRACE = 1.0  # seconds that a process has to end after the notice that it was dropped
+_PARTING = 10.0  # seconds for which the first process waits for the others to end
 
 Message = tuple[int, int, int, Tensor]  # i, j, k, payload: uint8
 
@@ -37,8 +40,8 @@ class Links:
 
     No method blocks but `wait`, `survivors` and `finish`. Messages between two workers arrive in
     the order in which they were sent, and never twice. A process is lost with all of its workers,
-    see powergossip.network.peers. `worker_timeout` is in seconds and must exceed the time between
-    two calls of `poll`. Without ULFM (powergossip.network.ulfm), the end of a process ends the job.
+    see powergossip.network.peers. `worker_timeout` is in seconds. Without ULFM
+    (powergossip.network.ulfm), the end of a process ends the job.
 
     Every method but `lost` raises Dropped if the others regard this process as lost.
     """
@@ -59,8 +62,10 @@ class Links:
         """
         identities = exchange_identities(communicator)
         ranks = {rank: rank for rank in identities}
-        wire = Wire(communicator, communicator.rank, ranks, longest)
-        peers = Peers(wire, identities, worker_timeout, identities)
+        own = communicator.rank
+        wire = Wire(communicator, own, ranks, longest)
+        liveness = Liveness(communicator, own, ranks, identities, worker_timeout)
+        peers = Peers(wire, liveness, identities, worker_timeout, identities)
         self._survivors = Survivors(peers)
         self._set(peers, dict(enumerate(homes)), communicator, ranks)
 
@@ -132,11 +137,6 @@ class Links:
         self._reported |= new
         return new
 
-    def drop(self, workers: Iterable[int]) -> None:
-        """Regard workers as lost, with their processes. The others do so as well."""
-        for worker in workers:
-            self._peers.drop(self.homes[worker])
-
     def note(self, payload: Payload) -> None:
         """Start to send a note to all other processes, such as the progress of this one."""
         for process in self._peers.alive - {self.process}:
@@ -146,12 +146,6 @@ class Links:
         """The notes that had arrived at the last `poll`, `wait` or collective operation, since the
         last call: index of the process, payload."""
         return [(message.source, message.payload) for message in self._peers.take(NOTE)]
-
-    @contextmanager
-    def quiet(self) -> Iterator[None]:
-        """A block, such as an evaluation or a checkpoint, whose silence does not count."""
-        with self._peers.quiet():
-            yield
 
     @property
     def group(self) -> Survivors:
@@ -185,7 +179,7 @@ class Links:
         assert self._coming is None
         peers = self._peers
         self._survivors.barrier()
-        self.end_dropped()
+        self.end_others()
         lost = sorted(set(self.homes.values()) - set(self._survivors.members))
         if not lost or any(self._survivors.gather(self._beyond_reach())):
             return []
@@ -222,12 +216,12 @@ class Links:
         assert self._coming is not None
         coming, peers = self._coming, self._peers
         coming.poll()
-        found = self._survivors.gather((set(coming.ready), set(coming.ended)))
+        found = self._survivors.gather((coming.ready, coming.ended))
         ended = set.union(*(of_process for _, of_process in found))
         ready = set.intersection(*(of_process for of_process, _ in found)) - ended
         if len(ready | ended) < len(coming.own):
             return []
-        coming.ready = {rank: coming.ready[rank] for rank in ready}
+        coming.ready = ready
         self._coming = None
         if not ready:
             return []
@@ -282,7 +276,8 @@ class Links:
         timeout, survivors = self._invitation.worker_timeout, self._invitation.survivors
         together, roll = joining.enter(survivors.values(), patience)
         wire = Wire(together, self.process, roll.ranks)
-        peers = Peers(wire, roll.identities, timeout, roll.ranks)
+        liveness = Liveness(together, self.process, roll.ranks, roll.identities, timeout)
+        peers = Peers(wire, liveness, roll.identities, timeout, roll.ranks)
         self._survivors.enter(peers, roll.calls)
         self._set(peers, roll.homes, together, roll.ranks)
         self._survivors.barrier()
@@ -294,19 +289,22 @@ class Links:
             self._peers.advance()
             self._peers.nap(since)
 
-    def end_dropped(self) -> None:
-        """End the processes of this host that were dropped and may be stopped.
+    def end_others(self) -> None:
+        """End the processes of this host that are no part of the run: those that were dropped and
+        may be stopped, and those that were summoned and not admitted.
 
-        The launcher would wait for them. They have a second to read the notice and to end.
+        The launcher would wait for them. They have a second to read a notice and to end.
         """
         if self._survivors.waits:
             return
         since = time.monotonic()
-        identities = self._peers.identities
-        while left := [p for p in self._peers.dropped() if identities[p].can_be_ended]:
+        others = [self._peers.identities[process] for process in self._peers.dropped()]
+        if self._coming is not None:
+            others += self._coming.identities.values()
+        while left := [identity for identity in others if identity.can_be_ended]:
             if time.monotonic() - since > _GRACE:
-                for process in left:
-                    os.kill(identities[process].pid, signal.SIGKILL)
+                for identity in left:
+                    os.kill(identity.pid, signal.SIGKILL)
                 return
             self._peers.advance()
             time.sleep(0.01)
@@ -318,17 +316,41 @@ class Links:
         hosts = {identities[process].host for process in peers.alive}
         return any(identities[process].host not in hosts for process in peers.dropped())
 
-    def finish(self, exit_code: int = 0) -> None:
-        """The last call: wait for the survivors. With ULFM, Python then ends without MPI_Finalize.
+    @property
+    def missing(self) -> list[int]:
+        """The workers without a process at the last collective operation, in all processes."""
+        members = set(self._survivors.members)
+        return sorted(worker for worker, home in self.homes.items() if home not in members)
+
+    def finish(self) -> None:
+        """The last call: wait for the survivors. After a loss, Python then ends without
+        MPI_Finalize, and with exit code LOST in the first process if workers are missing.
 
         After the loss of a process, Open MPI 5.0 may wait in MPI_Finalize forever. Exit handlers of
         Python that were registered before this call are left out.
         """
         self._survivors.barrier()
         self.flush(1.0)
-        self.end_dropped()
+        self.end_others()
+        self.close()
         if len(self._peers.alive) < len(self._peers.identities):
-            atexit.register(_exit, exit_code)
+            atexit.register(self._end, LOST if self.missing else 0)
+
+    def close(self) -> None:
+        """End the heartbeats of this process."""
+        if not self._survivors.waits:
+            self._peers.liveness.close()
+
+    def _end(self, code: int) -> NoReturn:
+        """End this process, the first one as the last: mpirun may then discard others' output."""
+        code = ulfm.exit_code(code, self.group.rank == 0)
+        if code:
+            since, own = time.monotonic(), self.process
+            others = [self._peers.identities[process] for process in self._peers.alive - {own}]
+            while any(of.can_be_ended for of in others) and time.monotonic() - since < _PARTING:
+                time.sleep(0.01)
+            time.sleep(0.5)
+        _exit(code)
 
 
 def end_alone(links: Links) -> None:
@@ -356,7 +378,7 @@ def end_alone(links: Links) -> None:
             end_silently()
         code = 2 if isinstance(error, BadInput) else getattr(error, "exit_code", 1)
         if everywhere:
-            links.end_dropped()
+            links.end_others()
             time.sleep(0.5)
             code = ulfm.exit_code(code, links.group.rank == 0)
         _exit(code)
@@ -380,7 +402,7 @@ def end_silently() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _exit(code: int) -> None:
+def _exit(code: int) -> NoReturn:
     _flush()
     os._exit(code)
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from powergossip.errors import Dropped
-from powergossip.network.peers import GROUP, Peers, decoded, encoded
+from powergossip.network.peers import GROUP, Peers
 from powergossip.network.processes import Processes
-from powergossip.network.wire import Payload, octets
+from powergossip.network.wire import Payload, decoded, encoded, octets
 
 T = TypeVar("T")
 
@@ -140,20 +140,19 @@ class Survivors(Processes):
         self.calls += 1
         gathering = Gathering(peers.own, value)
         since = time.monotonic()
-        with peers.listening():
-            while gathering.members is None:
-                peers.advance()
-                for message in peers.take(GROUP):
-                    if message.k >= call:
-                        self._early.setdefault(message.k, []).append(
-                            (message.source, message.i, message.payload)
-                        )
-                for early in self._early.pop(call, ()):
-                    gathering.receive(*early)
-                for destination, phase, payload in gathering.advance(peers.alive):
-                    peers.send(destination, GROUP, i=phase, k=call, payload=payload)
-                if gathering.members is None:
-                    peers.nap(since)
+        while gathering.members is None:
+            peers.advance()
+            for message in peers.take(GROUP):
+                if message.k >= call:
+                    self._early.setdefault(message.k, []).append(
+                        (message.source, message.i, message.payload)
+                    )
+            for early in self._early.pop(call, ()):
+                gathering.receive(*early)
+            for destination, phase, payload in gathering.advance(peers.alive):
+                peers.send(destination, GROUP, i=phase, k=call, payload=payload)
+            if gathering.members is None:
+                peers.nap(since)
         if peers.own not in gathering.members:
             raise Dropped(f"the other processes regard process {peers.own} as lost")
         self._set_members(gathering.members)

@@ -9,7 +9,9 @@ PROGRAM is the path of a script, or -m and the name of a module.
 import os
 import runpy
 import signal
+import socket
 import sys
+from pathlib import Path
 from typing import Any
 
 # Variables for joining.py: the communicator as Fortran's handle, and the invitation in hex.
@@ -19,19 +21,37 @@ COMMUNICATOR, INVITATION = "POWERGOSSIP_NEWCOMER", "POWERGOSSIP_INVITATION"
 _GREETING = 1  # tag
 
 
-def greet(merged: Any, first: int) -> None:
-    """Exchange a message with each new process. Their ranks begin with `first`.
+def greet(merged: Any, first: int, value: Any = None) -> dict[int, Any]:
+    """Exchange a value with each new process. Their ranks begin with `first`. Returns rank → value.
 
     Two processes connect at their first message, where MPI would wait for ever for one that has
     ended meanwhile.
     """
     partners = range(merged.size) if merged.rank >= first else range(first, merged.size)
     others = [rank for rank in partners if rank != merged.rank]
-    sends = [merged.isend(None, rank, _GREETING) for rank in others]
-    for rank in others:
-        merged.recv(source=rank, tag=_GREETING)
+    sends = [merged.isend(value, rank, _GREETING) for rank in others]
+    received = {rank: merged.recv(source=rank, tag=_GREETING) for rank in others}
     for send in sends:
         send.wait()
+    return received
+
+
+def stat(pid: int) -> tuple[str, str]:
+    """The state of a process of this host and the time of its start, or "" (Linux only)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return "", ""
+    return fields[0], fields[19]
+
+
+def identity() -> tuple[str, int, str, str]:
+    """This process, see powergossip.network.liveness.Identity."""
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        namespace = ""
+    return socket.gethostname(), os.getpid(), stat(os.getpid())[1], namespace
 
 
 def connect() -> None:
@@ -42,7 +62,7 @@ def connect() -> None:
         merged = MPI.Comm.Get_parent().Merge(high=True)
         merged.Set_errhandler(MPI.ERRORS_RETURN)
         invitations = merged.bcast(None, root=0)
-        greet(merged, merged.size - MPI.COMM_WORLD.size)
+        greet(merged, merged.size - MPI.COMM_WORLD.size, identity())
     except MPI.Exception:
         os.kill(os.getpid(), signal.SIGKILL)  # mpirun disregards it
     os.environ[COMMUNICATOR] = str(merged.py2f())

@@ -46,6 +46,16 @@ def octets(payload: Payload) -> Tensor:
     return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
 
 
+def encoded(processes: set[int]) -> np.ndarray:
+    """A set of processes as a payload."""
+    return np.array(sorted(processes), dtype=np.int32)
+
+
+def decoded(payload: Any) -> set[int]:
+    """The set of processes of a payload."""
+    return {int(process) for process in payload.numpy().view(np.int32)}
+
+
 class _Incoming:
     """The messages from one process, in the order in which they were sent."""
 

@@ -78,12 +78,27 @@ def finish(links: Links | None, processes: Processes, action: Callable[[], None]
         return
     done = False
     while not done:
-        with links.quiet():
-            first = links.group.rank == 0
-            if first:
-                action()
-            done = any(links.group.gather(first))
+        first = links.group.rank == 0
+        if first:
+            action()
+        done = any(links.group.gather(first))
     links.finish()
+
+
+def sentence(missing: Sequence[int], n_workers: int) -> str:
+    """The end of a run that has lost workers."""
+    present = sorted(set(range(n_workers)) - set(missing))
+    return f"complete with workers {_listed(present)}, without {_listed(missing)}, which were lost"
+
+
+def _listed(workers: Sequence[int]) -> str:
+    """Ascending indices as text: 0, 2-5."""
+    texts, first = [], 0
+    for k, worker in enumerate(workers):
+        if k + 1 == len(workers) or workers[k + 1] != worker + 1:
+            texts.append(f"{workers[first]}-{worker}" if first < k else str(worker))
+            first = k + 1
+    return ", ".join(texts)
 
 
 class LinkedNetwork:

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -166,10 +165,12 @@ class Trainer:
         return time.perf_counter() - self._started
 
     def close(self) -> None:
-        """End processes of the task, if it has a method `close`."""
+        """End processes of the task, if it has a method `close`, and heartbeats."""
         close = getattr(self.task, "close", None)
         if close is not None:
             close()
+        if self.links is not None:
+            self.links.close()
 
     def begin_in(self, folder: Path) -> None:
         """Write the order of events to this folder, and replace lost processes, if the
@@ -186,6 +187,11 @@ class Trainer:
         moment = self._linked.join()
         self.step, self._seconds = moment.step, moment.seconds
         self.position = moment.epoch, moment.step - moment.epoch * self.steps_per_epoch, {}
+
+    @property
+    def missing(self) -> list[int]:
+        """The workers that were lost and not replaced, as of the last collective operation."""
+        return [] if self.links is None else self.links.missing
 
     def finish(self, action: Callable[[], None] = lambda: None) -> None:
         """After `train`: call a last action, such as a figure, in one process, and wait for it.
@@ -272,11 +278,10 @@ class Trainer:
                             sums[name] = sums[name] + values if name in sums else values
                         bar.update()
                         self._stop_if_asked(signals, (epoch, step + 1, sums), save)
-                with self.links.quiet() if self.links is not None else nullcontext():
-                    score = self._end_epoch(epoch + 1, sums, bar)
-                    first_step, sums = 0, {}
-                    if (epoch + 1) % c.checkpoint_interval == 0 or epoch + 1 == c.num_epochs:
-                        save((epoch + 1, 0, {}), score)
+                score = self._end_epoch(epoch + 1, sums, bar)
+                first_step, sums = 0, {}
+                if (epoch + 1) % c.checkpoint_interval == 0 or epoch + 1 == c.num_epochs:
+                    save((epoch + 1, 0, {}), score)
 
     def evaluate(self) -> None:
         """Log the rows of an evaluation of the present models. Raises Diverged as `train` does."""

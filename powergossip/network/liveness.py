@@ -1,0 +1,135 @@
+"""Evidence that other processes of a run live, whatever their main threads do.
+
+A process that computes, loads data, or waits for a core lives. One that is stopped does not. Those
+of the same host see this in /proc. Those of other hosts hear of it from a thread, in heartbeats.
+"""
+
+import atexit
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isinf
+from typing import Any
+
+from powergossip.network import newcomer
+from powergossip.network.wire import Wire, decoded, encoded
+
+_BEATS = 10  # heartbeats within worker_timeout
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A process as its host knows it. The time of its start tells it from a later one.
+
+    namespace  # of its pid: containers of a host may have several. "" where there is no /proc
+    """
+
+    host: str
+    pid: int
+    start: str
+    namespace: str = ""
+
+    @classmethod
+    def own(cls) -> "Identity":
+        return cls(*newcomer.identity())
+
+    def sees(self, other: "Identity") -> bool:
+        """Whether this process has the other one in its /proc, as long as that exists."""
+        return (self.host, self.namespace) == (other.host, other.namespace) and self.namespace != ""
+
+    @property
+    def state(self) -> str:
+        """The state of a process of this host, such as R, S or T, and "" if it has ended."""
+        state, start = newcomer.stat(self.pid)
+        return state if start == self.start else ""
+
+    @property
+    def can_be_ended(self) -> bool:
+        """Whether it runs, or is stopped, on the host of this process."""
+        return Identity.own().sees(self) and self.state not in _ENDED
+
+    @property
+    def runs(self) -> bool:
+        """Whether a process of this host neither has ended nor is stopped."""
+        return self.state not in _ENDED | _STOPPED
+
+
+_ENDED, _STOPPED = frozenset({"", "Z", "X"}), frozenset({"T", "t"})
+
+
+class Liveness:
+    """Signs of life of the other processes of a communicator. All of them construct it.
+
+    ranks       # index of a process → its rank
+    identities  # index → Identity
+
+    If some do not see each other in /proc, each tells those that it does not see which processes it
+    knows to run: itself and those that it sees. A thread does so ten times within `worker_timeout`.
+    It needs MPI_THREAD_MULTIPLE, mpi4py's default. Without it, and before the first heartbeat that
+    names it, a process that is not seen counts as one that lives.
+    """
+
+    def __init__(
+        self,
+        communicator: Any,
+        own: int,
+        ranks: Mapping[int, int],
+        identities: Mapping[int, Identity],
+        worker_timeout: float,
+    ):
+        from mpi4py import MPI
+
+        self._own = own
+        self._identities = {process: identities[process] for process in ranks}
+        self._seen = {p for p, of in self._identities.items() if identities[own].sees(of)}
+        self._heard: dict[int, int] = {}  # process → heartbeats that named it
+        self._counted: dict[int, int] = {}  # the same, at the last call of `lives`
+        self._lost: set[int] = set()
+        self._interval = worker_timeout / _BEATS
+        self._end = threading.Event()
+        first = next(iter(self._identities.values()))
+        everywhere = all(first.sees(of) for of in self._identities.values())
+        if everywhere or isinf(worker_timeout) or MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            return
+        self._wire = Wire(communicator, own, ranks)
+        self._thread = threading.Thread(target=self._beat, daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # before MPI_Finalize
+
+    def _beat(self) -> None:
+        unseen = set(self._identities) - self._seen - {self._own}
+        while not self._end.wait(self._interval):
+            running = {p for p in self._seen if self._identities[p].runs} | {self._own}
+            for process in unseen - self._lost:
+                self._wire.send(process, 0, payload=encoded(running))
+            for message in self._wire.receive():
+                for process in decoded(message.payload):
+                    self._heard[process] = self._heard.get(process, 0) + 1
+
+    def lives(self, process: int) -> bool:
+        """Whether a process runs, or has a heartbeat named it since the last call."""
+        if self.sees(process):
+            return self._identities[process].runs
+        heard, before = self._heard.get(process, 0), self._counted.get(process, 0)
+        self._counted[process] = heard
+        return heard == 0 or heard != before
+
+    def sees(self, process: int) -> bool:
+        """Whether this process sees the other one in /proc."""
+        return process in self._seen
+
+    def forget(self, process: int) -> None:
+        """Send no further heartbeats to a process."""
+        self._lost.add(process)
+
+    def close(self) -> None:
+        """End the heartbeats."""
+        self._end.set()
+        if hasattr(self, "_thread"):
+            self._thread.join()
+            atexit.unregister(self.close)
+
+
+def exchange_identities(communicator: Any) -> dict[int, Identity]:
+    """The identities of all processes of a communicator, by rank. All of them call it."""
+    return dict(enumerate(communicator.allgather(Identity.own())))
