@@ -9,7 +9,7 @@ import torch
 
 from powergossip import algorithms, topologies
 from powergossip.events import scenario
-from powergossip.network import Losses, Network
+from powergossip.network import Conversation, Losses, Network, ToAll
 from powergossip.parameters import Layout
 from tests.exchanging import SHAPES, averaging_clock, start
 from tests.quadratics import Quadratics, rule_of, train
@@ -47,6 +47,26 @@ def test_relays_without_some_messages_keep_near_the_optimum():
         errors.append(problem.error)
     assert errors[0] < 1e-6
     assert 1e-3 < errors[1] < 3
+
+
+def test_each_of_several_messages_is_repeated_by_itself():
+    """Two messages a step, of which the second steps loses both."""
+    network = Network(
+        topologies.make("chain", 2),
+        dtype=torch.float64,
+        losses=Losses(lambda source, destination, step: step == 1, repeat=True),
+    )
+    found = []
+
+    def step(value: float) -> Conversation:
+        x = torch.full((2, 1), value, dtype=torch.float64)
+        received = yield ToAll(x), ToAll(10 * x)
+        received_later = yield ToAll(100 * x)
+        found.append([float(of[0, 0, 0]) for of in (*received, received_later)])
+
+    for value in (1.0, 2.0, 3.0):
+        network.run(step(value))
+    assert found == [[1, 10, 100], [1, 10, 100], [3, 30, 300]]
 
 
 def test_losses_resume_with_the_same_bits():

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 from powergossip import topologies
+from powergossip.errors import PeerLost
 from powergossip.network import (
     Conversation,
     Gather,
@@ -537,6 +539,20 @@ def test_messages_arrive_in_any_order() -> None:
         assert not outcome.is_known()
         message.arrived.set()
         wait_until(outcome.is_known, seconds=5)
+
+
+def test_a_message_that_fails_in_a_thread_raises_where_it_is_waited_for() -> None:
+    """As where it is waited for without a thread."""
+
+    class Failing:
+        def wait(self) -> None:
+            raise RuntimeError("Connection closed by peer")
+
+    outcome = Waiters().submit([Failing()])  # type: ignore[list-item]
+    wait_until(outcome.is_known, seconds=5)
+    for wait in (outcome.wait, partial(torch_channels.wait_for, [Failing()])):  # type: ignore[list-item]
+        with pytest.raises(PeerLost):
+            wait()
 
 
 def test_only_groups_and_communicators_are_processes() -> None:
