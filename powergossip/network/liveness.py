@@ -21,7 +21,8 @@ _BEATS = 10  # heartbeats within worker_timeout
 class Identity:
     """A process as its host knows it. The time of its start tells it from a later one.
 
-    namespace  # of its pid: containers of a host may have several. "" where there is no /proc
+    namespace  # of its pid, and the start of its host, for containers of a host and hosts of one
+               # name. "" where there is no /proc
     """
 
     host: str
@@ -81,18 +82,21 @@ class Liveness:
 
         self._own = own
         self._identities = {process: identities[process] for process in ranks}
-        self._seen = {p for p, of in self._identities.items() if identities[own].sees(of)}
+        seen = {p: of for p, of in self._identities.items() if identities[own].sees(of)}
+        self._seen = {process for process, of in seen.items() if of.state}
         self._heard: dict[int, int] = {}  # process → heartbeats that named it
         self._counted: dict[int, int] = {}  # the same, at the last call of `lives`
         self._lost: set[int] = set()
         self._interval = worker_timeout / _BEATS
-        self._end = threading.Event()
+        self._end, self._thread = (
+            threading.Event(),
+            threading.Thread(target=self._beat, daemon=True),
+        )
         first = next(iter(self._identities.values()))
         everywhere = all(first.sees(of) for of in self._identities.values())
         if everywhere or isinf(worker_timeout) or MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             return
         self._wire = Wire(communicator, own, ranks)
-        self._thread = threading.Thread(target=self._beat, daemon=True)
         self._thread.start()
         atexit.register(self.close)  # before MPI_Finalize
 
@@ -125,7 +129,7 @@ class Liveness:
     def close(self) -> None:
         """End the heartbeats."""
         self._end.set()
-        if hasattr(self, "_thread"):
+        if self._thread.is_alive():
             self._thread.join()
             atexit.unregister(self.close)
 

@@ -48,7 +48,8 @@ def stat(pid: int) -> tuple[str, str]:
 def identity() -> tuple[str, int, str, str]:
     """This process, see powergossip.network.liveness.Identity."""
     try:
-        namespace = os.readlink("/proc/self/ns/pid")
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         namespace = ""
     return socket.gethostname(), os.getpid(), stat(os.getpid())[1], namespace
