@@ -148,9 +148,9 @@ class Config:
     max_delay: int | None = None  # of bounded (1). With exact-diffusion, also the delay that
     #   asynchronous exchanges are expected to have
     on_worker_loss: str = "end"  # of the run. continue: without the workers of a process that has
-    #   ended or is silent. replace: a new process takes its place. Both for mpirun --with-ft ulfm
+    #   ended or is stopped. replace: a new process takes its place. Both for mpirun --with-ft ulfm
     #   (docs/when-workers-fail.md)
-    worker_timeout: float = 30.0  # seconds of silence after which a process counts as lost
+    worker_timeout: float = 30.0  # seconds without a sign of life until a process counts as lost
     record_order: bool = False  # write the order of events to order.jsonl, which a scenario can
     #   replay. For exchanges that may be late
     scenario: Any = None  # a file with speeds, delays, losses, deaths and joins of workers, for the

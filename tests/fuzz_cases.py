@@ -271,6 +271,11 @@ def _processes(d: _Draws) -> Case:
     if survives or values["gossip"] != "synchronous":
         values["record_order"] = d.chance(0.6)
     plan: dict[str, Any] = {"events": _failures(d, size, epochs * steps, epochs, values)}
+    if survives and d.chance(0.1):
+        values["on_worker_loss"] = "replace"
+        plan = {"events": [{"process": d.integer(0, size - 1), "point": "step", "count": steps}]}
+        plan["events"][0]["signal"] = "SIGKILL"
+        plan["early"] = d.one_of("hang", "hang", "kill")  # never joins
     if d.chance(0.8):
         plan["report"] = False  # it takes longer than the rest
     if d.chance(0.4):
@@ -291,16 +296,20 @@ def _failures(
 
     def moment(process: int, signal: str) -> dict[str, Any]:
         count = {
-            "step": d.integer(0, steps - 1),
+            "step": d.one_of(d.integer(0, steps - 1), d.integer(0, steps - 1), steps - 1),
             "message": d.integer(0, 6 * steps),
+            "evaluate": d.integer(1, epochs),
             "save": d.integer(1, epochs),
             "publish": d.integer(1, epochs),
             "row": d.integer(1, 8 * epochs),
             "begin": 0,
+            "load": 1,
             "made": 0,
             "end": 1,
+            "figure": 1,
         }
-        points = ["step"] * 6 + ["message"] * 4 + ["save", "save", "publish", "row", "made", "end"]
+        points = ["step"] * 6 + ["message"] * 4 + ["evaluate", "save", "save", "publish", "row"]
+        points += ["load", "made", "end", "figure"]
         points += ["begin"] if d.chance(0.3) else []
         point = d.one_of(*points)
         after = d.number(0.001, 0.05) if d.chance(0.3) else 0.0
@@ -317,8 +326,16 @@ def _failures(
         seconds = timeout + d.number(1.0, 2.0) if timeout < 5 and d.chance(0.5) else None
         seconds = seconds or d.number(0.1, 1.5)
         found.append(moment(order[-1], "SIGSTOP") | {"seconds": seconds})
+    if d.chance(0.3):  # longer than most timeouts
+        event = moment(d.one_of(*order), "SLOW")
+        point = d.one_of("load", "step", "evaluate", "save", "end", "figure")
+        found.append(event | {"point": point, "count": 1, "after": 0.0, "seconds": d.number(2, 5)})
     if d.chance(0.25):
         event = {"process": d.one_of(*order), "point": "step", "count": d.integer(0, steps - 1)}
         event |= {"after": d.one_of(0.0, 0.002, 0.02), "launcher": d.chance(0.4)}
         found.append(event | {"signal": d.one_of("SIGTERM", "SIGTERM", "SIGINT", "SIGUSR1")})
+        if d.chance(0.5):  # while the checkpoint of this signal is written
+            before = event["count"] * epochs // steps // values["checkpoint_interval"]
+            at_save = {"process": order[0], "point": "save", "count": before + 1}
+            found.append(at_save | {"signal": "SIGKILL"})
     return found

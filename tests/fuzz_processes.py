@@ -5,7 +5,7 @@ Processes are killed, stopped or interrupted at points of the run, or their disk
 
 - mpirun ends, with an exit code that docs/checkpoints.md and docs/when-workers-fail.md name.
 - There is no traceback, and a sentence where the exit code is not 0.
-- Processes that did not fail are there at the end.
+- Processes that did not fail are there at the end. None of their workers is among the lost ones.
 - Rows of every evaluated epoch are there once, and the number of workers does not grow.
 - The last checkpoint is whole, and the run resumes from it to its end.
 - A recorded order replays to the bits of the survivors.
@@ -27,6 +27,7 @@ from omegaconf import OmegaConf
 import train
 from powergossip.events.order import Replay
 from powergossip.network import Processes
+from powergossip.network.links import LOST
 from powergossip.runs import metrics, output
 from powergossip.runs.checkpoints import FOLDER
 from powergossip.training.settings import checked
@@ -122,11 +123,13 @@ class _Ended:
         self.right = False  # all invariants hold
         values = {**case.train, **changes}
         words = [f"{key}={json.dumps(value)}" for key, value in values.items()]
-        survives = values.get("on_worker_loss") == "continue"
+        survives = values.get("on_worker_loss", "end") != "end"
         stopped = sum(event.get("seconds", 0) for event in plan.get("events", ()))
         limit = LONGEST * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)) + stopped
         plan = {**plan, "log": str(log), "dump": limit - 10}
-        options = ("--with-ft", "ulfm") if survives else ()
+        options = ["--with-ft", "ulfm"] if survives else []
+        if values.get("on_worker_loss") == "replace":
+            options += ["--prtemca", "state_base_recoverable", "1"]
         try:
             for _ in range(3):
                 ended = launch.python(
@@ -154,7 +157,8 @@ class _Ended:
         found = [json.loads(line) for line in lines]
         self.rows = [row for row in found if "digest" in row]
         info = folder / output.INFO_FILE
-        self.ending = json.loads(info.read_text()).get(output.ENDING) if info.exists() else None
+        facts = json.loads(info.read_text()) if info.exists() else {}
+        self.ending, self._lost = facts.get(output.ENDING), facts.get("lost_workers", [])
 
     def show_on_fault(self) -> None:
         if not self.right:
@@ -169,13 +173,16 @@ class _Ended:
         _require("Traceback" not in self.text, "no traceback")
         if self.code == 2 and self._is_rejection():
             return "rejected"
-        codes = {0}
+        stops = [e for e in self.happened if e["signal"] == "SIGSTOP"]
+        timeout = self._case.train.get("worker_timeout", 1e9)
+        dropped = {e["process"] for e in stops if e["seconds"] > timeout - 0.5}
+        codes = {0, LOST} if self.survives and killed | dropped else {0}
         for event in signals:
             ends_all = event.get("launcher") and event["signal"] != "SIGUSR1"
             codes.add(1 if ends_all else SIGNALS[event["signal"]])
         codes |= {2} if may_be_full else set()
         rows = self.folder / metrics.FILE
-        at_start = 0 in killed or any(e["point"] == "begin" for e in self.happened)
+        at_start = 0 in killed or any(e["point"] in ("begin", "load") for e in self.happened)
         if at_start and not (rows.exists() and rows.stat().st_size):
             codes.add(1)  # before the processes were connected, or the output folder was ready
         if own:
@@ -184,19 +191,22 @@ class _Ended:
             _require(self.code in codes, f"exit code {self.code} is one of {codes}")
         by_launcher = any(e.get("launcher") and e["signal"] != "SIGUSR1" for e in signals)
         if self.code and not own and not by_launcher:
-            _require("error: " in self.text, "a sentence")
-        if self.code:
+            words = "complete with" if self.code == LOST else "error: "
+            _require(words in self.text, "a sentence")
+        if self.code not in (0, LOST):
             return f"code {self.code}"
         _require(self.ending == output.COMPLETE, f"the ending is complete, not {self.ending}")
-        timeout = self._case.train.get("worker_timeout", 1e9)
-        stops = [e for e in self.happened if e["signal"] == "SIGSTOP"]
-        dropped = {e["process"] for e in stops if e["seconds"] > timeout - 0.5}
         interrupted = {e["process"] for e in signals if not e.get("launcher")}
         there = {row["process"] for row in self.rows}
         needed = set(range(self._case.processes)) - killed - dropped - interrupted
         if not may_be_full:
             _require(needed <= there, f"processes {needed} reach the end, not {there}")
-        self.hosted = self._case.train["n_workers"] // self._case.processes
+        hosted = self._case.train["n_workers"] // self._case.processes
+        failed = killed | dropped | interrupted
+        if not may_be_full:
+            of_failed = {w // hosted for w in self._lost} <= failed
+            _require(of_failed, f"the workers {self._lost} were those of failed processes")
+        _require(self.code == LOST or not self._lost, f"code {LOST} without {self._lost}")
         return "complete"
 
     def _is_rejection(self) -> bool:

@@ -5,8 +5,8 @@
     python -m tests.kill_series --cases 'kill 1' …      these cases only
 
 A run has 10 epochs of 12 steps. Processes are killed by SIGKILL up to 30 ms after a random step of
-theirs. Undisturbed runs have as many workers as survive, the same number of steps, and all data. A
-run is kept as FOLDER/CASE/SEED.json, so that the series can be continued.
+theirs, or at other moments. Undisturbed runs have as many workers as survive, the same number of
+steps, and all data. A run is kept as FOLDER/CASE/SEED.json, so that the series can be continued.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from typing import Any
 
 from powergossip.events import order
 from powergossip.events.order import Entry
+from powergossip.network.links import LOST
 from powergossip.randomness import generator
 from powergossip.runs import metrics
 from powergossip.runs.tables import markdown
@@ -46,8 +47,20 @@ class Series:
     stop: float = 0.0  # seconds
     data_of_lost: str = "left"
     reference: str | None = None
+    at: Sequence[tuple[str, int]] = ()  # points of tests/failing.py and counts, by seed in turn
+
+    @property
+    def code(self) -> int:
+        """The exit code."""
+        return LOST if self.kills else 0
 
 
+# Other moments than after a step: the start, evaluations, checkpoints, the last step, the end.
+MOMENTS = [
+    *(("load", 1), ("made", 0), ("evaluate", 1), ("evaluate", EPOCHS)),
+    *(("save", 1), ("publish", 2), ("row", 30), ("step", EPOCHS * STEPS - 1), ("end", 1)),
+    ("figure", 1),
+]
 CASES = {
     "8 workers": Series(),
     "7 workers": Series(processes=7),
@@ -56,6 +69,7 @@ CASES = {
     "kill 2": Series(kills=2, reference="6 workers"),
     "kill 1, redistributed": Series(kills=1, data_of_lost="redistributed", reference="7 workers"),
     "kill 2, redistributed": Series(kills=2, data_of_lost="redistributed", reference="6 workers"),
+    "kill 1, other moments": Series(kills=1, reference="7 workers", at=MOMENTS),
     "stop 10 s": Series(stop=10.0),
 }
 FEWER = {"8 workers": 10, "stop 10 s": 10}  # seeds at most
@@ -69,6 +83,12 @@ def plan_of(series: Series, seed: int) -> dict[str, Any]:
         event = {"process": victims[0], "point": "step", "count": 20, "signal": "SIGSTOP"}
         pace = {str(process): SLOWER for process in range(series.processes)}
         return {"events": [event | {"seconds": series.stop}], "pace": pace, "report": False}
+    if series.at:
+        # Of those points that only one process reaches, and not at the start, it is process 0.
+        point, count = series.at[seed % len(series.at)]
+        victim = 0 if point in ("publish", "row", "figure") else victims[victims[0] == 0]
+        event = {"process": victim, "point": point, "count": count, "signal": "SIGKILL"}
+        return {"events": [event], "report": False}
     events = [
         {
             "process": victim,
@@ -119,7 +139,7 @@ def run(series: Series, seed: int) -> dict[str, Any]:
             "wall": time.monotonic() - began,
             "load": os.getloadavg()[0],
         }
-        if ended.returncode:
+        if ended.returncode != series.code:
             return found | {"text": (ended.stdout + ended.stderr)[-4000:]}
         return found | measured(series, plan, folder, _rows(ended.stdout))
 
@@ -228,7 +248,7 @@ def table(folder: Path) -> str:
         runs = kept(folder, case)
         if not runs:
             continue
-        good = [run for run in runs.values() if not run["hang"] and run["code"] == 0]
+        good = [run for run in runs.values() if not run["hang"] and run["code"] == series.code]
         accuracies = [100 * run["accuracy"] for run in good]
         means[case] = statistics.fmean(accuracies) if accuracies else math.nan
         reference = means.get(series.reference or "", math.nan)
@@ -241,7 +261,7 @@ def table(folder: Path) -> str:
                 case,
                 str(len(runs)),
                 str(sum(run["hang"] for run in runs.values())),
-                str(sum(run.get("code", 0) != 0 for run in runs.values())),
+                str(sum(run.get("code", series.code) != series.code for run in runs.values())),
                 str(incomplete),
                 f"{means[case]:.2f}",
                 f"{statistics.stdev(accuracies):.2f}" if len(accuracies) > 1 else "",
@@ -253,7 +273,7 @@ def table(folder: Path) -> str:
                 f"{statistics.median(ratios):.2f}" if ratios else "",
             ]
         )
-    head = ["case", "runs", "hang", "code ≠ 0", "rows missing", "accuracy", "s.d.", "least"]
+    head = ["case", "runs", "hang", "wrong code", "rows missing", "accuracy", "s.d.", "least"]
     head += ["mean − reference", "least − reference", "lost, median s", "lost, most s", "rate"]
     text = markdown(head, lines)
     stopped = list(kept(folder, "stop 10 s").values())

@@ -39,7 +39,7 @@ def test_a_table_is_written_from_the_runs_that_are_there(
     def run(series: kill_series.Series, seed: int) -> dict[str, object]:
         accuracy = 0.9 if series.kills else 0.95
         deaths = [{"lost": 0.1, "before": 2.0, "after": 1.0, "neighbors": 2}] * series.kills
-        found = {"hang": False, "code": 0, "accuracy": accuracy, "deaths": deaths}
+        found = {"hang": False, "code": series.code, "accuracy": accuracy, "deaths": deaths}
         return found | {"rows complete": True, "overshoot": 0.0}
 
     monkeypatch.setattr(kill_series, "run", run)
