@@ -368,6 +368,7 @@ def test_methods_without_exchanges_by_edges_are_rejected(changes, key, with_ulfm
 def test_a_run_without_some_workers_names_them() -> None:
     words = linked.sentence([1, 5, 6, 7, 9], 10)
     assert re.findall(r"\d+(?:-\d+)?", words) == ["0", "2-4", "8", "1", "5-7", "9"]
+    assert linked.without([]) == ""
 
 
 @pytest.mark.parametrize(

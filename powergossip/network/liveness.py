@@ -1,7 +1,7 @@
 """Evidence that other processes of a run live, whatever their main threads do.
 
 A process that computes, loads data, or waits for a core lives. One that is stopped does not. Those
-of the same host see this in /proc. Those of other hosts hear of it from a thread, in heartbeats.
+of the same host see this in /proc. Those of other hosts receive heartbeats, which a thread sends.
 """
 
 import atexit

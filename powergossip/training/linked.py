@@ -88,7 +88,12 @@ def finish(links: Links | None, processes: Processes, action: Callable[[], None]
 def sentence(missing: Sequence[int], n_workers: int) -> str:
     """The end of a run that has lost workers."""
     present = sorted(set(range(n_workers)) - set(missing))
-    return f"complete with workers {_listed(present)}, without {_listed(missing)}, which were lost"
+    return f"complete with workers {_listed(present)}{without(missing)}"
+
+
+def without(missing: Sequence[int]) -> str:
+    """The end of a sentence, with the lost workers if there are some."""
+    return f", without workers {_listed(missing)}, which were lost" if missing else ""
 
 
 def _listed(workers: Sequence[int]) -> str:

@@ -23,7 +23,7 @@ from powergossip.training.evaluation import Evaluation
 from powergossip.training.event_training import EventTraining, event_driven, replaces
 from powergossip.training.first_batch import check_first_batch, check_sizes
 from powergossip.training.gradients import Gradients
-from powergossip.training.linked import finish, make_links
+from powergossip.training.linked import finish, make_links, without
 from powergossip.training.linked_epochs import LinkedEpochs
 from powergossip.training.local_optimizers import learning_rate
 from powergossip.training.measurements import Hooks, Rows, log_phases, log_replaced
@@ -360,7 +360,9 @@ class Trainer:
     def _interrupt(self, number: int, signals: Signals, position: Position, save: Save) -> NoReturn:
         """Save and raise Interrupted, in all processes."""
         signals.agreed = True
-        raise interrupted(number, self.step, position[0] + 1, resumable=save(position))
+        resumable = save(position)
+        lost = without(self.missing)
+        raise interrupted(number, self.step, position[0] + 1, resumable, lost)
 
     def _received_signal(self, signals: Signals) -> int | None:
         """A signal that some process received, in all processes after the same step."""
