@@ -4,6 +4,7 @@ python tests/surviving.py kills SEED       one or two of them end at random time
 python tests/surviving.py stop SECONDS     process 1 is stopped for that time; 0: for ever
 python tests/surviving.py join VICTIM      a process ends, a new one takes its place, another ends
 python tests/surviving.py busy SECONDS     process 1 sleeps for that time, and 3 holds Python's lock
+python tests/surviving.py split TIMEOUT    the network between even and odd processes fails
 
 With HOSTS as a last argument, the processes believe to be on so many hosts, in turn. The survivors
 print rows in JSON.
@@ -25,6 +26,7 @@ from mpi4py import MPI
 
 from powergossip.network import joining
 from powergossip.network.links import Links, end_alone
+from powergossip.network.wire import Wire
 
 LIMIT = 60  # seconds after which a program that hangs ends
 
@@ -161,6 +163,24 @@ def busy(seconds: float) -> None:
     links.finish()
 
 
+def split(timeout: float) -> None:
+    communicator = MPI.COMM_WORLD
+    links = Links(communicator, range(communicator.size), timeout)
+    end_alone(links)
+    chatter = Chatter(links, 1000)
+    chatter.run(0.5)
+    send = Wire.send
+
+    def send_near(self: Wire, process: int, *message: Any, **named: Any) -> None:
+        if (process - self.own) % 2 == 0:
+            send(self, process, *message, **named)
+
+    Wire.send = send_near  # type: ignore[method-assign]
+    chatter.run(5 * timeout)
+    row(process=links.process, members=links.survivors().members)
+    links.finish()
+
+
 def join(victim: int) -> None:
     communicator = MPI.COMM_WORLD
     links = Links(communicator, range(communicator.size), worker_timeout=20)
@@ -219,7 +239,7 @@ if __name__ == "__main__":
     if hosts:
         own = f"host-{MPI.COMM_WORLD.rank % int(hosts[0])}"
         socket.gethostname = lambda: own
-    if kind in ("stop", "busy"):
-        {"stop": stop, "busy": busy}[kind](float(argument))
+    if kind in ("stop", "busy", "split"):
+        {"stop": stop, "busy": busy, "split": split}[kind](float(argument))
     else:
         {"kills": kills, "join": join, "newcomer": newcomer}[kind](int(argument))

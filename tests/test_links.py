@@ -184,6 +184,14 @@ def test_a_process_that_is_stopped_for_too_long_is_lost_and_ends(
     assert errors.count("worker_timeout=0.6") == (1 if seconds else 0)
 
 
+@pytest.mark.slow
+def test_one_side_goes_on_where_the_network_fails() -> None:
+    rows, errors = surviving("split", 0.5, 2, code=1)
+    assert sorted(row["process"] for row in rows) == [0, 2]
+    assert all(row["members"] == [0, 2] for row in rows)
+    assert errors.count("[0, 2]") == 2
+
+
 @pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_new_process_takes_the_place_of_a_lost_one(victim: int) -> None:
     # After MPI_Comm_spawn, mpirun does not end with 0 unless all processes call MPI_Finalize.
