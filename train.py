@@ -30,7 +30,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from powergossip.errors import BadInput, CannotWrite
+from powergossip.errors import BadInput, CannotWrite, Dropped
 from powergossip.network import Processes, processes, torch_kept
 from powergossip.runs import configuration, figures, metrics, output, tables
 from powergossip.runs.checkpoints import Checkpoints
@@ -330,7 +330,8 @@ def _train(settings: Any, comm: Processes, name: str | None, folder: Path | None
             check_rest(trainer.config, trainer.step, trainer.position[:2], trainer.workers_before)
             if comm.rank == 0:
                 offset = None if folder is None else trainer.metrics_bytes
-                _output = Output(name, settings, offset, settings.allow_lost_rows)
+                allowed = settings.allow_lost_rows
+                _output = Output(name, settings, offset, allowed, process=comm.index)
         written = None if _output is None else (_output.folder, _output.lost_rows)
         found, lost_rows = check_begun(comm.broadcast(written))
         place.append(found)
@@ -380,11 +381,14 @@ def _train_the_rest(trainer: Trainer, place: Path, save_first: bool) -> None:
 
 @contextmanager
 def _ended(trainer: Trainer) -> Iterator[None]:
-    """A block, after which the trainer and the output are closed."""
+    """A block, after which the trainer and the output are closed, unless others write to it."""
     global _output
     ending = None
     try:
         yield
+    except Dropped:
+        _output = None
+        raise
     except BaseException as error:
         ending = type(error).__name__
         raise
@@ -398,9 +402,9 @@ def _ended(trainer: Trainer) -> Iterator[None]:
 def _hooks_of_run(settings: Any, place: Sequence[Path]) -> Hooks:
     """The hooks of a run in the folder place[0]. They go on with the output of a lost process."""
 
-    def take_over(rows: Sequence[Row]) -> None:
+    def take_over(rows: Sequence[Row], process: int) -> None:
         global _output
-        _output = output.take_over(place[0], settings, rows)
+        _output = output.take_over(place[0], settings, rows, process)
 
     return replace(_hooks(), take_over=take_over)
 
