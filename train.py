@@ -22,6 +22,8 @@ Its checkpoints can be evaluated again, which changes nothing in the folder:
     python train.py --output-dir output/mine evaluate_only=true checkpoint=best
 """
 
+import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -30,8 +32,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from powergossip.errors import BadInput, CannotWrite, Dropped
-from powergossip.network import Processes, processes, torch_kept
+from powergossip.errors import BadInput, CannotWrite, Dropped, Interrupted
+from powergossip.network import Processes, launch, processes, torch_kept
 from powergossip.runs import configuration, figures, metrics, output, tables
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.output import COMPLETE, FIGURE, Output, run_to_resume
@@ -375,7 +377,12 @@ def _train_the_rest(trainer: Trainer, place: Path, save_first: bool) -> None:
             return metrics.complete_bytes(place / metrics.FILE)
         return _output.rows.synced_offset()
 
-    trainer.train(Checkpoints(place, trainer.processes), metrics_offset, save_first)
+    try:
+        trainer.train(Checkpoints(place, trainer.processes), metrics_offset, save_first)
+    except Interrupted as error:
+        program = f"{launch.command(trainer.processes)} {shlex.quote(os.path.relpath(__file__))}"
+        command = f"{program} --output-dir {shlex.quote(str(place))} resume=true"
+        raise Interrupted(f"{error}; resume with: {command}", error.signal) from None
     trainer.finish(report)
 
 

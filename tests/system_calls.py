@@ -20,7 +20,11 @@ _HARMLESS = {
 def is_system_call(function: Any) -> bool:
     """Whether a builtin function is a call of the operating system that may change files."""
     of = type(getattr(function, "__self__", None))
-    if of.__module__ != "_io" and getattr(function, "__module__", None) not in ("posix", "_io"):
+    if of.__module__ != "_io" and getattr(function, "__module__", None) not in (
+        "posix",
+        "_io",
+        "io",
+    ):
         return False
     to_buffer = (of.__name__, function.__name__) == ("BufferedWriter", "write")
     return not to_buffer and function.__name__ not in _HARMLESS

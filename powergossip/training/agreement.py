@@ -100,9 +100,8 @@ class Agreement:
         return max(1, min(_MOST_STEPS, int(interval / max(per_step, 1e-9))))
 
 
-def interrupted(number: int, step: int, epoch: int, resumable: bool) -> Interrupted:
+def interrupted(number: int, step: int, epoch: int) -> Interrupted:
     """The error of a run that a signal ends after this number of steps. `epoch` is from 1."""
-    text = f"stopped by {Signals(number).name} after step {step} (epoch {epoch})"
-    if resumable:
-        text += "; the same command with resume=true resumes there"
-    return Interrupted(text, number)
+    return Interrupted(
+        f"stopped by {Signals(number).name} after step {step} (epoch {epoch})", number
+    )
