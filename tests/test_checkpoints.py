@@ -395,6 +395,12 @@ def test_a_damaged_checkpoint_is_an_error(damage: str, tmp_path: Path) -> None:
         assert {row["epoch"] for row in rows_of(tmp_path)} == {1}
 
 
+def test_a_run_cannot_resume_without_its_configuration(tmp_path: Path) -> None:
+    run(tmp_path, SMALL | {"num_epochs": 1})
+    (tmp_path / "config.yaml").unlink()
+    assert str(tmp_path / "config.yaml") in rejected(tmp_path, task_architecture="CNN")
+
+
 def test_a_run_cannot_resume_without_the_rows_before_its_checkpoint(tmp_path: Path) -> None:
     """Unless that is allowed, once: the next checkpoint is of the rows that are left."""
     run(tmp_path, SMALL | {"num_epochs": 2})

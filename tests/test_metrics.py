@@ -271,6 +271,30 @@ def test_figures_do_without_some_rows(tmp_path: Path, missing: str) -> None:
     assert (tmp_path / "runs.png").exists()
 
 
+def test_labels_of_axes_are_within_the_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    columns = ("epoch", "megabytes", "seconds", "mean", "deviation")
+    band = pd.DataFrame({column: [1.0, 2.0] for column in columns})
+    y = "cross_entropy of the mean model, validation data"
+    figures.side_by_side({"a": band}, tmp_path / "x.png", y)
+    figures.figure(write_run(tmp_path, epochs=2), tmp_path / "x.png")
+    for figure in drawn:
+        figure.draw_without_rendering()
+        for axes in figure.axes:
+            label = axes.yaxis.label.get_window_extent()
+            assert 5 < label.y0 < label.y1 < figure.bbox.height - 5
+
+
+def test_twelve_lines_have_colors_of_their_own() -> None:
+    assert len({figures.line_style(index)[0] for index in range(12)}) == 12
+    assert len({figures.line_style(index) for index in range(36)}) == 36
+
+
 def test_figures_show_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lines of each panel are read from matplotlib's objects before they are saved."""
     from matplotlib.figure import Figure

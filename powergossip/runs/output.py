@@ -225,8 +225,13 @@ def run_to_resume(name: str | None, resume: bool | str, key: str = "resume") -> 
     if name is None:
         raise ValueError(f"{given}: give the run's folder with --output-dir")
     folder = Path(name)
-    if (folder / CONFIG_FILE).exists() or (folder / checkpoints.FOLDER).exists():
+    if (folder / CONFIG_FILE).exists():
         return folder
+    if (folder / checkpoints.FOLDER).exists():
+        raise ValueError(
+            f"{given}: {folder / CONFIG_FILE} is missing; restore it, or begin a run with "
+            "another --output-dir"
+        )
     if resume is True:
         raise ValueError(
             f"{given}: {folder} has no run; give the folder of a run with --output-dir"
