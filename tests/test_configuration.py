@@ -231,7 +231,7 @@ def test_a_resumed_run_keeps_the_values_of_keys_that_are_not_given(tmp_path: Pat
 
 def test_an_unknown_key_of_a_saved_configuration_is_rejected(tmp_path: Path) -> None:
     file = yaml_file(tmp_path, "seed: 3\nnum_epoch: 9\n", "config.yaml")
-    for arguments in (["resume=true", "--output-dir", tmp_path], ["--config", file]):
+    for arguments in (["resume=true", "--output-dir", str(tmp_path)], ["--config", str(file)]):
         text = rejection(*arguments)
         assert f"{file}, line 2" in text
         assert "num_epochs" in text
