@@ -22,6 +22,8 @@ Its checkpoints can be evaluated again, which changes nothing in the folder:
     python train.py --output-dir output/mine evaluate_only=true checkpoint=best
 """
 
+import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -30,8 +32,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from powergossip.errors import BadInput, CannotWrite
-from powergossip.network import Processes, processes, torch_kept
+from powergossip.errors import BadInput, CannotWrite, Dropped, Interrupted
+from powergossip.network import Processes, launch, processes, torch_kept
 from powergossip.runs import configuration, figures, metrics, output, tables
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.output import COMPLETE, FIGURE, Output, run_to_resume
@@ -330,7 +332,8 @@ def _train(settings: Any, comm: Processes, name: str | None, folder: Path | None
             check_rest(trainer.config, trainer.step, trainer.position[:2], trainer.workers_before)
             if comm.rank == 0:
                 offset = None if folder is None else trainer.metrics_bytes
-                _output = Output(name, settings, offset, settings.allow_lost_rows)
+                allowed = settings.allow_lost_rows
+                _output = Output(name, settings, offset, allowed, process=comm.index)
         written = None if _output is None else (_output.folder, _output.lost_rows)
         found, lost_rows = check_begun(comm.broadcast(written))
         place.append(found)
@@ -376,7 +379,12 @@ def _train_the_rest(trainer: Trainer, place: Path, save_first: bool) -> None:
             return metrics.complete_bytes(place / metrics.FILE)
         return _output.rows.synced_offset()
 
-    trainer.train(Checkpoints(place, trainer.processes), metrics_offset, save_first)
+    try:
+        trainer.train(Checkpoints(place, trainer.processes), metrics_offset, save_first)
+    except Interrupted as error:
+        program = f"{launch.command(trainer.processes)} {shlex.quote(os.path.relpath(__file__))}"
+        command = f"{program} --output-dir {shlex.quote(str(place))} resume=true"
+        raise Interrupted(f"{error}; resume with: {command}", error.signal) from None
     trainer.finish(report)
     if trainer.missing and trainer.processes.rank == 0:
         print(linked.sentence(trainer.missing, trainer.config.n_workers))
@@ -384,11 +392,14 @@ def _train_the_rest(trainer: Trainer, place: Path, save_first: bool) -> None:
 
 @contextmanager
 def _ended(trainer: Trainer) -> Iterator[None]:
-    """A block, after which the trainer and the output are closed."""
+    """A block, after which the trainer and the output are closed, unless others write to it."""
     global _output
     ending = None
     try:
         yield
+    except Dropped:
+        _output = None
+        raise
     except BaseException as error:
         ending = type(error).__name__
         raise
@@ -402,9 +413,9 @@ def _ended(trainer: Trainer) -> Iterator[None]:
 def _hooks_of_run(settings: Any, place: Sequence[Path]) -> Hooks:
     """The hooks of a run in the folder place[0]. They go on with the output of a lost process."""
 
-    def take_over(rows: Sequence[Row]) -> None:
+    def take_over(rows: Sequence[Row], process: int) -> None:
         global _output
-        _output = output.take_over(place[0], settings, rows)
+        _output = output.take_over(place[0], settings, rows, process)
 
     return replace(_hooks(), take_over=take_over)
 

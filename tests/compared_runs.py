@@ -29,7 +29,7 @@ def write_run(
     (folder / "config.yaml").write_text(yaml.safe_dump(values))
     done = len(accuracies) / values["num_epochs"] if progress is None else progress
     (folder / "info.json").write_text(json.dumps({"state.progress": done, **(info or {})}))
-    log = MetricsLog(folder / FILE, fresh=True)
+    log = MetricsLog(folder / FILE)
     for epoch, value in enumerate(accuracies, 1):
         numbers = {"epoch": epoch, "bits": bits * epoch, "messages": epoch, "seconds": 2.0 * epoch}
 
@@ -57,7 +57,7 @@ def write_sweep(folder: Path, seed: int = 42) -> Path:
     config = {"n_workers": 4, "seed": seed, "algorithm": "all", "diffusion_rate": None}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     (folder / "info.json").write_text(json.dumps({"state.progress": 1.0}))
-    log = MetricsLog(folder / FILE, fresh=True)
+    log = MetricsLog(folder / FILE)
     for errors, tags in (
         ([8.0, 4.0, 2.0], {"algorithm": "plain"}),
         ([8.0, 1.0, 6.0], {"algorithm": "signs", "diffusion_rate": "0.5"}),

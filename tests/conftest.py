@@ -16,6 +16,8 @@ from pathlib import Path
 
 # Before torch is loaded: eight test processes on two cores must not run sixteen threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Without mpirun, nothing removes the files of 16 MiB in /dev/shm by which processes communicate.
+os.environ.update({} if "OMPI_COMM_WORLD_SIZE" in os.environ else {"OMPI_MCA_btl": "self"})
 
 import hypothesis
 import pytest
@@ -39,6 +41,8 @@ def forget_mpi_in_environment() -> None:
             os.unsetenv(name)
 
 
+if "OMPI_COMM_WORLD_SIZE" not in os.environ:
+    del os.environ["OMPI_MCA_btl"]  # noqa: SIM112 mpirun's spelling
 if MPI.COMM_WORLD.size == 1:
     forget_mpi_in_environment()
 

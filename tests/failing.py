@@ -25,6 +25,7 @@ Points, of which `count` is the one with that index:
     evaluate  an evaluation, from 1
     save      a part of a checkpoint, from 1. With SIGKILL half of it is written
     publish   an index of checkpoints, from 1
+    call      before or after a system call while a checkpoint is saved, from 0
     row       a row of measurements, from 1. With SIGKILL half of it is written
     end       the last block of a run. figure: its figure
 
@@ -59,6 +60,7 @@ from powergossip.training import construction
 from powergossip.training.evaluation import Evaluation
 from powergossip.training.event_training import EventTraining
 from powergossip.training.trainer import Trainer
+from tests.system_calls import moments
 
 plan: dict[str, Any] = json.loads(sys.argv[1])
 is_new = newcomer.INVITATION in os.environ
@@ -200,6 +202,14 @@ def with_parts(write: Any) -> Any:
     return part
 
 
+def with_calls(save: Any) -> Any:
+    def saved(self: checkpoints.Checkpoints, *arguments: Any, **options: Any) -> None:
+        with moments(lambda _: at("call", counted("call") - 1)):
+            save(self, *arguments, **options)
+
+    return saved
+
+
 def with_rows(write: Any) -> Any:
     def row(self: MetricsLog, *arguments: Any) -> Any:
         at("row", counted("row"), lambda: self._file.write(b'{"name": "half'))
@@ -225,6 +235,9 @@ Wire.send = before("message", Wire.send, first=0)  # type: ignore[method-assign]
 checkpoints._write_part = with_parts(checkpoints._write_part)
 checkpoints.Checkpoints._publish = before(  # type: ignore[method-assign]
     "publish", checkpoints.Checkpoints._publish
+)
+checkpoints.Checkpoints.save = with_calls(  # type: ignore[method-assign]
+    checkpoints.Checkpoints.save
 )
 MetricsLog.write = with_rows(MetricsLog.write)  # type: ignore[method-assign]
 Trainer.__init__ = with_making(Trainer.__init__)  # type: ignore[method-assign]

@@ -90,7 +90,8 @@ class _Draws:
 
 def draw(seed: int, driver: str = "virtual") -> Case:
     """The case of a seed. A few are impossible, and rejected."""
-    return {"virtual": _virtual, "processes": _processes}[driver](_Draws(seed))
+    kinds = {"virtual": _virtual, "processes": _processes, "publishing": _publishing}
+    return kinds[driver](_Draws(seed))
 
 
 def _virtual(d: _Draws) -> Case:
@@ -287,6 +288,31 @@ def _processes(d: _Draws) -> Case:
         else:
             disk = d.integer(16, 120 * size)
     return Case("processes", values, processes=size, plan=plan, disk=disk)
+
+
+_CALLS = 60  # moments of process 0 while a checkpoint is saved, at least
+
+
+def _publishing(d: _Draws) -> Case:
+    """Processes end or stop at system calls while they save a checkpoint."""
+    drawn = _processes(d)
+    loss = {"on_worker_loss": "continue", "worker_timeout": _TIMEOUTS[0]}
+    values = {**drawn.train, **loss, "checkpoint_interval": 1}
+    most = values["num_epochs"] * _CALLS - 1
+    lost = range(d.integer(1, drawn.processes - 1))
+    events: list[dict[str, Any]] = []
+    for process in lost:
+        event = {"process": process, "point": "call", "count": d.integer(0, most)}
+        if d.chance(0.5):
+            events.append(event | {"signal": "SIGKILL"})
+        else:
+            seconds = d.one_of(0.5, _TIMEOUTS[0] + d.number(1.0, 2.0))
+            events.append(event | {"signal": "SIGSTOP", "seconds": seconds})
+    # The others are still training when a process that was stopped returns.
+    steps = values["num_epochs"] * values["max_steps_per_epoch"]
+    pace = {str(process): round(8 / steps, 3) for process in range(drawn.processes)}
+    plan = {"events": events, "report": False, "pace": pace}
+    return Case("publishing", values, processes=drawn.processes, plan=plan)
 
 
 def _failures(

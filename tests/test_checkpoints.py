@@ -2,6 +2,8 @@
 
 import json
 import random
+import shlex
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -304,7 +306,10 @@ def test_a_run_ended_by_a_signal_resumes_in_another_layout(
     stopped = Checkpoints(tmp_path / "stopped", Processes()).describe()
     assert stopped is not None
     assert 8 <= stopped["step"] < STEPS
-    again = python(*command(tmp_path / "stopped", "resume=true"), processes=after)
+    words = shlex.split(line.partition("resume with: ")[2])
+    launcher = ["mpirun", "-np", str(before), "python"]
+    assert words[: len(launcher)] == launcher
+    again = python(*words[len(launcher) :], processes=after)
     assert again.returncode == 0, again.stderr
     ours, whole = end_of(tmp_path / "stopped"), end_of(tmp_path / "whole")
     torch.testing.assert_close(ours["x"], whole["x"], atol=1e-4, rtol=1e-4)
@@ -363,7 +368,7 @@ def test_resume_needs_an_output_folder(monkeypatch: pytest.MonkeyPatch) -> None:
         train.main()
 
 
-@pytest.mark.parametrize("damage", ["cut", "changed", "missing", "index"])
+@pytest.mark.parametrize("damage", ["cut", "changed", "missing", "index", "no index"])
 def test_a_damaged_checkpoint_is_an_error(damage: str, tmp_path: Path) -> None:
     run(tmp_path, SMALL)
     (part,) = {path for path in tmp_path.rglob("part-0.pt") if "000020" in str(path)}
@@ -379,9 +384,21 @@ def test_a_damaged_checkpoint_is_an_error(damage: str, tmp_path: Path) -> None:
     elif damage == "missing":
         part.unlink()
         assert "No such file" in rejected(tmp_path)
-    else:
+    elif damage == "index":
         (tmp_path / "checkpoints" / "index.json").write_text('{"version": 1, "la')
         assert "index.json" in rejected(tmp_path)
+    else:
+        (tmp_path / "checkpoints" / "index.json").unlink()
+        assert "index.json" in rejected(tmp_path)
+        shutil.rmtree(tmp_path / "checkpoints")  # as the sentence says
+        run(tmp_path, SMALL | {"resume": True, "num_epochs": 1})
+        assert {row["epoch"] for row in rows_of(tmp_path)} == {1}
+
+
+def test_a_run_cannot_resume_without_its_configuration(tmp_path: Path) -> None:
+    run(tmp_path, SMALL | {"num_epochs": 1})
+    (tmp_path / "config.yaml").unlink()
+    assert str(tmp_path / "config.yaml") in rejected(tmp_path, task_architecture="CNN")
 
 
 def test_a_run_cannot_resume_without_the_rows_before_its_checkpoint(tmp_path: Path) -> None:
@@ -474,6 +491,34 @@ def test_a_full_disk_keeps_the_rows_before(n_processes: int | None, tmp_path: Pa
 
 
 # --- The class Checkpoints ------------------------------------------------------------------------
+
+
+def test_a_first_checkpoint_that_is_interrupted_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Checkpoints(tmp_path, network.Processes())
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "sync_folder", raise_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            kept.save(1, range(2), {"rows": torch.zeros(2)}, {})
+    assert kept.describe() is None
+    kept.save(2, range(2), {"rows": torch.zeros(2)}, {})
+    assert {path.name for path in (tmp_path / checkpoints.FOLDER).iterdir()} == {
+        "index.json",
+        "step-000002",
+    }
+
+
+def raise_interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_part_has_the_rows_of_its_workers_only(tmp_path: Path) -> None:
+    """torch.save writes the whole storage of a tensor."""
+    row = torch.zeros(1000, 1000)[:1]
+    Checkpoints(tmp_path, network.Processes()).save(1, range(1), {"x": row}, {})
+    (part,) = tmp_path.rglob("part-0.pt")
+    assert part.stat().st_size < 2 * 4 * row.numel()
 
 
 def test_facts_are_those_of_the_time_when_all_parts_are_written(tmp_path: Path) -> None:

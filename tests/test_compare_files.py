@@ -226,6 +226,15 @@ def test_the_page_has_the_table_and_the_curves_of_the_figure(tmp_path: Path) -> 
     assert of_sweep["xaxis"]["title"]["text"] == "step"
 
 
+def test_the_title_of_the_page_counts_runs(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, optimizer=name) for name in ("dpsgd", "choco")]
+    titles = [
+        re.search("<title>(.*)</title>", page.document(compared(*some), "")).group(1)  # type: ignore[union-attr]
+        for some in (runs[:1], runs)
+    ]
+    assert titles == ["1 run", "2 runs side by side"]
+
+
 def test_the_page_asks_no_server_and_runs_no_text_of_a_configuration(tmp_path: Path) -> None:
     """Texts of configurations and names of folders are shown as they are."""
     bad = '</script><img src="http://example.org/x.png">&lt;"\''

@@ -111,6 +111,10 @@ def test_a_dotted_key_in_a_file_changes_one_entry(tmp_path: Path) -> None:
     assert config.topology_options == {"rewiring": 0.2, "degree": 4}
 
 
+def test_an_output_folder_needs_a_name() -> None:
+    assert "--output-dir" in rejection("--output-dir", "")
+
+
 def test_resuming_requires_an_output_folder() -> None:
     text = rejection("--suffix", ".e500", "resume=true")
     assert "--output-dir" in text
@@ -209,7 +213,7 @@ def test_values_of_a_saved_configuration_are_not_explicit(tmp_path: Path) -> Non
 
 
 def test_a_resumed_run_keeps_the_values_of_keys_that_are_not_given(tmp_path: Path) -> None:
-    yaml_file(tmp_path, "seed: 3\nbatch_size: 9\nmomentum: 0.5\nformer_key: 1\n", "config.yaml")
+    yaml_file(tmp_path, "seed: 3\nbatch_size: 9\nmomentum: 0.5\n", "config.yaml")
     config = OmegaConf.structured(train.Config)
     config.momentum = 0.7  # by a driver
     arguments = ["resume=true", "seed=1", "--output-dir", str(tmp_path)]
@@ -223,6 +227,14 @@ def test_a_resumed_run_keeps_the_values_of_keys_that_are_not_given(tmp_path: Pat
     }
     without = config_after("seed=1", "--output-dir", tmp_path)
     assert without.batch_size == train.Config.batch_size
+
+
+def test_an_unknown_key_of_a_saved_configuration_is_rejected(tmp_path: Path) -> None:
+    file = yaml_file(tmp_path, "seed: 3\nnum_epoch: 9\n", "config.yaml")
+    for arguments in (["resume=true", "--output-dir", str(tmp_path)], ["--config", str(file)]):
+        text = rejection(*arguments)
+        assert f"{file}, line 2" in text
+        assert "num_epochs" in text
 
 
 def test_a_rejected_command_line_changes_nothing(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ Most cases of bad input share one mpirun: a driver tries them one after the othe
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -551,14 +552,21 @@ def test_ctrl_c_of_one_process_writes_a_checkpoint(
 
     monkeypatch.setattr(Trainer, "gradient", interrupted)
     monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
-    monkeypatch.setattr(train, "output_dir", str(tmp_path))
-    assert exit_of(train.main, [*TINY, "n_workers=2"], monkeypatch) == 130
+    monkeypatch.chdir(tmp_path)
+    assert exit_of(train.main, [*TINY, "n_workers=2", "num_epochs=2"], monkeypatch) == 130
     (line,) = capsys.readouterr().err.splitlines()
     assert "SIGINT after step 7 " in line
-    assert "resume=true" in line
-    last = Checkpoints(tmp_path, Processes()).describe()
+    (folder,) = (tmp_path / "output").iterdir()
+    last = Checkpoints(folder, Processes()).describe()
     assert last is not None
     assert last["step"] == 7
+    monkeypatch.setattr(Trainer, "gradient", gradient)
+    program, file, *arguments = shlex.split(line.partition("resume with: ")[2])
+    assert (program, Path(file).resolve()) == ("python", Path(train.__file__))
+    train.main(arguments)
+    last = Checkpoints(folder, Processes()).describe()
+    assert last is not None
+    assert last["step"] > 7
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])

@@ -25,7 +25,7 @@ def values(value: float, epoch: float = 1, bits: int = 8_000_000) -> dict[str, f
 
 def write_run(folder: Path, epochs: int, n_workers: int = 4) -> pd.DataFrame:
     """Rows as training writes them; accuracy grows by 10 % an epoch, 8 Mbit are sent in each."""
-    log = MetricsLog(folder / FILE, fresh=True)
+    log = MetricsLog(folder / FILE)
 
     def row(name: str, value: float, epoch: int, **tags: Any) -> None:
         log.write(name, values(value, epoch, 8_000_000 * epoch), tags)
@@ -50,7 +50,7 @@ def write_run(folder: Path, epochs: int, n_workers: int = 4) -> pd.DataFrame:
 
 
 def test_rows_are_loaded_as_written(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path / FILE, fresh=True)
+    log = MetricsLog(tmp_path / FILE)
     log.write("accuracy", values(0.5), {"split": "test", "worker": 0})
     log.write("loss", values(math.nan, epoch=2), {"label": "é\n"})
     log.write("loss", values(math.inf, epoch=3), {"path": Path("x")})
@@ -69,22 +69,22 @@ def test_rows_are_loaded_as_written(tmp_path: Path) -> None:
 
 
 def test_a_tag_cannot_hide_a_value(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path / FILE, fresh=True)
+    log = MetricsLog(tmp_path / FILE)
     with pytest.raises(ValueError, match=r'loss.*"epoch"'):
         log.write("loss", values(1), {"epoch": 3})
     assert log.offset == 0
 
 
-def test_fresh_empties_the_file_and_not_fresh_adds(tmp_path: Path) -> None:
-    for fresh, expected in ((False, [1]), (False, [1, 1]), (True, [1]), (False, [1, 1])):
-        log = MetricsLog(tmp_path / FILE, fresh=fresh)
+def test_rows_are_added_to_those_in_the_file(tmp_path: Path) -> None:
+    for expected in ([1], [1, 1]):
+        log = MetricsLog(tmp_path / FILE)
         log.write("loss", values(1), {})
         log.close()
         assert metrics.load(tmp_path)["value"].tolist() == expected
 
 
 def test_every_row_is_in_the_file_at_once(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path / FILE, fresh=True)
+    log = MetricsLog(tmp_path / FILE)
     for k in range(3):
         log.write("loss", values(k), {})
         assert metrics.load(tmp_path)["value"].tolist() == list(range(k + 1))
@@ -96,7 +96,7 @@ def test_killed_processes_lose_at_most_a_row(tmp_path: Path) -> None:
 import itertools, sys
 from pathlib import Path
 from powergossip.runs.metrics import MetricsLog
-log = MetricsLog(Path(sys.argv[1]), fresh=True)
+log = MetricsLog(Path(sys.argv[1]))
 for k in itertools.count():
     log.write("loss", {"value": k, "epoch": 1, "bits": 1, "messages": 1, "seconds": 1}, {})
     print(k, flush=True)
@@ -123,7 +123,7 @@ for k in itertools.count():
 
 @pytest.mark.parametrize("cut", [1, 5, 40])
 def test_an_incomplete_last_line_is_left_out(tmp_path: Path, cut: int) -> None:
-    log = MetricsLog(tmp_path / FILE, fresh=True)
+    log = MetricsLog(tmp_path / FILE)
     for k in range(3):
         log.write("loss", values(k), {})
     log.close()
@@ -132,14 +132,11 @@ def test_an_incomplete_last_line_is_left_out(tmp_path: Path, cut: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert metrics.load(tmp_path)["value"].tolist() == [0, 1]
-        log = MetricsLog(tmp_path / FILE, fresh=False)
-        log.write("loss", values(9), {})
-        assert metrics.load(tmp_path)["value"].tolist() == [0, 1, 9]
 
 
 @pytest.mark.parametrize("broken", [b'{"name": "lo', b"\x00\x00", b"\xff", b"3", b""])
 def test_broken_lines_are_named(tmp_path: Path, broken: bytes) -> None:
-    log = MetricsLog(tmp_path / FILE, fresh=True)
+    log = MetricsLog(tmp_path / FILE)
     log.write("loss", values(0), {})
     with (tmp_path / FILE).open("ab") as file:
         file.write(broken + b"\n")
@@ -149,31 +146,13 @@ def test_broken_lines_are_named(tmp_path: Path, broken: bytes) -> None:
     assert rows["value"].tolist() == [0, 2]
 
 
-def test_truncating_returns_to_a_checkpoint(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path / FILE, fresh=True)
-    log.write("loss", values(0), {})
-    offset = log.offset
-    log.write("loss", values(1), {})
-    log.truncate(offset)
-    assert log.offset == offset
-    log.write("loss", values(2), {})
-    assert metrics.load(tmp_path)["value"].tolist() == [0, 2]
-    log.close()
-    log = MetricsLog(tmp_path / FILE, fresh=False)
-    log.truncate(offset)
-    log.write("loss", values(3), {})
-    assert metrics.load(tmp_path)["value"].tolist() == [0, 3]
-    with pytest.raises(ValueError, match=r"metrics\.jsonl has .*10000"):
-        log.truncate(10_000)
-
-
 def test_a_folder_without_rows_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nowhere.metrics\.jsonl"):
         metrics.load(tmp_path / "nowhere")
 
 
 def test_a_run_without_rows(tmp_path: Path) -> None:
-    MetricsLog(tmp_path / FILE, fresh=True).close()
+    MetricsLog(tmp_path / FILE).close()
     rows = metrics.load(tmp_path)
     assert len(rows) == 0
     assert rows.columns.tolist() == ["name", "value", "epoch", "bits", "messages", "seconds"]
@@ -292,6 +271,30 @@ def test_figures_do_without_some_rows(tmp_path: Path, missing: str) -> None:
     assert (tmp_path / "runs.png").exists()
 
 
+def test_labels_of_axes_are_within_the_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    columns = ("epoch", "megabytes", "seconds", "mean", "deviation")
+    band = pd.DataFrame({column: [1.0, 2.0] for column in columns})
+    y = "cross_entropy of the mean model, validation data"
+    figures.side_by_side({"a": band}, tmp_path / "x.png", y)
+    figures.figure(write_run(tmp_path, epochs=2), tmp_path / "x.png")
+    for figure in drawn:
+        figure.draw_without_rendering()
+        for axes in figure.axes:
+            label = axes.yaxis.label.get_window_extent()
+            assert 5 < label.y0 < label.y1 < figure.bbox.height - 5
+
+
+def test_twelve_lines_have_colors_of_their_own() -> None:
+    assert len({figures.line_style(index)[0] for index in range(12)}) == 12
+    assert len({figures.line_style(index) for index in range(36)}) == 36
+
+
 def test_figures_show_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lines of each panel are read from matplotlib's objects before they are saved."""
     from matplotlib.figure import Figure
@@ -365,7 +368,7 @@ def test_labels_of_logarithmic_axes_do_not_overlap(
 def write_sweep(folder: Path) -> pd.DataFrame:
     """Rows as gossip_run.py writes them: one algorithm without a grid, one with three settings, the
     best of which is the second (the third has diverged), one all of whose settings diverged."""
-    log = MetricsLog(folder / FILE, fresh=True)
+    log = MetricsLog(folder / FILE)
 
     def setting(errors: list[float], bits: int, diverges: bool = False, **tags: str) -> None:
         for step, error in enumerate(errors):
@@ -431,7 +434,7 @@ def test_the_consensus_figure_shows_the_best_settings(
 def test_the_final_error_decides_and_not_the_smallest(tmp_path: Path) -> None:
     """A setting whose error dips and then grows loses to one with a smaller final error; one that
     has diverged loses to both, however small its last error was."""
-    log = MetricsLog(tmp_path / FILE, fresh=True)
+    log = MetricsLog(tmp_path / FILE)
     errors: dict[str, list[float]] = {
         "dips": [100, 0.001, 9],
         "steady": [100, 50, 8],
@@ -474,7 +477,7 @@ def test_consensus_without_positive_values_has_a_table_and_a_figure(
     start: float, last: int, tmp_path: Path
 ) -> None:
     """One worker: all errors are 0, nothing is sent. Or everything diverged at once."""
-    log = MetricsLog(tmp_path / FILE, fresh=True)
+    log = MetricsLog(tmp_path / FILE)
     for step in range(last + 1):
         log.write("error", values(start, step, 0), {"algorithm": "plain"})
     log.close()

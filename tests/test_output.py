@@ -13,7 +13,7 @@ from powergossip import trees
 from powergossip.errors import CannotWrite
 from powergossip.network import Processes
 from powergossip.runs.checkpoints import Checkpoints
-from powergossip.runs.files import write_atomically
+from powergossip.runs.files import Drafts
 from powergossip.runs.metrics import FILE
 from powergossip.runs.output import FIGURE, Output
 
@@ -82,19 +82,21 @@ def test_an_interrupted_write_leaves_the_old_contents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: bool
 ) -> None:
     file = tmp_path / "index.json"
-    write_atomically(file, "old", sync)
+    with Drafts(tmp_path, 0) as drafts:
+        drafts.begin()
+        drafts.replace(file.name, b"old", sync)
+
+        def interrupted(self: Path, target: Path) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                drafts.replace(file.name, b"new", sync)
+        assert file.read_text() == "old"
+        drafts.replace(file.name, b"new", sync)
+        assert file.read_text() == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["index.json"]
-
-    def interrupted(self: Path, target: Path) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            write_atomically(file, "new", sync)
-    assert file.read_text() == "old"
-    write_atomically(file, "new", sync)
-    assert file.read_text() == "new"
 
 
 def test_of_equal_scores_the_first_checkpoint_is_the_best(tmp_path: Path) -> None:

@@ -572,6 +572,14 @@ def test_errors_in_names_and_options_are_one_sentence(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_wrong_name_lists_a_few_public_names() -> None:
+    with pytest.raises(ValueError, match="os:nofn") as caught:
+        named.find("task", "os:nofn")
+    listed = str(caught.value).partition("; use ")[2].split(" or ")
+    assert 0 < len(listed) <= 5
+    assert [name for name in listed if name.startswith("_")] == []
+
+
 WRONG = """
 from MODULE import *
 from powergossip.tasks import Datasets

@@ -204,3 +204,13 @@ def is_first() -> bool:
 def are_several() -> bool:
     """Whether this process is connected with others."""
     return _found is not None and _found.size > 1
+
+
+def command(found: Processes) -> str:
+    """The beginning of a command that starts a Python program in as many processes."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return f"torchrun --nproc-per-node {found.local_size}"
+    if "OMPI_COMM_WORLD_SIZE" in os.environ:
+        options = " --with-ft ulfm" if ulfm.enabled() else ""
+        return f"mpirun -np {os.environ['OMPI_COMM_WORLD_SIZE']}{options} python"
+    return f"srun -n {found.size} python" if found.size > 1 else "python"

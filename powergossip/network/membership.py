@@ -117,6 +117,10 @@ class Survivors(Processes):
     def waits(self) -> bool:
         return self._peers is None
 
+    @property
+    def index(self) -> int:
+        return self.rank if self._peers is None else self._peers.own
+
     def enter(self, peers: Peers, calls: int) -> None:
         """Join the others after this number of their calls."""
         self._peers, self.calls = peers, calls

@@ -88,6 +88,11 @@ class Processes:
         self._tags = 0
 
     @property
+    def index(self) -> int:
+        """The index of this process, which stays the same. A replacement has a higher one."""
+        return self.rank
+
+    @property
     def is_mpi(self) -> bool:
         return self.transport == "mpi"
 

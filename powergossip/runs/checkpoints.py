@@ -12,31 +12,36 @@ All processes must see the same folder.
         step-000490/part-3.pt     the workers of process 3
 
 The index is replaced atomically once all parts of a new checkpoint are on the disk. A process that
-is killed while it writes does not damage the previous checkpoints. The next `save` removes folders
-that are not in the index.
+is killed while it writes does not damage the previous checkpoints. Another one then replaces the
+index. A process that was stopped, and is regarded as lost, changes neither index nor checkpoints
+when it continues (see files.Drafts). The next `save` removes folders that are not in the index.
 """
 
 import errno
 import hashlib
 import json
 import os
-import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from torch import Tensor
 
+from powergossip.errors import Dropped
 from powergossip.network import Processes
-from powergossip.runs.files import sync_folder, write_atomically
+from powergossip.runs.files import Drafts, sync_folder
 from powergossip.trees import Tree, map_tensors
+
+T = TypeVar("T")
 
 FOLDER = "checkpoints"
 _INDEX = "index.json"
 _VERSION = 1
+_REMEDY = "restore it, or remove the folder checkpoints to start from the beginning"
 
 
 class Checkpoints:
@@ -49,6 +54,9 @@ class Checkpoints:
     def __init__(self, output_dir: Path, processes: Processes):
         self._folder = Path(output_dir) / FOLDER
         self._processes = processes
+        self._last: str | None = None  # folder of the last checkpoint
+        with suppress(ValueError, OSError):  # other methods raise them
+            self._last = self._folder_of_last()
 
     def save(
         self,
@@ -63,23 +71,38 @@ class Checkpoints:
         facts   # JSON values of process 0 that `describe` returns, or a function that returns them,
                 # which the first process that is left calls when all parts are written
         score   # the first checkpoint with the largest score is kept as the best
+
+        Raises Dropped, and changes no checkpoint, if another process of the run has written one in
+        place of this one.
         """
         processes = self._processes
-        name = processes.broadcast(self._new_name(step))  # of the first process that is left
-        folder = self._folder / name
-        try:
-            with processes.agreed():
-                folder.mkdir(parents=True, exist_ok=True)
-                part = _write_part(folder / f"part-{processes.rank}.pt", workers, state)
-            parts = processes.gather(part)
-            with processes.agreed():
-                if processes.rank == 0:
-                    found = facts() if callable(facts) else facts
-                    self._publish(name, step, parts, found, score)
-        except ValueError:
-            if processes.rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
+        with Drafts(self._folder, processes.index) as drafts:
+            name = self._by_first(lambda: self._new_folder(drafts, step))
+            try:
+                with processes.agreed():
+                    path = self._folder / name / f"part-{processes.index}.pt"
+                    part = _write_part(path, workers, state)
+                parts = processes.gather(part)
+                self._last = self._by_first(
+                    lambda: self._publish(drafts, name, step, parts, facts, score)
+                )
+            except ValueError:
+                with suppress(OSError):
+                    if processes.rank == 0 and self._folder_of_last() != name:
+                        drafts.begin()
+                        drafts.remove(name)
+                raise
+
+    def _by_first(self, action: Callable[[], T]) -> T:
+        """The result of an action of the first process. If that is lost, the next one acts."""
+        result = None
+        while result is None:
+            found = None
+            with self._processes.agreed():
+                if self._processes.rank == 0:
+                    found = action()
+            result = self._processes.broadcast(found)
+        return result
 
     def describe(self, which: str = "last") -> dict[str, Any] | None:
         """Return step, score and facts of the "last" or "best" checkpoint; None without one."""
@@ -111,9 +134,11 @@ class Checkpoints:
         try:
             index = json.loads(path.read_text())
         except FileNotFoundError:
+            if any(self._folder.glob("step-*")):
+                raise ValueError(f"{path} is missing; {_REMEDY}") from None
             return {}
         except ValueError as error:
-            raise ValueError(f"{path} is damaged ({error}); restore it or remove it") from error
+            raise ValueError(f"{path} is damaged ({error}); {_REMEDY}") from error
         if not isinstance(index, dict) or index.get("version") != _VERSION:
             raise ValueError(
                 f"{path} was written by an incompatible version; use the version that wrote it"
@@ -124,40 +149,61 @@ class Checkpoints:
         entry: dict[str, Any] | None = self._index().get(which)
         return entry
 
-    def _new_name(self, step: int) -> str:
-        """The name of a new folder, also where there is an earlier checkpoint of the same step."""
+    def _folder_of_last(self) -> str | None:
+        last = self._entry("last")
+        return None if last is None else str(last["folder"])
+
+    def _check_last(self, new: str) -> None:
+        """Raise Dropped unless the last checkpoint is the one before, or the new one, which a
+        process that was lost has published."""
+        last = self._folder_of_last()
+        if last not in (self._last, new):
+            raise Dropped(f"process {self._processes.index} ends: the run has gone on with {last}")
+
+    def _new_folder(self, drafts: Drafts, step: int) -> str:
+        """Make a folder. Returns its name, another one for a second checkpoint of a step."""
+        drafts.begin()
+        if not self._index():  # which is missing later only if it was removed
+            drafts.replace(_INDEX, _as_json({"version": _VERSION, "last": None, "best": None}))
         name, number = f"step-{step:06d}", 1
         while (self._folder / name).exists():
             number += 1
             name = f"step-{step:06d}-{number}"
+        drafts.make_folder(name)
         return name
 
     def _publish(
         self,
+        drafts: Drafts,
         name: str,
         step: int,
         parts: Sequence[dict[str, Any]],
-        facts: Mapping[str, Any],
+        facts: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
         score: float | None,
-    ) -> None:
+    ) -> str:
+        """Replace the index, and remove folders that it does not name. Returns the name."""
+        self._processes.check_present()
+        self._check_last(name)  # a run that has gone on is not disturbed
+        drafts.take_over()
+        self._check_last(name)  # from now on, no lower process replaces the index
         entry = {
             "folder": name,
             "step": step,
             "score": score,
             "parts": list(parts),
-            "facts": dict(facts),
+            "facts": dict(facts() if callable(facts) else facts),
         }
         best = self._entry("best")
         if score is not None and (best is None or score > best["score"]):
             best = entry
         sync_folder(self._folder / name)
         index = {"version": _VERSION, "last": entry, "best": best}
-        self._processes.check_present()
-        write_atomically(self._folder / _INDEX, json.dumps(index, indent=1), sync=True)
-        named = {entry["folder"], best["folder"] if best else name}
-        for other in self._folder.iterdir():
-            if other.is_dir() and other.name not in named:
-                shutil.rmtree(other, ignore_errors=True)
+        drafts.replace(_INDEX, _as_json(index), sync=True)
+        named = {name, best["folder"] if best else name}
+        for other in self._folder.glob("step-*"):
+            if other.name not in named:
+                drafts.remove(other.name)
+        return name
 
     def _load(self, workers: range, which: str) -> Tree:
         pieces = []
@@ -175,6 +221,10 @@ class Checkpoints:
         for part in sorted(entry["parts"], key=lambda part: part["workers"]):
             path = self._folder / entry["folder"] / part["file"]
             yield range(*part["workers"]), partial(_read_part, path, part)
+
+
+def _as_json(index: Mapping[str, Any]) -> bytes:
+    return json.dumps(index, indent=1).encode()
 
 
 # --- Parts ---------------------------------------------------------------------------------------
@@ -207,27 +257,26 @@ def _write_part(path: Path, workers: range, state: Tree) -> dict[str, Any]:
 
 def _read_part(path: Path, part: Mapping[str, Any]) -> Tree:
     """Read a part. Raises ValueError unless its size and checksum are those in the index."""
-    remedy = "restore it, or remove the folder checkpoints to start from the beginning"
     try:
         size = path.stat().st_size
         if size != part["bytes"]:
             raise ValueError(
                 f"the checkpoint {path} is damaged: {size} bytes instead of {part['bytes']}; "
-                f"{remedy}"
+                f"{_REMEDY}"
             )
         with path.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != part["sha256"]:
                 raise ValueError(
-                    f"the checkpoint {path} is damaged: SHA-256 checksum mismatch; {remedy}"
+                    f"the checkpoint {path} is damaged: SHA-256 checksum mismatch; {_REMEDY}"
                 )
             file.seek(0)
             return torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
         raise ValueError(
-            f"the checkpoint {path} cannot be read: {error.strerror}; {remedy}"
+            f"the checkpoint {path} cannot be read: {error.strerror}; {_REMEDY}"
         ) from error
     except (RuntimeError, zipfile.BadZipFile) as error:
-        raise ValueError(f"the checkpoint {path} is damaged: {error}; {remedy}") from error
+        raise ValueError(f"the checkpoint {path} is damaged: {error}; {_REMEDY}") from error
 
 
 class _Hashing:

@@ -231,12 +231,12 @@ def _of_file(config: DictConfig, file: str) -> list[_Assignment]:
 
 
 def _of_saved_run(config: DictConfig, file: Path) -> list[_Assignment]:
-    """The values of a run's config.yaml, for known keys that have their defaults in `config`."""
+    """The values of a run's config.yaml, for keys that have their defaults in `config`."""
     changed_before = set_by_driver(config)
     return [
         _Assignment(key, value, Source(f"{file}, line {line}", False), f"{file}, line {line}: ")
         for key, (value, line) in _read_yaml(str(file), file).items()
-        if key in config and key not in changed_before
+        if key not in changed_before
     ]
 
 
@@ -250,6 +250,8 @@ def _after(config: DictConfig, assignments: Iterable[_Assignment]) -> DictConfig
 
 def _output_dir(folder: str | None, suffix: str, resume: bool) -> str | None:
     """The folder's name with the suffix. Raises BadInput."""
+    if folder == "":
+        raise BadInput('--output-dir "": use the name of a folder')
     if not suffix:
         return folder
     if any(character in suffix for character in "/\\\0{}"):

@@ -14,8 +14,13 @@ from powergossip.runs.tables import best_settings, by_setting
 
 # The palette of Okabe & Ito, distinguishable with color vision deficiency. Further curves differ by
 # line style.
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+# The first ones of Okabe & Ito. All are visible on a white and on a black background.
+_COLORS = (
+    *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"),
+    *("#7F7F7F", "#8E5BD0", "#8A8A00", "#9C5A2D", "#E4394D", "#2FB5B0"),
+)
 _STYLES = ("-", "--", ":")
+_LABEL = 32  # characters in a line of a vertical label, which fit in the height of a panel
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
 
 
@@ -299,6 +304,7 @@ def _draw(
 ) -> None:
     """Draw the panels that are not None side by side, with a legend below, and write the file."""
     from math import ceil
+    from textwrap import fill
 
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -320,7 +326,7 @@ def _draw(
         title, x, y = labels[panel]
         axes.set_title(title, fontsize=11)
         axes.set_xlabel(x)
-        axes.set_ylabel(y)
+        axes.set_ylabel(fill(y, _LABEL))
         axes.grid(color="0.9")
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)

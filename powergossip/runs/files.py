@@ -1,24 +1,136 @@
 """Files that are written in one piece."""
 
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
+
+from powergossip.errors import Dropped
+
+_PREFIX = ".drafts-"
 
 
-def write_atomically(path: Path, text: str, sync: bool = False) -> None:
-    """Write or replace a file. Readers see the old or the new contents, never a part.
+class Drafts:
+    """Changes of a folder by one process of a run, until another one takes over.
 
-    With `sync` the contents are on the disk before the old ones are given up, and survive a power
-    failure.
+    folder
+    process  # index of this process. Of two that write, the lower one was lost
+
+    New contents are written to a folder `.drafts-PROCESS-…` and moved to their place. Folders are
+    moved there to be removed. `take_over` removes these folders of all lower processes, and with
+    them everything that those were about to move. Moves are atomic, also on NFS. A process that was
+    stopped at any instruction and regarded as lost thus changes nothing when it continues: its
+    methods raise Dropped.
+
+    A context, which removes its own drafts at the end.
     """
+
+    def __init__(self, folder: Path, process: int):
+        self._folder, self._process = folder, process
+        self._own: Path | None = None
+
+    def begin(self) -> None:
+        """Make the folders, if they do not exist. To be called before all other methods."""
+        if self._own is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._own = Path(
+                tempfile.mkdtemp(prefix=f"{_PREFIX}{self._process}-", dir=self._folder)
+            )
+
+    def take_over(self) -> None:
+        """Begin, and prevent all further changes by lower processes.
+
+        Raises Dropped if a higher one has begun.
+        """
+        self.begin()
+        others = [other for other in _drafts(self._folder) if other != self._own]
+        if any(int(other.name.split("-")[1]) > self._process for other in others):
+            raise self._dropped()
+        for other in others:
+            self.remove(other.name)
+
+    def replace(self, name: str, contents: bytes, sync: bool = False) -> None:
+        """Write or replace a file. With `sync`, it survives a power failure."""
+        with self._moving(name) as draft:
+            _write(draft, contents, sync)
+            draft.replace(self._folder / name)
+        if sync:
+            sync_folder(self._folder)
+
+    def make_folder(self, name: str) -> None:
+        """Make a folder within the folder."""
+        with self._moving(name) as draft:
+            draft.mkdir()
+            draft.rename(self._folder / name)
+
+    def remove(self, name: str) -> None:
+        """Remove a folder within the folder, if it exists."""
+        with self._moving(name, missing_ok=True) as draft:
+            (self._folder / name).rename(draft)
+            shutil.rmtree(draft, ignore_errors=True)
+
+    @contextmanager
+    def _moving(self, name: str, missing_ok: bool = False) -> Iterator[Path]:
+        assert self._own is not None
+        try:
+            yield self._own / name
+        except FileNotFoundError:
+            self.check()
+            if not missing_ok:
+                raise
+
+    def check(self) -> None:
+        """Raise Dropped if another process has taken over."""
+        if self._folder.exists() and not (self._own is not None and self._own.exists()):
+            raise self._dropped()
+
+    def _dropped(self) -> Dropped:
+        return Dropped(f"process {self._process} ends: another one writes to {self._folder}")
+
+    def close(self) -> None:
+        """Remove the drafts."""
+        if self._own is not None:
+            shutil.rmtree(self._own, ignore_errors=True)
+
+    def __enter__(self) -> "Drafts":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _drafts(folder: Path) -> list[Path]:
+    return list(folder.glob(f"{_PREFIX}*"))
+
+
+def clear_drafts(folder: Path) -> None:
+    """Remove the drafts of an earlier run of the program."""
+    for drafts in _drafts(folder):
+        shutil.rmtree(drafts, ignore_errors=True)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write or replace a file. Readers see the old or the new contents, never a part."""
     new = path.with_name(f"{path.name}.new")
-    with new.open("wb") as file:
-        file.write(text.encode())
+    _write(new, text.encode())
+    new.replace(path)
+
+
+def _write(path: Path, contents: bytes, sync: bool = False) -> None:
+    """Write a file. With `sync`, it is on the disk when this returns."""
+    with path.open("wb") as file:
+        file.write(contents)
         if sync:
             file.flush()
             os.fsync(file.fileno())
-    new.replace(path)
-    if sync:
-        sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:

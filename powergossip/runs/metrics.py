@@ -39,16 +39,11 @@ class MetricsLog:
     """The file of a run's rows, one JSON object per line.
 
     A row is passed to the operating system before `write` returns. A killed process loses at most
-    the row that it was writing. `fresh` empties the file. Otherwise rows are appended, after an
-    incomplete last line has been removed.
+    the row that it was writing. Rows are appended to those in the file.
     """
 
-    def __init__(self, path: Path, fresh: bool) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = Path(path)
-        if fresh:
-            self.path.write_bytes(b"")
-        elif self.path.exists():
-            _cut_half_line(self.path)
         self._file = self.path.open("ab", buffering=0)
 
     def write(self, name: str, values: Mapping[str, float | int], tags: Mapping[str, Any]) -> None:
@@ -75,30 +70,21 @@ class MetricsLog:
         os.fsync(self._file.fileno())
         return self.offset
 
-    def truncate(self, offset: int) -> None:
-        """Remove the rows after `offset`. Raises ValueError if the file is shorter."""
-        if offset > self.offset:
-            raise ValueError(
-                f"{self.path} has {self.offset} bytes, fewer than the {offset} at the time of the "
-                f"checkpoint; restore it, or use another --output-dir"
-            )
-        self._file.truncate(offset)
-
     def close(self) -> None:
         self._file.close()
 
 
-def kept_bytes(path: Path, offset: int, allow_lost_rows: bool = False) -> int:
-    """Return the size of the complete rows among the first `offset` bytes. Changes nothing.
+def kept_rows(path: Path, offset: int, allow_lost_rows: bool = False) -> bytes:
+    """Return the complete rows among the first `offset` bytes.
 
     `offset` is the size at the time of a checkpoint. Raises ValueError if the file no longer has
     rows of that size, unless `allow_lost_rows`.
     """
     contents = path.read_bytes()[:offset] if offset and path.exists() else b""
-    kept = contents.rfind(b"\n") + 1
-    if kept < offset and not allow_lost_rows:
+    kept = contents[: contents.rfind(b"\n") + 1]
+    if len(kept) < offset and not allow_lost_rows:
         raise ValueError(
-            f"{path} has {kept} bytes of rows of the {offset} at the time of the checkpoint; "
+            f"{path} has {len(kept)} bytes of rows of the {offset} at the time of the checkpoint; "
             "restore it, or resume with the rows that are left: resume=true allow_lost_rows=true"
         )
     return kept
@@ -109,10 +95,9 @@ def complete_bytes(path: Path) -> int:
     return path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
 
 
-def last_epoch(path: Path, offset: int) -> float:
-    """Return the epoch of the last row in the first `offset` bytes, or 0 without rows."""
-    contents = path.read_bytes()[:offset] if offset else b""
-    for line in reversed(contents.splitlines()):
+def last_epoch(rows: bytes) -> float:
+    """Return the epoch of the last of some rows of a file, or 0 without rows."""
+    for line in reversed(rows.splitlines()):
         try:
             return float(json.loads(line)["epoch"])
         except (ValueError, KeyError, TypeError):  # not a row
@@ -178,10 +163,3 @@ def last_values(rows: "DataFrame", name: str, **tags: str) -> "Series":
 def _plain(value: Any) -> Any:
     """A JSON value for a scalar tensor, a numpy scalar, a path, …"""
     return value.item() if hasattr(value, "item") else str(value)
-
-
-def _cut_half_line(path: Path) -> None:
-    """Remove the part after the last newline: a row whose writing was interrupted."""
-    with path.open("rb+") as file:
-        contents = file.read()
-        file.truncate(contents.rfind(b"\n") + 1)

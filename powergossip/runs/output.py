@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from powergossip.checks import BadValue
 from powergossip.errors import CannotWrite
 from powergossip.runs import checkpoints, metrics
-from powergossip.runs.files import write_atomically
+from powergossip.runs.files import Drafts, clear_drafts
 from powergossip.runs.trackers import Resumed, Trackers
 
 FIGURE = "figure.png"
@@ -55,12 +55,15 @@ class Output:
                      # `trackers`
     offset           # of a run to resume: its rows in bytes. None: begin a run
     allow_lost_rows  # resume although some of these rows are missing, with the others
+    takes_over       # continue in the place of a process that was lost during the run
+    process          # index of this process
     folder           # its path
     lost_rows        # whether rows were missing
 
     Raises ValueError, and changes nothing, if the folder cannot be written, contains a run and
     neither config.overwrite nor `offset` is set, or lacks rows of a run to resume, or if a tracker
-    cannot begin or continue its run.
+    cannot begin or continue its run. Methods, too, raise Dropped if another process has taken over.
+    A process that was stopped then changes nothing when it continues, see files.Drafts.
     """
 
     def __init__(
@@ -69,16 +72,19 @@ class Output:
         config: Any,
         offset: int | None = None,
         allow_lost_rows: bool = False,
+        takes_over: bool = False,
+        process: int = 0,
     ):
         dated = not name or _DATE in name
         self.folder = new_dated_folder(name or DATED) if dated else Path(name or "")
+        self._drafts = Drafts(self.folder, process)
         self.lost_rows = False
         self._info: dict[str, Any] = {}
         try:
             if offset is None:
                 self._start(config)
             else:
-                self._resume(config, offset, allow_lost_rows)
+                self._resume(config, offset, allow_lost_rows, takes_over)
         except OSError as error:
             raise ValueError(f"output folder {self.folder}: {error.strerror or error}") from error
 
@@ -101,23 +107,33 @@ class Output:
                 shutil.rmtree(file)
             else:
                 file.unlink()
-        (folder / CONFIG_FILE).write_text(OmegaConf.to_yaml(config))
-        self.rows = metrics.MetricsLog(folder / metrics.FILE, fresh=True)
-        self._note_trackers()
+        clear_drafts(folder)
+        self._begin(config, b"")
 
-    def _resume(self, config: Any, offset: int, allow_lost_rows: bool) -> None:
+    def _resume(self, config: Any, offset: int, allow_lost_rows: bool, takes_over: bool) -> None:
         folder = self.folder
-        kept = metrics.kept_bytes(folder / metrics.FILE, offset, allow_lost_rows)
-        self.lost_rows = kept < offset
+        if takes_over:
+            self._drafts.take_over()
+        kept = metrics.kept_rows(folder / metrics.FILE, offset, allow_lost_rows)
+        self.lost_rows = len(kept) < offset
         if (folder / INFO_FILE).exists():
             self._info = _read_info(folder / INFO_FILE)
-        last = metrics.last_epoch(folder / metrics.FILE, kept)
-        self._trackers = Trackers(folder, config, Resumed(last, self._info.get(TRACKERS, {})))
-        self._note_trackers()
+        of_trackers = Resumed(metrics.last_epoch(kept), self._info.get(TRACKERS, {}))
+        self._trackers = Trackers(folder, config, of_trackers)
         self._info.pop(ENDING, None)
-        self.rows = metrics.MetricsLog(folder / metrics.FILE, fresh=kept == 0)
-        self.rows.truncate(kept)
-        write_atomically(folder / CONFIG_FILE, OmegaConf.to_yaml(config))  # or keep that before
+        if not takes_over:
+            clear_drafts(folder)
+            clear_drafts(folder / checkpoints.FOLDER)
+        self._begin(config, kept)
+
+    def _begin(self, config: Any, rows: bytes) -> None:
+        """Write the configuration and the first rows, to a new file: a process that was lost may
+        have that before open, and append to it."""
+        self._drafts.begin()
+        self._note_trackers()
+        self._drafts.replace(CONFIG_FILE, OmegaConf.to_yaml(config).encode())
+        self._drafts.replace(metrics.FILE, rows, sync=True)
+        self.rows = metrics.MetricsLog(self.folder / metrics.FILE)
 
     def _note_trackers(self) -> None:
         """Add the identity of the run in each tracker to the information."""
@@ -135,13 +151,14 @@ class Output:
         self._trackers.flush()
         self._info.update(info)
         with self._writing():
-            write_atomically(self.folder / INFO_FILE, json.dumps(self._info, indent=1) + "\n")
+            self._drafts.replace(INFO_FILE, (json.dumps(self._info, indent=1) + "\n").encode())
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
+            self._drafts.check()
             raise CannotWrite(
                 f"output folder {self.folder}: {error.strerror or error}; existing files are kept"
             ) from error
@@ -155,33 +172,41 @@ class Output:
             with suppress(CannotWrite):  # another exception may be on its way
                 self.add_info({ENDING: ending})
         self.rows.close()
+        self._drafts.close()
         self._trackers.close(complete=ending in (None, COMPLETE))
 
 
 def take_over(
-    folder: Path, config: Any, rows: Sequence[tuple[str, Mapping[str, float], Mapping[str, Any]]]
+    folder: Path,
+    config: Any,
+    rows: Sequence[tuple[str, Mapping[str, float], Mapping[str, Any]]],
+    process: int,
 ) -> Output:
     """The output of a run whose writer was lost, with those of the latest rows that are missing.
 
-    Raises CannotWrite.
+    process  # index of this process
+
+    Raises CannotWrite, and Dropped if a higher process has taken over.
     """
     offset = metrics.complete_bytes(folder / metrics.FILE)
     try:
-        output = Output(str(folder), config, offset)
+        output = Output(str(folder), config, offset, takes_over=True, process=process)
     except ValueError as error:
         raise CannotWrite(str(error)) from error
     with (folder / metrics.FILE).open() as lines:
-        written = {_identity(json.loads(line)) for line in lines}
+        found = [json.loads(line) for line in lines]
+    written, last = {_identity(row) for row in found}, found[-1]["epoch"] if found else 0
     for name, values, tags in rows:
-        if _identity({"name": name, **values, **tags}) not in written:
+        row = {"name": name, **values, **tags}
+        if values["epoch"] >= last and _identity(row) not in written:
             output.write(name, values, tags)
     return output
 
 
 def _identity(row: Mapping[str, Any]) -> str:
-    """The name and the tags of a row, as text."""
-    values = set(metrics.COLUMNS) - {"name", "epoch"}
-    return json.dumps({key: value for key, value in row.items() if key not in values})
+    """The name, the epoch and the tags of a row, as text. Another process has measured others."""
+    measured = {*metrics.COLUMNS, "instances"} - {"name", "epoch"}
+    return json.dumps({key: value for key, value in row.items() if key not in measured})
 
 
 def run_to_resume(name: str | None, resume: bool | str, key: str = "resume") -> Path | None:
@@ -200,8 +225,13 @@ def run_to_resume(name: str | None, resume: bool | str, key: str = "resume") -> 
     if name is None:
         raise ValueError(f"{given}: give the run's folder with --output-dir")
     folder = Path(name)
-    if (folder / CONFIG_FILE).exists() or (folder / checkpoints.FOLDER).exists():
+    if (folder / CONFIG_FILE).exists():
         return folder
+    if (folder / checkpoints.FOLDER).exists():
+        raise ValueError(
+            f"{given}: {folder / CONFIG_FILE} is missing; restore it, or begin a run with "
+            "another --output-dir"
+        )
     if resume is True:
         raise ValueError(
             f"{given}: {folder} has no run; give the folder of a run with --output-dir"

@@ -36,7 +36,14 @@ th:first-child, td:first-child { text-align: left; }
         border-top-width: 3px; }
 .plot { height: 30rem; margin: 1rem 0; }
 .hint { color: #555; font-size: 0.85rem; }
+@media (prefers-color-scheme: dark) {
+  body { color: #ddd; background: #181818; }
+  th, td { border-color: #444; }
+  .hint { color: #aaa; }
+}
 """
+# Of curves, whose background is that of the page: readable in light and dark mode.
+INK, GRID = "#7a7a7a", "rgba(128, 128, 128, 0.25)"
 CONFIG = {
     "displaylogo": False,
     "responsive": True,
@@ -65,7 +72,7 @@ def document(sections: "Sequence[Section]", script: str) -> str:
     """Return the text of the page. `script` is Plotly's."""
     parts = [_section(section, f"plot{i}") for i, section in enumerate(sections, 1)]
     runs = sum(len(group.runs) for section in sections for group in section.groups)
-    title = f"{runs} run{'' if runs == 1 else 's'} side by side"
+    title = "1 run" if runs == 1 else f"{runs} runs side by side"
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -124,10 +131,11 @@ def figure(
     titles = {"epoch": step, "megabytes": "sent by worker 0 (MB)", "seconds": "seconds"}
     names = {"epoch": f"By {step}", "megabytes": "By data sent", "seconds": "By time"}
     width = (1 + GAP) / len(panels) - GAP
-    axis = {"showline": True, "linecolor": "#888", "gridcolor": "#e5e5e5", "zeroline": False}
+    axis = {"showline": True, "linecolor": INK, "gridcolor": GRID, "zeroline": False}
     layout: dict[str, Any] = {
-        "paper_bgcolor": "#fff",
-        "plot_bgcolor": "#fff",
+        "paper_bgcolor": "rgba(0, 0, 0, 0)",
+        "plot_bgcolor": "rgba(0, 0, 0, 0)",
+        "font": {"color": INK},
         "hovermode": "closest",
         "margin": {"l": 70, "r": 20, "t": 60, "b": 60},
         "legend": {"orientation": "h", "y": -0.18, "yanchor": "top", "x": 0},

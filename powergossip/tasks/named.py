@@ -22,6 +22,8 @@ import torch
 
 from powergossip.errors import BadInput
 
+_MOST_NAMES = 5  # in an error
+
 
 class UserCodeError(RuntimeError):
     """A ValueError or OSError in the user's code, or any error of it in another process.
@@ -132,8 +134,8 @@ def find(key: str, name: str) -> Named:
     try:
         found = functools.reduce(getattr, attribute.split("."), module)
     except AttributeError:
-        own = [n for n, v in vars(module).items() if _is_defined_in(module, v)]
-        names = difflib.get_close_matches(attribute, own, n=3) or own
+        own = [n for n, v in vars(module).items() if _is_public(n) and _is_defined_in(module, v)]
+        names = difflib.get_close_matches(attribute, own, n=3) or own[:_MOST_NAMES]
         hint = f"use {' or '.join(names)}" if names else "it has no functions or classes"
         raise ValueError(f"{label}: {module_name} has no {attribute}; {hint}") from None
     if not callable(found):
@@ -160,6 +162,10 @@ def _imported(name: str, label: str) -> ModuleType:
             f"{label}: there is no module {error.name} in {folder} and on Python's path; "
             "start in its folder, or add that to PYTHONPATH"
         ) from None
+
+
+def _is_public(name: str) -> bool:
+    return not name.startswith("_")
 
 
 def _is_defined_in(module: ModuleType, value: object) -> bool:

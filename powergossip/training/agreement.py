@@ -100,10 +100,8 @@ class Agreement:
         return max(1, min(_MOST_STEPS, int(interval / max(per_step, 1e-9))))
 
 
-def interrupted(number: int, step: int, epoch: int, resumable: bool, lost: str = "") -> Interrupted:
+def interrupted(number: int, step: int, epoch: int, lost: str = "") -> Interrupted:
     """The error of a run that a signal ends after this number of steps. `epoch` is from 1. `lost`
     is the part of the sentence on lost workers."""
     text = f"stopped by {Signals(number).name} after step {step} (epoch {epoch}){lost}"
-    if resumable:
-        text += "; the same command with resume=true resumes there"
     return Interrupted(text, number)

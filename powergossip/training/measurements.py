@@ -53,13 +53,14 @@ class Hooks:
     log_metric   # (name, values, tags)
     log_info     # (facts)
     log_runtime  # (label, mean, std, instances), in seconds
-    take_over    # the latest rows, called before the others where process 0 was lost
+    take_over    # (the latest rows, index of this process), called before the others where process
+                 # 0 was lost
     """
 
     log_metric: Callable[[str, Mapping[str, float], Mapping[str, Any]], None] = _ignore
     log_info: Callable[[Mapping[str, Any]], None] = _ignore
     log_runtime: Callable[[str, float, float, int], None] = _ignore
-    take_over: Callable[[Sequence[Row]], None] = _ignore
+    take_over: Callable[[Sequence[Row], int], None] = _ignore
 
 
 _KEPT = 2  # evaluated epochs
@@ -99,20 +100,23 @@ class Rows:
             "messages": int(self._network.messages[0]),
             "seconds": self._seconds(),
         }
+        if processes.rank == 0:
+            processes.check_present()
         self.take_over()
         if processes.can_be_lost:
             self._latest.setdefault(epoch, []).append((name, values, tags))
             while len(self._latest) > _KEPT:
                 del self._latest[min(self._latest)]
         if processes.rank == 0:
-            processes.check_present()
             self._hooks.log_metric(name, values, tags)
 
     def take_over(self) -> None:
         """Go on with the rows of a process that was lost, if this is now the first one."""
-        if self._network.processes.rank == 0 and not self._first:
+        processes = self._network.processes
+        if processes.rank == 0 and not self._first:
             self._first = True
-            self._hooks.take_over([row for rows in self._latest.values() for row in rows])
+            latest = [row for rows in self._latest.values() for row in rows]
+            self._hooks.take_over(latest, processes.index)
 
 
 def log_phases(rows: Rows, hooks: Hooks, clock: Clock, epoch: int, num_epochs: int) -> None:

@@ -40,7 +40,7 @@ from powergossip.training.state import Parts, Stateful
 from powergossip.trees import map_tensors
 
 Position = tuple[int, int, dict[str, Tensor]]  # epoch, step in it, sums of metrics over its steps
-Save = Callable[[Position], bool]  # see Trainer._save
+Save = Callable[[Position], None]  # see Trainer._save
 
 
 class Trainer:
@@ -360,9 +360,8 @@ class Trainer:
     def _interrupt(self, number: int, signals: Signals, position: Position, save: Save) -> NoReturn:
         """Save and raise Interrupted, in all processes."""
         signals.agreed = True
-        resumable = save(position)
-        lost = without(self.missing)
-        raise interrupted(number, self.step, position[0] + 1, resumable, lost)
+        save(position)
+        raise interrupted(number, self.step, position[0] + 1, without(self.missing))
 
     def _received_signal(self, signals: Signals) -> int | None:
         """A signal that some process received, in all processes after the same step."""
@@ -413,10 +412,10 @@ class Trainer:
         metrics_offset: Callable[[], int],
         position: Position,
         score: float | None = None,
-    ) -> bool:
-        """Write a checkpoint. Returns whether there was a place for it."""
+    ) -> None:
+        """Write a checkpoint, if there is a place for it."""
         if checkpoints is None:
-            return False
+            return
 
         def description() -> dict[str, Any]:
             self.rows.take_over()  # all rows until now are there
@@ -429,4 +428,3 @@ class Trainer:
         with self.clock("checkpoint"):
             now = self.state_dict(position)
             checkpoints.save(self.step, self.network.workers, now, description, score)
-        return True
