@@ -1,9 +1,11 @@
 """Checks of values, with one grammar for all errors: KEY=VALUE: use ACCEPTED."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
+
+SMALLEST, LARGEST = 1.1754944e-38, 3.4028234e38  # normal numbers in single precision
 
 
 class BadValue(ValueError):
@@ -93,6 +95,24 @@ def one_of(name: str, value: object, choices: Iterable[str]) -> None:
 def n_workers(value: Any) -> None:
     """Raise BadValue unless there is at least one worker."""
     at_least_one("n_workers", value)
+
+
+def representable(name: str, value: Any) -> None:
+    """Raise BadValue for a number that tensors in single precision or of int64 cannot hold.
+
+    Lists and mappings are searched, and entries of a mapping are called name.key.
+    """
+    if isinstance(value, Mapping):
+        for key, entry in value.items():
+            representable(f"{name}.{key}" if name else str(key), entry)
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for entry in value:
+            representable(name, entry)
+    elif isinstance(value, int):
+        check(name, value, abs(value) < 2**63, "a number below 2^63")
+    elif isinstance(value, float) and value and math.isfinite(value):
+        ok = SMALLEST <= abs(value) <= LARGEST
+        check(name, value, ok, f"0, or a number from {SMALLEST:.2g} to {LARGEST:.2g}")
 
 
 def all_of(test: Callable[..., None], values: Mapping[str, Any], names: Iterable[str]) -> None:

@@ -25,8 +25,11 @@ def seed_sequence(seed: int, purpose: str, *ids: int) -> np.random.SeedSequence:
     `purpose` is a word such as "shuffle". `ids` are non-negative integers below 2³², such as worker
     and epoch. Different arguments give independent streams (numpy's `spawn_key`).
     """
-    word = int.from_bytes(hashlib.sha256(purpose.encode()).digest()[:4], "little")
-    return np.random.SeedSequence(seed, spawn_key=(word, *ids))
+    return np.random.SeedSequence(seed, spawn_key=(_word(purpose), *ids))
+
+
+def _word(purpose: str) -> int:
+    return int.from_bytes(hashlib.sha256(purpose.encode()).digest()[:4], "little")
 
 
 def generator(seed: int, purpose: str, *ids: int) -> np.random.Generator:
@@ -55,9 +58,40 @@ def seed_torch(seed: int, device: torch.device) -> None:
 
 
 def keys(seed: int, purpose: str, ids: Iterable[tuple[int, ...]]) -> Tensor:
-    """One 64-bit key for each tuple of ids: int64 [number of tuples], for `bits`."""
-    words = [seed_sequence(seed, purpose, *i).generate_state(1, np.uint64)[0] for i in ids]
-    return torch.from_numpy(np.array(words, dtype=np.uint64).view(np.int64))
+    """One 64-bit key for each tuple of ids: int64 [number of tuples], for `bits`.
+
+    The tuples are of one length. A key is that of `seed_sequence`, generate_state(1, uint64). All
+    are computed at once, a hundred times as fast, by its algorithm (seed_seq_fe128 of O'Neill 2015,
+    pcg-random.org/posts/developing-a-seed_seq-alternative.html, with numpy's constants).
+    """
+    listed = list(ids)
+    of_ids = np.array(listed, dtype=np.uint32).reshape(len(listed), -1 if listed else 0)
+    of_seed = [seed >> bit & 0xFFFFFFFF for bit in range(0, max(128, seed.bit_length()), 32)]
+    common = [np.array([word], dtype=np.uint32) for word in (*of_seed, _word(purpose))]
+    words = [*common, *of_ids.T]  # each [1] or [key]
+    constant = 0x43B0D7E5
+
+    def hashed(value: np.ndarray, factor: int = 0x931E8875) -> np.ndarray:
+        nonlocal constant
+        value = value ^ np.uint32(constant)
+        constant = constant * factor % 2**32
+        value = value * np.uint32(constant)
+        return value ^ value >> 16
+
+    def mixed(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        z = x * np.uint32(0xCA01F9DD) - y * np.uint32(0x4973F715)
+        return z ^ z >> 16
+
+    pool = [hashed(word) for word in words[:4]]
+    for source in range(4):
+        for target in {0, 1, 2, 3} - {source}:
+            pool[target] = mixed(pool[target], hashed(pool[source]))
+    for word in words[4:]:
+        pool = [mixed(target, hashed(word)) for target in pool]
+    constant = 0x8B51F9DD
+    low, high = (hashed(part, 0x58F38DED).astype(np.uint64) for part in pool[:2])
+    found = np.broadcast_to(high << 32 | low, len(listed))
+    return torch.from_numpy(found.astype(np.uint64).view(np.int64))
 
 
 def bits(keys: Tensor, counter: int, shape: tuple[int, ...], start: Tensor | int = 0) -> Tensor:

@@ -324,6 +324,8 @@ def test_the_lines_of_the_changed_keys_can_be_read_again(values: dict[str, Any])
         ("spectrum_logging_params=weight", ["spectrum_logging_params=weight:", "list"]),
         ("topology_options=4", ["topology_options=4:", "{name: value, ...}"]),
         ("learning_rate=[1", ["learning_rate=[1:", "YAML"]),
+        ("topology_options=" + 5000 * "[", ["topology_options=[", "levels"]),
+        ("seed=1:30", ["seed=1:30:"]),
         ("learning_rate", ['"learning_rate"', "key=value"]),
         ("--nope", ["--nope", "--config", "--output-dir", "--suffix", "key=value"]),
         ("--output", ["--output"]),  # abbreviations are not accepted
@@ -357,6 +359,8 @@ def test_the_error_of_a_bad_argument(assignment: str, words: list[str]) -> None:
         ("seed: 1\nlearning_rate.x: 3\n", ["line 2", "learning_rate.x", "did you mean"]),
         ("5: 1\n", ['"5"']),
         ("\x00\xff", ["not"]),
+        ("topology_options: " + 5000 * "[" + 5000 * "]", ["YAML", "levels"]),
+        ("topology_options: &a {b: *a}", ["YAML", "line 1"]),
     ],
 )
 def test_the_error_of_a_bad_file_names_it(tmp_path: Path, content: str, words: list[str]) -> None:

@@ -495,6 +495,7 @@ def test_a_process_group_of_someone_else_is_used_or_refused(tmp_path: Any) -> No
         ({"orthogonalization_epsilon": -1e-8}, "orthogonalization_epsilon=-1e-08"),
         ({"compression_stats_logging_frequency": 0}, "compression_stats_logging_frequency=0"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb=0"),
+        ({"bucket_cap_mb": 1e30}, "bucket_cap_mb=1e\\+30"),
         ({"hook": "powersgd"}, "choose from ddp-powersgd, ddp-batched-powersgd"),
         ({"hook": "ddp-batched-powersgd", "rank": 22}, "rank=22: use 21 or less"),
     ],

@@ -720,6 +720,7 @@ def test_a_round_leaves_its_arguments_alone() -> None:
 def test_edge_lists_come_back(
     graph: nx.Graph, suffix: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    graph.remove_edges_from(list(nx.selfloop_edges(graph)))
     path = tmp_path_factory.mktemp("graph") / f"graph{suffix}"
     nx.write_edgelist(graph, path)
     same_as(make(str(path), len(graph)), undirected("drawn", graph))
@@ -731,6 +732,7 @@ def test_edge_lists_come_back(
 def test_adjacency_lists_come_back(
     graph: nx.Graph, suffix: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    graph.remove_edges_from(list(nx.selfloop_edges(graph)))
     path = tmp_path_factory.mktemp("graph") / f"graph{suffix}"
     nx.write_adjlist(graph, path)
     same_as(make(str(path), len(graph)), undirected("drawn", graph))
@@ -752,6 +754,20 @@ def test_a_file_may_have_comments_and_stand_in_the_working_folder(
     write(tmp_path, "friends", "# who talks\n0 1 # often\n\n1\t2\r\n")
     monkeypatch.chdir(tmp_path)
     assert make("friends", 3).edges.tolist() == [[0, 1], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.edgelist", "0 1\n1 0\n2 1\n"),
+        ("a.edgelist", "0 1 0.5\n1 2 5e-1\n"),
+        ("a.txt", "0 1 {'color': 'red'}\n1 2 {}\n"),
+        ("a.txt", "\ufeff0 1\n1 2\n"),
+        ("a.adjlist", "0 1\n1 0 2\n2 1\n"),
+    ],
+)
+def test_files_in_other_forms(tmp_path: Path, name: str, text: str) -> None:
+    assert make(write(tmp_path, name, text), 3).edges.tolist() == [[0, 1], [1, 2]]
 
 
 def test_workers_are_the_sorted_names_of_a_file(tmp_path: Path) -> None:
@@ -778,6 +794,12 @@ def test_workers_are_the_sorted_names_of_a_file(tmp_path: Path) -> None:
         ("a.txt", "0 1 5\n1 2 5\n", 3, "a.txt .* use .*.edgelist or .adjlist"),
         ("a.adjlist", "0 1\n1 (2)\n", 3, 'line 2: "\\(2\\)" is not the name of a worker'),
         ("a.txt", "{0 1\n", 2, 'line 1: "{0" is not the name of a worker'),
+        ("a.edgelist", "0 1 x\n", 2, 'line 1: "0 1 x" is not an edge'),
+        ("a.edgelist", "0 1 1\n1 2 0.5\n", 3, "line 2: the weight 0.5 differs from 1"),
+        ("a.txt", "0 1 {'weight': 1}\n1 2 {'a': 1, 'weight': -2}\n", 3, "line 2: the weight -2"),
+        ("a.edgelist", "0 1\n1 1\n", 2, "line 2: worker 1 is listed as its own neighbor"),
+        ("a.edgelist", "b a\n\nc a\nb a\n", 3, "line 4: the edge b a is also in line 1"),
+        ("a.adjlist", "0 1 2 1\n", 3, "line 1: the edge 0 1 is also in line 1"),
         ("a.txt", "# nothing\n", 2, "a.txt holds no edges"),
     ],
 )

@@ -1,5 +1,6 @@
 """Every key of a method has an effect, and keys of other methods are not ignored silently."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import train
 from powergossip import options, tasks
 from powergossip.algorithms import AVERAGING
 from powergossip.algorithms.aggregation import AGGREGATIONS
+from powergossip.checks import BadValue
 from powergossip.compressors import COMPRESSORS
 from powergossip.errors import BadInput
 from powergossip.network import Processes
@@ -98,6 +100,33 @@ def test_a_key_that_changes_time_only_arrives(key: str) -> None:
     c = checked(configured(optimizer=optimizer, n_workers=1, **{key: value}), Processes())
     name = key.removeprefix(PREFIX)
     assert method_options(c)[ALIASES.get(optimizer, {}).get(name, name)] == value
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("seed", 10**23),
+        ("num_epochs", 2**63),
+        ("weight_decay", 1e300),
+        ("gradient_clipping", 1e-300),
+        ("decentralized_data_dirichlet_alpha", 1e-300),
+        ("lr_schedule_milestones", [[1, 1e300]]),
+        ("topology_options.rewiring", -1e-39),
+    ],
+)
+def test_numbers_without_a_place_in_a_tensor_are_rejected(key: str, value: Any) -> None:
+    name, _, option = key.partition(".")
+    with pytest.raises(BadValue) as found:
+        checked(configured(**{name: {option: value} if option else value}), ALONE)
+    assert found.value.name == key
+
+
+def test_a_rank_with_which_nothing_is_compressed_gives_a_warning() -> None:
+    with pytest.warns(UserWarning, match=r"^optimizer_rank=129: use 128 or less"):
+        trained(1, optimizer_rank=129)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(1, optimizer_rank=128)
 
 
 # Keys of other methods.

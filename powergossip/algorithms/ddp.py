@@ -140,7 +140,8 @@ def check(
         checks.check(name, value, checks.is_finite(value) and value >= 0, "0 or more")
     checks.at_least_one("compression_stats_logging_frequency", compression_stats_logging_frequency)
     if bucket_cap_mb is not None:
-        checks.positive("bucket_cap_mb", bucket_cap_mb)
+        ok = checks.is_finite(bucket_cap_mb) and 2**-20 <= bucket_cap_mb < 2**43
+        checks.check("bucket_cap_mb", bucket_cap_mb, ok, "a byte or more, less than 2^63, in MiB")
     if start_iteration == AUTO:
         return
     with_memory = error_feedback or warm_start

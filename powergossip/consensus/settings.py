@@ -22,6 +22,8 @@ Setting = dict[str, float]  # option → value, a point of an algorithm's grid
 # Of the grids of diffusion rates, where the configuration has null. As published.
 _NUM_SAMPLES = 20
 _RANGE_MIN = 1e-4
+_MOST_SAMPLES = 1000  # of a rate or theta
+_MOST_ROWS = 2**15  # an element has 4 bytes, and its position 31 bits
 _THETA_RANGE = "theta_range_min", "theta_range_max"
 OTHERS = "others"  # the other algorithms, in a mapping num_steps
 
@@ -32,21 +34,21 @@ def checked(config: DictConfig, processes: Processes) -> Any:
     Raises ValueError for values that are not accepted.
     """
     c = plain_copy(config)
+    checks.representable("", c)
     c.n_workers = processes.size if c.n_workers is None else c.n_workers
     hosted(c.n_workers, processes.size)
     checks.all_of(
         checks.at_least_one,
         c,
         (
-            "matrix_size",
             "compression_rank",
             "compression_num_iterations",
-            "theta_num_samples",
         ),
     )
-    for key in ("hyperparameter_num_samples", "moniqua_num_samples"):
+    checks.between("matrix_size", c.matrix_size, 1, _MOST_ROWS)
+    for key in ("theta_num_samples", "hyperparameter_num_samples", "moniqua_num_samples"):
         if c[key] is not None:
-            checks.at_least_one(key, c[key])
+            checks.between(key, c[key], 1, _MOST_SAMPLES)
     checks.all_of(checks.not_negative, c, ("seed", "log_verbosity"))
     checks.between("compression_levels", c.compression_levels, 1, 127)
     for low, high in (("hyperparameter_range_min", "hyperparameter_range_max"), _THETA_RANGE):

@@ -85,6 +85,7 @@ class Sweep:
         matrices = processes.one_by_one(lambda: DATA[c.data_type](c))
         with processes.agreed():
             self.start, self.layout = self._starting_matrices(matrices)
+            checks.between("compression_rank", c.compression_rank, 1, min(self.layout.shapes[0]))
         c.matrix_size = self.layout.shapes[0][0]
         sums = [part.sum(0, dtype=torch.float64) for part in _in_blocks(self.start)]
         total = processes.sum(torch.stack(sums).sum(0).cpu().numpy())

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from powergossip import reading
 from powergossip.checks import BadValue
 from powergossip.errors import CannotWrite
 from powergossip.events.members import View, union
@@ -71,9 +72,9 @@ def read(path: Path) -> list[Entry]:
     """
     entries = []
     try:
-        lines = path.read_text().split("\n")[:-1]
-    except OSError as error:
-        raise BadValue("replay", path, f"a file of events ({error.strerror})") from error
+        lines = reading.text(path).split("\n")[:-1]
+    except reading.Unreadable as error:
+        raise BadValue("replay", path, f"a file of events ({error})") from error
     for number, line in enumerate(lines, 1):
         try:
             values = json.loads(line)

@@ -34,9 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from powergossip import checks
+from powergossip import checks, reading
 from powergossip.checks import BadValue
 from powergossip.randomness import generator
 
@@ -154,10 +152,9 @@ def _ids(i: int, j: int, ends: str) -> tuple[int, ...]:
 def load(path: str | Path) -> dict[str, Any]:
     """The contents of a scenario file. Raises BadValue for a file that is no mapping in YAML."""
     try:
-        found = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError) as error:
-        reason = str(error).splitlines()[0]
-        raise BadValue("scenario", path, f"a file in YAML ({reason})") from error
+        found = reading.value(reading.text(Path(path)))
+    except reading.Unreadable as error:
+        raise BadValue("scenario", path, f"a file in YAML ({error})") from error
     if found is not None and not isinstance(found, Mapping):
         raise BadValue("scenario", path, "a file with keys and values")
     return dict(found or {})

@@ -4,7 +4,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from powergossip import checks
 from powergossip.topologies import Round
+
+MOST_SLOTS = 2**30  # of a table of neighbors, 8 bytes each
 
 
 class _RoundEdges(NamedTuple):
@@ -72,6 +75,9 @@ class Edges:
         all_out_degrees = np.bincount(source, minlength=n)
         self.n_in = int(in_degrees.max(initial=0))
         self.n_out = int(all_out_degrees.max(initial=0))
+        most = MOST_SLOTS // max(1, copies * self.n_in)
+        accepted = f"{most} or less in a process with {self.n_in} neighbors of a worker"
+        checks.check("n_workers", hosted, hosted <= most, accepted)
         self.out_degrees = np.tile(all_out_degrees[workers.start : workers.stop], copies)
 
         starts_here = (workers.start <= source) & (source < workers.stop)

@@ -111,13 +111,21 @@ class Processes:
         """Run the block in every process. Input that fails in one is rejected in all.
 
         The block must not communicate. Raises BadInput, the same in all processes, if it raises
-        ValueError or OSError in any. On process 0 alone: `if processes.rank == 0:` inside.
+        ValueError or OSError in any, or needs more memory than there is. On process 0 alone: `if
+        processes.rank == 0:` inside.
         """
         complaint = None
         try:
             yield
         except (ValueError, OSError) as error:
             complaint = str(error)
+        except (MemoryError, RuntimeError) as error:  # torch's allocator for CPUs has no own type
+            if "allocate" not in str(error):
+                raise
+            complaint = (
+                f"the memory is too small for the workers of a process "
+                f"({str(error).splitlines()[0]}); use fewer workers or smaller options"
+            )
         for text in self.gather(complaint):
             if text is not None:
                 raise BadInput(text)

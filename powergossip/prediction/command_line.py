@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from powergossip import checks, programs
+from powergossip import checks, programs, reading
 from powergossip.errors import BadInput
 
 if TYPE_CHECKING:
@@ -251,8 +251,6 @@ def _time(seconds: float) -> str:
 
 def _methods(given: Sequence[str]) -> "Mapping[str, Method]":
     """{label: Method} of --method NAME:OPTION=VALUE,…, by default those of `METHODS`."""
-    import yaml
-
     from powergossip import algorithms
     from powergossip.algorithms import aggregation
     from powergossip.prediction import METHODS, Method
@@ -271,7 +269,10 @@ def _methods(given: Sequence[str]) -> "Mapping[str, Method]":
         for pair in filter(None, rest.split(",")):
             key, equals, value = pair.partition("=")
             checks.check("--method", text, bool(equals), "NAME:OPTION=VALUE,OPTION=VALUE")
-            options[key] = yaml.safe_load(value)
+            try:
+                options[key] = reading.value(value)
+            except reading.Unreadable as error:
+                raise BadInput(f"--method={text}: {value} is not YAML ({error})") from error
         found[text] = Method(name, options)
     return found
 

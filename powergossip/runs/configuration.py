@@ -12,7 +12,6 @@ import dataclasses
 import difflib
 import inspect
 import math
-import re
 import sys
 import time
 import warnings
@@ -28,7 +27,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from powergossip import errors, network, presets
+from powergossip import errors, network, presets, reading
 from powergossip.errors import BadInput
 from powergossip.network import links, ulfm
 from powergossip.runs import metrics
@@ -207,9 +206,10 @@ def _of_argument(text: str) -> _Assignment:
     if not equals or not key:
         raise BadInput(f'"{text}" is not an assignment; use key=value')
     try:
-        return _Assignment(key, yaml.load(value, Loader=_Loader), COMMAND_LINE)
-    except yaml.YAMLError as error:
-        raise BadInput(f"{key}={value}: the value is not YAML ({_problem(error)})") from error
+        return _Assignment(key, reading.value(value), COMMAND_LINE)
+    except reading.Unreadable as error:
+        shown = value if len(value) < 80 else f"{value[:80]}…"
+        raise BadInput(f"{key}={shown}: the value is not YAML ({error})") from error
 
 
 def _of_file(config: DictConfig, file: str) -> list[_Assignment]:
@@ -274,7 +274,7 @@ def changed(config: DictConfig, kind: type[Any] | None = None) -> str:
     assert isinstance(values, dict)
     lines = [
         # One entry as a mapping {key: value} on one line, without its braces.
-        yaml.dump({key: value}, Dumper=_Dumper, default_flow_style=True, width=math.inf)
+        yaml.dump({key: value}, Dumper=reading.Dumper, default_flow_style=True, width=math.inf)
         .strip()
         .removeprefix("{")
         .removesuffix("}")
@@ -363,50 +363,6 @@ def _report_once(error: Exception) -> None:
         time.sleep(0.3)
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2 where PyYAML differs: 1e-3 is a number, on and 2024-01-01 are strings, and a
-    duplicate key is an error (YAML 1.2, § 3.2.1.3)."""
-
-    yaml_implicit_resolvers = {  # noqa: RUF012 as PyYAML declares it
-        first: [
-            (tag, pattern)
-            for tag, pattern in resolvers
-            if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:timestamp")
-        ]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        lines: dict[tuple[str, str], int] = {}
-        for key, _ in node.value:
-            name, line = (key.tag, str(key.value)), key.start_mark.line
-            if name in lines:
-                raise yaml.constructor.ConstructorError(
-                    None,
-                    None,
-                    f'key "{key.value}" is also in line {lines[name] + 1}; keep one',
-                    key.start_mark,
-                )
-            lines[name] = line
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
-)
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes strings that _Loader would read as another type."""
-
-    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
-
-
 def _config_files(given: Sequence[str]) -> list[str]:
     """The files of `--config`: paths, and the files of the presets that are named, each once."""
     found: list[str] = []
@@ -422,30 +378,19 @@ def _config_files(given: Sequence[str]) -> list[str]:
 def _read_yaml(label: str, file: Path) -> dict[Any, tuple[Any, int]]:
     """Key → (value, line from 1) of a file, which errors call by its label. Raises BadInput."""
     try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
+        text = reading.text(file)
+    except reading.Unreadable as error:
         close = difflib.get_close_matches(str(file), presets.names(), n=3)
         hint = f"; did you mean the preset {' or '.join(close)}?" if close else ""
-        raise BadInput(f"{label}: {error.strerror}{hint}") from error
-    except UnicodeDecodeError as error:
-        raise BadInput(f"{label} is not a text file") from error
+        raise BadInput(f"{label} cannot be read: {error}{hint}") from error
     try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        content = None if node is None else loader.construct_document(node)
-    except yaml.YAMLError as error:
-        raise BadInput(f"{label} is not YAML: {_problem(error)}") from error
-    if not isinstance(content, dict) or not isinstance(node, yaml.MappingNode):
+        content, lines = reading.document(text)
+    except reading.Unreadable as error:
+        raise BadInput(f"{label} is not YAML: {error}") from error
+    if not isinstance(content, dict):
         found = "is empty" if content is None else f"contains a {type(content).__name__}"
         raise BadInput(f"{label} {found}; use lines of the form key: value")
-    lines = {str(key.value): key.start_mark.line + 1 for key, _ in node.value}
     return {key: (value, lines.get(str(key), 1)) for key, value in content.items()}
-
-
-def _problem(error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    where = f"line {mark.line + 1}: " if mark else ""
-    return where + (getattr(error, "problem", None) or str(error))
 
 
 def _schema(config: DictConfig) -> type[Any]:

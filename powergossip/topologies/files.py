@@ -1,14 +1,16 @@
 """Graphs from edge-list and adjacency files."""
 
 import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-import networkx as nx
 import numpy as np
 from scipy.sparse import csr_array
 
+from powergossip import reading
 from powergossip.topologies.mixing import Round, Topology, check_connected
-from powergossip.topologies.static import adjacency_matrix, undirected
+from powergossip.topologies.static import adjacency, of_edges
 from powergossip.topologies.weights import Weights, metropolis_hastings, uniform
 
 
@@ -27,8 +29,8 @@ def from_file(
 ) -> Topology:
     """Read the graph from an edge-list or adjacency file, as networkx writes them.
 
-    - Edge list: two workers per line. Attributes after them (networkx's `{...}`, a weight) are
-      ignored.
+    - Edge list: two workers per line, each edge in one or both directions. Attributes after them
+      (networkx's `{...}`, a weight) are ignored, but weights must be equal.
     - Adjacency list: a worker followed by its neighbors, each edge once or twice.
     - `#` starts a comment.
 
@@ -40,7 +42,8 @@ def from_file(
     indices. Otherwise the sorted names (integers by value) are the workers 0, 1, …, and the note of
     the topology lists them.
 
-    Raises ValueError, with file and line, for a file that cannot be read.
+    Raises ValueError, with file and line, for a file that cannot be read, an edge that is listed
+    twice in the same direction or joins a worker with itself, and weights that differ.
     """
     if directed and weights is not metropolis_hastings:
         raise ValueError(
@@ -48,23 +51,17 @@ def from_file(
             "from its degrees"
         )
     subject = f"the graph in {path}"
-    graph: nx.Graph[str] = nx.DiGraph() if directed else nx.Graph()
-    for name, neighbors in _read_lines(path):
-        graph.add_node(name)
-        graph.add_edges_from((name, neighbor) for neighbor in neighbors)
-    if not graph:
+    index: dict[str, int] = {}  # name → position in the file
+    pairs: list[int] = []
+    numbers: list[int] = []  # line of each edge
+    for number, first, others in _read_lines(path):
+        own = index.setdefault(first, len(index))
+        for name in others:
+            pairs += own, index.setdefault(name, len(index))
+            numbers.append(number)
+    if not index:
         raise ValueError(f"{path} holds no edges")
-
-    note = ""
-    try:
-        order = sorted(graph, key=int)
-        integers = True
-    except ValueError:
-        order = sorted(graph)
-        integers = False
-    if not integers or [int(name) for name in order] != list(range(len(order))):
-        shown = ", ".join(f"{i} is {name}" for i, name in enumerate(order[:4]))
-        note = f"workers are the sorted names in the file: {shown}{', ...' * (len(order) > 4)}"
+    order, integers = _ordered(index)
     if len(order) != n_workers:
         near = integers and int(order[0]) >= 0 and int(order[-1]) < n_workers
         missing = sorted(set(range(n_workers)) - set(map(int, order))) if near else []
@@ -72,15 +69,52 @@ def from_file(
         raise ValueError(
             f"n_workers={n_workers}: use {len(order)}; {subject} has {len(order)} workers{hint}"
         )
-    ordered = nx.empty_graph(0, create_using=nx.DiGraph if directed else nx.Graph)
-    ordered.add_nodes_from(order)
-    ordered.add_edges_from((a, b) for a, b in graph.edges() if a != b)
+    note = ""
+    if not integers or [int(name) for name in order] != list(range(len(order))):
+        shown = ", ".join(f"{i} is {name}" for i, name in enumerate(order[:4]))
+        note = f"workers are the sorted names in the file: {shown}{', ...' * (len(order) > 4)}"
+    worker = np.empty(n_workers, dtype=np.int64)
+    worker[[index[name] for name in order]] = np.arange(n_workers)
+    edges = worker[np.array(pairs, dtype=np.int64).reshape(-1, 2)]
+    _check_edges(path, edges, numbers, order)
     if directed:
-        receives = csr_array(nx.to_scipy_sparse_array(ordered).T)
+        receives = adjacency(n_workers, edges[:, ::-1])
         check_connected(receives, subject)
         return _directed(str(path), receives, note)
-    check_connected(adjacency_matrix(ordered), subject)
-    return undirected(str(path), ordered, weights, note=note)
+    return of_edges(str(path), n_workers, edges, weights, note, subject=subject)
+
+
+def _ordered(names: Iterable[str]) -> tuple[list[str], bool]:
+    """The sorted names, and whether they are integers, which are sorted by value."""
+    try:
+        return sorted(names, key=int), True
+    except ValueError:
+        return sorted(names), False
+
+
+def _check_edges(
+    path: Path, edges: np.ndarray, numbers: Sequence[int], names: Sequence[str]
+) -> None:
+    """Raise ValueError for an edge of a worker to itself, or one that is listed twice.
+
+    edges    # [edge, 2] workers
+    numbers  # [edge] lines
+    """
+    for edge in np.flatnonzero(edges[:, 0] == edges[:, 1])[:1]:
+        name = names[edges[edge, 0]]
+        raise ValueError(
+            f"{path}, line {numbers[edge]}: worker {name} is listed as its own neighbor; use other "
+            "neighbors"
+        )
+    keys = edges[:, 0] * len(names) + edges[:, 1]
+    by_key = np.argsort(keys, kind="stable")
+    for edge in np.flatnonzero(np.diff(keys[by_key]) == 0)[:1]:
+        first, again = by_key[edge : edge + 2]
+        a, b = (names[worker] for worker in edges[again])
+        raise ValueError(
+            f"{path}, line {numbers[again]}: the edge {a} {b} is also in line {numbers[first]}; "
+            "use it once"
+        )
 
 
 def _directed(name: str, adjacency: csr_array, note: str) -> Topology:
@@ -96,38 +130,53 @@ def _directed(name: str, adjacency: csr_array, note: str) -> Topology:
     return Topology(name, (Round(csr_array(weights)),), row_stochastic=not balanced, note=note)
 
 
-def _read_lines(path: Path) -> list[tuple[str, list[str]]]:
-    """(name of the worker, names of its neighbors) for each line.
+def _read_lines(path: Path) -> Iterator[tuple[int, str, list[str]]]:
+    """(number, name of the worker, names of its neighbors) for each line with workers.
 
     Raises ValueError, with file and line, for a line of another format.
     """
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ValueError(f"topology {path} cannot be read: {reason}") from error
-    numbered = [(k, line.partition("#")[0].strip()) for k, line in enumerate(text.split("\n"), 1)]
-    lines = [(k, line) for k, line in numbered if line]
+        text = reading.text(path)
+    except reading.Unreadable as error:
+        raise ValueError(f"topology {path} cannot be read: {error}") from error
+    numbered = ((k, line.partition("#")[0].split()) for k, line in enumerate(text.split("\n"), 1))
+    lines = [(k, words) for k, words in numbered if words]
 
     is_edge_list = path.suffix == ".edgelist"
     if path.suffix not in (".edgelist", ".adjlist"):
-        is_edge_list = any("{" in line for _, line in lines)
-        if not is_edge_list and lines and all(len(line.split()) == 3 for _, line in lines):
+        is_edge_list = any("{" in word for _, words in lines for word in words)
+        if not is_edge_list and lines and all(len(words) == 3 for _, words in lines):
             raise ValueError(
                 f"{path} may be an edge list with weights or an adjacency list; "
                 f"use the suffix .edgelist or .adjlist"
             )
-    read = []
-    for number, line in lines:
-        first, *others = line.split()
-        if is_edge_list:
-            if not others or not (len(others) < 3 or others[1].startswith("{")):
+    all_names = not _NO_NAME.search(text)
+    weight = None
+    for number, words in lines:
+        first, *others = words
+        if is_edge_list and len(words) != 2:
+            found = _WEIGHT.fullmatch(" ".join(words[2:]))
+            if not others or found is None:
                 raise ValueError(
-                    f'{path}, line {number}: "{line}" is not an edge; use two workers per line'
+                    f'{path}, line {number}: "{" ".join(words)}" is not an edge; use two workers '
+                    "per line, which a weight or {...} may follow"
+                )
+            own = float(found["number"] or found["value"] or 1)
+            weight = own if weight is None else weight
+            if own != weight:
+                raise ValueError(
+                    f"{path}, line {number}: the weight {own:g} differs from {weight:g} above; "
+                    "leave weights out, which follow from topology_options.weights"
                 )
             others = others[:1]
-        invalid = [name for name in (first, *others) if set(name) & set("{}[](),;:")]
-        if invalid:
-            raise ValueError(f'{path}, line {number}: "{invalid[0]}" is not the name of a worker')
-        read.append((first, others))
-    return read
+        for name in () if all_names else (first, *others):
+            if _NO_NAME.search(name):
+                raise ValueError(f'{path}, line {number}: "{name}" is not the name of a worker')
+        yield number, first, others
+
+
+_NO_NAME = re.compile(r"[{}\[\](),;:]")
+_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+_WEIGHT = re.compile(
+    rf"(?P<number>{_NUMBER})?|\{{(?:.*'weight': (?P<value>{_NUMBER})\b)?.*\}}"
+)  # after the two workers of an edge

@@ -173,8 +173,9 @@ class Topology:
 
         An edge joins two workers if one sends to the other in some round. The lower index is first.
         """
-        pairs = np.stack(self.union.nonzero(), axis=1).astype(np.int64)
-        return np.unique(np.sort(pairs, axis=1), axis=0)
+        i, j = np.stack(self.union.nonzero()).astype(np.int64)
+        keys = np.unique(np.minimum(i, j) * self.n_workers + np.maximum(i, j))
+        return np.stack(np.divmod(keys, self.n_workers), axis=1)
 
     @cached_property
     def degrees(self) -> np.ndarray:

@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 
 import networkx as nx
 import numpy as np
+from numpy.typing import ArrayLike
 from scipy.sparse import csr_array
 
-from powergossip import randomness
+from powergossip import checks, randomness
 from powergossip.topologies.fastest import fastest_mixing
 from powergossip.topologies.mixing import Round, Topology, Tree, check_connected
 from powergossip.topologies.weights import Weights, best_constant, metropolis_hastings
@@ -17,6 +18,7 @@ WEIGHTS: dict[str, Weights] = {  # name → weights of an undirected graph
     "constant": best_constant,
     "fastest": fastest_mixing,
 }
+MOST_EDGES = 4 * 10**7  # gigabytes
 EQUI_SAMPLES = 100  # of the shifts of `equi_static`
 
 
@@ -35,20 +37,47 @@ def undirected(
     Self-loops and edge attributes are ignored. `trees` as in `Topology`. Raises ValueError if the
     graph is not connected.
     """
-    adjacency = adjacency_matrix(graph)
-    check_connected(adjacency, f'topology "{name}"')  # before the weights, which may require it
-    return Topology(name, (Round(weights(adjacency)),), note=note, trees=trees)
-
-
-def adjacency_matrix(graph: nx.Graph) -> csr_array:
-    """Symmetric 0/1 matrix without a diagonal: csr [worker, worker], columns sorted."""
     index = {node: i for i, node in enumerate(graph)}
-    pairs = np.array([(index[a], index[b]) for a, b in graph.edges() if a != b], dtype=np.int64)
-    pairs = pairs.reshape(-1, 2)
-    row, column = np.concatenate([pairs, pairs[:, ::-1]]).T
-    adjacency = csr_array((np.ones(len(row)), (row, column)), shape=(len(index), len(index)))
-    adjacency.sort_indices()
-    return adjacency
+    edges = [(index[a], index[b]) for a, b in graph.edges()]
+    return of_edges(name, len(index), edges, weights, note, trees)
+
+
+def of_edges(
+    name: str,
+    n_workers: int,
+    edges: ArrayLike,
+    weights: Weights = metropolis_hastings,
+    note: str = "",
+    trees: tuple[Tree, ...] | None = None,
+    subject: str = "",
+) -> Topology:
+    """The static topology of undirected edges, pairs of workers [edge, 2], as `undirected`.
+
+    An edge that is listed several times counts once. subject: of an error about them.
+    """
+    pairs = np.asarray(edges, dtype=np.int64).reshape(-1, 2)
+    graph = adjacency(n_workers, np.concatenate([pairs, pairs[:, ::-1]]))
+    # Before the weights, which may require it.
+    check_connected(graph, subject or f'topology "{name}"')
+    return Topology(name, (Round(weights(graph)),), note=note, trees=trees)
+
+
+def adjacency(n_workers: int, edges: np.ndarray) -> csr_array:
+    """0/1 matrix of directed edges (row, column), [edge, 2], without those of the diagonal.
+
+    csr [worker, worker], columns sorted.
+    """
+    row, column = edges[edges[:, 0] != edges[:, 1]].T
+    found = csr_array((np.ones(len(row)), (row, column)), shape=(n_workers, n_workers))
+    found.sum_duplicates()
+    found.data[:] = 1
+    return found
+
+
+def check_degree(n_workers: int, degree: int) -> None:
+    """Raise ValueError for a graph of too many edges to be stored."""
+    accepted = f"{MOST_EDGES // degree} or less with {degree} neighbors" if degree else "1"
+    checks.check("n_workers", n_workers, n_workers * degree <= MOST_EDGES, accepted)
 
 
 # The graphs
@@ -56,7 +85,8 @@ def adjacency_matrix(graph: nx.Graph) -> csr_array:
 
 def ring(n_workers: int, seed: int, *, weights: Weights = metropolis_hastings) -> Topology:
     """Workers i and i ± 1 are neighbors. Two workers share one edge."""
-    return undirected("ring", nx.cycle_graph(n_workers), weights)
+    i = np.arange(n_workers)
+    return of_edges("ring", n_workers, np.stack([i, (i + 1) % n_workers], 1), weights)
 
 
 def unidirectional_ring(n_workers: int, seed: int) -> Topology:
@@ -67,20 +97,28 @@ def unidirectional_ring(n_workers: int, seed: int) -> Topology:
 
 def chain(n_workers: int, seed: int, *, weights: Weights = metropolis_hastings) -> Topology:
     """A ring without one edge."""
-    return undirected("chain", nx.path_graph(n_workers), weights)
+    return of_edges("chain", n_workers, _path(n_workers), weights)
+
+
+def _path(n_workers: int) -> np.ndarray:
+    """The edges of a chain."""
+    i = np.arange(1, n_workers)
+    return np.stack([i - 1, i], 1)
 
 
 def star(n_workers: int, seed: int, *, weights: Weights = metropolis_hastings) -> Topology:
     """Worker 0 is the only neighbor of every other worker."""
-    return undirected("star", nx.star_graph(n_workers - 1), weights)
+    i = np.arange(1, n_workers)
+    return of_edges("star", n_workers, np.stack([0 * i, i], 1), weights)
 
 
 def fully_connected(
     n_workers: int, seed: int, *, weights: Weights = metropolis_hastings
 ) -> Topology:
     """Every two workers are neighbors. Plain gossip at rate 1 averages in one step."""
-    adjacency = csr_array(np.ones((n_workers, n_workers)) - np.eye(n_workers))
-    return Topology("fully-connected", (Round(weights(adjacency)),))
+    check_degree(n_workers, n_workers - 1)
+    graph = csr_array(np.ones((n_workers, n_workers)) - np.eye(n_workers))
+    return Topology("fully-connected", (Round(weights(graph)),))
 
 
 def torus(n_workers: int, seed: int, *, weights: Weights = metropolis_hastings) -> Topology:
@@ -90,7 +128,9 @@ def torus(n_workers: int, seed: int, *, weights: Weights = metropolis_hastings) 
     of workers gives a ring. Indices are row-major.
     """
     a = next(d for d in range(math.isqrt(n_workers), 0, -1) if n_workers % d == 0)
-    return undirected("torus", nx.grid_2d_graph(a, n_workers // a, periodic=True), weights)
+    i = np.arange(n_workers).reshape(a, -1)
+    edges = np.concatenate([np.stack([i, np.roll(i, -1, axis)], -1) for axis in (0, 1)])
+    return of_edges("torus", n_workers, edges, weights)
 
 
 def hypercube(n_workers: int, seed: int, *, weights: Weights = metropolis_hastings) -> Topology:
@@ -104,8 +144,9 @@ def hypercube(n_workers: int, seed: int, *, weights: Weights = metropolis_hastin
             f"n_workers={n_workers}: use a power of two, like {2**dimension} or "
             f'{2 ** (dimension + 1)}, with topology "hypercube"'
         )
-    cube = nx.hypercube_graph(dimension) if dimension else nx.empty_graph(1)
-    return undirected("hypercube", cube, weights)
+    i = np.arange(n_workers)
+    edges = [np.stack([i, i ^ 2**bit], 1) for bit in range(dimension)]
+    return of_edges("hypercube", n_workers, edges, weights)
 
 
 def binary_tree(n_workers: int, seed: int, *, weights: Weights = metropolis_hastings) -> Topology:
@@ -113,9 +154,7 @@ def binary_tree(n_workers: int, seed: int, *, weights: Weights = metropolis_hast
 
     Vogels et al. (2021), arXiv 2110.04175, and github.com/epfml/relaysgd.
     """
-    graph = nx.empty_graph(n_workers)
-    graph.add_edges_from(_binary_tree(n_workers))
-    return undirected("binary-tree", graph, weights)
+    return of_edges("binary-tree", n_workers, _binary_tree(n_workers), weights)
 
 
 def double_binary_tree(
@@ -132,10 +171,8 @@ def double_binary_tree(
     """
     down = _binary_tree(n_workers)
     up = [(n_workers - 1 - j, n_workers - 1 - i) for i, j in down]
-    graph = nx.empty_graph(n_workers)
-    graph.add_edges_from([*down, *up])
     trees = tuple(sorted(down)), tuple(sorted(up))
-    return undirected("double-binary-tree", graph, weights, trees=trees)
+    return of_edges("double-binary-tree", n_workers, [*down, *up], weights, trees=trees)
 
 
 def _binary_tree(n_workers: int) -> list[tuple[int, int]]:
@@ -171,6 +208,7 @@ def equi_static(n_workers: int, seed: int, *, degree: int | None = None) -> Topo
         raise ValueError(
             f"topology_options.degree={degree}: use 1 or more, less than n_workers={n_workers}"
         )
+    check_degree(n_workers, degree)
     best, smallest = np.arange(0), math.inf
     for sample in range(EQUI_SAMPLES):
         random = randomness.generator(seed, "topology equi-static", sample)
@@ -224,7 +262,7 @@ def watts_strogatz(
     if degree is None:
         degree = min(4, (n_workers - 1) // 2 * 2)
         if n_workers <= 2:
-            return undirected(name, nx.path_graph(n_workers), weights)
+            return of_edges(name, n_workers, _path(n_workers), weights)
     if degree % 2 or not 2 <= degree < n_workers:
         raise ValueError(
             f"topology_options.degree={degree}: use an even number of 2 or more, less than "
@@ -232,8 +270,10 @@ def watts_strogatz(
         )
     if not 0 <= rewiring <= 1:
         raise ValueError(f"topology_options.rewiring={rewiring}: use a number from 0 to 1")
-    return undirected(
+    check_degree(n_workers, degree)
+    return of_edges(
         name,
+        n_workers,
         _connected_sample(
             name, seed, lambda seed: nx.watts_strogatz_graph(n_workers, degree, rewiring, seed)
         ),
@@ -261,8 +301,10 @@ def random_regular(
             f"topology_options.degree={degree}: use less than n_workers={n_workers}, with an even "
             f"product of the two"
         )
-    return undirected(
+    check_degree(n_workers, degree)
+    return of_edges(
         name,
+        n_workers,
         _connected_sample(
             name, seed, lambda seed: nx.random_regular_graph(degree, n_workers, seed)
         ),
@@ -297,15 +339,13 @@ def circulant(n_workers: int, hops: Sequence[int], weight: float | None = None) 
     return Round(csr_array((values, (row, column)), shape=(n_workers,) * 2))
 
 
-def _connected_sample(name: str, seed: int, sample: Callable[[int], nx.Graph]) -> nx.Graph:
-    """The first connected graph of 100 samples with derived seeds; nodes in order."""
+def _connected_sample(name: str, seed: int, sample: Callable[[int], nx.Graph]) -> list[list[int]]:
+    """The edges of the first connected graph of 100 samples with derived seeds."""
     for attempt in range(100):
         derived = int(randomness.generator(seed, f"topology {name}", attempt).integers(2**32))
         sampled = sample(derived)
         if nx.is_connected(sampled):
-            graph = nx.empty_graph(len(sampled))
-            graph.add_edges_from(sampled.edges())
-            return graph
+            return [list(edge) for edge in sampled.edges()]
     raise ValueError(
         f'topology "{name}": none of 100 random graphs is connected; use a larger degree'
     )

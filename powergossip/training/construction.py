@@ -1,7 +1,7 @@
 """Construction of the parts of a run from its configuration."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import add
 from typing import Any
@@ -96,6 +96,18 @@ def check_spectrum_names(c: Any, parameters: Parameters) -> None:
             raise ValueError(f'spectrum_logging_params: no parameter "{name}" among {names}')
 
 
+def warn_of_rank(c: Any, network: Network, parameters: Parameters) -> None:
+    """Warn, on process 0, of a rank with which no matrix is compressed."""
+    most = max((min(s.rows, s.columns) for s in parameters.layout.stacks), default=1)
+    rank = c.get("optimizer_rank")
+    if rank is not None and rank > most and network.processes.rank == 0:
+        warnings.warn(
+            f"optimizer_rank={rank}: use {most} or less, the smaller side of the model's largest "
+            "matrix; nothing is compressed",
+            stacklevel=2,
+        )
+
+
 def evaluated(
     c: Any,
     network: Network,
@@ -114,17 +126,3 @@ def evaluated(
     if not event_driven(c):
         return network, parameters
     return Survivors(network, present), PresentParameters(parameters, present)
-
-
-@contextmanager
-def memory_errors(workers: int) -> Iterator[None]:
-    """Raise ValueError if the block needs more memory than there is."""
-    try:
-        yield
-    except RuntimeError as error:  # that of torch's CPU allocator has no type of its own
-        if "allocate" not in str(error):
-            raise
-        raise ValueError(
-            f"the memory is too small for the models and messages of {workers} workers in a "
-            f"process ({str(error).splitlines()[0]}); use fewer workers or smaller options"
-        ) from error

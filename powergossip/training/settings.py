@@ -82,6 +82,7 @@ def checked(
     the latter, one that is in `explicit` raises ValueError; others that are set give one warning.
     """
     c = plain_copy(asked)  # without types, which would be checked in the hot path
+    checks.representable("", {key: c[key] for key in c if key != "task_options"})
     c.n_workers = processes.size if c.n_workers is None else c.n_workers
     hosted(c.n_workers, processes.size)
     _resolve_task_defaults(c)

@@ -92,7 +92,7 @@ class Trainer:
             self.task.steps_per_epoch, c.max_steps_per_epoch or self.task.steps_per_epoch
         )
         self._agreement = Agreement(processes)
-        with processes.agreed(), construction.memory_errors(len(self.network.workers)):
+        with processes.agreed():
             construction.check_evaluation(c, self.task)
             models = [self.task.model(c.task_architecture, c.seed) for _ in self.network.workers]
             self.parameters = Parameters(models, self.device)
@@ -102,6 +102,7 @@ class Trainer:
                 self.network = self.network.in_precision(dtype)
             construction.check_spectrum_names(c, self.parameters)
             warn_of_rate(c, self.network, self.parameters.layout)
+            construction.warn_of_rank(c, self.network, self.parameters)
             method: dict[str, Stateful] = {}
             if not c.evaluate_only:
                 if of_user:

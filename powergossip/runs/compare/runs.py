@@ -11,8 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
+from powergossip import reading
 from powergossip.errors import BadInput
 from powergossip.runs import metrics, tables
 
@@ -209,7 +208,7 @@ def read(folder: Path | str, warn: Warn = lambda text: None) -> list[Run]:
     if rows.empty:
         warn(f"{path} has no rows; left out")
         return []
-    config = _mapping(path / "config.yaml", yaml.safe_load)
+    config = _mapping(path / "config.yaml", reading.value)
     info = _mapping(path / "info.json", json.loads)
     if "algorithm" in rows and (rows["name"] == "error").any():
         return _algorithms(str(path), config, info, rows)
@@ -244,7 +243,7 @@ def _mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
         found = parse(path.read_text())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError) as error:
         raise BadInput(f"{path} is damaged ({str(error).splitlines()[0]})") from error
     if not isinstance(found, dict):
         raise BadInput(f"{path} is damaged (not a mapping)")
