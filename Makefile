@@ -75,7 +75,7 @@ check: setup ## formatting, lint, types
 	@$(activate) && ruff format --check . && ruff check . && mypy
 
 bench: setup ## milliseconds a step under mpirun and torchrun, beside lower bounds and PyTorch
-	@$(activate) && python benchmarks/steps.py
+	@$(activate) && python -m benchmarks.steps
 
 gpu-check: ## check and measure on a GPU, without setup; PYTHON=…, WHEELS=folder, ARGS=--quick
 	@"$(PYTHON)" environment/gpu_check.py $(if $(WHEELS),--wheels "$(WHEELS)") $(ARGS)
