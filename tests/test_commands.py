@@ -20,6 +20,7 @@ from torch.distributed.run import parse_args
 
 from experiments import EXPERIMENTS
 from tests import launch
+from tests.test_examples import EXAMPLES
 
 Words = list[str]
 
@@ -173,6 +174,9 @@ def test_programs_read_their_arguments(kind: str, program: str, tmp_path: Path) 
     if kind == "module" and not (launch.ROOT / program.split(".")[0]).exists():
         assert importlib.util.find_spec(program)  # another project's
         return
+    example = EXAMPLES.get(Path(program).name)
+    if example and example.needs and importlib.util.find_spec(example.needs) is None:
+        pytest.skip(f"{example.needs} is not installed (make trainers)")
     given = [
         ["--help"] if not words or any(map(PLACEHOLDER.search, words)) else words
         for words in started(kind)[kind, program]
