@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-quick test-all fuzz check trackers bench gpu-check docs docs-serve \
+.PHONY: help setup train test test-quick test-all fuzz check trackers trainers bench gpu-check docs docs-serve \
 	clean
 
 # processes of `make train`, and what is handed on to it:  make train NP=4 ARGS="topology=torus seed=2"
@@ -60,22 +60,26 @@ test-quick: setup ## laws of every registry, no MPI processes, no programs: whil
 	@$(activate) && $(test_environment) && $(pytest_on_all_cores) --quick -m 'parallel[match]'
 
 test-all: process_counts += 3
-test-all: setup trackers ## all tests, also every case of the long tables: before a release
+test-all: setup trackers trainers ## all tests, also every case of the long tables: before a release
 	@$(call run_tests,parallel[match])
 
 fuzz: setup ## random failures, on the virtual clock and in processes; SECONDS=600
 	@$(activate) && export OMP_NUM_THREADS=1 && python -m tests.fuzz --seconds $(SECONDS)
 
+trackers: extras := mlflow,wandb
 trackers: setup ## Weights & Biases and MLflow: test-all leaves their tests out without them
+trainers: extras := trainers
+trainers: setup ## accelerate, Lightning and transformers, 190 MB: the same for their examples
+trackers trainers:
 	@$(activate) && python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
-		-c environment/constraints.txt --editable '.[mlflow,wandb]' || \
-	echo "the trackers could not be installed: their tests are left out" >&2
+		-c environment/constraints.txt --editable '.[$(extras)]' || \
+	echo "the $@ could not be installed: their tests are left out" >&2
 
 check: setup ## formatting, lint, types
 	@$(activate) && ruff format --check . && ruff check . && mypy
 
 bench: setup ## milliseconds a step under mpirun and torchrun, beside lower bounds and PyTorch
-	@$(activate) && python benchmarks/steps.py
+	@$(activate) && python -m benchmarks.steps
 
 gpu-check: ## check and measure on a GPU, without setup; PYTHON=…, WHEELS=folder, ARGS=--quick
 	@"$(PYTHON)" environment/gpu_check.py $(if $(WHEELS),--wheels "$(WHEELS)") $(ARGS)

@@ -1,6 +1,6 @@
 """The time of selecting the largest elements of a gradient, compared with an exact top-k.
 
-    OMP_NUM_THREADS=1 python benchmarks/dgc_selection.py
+    OMP_NUM_THREADS=1 python -m benchmarks.dgc_selection
 
 prints one JSON line. selection_ms is the time of Deep Gradient Compression's selection of a
 fraction `share` of `size` standard normal elements, topk_ms that of torch.topk of their magnitudes.

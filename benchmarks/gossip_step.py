@@ -1,6 +1,6 @@
 """The time of a step of an averaging algorithm, and a lower bound.
 
-    mpirun -np 8 python benchmarks/gossip_step.py algorithm=power-gossip model=resnet20 rank=1
+    mpirun -np 8 python -m benchmarks.gossip_step algorithm=power-gossip model=resnet20 rank=1
 
 prints one JSON line. ms_per_step is the median over rounds. The lower bound, floor_ms, is measured
 in the same run, in turns with the steps. It is the time of a raw non-blocking exchange of the same

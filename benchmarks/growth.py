@@ -1,9 +1,9 @@
 """How the cost of a step grows: with workers, parameters, degree and processes.
 
-    python benchmarks/growth.py                          all tables
-    python benchmarks/growth.py what=[workers,degree]    some of them
-    python benchmarks/growth.py quick=true               small sizes, a few seconds
-    python benchmarks/growth.py output=docs/figures      also FOLDER/growth-NAME.svg and growth.json
+    python -m benchmarks.growth                          all tables
+    python -m benchmarks.growth what=[workers,degree]    some of them
+    python -m benchmarks.growth quick=true               small sizes, a few seconds
+    python -m benchmarks.growth output=docs/figures      also FOLDER/growth-NAME.svg and growth.json
 
     workers      a step of averaging, a 100 × 100 matrix, 8 … 16,384 workers in one process
     learning     a step of training, Digits with the MLP, 8 … 1024 workers in one process
@@ -216,7 +216,7 @@ def of_processes(n: int, seconds: float) -> list[Line]:
         arguments = f"algorithm={algorithm} model=resnet20 seconds={seconds} {given}"
         launcher = ["mpirun", "-np", str(n), "--map-by", ":oversubscribe"] if n > 1 else []
         lines.append(
-            Line(name, n, steps.measured("gossip_step.py", arguments, launcher)["ms_per_step"])
+            Line(name, n, steps.measured("gossip_step", arguments, launcher)["ms_per_step"])
         )
     return lines
 
@@ -239,7 +239,7 @@ def _in_new_processes(
         task = json.dumps([name, topology, n, list(shapes), size, seconds])
         command = [sys.executable, "-m", "benchmarks.growth", "--one", task]
         ended = subprocess.run(
-            command, stdout=subprocess.PIPE, text=True, env=steps.environment(), check=True
+            command, stdout=subprocess.PIPE, text=True, cwd=steps.ROOT, check=True
         )
         lines.append(Line(**json.loads(ended.stdout.splitlines()[-1])))
     return lines

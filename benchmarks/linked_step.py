@@ -1,7 +1,7 @@
 """The time of a training step with exchanges by edges, in multiples of one without.
 
-    mpirun -np 8 python benchmarks/linked_step.py optimizer=power-gossip
-    mpirun -np 8 --with-ft ulfm python benchmarks/linked_step.py on_worker_loss=continue
+    mpirun -np 8 python -m benchmarks.linked_step optimizer=power-gossip
+    mpirun -np 8 --with-ft ulfm python -m benchmarks.linked_step on_worker_loss=continue
 
 The arguments are keys of train.py. The output is one JSON line. All times are milliseconds a step,
 medians of rounds in which these take turns:

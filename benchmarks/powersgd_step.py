@@ -1,6 +1,6 @@
 """The time of averaging a gradient: this PowerSGD, PyTorch's hook, and a plain all-reduce.
 
-    mpirun -np 4 python benchmarks/powersgd_step.py rank=4 model=resnet50
+    mpirun -np 4 python -m benchmarks.powersgd_step rank=4 model=resnet50
 
 prints one JSON line. Times are milliseconds beyond the backward pass: of a step (backward and
 averaging, no update) minus the backward pass alone. They are medians of interleaved rounds.

@@ -1,8 +1,8 @@
 """The benchmarks of `make bench`: milliseconds a step, under mpirun and under torchrun, and under
 mpirun without compiled loops (powergossip/kernels).
 
-    python benchmarks/steps.py                 all rows
-    python benchmarks/steps.py "CHOCO, sign"   the rows whose name contains this
+    python -m benchmarks.steps                 all rows
+    python -m benchmarks.steps "CHOCO, sign"   the rows whose name contains this
 
 For each row and launcher: the time of a step, and the same in multiples of the lower bound, which
 is measured in the same run with the same transport (benchmarks/gossip_step.py). Compressed
@@ -19,7 +19,7 @@ from typing import Any
 
 from powergossip import kernels
 
-FOLDER = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
 
 # Name, processes, arguments of gossip_step.py
 STEPS: list[tuple[str, int, str]] = [
@@ -61,18 +61,13 @@ def measured(
     variables: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The JSON line of a benchmark."""
-    command = [*launcher, sys.executable, str(FOLDER / program), *arguments.split()]
-    given = environment() | dict(variables or {})
-    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=given)
+    command = [*launcher, sys.executable, "-m", f"benchmarks.{program}", *arguments.split()]
+    given = {**os.environ, **(variables or {})}
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=given)
     if ended.returncode:
         sys.exit(ended.returncode)
     line: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     return line
-
-
-def environment() -> dict[str, str]:
-    root = str(FOLDER.parent)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
 
 
 def _cell(line: dict[str, Any]) -> str:
@@ -85,7 +80,7 @@ def main(wanted: str) -> None:
     for name, processes, arguments in STEPS:
         if wanted in name:
             cells = [
-                _cell(measured("gossip_step.py", arguments, (*launcher, str(processes)), variables))
+                _cell(measured("gossip_step", arguments, (*launcher, str(processes)), variables))
                 for launcher, variables in COLUMNS.values()
             ]
             row = f"{name}, {processes} processes"
@@ -93,7 +88,7 @@ def main(wanted: str) -> None:
     for name, arguments in ALONE:
         if wanted in name:
             cells = [
-                _cell(measured("gossip_step.py", arguments, variables=variables))
+                _cell(measured("gossip_step", arguments, variables=variables))
                 for variables in ({}, PYTORCH)
             ]
             print(f"{name:52}{cells[0]:>20}{'':20}{cells[1]:>20}", flush=True)
@@ -102,11 +97,11 @@ def main(wanted: str) -> None:
         if wanted in name:
             cells = []
             for launcher in (MPIRUN, TORCHRUN):
-                line = measured("powersgd_step.py", f"rank={rank}", (*launcher, "4"))
+                line = measured("powersgd_step", f"rank={rank}", (*launcher, "4"))
                 cells.append(f"{line['ours_ms']:8.1f} ms {line['ratio']:5.2f} h")
             print(f"{name:52}" + "".join(f"{cell:>20}" for cell in cells), flush=True)
     if wanted in "DGC, selection":
-        line = measured("dgc_selection.py", "")
+        line = measured("dgc_selection", "")
         print(f"{'DGC, selection':52}{line['selection_ms']:8.1f} ms {line['speedup']:5.1f} × top-k")
     print("×: multiples of the lower bound. h: multiples of PyTorch's hook. × top-k: times faster")
 

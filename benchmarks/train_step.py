@@ -1,6 +1,6 @@
 """The time of a training step, and how much of the averaging the gradient hides.
 
-    mpirun -np 8 python benchmarks/train_step.py task=FashionMNIST batch_size=128
+    mpirun -np 8 python -m benchmarks.train_step task=FashionMNIST batch_size=128
 
 The arguments are keys of train.py. The output is one JSON line. All times are milliseconds a step,
 medians of rounds in which these take turns:

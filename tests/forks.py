@@ -174,6 +174,8 @@ def main() -> types.CodeType | None:
         sys.exit(stand_in(place, *rest))
     for module in rest:
         __import__(module)
+    for folder in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        sys.path.remove(folder)  # each fork has folders of its own
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(place)
         listener.listen(64)

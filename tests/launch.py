@@ -23,8 +23,12 @@ from tests.forks import Fork
 
 ROOT = Path(__file__).parents[1]
 FORKS = Path(__file__).with_name("forks.py")
-# Imported before a fork. None of them starts a thread or MPI (tests/test_launch.py).
-PRELOADED = ("train", "gossip_run", "sklearn.datasets", "matplotlib.figure")
+# Imported before a fork. None of them starts a thread or MPI (tests/test_launch.py). The project's
+# are what an installation has, also where PYTHONPATH is empty.
+PRELOADED = (
+    *("algorithms", "compressors", "gossip_run", "topologies", "train"),
+    *("sklearn.datasets", "matplotlib.figure"),
+)
 
 Completed = subprocess.CompletedProcess[str]
 _ends: list[Callable[[], None]] = []

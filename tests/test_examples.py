@@ -1,5 +1,6 @@
 """Examples run unchanged: in one process and in several."""
 
+import importlib.util
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,9 +23,38 @@ class Shown:
     together: str  # and of PROCESSES
     least: float = 90.0  # %
     slow: bool = False  # the run of PROCESSES
+    launcher: str = "mpirun"
+    needs: str | None = None  # a package of the extra `trainers`
 
+
+# 20 · 11 steps: 2 · 4 · (110 · (64 + 128 + 128 + 10) + 220 · (128 + 10))
+OF_A_TRAINER = r"^sent by each worker: 533\.3 kB$"
+MEAN_MODEL = r"accuracy of the mean model: (\d+\.\d)%"
 
 EXAMPLES = {
+    "accelerate_loop.py": Shown(
+        MEAN_MODEL,
+        alone=r"^sent by each worker: 0\.0 kB$",
+        together=OF_A_TRAINER,
+        slow=True,
+        launcher="torchrun",
+        needs="accelerate",
+    ),
+    "huggingface_trainer.py": Shown(
+        MEAN_MODEL,
+        alone=r"^sent by each worker: 0\.0 kB$",
+        together=OF_A_TRAINER,
+        slow=True,
+        launcher="torchrun",
+        needs="transformers",
+    ),
+    "lightning_trainer.py": Shown(
+        MEAN_MODEL,
+        alone=r"^sent by each worker: 0\.0 kB$",
+        together=OF_A_TRAINER,
+        slow=True,
+        needs="lightning",
+    ),
     "compressed_gradients.py": Shown(
         r"accuracy: (\d+\.\d)%",
         alone=r"^sent by each worker: 0\.0 kB$",
@@ -34,7 +64,7 @@ EXAMPLES = {
         slow=True,
     ),
     "gossip.py": Shown(
-        r"accuracy of the mean model: (\d+\.\d)%",
+        MEAN_MODEL,
         alone=r"^sent by each worker: 0\.0 kB$",
         # 240 steps, two neighbors, 4 bytes per element: one side of each matrix per step, in
         # turns, and all biases:
@@ -42,25 +72,25 @@ EXAMPLES = {
         together=r"^sent by each worker: 1073\.3 kB$",
     ),
     "ddp_hook.py": Shown(
-        r"accuracy of the mean model: (\d+\.\d)%",
+        MEAN_MODEL,
         alone=r"^sent by each worker: 0\.0 kB$",
         together=r"^sent by each worker: 1073\.3 kB$",  # as gossip.py
         slow=True,
     ),
     "huggingface_module.py": Shown(
-        r"accuracy of the mean model: (\d+\.\d)%",
+        MEAN_MODEL,
         alone=r"^sent by each worker: 0\.0 kB$",
         together=r"^sent by each worker: 536\.6 kB$",  # as gossip.py, with 2 bytes per element
         slow=True,
     ),
     "model_averager.py": Shown(
-        r"accuracy of the mean model: (\d+\.\d)%",
+        MEAN_MODEL,
         alone=r"^sent by each worker: 0\.0 kB$",
         together=r"^sent by each worker: 268\.3 kB$",  # gossip.py in every fourth step
         slow=True,
     ),
     "plain_loop.py": Shown(
-        r"accuracy of the mean model: (\d+\.\d)%",
+        MEAN_MODEL,
         alone=r"^sent by each worker: 0\.0 kB$",
         # 20 · 11 steps: 2 · 4 · (110 · (64 + 128 + 128 + 10) + 220 · (128 + 128 + 128 + 10))
         together=r"^sent by each worker: 983\.8 kB$",
@@ -105,15 +135,19 @@ def test_every_example_has_its_row() -> None:
 def runs() -> Iterator[Any]:
     for name, shown in EXAMPLES.items():
         marks = [pytest.mark.slow] if shown.slow else []
-        yield pytest.param(name, None, id=f"{name}-alone")
+        yield pytest.param(name, None, id=f"{name}-alone", marks=marks if shown.needs else [])
         yield pytest.param(name, PROCESSES, id=f"{name}-together", marks=marks)
 
 
 @pytest.mark.parametrize(("name", "processes"), list(runs()))
 def test_an_example_learns(name: str, processes: int | None) -> None:
     shown = EXAMPLES[name]
+    if shown.needs is not None and importlib.util.find_spec(shown.needs) is None:
+        pytest.skip(f"{shown.needs} is not installed (make trainers)")
     # Four processes that import torch on a busy machine take long.
-    ended = launch.python(f"examples/{name}", processes=processes, timeout=240)
+    ended = launch.python(
+        f"examples/{name}", processes=processes, launcher=shown.launcher, timeout=240
+    )
     assert ended.returncode == 0, ended.stderr
     (accuracy,) = re.findall(shown.accuracy, ended.stdout)  # only process 0 prints
     assert float(accuracy) > shown.least

@@ -281,3 +281,18 @@ def test_bucket_0_is_the_first_of_every_backward_pass() -> None:
         loss(ddp, 0, t).backward()
         assert seen == list(range(len(seen)))
         assert len(seen) > 1 or t == 0
+
+
+@pytest.mark.parallel(2)
+def test_an_optimizer_rejects_ddp_that_averages_gradients() -> None:
+    """Gossip of equal models would do nothing, without a word."""
+    for of_all in (True, False):
+        ddp = DistributedDataParallel(mlp(), process_group=torch_group(processes(), CPU))
+        local = OPTIMIZERS["sgd"](ddp.module)
+        group = None if of_all else processes()  # DDP may be within another group
+        optimizer = GossipOptimizer(local, "dpsgd", process_group=group)
+        if of_all:
+            with pytest.raises(RuntimeError, match="DistributedDataParallel"):
+                optimizer.step()
+        else:
+            optimizer.step()

@@ -131,7 +131,8 @@ class _Part:
                 raise RuntimeError(
                     f"a parameter of shape {tuple(parameter.shape)} has other memory than when "
                     f"{owner} was created: create it after moving the model (to, cuda, "
-                    "double, load_state_dict with assign=True), and change values in place"
+                    "double, load_state_dict with assign=True, accelerate's prepare), and change "
+                    "values in place"
                 )
 
 

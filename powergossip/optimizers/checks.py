@@ -1,10 +1,13 @@
 """Checks of a training loop's parameters and gradients, and a common start of all workers."""
 
-from collections.abc import Collection, Iterable, Sequence
+import gc
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from powergossip.errors import BadInput
@@ -130,3 +133,22 @@ def broadcast_from_process_0(processes: Processes, tensors: Sequence[Tensor]) ->
     with torch.no_grad():
         for tensor, value in zip(tensors, values, strict=True):
             tensor.copy_(value.clone().view(tensor.dtype).view_as(tensor))
+
+
+def check_own_gradients(groups: Iterable[Mapping[str, Any]], n_workers: int) -> None:
+    """Raise RuntimeError if DistributedDataParallel averages gradients over that many processes."""
+    if n_workers == 1 or not dist.is_initialized():
+        return
+    trained = {id(parameter) for group in groups for parameter in group["params"]}
+    for module in gc.get_objects():
+        if (
+            issubclass(type(module), DistributedDataParallel)
+            and not module._comm_hooks
+            and module.process_group.size() == n_workers
+            and any(id(parameter) in trained for parameter in module.parameters())
+        ):
+            raise RuntimeError(
+                "the model is in DistributedDataParallel, which averages the gradients of all "
+                "processes, so that gossip has nothing to do: leave the model unwrapped (with "
+                "accelerate: do not prepare it), or register gossip_hook with a GossipState"
+            )

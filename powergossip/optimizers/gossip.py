@@ -26,6 +26,7 @@ from powergossip.network import Processes
 from powergossip.optimizers.averaged import DTYPES, Averaged, trainable_of
 from powergossip.optimizers.checks import (
     check_gradients,
+    check_own_gradients,
     check_same_everywhere,
     named,
 )
@@ -150,8 +151,9 @@ class GossipOptimizer(torch.optim.Optimizer):
         communicator, a `Processes`, or None for all processes of the run. processes: an earlier
         name of process_group.
         """
-        who = network.processes_of(processes if process_group is None else process_group)
-        self.wrapped = optimizer
+        group = processes if process_group is None else process_group
+        who = network.processes_of(group)
+        self.wrapped, self._of_all = optimizer, group is None
         self._local_steps, self._overlapping, self._steps = local_steps, overlapping, 0
         self._in_step = False
 
@@ -246,10 +248,13 @@ class GossipOptimizer(torch.optim.Optimizer):
         """The step of the wrapped optimizer, and gossip if it is due. Returns the former's result.
 
         `closure` computes the loss and calls backward, as in torch. Raises ValueError for sparse
-        gradients, RuntimeError if a parameter was moved to other memory.
+        gradients, RuntimeError if a parameter was moved to other memory, and in the first step if
+        DistributedDataParallel averages the gradients of all processes.
         """
         if self._averaged.in_mean:
             raise RuntimeError("step() inside mean_model() would be lost; leave it first")
+        if self._steps == 0 and self._of_all:
+            check_own_gradients(self.param_groups, self.n_workers)
         self._averaged.check()
         for rule in self._averaged.rules:
             rule.check()
