@@ -23,7 +23,7 @@ from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
 from tests import default_rates
 from tests.default_rates import Case
-from tests.test_train import select, trained
+from tests.test_train import select, trained, value
 
 ALONE = Processes()
 LAYOUT = Layout([(25, 40), (5, 2), (20,)])
@@ -249,9 +249,19 @@ def test_float64_as_the_default_type(compressor: str) -> None:
 
 
 @pytest.mark.slow
-def test_digits_stays_trained() -> None:
-    """Top 10 %, fully connected, without a decay of the learning rate."""
-    values: dict[str, Any] = {"optimizer": "choco", "optimizer_compressor": "top-k"}
-    values |= {"optimizer_keep_ratio": 0.1, "topology": "fully-connected", "n_workers": 8}
-    _, rows = trained(**values, task_architecture="MLP", num_epochs=40, evaluation_interval=40)
-    assert select(rows, "accuracy", split="test", epoch=40)["value"].min() > 0.9
+@pytest.mark.parametrize(
+    ("epochs", "values"),
+    [
+        (40, {"compressor": "top-k", "keep_ratio": 0.1}),
+        (10, {"compressor": "rounding", "levels": 1}),
+    ],
+)
+def test_digits_stays_trained(epochs: int, values: dict[str, Any]) -> None:
+    """Fully connected, without a decay of the learning rate."""
+    keys = {f"optimizer_{name}": value for name, value in values.items()}
+    keys |= {"optimizer": "choco", "topology": "fully-connected", "n_workers": 8}
+    _, rows = trained(
+        **keys, task_architecture="MLP", num_epochs=epochs, evaluation_interval=epochs
+    )
+    assert select(rows, "accuracy", split="test", epoch=epochs)["value"].min() > 0.9
+    assert value(rows, "consensus_distance", type="params_only", epoch=epochs) < 1
