@@ -166,9 +166,9 @@ class Config:
     learning_options: dict[str, Any] = field(default_factory=dict)  # of relay-sgd: {correction: c}
     #   multiplies updates by c, auto: by the factor that relaying slows them down (auto).
     #   Of exact-diffusion: {dual_rate: θ} (1, over power-gossip 0.1), smaller against oscillations
-    optimizer_diffusion_rate: float | int | str | None = None  # γ (1, for choco and deepsqueeze
-    #   that of the compressor, for moniqua 0.1), or auto for dpsgd and power-gossip: the best for
-    #   plain gossip on this topology
+    optimizer_diffusion_rate: float | int | str | None = None  # γ (1, for choco and deepsqueeze by
+    #   compressor, tensors and topology, for moniqua 0.1), or auto for dpsgd and power-gossip: the
+    #   best for plain gossip on this topology
     optimizer_rank: int | None = None  # power-gossip, powersgd, hooks, svd (1). At most the sides
     #   of a matrix. Hooks: try 1, 2, 4, ...; the batched hook is for rank 1 only, prefer
     #   ddp-powersgd. Values kept of an m x k matrix: top-k r (m + k)/4, random-k and random-block

@@ -2,15 +2,18 @@
 
     python -m tests.default_rates FOLDER [--processes 2]
 
-A case is a graph, a rule, a compressor and a number of elements, with three kinds of data. Its
-result is a line of FOLDER/results.jsonl. Cases that are there are not run again. At the end, and
+Results are lines of files in FOLDER. Those that are there are not computed again. At the end, and
 with `--table` alone, it prints the tables of docs/methods/choco.md.
 
-The law: after 3000 steps, the error is below that after 300, or below 1e-5 of the start. Rules
-whose errors do not vanish stay below the start.
-
-Speed: for a third of the cases of CHOCO-Gossip, the steps to an error of 1e-3 with the default
-rate, and the fewest with eight multiples of it.
+cases.jsonl     The law: after 3000 steps, the error is below that after 300, or below 1e-5 of the
+                start. Rules whose errors do not vanish stay below the start. A default gives no
+                warning.
+others.jsonl    The same with other options of the compressors, and for 30,000 steps.
+speeds.jsonl    For a third of the cases, the steps to an error of 1e-3 with eight multiples of the
+                default diffusion rate.
+learning.jsonl  Learning rules over compressed messages, on the quadratics of tests/quadratics.py:
+                after 3000 steps, the workers are nearer to the optimum of the mean loss than they
+                are alone.
 
 Axes: copy (a kind of data and a multiple of the default rate), worker, D elements.
 """
@@ -25,8 +28,9 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -36,11 +40,13 @@ import torch
 from torch import Tensor
 
 from powergossip import algorithms, compressors, options, topologies
+from powergossip.algorithms import learning
 from powergossip.network import Network, Processes
 from powergossip.parameters import Layout
 from powergossip.topologies import Topology
+from tests.quadratics import SGD, Quadratics, train
 
-STEPS, EARLY = 3000, 300
+STEPS, EARLY, LONG = 3000, 300, 30_000
 LARGE = 10**5  # elements: on a ring and fully connected only, for `EARLY` steps
 SIZES = (10, 100, 1000)
 KINDS = ("Gaussian", "rank 1", "one large entry")
@@ -56,19 +62,41 @@ GRAPHS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "star 8, constant weights": ("star", 8, {"weights": "constant"}),
     "random 12": ("FILE", 12, {}),
     "one-peer exponential 8": ("one-peer-exponential", 8, {}),
+    "random matching 8": ("random-matching", 8, {}),
 }
 OF_LARGE = ("ring 8", "fully connected 8")
 # Rules whose errors do not vanish: the messages of DeepSqueeze and Moniqua depend on the mean.
 STAYS = ("deepsqueeze", "moniqua")
-MULTIPLES = (0.5, 1, 1.4, 2, 2.8, 4, 8, 16)  # of the default rate
+MULTIPLES = (0.25, 0.5, 1, 1.4, 2, 2.8, 5.6, 16)  # of the default rate
+
+# Compressors with other options, of CHOCO-Gossip, on graphs whose eigenvalues differ much.
+OTHERS = {
+    "top-k": ("keep_ratio=0.05", "keep_ratio=0.1", "keep_ratio=0.3"),
+    "random-k": ("keep_ratio=0.1", "keep_ratio=0.3"),
+    "random-block": ("keep_ratio=0.1", "keep_ratio=0.3"),
+    "rounding": ("levels=1", "levels=2", "levels=3"),
+    "qsgd": ("levels=1", "levels=64", "unbiased=true", "levels=64 unbiased=true"),
+    "svd": ("rank=2", "rank=4"),
+}
+OF_OTHERS = ("ring 8, constant weights", "chain 8", "star 8", "fully connected 16", "random 12")
+OF_LONG = ("ring 8, constant weights", "fully connected 8")  # with 100 elements
+COMPRESSORS_OF_LONG = ("top-k", "random-k", "sign-and-norm", "qsgd", "rounding")
+
+LEARNING_RATES = (0.02, 0.001)
+OF_LEARNING = ("ring 8", "star 8", "fully connected 8")
+WITHIN_THETA = 0.03  # a factor on the optima of workers that learn over Moniqua
 
 
 @dataclass(frozen=True)
 class Case:
+    """given: options of the compressor beside the defaults, such as "levels=2 unbiased=true"."""
+
     graph: str
     rule: str
     compressor: str  # "" without one
     elements: int
+    given: str = ""
+    steps: int = STEPS
 
     @property
     def name(self) -> str:
@@ -76,15 +104,16 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"compressor": self.compressor} if self.compressor else {}
+        pairs = (pair.split("=") for pair in self.given.split())
+        chosen = {"compressor": self.compressor} if self.compressor else {}
+        return chosen | {name: json.loads(value) for name, value in pairs}
 
 
 @dataclass(frozen=True)
 class Result:
     """Errors relative to the start, by kind of data.
 
-    rate   # the default diffusion rate, None where there is none or tensors have their own
-    speed  # steps to 1e-3 with the default rate, and the fewest of `MULTIPLES`: `STEPS` for never
+    rate  # the default diffusion rate, None where there is none or tensors have their own
     """
 
     case: Case
@@ -92,33 +121,100 @@ class Result:
     early: list[float]
     last: list[float]
     seconds: float
-    speed: tuple[list[int], list[int]] | None = None
 
     @property
     def holds(self) -> bool:
         if self.case.rule in STAYS:
             return all(error < 1 for error in self.last)
-        early = self.early if self.case.elements < LARGE else [1.0] * len(KINDS)
+        early = self.early if self.case.steps > EARLY else [1.0] * len(KINDS)
         return all(e < 1e-5 or e < f for e, f in zip(self.last, early, strict=True))
+
+    @property
+    def arguments(self) -> tuple[Case]:
+        return (self.case,)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Steps to an error of 1e-3, `STEPS` for never: [kind of data][multiple of the rate]."""
+
+    case: Case
+    steps: list[list[int]]
+    holds = True
+
+    @property
+    def arguments(self) -> tuple[Case]:
+        return (self.case,)
+
+    @property
+    def ratios(self) -> list[float]:
+        """With the default rate, relative to the best multiple. By kind of data."""
+        return [steps[MULTIPLES.index(1)] / min(steps) for steps in self.steps]
+
+    @property
+    def at_an_end(self) -> int:
+        """Kinds of data where the best multiple is the first or the last, and no other."""
+        return sum(min(s[1:-1]) > min(s) for s in self.steps)
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A learning rule over an averaging rule.
+
+    rate   # the default diffusion rate
+    error  # √(mean_i ‖x_i − x*‖²) after all steps, relative to that of workers alone
+    """
+
+    learning: str
+    case: Case
+    learning_rate: float
+    rate: float | None
+    error: float
+
+    @property
+    def holds(self) -> bool:
+        return self.error < 1
+
+    @property
+    def arguments(self) -> tuple[str, Case, float]:
+        return self.learning, self.case, self.learning_rate
 
 
 def cases() -> Iterator[Case]:
-    """All cases that their graphs accept."""
-    made = {graph: topology(graph) for graph in GRAPHS}
+    """All cases with default options that their graphs accept."""
     for elements in (*SIZES, LARGE):
         for graph in GRAPHS if elements < LARGE else OF_LARGE:
             for rule, row in algorithms.AVERAGING.items():
                 has_compressor = "compressor" in options.defaults(row)
                 for compressor in compressors.COMPRESSORS if has_compressor else ("",):
-                    case = Case(graph, rule, compressor, elements)
-                    network = Network(made[graph], Processes())
-                    try:
-                        algorithms.make(rule, network, Layout([(2, 2)]), **case.options)
-                    except ValueError:
-                        continue
-                    yield case
+                    steps = STEPS if elements < LARGE else EARLY
+                    case = Case(graph, rule, compressor, elements, steps=steps)
+                    if is_accepted(case):
+                        yield case
 
 
+def other_cases() -> Iterator[Case]:
+    """Other options of compressors, and more steps."""
+    for compressor, each in OTHERS.items():
+        for given in each:
+            for graph in OF_OTHERS:
+                for elements in (100, 1000):
+                    yield Case(graph, "choco", compressor, elements, given)
+    for compressor in COMPRESSORS_OF_LONG:
+        for graph in OF_LONG:
+            yield Case(graph, "choco", compressor, 100, steps=LONG)
+
+
+def is_accepted(case: Case) -> bool:
+    network = Network(topology(case.graph), Processes())
+    try:
+        algorithms.make(case.rule, network, Layout([(2, 2)]), **case.options)
+    except ValueError:
+        return False
+    return True
+
+
+@cache
 def topology(graph: str) -> Topology:
     name, n, given = GRAPHS[graph]
     if name != "FILE":
@@ -151,7 +247,11 @@ def start(kind: str, workers: int, elements: int) -> Tensor:
 
 
 class Run:
-    """A case, for all kinds of data, with multiples of its default rate."""
+    """A case, for all kinds of data, with multiples of its default rate.
+
+    Moniqua starts with differences of at most θ. Its errors are relative to (θ/2)² for each
+    element, as its noise does not shrink with the start.
+    """
 
     def __init__(self, case: Case, multiples: tuple[float, ...] = ()):
         graph, layout = topology(case.graph), Layout([shape(case.elements)])
@@ -165,12 +265,16 @@ class Run:
             each = torch.tensor([factor * rate for factor in multiples])
             given["diffusion_rate"] = each.repeat_interleave(len(KINDS) * n)
         self._averaging = algorithms.make(case.rule, self.network, layout, **case.options, **given)
-        x = torch.cat([start(kind, n, case.elements) for kind in KINDS])
-        if case.rule == "moniqua":  # neighbors must differ by less than θ = 0.25
-            x = 0.1 * x.sign()
-        self.x = x.repeat(count, 1)
+        starts = [start(kind, n, case.elements) for kind in KINDS]
+        theta = algorithms.defaults(case.rule).get("theta")
+        if theta is not None:
+            starts = [x * (theta / 2 / x.abs().max()) for x in starts]
+        self.x = torch.cat(starts).repeat(count, 1)
         self._n, self._first = n, torch.ones(())
-        self._first = self.errors()
+        if theta is None:
+            self._first = self.errors()
+        else:
+            self._first = torch.tensor(n * case.elements * (theta / 2) ** 2)
 
     def steps(self, number: int) -> None:
         for _ in range(number):
@@ -183,23 +287,27 @@ class Run:
         return (squares / self._first).nan_to_num(math.inf)
 
 
-def run(case: Case, steps: int = STEPS, early: int = EARLY) -> Result:
-    began, now = time.perf_counter(), Run(case)
-    if case.elements >= LARGE:
-        steps = early
-    now.steps(early)
+def run(case: Case) -> Result:
+    began = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        now = Run(case)
+    now.steps(EARLY)
     first = now.errors()
-    for _ in range(early, steps, early):
+    for _ in range(EARLY, case.steps, EARLY):
         if now.errors().max() > 1e6:
             break
-        now.steps(early)
+        now.steps(EARLY)
     last = now.errors().tolist()
     return Result(case, now.rate, first.tolist(), last, time.perf_counter() - began)
 
 
-def speed(case: Case) -> tuple[list[int], list[int]]:
-    """Steps to an error of 1e-3: with the default rate, and with the best multiple."""
-    now, reached = Run(case, MULTIPLES), torch.full((len(MULTIPLES), len(KINDS)), STEPS)
+def speed(case: Case) -> Speed:
+    """Until all kinds of data are below 1e-3 with the default rate."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the multiples
+        now = Run(case, MULTIPLES)
+    reached = torch.full((len(MULTIPLES), len(KINDS)), STEPS)
     default = MULTIPLES.index(1)
     for step in range(5, STEPS, 5):
         now.steps(5)
@@ -207,82 +315,186 @@ def speed(case: Case) -> tuple[list[int], list[int]]:
         reached[fine & (reached == STEPS)] = step
         if (reached[default] < STEPS).all():
             break
-    return reached[default].tolist(), reached.amin(0).tolist()
+    return Speed(case, reached.T.tolist())
 
 
 def is_timed(case: Case) -> bool:
-    """A third of the cases of CHOCO-Gossip on graphs that need compressed copies, by chance."""
-    chosen = random.Random(f"{case.graph} {case.compressor} {case.elements}").random() < 1 / 3
-    return case.rule == "choco" and case.elements < LARGE and chosen
+    """A third of the cases that have a diffusion rate, by chance."""
+    rate = algorithms.default_rate(case.rule, topology(case.graph), Layout([(2, 2)]), case.options)
+    chosen = random.Random(f"{case.graph} {case.name} {case.elements}").random() < 1 / 3
+    return rate is not None and case.elements < LARGE and chosen
 
 
-def _work(case: Case) -> Result:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    found = run(case)
-    timed = speed(case) if is_timed(case) else None
-    return Result(case, found.rate, found.early, found.last, found.seconds, timed)
+def learn(name: str, case: Case, learning_rate: float) -> Learned:
+    """Train with the defaults of the learning rule. Raises ValueError for a pair without one."""
+    problem = Quadratics(dtype=torch.float32)
+    if case.rule == "moniqua":
+        problem.b.mul_(WITHIN_THETA)
+        problem.optimum.mul_(WITHIN_THETA)
+    alone = float((problem.b - problem.optimum).square().sum(1).mean().sqrt())
+    graph, given = topology(case.graph), case.options
+    network = Network(graph, Processes())
+    known = algorithms.defaults(case.rule, given)
+    own = learning.averaging_defaults(name, case.rule).items()
+    given = {option: value for option, value in own if option in known} | given
+    factor = learning.diffusion_factor(name, case.rule)
+    rate = algorithms.default_rate(case.rule, graph, problem.layout, given, factor)
+
+    def make(layout: Layout) -> algorithms.Averaging:
+        rate = algorithms.default_rate(case.rule, graph, layout, given, factor)
+        return algorithms.make(case.rule, network, layout, **given, diffusion_rate=rate)
+
+    averaging = make(problem.layout)
+    learning.check(name, network, case.rule, averaging)
+    overlapping = learning.overlapping(name, averaging)
+    parameters: Any = problem
+    rule = learning.make(
+        name, network, make, parameters, SGD(learning_rate), overlapping=overlapping
+    )
+    train(rule, problem, case.steps)
+    error = float(torch.tensor(problem.error / alone).nan_to_num(math.inf))
+    return Learned(name, case, learning_rate, None if callable(rate) else rate, error)
 
 
-def read(file: Path) -> list[Result]:
-    lines = file.read_text().splitlines() if file.exists() else []
-    return [Result(**{**found, "case": Case(**found["case"])}) for found in map(json.loads, lines)]
+def lessons() -> Iterator[tuple[str, Case, float]]:
+    """The arguments of `learn`: all learning rules over all compressed rules that they accept."""
+    compressed = [(c, "") for c in compressors.COMPRESSORS] + [("qsgd", "unbiased=true")]
+    pairs = [("choco", c, g) for c, g in compressed]
+    pairs += [("deepsqueeze", c, g) for c, g in compressed if not g] + [("moniqua", "", "")]
+    for name, kind in learning.LEARNING.items():
+        graphs = ("chain 8", "star 8") if kind.relays else OF_LEARNING
+        for rule, compressor, given in pairs:
+            of_graph = [Case(graph, rule, compressor, 30, given) for graph in graphs]
+            try:
+                learn(name, replace(of_graph[0], steps=0), 1.0)
+            except ValueError:
+                continue
+            yield from ((name, case, rate) for case in of_graph for rate in LEARNING_RATES)
 
 
-def table(results: Iterable[Result]) -> str:
+def table(results: Iterable[Result], speeds: Iterable[Speed]) -> str:
     """Markdown: for each rule, its rates, cases that diverge, and its speed."""
     by_rule: dict[str, list[Result]] = {}
     for result in results:
-        by_rule.setdefault(result.case.name, []).append(result)
+        by_rule.setdefault(f"{result.case.name} {result.case.given}".strip(), []).append(result)
+    by_name: dict[str, list[Speed]] = {}
+    for found in speeds:
+        by_name.setdefault(found.case.name, []).append(found)
     lines = [
-        "| rule, compressor | cases | default γ | diverge | largest error | steps to 10⁻³, "
-        "relative to the best γ |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| rule, compressor | cases | default γ | diverge | largest error | steps to 10⁻³ over "
+        "those with the best γ | starts | best γ at an end |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    every: list[float] = []
-    for name, found in sorted(by_rule.items()):
-        rates = sorted(r.rate for r in found if r.rate is not None)
-        shown = f"{rates[0]:.2g} to {rates[-1]:.2g}" if rates else ""
-        ratios = [own / best for r in found if r.speed for own, best in zip(*r.speed, strict=True)]
-        every += ratios
-        mean = f"{statistics.geometric_mean(ratios):.2f}" if ratios else ""
-        failing = sum(not r.holds for r in found)
-        largest = max(max(r.last) for r in found)
-        lines.append(f"| {name} | {len(found)} | {shown} | {failing} | {largest:.1e} | {mean} |")
-    if every:
-        lines.append(
-            f"\nAll of CHOCO: {statistics.geometric_mean(every):.2f}, "
-            f"{len(every)} starts, the worst {max(every):.1f}."
-        )
-    failing_cases = [r for r in found_of(by_rule) if not r.holds]
-    lines += [f"diverges: {r.case} {r.rate} {r.early} {r.last}" for r in failing_cases]
+    for name, of_rule in sorted(by_rule.items()):
+        rates = sorted(r.rate for r in of_rule if r.rate is not None)
+        timed = by_name.get(name, [])
+        cells = [
+            name,
+            f"{len(of_rule)}",
+            f"{rates[0]:.2g} to {rates[-1]:.2g}" if rates else "",
+            f"{sum(not r.holds for r in of_rule)}",
+            f"{max(max(r.last) for r in of_rule):.1e}",
+            *_ratio(timed),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    every = [found for of_name in by_name.values() for found in of_name]
+    mean, starts, at_an_end = _ratio(every)
+    lines.append(
+        f"| all | {sum(map(len, by_rule.values()))} | | | | {mean} | {starts} | {at_an_end} |"
+    )
     return "\n".join(lines)
 
 
-def found_of(by_rule: dict[str, list[Result]]) -> Iterator[Result]:
-    for found in by_rule.values():
-        yield from found
+def _ratio(speeds: list[Speed]) -> tuple[str, str, str]:
+    """The geometric mean of the ratios, their number, and that of the best at an end."""
+    ratios = [ratio for found in speeds for ratio in found.ratios]
+    if not ratios:
+        return "", "", ""
+    mean = f"{statistics.geometric_mean(ratios):.2f}"
+    return mean, f"{len(ratios)}", f"{sum(found.at_an_end for found in speeds)}"
+
+
+def table_of_learning(learned: Iterable[Learned]) -> str:
+    """Markdown: for each learning rule and averaging rule, the largest error of all graphs."""
+    by_name: dict[tuple[str, str], dict[float, list[Learned]]] = {}
+    for found in learned:
+        name = f"{found.case.name} {found.case.given}".strip()
+        by_rate = by_name.setdefault((found.learning, name), {})
+        by_rate.setdefault(found.learning_rate, []).append(found)
+    rates = " | ".join(f"η = {rate}" for rate in LEARNING_RATES)
+    lines = [f"| `learning` | rule, compressor | {rates} |", "| --- " * 4 + "|"]
+    for (name, averaging), by_rate in by_name.items():
+        worst = (max(found.error for found in by_rate[rate]) for rate in LEARNING_RATES)
+        lines.append(f"| {name} | {averaging} | {' | '.join(f'{e:.2g}' for e in worst)} |")
+    return "\n".join(lines)
+
+
+class Store:
+    """The results of one function, as lines of a file."""
+
+    def __init__(self, file: Path, compute: Callable[..., Any], kind: type[Any]):
+        self.file, self.compute, self.kind = file, compute, kind
+
+    def read(self) -> list[Any]:
+        lines = self.file.read_text().splitlines() if self.file.exists() else []
+        found = map(json.loads, lines)
+        return [self.kind(**{**values, "case": Case(**values["case"])}) for values in found]
+
+    def add(self, result: Any) -> None:
+        with self.file.open("a") as out:
+            out.write(json.dumps(asdict(result)) + "\n")
+
+
+def expected_cost(compute: Callable[..., Any], arguments: tuple[Any, ...]) -> int:
+    """Increases with the time of a case: those that cost least come first."""
+    case = next(a for a in arguments if isinstance(a, Case))
+    slow = {"svd": 50, "rounding": 10}.get(case.compressor, 1)
+    runs = {speed: len(MULTIPLES), learn: 10}.get(compute, 1)
+    return case.steps * (100 + slow * case.elements) * runs
+
+
+def _work(job: tuple[int, Callable[..., Any], tuple[Any, ...]]) -> tuple[int, Any]:
+    torch.set_num_threads(1)
+    index, compute, arguments = job
+    return index, compute(*arguments)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--processes", type=int, default=os.cpu_count())
-    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--table", action="store_true", help="print the tables of FOLDER only")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
-    file = given.folder / "results.jsonl"
-    done = {result.case for result in read(file)}
-    left = [] if given.table else [case for case in cases() if case not in done]
-    with multiprocessing.Pool(given.processes) as pool, file.open("a") as out:
-        for index, result in enumerate(pool.imap_unordered(_work, left), 1):
-            out.write(json.dumps(asdict(result)) + "\n")
-            out.flush()
-            mark = "" if result.holds else "  DIVERGES"
-            print(f"{index}/{len(left)} {result.case} {result.seconds:.1f} s{mark}", flush=True)
-    results = read(file)
-    print(table(results))
-    sys.exit(not all(result.holds for result in results))
+    by_default = Store(given.folder / "cases.jsonl", run, Result)
+    others = Store(given.folder / "others.jsonl", run, Result)
+    speeds = Store(given.folder / "speeds.jsonl", speed, Speed)
+    lessons_learned = Store(given.folder / "learning.jsonl", learn, Learned)
+    stores = [by_default, others, speeds, lessons_learned]
+    if not given.table:
+        every = list(cases())
+        wanted: list[list[tuple[Any, ...]]] = [
+            [(case,) for case in every],
+            [(case,) for case in other_cases()],
+            [(case,) for case in every if is_timed(case)],
+            list(lessons()),
+        ]
+        jobs = []
+        for index, (store, arguments) in enumerate(zip(stores, wanted, strict=True)):
+            done = {result.arguments for result in store.read()}
+            jobs += [(index, store.compute, each) for each in arguments if each not in done]
+        jobs.sort(key=lambda job: expected_cost(*job[1:]))
+        with multiprocessing.Pool(given.processes) as pool:
+            for count, (index, result) in enumerate(pool.imap_unordered(_work, jobs), 1):
+                stores[index].add(result)
+                mark = "" if result.holds else "  DIVERGES"
+                print(f"{count}/{len(jobs)} {result}{mark}", flush=True)
+    print(table(by_default.read(), speeds.read()), end="\n\n")
+    print(table(others.read(), []), end="\n\n")
+    print(table_of_learning(lessons_learned.read()))
+    failing = [r for store in stores for r in store.read() if not r.holds]
+    print(*(f"diverges: {result}" for result in failing), sep="\n")
+    sys.exit(bool(failing))
 
 
 if __name__ == "__main__":

@@ -134,13 +134,10 @@ def test_auto_is_the_best_rate_of_plain_gossip(name: str) -> None:
     torch.testing.assert_close(x, y)
 
 
-@pytest.mark.parametrize(
-    ("name", "tuned"),
-    [("choco", "1 for sign-and-norm"), ("deepsqueeze", "0.1"), ("moniqua", "0.1 at theta 0.25")],
-)
-def test_auto_is_rejected_where_it_is_too_large(name: str, tuned: str) -> None:
-    """The sentence names the tuned values of the documentation."""
-    with pytest.raises(ValueError, match=rf"^diffusion_rate=auto: .*{tuned}.*{name}\.md"):
+@pytest.mark.parametrize("name", ["choco", "deepsqueeze", "moniqua"])
+def test_auto_is_rejected_where_it_is_too_large(name: str) -> None:
+    """The sentence names the page with the default."""
+    with pytest.raises(ValueError, match=rf"^diffusion_rate=auto: .*{name}\.md"):
         make(name, topologies.make("ring", 8), "auto")
     config = OmegaConf.structured(train.Config)
     config |= {"n_workers": 4, "optimizer": name, "optimizer_diffusion_rate": "auto"}

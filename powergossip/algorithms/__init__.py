@@ -207,8 +207,9 @@ def default_rate(
     found = defaults(name, given)
     if name not in _DEFAULT_RATES:
         return found.get("diffusion_rate")
-    rate = _DEFAULT_RATES[name](topology, layout, _compressor(found, given or {}))
-    return (lambda elements: factor * rate(elements)) if callable(rate) else factor * rate
+    compressor = _compressor(found, given or {})
+    rate: float | compressors.BySize = _DEFAULT_RATES[name](topology, layout, compressor, factor)
+    return rate
 
 
 def warn_of_rate(

@@ -17,19 +17,8 @@ from powergossip.algorithms.averaging import Kind, Rate, column
 from powergossip.compressors import QSGD, BySize, Codec, pack, packed_size, unpack
 from powergossip.network import Conversation, Network, ToAll
 
-# Why "auto", the best rate of plain gossip, is rejected, and what to use. Measured on FashionMNIST.
-_TUNED_CHOCO = (
-    "; auto is too large for CHOCO, whose tuned rates are 1 for sign-and-norm, 0.1 for top-k and "
-    "0.03 for svd and qsgd (docs/methods/choco.md)"
-)
-_TUNED_DEEPSQUEEZE = (
-    "; auto is too large for DeepSqueeze, whose tuned rate is 0.1 for sign-and-norm and top-k "
-    "(docs/methods/deepsqueeze.md)"
-)
-_TUNED_MONIQUA = (
-    "; auto is too large for Moniqua, whose tuned rate is 0.1 at theta 0.25 "
-    "(docs/methods/moniqua.md)"
-)
+# Why "auto", the best rate of plain gossip, is rejected.
+_AUTO = "; auto is too large here: leave it out for the default (docs/methods/{}.md)"
 
 
 class ChocoGossip:
@@ -82,7 +71,10 @@ class ChocoGossip:
             raise ValueError(
                 f"topology={network.topology.name}: use a static topology with CHOCO, such as ring"
             )
-        rates = column(network, "diffusion_rate", diffusion_rate, _TUNED_CHOCO) * network.weights
+        rates = (
+            column(network, "diffusion_rate", diffusion_rate, _AUTO.format("choco"))
+            * network.weights
+        )
         self._rates, self._total = rates, rates.sum(1, keepdim=True)
         self._network, self.codec = network, codec
         # Whether x̂ = ŷ and all elements have one γ, as in the paper.
@@ -195,7 +187,7 @@ class DeepSqueeze:
         unbiased = isinstance(codec.compressor, QSGD) and codec.compressor.unbiased
         what = "False with DeepSqueeze, whose error grows unless the compressor is a contraction"
         checks.check("unbiased", unbiased, not unbiased, what)
-        rate = column(network, "diffusion_rate", diffusion_rate, _TUNED_DEEPSQUEEZE)
+        rate = column(network, "diffusion_rate", diffusion_rate, _AUTO.format("deepsqueeze"))
         self._rates = [rate * slots.weights for slots in network.rounds]
         self._network, self.codec = network, codec
         self._senders = network.row_workers
@@ -263,7 +255,7 @@ class Moniqua:
         seed: int = 0,
     ):
         """`elements`: D."""
-        rate = column(network, "diffusion_rate", diffusion_rate, _TUNED_MONIQUA)
+        rate = column(network, "diffusion_rate", diffusion_rate, _AUTO.format("moniqua"))
         quantum = 2 * column(network, "theta", theta)  # δB [worker, 1]
         self._thrice = 3 * quantum
         self._rates = [rate * slots.weights * quantum for slots in network.rounds]

@@ -101,10 +101,13 @@ LEARNING: dict[str, type[GossipRule]] = {
 AVERAGING_DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
     ("exact-diffusion", "choco"): {"levels": 64},
 }
-# Their default diffusion rates in units of those without the learning rule. Quasi-global momentum
-# repeats displacements by gossip, too, 1/(1 − β) times in all: 10 for β = 0.9. Public copies follow
-# too late for that.
-DIFFUSION_FACTORS: dict[tuple[str, str], float] = {("quasi-global-momentum", "choco"): 0.1}
+# Factors on the default diffusion rates that compressor and graph give. Quasi-global momentum
+# repeats displacements by gossip, too, 1/(1 − β) times in all: 10 for β = 0.9. Copies and errors
+# that are sent late do not allow for that.
+DIFFUSION_FACTORS: dict[tuple[str, str], float] = {
+    ("quasi-global-momentum", "choco"): 0.1,
+    ("quasi-global-momentum", "deepsqueeze"): 0.1,
+}
 # The smallest and the largest values of such options with which a pair trains.
 ACCEPTABLE: dict[tuple[str, str], dict[str, tuple[float, float]]] = {
     ("exact-diffusion", "power-gossip"): {"diffusion_rate": (0, 1)},
