@@ -55,8 +55,8 @@ class Output:
                      # `trackers`
     offset           # of a run to resume: its rows in bytes. None: begin a run
     allow_lost_rows  # resume although some of these rows are missing, with the others
-    takes_over       # continue in the place of a process that was lost during the run
     process          # index of this process
+    takes_over       # continue in the place of a process that was lost during the run
     folder           # its path
     lost_rows        # whether rows were missing
 
@@ -72,8 +72,8 @@ class Output:
         config: Any,
         offset: int | None = None,
         allow_lost_rows: bool = False,
-        takes_over: bool = False,
         process: int = 0,
+        takes_over: bool = False,
     ):
         dated = not name or _DATE in name
         self.folder = new_dated_folder(name or DATED) if dated else Path(name or "")
