@@ -5,6 +5,7 @@ metrics.jsonl    a row for each measurement, see metrics.py
 info.json        metadata and progress
 figure.png
 checkpoints/     see checkpoints.py
+.drafts-…/       while the run lasts, see files.py
 events.out.…     for TensorBoard, if configured
 wandb/           for Weights & Biases, if configured
 """
@@ -85,7 +86,10 @@ class Output:
                 self._start(config)
             else:
                 self._resume(config, offset, allow_lost_rows, takes_over)
-        except OSError as error:
+        except BaseException as error:
+            self._drafts.close()
+            if not isinstance(error, OSError):
+                raise
             raise ValueError(f"output folder {self.folder}: {error.strerror or error}") from error
 
     def _start(self, config: Any) -> None:
