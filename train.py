@@ -333,7 +333,7 @@ def _train(settings: Any, comm: Processes, name: str | None, folder: Path | None
             if comm.rank == 0:
                 offset = None if folder is None else trainer.metrics_bytes
                 allowed = settings.allow_lost_rows
-                _output = Output(name, settings, offset, allowed, process=comm.index)
+                _output = Output(name, settings, offset, allowed, comm.index)
         written = None if _output is None else (_output.folder, _output.lost_rows)
         found, lost_rows = check_begun(comm.broadcast(written))
         place.append(found)

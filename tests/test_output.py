@@ -51,6 +51,16 @@ def test_a_resumed_run_keeps_its_information_and_the_rows_up_to_an_offset(
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
 
 
+def test_a_folder_that_cannot_be_written_stays_as_it_was(tmp_path: Path, config: Any) -> None:
+    Output(str(tmp_path), config).close()
+    (tmp_path / "config.yaml").unlink()
+    (tmp_path / "config.yaml").mkdir()
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="output folder"):
+        Output(str(tmp_path), config, offset=0)
+    assert sorted(tmp_path.iterdir()) == before
+
+
 @pytest.mark.parametrize("left", [0, 30, None])
 def test_a_resumed_run_without_all_its_rows_needs_permission(
     tmp_path: Path, config: Any, left: int | None

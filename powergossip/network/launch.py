@@ -213,4 +213,5 @@ def command(found: Processes) -> str:
     if "OMPI_COMM_WORLD_SIZE" in os.environ:
         options = " --with-ft ulfm" if ulfm.enabled() else ""
         return f"mpirun -np {os.environ['OMPI_COMM_WORLD_SIZE']}{options} python"
-    return f"srun -n {found.size} python" if found.size > 1 else "python"
+    launcher = "srun" if "SLURM_STEP_NUM_TASKS" in os.environ else "mpiexec"
+    return f"{launcher} -n {found.size} python" if found.size > 1 else "python"

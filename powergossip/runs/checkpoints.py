@@ -87,7 +87,7 @@ class Checkpoints:
                     lambda: self._publish(drafts, name, step, parts, facts, score)
                 )
             except ValueError:
-                with suppress(OSError):
+                with suppress(OSError, ValueError):
                     if processes.rank == 0 and self._folder_of_last() != name:
                         drafts.begin()
                         drafts.remove(name)

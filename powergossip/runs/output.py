@@ -5,6 +5,7 @@ metrics.jsonl    a row for each measurement, see metrics.py
 info.json        metadata and progress
 figure.png
 checkpoints/     see checkpoints.py
+.drafts-…/       while the run lasts, see files.py
 events.out.…     for TensorBoard, if configured
 wandb/           for Weights & Biases, if configured
 """
@@ -55,8 +56,8 @@ class Output:
                      # `trackers`
     offset           # of a run to resume: its rows in bytes. None: begin a run
     allow_lost_rows  # resume although some of these rows are missing, with the others
-    takes_over       # continue in the place of a process that was lost during the run
     process          # index of this process
+    takes_over       # continue in the place of a process that was lost during the run
     folder           # its path
     lost_rows        # whether rows were missing
 
@@ -72,8 +73,8 @@ class Output:
         config: Any,
         offset: int | None = None,
         allow_lost_rows: bool = False,
-        takes_over: bool = False,
         process: int = 0,
+        takes_over: bool = False,
     ):
         dated = not name or _DATE in name
         self.folder = new_dated_folder(name or DATED) if dated else Path(name or "")
@@ -85,7 +86,10 @@ class Output:
                 self._start(config)
             else:
                 self._resume(config, offset, allow_lost_rows, takes_over)
-        except OSError as error:
+        except BaseException as error:
+            self._drafts.close()
+            if not isinstance(error, OSError):
+                raise
             raise ValueError(f"output folder {self.folder}: {error.strerror or error}") from error
 
     def _start(self, config: Any) -> None:
