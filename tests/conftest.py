@@ -19,6 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
 import pytest
+import torch
 from mpi4py import MPI
 
 from powergossip.network import processes
@@ -52,6 +53,12 @@ hypothesis.settings.register_profile(
     "same everywhere", derandomize=True, database=None, deadline=None
 )
 hypothesis.settings.load_profile("same everywhere")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Equal numbers of torch's generator at the start of a test, in whatever order tests run."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture
