@@ -29,7 +29,7 @@ SHARED = [
     {"compressor": "random-block"},
 ]
 SIGNS = [{"compressor": "sign-and-norm"}]
-OF_EVERY_COMPRESSOR: list[dict[str, Any]] = [*SPARSE, *SHARED, *LEVELS, *SIGNS]
+OF_EVERY_COMPRESSOR: list[Any] = [*SPARSE, *SHARED, *LEVELS, *SIGNS]
 every_compressor = pytest.mark.parametrize("options", OF_EVERY_COMPRESSOR, ids=str)
 
 needs_compiler = pytest.mark.skipif(kernels.compiled() is None, reason="needs a C compiler")
