@@ -21,6 +21,7 @@ os.environ.update({} if "OMPI_COMM_WORLD_SIZE" in os.environ else {"OMPI_MCA_btl
 
 import hypothesis
 import pytest
+import torch
 from mpi4py import MPI
 
 from powergossip.network import processes
@@ -56,6 +57,12 @@ hypothesis.settings.register_profile(
     "same everywhere", derandomize=True, database=None, deadline=None
 )
 hypothesis.settings.load_profile("same everywhere")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Equal numbers of torch's generator at the start of a test, in whatever order tests run."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture

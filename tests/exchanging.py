@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from powergossip import algorithms
 from powergossip.events import exchanges, rules, scenario
 from powergossip.events.members import Members, View
 from powergossip.events.virtual_clock import VirtualClock
@@ -59,6 +60,16 @@ def start(workers: int, dtype: torch.dtype, seed: int = 0, shapes: Any = SHAPES)
     return torch.randn(workers, size, dtype=torch.float64, generator=generator).to(dtype)
 
 
+def made(
+    name: str, topology: str, n: int, layout: Layout, options: Mapping[str, Any]
+) -> exchanges.Exchanges:
+    """An averaging rule of EXCHANGES with the default rate of the graph."""
+    method, of_name = EXCHANGES[name]
+    given = {**of_name, **options}
+    rate = algorithms.default_rate(method, graph(topology, n), layout, given)
+    return exchanges.make(method, layout, **{"diffusion_rate": rate, **given})
+
+
 def averaging_clock(
     x: Tensor,
     topology: str = "ring",
@@ -74,8 +85,7 @@ def averaging_clock(
     """A clock whose workers average x, in place."""
     layout, n = Layout(shapes), len(x)
     members = Members(graph(topology, n))
-    method, given = EXCHANGES[name]
-    rule = exchanges.make(method, layout, **{**given, **options})
+    rule = made(name, topology, n, layout, options)
     policy = Policy(gossip, max_delay)
 
     def make(index: int, view: View, steps: int) -> Worker:
@@ -103,7 +113,6 @@ def learning_clock(
     """A clock whose workers minimize quadratics. rate: of all steps, or of each."""
     n = problem.n_workers
     members = Members(graph(topology, n))
-    method, given = EXCHANGES[name]
     policy = Policy(gossip, max_delay)
     kind: Callable[..., rules.Rule] = rules.RULES[learning]
     first, *_ = rates = [rate] if isinstance(rate, float) else rate
@@ -114,7 +123,7 @@ def learning_clock(
         row = Row(problem.x[own], problem.grad[own], problem.layout)
         own_optimizers[index] = SGD(row.x, first)
         rule = kind(row, own_optimizers[index], **(rule_options or {}))
-        averaging = exchanges.make(method, rule.layout, **{**given, **options})
+        averaging = made(name, topology, n, rule.layout, options)
         return Worker(index, members, averaging, rule, policy, view, steps)
 
     def compute(worker: int, step: int) -> None:

@@ -1,5 +1,7 @@
 """The laws of the compiled loops: PyTorch's code is their reference."""
 
+import os
+import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,8 @@ SHARED = [
     {"compressor": "random-block"},
 ]
 SIGNS = [{"compressor": "sign-and-norm"}]
-every_compressor = pytest.mark.parametrize("options", [*SPARSE, *SHARED, *LEVELS, *SIGNS], ids=str)
+OF_EVERY_COMPRESSOR: list[Any] = [*SPARSE, *SHARED, *LEVELS, *SIGNS]
+every_compressor = pytest.mark.parametrize("options", OF_EVERY_COMPRESSOR, ids=str)
 
 needs_compiler = pytest.mark.skipif(kernels.compiled() is None, reason="needs a C compiler")
 
@@ -236,6 +239,45 @@ def test_without_a_compiler_pytorch_is_used(
     run = Run("choco", compiled=True)
     assert kernels.name(kernels.load(run.network)) == "torch"
     run.step(normal(4, LAYOUT.size))
+
+
+LEAST = {"x86_64": "x86-64", "aarch64": "armv8-a"}.get(platform.machine())
+WITH_LOOPS: list[tuple[str, dict[str, Any]]] = [
+    ("dpsgd", {}),
+    ("moniqua", {}),
+    ("power-gossip", {"rank": 1}),
+    ("power-gossip", {"rank": 2}),
+    *((name, options) for name in ("choco", "deepsqueeze") for options in OF_EVERY_COMPRESSOR),
+]
+
+
+@needs_compiler
+@pytest.mark.skipif(LEAST is None, reason="an unknown kind of processor")
+def test_the_bits_are_the_same_with_the_fewest_instructions(
+    forgotten: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Processes on unlike machines compute the same. (AVX and FMA are not in x86-64.)"""
+
+    def computed() -> list[Tensor]:
+        found = []
+        for name, options in WITH_LOOPS:
+            run, x = Run(name, compiled=True, **options), normal(4, LAYOUT.size)
+            for _ in range(3):
+                run.network.run(run.averaging.step(x))
+            found += [x, *state(run).values()]
+        return found
+
+    expected = computed()
+    compiler = tmp_path / "cc"
+    compiler.write_text(f'#!/bin/sh\nexec {os.environ.get("CC", "cc")} "$@" -O1 -march={LEAST}\n')
+    compiler.chmod(0o755)
+    forgotten.setenv("CC", str(compiler))
+    forgotten.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kernels.compiled.cache_clear()
+    kernels.agree.cache_clear()
+    assert kernels.name(kernels.compiled()) == "compiled"
+    for a, b in zip(computed(), expected, strict=True):
+        assert_same(a, b)
 
 
 @pytest.mark.slow

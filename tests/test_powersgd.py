@@ -724,7 +724,7 @@ def test_an_aggregator_of_your_own() -> None:
     before = net.weight.detach().clone()
     net.weight.grad, net.bias.grad = torch.tensor([[3.0, -0.25]]), torch.zeros(1)
     optimizer_step(optimizer, Signs())
-    assert torch.equal(before - net.weight, torch.tensor([[0.5, -0.5]]))
+    assert torch.equal(net.weight, before - torch.tensor([[0.5, -0.5]]))
     assert torch.equal(net.weight.grad, torch.tensor([[2.0, 0.75]]))
 
 

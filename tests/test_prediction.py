@@ -161,6 +161,8 @@ def test_a_gossip_step_on_a_directed_graph_by_hand(reverse: bool, sent: int) -> 
     cluster = Cluster(4, 1e6, per_message=1e-3, payload=1.0)
     step = prediction.step(traffic, graph, cluster, Compute(per_neighbor=5e-4))
     assert step.seconds == pytest.approx(3 * (5e-4 + 1e-3 + 8e-3))
+    copying = Cluster(4, 1e6, per_byte=1e-4, payload=1.0)  # slower than the link
+    assert prediction.step(traffic, graph, copying, Compute()).seconds == pytest.approx(0.3)
     assert (step.sent, step.messages) == (1000 * sent, sent)
 
 

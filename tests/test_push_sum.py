@@ -48,6 +48,10 @@ def start(n: int = N) -> Tensor:
     return torch.randn(n, D, generator=generator, dtype=torch.float64)
 
 
+def alone(topology: Topology, dtype: torch.dtype = torch.float64) -> Network:
+    return Network(topology, ALONE, dtype=dtype)
+
+
 def made(network: Network, **options: Any) -> PushSum:
     averaging = algorithms.make("push-sum", network, Layout([(D,)]), **options)
     assert isinstance(averaging, PushSum)
@@ -69,7 +73,7 @@ def weights(averaging: Averaging) -> Tensor:
 def test_mass_is_conserved_in_every_step(
     irregular: Topology, dtype: torch.dtype, running_sums: bool
 ) -> None:
-    network, x = Network(irregular, ALONE), start().to(dtype)
+    network, x = alone(irregular, dtype), start().to(dtype)
     averaging, before = made(network, running_sums=running_sums), start().sum(0)
     rounding = 100 * torch.finfo(dtype).eps
     for _ in range(100):
@@ -84,7 +88,7 @@ def test_workers_reach_the_exact_mean_at_the_rate_of_the_second_eigenvalue(
     irregular: Topology,
 ) -> None:
     """Without the division by w they agree on nothing, and their sums are biased."""
-    network, x, P = Network(irregular, ALONE), start(), matrix(irregular)
+    network, x, P = alone(irregular), start(), matrix(irregular)
     averaging, mean, errors = made(network), start().mean(0), []
     for _ in range(60):
         network.run(averaging.step(x))
@@ -103,7 +107,7 @@ def test_workers_reach_the_exact_mean_at_the_rate_of_the_second_eigenvalue(
 @pytest.mark.parametrize("topology", ["epidemic", "star", "watts-strogatz", "random-matching"])
 def test_a_step_is_the_dense_computation(topology: str) -> None:
     """Also where the edges change, and degrees differ."""
-    network, x = Network(topologies.make(topology, 7), ALONE), start(7)
+    network, x = alone(topologies.make(topology, 7)), start(7)
     averaging, total, w = made(network), start(7), torch.ones(7, 1, dtype=torch.float64)
     for t in range(2 * network.topology.period + 3):
         P = torch.from_numpy(matrix(network.topology, t))
@@ -116,7 +120,7 @@ def test_a_step_is_the_dense_computation(topology: str) -> None:
 def test_the_mean_is_exact_where_that_of_gossip_moves() -> None:
     """On random directed rounds."""
     topology = topologies.make("epidemic", N)
-    network, plain = Network(topology, ALONE), Network(topology, ALONE)
+    network, plain = alone(topology), alone(topology)
     x, moved, mean = start(), start().float(), start().mean(0)
     averaging, gossip = made(network), PlainGossip(plain)
     for _ in range(64):
@@ -131,7 +135,7 @@ def test_the_mean_is_exact_where_that_of_gossip_moves() -> None:
 )
 def test_with_equal_degrees_it_is_plain_gossip(topology: str) -> None:
     """Weights are 1/(degree + 1), and w is 1."""
-    network = Network(topologies.make(topology, N), ALONE)
+    network = alone(topologies.make(topology, N))
     averaging, gossip = made(network), PlainGossip(network)
     x = start().float()
     expected = x.clone()
@@ -145,7 +149,7 @@ def test_with_equal_degrees_it_is_plain_gossip(topology: str) -> None:
 
 def test_bits_are_those_of_one_message_with_the_weight(irregular: Topology) -> None:
     for running_sums in (False, True):
-        network, x = Network(irregular, ALONE), start().float()
+        network, x = alone(irregular, torch.float32), start().float()
         averaging = made(network, running_sums=running_sums)
         for _ in range(3):
             network.run(averaging.step(x))
@@ -160,7 +164,7 @@ def test_processes_do_not_show(tmp_path: Path) -> None:
         for topology in (from_file(tmp_path, CHORDS), topologies.make("epidemic", N)):
             if options and topology.period > 1:
                 continue
-            apart, together = Network(topology), Network(topology, ALONE)
+            apart, together = Network(topology, dtype=torch.float64), alone(topology)
             expected = start()
             x = expected[apart.workers.start : apart.workers.stop].clone()
             first, second = made(apart, **options), made(together, **options)
@@ -173,7 +177,7 @@ def test_processes_do_not_show(tmp_path: Path) -> None:
 
 def test_messages_in_half_precision_conserve_mass() -> None:
     """The rounding of 1/3 to bfloat16 would otherwise make w grow without bound."""
-    network, x = Network(topologies.make("ring", N), ALONE), start().float()
+    network, x = alone(topologies.make("ring", N), torch.float32), start().float()
     averaging, rounding, before = made(network), Rounding(torch.bfloat16), start().sum(0)
     for _ in range(200):
         network.run(rounding(averaging.step(x)))
@@ -206,7 +210,7 @@ class Quadratics:
 def error_of_training(
     topology: Topology, rate: float, overlapping: bool, ignore_weights: bool = False
 ) -> float:
-    network, problem = Network(topology, ALONE), Quadratics()
+    network, problem = alone(topology), Quadratics()
     averaging: Any = made(network)
     if ignore_weights:
         averaging = SimpleNamespace(step=averaging.step)
@@ -238,7 +242,7 @@ def test_the_fixed_point_of_learning_tends_to_the_optimum(
 def test_a_step_of_learning_is_that_of_the_paper(irregular: Topology) -> None:
     """x̂ ← P (x̂ − η g(z)), and z ← x̂/w."""
     network, problem, P = (
-        Network(irregular, ALONE),
+        alone(irregular),
         Quadratics(),
         torch.from_numpy(matrix(irregular)),
     )
@@ -316,7 +320,7 @@ class Lossy:
 def test_the_next_message_repairs_a_loss(
     irregular: Topology, dtype: torch.dtype, exact: float, running_sums: bool
 ) -> None:
-    network, x = Network(irregular, ALONE), start().to(dtype)
+    network, x = alone(irregular, dtype), start().to(dtype)
     averaging, mean = made(network, running_sums=running_sums), start().mean(0)
     lossy = Lossy(network, running_sums)
     for t in range(150):
@@ -332,7 +336,7 @@ def test_the_next_message_repairs_a_loss(
 
 def test_running_sums_are_exact_beyond_their_range(irregular: Topology) -> None:
     """They pass 128 every few steps."""
-    network, other = Network(irregular, ALONE), Network(irregular, ALONE)
+    network, other = (alone(irregular, torch.float32) for _ in range(2))
     x, expected = 50 + start().float(), 50 + start().float()
     averaging, plain = made(network, running_sums=True), made(other)
     for _ in range(300):
@@ -343,7 +347,7 @@ def test_running_sums_are_exact_beyond_their_range(irregular: Topology) -> None:
 
 
 def test_running_sums_reject_messages_outside_their_range(irregular: Topology) -> None:
-    network = Network(irregular, ALONE)
+    network = alone(irregular, torch.float32)
     averaging = made(network, running_sums=True)
     with pytest.raises(ValueError, match="running_sums"):
         network.run(averaging.step(torch.full((N, D), 300.0)))
@@ -351,7 +355,7 @@ def test_running_sums_reject_messages_outside_their_range(irregular: Topology) -
 
 def test_running_sums_reject_time_varying_topologies() -> None:
     with pytest.raises(ValueError, match=r"running_sums=True: use False.*epidemic"):
-        made(Network(topologies.make("epidemic", N), ALONE), running_sums=True)
+        made(alone(topologies.make("epidemic", N)), running_sums=True)
 
 
 # Directed graphs from files.
@@ -367,7 +371,7 @@ def test_a_directed_file_is_read_in_the_direction_of_its_edges(irregular: Topolo
 
 @pytest.mark.parametrize("name", AVERAGING)
 def test_other_methods_reject_unequal_degrees(name: str, irregular: Topology) -> None:
-    network, layout = Network(irregular, ALONE), Layout([(3, 3)])
+    network, layout = alone(irregular), Layout([(3, 3)])
     if name in ("push-sum", "all-reduce"):
         algorithms.make(name, network, layout)
         return
@@ -384,7 +388,7 @@ def test_equal_degrees_are_for_all_methods(tmp_path: Path) -> None:
     topology = from_file(tmp_path, [*CHORDS, *back])
     assert not topology.row_stochastic
     np.testing.assert_allclose(topology.round(0).matrix().toarray().sum(0), 1)
-    algorithms.make("dpsgd", Network(topology, ALONE), Layout([(3, 3)]))
+    algorithms.make("dpsgd", alone(topology), Layout([(3, 3)]))
 
 
 @pytest.mark.parametrize("value", [1, "yes"])

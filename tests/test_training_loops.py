@@ -4,6 +4,8 @@ accumulated gradients, overlapping messages.
 Axes: worker, one per process; D parameters of a worker's model.
 """
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +37,7 @@ from powergossip.optimizers import (
 )
 from powergossip.optimizers.precision import Rounding
 from powergossip.parameters import Layout
+from tests.test_gossip_hook import hooked
 from tests.test_gossip_optimizer import (
     ALONE,
     METHODS,
@@ -129,6 +132,39 @@ def trained(loop: Loop, group: Any, steps: int = 4) -> Tensor:
         loss(model, processes().rank, t).backward()
         step()
     return everywhere(model)
+
+
+def gossip_of(model: nn.Module, group: Any, **options: Any) -> GossipOptimizer:
+    local = OPTIMIZERS["sgd"](model)
+    return GossipOptimizer(local, "power-gossip", process_group=group, **options)
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("name", [*LOOPS, "overlapping", "learning", "hook"])
+def test_a_loop_that_is_over_is_freed(name: str) -> None:
+    """A program can train one model after the other: nothing refers to their parameters."""
+    group = MPI.COMM_WORLD.Dup()  # whose first optimizer has the meeting at exit
+
+    def train() -> list[weakref.ref[nn.Parameter]]:
+        model: nn.Module = mlp()
+        if name in LOOPS:
+            _, step = LOOPS[name](model, group)
+        elif name == "hook":
+            model, optimizer, _ = hooked(process_group=group)
+            step = optimizer.step
+        else:
+            options = {"learning": {"learning": "gradient-tracking"}}.get(
+                name, {"overlapping": True}
+            )
+            step = gossip_of(model, group, **options).step
+        for t in range(2):
+            loss(model, processes().rank, t).backward()
+            step()
+        return [weakref.ref(parameter) for parameter in model.parameters()]
+
+    for parameters in [train(), train()]:
+        gc.collect()
+        assert all(parameter() is None for parameter in parameters)
 
 
 @pytest.mark.parallel([4])

@@ -3,6 +3,7 @@
 Axes: worker (hosted by this process).
 """
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -117,9 +118,17 @@ class Gradients:
         return batched.BatchedGradient(self._task, self._parameters, precision, progress)
 
     def _progress_messages_during_backward(self) -> None:
+        # Weak: Python frees no cycle through a parameter's hooks.
+        of_run = weakref.ref(self._network)
+
+        def progress(_: Tensor) -> None:
+            network = of_run()
+            if network is not None:
+                network.progress()
+
         for model in self._parameters.models:
             for parameter in trained(model).values():
-                parameter.register_post_accumulate_grad_hook(lambda _: self._network.progress())
+                parameter.register_post_accumulate_grad_hook(progress)
 
     def _batch(self, worker: int, epoch: int, step: int, step_of_run: int, *lost: Any) -> Any:
         with self._clock("data"), _errors_name(worker, epoch, step_of_run):
