@@ -141,16 +141,20 @@ def test_one_side_of_a_network_that_splits_goes_on(clock: Clock, size: int) -> N
 
 
 def test_processes_that_are_seen_to_be_stopped_or_have_ended_are_no_side(clock: Clock) -> None:
-    found = three(Wire())
-    live(clock, found, 2 * TIMEOUT)
-    assert found.alive == {0}
-    wire = Wire()
-    found = three(wire)
-    wire.ended.add(1)
-    wire.put(1, LOST, 2)
-    found.liveness.seen = False  # type: ignore[attr-defined]
-    live(clock, found, 2 * TIMEOUT)
-    assert found.alive == {0}
+    """Process 0 and one that is silent are equal sides. It goes on."""
+    for first in ("stopped", "lost by another", "ended"):
+        wire, living = Wire(), Living(1, seen=first != "ended")
+        found = three(wire)
+        found.liveness = living  # type: ignore[assignment]
+        if first == "lost by another":
+            wire.put(1, LOST, 2)  # which it does not see
+        live(clock, found, 2 * TIMEOUT)
+        assert found.alive == {0, 1}
+        if first == "ended":
+            wire.ended.add(2)
+        living.processes, living.seen = set(), False
+        live(clock, found, 2 * TIMEOUT)
+        assert found.alive == {0}, first
 
 
 def test_a_process_that_lives_again_in_time_is_kept(clock: Clock) -> None:

@@ -137,7 +137,7 @@ class Peers:
             self.liveness.forget(process)
             self.alive.discard(process)
             self._out_of_reach.add(process)
-        if seen:
+        if seen or self.liveness.sees(process):
             self._out_of_reach.discard(process)
 
     def _check_side(self) -> None:
