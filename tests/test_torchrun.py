@@ -350,6 +350,7 @@ def test_a_signal_to_torchrun_writes_a_checkpoint(name: str, tmp_path: Path) -> 
     last = Checkpoints(tmp_path / "run", Processes()).describe()
     assert last is not None, text
     assert re.search(rf"error: stopped by SIG\w+ after step {last['step']} ", text), text
+    assert re.search("torchrun --nproc-per-node 3 .*train.py --output-dir run resume=true", text)
 
 
 @pytest.mark.timeout(150)
