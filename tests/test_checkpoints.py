@@ -1,5 +1,6 @@
 """A run that was killed resumes as if nothing had happened."""
 
+import hashlib
 import json
 import random
 import shlex
@@ -366,6 +367,37 @@ def test_resume_needs_an_output_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     train.config.resume = True
     with pytest.raises(BadInput, match=r"resume=true: .*--output-dir"):
         train.main()
+
+
+class _Forged:
+    """An object that writes a file when it is unpickled."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.write_text, (self.file, "")
+
+
+def test_a_forged_checkpoint_is_not_executed(tmp_path: Path) -> None:
+    folder, trace = tmp_path / "run", tmp_path / "trace"
+    run(folder, SMALL)
+    for part in folder.rglob("part-0.pt"):
+        old = part.read_bytes()
+        torch.save({"x": _Forged(trace)}, part)
+        new = part.read_bytes()
+        for index in folder.rglob("index.json"):
+            text = index.read_text()
+            for was, now in (
+                (hashlib.sha256(old).hexdigest(), hashlib.sha256(new).hexdigest()),
+                (f'"bytes": {len(old)}', f'"bytes": {len(new)}'),
+            ):
+                text = text.replace(was, now)
+            index.write_text(text)
+    text = rejected(folder)
+    assert "part-0.pt" in text
+    assert "weights_only" not in text
+    assert not trace.exists()
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "missing", "index", "no index"])

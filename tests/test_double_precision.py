@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 
+import gossip_run
 import train
 from powergossip import algorithms, topologies
 from powergossip.algorithms import AVERAGING, Options
 from powergossip.algorithms.aggregation import AGGREGATIONS
 from powergossip.algorithms.ddp import HOOKS
 from powergossip.algorithms.learning import LEARNING
+from powergossip.consensus import Hooks, Sweep
 from powergossip.errors import BadInput
 from powergossip.network import Network, Processes, processes
 from powergossip.optimizers import GossipModelAverager, GossipOptimizer
@@ -39,8 +42,7 @@ def ring(dtype: torch.dtype = torch.float64) -> Network:
 
 
 @pytest.fixture
-def double_by_default() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
+def default_restored() -> Iterator[None]:
     yield
     torch.set_default_dtype(torch.float32)
 
@@ -79,17 +81,50 @@ def test_elements_that_are_not_encoded_have_64_bits(name: str, options: Options)
     assert (sent[torch.float64] == factor * sent[torch.float32]).all()
 
 
-@pytest.mark.usefixtures("double_by_default")
+@pytest.mark.usefixtures("default_restored")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("name", "options"), EVERY, ids=label)
-def test_the_default_dtype_of_torch_has_no_effect(name: str, options: Options) -> None:
+def test_the_default_dtype_of_torch_has_no_effect(
+    name: str, options: Options, dtype: torch.dtype
+) -> None:
     layout, found = Layout(SHAPES), []
     x = torch.randn(N, layout.size, dtype=torch.float32)
-    for default in (torch.float64, torch.float32):
+    for default in (dtype, torch.float32):
         torch.set_default_dtype(default)
         network = ring(torch.float32)
         averaging = algorithms.make(name, network, layout, options)
         found.append(steps(network, averaging, x.clone(), 3))
     assert torch.equal(*found)
+
+
+@pytest.mark.usefixtures("default_restored")
+@pytest.mark.parametrize("name", [*AVERAGING, *AGGREGATIONS])
+def test_nor_has_it_an_effect_on_models_and_data_of_the_library(name: str) -> None:
+    found = []
+    for default in (torch.float32, torch.float64, torch.bfloat16):
+        torch.set_default_dtype(default)
+        run = Trainer(checked(configured(optimizer=name), ALONE), ALONE)
+        run.train_step(0, 0)
+        found.append(run.parameters.x)
+        assert torch.get_default_dtype() == default
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.usefixtures("default_restored")
+@pytest.mark.parametrize("data", ["random", "sparse", "low-rank"])
+def test_nor_on_consensus(data: str) -> None:
+    values = {"n_workers": 4, "matrix_size": 4, "num_steps": 2, "hyperparameter_num_samples": 2}
+    config = OmegaConf.structured(gossip_run.Config(**values, algorithm="all", data_type=data))
+    found: list[list[float]] = []
+    for default in (torch.float32, torch.float64, torch.bfloat16):
+        torch.set_default_dtype(default)
+        errors: list[float] = []
+        Sweep(config, ALONE).run(
+            Hooks(log_metric=lambda name, values, tags: errors.append(values["value"]))  # noqa: B023
+        )
+        found.append(errors)
+    assert found[0] == found[1] == found[2]
 
 
 # --- train.py ---
@@ -134,6 +169,10 @@ def strict():
 
 def doubles():
     x = torch.randn(40, 4, dtype=torch.float64)
+    return TensorDataset(x, x.sum(1)), TensorDataset(x[:9], x[:9].sum(1))
+
+def bytes_():
+    x = torch.randint(0, 9, (40, 4), dtype=torch.uint8)
     return TensorDataset(x, x.sum(1)), TensorDataset(x[:9], x[:9].sum(1))
 
 def line(dtype="float32"):
@@ -232,6 +271,10 @@ def test_a_run_in_double_precision_resumes_and_is_evaluated(
         (
             {"task": "of_user:doubles", "task_architecture": "of_user:line", "batch_size": 4},
             "data in torch.float64, a model in torch.float32",
+        ),
+        (
+            {"task": "of_user:bytes_", "task_architecture": "of_user:line", "batch_size": 4},
+            "data in torch.uint8, a model in torch.float32",
         ),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",

@@ -89,8 +89,8 @@ def _largest_singular(wide: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     from scipy.linalg import eigh  # imported here: takes a fifth of a second
 
     precision = np.float32 if rank == 1 else np.float64
-    vectors = torch.empty(*wide.shape[:-2], rank, rows)
-    products = torch.empty(*wide.shape[:-2], rank, columns)
+    vectors = wide.new_empty(*wide.shape[:-2], rank, rows)
+    products = wide.new_empty(*wide.shape[:-2], rank, columns)
     for matrix, u, w in zip(
         wide.reshape(-1, rows, columns).numpy(),
         vectors.view(-1, rank, rows).numpy(),

@@ -24,7 +24,8 @@ def _random(c: Any) -> Matrices:
 
     def matrix(worker: int) -> Tensor:
         generator = torch.Generator().manual_seed(c.seed + worker)
-        return torch.randn(c.matrix_size, c.matrix_size, generator=generator)
+        shape = c.matrix_size, c.matrix_size
+        return torch.randn(shape, generator=generator, dtype=torch.float32)
 
     return matrix
 
@@ -47,7 +48,7 @@ def _sparse(c: Any) -> Matrices:
         )
 
     def matrix(worker: int) -> Tensor:
-        flat = torch.zeros(elements)
+        flat = torch.zeros(elements, dtype=torch.float32)
         flat[worker] = 1
         return flat.view(c.matrix_size, c.matrix_size)
 
@@ -65,8 +66,9 @@ def _low_rank(c: Any) -> Matrices:
 
     def matrix(worker: int) -> Tensor:
         generator = torch.Generator().manual_seed(c.seed + worker)
-        u, v = torch.linalg.qr(torch.randn(2, c.matrix_size, c.matrix_size, generator=generator)).Q
-        return u * torch.arange(1.0, c.matrix_size + 1) ** -2 @ v.mT
+        shape = 2, c.matrix_size, c.matrix_size
+        u, v = torch.linalg.qr(torch.randn(shape, generator=generator, dtype=torch.float32)).Q
+        return u * torch.arange(1, c.matrix_size + 1, dtype=torch.float32) ** -2 @ v.mT
 
     return matrix
 

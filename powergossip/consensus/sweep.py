@@ -215,7 +215,9 @@ class Sweep:
         `options` have precedence.
         """
         values: dict[str, Any] = {
-            option: torch.tensor([s[option] for s in settings]).repeat_interleave(network.hosted)
+            option: torch.tensor(
+                [s[option] for s in settings], dtype=torch.float32
+            ).repeat_interleave(network.hosted)
             for option in settings[0]
         }
         return ALGORITHMS[name].build(network, layout, values | self.options(layout) | options)

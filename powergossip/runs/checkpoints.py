@@ -21,6 +21,7 @@ import errno
 import hashlib
 import json
 import os
+import pickle
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -277,6 +278,11 @@ def _read_part(path: Path, part: Mapping[str, Any]) -> Tree:
         ) from error
     except (RuntimeError, zipfile.BadZipFile) as error:
         raise ValueError(f"the checkpoint {path} is damaged: {error}; {_REMEDY}") from error
+    except pickle.UnpicklingError:  # torch advises to load anything
+        raise ValueError(
+            f"the checkpoint {path} contains more than tensors, numbers and texts, which is not "
+            f"loaded; {_REMEDY}"
+        ) from None
 
 
 class _Hashing:

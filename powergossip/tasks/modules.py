@@ -34,7 +34,12 @@ def architectures(
                     f"task_options.{key}: use it with task_architecture={' or '.join(having)}; "
                     f"{name} has no {key}"
                 )
-        return builders[name](*arguments, **options)
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)  # as the data of the library's tasks
+        try:
+            return builders[name](*arguments, **options)
+        finally:
+            torch.set_default_dtype(default)
 
     return {name: partial(build, name) for name in builders}
 

@@ -87,7 +87,9 @@ def _dtypes_named(name: str, model: nn.Module, batch: Any) -> Iterator[None]:
     except RuntimeError as error:
         own = next(iter(trained(model).values())).dtype
         leaves = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
-        others = {leaf.dtype for leaf in leaves if leaf.is_floating_point()} - {own}
+        # Targets may be integers, inputs come first.
+        floating = {leaf.dtype for leaf in leaves if leaf.is_floating_point()}
+        others = (floating | {leaf.dtype for leaf in leaves[:1]}) - {own}
         if not others or "type" not in str(error):
             raise
         found = " and ".join(sorted(map(str, others)))
