@@ -415,17 +415,18 @@ def _ratio(speeds: list[Speed]) -> tuple[str, str, str]:
 
 
 def table_of_learning(learned: Iterable[Learned]) -> str:
-    """Markdown: for each learning rule and averaging rule, the largest error of all graphs."""
-    by_name: dict[tuple[str, str], dict[float, list[Learned]]] = {}
+    """Markdown: for each learning rule and averaging rule, the largest errors."""
+    by_rule: dict[tuple[str, str], list[Learned]] = {}
     for found in learned:
-        name = f"{found.case.name} {found.case.given}".strip()
-        by_rate = by_name.setdefault((found.learning, name), {})
-        by_rate.setdefault(found.learning_rate, []).append(found)
-    rates = " | ".join(f"η = {rate}" for rate in LEARNING_RATES)
-    lines = [f"| `learning` | rule, compressor | {rates} |", "| --- " * 4 + "|"]
-    for (name, averaging), by_rate in by_name.items():
-        worst = (max(found.error for found in by_rate[rate]) for rate in LEARNING_RATES)
-        lines.append(f"| {name} | {averaging} | {' | '.join(f'{e:.2g}' for e in worst)} |")
+        by_rule.setdefault((found.learning, found.case.rule), []).append(found)
+    rates = " | ".join(f"largest error, η = {rate}" for rate in LEARNING_RATES)
+    lines = [f"| `learning` | rule | cases | diverge | {rates} |", "| --- " * 6 + "|"]
+    for pair, of_rule in by_rule.items():
+        cells = [*pair, f"{len(of_rule)}", f"{sum(not found.holds for found in of_rule)}"]
+        for rate in LEARNING_RATES:
+            errors = [found.error for found in of_rule if found.learning_rate == rate]
+            cells.append(f"{max(errors):.2g}" if errors else "")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -483,7 +484,7 @@ def main() -> None:
         for index, (store, arguments) in enumerate(zip(stores, wanted, strict=True)):
             done = {result.arguments for result in store.read()}
             jobs += [(index, store.compute, each) for each in arguments if each not in done]
-        jobs.sort(key=lambda job: expected_cost(*job[1:]))
+        jobs.sort(key=lambda job: (job[0] > 0, expected_cost(*job[1:])))  # defaults first
         with multiprocessing.Pool(given.processes) as pool:
             for count, (index, result) in enumerate(pool.imap_unordered(_work, jobs), 1):
                 stores[index].add(result)

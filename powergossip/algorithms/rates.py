@@ -118,7 +118,7 @@ def of_deepsqueeze(
 
 
 def warn_of_compressed(name: str, network: Network, rate: float, by_default: float) -> None:
-    """Warn of a rate that may diverge in a long run, twice the default or more.
+    """Warn of a rate that may diverge in a long run, more than twice the default.
 
     Once per topology, and only on process 0.
     """
