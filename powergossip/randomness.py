@@ -16,7 +16,10 @@ from collections.abc import Iterable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+Words = NDArray[np.uint32]
 
 
 def seed_sequence(seed: int, purpose: str, *ids: int) -> np.random.SeedSequence:
@@ -71,16 +74,16 @@ def keys(seed: int, purpose: str, ids: Iterable[tuple[int, ...]]) -> Tensor:
     words = [*common, *of_ids.T]  # each [1] or [key]
     constant = 0x43B0D7E5
 
-    def hashed(value: np.ndarray, factor: int = 0x931E8875) -> np.ndarray:
+    def hashed(value: Words, factor: int = 0x931E8875) -> Words:
         nonlocal constant
         value = value ^ np.uint32(constant)
         constant = constant * factor % 2**32
         value = value * np.uint32(constant)
-        return value ^ value >> 16
+        return value ^ value >> np.uint32(16)
 
-    def mixed(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    def mixed(x: Words, y: Words) -> Words:
         z = x * np.uint32(0xCA01F9DD) - y * np.uint32(0x4973F715)
-        return z ^ z >> 16
+        return z ^ z >> np.uint32(16)
 
     pool = [hashed(word) for word in words[:4]]
     for source in range(4):

@@ -77,14 +77,14 @@ def test_values_that_are_rejected(text: str, reason: str) -> None:
 
 def test_files_that_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(bytes(range(256)))
-    files = [tmp_path / "binary", tmp_path, tmp_path / "none", "/dev/zero", "/dev/null", "a\0b"]
-    for file in files:
+    names = (str(tmp_path / "binary"), str(tmp_path), str(tmp_path / "none"))
+    for name in (*names, "/dev/zero", "/dev/null", "a\0b"):
         with pytest.raises(Unreadable):
-            reading.text(Path(file))
+            reading.text(Path(name))
         with pytest.raises(BadValue):
-            scenario.load(str(file))
+            scenario.load(name)
         with pytest.raises(BadValue):
-            order.read(Path(file))
+            order.read(Path(name))
 
 
 def test_a_pipe_is_read() -> None:
