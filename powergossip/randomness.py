@@ -79,7 +79,7 @@ def keys(seed: int, purpose: str, ids: Iterable[tuple[int, ...]]) -> Tensor:
         return value ^ value >> 16
 
     def mixed(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        z = x * np.uint32(0xCA01F9DD) - y * np.uint32(0x4973F715)
+        z: np.ndarray = x * np.uint32(0xCA01F9DD) - y * np.uint32(0x4973F715)
         return z ^ z >> 16
 
     pool = [hashed(word) for word in words[:4]]

@@ -114,7 +114,12 @@ def test_nor_has_it_an_effect_on_models_and_data_of_the_library(name: str) -> No
 @pytest.mark.usefixtures("default_restored")
 @pytest.mark.parametrize("data", ["random", "sparse", "low-rank"])
 def test_nor_on_consensus(data: str) -> None:
-    values = {"n_workers": 4, "matrix_size": 4, "num_steps": 2, "hyperparameter_num_samples": 2}
+    values: dict[str, Any] = {
+        "n_workers": 4,
+        "matrix_size": 4,
+        "num_steps": 2,
+        "hyperparameter_num_samples": 2,
+    }
     config = OmegaConf.structured(gossip_run.Config(**values, algorithm="all", data_type=data))
     found: list[list[float]] = []
     for default in (torch.float32, torch.float64, torch.bfloat16):

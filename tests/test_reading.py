@@ -77,14 +77,14 @@ def test_values_that_are_rejected(text: str, reason: str) -> None:
 
 def test_files_that_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(bytes(range(256)))
-    files = [tmp_path / "binary", tmp_path, tmp_path / "none", "/dev/zero", "/dev/null", "a\0b"]
-    for file in files:
+    others = map(Path, ("/dev/zero", "/dev/null", "a\0b"))
+    for file in (tmp_path / "binary", tmp_path, tmp_path / "none", *others):
         with pytest.raises(Unreadable):
-            reading.text(Path(file))
+            reading.text(file)
         with pytest.raises(BadValue):
             scenario.load(str(file))
         with pytest.raises(BadValue):
-            order.read(Path(file))
+            order.read(file)
 
 
 def test_a_pipe_is_read() -> None:
