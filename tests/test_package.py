@@ -41,6 +41,7 @@ BASE = {
     "presets",
     "programs",
     "randomness",
+    "reading",
     "tensor_cache",
     "trees",
 }

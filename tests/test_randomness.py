@@ -1,5 +1,6 @@
 """Derived randomness: independent streams, the same wherever they are drawn."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -153,13 +154,16 @@ PURPOSES: list[tuple[str, dict[str, Any], set[str]]] = [
 def test_a_run_draws_all_random_numbers_from_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for the split of Digits into training and test data, which is the same for all seeds."""
     drawn: set[tuple[str, int]] = set()
-    original = randomness.seed_sequence
 
-    def seed_sequence(seed: int, purpose: str, *ids: int) -> np.random.SeedSequence:
-        drawn.add((purpose, seed))
-        return original(seed, purpose, *ids)
+    def recorded(original: Callable[..., Any]) -> Callable[..., Any]:
+        def record(seed: int, purpose: str, *ids: Any) -> Any:
+            drawn.add((purpose, seed))
+            return original(seed, purpose, *ids)
 
-    monkeypatch.setattr(randomness, "seed_sequence", seed_sequence)
+        return record
+
+    for root in ("seed_sequence", "keys"):
+        monkeypatch.setattr(randomness, root, recorded(getattr(randomness, root)))
     assert {name for name, _, _ in PURPOSES} == {*AVERAGING, *AGGREGATIONS}
     for name, changes, purposes in PURPOSES:
         drawn.clear()
