@@ -249,8 +249,8 @@ class Parameters:
         self.buffer_layout = Layout(b.shape for b in _float_buffers(first).values())
 
         workers = len(self.models)
-        self.x = _aligned(workers, self.layout.size, dtype, device)
-        self.grad = _aligned(workers, self.layout.size, dtype, device).zero_()
+        self.x = aligned(workers, self.layout.size, dtype, device)
+        self.grad = aligned(workers, self.layout.size, dtype, device).zero_()
         self.buffers = self.x.new_empty(workers, self.buffer_layout.size)
         for worker, model in enumerate(self.models):
             model.to(device)
@@ -287,7 +287,7 @@ class Parameters:
         return self.layout.spans(i for i, decayed in enumerate(self.decayed) if decayed)
 
 
-def _aligned(rows: int, size: int, dtype: torch.dtype, device: torch.device | None) -> Tensor:
+def aligned(rows: int, size: int, dtype: torch.dtype, device: torch.device | None) -> Tensor:
     """Memory [rows, size], uninitialized. Each row begins at a multiple of 64 bytes."""
     per_line = 64 // dtype.itemsize
     width = -(-size // per_line) * per_line

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from powergossip import checks, randomness
 from powergossip.network import Conversation, Mean, Network
-from powergossip.parameters import Layout, Stack, batches, complement, put_in, take_out
+from powergossip.parameters import Layout, Stack, aligned, batches, complement, put_in, take_out
 
 _LEFT, _RIGHT = 0, 1  # sides of a matrix: vectors as long as a column, and as long as a row
 
@@ -295,7 +295,7 @@ class _Group:
 
         def pair(batch: int, vectors: int) -> tuple[Tensor, Tensor]:
             left, right = (
-                torch.zeros(batch, vectors, length, device=device, dtype=dtype)
+                aligned(batch, vectors * length, dtype, device).zero_().view(batch, vectors, length)
                 for length in (self.rows, self.columns)
             )
             return left, right
@@ -326,18 +326,19 @@ class _Group:
         """out [worker, elements] ← M_t in, or M_tᵀ in on the left side.
 
         M is not written until `apply`. After the step's updates j so far, M_t = M − Σ_j left_jᵀ
-        right_j, so M_t in = M in − Σ_j left_jᵀ (right_j in). `iteration` counts them.
+        right_j, so M_t in = M in − Σ_j left_jᵀ (right_j in). `iteration` counts them. The bits of
+        products depend on the alignment of operands: that of factors is the same in all layouts.
         """
         directions = self.directions[side].expand(self._batch, -1, -1)
-        result = out.view(self._batch, self._rank, -1)
-        torch.bmm(directions, M.mT if side == _RIGHT else M, out=result)
         factors, others = self._own[side], self._own[1 - side]  # of the side of `in`, and of `out`
         done = iteration * self._rank
+        result = others[:, done : done + self._rank]
+        torch.bmm(directions, M.mT if side == _RIGHT else M, out=result)
         if iteration:
             inner = directions @ factors[:, :done].mT  # right_j in, [batch, rank, done]
             result.baddbmm_(inner, others[:, :done], alpha=-1)
         factors[:, done : done + self._rank] = directions
-        others[:, done : done + self._rank] = result
+        out.view(result.shape).copy_(result)
 
     def receive(self, received: Tensor, iteration: int, side: int) -> None:
         """Take mean_i out_i [1, elements] as the next `in`, on the other side."""

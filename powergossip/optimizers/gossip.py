@@ -84,9 +84,9 @@ class GossipOptimizer(torch.optim.Optimizer):
       decay of SGD is part of the gradient, but decoupled in QG-Adam. A missing gradient counts
       as 0.
     - All rules but k-gt and exact-diffusion may be `overlapping`.
-    - Parameters are in float32. k-gt and quasi-global-momentum need one learning rate for all
-      parameter groups. gt-nsgd and QG-Adam have a norm over all parameters, so that none can be
-      added later.
+    - Parameters are in float32 or float64. k-gt and quasi-global-momentum need one learning rate
+      for all parameter groups. gt-nsgd and QG-Adam have a norm over all parameters, so that none
+      can be added later.
     - Displacements have the rounding errors of x, and take the memory of two copies of x.
 
     `method` is the name of an averaging algorithm, such as "power-gossip". `options` are the
@@ -102,10 +102,12 @@ class GossipOptimizer(torch.optim.Optimizer):
     order, with the same parameters. Buffers of the model (running statistics) are not parameters
     and stay each worker's own.
 
-    Parameters must be dense tensors on one device, in float32, bfloat16 or float16. Those in half
-    precision stay where they are. They are averaged in float32 and rounded once, after G. Their
-    messages have 32 bits per element, or with message_dtype="parameter" the bits of the parameters'
-    dtype. Encoded messages, those of choco, deepsqueeze and moniqua, are the same for both.
+    Parameters must be dense tensors on one device, in float32, bfloat16 or float16, or all in
+    float64. Those in float64 are averaged and sent in float64, with 64 bits per element. Those in
+    half precision stay where they are. They are averaged in float32 and rounded once, after G.
+    Their messages have 32 bits per element, or with message_dtype="parameter" the bits of the
+    parameters' dtype. Encoded messages, those of choco, deepsqueeze and moniqua, do not depend on
+    the dtype.
 
     Frozen parameters (requires_grad=False at construction) may have any dtype. They are given the
     values of process 0 at construction, where they are, and are not averaged.
