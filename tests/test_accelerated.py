@@ -55,6 +55,16 @@ def test_exchanges_of_an_edge_are_those_that_its_ends_start(topology):
     np.testing.assert_allclose(rates_of(made, rate=1.5), (started + started.T)[i, j])
 
 
+def test_the_seed_decides_on_the_pairs():
+    found = []
+    for seed in (0, 0, 1):
+        x = start(8, torch.float64)
+        AcceleratedPairs(topologies.make("ring", 8), x, seed=seed).run(4.0)
+        found.append(x)
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
 def test_constants_of_a_ring():
     found = AcceleratedPairs(topologies.make("ring", 32), torch.zeros(32, 1)).constants
     assert math.exp(-1 / found.chi_1) == pytest.approx(0.981, abs=5e-4)

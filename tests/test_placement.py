@@ -132,9 +132,9 @@ def test_the_key_reaches_the_shards_and_the_facts() -> None:
 def test_a_thousand_workers_take_seconds() -> None:
     counts = np.random.default_rng(0).multinomial(100, np.full(10, 0.1), 1024)
     counts[:, 0] += np.arange(1024) // 8
-    start = time.perf_counter()
+    start = time.process_time()
     mixed(counts, mixing("torus", 1024))
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 20
 
 
 @pytest.mark.parallel([2])

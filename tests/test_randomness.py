@@ -147,6 +147,8 @@ PURPOSES: list[tuple[str, dict[str, Any], set[str]]] = [
     ("dpsgd", {"use_decentralized_data": True}, {"decentralize"}),
     ("dpsgd", {"decentralized_data_dirichlet_alpha": 0.1}, {"dirichlet"}),
     ("dpsgd", {"scenario": CLOCK}, {"step length", "late", "loss", "deaths"}),
+    ("power-gossip", {"scenario": {}}, {"power-gossip"}),
+    ("choco", {**RANDOM_K, "scenario": {}}, {"compressor"}),
     ("dpsgd", {"scenario": BURSTS}, {"burst", "loss"}),
 ]
 

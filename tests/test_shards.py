@@ -267,9 +267,9 @@ def test_workers_of_one_label_do_not_get_the_same_samples_in_file_order() -> Non
 
 def test_dirichlet_is_fast_on_sixty_thousand_samples() -> None:
     labels = torch.arange(60_000) % 10
-    start = time.perf_counter()
+    start = time.process_time()
     shards(labels, n_workers=64, dirichlet_alpha=0.1).indices(0, 0)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 def test_dirichlet_labels_need_not_be_consecutive_nor_equally_frequent() -> None:

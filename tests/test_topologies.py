@@ -421,13 +421,13 @@ def test_large_spectra_equal_dense_ones(name: str, n: int, monkeypatch: pytest.M
 
 
 def test_ten_thousand_workers_take_seconds() -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     topology = make("random-regular", 10_000)
     # Friedman's theorem: the adjacency matrix' second eigenvalue is near 2√3.
     assert topology.spectral_gap == pytest.approx((4 - 2 * math.sqrt(3)) / 5, rel=0.02)
     assert 1 < topology.best_diffusion_rate < 1.5
     assert "10000 workers, 20000 edges" in topology.summary()
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
 
 
 # Topologies that change from round to round
@@ -1097,7 +1097,7 @@ def test_files_take_weights(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_fastest_weights_of_three_hundred_workers_take_seconds() -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     topology = make("random-regular", 300, options={"weights": "fastest"})
     assert topology.contraction() < make("random-regular", 300).contraction()
-    assert time.perf_counter() - start < 60
+    assert time.process_time() - start < 60
