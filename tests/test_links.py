@@ -192,10 +192,10 @@ def test_one_side_goes_on_where_the_network_fails() -> None:
     assert errors.count("[0, 2]") == 2
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_new_process_takes_the_place_of_a_lost_one(victim: int) -> None:
+@pytest.mark.parametrize(("victim", "hosts"), [(0, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
+def test_a_new_process_takes_the_place_of_a_lost_one(victim: int, hosts: int) -> None:
     # After MPI_Comm_spawn, mpirun does not end with 0 unless all processes call MPI_Finalize.
-    rows, _ = surviving("join", victim, code=None)
+    rows, _ = surviving("join", victim, hosts, code=None)
     old = [process for process in range(4) if process != victim]
     joined = [row for row in rows if "joined" in row]
     assert sorted(row["process"] for row in joined) == old
