@@ -527,7 +527,7 @@ REJECTED: dict[str, tuple[list[str], list[str]]] = {
     "word for a rate": (["diffusion_rate=fast"], ["diffusion_rate=fast:", "auto", "null"]),
     "auto for CHOCO": (
         ["algorithm=[uncompressed,sign_choco]", "diffusion_rate=auto"],
-        ["algorithm=sign_choco", "diffusion_rate=auto:", "sign-and-norm", "choco.md"],
+        ["algorithm=sign_choco", "diffusion_rate=auto:", "choco.md"],
     ),
     "steps of a mapping": (["num_steps={others: 0}"], ["num_steps={'others': 0}:", "1 or more"]),
     "steps of no algorithm": (
