@@ -1,4 +1,4 @@
-"""What does one slow host cost? Steps per second of the fast hosts, and the time to a perplexity.
+"""The cost of one slow host: steps per second of the fast hosts, and the time to a perplexity.
 
 environment/emulated_cluster.py makes four hosts of this machine, with a worker on each, on a ring
 with links of a limited rate. Gradients of the last host take 4 times as long as those of the

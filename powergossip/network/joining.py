@@ -29,7 +29,7 @@ _NAP = 0.01  # seconds
 
 @dataclass(frozen=True)
 class Invitation:
-    """What a new process receives at its start.
+    """The message to a new process at its start.
 
     own       # its index
     replaced  # index of the lost process whose workers it hosts
