@@ -272,7 +272,8 @@ def _check_replay(case: Case, whole: Trainer, rows: list[dict[str, Any]], folder
     run = _built(replace(case, train={**case.train, **replay}), again)
     run.train()
     _check_same(whole, run, "a replay")
-    _require(_rows(again, ("value",)) == _rows(rows, ("value",)), "a replay has the same rows")
+    keep = ("value", "bits", "messages")
+    _require(_rows(again, keep) == _rows(rows, keep), "a replay has the same rows")
 
 
 def _check_same(expected: Trainer, found: Trainer, name: str) -> None:

@@ -55,10 +55,6 @@ def test_new_processes_take_the_place_of_killed_ones(method, gossip, again, tmp_
 
     kept = {k: v for k, v in values.items() if k not in ("record_order", "on_worker_loss")}
     replayed = on_virtual_clock(**kept, scenario={"replay": str(folder / "order.jsonl")})
-    assert replayed._events is not None
-    clock = replayed._events.clock
-    assert isinstance(clock, order.Replay)
-    clock.run_all()
     for row in rows:
         x = replayed.parameters.x[row["worker"]]
         assert hashlib.sha256(x.numpy().tobytes()).hexdigest() == row["digest"]
@@ -171,6 +167,23 @@ def test_a_new_process_runs_the_same_program(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["-c", "a=1"])
     with pytest.raises(ValueError, match=r"key=value: .*file"):
         joining.program("key=value")
+
+
+def test_all_processes_meet_at_the_end_of_an_epoch():
+    """Whatever their clocks say. A process that is lost in the next epoch dies after it."""
+    late = [Entry(50.0, "begin", 0, -1, -1), Entry(51.0, "epoch", 0, -1, 1)]
+    early = [
+        Entry(0.0, "begin", 1, -1, -1),
+        Entry(0.1, "epoch", 1, -1, 1),
+        Entry(0.2, "finish", 1, -1, -1),
+        Entry(0.3, "epoch", 1, -1, 2),
+    ]
+    found = order.merged([late, early], lost=[0])
+    kinds = [(entry.worker, entry.kind) for entry in found]
+    assert kinds[:2] == [(1, "begin"), (0, "begin")]
+    assert sorted(kinds[2:5]) == [(0, "die"), (0, "epoch"), (1, "epoch")]
+    assert kinds.index((0, "epoch")) < kinds.index((0, "die"))
+    assert kinds[5:] == [(1, "finish"), (1, "epoch")]
 
 
 def test_all_processes_meet_where_a_replacement_joins():

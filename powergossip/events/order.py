@@ -10,6 +10,7 @@ exchange (−1 where there is none). A real run and the virtual clock write the 
     learn                     the worker knows that version k of j is the latest: j is lost, or new
     die                       the worker ends
     join                      a replacement begins with the mean of its neighbors' x. k: its steps
+    epoch                     the end of epoch k, after its evaluation
 
 The events of a worker are in the order in which they happened to it, and a part is sent before it
 is applied. That determines every bit of the run.
@@ -92,8 +93,8 @@ def merged(parts: Sequence[Sequence[Entry]], lost: Iterable[int]) -> list[Entry]
     lost   # workers at the end
 
     A part is sent before it is applied, and otherwise earlier times come first: the clocks of
-    processes may differ. All processes meet when a replacement joins: earlier events of each come
-    before, later ones after. A lost worker dies after its last event, or before all others if it
+    processes may differ. All processes meet when a replacement joins, and at the end of an epoch:
+    earlier events of each come before, later ones after. A lost worker dies after its last event, or before all others if it
     has none. Raises ValueError where a part is applied that none has sent.
     """
     sent: Counter[tuple[int, int, int]] = Counter()  # i, j, k → sent, not applied
@@ -119,6 +120,8 @@ def merged(parts: Sequence[Sequence[Entry]], lost: Iterable[int]) -> list[Entry]
                 (front.kind, front.neighbor, front.counter) == ("learn", worker, version)
                 for front in fronts
             )
+        if entry.kind == "epoch":  # a process whose next event is its join is not there yet
+            return all(queue[0].kind in ("epoch", "join") for queue in queues if queue)
         key = entry.neighbor, entry.worker, entry.counter
         return entry.kind not in ("apply", "skip") or sent[key] > 0
 
@@ -130,13 +133,20 @@ def merged(parts: Sequence[Sequence[Entry]], lost: Iterable[int]) -> list[Entry]
             opening.setdefault(entry.worker, entry.kind)
     silent = (lost - set(opening)) | {w for w, kind in opening.items() if kind == "join"}
     found = [Entry(0.0, "die", worker, -1, -1) for worker in sorted(silent)]
+
+    def take(queue: deque[Entry]) -> Entry:
+        entry = queue.popleft()
+        found.append(entry)
+        if id(entry) in deaths:
+            found.append(Entry(entry.time, "die", entry.worker, -1, -1))
+        return entry
+
     while any(queues):
         ready = [queue for queue in queues if queue and is_next(queue[0])]
         if not ready:
             first = next(queue[0] for queue in queues if queue)
             raise ValueError(f"the order of events has no part for {first}")
-        entry = min(ready, key=lambda queue: queue[0].time).popleft()
-        found.append(entry)
+        entry = take(min(ready, key=lambda queue: queue[0].time))
         if entry.kind == "start":
             sent[entry.worker, entry.neighbor, entry.counter] += 1
         elif entry.kind in ("apply", "skip"):
@@ -145,8 +155,10 @@ def merged(parts: Sequence[Sequence[Entry]], lost: Iterable[int]) -> list[Entry]
             joins[entry.worker] += 1
             for key in [key for key in sent if entry.worker in key[:2]]:
                 del sent[key]  # of edges that are no more
-        if id(entry) in deaths:
-            found.append(Entry(entry.time, "die", entry.worker, -1, -1))
+        elif entry.kind == "epoch":
+            for queue in queues:
+                while queue and (queue[0].kind, queue[0].counter) == ("epoch", entry.counter):
+                    take(queue)
     return found
 
 
@@ -168,16 +180,25 @@ class Replay:
 
     The attributes and methods are those of VirtualClock. Bits are those of the parts. Raises
     BadValue where the file ends before the steps of `run`.
+
+    steps_per_epoch  # of each worker
     """
 
-    def __init__(self, entries: Sequence[Entry], x: Tensor, make: Make, compute: Compute):
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        steps_per_epoch: int,
+        x: Tensor,
+        make: Make,
+        compute: Compute,
+    ):
         n = len(x)
         first = {entry.worker: entry.kind for entry in reversed(entries)}
         # A worker that joins after the last event has none.
         absent = [i for i in range(n) if entries and first.get(i, "join") == "join"]
         self.now = 0.0
         self.bits, self.messages = [0] * n, [0] * n
-        self._entries, self._next = entries, 0
+        self._entries, self._next, self._steps_per_epoch = entries, 0, steps_per_epoch
         self._x, self._make, self._compute = x, make, compute
         self._versions: View = tuple(int(i in absent) for i in range(n))
         self._workers = {i: make(i, self._versions, 0) for i in range(n) if i not in absent}
@@ -199,22 +220,34 @@ class Replay:
         return sum(worker.steps for worker in self._workers.values()) / len(self._workers)
 
     def run(self, steps: float) -> None:
-        """Let events happen until `progress` is that number of steps or more."""
-        while self.progress < steps:
+        """Let events happen until `progress` is that number of steps or more.
+
+        An epoch ends where it ended in the recorded run, whatever the progress. A run that diverged
+        has no end of its last epoch: then all events happen.
+        """
+        epoch, rest = divmod(steps, self._steps_per_epoch)
+        while not self._has_ended(epoch + (rest > 0)) and (rest == 0 or self.progress < steps):
             if self._next == len(self._entries):
+                if self.progress >= steps:
+                    break
                 raise BadValue("replay", "the file", f"fewer epochs: it ends at {self.now:g} s")
             self.advance()
 
-    def run_all(self) -> None:
-        """Let all events happen."""
-        while self._next < len(self._entries):
-            self.advance()
+    def end_epoch(self, epoch: int) -> None:
+        """Do nothing: the file has the ends of epochs."""
+
+    def _has_ended(self, epoch: float) -> bool:
+        """Whether the next event is the end of this epoch."""
+        following = self._entries[self._next : self._next + 1]
+        return any(entry.kind == "epoch" and entry.counter >= epoch for entry in following)
 
     def advance(self) -> None:
         """Let the next event happen."""
         entry = self._entries[self._next]
         self._next += 1
         self.now = max(self.now, entry.time)
+        if entry.kind == "epoch":
+            return
         if entry.kind in ("die", "join"):
             self._versions = raised(self._versions, entry.worker)
             if entry.kind == "die":

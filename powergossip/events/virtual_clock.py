@@ -93,6 +93,10 @@ class VirtualClock:
         while self.progress < steps:
             self.advance()
 
+    def end_epoch(self, epoch: int) -> None:
+        """Note the end of an epoch in `order`."""
+        self._write("epoch", -1, epoch)
+
     def run_until(self, seconds: float) -> None:
         """Let all events up to this time happen."""
         while self._heap and self._heap[0][0] <= seconds:

@@ -183,6 +183,12 @@ class WallClock:
         self._stopped = False
         return all(votes) if self._together else any(votes)
 
+    def end_epoch(self, epoch: int) -> None:
+        """Write the end of an epoch to `order_file`. All processes call it, after `run`."""
+        if self.order_file is not None:
+            marks = [Entry(self.now, "epoch", index, -1, epoch) for index in self.alive]
+            order.write(self.order_file, marks)
+
     # --- Turns ---
 
     def _over(self, steps: int) -> bool:

@@ -128,7 +128,7 @@ class EventTraining:
             together = config.gossip == "synchronous"
             self.clock = WallClock(links, *given[1:], together, survives(config), measure)
         elif drawn.replay is not None:
-            self.clock = Replay(read(Path(drawn.replay)), *given)
+            self.clock = Replay(read(Path(drawn.replay)), steps_per_epoch, *given)
         else:
             self.clock = VirtualClock(drawn, *given, record=config.record_order)
         self._order_file: Path | None = None
@@ -167,14 +167,21 @@ class EventTraining:
     def run(self, steps: int) -> dict[str, Tensor]:
         """Train until the workers alive have taken that number of steps on average.
 
-        Returns the means of the batches' metrics of each worker since the last call, each [worker].
-        A worker without a step in the meantime has those of the last one.
+        Returns `take_sums` at the end of an epoch, and nothing before.
         """
         self.clock.run(steps)
+        self._write_order()
+        return self.take_sums() if steps % self.steps_per_epoch == 0 else {}
+
+    def end_epoch(self, epoch: int) -> None:
+        """Note the end of an epoch, after its evaluation, in the order of events."""
+        self.clock.end_epoch(epoch)
+        self._write_order()
+
+    def _write_order(self) -> None:
         if self._order_file is not None and isinstance(self.clock, VirtualClock):
             order.write(self._order_file, self.clock.order)
             self.clock.order.clear()
-        return self.take_metrics()
 
     def run_linked(self, steps: int, asked: Callable[[], bool]) -> bool:
         """The same with links: see WallClock.run."""
@@ -226,8 +233,12 @@ class EventTraining:
             own.copy_(torch.stack(values).mean(0))
             start = end
 
-    def take_metrics(self) -> dict[str, Tensor]:
-        """Count the bits, and return the means of the metrics since the last call, as `run`."""
+    def take_sums(self) -> dict[str, Tensor]:
+        """Count the bits, and return the metrics of an epoch, each [worker].
+
+        They are the means of a worker's batches since the last call, times the steps of an epoch.
+        A worker without a step in the meantime has those of the last epoch.
+        """
         self._network.bits[:] = self.clock.bits
         self._network.messages[:] = self.clock.messages
         for name, pairs in self._sums.items():
@@ -240,7 +251,10 @@ class EventTraining:
             ]
             self._last[name] = torch.tensor(means, dtype=torch.float64)
         self._sums = {}
-        return {name: values.to(self._network.device) for name, values in self._last.items()}
+        return {
+            name: (values * self.steps_per_epoch).to(self._network.device)
+            for name, values in self._last.items()
+        }
 
     def of_present(self, metrics: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Metrics [worker] of the hosted workers that are alive."""
@@ -301,6 +315,7 @@ class EventTraining:
         state = {
             "clock": self.clock.state_dict(),
             "workers": {index: self._state_of(index) for index in self.clock.workers},
+            "sums": self._sums,
             "last": self._last,
         }
         return {"events": _bytes(state)[None]}
@@ -322,7 +337,7 @@ class EventTraining:
         self.clock.load_state_dict(whole["clock"])
         for index, of_worker in whole["workers"].items():
             self._load(index, of_worker)
-        self._last = whole["last"]
+        self._sums, self._last = whole["sums"], whole["last"]
 
     def _begin_anew(self, state: Mapping[str, Any]) -> None:
         """Begin with new edges after a number of steps, see powergossip.training.revival."""

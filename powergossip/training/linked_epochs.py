@@ -3,8 +3,6 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor
-
 from powergossip.network.links import Links
 from powergossip.parameters import Parameters
 from powergossip.runs.clock import Clock
@@ -86,8 +84,3 @@ class LinkedEpochs:
         """Sentences about replacements since the last call."""
         taken, self._notes = self._notes, []
         return taken
-
-    def take_sums(self) -> dict[str, Tensor]:
-        """The sums of metrics over the last epoch, each [worker]."""
-        means = self._events.take_metrics()
-        return {name: values * self._events.steps_per_epoch for name, values in means.items()}

@@ -292,7 +292,8 @@ class Trainer:
     def train_step(self, epoch: int, step: int) -> dict[str, Tensor]:
         """Train one step of all hosted workers. Returns the batches' metrics, each [worker].
 
-        On the virtual clock, workers alive then have taken one more step on average.
+        On the virtual clock, workers alive then have taken one more step on average. It returns the
+        sums over an epoch at its end, and nothing before.
         """
         if self._events is not None:
             with self.clock("averaging"):
@@ -320,7 +321,8 @@ class Trainer:
             if number is not None:
                 done = self.step - epoch * self.steps_per_epoch
                 self._interrupt(number, signals, (epoch, done, {}), save)
-        return linked.take_sums()
+        assert self._events is not None
+        return self._events.take_sums()
 
     def gradient(self, epoch: int, step: int) -> dict[str, Tensor]:
         """Add the hosted workers' gradients to parameters.grad. Returns metrics, each [worker]."""
@@ -340,6 +342,8 @@ class Trainer:
                 bar.write(f"epoch {epoch}: {shown}")
         if epoch in c.spectrum_logging_epochs:
             self.evaluation.log_spectra(epoch)
+        if self._events is not None:
+            self._events.end_epoch(epoch)
         log_phases(self.rows, self._hooks, self.clock, epoch, c.num_epochs)
         return score
 
