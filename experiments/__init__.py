@@ -56,25 +56,23 @@ EXPERIMENTS: dict[str, Experiment] = {
     "different_data_sorted": different_data.experiment(
         "accuracy of each learning rule on FashionMNIST, fixed shards, sorted by label",
         learning.FASHION_MNIST | {"reshuffle_data": False, "use_decentralized_data": True},
+        different_data.MORE,
     ),
     "different_data_dirichlet": different_data.experiment(
         "accuracy of learning rules on FashionMNIST, fixed shards, Dirichlet, alpha 0.1",
         learning.FASHION_MNIST
         | {"reshuffle_data": False, "decentralized_data_dirichlet_alpha": 0.1},
-        different_data.MORE,
     ),
     "different_data_even": different_data.experiment(
         "accuracy of learning rules on FashionMNIST, fixed shards, IID data",
         learning.FASHION_MNIST | {"reshuffle_data": False},
-        different_data.SOME,
     ),
     "different_data_topics": different_data.experiment(
         "perplexity of learning rules in language modeling, each worker with its own topics",
         learning.TOPICS_LSTM,
-        different_data.SOME,
         measure="perplexity",
-        scale=200.0,
-        screening_epochs=3,
+        rates=(2.5, 5.0, 10.0, 20.0),
+        tuning_epochs=3,
     ),
     "compressed_gradients": compressed_gradients.experiment(),
     "topics_lstm": learning.experiment(

@@ -150,8 +150,8 @@ def experiment(
     def report(results: Results, folder: Path) -> str:
         runs = final(results)
         note = (
-            f"each method was tuned on the same grid of learning rates ({_listed(rates)}) and "
-            f"diffusion rates γ ({_listed(DIFFUSION_RATES)}), with one run of "
+            f"each method was tuned on the same grid of learning rates ({listed(rates)}) and "
+            f"diffusion rates γ ({listed(DIFFUSION_RATES)}), with one run of "
             f"{count(tuning_epochs, 'epoch')} each, and the {TUNED} best of them in all "
             f"{values['num_epochs']} epochs, with another seed, on {VALIDATION_RATIO:.0%} of the "
             f"training data, held out."
@@ -223,7 +223,8 @@ def compared(
     return f"{above}\n\n{table}\n\n![{measure} against megabytes](figure.svg)\n"
 
 
-def _listed(numbers: Sequence[float]) -> str:
+def listed(numbers: Sequence[float]) -> str:
+    """Numbers as text, with commas."""
     return ", ".join(f"{number:g}" for number in numbers)
 
 

@@ -58,14 +58,20 @@ def with_ulfm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
 
 
-def on_virtual_clock(rows: list[Any] | None = None, **changes: Any) -> Trainer:
-    """The same run in one process, whatever the number of those of the test. Adds its rows."""
+def on_virtual_clock(**changes: Any) -> Trainer:
+    """The same run in one process, whatever the number of those of the test."""
+    return with_rows(**changes)[0]
+
+
+def with_rows(**changes: Any) -> tuple[Trainer, list[Any]]:
+    """The same, and its rows."""
+    rows: list[Any] = []
     config = OmegaConf.merge(OmegaConf.structured(train.Config), TINY, changes)
     alone = Processes()
-    hooks = Hooks(log_metric=lambda *row: [] if rows is None else rows.append(row))
+    hooks = Hooks(log_metric=lambda *row: rows.append(row))
     run = Trainer(checked(config, alone), alone, hooks)  # type: ignore[arg-type]
     run.train()
-    return run
+    return run, rows
 
 
 def measured(rows: list[Any]) -> dict[str, float]:
@@ -117,9 +123,7 @@ def test_the_order_of_late_exchanges_can_be_replayed(method, gossip, with_ulfm, 
     steps = processes().gather(run._events.clock.workers[run.network.workers[0]].steps)
     assert sum(steps) >= len(steps) * run.total_steps
     kept = {key: value for key, value in values.items() if key != "record_order"}
-    same: list[Any] = []
-    replay = {"scenario": {"replay": str(folder / "order.jsonl")}}
-    expected = on_virtual_clock(same, **kept, **replay)
+    expected, same = with_rows(**kept, scenario={"replay": str(folder / "order.jsonl")})
     assert torch.equal(run.parameters.x, own_rows(run, expected))
     if processes().rank == 0:
         assert len(measured(rows)) > 2 * 4 * 3
