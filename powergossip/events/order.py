@@ -95,7 +95,8 @@ def merged(parts: Sequence[Sequence[Entry]], lost: Iterable[int]) -> list[Entry]
     A part is sent before it is applied, and otherwise earlier times come first: the clocks of
     processes may differ. All processes meet when a replacement joins, and at the end of an epoch:
     earlier events of each come before, later ones after. A lost worker dies after its last event,
-    or before all others if it has none. Raises ValueError where a part is applied that none has sent.
+    or before all others if it has none. Raises ValueError where a part is applied that none has
+    sent.
     """
     sent: Counter[tuple[int, int, int]] = Counter()  # i, j, k → sent, not applied
     joins: Counter[int] = Counter()  # worker → replacements so far
