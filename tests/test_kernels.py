@@ -2,6 +2,7 @@
 
 import os
 import platform
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -220,11 +221,11 @@ def test_moniqua_is_that_of_pytorch(topology: str, values: str) -> None:
 @pytest.fixture
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """No kernel is loaded in this process, before and after."""
-    for clear in (kernels.compiled.cache_clear, kernels.agree.cache_clear):
+    for clear in (kernels.compiled.cache_clear, kernels.agreed.clear):
         clear()
     yield monkeypatch
     monkeypatch.undo()
-    for clear in (kernels.compiled.cache_clear, kernels.agree.cache_clear):
+    for clear in (kernels.compiled.cache_clear, kernels.agreed.clear):
         clear()
 
 
@@ -274,7 +275,7 @@ def test_the_bits_are_the_same_with_the_fewest_instructions(
     forgotten.setenv("CC", str(compiler))
     forgotten.setenv("XDG_CACHE_HOME", str(tmp_path))
     kernels.compiled.cache_clear()
-    kernels.agree.cache_clear()
+    kernels.agreed.clear()
     assert kernels.name(kernels.compiled()) == "compiled"
     for a, b in zip(computed(), expected, strict=True):
         assert_same(a, b)
@@ -288,6 +289,14 @@ def test_a_library_needs_no_cache(forgotten: pytest.MonkeyPatch, tmp_path: Path)
     assert kernels.name(kernels.compiled()) == "compiled"
 
 
+def test_processes_of_an_earlier_run_are_released() -> None:
+    alone = Processes()
+    kernels.agree(alone)
+    reference = weakref.ref(alone)
+    del alone
+    assert reference() is None
+
+
 @needs_compiler
 @pytest.mark.parallel([2])
 def test_all_processes_use_pytorch_if_one_lacks_a_compiler(forgotten: pytest.MonkeyPatch) -> None:
@@ -295,7 +304,7 @@ def test_all_processes_use_pytorch_if_one_lacks_a_compiler(forgotten: pytest.Mon
     device = torch.device("cpu")
     assert kernels.name(kernels.load_for(comm, device)) == "compiled"
     kernels.compiled.cache_clear()
-    kernels.agree.cache_clear()
+    kernels.agreed.clear()
     if comm.rank == 1:
         forgotten.setenv("CC", "false")
     assert kernels.name(kernels.load_for(comm, device)) == "torch"

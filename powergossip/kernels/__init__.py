@@ -25,6 +25,7 @@ from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -80,13 +81,18 @@ def load_for(processes: Processes, device: torch.device) -> Kernels | None:
     return agree(processes) if device.type == "cpu" else None
 
 
-@functools.cache
+agreed: WeakKeyDictionary[Processes, Kernels | None] = WeakKeyDictionary()
+
+
 def agree(processes: Processes) -> Kernels | None:
     """The compiled functions if all processes have them. Collective at the first call, which is
     made where the processes are connected."""
-    found = processes.one_by_one(compiled)
-    sources = processes.gather(None if found is None else _source())
-    return found if None not in sources and len(set(sources)) == 1 else None
+    if processes not in agreed:
+        found = processes.one_by_one(compiled)
+        sources = processes.gather(None if found is None else _source())
+        same = None not in sources and len(set(sources)) == 1
+        agreed[processes] = found if same else None
+    return agreed[processes]
 
 
 @functools.cache
