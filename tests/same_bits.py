@@ -129,11 +129,12 @@ def _loop(folder: Path) -> None:
     from powergossip.optimizers import GossipOptimizer
 
     found = {}
-    for method, options in {
+    wrapped: dict[str, dict[str, Any]] = {
         "power-gossip": {"learning": "quasi-global-momentum"},
         "choco": {"compressor": "top-k", "keep_ratio": 0.1},
         "dpsgd": {"learning": "gradient-tracking"},
-    }.items():
+    }
+    for method, options in wrapped.items():
         torch.manual_seed(processes().rank)
         model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3))
         local = torch.optim.SGD(model.parameters(), lr=0.1)
