@@ -133,8 +133,9 @@ def main(arguments: list[str] | None = None) -> None:
     process that receives SIGTERM, SIGINT or SIGUSR1.
     """
     global _output
-    asked, name, wrong = config.copy(), output_dir, None
+    asked, name, wrong = config.copy(), None, None
     try:
+        name = configuration.path_of_driver(output_dir)
         if arguments is not None:
             description = (__doc__ or "").split("\n\n")[0]
             read = configuration.read_command_line(asked, arguments, description)

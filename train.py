@@ -438,12 +438,12 @@ def _read(arguments: list[str] | None) -> tuple[DictConfig, str | None, list[str
     """The configuration and output folder after the arguments, and the keys given explicitly."""
     asked = config.copy()
     if arguments is None:
-        return asked, output_dir, []
+        return asked, configuration.path_of_driver(output_dir), []
     description = (__doc__ or "").split("\n\n")[0]
     notes = f"defaults of each task:\n{defaults_of_tasks()}"
     found = configuration.read_command_line(asked, arguments, description, notes)
     explicit = [key for key, source in found.given.items() if source.explicit]
-    return asked, found.output_dir or output_dir, explicit
+    return asked, found.output_dir or configuration.path_of_driver(output_dir), explicit
 
 
 def _print_start(trainer: Trainer, resumed: Path | None) -> None:

@@ -369,6 +369,25 @@ def test_resume_needs_an_output_folder(monkeypatch: pytest.MonkeyPatch) -> None:
         train.main()
 
 
+def test_the_configuration_of_a_resumed_run_repeats_the_run(tmp_path: Path) -> None:
+    """Permissions of one command are not those of a later one."""
+    run(tmp_path / "first", SMALL | {"num_epochs": 1, "overwrite": True})
+    run(tmp_path / "first", SMALL | {"num_epochs": 2, "resume": True, "allow_lost_rows": True})
+    written: Any = OmegaConf.load(tmp_path / "first" / "config.yaml")
+    assert not any(written[key] for key in ("resume", "allow_lost_rows", "overwrite"))
+    train.main(
+        [
+            "--config",
+            str(tmp_path / "first" / "config.yaml"),
+            "--output-dir",
+            str(tmp_path / "again"),
+        ]
+    )
+    rows = [metrics.load(tmp_path / name) for name in ("first", "again")]
+    accuracy, again = (r[(r["name"] == "accuracy") & (r["epoch"] == 2)] for r in rows)
+    assert accuracy["value"].tolist() == again["value"].tolist()
+
+
 class _Forged:
     """An object that writes a file when it is unpickled."""
 

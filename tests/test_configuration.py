@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -389,6 +390,29 @@ def test_a_driver_cannot_set_unknown_keys_or_wrong_types(monkeypatch: pytest.Mon
     assert train.config == OmegaConf.structured(train.Config)
     train.config["n_workers"] = 4
     assert train.config.n_workers == 4
+
+
+@pytest.mark.parametrize("value", [np.arange(5)[4], np.int32(4), 4])
+def test_a_driver_may_set_values_of_numpy(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "config", configuration.structured(train.Config))
+    train.config["n_workers"], train.config.seed = value, value
+    assert (train.config.n_workers, train.config.seed) == (4, 4)
+    with pytest.raises(BadInput, match="n_workers"):
+        train.config["n_workers"] = np.float64(2.5)
+
+
+@pytest.mark.parametrize("program", [train, gossip_run])
+def test_a_driver_may_set_a_path_as_output_folder(
+    program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_train = ["num_epochs=1", "max_steps_per_epoch=1", "task_architecture=MLP"]
+    values = ["n_workers=2", *(["num_steps=1"] if program is gossip_run else of_train)]
+    monkeypatch.setattr(program, "output_dir", tmp_path / "run")
+    program.main(values)
+    assert (tmp_path / "run" / "config.yaml").exists()
+    monkeypatch.setattr(program, "output_dir", 5)
+    with pytest.raises(BadInput, match="output_dir=5"):
+        program.main(values)
 
 
 # Help.

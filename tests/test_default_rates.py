@@ -218,6 +218,22 @@ def test_a_rate_that_may_diverge_gives_one_warning() -> None:
     assert all(word in text for word in ("0.5", "choco", "ring", "above about"))
 
 
+@pytest.mark.parametrize("optimizer", ["choco", "deepsqueeze"])
+def test_a_rate_with_which_plain_gossip_diverges_gives_a_warning(optimizer: str) -> None:
+    """Above 2/λ_max = 1.5 on this ring, without compression."""
+    values: dict[str, Any] = {"optimizer": optimizer, "optimizer_compressor": "identity"}
+    assert warned(lambda: run_of(**values, optimizer_diffusion_rate=1.4)) == []
+    assert len(warned(lambda: run_of(**values, optimizer_diffusion_rate=1.6))) == 1
+
+
+def test_a_rate_for_all_tensors_gives_a_warning_by_the_smallest_default() -> None:
+    """The largest layer of the model has 8,192 elements."""
+    qsgd = {"optimizer_compressor": "qsgd", "optimizer_unbiased": True, "optimizer_levels": 64}
+    values: dict[str, Any] = {**qsgd, "learning": "exact-diffusion"}
+    assert warned(lambda: run_of(**values)) == []
+    assert len(warned(lambda: run_of(**values, optimizer_diffusion_rate=1.0))) == 1
+
+
 def test_an_optimizer_gives_the_warning_too() -> None:
     def make(rate: float) -> Any:
         method: Method = Choco(diffusion_rate=rate, compressor="top-k", keep_ratio=0.1)

@@ -42,7 +42,7 @@ from powergossip.algorithms.plain import AllReduce, ChebyshevGossip, FiniteTimeG
 from powergossip.algorithms.power_gossip import PowerGossip
 from powergossip.algorithms.push_sum import PushSum
 from powergossip.algorithms.rates import choco_rate
-from powergossip.compressors import Codec
+from powergossip.compressors import Codec, matrices
 from powergossip.network import Network
 from powergossip.parameters import Layout
 from powergossip.topologies import Topology
@@ -223,8 +223,10 @@ def warn_of_rate(
     rate = given.get("diffusion_rate")
     if name in _DEFAULT_RATES and isinstance(rate, float | int):
         by_default = default_rate(name, network.topology, layout, given, factor)
-        if isinstance(by_default, float):
-            rates.warn_of_compressed(name, network, rate, by_default)
+        if callable(by_default):
+            by_default = min(by_default(m.rows * m.columns) for m in matrices(layout))
+        assert by_default is not None
+        rates.warn_of_compressed(name, network, rate, by_default)
 
 
 def make(

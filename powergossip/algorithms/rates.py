@@ -118,17 +118,19 @@ def of_deepsqueeze(
 
 
 def warn_of_compressed(name: str, network: Network, rate: float, by_default: float) -> None:
-    """Warn of a rate that may diverge in a long run, more than twice the default.
+    """Warn of a rate that may diverge in a long run, more than twice the default, or above 2/λ_max.
 
     Once per topology, and only on process 0.
     """
-    topology = network.topology
-    if network.processes.rank or topology in _warned or rate <= _MARGIN * by_default:
+    topology, limit = network.topology, _MARGIN * by_default
+    if rate > 1 and topology.n_workers > 1 and topology.symmetric and topology.period == 1:
+        limit = min(limit, topology.largest_diffusion_rate * (1 + _ROUNDING))
+    if network.processes.rank or topology in _warned or rate <= limit:
         return
     _warned.add(topology)
     warnings.warn(
         f"a diffusion rate of {rate:.4g} is too large for {name} with this compressor on "
-        f"topology={topology.name}: above about {_MARGIN * by_default:.2g} it may diverge, after "
+        f"topology={topology.name}: above about {limit:.2g} it may diverge, after "
         f"hundreds of steps; the default is {by_default:.2g}",
         stacklevel=2,
     )

@@ -136,6 +136,8 @@ def check_type(option: str, value: Any, annotation: Any) -> None:
         wanted = sorted(_TYPES.get(kind, f"a {kind.__name__}") for kind in accepted)
         alternative = ', or "auto"' if option == "diffusion_rate" else ""
         raise ValueError(f"{option}={value!r}: use {' or '.join(wanted)}{alternative}")
+    if value != value:  # NaN
+        raise ValueError(f"{option}={value!r}: use a number")
 
 
 _TYPES = {

@@ -20,9 +20,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
+from os import PathLike
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -118,12 +120,19 @@ class _Typed(DictConfig):
     """A configuration whose assignments raise BadInput, with one sentence."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        value = _without_numpy(value)
         with _errors_of_assignment(self, key, value):
             super().__setitem__(key, value)
 
     def __setattr__(self, key: str, value: Any) -> None:
+        value = _without_numpy(value)
         with _errors_of_assignment(self, key, value):
             super().__setattr__(key, value)
+
+
+def _without_numpy(value: Any) -> Any:
+    """A value of numpy as one of Python, such as those of np.arange and np.logspace in a sweep."""
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
 
 
 @contextmanager
@@ -246,6 +255,13 @@ def _after(config: DictConfig, assignments: Iterable[_Assignment]) -> DictConfig
     for assignment in assignments:
         assignment.apply(copy)
     return copy
+
+
+def path_of_driver(folder: Any) -> str | None:
+    """`output_dir` as a driver script set it. Raises BadInput unless it is a path, or None."""
+    if folder is None or isinstance(folder, str | PathLike):
+        return None if folder is None else str(folder)
+    raise BadInput(f"output_dir={folder!r}: use the path of a folder, or None for a new one")
 
 
 def _output_dir(folder: str | None, suffix: str, resume: bool) -> str | None:

@@ -36,6 +36,8 @@ INFO_FILE = "info.json"
 ENDING = "state.ending"  # in info.json: COMPLETE, or the name of an exception
 COMPLETE = "complete"
 TRACKERS = "trackers"  # in info.json: the identity of the run in each tracker
+# Keys of a command, not of the run: config.yaml has their defaults, so that it repeats the run.
+_OF_COMMAND = ("allow_lost_rows", "overwrite", "resume")
 _FILES = (metrics.FILE, CONFIG_FILE, INFO_FILE, FIGURE)
 
 
@@ -135,7 +137,9 @@ class Output:
         have that before open, and append to it."""
         self._drafts.begin()
         self._note_trackers()
-        self._drafts.replace(CONFIG_FILE, OmegaConf.to_yaml(config).encode())
+        of_run = config.copy()
+        of_run.update({key: False for key in _OF_COMMAND if key in config})
+        self._drafts.replace(CONFIG_FILE, OmegaConf.to_yaml(of_run).encode())
         self._drafts.replace(metrics.FILE, rows, sync=True)
         self.rows = metrics.MetricsLog(self.folder / metrics.FILE)
 
