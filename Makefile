@@ -23,10 +23,9 @@ activate := source .venv/bin/activate
 
 # Tests: first all for one process, on all cores; then those for several, under one mpirun each.
 process_counts := 2 4 8
-# Some are repeated with torch.distributed in place of MPI. (PyTorch's hooks use it in any case.)
-of_torch_distributed := $(addprefix tests/test_,$(addsuffix .py,\
-	algorithms dgc error_feedback gossip_hook gossip_optimizer layouts model_averager network \
-	powersgd sign_sgd torchrun training_loops))
+# Some are repeated with torch.distributed in place of MPI. (PyTorch's hooks use it in any case, and
+# tests/test_training_loops.py has every optimizer in a process group.)
+of_torch_distributed := algorithms gossip_optimizer layouts network torchrun
 pytest_on_all_cores := python -m pytest -n auto --maxprocesses 8 --dist worksteal
 # Bytecode is kept, or every process would compile the tests again.
 test_environment := export OMP_NUM_THREADS=1; unset PYTHONDONTWRITEBYTECODE; { [ -t 1 ] || export PY_COLORS=0; }
@@ -38,7 +37,8 @@ run_tests = $(activate) && $(test_environment) && failed= && \
 	done && \
 	for n in 2 4; do \
 		echo "── $$n processes of torch.distributed ──"; \
-		mpirun -np $$n python -m pytest -q -m '$(1)' --transport gloo $(of_torch_distributed) || \
+		mpirun -np $$n python -m pytest -q -m '$(1)' --transport gloo \
+			$(patsubst %,tests/test_%.py,$(of_torch_distributed)) || \
 			failed="$$failed $$n (gloo)"; \
 	done && \
 	{ [ -z "$$failed" ] || { echo "tests failed under$${failed} MPI processes" >&2; exit 1; }; }
@@ -60,6 +60,8 @@ test-quick: setup ## laws of every registry, no MPI processes, no programs: whil
 	@$(activate) && $(test_environment) && $(pytest_on_all_cores) --quick -m 'parallel[match]'
 
 test-all: process_counts += 3
+test-all: of_torch_distributed += dgc error_feedback gossip_hook model_averager powersgd sign_sgd \
+	training_loops
 test-all: setup trackers trainers ## all tests, also every case of the long tables: before a release
 	@$(call run_tests,parallel[match])
 

@@ -28,6 +28,7 @@ FORKS = Path(__file__).with_name("forks.py")
 PRELOADED = (
     *("algorithms", "compressors", "gossip_run", "topologies", "train"),
     *("sklearn.datasets", "matplotlib.figure"),
+    "torch._dynamo",  # by the first optimizer: a second of a core
 )
 
 Completed = subprocess.CompletedProcess[str]

@@ -141,14 +141,14 @@ def test_a_restored_state_continues_bit_for_bit(
 
 
 @pytest.mark.parallel([2, 4, 8])
-@pytest.mark.parametrize(("topology", "count"), [("ring", 25), ("star", 10)])
-def test_the_layout_of_processes_does_not_change_the_results(topology: str, count: int) -> None:
+@pytest.mark.parametrize("topology", ["ring", "star"])
+def test_the_layout_of_processes_does_not_change_the_results(topology: str) -> None:
     """Eight workers in 2, 4 and 8 processes and in one: equal bits and messages, x to 1e-5.
 
     Where a worker has many neighbors, power iteration at rank 2 multiplies rounding errors by about
-    1.6 a step: hence fewer steps.
+    1.6 a step: hence few steps, but enough for messages of all workers to arrive everywhere.
     """
-    layout, who = Layout(SHAPES), processes()
+    layout, who, count = Layout(SHAPES), processes(), 10
     for name, options in EVERY:
         apart, of_one = Network(topologies.make(topology, 8)), None
         x = start(8, layout)[apart.workers.start : apart.workers.stop].clone()

@@ -322,16 +322,16 @@ def _everywhere(model: nn.ParameterList) -> Tensor:
 @pytest.mark.parallel(4)
 def test_gossip_optimizer_averages_in_double_precision() -> None:
     for name, method in METHODS.items():
-        before, x, bits = gossiped(method, torch.float64, 20)
+        before, x, bits = gossiped(method, torch.float64, 8)
         if method.name != "push-sum":  # which keeps Σ_i w_i x_i
             torch.testing.assert_close(x.mean(0), before.mean(0), atol=1e-13, rtol=0)
         assert variance(x) < variance(before), name
-        *_, single = gossiped(method, torch.float32, 20)
+        *_, single = gossiped(method, torch.float32, 8)
         assert bits == (1 if method.name in ENCODED else 2) * single, name
     for name in LEARNING:
         if name in OVER:
             continue
-        before, x, _ = gossiped("dpsgd", torch.float64, 20, learning=name)
+        before, x, _ = gossiped("dpsgd", torch.float64, 8, learning=name)
         torch.testing.assert_close(x.mean(0), before.mean(0), atol=1e-13, rtol=0)
         assert variance(x) < variance(before), name
 

@@ -719,14 +719,14 @@ def test_learning_from_the_first_run_to_the_table(
     monkeypatch.setattr(learning, "METHODS", {m: learning.METHODS[m] for m in methods})
     monkeypatch.setattr(learning, "DIFFUSION_RATES", (0.5, 1e6))
     monkeypatch.setattr(learning, "SEEDS", (1, 2))
-    values = {**learning._COMMON, "task_architecture": "MLP", "num_epochs": 4, "n_workers": 4}
-    values["lr_schedule_milestones"] = [[3, 0.1]]
+    values = {**learning._COMMON, "task_architecture": "MLP", "num_epochs": 2, "n_workers": 4}
+    values["lr_schedule_milestones"] = [[1, 0.1]]
     experiment = learning.experiment("how well", values, rates=(0.1,))
     folder = Folder("digits", tmp_path)
     assert carry_out(experiment, folder, 2) == []
     for run in list(folder.runs(experiment))[2]:
         assert run.values["optimizer_diffusion_rate"] == 0.5  # the other diverges
-        assert run.values["num_epochs"] == 4
+        assert run.values["num_epochs"] == 2
     text = experiment.report(folder.results, tmp_path)
     assert text.startswith("How well.\n\nMean ± standard deviation of 2 seeds")
     (line,) = [t.split("|") for t in text.splitlines() if t.startswith("| D-PSGD")]

@@ -83,8 +83,18 @@ def test_it_is_the_dense_computation(local: str) -> None:
 
 
 @pytest.mark.parallel([4])
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "all-reduce"])
-@pytest.mark.parametrize("local_steps", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "local_steps"),
+    [
+        ("power-gossip", 3),
+        *((name, 1) for name in METHODS if name != "all-reduce"),
+        *(
+            pytest.param(name, 3, marks=pytest.mark.slow)
+            for name in METHODS
+            if name not in ("all-reduce", "power-gossip")
+        ),
+    ],
+)
 def test_it_is_gossip_optimizer_to_the_bit(name: str, local_steps: int) -> None:
     ddp, optimizer, state = hooked(METHODS[name], local_steps=local_steps)
     reference = mlp()

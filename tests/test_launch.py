@@ -55,6 +55,8 @@ def test_a_fork_is_like_a_fresh_python(tmp_path: Path, monkeypatch: pytest.Monke
         ("raise SystemExit('a sentence')", 1, "a sentence\n"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, ""),
         ("import sys; sys.excepthook = lambda *_: print('a hook', file=sys.stderr); 1 / 0", 1, ""),
+        ("import sys; sys.excepthook = lambda *_: None; raise KeyboardInterrupt", -2, ""),
+        ("import sys; sys.excepthook = lambda *_: None; raise SystemExit(-1)", 255, ""),
     ],
 )
 def test_a_fork_ends_like_a_fresh_python(
@@ -65,6 +67,17 @@ def test_a_fork_ends_like_a_fresh_python(
     assert ended.returncode == code
     assert ended.stderr == (errors or ("a hook\n" if "a hook" in script else ""))
     assert ended.stdout == ""
+
+
+def test_a_fork_waits_for_its_threads_and_then_runs_what_is_registered(tmp_path: Path) -> None:
+    (tmp_path / "ending.py").write_text(
+        "import atexit, threading\n"
+        "atexit.register(print, 'the end')\n"
+        "threading.Timer(0.1, print, ['a thread']).start()\n"
+        "print('the script')"
+    )
+    ended = launch.python("ending.py", cwd=tmp_path)
+    assert ended.stdout.splitlines() == ["the script", "a thread", "the end"]
 
 
 def test_an_exception_in_a_fork_shows_its_traceback(tmp_path: Path) -> None:

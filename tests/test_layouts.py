@@ -12,7 +12,7 @@ from powergossip.network import Processes, processes
 from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
 
-STEPS = 24
+STEPS = 10  # enough for messages of all workers to arrive everywhere
 
 
 # learning rule → other keys
@@ -23,7 +23,7 @@ LEARNING: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(who: Processes, steps: int = STEPS, **values: Any) -> Trainer:
+def trained(who: Processes, **values: Any) -> Trainer:
     """Eight workers after some steps on Digits."""
     config = OmegaConf.structured(train.Config)
     config.n_workers, config.weight_decay = 8, 1e-3
@@ -32,7 +32,7 @@ def trained(who: Processes, steps: int = STEPS, **values: Any) -> Trainer:
     config.learning_rate, config.momentum = 0.02, 0.0
     config.merge_with(values)
     run = Trainer(checked(config, who), who)
-    for t in range(steps):
+    for t in range(STEPS):
         epoch, step = divmod(t, run.task.steps_per_epoch)
         run.rule.start()
         run.gradient(epoch, step)
@@ -74,15 +74,14 @@ def test_eight_workers_in_four_and_eight_processes_are_those_of_one(optimizer: s
 @pytest.mark.parallel(4)
 @pytest.mark.parametrize("learning", LEARNING)
 def test_eight_workers_of_a_learning_rule_in_four_processes_are_those_of_one(learning: str) -> None:
-    """Parameters to the bit, or to 1e-5 relative without compiled loops. Ten steps are enough for
-    messages of all workers to arrive everywhere."""
+    """Parameters to the bit, or to 1e-5 relative without compiled loops."""
     who, values = processes(), LEARNING[learning] | {"learning": learning}
-    apart = trained(who, steps=10, **values)
+    apart = trained(who, **values)
     x = apart.network.gather(apart.parameters.x)
     bits = apart.network.gather(torch.tensor(apart.network.bits)).tolist()
     complaint = None
     if who.rank == 0:
-        together = trained(Processes(), steps=10, **values)
+        together = trained(Processes(), **values)
         expected = together.parameters.x
         exact = values["optimizer"] == "dpsgd" or kernels.compiled() is not None
         difference = ((x - expected).norm() / expected.norm()).item()

@@ -159,7 +159,7 @@ def test_a_step_is_that_of_the_rule(name: str) -> None:
         overlaps = keywords.get("overlapping", False)
         # The wrapped optimizer applies its weight decay after the messages, if these overlap.
         decay = 0.0 if overlaps and not has_momentum else 0.1
-        rates = [0.02] * 6 + [0.01] * 6
+        rates = [0.02] * 3 + [0.01] * 3
         given = {"overlapping": overlaps, "local_steps": keywords.get("local_steps", 1)}
         more = dict(keywords.get("learning_options", {}))
         expected, bits = directly(name, averaging, rates, decay, given | more)
@@ -183,9 +183,9 @@ EXACT = [
     ("gradient-tracking", PLAIN, 0.1, 200, {}),
     ("gradient-tracking", POWER, 0.05, 600, {}),
     ("k-gt", PLAIN, 0.03, 400, {"local_steps": 4}),
-    ("k-gt", POWER, 0.05, 600, {}),
+    pytest.param("k-gt", POWER, 0.05, 600, {}, marks=pytest.mark.slow),
     ("exact-diffusion", PLAIN, 0.1, 300, {}),
-    ("exact-diffusion", POWER, 0.1, 900, {}),
+    pytest.param("exact-diffusion", POWER, 0.1, 900, {}, marks=pytest.mark.slow),
 ]
 
 

@@ -238,6 +238,7 @@ SCRIPTS = {  # with arguments for a small run, and a pattern of its output
     ),
     "powergossip-mpi-check": ("--quick", "MPI works: 1 process on 1 host"),
 }
+QUICK = "powergossip-compare"  # does not import torch
 
 
 def run_installed(installed: Path, name: str, cwd: Path, *arguments: str) -> str:
@@ -254,7 +255,13 @@ def run_installed(installed: Path, name: str, cwd: Path, *arguments: str) -> str
     return ended.stdout
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[pytest.mark.slow] if n not in ("powergossip-train", QUICK) else [])
+        for n in SCRIPTS
+    ],
+)
 def test_console_scripts_run_from_an_empty_folder(
     name: str, installed: Path, tmp_path: Path
 ) -> None:
@@ -262,9 +269,6 @@ def test_console_scripts_run_from_an_empty_folder(
     if name == "powergossip-compare":
         compared_runs.write_run(tmp_path / "mine")
     assert words in run_installed(installed, name, tmp_path, *arguments.split())
-
-
-QUICK = "powergossip-compare"  # does not import torch
 
 
 @pytest.mark.parametrize(

@@ -345,7 +345,7 @@ def test_a_preset_of_relay_sgd_trains_on_files_of_cifar(
     write_cifar(tmp_path / "data", 10, n_train=160)
     monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
     monkeypatch.setattr(train, "output_dir", None)
-    small = ["n_workers=4", "batch_size=4", "num_epochs=1", "max_steps_per_epoch=2"]
+    small = ["n_workers=2", "batch_size=4", "num_epochs=1", "max_steps_per_epoch=1"]
     small += [f"data_dir={tmp_path / 'data'}", "log_verbosity=0"]
     folder = tmp_path / "run"
     train.main([*arguments("cifar10_vgg11", method), *small, "--output-dir", str(folder)])
