@@ -13,7 +13,7 @@ from powergossip.errors import BadInput
 from powergossip.network import Processes, processes
 from powergossip.parameters import Parameters
 from powergossip.tasks.models import ARCHITECTURES
-from powergossip.training.batched import BatchedGradient, check
+from powergossip.training.batched import BatchedGradient, check, fit
 from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
 from tests.test_centralized import configured
@@ -122,6 +122,29 @@ def test_a_check_changes_nothing() -> None:
     before = state()
     check(batched, [torch.randn(5, 4, generator=torch.Generator()) for _ in range(2)])
     assert all(map(torch.equal, before, state()))
+
+
+def test_each_worker_has_its_own_dropout_mask() -> None:
+    """Equal models with equal batches have different losses."""
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        return model(batch).square().mean(), {}
+
+    task: Any = SimpleNamespace(loss=loss, carried=lambda model: {})
+    model = nn.Sequential(nn.Linear(4, 64), nn.Dropout())
+    parameters = Parameters([copy.deepcopy(model) for _ in range(3)])
+    losses, _ = BatchedGradient(task, parameters)([torch.ones(5, 4)] * 3)
+    assert len(set(losses.tolist())) == 3
+
+
+@pytest.mark.parametrize(
+    "other", [torch.tensor(2.0), torch.ones(1), torch.tensor(1), 1.0, None], ids=str
+)
+def test_batches_fit_only_if_values_without_axes_are_equal(other: Any) -> None:
+    """All workers have those of the first batch."""
+    first, equal = ({"inputs": torch.ones(3, 4), "weight": torch.tensor(1.0)} for _ in range(2))
+    assert fit([first, equal])
+    assert not fit([first, {**equal, "weight": other}])
 
 
 @pytest.mark.parametrize(

@@ -287,3 +287,8 @@ def test_training_replays_the_order_of_events(tmp_path):
         assert select(same, name)["value"].tolist() == select(rows, name)["value"].tolist()
     with pytest.raises(ValueError, match="replay"):
         trained(**values | {"num_epochs": 3}, scenario={"replay": str(file)})
+    stepwise = built(**values, scenario={"replay": str(file)})
+    assert stepwise._events is not None
+    for step in range(stepwise.total_steps):
+        stepwise.train_step(*divmod(step, stepwise.steps_per_epoch))
+        assert stepwise._events.clock.progress >= step + 1, "also within an epoch"

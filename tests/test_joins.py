@@ -206,3 +206,18 @@ def test_all_processes_meet_where_a_replacement_joins():
     assert ended[-1][1:3] == ("die", 0) or ("die", 0) in [entry[1:3] for entry in ended[6:]]
     before = order.merged([[], other, new], lost=[])  # lost before its first event
     assert before[0][1:3] == ("die", 0)
+
+
+def test_a_replacement_does_not_apply_parts_for_the_lost_worker():
+    """Its first exchange with a neighbor has the number of an earlier one."""
+    old = [Entry(0.0, "begin", 0, -1, -1)]
+    other = [
+        Entry(50.0, "start", 1, 0, 0),
+        Entry(51.0, "learn", 1, 0, 1),
+        Entry(52.0, "learn", 1, 0, 2),
+        Entry(53.0, "start", 1, 0, 0),
+    ]
+    new = [Entry(0.5, "join", 0, -1, 7), Entry(0.6, "apply", 0, 1, 0)]
+    found = order.merged([old, other, new], lost=[])
+    kinds = [(entry.worker, entry.kind) for entry in found]
+    assert kinds[-2:] == [(1, "start"), (0, "apply")]

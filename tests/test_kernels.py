@@ -190,6 +190,7 @@ def test_checkpoints_do_not_depend_on_the_compiler(name: str, options: dict[str,
     ours, theirs, mixed = (Run(name, compiled, **options) for compiled in (True, False, True))
     x, z = (normal(4, LAYOUT.size) for _ in range(2))
     ours.step(x)
+    mixed.step(normal(4, LAYOUT.size, seed=1))  # forgotten by loading
     z.copy_(x)
     for target in (theirs, mixed):
         target.averaging.load_state_dict(ours.averaging.state_dict())

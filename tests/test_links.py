@@ -62,15 +62,20 @@ def test_messages_longer_than_those_of_mpi_are_sent_in_parts() -> None:
 
 @pytest.mark.parallel(2)
 def test_payloads_keep_their_bits_and_belong_to_the_receiver() -> None:
-    links = Links(MPI.COMM_WORLD, [0, 1])
+    """Sent to a worker of the other process, and to one of this process."""
+    links = Links(MPI.COMM_WORLD, [0, 1, 0, 1])
     values = torch.tensor([[1.5, -0.0], [float("inf"), 1e-40]])
-    links.send(links.process, 1 - links.process, 0, values)
+    for j in (1 - links.process, links.process + 2):
+        links.send(links.process, j, 0, values)
     values.zero_()
-    links.wait(10)
-    ((_, _, _, payload),) = links.poll()
-    received = payload.view(torch.float32).reshape(2, 2)
-    assert received.tolist() == torch.tensor([[1.5, -0.0], [float("inf"), 1e-40]]).tolist()
-    received.zero_()
+    arrived: list[Any] = []
+    while len(arrived) < 2:
+        links.wait(10)
+        arrived += links.poll()
+    for _, _, _, payload in arrived:
+        received = payload.view(torch.float32).reshape(2, 2)
+        assert received.tolist() == torch.tensor([[1.5, -0.0], [float("inf"), 1e-40]]).tolist()
+        received.zero_()
     links.finish()
 
 

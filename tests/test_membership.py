@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from powergossip.network import Processes
-from powergossip.network.membership import Gathering, Outgoing
+from powergossip.network.membership import HAVE, IMPOSE, VALUE, Gathering, Outgoing
 from powergossip.network.wire import encoded, octets
 
 
@@ -124,6 +124,20 @@ def test_the_lowest_survivor_determines_the_members() -> None:
     other.receive(0, phase, octets(payload))
     other.advance({0, 1})
     assert other.members == {0, 1, 2}
+
+
+def test_of_several_estimates_that_of_the_highest_lower_process_counts() -> None:
+    """Process 0 ends before its estimate reaches 1, which then determines the members."""
+    gathering, everyone = Gathering(3, b""), {0, 1, 2, 3}
+    gathering.advance(everyone)
+    for source in (0, 1, 2):
+        gathering.receive(source, VALUE, octets(b""))
+    gathering.advance(everyone)
+    for source, estimate in ((0, everyone), (1, {0, 1, 3})):
+        gathering.receive(source, HAVE, octets(encoded(everyone)))
+        gathering.receive(source, IMPOSE, octets(encoded(estimate)))
+    gathering.advance({1, 3})
+    assert gathering.members == {0, 1, 3}
 
 
 def test_each_acts_once_if_the_first_process_is_lost_between_the_turns() -> None:

@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -89,6 +90,20 @@ def test_every_row_is_in_the_file_at_once(tmp_path: Path) -> None:
         log.write("loss", values(k), {})
         assert metrics.load(tmp_path)["value"].tolist() == list(range(k + 1))
         assert log.offset == (tmp_path / FILE).stat().st_size
+
+
+def test_a_row_that_does_not_fit_on_the_disk_is_an_error(tmp_path: Path) -> None:
+    """The system writes a part of it first."""
+    log = MetricsLog(tmp_path / FILE)
+    log.write("loss", values(1), {})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (log.offset + 10, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            log.write("loss", values(2), {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert metrics.load(tmp_path)["value"].tolist() == [1]
 
 
 def test_killed_processes_lose_at_most_a_row(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 
 import train
 from powergossip import trees
-from powergossip.errors import CannotWrite
+from powergossip.errors import CannotWrite, Dropped
 from powergossip.network import Processes
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.files import Drafts
@@ -43,9 +43,9 @@ def test_a_resumed_run_keeps_its_information_and_the_rows_up_to_an_offset(
     first.write("error", {"value": 1.0}, {})
     offset = first.rows.offset
     first.write("error", {"value": 2.0}, {})
-    first.close()
+    first.close("Interrupted")
     again = Output(str(tmp_path), config, offset=offset)
-    again.add_info({"b": 3})
+    again.add_info({"b": 3})  # without an ending, until it ends again
     again.close()
     assert json.loads((tmp_path / "info.json").read_text()) == {"a": 1, "b": 3}
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
@@ -107,6 +107,21 @@ def test_an_interrupted_write_leaves_the_old_contents(
         drafts.replace(file.name, b"new", sync)
         assert file.read_text() == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["index.json"]
+
+
+def test_a_process_changes_nothing_once_another_has_taken_over(tmp_path: Path) -> None:
+    lost, next_one = Drafts(tmp_path, 0), Drafts(tmp_path, 1)
+    lost.begin()
+    lost.replace("file", b"old")
+    next_one.take_over()
+    next_one.replace("file", b"new")
+    for change in (lambda: lost.replace("file", b"late"), lambda: lost.make_folder("late")):
+        with pytest.raises(Dropped):
+            change()
+    with pytest.raises(Dropped):
+        Drafts(tmp_path, 0).take_over()
+    assert (tmp_path / "file").read_bytes() == b"new"
+    assert not (tmp_path / "late").exists()
 
 
 def test_of_equal_scores_the_first_checkpoint_is_the_best(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -20,7 +21,7 @@ from powergossip.network import peers
 from powergossip.network.liveness import Identity, Liveness, exchange_identities
 from powergossip.network.membership import Survivors
 from powergossip.network.peers import DATA, DROPPED, LOST, Peers
-from powergossip.network.wire import Envelope
+from powergossip.network.wire import Envelope, Payload, decoded, octets
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training.measurements import Hooks, Rows
 from tests.helpers import wait_until
@@ -248,6 +249,54 @@ def test_a_stopped_process_does_not_live_and_a_busy_one_does() -> None:
 
 def _is(liveness: Liveness, process: int, lives: bool) -> bool:
     return liveness.lives(process) == lives
+
+
+class Heartbeats(Wire):
+    """Those that a thread sends, without MPI."""
+
+    named: set[int] = set()  # noqa: RUF012 by the last one
+
+    def send(self, *_: object, payload: Payload, **__: object) -> None:  # type: ignore[override]
+        self.named = decoded(octets(payload))
+
+    def add(self, *_: object) -> None:
+        """Other processes have joined."""
+
+
+@pytest.fixture
+def heartbeats(monkeypatch: pytest.MonkeyPatch) -> Heartbeats:
+    found = Heartbeats()
+    monkeypatch.setattr("powergossip.network.liveness.Wire", lambda *_: found)
+    return found
+
+
+def test_heartbeats_do_not_name_stopped_processes(heartbeats: Heartbeats) -> None:
+    """Process 1 is on this host, process 2 on another one."""
+    own = Identity.own()
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
+        start = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
+        of_host = replace(own, pid=child.pid, start=start)
+        identities = {0: own, 1: of_host, 2: replace(own, host="another")}
+        liveness = Liveness(None, 0, {p: p for p in identities}, identities, 0.2)
+        try:
+            assert liveness.lives(2), "before its first heartbeat"
+            wait_until(lambda: heartbeats.named == {0, 1}, 20)
+            child.send_signal(signal.SIGSTOP)
+            wait_until(lambda: heartbeats.named == {0}, 20)
+        finally:
+            child.kill()
+            liveness.close()
+
+
+def test_processes_that_join_add_no_thread(heartbeats: Heartbeats) -> None:
+    own = Identity.own()
+    identities = {0: own, 1: replace(own, host="another")}
+    of_start = Liveness(None, 0, {0: 0, 1: 1}, identities, 100.0)
+    found = Peers(heartbeats, of_start, identities, 100.0, identities)  # type: ignore[arg-type]
+    before = threading.active_count()
+    found.add(None, {0: 0, 1: 1, 2: 2}, {2: replace(own, host="a third")})
+    assert threading.active_count() == before
+    found.liveness.close()
 
 
 @pytest.mark.parallel(4)

@@ -323,3 +323,11 @@ def test_rates_of_choco_by_default(
         method = Method("choco", compressor=compressor, **given)
         assert method.options["diffusion_rate"] == rate
         assert method.options["copy_rate"] == copy_rate
+
+
+def test_a_run_on_the_virtual_clock_is_evaluated_by_any_number_of_processes() -> None:
+    two, values = Processes(), {"n_workers": 4, "optimizer": "dpsgd", "scenario": {}}
+    two.size = 2
+    with pytest.raises(ValueError, match=r"^scenario: use one process"):
+        checked(configured(**values), two)
+    checked(configured(**values, evaluate_only=True), two)

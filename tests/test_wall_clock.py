@@ -13,13 +13,14 @@ from omegaconf import OmegaConf
 
 import train
 from powergossip.checks import BadValue
-from powergossip.errors import CannotWrite
+from powergossip.errors import BadInput, CannotWrite
 from powergossip.events import order, packing, wall_clock
 from powergossip.events.order import Entry
 from powergossip.events.worker import Message
 from powergossip.network import Processes, processes
 from powergossip.network.links import LOST
 from powergossip.runs import metrics, output
+from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training import linked
 from powergossip.training.measurements import Hooks
 from powergossip.training.settings import checked
@@ -285,6 +286,35 @@ def evaluated(folder: Path, **values: Any) -> Any:
     Trainer(settings, alone, Hooks(log_metric=keep), resume_from=folder).evaluate()
     rows = metrics.frame(found)
     return rows[(rows["name"] == "accuracy") & (rows["split"] == "test")]
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize("deaths", [[], [{"worker": 3, "at": 2.5}]])
+def test_a_run_on_the_virtual_clock_is_evaluated_by_several_processes(deaths, tmp_path):
+    """One that has lost workers, by one process only."""
+    who, alone, folder = processes(), Processes(), Path(processes().broadcast(str(tmp_path)))
+    values = {**TINY, "optimizer": "dpsgd", "num_epochs": 1, "scenario": {"deaths": deaths}}
+
+    def trainer(by: Processes, found: list[Any], **more: Any) -> Trainer:
+        config = OmegaConf.merge(OmegaConf.structured(train.Config), values, more)
+        hooks = Hooks(log_metric=lambda *row: found.append(row))
+        resume_from = folder if more else None
+        return Trainer(checked(config, by), by, hooks, resume_from=resume_from)  # type: ignore[arg-type]
+
+    if who.rank == 0:
+        trainer(alone, []).train(Checkpoints(folder, alone))
+    who.gather(None)  # the checkpoint is written
+    expected: list[Any] = []
+    trainer(alone, expected, evaluate_only=True).evaluate()
+    if deaths:
+        with pytest.raises(BadInput, match=r"^evaluate_only=true: use one process"):
+            trainer(who, [], evaluate_only=True)
+        return
+    found: list[Any] = []
+    trainer(who, found, evaluate_only=True).evaluate()
+    if who.rank == 0:
+        assert measured(found) == pytest.approx(measured(expected), rel=1e-6)
+        assert len(found) > 4
 
 
 # Parts.

@@ -335,7 +335,6 @@ class WallClock:
             if edge is not None and edge.own is not None and edge.k == k:
                 pending = self._pending_of(j, i)
                 pending.deadline.record(time.monotonic() - pending.since)
-                worker.late.discard(i)
         for worker_index in sorted(self.links.lost()):
             if self._versions[worker_index] % 2 == 0:
                 self._versions = raised(self._versions, worker_index)
@@ -406,7 +405,6 @@ class WallClock:
         """Everything but x, by worker of this process. To be called after `run`."""
         return {
             index: {
-                "now": self.now,
                 "bits": self.bits[self._rows[index]],
                 "messages": self.messages[self._rows[index]],
                 "worker": lives.worker.state_dict() | {"action": lives.action.value},
@@ -418,7 +416,6 @@ class WallClock:
         """Restore the state returned by `state_dict()`, after x. To be called before `run`."""
         self._new = []
         for index, found in state.items():
-            self._started = time.monotonic() - found["now"]
             self.bits[self._rows[index]] = found["bits"]
             self.messages[self._rows[index]] = found["messages"]
             saved = found["worker"]

@@ -123,6 +123,6 @@ def evaluated(
     if links is not None:
         assert events is not None
         return LinkedNetwork(network, links, events.everybody), parameters
-    if not event_driven(c):
+    if not event_driven(c) or (events is None and len(present()) == network.hosted):
         return network, parameters
     return Survivors(network, present), PresentParameters(parameters, present)

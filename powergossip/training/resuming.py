@@ -140,6 +140,9 @@ def load_checkpoint(
         state = saved.load(workers, which)
         with processes.agreed():
             _check_same_model(folder, state, parameters)
+            present = len(state.get("present", range(before)))
+            if config.evaluate_only and present < before:
+                _check_evaluated_alone(folder, config, processes, present)
         return Resumed(state, facts["metrics_bytes"], before)
 
     conversion: elastic.Conversion | Revival = (

@@ -133,11 +133,6 @@ class Trainer:
         self._parts = Parts(*of_run, self._gradients, method)
         self._present: list[int] | None = None  # the workers of a checkpoint that is evaluated
         self.rows = Rows(self._hooks, self.network, self._elapsed, joins=links is not None)
-        network, parameters = construction.evaluated(
-            c, self.network, self.parameters, self.present, self.links, self._events
-        )
-        of_evaluation = network, self.task, parameters, self.steps_per_epoch
-        self.evaluation = Evaluation(self._values, *of_evaluation, self.rows)
 
         self.step = 0  # since the start of the run
         self.position: Position = (0, 0, {})
@@ -147,12 +142,18 @@ class Trainer:
         self._started = time.perf_counter()
         if resume_from is not None:
             self._resume(resume_from)
+        network, parameters = construction.evaluated(
+            c, self.network, self.parameters, self.present, self.links, self._events
+        )
+        of_evaluation = network, self.task, parameters, self.steps_per_epoch
+        self.evaluation = Evaluation(self._values, *of_evaluation, self.rows)
 
     def present(self) -> list[int]:
         """The indices of the hosted workers that are alive."""
         if self._events is not None:
             return self._events.present
-        return list(self.network.workers) if self._present is None else self._present
+        hosted = self.network.workers
+        return [i for i in hosted if self._present is None or i in self._present]
 
     @property
     def time_is_virtual(self) -> bool:
