@@ -28,7 +28,7 @@ on the layout of workers over processes.
 """
 
 from powergossip.network.launch import BACKENDS, are_several, is_first, processes, processes_of
-from powergossip.network.losses import Losses
+from powergossip.network.lost_messages import Losses
 from powergossip.network.meeting import meet, meet_at_exit
 from powergossip.network.messages import Conversation, Gather, Mean, Message, ToAll, ToEach
 from powergossip.network.mpi import cuda_aware_mpi

@@ -15,7 +15,7 @@ from powergossip import checks
 from powergossip.network import launch
 from powergossip.network.collectives import Gathering, Reduction, all_reduce_cost
 from powergossip.network.edges import Edges
-from powergossip.network.losses import Losses
+from powergossip.network.lost_messages import Losses
 from powergossip.network.messages import Conversation, Gather, Mean, Message, ToAll, ToEach
 from powergossip.network.processes import Channel, Processes
 from powergossip.network.transports import Delivery, Transport
