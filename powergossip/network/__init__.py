@@ -29,7 +29,6 @@ on the layout of workers over processes.
 
 from powergossip.network.launch import BACKENDS, are_several, is_first, processes, processes_of
 from powergossip.network.lost_messages import Losses
-from powergossip.network.meeting import meet, meet_at_exit
 from powergossip.network.messages import Conversation, Gather, Mean, Message, ToAll, ToEach
 from powergossip.network.mpi import cuda_aware_mpi
 from powergossip.network.processes import (
@@ -41,6 +40,7 @@ from powergossip.network.processes import (
     torch_kept,
 )
 from powergossip.network.torch_distributed import torch_group
+from powergossip.network.uneven_steps import meet, meet_at_exit
 from powergossip.network.workers import Exchange, Network, Slots, hosted_workers, together
 
 __all__ = [
