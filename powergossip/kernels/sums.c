@@ -1,4 +1,4 @@
-/* The sum of an all-reduce, see network/transports.py. */
+/* The sum of an all-reduce, see network/delivery.py. */
 
 #include <stdlib.h>
 

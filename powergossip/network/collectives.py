@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from powergossip import kernels
+from powergossip.network.delivery import Transport
 from powergossip.network.processes import Pieces, Requests
-from powergossip.network.transports import Transport
 
 if TYPE_CHECKING:
     from powergossip.network.workers import Network

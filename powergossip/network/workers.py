@@ -14,11 +14,11 @@ from torch import Tensor
 from powergossip import checks
 from powergossip.network import launch
 from powergossip.network.collectives import Gathering, Reduction, all_reduce_cost
+from powergossip.network.delivery import Delivery, Transport
 from powergossip.network.edges import Edges
 from powergossip.network.lost_messages import Losses
 from powergossip.network.messages import Conversation, Gather, Mean, Message, ToAll, ToEach
 from powergossip.network.processes import Channel, Processes
-from powergossip.network.transports import Delivery, Transport
 from powergossip.tensor_cache import TensorCache
 from powergossip.topologies import Round, Topology
 
