@@ -30,12 +30,12 @@ from powergossip.network import (
     ToEach,
     processes,
     processes_of,
-    torch_channels,
 )
 from powergossip.network import (
     launch as launching,
 )
-from powergossip.network.torch_channels import GlooChannel, NCCLChannel, Waiters, check_order
+from powergossip.network.torch import channels
+from powergossip.network.torch.channels import GlooChannel, NCCLChannel, Waiters, check_order
 from powergossip.network.torch_distributed import GroupProcesses
 from powergossip.runs.checkpoints import Checkpoints
 from tests import launch
@@ -551,7 +551,7 @@ def test_a_message_that_fails_in_a_thread_raises_where_it_is_waited_for() -> Non
 
     outcome = Waiters().submit([Failing()])  # type: ignore[list-item]
     wait_until(outcome.is_known, seconds=5)
-    for wait in (outcome.wait, partial(torch_channels.wait_for, [Failing()])):  # type: ignore[list-item]
+    for wait in (outcome.wait, partial(channels.wait_for, [Failing()])):  # type: ignore[list-item]
         with pytest.raises(PeerLost):
             wait()
 

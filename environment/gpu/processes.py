@@ -18,7 +18,7 @@ from environment.gpu import cases
 from environment.gpu.findings import Findings, Setting, difference
 from powergossip import algorithms
 from powergossip.network import Conversation, Mean, Network, Processes, ToAll, processes_of
-from powergossip.network.torch_channels import check_order
+from powergossip.network.torch.channels import check_order
 from powergossip.network.torch_distributed import GroupProcesses
 
 STEPS = 3

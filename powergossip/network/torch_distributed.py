@@ -21,7 +21,7 @@ from torch import Tensor
 
 from powergossip.errors import BadInput
 from powergossip.network.processes import TOKEN, Processes, cores
-from powergossip.network.torch_channels import (
+from powergossip.network.torch.channels import (
     Batch,
     GlooChannel,
     GlooMessages,

@@ -1,0 +1,1 @@
+"""Processes and messages of torch.distributed."""
