@@ -36,7 +36,7 @@ from powergossip.network import (
 )
 from powergossip.network.torch import channels
 from powergossip.network.torch.channels import GlooChannel, NCCLChannel, Waiters, check_order
-from powergossip.network.torch_distributed import GroupProcesses
+from powergossip.network.torch.processes import GroupProcesses
 from powergossip.runs.checkpoints import Checkpoints
 from tests import launch
 from tests.helpers import wait_until

@@ -19,7 +19,7 @@ from environment.gpu.findings import Findings, Setting, difference
 from powergossip import algorithms
 from powergossip.network import Conversation, Mean, Network, Processes, ToAll, processes_of
 from powergossip.network.torch.channels import check_order
-from powergossip.network.torch_distributed import GroupProcesses
+from powergossip.network.torch.processes import GroupProcesses
 
 STEPS = 3
 SECONDS = 100.0  # after which processes that have not ended are killed

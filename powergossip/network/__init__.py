@@ -39,7 +39,7 @@ from powergossip.network.processes import (
     report,
     torch_kept,
 )
-from powergossip.network.torch_distributed import torch_group
+from powergossip.network.torch.processes import torch_group
 from powergossip.network.uneven_steps import meet, meet_at_exit
 from powergossip.network.workers import Exchange, Network, Slots, hosted_workers, together
 

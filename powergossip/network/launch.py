@@ -105,7 +105,7 @@ def _of_group(group: dist.ProcessGroup, backend: str = "auto") -> Processes:
             return its_processes
     found = Processes()
     if dist.get_world_size(group) > 1:
-        from powergossip.network.torch_distributed import GroupProcesses
+        from powergossip.network.torch.processes import GroupProcesses
 
         found = GroupProcesses(group, backend)
         end_together(found)

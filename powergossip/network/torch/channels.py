@@ -30,7 +30,7 @@ from powergossip.errors import PeerLost
 from powergossip.network.processes import Pieces, Requests
 
 if TYPE_CHECKING:
-    from powergossip.network.torch_distributed import GroupProcesses
+    from powergossip.network.torch.processes import GroupProcesses
 
 _LONGEST = 2**30  # bytes of a message
 
