@@ -18,7 +18,8 @@ from powergossip import algorithms, topologies
 from powergossip.algorithms import ddp
 from powergossip.algorithms.ddp import HOOKS, DDPHook
 from powergossip.errors import BadInput
-from powergossip.network import Network, Processes, processes, torch_group, torch_groups
+from powergossip.network import Network, Processes, processes, torch_group
+from powergossip.network.torch import groups
 from powergossip.parameters import Parameters
 from powergossip.randomness import generator
 from powergossip.training.settings import checked
@@ -464,12 +465,12 @@ def test_the_process_group_is_made_once_and_anew_for_other_processes() -> None:
 
 
 def test_a_process_group_of_someone_else_is_used_or_refused(tmp_path: Any) -> None:
-    torch_groups._end()
+    groups._end()
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         torch_group(Processes(), torch.device("cpu"))
-        torch_groups._end()
+        groups._end()
         assert dist.is_initialized(), "it is not ours to take down"
         two = Processes()
         two.size = 2

@@ -492,7 +492,7 @@ def group_of_all() -> GroupProcesses:
     if isinstance(processes(), GroupProcesses):
         return processes()  # type: ignore[return-value]
     if not _all:
-        from powergossip.network.torch_groups import group_under_mpi
+        from powergossip.network.torch.groups import group_under_mpi
 
         _all.append(GroupProcesses(group_under_mpi(processes())))
     return _all[0]
