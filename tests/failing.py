@@ -53,7 +53,7 @@ import train
 from powergossip.errors import BadInput, Stopped
 from powergossip.events.wall_clock import WallClock
 from powergossip.network import newcomer
-from powergossip.network.wire import Wire
+from powergossip.network.resilient.messages import Wire
 from powergossip.runs import checkpoints, configuration
 from powergossip.runs.metrics import MetricsLog
 from powergossip.training import construction

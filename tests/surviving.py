@@ -26,7 +26,7 @@ from mpi4py import MPI
 
 from powergossip.network import joining
 from powergossip.network.links import Links, end_alone
-from powergossip.network.wire import Wire
+from powergossip.network.resilient.messages import Wire
 
 LIMIT = 60  # seconds after which a program that hangs ends
 

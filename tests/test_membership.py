@@ -9,7 +9,7 @@ import torch
 
 from powergossip.network import Processes
 from powergossip.network.membership import HAVE, IMPOSE, VALUE, Gathering, Outgoing
-from powergossip.network.wire import encoded, octets
+from powergossip.network.resilient.messages import encoded, octets
 
 
 class Crowd:

@@ -21,7 +21,7 @@ from powergossip.network import peers
 from powergossip.network.liveness import Identity, Liveness, exchange_identities
 from powergossip.network.membership import Survivors
 from powergossip.network.peers import DATA, DROPPED, LOST, Peers
-from powergossip.network.wire import Envelope, Payload, decoded, octets
+from powergossip.network.resilient.messages import Envelope, Payload, decoded, octets
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training.measurements import Hooks, Rows
 from tests.helpers import wait_until

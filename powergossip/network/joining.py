@@ -21,7 +21,7 @@ from typing import Any
 
 from powergossip.network import newcomer
 from powergossip.network.liveness import Identity
-from powergossip.network.wire import check_loss
+from powergossip.network.resilient.messages import check_loss
 
 _READY, _COME = 2, 3  # tags
 _NAP = 0.01  # seconds

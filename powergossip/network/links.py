@@ -21,7 +21,7 @@ from powergossip.network.liveness import Liveness, exchange_identities
 from powergossip.network.membership import Survivors
 from powergossip.network.peers import DATA, NOTE, Peers
 from powergossip.network.processes import report
-from powergossip.network.wire import Payload, Wire, octets
+from powergossip.network.resilient.messages import Payload, Wire, octets
 
 LOST = 3  # exit code of a run that is complete without workers that were lost
 _GRACE = 1.0  # seconds that a process has to end after the notice that it was dropped

@@ -12,7 +12,7 @@ from math import isinf
 from typing import Any
 
 from powergossip.network import newcomer
-from powergossip.network.wire import Wire, decoded, encoded
+from powergossip.network.resilient.messages import Wire, decoded, encoded
 
 _BEATS = 10  # heartbeats within worker_timeout
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from powergossip.errors import Dropped
 from powergossip.network.peers import GROUP, Peers
 from powergossip.network.processes import Processes
-from powergossip.network.wire import Payload, decoded, encoded, octets
+from powergossip.network.resilient.messages import Payload, decoded, encoded, octets
 
 T = TypeVar("T")
 

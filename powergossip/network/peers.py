@@ -6,7 +6,7 @@ from typing import Any
 
 from powergossip.errors import Dropped, Stopped
 from powergossip.network.liveness import Identity, Liveness
-from powergossip.network.wire import Envelope, Payload, Wire
+from powergossip.network.resilient.messages import Envelope, Payload, Wire
 
 # Kinds of messages. The first three are those of the layers above.
 DATA, NOTE, GROUP, LOST, DROPPED = range(5)
