@@ -17,10 +17,10 @@ import torch
 from mpi4py import MPI
 
 from powergossip.errors import Dropped, Stopped
-from powergossip.network import peers
 from powergossip.network.liveness import Identity, Liveness, exchange_identities
 from powergossip.network.membership import Survivors
-from powergossip.network.peers import DATA, DROPPED, LOST, Peers
+from powergossip.network.resilient import failure_detector
+from powergossip.network.resilient.failure_detector import DATA, DROPPED, LOST, Peers
 from powergossip.network.resilient.messages import Envelope, Payload, decoded, octets
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training.measurements import Hooks, Rows

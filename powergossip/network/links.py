@@ -19,8 +19,8 @@ from powergossip.errors import BadInput, Dropped, Stopped
 from powergossip.network import joining, ulfm
 from powergossip.network.liveness import Liveness, exchange_identities
 from powergossip.network.membership import Survivors
-from powergossip.network.peers import DATA, NOTE, Peers
 from powergossip.network.processes import report
+from powergossip.network.resilient.failure_detector import DATA, NOTE, Peers
 from powergossip.network.resilient.messages import Payload, Wire, octets
 
 LOST = 3  # exit code of a run that is complete without workers that were lost
@@ -40,7 +40,7 @@ class Links:
 
     No method blocks but `wait`, `survivors` and `finish`. Messages between two workers arrive in
     the order in which they were sent, and never twice. A process is lost with all of its workers,
-    see powergossip.network.peers. `worker_timeout` is in seconds. Without ULFM
+    see powergossip.network.resilient.failure_detector. `worker_timeout` is in seconds. Without ULFM
     (powergossip.network.ulfm), the end of a process ends the job.
 
     Every method but `lost` raises Dropped if the others regard this process as lost.

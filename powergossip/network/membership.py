@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from powergossip.errors import Dropped
-from powergossip.network.peers import GROUP, Peers
 from powergossip.network.processes import Processes
+from powergossip.network.resilient.failure_detector import GROUP, Peers
 from powergossip.network.resilient.messages import Payload, decoded, encoded, octets
 
 T = TypeVar("T")
