@@ -17,10 +17,10 @@ import torch
 from mpi4py import MPI
 
 from powergossip.errors import Dropped, Stopped
-from powergossip.network.liveness import Identity, Liveness, exchange_identities
 from powergossip.network.membership import Survivors
 from powergossip.network.resilient import failure_detector
 from powergossip.network.resilient.failure_detector import DATA, DROPPED, LOST, Peers
+from powergossip.network.resilient.heartbeats import Identity, Liveness, exchange_identities
 from powergossip.network.resilient.messages import Envelope, Payload, decoded, octets
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training.measurements import Hooks, Rows
@@ -266,7 +266,7 @@ class Heartbeats(Wire):
 @pytest.fixture
 def heartbeats(monkeypatch: pytest.MonkeyPatch) -> Heartbeats:
     found = Heartbeats()
-    monkeypatch.setattr("powergossip.network.liveness.Wire", lambda *_: found)
+    monkeypatch.setattr("powergossip.network.resilient.heartbeats.Wire", lambda *_: found)
     return found
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from powergossip.network import newcomer
-from powergossip.network.liveness import Identity
+from powergossip.network.resilient.heartbeats import Identity
 from powergossip.network.resilient.messages import check_loss
 
 _READY, _COME = 2, 3  # tags

@@ -46,7 +46,7 @@ def stat(pid: int) -> tuple[str, str]:
 
 
 def identity() -> tuple[str, int, str, str]:
-    """This process, see powergossip.network.liveness.Identity."""
+    """This process, see powergossip.network.resilient.heartbeats.Identity."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = f"{boot} {os.readlink('/proc/self/ns/pid')}"

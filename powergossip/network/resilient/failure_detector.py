@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from powergossip.errors import Dropped, Stopped
-from powergossip.network.liveness import Identity, Liveness
+from powergossip.network.resilient.heartbeats import Identity, Liveness
 from powergossip.network.resilient.messages import Envelope, Payload, Wire
 
 # Kinds of messages. The first three are those of the layers above.
@@ -25,7 +25,7 @@ class Peers:
 
     A process is lost if MPI reports its end (ULFM), if it is silent for `worker_timeout`, or if
     another process regards it as lost for its silence. It is silent while it neither sends messages
-    nor lives, see powergossip.network.liveness: a process that is busy may take any time. The time
+    nor lives, see powergossip.network.resilient.heartbeats: a process that is busy may take any time. The time
     in which this process itself does not call `advance` counts as a quarter of the timeout at most,
     so that a process that was stopped does not regard the others as silent.
 
