@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from powergossip.network import Processes
-from powergossip.network.membership import HAVE, IMPOSE, VALUE, Gathering, Outgoing
+from powergossip.network.resilient.collectives import HAVE, IMPOSE, VALUE, Gathering, Outgoing
 from powergossip.network.resilient.messages import encoded, octets
 
 

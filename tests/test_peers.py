@@ -17,8 +17,8 @@ import torch
 from mpi4py import MPI
 
 from powergossip.errors import Dropped, Stopped
-from powergossip.network.membership import Survivors
 from powergossip.network.resilient import failure_detector
+from powergossip.network.resilient.collectives import Survivors
 from powergossip.network.resilient.failure_detector import DATA, DROPPED, LOST, Peers
 from powergossip.network.resilient.heartbeats import Identity, Liveness, exchange_identities
 from powergossip.network.resilient.messages import Envelope, Payload, decoded, octets

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from powergossip.errors import BadInput, Dropped, Stopped
 from powergossip.network import joining, ulfm
-from powergossip.network.membership import Survivors
 from powergossip.network.processes import report
+from powergossip.network.resilient.collectives import Survivors
 from powergossip.network.resilient.failure_detector import DATA, NOTE, Peers
 from powergossip.network.resilient.heartbeats import Liveness, exchange_identities
 from powergossip.network.resilient.messages import Payload, Wire, octets
