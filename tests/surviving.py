@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from powergossip.network import joining
 from powergossip.network.links import Links, end_alone
+from powergossip.network.resilient import spawning
 from powergossip.network.resilient.messages import Wire
 
 LIMIT = 60  # seconds after which a program that hangs ends
@@ -207,7 +207,7 @@ def join(victim: int) -> None:
 
 
 def newcomer(victim: int) -> None:
-    invitation = joining.invitation()
+    invitation = spawning.invitation()
     assert invitation is not None
     links = Links.join(invitation)
     end_alone(links)

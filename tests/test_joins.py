@@ -15,8 +15,8 @@ import torch
 from powergossip import topologies
 from powergossip.events import order
 from powergossip.events.order import Entry
-from powergossip.network import joining
 from powergossip.network.links import LOST
+from powergossip.network.resilient import spawning
 from powergossip.runs import metrics
 from tests.exchanging import averaging_clock, learning_clock, start
 from tests.quadratics import Quadratics
@@ -160,13 +160,13 @@ def test_a_new_process_runs_the_same_program(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("program.py").touch()
     monkeypatch.setattr(sys, "argv", ["program.py", "a=1"])
-    assert joining.program() == [str(tmp_path / "program.py"), "a=1"]
+    assert spawning.program() == [str(tmp_path / "program.py"), "a=1"]
     main.__spec__ = importlib.machinery.ModuleSpec("package.__main__", None)
-    assert joining.program() == ["-m", "package", "a=1"]
+    assert spawning.program() == ["-m", "package", "a=1"]
     main.__spec__ = None
     monkeypatch.setattr(sys, "argv", ["-c", "a=1"])
     with pytest.raises(ValueError, match=r"key=value: .*file"):
-        joining.program("key=value")
+        spawning.program("key=value")
 
 
 def test_all_processes_meet_at_the_end_of_an_epoch():

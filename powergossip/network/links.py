@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from powergossip.errors import BadInput, Dropped, Stopped
-from powergossip.network import joining, ulfm
+from powergossip.network import ulfm
 from powergossip.network.processes import report
+from powergossip.network.resilient import spawning
 from powergossip.network.resilient.collectives import Survivors
 from powergossip.network.resilient.failure_detector import DATA, NOTE, Peers
 from powergossip.network.resilient.heartbeats import Liveness, exchange_identities
@@ -46,7 +47,7 @@ class Links:
     Every method but `lost` raises Dropped if the others regard this process as lost.
     """
 
-    _invitation: joining.Invitation | None = None
+    _invitation: spawning.Invitation | None = None
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class Links:
         self._communicator, self._ranks = communicator, ranks
         self.process = peers.own
         self.workers = sorted(w for w, home in self.homes.items() if home == self.process)
-        self._coming: joining.Coming | None = None
+        self._coming: spawning.Coming | None = None
         self._reported = set(self.homes) - self.alive
         self._local: list[Message] = []
 
@@ -184,15 +185,15 @@ class Links:
         if not lost or any(self._survivors.gather(self._beyond_reach())):
             return []
 
-        def invite(own: int, replaced: int) -> joining.Invitation:
+        def invite(own: int, replaced: int) -> spawning.Invitation:
             alive = {process: peers.identities[process] for process in self._survivors.members}
             timeout, threads = peers.worker_timeout, torch.get_num_threads()
-            return joining.Invitation(own, replaced, self.homes, alive, timeout, threads, run)
+            return spawning.Invitation(own, replaced, self.homes, alive, timeout, threads, run)
 
         own, coming = max(peers.identities) + 1, None
-        with joining.limited(patience):
+        with spawning.limited(patience):
             with suppress(MPI.Exception):
-                coming = joining.spawn(self._communicator, command, own, lost, invite)
+                coming = spawning.spawn(self._communicator, command, own, lost, invite)
             if all(self._survivors.gather(coming is not None)):
                 self._coming = coming
         return [] if self._coming is None else lost
@@ -225,15 +226,15 @@ class Links:
         self._coming = None
         if not ready:
             return []
-        with joining.limited(patience):
-            together, ranks, new = joining.admit(coming, self._communicator, self._ranks)
+        with spawning.limited(patience):
+            together, ranks, new = spawning.admit(coming, self._communicator, self._ranks)
             replacing = {coming.replaced[rank]: coming.own[rank] for rank in ready}
             homes = {
                 worker: replacing[home] if replacing.get(home) in new else home
                 for worker, home in self.homes.items()
             }
             identities = {**peers.identities, **new}
-            together.bcast(joining.Roll(ranks, identities, homes, self._survivors.calls), root=0)
+            together.bcast(spawning.Roll(ranks, identities, homes, self._survivors.calls), root=0)
             peers.add(together, ranks, new)
         self._communicator, self._ranks, self.homes = together, ranks, homes
         joined = [worker for worker, home in homes.items() if home in new]
@@ -252,7 +253,7 @@ class Links:
         self._reported -= set(workers)
 
     @classmethod
-    def join(cls, invitation: joining.Invitation) -> "Links":
+    def join(cls, invitation: spawning.Invitation) -> "Links":
         """The links of a process that was summoned. Nothing can be sent before `enter`."""
         links, homes = cls.__new__(cls), invitation.homes
         links.process, links.homes = invitation.own, dict(homes)
@@ -274,7 +275,7 @@ class Links:
         """
         assert self._invitation is not None
         timeout, survivors = self._invitation.worker_timeout, self._invitation.survivors
-        together, roll = joining.enter(survivors.values(), patience)
+        together, roll = spawning.enter(survivors.values(), patience)
         wire = Wire(together, self.process, roll.ranks)
         liveness = Liveness(together, self.process, roll.ranks, roll.identities, timeout)
         peers = Peers(wire, liveness, roll.identities, timeout, roll.ranks)

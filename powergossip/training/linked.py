@@ -13,9 +13,10 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from powergossip.errors import BadInput, Stopped
-from powergossip.network import Network, Processes, hosted_workers, joining, launch, report, ulfm
-from powergossip.network.joining import Invitation
+from powergossip.network import Network, Processes, hosted_workers, launch, report, ulfm
 from powergossip.network.links import Links, end_alone, end_silently
+from powergossip.network.resilient import spawning
+from powergossip.network.resilient.spawning import Invitation
 from powergossip.training.event_training import event_driven, survives
 
 T = TypeVar("T")
@@ -63,7 +64,7 @@ class Newcomer:
 
 def newcomer() -> Newcomer | None:
     """This process as one that replaces a lost one, or None."""
-    found = joining.invitation()
+    found = spawning.invitation()
     return None if found is None else Newcomer(found)
 
 

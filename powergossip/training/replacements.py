@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from powergossip.network import joining
 from powergossip.network.links import Links
+from powergossip.network.resilient import spawning
 from powergossip.training.event_training import EventTraining
 
 _MOST_ATTEMPTS = 3  # to replace processes, one after the other, none of which joins
@@ -74,7 +74,7 @@ class Replacements:
 
     def _summon(self) -> list[str]:
         self._attempts += 1
-        started = self._links.summon(joining.program(), self._run)
+        started = self._links.summon(spawning.program(), self._run)
         if started or self._attempts < _MOST_ATTEMPTS:
             return []
         return ["lost workers cannot be replaced: mpirun does not start another process"]

@@ -17,8 +17,9 @@ from omegaconf import DictConfig, ListConfig
 from powergossip import algorithms, checks, compressors, options, tasks
 from powergossip.algorithms import aggregation, ddp, learning
 from powergossip.events import scenario
-from powergossip.network import BACKENDS, Processes, joining, ulfm
+from powergossip.network import BACKENDS, Processes, ulfm
 from powergossip.network import hosted_workers as hosted
+from powergossip.network.resilient import spawning
 from powergossip.runs import trackers
 from powergossip.runs.output import plain_copy
 from powergossip.training.compute import PRECISIONS
@@ -281,7 +282,7 @@ def _check_events(c: Any, processes: Processes) -> None:
         if processes.size == 1 or not processes.is_mpi:
             raise ValueError(f"{given}: use several processes of mpirun, with its own messages")
         if c.on_worker_loss == "replace":
-            joining.program(given)
+            spawning.program(given)
     n_processes = 1 if c.evaluate_only else processes.size
     by_edges = scenario.resolve(c, n_processes, linked=processes.is_mpi) or continues
     if c.record_order and not by_edges:
