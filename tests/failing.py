@@ -52,7 +52,7 @@ from typing import Any
 import train
 from powergossip.errors import BadInput, Stopped
 from powergossip.events.wall_clock import WallClock
-from powergossip.network import newcomer
+from powergossip.network.resilient import bootstrap
 from powergossip.network.resilient.messages import Wire
 from powergossip.runs import checkpoints, configuration
 from powergossip.runs.metrics import MetricsLog
@@ -63,7 +63,7 @@ from powergossip.training.trainer import Trainer
 from tests.system_calls import moments
 
 plan: dict[str, Any] = json.loads(sys.argv[1])
-is_new = newcomer.INVITATION in os.environ
+is_new = bootstrap.INVITATION in os.environ
 process = "new" if is_new else os.environ.get("OMPI_COMM_WORLD_RANK", "0")
 log = f"{plan['log']}-{process}" if "log" in plan else os.devnull
 found: list[Trainer] = []

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import isinf
 from typing import Any
 
-from powergossip.network import newcomer
+from powergossip.network.resilient import bootstrap
 from powergossip.network.resilient.messages import Wire, decoded, encoded
 
 _BEATS = 10  # heartbeats within worker_timeout
@@ -32,7 +32,7 @@ class Identity:
 
     @classmethod
     def own(cls) -> "Identity":
-        return cls(*newcomer.identity())
+        return cls(*bootstrap.identity())
 
     def sees(self, other: "Identity") -> bool:
         """Whether this process has the other one in its /proc, as long as that exists."""
@@ -41,7 +41,7 @@ class Identity:
     @property
     def state(self) -> str:
         """The state of a process of this host, such as R, S or T, and "" if it has ended."""
-        state, start = newcomer.stat(self.pid)
+        state, start = bootstrap.stat(self.pid)
         return state if start == self.start else ""
 
     @property

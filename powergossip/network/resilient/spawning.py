@@ -1,7 +1,7 @@
 """Replacement of lost processes by new ones of the same job.
 
 survivors                                  new processes
-`spawn`, which takes about a second        newcomer.py
+`spawn`, which takes about a second        bootstrap.py
 training goes on                           the program loads, and makes its models
 `Coming.poll`                              `announce`
 `admit`: some milliseconds                 `enter`
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from powergossip.network import newcomer
+from powergossip.network.resilient import bootstrap
 from powergossip.network.resilient.heartbeats import Identity
 from powergossip.network.resilient.messages import check_loss
 
@@ -144,7 +144,7 @@ def spawn(
 
     shrunk = communicator.Shrink()
     shrunk.Set_errhandler(MPI.ERRORS_RETURN)
-    arguments = [newcomer.__file__, *command]
+    arguments = [bootstrap.__file__, *command]
     info = MPI.Info.Create({"PMIX_MAPBY": "SLOT:OVERSUBSCRIBE"})
     between = shrunk.Spawn(sys.executable, arguments, maxprocs=len(replaced), info=info)
     merged = between.Merge(high=False)
@@ -152,7 +152,7 @@ def spawn(
     invitations = [pickle.dumps(invite(own + k, lost)) for k, lost in enumerate(replaced)]
     merged.bcast(invitations, root=0)
     first = merged.size - len(replaced)
-    greetings = newcomer.greet(merged, first)
+    greetings = bootstrap.greet(merged, first)
     return Coming(
         merged,
         {first + k: lost for k, lost in enumerate(replaced)},
@@ -190,7 +190,7 @@ def admit(
 
 def invitation() -> Invitation | None:
     """The invitation of a process that `spawn` has started. None: it is one of the start."""
-    text = os.environ.pop(newcomer.INVITATION, None)
+    text = os.environ.pop(bootstrap.INVITATION, None)
     return None if text is None else pickle.loads(bytes.fromhex(text))
 
 
@@ -202,7 +202,7 @@ def enter(survivors: Iterable[Identity], patience: float) -> tuple[Any, Roll]:
     """
     from mpi4py import MPI
 
-    merged = MPI.Comm.f2py(int(os.environ[newcomer.COMMUNICATOR]))
+    merged = MPI.Comm.f2py(int(os.environ[bootstrap.COMMUNICATOR]))
     here = [identity for identity in survivors if identity.host == socket.gethostname()]
     ranks = set(range(merged.size - MPI.COMM_WORLD.size))
     for rank in ranks:
