@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from powergossip import kernels
 from powergossip.errors import BadInput
-from powergossip.network import ulfm
 from powergossip.network.processes import Processes, end_together
+from powergossip.network.resilient import ulfm
 
 BACKENDS = ("auto", "mpi", "gloo", "nccl")
 

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from powergossip.errors import BadInput, Dropped, Stopped
-from powergossip.network import ulfm
 from powergossip.network.processes import report
-from powergossip.network.resilient import spawning
+from powergossip.network.resilient import spawning, ulfm
 from powergossip.network.resilient.collectives import Survivors
 from powergossip.network.resilient.failure_detector import DATA, NOTE, Peers
 from powergossip.network.resilient.heartbeats import Liveness, exchange_identities
@@ -42,7 +41,7 @@ class Links:
     No method blocks but `wait`, `survivors` and `finish`. Messages between two workers arrive in
     the order in which they were sent, and never twice. A process is lost with all of its workers,
     see powergossip.network.resilient.failure_detector. `worker_timeout` is in seconds. Without ULFM
-    (powergossip.network.ulfm), the end of a process ends the job.
+    (powergossip.network.resilient.ulfm), the end of a process ends the job.
 
     Every method but `lost` raises Dropped if the others regard this process as lost.
     """

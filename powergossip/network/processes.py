@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from powergossip.errors import BadInput, PeerLost, Signaled, Stopped
-from powergossip.network import ulfm
+from powergossip.network.resilient import ulfm
 
 T = TypeVar("T")
 

@@ -31,7 +31,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from powergossip import errors, network, presets, reading
 from powergossip.errors import BadInput
-from powergossip.network import links, ulfm
+from powergossip.network import links
+from powergossip.network.resilient import ulfm
 from powergossip.runs import metrics
 from powergossip.runs.output import CONFIG_FILE, DATED
 

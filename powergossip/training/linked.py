@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from powergossip.errors import BadInput, Stopped
-from powergossip.network import Network, Processes, hosted_workers, launch, report, ulfm
+from powergossip.network import Network, Processes, hosted_workers, launch, report
 from powergossip.network.links import Links, end_alone, end_silently
-from powergossip.network.resilient import spawning
+from powergossip.network.resilient import spawning, ulfm
 from powergossip.network.resilient.spawning import Invitation
 from powergossip.training.event_training import event_driven, survives
 

@@ -17,9 +17,9 @@ from omegaconf import DictConfig, ListConfig
 from powergossip import algorithms, checks, compressors, options, tasks
 from powergossip.algorithms import aggregation, ddp, learning
 from powergossip.events import scenario
-from powergossip.network import BACKENDS, Processes, ulfm
+from powergossip.network import BACKENDS, Processes
 from powergossip.network import hosted_workers as hosted
-from powergossip.network.resilient import spawning
+from powergossip.network.resilient import spawning, ulfm
 from powergossip.runs import trackers
 from powergossip.runs.output import plain_copy
 from powergossip.training.compute import PRECISIONS
