@@ -26,7 +26,7 @@ from typing import Any
 
 from powergossip.events import order
 from powergossip.events.order import Entry
-from powergossip.network.links import LOST
+from powergossip.network.resilient.workers import LOST
 from powergossip.randomness import generator
 from powergossip.runs import metrics
 from powergossip.runs.tables import markdown

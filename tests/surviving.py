@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from powergossip.network.links import Links, end_alone
 from powergossip.network.resilient import spawning
 from powergossip.network.resilient.messages import Wire
+from powergossip.network.resilient.workers import Links, end_alone
 
 LIMIT = 60  # seconds after which a program that hangs ends
 

@@ -15,8 +15,8 @@ import torch
 from powergossip import topologies
 from powergossip.events import order
 from powergossip.events.order import Entry
-from powergossip.network.links import LOST
 from powergossip.network.resilient import spawning
+from powergossip.network.resilient.workers import LOST
 from powergossip.runs import metrics
 from tests.exchanging import averaging_clock, learning_clock, start
 from tests.quadratics import Quadratics

@@ -10,8 +10,8 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from powergossip.network.links import LOST, Links
 from powergossip.network.resilient import ulfm
+from powergossip.network.resilient.workers import LOST, Links
 from tests import launch
 
 ULFM = ("--with-ft", "ulfm")

@@ -30,8 +30,8 @@ from powergossip.events.packing import (
 )
 from powergossip.events.worker import Action, Worker
 from powergossip.network.deadline import Deadline
-from powergossip.network.links import Links
-from powergossip.network.links import Message as LinkMessage
+from powergossip.network.resilient.workers import Links
+from powergossip.network.resilient.workers import Message as LinkMessage
 
 # Notes of a process to all others.
 _PROGRESS, _END, _STOP = range(3)

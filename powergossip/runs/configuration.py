@@ -31,8 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from powergossip import errors, network, presets, reading
 from powergossip.errors import BadInput
-from powergossip.network import links
-from powergossip.network.resilient import ulfm
+from powergossip.network.resilient import ulfm, workers
 from powergossip.runs import metrics
 from powergossip.runs.output import CONFIG_FILE, DATED
 
@@ -355,12 +354,12 @@ def run_entry_point(main: Callable[[list[str]], object]) -> None:
     try:
         main(sys.argv[1:])
     except BadInput as error:
-        if links.ends_alone():
+        if workers.ends_alone():
             raise
         _report_once(error)
         sys.exit(ulfm.exit_code(2, network.is_first()))
     except errors.Stopped as error:
-        if links.ends_alone() or (network.are_several() and not error.in_all_processes):
+        if workers.ends_alone() or (network.are_several() and not error.in_all_processes):
             raise
         _report_once(error)
         sys.exit(ulfm.exit_code(error.exit_code, network.is_first()))

@@ -11,7 +11,7 @@ from scipy.sparse import csr_array
 
 from powergossip import tasks, topologies
 from powergossip.network import Network, Processes, choose_device
-from powergossip.network.links import Links
+from powergossip.network.resilient.workers import Links
 from powergossip.parameters import Parameters
 from powergossip.runs.clock import Clock
 from powergossip.topologies import Topology

@@ -19,8 +19,8 @@ from powergossip.events.virtual_clock import VirtualClock
 from powergossip.events.wall_clock import WallClock
 from powergossip.events.worker import Policy, Worker
 from powergossip.network import Losses, Network
-from powergossip.network.links import Links
 from powergossip.network.resilient.messages import octets
+from powergossip.network.resilient.workers import Links
 from powergossip.parameters import Layout, Parameters
 from powergossip.training.local_optimizers import LocalOptimizer, learning_rate
 from powergossip.training.settings import errors_name_keys

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from powergossip.errors import BadInput, Stopped
 from powergossip.network import Network, Processes, hosted_workers, launch, report
-from powergossip.network.links import Links, end_alone, end_silently
 from powergossip.network.resilient import spawning, ulfm
 from powergossip.network.resilient.spawning import Invitation
+from powergossip.network.resilient.workers import Links, end_alone, end_silently
 from powergossip.training.event_training import event_driven, survives
 
 T = TypeVar("T")

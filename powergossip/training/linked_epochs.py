@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from powergossip.network.links import Links
+from powergossip.network.resilient.workers import Links
 from powergossip.parameters import Parameters
 from powergossip.runs.clock import Clock
 from powergossip.training.agreement import Agreement

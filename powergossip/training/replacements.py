@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from powergossip.network.links import Links
 from powergossip.network.resilient import spawning
+from powergossip.network.resilient.workers import Links
 from powergossip.training.event_training import EventTraining
 
 _MOST_ATTEMPTS = 3  # to replace processes, one after the other, none of which joins

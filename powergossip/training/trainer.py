@@ -12,7 +12,7 @@ from torch import Tensor
 
 from powergossip import algorithms, kernels, tasks
 from powergossip.network import Processes
-from powergossip.network.links import Links
+from powergossip.network.resilient.workers import Links
 from powergossip.parameters import Layout, Parameters
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.clock import Clock, Signals
