@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from powergossip.network.deadline import FLOOR, LAST, Deadline
+from powergossip.events.deadline import FLOOR, LAST, Deadline
 
 durations = st.lists(st.floats(0, 100), min_size=1, max_size=2 * LAST)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from powergossip.errors import Stopped
 from powergossip.events import order
+from powergossip.events.deadline import Deadline
 from powergossip.events.members import Members, View, dead, union
 from powergossip.events.order import Compute, Entry, Make, raised
 from powergossip.events.packing import (
@@ -29,7 +30,6 @@ from powergossip.events.packing import (
     unpacked_model,
 )
 from powergossip.events.worker import Action, Worker
-from powergossip.network.deadline import Deadline
 from powergossip.network.resilient.workers import Links
 from powergossip.network.resilient.workers import Message as LinkMessage
 
