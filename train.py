@@ -37,7 +37,7 @@ from powergossip.network import Processes, launch, processes, torch_kept
 from powergossip.runs import configuration, figures, metrics, output, tables
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.output import COMPLETE, FIGURE, Output, run_to_resume
-from powergossip.training import elastic, linked
+from powergossip.training import linked, resizing
 from powergossip.training.linked import Newcomer, check_begun, newcomer
 from powergossip.training.measurements import Diverged, Hooks, Row
 from powergossip.training.resuming import check_rest
@@ -459,7 +459,7 @@ def _print_start(trainer: Trainer, resumed: Path | None) -> None:
         if resumed is not None:
             print(f"resumed after step {trainer.step} of {trainer.total_steps}")
             if trainer.workers_before != settings.n_workers:
-                print(elastic.sentence(trainer.workers_before, settings.n_workers))
+                print(resizing.sentence(trainer.workers_before, settings.n_workers))
         elif trainer.hint:
             print(trainer.hint)
 

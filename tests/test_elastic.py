@@ -17,7 +17,7 @@ from powergossip.errors import BadInput, Interrupted
 from powergossip.network import Processes
 from powergossip.runs import metrics
 from powergossip.runs.checkpoints import Checkpoints
-from powergossip.training import elastic
+from powergossip.training import resizing
 from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
 from tests.helpers import reproducible
@@ -209,7 +209,7 @@ def test_a_run_trains_on_with_2_and_then_6_workers(
     run(tmp_path, changes | {"num_epochs": 8})
     shown = {"log_verbosity": 1, "resume": True}
     run(tmp_path, changes | shown | {"num_epochs": 12, "n_workers": 2, "topology": "chain"})
-    assert elastic.sentence(4, 2) in capsys.readouterr().out
+    assert resizing.sentence(4, 2) in capsys.readouterr().out
     run(tmp_path, changes | {"num_epochs": 20, "n_workers": 6, "resume": "auto"})
     rows = metrics.load(tmp_path)
     of_mean = rows[(rows["name"] == "accuracy") & (rows["split"] == "test_avg")]

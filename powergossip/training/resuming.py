@@ -1,6 +1,6 @@
 """Resuming a run: its checkpoint, where configuration and model are the same.
 
-A few keys of the configuration may differ, and so may the number of workers (see elastic.py).
+A few keys of the configuration may differ, and so may the number of workers (see resizing.py).
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from powergossip.network import Processes
 from powergossip.parameters import Parameters
 from powergossip.runs.checkpoints import Checkpoints
-from powergossip.training import elastic
+from powergossip.training import resizing
 from powergossip.training.event_training import event_driven
 from powergossip.training.revival import Revival
 from powergossip.training.settings import PREFIX, option_defaults
@@ -107,7 +107,7 @@ def load_checkpoint(
     processes: Processes,
     parameters: Parameters,
     workers: range,
-    start: Callable[[], elastic.Start],
+    start: Callable[[], resizing.Start],
 ) -> Resumed | None:
     """Load the hosted workers' state from the checkpoint in a folder that the configuration names.
 
@@ -145,10 +145,10 @@ def load_checkpoint(
                 _check_evaluated_alone(folder, config, processes, present)
         return Resumed(state, facts["metrics_bytes"], before)
 
-    conversion: elastic.Conversion | Revival = (
+    conversion: resizing.Conversion | Revival = (
         Revival(before, start())
         if lost or processes.can_be_lost
-        else elastic.Conversion(before, start())
+        else resizing.Conversion(before, start())
     )
 
     def add(workers: range, state: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ For exchanges by edges between processes. The workers in the checkpoint keep the
 local optimizers. With the same number of workers as at the start of the run they also keep their
 indices, and a replacement takes the place of each lost one. Otherwise they are numbered anew. New
 workers begin with the mean of all models. If workers leave, the others are shifted as in
-powergossip.training.elastic. Edges begin anew, as those of replacements do.
+powergossip.training.resizing. Edges begin anew, as those of replacements do.
 """
 
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powergossip.training.elastic import Start
 from powergossip.training.event_training import from_bytes
+from powergossip.training.resizing import Start
 from powergossip.trees import Tree, map_tensors
 
 _COUNTERS = ("bits", "messages")

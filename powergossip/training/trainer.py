@@ -17,7 +17,7 @@ from powergossip.parameters import Layout, Parameters
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.clock import Clock, Signals
 from powergossip.runs.progress import Progress
-from powergossip.training import compute, construction, elastic, facts
+from powergossip.training import compute, construction, facts, resizing
 from powergossip.training.agreement import PATIENCE, Agreement, interrupted
 from powergossip.training.evaluation import Evaluation
 from powergossip.training.event_training import EventTraining, event_driven, replaces
@@ -385,11 +385,11 @@ class Trainer:
             state, self.metrics_bytes, self.workers_before = found
             self.load_state_dict(state)
 
-    def _start_of_run(self) -> elastic.Start:
+    def _start_of_run(self) -> resizing.Start:
         n_workers, workers = self.network.n_workers, self.network.workers
         state = partial(self.state_dict, self.position)
         rule: Any = None if event_driven(self.config) else self.rule
-        return elastic.Start(n_workers, workers, self.steps_per_epoch, state, rule)
+        return resizing.Start(n_workers, workers, self.steps_per_epoch, state, rule)
 
     def state_dict(self, position: Position) -> dict[str, Any]:
         """Everything that the next step depends on. Tensors are [worker, ...]."""
