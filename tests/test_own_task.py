@@ -935,7 +935,7 @@ def task(options): return Line(options)
 
 
 def test_processes_with_other_data_are_rejected() -> None:
-    from powergossip.training.first_batch import check_sizes
+    from powergossip.training.task_check import check_sizes
 
     check_sizes([(3, {"train": 9})] * 2, "m:t")
     with pytest.raises(BadInput, match="process 1"):

@@ -21,7 +21,6 @@ from powergossip.training import compute, construction, facts, resizing
 from powergossip.training.agreement import PATIENCE, Agreement, interrupted
 from powergossip.training.evaluation import Evaluation
 from powergossip.training.event_training import EventTraining, event_driven, replaces
-from powergossip.training.first_batch import check_first_batch, check_sizes
 from powergossip.training.gradients import Gradients
 from powergossip.training.linked import finish, make_links, without
 from powergossip.training.linked_epochs import LinkedEpochs
@@ -37,6 +36,7 @@ from powergossip.training.methods import (
 )
 from powergossip.training.resuming import load_checkpoint
 from powergossip.training.state import Parts, Stateful
+from powergossip.training.task_check import check_first_batch, check_sizes
 from powergossip.trees import map_tensors
 
 Position = tuple[int, int, dict[str, Tensor]]  # epoch, step in it, sums of metrics over its steps
