@@ -33,7 +33,7 @@ from powergossip.runs import configuration, metrics
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.clock import Signals
 from powergossip.tasks.images import ImageClassification
-from powergossip.training import agreement
+from powergossip.training import ending
 from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
 from tests import launch
@@ -658,7 +658,7 @@ def test_agreements_are_rare_where_their_results_are_late(
 ) -> None:
     """Steps of 20 ms; a result arrives some time after the step in which it is read."""
     clock, starts = [0.0], [0]
-    monkeypatch.setattr(agreement.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(ending.time, "perf_counter", lambda: clock[0])
 
     class Late(Processes):
         def start_max(self, values: np.ndarray) -> Callable[[], np.ndarray]:
@@ -672,7 +672,7 @@ def test_agreements_are_rare_where_their_results_are_late(
 
     processes = Late()
     processes.size = 2
-    agreeing = agreement.Agreement(processes)
+    agreeing = ending.Agreement(processes)
     for step in range(1, 201):
         clock[0] += 0.02
         assert agreeing.after_step(step, None) is None

@@ -18,7 +18,7 @@ from powergossip.network import Network
 from powergossip.parameters import Parameters, trained
 from powergossip.runs.clock import Clock
 from powergossip.training import batched, compute
-from powergossip.training.agreement import Agreement
+from powergossip.training.ending import Agreement
 from powergossip.training.event_training import event_driven
 
 

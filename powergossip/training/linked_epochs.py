@@ -6,7 +6,7 @@ from typing import Any
 from powergossip.network.resilient.workers import Links
 from powergossip.parameters import Parameters
 from powergossip.runs.clock import Clock
-from powergossip.training.agreement import Agreement
+from powergossip.training.ending import Agreement
 from powergossip.training.event_training import EventTraining
 from powergossip.training.replacements import Moment, Replacements
 

@@ -18,7 +18,7 @@ from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.clock import Clock, Signals
 from powergossip.runs.progress import Progress
 from powergossip.training import compute, construction, facts, resizing
-from powergossip.training.agreement import PATIENCE, Agreement, interrupted
+from powergossip.training.ending import PATIENCE, Agreement, interrupted
 from powergossip.training.evaluation import Evaluation
 from powergossip.training.event_training import EventTraining, event_driven, replaces
 from powergossip.training.gradients import Gradients
