@@ -85,7 +85,7 @@ def test_a_resumed_run_in_bf16_is_the_same_to_the_bit(task: dict[str, Any], tmp_
 
 WITHOUT_AVX512 = """
 import torch
-from powergossip.training.compute import autocast
+from powergossip.training.precision import autocast
 lstm, x = torch.nn.LSTM(4, 4), torch.randn(3, 2, 4)
 state = torch.get_rng_state()
 with autocast("bf16", torch.device("cpu")):
@@ -192,7 +192,7 @@ def test_evaluated_models_run_as_they_are_written(
         for model in models:
             model.compile(backend=backend, dynamic=False)
 
-    monkeypatch.setattr("powergossip.training.compute.compile_models", compile_models)
+    monkeypatch.setattr("powergossip.training.precision.compile_models", compile_models)
     arguments = ["n_workers=2", "task_architecture=MLP", "num_epochs=1", "max_steps_per_epoch=2"]
     arguments += ["torch_compile=true", "log_verbosity=0", "--output-dir", str(tmp_path)]
     rows = main(monkeypatch, *arguments)

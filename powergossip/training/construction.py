@@ -15,7 +15,7 @@ from powergossip.network.resilient.workers import Links
 from powergossip.parameters import Parameters
 from powergossip.runs.clock import Clock
 from powergossip.topologies import Topology
-from powergossip.training import compute
+from powergossip.training import precision
 from powergossip.training.event_training import EventTraining, event_driven, losses_of
 from powergossip.training.linked import LinkedNetwork
 from powergossip.training.present import PresentParameters, Survivors
@@ -26,7 +26,7 @@ def make_network(c: Any, processes: Processes, measure: Clock) -> Network:
     topology = topologies.make(c.topology, c.n_workers, seed=c.seed, options=c.topology_options)
     device = choose_device(c.device, processes.local_rank)
     if c.torch_compile and not c.evaluate_only:
-        compute.check_compiler(device)
+        precision.check_compiler(device)
     stage = {"on": False, "off": True, "auto": None}[c.cuda_aware]
     return Network(
         topology,

@@ -17,7 +17,7 @@ from powergossip.checks import BadValue
 from powergossip.network import Network
 from powergossip.parameters import Parameters, trained
 from powergossip.runs.clock import Clock
-from powergossip.training import batched, compute
+from powergossip.training import batched, precision
 from powergossip.training.ending import Agreement
 from powergossip.training.event_training import event_driven
 
@@ -114,7 +114,7 @@ class Gradients:
 
     def _in_one_call(self) -> batched.BatchedGradient:
         progress = self._network.progress if self._overlapping else None
-        precision = partial(compute.autocast, self._config.precision, self._network.device)
+        precision = partial(precision.autocast, self._config.precision, self._network.device)
         return batched.BatchedGradient(self._task, self._parameters, precision, progress)
 
     def _progress_messages_during_backward(self) -> None:
@@ -139,7 +139,7 @@ class Gradients:
     ) -> dict[str, Tensor]:
         with self._clock("gradient"):
             self._seed_layers(worker, step_of_run)
-            with compute.autocast(self._config.precision, self._network.device):
+            with precision.autocast(self._config.precision, self._network.device):
                 loss, metrics = self._task.loss(model, batch)
             self._agreement.note(worker, "loss", loss.item(), step_of_run, epoch + 1)
             loss.backward()  # also if it is not finite: other processes wait for messages

@@ -22,8 +22,8 @@ from powergossip.network import hosted_workers as hosted
 from powergossip.network.resilient import spawning, ulfm
 from powergossip.runs import trackers
 from powergossip.runs.output import plain_copy
-from powergossip.training.compute import PRECISIONS
 from powergossip.training.local_optimizers import LOCAL_OPTIMIZERS
+from powergossip.training.precision import PRECISIONS
 
 PREFIX = "optimizer_"
 

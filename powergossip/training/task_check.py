@@ -17,7 +17,7 @@ from powergossip.errors import BadInput
 from powergossip.parameters import trained
 from powergossip.tasks import MainMetric, Split, Task, main_metric
 from powergossip.tasks.named import users_code
-from powergossip.training.compute import autocast
+from powergossip.training.precision import autocast
 
 
 def check_sizes(sizes: Sequence[tuple[int, Mapping[Any, int]]], task: str) -> None:

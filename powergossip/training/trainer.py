@@ -17,7 +17,7 @@ from powergossip.parameters import Layout, Parameters
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.clock import Clock, Signals
 from powergossip.runs.progress import Progress
-from powergossip.training import compute, construction, facts, resizing
+from powergossip.training import construction, facts, precision, resizing
 from powergossip.training.ending import PATIENCE, Agreement, interrupted
 from powergossip.training.evaluation import Evaluation
 from powergossip.training.event_training import EventTraining, event_driven, replaces
@@ -97,7 +97,7 @@ class Trainer:
             models = [self.task.model(c.task_architecture, c.seed) for _ in self.network.workers]
             self.parameters = Parameters(models, self.device)
             dtype = self.parameters.x.dtype
-            compute.check_precision(c.precision, dtype)
+            precision.check_precision(c.precision, dtype)
             if dtype != self.network.dtype:
                 self.network = self.network.in_precision(dtype)
             construction.check_spectrum_names(c, self.parameters)
@@ -110,7 +110,7 @@ class Trainer:
                     main = check_first_batch(self.task, c, worker, self.device)
                     self._metric = {"name": main.name, "larger_is_better": main.larger_is_better}
                 if c.torch_compile:
-                    compute.compile_models(models)
+                    precision.compile_models(models)
                 if not event_driven(c):
                     self.local, self.rule, self._at_epoch = make_method(
                         c, self.network, self.parameters, self.clock, self.steps_per_epoch
@@ -336,7 +336,7 @@ class Trainer:
             if self._events is not None:
                 sums = self._events.of_present(sums)
                 self.rows("workers", len(self._events.everybody()), epoch)
-            with self.clock("evaluation"), compute.not_compiled(c.torch_compile):
+            with self.clock("evaluation"), precision.not_compiled(c.torch_compile):
                 shown, score = self.evaluation(epoch, self.step, sums)
             bar.note(shown)
             if c.log_verbosity > 1 and self.processes.rank == 0:
