@@ -57,8 +57,8 @@ from powergossip.network.resilient.messages import Wire
 from powergossip.runs import checkpoints, configuration
 from powergossip.runs.metrics import MetricsLog
 from powergossip.training import construction
+from powergossip.training.asynchronous.execution import EventTraining
 from powergossip.training.evaluation import Evaluation
-from powergossip.training.event_training import EventTraining
 from powergossip.training.trainer import Trainer
 from tests.system_calls import moments
 

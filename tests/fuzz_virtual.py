@@ -34,7 +34,7 @@ from powergossip.events.members import Members, dead, matrix
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.network import processes
 from powergossip.runs.checkpoints import Checkpoints
-from powergossip.training.event_training import event_driven
+from powergossip.training.asynchronous.execution import event_driven
 from powergossip.training.measurements import Diverged, Hooks
 from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer

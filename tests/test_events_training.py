@@ -17,7 +17,7 @@ from powergossip.events.virtual_clock import VirtualClock
 from powergossip.network import processes
 from powergossip.runs import metrics
 from powergossip.runs.checkpoints import Checkpoints
-from powergossip.training import event_training
+from powergossip.training.asynchronous import execution
 from powergossip.training.trainer import Trainer
 from tests.helpers import reproducible
 from tests.test_train import built, select, trained, value
@@ -267,10 +267,10 @@ def test_bad_values_are_rejected(values, key):
 )
 def test_duals_grow_more_slowly_over_late_exchanges_and_power_gossip(values, rate):
     run = built(**{**TINY, **METHODS["duals"], **values})
-    assert event_training.dual_rate_of(run._values) == pytest.approx(rate)
+    assert execution.dual_rate_of(run._values) == pytest.approx(rate)
     assert run._events is not None
     used = {vars(worker.rule)["_dual_rate"] for worker in run._events.clock.workers.values()}
-    assert used == {event_training.dual_rate_of(run._values)}
+    assert used == {execution.dual_rate_of(run._values)}
 
 
 def test_training_replays_the_order_of_events(tmp_path):

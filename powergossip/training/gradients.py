@@ -18,8 +18,8 @@ from powergossip.network import Network
 from powergossip.parameters import Parameters, trained
 from powergossip.runs.clock import Clock
 from powergossip.training import batched, precision
+from powergossip.training.asynchronous.execution import event_driven
 from powergossip.training.ending import Agreement
-from powergossip.training.event_training import event_driven
 
 
 class Gradients:

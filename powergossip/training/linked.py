@@ -17,7 +17,7 @@ from powergossip.network import Network, Processes, hosted_workers, launch, repo
 from powergossip.network.resilient import spawning, ulfm
 from powergossip.network.resilient.spawning import Invitation
 from powergossip.network.resilient.workers import Links, end_alone, end_silently
-from powergossip.training.event_training import event_driven, survives
+from powergossip.training.asynchronous.execution import event_driven, survives
 
 T = TypeVar("T")
 

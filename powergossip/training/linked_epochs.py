@@ -6,8 +6,8 @@ from typing import Any
 from powergossip.network.resilient.workers import Links
 from powergossip.parameters import Parameters
 from powergossip.runs.clock import Clock
+from powergossip.training.asynchronous.execution import EventTraining
 from powergossip.training.ending import Agreement
-from powergossip.training.event_training import EventTraining
 from powergossip.training.replacements import Moment, Replacements
 
 

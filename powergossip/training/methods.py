@@ -13,8 +13,8 @@ from powergossip.network import Network
 from powergossip.parameters import Layout, Parameters
 from powergossip.runs.clock import Clock
 from powergossip.topologies import Topology
-from powergossip.training import event_training
-from powergossip.training.event_training import event_driven
+from powergossip.training.asynchronous import execution
+from powergossip.training.asynchronous.execution import event_driven
 from powergossip.training.local_optimizers import LocalOptimizer
 from powergossip.training.settings import (
     data_differ,
@@ -75,7 +75,7 @@ def check_method(c: Any, network: Network) -> str:
     layout, hint, overlapping = Layout([(2, 2)]), "", True
     if event_driven(c):
         options = averaging_options(c, network.topology, layout)
-        event_training.check(c, options, network)
+        execution.check(c, options, network)
     if c.optimizer in algorithms.AVERAGING:
         averaging = make_averaging(c, network, layout)
         learning.check(c.learning, network, c.optimizer, averaging)

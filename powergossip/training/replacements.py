@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from powergossip.network.resilient import spawning
 from powergossip.network.resilient.workers import Links
-from powergossip.training.event_training import EventTraining
+from powergossip.training.asynchronous.execution import EventTraining
 
 _MOST_ATTEMPTS = 3  # to replace processes, one after the other, none of which joins
 

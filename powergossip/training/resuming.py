@@ -13,7 +13,7 @@ from powergossip.network import Processes
 from powergossip.parameters import Parameters
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training import resizing
-from powergossip.training.event_training import event_driven
+from powergossip.training.asynchronous.execution import event_driven
 from powergossip.training.revival import Revival
 from powergossip.training.settings import PREFIX, option_defaults
 

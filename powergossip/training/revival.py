@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powergossip.training.event_training import from_bytes
+from powergossip.training.asynchronous.execution import from_bytes
 from powergossip.training.resizing import Start
 from powergossip.trees import Tree, map_tensors
 
