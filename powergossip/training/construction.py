@@ -16,9 +16,9 @@ from powergossip.parameters import Parameters
 from powergossip.runs.clock import Clock
 from powergossip.topologies import Topology
 from powergossip.training import precision
+from powergossip.training.asynchronous.alive import PresentParameters, Survivors
 from powergossip.training.asynchronous.execution import EventTraining, event_driven, losses_of
 from powergossip.training.linked import LinkedNetwork
-from powergossip.training.present import PresentParameters, Survivors
 
 
 def make_network(c: Any, processes: Processes, measure: Clock) -> Network:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from powergossip.network import Network
 from powergossip.parameters import Parameters
 from powergossip.tasks import MainMetric, Split, Task, main_metric
+from powergossip.training.asynchronous.alive import PresentParameters, Survivors
 from powergossip.training.linked import LinkedNetwork
 from powergossip.training.measurements import Rows, check_finite
-from powergossip.training.present import PresentParameters, Survivors
 
 # Values of each worker by kind and name: float64 [worker], first of the hosted ones, then of all n.
 # The kind is "batches", "squares", a split, or the tag of the mean model's rows on a split.
