@@ -14,7 +14,7 @@ from powergossip.parameters import Parameters
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training import resizing
 from powergossip.training.asynchronous.execution import event_driven
-from powergossip.training.revival import Revival
+from powergossip.training.asynchronous.resuming import Revival
 from powergossip.training.settings import PREFIX, option_defaults
 
 # Keys that may change when a run is resumed.
