@@ -7,8 +7,8 @@ from powergossip.network.resilient.workers import Links
 from powergossip.parameters import Parameters
 from powergossip.runs.clock import Clock
 from powergossip.training.asynchronous.execution import EventTraining
+from powergossip.training.asynchronous.replacements import Moment, Replacements
 from powergossip.training.ending import Agreement
-from powergossip.training.replacements import Moment, Replacements
 
 
 class LinkedEpochs:
