@@ -37,8 +37,9 @@ from powergossip.network import Processes, launch, processes, torch_kept
 from powergossip.runs import configuration, figures, metrics, output, tables
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.output import COMPLETE, FIGURE, Output, run_to_resume
-from powergossip.training import linked, resizing
-from powergossip.training.linked import Newcomer, check_begun, newcomer
+from powergossip.training import resizing
+from powergossip.training.asynchronous import links
+from powergossip.training.asynchronous.links import Newcomer, check_begun, newcomer
 from powergossip.training.measurements import Diverged, Hooks, Row
 from powergossip.training.resuming import check_rest
 from powergossip.training.settings import checked, defaults_of_tasks
@@ -387,7 +388,7 @@ def _train_the_rest(trainer: Trainer, place: Path, save_first: bool) -> None:
         raise Interrupted(f"{error}; resume with: {command}", error.signal) from None
     trainer.finish(report)
     if trainer.missing and trainer.processes.rank == 0:
-        print(linked.sentence(trainer.missing, trainer.config.n_workers))
+        print(links.sentence(trainer.missing, trainer.config.n_workers))
 
 
 @contextmanager

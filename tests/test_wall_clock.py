@@ -21,7 +21,7 @@ from powergossip.network import Processes, processes
 from powergossip.network.resilient.workers import LOST
 from powergossip.runs import metrics, output
 from powergossip.runs.checkpoints import Checkpoints
-from powergossip.training import linked
+from powergossip.training.asynchronous import links
 from powergossip.training.measurements import Hooks
 from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
@@ -412,9 +412,9 @@ def test_methods_without_exchanges_by_edges_are_rejected(changes, key, with_ulfm
 
 
 def test_a_run_without_some_workers_names_them() -> None:
-    words = linked.sentence([1, 5, 6, 7, 9], 10)
+    words = links.sentence([1, 5, 6, 7, 9], 10)
     assert re.findall(r"\d+(?:-\d+)?", words) == ["0", "2-4", "8", "1", "5-7", "9"]
-    assert linked.without([]) == ""
+    assert links.without([]) == ""
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from powergossip.topologies import Topology
 from powergossip.training import precision
 from powergossip.training.asynchronous.alive import PresentParameters, Survivors
 from powergossip.training.asynchronous.execution import EventTraining, event_driven, losses_of
-from powergossip.training.linked import LinkedNetwork
+from powergossip.training.asynchronous.links import LinkedNetwork
 
 
 def make_network(c: Any, processes: Processes, measure: Clock) -> Network:

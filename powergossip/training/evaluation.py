@@ -14,7 +14,7 @@ from powergossip.network import Network
 from powergossip.parameters import Parameters
 from powergossip.tasks import MainMetric, Split, Task, main_metric
 from powergossip.training.asynchronous.alive import PresentParameters, Survivors
-from powergossip.training.linked import LinkedNetwork
+from powergossip.training.asynchronous.links import LinkedNetwork
 from powergossip.training.measurements import Rows, check_finite
 
 # Values of each worker by kind and name: float64 [worker], first of the hosted ones, then of all n.

@@ -20,10 +20,10 @@ from powergossip.runs.progress import Progress
 from powergossip.training import construction, facts, precision, resizing
 from powergossip.training.asynchronous.epochs import LinkedEpochs
 from powergossip.training.asynchronous.execution import EventTraining, event_driven, replaces
+from powergossip.training.asynchronous.links import finish, make_links, without
 from powergossip.training.ending import PATIENCE, Agreement, interrupted
 from powergossip.training.evaluation import Evaluation
 from powergossip.training.gradients import Gradients
-from powergossip.training.linked import finish, make_links, without
 from powergossip.training.local_optimizers import learning_rate
 from powergossip.training.measurements import Hooks, Rows, log_phases, log_replaced
 from powergossip.training.methods import (
