@@ -24,7 +24,7 @@ from powergossip.network import (
     ToEach,
 )
 from powergossip.parameters import Layout
-from powergossip.prediction.lone import LoneProcess
+from powergossip.prediction.fake_network import LoneProcess
 from powergossip.topologies import Topology
 
 STEPS = 2  # after which the sides of power iteration repeat
