@@ -10,8 +10,8 @@
 Axes: worker, host. Rates are bits per second, times are seconds.
 """
 
-from powergossip.prediction.agreement import AT_ONCE, Consensus, consensus
 from powergossip.prediction.command_line import command, main
+from powergossip.prediction.consensus import AT_ONCE, Consensus, consensus
 from powergossip.prediction.model import Cluster, Compute, Step, step
 from powergossip.prediction.shapes import layout, of_size
 from powergossip.prediction.traffic import METHODS, Method, Phase, Traffic, count, cpu_seconds
