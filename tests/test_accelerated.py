@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from powergossip import topologies
-from powergossip.events.accelerated import AcceleratedPairs, rates_of
+from powergossip.events.pairwise import AcceleratedPairs, rates_of
 from tests.averaging import graph
 from tests.exchanging import start
 
