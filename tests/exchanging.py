@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from powergossip import algorithms
-from powergossip.events import exchanges, rules, scenario
+from powergossip.events import averaging, rules, scenario
 from powergossip.events.members import Members, View
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.events.worker import Policy, Worker
@@ -62,12 +62,12 @@ def start(workers: int, dtype: torch.dtype, seed: int = 0, shapes: Any = SHAPES)
 
 def made(
     name: str, topology: str, n: int, layout: Layout, options: Mapping[str, Any]
-) -> exchanges.Exchanges:
+) -> averaging.Exchanges:
     """An averaging rule of EXCHANGES with the default rate of the graph."""
     method, of_name = EXCHANGES[name]
     given = {**of_name, **options}
     rate = algorithms.default_rate(method, graph(topology, n), layout, given)
-    return exchanges.make(method, layout, **{"diffusion_rate": rate, **given})
+    return averaging.make(method, layout, **{"diffusion_rate": rate, **given})
 
 
 def averaging_clock(

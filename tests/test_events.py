@@ -9,7 +9,7 @@ from torch import Tensor
 
 from powergossip import algorithms
 from powergossip.algorithms import learning
-from powergossip.events import exchanges, order
+from powergossip.events import averaging, order
 from powergossip.events.worker import Edge, Message, Policy
 from powergossip.network import Network
 from powergossip.parameters import Layout
@@ -36,7 +36,7 @@ LATE: dict[str, Any] = {
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_exchanges_are_antisymmetric_to_the_bit(name, dtype):
     method, options = EXCHANGES[name]
-    rule = exchanges.make(method, Layout(SHAPES), **options)
+    rule = averaging.make(method, Layout(SHAPES), **options)
     x = start(2, dtype)
     ends = [rule.end(3, 5, x), rule.end(5, 3, x)]
     for k in range(7):
@@ -54,7 +54,7 @@ def test_exchanges_are_antisymmetric_to_the_bit(name, dtype):
 )
 def test_the_first_step_that_waits_for_an_exchange(gossip, max_delay, first):
     """One that was sent in step 5 is 1 exchange behind in it, and 3 in step 7."""
-    rule = exchanges.make("dpsgd", Layout(SHAPES))
+    rule = averaging.make("dpsgd", Layout(SHAPES))
     own = Message(k=0, incarnation=0, view=(0, 0), part=None)
     end = rule.end(0, 1, start(2, torch.float32))
     edge = Edge(end, incarnation=0, begins_later=False, own=own, started=5)

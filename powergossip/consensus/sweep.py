@@ -19,7 +19,7 @@ from powergossip.checks import BadValue
 from powergossip.consensus.data import DATA, Matrices
 from powergossip.consensus.methods import ALGORITHMS
 from powergossip.consensus.settings import Setting, checked, grid, num_steps
-from powergossip.events import exchanges, rules, scenario
+from powergossip.events import averaging, rules, scenario
 from powergossip.events.members import Members, View
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.events.worker import Policy, Worker
@@ -114,7 +114,7 @@ class Sweep:
             # With the largest rate, so that the only warning about a rate comes before the run.
             largest = max(settings, key=lambda setting: setting["diffusion_rate"])
             if self.config.scenario is not None or self.config.gossip != "synchronous":
-                ok = method.averaging in exchanges.EXCHANGES
+                ok = method.averaging in averaging.EXCHANGES
                 accepted = "uncompressed, power_gossip and the like, or choco with a scenario"
                 checks.check("algorithm", name, ok, accepted)
                 Members(self.topology)
@@ -363,7 +363,7 @@ class BatchByEdges:
         method = ALGORITHMS[name]
         given = {**settings[0], **sweep.options(sweep.layout), **method.options}
         known = algorithms.defaults(method.averaging, given)
-        rule = exchanges.make(
+        rule = averaging.make(
             method.averaging,
             sweep.layout,
             **{option: value for option, value in given.items() if option in known},

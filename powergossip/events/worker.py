@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from powergossip.events.exchanges import End, Exchanges
+from powergossip.events.averaging import End, Exchanges
 from powergossip.events.members import Members, View, union
 from powergossip.events.rules import Rule
 from powergossip.events.scenario import POLICIES

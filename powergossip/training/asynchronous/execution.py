@@ -12,7 +12,7 @@ from torch import Tensor
 from powergossip import checks
 from powergossip.algorithms import rates
 from powergossip.checks import BadValue
-from powergossip.events import exchanges, order, rules, scenario
+from powergossip.events import averaging, order, rules, scenario
 from powergossip.events.members import Members, View, dead
 from powergossip.events.order import Replay, read
 from powergossip.events.virtual_clock import VirtualClock
@@ -117,7 +117,7 @@ class EventTraining:
         self._policy = Policy(config.gossip, delay_of(config))
         self._locals: dict[int, LocalOptimizer] = {}
         self._lost: dict[int, frozenset[int]] = {}  # in the present epoch of a worker
-        self._exchanges: exchanges.Exchanges | None = None
+        self._exchanges: averaging.Exchanges | None = None
         self._sums: dict[str, list[list[float]]] = {}  # name → [worker] → sum and count
         self._last: dict[str, Tensor] = {}  # name → [worker]
         self._rows = {worker: row for row, worker in enumerate(network.workers)}
@@ -267,7 +267,7 @@ class EventTraining:
         row = _Row(self._parameters, self._rows[index])
         rule = self._make_rule(row, index)
         if self._exchanges is None:
-            self._exchanges = exchanges.make(self._config.optimizer, rule.layout, **self._options)
+            self._exchanges = averaging.make(self._config.optimizer, rule.layout, **self._options)
         return Worker(index, self._members, self._exchanges, rule, self._policy, view, steps)
 
     def _make_rule(self, row: "_Row", index: int) -> rules.Rule:
@@ -426,7 +426,7 @@ def dual_rate_of(c: Any) -> float:
     """
     given = c.learning_options.get("dual_rate")
     if given is None:
-        by_default = getattr(exchanges.EXCHANGES[c.optimizer], "dual_rate", 1.0)
+        by_default = getattr(averaging.EXCHANGES[c.optimizer], "dual_rate", 1.0)
         return float(by_default / (1 + 2 * delay_of(c)))
     ok = checks.is_finite(given) and 0 < given <= 1
     checks.check("learning_options.dual_rate", given, ok, "a number above 0, at most 1")
@@ -451,11 +451,11 @@ def _given(c: Any) -> str:
 def check(c: Any, options: Mapping[str, Any], network: Network) -> None:
     """Raise ValueError for a method, topology or scenario without exchanges by edges."""
     scenario.read(c.scenario or {}, c.n_workers, c.seed)
-    if c.optimizer not in exchanges.EXCHANGES:
+    if c.optimizer not in averaging.EXCHANGES:
         raise BadValue(
             "optimizer",
             c.optimizer,
-            f"{', '.join(exchanges.EXCHANGES)} with {_given(c)}",
+            f"{', '.join(averaging.EXCHANGES)} with {_given(c)}",
         )
     known = c.learning in rules.RULES
     if not known or (c.learning == "quasi-global-momentum" and c.local_optimizer != "sgd"):
@@ -466,6 +466,6 @@ def check(c: Any, options: Mapping[str, Any], network: Network) -> None:
             "(quasi-global-momentum with local_optimizer=sgd)",
         )
     with errors_name_keys(c.optimizer):
-        exchanges.make(c.optimizer, Layout([(2, 2)]), **resolved(c, options, network))
+        averaging.make(c.optimizer, Layout([(2, 2)]), **resolved(c, options, network))
     Members(network.topology)
     dual_rate_of(c)
