@@ -29,7 +29,7 @@ from torch import Tensor
 import train
 from powergossip import topologies
 from powergossip.errors import Interrupted
-from powergossip.events import order, rules
+from powergossip.events import learning, order
 from powergossip.events.members import Members, dead, matrix
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.network import processes
@@ -110,7 +110,7 @@ def _watched(case: Case, run: Trainer) -> Iterator[None]:
         return metrics
 
     with ExitStack() as stack:
-        for rule in rules.RULES.values():
+        for rule in learning.RULES.values():
             stack.enter_context(mock.patch.object(rule, "update", moved.by(rule.update)))
         stack.enter_context(mock.patch.object(run, "train_step", checked_step))
         yield
@@ -122,10 +122,10 @@ class _Moved:
     def __init__(self) -> None:
         self.total: Tensor | float = 0.0
 
-    def by(self, update: Callable[[rules.Rule], None]) -> Callable[[rules.Rule], None]:
+    def by(self, update: Callable[[learning.Rule], None]) -> Callable[[learning.Rule], None]:
         """The update of a rule, of which this is informed."""
 
-        def watched(rule: rules.Rule) -> None:
+        def watched(rule: learning.Rule) -> None:
             before = rule.variables().double()
             update(rule)
             self.total = self.total + (rule.variables().double() - before)

@@ -19,7 +19,7 @@ from powergossip.checks import BadValue
 from powergossip.consensus.data import DATA, Matrices
 from powergossip.consensus.methods import ALGORITHMS
 from powergossip.consensus.settings import Setting, checked, grid, num_steps
-from powergossip.events import averaging, rules, scenario
+from powergossip.events import averaging, learning, scenario
 from powergossip.events.members import Members, View
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.events.worker import Policy, Worker
@@ -371,8 +371,8 @@ class BatchByEdges:
         members, policy = Members(sweep.topology), Policy(c.gossip, c.max_delay or 0)
 
         def make(index: int, view: View, steps: int) -> Worker:
-            row = rules.Variables(self.x[index : index + 1], sweep.layout)
-            return Worker(index, members, rule, rules.Rule(row), policy, view, steps)
+            row = learning.Variables(self.x[index : index + 1], sweep.layout)
+            return Worker(index, members, rule, learning.Rule(row), policy, view, steps)
 
         drawn = scenario.read(c.scenario or {}, c.n_workers, c.seed)
         self._clock = VirtualClock(drawn, self.x, make, lambda worker, step: None)

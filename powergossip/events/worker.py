@@ -18,8 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from powergossip.events.averaging import End, Exchanges
+from powergossip.events.learning import Rule
 from powergossip.events.members import Members, View, union
-from powergossip.events.rules import Rule
 from powergossip.events.scenario import POLICIES
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from powergossip import checks
 from powergossip.algorithms import rates
 from powergossip.checks import BadValue
-from powergossip.events import averaging, order, rules, scenario
+from powergossip.events import averaging, learning, order, scenario
 from powergossip.events.members import Members, View, dead
 from powergossip.events.order import Replay, read
 from powergossip.events.virtual_clock import VirtualClock
@@ -270,7 +270,7 @@ class EventTraining:
             self._exchanges = averaging.make(self._config.optimizer, rule.layout, **self._options)
         return Worker(index, self._members, self._exchanges, rule, self._policy, view, steps)
 
-    def _make_rule(self, row: "_Row", index: int) -> rules.Rule:
+    def _make_rule(self, row: "_Row", index: int) -> learning.Rule:
         c, own = self._config, self._config.learning == "quasi-global-momentum"
         parameters: Any = row
         local = LocalOptimizer(parameters, c, *((0.0, "sgd") if own else (None, None)))
@@ -280,7 +280,7 @@ class EventTraining:
             more = {"momentum": c.momentum, "nesterov": c.nesterov and c.momentum > 0}
         elif c.learning == "exact-diffusion":
             more = {"dual_rate": dual_rate_of(c)}
-        return rules.RULES[c.learning](
+        return learning.RULES[c.learning](
             row,
             local,
             overlapping=c.overlapping,
@@ -457,12 +457,12 @@ def check(c: Any, options: Mapping[str, Any], network: Network) -> None:
             c.optimizer,
             f"{', '.join(averaging.EXCHANGES)} with {_given(c)}",
         )
-    known = c.learning in rules.RULES
+    known = c.learning in learning.RULES
     if not known or (c.learning == "quasi-global-momentum" and c.local_optimizer != "sgd"):
         raise BadValue(
             "learning",
             c.learning,
-            f"{', '.join(rules.RULES)} with {_given(c)} "
+            f"{', '.join(learning.RULES)} with {_given(c)} "
             "(quasi-global-momentum with local_optimizer=sgd)",
         )
     with errors_name_keys(c.optimizer):
