@@ -16,7 +16,7 @@ from powergossip.algorithms import learning
 from powergossip.compressors import Identity, RandomK, Rounding, SignAndNorm, TopK
 from powergossip.network import Network, Processes
 from powergossip.optimizers import GossipOptimizer
-from powergossip.optimizers.method import Choco, Method
+from powergossip.optimizers.specification import Choco, Method
 from powergossip.parameters import Layout
 from powergossip.topologies import Topology
 from powergossip.training.settings import checked

@@ -23,7 +23,7 @@ from powergossip.algorithms import learning
 from powergossip.errors import BadInput
 from powergossip.network import Network, Processes, processes
 from powergossip.optimizers import GossipOptimizer
-from powergossip.optimizers.method import Method
+from powergossip.optimizers.specification import Method
 from powergossip.parameters import Layout, Parameters
 from powergossip.training.local_optimizers import LocalOptimizer
 

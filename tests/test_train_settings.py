@@ -16,7 +16,7 @@ from powergossip.checks import BadValue
 from powergossip.compressors import COMPRESSORS
 from powergossip.errors import BadInput
 from powergossip.network import Processes
-from powergossip.optimizers.method import Method
+from powergossip.optimizers.specification import Method
 from powergossip.runs import configuration
 from powergossip.training.resuming import check_same_run
 from powergossip.training.settings import (

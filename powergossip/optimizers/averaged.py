@@ -23,9 +23,9 @@ from powergossip.optimizers.checks import (
     is_frozen,
     named,
 )
-from powergossip.optimizers.method import Method
 from powergossip.optimizers.precision import HALF, Rounding, message_dtype_of, working_dtype
 from powergossip.optimizers.rules import LearningRule, PartRule
+from powergossip.optimizers.specification import Method
 from powergossip.parameters import PRECISIONS, Layout, check_parameters
 
 DTYPES = (*PRECISIONS, *HALF)  # of trainable parameters

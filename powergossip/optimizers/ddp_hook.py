@@ -32,7 +32,7 @@ from powergossip import network
 from powergossip.optimizers.averaged import Averaged, trainable_of
 from powergossip.optimizers.checks import check_same_everywhere
 from powergossip.optimizers.gossip import check_wrappable
-from powergossip.optimizers.method import Method, as_method, check_overlapping
+from powergossip.optimizers.specification import Method, as_method, check_overlapping
 
 
 class GossipState:

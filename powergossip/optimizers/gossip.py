@@ -30,7 +30,8 @@ from powergossip.optimizers.checks import (
     check_same_everywhere,
     named,
 )
-from powergossip.optimizers.method import (
+from powergossip.optimizers.rules import check_effective, rule_of
+from powergossip.optimizers.specification import (
     AllReduce,
     Averaging,
     Choco,
@@ -42,7 +43,6 @@ from powergossip.optimizers.method import (
     as_method,
     check_overlapping,
 )
-from powergossip.optimizers.rules import check_effective, rule_of
 
 __all__ = [
     "AllReduce",

@@ -31,8 +31,8 @@ from powergossip.optimizers.checks import (
     is_frozen,
     named,
 )
-from powergossip.optimizers.method import Method, as_method
 from powergossip.optimizers.precision import message_dtype_of
+from powergossip.optimizers.specification import Method, as_method
 from powergossip.parameters import Layout, check_parameters
 
 

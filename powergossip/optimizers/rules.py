@@ -15,8 +15,8 @@ from powergossip import options as _options
 from powergossip.algorithms import learning
 from powergossip.network import Conversation, Network
 from powergossip.optimizers.checks import is_frozen, named
-from powergossip.optimizers.method import Method, check_type
 from powergossip.optimizers.precision import HALF
+from powergossip.optimizers.specification import Method, check_type
 from powergossip.parameters import Layout
 
 # Options of rules that are keywords of GossipOptimizer, or belong to the training loop.
