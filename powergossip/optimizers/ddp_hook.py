@@ -29,9 +29,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from powergossip import network
-from powergossip.optimizers.averaged import Averaged, trainable_of
 from powergossip.optimizers.checks import check_same_everywhere
 from powergossip.optimizers.gossip import check_wrappable
+from powergossip.optimizers.gossip_engine import Averaged, trainable_of
 from powergossip.optimizers.specification import Method, as_method, check_overlapping
 
 

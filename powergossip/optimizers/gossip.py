@@ -23,13 +23,13 @@ from torch import Tensor
 from powergossip import network
 from powergossip.algorithms import learning as learning_rules
 from powergossip.network import Processes
-from powergossip.optimizers.averaged import DTYPES, Averaged, trainable_of
 from powergossip.optimizers.checks import (
     check_gradients,
     check_own_gradients,
     check_same_everywhere,
     named,
 )
+from powergossip.optimizers.gossip_engine import DTYPES, Averaged, trainable_of
 from powergossip.optimizers.rules import check_effective, rule_of
 from powergossip.optimizers.specification import (
     AllReduce,

@@ -24,13 +24,13 @@ from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 
 from powergossip import checks, network
 from powergossip.algorithms.averaging import Weighted
-from powergossip.optimizers.averaged import DTYPES, Averaged
 from powergossip.optimizers.checks import (
     Params,
     check_same_everywhere,
     is_frozen,
     named,
 )
+from powergossip.optimizers.gossip_engine import DTYPES, Averaged
 from powergossip.optimizers.precision import message_dtype_of
 from powergossip.optimizers.specification import Method, as_method
 from powergossip.parameters import Layout, check_parameters
