@@ -31,8 +31,8 @@ from powergossip.optimizers import (
     PowerSGD,
     SignSGD,
     SignSGDConfig,
-    aggregated,
     dgc,
+    gradient_engine,
     optimizer_step,
 )
 from powergossip.optimizers.precision import Rounding
@@ -115,11 +115,11 @@ LOOPS: dict[str, Loop] = {
     ),
     "ef-sgd": gradient_loop(
         lambda m, g: ErrorFeedback(m.parameters(), TopK(keep_ratio=0.3), process_group=g),
-        aggregated.optimizer_step,
+        gradient_engine.optimizer_step,
     ),
     "signsgd": gradient_loop(
         lambda m, g: SignSGD(m.parameters(), SignSGDConfig(momentum=0.0), process_group=g),
-        aggregated.optimizer_step,
+        gradient_engine.optimizer_step,
     ),
 }
 

@@ -20,9 +20,9 @@ from powergossip.algorithms.error_feedback import Config
 from powergossip.algorithms.error_feedback import ErrorFeedback as Aggregation
 from powergossip.compressors import Compressor
 from powergossip.network import Network
-from powergossip.optimizers.aggregated import Aggregated, optimizer_step
 from powergossip.optimizers.checks import Params
 from powergossip.optimizers.dgc import DGCSGD
+from powergossip.optimizers.gradient_engine import Aggregated, optimizer_step
 
 __all__ = ["DGCSGD", "Config", "ErrorFeedback", "optimizer_step"]
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from powergossip.algorithms.sign_sgd import Config, SignSGDAggregation
 from powergossip.network import Network
-from powergossip.optimizers.aggregated import Aggregated, optimizer_step
 from powergossip.optimizers.checks import Params
+from powergossip.optimizers.gradient_engine import Aggregated, optimizer_step
 
 __all__ = ["Config", "SignSGD", "optimizer_step"]
 
