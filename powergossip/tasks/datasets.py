@@ -17,10 +17,10 @@ from torch.utils.data import IterableDataset, default_collate
 from powergossip.errors import BadInput
 from powergossip.randomness import torch_seed
 from powergossip.tasks import modules
-from powergossip.tasks.columns import as_list, integers, of_samples
 from powergossip.tasks.loading import Loader, Pending, Request, Source
 from powergossip.tasks.losses import IGNORED_TARGET, Metric, default_loss
 from powergossip.tasks.named import Named, users_code
+from powergossip.tasks.sample_values import as_list, integers, of_samples
 from powergossip.tasks.shards import NOBODY, Shards, held_out
 from powergossip.tasks.task import MainMetric, Options, Split
 
