@@ -29,9 +29,9 @@ from powergossip.network import Processes
 from powergossip.randomness import generator
 from powergossip.runs import metrics
 from powergossip.runs.checkpoints import Checkpoints
-from powergossip.tasks import Datasets, DatasetTask, named
-from powergossip.tasks.named import UserCodeError
+from powergossip.tasks import Datasets, DatasetTask, user_functions
 from powergossip.tasks.shards import Shards, by_group
+from powergossip.tasks.user_functions import UserCodeError
 from tests import launch
 from tests.helpers import reproducible, wait_until
 from tests.small_data import options
@@ -574,7 +574,7 @@ def test_errors_in_names_and_options_are_one_sentence(
 
 def test_a_wrong_name_lists_a_few_public_names() -> None:
     with pytest.raises(ValueError, match="os:nofn") as caught:
-        named.find("task", "os:nofn")
+        user_functions.find("task", "os:nofn")
     listed = str(caught.value).partition("; use ")[2].split(" or ")
     assert 0 < len(listed) <= 5
     assert [name for name in listed if name.startswith("_")] == []
@@ -770,10 +770,10 @@ def test_a_name_is_found_in_a_package_and_as_an_attribute(
     module: Callable[..., str], tmp_path: Path
 ) -> None:
     package = module("class Tasks:\n    @staticmethod\n    def task():\n        return 1")
-    assert named.find("task", f"{package}:Tasks.task").function() == 1
+    assert user_functions.find("task", f"{package}:Tasks.task").function() == 1
     (tmp_path / f"{package}_folder").mkdir()
     (tmp_path / f"{package}_folder" / "inside.py").write_text("def task(): return 2")
-    assert named.find("task", f"{package}_folder.inside:task")({}, {}) == 2
+    assert user_functions.find("task", f"{package}_folder.inside:task")({}, {}) == 2
 
 
 # --- Runs -----------------------------------------------------------------------------------------

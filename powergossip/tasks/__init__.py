@@ -1,7 +1,7 @@
 """Tasks: data sets, their partition over the workers, models, losses and evaluation.
 
 - task.py: the protocol `Task`, and the `Options` of all tasks.
-- own.py, datasets.py: a task of the user, made of data sets; named.py, loading.py: its functions by
+- own.py, datasets.py: a task of the user, made of data sets; user_functions.py, loading.py: its functions by
   name, and its samples; losses.py, columns.py: default losses, labels and columns of its data sets.
 - digits.py, fashion_mnist.py, cifar.py, imagenet.py, language.py: the tasks, a module each.
 - images.py, augmentation.py, models.py: image classification, random crops, image models.
@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from scipy.sparse import csr_array
 
-from powergossip.tasks import cifar, digits, fashion_mnist, imagenet, language, named, own
+from powergossip.tasks import cifar, digits, fashion_mnist, imagenet, language, own, user_functions
 from powergossip.tasks.datasets import Datasets, DatasetTask
-from powergossip.tasks.named import is_name
 from powergossip.tasks.task import Batch, MainMetric, Options, Split, Task, main_metric
+from powergossip.tasks.user_functions import is_name
 
 __all__ = [
     "DEFAULTS",
@@ -177,7 +177,9 @@ def make(
         column=column,
         data_processes=data_processes,
         architecture=(
-            named.find("task_architecture", str(architecture)) if is_name(architecture) else None
+            user_functions.find("task_architecture", str(architecture))
+            if is_name(architecture)
+            else None
         ),
         placement=placement,
     )

@@ -19,10 +19,10 @@ from powergossip.randomness import torch_seed
 from powergossip.tasks import modules
 from powergossip.tasks.loading import Loader, Pending, Request, Source
 from powergossip.tasks.losses import IGNORED_TARGET, Metric, default_loss
-from powergossip.tasks.named import Named, users_code
 from powergossip.tasks.sample_values import as_list, integers, of_samples
 from powergossip.tasks.shards import NOBODY, Shards, held_out
 from powergossip.tasks.task import MainMetric, Options, Split
+from powergossip.tasks.user_functions import Named, users_code
 
 EVALUATION_BATCHES = 2  # training batches in one of evaluation, which needs no gradients
 _Ahead = deque[tuple[int, Pending]]  # step, its batch

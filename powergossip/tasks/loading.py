@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from powergossip.tasks.named import UserCodeError, seeded, users_code
+from powergossip.tasks.user_functions import UserCodeError, seeded, users_code
 
 
 @dataclass(frozen=True)

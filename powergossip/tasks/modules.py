@@ -10,8 +10,8 @@ from torch import nn
 
 from powergossip.randomness import torch_seed
 from powergossip.tasks import task_options
-from powergossip.tasks.named import Named, seeded
 from powergossip.tasks.task import Options
+from powergossip.tasks.user_functions import Named, seeded
 
 Architectures = Mapping[str, Callable[[], nn.Module]]
 

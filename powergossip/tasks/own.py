@@ -4,10 +4,10 @@ import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from powergossip.tasks import named
+from powergossip.tasks import user_functions
 from powergossip.tasks.datasets import Datasets, DatasetTask
-from powergossip.tasks.named import Named
 from powergossip.tasks.task import Options, Task
+from powergossip.tasks.user_functions import Named
 
 SEED = 0  # of the global generators while the user's function makes the data, fixed for all runs
 _FORM = (
@@ -22,7 +22,7 @@ def defaults(name: str, known: Collection[str]) -> Mapping[str, Any]:
 
     Raises ValueError if the task cannot be imported, or for a key that is not among `known`.
     """
-    named.find("task", name)  # imports the module
+    user_functions.find("task", name)  # imports the module
     module = name.partition(":")[0]
     found = getattr(sys.modules[module], "DEFAULTS", {})
     if not isinstance(found, Mapping):
@@ -37,7 +37,7 @@ def defaults(name: str, known: Collection[str]) -> Mapping[str, Any]:
 
 def make(options: Options) -> Task:
     """The task that the function options.task returns. Raises ValueError for wrong input."""
-    function = named.find("task", options.task)
+    function = user_functions.find("task", options.task)
     offered = {"options": options, "data_dir": options.data_dir}
     takers = [function] if options.architecture is None else [function, options.architecture]
     if options.architecture is not None:
@@ -46,7 +46,7 @@ def make(options: Options) -> Task:
         raise ValueError(
             f"data_dir={options.data_dir}: leave it out; {function.label} has no parameter data_dir"
         )
-    with named.seeded(SEED):
+    with user_functions.seeded(SEED):
         made = function(options.task_options, offered)
     if isinstance(made, (tuple, list)) and len(made) == 2:
         made = Datasets(*made)

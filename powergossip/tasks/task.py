@@ -9,7 +9,7 @@ import torch
 from scipy.sparse import csr_array
 from torch import Tensor, nn
 
-from powergossip.tasks.named import Named
+from powergossip.tasks.user_functions import Named
 
 # Inputs and targets, both with samples as the first axis, and further arguments of the task's loss.
 # Only the task itself reads it.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from powergossip.tasks.named import Named
+from powergossip.tasks.user_functions import Named
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 from powergossip.errors import BadInput
 from powergossip.parameters import trained
 from powergossip.tasks import MainMetric, Split, Task, main_metric
-from powergossip.tasks.named import users_code
+from powergossip.tasks.user_functions import users_code
 from powergossip.training.precision import autocast
 
 
