@@ -1,7 +1,7 @@
 """Tasks: data sets, their partition over the workers, models, losses and evaluation.
 
 - task.py: the protocol `Task`, and the `Options` of all tasks.
-- own.py, datasets.py: a task of the user, made of data sets; user_functions.py, loading.py: its functions by
+- user_task.py, datasets.py: a task of the user, made of data sets; user_functions.py, loading.py: its functions by
   name, and its samples; losses.py, columns.py: default losses, labels and columns of its data sets.
 - digits.py, fashion_mnist.py, cifar.py, imagenet.py, language.py: the tasks, a module each.
 - images.py, augmentation.py, models.py: image classification, random crops, image models.
@@ -20,7 +20,15 @@ from typing import Any
 import torch
 from scipy.sparse import csr_array
 
-from powergossip.tasks import cifar, digits, fashion_mnist, imagenet, language, own, user_functions
+from powergossip.tasks import (
+    cifar,
+    digits,
+    fashion_mnist,
+    imagenet,
+    language,
+    user_functions,
+    user_task,
+)
 from powergossip.tasks.datasets import Datasets, DatasetTask
 from powergossip.tasks.task import Batch, MainMetric, Options, Split, Task, main_metric
 from powergossip.tasks.user_functions import is_name
@@ -83,7 +91,7 @@ def defaults(name: str) -> dict[str, Any]:
     ValueError for an unknown name.
     """
     if is_name(name):
-        given = own.defaults(name, GENERAL_DEFAULTS)
+        given = user_task.defaults(name, GENERAL_DEFAULTS)
         return {**GENERAL_DEFAULTS, "task_architecture": None, **given}
     _check_name(name)
     return {**GENERAL_DEFAULTS, **DEFAULTS.get(name, {})}
@@ -183,7 +191,7 @@ def make(
         ),
         placement=placement,
     )
-    return own.make(options) if is_name(name) else TASKS[name](options)
+    return user_task.make(options) if is_name(name) else TASKS[name](options)
 
 
 def is_in_library(name: str, architecture: str | None) -> bool:
