@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from powergossip import programs
+from powergossip import command_line
 from powergossip.runs import configuration
 
 
@@ -81,7 +81,7 @@ def main(kind: str, program: str, commands: list[list[str]]) -> bool:
     argparse.ArgumentParser.parse_args = ending(  # type: ignore[method-assign]
         argparse.ArgumentParser.parse_args
     )
-    programs.parsed = ending(programs.parsed)
+    command_line.parsed = ending(command_line.parsed)
     torch.optim.Optimizer.__init__ = end  # type: ignore[method-assign]
     subprocess.Popen.__init__ = end  # type: ignore[method-assign]
     failed = [given for given in commands if not is_right(kind, program, given)]

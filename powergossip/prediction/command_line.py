@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from powergossip import checks, programs, reading
+from powergossip import checks, command_line, reading
 from powergossip.errors import BadInput
 
 if TYPE_CHECKING:
@@ -284,7 +284,7 @@ def _whole(name: str, text: str) -> int:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Options of the command line. Raises BadInput; exits after --help."""
-    parser = programs.parser("powergossip-predict", __doc__ or "")
+    parser = command_line.parser("powergossip-predict", __doc__ or "")
     add = parser.add_argument
     add("--rate", metavar="RATE", help="of the link of a host in each direction, such as 100mbit")
     add("--workers", metavar="N", help="number of workers")
@@ -300,7 +300,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--message-cpu", default=PER_MESSAGE, metavar="TIME", help=f"of a message ({PER_MESSAGE})")
     add("--byte-cpu", default=PER_BYTE, metavar="TIME", help=f"of a byte ({PER_BYTE})")
     add("--no-measure", action="store_true", help="averaging takes no CPU time")
-    options = programs.parsed(parser, arguments)
+    options = command_line.parsed(parser, arguments)
     for name in ("rate", "workers", "model"):
         if getattr(options, name) is None:
             raise BadInput(f"--{name} is missing; --help lists the options")
@@ -309,4 +309,4 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def command() -> None:
     """Run as a program. Bad input is one sentence, exit code 2."""
-    programs.run(main)
+    command_line.run(main)

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from powergossip import programs
+from powergossip import command_line
 from powergossip.errors import BadInput
 from powergossip.runs import page
 from powergossip.runs.compare.groups import Section, sections
@@ -79,7 +79,7 @@ def _write_all(found: Sequence[Section], targets: Sequence[tuple[Path, str]]) ->
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Options of the command line. Raises BadInput; exits after --help."""
-    parser = programs.parser("powergossip-compare", __doc__ or "")
+    parser = command_line.parser("powergossip-compare", __doc__ or "")
     add = parser.add_argument
     add("runs", nargs="*", metavar="RUN", help="output folders, or quoted patterns such as 'a/*'")
     add("--metric", metavar="NAME", help="name of rows, by default the main metric of the task")
@@ -90,7 +90,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--format", action="append", default=[], metavar="FORMAT",
         help=f"of the files in a folder: {', '.join(SUFFIXES)}, comma-separated "
              f"({','.join(DEFAULT_FORMATS)})")  # fmt: skip
-    options = programs.parsed(parser, arguments)
+    options = command_line.parsed(parser, arguments)
     if not options.runs:
         raise BadInput("give one or more folders of runs, such as output/*")
     options.format = [name for names in options.format for name in names.split(",")]
@@ -133,4 +133,4 @@ def _targets(output: str | None, formats: Sequence[str]) -> list[tuple[Path, str
 
 def command() -> None:
     """Run as a program. Bad input is one sentence, exit code 2."""
-    programs.run(main)
+    command_line.run(main)
