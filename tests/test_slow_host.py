@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import train
-from experiments import paced, slow_host
+from experiments import slow_gradients, slow_host
 from experiments.runner import Run
 from powergossip.checks import BadValue
 from powergossip.runs import metrics
@@ -65,11 +65,11 @@ def test_gradients_take_the_given_time(
     given = ["task_architecture=MLP", "n_workers=2", "num_epochs=1", "max_steps_per_epoch=4"]
     given += ["log_verbosity=0", "--output-dir", str(tmp_path / "run")]
     start = time.monotonic()
-    paced.main(["pace=[0.02,0.1]", *given, *more])
+    slow_gradients.main(["pace=[0.02,0.1]", *given, *more])
     assert time.monotonic() - start >= 4 * 0.12
     assert not metrics.load(tmp_path / "run").empty
 
 
 def test_without_a_pace() -> None:
     with pytest.raises(BadValue, match="pace"):
-        paced.main(["task=Digits"])
+        slow_gradients.main(["task=Digits"])
