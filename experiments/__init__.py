@@ -10,7 +10,6 @@ from experiments import (
     consensus,
     different_data,
     failing_workers,
-    learning,
     moniqua_tuning,
     papers,
     prediction,
@@ -18,6 +17,7 @@ from experiments import (
     scale,
     slow_host,
     spectrum,
+    tuned_methods,
 )
 from experiments.runner import Experiment
 
@@ -35,49 +35,49 @@ EXPERIMENTS: dict[str, Experiment] = {
         "how fast workers agree on the paper's photographs of faces, which are downloaded",
         {"faces": {}},
     ),
-    "digits": learning.experiment(
-        "accuracy of each method on Digits, IID data", learning.DIGITS, tuning_epochs=10
+    "digits": tuned_methods.experiment(
+        "accuracy of each method on Digits, IID data", tuned_methods.DIGITS, tuning_epochs=10
     ),
-    "fashion_mnist": learning.experiment(
-        "accuracy of each method on FashionMNIST, IID data", learning.FASHION_MNIST
+    "fashion_mnist": tuned_methods.experiment(
+        "accuracy of each method on FashionMNIST, IID data", tuned_methods.FASHION_MNIST
     ),
-    "fashion_mnist_sorted": learning.experiment(
+    "fashion_mnist_sorted": tuned_methods.experiment(
         "accuracy of each method on FashionMNIST, non-IID: one or two labels per worker",
-        learning.FASHION_MNIST | {"use_decentralized_data": True},
+        tuned_methods.FASHION_MNIST | {"use_decentralized_data": True},
         rates=(0.01, 0.02, 0.05),
         tuning_epochs=1,
     ),
-    "fashion_mnist_dirichlet": learning.experiment(
+    "fashion_mnist_dirichlet": tuned_methods.experiment(
         "accuracy of each method on FashionMNIST, non-IID: Dirichlet, alpha 0.1",
-        learning.FASHION_MNIST | {"decentralized_data_dirichlet_alpha": 0.1},
+        tuned_methods.FASHION_MNIST | {"decentralized_data_dirichlet_alpha": 0.1},
         rates=(0.02, 0.05, 0.1),
         tuning_epochs=1,
     ),
     "different_data_sorted": different_data.experiment(
         "accuracy of each learning rule on FashionMNIST, fixed shards, sorted by label",
-        learning.FASHION_MNIST | {"reshuffle_data": False, "use_decentralized_data": True},
+        tuned_methods.FASHION_MNIST | {"reshuffle_data": False, "use_decentralized_data": True},
         different_data.MORE,
     ),
     "different_data_dirichlet": different_data.experiment(
         "accuracy of learning rules on FashionMNIST, fixed shards, Dirichlet, alpha 0.1",
-        learning.FASHION_MNIST
+        tuned_methods.FASHION_MNIST
         | {"reshuffle_data": False, "decentralized_data_dirichlet_alpha": 0.1},
     ),
     "different_data_even": different_data.experiment(
         "accuracy of learning rules on FashionMNIST, fixed shards, IID data",
-        learning.FASHION_MNIST | {"reshuffle_data": False},
+        tuned_methods.FASHION_MNIST | {"reshuffle_data": False},
     ),
     "different_data_topics": different_data.experiment(
         "perplexity of learning rules in language modeling, each worker with its own topics",
-        learning.TOPICS_LSTM,
+        tuned_methods.TOPICS_LSTM,
         measure="perplexity",
         rates=(2.5, 5.0, 10.0, 20.0),
         tuning_epochs=3,
     ),
     "compressed_gradients": compressed_gradients.experiment(),
-    "topics_lstm": learning.experiment(
+    "topics_lstm": tuned_methods.experiment(
         "perplexity of each method in language modeling: an LSTM on Python's reference texts",
-        learning.TOPICS_LSTM,
+        tuned_methods.TOPICS_LSTM,
         measure="perplexity",
         rates=(10.0, 20.0, 40.0),
         tuning_epochs=3,  # perplexities of one epoch are alike

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.learning import STEP
 from experiments.runner import Experiment, Results, Run
+from experiments.tuned_methods import STEP
 from powergossip.runs.metrics import last_values
 from powergossip.runs.tables import markdown, spread
 

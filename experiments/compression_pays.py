@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments import learning
+from experiments import tuned_methods
 from experiments.runner import Experiment, Results, Run
 from powergossip.runs import figures
 from powergossip.runs.metrics import last_values
@@ -194,7 +194,7 @@ def _figures(
 
 def _seconds(rows: "DataFrame") -> float:
     """Seconds of a step after the first epoch, without evaluation and checkpoints."""
-    phases = rows[(rows["name"] == "phase_seconds") & rows["phase"].isin(learning.STEP)]
+    phases = rows[(rows["name"] == "phase_seconds") & rows["phase"].isin(tuned_methods.STEP)]
     by_epoch = phases.groupby("epoch")["value"].sum()
     return float(by_epoch[EPOCHS] - by_epoch[1]) / (STEPS * (EPOCHS - 1))
 

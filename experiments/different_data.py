@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.learning import SEEDS, TUNING, VALIDATION_RATIO, count, listed, score
 from experiments.runner import Experiment, Results, Run, sentence_case
+from experiments.tuned_methods import SEEDS, TUNING, VALIDATION_RATIO, count, listed, score
 from powergossip.runs import figures
 from powergossip.runs.metrics import last_values
 from powergossip.runs.tables import markdown, spread

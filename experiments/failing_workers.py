@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.learning import FASHION_MNIST, SEEDS, count
 from experiments.runner import Experiment, Results, Run, sentence_case
+from experiments.tuned_methods import FASHION_MNIST, SEEDS, count
 from powergossip.runs import figures
 from powergossip.runs.tables import markdown, spread
 

@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from experiments import learning
+from experiments import tuned_methods
 from experiments.presets import preset
 from experiments.runner import Experiment, Results, Run, sentence_case
 from powergossip.runs.metrics import last_values
@@ -58,7 +58,7 @@ def published() -> Experiment:
 
 def small() -> Experiment:
     """The small CNN on FashionMNIST, 2 epochs."""
-    values = learning.FASHION_MNIST | {
+    values = tuned_methods.FASHION_MNIST | {
         "optimizer": "moniqua",
         "num_epochs": 2,
         "learning_rate": 0.05,

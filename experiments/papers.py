@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiments import learning
+from experiments import tuned_methods
 from experiments.presets import preset
 from experiments.runner import Experiment, Results, Run
 
@@ -143,7 +143,7 @@ def cifar10_small() -> Experiment:
     def small(name: str) -> Values:
         published = preset(CIFAR10, name)
         rate = 0.1 * published["distributed_lr_warmup_factor"] / _PLAIN
-        return learning.FASHION_MNIST | _method(published) | {"learning_rate": round(rate, 6)}
+        return tuned_methods.FASHION_MNIST | _method(published) | {"learning_rate": round(rate, 6)}
 
     return _experiment(
         "the paper's CIFAR-10 table, small: its diffusion rates on FashionMNIST, 5 epochs, 3 seeds",
@@ -168,7 +168,7 @@ def wikitext2() -> Experiment:
 def wikitext2_small() -> Experiment:
     """Python's reference texts, one layer of 128 units, ring of 16, 5 epochs."""
     values = {
-        method: learning.TOPICS_LSTM
+        method: tuned_methods.TOPICS_LSTM
         | _method(preset(WIKITEXT2, name))
         | {"n_workers": 16, "batch_size": 4, "learning_rate": 10.0}
         for method, name in LANGUAGE.items()
@@ -210,6 +210,6 @@ def _experiment(
 
     def report(results: Results, folder: Path) -> str:
         note = "diffusion rates and, up to a common factor, learning rates are the published ones."
-        return learning.compared(title, runs, results, folder, measure, note)
+        return tuned_methods.compared(title, runs, results, folder, measure, note)
 
     return Experiment(title, [lambda results: [r for rs in runs.values() for r in rs]], report)

@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments import learning
+from experiments import tuned_methods
 from experiments.runner import Experiment, Results, Run
 from powergossip.runs.files import write_atomically
 from powergossip.runs.tables import markdown
@@ -311,14 +311,14 @@ def _errors(measured: Times, predicted: Times) -> str:
 
 def _phases(rows: "DataFrame") -> dict[str, float]:
     """Seconds of the phases of a step after the first epoch, without evaluation and checkpoints."""
-    chosen = rows[(rows["name"] == "phase_seconds") & rows["phase"].isin(learning.STEP)]
+    chosen = rows[(rows["name"] == "phase_seconds") & rows["phase"].isin(tuned_methods.STEP)]
     steps = _steps(chosen)
     by_phase = chosen.groupby(["phase", "epoch"])["value"].sum().to_dict()
 
     def seconds(phase: str) -> float:
         return float(by_phase.get((phase, EPOCHS), 0.0) - by_phase.get((phase, 1), 0.0)) / steps
 
-    return {phase: seconds(phase) for phase in learning.STEP}
+    return {phase: seconds(phase) for phase in tuned_methods.STEP}
 
 
 def _parameters(rows: "DataFrame") -> int:

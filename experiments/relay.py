@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from experiments import learning
+from experiments import tuned_methods
 from experiments.presets import preset
 from experiments.runner import Experiment, Results, Run, sentence_case
 from powergossip.runs.metrics import last_values
@@ -85,7 +85,7 @@ def small() -> Experiment:
         of_preset = preset(BASE, row.preset)
         method = {key: of_preset[key] for key in _METHOD if key in of_preset}
         own = {**row.changes, "learning_rate": float(f"{SMALL * rate:.6g}")}
-        return learning.FASHION_MNIST | method | own
+        return tuned_methods.FASHION_MNIST | method | own
 
     diffusion = WITH_MOMENTUM["exact diffusion, ring, momentum"]
     tracking = replace(diffusion, changes={"learning": "gradient-tracking"})
@@ -123,7 +123,7 @@ def _experiment(title: str, rows: Mapping[str, Row], values: Any, processes: int
 def _table(runs: Mapping[str, Mapping[float, Sequence[Run]]], results: Results) -> str:
     def cell(seeds: Sequence[Run]) -> str:
         rows = [results(run) for run in seeds]
-        if any(learning.score(r, "accuracy", "test_avg") == float("-inf") for r in rows):
+        if any(tuned_methods.score(r, "accuracy", "test_avg") == float("-inf") for r in rows):
             return "diverged"
         worst = [100 * float(min(last_values(r, "accuracy", split="test"))) for r in rows]
         return f"{spread(worst)} %"

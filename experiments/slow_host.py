@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments import learning
+from experiments import tuned_methods
 from experiments.compression_pays import HOSTS, MODEL
 from experiments.runner import Experiment, Results, Run
 from powergossip.runs import figures
@@ -28,7 +28,7 @@ FAST, SLOWER = 0.1, 4  # seconds of a gradient, and how many times longer the sl
 RATE = "100mbit"
 VALUES: Values = MODEL | {
     "pace": [FAST] * (HOSTS - 1) + [FAST * SLOWER],
-    "task_options": learning.TOPICS_LSTM["task_options"] | {"hidden_size": 64},
+    "task_options": tuned_methods.TOPICS_LSTM["task_options"] | {"hidden_size": 64},
     "overlapping": True,
     "num_epochs": 6,
     "max_steps_per_epoch": 40,

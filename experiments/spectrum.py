@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments import learning
+from experiments import tuned_methods
 from experiments.presets import preset
 from experiments.runner import Experiment, Results, Run, sentence_case
 from powergossip.runs import figures
@@ -40,7 +40,7 @@ def published() -> Experiment:
 def small() -> Experiment:
     """One layer of 128 units on Python's reference texts, ring of 8."""
     values = {
-        method: learning.TOPICS_LSTM
+        method: tuned_methods.TOPICS_LSTM
         | {"learning_rate": 10.0, "optimizer_diffusion_rate": 1.0}
         | {key: v for key, v in preset("wikitext2_lstm", name).items() if "optimizer" in key}
         for method, name in SMALL.items()

@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from experiments import different_data, learning
+from experiments import different_data, tuned_methods
 from experiments.different_data import ALL_REDUCE, MORE, PLAIN, RATES, RELAY, Method
 from experiments.runner import Folder, Run, carry_out
 from powergossip import algorithms, topologies
@@ -38,18 +38,18 @@ def made_up(run: Run) -> pd.DataFrame:
 
 
 def test_the_best_learning_rate_goes_on_without_a_look_at_test_data() -> None:
-    values = learning.FASHION_MNIST | {"reshuffle_data": False, "use_decentralized_data": True}
+    values = tuned_methods.FASHION_MNIST | {"reshuffle_data": False, "use_decentralized_data": True}
     experiment = different_data.experiment("which", values, MORE)
     tuning, final = (stage(made_up) for stage in experiment.stages)
     assert len(tuning) == len(MORE) * len(RATES)
     assert {run.values["num_epochs"] for run in tuning} == {2}
     assert {run.values["validation_ratio"] for run in tuning} == {0.1}
-    assert {run.values["seed"] for run in tuning} == {learning.TUNING_SEED}
+    assert {run.values["seed"] for run in tuning} == {tuned_methods.TUNING_SEED}
     assert not any(run.values["evaluate_test_data"] for run in tuning)
-    assert len(final) == len(MORE) * len(learning.SEEDS)
+    assert len(final) == len(MORE) * len(tuned_methods.SEEDS)
     assert {run.values["learning_rate"] for run in final} == {RATES[2]}
     assert {run.values["num_epochs"] for run in final} == {5}
-    assert learning.TUNING_SEED not in {run.values["seed"] for run in final}
+    assert tuned_methods.TUNING_SEED not in {run.values["seed"] for run in final}
     assert not any("validation_ratio" in run.values for run in final)
     for run in tuning + final:
         assert run.values["lr_schedule"] == "cosine"
@@ -62,7 +62,7 @@ def test_different_data_from_the_first_run_to_the_table(tmp_path: Path) -> None:
     power = next(method for method in MORE if method.averaging.startswith("PowerGossip, 8"))
     chain = next(method for method in MORE if method.averaging == "chain")
     assert chain.learning == RELAY
-    values: dict[str, Any] = {**learning._COMMON, "task_architecture": "MLP", "num_epochs": 4}
+    values: dict[str, Any] = {**tuned_methods._COMMON, "task_architecture": "MLP", "num_epochs": 4}
     values |= {"n_workers": 4, "reshuffle_data": False, "use_decentralized_data": True}
     values |= {"batch_size": 16}
     methods = (ALL_REDUCE, PLAIN, power, chain)

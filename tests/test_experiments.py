@@ -23,12 +23,12 @@ from experiments import (
     compressed_gradients,
     compression_pays,
     consensus,
-    learning,
     moniqua_tuning,
     papers,
     results,
     runner,
     spectrum,
+    tuned_methods,
 )
 from experiments import __main__ as experiments_main
 from experiments.__main__ import main
@@ -498,15 +498,15 @@ def test_published_experiments_are_those_of_the_published_programs() -> None:
 
 def test_settings_are_chosen_on_held_out_data(tmp_path: Path) -> None:
     """Whatever the test rows are, in all epochs. The chosen runs have all training data."""
-    experiment = learning.experiment("how well", learning.DIGITS)
+    experiment = tuned_methods.experiment("how well", tuned_methods.DIGITS)
 
     def results(run: Run) -> pd.DataFrame:
         values = run.values
-        assert ("validation_ratio" in values) == (values["seed"] == learning.TUNING_SEED)
+        assert ("validation_ratio" in values) == (values["seed"] == tuned_methods.TUNING_SEED)
         rate = values.get("optimizer_diffusion_rate", 0.1)
         others = values["learning_rate"] == 0.1 and values.get("optimizer_theta") != 1.0
         good = others and rate == 0.1
-        few = values["num_epochs"] < learning.DIGITS["num_epochs"]
+        few = values["num_epochs"] < tuned_methods.DIGITS["num_epochs"]
         unstable = 0.95 if few else 0.5  # best in few epochs, worst in all
         rows = [
             {"split": "valid_avg", "value": unstable if others and rate == 1 else 0.8 + 0.1 * good},
@@ -517,15 +517,15 @@ def test_settings_are_chosen_on_held_out_data(tmp_path: Path) -> None:
 
     grid, tuning, final = (stage(results) for stage in experiment.stages)
     assert {run.values["validation_ratio"] for run in [*grid, *tuning]} == {0.1}
-    assert {run.values["num_epochs"] for run in tuning} == {learning.DIGITS["num_epochs"]}
-    assert len(tuning) == 2 + 3 * (len(learning.METHODS) - 1)  # all-reduce has two settings
-    assert len(final) == len(learning.METHODS) * len(learning.SEEDS)
+    assert {run.values["num_epochs"] for run in tuning} == {tuned_methods.DIGITS["num_epochs"]}
+    assert len(tuning) == 2 + 3 * (len(tuned_methods.METHODS) - 1)  # all-reduce has two settings
+    assert len(final) == len(tuned_methods.METHODS) * len(tuned_methods.SEEDS)
     for run in final:
         assert run.values["learning_rate"] == 0.1
         assert run.values.get("optimizer_diffusion_rate", 0.1) == 0.1
         assert run.values.get("optimizer_theta", 0.25) == 0.25
         assert "validation_ratio" not in run.values
-        assert run.values["num_epochs"] == learning.DIGITS["num_epochs"]
+        assert run.values["num_epochs"] == tuned_methods.DIGITS["num_epochs"]
         assert run.values["lr_schedule_milestones"] == [[15, 0.1]]
 
 
@@ -540,13 +540,13 @@ def test_rows_with_fewer_seeds_say_so(tmp_path: Path) -> None:
         splits = [{"split": "test_avg", "value": 0.5}, {"split": "test", "value": 0.5}]
         return pd.DataFrame([common | split for split in splits])
 
-    text = learning.compared("how well", runs, results, tmp_path, "accuracy", "a note.")
+    text = tuned_methods.compared("how well", runs, results, tmp_path, "accuracy", "a note.")
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     assert rows[0][-1] == "seeds"
     assert [row[-1] for row in rows[2:]] == ["3", "1"]
     assert [row[3:5] for row in rows[2:]] == [["1.0", "1.0×"]] * 2  # of a run, not of all seeds
     same = {"D-PSGD": runs["D-PSGD"]}
-    assert "| seeds" not in learning.compared("how", same, results, tmp_path, "accuracy", "")
+    assert "| seeds" not in tuned_methods.compared("how", same, results, tmp_path, "accuracy", "")
 
 
 SMALL = {
@@ -679,11 +679,11 @@ def test_when_compression_pays_from_rows_to_tables(tmp_path: Path) -> None:
 
 
 def test_every_method_has_the_same_grid() -> None:
-    for method in learning.METHODS:
-        runs = learning._grid(learning.FASHION_MNIST, method, (0.05, 0.1), 2)
+    for method in tuned_methods.METHODS:
+        runs = tuned_methods._grid(tuned_methods.FASHION_MNIST, method, (0.05, 0.1), 2)
         keys = ("learning_rate", "optimizer_diffusion_rate")
         tried = {tuple(run.values.get(key) for key in keys) for run in runs}
-        gammas = [None] if method == "all-reduce" else learning.DIFFUSION_RATES
+        gammas = [None] if method == "all-reduce" else tuned_methods.DIFFUSION_RATES
         assert tried == {(rate, gamma) for rate in (0.05, 0.1) for gamma in gammas}
 
 
@@ -718,12 +718,12 @@ def test_learning_from_the_first_run_to_the_table(
 ) -> None:
     """Real runs, on Digits."""
     methods = ("D-PSGD", "CHOCO, sign")
-    monkeypatch.setattr(learning, "METHODS", {m: learning.METHODS[m] for m in methods})
+    monkeypatch.setattr(learning, "METHODS", {m: tuned_methods.METHODS[m] for m in methods})
     monkeypatch.setattr(learning, "DIFFUSION_RATES", (0.5, 1e6))
     monkeypatch.setattr(learning, "SEEDS", (1, 2))
-    values = {**learning._COMMON, "task_architecture": "MLP", "num_epochs": 2, "n_workers": 4}
+    values = {**tuned_methods._COMMON, "task_architecture": "MLP", "num_epochs": 2, "n_workers": 4}
     values["lr_schedule_milestones"] = [[1, 0.1]]
-    experiment = learning.experiment("how well", values, rates=(0.1,))
+    experiment = tuned_methods.experiment("how well", values, rates=(0.1,))
     folder = Folder("digits", tmp_path)
     assert carry_out(experiment, folder, 2) == []
     for run in list(folder.runs(experiment))[2]:

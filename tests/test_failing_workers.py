@@ -8,8 +8,8 @@ import pandas as pd
 import pytest
 
 from experiments import EXPERIMENTS, failing_workers
-from experiments.learning import SEEDS
 from experiments.runner import Experiment, Run
+from experiments.tuned_methods import SEEDS
 from tests.test_train import fresh, trained  # noqa: F401
 
 SMALL: dict[str, Any] = {
