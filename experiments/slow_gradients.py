@@ -1,6 +1,6 @@
 """train.py with gradients of given lengths, as on hosts with processors of different speeds.
 
-    mpirun -np 4 python experiments/slow_gradients.py pace=[0.05,0.05,0.05,0.2] gossip=asynchronous …
+    mpirun -np 4 python experiments/slow_gradients.py pace=[0.05,0.05,0.05,0.2] …
 
 `pace` has the seconds of a gradient for each worker. The other arguments are those of train.py.
 The gradient is computed, and its process then sleeps for the rest of these seconds, so that other

@@ -2,8 +2,9 @@
 
 environment/emulated_cluster.py makes four hosts of this machine, with a worker on each, on a ring
 with links of a limited rate. Gradients of the last host take 4 times as long as those of the
-others: experiments/slow_gradients.py computes them and sleeps for the rest of their time. Four hosts on two
-cores thus compute as if each had its own processor, as long as the machine is otherwise idle.
+others: experiments/slow_gradients.py computes them and sleeps for the rest of their time. Four
+hosts on two cores thus compute as if each had its own processor, as long as the machine is
+otherwise idle.
 
 Process 0, which is a neighbor of the slow host, measures. Evaluations do not count.
 """

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from powergossip import algorithms
-from powergossip.events import averaging, learning, scenario
+from powergossip.events import averaging, scenario
+from powergossip.events.learning import RULES, Row, Rule
 from powergossip.events.members import Members, View
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.events.worker import Policy, Worker
@@ -90,7 +91,7 @@ def averaging_clock(
 
     def make(index: int, view: View, steps: int) -> Worker:
         row = Row(x[index : index + 1], torch.zeros_like(x[:1]), layout)
-        return Worker(index, members, rule, learning.Rule(row), policy, view, steps)
+        return Worker(index, members, rule, Rule(row), policy, view, steps)
 
     drawn = scenario.read(values or {}, n, seed)
     return VirtualClock(drawn, x, make, lambda worker, step: None, record)
@@ -114,7 +115,7 @@ def learning_clock(
     n = problem.n_workers
     members = Members(graph(topology, n))
     policy = Policy(gossip, max_delay)
-    kind: Callable[..., learning.Rule] = learning.RULES[learning]
+    kind: Callable[..., Rule] = RULES[learning]
     first, *_ = rates = [rate] if isinstance(rate, float) else rate
     own_optimizers: dict[int, SGD] = {}
 

@@ -718,9 +718,9 @@ def test_learning_from_the_first_run_to_the_table(
 ) -> None:
     """Real runs, on Digits."""
     methods = ("D-PSGD", "CHOCO, sign")
-    monkeypatch.setattr(learning, "METHODS", {m: tuned_methods.METHODS[m] for m in methods})
-    monkeypatch.setattr(learning, "DIFFUSION_RATES", (0.5, 1e6))
-    monkeypatch.setattr(learning, "SEEDS", (1, 2))
+    monkeypatch.setattr(tuned_methods, "METHODS", {m: tuned_methods.METHODS[m] for m in methods})
+    monkeypatch.setattr(tuned_methods, "DIFFUSION_RATES", (0.5, 1e6))
+    monkeypatch.setattr(tuned_methods, "SEEDS", (1, 2))
     values = {**tuned_methods._COMMON, "task_architecture": "MLP", "num_epochs": 2, "n_workers": 4}
     values["lr_schedule_milestones"] = [[1, 0.1]]
     experiment = tuned_methods.experiment("how well", values, rates=(0.1,))

@@ -471,7 +471,7 @@ def test_a_loss_that_is_nan_in_one_process_ends_all(
         return value * (torch.nan if comm.rank == 1 and len(calls) == 4 else 1), of_batch
 
     monkeypatch.setattr(ImageClassification, "loss", bad)
-    monkeypatch.setattr(agreement, "INTERVAL", 1e9)  # seconds: they agree at the end of the epoch
+    monkeypatch.setattr(ending, "INTERVAL", 1e9)  # seconds: they agree at the end of the epoch
     changes = {"task_architecture": "MLP", "max_steps_per_epoch": 9, "log_verbosity": 0}
     config = OmegaConf.merge(OmegaConf.structured(train.Config), changes, method)
     with pytest.raises(train.Diverged, match=r"worker 1's loss is nan at step 3 \(epoch 1\)"):

@@ -55,7 +55,7 @@ SURVIVING = {"on_worker_loss": "continue", "worker_timeout": 20.0}
 def with_ulfm(monkeypatch: pytest.MonkeyPatch) -> None:
     """mpirun's flag. None of these processes ends."""
     monkeypatch.setenv("OMPI_MCA_mpi_ft_enable", "1")
-    monkeypatch.setattr(linked, "end_alone", lambda links: None)
+    monkeypatch.setattr(links, "end_alone", lambda links: None)
     monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
 
 

@@ -3,12 +3,16 @@
 The averaging rules of `powergossip.algorithms` move all workers in one step. Here workers exchange
 with one neighbor at a time, each at its own time.
 
-    exchanges.py      averaging rules in edge form: plain gossip, PowerGossip, CHOCO-Gossip
-    rules.py          learning rules in edge form
+    averaging.py      averaging rules in edge form: plain gossip, PowerGossip, CHOCO-Gossip
+    learning.py       learning rules in edge form
     members.py        the workers alive, and weights between them
     worker.py         the life of a worker, for any driver
     scenario.py       speeds, delays, losses, deaths, stops and joins
     virtual_clock.py  the driver of one process, in virtual time
-    order.py          the order of events as a file, and its replay
-    accelerated.py    A²CiD², exchanges of pairs with a second copy of x
+    wall_clock.py     the driver of one process among several, in real time
+    deadline.py       how long a worker waits for a neighbor
+    packing.py        messages between processes as bytes
+    order.py          the order of events as a file
+    replay.py         the driver that repeats such an order
+    pairwise.py       A²CiD², exchanges of pairs with a second copy of x
 """

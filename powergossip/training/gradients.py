@@ -114,8 +114,8 @@ class Gradients:
 
     def _in_one_call(self) -> batched.BatchedGradient:
         progress = self._network.progress if self._overlapping else None
-        precision = partial(precision.autocast, self._config.precision, self._network.device)
-        return batched.BatchedGradient(self._task, self._parameters, precision, progress)
+        autocast = partial(precision.autocast, self._config.precision, self._network.device)
+        return batched.BatchedGradient(self._task, self._parameters, autocast, progress)
 
     def _progress_messages_during_backward(self) -> None:
         # Weak: Python frees no cycle through a parameter's hooks.

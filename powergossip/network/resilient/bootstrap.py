@@ -1,7 +1,7 @@
 """The first second of a process that replaces a lost one: python newcomer.py PROGRAM ARGUMENT …
 
 The survivors wait in MPI until it has connected with them. It therefore does so before anything
-else, and then runs the program, which takes seconds to load. See powergossip.network.resilient.spawning.
+else, and then runs the program, which takes seconds to load. See spawning.py.
 
 PROGRAM is the path of a script, or -m and the name of a module.
 """

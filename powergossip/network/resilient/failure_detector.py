@@ -25,7 +25,7 @@ class Peers:
 
     A process is lost if MPI reports its end (ULFM), if it is silent for `worker_timeout`, or if
     another process regards it as lost for its silence. It is silent while it neither sends messages
-    nor lives, see powergossip.network.resilient.heartbeats: a process that is busy may take any time. The time
+    nor lives, see heartbeats.py: a process that is busy may take any time. The time
     in which this process itself does not call `advance` counts as a quarter of the timeout at most,
     so that a process that was stopped does not regard the others as silent.
 

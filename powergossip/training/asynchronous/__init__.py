@@ -1,1 +1,1 @@
-"""Training by exchanges of edges: messages that may be late, workers that may be lost, join or be replaced."""
+"""Training by exchanges of edges: messages may be late, and workers lost, joined or replaced."""

@@ -340,7 +340,7 @@ class EventTraining:
         self._sums, self._last = whole["sums"], whole["last"]
 
     def _begin_anew(self, state: Mapping[str, Any]) -> None:
-        """Begin with new edges after a number of steps, see powergossip.training.asynchronous.resuming."""
+        """Begin with new edges after a number of steps, see asynchronous/resuming.py."""
         assert isinstance(self.clock, WallClock)
         self.clock.begin_at(state["begin"])
         self.clock.bits, self.clock.messages = state["bits"], state["messages"]
