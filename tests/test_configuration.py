@@ -18,7 +18,6 @@ from powergossip import tasks
 from powergossip.errors import BadInput
 from powergossip.runs import configuration
 from powergossip.runs.output import Output, plain_copy
-from powergossip.training import local_optimizers
 from tests import launch
 
 
@@ -461,7 +460,7 @@ def test_learning_rate_by_hand(epoch: float, expected: float) -> None:
         distributed_lr_warmup_factor=8.0,
         lr_schedule_milestones=[[10, 0.1], [20, 0.5]],
     )
-    assert local_optimizers.learning_rate(config, epoch) == pytest.approx(expected)
+    assert schedule.learning_rate(config, epoch) == pytest.approx(expected)
 
 
 def test_learning_rate_without_warm_up_or_milestones() -> None:
@@ -471,7 +470,7 @@ def test_learning_rate_without_warm_up_or_milestones() -> None:
         distributed_lr_warmup_factor=8.0,
         lr_schedule_milestones=[],
     )
-    assert [local_optimizers.learning_rate(config, epoch) for epoch in (0, 0.5, 100)] == [0.1] * 3
+    assert [schedule.learning_rate(config, epoch) for epoch in (0, 0.5, 100)] == [0.1] * 3
 
 
 def test_a_milestone_within_the_warm_up_counts_too() -> None:
@@ -481,7 +480,7 @@ def test_a_milestone_within_the_warm_up_counts_too() -> None:
         distributed_lr_warmup_factor=3.0,
         lr_schedule_milestones=[[1, 0.5]],
     )
-    assert local_optimizers.learning_rate(config, 2) == pytest.approx(0.1 * 2 * 0.5)
+    assert schedule.learning_rate(config, 2) == pytest.approx(0.1 * 2 * 0.5)
 
 
 def test_the_cosine_begins_at_once_by_default() -> None:
@@ -489,7 +488,7 @@ def test_the_cosine_begins_at_once_by_default() -> None:
     config = train.Config(
         learning_rate=0.1, num_epochs=4, lr_schedule="cosine", lr_schedule_milestones=[]
     )
-    rates = [local_optimizers.learning_rate(config, epoch) for epoch in (0, 2, 4)]
+    rates = [schedule.learning_rate(config, epoch) for epoch in (0, 2, 4)]
     assert rates == pytest.approx([0.1, 0.05, 0.0], abs=1e-12)
 
 
@@ -507,10 +506,10 @@ def test_the_cosine_falls_from_the_end_of_the_warm_up_to_zero(warmup: float) -> 
     length = 25 - warmup
     fractions = {0.0: 1.0, 0.25: (1 + 0.5**0.5) / 2, 0.5: 0.5, 1.0: 0.0}
     for fraction, expected in fractions.items():
-        rate = local_optimizers.learning_rate(config, warmup + fraction * length)
+        rate = schedule.learning_rate(config, warmup + fraction * length)
         assert rate == pytest.approx(start * expected, abs=1e-12)
     if warmup:
-        assert local_optimizers.learning_rate(config, 2.5) == pytest.approx(0.45)
+        assert schedule.learning_rate(config, 2.5) == pytest.approx(0.45)
 
 
 def test_help_shows_the_comment_of_each_key() -> None:

@@ -14,7 +14,6 @@ from powergossip.consensus import Sweep
 from powergossip.consensus.settings import num_steps
 from powergossip.network import Processes
 from powergossip.runs import configuration, metrics
-from powergossip.training import local_optimizers
 from tests.small_data import write_cifar
 
 FOLDER = presets.FOLDER
@@ -139,7 +138,7 @@ def test_cifar10_is_as_published(
     assert c.task_options == {"initialization": "fan-out", **PIXELS}
     epochs = (0, 5, 149, 150, 225)
     expected = [0.1, 0.1 * factor, 0.1 * factor, 0.01 * factor, 0.001 * factor]
-    assert [local_optimizers.learning_rate(c, epoch) for epoch in epochs] == pytest.approx(expected)
+    assert [schedule.learning_rate(c, epoch) for epoch in epochs] == pytest.approx(expected)
 
 
 def test_the_defaults_of_the_published_program_are_a_preset_and_those_of_its_task() -> None:
@@ -264,7 +263,7 @@ def test_configurations_of_dgc_compose_as_published(names: str, wanted: dict[str
     c = configuration_of(*files, "n_workers=4")
     assert {key: c[key] for key in wanted} == wanted
     # From the rate of one worker to that of all of them, in five epochs.
-    rates = [local_optimizers.learning_rate(c, epoch) for epoch in (0, 2.5, 5)]
+    rates = [schedule.learning_rate(c, epoch) for epoch in (0, 2.5, 5)]
     assert rates == pytest.approx([c.learning_rate * factor for factor in (1, 2.5, 4)])
 
 
@@ -285,7 +284,7 @@ def test_wikitext2_is_as_published() -> None:
     }
     assert c.drop_last is False
     assert c.distributed_lr_warmup_epoch == 5
-    rates = [local_optimizers.learning_rate(c, epoch) for epoch in (59, 60, 80)]
+    rates = [schedule.learning_rate(c, epoch) for epoch in (59, 60, 80)]
     assert rates == pytest.approx([47.5, 4.75, 0.475])
     for path in (FOLDER / "wikitext2_lstm").glob("power-gossip-rank-*.yaml"):
         c = loaded("wikitext2_lstm", path.stem)
@@ -328,7 +327,7 @@ def test_relay_sgd_is_as_published(
         assert c.learning_options == {"correction": 1}
     epochs = (5, 149, 150, 180)
     expected = [rate, rate, 0.1 * rate, 0.01 * rate]
-    assert [local_optimizers.learning_rate(c, epoch) for epoch in epochs] == pytest.approx(expected)
+    assert [schedule.learning_rate(c, epoch) for epoch in epochs] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

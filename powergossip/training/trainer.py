@@ -24,7 +24,6 @@ from powergossip.training.asynchronous.links import finish, make_links, without
 from powergossip.training.ending import PATIENCE, Agreement, interrupted
 from powergossip.training.evaluation import Evaluation
 from powergossip.training.gradients import Gradients
-from powergossip.training.local_optimizers import learning_rate
 from powergossip.training.measurements import Hooks, Rows, log_phases, log_replaced
 from powergossip.training.methods import (
     averaging_options,
@@ -35,6 +34,7 @@ from powergossip.training.methods import (
     warn_of_rate,
 )
 from powergossip.training.resuming import load_checkpoint
+from powergossip.training.schedule import learning_rate
 from powergossip.training.state import Parts, Stateful
 from powergossip.training.task_check import check_first_batch, check_sizes
 from powergossip.trees import map_tensors

@@ -22,7 +22,8 @@ from powergossip.network import Losses, Network
 from powergossip.network.resilient.messages import octets
 from powergossip.network.resilient.workers import Links
 from powergossip.parameters import Layout, Parameters
-from powergossip.training.local_optimizers import LocalOptimizer, learning_rate
+from powergossip.training.local_optimizers import LocalOptimizer
+from powergossip.training.schedule import learning_rate
 from powergossip.training.settings import errors_name_keys
 
 ORDER = "order.jsonl"  # in the folder of a run
