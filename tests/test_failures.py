@@ -31,7 +31,7 @@ from powergossip.errors import BadInput
 from powergossip.network import Processes, processes
 from powergossip.runs import configuration, metrics
 from powergossip.runs.checkpoints import Checkpoints
-from powergossip.runs.clock import Signals
+from powergossip.runs.signals import Signals
 from powergossip.tasks.images import ImageClassification
 from powergossip.training import ending
 from powergossip.training.settings import checked

@@ -15,8 +15,9 @@ from powergossip.network import Processes
 from powergossip.network.resilient.workers import Links
 from powergossip.parameters import Layout, Parameters
 from powergossip.runs.checkpoints import Checkpoints
-from powergossip.runs.clock import Clock, Signals
+from powergossip.runs.clock import Clock
 from powergossip.runs.progress import Progress
+from powergossip.runs.signals import Signals
 from powergossip.training import construction, facts, precision, resizing
 from powergossip.training.asynchronous.epochs import LinkedEpochs
 from powergossip.training.asynchronous.execution import EventTraining, event_driven, replaces
