@@ -8,7 +8,7 @@ from torch import Tensor
 
 from powergossip import algorithms
 from powergossip.events import averaging, scenario
-from powergossip.events.learning import RULES, Row, Rule
+from powergossip.events.learning import RULES, Rule
 from powergossip.events.members import Members, View
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.events.worker import Policy, Worker

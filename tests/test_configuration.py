@@ -18,6 +18,7 @@ from powergossip import tasks
 from powergossip.errors import BadInput
 from powergossip.runs import configuration
 from powergossip.runs.output import Output, plain_copy
+from powergossip.training import schedule
 from tests import launch
 
 

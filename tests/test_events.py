@@ -10,6 +10,7 @@ from torch import Tensor
 from powergossip import algorithms
 from powergossip.algorithms import learning
 from powergossip.events import averaging, order
+from powergossip.events.replay import Replay
 from powergossip.events.worker import Edge, Message, Policy
 from powergossip.network import Network
 from powergossip.parameters import Layout
@@ -332,16 +333,16 @@ def test_the_order_of_events_replays_a_run(rule, name, gossip, tmp_path):
     assert {"apply", "skip", "learn", "die", "join"} < {entry.kind for entry in entries}
     other = learning_clock(again, rule, 0.05, **given)
     again.x.zero_()
-    replay = order.Replay(entries, 5, again.x, other._make, other._compute)
+    repeated = Replay(entries, 5, again.x, other._make, other._compute)
     half = len(entries) // 2
     for _ in range(half):
-        replay.advance()
-    state, x, grad = copy.deepcopy(replay.state_dict()), again.x.clone(), again.grad.clone()
+        repeated.advance()
+    state, x, grad = copy.deepcopy(repeated.state_dict()), again.x.clone(), again.grad.clone()
     for _ in range(half, len(entries)):
-        replay.advance()
+        repeated.advance()
     assert torch.equal(again.x, problem.x)
     assert problem.x.any()
-    resumed = order.Replay(entries, 5, again.x, other._make, other._compute)
+    resumed = Replay(entries, 5, again.x, other._make, other._compute)
     again.x.copy_(x)
     again.grad.copy_(grad)
     resumed.load_state_dict(state)

@@ -14,6 +14,7 @@ from powergossip.consensus import Sweep
 from powergossip.consensus.settings import num_steps
 from powergossip.network import Processes
 from powergossip.runs import configuration, metrics
+from powergossip.training import schedule
 from tests.small_data import write_cifar
 
 FOLDER = presets.FOLDER

@@ -107,3 +107,8 @@ def matrix(weights: Weights) -> np.ndarray:
             W[place[i], place[j]] = w
     np.fill_diagonal(W, 1 - W.sum(1))
     return W
+
+
+def raised(versions: View, index: int) -> View:
+    """The versions with the next one of a worker."""
+    return tuple(v + (i == index) for i, v in enumerate(versions))

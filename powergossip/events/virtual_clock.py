@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powergossip.events.members import View
-from powergossip.events.order import Compute, Entry, Make, begin_late, raised
+from powergossip.events.clock import Compute, Make, begin_late
+from powergossip.events.members import View, raised
+from powergossip.events.order import Entry
 from powergossip.events.scenario import Scenario
 from powergossip.events.worker import Action, Message, Worker, packed, unpacked
 

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from powergossip.errors import Stopped
 from powergossip.events import order
+from powergossip.events.clock import Compute, Make
 from powergossip.events.deadline import Deadline
-from powergossip.events.members import Members, View, dead, union
-from powergossip.events.order import Compute, Entry, Make, raised
+from powergossip.events.members import Members, View, dead, raised, union
+from powergossip.events.order import Entry
 from powergossip.events.packing import (
     bits_of_view,
     packed,

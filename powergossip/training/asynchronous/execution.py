@@ -14,7 +14,8 @@ from powergossip.algorithms import rates
 from powergossip.checks import BadValue
 from powergossip.events import averaging, learning, order, scenario
 from powergossip.events.members import Members, View, dead
-from powergossip.events.order import Replay, read
+from powergossip.events.order import read
+from powergossip.events.replay import Replay
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.events.wall_clock import WallClock
 from powergossip.events.worker import Policy, Worker

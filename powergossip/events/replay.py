@@ -1,0 +1,154 @@
+"""Replay of the order of events of a run."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from powergossip.checks import BadValue
+from powergossip.events.clock import Compute, Make, begin_late
+from powergossip.events.members import View, raised
+from powergossip.events.order import Entry
+from powergossip.events.worker import Message, Worker, packed, unpacked
+
+
+class Replay:
+    """Lets the events of a file happen again, to workers in their state at the start.
+
+    The attributes and methods are those of VirtualClock. Bits are those of the parts. Raises
+    BadValue where the file ends before the steps of `run`.
+
+    steps_per_epoch  # of each worker
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        steps_per_epoch: int,
+        x: Tensor,
+        make: Make,
+        compute: Compute,
+    ):
+        n = len(x)
+        first = {entry.worker: entry.kind for entry in reversed(entries)}
+        # A worker that joins after the last event has none.
+        absent = [i for i in range(n) if entries and first.get(i, "join") == "join"]
+        self.now = 0.0
+        self.bits, self.messages = [0] * n, [0] * n
+        self._entries, self._next, self._steps_per_epoch = entries, 0, steps_per_epoch
+        self._x, self._make, self._compute = x, make, compute
+        self._versions: View = tuple(int(i in absent) for i in range(n))
+        self._workers = {i: make(i, self._versions, 0) for i in range(n) if i not in absent}
+        # i, j, incarnation, k → a part that is sent and not applied
+        self._parts: dict[tuple[int, int, int, int], Message] = {}
+
+    @property
+    def workers(self) -> Mapping[int, Worker]:
+        return self._workers
+
+    @property
+    def alive(self) -> list[int]:
+        """The workers alive, ascending."""
+        return sorted(self._workers)
+
+    @property
+    def progress(self) -> float:
+        """The mean number of steps of the workers alive."""
+        return sum(worker.steps for worker in self._workers.values()) / len(self._workers)
+
+    def run(self, steps: float) -> None:
+        """Let events happen until `progress` is that number of steps or more.
+
+        An epoch ends where it ended in the recorded run, whatever the progress. A run that diverged
+        has no end of its last epoch: then all events happen.
+        """
+        epoch, rest = divmod(steps, self._steps_per_epoch)
+        while not self._has_ended(epoch + (rest > 0)) and (rest == 0 or self.progress < steps):
+            if self._next == len(self._entries):
+                if self.progress >= steps:
+                    break
+                raise BadValue("replay", "the file", f"fewer epochs: it ends at {self.now:g} s")
+            self.advance()
+
+    def end_epoch(self, epoch: int) -> None:
+        """Do nothing: the file has the ends of epochs."""
+
+    def _has_ended(self, epoch: float) -> bool:
+        """Whether the next event is the end of this epoch."""
+        following = self._entries[self._next : self._next + 1]
+        return any(entry.kind == "epoch" and entry.counter >= epoch for entry in following)
+
+    def advance(self) -> None:
+        """Let the next event happen."""
+        entry = self._entries[self._next]
+        self._next += 1
+        self.now = max(self.now, entry.time)
+        if entry.kind == "epoch":
+            return
+        if entry.kind in ("die", "join"):
+            self._versions = raised(self._versions, entry.worker)
+            if entry.kind == "die":
+                del self._workers[entry.worker]
+                return
+            newcomer, sources = begin_late(
+                entry.worker, entry.counter, self._versions, self._workers, self._x, self._make
+            )
+            self._workers[entry.worker] = newcomer
+            for j in sources:
+                self.bits[j] += 8 * self._x[j].numel() * self._x.element_size()
+                self.messages[j] += 1
+            return
+        worker = self._workers[entry.worker]
+        self._happen(worker, entry)
+        worker.log.clear()
+
+    def _happen(self, worker: Worker, entry: Entry) -> None:
+        i, j = worker.index, entry.neighbor
+        if entry.kind == "begin":
+            worker.rule.begin()
+        elif entry.kind == "gradient":
+            self._compute(i, worker.steps)
+            worker.rule.correct()
+            if not worker.rule.overlapping:
+                worker.rule.update()
+        elif entry.kind == "finish":
+            worker.finish()
+        elif entry.kind == "start":
+            worker.start(j)
+            ((_, message),) = worker.take_outbox()
+            assert message.part is not None
+            self.bits[i] += 8 * message.part.numel() * message.part.element_size()
+            self.messages[i] += 1
+            self._parts[i, j, message.incarnation, message.k] = message
+        elif entry.kind in ("apply", "skip"):
+            message = self._parts.pop((j, i, worker.edges[j].incarnation, entry.counter))
+            lost = Message(message.k, message.incarnation, message.view, None)
+            worker.receive(j, lost if entry.kind == "skip" else message)
+            worker.apply(j)
+        else:
+            assert entry.kind == "learn", entry
+            worker.learn(tuple(max(v, entry.counter * (w == j)) for w, v in enumerate(worker.view)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but x and the file. For load_state_dict."""
+        return {
+            "now": self.now,
+            "next": self._next,
+            "versions": list(self._versions),
+            "bits": list(self.bits),
+            "messages": list(self.messages),
+            "parts": [[list(key), packed(message)] for key, message in self._parts.items()],
+            "workers": {index: worker.state_dict() for index, worker in self._workers.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict()`, after x."""
+        self.now, self._next = state["now"], state["next"]
+        self._versions = tuple(state["versions"])
+        self.bits[:], self.messages[:] = state["bits"], state["messages"]
+        self._parts = {(i, j, e, k): unpacked(m) for (i, j, e, k), m in state["parts"]}
+        self._workers = {}
+        for index, saved in state["workers"].items():
+            worker = self._make(index, tuple(saved["view"]), saved["steps"])
+            worker.load_state_dict(saved)
+            self._workers[index] = worker
