@@ -31,9 +31,9 @@ from powergossip.consensus import ALGORITHMS, DATA, Hooks, Method, Sweep, checke
 from powergossip.consensus.data import DEFAULT_SIZE
 from powergossip.network import processes
 from powergossip.runs import configuration, figures, metrics, tables
-from powergossip.runs.clock import Signals
 from powergossip.runs.output import FIGURE, Output
 from powergossip.runs.progress import Progress
+from powergossip.runs.signals import Signals
 
 __all__ = ["ALGORITHMS", "DATA", "Config", "Method", "checked", "config", "is_logged", "main"]
 

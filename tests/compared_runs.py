@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from powergossip.runs import compare
+from powergossip import compare
 from powergossip.runs.metrics import FILE, MetricsLog
 
 CONFIG = {"task": "Digits", "num_epochs": 3, "n_workers": 2, "seed": 1, "optimizer": "power-gossip"}

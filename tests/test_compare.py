@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import train
-from powergossip.runs import compare, page
-from powergossip.runs.compare.groups import WITHOUT_EFFECT
+from powergossip import compare
+from powergossip.compare import page
+from powergossip.compare.groups import WITHOUT_EFFECT
 from powergossip.runs.metrics import FILE
 from powergossip.training.resuming import FREE_TO_CHANGE
 from tests.compared_runs import columns, compared, write_run, write_sweep

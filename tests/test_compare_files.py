@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from powergossip import compare
+from powergossip.compare import page
 from powergossip.errors import BadInput
-from powergossip.runs import compare, page
 from tests.compared_runs import compared, write_run, write_sweep
 
 # --- Folders --------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ def test_the_program_needs_no_torch(tmp_path: Path) -> None:
     write_run(tmp_path / "a")
     program = (
         "import sys\n"
-        "from powergossip.runs import compare\n"
+        "from powergossip import compare\n"
         "compare.main(['a'])\n"
         "print(sorted({'torch', 'mpi4py', 'omegaconf', 'matplotlib'} & set(sys.modules)))\n"
     )
@@ -30,7 +30,7 @@ def test_the_program_needs_no_torch(tmp_path: Path) -> None:
 
 
 def test_bad_input_is_a_sentence_and_exit_code_2(tmp_path: Path) -> None:
-    ended = launch.python("-m", "powergossip.runs.compare", "nowhere", cwd=tmp_path)
+    ended = launch.python("-m", "powergossip.compare", "nowhere", cwd=tmp_path)
     assert (ended.returncode, ended.stdout) == (2, "")
     (line,) = ended.stderr.splitlines()
     assert line.startswith("error: nowhere ")
@@ -70,7 +70,7 @@ def test_a_browser_draws_the_page_and_asks_no_server(
     write_run(tmp_path / "b", (0.3, 0.2, 0.9), optimizer="dpsgd", bits=800_000_000)
     monkeypatch.chdir(tmp_path)
     written = launch.python(
-        "-m", "powergossip.runs.compare", "a*", "b", "--output", "page.html", cwd=tmp_path
+        "-m", "powergossip.compare", "a*", "b", "--output", "page.html", cwd=tmp_path
     )
     assert written.returncode == 0, written.stderr
     shown = browse(tmp_path / "page.html", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom")

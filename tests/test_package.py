@@ -39,7 +39,7 @@ BASE = {
     "options",
     "parameters",
     "presets",
-    "programs",
+    "command_line",
     "randomness",
     "reading",
     "tensor_cache",
@@ -61,6 +61,7 @@ MAY_IMPORT = {
     "runs": RUNS,
     "events": RUNS,
     "training": RUNS | {"events", "runs", "tasks"},
+    "compare": RUNS | {"runs"},
     "consensus": RUNS | {"events", "runs"},
     "prediction": RUNS | {"runs", "tasks"},
 }

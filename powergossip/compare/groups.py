@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from powergossip.compare.runs import PERCENT, Metric, Run, Warn
 from powergossip.errors import BadInput
-from powergossip.runs.compare.runs import PERCENT, Metric, Run, Warn
 
 if TYPE_CHECKING:
     from pandas import DataFrame

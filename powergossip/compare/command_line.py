@@ -20,10 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from powergossip import command_line
-from powergossip.errors import BadInput
-from powergossip.runs import page
-from powergossip.runs.compare.groups import Section, sections
-from powergossip.runs.compare.output import (
+from powergossip.compare import page
+from powergossip.compare.groups import Section, sections
+from powergossip.compare.output import (
     DEFAULT_FORMATS,
     FORMATS,
     OTHER_SUFFIXES,
@@ -33,7 +32,8 @@ from powergossip.runs.compare.output import (
     text,
     write,
 )
-from powergossip.runs.compare.runs import SPLITS, folders, is_run, read
+from powergossip.compare.runs import SPLITS, folders, is_run, read
+from powergossip.errors import BadInput
 
 
 def main(arguments: Sequence[str]) -> None:

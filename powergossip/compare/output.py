@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from powergossip.runs import figures, page, tables
-from powergossip.runs.compare.groups import Section
+from powergossip.compare import page
+from powergossip.compare.groups import Section
+from powergossip.runs import figures, tables
 
 FORMATS = {  # suffix of a file → format
     ".txt": "text",

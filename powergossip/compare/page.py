@@ -16,7 +16,7 @@ from powergossip.runs.figures import line_style, wide_range
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from powergossip.runs.compare.groups import Section
+    from powergossip.compare.groups import Section
 
 # Only contents of the page itself: its scripts and styles, and images that the scripts make.
 POLICY = (

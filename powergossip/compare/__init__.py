@@ -9,10 +9,10 @@
 Nothing here imports torch, so that it starts fast.
 """
 
-from powergossip.runs.compare.command_line import command, main
-from powergossip.runs.compare.groups import Group, Section, sections
-from powergossip.runs.compare.output import markdown, text, write
-from powergossip.runs.compare.runs import Metric, Run, folders, read
+from powergossip.compare.command_line import command, main
+from powergossip.compare.groups import Group, Section, sections
+from powergossip.compare.output import markdown, text, write
+from powergossip.compare.runs import Metric, Run, folders, read
 
 __all__ = [
     "Group",

@@ -1,0 +1,3 @@
+from powergossip.compare.command_line import command
+
+command()

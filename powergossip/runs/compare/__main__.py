@@ -1,3 +1,0 @@
-from powergossip.runs.compare.command_line import command
-
-command()
