@@ -27,7 +27,14 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from powergossip.consensus import ALGORITHMS, DATA, Hooks, Method, Sweep, checked, is_logged
+from powergossip.consensus import (
+    ALGORITHMS,
+    DATA,
+    Hooks,
+    Sweep,
+    checked,
+    is_logged,
+)
 from powergossip.consensus.data import DEFAULT_SIZE
 from powergossip.network import processes
 from powergossip.runs import configuration, figures, metrics, tables
@@ -35,7 +42,15 @@ from powergossip.runs.output import FIGURE, Output
 from powergossip.runs.progress import Progress
 from powergossip.runs.signals import Signals
 
-__all__ = ["ALGORITHMS", "DATA", "Config", "Method", "checked", "config", "is_logged", "main"]
+__all__ = [
+    "ALGORITHMS",
+    "DATA",
+    "Config",
+    "checked",
+    "config",
+    "is_logged",
+    "main",
+]
 
 
 @dataclass

@@ -23,7 +23,7 @@ from powergossip.runs import configuration
 
 
 @dataclass
-class Config:
+class Selection:
     size: int = 25_000_000  # ResNet-50 has 25.6 million
     share: float = 0.001  # fraction to select
     sample_ratio: float = 0.01  # fraction sampled for the threshold
@@ -32,7 +32,7 @@ class Config:
     seconds: float = 10.0  # of all rounds, approximately
 
 
-config = OmegaConf.structured(Config)
+config = OmegaConf.structured(Selection)
 
 
 def main(arguments: list[str]) -> None:
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> None:
     comm, c = processes(), config
     with comm.agreed():
         configuration.read_command_line(config, arguments, __doc__ or "")
-        options = dgc.Config(
+        options = dgc.DGCConfig(
             compress_ratio=c.share, sample_ratio=c.sample_ratio, compress_upper_bound=1
         )
         device = choose_device(c.device, comm.local_rank)

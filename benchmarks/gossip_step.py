@@ -35,7 +35,7 @@ BEFORE_THEY_AGREE = 12
 
 
 @dataclass
-class Config:
+class GossipStep:
     """All keys. Options of the algorithm are null for the defaults of its constructor."""
 
     algorithm: str = "power-gossip"  # a row of algorithms.AVERAGING
@@ -75,7 +75,7 @@ OPTIONS = (  # keys that are options of an algorithm
     "unbiased",
     "seed",
 )
-config = OmegaConf.structured(Config)
+config = OmegaConf.structured(GossipStep)
 
 
 def main(arguments: list[str]) -> None:

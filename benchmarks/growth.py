@@ -69,14 +69,14 @@ SIDE = 100  # of the matrix
 
 
 @dataclass
-class Config:
+class Growth:
     what: list[str] = field(default_factory=lambda: list(KINDS))  # the tables
     quick: bool = False  # small sizes
     seconds: float = 2.0  # of the steps of a line, approximately
     output: str | None = None  # folder for figures and growth.json
 
 
-config = OmegaConf.structured(Config)
+config = OmegaConf.structured(Growth)
 
 
 @dataclass(frozen=True)

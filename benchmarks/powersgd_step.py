@@ -35,7 +35,7 @@ SECONDS = 60.0
 
 
 @dataclass
-class Config:
+class PowerSGDStep:
     """Settings of a measurement."""
 
     model: str = "resnet50"  # resnet50, or small for a quick try
@@ -97,7 +97,7 @@ MODELS: dict[str, Callable[[], list[tuple[int, ...]]]] = {
 def main(arguments: list[str]) -> None:
     """Measure and print one line."""
     comm = processes()
-    config = OmegaConf.structured(Config)
+    config = OmegaConf.structured(PowerSGDStep)
     with comm.agreed():
         configuration.read_command_line(config, arguments, __doc__ or "")
         if config.model not in MODELS:

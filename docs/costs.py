@@ -9,8 +9,8 @@ import torch
 import algorithms
 import topologies
 from powergossip.algorithms.aggregation import make
-from powergossip.algorithms.dgc import Config as DGCConfig
 from powergossip.algorithms.dgc import DGCAggregation
+from powergossip.algorithms.dgc import DGCConfig as DGCConfig
 from powergossip.algorithms.power_sgd import Aggregation
 from powergossip.algorithms.power_sgd import Config as PowerSGDConfig
 from powergossip.network import Conversation, Network

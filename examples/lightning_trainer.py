@@ -16,7 +16,7 @@ from powergossip.optimizers import GossipOptimizer
 rank, size = processes().rank, processes().size
 
 
-class Classifier(lightning.LightningModule):
+class LitClassifier(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
@@ -36,7 +36,7 @@ test, train = torch.utils.data.random_split(data, [360, 1437], torch.Generator()
 mine: DistributedSampler[int] = DistributedSampler(train, num_replicas=size, rank=rank)
 loader = DataLoader(train, batch_size=32, sampler=mine, drop_last=True)
 
-model = Classifier()
+model = LitClassifier()
 trainer = lightning.Trainer(
     max_epochs=20,
     devices=1,  # of this process

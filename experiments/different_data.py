@@ -31,7 +31,7 @@ Values = dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
-class Method:
+class Pair:
     """A pair of an averaging rule and a learning rule.
 
     averaging  # the name in tables
@@ -49,25 +49,25 @@ class Method:
 
 
 RELAY = "relay-sgd"
-ALL_REDUCE = Method("all-reduce", "dpsgd", {"optimizer": "all-reduce"})
-PLAIN = Method("plain", "dpsgd", {"optimizer": "dpsgd"})
+ALL_REDUCE = Pair("all-reduce", "dpsgd", {"optimizer": "all-reduce"})
+PLAIN = Pair("plain", "dpsgd", {"optimizer": "dpsgd"})
 # A message of K-GT is twice as large as that of quasi-global momentum, with the same iterations.
 SOME = (
     ALL_REDUCE,
     PLAIN,
-    Method("plain", "quasi-global-momentum", {"optimizer": "dpsgd"}),
-    Method(
+    Pair("plain", "quasi-global-momentum", {"optimizer": "dpsgd"}),
+    Pair(
         "PowerGossip, 8 iterations",
         "quasi-global-momentum",
         {"optimizer": "power-gossip", "optimizer_num_iterations": 8},
     ),
-    Method(
+    Pair(
         "PowerGossip, 16 iterations",
         "k-gt",
         {"optimizer": "power-gossip", "optimizer_num_iterations": 16},
     ),
-    Method("double binary tree", RELAY, {"optimizer": "dpsgd", "topology": "double-binary-tree"}),
-    Method(
+    Pair("double binary tree", RELAY, {"optimizer": "dpsgd", "topology": "double-binary-tree"}),
+    Pair(
         "binary tree, 3 bits",
         RELAY,
         {
@@ -80,17 +80,17 @@ SOME = (
 )
 MORE = (
     *SOME,
-    Method("plain", "gradient-tracking", {"optimizer": "dpsgd"}),
-    Method("plain", "exact-diffusion", {"optimizer": "dpsgd"}),
-    Method("chain", RELAY, {"optimizer": "dpsgd", "topology": "chain"}),
-    Method("binary tree", RELAY, {"optimizer": "dpsgd", "topology": "binary-tree"}),
+    Pair("plain", "gradient-tracking", {"optimizer": "dpsgd"}),
+    Pair("plain", "exact-diffusion", {"optimizer": "dpsgd"}),
+    Pair("chain", RELAY, {"optimizer": "dpsgd", "topology": "chain"}),
+    Pair("binary tree", RELAY, {"optimizer": "dpsgd", "topology": "binary-tree"}),
 )
 
 
 def experiment(
     title: str,
     values: Values,
-    methods: Sequence[Method] = SOME,
+    methods: Sequence[Pair] = SOME,
     measure: str = "accuracy",
     rates: Sequence[float] = RATES,
     tuning_epochs: int = 2,
@@ -106,7 +106,7 @@ def experiment(
     values = {key: value for key, value in values.items() if key != "lr_schedule_milestones"}
     values |= {"lr_schedule": "cosine", "momentum": MOMENTUM}
 
-    def run(method: Method, rate: float, further: Values) -> Run:
+    def run(method: Pair, rate: float, further: Values) -> Run:
         of_method = {**method.values, "learning": method.learning, "learning_rate": rate}
         labels = {"averaging": method.averaging, "learning": method.learning}
         return Run("train", {**values, **of_method, **further}, labels)
@@ -114,7 +114,7 @@ def experiment(
     short = TUNING | {"num_epochs": tuning_epochs}
     tuning = {method: [run(method, rate, short) for rate in rates] for method in methods}
 
-    def final(results: Results) -> dict[Method, list[Run]]:
+    def final(results: Results) -> dict[Pair, list[Run]]:
         found = {}
         for method, tried in tuning.items():
             best = max(tried, key=lambda of: score(results(of), measure, "valid_avg"))
@@ -157,7 +157,7 @@ def _bits(runs: Sequence[Run], results: Results) -> float:
     return sent * 2 * (n - 1) / n / of_worker_0
 
 
-def _table(runs: Mapping[Method, Sequence[Run]], results: Results, measure: str) -> str:
+def _table(runs: Mapping[Pair, Sequence[Run]], results: Results, measure: str) -> str:
     """A Markdown table: mean ± standard deviation over the seeds."""
     factor, unit, worst_of = _units(measure)
     plain = _bits(runs[PLAIN], results)
@@ -194,9 +194,7 @@ def _table(runs: Mapping[Method, Sequence[Run]], results: Results, measure: str)
     return markdown(header, lines)
 
 
-def _figure(
-    runs: Mapping[Method, Sequence[Run]], results: Results, measure: str, path: Path
-) -> None:
+def _figure(runs: Mapping[Pair, Sequence[Run]], results: Results, measure: str, path: Path) -> None:
     """Draw the measure by megabytes sent: a point for each method, with the range of its seeds."""
     factor, unit, _ = _units(measure)
     points = {}

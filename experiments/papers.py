@@ -26,7 +26,7 @@ FEW, SOME, ALL = (10,), (10, 20, 30, 40), (10, 20, 30, 40, 50, 60)  # seeds
 
 
 @dataclass(frozen=True)
-class Row:
+class PaperRow:
     """A row of a published table: a preset, changes of it, and the seeds of its runs."""
 
     preset: str
@@ -34,51 +34,53 @@ class Row:
     changes: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _with_factor(preset: str, factor: float) -> Row:
+def _with_factor(preset: str, factor: float) -> PaperRow:
     """A row of one seed with another learning rate."""
-    return Row(preset, FEW, {"distributed_lr_warmup_factor": factor})
+    return PaperRow(preset, FEW, {"distributed_lr_warmup_factor": factor})
 
 
 PUBLISHED_IMAGES = {
-    "all-reduce": Row("all-reduce", ALL),
+    "all-reduce": PaperRow("all-reduce", ALL),
     **{f"all-reduce, rate × {f}": _with_factor("all-reduce", f) for f in (8, 16)},
-    "D-PSGD": Row("dpsgd", ALL),
+    "D-PSGD": PaperRow("dpsgd", ALL),
     **{f"D-PSGD, rate × {f}": _with_factor("dpsgd", f) for f in (8, 16)},
-    "PowerGossip, 1 iteration": Row("power-gossip", ALL),
-    "PowerGossip, 1 iteration, random": Row("power-gossip-random", SOME),
-    "PowerGossip, 2 iterations": Row("power-gossip-2-iterations", ALL),
-    "PowerGossip, 2 iterations, random": Row("power-gossip-2-iterations-random", SOME),
-    "CHOCO, sign": Row("choco-sign", ALL),
-    "CHOCO, sign, untuned": Row("choco-sign-untuned", ALL),
-    "CHOCO, top 1 %": Row("choco-top-1", ALL),
-    "DeepSqueeze, sign": Row("deepsqueeze", ALL),
-    "Moniqua, 2 bits": Row("moniqua", ALL),
+    "PowerGossip, 1 iteration": PaperRow("power-gossip", ALL),
+    "PowerGossip, 1 iteration, random": PaperRow("power-gossip-random", SOME),
+    "PowerGossip, 2 iterations": PaperRow("power-gossip-2-iterations", ALL),
+    "PowerGossip, 2 iterations, random": PaperRow("power-gossip-2-iterations-random", SOME),
+    "CHOCO, sign": PaperRow("choco-sign", ALL),
+    "CHOCO, sign, untuned": PaperRow("choco-sign-untuned", ALL),
+    "CHOCO, top 1 %": PaperRow("choco-top-1", ALL),
+    "DeepSqueeze, sign": PaperRow("deepsqueeze", ALL),
+    "Moniqua, 2 bits": PaperRow("moniqua", ALL),
 }
 TWO = (10, 20)  # seeds
 PUBLISHED_LANGUAGE = {
-    "all-reduce": Row("all-reduce", TWO),
+    "all-reduce": PaperRow("all-reduce", TWO),
     "all-reduce, rate × 28": _with_factor("all-reduce", 28),
-    "D-PSGD": Row("dpsgd", TWO),
+    "D-PSGD": PaperRow("dpsgd", TWO),
     "D-PSGD, rate × 28": _with_factor("dpsgd", 28),
-    "D-PSGD, 32 local steps": Row("local-steps-32", FEW),
+    "D-PSGD, 32 local steps": PaperRow("local-steps-32", FEW),
     **{
-        f"PowerGossip, {n} iterations": Row(f"power-gossip-{n}-iterations", TWO)
+        f"PowerGossip, {n} iterations": PaperRow(f"power-gossip-{n}-iterations", TWO)
         for n in (8, 16, 32)
     },
-    "PowerGossip, 32 iterations, random": Row("power-gossip-32-iterations-random", TWO),
+    "PowerGossip, 32 iterations, random": PaperRow("power-gossip-32-iterations-random", TWO),
     **{
-        f"PowerGossip, rank {rank}, {32 // rank} iterations": Row(f"power-gossip-rank-{rank}", TWO)
+        f"PowerGossip, rank {rank}, {32 // rank} iterations": PaperRow(
+            f"power-gossip-rank-{rank}", TWO
+        )
         for rank in (2, 4, 8)
     },
-    "CHOCO, sign": Row("choco-sign", TWO),
+    "CHOCO, sign": PaperRow("choco-sign", TWO),
     **{
-        f"CHOCO, sign, γ {gamma}": Row("choco-sign", FEW, {"optimizer_diffusion_rate": gamma})
+        f"CHOCO, sign, γ {gamma}": PaperRow("choco-sign", FEW, {"optimizer_diffusion_rate": gamma})
         for gamma in (0.4, 0.6, 1.0)
     },
-    "CHOCO, top 1 %": Row("choco-top-1", TWO),
-    "CHOCO, top 1 %, γ 0.1": Row("choco-top-1", FEW, {"optimizer_diffusion_rate": 0.1}),
+    "CHOCO, top 1 %": PaperRow("choco-top-1", TWO),
+    "CHOCO, top 1 %, γ 0.1": PaperRow("choco-top-1", FEW, {"optimizer_diffusion_rate": 0.1}),
     **{
-        f"DeepSqueeze, sign, rate × {factor}, γ {gamma}": Row(
+        f"DeepSqueeze, sign, rate × {factor}, γ {gamma}": PaperRow(
             "deepsqueeze",
             FEW,
             {"distributed_lr_warmup_factor": factor, "optimizer_diffusion_rate": gamma},
@@ -186,7 +188,7 @@ def _method(published: Mapping[str, Any]) -> Values:
 
 
 def _published(
-    title: str, base: str, rows: Mapping[str, Row], measure: str, processes: int
+    title: str, base: str, rows: Mapping[str, PaperRow], measure: str, processes: int
 ) -> Experiment:
     values = {method: {**preset(base, row.preset), **row.changes} for method, row in rows.items()}
     seeds = {method: row.seeds for method, row in rows.items()}

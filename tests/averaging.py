@@ -7,7 +7,7 @@ from scipy.sparse import csr_array
 from torch import Tensor
 
 from powergossip import topologies
-from powergossip.algorithms import Averaging, Options
+from powergossip.algorithms import Averaging, AveragingOptions
 from powergossip.network import Network, Processes
 from powergossip.parameters import Layout
 from powergossip.topologies import Round, Topology
@@ -15,12 +15,12 @@ from powergossip.topologies import Round, Topology
 ALONE = Processes()
 SHAPES = [(4, 3), (6, 5), (3,), (4, 3), (2, 2, 3), (1, 7), ()]
 POWER_GOSSIP = [
-    Options(),
-    Options(rank=2, num_iterations=2),
-    Options(rank=3),
-    Options(warm_start=False),
-    Options(round_weights=True, num_iterations=3),
-    Options(round_weights=True, warm_start=False),
+    AveragingOptions(),
+    AveragingOptions(rank=2, num_iterations=2),
+    AveragingOptions(rank=3),
+    AveragingOptions(warm_start=False),
+    AveragingOptions(round_weights=True, num_iterations=3),
+    AveragingOptions(round_weights=True, warm_start=False),
 ]
 UNDIRECTED = ["ring", "star", "chain", "torus", "fully-connected", "binary-tree"]
 

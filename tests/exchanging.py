@@ -8,7 +8,7 @@ from torch import Tensor
 
 from powergossip import algorithms
 from powergossip.events import averaging, scenario
-from powergossip.events.learning import RULES, Rule
+from powergossip.events.learning import RULES, EdgeRule
 from powergossip.events.members import Members, View
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.events.worker import Policy, Worker
@@ -91,7 +91,7 @@ def averaging_clock(
 
     def make(index: int, view: View, steps: int) -> Worker:
         row = Row(x[index : index + 1], torch.zeros_like(x[:1]), layout)
-        return Worker(index, members, rule, Rule(row), policy, view, steps)
+        return Worker(index, members, rule, EdgeRule(row), policy, view, steps)
 
     drawn = scenario.read(values or {}, n, seed)
     return VirtualClock(drawn, x, make, lambda worker, step: None, record)
@@ -115,7 +115,7 @@ def learning_clock(
     n = problem.n_workers
     members = Members(graph(topology, n))
     policy = Policy(gossip, max_delay)
-    kind: Callable[..., Rule] = RULES[learning]
+    kind: Callable[..., EdgeRule] = RULES[learning]
     first, *_ = rates = [rate] if isinstance(rate, float) else rate
     own_optimizers: dict[int, SGD] = {}
 

@@ -122,10 +122,12 @@ class _Moved:
     def __init__(self) -> None:
         self.total: Tensor | float = 0.0
 
-    def by(self, update: Callable[[learning.Rule], None]) -> Callable[[learning.Rule], None]:
+    def by(
+        self, update: Callable[[learning.EdgeRule], None]
+    ) -> Callable[[learning.EdgeRule], None]:
         """The update of a rule, of which this is informed."""
 
-        def watched(rule: learning.Rule) -> None:
+        def watched(rule: learning.EdgeRule) -> None:
             before = rule.variables().double()
             update(rule)
             self.total = self.total + (rule.variables().double() - before)

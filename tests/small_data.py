@@ -11,10 +11,10 @@ from PIL import Image
 
 from powergossip import tasks
 from powergossip.randomness import generator
-from powergossip.tasks.task import Options
+from powergossip.tasks.task import TaskOptions
 
 
-def options(**changes: Any) -> Options:
+def options(**changes: Any) -> TaskOptions:
     defaults: dict[str, Any] = {
         "task": "",
         "n_workers": 4,
@@ -27,7 +27,7 @@ def options(**changes: Any) -> Options:
         "download": False,
         "device": torch.device("cpu"),
     }
-    return Options(**(defaults | changes))
+    return TaskOptions(**(defaults | changes))
 
 
 def idx_bytes(array: np.ndarray, magic: tuple[int, ...] | None = None) -> bytes:

@@ -14,20 +14,23 @@ from powergossip.algorithms import (
     AVERAGING,
     CONSENSUS_ONLY,
     Averaging,
-    Options,
+    AveragingOptions,
     PlainGossip,
 )
 from powergossip.compressors import COMPRESSORS
-from powergossip.compressors import Options as Compression
+from powergossip.compressors import CompressorOptions as Compression
 from powergossip.network import Network, processes
 from powergossip.parameters import Layout
 from tests.averaging import ALONE, POWER_GOSSIP, SHAPES, UNDIRECTED, alone, start, steps, variance
 
-Case = tuple[str, Options]
+Case = tuple[str, AveragingOptions]
 
 COMPRESSED: list[Case] = [
     *(
-        (name, Options(compressor=compressor, diffusion_rate=rate, compressor_options=more))
+        (
+            name,
+            AveragingOptions(compressor=compressor, diffusion_rate=rate, compressor_options=more),
+        )
         for name, factor in (("choco", 1.0), ("deepsqueeze", 0.3))
         for compressor, rate, more in [
             ("sign-and-norm", 0.3 * factor, Compression()),
@@ -40,30 +43,32 @@ COMPRESSED: list[Case] = [
             ("identity", 1.0, Compression()),
         ]
     ),
-    ("moniqua", Options(theta=6.0, diffusion_rate=0.1)),
+    ("moniqua", AveragingOptions(theta=6.0, diffusion_rate=0.1)),
 ]
 EVERY: list[Case] = [
-    ("all-reduce", Options()),
-    ("dpsgd", Options()),
-    ("push-sum", Options()),
-    ("push-sum", Options(running_sums=True)),
+    ("all-reduce", AveragingOptions()),
+    ("dpsgd", AveragingOptions()),
+    ("push-sum", AveragingOptions()),
+    ("push-sum", AveragingOptions(running_sums=True)),
     *(("power-gossip", options) for options in POWER_GOSSIP),
     *COMPRESSED,
-    *((name, Options()) for name in CONSENSUS_ONLY),
+    *((name, AveragingOptions()) for name in CONSENSUS_ONLY),
 ]
 
 
 UNDIRECTED_ONLY = {"power-gossip", *CONSENSUS_ONLY}
 
 
-def replace(options: Options, **changes: Any) -> Options:
+def replace(options: AveragingOptions, **changes: Any) -> AveragingOptions:
     """The same options but for the changes."""
-    return Options(**{**options.given, "compressor_options": options.compressor_options, **changes})
+    return AveragingOptions(
+        **{**options.given, "compressor_options": options.compressor_options, **changes}
+    )
 
 
 def label(value: object) -> str | None:
     """The name of a case in pytest. None: pytest names it."""
-    if not isinstance(value, Options):
+    if not isinstance(value, AveragingOptions):
         return None
     if value.compressor_options != Compression() or value.compressor != "sign-and-norm":
         return value.compressor
@@ -90,7 +95,7 @@ def test_every_name_is_among_the_cases() -> None:
     ],
 )
 def test_the_mean_is_kept_and_the_workers_approach_it(
-    name: str, options: Options, topology: str, n: int
+    name: str, options: AveragingOptions, topology: str, n: int
 ) -> None:
     if topology == "directed" and name in UNDIRECTED_ONLY:
         with pytest.raises(ValueError, match="topology"):
@@ -112,7 +117,7 @@ def test_the_mean_is_kept_and_the_workers_approach_it(
     [case for case in EVERY if case[1].compressor not in ("random-k", "qsgd")],
     ids=label,
 )
-def test_agreement_is_a_fixed_point(name: str, options: Options) -> None:
+def test_agreement_is_a_fixed_point(name: str, options: AveragingOptions) -> None:
     layout, network = Layout(SHAPES), alone("tail", 6)
     x = start(1, layout).repeat(6, 1)
     before = x.clone()
@@ -123,7 +128,7 @@ def test_agreement_is_a_fixed_point(name: str, options: Options) -> None:
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize(("name", "options"), EVERY, ids=label)
 def test_a_restored_state_continues_bit_for_bit(
-    name: str, options: Options, compiled: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, options: AveragingOptions, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In an algorithm that has made steps with another x."""
     if not compiled:
@@ -167,7 +172,7 @@ def test_the_layout_of_processes_does_not_change_the_results(topology: str) -> N
 
 
 @pytest.mark.parametrize(("name", "options"), EVERY, ids=label)
-def test_copies_are_runs_of_their_own(name: str, options: Options) -> None:
+def test_copies_are_runs_of_their_own(name: str, options: AveragingOptions) -> None:
     """Three settings at once, each with its diffusion rate, are three runs one after the other."""
     layout, factors = Layout(SHAPES), (1.0, 0.5, 0.1)
     topology = topologies.make("chain", 4)
@@ -191,12 +196,12 @@ def test_copies_are_runs_of_their_own(name: str, options: Options) -> None:
 def test_diffusion_rates_must_be_positive(name: str, rate: float) -> None:
     network = alone("ring", 3)
     with pytest.raises(ValueError, match="diffusion_rate"):
-        algorithms.make(name, network, Layout([(3, 3)]), Options(diffusion_rate=rate))
+        algorithms.make(name, network, Layout([(3, 3)]), AveragingOptions(diffusion_rate=rate))
 
 
 def test_unknown_names_are_rejected() -> None:
     with pytest.raises(ValueError, match=r'algorithm.*"sgd"'):
-        algorithms.make("sgd", alone("ring", 3), Layout([(2, 2)]), Options())
+        algorithms.make("sgd", alone("ring", 3), Layout([(2, 2)]), AveragingOptions())
 
 
 # --- Plain gossip and all-reduce ------------------------------------------------------------------
@@ -231,7 +236,7 @@ def test_all_reduce_averages_at_once_and_counts_a_ring() -> None:
     n, layout = 8, Layout(SHAPES)
     network, x = alone("ring", n), start(8, layout)
     mean = x.mean(0)
-    steps(network, algorithms.make("all-reduce", network, layout, Options()), x, 1)
+    steps(network, algorithms.make("all-reduce", network, layout, AveragingOptions()), x, 1)
     torch.testing.assert_close(x, mean.expand(n, -1))
     assert network.bits[0] == round(2 * (n - 1) / n * 32 * layout.size)
 
@@ -250,7 +255,7 @@ def test_finite_time_gossip_is_exact_after_its_rounds(n: int, rounds: int) -> No
     layout, network = Layout([(10, 10)]), alone("ring", n)
     x = start(n, layout)
     before = variance(x)
-    averaging = algorithms.make("finite-time", network, layout, Options())
+    averaging = algorithms.make("finite-time", network, layout, AveragingOptions())
     steps(network, averaging, x, rounds - 1)
     assert variance(x) > 1e-3 * before
     steps(network, averaging, x, 1)
@@ -261,7 +266,7 @@ def test_finite_time_gossip_is_exact_after_its_rounds(n: int, rounds: int) -> No
 def test_chebyshev_contracts_by_the_rate_of_the_spectrum(n: int, contraction: float) -> None:
     layout, network = Layout([(10, 10)]), alone("ring", n)
     x = start(n, layout)
-    averaging = algorithms.make("chebyshev", network, layout, Options())
+    averaging = algorithms.make("chebyshev", network, layout, AveragingOptions())
     steps(network, averaging, x, 4)
     before = variance(x)
     steps(network, averaging, x, 8)
@@ -275,7 +280,7 @@ def test_the_identity_is_plain_gossip(name: str, topology: str) -> None:
     layout, network = Layout(SHAPES), alone(topology, 8)
     x = start(8, layout)
     plain = x.clone()
-    options = Options(compressor="identity", diffusion_rate=0.9)
+    options = AveragingOptions(compressor="identity", diffusion_rate=0.9)
     averaging = algorithms.make(name, network, layout, options)
     for _ in range(10):
         steps(network, averaging, x, 1)
@@ -284,7 +289,7 @@ def test_the_identity_is_plain_gossip(name: str, topology: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "options"), COMPRESSED, ids=label)
-def test_bits_are_those_of_the_compressor(name: str, options: Options) -> None:
+def test_bits_are_those_of_the_compressor(name: str, options: AveragingOptions) -> None:
     """32 K + positions, N + 32, ...: per tensor and neighbor; the formulas are the compressors'."""
     layout, network = Layout(SHAPES), alone("star", 5)
     steps(network, algorithms.make(name, network, layout, options), start(5, layout), 3)
@@ -301,7 +306,7 @@ def test_choco_is_the_papers_algorithm() -> None:
     n, layout = 6, Layout([(5, 4)])
     network = alone("ring", n)
     W = torch.from_numpy(network.topology.round(0).matrix().toarray()).float()
-    options = Options(
+    options = AveragingOptions(
         compressor="top-k", compressor_options=Compression(keep_ratio=0.25), diffusion_rate=0.4
     )
     x = start(n, layout)
@@ -321,7 +326,7 @@ def test_deepsqueeze_keeps_the_compression_error() -> None:
     """Σ_t c_t + δ = Σ_t x_t: nothing is lost."""
     layout, network = Layout(SHAPES), alone("ring", 4)
     x = start(4, layout)
-    options = Options(compressor="sign-and-norm", diffusion_rate=0.05)
+    options = AveragingOptions(compressor="sign-and-norm", diffusion_rate=0.05)
     averaging = algorithms.make("deepsqueeze", network, layout, options)
     v_before, W = torch.zeros_like(x), network.topology.round(0).matrix().toarray()
     L = torch.from_numpy(np.eye(4) - W).float()
@@ -340,7 +345,7 @@ def test_moniqua_moves_as_if_it_knew_its_neighbors_to_a_step() -> None:
     network = alone("ring", n)
     x = 50 * start(1, layout).repeat(n, 1) + 0.5 * start(n, layout).clamp(-1.9, 1.9)
     plain = x.clone()
-    options = Options(theta=theta, diffusion_rate=0.1)
+    options = AveragingOptions(theta=theta, diffusion_rate=0.1)
     steps(network, algorithms.make("moniqua", network, layout, options), x, 1)
     steps(network, PlainGossip(network, 0.1), plain, 1)
     quantum = 6 * theta / 3  # δ B
@@ -356,7 +361,7 @@ def test_moniqua_is_the_papers_algorithm(topology: str) -> None:
     network = alone(topology, n)
     x = start(n, layout) * 2
     bound = 2 * theta / (1 - 2 * delta)
-    options = Options(theta=theta, diffusion_rate=gamma, seed=3)
+    options = AveragingOptions(theta=theta, diffusion_rate=gamma, seed=3)
     averaging = algorithms.make("moniqua", network, layout, options)
 
     def mod(value: Tensor, a: float) -> Tensor:
@@ -379,7 +384,9 @@ def test_moniqua_is_the_papers_algorithm(topology: str) -> None:
 @pytest.mark.parametrize("theta", [0.0, -1.0, float("nan")])
 def test_theta_must_be_positive(theta: float) -> None:
     with pytest.raises(ValueError, match="theta="):
-        algorithms.make("moniqua", alone("ring", 3), Layout([(3, 3)]), Options(theta=theta))
+        algorithms.make(
+            "moniqua", alone("ring", 3), Layout([(3, 3)]), AveragingOptions(theta=theta)
+        )
 
 
 # --- Time-varying topologies ---------------------------------------------------------------------
@@ -410,15 +417,15 @@ def test_a_base_graph_averages_exactly_after_its_period() -> None:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("power-gossip", Options(num_iterations=2)),
-        ("power-gossip", Options(rank=2)),
-        ("deepsqueeze", Options(diffusion_rate=0.1)),
-        ("moniqua", Options(theta=6.0, diffusion_rate=0.1)),
+        ("power-gossip", AveragingOptions(num_iterations=2)),
+        ("power-gossip", AveragingOptions(rank=2)),
+        ("deepsqueeze", AveragingOptions(diffusion_rate=0.1)),
+        ("moniqua", AveragingOptions(theta=6.0, diffusion_rate=0.1)),
     ],
     ids=label,
 )
 def test_algorithms_on_time_varying_topologies_average(
-    topology: str, name: str, options: Options
+    topology: str, name: str, options: AveragingOptions
 ) -> None:
     layout, network = Layout(SHAPES), alone(topology, 8)
     if name == "power-gossip" and not network.symmetric:
@@ -442,7 +449,10 @@ def test_algorithms_on_time_varying_topologies_average(
 def test_processes_do_not_show_on_time_varying_topologies() -> None:
     layout = Layout(SHAPES)
     for topology in ("base-graph", "random-matching"):
-        for name, options in [("power-gossip", Options(num_iterations=2)), ("dpsgd", Options())]:
+        for name, options in [
+            ("power-gossip", AveragingOptions(num_iterations=2)),
+            ("dpsgd", AveragingOptions()),
+        ]:
             made = topologies.make(topology, 8)
             apart, together = Network(made), Network(made, ALONE)
             expected = start(8, layout)
@@ -455,7 +465,7 @@ def test_processes_do_not_show_on_time_varying_topologies() -> None:
 
 def test_choco_rejects_time_varying_topologies() -> None:
     with pytest.raises(ValueError, match="topology=base-graph: use"):
-        algorithms.make("choco", alone("base-graph", 6), Layout([(3, 3)]), Options())
+        algorithms.make("choco", alone("base-graph", 6), Layout([(3, 3)]), AveragingOptions())
 
 
 @pytest.mark.parametrize("make", [lambda n: PlainGossip(n), lambda n: algorithms.AllReduce(n)])
@@ -475,6 +485,6 @@ def test_staged_messages_are_the_same() -> None:
         network = Network(topologies.make("ring", processes().size), stage=stage)
         x = start(network.n_workers, layout)[network.workers.start : network.workers.stop].clone()
         for name in ("power-gossip", "dpsgd", "all-reduce"):
-            steps(network, algorithms.make(name, network, layout, Options()), x, 3)
+            steps(network, algorithms.make(name, network, layout, AveragingOptions()), x, 3)
         results.append(x)
     assert torch.equal(*results)

@@ -50,7 +50,7 @@ def test_a_step_with_exchanges_by_edges(
 def test_a_step_of_averaging(
     algorithm: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gossip_step, "config", OmegaConf.structured(gossip_step.Config))
+    monkeypatch.setattr(gossip_step, "config", OmegaConf.structured(gossip_step.GossipStep))
     quick = ["rounds=2", "seconds=0.1", "n_workers=8", "model=matrix100"]
     gossip_step.main([f"algorithm={algorithm}", *quick])
     line = json.loads(capsys.readouterr().out)
@@ -78,7 +78,7 @@ def test_options_are_those_of_the_algorithms(
     assert set(gossip_step.OPTIONS) == {option for row in rows for option in options.defaults(row)}
 
     def line(*arguments: str) -> dict[str, Any]:
-        monkeypatch.setattr(gossip_step, "config", OmegaConf.structured(gossip_step.Config))
+        monkeypatch.setattr(gossip_step, "config", OmegaConf.structured(gossip_step.GossipStep))
         quick = ["rounds=1", "seconds=0.01", "n_workers=4", "model=matrix100"]
         gossip_step.main([*quick, *arguments])
         printed: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -102,7 +102,7 @@ def test_shapes_are_those_of_the_models() -> None:
 def test_growth_has_a_line_for_each_size(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(growth, "config", OmegaConf.structured(growth.Config))
+    monkeypatch.setattr(growth, "config", OmegaConf.structured(growth.Growth))
     monkeypatch.setattr(growth, "ALGORITHMS", {"D-PSGD": ("dpsgd", {})})
     monkeypatch.setattr(growth, "QUICK", {"workers": [8]})
     growth.main(["quick=true", "seconds=0.01", "what=[workers]", f"output={tmp_path}"])

@@ -19,7 +19,7 @@ from powergossip import tasks
 from powergossip.randomness import generator
 from powergossip.tasks import augmentation, cifar
 from powergossip.tasks.images import ImageClassification, LabeledImages
-from powergossip.tasks.task import Options
+from powergossip.tasks.task import TaskOptions
 
 FOLDERS = {
     ("Cifar", "python"): "cifar-10-batches-py",
@@ -115,7 +115,7 @@ def write_files(place: Path, name: str, version: str, packed: bool) -> Path:
     return place / folder
 
 
-def options(name: str, folder: Path | None, **changes: Any) -> Options:
+def options(name: str, folder: Path | None, **changes: Any) -> TaskOptions:
     defaults: dict[str, Any] = {
         "task": name,
         "n_workers": 1,
@@ -128,7 +128,7 @@ def options(name: str, folder: Path | None, **changes: Any) -> Options:
         "download": False,
         "device": torch.device("cpu"),
     }
-    return Options(**(defaults | changes))
+    return TaskOptions(**(defaults | changes))
 
 
 def load(name: str, folder: Path) -> tuple[LabeledImages, LabeledImages]:

@@ -16,7 +16,7 @@ from powergossip.compressors import (
     SVD,
     Codec,
     Compressor,
-    Options,
+    CompressorOptions,
     RandomBlock,
     RandomK,
     Rounding,
@@ -34,33 +34,45 @@ from powergossip.tasks.models import ResNet20
 
 SHAPES = [(4, 3), (6, 5), (3,), (4, 3), (2, 2, 3), (1, 7), (), (5,), (3,), (20, 11)]
 RANDOM = [
-    Options(),
-    Options(keep_ratio=0.05),
-    Options(keep_ratio=0.5),
-    Options(keep_ratio=1.0),
-    Options(rank=1),
+    CompressorOptions(),
+    CompressorOptions(keep_ratio=0.05),
+    CompressorOptions(keep_ratio=0.5),
+    CompressorOptions(keep_ratio=1.0),
+    CompressorOptions(rank=1),
 ]
 VARIANTS = {
     "qsgd": [
-        Options(),
-        Options(levels=1),
-        Options(levels=3, unbiased=True),
-        Options(levels=40),
-        Options(levels=127),
+        CompressorOptions(),
+        CompressorOptions(levels=1),
+        CompressorOptions(levels=3, unbiased=True),
+        CompressorOptions(levels=40),
+        CompressorOptions(levels=127),
     ],
-    "rounding": [Options(), Options(levels=1), Options(levels=3), Options(levels=127)],
+    "rounding": [
+        CompressorOptions(),
+        CompressorOptions(levels=1),
+        CompressorOptions(levels=3),
+        CompressorOptions(levels=127),
+    ],
     "random-k": [*RANDOM],
     "random-block": [*RANDOM],
-    "svd": [Options(), Options(rank=2), Options(rank=3), Options(rank=100)],
+    "svd": [
+        CompressorOptions(),
+        CompressorOptions(rank=2),
+        CompressorOptions(rank=3),
+        CompressorOptions(rank=100),
+    ],
     "top-k": [
-        Options(),
-        Options(keep_ratio=0.3),
-        Options(keep_ratio=1.0),
-        Options(rank=1),
-        Options(rank=3),
+        CompressorOptions(),
+        CompressorOptions(keep_ratio=0.3),
+        CompressorOptions(keep_ratio=1.0),
+        CompressorOptions(rank=1),
+        CompressorOptions(rank=3),
     ],
 }
-EVERY = [(name, options) for name in COMPRESSORS for options in VARIANTS.get(name, [Options()])]
+EVERY = [
+    (name, options) for name in COMPRESSORS for options in VARIANTS.get(name, [CompressorOptions()])
+]
 every_compressor = pytest.mark.parametrize(("name", "options"), EVERY)
 shapes_of_matrices = st.tuples(st.integers(1, 12), st.integers(1, 12))
 
@@ -98,7 +110,7 @@ def squares(v: Tensor) -> Tensor:
 
 
 @every_compressor
-def test_receivers_decode_the_same_as_the_sender(name: str, options: Options) -> None:
+def test_receivers_decode_the_same_as_the_sender(name: str, options: CompressorOptions) -> None:
     codec = Codec(Layout(SHAPES), compressors.make(name, options), [0, 1, 2, 3])
     x = normal(4, Layout(SHAPES).size)
     message = codec.encode(x, 5)
@@ -111,7 +123,9 @@ def test_receivers_decode_the_same_as_the_sender(name: str, options: Options) ->
 
 
 @every_compressor
-def test_messages_do_not_depend_on_the_layout_of_workers(name: str, options: Options) -> None:
+def test_messages_do_not_depend_on_the_layout_of_workers(
+    name: str, options: CompressorOptions
+) -> None:
     layout, compressor = Layout(SHAPES), compressors.make(name, options)
     x = normal(4, layout.size)
     together = Codec(layout, compressor, range(4), seed=1).encode(x, 7)
@@ -121,7 +135,7 @@ def test_messages_do_not_depend_on_the_layout_of_workers(name: str, options: Opt
 
 
 @every_compressor
-def test_a_batch_equals_its_matrices_one_by_one(name: str, options: Options) -> None:
+def test_a_batch_equals_its_matrices_one_by_one(name: str, options: CompressorOptions) -> None:
     compressor = compressors.make(name, options)
     v = normal(2, 3, 9, 4)  # [worker, layer, row, column]
     codes = compressor.compress(v, stream(Stack(9, 4, 3, 50), 2))
@@ -140,7 +154,7 @@ def test_a_batch_equals_its_matrices_one_by_one(name: str, options: Options) -> 
 
 
 @every_compressor
-def test_add_adds_the_decoded_elements(name: str, options: Options) -> None:
+def test_add_adds_the_decoded_elements(name: str, options: CompressorOptions) -> None:
     layout = Layout(SHAPES)
     codec = Codec(layout, compressors.make(name, options), [3, 1])
     message = codec.encode(normal(2, layout.size), 4)
@@ -169,7 +183,7 @@ def test_all_workers_send_the_same_random_entries_and_others_in_the_next_step(
     assert torch.equal(codec.decode(codec.encode(x, 0), codec.workers, 0), first)
 
 
-def formula(name: str, options: Options, rows: int, columns: int) -> int:
+def formula(name: str, options: CompressorOptions, rows: int, columns: int) -> int:
     """Bits of a matrix' part of a message; a whole message ends with a whole byte."""
     n = rows * columns
     kept = max(1, int(options.keep_ratio * n + 1e-9))
@@ -196,7 +210,7 @@ def formula(name: str, options: Options, rows: int, columns: int) -> int:
 
 
 @every_compressor
-def test_sizes_are_those_of_the_formulas(name: str, options: Options) -> None:
+def test_sizes_are_those_of_the_formulas(name: str, options: CompressorOptions) -> None:
     compressor = compressors.make(name, options)
     for shape in [(1, 1), (1, 7), (10, 1), (9, 16), (16, 16), (257, 1), (256, 256), (256, 257)]:
         assert compressors.size(compressor, *shape) == ceil(formula(name, options, *shape) / 8)
@@ -241,7 +255,7 @@ def contraction(compressor: Compressor, v: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("name", "options"), [(n, o) for n, o in EVERY if not o.unbiased])
 @pytest.mark.parametrize("shape", [(1, 1), (5, 1), (3, 8), (30, 20)])
-def test_contraction(name: str, options: Options, shape: tuple[int, int]) -> None:
+def test_contraction(name: str, options: CompressorOptions, shape: tuple[int, int]) -> None:
     """E‖v − C(v)‖² ≤ (1 − δ)‖v‖²; for random positions, equal."""
     compressor = compressors.make(name, options)
     random = name in ("random-k", "random-block")
@@ -262,7 +276,7 @@ def test_contraction(name: str, options: Options, shape: tuple[int, int]) -> Non
 
 
 @every_compressor
-def test_arguments_are_left_alone(name: str, options: Options) -> None:
+def test_arguments_are_left_alone(name: str, options: CompressorOptions) -> None:
     layout = Layout(SHAPES)
     codec = Codec(layout, compressors.make(name, options), [0, 1])
     x = normal(2, layout.size)
@@ -281,7 +295,9 @@ def test_arguments_are_left_alone(name: str, options: Options) -> None:
 
 @every_compressor
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (2,), (1, 3), (3, 1), (2, 2)])
-def test_tiny_tensors_and_zeros(name: str, options: Options, shape: tuple[int, ...]) -> None:
+def test_tiny_tensors_and_zeros(
+    name: str, options: CompressorOptions, shape: tuple[int, ...]
+) -> None:
     compressor, layout = compressors.make(name, options), Layout([shape])
     codec = Codec(layout, compressor, [0])
     zeros = torch.zeros(1, layout.size)
@@ -295,7 +311,7 @@ def test_tiny_tensors_and_zeros(name: str, options: Options, shape: tuple[int, .
 
 @every_compressor
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_divergence_stays_visible(name: str, options: Options, bad: float) -> None:
+def test_divergence_stays_visible(name: str, options: CompressorOptions, bad: float) -> None:
     layout = Layout([(6, 4), (6, 4), (5,)])
     codec = Codec(layout, compressors.make(name, options), [0, 1])
     for position in (0, 11, 23):
@@ -312,7 +328,7 @@ def test_divergence_stays_visible(name: str, options: Options, bad: float) -> No
 
 
 @every_compressor
-def test_an_empty_slot_decodes_to_zeros(name: str, options: Options) -> None:
+def test_an_empty_slot_decodes_to_zeros(name: str, options: CompressorOptions) -> None:
     """Padding: no message is received there, and weight 0 times its values must be 0."""
     codec = Codec(Layout(SHAPES), compressors.make(name, options), [0])
     nothing = torch.zeros(1, 2, codec.size, dtype=torch.uint8)
@@ -324,7 +340,7 @@ def test_an_empty_slot_decodes_to_zeros(name: str, options: Options) -> None:
 @pytest.mark.parametrize("name", ["random-k", "random-block", "qsgd"])
 def test_random_numbers_depend_on_seed_worker_tensor_and_counter(name: str) -> None:
     layout = Layout([(40, 25), (40, 25)])
-    compressor = compressors.make(name, Options(keep_ratio=0.1))
+    compressor = compressors.make(name, CompressorOptions(keep_ratio=0.1))
     x = normal(1, 1000).repeat(1, 2)
 
     def result(worker: int = 3, counter: int = 0, seed: int = 0) -> list[Tensor]:
@@ -347,13 +363,13 @@ def test_names_and_bad_options() -> None:
     for ratio in (0.0, -0.1, 1.01, float("nan")):
         for name in ("top-k", "random-k", "random-block"):
             with pytest.raises(ValueError, match=r"keep_ratio=\S+: use"):
-                compressors.make(name, Options(keep_ratio=ratio))
+                compressors.make(name, CompressorOptions(keep_ratio=ratio))
     for name in ("top-k", "svd", "random-k", "random-block"):
         with pytest.raises(ValueError, match="rank=0: use"):
-            compressors.make(name, Options(rank=0))
+            compressors.make(name, CompressorOptions(rank=0))
     for levels in (0, 128):
         with pytest.raises(ValueError, match=f"levels={levels}: use"):
-            compressors.make("qsgd", Options(levels=levels))
+            compressors.make("qsgd", CompressorOptions(levels=levels))
 
 
 # --- Single compressors ---------------------------------------------------------------------------
@@ -451,7 +467,7 @@ def test_random_entries_of_a_rank_cost_the_bits_of_its_factors(
 @pytest.mark.parametrize("name", [n for n, row in COMPRESSORS.items() if hasattr(row, "linear")])
 def test_means_of_the_messages_of_linear_compressors_decode_to_the_mean(name: str) -> None:
     layout = Layout(SHAPES)
-    codec = Codec(layout, compressors.make(name, Options(keep_ratio=0.3)), [0, 1, 2, 3])
+    codec = Codec(layout, compressors.make(name, CompressorOptions(keep_ratio=0.3)), [0, 1, 2, 3])
     assert codec.linear
     message = codec.encode(normal(4, layout.size), 3)
     expected = codec.decode(message, codec.workers, 3).mean(0)

@@ -16,7 +16,7 @@ from powergossip.algorithms import learning
 from powergossip.compressors import Identity, RandomK, Rounding, SignAndNorm, TopK
 from powergossip.network import Network, Processes
 from powergossip.optimizers import GossipOptimizer
-from powergossip.optimizers.specification import Choco, Method
+from powergossip.optimizers.specification import Choco, Specification
 from powergossip.parameters import Layout
 from powergossip.topologies import Topology
 from powergossip.training.settings import checked
@@ -236,7 +236,7 @@ def test_a_rate_for_all_tensors_gives_a_warning_by_the_smallest_default() -> Non
 
 def test_an_optimizer_gives_the_warning_too() -> None:
     def make(rate: float) -> Any:
-        method: Method = Choco(diffusion_rate=rate, compressor="top-k", keep_ratio=0.1)
+        method: Specification = Choco(diffusion_rate=rate, compressor="top-k", keep_ratio=0.1)
         topology, layout = topologies.make("ring", 8), Layout([(10, 10)])
         return warned(lambda: method.warn_of_rate(Network(topology, ALONE), layout))
 

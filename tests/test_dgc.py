@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks import dgc_selection
 from powergossip import topologies
-from powergossip.algorithms.dgc import CLIPPING, Config, DGCAggregation, Selector
+from powergossip.algorithms.dgc import CLIPPING, DGCAggregation, DGCConfig, Selector
 from powergossip.errors import BadInput
 from powergossip.network import Network, Processes, processes
 from powergossip.optimizers.dgc import DGC, DGCSGD, optimizer_step
@@ -27,7 +27,7 @@ def aggregation(
     n_workers: int, shapes: Any = SHAPES, **options: Any
 ) -> tuple[Network, DGCAggregation]:
     network = Network(topologies.make("ring", n_workers), Processes())
-    return network, DGCAggregation(network, Layout(shapes), Config(**options))
+    return network, DGCAggregation(network, Layout(shapes), DGCConfig(**options))
 
 
 def step(network: Network, aggregation: DGCAggregation, gradient: Tensor) -> Tensor:
@@ -276,7 +276,7 @@ def test_the_selected_elements_are_the_largest_and_their_number_is_the_target(
     before = values.clone()
     target = ceil(share * size)
     for options in (EXACT, EXACT | {"strided_sample": False}):
-        selector = Selector(size, share, Config(**options))
+        selector = Selector(size, share, DGCConfig(**options))
         positions = selector.positions(values, selector.sample(np.random.default_rng(0)))
         assert len(positions) == len(positions.unique())
         assert 1 <= len(positions) <= target
@@ -294,7 +294,7 @@ EXACT: dict[str, Any] = {"compress_upper_bound": 1.0}
 @pytest.mark.parametrize("iterations", [0, 1, 10])
 def test_a_sample_that_misleads_is_corrected(iterations: int) -> None:
     """The sampled elements are larger than the others."""
-    config = Config(compress_upper_bound=1.0, max_adaptation_iters=iterations)
+    config = DGCConfig(compress_upper_bound=1.0, max_adaptation_iters=iterations)
     selector = Selector(100_003, 0.02, config)
     values = torch.randn(100_003, generator=torch.Generator().manual_seed(0))
     assert selector.stride > 1
@@ -314,7 +314,7 @@ def test_the_bounds_are_those_of_the_published_selection(
     kind: str, upper: float, lower: float, resample: bool
 ) -> None:
     values, size, share = DATA[kind](torch.Generator().manual_seed(2), 50_000), 50_000, 0.02
-    config = Config(
+    config = DGCConfig(
         compress_upper_bound=upper,
         compress_lower_bound=lower,
         resample=resample,
@@ -356,7 +356,7 @@ def test_an_element_that_diverged_is_selected_at_the_end_of_memory_too(bad: floa
     """A surplus below the upper bound is cut to the first elements, but not with NaN among it."""
     values = torch.randn(50_000, generator=torch.Generator().manual_seed(2))
     values[-1] = bad
-    selector = Selector(50_000, 0.02, Config(compress_upper_bound=2.0))
+    selector = Selector(50_000, 0.02, DGCConfig(compress_upper_bound=2.0))
     random = np.random.default_rng(1)
     for _ in range(10):
         assert 49_999 in selector.positions(values, selector.sample(random))
@@ -364,8 +364,8 @@ def test_an_element_that_diverged_is_selected_at_the_end_of_memory_too(bad: floa
 
 def test_a_sample_is_strided_or_uniform() -> None:
     random = np.random.default_rng(0)
-    strided = Selector(100_000, 0.05, Config())
-    uniform = Selector(100_000, 0.05, Config(strided_sample=False))
+    strided = Selector(100_000, 0.05, DGCConfig())
+    uniform = Selector(100_000, 0.05, DGCConfig(strided_sample=False))
     assert strided.stride == uniform.stride > 1
     for _ in range(3):
         one, other = strided.sample(random), uniform.sample(random)
@@ -381,10 +381,10 @@ def test_a_sample_is_strided_or_uniform() -> None:
 def test_the_sample_has_the_configured_size_and_meets_all_columns() -> None:
     for size in (100_000, 1_000_000, 25_000_000, 2**22):
         for ratio in (0.01, 0.1):
-            stride = Selector(size, 0.06, Config(sample_ratio=ratio)).stride
+            stride = Selector(size, 0.06, DGCConfig(sample_ratio=ratio)).stride
             assert ratio <= 1 / stride <= 1.5 * ratio
             assert gcd(size, stride) == 1
-    assert Selector(1_000_000, 0.06, Config(sample_ratio=1)).stride == 1
+    assert Selector(1_000_000, 0.06, DGCConfig(sample_ratio=1)).stride == 1
 
 
 def test_where_the_sample_starts_changes_by_step_and_worker(
@@ -468,18 +468,18 @@ def test_only_vectors_and_only_matrices() -> None:
 
 
 def test_the_fraction_warms_up() -> None:
-    config = Config(warmup_epochs=4)
+    config = DGCConfig(warmup_epochs=4)
     fractions = [config.fraction(epoch) for epoch in (0, 0.9, 1, 2, 3, 4, 100)]
     paper = [0.25, 0.25, 0.0625, 0.0156, 0.004, 0.001, 0.001]
     assert fractions == pytest.approx(paper, rel=0.02)
     listed = (0.25, 0.063, 0.015, 0.004, 0.001)
-    config = Config(warmup_epochs=5, warmup_coeff=listed, compress_ratio=0.0005)
+    config = DGCConfig(warmup_epochs=5, warmup_coeff=listed, compress_ratio=0.0005)
     assert [config.fraction(e + 0.5) for e in range(7)] == [*listed, 0.0005, 0.0005]
-    config = Config(warmup_epochs=4, warmup_coeff=0.1, compress_ratio=500)
+    config = DGCConfig(warmup_epochs=4, warmup_coeff=0.1, compress_ratio=500)
     found = [config.fraction(e) for e in range(6)]
     assert found == pytest.approx([0.1, 0.01, 0.002, 0.002, 0.002, 0.002])
-    assert Config().fraction(0) == Config(warmup_epochs=-1).fraction(0) == 0.001
-    assert Config(compress_ratio=1000).fraction(0) == Config().fraction(0)
+    assert DGCConfig().fraction(0) == DGCConfig(warmup_epochs=-1).fraction(0) == 0.001
+    assert DGCConfig(compress_ratio=1000).fraction(0) == DGCConfig().fraction(0)
 
 
 def test_the_fraction_is_that_of_the_epoch() -> None:
@@ -548,7 +548,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(options: dict[str, Any]) -> None:
 def test_processes_are_one_process(hosted: int, options: dict[str, Any]) -> None:
     topology = topologies.make("ring", hosted * processes().size)
     layout = Layout([(300, 100), (9,), (12, 5)])
-    config = Config(compress_ratio=0.011, **options)
+    config = DGCConfig(compress_ratio=0.011, **options)
     several, one = Network(topology), Network(topology, Processes())
     apart = DGCAggregation(several, layout, config)
     alone = DGCAggregation(one, layout, config)
@@ -577,7 +577,7 @@ def test_anyones_training_loop_between_processes() -> None:
     for ratio in (1.0, 0.1):
         torch.manual_seed(who.rank)  # not the same at first
         model = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 1))
-        dgc = DGC(model.named_parameters(), Config(compress_ratio=ratio, clip=50.0))
+        dgc = DGC(model.named_parameters(), DGCConfig(compress_ratio=ratio, clip=50.0))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         losses = []
         for _ in range(150):
@@ -607,7 +607,7 @@ def test_several_batches_a_step_are_one_large_batch(batches: int) -> None:
     parameters = []
     for number in (1, batches):
         model, inputs, targets = model_and_data()
-        config = Config(compress_ratio=0.1, num_batches_per_step=number)
+        config = DGCConfig(compress_ratio=0.1, num_batches_per_step=number)
         dgc = DGC(model.parameters(), config)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for _ in range(20):
@@ -631,7 +631,7 @@ def test_a_resumed_training_loop_is_the_same_to_the_bit() -> None:
             (model(inputs) - targets).square().mean().backward()
             optimizer_step(optimizer, dgc)
 
-    config = Config(compress_ratio=0.1, num_batches_per_step=2)
+    config = DGCConfig(compress_ratio=0.1, num_batches_per_step=2)
     model, inputs, targets = model_and_data()
     dgc = DGC(model.parameters(), config)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -676,7 +676,7 @@ def test_a_fraction_of_1_is_torchs_sgd_with_weight_decay(nesterov: bool) -> None
     options: dict[str, Any] = {"momentum": 0.9, "nesterov": nesterov}
     model, inputs, targets = model_and_data()
     theirs, _, _ = model_and_data()
-    dgc = DGC(model.parameters(), Config(compress_ratio=1, **options))
+    dgc = DGC(model.parameters(), DGCConfig(compress_ratio=1, **options))
     optimizer = DGCSGD(model.parameters(), lr=0.02, weight_decay=0.01, **options)
     sgd = torch.optim.SGD(theirs.parameters(), lr=0.02, weight_decay=0.01, **options)
     for _ in range(50):
@@ -696,7 +696,7 @@ def test_weight_decay_is_that_of_torchs_sgd(nesterov: bool, resumed: bool) -> No
     options: dict[str, Any] = {"momentum": 0.9, "nesterov": nesterov}
     start = torch.randn(30, 20, generator=torch.Generator().manual_seed(0))
     x, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
-    dgc = DGC([x], Config(compress_ratio=0.02, **options))
+    dgc = DGC([x], DGCConfig(compress_ratio=0.02, **options))
     optimizer = DGCSGD([x], lr=0.1, weight_decay=0.01, **options)
     sgd = torch.optim.SGD([theirs], lr=0.1, weight_decay=0.01, **options)
     x.grad, theirs.grad = torch.zeros_like(x), torch.zeros_like(x)
@@ -743,7 +743,7 @@ def test_the_decay_of_dgcsgd_is_dampened_as_published() -> None:
 )
 def test_an_optimizer_with_momentum_is_rejected_before_anything_changes(optimizer: Any) -> None:
     model, inputs, targets = model_and_data()
-    dgc = DGC(model.parameters(), Config(momentum=0.9))
+    dgc = DGC(model.parameters(), DGCConfig(momentum=0.9))
     (model(inputs) - targets).square().mean().backward()
     gradient = model[0].weight.grad.clone()  # type: ignore[index]
     before = dgc.state_dict()
@@ -814,22 +814,22 @@ def test_no_parameters_and_too_many_workers_are_rejected() -> None:
 )
 def test_values_that_make_no_sense_are_rejected(key: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"^{key}={value}: use "):
-        Config(**{key: value})
+        DGCConfig(**{key: value})
 
 
 def test_warm_up_lists_that_make_no_sense_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"warmup_coeff=.*warmup_epochs=3"):
-        Config(warmup_epochs=3, warmup_coeff=(0.2, 0.1))
+        DGCConfig(warmup_epochs=3, warmup_coeff=(0.2, 0.1))
     with pytest.raises(ValueError, match=r"warmup_coeff=.*0"):
-        Config(warmup_epochs=2, warmup_coeff=(0.2, 0))
+        DGCConfig(warmup_epochs=2, warmup_coeff=(0.2, 0))
     with pytest.raises(ValueError, match="epoch=-1"):
-        Config().fraction(-1)
+        DGCConfig().fraction(-1)
 
 
 def test_options_that_exclude_each_other_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"^compress_upper_bound=1\.0: .*resample"):
-        Config(compress_upper_bound=1.0, resample=False)
+        DGCConfig(compress_upper_bound=1.0, resample=False)
     with pytest.raises(ValueError, match=r"^clip=None: .*clip_by=value"):
-        Config(clip_by="value")
+        DGCConfig(clip_by="value")
     with pytest.raises(ValueError, match=r"^clip=1: .*clip_by=global-value"):
-        Config(clip=1, clip_by="global-value")
+        DGCConfig(clip=1, clip_by="global-value")

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from experiments import different_data, tuned_methods
-from experiments.different_data import ALL_REDUCE, MORE, PLAIN, RATES, RELAY, Method
+from experiments.different_data import ALL_REDUCE, MORE, PLAIN, RATES, RELAY, Pair
 from experiments.runner import Folder, Run, carry_out
 from powergossip import algorithms, topologies
 from powergossip.algorithms.learning import check
@@ -16,7 +16,7 @@ from powergossip.parameters import Layout
 
 
 @pytest.mark.parametrize("method", MORE, ids=lambda method: method.name)
-def test_methods_are_accepted_pairs(method: Method) -> None:
+def test_methods_are_accepted_pairs(method: Pair) -> None:
     values = method.values
     network = Network(topologies.make(values.get("topology", "ring"), 8))
     options = {

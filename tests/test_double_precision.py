@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import gossip_run
 import train
 from powergossip import algorithms, topologies
-from powergossip.algorithms import AVERAGING, Options
+from powergossip.algorithms import AVERAGING, AveragingOptions
 from powergossip.algorithms.aggregation import AGGREGATIONS
 from powergossip.algorithms.ddp import HOOKS
 from powergossip.algorithms.learning import LEARNING
@@ -48,7 +48,7 @@ def default_restored() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("name", "options"), EVERY, ids=label)
-def test_the_mean_is_kept_to_double_precision(name: str, options: Options) -> None:
+def test_the_mean_is_kept_to_double_precision(name: str, options: AveragingOptions) -> None:
     layout, network = Layout(SHAPES), ring()
     x = start(N, layout).double()
     before = x.mean(0)
@@ -57,7 +57,9 @@ def test_the_mean_is_kept_to_double_precision(name: str, options: Options) -> No
 
 
 @pytest.mark.parametrize(("name", "options"), [c for c in EVERY if c[0] not in NOISY], ids=label)
-def test_workers_agree_better_than_in_single_precision(name: str, options: Options) -> None:
+def test_workers_agree_better_than_in_single_precision(
+    name: str, options: AveragingOptions
+) -> None:
     layout, network = Layout(SHAPES), ring()
     x = start(N, layout).double()
     least = 1e-17 * variance(x)  # in float32, 1e-15 to 1e-13 remain
@@ -70,7 +72,7 @@ def test_workers_agree_better_than_in_single_precision(name: str, options: Optio
 
 
 @pytest.mark.parametrize(("name", "options"), EVERY, ids=label)
-def test_elements_that_are_not_encoded_have_64_bits(name: str, options: Options) -> None:
+def test_elements_that_are_not_encoded_have_64_bits(name: str, options: AveragingOptions) -> None:
     layout, sent = Layout(SHAPES), {}
     for dtype in (torch.float32, torch.float64):
         network = ring(dtype)
@@ -85,7 +87,7 @@ def test_elements_that_are_not_encoded_have_64_bits(name: str, options: Options)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("name", "options"), EVERY, ids=label)
 def test_the_default_dtype_of_torch_has_no_effect(
-    name: str, options: Options, dtype: torch.dtype
+    name: str, options: AveragingOptions, dtype: torch.dtype
 ) -> None:
     layout, found = Layout(SHAPES), []
     x = torch.randn(N, layout.size, dtype=torch.float32)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from powergossip import compressors, topologies
-from powergossip.algorithms.error_feedback import Config, ErrorFeedback
+from powergossip.algorithms.error_feedback import ErrorFeedback, ErrorFeedbackConfig
 from powergossip.compressors import COMPRESSORS, Codec, Compressor, Identity, TopK
 from powergossip.network import Network, Processes, processes
 from powergossip.optimizers import error_feedback as loop
@@ -43,7 +43,9 @@ def aggregation(
     **options: Any,
 ) -> tuple[Network, ErrorFeedback]:
     network = Network(topologies.make("ring", n_workers), who or Processes())
-    return network, ErrorFeedback(network, Layout(shapes), compressor, Config(**options))
+    return network, ErrorFeedback(
+        network, Layout(shapes), compressor, ErrorFeedbackConfig(**options)
+    )
 
 
 def momenta(options: dict[str, Any], seen: list[Tensor]) -> Iterator[Tensor]:
@@ -361,7 +363,7 @@ def test_five_lines_in_a_loop(before: float) -> None:
     pairs = []
     for net, compressor in ((exact, Identity()), (sparse, TopK(0.2))):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.0 if before else 0.9)
-        config = loop.Config(momentum=before)
+        config = loop.ErrorFeedbackConfig(momentum=before)
         pairs.append((optimizer, loop.ErrorFeedback(net.named_parameters(), compressor, config)))
     for t in range(12):
         for optimizer in (plain, *(optimizer for optimizer, _ in pairs)):
@@ -430,7 +432,7 @@ def test_each_parameter_has_the_rate_of_its_group() -> None:
 
 def test_momentum_twice_is_rejected() -> None:
     net = model(0)
-    feedback = loop.ErrorFeedback(net.parameters(), TopK(), loop.Config(momentum=0.9))
+    feedback = loop.ErrorFeedback(net.parameters(), TopK(), loop.ErrorFeedbackConfig(momentum=0.9))
     backward(net, 0, 0)
     for optimizer in (
         torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5),
@@ -440,4 +442,4 @@ def test_momentum_twice_is_rejected() -> None:
         with pytest.raises(ValueError, match="momentum"):
             loop.optimizer_step(optimizer, feedback)
     with pytest.raises(ValueError, match=r"momentum=1\.5"):
-        loop.Config(momentum=1.5)
+        loop.ErrorFeedbackConfig(momentum=1.5)

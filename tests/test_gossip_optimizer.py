@@ -17,27 +17,29 @@ from powergossip import algorithms, topologies
 from powergossip.errors import BadInput
 from powergossip.network import Network, Processes, processes
 from powergossip.optimizers import GossipOptimizer, gossip
-from powergossip.optimizers.gossip import Method
+from powergossip.optimizers.gossip import Specification
 from powergossip.parameters import Layout
 from tests import launch
 
 N = 4
 ALONE = Processes()
 METHODS = {
-    "all-reduce": Method("all-reduce"),
-    "dpsgd": Method("dpsgd", diffusion_rate=0.7),
-    "power-gossip": Method("power-gossip"),
-    "power-gossip, rank 2": Method(
+    "all-reduce": Specification("all-reduce"),
+    "dpsgd": Specification("dpsgd", diffusion_rate=0.7),
+    "power-gossip": Specification("power-gossip"),
+    "power-gossip, rank 2": Specification(
         "power-gossip", rank=2, num_iterations=2, warm_start=False, seed=3
     ),
-    "choco": Method("choco", diffusion_rate=0.4),
-    "choco, qsgd": Method(
+    "choco": Specification("choco", diffusion_rate=0.4),
+    "choco, qsgd": Specification(
         "choco", diffusion_rate=0.4, compressor="qsgd", levels=8, topology="star"
     ),
-    "deepsqueeze": Method("deepsqueeze", diffusion_rate=0.2, compressor="top-k", keep_ratio=0.3),
-    "moniqua": Method("moniqua", diffusion_rate=0.3, theta=0.5),
-    "push-sum": Method("push-sum", topology="star"),
-    "push-sum, running sums": Method("push-sum", running_sums=True),
+    "deepsqueeze": Specification(
+        "deepsqueeze", diffusion_rate=0.2, compressor="top-k", keep_ratio=0.3
+    ),
+    "moniqua": Specification("moniqua", diffusion_rate=0.3, theta=0.5),
+    "push-sum": Specification("push-sum", topology="star"),
+    "push-sum, running sums": Specification("push-sum", running_sums=True),
 }
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -98,7 +100,7 @@ def everywhere(model: nn.Module) -> Tensor:
 
 
 def wrapped(
-    make: Make, method: str | Method, start: int = 0, **options: Any
+    make: Make, method: str | Specification, start: int = 0, **options: Any
 ) -> tuple[Any, GossipOptimizer]:
     """A model initialized from the seed `start`, and its optimizer."""
     model = mlp(start)
@@ -253,7 +255,7 @@ def test_the_seed_is_also_that_of_the_topology() -> None:
         topology = topology or topologies.make("random-matching", N, seed=seed)
         return [of_round.weights.toarray().tolist() for of_round in topology.rounds]
 
-    method = Method("dpsgd", topology="random-matching", seed=1)
+    method = Specification("dpsgd", topology="random-matching", seed=1)
     network = method.network(processes(), torch.device("cpu"))
     assert graph(1, network.topology) == graph(1) != graph(0)
 
@@ -274,7 +276,9 @@ def meetings_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int | None
 # Layers that are unfrozen.
 
 
-def unfrozen(method: str | Method, saved: Path | None = None) -> tuple[nn.Module, GossipOptimizer]:
+def unfrozen(
+    method: str | Specification, saved: Path | None = None
+) -> tuple[nn.Module, GossipOptimizer]:
     """The last layer for 5 steps, then all for 5 more; `saved`: through a file in between."""
     model = mlp(processes().rank)
 
@@ -348,7 +352,7 @@ def test_a_restored_optimizer_is_the_same_to_the_bit(local: str, tmp_path: Path)
     file = tmp_path / f"{processes().rank}.pt"
     for name, method in METHODS.items():
 
-        def made(seed: int = 0, method: Method = method) -> tuple[Any, ...]:
+        def made(seed: int = 0, method: Specification = method) -> tuple[Any, ...]:
             model, optimizer = wrapped(OPTIMIZERS[local], method, start=seed, local_steps=3)
             return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
 
@@ -895,7 +899,7 @@ def test_processes_that_differ_are_rejected_everywhere() -> None:
 def test_every_averaging_algorithm_is_reached_by_its_name(name: str) -> None:
     layout = Layout(p.shape for p in mlp().parameters())
     assert name in {method.name for method in METHODS.values()}
-    method = Method(name, topology="torus", seed=2)
+    method = Specification(name, topology="torus", seed=2)
     assert set(method.options) == set(algorithms.defaults(name)) - {"seed"}
     method.build(method.network(ALONE, torch.device("cpu")), layout, 0)
     by_name = wrapped(OPTIMIZERS["sgd"], name, topology="torus", seed=2, processes=ALONE)[1]
@@ -904,7 +908,7 @@ def test_every_averaging_algorithm_is_reached_by_its_name(name: str) -> None:
 
 def test_names_of_methods_describe_the_same() -> None:
     """The functions that take the place of a name and its options."""
-    cases: list[tuple[Method, str, dict[str, Any]]] = [
+    cases: list[tuple[Specification, str, dict[str, Any]]] = [
         (gossip.AllReduce(), "all-reduce", {}),
         (gossip.Gossip(diffusion_rate=0.5), "dpsgd", {"diffusion_rate": 0.5}),
         (gossip.PowerGossip(rank=2, topology="star"), "power-gossip", {"rank": 2}),
@@ -914,7 +918,7 @@ def test_names_of_methods_describe_the_same() -> None:
         (gossip.Averaging("choco", options={"seed": 2}), "choco", {"seed": 2}),
     ]
     for described, name, options in cases:
-        facts = Method(name, **{"topology": described.topology, **options}).facts()
+        facts = Specification(name, **{"topology": described.topology, **options}).facts()
         _, optimizer = wrapped(OPTIMIZERS["sgd"], described, processes=ALONE)
         assert optimizer.method.facts() == facts
 
@@ -922,7 +926,7 @@ def test_names_of_methods_describe_the_same() -> None:
 def test_a_row_that_takes_all_options_in_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
 
-    def build(network: Network, layout: Layout, options: algorithms.Options) -> Any:
+    def build(network: Network, layout: Layout, options: algorithms.AveragingOptions) -> Any:
         found.append((options.diffusion_rate, options.rank, options.seed))
         return algorithms.PlainGossip(network, options.diffusion_rate)
 
@@ -945,9 +949,9 @@ def test_options_without_a_type_accept_every_value(monkeypatch: pytest.MonkeyPat
 
 
 # Facts of methods in version 1 of the state.
-VERSION_1: dict[str, tuple[Method, dict[str, Any]]] = {
+VERSION_1: dict[str, tuple[Specification, dict[str, Any]]] = {
     "power-gossip": (
-        Method("power-gossip", rank=2),
+        Specification("power-gossip", rank=2),
         {
             "method": "PowerGossip",
             "diffusion_rate": 1.0,
@@ -957,9 +961,9 @@ VERSION_1: dict[str, tuple[Method, dict[str, Any]]] = {
             "round_weights": False,
         },
     ),
-    "all-reduce": (Method("all-reduce"), {"method": "AllReduce", "diffusion_rate": 1.0}),
+    "all-reduce": (Specification("all-reduce"), {"method": "AllReduce", "diffusion_rate": 1.0}),
     "choco with rank 1": (
-        Method("choco", diffusion_rate=0.4, compressor="svd"),
+        Specification("choco", diffusion_rate=0.4, compressor="svd"),
         {
             "method": "Choco",
             "diffusion_rate": 0.4,

@@ -21,7 +21,7 @@ import gossip_run
 from gossip_run import ALGORITHMS, DATA
 from powergossip import algorithms, consensus
 from powergossip.algorithms import PlainGossip
-from powergossip.consensus import Batch, Hooks, Method, Sweep
+from powergossip.consensus import Batch, ConsensusMethod, Hooks, Sweep
 from powergossip.errors import BadInput
 from powergossip.network import Network, processes
 from powergossip.parameters import Layout
@@ -407,7 +407,7 @@ def test_a_driver_adds_an_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name, row in {"own": own, "of-object": of_object}.items():
         monkeypatch.setitem(algorithms.AVERAGING, name, row)
-        monkeypatch.setitem(ALGORITHMS, name, Method(name, grid=("diffusion_rate",)))
+        monkeypatch.setitem(ALGORITHMS, name, ConsensusMethod(name, grid=("diffusion_rate",)))
         found = gossiped(algorithm=name, compression_rank=3, diffusion_rate=0.5, num_steps=5)
         expected = gossiped(algorithm="uncompressed", diffusion_rate=0.5, num_steps=5)
         assert found["value"].tolist() == expected["value"].tolist()

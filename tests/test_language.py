@@ -21,12 +21,12 @@ from powergossip.randomness import generator
 from powergossip.tasks import language, texts
 from powergossip.tasks.language import LanguageModeling
 from powergossip.tasks.language_models import LSTM, LanguageModel
-from powergossip.tasks.task import Options, Split
+from powergossip.tasks.task import Split, TaskOptions
 from powergossip.training.settings import checked
 from tests import small_data
 
 
-def options(**changes: Any) -> Options:
+def options(**changes: Any) -> TaskOptions:
     return small_data.options(**({"task": "LSTM", "n_workers": 3, "batch_size": 4} | changes))
 
 

@@ -23,7 +23,7 @@ from powergossip.algorithms import learning
 from powergossip.errors import BadInput
 from powergossip.network import Network, Processes, processes
 from powergossip.optimizers import GossipOptimizer
-from powergossip.optimizers.specification import Method
+from powergossip.optimizers.specification import Specification
 from powergossip.parameters import Layout, Parameters
 from powergossip.training.local_optimizers import LocalOptimizer
 
@@ -442,7 +442,7 @@ def half(model: nn.Module) -> torch.optim.Optimizer:
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 GT, QG, MT = "gradient-tracking", "quasi-global-momentum", "momentum-tracking"
-REJECTED: dict[str, tuple[Make, str | Method, dict[str, Any], str]] = {
+REJECTED: dict[str, tuple[Make, str | Specification, dict[str, Any], str]] = {
     "name": (sgd, "dpsgd", {"learning": "d2"}, "^learning=d2: use"),
     "not a name": (sgd, "dpsgd", {"learning": 3}, "^learning=3: use"),
     "option of d-psgd": (sgd, "dpsgd", {"learning_options": {"momentum": 0.9}}, "^momentum=0.9: "),
@@ -459,7 +459,7 @@ REJECTED: dict[str, tuple[Make, str | Method, dict[str, Any], str]] = {
     ),
     "without effect in a method": (
         sgd,
-        Method("dpsgd", topology="chain", diffusion_rate=0.3),
+        Specification("dpsgd", topology="chain", diffusion_rate=0.3),
         {"learning": "relay-sgd"},
         "^diffusion_rate=0.3: learning=relay-sgd has no such option",
     ),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from powergossip.network import Processes
-from powergossip.network.resilient.collectives import HAVE, IMPOSE, VALUE, Gathering, Outgoing
+from powergossip.network.resilient.collectives import HAVE, IMPOSE, VALUE, Consensus, Outgoing
 from powergossip.network.resilient.messages import encoded, octets
 
 
@@ -19,7 +19,7 @@ class Crowd:
         self.random = random.Random(seed)
         self.living = set(range(size))
         self.detected = {p: set(range(size)) for p in range(size)}  # who p believes to be alive
-        self.gatherings = {p: Gathering(p, bytes([p, seed % 256])) for p in range(size)}
+        self.gatherings = {p: Consensus(p, bytes([p, seed % 256])) for p in range(size)}
         self.queues: dict[tuple[int, int], deque[tuple[int, torch.Tensor]]] = {
             (p, q): deque() for p in range(size) for q in range(size) if p != q
         }
@@ -85,7 +85,7 @@ def test_all_survivors_agree_whoever_dies_and_whenever(size: int, deaths: int) -
 
 
 def test_without_a_death_nobody_waits_for_more_than_the_values() -> None:
-    first, second = Gathering(0, b"a"), Gathering(1, b"b")
+    first, second = Consensus(0, b"a"), Consensus(1, b"b")
     assert [phase for _, phase, _ in first.advance({0, 1})] == [0]
     (message,) = second.advance({0, 1})
     assert first.members is None
@@ -96,7 +96,7 @@ def test_without_a_death_nobody_waits_for_more_than_the_values() -> None:
 
 
 def test_without_a_death_nobody_waits_for_an_estimate() -> None:
-    gatherings = [Gathering(process, b"") for process in range(3)]
+    gatherings = [Consensus(process, b"") for process in range(3)]
     alive = {0, 1, 2}
     for _ in range(2):  # the values, then the sets
         for source, gathering in enumerate(gatherings):
@@ -108,7 +108,7 @@ def test_without_a_death_nobody_waits_for_an_estimate() -> None:
 
 def test_the_lowest_survivor_determines_the_members() -> None:
     """Process 3 ends before its value reaches 2, and 2 ends before its set reaches 1."""
-    lowest, other = Gathering(0, b""), Gathering(1, b"")
+    lowest, other = Consensus(0, b""), Consensus(1, b"")
     for own, gathering in enumerate((lowest, other)):
         gathering.advance({0, 1, 2, 3})
         for source in {0, 1, 2, 3} - {own}:
@@ -128,7 +128,7 @@ def test_the_lowest_survivor_determines_the_members() -> None:
 
 def test_of_several_estimates_that_of_the_highest_lower_process_counts() -> None:
     """Process 0 ends before its estimate reaches 1, which then determines the members."""
-    gathering, everyone = Gathering(3, b""), {0, 1, 2, 3}
+    gathering, everyone = Consensus(3, b""), {0, 1, 2, 3}
     gathering.advance(everyone)
     for source in (0, 1, 2):
         gathering.receive(source, VALUE, octets(b""))

@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 from powergossip.errors import Dropped, Stopped
 from powergossip.network.resilient import failure_detector
-from powergossip.network.resilient.collectives import Survivors
+from powergossip.network.resilient.collectives import LiveProcesses
 from powergossip.network.resilient.failure_detector import DATA, DROPPED, LOST, Peers
 from powergossip.network.resilient.heartbeats import Identity, Liveness, exchange_identities
 from powergossip.network.resilient.messages import Envelope, Payload, decoded, octets
@@ -194,7 +194,7 @@ def test_a_dropped_process_writes_neither_a_checkpoint_nor_a_row(
 ) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "host")
     wire = Wire()
-    survivors = Survivors(three(wire))
+    survivors = LiveProcesses(three(wire))
     survivors.agreed = nullcontext  # type: ignore[method-assign,assignment]
     survivors.gather = lambda value: [value]  # type: ignore[method-assign]
     checkpoints, state = Checkpoints(tmp_path, survivors), {"rows": torch.zeros(1)}

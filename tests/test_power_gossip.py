@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from powergossip import algorithms, kernels, topologies
-from powergossip.algorithms import Options, PlainGossip, PowerGossip
+from powergossip.algorithms import AveragingOptions, PlainGossip, PowerGossip
 from powergossip.algorithms.directions import Directions, EdgeConstants
 from powergossip.algorithms.power_gossip_reference import PowerGossipReference
 from powergossip.network import Network
@@ -248,7 +248,7 @@ def test_rounded_directions_are_signs() -> None:
 def test_bits_are_the_formula(rank: int, iterations: int) -> None:
     """32 r Σ columns and 32 r Σ rows in turns, and 32 for each element that is not compressed."""
     layout, network = Layout(SHAPES), alone("ring", 4)
-    options = Options(rank=rank, num_iterations=iterations)
+    options = AveragingOptions(rank=rank, num_iterations=iterations)
     averaging = algorithms.make("power-gossip", network, layout, options)
     matrices = [(s[0], int(np.prod(s[1:]))) for s in SHAPES if len(s) >= 2]
     low = [(m, k) for m, k in matrices if min(m, k) > rank]
@@ -268,9 +268,9 @@ def test_bytes_of_resnet20_are_the_known_ones() -> None:
     model = ResNet20((3, 32, 32), 10)
     layout = Layout(p.shape for p in model.parameters())
     for name, options, expected in [
-        ("power-gossip", Options(), 2 * 38_820),
-        ("power-gossip", Options(num_iterations=2), 2 * 65_016),
-        ("dpsgd", Options(), 2 * 2_179_792),
+        ("power-gossip", AveragingOptions(), 2 * 38_820),
+        ("power-gossip", AveragingOptions(num_iterations=2), 2 * 65_016),
+        ("dpsgd", AveragingOptions(), 2 * 2_179_792),
     ]:
         network = alone("ring", 8)
         averaging = algorithms.make(name, network, layout, options)

@@ -18,15 +18,16 @@ from powergossip import prediction, topologies
 from powergossip.errors import BadInput
 from powergossip.network import Network
 from powergossip.parameters import Layout
-from powergossip.prediction import METHODS, Cluster, Compute, Method, Phase, Traffic
+from powergossip.prediction import METHODS, Cluster, Compute, Phase, PredictedMethod, Traffic
 from powergossip.prediction import command_line as program
 from powergossip.prediction import traffic as of_traffic
 from powergossip.topologies import Round, Topology
 
 LAYOUT = Layout([(6, 5), (5, 6), (4, 3, 2), (7,)])
 GRAPHS = ("ring", "torus", "exponential", "one-peer-exponential", "base-graph", "star")
-EVERY = {**METHODS, "DeepSqueeze": Method("deepsqueeze"), "Moniqua": Method("moniqua"),
-         "signSGD": Method("signsgd"), "DGC": Method("dgc")}  # fmt: skip
+EVERY = {**METHODS, "DeepSqueeze": PredictedMethod("deepsqueeze"),
+         "Moniqua": PredictedMethod("moniqua"),
+         "signSGD": PredictedMethod("signsgd"), "DGC": PredictedMethod("dgc")}  # fmt: skip
 WORKING = [(n, g) for n in EVERY for g in GRAPHS if not EVERY[n].rejects(topologies.make(g, 8))]
 GOSSIP = METHODS["D-PSGD"]
 

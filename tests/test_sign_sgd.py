@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from powergossip import topologies
 from powergossip.algorithms.learning import CentralizedSGD
-from powergossip.algorithms.sign_sgd import Config, SignSGDAggregation
+from powergossip.algorithms.sign_sgd import SignSGDAggregation, SignSGDConfig
 from powergossip.network import Network, Processes, processes
 from powergossip.optimizers import sign_sgd as loop
 from powergossip.parameters import Layout, Parameters
@@ -23,7 +23,7 @@ def aggregation(
     n_workers: int, who: Processes | None = None, momentum: float = 0.0
 ) -> tuple[Network, SignSGDAggregation]:
     network = Network(topologies.make("ring", n_workers), who or Processes())
-    return network, SignSGDAggregation(network, LAYOUT, Config(momentum))
+    return network, SignSGDAggregation(network, LAYOUT, SignSGDConfig(momentum))
 
 
 @pytest.mark.parametrize("n_workers", [1, 3, 4])
@@ -85,7 +85,7 @@ def test_weight_decay_is_added_to_the_vote_without_momentum() -> None:
     network = Network(topologies.make("ring", 2), Processes())
     net = nn.Linear(4, 3)
     parameters = Parameters([copy.deepcopy(net) for _ in range(2)])
-    a = SignSGDAggregation(network, parameters.layout, Config(0.9))
+    a = SignSGDAggregation(network, parameters.layout, SignSGDConfig(0.9))
     rate, decay, x = 0.01, 0.5, parameters.x.clone()
 
     def update(g: Tensor) -> None:
@@ -120,7 +120,7 @@ def test_five_lines_in_a_loop() -> None:
     who = processes()
     net, reference = model(who.rank), model(0)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, weight_decay=0.1)
-    signs = loop.SignSGD(net.named_parameters(), loop.Config(momentum=0.0))
+    signs = loop.SignSGD(net.named_parameters(), loop.SignSGDConfig(momentum=0.0))
     for t in range(6):
         backward(net, who.rank, t)
         loop.optimizer_step(optimizer, signs)

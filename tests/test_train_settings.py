@@ -16,7 +16,7 @@ from powergossip.checks import BadValue
 from powergossip.compressors import COMPRESSORS
 from powergossip.errors import BadInput
 from powergossip.network import Processes
-from powergossip.optimizers.specification import Method
+from powergossip.optimizers.specification import Specification
 from powergossip.runs import configuration
 from powergossip.training.resuming import check_same_run
 from powergossip.training.settings import (
@@ -320,7 +320,7 @@ def test_rates_of_choco_by_default(
     given = {key.removeprefix("optimizer_"): value for key, value in more.items()}
     given.pop("learning", None)
     if "learning" not in more:
-        method = Method("choco", compressor=compressor, **given)
+        method = Specification("choco", compressor=compressor, **given)
         assert method.options["diffusion_rate"] == rate
         assert method.options["copy_rate"] == copy_rate
 

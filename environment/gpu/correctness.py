@@ -49,14 +49,14 @@ def check_random_numbers(setting: Setting, findings: Findings) -> None:
 # --- Averaging rules ------------------------------------------------------------------------------
 
 
-class Run(NamedTuple):
+class DeviceRun(NamedTuple):
     """A rule on a device, and the x that it averages."""
 
     network: Network
     rule: algorithms.Averaging
     x: Tensor
 
-    def advance(self) -> "Run":
+    def advance(self) -> "DeviceRun":
         """Make STEPS steps."""
         for _ in range(STEPS):
             self.network.run(self.rule.step(self.x))
@@ -68,14 +68,14 @@ class Run(NamedTuple):
         Checkpoints(folder, Processes()).save(STEPS, self.network.workers, state, {})
 
 
-def started(case: Case, device: torch.device, x: Tensor) -> Run:
+def started(case: Case, device: torch.device, x: Tensor) -> DeviceRun:
     """A run from copies of x on a device."""
     network = cases.network(device)
     rule = algorithms.make(case.name, network, cases.layout(), **case.options)
-    return Run(network, rule, x.clone().to(device))
+    return DeviceRun(network, rule, x.clone().to(device))
 
 
-def resumed(case: Case, device: torch.device, folder: Path) -> Run:
+def resumed(case: Case, device: torch.device, folder: Path) -> DeviceRun:
     """A run from the checkpoint in a folder."""
     state = Checkpoints(folder, Processes()).load(range(cases.WORKERS))
     run = started(case, device, state["x"])
@@ -116,7 +116,7 @@ def check_averaging(setting: Setting, findings: Findings) -> None:
     findings.table(columns, rows)
 
 
-def copies_agree(run: Run) -> bool:
+def copies_agree(run: DeviceRun) -> bool:
     """Whether all copies x̂_j of neighbors are equal to worker j's own, if the rule keeps any."""
     state = run.rule.state_dict()
     if not {"public", "publics"} <= {*state}:

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from powergossip.tasks import Datasets, Options, Task
+from powergossip.tasks import Datasets, Task, TaskOptions
 from powergossip.tasks.images import ImageClassification, LabeledImages
 from powergossip.tasks.language_models import Transformer
 
 
-def images(options: Options, samples: int = 4096, size: int = 32) -> Task:
+def images(options: TaskOptions, samples: int = 4096, size: int = 32) -> Task:
     """Images of random pixels, in 10 classes: by default as large as those of CIFAR-10."""
     random = torch.Generator().manual_seed(0)
 

@@ -53,13 +53,13 @@ __all__ = [
     "DPSGD",
     "AllReduce",
     "Averaging",
+    "AveragingOptions",
     "ChebyshevGossip",
     "ChocoGossip",
     "Correction",
     "DeepSqueeze",
     "FiniteTimeGossip",
     "Moniqua",
-    "Options",
     "PlainGossip",
     "PowerGossip",
     "PushSum",
@@ -149,11 +149,11 @@ CONSENSUS_ONLY: dict[str, _options.Row] = {
 }
 
 
-class Options(_options.Options):
+class AveragingOptions(_options.Options):
     """Options of all averaging algorithms as attributes, for rows that take them in one object."""
 
     def __init__(self, **given: Any):
-        compressor_options = given.pop("compressor_options", compressors.Options())
+        compressor_options = given.pop("compressor_options", compressors.CompressorOptions())
         super().__init__(AVERAGING | CONSENSUS_ONLY, given)
         # Also for rows that differ: CHOCO-Gossip's default depends on compressor and graph.
         self.diffusion_rate: Any = given.get("diffusion_rate", 1.0)
@@ -230,7 +230,11 @@ def warn_of_rate(
 
 
 def make(
-    name: str, network: Network, layout: Layout, options: Options | None = None, **given: Any
+    name: str,
+    network: Network,
+    layout: Layout,
+    options: AveragingOptions | None = None,
+    **given: Any,
 ) -> Averaging:
     """Build the averaging algorithm of that name with the options `given`.
 
@@ -239,7 +243,7 @@ def make(
     """
     row = _options.find(AVERAGING | CONSENSUS_ONLY, "algorithm", name)
     if _options.takes_all(row):
-        return _unbiased(name, network, row(network, layout, options or Options(**given)))
+        return _unbiased(name, network, row(network, layout, options or AveragingOptions(**given)))
     if options is not None:
         own = _options.defaults(row)
         given = {option: value for option, value in options.given.items() if option in own}

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from powergossip import compressors, options
 from powergossip.algorithms import dgc, power_sgd, sign_sgd
-from powergossip.algorithms.error_feedback import Config as ErrorFeedbackConfig
 from powergossip.algorithms.error_feedback import ErrorFeedback
+from powergossip.algorithms.error_feedback import ErrorFeedbackConfig as ErrorFeedbackConfig
 from powergossip.network import Conversation, Network
 from powergossip.parameters import Layout
 
@@ -133,9 +133,9 @@ def _error_feedback(
 # The names that users choose from: `optimizer` in train.py.
 AGGREGATIONS: dict[str, options.Row] = {
     "powersgd": _row(power_sgd.Aggregation, power_sgd.Config, rank=1),
-    "dgc": _row(dgc.DGCAggregation, dgc.Config),
+    "dgc": _row(dgc.DGCAggregation, dgc.DGCConfig),
     "ef-sgd": _error_feedback,
-    "signsgd": _row(sign_sgd.SignSGDAggregation, sign_sgd.Config),
+    "signsgd": _row(sign_sgd.SignSGDAggregation, sign_sgd.SignSGDConfig),
 }
 
 

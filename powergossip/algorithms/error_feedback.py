@@ -20,7 +20,7 @@ from powergossip.parameters import Layout, complement, put_in, take_out
 
 
 @dataclass(frozen=True)
-class Config:
+class ErrorFeedbackConfig:
     """
     momentum, nesterov     as in torch.optim.SGD, before compression. 0: the local optimizer may
                            have momentum, which then follows the aggregation
@@ -81,7 +81,9 @@ class ErrorFeedback:
 
     clips: ClassVar[bool] = False
 
-    def __init__(self, network: Network, layout: Layout, compressor: Compressor, config: Config):
+    def __init__(
+        self, network: Network, layout: Layout, compressor: Compressor, config: ErrorFeedbackConfig
+    ):
         self._network, self._layout, self._config = network, layout, config
         self.owns_momentum = config.momentum > 0
         self.momentum, self.nesterov = config.momentum, config.nesterov

@@ -19,7 +19,7 @@ from powergossip.parameters import Layout
 
 
 @dataclass(frozen=True)
-class Config:
+class SignSGDConfig:
     """
     momentum   β of the average whose sign is sent. 0: signSGD, otherwise Signum
 
@@ -58,7 +58,7 @@ class SignSGDAggregation:
     momentum: float = 0.0  # of the weight decay
     nesterov: bool = False
 
-    def __init__(self, network: Network, layout: Layout, config: Config):
+    def __init__(self, network: Network, layout: Layout, config: SignSGDConfig):
         self._network, self._size, self._beta = network, layout.size, config.momentum
         self._steps = 0
         self._momentum: Tensor | None = None

@@ -74,10 +74,10 @@ __all__ = [
     "BySize",
     "Codec",
     "Compressor",
+    "CompressorOptions",
     "Field",
     "Identity",
     "Levels",
-    "Options",
     "RandomBlock",
     "RandomK",
     "Rounding",
@@ -108,14 +108,14 @@ COMPRESSORS: dict[str, _options.Row] = {
 }
 
 
-class Options(_options.Options):
+class CompressorOptions(_options.Options):
     """Options of all compressors as attributes, for a row that takes them in one object."""
 
     def __init__(self, **given: Any):
         super().__init__(COMPRESSORS, given)
 
 
-def make(name: str, options: Options | None = None, **given: Any) -> Compressor:
+def make(name: str, options: CompressorOptions | None = None, **given: Any) -> Compressor:
     """Build the compressor of that name with the options `given`.
 
     From an `options` object it takes its own. Raises ValueError for an unknown name, an option that
@@ -123,7 +123,7 @@ def make(name: str, options: Options | None = None, **given: Any) -> Compressor:
     """
     row = _options.find(COMPRESSORS, "compressor", name)
     if _options.takes_all(row):
-        built: Compressor = row(options or Options(**given))
+        built: Compressor = row(options or CompressorOptions(**given))
         return built
     known = _options.defaults(row)
     if options is not None:

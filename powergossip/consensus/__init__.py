@@ -10,7 +10,7 @@ entry point.
 """
 
 from powergossip.consensus.data import DATA, Matrices
-from powergossip.consensus.methods import ALGORITHMS, Method
+from powergossip.consensus.methods import ALGORITHMS, ConsensusMethod
 from powergossip.consensus.settings import Setting, checked
 from powergossip.consensus.sweep import Batch, Hooks, Sweep, is_logged
 
@@ -18,9 +18,9 @@ __all__ = [
     "ALGORITHMS",
     "DATA",
     "Batch",
+    "ConsensusMethod",
     "Hooks",
     "Matrices",
-    "Method",
     "Setting",
     "Sweep",
     "checked",

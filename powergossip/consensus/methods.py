@@ -10,7 +10,7 @@ from powergossip.parameters import Layout
 
 
 @dataclass(frozen=True)
-class Method:
+class ConsensusMethod:
     """An averaging algorithm, its fixed options, and its grid.
 
     averaging   # row of algorithms.AVERAGING or algorithms.CONSENSUS_ONLY
@@ -31,9 +31,11 @@ class Method:
         given = {**values, **self.options}
         row = (algorithms.AVERAGING | algorithms.CONSENSUS_ONLY)[self.averaging]
         if options.takes_all(row):
-            every = vars(algorithms.Options())
+            every = vars(algorithms.AveragingOptions())
             known = {option: value for option, value in given.items() if option in every}
-            return algorithms.make(self.averaging, network, layout, algorithms.Options(**known))
+            return algorithms.make(
+                self.averaging, network, layout, algorithms.AveragingOptions(**known)
+            )
         own = algorithms.defaults(self.averaging, given)
         known = {option: value for option, value in given.items() if option in own}
         return algorithms.make(self.averaging, network, layout, **known)
@@ -45,26 +47,26 @@ _RATE = ("diffusion_rate",)
 _RATE_AND_THETA = ("diffusion_rate", "theta")
 
 
-def _power_gossip(**options: Any) -> Method:
-    return Method("power-gossip", options, _RATE, needs_grid=False)
+def _power_gossip(**options: Any) -> ConsensusMethod:
+    return ConsensusMethod("power-gossip", options, _RATE, needs_grid=False)
 
 
-ALGORITHMS: dict[str, Method] = {
-    "uncompressed": Method("dpsgd", grid=_RATE, needs_grid=False, num_steps=_FEW_STEPS),
+ALGORITHMS: dict[str, ConsensusMethod] = {
+    "uncompressed": ConsensusMethod("dpsgd", grid=_RATE, needs_grid=False, num_steps=_FEW_STEPS),
     "power_gossip": _power_gossip(),
     "power_gossip_random": _power_gossip(warm_start=False),
     "power_gossip_signs": _power_gossip(round_weights=True),
     "power_gossip_random_signs": _power_gossip(warm_start=False, round_weights=True),
-    "sign_choco": Method("choco", {"compressor": "sign-and-norm"}, _RATE),
-    "topk_choco": Method("choco", {"compressor": "top-k"}, _RATE),
-    "randomk_choco": Method("choco", {"compressor": "random-k", "rank": None}, _RATE),
-    "svd_choco": Method("choco", {"compressor": "svd"}, _RATE),
-    "qsgd_choco": Method("choco", {"compressor": "qsgd"}, _RATE),
-    "fp_choco": Method("choco", {"compressor": "identity"}, _RATE),
-    "sign_deepsqueeze": Method("deepsqueeze", {"compressor": "sign-and-norm"}, _RATE),
-    "topk_deepsqueeze": Method("deepsqueeze", {"compressor": "top-k"}, _RATE),
-    "moniqua": Method("moniqua", grid=_RATE_AND_THETA),
-    "push_sum": Method("push-sum", num_steps=_FEW_STEPS),
-    "chebyshev": Method("chebyshev", num_steps=_FEW_STEPS),
-    "finite_time": Method("finite-time", num_steps=_FEW_STEPS),
+    "sign_choco": ConsensusMethod("choco", {"compressor": "sign-and-norm"}, _RATE),
+    "topk_choco": ConsensusMethod("choco", {"compressor": "top-k"}, _RATE),
+    "randomk_choco": ConsensusMethod("choco", {"compressor": "random-k", "rank": None}, _RATE),
+    "svd_choco": ConsensusMethod("choco", {"compressor": "svd"}, _RATE),
+    "qsgd_choco": ConsensusMethod("choco", {"compressor": "qsgd"}, _RATE),
+    "fp_choco": ConsensusMethod("choco", {"compressor": "identity"}, _RATE),
+    "sign_deepsqueeze": ConsensusMethod("deepsqueeze", {"compressor": "sign-and-norm"}, _RATE),
+    "topk_deepsqueeze": ConsensusMethod("deepsqueeze", {"compressor": "top-k"}, _RATE),
+    "moniqua": ConsensusMethod("moniqua", grid=_RATE_AND_THETA),
+    "push_sum": ConsensusMethod("push-sum", num_steps=_FEW_STEPS),
+    "chebyshev": ConsensusMethod("chebyshev", num_steps=_FEW_STEPS),
+    "finite_time": ConsensusMethod("finite-time", num_steps=_FEW_STEPS),
 }

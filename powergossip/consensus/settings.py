@@ -10,7 +10,7 @@ from powergossip import checks
 from powergossip.algorithms import rates
 from powergossip.checks import BadValue
 from powergossip.consensus.data import DATA
-from powergossip.consensus.methods import ALGORITHMS, Method
+from powergossip.consensus.methods import ALGORITHMS, ConsensusMethod
 from powergossip.events import scenario
 from powergossip.network import Processes
 from powergossip.network import hosted_workers as hosted
@@ -107,7 +107,7 @@ def num_steps(c: Any, name: str) -> int:
     return ALGORITHMS[name].num_steps if steps is None else int(steps)
 
 
-def grid(c: Any, method: Method, topology: Topology) -> list[Setting]:
+def grid(c: Any, method: ConsensusMethod, topology: Topology) -> list[Setting]:
     """All settings of an algorithm. Raises BadValue for diffusion_rate=auto without a spectrum."""
     points = {"diffusion_rate": _diffusion_rates(c, method, topology)}
     if "theta" in method.grid:
@@ -116,7 +116,7 @@ def grid(c: Any, method: Method, topology: Topology) -> list[Setting]:
     return [dict(zip(points, values, strict=True)) for values in product(*points.values())]
 
 
-def _diffusion_rates(c: Any, method: Method, topology: Topology) -> list[float]:
+def _diffusion_rates(c: Any, method: ConsensusMethod, topology: Topology) -> list[float]:
     if c.diffusion_rate is not None:
         return [rates.best(topology) if c.diffusion_rate == rates.AUTO else float(c.diffusion_rate)]
     count, low, high = (

@@ -372,7 +372,7 @@ class BatchByEdges:
 
         def make(index: int, view: View, steps: int) -> Worker:
             row = learning.Variables(self.x[index : index + 1], sweep.layout)
-            return Worker(index, members, rule, learning.Rule(row), policy, view, steps)
+            return Worker(index, members, rule, learning.EdgeRule(row), policy, view, steps)
 
         drawn = scenario.read(c.scenario or {}, c.n_workers, c.seed)
         self._clock = VirtualClock(drawn, self.x, make, lambda worker, step: None)

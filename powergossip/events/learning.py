@@ -48,7 +48,7 @@ class Local(Protocol):
         ...
 
 
-class Row(Protocol):
+class WorkerRow(Protocol):
     """A worker's own row of the flat buffers, see parameters.Parameters.
 
     x, grad  # [1, D]
@@ -70,7 +70,7 @@ class Variables(NamedTuple):
     layout: Layout
 
 
-class Rule:
+class EdgeRule:
     """A learning rule without learning: x changes by exchanges only. The base of the others.
 
     overlaps  # whether exchanges may start before the gradient
@@ -78,7 +78,7 @@ class Rule:
 
     overlaps: ClassVar[bool] = True
 
-    def __init__(self, row: "Row | Variables", overlapping: bool = True):
+    def __init__(self, row: "WorkerRow | Variables", overlapping: bool = True):
         self._x, self.layout = row.x, row.layout
         self.overlapping = overlapping and self.overlaps
 
@@ -119,12 +119,12 @@ class Rule:
         """Restore the state returned by `state_dict()`."""
 
 
-class _Learning(Rule):
+class _Learning(EdgeRule):
     """A rule with a local optimizer."""
 
     def __init__(
         self,
-        row: Row,
+        row: WorkerRow,
         local: Local,
         *,
         overlapping: bool = True,

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from powergossip.events.averaging import End, Exchanges
-from powergossip.events.learning import Rule
+from powergossip.events.learning import EdgeRule
 from powergossip.events.members import Members, View, union
 from powergossip.events.scenario import POLICIES
 
@@ -114,7 +114,7 @@ class Worker:
         index: int,
         members: Members,
         exchanges: Exchanges,
-        rule: Rule,
+        rule: EdgeRule,
         policy: Policy,
         view: View | None = None,
         steps: int = 0,

@@ -15,10 +15,10 @@ Ways to train in parallel:
     SignSGD, SignSGDConfig            majority vote on signs, see optimizers.sign_sgd
 """
 
-from powergossip.algorithms.dgc import Config as DGCConfig
-from powergossip.algorithms.error_feedback import Config as ErrorFeedbackConfig
+from powergossip.algorithms.dgc import DGCConfig as DGCConfig
+from powergossip.algorithms.error_feedback import ErrorFeedbackConfig as ErrorFeedbackConfig
 from powergossip.algorithms.power_sgd import Config
-from powergossip.algorithms.sign_sgd import Config as SignSGDConfig
+from powergossip.algorithms.sign_sgd import SignSGDConfig as SignSGDConfig
 from powergossip.optimizers.ddp_hook import GossipState, gossip_hook
 from powergossip.optimizers.dgc import DGC, DGCSGD
 from powergossip.optimizers.error_feedback import ErrorFeedback

@@ -32,7 +32,7 @@ from powergossip import network
 from powergossip.optimizers.checks import check_same_everywhere
 from powergossip.optimizers.gossip import check_wrappable
 from powergossip.optimizers.gossip_engine import Averaged, trainable_of
-from powergossip.optimizers.specification import Method, as_method, check_overlapping
+from powergossip.optimizers.specification import Specification, as_method, check_overlapping
 
 
 class GossipState:
@@ -70,7 +70,7 @@ class GossipState:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        method: str | Method,
+        method: str | Specification,
         *,
         local_steps: int = 1,
         message_dtype: str = "float32",

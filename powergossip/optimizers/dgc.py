@@ -1,8 +1,8 @@
 """Deep Gradient Compression in a training loop of your own, one worker per process.
 
-    from powergossip.optimizers.dgc import DGC, DGCSGD, Config, optimizer_step
+    from powergossip.optimizers.dgc import DGC, DGCSGD, DGCConfig, optimizer_step
 
-    config = Config(compress_ratio=0.001, warmup_epochs=4, momentum=0.9)
+    config = DGCConfig(compress_ratio=0.001, warmup_epochs=4, momentum=0.9)
     dgc = DGC(model.named_parameters(), config)
     optimizer = DGCSGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     for epoch in range(num_epochs):
@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from powergossip import checks
-from powergossip.algorithms.dgc import Config, DGCAggregation
+from powergossip.algorithms.dgc import DGCAggregation, DGCConfig
 from powergossip.network import Network
 from powergossip.optimizers.checks import Params
 from powergossip.optimizers.gradients import Gradients
@@ -55,14 +55,14 @@ class DGC:
     def __init__(
         self,
         params: Params,
-        config: Config | None = None,
+        config: DGCConfig | None = None,
         network: Network | None = None,
         *,
         process_group: Any = None,
         message_dtype: str = "float32",
     ):
         checks.one_of("message_dtype", message_dtype, MESSAGE_DTYPES)
-        self.config = config or Config()
+        self.config = config or DGCConfig()
         dtypes = (torch.float32, *HALF)
         self.flat = Gradients(params, network, process_group=process_group, dtypes=dtypes)
         self.network = self.flat.network
@@ -184,21 +184,21 @@ class DGCSGD(torch.optim.Optimizer):
         return decay.add_(d, alpha=group["momentum"]) if group["nesterov"] else d
 
 
-def _check_momentum(optimizer: torch.optim.Optimizer, config: Config) -> None:
+def _check_momentum(optimizer: torch.optim.Optimizer, config: DGCConfig) -> None:
     """Raise ValueError unless DGC's momentum is the only momentum of the gradients."""
     for group in optimizer.param_groups:
         if isinstance(optimizer, DGCSGD):
             theirs = group["momentum"], group["nesterov"]
             if theirs != (config.momentum, config.nesterov):
                 raise ValueError(
-                    f"DGCSGD has momentum={theirs[0]}, nesterov={theirs[1]}, and DGC's Config has "
+                    f"DGCSGD has momentum={theirs[0]}, nesterov={theirs[1]}, and DGCConfig has "
                     f"momentum={config.momentum}, nesterov={config.nesterov}; use the same in both"
                 )
         elif momentum := float(group.get("momentum") or group.get("betas", [0])[0]):
             raise ValueError(
                 f"{type(optimizer).__name__} has momentum of its own ({momentum:g}), but DGC has "
-                "applied Config.momentum to the gradients already; use DGCSGD with the momentum of "
-                "Config, or torch.optim.SGD with momentum=0"
+                "applied DGCConfig.momentum to the gradients already; use DGCSGD with it, "
+                "or torch.optim.SGD with momentum=0"
             )
 
 

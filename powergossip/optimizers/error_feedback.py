@@ -1,7 +1,7 @@
 """Error-feedback SGD in a training loop of your own, one worker per process.
 
     from powergossip.compressors import TopK
-    from powergossip.optimizers.error_feedback import Config, ErrorFeedback, optimizer_step
+    from powergossip.optimizers.error_feedback import ErrorFeedback, optimizer_step
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     feedback = ErrorFeedback(model.named_parameters(), TopK(keep_ratio=0.01))
@@ -9,22 +9,22 @@
         loss(model, batch).backward()
         optimizer_step(optimizer, feedback)  # in place of optimizer.step() and zero_grad()
 
-The optimizer's momentum follows the mean. With Config(momentum=…), each worker's momentum is
-compressed instead, and the optimizer is SGD with momentum=0, or `DGCSGD`, which applies that
-momentum to the weight decay. The algorithm is algorithms.error_feedback.
+The optimizer's momentum follows the mean. With ErrorFeedbackConfig(momentum=…), each worker's
+momentum is compressed instead, and the optimizer is SGD with momentum=0, or `DGCSGD`, which applies
+that momentum to the weight decay. The algorithm is algorithms.error_feedback.
 """
 
 from typing import Any
 
-from powergossip.algorithms.error_feedback import Config
 from powergossip.algorithms.error_feedback import ErrorFeedback as Aggregation
+from powergossip.algorithms.error_feedback import ErrorFeedbackConfig
 from powergossip.compressors import Compressor
 from powergossip.network import Network
 from powergossip.optimizers.checks import Params
 from powergossip.optimizers.dgc import DGCSGD
 from powergossip.optimizers.gradient_engine import Aggregated, optimizer_step
 
-__all__ = ["DGCSGD", "Config", "ErrorFeedback", "optimizer_step"]
+__all__ = ["DGCSGD", "ErrorFeedback", "ErrorFeedbackConfig", "optimizer_step"]
 
 
 class ErrorFeedback(Aggregated):
@@ -41,12 +41,12 @@ class ErrorFeedback(Aggregated):
         self,
         params: Params,
         compressor: Compressor,
-        config: Config | None = None,
+        config: ErrorFeedbackConfig | None = None,
         network: Network | None = None,
         *,
         process_group: Any = None,
     ):
-        self.config = given = config or Config()
+        self.config = given = config or ErrorFeedbackConfig()
         super().__init__(
             params,
             lambda net, layout: Aggregation(net, layout, compressor, given),

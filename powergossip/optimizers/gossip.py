@@ -37,9 +37,9 @@ from powergossip.optimizers.specification import (
     Choco,
     DeepSqueeze,
     Gossip,
-    Method,
     Moniqua,
     PowerGossip,
+    Specification,
     as_method,
     check_overlapping,
 )
@@ -51,9 +51,9 @@ __all__ = [
     "DeepSqueeze",
     "Gossip",
     "GossipOptimizer",
-    "Method",
     "Moniqua",
     "PowerGossip",
+    "Specification",
 ]
 
 
@@ -135,7 +135,7 @@ class GossipOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        method: str | Method,
+        method: str | Specification,
         *,
         local_steps: int = 1,
         overlapping: bool = False,

@@ -25,7 +25,7 @@ from powergossip.optimizers.checks import (
 )
 from powergossip.optimizers.precision import HALF, Rounding, message_dtype_of, working_dtype
 from powergossip.optimizers.rules import LearningRule, PartRule
-from powergossip.optimizers.specification import Method
+from powergossip.optimizers.specification import Specification
 from powergossip.parameters import PRECISIONS, Layout, check_parameters
 
 DTYPES = (*PRECISIONS, *HALF)  # of trainable parameters
@@ -56,7 +56,7 @@ class _Part:
         self._before: Tensor | None = None  # x before the local update, if that is rescaled
 
     def build(
-        self, method: Method, learning: LearningRule | None, network: Network, index: int
+        self, method: Specification, learning: LearningRule | None, network: Network, index: int
     ) -> None:
         """Create the averaging algorithm, or x and the learning rule."""
         if learning is None:
@@ -154,7 +154,7 @@ class Averaged:
         self,
         owner: str,
         processes: Processes,
-        method: Method,
+        method: Specification,
         like: Tensor,
         message_dtype: str = "float32",
         learning: LearningRule | None = None,

@@ -105,7 +105,7 @@ def _check_momentum(optimizer: torch.optim.Optimizer, aggregated: Aggregated) ->
         elif own := float(group.get("momentum") or group.get("betas", [0])[0]):
             raise ValueError(
                 f"{type(optimizer).__name__} has momentum of its own ({own:g}), but the momentum "
-                "is part of the method; use torch.optim.SGD with momentum=0, and Config(momentum=…)"
+                "is part of the method; use torch.optim.SGD with momentum=0, and set the method's"
             )
 
 

@@ -32,7 +32,7 @@ from powergossip.optimizers.checks import (
 )
 from powergossip.optimizers.gossip_engine import DTYPES, Averaged
 from powergossip.optimizers.precision import message_dtype_of
-from powergossip.optimizers.specification import Method, as_method
+from powergossip.optimizers.specification import Specification, as_method
 from powergossip.parameters import Layout, check_parameters
 
 
@@ -71,7 +71,7 @@ class GossipModelAverager(ModelAverager):
 
     def __init__(
         self,
-        method: str | Method,
+        method: str | Specification,
         *,
         period: int = 1,
         warmup_steps: int = 0,

@@ -16,7 +16,7 @@ from powergossip.algorithms import learning
 from powergossip.network import Conversation, Network
 from powergossip.optimizers.checks import is_frozen, named
 from powergossip.optimizers.precision import HALF
-from powergossip.optimizers.specification import Method, check_type
+from powergossip.optimizers.specification import Specification, check_type
 from powergossip.parameters import Layout
 
 # Options of rules that are keywords of GossipOptimizer, or belong to the training loop.
@@ -109,20 +109,20 @@ class LearningRule:
             checks.check("momentum", momentum, momentum == 0, f"0 {where}{own}")
             checks.check("maximize", ascends, not ascends, f"False {where}")
 
-    def check_method(self, network: Network, method: Method) -> None:
+    def check_method(self, network: Network, method: Specification) -> None:
         """Raise ValueError for an averaging algorithm or a topology that do not fit."""
         averaging = method.build(network, Layout([(2, 2)]), 0)
         learning.check(self.name, network, method.name, averaging)
 
-    def defaults_of(self, method: Method) -> Mapping[str, Any]:
+    def defaults_of(self, method: Specification) -> Mapping[str, Any]:
         """Defaults of an averaging algorithm that differ with this rule."""
         return learning.averaging_defaults(self.name, method.name)
 
-    def diffusion_factor(self, method: Method) -> float:
+    def diffusion_factor(self, method: Specification) -> float:
         """The default diffusion rate of an averaging algorithm, relative to that without a rule."""
         return learning.diffusion_factor(self.name, method.name)
 
-    def warn_of(self, method: Method) -> None:
+    def warn_of(self, method: Specification) -> None:
         """Warn of options of an averaging algorithm that are too large for this rule."""
         learning.warn_of(self.name, method.name, method.options)
 
@@ -166,7 +166,7 @@ class LearningRule:
     def build(
         self,
         network: Network,
-        method: Method,
+        method: Specification,
         parameters: Sequence[Tensor],
         layout: Layout,
         x: Tensor,

@@ -1,9 +1,9 @@
 """signSGD with majority vote in a training loop of your own, one worker per process.
 
-    from powergossip.optimizers.sign_sgd import Config, SignSGD, optimizer_step
+    from powergossip.optimizers.sign_sgd import SignSGD, SignSGDConfig, optimizer_step
 
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, weight_decay=1e-4)
-    signs = SignSGD(model.named_parameters(), Config(momentum=0.9))
+    signs = SignSGD(model.named_parameters(), SignSGDConfig(momentum=0.9))
     for batch in batches:
         loss(model, batch).backward()
         optimizer_step(optimizer, signs)  # in place of optimizer.step() and zero_grad()
@@ -15,12 +15,12 @@ algorithms.sign_sgd.
 
 from typing import Any
 
-from powergossip.algorithms.sign_sgd import Config, SignSGDAggregation
+from powergossip.algorithms.sign_sgd import SignSGDAggregation, SignSGDConfig
 from powergossip.network import Network
 from powergossip.optimizers.checks import Params
 from powergossip.optimizers.gradient_engine import Aggregated, optimizer_step
 
-__all__ = ["Config", "SignSGD", "optimizer_step"]
+__all__ = ["SignSGD", "SignSGDConfig", "optimizer_step"]
 
 
 class SignSGD(Aggregated):
@@ -36,12 +36,12 @@ class SignSGD(Aggregated):
     def __init__(
         self,
         params: Params,
-        config: Config | None = None,
+        config: SignSGDConfig | None = None,
         network: Network | None = None,
         *,
         process_group: Any = None,
     ):
-        self.config = given = config or Config()
+        self.config = given = config or SignSGDConfig()
         super().__init__(
             params,
             lambda net, layout: SignSGDAggregation(net, layout, given),

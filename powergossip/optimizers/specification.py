@@ -15,7 +15,7 @@ from powergossip.network import Network, Processes
 from powergossip.parameters import Layout
 
 
-class Method:
+class Specification:
     """An averaging algorithm by its name in algorithms.AVERAGING, on a topology.
 
     topology          # a row of topologies.TOPOLOGIES, or the file of a graph
@@ -61,13 +61,13 @@ class Method:
         defaults = algorithms.defaults(name, options)
         self.options = {option: defaults[option] for option in known} | options
 
-    def preferring(self, defaults: Mapping[str, Any], factor: float = 1.0) -> "Method":
+    def preferring(self, defaults: Mapping[str, Any], factor: float = 1.0) -> "Specification":
         """The same method with other defaults of options that it has and that were not given.
 
         factor  # on the default diffusion rate
         """
         defaults = {option: value for option, value in defaults.items() if option in self.options}
-        found = Method(
+        found = Specification(
             self.name,
             topology=self.topology,
             topology_options=self.topology_options,
@@ -149,31 +149,33 @@ _TYPES = {
 }
 
 # Names of methods for GossipOptimizer's second argument, in place of a string and options.
-AllReduce = partial(Method, "all-reduce")
-Gossip = partial(Method, "dpsgd")
-PowerGossip = partial(Method, "power-gossip")
-Choco = partial(Method, "choco")
-DeepSqueeze = partial(Method, "deepsqueeze")
-Moniqua = partial(Method, "moniqua")
+AllReduce = partial(Specification, "all-reduce")
+Gossip = partial(Specification, "dpsgd")
+PowerGossip = partial(Specification, "power-gossip")
+Choco = partial(Specification, "choco")
+DeepSqueeze = partial(Specification, "deepsqueeze")
+Moniqua = partial(Specification, "moniqua")
 
 
-def Averaging(name: str, *, options: Mapping[str, Any] | None = None, **others: Any) -> Method:
+def Averaging(
+    name: str, *, options: Mapping[str, Any] | None = None, **others: Any
+) -> Specification:
     """The method of that name. `options` and the others are the keyword arguments of `Method`."""
-    return Method(name, **others, **(options or {}))
+    return Specification(name, **others, **(options or {}))
 
 
-def as_method(method: Any, options: Mapping[str, Any]) -> Method:
+def as_method(method: Any, options: Mapping[str, Any]) -> Specification:
     """The method of a name and options, or the given one. Raises ValueError."""
     if isinstance(method, str):
-        return Method(method, **options)
-    if not isinstance(method, Method):
+        return Specification(method, **options)
+    if not isinstance(method, Specification):
         raise ValueError(f"method={method!r}: use one of {', '.join(sorted(algorithms.AVERAGING))}")
     for option, value in options.items():
         raise ValueError(f"{option}={value!r}: use it with a name, or within the method")
     return method
 
 
-def check_overlapping(method: Method, where: str) -> None:
+def check_overlapping(method: Specification, where: str) -> None:
     """Raise ValueError for a method that must follow the local update."""
     if method.name == "all-reduce":
         raise ValueError(

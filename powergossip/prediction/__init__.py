@@ -14,7 +14,14 @@ from powergossip.prediction.command_line import command, main
 from powergossip.prediction.consensus import AT_ONCE, Consensus, consensus
 from powergossip.prediction.model import Cluster, Compute, Step, step
 from powergossip.prediction.shapes import layout, of_size
-from powergossip.prediction.traffic import METHODS, Method, Phase, Traffic, count, cpu_seconds
+from powergossip.prediction.traffic import (
+    METHODS,
+    Phase,
+    PredictedMethod,
+    Traffic,
+    count,
+    cpu_seconds,
+)
 
 __all__ = [
     "AT_ONCE",
@@ -22,8 +29,8 @@ __all__ = [
     "Cluster",
     "Compute",
     "Consensus",
-    "Method",
     "Phase",
+    "PredictedMethod",
     "Step",
     "Traffic",
     "command",

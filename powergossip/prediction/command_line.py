@@ -29,7 +29,7 @@ from powergossip.errors import BadInput
 
 if TYPE_CHECKING:
     from powergossip.parameters import Layout
-    from powergossip.prediction import Cluster, Method
+    from powergossip.prediction import Cluster, PredictedMethod
     from powergossip.topologies import Topology
 
 RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}  # bits per second
@@ -141,7 +141,7 @@ def _graphs(names: Sequence[str], n: int) -> "dict[str, Topology]":
 
 
 def _lines(
-    methods: "Mapping[str, Method]",
+    methods: "Mapping[str, PredictedMethod]",
     graphs: "Mapping[str, Topology]",
     layout: "Layout",
     cluster: "Cluster",
@@ -249,11 +249,11 @@ def _time(seconds: float) -> str:
     return f"{seconds / 1e-6:.3g} us"
 
 
-def _methods(given: Sequence[str]) -> "Mapping[str, Method]":
+def _methods(given: Sequence[str]) -> "Mapping[str, PredictedMethod]":
     """{label: Method} of --method NAME:OPTION=VALUE,…, by default those of `METHODS`."""
     from powergossip import algorithms
     from powergossip.algorithms import aggregation
-    from powergossip.prediction import METHODS, Method
+    from powergossip.prediction import METHODS, PredictedMethod
 
     if not given:
         return METHODS
@@ -273,7 +273,7 @@ def _methods(given: Sequence[str]) -> "Mapping[str, Method]":
                 options[key] = reading.value(value)
             except reading.Unreadable as error:
                 raise BadInput(f"--method={text}: {value} is not YAML ({error})") from error
-        found[text] = Method(name, options)
+        found[text] = PredictedMethod(name, options)
     return found
 
 

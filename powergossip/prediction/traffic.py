@@ -31,7 +31,7 @@ STEPS = 2  # after which the sides of power iteration repeat
 
 
 @dataclass(frozen=True)
-class Method:
+class PredictedMethod:
     """A row of algorithms.AVERAGING or aggregation.AGGREGATIONS with its options.
 
     overlaps  # whether the first messages are in flight while the gradient is computed
@@ -69,14 +69,14 @@ class Method:
 
 _NOW = {"start_compressing_after_num_steps": 0}  # without steps of plain all-reduce before
 
-METHODS: dict[str, Method] = {  # in the order of decreasing fidelity of a step
-    "all-reduce": Method("all-reduce"),
-    "D-PSGD": Method("dpsgd"),
-    "PowerSGD, rank 2": Method("powersgd", {"rank": 2, "num_iters_per_step": 2, **_NOW}),
-    "PowerGossip, 2 iterations": Method("power-gossip", {"num_iterations": 2}),
-    "PowerGossip, 1 iteration": Method("power-gossip", {"num_iterations": 1}),
-    "CHOCO, sign": Method("choco", {"compressor": "sign-and-norm"}),
-    "CHOCO, top 1 %": Method("choco", {"compressor": "top-k", "keep_ratio": 0.01}),
+METHODS: dict[str, PredictedMethod] = {  # in the order of decreasing fidelity of a step
+    "all-reduce": PredictedMethod("all-reduce"),
+    "D-PSGD": PredictedMethod("dpsgd"),
+    "PowerSGD, rank 2": PredictedMethod("powersgd", {"rank": 2, "num_iters_per_step": 2, **_NOW}),
+    "PowerGossip, 2 iterations": PredictedMethod("power-gossip", {"num_iterations": 2}),
+    "PowerGossip, 1 iteration": PredictedMethod("power-gossip", {"num_iterations": 1}),
+    "CHOCO, sign": PredictedMethod("choco", {"compressor": "sign-and-norm"}),
+    "CHOCO, top 1 %": PredictedMethod("choco", {"compressor": "top-k", "keep_ratio": 0.01}),
 }
 
 
@@ -121,7 +121,7 @@ class Traffic:
         )
 
 
-def count(method: Method, layout: Layout) -> Traffic:
+def count(method: PredictedMethod, layout: Layout) -> Traffic:
     """Run two steps of a method, and return its messages. Raises ValueError for bad options."""
     network = Network(topologies.make("ring", 3), LoneProcess(3))
     step, x = method.build(network, layout), _start(layout)
@@ -165,7 +165,7 @@ def _mean(phases: Sequence[Phase]) -> Phase:
 
 
 def cpu_seconds(
-    method: Method, layout: Layout, seconds: float = 0.5, n_workers: Sequence[int] = (2, 3)
+    method: PredictedMethod, layout: Layout, seconds: float = 0.5, n_workers: Sequence[int] = (2, 3)
 ) -> tuple[float, float]:
     """CPU seconds of averaging in a step of one worker: without neighbors, and for each neighbor.
 
@@ -180,7 +180,7 @@ def cpu_seconds(
     return max(0.0, one - per_neighbor), per_neighbor
 
 
-def _measured(method: Method, layout: Layout, n_workers: int, seconds: float) -> float:
+def _measured(method: PredictedMethod, layout: Layout, n_workers: int, seconds: float) -> float:
     lone = LoneProcess(n_workers)
     network = Network(topologies.make("ring", n_workers), lone)
     step, start = method.build(network, layout), _start(layout)

@@ -40,7 +40,7 @@ warnings.filterwarnings("ignore", message="Implicit conversion from (int to floa
 
 
 @dataclass(frozen=True)
-class Source:
+class Origin:
     """Origin of a key's value.
 
     place     # "the command line", "FILE.yaml, line 3", or DRIVER
@@ -52,8 +52,8 @@ class Source:
     explicit: bool
 
 
-COMMAND_LINE = Source("the command line", explicit=True)
-DRIVER = Source("config", explicit=False)  # set in the module's `config` before
+COMMAND_LINE = Origin("the command line", explicit=True)
+DRIVER = Origin("config", explicit=False)  # set in the module's `config` before
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class CommandLine:
     """
 
     output_dir: str | None
-    given: Mapping[str, Source]
+    given: Mapping[str, Origin]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class _Assignment:
 
     key: str
     value: Any
-    source: Source
+    source: Origin
     prefix: str = ""  # of error messages: the file and the line
 
     @property
@@ -156,7 +156,7 @@ def structured(kind: type[Any]) -> DictConfig:
     return _Typed(kind)
 
 
-def set_by_driver(config: DictConfig) -> dict[str, Source]:
+def set_by_driver(config: DictConfig) -> dict[str, Origin]:
     """Return DRIVER as the source of each key whose value is not the default."""
     defaults, values = _defaults(_schema(config)), OmegaConf.to_container(config)
     assert isinstance(values, dict)
@@ -233,7 +233,7 @@ def _of_file(config: DictConfig, file: str) -> list[_Assignment]:
     saved = beside_rows or len(config.keys() & content.keys()) > 0.9 * len(config)
     return [
         _Assignment(
-            str(key), value, Source(f"{file}, line {line}", not saved), f"{file}, line {line}: "
+            str(key), value, Origin(f"{file}, line {line}", not saved), f"{file}, line {line}: "
         )
         for key, (value, line) in content.items()
     ]
@@ -243,7 +243,7 @@ def _of_saved_run(config: DictConfig, file: Path) -> list[_Assignment]:
     """The values of a run's config.yaml, for keys that have their defaults in `config`."""
     changed_before = set_by_driver(config)
     return [
-        _Assignment(key, value, Source(f"{file}, line {line}", False), f"{file}, line {line}: ")
+        _Assignment(key, value, Origin(f"{file}, line {line}", False), f"{file}, line {line}: ")
         for key, (value, line) in _read_yaml(str(file), file).items()
         if key not in changed_before
     ]

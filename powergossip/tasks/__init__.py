@@ -31,7 +31,7 @@ from powergossip.tasks import (
     user_task,
 )
 from powergossip.tasks.datasets import Datasets, DatasetTask
-from powergossip.tasks.task import Batch, MainMetric, Options, Split, Task, main_metric
+from powergossip.tasks.task import Batch, MainMetric, Split, Task, TaskOptions, main_metric
 from powergossip.tasks.user_functions import is_name
 
 __all__ = [
@@ -41,9 +41,9 @@ __all__ = [
     "DatasetTask",
     "Datasets",
     "MainMetric",
-    "Options",
     "Split",
     "Task",
+    "TaskOptions",
     "defaults",
     "is_in_library",
     "is_name",
@@ -53,7 +53,7 @@ __all__ = [
 
 CPU = torch.device("cpu")
 
-TASKS: dict[str, Callable[[Options], Task]] = {
+TASKS: dict[str, Callable[[TaskOptions], Task]] = {
     "Digits": digits.task,
     "FashionMNIST": fashion_mnist.task,
     "Cifar": cifar.CIFAR10.task,
@@ -168,7 +168,7 @@ def make(
     folder = None if data_dir is None else Path(data_dir).expanduser()
     if folder is not None and not folder.is_dir():
         raise ValueError(f"data_dir={data_dir}: use an existing folder, or leave data_dir empty")
-    options = Options(
+    options = TaskOptions(
         task=name,
         n_workers=n_workers,
         batch_size=batch_size,

@@ -20,7 +20,7 @@ import torch
 from powergossip.tasks import files
 from powergossip.tasks.augmentation import crop_and_flip
 from powergossip.tasks.images import ImageClassification, LabeledImages
-from powergossip.tasks.task import Options, Task
+from powergossip.tasks.task import Task, TaskOptions
 
 SHAPE = (3, 32, 32)  # channel, row, column
 N_BYTES = 3 * 32 * 32  # of an image
@@ -49,7 +49,7 @@ class Cifar:
     labels_key: bytes  # in the python version
     label_columns: tuple[str, ...]  # on the hub and in binary records; the last one is used
 
-    def task(self, options: Options) -> Task:
+    def task(self, options: TaskOptions) -> Task:
         """Classification of the images, with random crops and flips of the training batches.
 
         The data come from `data_dir`, or from the first place that has them: $DATA, the user's
@@ -59,11 +59,11 @@ class Cifar:
         train, test = self.load(options)
         return ImageClassification(train, test, self.n_labels, options, crop_and_flip)
 
-    def load(self, options: Options) -> tuple[LabeledImages, LabeledImages]:
+    def load(self, options: TaskOptions) -> tuple[LabeledImages, LabeledImages]:
         """Training and test images, in the order of the files."""
         readers = self._readers()
         hub = files.Hub(f"uoft-cs/{self.name.replace('-', '')}", self._binary, self._convert)
-        source = files.Source(options.task, tuple(readers), hub)
+        source = files.DataSource(options.task, tuple(readers), hub)
         form, paths = files.find(source, options.data_dir, options.download)
         *batches, test = readers[form](paths)
         train = LabeledImages(

@@ -17,11 +17,11 @@ from torch.utils.data import IterableDataset, default_collate
 from powergossip.errors import BadInput
 from powergossip.randomness import torch_seed
 from powergossip.tasks import modules
-from powergossip.tasks.loading import Loader, Pending, Request, Source
+from powergossip.tasks.loading import Loader, Pending, Request, SampleSource
 from powergossip.tasks.losses import IGNORED_TARGET, Metric, default_loss
 from powergossip.tasks.sample_values import as_list, integers, of_samples
 from powergossip.tasks.shards import NOBODY, Shards, held_out
-from powergossip.tasks.task import MainMetric, Options, Split
+from powergossip.tasks.task import MainMetric, Split, TaskOptions
 from powergossip.tasks.user_functions import Named, users_code
 
 EVALUATION_BATCHES = 2  # training batches in one of evaluation, which needs no gradients
@@ -85,7 +85,7 @@ class DatasetTask:
 
     redistributes: ClassVar[bool] = True
 
-    def __init__(self, datasets: Datasets, options: Options) -> None:
+    def __init__(self, datasets: Datasets, options: TaskOptions) -> None:
         """Raises ValueError if the options do not match the data, or if a field is wrong."""
         self._datasets, self._options = datasets, options
         self._place = place = f"task={options.task}"
@@ -95,7 +95,7 @@ class DatasetTask:
             sets["valid"] = datasets.valid
         sizes = {name: _size(data, f"{place}: the data set {name}") for name, data in sets.items()}
         collate = datasets.collate or default_collate
-        self._loader = Loader(Source(sets, collate), place, options.data_processes)
+        self._loader = Loader(SampleSource(sets, collate), place, options.data_processes)
         # worker → epoch, lost workers, and batches of its next steps
         self._ahead: dict[int, tuple[tuple[int, frozenset[int]], _Ahead]] = {}
         self._evaluation_size = EVALUATION_BATCHES * options.batch_size  # samples in a batch

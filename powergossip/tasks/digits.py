@@ -8,12 +8,12 @@ import torch
 
 from powergossip.randomness import generator
 from powergossip.tasks.images import ImageClassification, LabeledImages
-from powergossip.tasks.task import Options, Task
+from powergossip.tasks.task import Task, TaskOptions
 
 SPLIT_SEED = 0  # of the split into training and test images, fixed for all runs
 
 
-def task(options: Options) -> Task:
+def task(options: TaskOptions) -> Task:
     """Classification of 1437 training and 360 test images. Needs neither files nor a network.
 
     Raises ValueError if the options do not match the data.

@@ -12,7 +12,7 @@ import torch
 
 from powergossip.tasks import files, idx
 from powergossip.tasks.images import ImageClassification, LabeledImages
-from powergossip.tasks.task import Options, Task
+from powergossip.tasks.task import Task, TaskOptions
 
 N_LABELS = 10
 DEFAULTS: Mapping[str, Any] = {
@@ -33,7 +33,7 @@ FORM = files.Form(
 )
 
 
-def task(options: Options) -> Task:
+def task(options: TaskOptions) -> Task:
     """Classification of the images, without augmentation.
 
     The data come from `data_dir`, or from the first place that has them: $DATA, Debian's package
@@ -50,9 +50,9 @@ def task(options: Options) -> Task:
     return ImageClassification(train, test, N_LABELS, options)
 
 
-def find(options: Options) -> list[Path]:
+def find(options: TaskOptions) -> list[Path]:
     """The four files: training images and labels, test images and labels."""
-    source = files.Source(
+    source = files.DataSource(
         options.task,
         (FORM,),
         files.Hub("zalando-datasets/fashion_mnist", FORM, _convert),

@@ -58,7 +58,7 @@ class Hub:
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """The data of a task: accepted forms and places."""
 
     task: str
@@ -79,7 +79,7 @@ class _Problem:
 # Finding
 
 
-def find(source: Source, data_dir: Path | None, download: bool) -> tuple[Form, list[Path]]:
+def find(source: DataSource, data_dir: Path | None, download: bool) -> tuple[Form, list[Path]]:
     """Find the data, or download them: their form and its files.
 
     Raises ValueError, with the places searched and the remedies, if the data cannot be found.
@@ -144,7 +144,7 @@ def _any_of(forms: Sequence[Form]) -> str:
     return f"{'; '.join(others)}; or {last}" if others else last
 
 
-def _not_found(source: Source, places: Sequence[Path], problem: _Problem) -> str:
+def _not_found(source: DataSource, places: Sequence[Path], problem: _Problem) -> str:
     searched = [] if _environment() else ["$DATA (not set)"]
     for place in places:
         missing = _missing(source.forms, place)
@@ -236,7 +236,7 @@ def write(folder: Path, contents: Iterable[tuple[str, bytes]]) -> None:
             (Path(scratch) / name).replace(folder / name)
 
 
-def _fetch(source: Source) -> _Problem | None:
+def _fetch(source: DataSource) -> _Problem | None:
     """Download the data from the hub to the cache; the problem, if there was one."""
     hub = source.hub
     problem = _out_of_reach(hub.name)

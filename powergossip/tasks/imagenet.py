@@ -21,7 +21,7 @@ from torch import Tensor
 from powergossip.tasks import images, task_options
 from powergossip.tasks.images import ImageClassification
 from powergossip.tasks.models import IMAGENET
-from powergossip.tasks.task import Options, Task
+from powergossip.tasks.task import Task, TaskOptions
 
 # As in the published configuration of ResNet-50 for Deep Gradient Compression (arXiv:1712.01887).
 DEFAULTS: Mapping[str, Any] = {
@@ -47,7 +47,7 @@ ASPECTS = (3 / 4, 4 / 3)  # columns / rows
 ATTEMPTS = 10  # to place a crop of a random area and aspect in the image
 
 
-def task(options: Options) -> Task:
+def task(options: TaskOptions) -> Task:
     """Classification of the images in `data_dir`, or else in $DATA.
 
     Training images are a random part of an image, scaled to image_size × image_size and mirrored

@@ -17,7 +17,7 @@ from powergossip.tasks import modules, task_options
 from powergossip.tasks.augmentation import Augmentation
 from powergossip.tasks.models import ARCHITECTURES, INITIALIZATIONS, NORMALIZATIONS, SHORTCUTS
 from powergossip.tasks.shards import NOBODY, Shards, held_out
-from powergossip.tasks.task import Batch, Options, Split
+from powergossip.tasks.task import Batch, Split, TaskOptions
 
 MODEL_OPTIONS = {
     "normalization": task_options.one_of(NORMALIZATIONS),
@@ -152,7 +152,7 @@ class ImageClassification:
         train: Images,
         test: Images,
         n_labels: int,
-        options: Options,
+        options: TaskOptions,
         augment: Augmentation | None = None,
         *,
         architectures: Mapping[str, Callable[..., nn.Module]] = ARCHITECTURES,

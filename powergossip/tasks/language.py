@@ -22,7 +22,7 @@ from powergossip.tasks.language_models import (
     LanguageModel,
 )
 from powergossip.tasks.shards import bounds, smallest_shard
-from powergossip.tasks.task import Batch, Options, Split, Task
+from powergossip.tasks.task import Batch, Split, Task, TaskOptions
 
 MODEL_OPTIONS = {
     "hidden_size": task_options.COUNT,
@@ -56,7 +56,7 @@ N_STREAMS = 64  # parallel streams of a text in evaluation
 NO_WORD = -1  # target without prediction: pads the last stream
 
 
-def task(options: Options) -> Task:
+def task(options: TaskOptions) -> Task:
     """Language modeling on a text of `texts.TEXTS`.
 
     task_options:
@@ -126,7 +126,7 @@ class LanguageModeling:
         self,
         corpus: texts.Corpus,
         length: int,
-        options: Options,
+        options: TaskOptions,
         model_options: Mapping[str, Any],
         builders: Mapping[str, Callable[..., LanguageModel]] = ARCHITECTURES,
     ) -> None:
@@ -299,7 +299,7 @@ def _streams(text: Tensor) -> tuple[Tensor, Tensor]:
     return words.view(N_STREAMS, size), targets.view(N_STREAMS, size)
 
 
-def _check_partition(options: Options) -> None:
+def _check_partition(options: TaskOptions) -> None:
     """Raise ValueError for partitions that need labels or another order of the samples."""
     if options.column is not None:
         raise ValueError(

@@ -40,7 +40,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Source:
+class SampleSource:
     """Data sets by name, and the function that makes a batch of a list of samples."""
 
     datasets: Mapping[str, Dataset[Any]]
@@ -83,7 +83,7 @@ class Loader:
     in_memory  # whether no sample needs to be loaded
     """
 
-    def __init__(self, source: Source, place: str, processes: int = 0):
+    def __init__(self, source: SampleSource, place: str, processes: int = 0):
         self._source, self._place, self.in_memory = source, place, source.in_memory
         self._n_processes = 0 if self.in_memory else processes
         self.ahead = 2 * self._n_processes
@@ -143,7 +143,7 @@ class _Process:
     a driver script is not imported again.
     """
 
-    def __init__(self, source: Source):
+    def __init__(self, source: SampleSource):
         context = multiprocessing.get_context("fork")
         self._connection, other_end = context.Pipe()
         process = context.Process(target=_serve, args=(source, other_end, os.getpid()), daemon=True)
@@ -194,7 +194,7 @@ class _Failure:
     text: str
 
 
-def _serve(source: Source, connection: Connection, parent: int) -> None:
+def _serve(source: SampleSource, connection: Connection, parent: int) -> None:
     """Load the requested batches for the process `parent`, until that ends."""
     torch.set_num_threads(1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):

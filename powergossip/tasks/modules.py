@@ -10,7 +10,7 @@ from torch import nn
 
 from powergossip.randomness import torch_seed
 from powergossip.tasks import task_options
-from powergossip.tasks.task import Options
+from powergossip.tasks.task import TaskOptions
 from powergossip.tasks.user_functions import Named, seeded
 
 Architectures = Mapping[str, Callable[[], nn.Module]]
@@ -44,7 +44,9 @@ def architectures(
     return {name: partial(build, name) for name in builders}
 
 
-def with_own(known: Architectures, options: Options, offered: Mapping[str, Any]) -> Architectures:
+def with_own(
+    known: Architectures, options: TaskOptions, offered: Mapping[str, Any]
+) -> Architectures:
     """Add the user's architecture, if there is one.
 
     offered: values for its parameters of these names. Task options of these names take precedence.
@@ -53,7 +55,7 @@ def with_own(known: Architectures, options: Options, offered: Mapping[str, Any])
     return known if own is None else {**known, own.name: partial(_build, own, options, offered)}
 
 
-def _build(own: Named, options: Options, offered: Mapping[str, Any]) -> nn.Module:
+def _build(own: Named, options: TaskOptions, offered: Mapping[str, Any]) -> nn.Module:
     """The model that a function of the user returns. Raises ValueError if it is none."""
     model = own(options.task_options, offered)
     if not isinstance(model, nn.Module):

@@ -16,7 +16,7 @@ from torch import Tensor
 from powergossip import checks
 from powergossip.randomness import generator
 from powergossip.tasks.placement import mixed
-from powergossip.tasks.task import Options
+from powergossip.tasks.task import TaskOptions
 
 NOBODY: frozenset[int] = frozenset()
 KEPT_ORDERS = 4  # workers may be in different epochs
@@ -37,7 +37,7 @@ class Shards:
     """
 
     def __init__(
-        self, labels: Tensor, options: Options, column: Sequence[Hashable] | None = None
+        self, labels: Tensor, options: TaskOptions, column: Sequence[Hashable] | None = None
     ) -> None:
         """labels: int64 [sample]. column: values of options.column [sample], if the data have it.
 
@@ -181,7 +181,7 @@ def n_batches(n_samples: int, batch_size: int, drop_last: bool) -> int:
     return full + (rest >= 2 and not drop_last)
 
 
-def smallest_shard(n_samples: int, options: Options, samples: str = "samples") -> int:
+def smallest_shard(n_samples: int, options: TaskOptions, samples: str = "samples") -> int:
     """Number of samples in the smallest shard.
 
     Raises ValueError if it is less than a batch, or if n_workers or batch_size is below 1. The text
@@ -323,7 +323,7 @@ def _check_alpha(alpha: float, decentralized: bool) -> None:
         )
 
 
-def _check_batch_size(options: Options, smallest: int, place: str) -> None:
+def _check_batch_size(options: TaskOptions, smallest: int, place: str) -> None:
     if options.batch_size > smallest:
         raise ValueError(
             f"batch_size={options.batch_size}: use {smallest} or less; {place} has {smallest} "
@@ -331,7 +331,7 @@ def _check_batch_size(options: Options, smallest: int, place: str) -> None:
         )
 
 
-def _check_column(options: Options, column: Sequence[Hashable] | None) -> None:
+def _check_column(options: TaskOptions, column: Sequence[Hashable] | None) -> None:
     key = f"decentralized_data_column={options.column}"
     if column is None:
         raise ValueError(f"{key}: use null; the data of task={options.task} have no columns")

@@ -18,7 +18,7 @@ Split = Literal["train", "valid", "test"]
 
 
 @dataclass(frozen=True)
-class Options:
+class TaskOptions:
     """Options of all tasks. `tasks.make` documents each field."""
 
     task: str  # its name in the registry

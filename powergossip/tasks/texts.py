@@ -20,7 +20,7 @@ from torch import Tensor
 from powergossip.checks import BadValue
 from powergossip.tasks import files
 from powergossip.tasks.shards import number_held_out
-from powergossip.tasks.task import Options, Split
+from powergossip.tasks.task import Split, TaskOptions
 
 EOS, UNKNOWN, PADDING = "<eos>", "<unk>", "<pad>"
 
@@ -74,7 +74,7 @@ def with_held_out(splits: Mapping[Split, Words], ratio: float) -> dict[Split, Wo
 # Topics
 
 
-def topics(options: Options) -> dict[Split, Words]:
+def topics(options: TaskOptions) -> dict[Split, Words]:
     """The topics of Python's help(), on its grammar and types, which come with Python.
 
     Version 3.11 has 80,000 training words and 6,500 test words. Other versions differ slightly.
@@ -169,7 +169,7 @@ class _Files:
 
     def __call__(
         self,
-        options: Options,
+        options: TaskOptions,
         *,
         tokenizer: str = "blanks",
         lower: bool = False,
@@ -199,10 +199,10 @@ class _Files:
             splits = {split: [word.lower() for word in splits[split]] for split in splits}
         return splits
 
-    def _find(self, options: Options, texts: Iterable[Split]) -> list[Path]:
+    def _find(self, options: TaskOptions, texts: Iterable[Split]) -> list[Path]:
         names = tuple(self.names[text] for text in texts)
         everything = files.Form(tuple(self.names.values()), self.folder)
-        source = files.Source(
+        source = files.DataSource(
             options.task,
             (files.Form(names), files.Form(names, self.folder)),
             files.Hub(self.hub, everything, self._convert, self.hub_arguments),

@@ -6,7 +6,7 @@ from typing import Any
 
 from powergossip.tasks import user_functions
 from powergossip.tasks.datasets import Datasets, DatasetTask
-from powergossip.tasks.task import Options, Task
+from powergossip.tasks.task import Task, TaskOptions
 from powergossip.tasks.user_functions import Named
 
 SEED = 0  # of the global generators while the user's function makes the data, fixed for all runs
@@ -35,7 +35,7 @@ def defaults(name: str, known: Collection[str]) -> Mapping[str, Any]:
     return found
 
 
-def make(options: Options) -> Task:
+def make(options: TaskOptions) -> Task:
     """The task that the function options.task returns. Raises ValueError for wrong input."""
     function = user_functions.find("task", options.task)
     offered = {"options": options, "data_dir": options.data_dir}
@@ -61,7 +61,7 @@ def make(options: Options) -> Task:
     return task
 
 
-def _check_keys(options: Options, takers: list[Named], offered: Mapping[str, Any]) -> None:
+def _check_keys(options: TaskOptions, takers: list[Named], offered: Mapping[str, Any]) -> None:
     """Raise ValueError for a key of task_options that no function has as a parameter."""
     known = [name for taker in takers for name in taker.parameters if name not in offered]
     for key in options.task_options:
@@ -73,7 +73,7 @@ def _check_keys(options: Options, takers: list[Named], offered: Mapping[str, Any
             )
 
 
-def _check_task(made: Any, options: Options, label: str) -> None:
+def _check_task(made: Any, options: TaskOptions, label: str) -> None:
     """Raise ValueError unless this is a Task with the architecture of the options."""
     lacking = [name for name in _MEMBERS if not hasattr(made, name)]
     if len(lacking) == len(_MEMBERS):

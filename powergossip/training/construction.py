@@ -16,7 +16,7 @@ from powergossip.parameters import Parameters
 from powergossip.runs.clock import Clock
 from powergossip.topologies import Topology
 from powergossip.training import precision
-from powergossip.training.asynchronous.alive import PresentParameters, Survivors
+from powergossip.training.asynchronous.alive import AliveWorkers, PresentParameters
 from powergossip.training.asynchronous.execution import EventTraining, event_driven, losses_of
 from powergossip.training.asynchronous.links import LinkedNetwork
 
@@ -115,7 +115,7 @@ def evaluated(
     present: Callable[[], Sequence[int]],
     links: Links | None,
     events: EventTraining | None,
-) -> tuple[Network | Survivors | LinkedNetwork, Parameters | PresentParameters]:
+) -> tuple[Network | AliveWorkers | LinkedNetwork, Parameters | PresentParameters]:
     """The network and the parameters of the workers that are evaluated.
 
     present  # the hosted workers that are alive
@@ -125,4 +125,4 @@ def evaluated(
         return LinkedNetwork(network, links, events.everybody), parameters
     if not event_driven(c) or (events is None and len(present()) == network.hosted):
         return network, parameters
-    return Survivors(network, present), PresentParameters(parameters, present)
+    return AliveWorkers(network, present), PresentParameters(parameters, present)

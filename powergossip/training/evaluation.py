@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from powergossip.network import Network
 from powergossip.parameters import Parameters
 from powergossip.tasks import MainMetric, Split, Task, main_metric
-from powergossip.training.asynchronous.alive import PresentParameters, Survivors
+from powergossip.training.asynchronous.alive import AliveWorkers, PresentParameters
 from powergossip.training.asynchronous.links import LinkedNetwork
 from powergossip.training.measurements import Rows, check_finite
 
@@ -35,7 +35,7 @@ class Evaluation:
     def __init__(
         self,
         config: Any,
-        network: Network | Survivors | LinkedNetwork,
+        network: Network | AliveWorkers | LinkedNetwork,
         task: Task,
         parameters: Parameters | PresentParameters,
         steps_per_epoch: int,

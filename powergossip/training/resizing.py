@@ -43,7 +43,7 @@ _OF_RUN = ("epoch", "step_in_epoch", "step", "seconds", "phases")  # no rows of 
 _COUNTERS = ("bits", "messages")  # of the network, 0 for new workers
 
 
-class Rule(Protocol):
+class ResizableRule(Protocol):
     """A learning rule that declares which entries of its state do not depend on the topology.
 
     kept       # a worker keeps them. New workers begin with the mean
@@ -70,7 +70,7 @@ class Start:
     workers: range
     steps_per_epoch: int
     state: Callable[[], dict[str, Any]]
-    rule: Rule
+    rule: ResizableRule
 
 
 def sentence(before: int, now: int) -> str:

@@ -11,7 +11,7 @@ largest magnitude, and accumulates the others locally with momentum correction.
 
 from powergossip.algorithms.dgc.aggregation import DGCAggregation
 from powergossip.algorithms.dgc.clipping import CLIPPING, Clipping
-from powergossip.algorithms.dgc.config import Config
+from powergossip.algorithms.dgc.config import DGCConfig
 from powergossip.algorithms.dgc.selection import Selector
 
-__all__ = ["CLIPPING", "Clipping", "Config", "DGCAggregation", "Selector"]
+__all__ = ["CLIPPING", "Clipping", "DGCAggregation", "DGCConfig", "Selector"]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from powergossip import randomness
 from powergossip.algorithms.dgc.clipping import Clipping
-from powergossip.algorithms.dgc.config import Config
+from powergossip.algorithms.dgc.config import DGCConfig
 from powergossip.algorithms.dgc.selection import Selector
 from powergossip.network import Conversation, Gather, Mean, Network
 from powergossip.parameters import Layout, put_in, take_out
@@ -57,7 +57,7 @@ class DGCAggregation:
         self,
         network: Network,
         layout: Layout,
-        config: Config,
+        config: DGCConfig,
         value_dtype: torch.dtype | None = None,
     ):
         if config.int32_indices and layout.size > torch.iinfo(torch.int32).max:

@@ -10,7 +10,7 @@ from powergossip.algorithms.dgc.clipping import CLIPPING
 
 
 @dataclass(frozen=True)
-class Config:
+class DGCConfig:
     """Options, with the names and defaults of the published code, where it has them.
 
     compress_ratio             fraction of each tensor's elements that is sent after the warm-up.

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from powergossip.algorithms.dgc.config import Config
+from powergossip.algorithms.dgc.config import DGCConfig
 
 _LEAST_IN_SAMPLE = 16  # elements above the threshold in a sample, for a reliable threshold
 _BLOCK = 32  # elements that are compared with the threshold through their maximum
@@ -41,7 +41,7 @@ class Selector:
     stride  # of the sample, 1 for no sampling
     """
 
-    def __init__(self, size: int, fraction: float, config: Config):
+    def __init__(self, size: int, fraction: float, config: DGCConfig):
         self.size, self.target = size, ceil(fraction * size)
         self._config = config
         self._most = config.compress_upper_bound * self.target

@@ -21,7 +21,7 @@ VALUE, HAVE, IMPOSE = range(3)  # phases of a gathering
 Outgoing = list[tuple[int, int, Payload]]  # destination, phase, payload
 
 
-class Gathering:
+class Consensus:
     """An all-gather on whose result all processes agree that do not end during it.
 
     1. Each process sends its value to all and waits for the values of all.
@@ -88,7 +88,7 @@ class Gathering:
         return {process: self._values[process] for process in sorted(self.members)}
 
 
-class Survivors(Processes):
+class LiveProcesses(Processes):
     """The processes that are left, with the collective operations of `Processes`.
 
     members  # indices of the processes, ascending. rank is the position of this process in it
@@ -142,7 +142,7 @@ class Survivors(Processes):
             return {self.rank: octets(value)}
         peers, call = self._peers, self.calls
         self.calls += 1
-        gathering = Gathering(peers.own, value)
+        gathering = Consensus(peers.own, value)
         since = time.monotonic()
         while gathering.members is None:
             peers.advance()

@@ -18,7 +18,7 @@ from torch import Tensor
 from powergossip.errors import BadInput, Dropped, Stopped
 from powergossip.network.processes import report
 from powergossip.network.resilient import spawning, ulfm
-from powergossip.network.resilient.collectives import Survivors
+from powergossip.network.resilient.collectives import LiveProcesses
 from powergossip.network.resilient.failure_detector import DATA, NOTE, Peers
 from powergossip.network.resilient.heartbeats import Liveness, exchange_identities
 from powergossip.network.resilient.messages import Payload, Wire, octets
@@ -66,7 +66,7 @@ class Links:
         wire = Wire(communicator, own, ranks, longest)
         liveness = Liveness(communicator, own, ranks, identities, worker_timeout)
         peers = Peers(wire, liveness, identities, worker_timeout, identities)
-        self._survivors = Survivors(peers)
+        self._survivors = LiveProcesses(peers)
         self._set(peers, dict(enumerate(homes)), communicator, ranks)
 
     def _set(
@@ -148,11 +148,11 @@ class Links:
         return [(message.source, message.payload) for message in self._peers.take(NOTE)]
 
     @property
-    def group(self) -> Survivors:
+    def group(self) -> LiveProcesses:
         """The surviving processes, for collective operations. Does not wait for them."""
         return self._survivors
 
-    def survivors(self) -> Survivors:
+    def survivors(self) -> LiveProcesses:
         """The surviving processes, agreed by all of them, which call it at the same point.
 
         Waits for all of them. Their collective operations stay usable if further ones are lost.
@@ -258,7 +258,7 @@ class Links:
         links.process, links.homes = invitation.own, dict(homes)
         links.workers = sorted(w for w, home in homes.items() if home == invitation.replaced)
         links._invitation = invitation
-        survivors = links._survivors = Survivors()
+        survivors = links._survivors = LiveProcesses()
         hosted = len(links.workers)
         survivors.rank, survivors.size = links.workers[0] // hosted, len(homes) // hosted
         host = socket.gethostname()

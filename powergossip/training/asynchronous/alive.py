@@ -9,7 +9,7 @@ from powergossip.network import Network, Processes
 from powergossip.parameters import Parameters
 
 
-class Survivors:
+class AliveWorkers:
     """The workers of one process that are present, in place of a Network, for evaluation.
 
     present  # their indices

@@ -272,7 +272,7 @@ class EventTraining:
             self._exchanges = averaging.make(self._config.optimizer, rule.layout, **self._options)
         return Worker(index, self._members, self._exchanges, rule, self._policy, view, steps)
 
-    def _make_rule(self, row: "_Row", index: int) -> learning.Rule:
+    def _make_rule(self, row: "_Row", index: int) -> learning.EdgeRule:
         c, own = self._config, self._config.learning == "quasi-global-momentum"
         parameters: Any = row
         local = LocalOptimizer(parameters, c, *((0.0, "sgd") if own else (None, None)))
