@@ -4,7 +4,7 @@ Numbers after a year are arXiv identifiers.
 
 Averaging (`optimizer` in train.py and a row of `AVERAGING`):
 
-    all-reduce     AllReduce     exact mean of all workers: the centralized baseline
+    all-reduce     ExactMean     exact mean of all workers: the centralized baseline
     dpsgd          PlainGossip   uncompressed gossip            Xiao & Boyd (2004)
     power-gossip   PowerGossip   low-rank power iteration       Vogels et al. (2020), 2008.01425
     choco          ChocoGossip   public copies, any compressor  Koloskova et al. (2019), 1902.00340

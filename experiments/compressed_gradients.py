@@ -8,9 +8,9 @@ Gradient Compression reaches its keep ratio after a warm-up of a fifth of the ep
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from experiments.runner import Experiment, Results, Run
+from experiments.runner import Experiment, Results, Run, Values
 from experiments.tuned_methods import STEP
 from powergossip.runs.metrics import last_values
 from powergossip.runs.tables import markdown, spread
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 SEEDS = (1, 2, 3)
 PROCESSES = 8
 
-Values = dict[str, Any]
 
 _COMMON: Values = {
     "evaluation_interval": 100,  # the last epoch only

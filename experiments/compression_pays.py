@@ -12,10 +12,10 @@ seconds per step.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from experiments import tuned_methods
-from experiments.runner import Experiment, Results, Run
+from experiments.runner import Experiment, Results, Run, Values
 from powergossip.runs import figures
 from powergossip.runs.metrics import last_values
 from powergossip.runs.tables import markdown
@@ -31,7 +31,6 @@ STEPS = 5  # per epoch of a timed run, of which the first of EPOCHS is a warm-up
 EPOCHS = 3
 TARGET = 1.1  # times the final perplexity of all-reduce
 
-Values = dict[str, Any]
 
 MODEL: Values = {
     "task": "LSTM",

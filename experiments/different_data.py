@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.runner import Experiment, Results, Run, sentence_case
+from experiments.runner import Experiment, Results, Run, Values, sentence_case
 from experiments.tuned_methods import SEEDS, TUNING, VALIDATION_RATIO, count, listed, score
 from powergossip.runs import figures
 from powergossip.runs.metrics import last_values
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 RATES = (0.0125, 0.025, 0.05, 0.1)
 MOMENTUM = 0.9
-
-Values = dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.runner import Experiment, Results, Run, sentence_case
+from experiments.runner import Experiment, Results, Run, Values, sentence_case
 from experiments.tuned_methods import FASHION_MNIST, SEEDS, count
 from powergossip.runs import figures
 from powergossip.runs.tables import markdown, spread
@@ -20,7 +20,6 @@ from powergossip.runs.tables import markdown, spread
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-Values = dict[str, Any]
 
 FAILING: Values = FASHION_MNIST | {
     "n_workers": 16,

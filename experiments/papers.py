@@ -16,9 +16,7 @@ from typing import Any
 
 from experiments import tuned_methods
 from experiments.presets import preset
-from experiments.runner import Experiment, Results, Run
-
-Values = dict[str, Any]
+from experiments.runner import Experiment, Results, Run, Values
 
 CIFAR10, WIKITEXT2 = "cifar10_resnet20", "wikitext2_lstm"
 

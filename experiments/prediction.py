@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments import tuned_methods
-from experiments.runner import Experiment, Results, Run
+from experiments.runner import Experiment, Results, Run, Values
 from powergossip.runs.files import write_atomically
 from powergossip.runs.tables import markdown
 
@@ -50,7 +50,6 @@ GOAL = 0.25  # relative error
 SECONDS = 0.5  # of a measurement of averaging
 OF_GRADIENTS = 3.0  # seconds of a measurement of gradients
 
-Values = dict[str, Any]
 _together: Any = None  # a barrier of the processes that measure gradients
 
 HIDDEN = 64

@@ -14,11 +14,9 @@ from typing import Any
 
 from experiments import tuned_methods
 from experiments.presets import preset
-from experiments.runner import Experiment, Results, Run, sentence_case
+from experiments.runner import Experiment, Results, Run, Values, sentence_case
 from powergossip.runs.metrics import last_values
 from powergossip.runs.tables import markdown, spread
-
-Values = Mapping[str, Any]
 
 BASE = "cifar10_vgg11"
 ALPHAS = (1.0, 0.1, 0.01)  # of the Dirichlet distribution
@@ -27,7 +25,7 @@ SMALL = 0.3  # learning rates of the small form, relative to the published ones
 
 
 @dataclass(frozen=True)
-class Row:
+class PresetRow:
     """A row of the table: a preset, the published learning rates, one for each of ALPHAS, and
     changes of the preset."""
 
@@ -37,21 +35,21 @@ class Row:
 
 
 WITHOUT_MOMENTUM = {
-    "all-reduce": Row("all-reduce", (0.1, 0.1, 0.1)),
-    "RelaySGD, two binary trees": Row("relay-sgd", (1.2, 0.6, 0.3)),
-    "RelaySGD, chain": Row("relay-sgd-chain", (2.0, 2.0, 1.0)),
-    "D-PSGD, ring": Row("dpsgd", (0.4, 0.1, 0.2)),
-    "exact diffusion, ring": Row("exact-diffusion", (0.2, 0.2, 0.1)),
-    "push-sum, one-peer exponential": Row("push-sum", (0.4, 0.2, 0.2)),
+    "all-reduce": PresetRow("all-reduce", (0.1, 0.1, 0.1)),
+    "RelaySGD, two binary trees": PresetRow("relay-sgd", (1.2, 0.6, 0.3)),
+    "RelaySGD, chain": PresetRow("relay-sgd-chain", (2.0, 2.0, 1.0)),
+    "D-PSGD, ring": PresetRow("dpsgd", (0.4, 0.1, 0.2)),
+    "exact diffusion, ring": PresetRow("exact-diffusion", (0.2, 0.2, 0.1)),
+    "push-sum, one-peer exponential": PresetRow("push-sum", (0.4, 0.2, 0.2)),
 }
 WITH_MOMENTUM = {
-    "all-reduce, momentum": Row("all-reduce-momentum", (0.1, 0.1, 0.1)),
-    "RelaySGD, two binary trees, momentum": Row("relay-sgd-momentum", (0.6, 0.3, 0.15)),
-    "RelaySGD, chain, momentum": Row("relay-sgd-chain-momentum", (0.5, 0.5, 0.125)),
-    "D-PSGD, ring, momentum": Row("dpsgd-momentum", (0.1, 0.05, 0.0125)),
-    "quasi-global momentum, ring": Row("quasi-global-momentum", (0.1, 0.025, 0.05)),
-    "exact diffusion, ring, momentum": Row("exact-diffusion-momentum", (0.05, 0.05, 0.0126)),
-    "push-sum, one-peer exponential, momentum": Row("push-sum-momentum", (0.1, 0.1, 0.025)),
+    "all-reduce, momentum": PresetRow("all-reduce-momentum", (0.1, 0.1, 0.1)),
+    "RelaySGD, two binary trees, momentum": PresetRow("relay-sgd-momentum", (0.6, 0.3, 0.15)),
+    "RelaySGD, chain, momentum": PresetRow("relay-sgd-chain-momentum", (0.5, 0.5, 0.125)),
+    "D-PSGD, ring, momentum": PresetRow("dpsgd-momentum", (0.1, 0.05, 0.0125)),
+    "quasi-global momentum, ring": PresetRow("quasi-global-momentum", (0.1, 0.025, 0.05)),
+    "exact diffusion, ring, momentum": PresetRow("exact-diffusion-momentum", (0.05, 0.05, 0.0126)),
+    "push-sum, one-peer exponential, momentum": PresetRow("push-sum-momentum", (0.1, 0.1, 0.025)),
 }
 _METHOD = (
     "n_workers",
@@ -69,7 +67,7 @@ _METHOD = (
 def published() -> Experiment:
     """VGG-11, 16 workers, 200 epochs, 3 seeds."""
 
-    def values(row: Row, rate: float) -> Values:
+    def values(row: PresetRow, rate: float) -> Values:
         of_preset = preset(BASE, row.preset)
         start = float(f"{rate / of_preset['distributed_lr_warmup_factor']:.6g}")
         return {**of_preset, **row.changes, "learning_rate": start}
@@ -81,7 +79,7 @@ def published() -> Experiment:
 def small() -> Experiment:
     """FashionMNIST, the small CNN, 16 workers, 5 epochs, 3 seeds."""
 
-    def values(row: Row, rate: float) -> Values:
+    def values(row: PresetRow, rate: float) -> Values:
         of_preset = preset(BASE, row.preset)
         method = {key: of_preset[key] for key in _METHOD if key in of_preset}
         own = {**row.changes, "learning_rate": float(f"{SMALL * rate:.6g}")}
@@ -94,7 +92,9 @@ def small() -> Experiment:
     return _experiment(title, rows, values)
 
 
-def _experiment(title: str, rows: Mapping[str, Row], values: Any, processes: int = 1) -> Experiment:
+def _experiment(
+    title: str, rows: Mapping[str, PresetRow], values: Any, processes: int = 1
+) -> Experiment:
     runs: dict[str, dict[float, list[Run]]] = {}
     for name, row in rows.items():
         for alpha, rate in zip(ALPHAS, row.rates, strict=True):

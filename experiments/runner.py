@@ -50,6 +50,8 @@ EMULATOR = ROOT / "environment" / "emulated_cluster.py"
 # Without it, long messages that cross wait for each other, see the README.
 CROSSING_MESSAGES = "OMPI_MCA_btl_tcp_flags=send"
 
+Values = dict[str, Any]  # of the keys of an entry point
+
 
 @dataclass(frozen=True)
 class Run:

@@ -11,18 +11,17 @@ Process 0, which is a neighbor of the slow host, measures. Evaluations do not co
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from experiments import tuned_methods
 from experiments.compression_pays import HOSTS, MODEL
-from experiments.runner import Experiment, Results, Run
+from experiments.runner import Experiment, Results, Run, Values
 from powergossip.runs import figures
 from powergossip.runs.tables import markdown
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-Values = dict[str, Any]
 Case = tuple[str, str]  # method, gossip
 
 FAST, SLOWER = 0.1, 4  # seconds of a gradient, and how many times longer the slow host takes

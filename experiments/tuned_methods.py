@@ -16,7 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.runner import Experiment, Results, Run, sentence_case
+from experiments.runner import Experiment, Results, Run, Values, sentence_case
 from powergossip.runs import figures
 from powergossip.runs.metrics import last_values
 from powergossip.runs.tables import markdown, spread
@@ -38,7 +38,6 @@ TUNING: dict[str, Any] = {
 DIFFUSION_RATES = (1.0, 0.3, 0.1, 0.03, 0.01)
 TUNED = 3  # settings of a method in the second stage
 
-Values = dict[str, Any]
 
 _COMMON: Values = {
     "n_workers": 8,

@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-Row = Callable[..., Any]
-Registry = Mapping[str, Row]
+Builder = Callable[..., Any]
+Registry = Mapping[str, Builder]
 
 
-def find(registry: Registry, kind: str, name: object) -> Row:
+def find(registry: Registry, kind: str, name: object) -> Builder:
     """Return the row of that name. Raises ValueError that lists the names."""
     if not isinstance(name, str) or name not in registry:
         raise ValueError(f'{kind} "{name}" is unknown; choose from {", ".join(sorted(registry))}')
@@ -27,7 +27,7 @@ def find(registry: Registry, kind: str, name: object) -> Row:
 
 
 def parameters(
-    row: Row, given: Mapping[str, Any] | None = None, **registries: Registry
+    row: Builder, given: Mapping[str, Any] | None = None, **registries: Registry
 ) -> dict[str, inspect.Parameter]:
     """Return option → parameter of a row.
 
@@ -45,13 +45,13 @@ def parameters(
 
 
 def defaults(
-    row: Row, given: Mapping[str, Any] | None = None, **registries: Registry
+    row: Builder, given: Mapping[str, Any] | None = None, **registries: Registry
 ) -> dict[str, Any]:
     """Return option → default of a row; see `parameters`."""
     return {name: p.default for name, p in parameters(row, given, **registries).items()}
 
 
-def takes_all(row: Row) -> bool:
+def takes_all(row: Builder) -> bool:
     """Whether the row gets all options in one object, as its last required parameter."""
     required = [
         p.name

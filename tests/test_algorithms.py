@@ -468,7 +468,7 @@ def test_choco_rejects_time_varying_topologies() -> None:
         algorithms.make("choco", alone("base-graph", 6), Layout([(3, 3)]), AveragingOptions())
 
 
-@pytest.mark.parametrize("make", [lambda n: PlainGossip(n), lambda n: algorithms.AllReduce(n)])
+@pytest.mark.parametrize("make", [lambda n: PlainGossip(n), lambda n: algorithms.ExactMean(n)])
 def test_stateless_algorithms_reject_a_state(make: Callable[[Network], Averaging]) -> None:
     averaging = make(alone("ring", 3))
     assert averaging.state_dict() == {}

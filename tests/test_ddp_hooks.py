@@ -101,7 +101,7 @@ def hooked(hook: str = "ddp-powersgd", **options: Any) -> Callable[..., DDPHook]
 
 def all_reduce(**options: Any) -> Callable[..., algorithms.DPSGD]:
     return lambda network, parameters, update: algorithms.DPSGD(
-        network, algorithms.AllReduce(network), parameters, update, **options
+        network, algorithms.ExactMean(network), parameters, update, **options
     )
 
 
@@ -177,7 +177,7 @@ def test_errors_are_fed_back() -> None:
     worker.train(9)
     plain = Worker(all_reduce(), mlp)
     given: list[Tensor] = []
-    plain.rule._averaging = algorithms.AllReduce(plain.network)
+    plain.rule._averaging = algorithms.ExactMean(plain.network)
     plain.rule._update = lambda gradient: given.append(
         plain.network.gather(gradient).mean(0, keepdim=True)
     )

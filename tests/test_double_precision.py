@@ -117,7 +117,7 @@ def test_nor_has_it_an_effect_on_models_and_data_of_the_library(name: str) -> No
 @pytest.mark.parametrize("data", ["random", "sparse", "low-rank"])
 def test_nor_on_consensus(data: str) -> None:
     config = OmegaConf.structured(
-        gossip_run.Config(
+        gossip_run.ConsensusConfig(
             n_workers=4,
             matrix_size=4,
             num_steps=2,

@@ -580,7 +580,7 @@ def test_a_signal_ends_gossip_run_with_a_sentence(
             signal.raise_signal(number)
 
     monkeypatch.setattr(gossip_run, "log_metric", log_metric)
-    monkeypatch.setattr(gossip_run, "config", OmegaConf.structured(gossip_run.Config))
+    monkeypatch.setattr(gossip_run, "config", OmegaConf.structured(gossip_run.ConsensusConfig))
     monkeypatch.setattr(gossip_run, "output_dir", str(tmp_path))
     arguments = ["n_workers=4", "matrix_size=10", "num_steps=100", "log_verbosity=0"]
     assert exit_of(gossip_run.main, arguments, monkeypatch) == 128 + number

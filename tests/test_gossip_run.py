@@ -21,7 +21,7 @@ import gossip_run
 from gossip_run import ALGORITHMS, DATA
 from powergossip import algorithms, consensus
 from powergossip.algorithms import PlainGossip
-from powergossip.consensus import Batch, ConsensusMethod, Hooks, Sweep
+from powergossip.consensus import ConsensusMethod, Hooks, MatrixBatch, Sweep
 from powergossip.errors import BadInput
 from powergossip.network import Network, processes
 from powergossip.parameters import Layout
@@ -44,13 +44,13 @@ GRID: dict[str, Any] = {"hyperparameter_num_samples": 3, "hyperparameter_range_m
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore the configuration before each test."""
-    monkeypatch.setattr(gossip_run, "config", OmegaConf.structured(gossip_run.Config))
+    monkeypatch.setattr(gossip_run, "config", OmegaConf.structured(gossip_run.ConsensusConfig))
     monkeypatch.setattr(gossip_run, "output_dir", None)
 
 
 def built(batch_elements: int | None = None, **changes: Any) -> Sweep:
     """A sweep before its first step."""
-    config = OmegaConf.merge(OmegaConf.structured(gossip_run.Config), TINY, changes)
+    config = OmegaConf.merge(OmegaConf.structured(gossip_run.ConsensusConfig), TINY, changes)
     return Sweep(config, processes(), batch_elements)
 
 
@@ -159,7 +159,7 @@ def test_the_number_of_steps_of_each_algorithm() -> None:
 def grid_of(name: str, **changes: Any) -> tuple[list[float], list[float]]:
     """The diffusion rates and the bounds θ of an algorithm, without duplicates."""
     small = {"n_workers": 8, "matrix_size": 8, "algorithm": name}
-    config = OmegaConf.merge(OmegaConf.structured(gossip_run.Config), small, changes)
+    config = OmegaConf.merge(OmegaConf.structured(gossip_run.ConsensusConfig), small, changes)
     settings = Sweep(config, processes()).settings[name]
     rates, thetas = ([s.get(key, 0) for s in settings] for key in ("diffusion_rate", "theta"))
     assert len(settings) == len(set(rates)) * len(set(thetas)), "all combinations"
@@ -333,13 +333,13 @@ def test_settings_in_a_batch_are_as_by_themselves(name: str, topology: str) -> N
 def test_a_batch_shares_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three settings until one has diverged, at once, then two."""
     rows_of_x = []
-    step = Batch.step
+    step = MatrixBatch.step
 
-    def counted(batch: Batch) -> None:
+    def counted(batch: MatrixBatch) -> None:
         rows_of_x.append(batch.x.shape[0])
         step(batch)
 
-    monkeypatch.setattr(Batch, "step", counted)
+    monkeypatch.setattr(MatrixBatch, "step", counted)
     gossiped(**GRID, algorithm="fp_choco", hyperparameter_range_max=100, num_steps=5)
     assert rows_of_x == [24, 16, 16, 16, 16]
 
@@ -359,15 +359,15 @@ def test_a_diverged_setting_ends_with_its_step(rate: float) -> None:
 
 def test_a_setting_with_nan_has_diverged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Worker 3 of the second of three settings gets one, in step 5."""
-    step, calls = Batch.step, []
+    step, calls = MatrixBatch.step, []
 
-    def breaking(batch: Batch) -> None:
+    def breaking(batch: MatrixBatch) -> None:
         step(batch)
         calls.append(batch)
         if len(calls) == 5:
             batch.x[8 + 3, 7] = float("nan")
 
-    monkeypatch.setattr(Batch, "step", breaking)
+    monkeypatch.setattr(MatrixBatch, "step", breaking)
     first, second, third = by_setting(gossiped(**GRID, algorithm="fp_choco")).values()
     assert second["name"].tolist() == ["error"] * 5 + ["diverged"]
     assert second["value"].iloc[-1] == 5
@@ -618,7 +618,7 @@ def test_a_run_ends_with_a_table_and_a_figure_and_its_configuration_repeats_it(
     assert info["state.progress"] == 1.0
     assert info["settings"] == {"uncompressed": 3, "sign_choco": 3, "moniqua": 4}
 
-    monkeypatch.setattr(gossip_run, "config", OmegaConf.structured(gossip_run.Config))
+    monkeypatch.setattr(gossip_run, "config", OmegaConf.structured(gossip_run.ConsensusConfig))
     file = str(first / "config.yaml")
     gossip_run.main(["--config", file, "log_verbosity=0", "--output-dir", str(second)])
     assert reproducible(metrics.load(second)) == reproducible(rows)

@@ -17,7 +17,7 @@ from powergossip.checks import BadValue
 from powergossip.errors import BadInput
 from powergossip.runs import metrics, trackers
 from powergossip.runs.output import Output
-from powergossip.runs.trackers import Resumed, Row, Trackers
+from powergossip.runs.trackers import Resumed, Scalar, Trackers
 
 
 class Recorder:
@@ -28,7 +28,7 @@ class Recorder:
 
     def __init__(self, folder: Path, config: Mapping[str, Any], resumed: Resumed | None):
         self.config, self.resumed = config, resumed
-        self.steps: list[tuple[int, Sequence[Row]]] = []
+        self.steps: list[tuple[int, Sequence[Scalar]]] = []
         self.closed: bool | None = None
         self.facts: dict[str, Any] = {"id": f"run{len(Recorder.made)}"}
         if resumed is not None and "recorder" in resumed.facts:
@@ -40,7 +40,7 @@ class Recorder:
         if call == Recorder.broken:
             raise RuntimeError("no connection\nand more")
 
-    def write(self, step: int, rows: Sequence[Row]) -> None:
+    def write(self, step: int, rows: Sequence[Scalar]) -> None:
         self._fail("write")
         self.steps.append((step, rows))
 

@@ -29,7 +29,7 @@ ROUNDING = {"sign-and-norm", "qsgd", "top-k", "moniqua", "round_weights", "signs
 FEW = 1e-3  # fraction of such elements
 
 
-class Case(NamedTuple):
+class GPUCase(NamedTuple):
     """A row of a registry with options."""
 
     name: str
@@ -49,7 +49,7 @@ class Case(NamedTuple):
 FIX = ("diffusion_rate", "theta")  # fit random x, and are not shown
 
 
-def averaging_cases(some: bool = False) -> Iterator[Case]:
+def averaging_cases(some: bool = False) -> Iterator[GPUCase]:
     """All averaging rules, with rates at which random x converge; or each one with its defaults."""
     for name in {**AVERAGING, **CONSENSUS_ONLY}:
         known = algorithms.defaults(name)
@@ -58,20 +58,20 @@ def averaging_cases(some: bool = False) -> Iterator[Case]:
             fixed["diffusion_rate"] = 0.1
         for options in VARIANTS.get(name, [{}])[: 1 if some else None]:
             if "compressor" not in known or some:
-                yield Case(name, fixed | options)
+                yield GPUCase(name, fixed | options)
                 continue
             for compressor in compressors.COMPRESSORS:
-                yield Case(name, fixed | options | {"compressor": compressor})
+                yield GPUCase(name, fixed | options | {"compressor": compressor})
 
 
-def aggregation_cases() -> Iterator[Case]:
+def aggregation_cases() -> Iterator[GPUCase]:
     """All gradient aggregations."""
     for name in aggregation.AGGREGATIONS:
         if name != "ef-sgd":
-            yield Case(name, {})
+            yield GPUCase(name, {})
             continue
         for compressor in compressors.COMPRESSORS:
-            yield Case(name, {"compressor": compressor})
+            yield GPUCase(name, {"compressor": compressor})
 
 
 def network(device: torch.device, processes: Processes | None = None, **more: Any) -> Network:

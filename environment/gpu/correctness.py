@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from environment.gpu import cases
-from environment.gpu.cases import Case
+from environment.gpu.cases import GPUCase
 from environment.gpu.findings import Findings, Setting, difference
 from powergossip import algorithms, randomness
 from powergossip.algorithms import aggregation
@@ -68,14 +68,14 @@ class DeviceRun(NamedTuple):
         Checkpoints(folder, Processes()).save(STEPS, self.network.workers, state, {})
 
 
-def started(case: Case, device: torch.device, x: Tensor) -> DeviceRun:
+def started(case: GPUCase, device: torch.device, x: Tensor) -> DeviceRun:
     """A run from copies of x on a device."""
     network = cases.network(device)
     rule = algorithms.make(case.name, network, cases.layout(), **case.options)
     return DeviceRun(network, rule, x.clone().to(device))
 
 
-def resumed(case: Case, device: torch.device, folder: Path) -> DeviceRun:
+def resumed(case: GPUCase, device: torch.device, folder: Path) -> DeviceRun:
     """A run from the checkpoint in a folder."""
     state = Checkpoints(folder, Processes()).load(range(cases.WORKERS))
     run = started(case, device, state["x"])
@@ -142,7 +142,7 @@ def check_aggregations(setting: Setting, findings: Findings) -> None:
     findings.table(("aggregation", "residual", "sum of the means", "result"), rows)
 
 
-def aggregated(case: Case, device: torch.device) -> Mapping[str, Tensor]:
+def aggregated(case: GPUCase, device: torch.device) -> Mapping[str, Tensor]:
     """The residuals, and the sum of the means, after some random gradients."""
     network = cases.network(device)
     rule: Any = aggregation.make(case.name, network, cases.layout(), **case.options)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.device_timing import milliseconds
 from benchmarks.shapes import MODELS
 from environment.gpu import cases
-from environment.gpu.cases import Case
+from environment.gpu.cases import GPUCase
 from environment.gpu.findings import Findings, Setting, difference
 from powergossip import algorithms
 from powergossip.parameters import Layout
@@ -48,7 +48,7 @@ def run(setting: Setting, findings: Findings) -> None:
 class _Stepper:
     """A rule and its x on a device, after WARM steps."""
 
-    def __init__(self, setting: Setting, case: Case, layout: Layout):
+    def __init__(self, setting: Setting, case: GPUCase, layout: Layout):
         self.network = cases.network(setting.device)
         self.rule = algorithms.make(case.name, self.network, layout, **case.options)
         random = torch.Generator().manual_seed(0)
@@ -61,7 +61,7 @@ class _Stepper:
             self.network.run(self.rule.step(self.x))
 
 
-def first_wait(setting: Setting, case: Case, layout: Layout) -> str | None:
+def first_wait(setting: Setting, case: GPUCase, layout: Layout) -> str | None:
     """The first line of the library at which a step waits for the device. None if there is none."""
     stepper = _Stepper(setting, case, layout)
     if not setting.on_gpu:
@@ -78,7 +78,9 @@ def first_wait(setting: Setting, case: Case, layout: Layout) -> str | None:
     return None
 
 
-def capture(setting: Setting, findings: Findings, case: Case, layout: Layout) -> tuple[object, ...]:
+def capture(
+    setting: Setting, findings: Findings, case: GPUCase, layout: Layout
+) -> tuple[object, ...]:
     """Capture STEPS steps and compare replays with steps: the cells of the table."""
     eager, captured = (_Stepper(setting, case, layout) for _ in range(2))
     graph = torch.cuda.CUDAGraph()

@@ -38,7 +38,7 @@ from powergossip.algorithms import rates
 from powergossip.algorithms.averaging import Averaging, Rate
 from powergossip.algorithms.compressed import ChocoGossip, DeepSqueeze, Moniqua
 from powergossip.algorithms.learning import DPSGD, Correction
-from powergossip.algorithms.plain import AllReduce, ChebyshevGossip, FiniteTimeGossip, PlainGossip
+from powergossip.algorithms.plain import ChebyshevGossip, ExactMean, FiniteTimeGossip, PlainGossip
 from powergossip.algorithms.power_gossip import PowerGossip
 from powergossip.algorithms.push_sum import PushSum
 from powergossip.algorithms.rates import choco_rate
@@ -51,13 +51,13 @@ __all__ = [
     "AVERAGING",
     "CONSENSUS_ONLY",
     "DPSGD",
-    "AllReduce",
     "Averaging",
     "AveragingOptions",
     "ChebyshevGossip",
     "ChocoGossip",
     "Correction",
     "DeepSqueeze",
+    "ExactMean",
     "FiniteTimeGossip",
     "Moniqua",
     "PlainGossip",
@@ -132,8 +132,8 @@ def _moniqua(
 
 # Registry names: `optimizer` in train.py, `algorithm` in gossip_run.py. A row is called with the
 # network and the layout. Its other parameters are the algorithm's options.
-AVERAGING: dict[str, _options.Row] = {
-    "all-reduce": lambda network, layout: AllReduce(network),
+AVERAGING: dict[str, _options.Builder] = {
+    "all-reduce": lambda network, layout: ExactMean(network),
     "dpsgd": _dpsgd,
     "power-gossip": PowerGossip,
     "choco": _choco,
@@ -143,7 +143,7 @@ AVERAGING: dict[str, _options.Row] = {
 }
 
 # Limits for comparison, not for learning: they assume that nothing else changes x.
-CONSENSUS_ONLY: dict[str, _options.Row] = {
+CONSENSUS_ONLY: dict[str, _options.Builder] = {
     "chebyshev": lambda network, layout: ChebyshevGossip(network),
     "finite-time": lambda network, layout: FiniteTimeGossip(network),
 }

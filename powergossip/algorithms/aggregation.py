@@ -80,7 +80,7 @@ def momentum_of(aggregation: Aggregation) -> tuple[float, bool]:
     return owner.momentum, owner.nesterov
 
 
-def _row(kind: Callable[..., Any], config: Callable[..., Any], **more: Any) -> options.Row:
+def _row(kind: Callable[..., Any], config: Callable[..., Any], **more: Any) -> options.Builder:
     """A row kind(network, layout, config(**options)), with the options of `config`.
 
     more  # defaults of options that `config` requires
@@ -131,7 +131,7 @@ def _error_feedback(
 
 
 # The names that users choose from: `optimizer` in train.py.
-AGGREGATIONS: dict[str, options.Row] = {
+AGGREGATIONS: dict[str, options.Builder] = {
     "powersgd": _row(power_sgd.Aggregation, power_sgd.Config, rank=1),
     "dgc": _row(dgc.DGCAggregation, dgc.DGCConfig),
     "ef-sgd": _error_feedback,

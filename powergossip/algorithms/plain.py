@@ -76,7 +76,7 @@ def _fits(tensor: Tensor) -> bool:
     return tensor.dtype == torch.float32 and tensor.stride(-1) == 1
 
 
-class AllReduce(Stateless):
+class ExactMean(Stateless):
     """x_i ← (1/n) Σ_j x_j: the centralized baseline.
 
     Sends 2 (n − 1)/n · 32 D bits a worker, the lower bound (Patarasuk & Yuan 2009,

@@ -96,7 +96,7 @@ __all__ = [
 
 # Registry names: `optimizer_compressor` in train.py. The options of a row are the fields of its
 # class.
-COMPRESSORS: dict[str, _options.Row] = {
+COMPRESSORS: dict[str, _options.Builder] = {
     "identity": Identity,
     "qsgd": QSGD,
     "random-block": RandomBlock,

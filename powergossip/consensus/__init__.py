@@ -12,15 +12,15 @@ entry point.
 from powergossip.consensus.data import DATA, Matrices
 from powergossip.consensus.methods import ALGORITHMS, ConsensusMethod
 from powergossip.consensus.settings import Setting, checked
-from powergossip.consensus.sweep import Batch, Hooks, Sweep, is_logged
+from powergossip.consensus.sweep import Hooks, MatrixBatch, Sweep, is_logged
 
 __all__ = [
     "ALGORITHMS",
     "DATA",
-    "Batch",
     "ConsensusMethod",
     "Hooks",
     "Matrices",
+    "MatrixBatch",
     "Setting",
     "Sweep",
     "checked",

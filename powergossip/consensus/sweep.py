@@ -184,7 +184,7 @@ class Sweep:
 
     def _gossip(self, name: str, settings: list[Setting], clock: Clock, log: "_Log") -> None:
         """Gossip with several settings of one algorithm concurrently."""
-        batch: Batch | BatchByEdges = (BatchByEdges if self.by_edges else Batch)(
+        batch: MatrixBatch | BatchByEdges = (BatchByEdges if self.by_edges else MatrixBatch)(
             self, name, settings
         )
         last = self.num_steps(name)
@@ -280,7 +280,7 @@ class _Log:
         self._hooks.log_runtime(name, elapsed.mean, elapsed.deviation, elapsed.instances)
 
 
-class Batch:
+class MatrixBatch:
     """Several settings of one algorithm that step together, each with a copy of all workers.
 
     settings  # those that have not diverged

@@ -358,7 +358,7 @@ class _ChocoEnd:
 
 # Names of `algorithms.AVERAGING` with an edge form. A row is called with the layout. Its other
 # parameters are options.
-EXCHANGES: dict[str, _options.Row] = {
+EXCHANGES: dict[str, _options.Builder] = {
     "dpsgd": PlainExchanges,
     "power-gossip": PowerExchanges,
     "choco": ChocoExchanges,

@@ -31,8 +31,8 @@ from powergossip.events.packing import (
     unpacked_model,
 )
 from powergossip.events.worker import Action, Worker
+from powergossip.network.resilient.workers import Delivered as LinkMessage
 from powergossip.network.resilient.workers import Links
-from powergossip.network.resilient.workers import Message as LinkMessage
 
 # Notes of a process to all others.
 _PROGRESS, _END, _STOP = range(3)

@@ -101,7 +101,7 @@ class AllReduce(Aggregator):
         for part, gradient in zip(parts, gradients, strict=True):
             part.copy_(gradient.reshape(-1))
             gradient.zero_()
-        network.run(plain.AllReduce(network).step(flat))
+        network.run(plain.ExactMean(network).step(flat))
         return [
             part.view(gradient.shape).to(gradient.dtype, copy=True)
             for part, gradient in zip(parts, gradients, strict=True)

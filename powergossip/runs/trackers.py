@@ -32,7 +32,9 @@ AXES = ("epoch", "bits", "messages", "seconds")
 _MLFLOW_BATCH = {"metrics": 1000, "params": 100}  # largest sizes of a request
 _MLFLOW_VALUE = 6000  # characters of a parameter
 
-Row = tuple[str, Mapping[str, float]]  # name of the scalar; value, epoch, bits, messages, seconds
+Scalar = tuple[
+    str, Mapping[str, float]
+]  # name of the scalar; value, epoch, bits, messages, seconds
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Tracker(Protocol):
 
     facts: dict[str, Any]
 
-    def write(self, step: int, rows: Sequence[Row]) -> None:
+    def write(self, step: int, rows: Sequence[Scalar]) -> None:
         """Add the rows of a step. Steps increase."""
 
     def close(self, complete: bool) -> None:
@@ -75,7 +77,7 @@ def step_of(values: Mapping[str, float]) -> int:
     return round(1000 * values.get("epoch", 0))
 
 
-def _axes(rows: Sequence[Row]) -> dict[str, float]:
+def _axes(rows: Sequence[Scalar]) -> dict[str, float]:
     """The values of the last row that can be a horizontal axis."""
     _, last = rows[-1]
     return {axis: last[axis] for axis in AXES if axis in last}
@@ -92,7 +94,7 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=purge)
         self.facts: dict[str, Any] = {}
 
-    def write(self, step: int, rows: Sequence[Row]) -> None:
+    def write(self, step: int, rows: Sequence[Scalar]) -> None:
         for name, values in rows:
             self._writer.add_scalar(name, values["value"], step)
         self._writer.flush()
@@ -127,7 +129,7 @@ class WeightsAndBiases:
         self._run.define_metric("*", step_metric="epoch")
         self.facts = {"id": self._run.id, "url": self._run.url}
 
-    def write(self, step: int, rows: Sequence[Row]) -> None:
+    def write(self, step: int, rows: Sequence[Scalar]) -> None:
         values = {name: of_row["value"] for name, of_row in rows}
         self._run.log({**values, **_axes(rows)}, step=step, commit=True)
 
@@ -181,7 +183,7 @@ class MLflow:
         found = self._client.get_experiment_by_name(name)
         return self._client.create_experiment(name) if found is None else found.experiment_id
 
-    def write(self, step: int, rows: Sequence[Row]) -> None:
+    def write(self, step: int, rows: Sequence[Scalar]) -> None:
         scalars = [(re.sub(r"[^\w\-./ ]", "_", name), values) for name, values in rows]
         values_of_last = scalars[-1][1]
         scalars += [
@@ -273,7 +275,7 @@ class Trackers:
 
     def __init__(self, folder: Path, config: Any, resumed: Resumed | None = None):
         self._open: dict[str, Tracker] = {}
-        self._pending: list[Row] = []
+        self._pending: list[Scalar] = []
         self._step = 0
         check(config)
         values = {str(key): _plain(value) for key, value in config.items()}

@@ -97,7 +97,7 @@ def check_method(c: Any, network: Network) -> str:
 
 def _hint(c: Any, network: Network, averaging: algorithms.Averaging) -> str:
     """A sentence on learning rules, or nothing where they do not apply."""
-    averages_fully = isinstance(averaging, algorithms.AllReduce)
+    averages_fully = isinstance(averaging, algorithms.ExactMean)
     if c.learning != learning.DEFAULT or averages_fully or not data_differ(c):
         return ""
     rules = learning.accepting(network, c.optimizer, averaging, c.local_optimizer)

@@ -46,7 +46,7 @@ from powergossip.algorithms.learning.tracking import (
     MoTEF,
     NormalizedGradientTracking,
 )
-from powergossip.algorithms.plain import AllReduce, PlainGossip
+from powergossip.algorithms.plain import ExactMean, PlainGossip
 from powergossip.compressors import Identity
 from powergossip.network import Network
 from powergossip.parameters import Parameters
@@ -211,7 +211,7 @@ def overlapping(name: str, averaging: Averaging) -> bool:
         return True
     found = LEARNING[name]
     return found.overlaps and not (
-        isinstance(averaging, AllReduce) or kind_of(averaging) in found.sequential
+        isinstance(averaging, ExactMean) or kind_of(averaging) in found.sequential
     )
 
 
@@ -233,7 +233,7 @@ def check_overlapping(
             f"overlapping=true: use false with learning={name}, whose messages depend on the "
             "gradient"
         )
-    if isinstance(averaging, AllReduce):
+    if isinstance(averaging, ExactMean):
         raise ValueError(
             f"overlapping=true: use false with learning={name} and optimizer={averaging_name}, "
             "whose mean follows the local update"

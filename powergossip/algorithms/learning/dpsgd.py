@@ -7,7 +7,7 @@ from torch import Tensor
 
 from powergossip.algorithms.averaging import Averaging, begin_at, on_numerator
 from powergossip.algorithms.learning.rule import Correction, Update
-from powergossip.algorithms.plain import AllReduce
+from powergossip.algorithms.plain import ExactMean
 from powergossip.network import Exchange, Network
 from powergossip.parameters import Parameters
 
@@ -47,7 +47,7 @@ class DPSGD:
         self._network, self._averaging = network, averaging
         self._update = on_numerator(averaging, parameters.x, update)
         self._local_steps, self._steps = local_steps, 0
-        self._overlapping = overlapping and not isinstance(averaging, AllReduce)
+        self._overlapping = overlapping and not isinstance(averaging, ExactMean)
         self._x, self._g = parameters.x, parameters.grad
         self._correct = Correction(parameters, weight_decay, clip)
         self._exchange: Exchange | None = None  # of this step, in flight

@@ -27,7 +27,7 @@ LOST = 3  # exit code of a run that is complete without workers that were lost
 _GRACE = 1.0  # seconds that a process has to end after the notice that it was dropped
 _PARTING = 10.0  # seconds for which the first process waits for the others to end
 
-Message = tuple[int, int, int, Tensor]  # i, j, k, payload: uint8
+Delivered = tuple[int, int, int, Tensor]  # i, j, k, payload: uint8
 
 
 class Links:
@@ -82,7 +82,7 @@ class Links:
         self.workers = sorted(w for w, home in self.homes.items() if home == self.process)
         self._coming: spawning.Coming | None = None
         self._reported = set(self.homes) - self.alive
-        self._local: list[Message] = []
+        self._local: list[Delivered] = []
 
     @property
     def alive(self) -> frozenset[int]:
@@ -110,7 +110,7 @@ class Links:
         else:
             self._peers.send(home, DATA, i, j, k, payload)
 
-    def poll(self) -> list[Message]:
+    def poll(self) -> list[Delivered]:
         """The messages to hosted workers that have arrived since the last call: (i, j, k, payload),
         in order of arrival. payload is uint8, and the caller's to keep and to change."""
         self._peers.advance()
