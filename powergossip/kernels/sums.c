@@ -1,4 +1,4 @@
-/* The sum of an all-reduce, see network/delivery.py. */
+/* The sum of an all-reduce, see network/collectives.py. */
 
 #include <stdlib.h>
 
