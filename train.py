@@ -39,7 +39,7 @@ from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.output import COMPLETE, FIGURE, Output, run_to_resume
 from powergossip.training import resizing
 from powergossip.training.asynchronous import links
-from powergossip.training.asynchronous.links import Newcomer, check_begun, newcomer
+from powergossip.training.asynchronous.links import Replacement, check_begun, replacement
 from powergossip.training.measurements import Diverged, Hooks, Row
 from powergossip.training.resuming import check_rest
 from powergossip.training.settings import checked, defaults_of_tasks
@@ -295,7 +295,7 @@ def main(arguments: list[str] | None = None) -> None:
             asked, name, explicit = _read(arguments)
         except (ValueError, OSError) as error:
             wrong = error  # for all processes, when they are connected
-        joining = newcomer()
+        joining = replacement()
         if joining is not None:
             _train_as_replacement(joining)
             return
@@ -345,7 +345,7 @@ def _train(settings: Any, comm: Processes, name: str | None, folder: Path | None
         _train_the_rest(trainer, found, lost_rows)
 
 
-def _train_as_replacement(joining: Newcomer) -> None:
+def _train_as_replacement(joining: Replacement) -> None:
     """Join a run in the place of a process that it has lost, and train the rest of it."""
     with joining.rejected():
         trainer = Trainer(

@@ -63,7 +63,7 @@ from powergossip.training.trainer import Trainer
 from tests.system_calls import moments
 
 plan: dict[str, Any] = json.loads(sys.argv[1])
-is_new = bootstrap.INVITATION in os.environ
+is_new = bootstrap.ASSIGNMENT in os.environ
 process = "new" if is_new else os.environ.get("OMPI_COMM_WORLD_RANK", "0")
 log = f"{plan['log']}-{process}" if "log" in plan else os.devnull
 found: list[Trainer] = []
@@ -140,7 +140,7 @@ def wait_for_replacements(run: Trainer) -> None:
     """Wait until those that were started are ready. Other processes need the cores meanwhile."""
     links, end = run.links, time.monotonic() + 60
     assert links is not None
-    while links.has_summoned and not links.settled and time.monotonic() < end:
+    while links.has_spawned and not links.spawned_are_ready and time.monotonic() < end:
         time.sleep(0.05)
 
 

@@ -191,27 +191,27 @@ def join(victim: int) -> None:
     while not chatter.lost:
         chatter.turn(1.0)
     start = time.monotonic()
-    summoned = links.summon([__file__, "newcomer", str(victim)], {"of": "the run"})
+    spawned = links.spawn([__file__, "replacement", str(victim)], {"of": "the run"})
     waited, turns = time.monotonic() - start, 0
     joined: list[int] = []
     while not joined:
-        while not links.settled:
+        while not links.spawned_are_ready:
             chatter.turn(0.01)
             turns += 1
-        joined = links.admit()
+        joined = links.accept()
     seconds = time.monotonic() - start
-    row(process=links.process, joined=joined, summoned=summoned, waited=waited, seconds=seconds)
+    row(process=links.process, joined=joined, spawned=spawned, waited=waited, seconds=seconds)
     assert turns, "the others go on meanwhile"
     chatter.begin(victim)
     after_joining(links, chatter)
 
 
-def newcomer(victim: int) -> None:
-    invitation = spawning.invitation()
-    assert invitation is not None
-    links = Links.join(invitation)
+def replacement(victim: int) -> None:
+    assignment = spawning.assignment()
+    assert assignment is not None
+    links = Links.join(assignment)
     end_alone(links)
-    assert (links.workers, invitation.run) == ([victim], {"of": "the run"})
+    assert (links.workers, assignment.run) == ([victim], {"of": "the run"})
     assert (links.group.rank, links.group.size, links.group.gather(1)) == (victim, 4, [1])
     links.enter()
     after_joining(links, Chatter(links, 100_000))
@@ -242,4 +242,4 @@ if __name__ == "__main__":
     if kind in ("stop", "busy", "split"):
         {"stop": stop, "busy": busy, "split": split}[kind](float(argument))
     else:
-        {"kills": kills, "join": join, "newcomer": newcomer}[kind](int(argument))
+        {"kills": kills, "join": join, "replacement": replacement}[kind](int(argument))

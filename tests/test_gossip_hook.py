@@ -21,10 +21,10 @@ from tests.test_gossip_optimizer import (
     METHODS,
     OPTIMIZERS,
     N,
+    barriers_of,
     everywhere,
     fill,
     loss,
-    meetings_of,
     mixing,
     mlp,
     numbers,
@@ -259,7 +259,7 @@ def test_bad_input_is_rejected() -> None:
 
 
 def test_alone_it_is_ddp_without_a_hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    meetings = meetings_of(monkeypatch)
+    barriers = barriers_of(monkeypatch)
     ddp, optimizer, state = hooked("power-gossip")
     reference = mlp()
     plain = OPTIMIZERS["momentum"](reference)
@@ -268,7 +268,7 @@ def test_alone_it_is_ddp_without_a_hook(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(numbers(ddp.module), numbers(reference))
     assert state.bits == 0
     with state.mean_model():
-        assert meetings() == [3, 3]
+        assert barriers() == [3, 3]
 
 
 def test_bucket_0_is_the_first_of_every_backward_pass() -> None:

@@ -260,15 +260,16 @@ def test_the_seed_is_also_that_of_the_topology() -> None:
     assert graph(1, network.topology) == graph(1) != graph(0)
 
 
-def meetings_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int | None]]:
-    """The number of steps that each meeting knows: those at the exit, then those since."""
+def barriers_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int | None]]:
+    """The number of steps that each barrier knows: those at the exit, then those since."""
     at_exit: list[Callable[[], int | None]] = []
     since: list[int | None] = []
     monkeypatch.setattr(
-        "powergossip.network.meet_at_exit", lambda processes, steps: at_exit.append(steps)
+        "powergossip.network.checked_barrier_at_exit",
+        lambda processes, steps: at_exit.append(steps),
     )
     monkeypatch.setattr(
-        "powergossip.network.meet", lambda processes, place, steps: since.append(steps)
+        "powergossip.network.checked_barrier", lambda processes, place, steps: since.append(steps)
     )
     return lambda: [*(steps() for steps in at_exit), *since]
 

@@ -109,11 +109,11 @@ def test_the_models_of_the_others_do_not_move_at_a_join(name, gossip, topology):
     while joined < len(dead):
         before, alive = x.clone(), set(clock.alive)
         clock.advance()
-        for newcomer in set(clock.alive) - alive:
+        for index in set(clock.alive) - alive:
             joined += 1
             others = sorted(alive)
             assert torch.equal(x[others], before[others])
-            assert x[newcomer].norm() <= before[others].norm(dim=1).max()
+            assert x[index].norm() <= before[others].norm(dim=1).max()
     assert clock.alive == list(range(16))
 
 

@@ -204,7 +204,7 @@ def test_a_new_process_takes_the_place_of_a_lost_one(victim: int, hosts: int) ->
     old = [process for process in range(4) if process != victim]
     joined = [row for row in rows if "joined" in row]
     assert sorted(row["process"] for row in joined) == old
-    assert all(row["summoned"] == row["joined"] == [victim] for row in joined)
+    assert all(row["spawned"] == row["joined"] == [victim] for row in joined)
     after = [row for row in rows if "workers" in row]
     assert sorted(row["process"] for row in after) == [*old, 4]
     for row in after:

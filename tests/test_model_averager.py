@@ -19,10 +19,10 @@ from powergossip.optimizers import GossipModelAverager, GossipOptimizer
 from tests.test_gossip_optimizer import (
     ALONE,
     OPTIMIZERS,
+    barriers_of,
     dense,
     everywhere,
     fill,
-    meetings_of,
     mixing,
     mlp,
     numbers,
@@ -162,7 +162,7 @@ def test_frozen_parameters_and_those_of_half_precision() -> None:
 def test_alone_it_changes_nothing_and_needs_no_process_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    meetings = meetings_of(monkeypatch)
+    barriers = barriers_of(monkeypatch)
     model, optimizer, averager = averaged(process_group=ALONE, warmup_steps=1)
     assert isinstance(averager, ModelAverager)
     reference = mlp()
@@ -171,7 +171,7 @@ def test_alone_it_changes_nothing_and_needs_no_process_group(
     assert torch.equal(numbers(model), numbers(reference))
     assert averager.bits == 0
     with averager.mean_model():
-        assert meetings() == [3, 3]
+        assert barriers() == [3, 3]
 
 
 def test_bad_input_is_rejected_at_construction() -> None:

@@ -98,7 +98,7 @@ def test_the_consensus_command_runs_as_it_stands(tmp_path: Path) -> None:
     assert (tmp_path / "figure.png").exists()
 
 
-def test_sections_are_in_the_order_of_a_newcomer() -> None:
+def test_sections_are_in_the_order_for_a_new_reader() -> None:
     without_code = re.sub(r"^```.*?^```$", "", README, flags=re.DOTALL | re.MULTILINE)
     assert re.findall(r"^## (.*)$", without_code, re.MULTILINE) == [
         "Install",

@@ -143,7 +143,7 @@ def gossip_of(model: nn.Module, group: Any, **options: Any) -> GossipOptimizer:
 @pytest.mark.parametrize("name", [*LOOPS, "overlapping", "learning", "hook"])
 def test_a_loop_that_is_over_is_freed(name: str) -> None:
     """A program can train one model after the other: nothing refers to their parameters."""
-    group = MPI.COMM_WORLD.Dup()  # whose first optimizer has the meeting at exit
+    group = MPI.COMM_WORLD.Dup()  # whose first optimizer has the barrier at exit
 
     def train() -> list[weakref.ref[nn.Parameter]]:
         model: nn.Module = mlp()

@@ -90,10 +90,10 @@ class Replay:
             if entry.kind == "die":
                 del self._workers[entry.worker]
                 return
-            newcomer, sources = begin_late(
+            joined, sources = begin_late(
                 entry.worker, entry.counter, self._versions, self._workers, self._x, self._make
             )
-            self._workers[entry.worker] = newcomer
+            self._workers[entry.worker] = joined
             for j in sources:
                 self.bits[j] += 8 * self._x[j].numel() * self._x.element_size()
                 self.messages[j] += 1

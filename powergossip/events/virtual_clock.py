@@ -240,13 +240,13 @@ class VirtualClock:
     def _join(self, index: int) -> None:
         """A worker begins with the mean of its neighbors' x, and with the mean of their steps."""
         self._versions = raised(self._versions, index)
-        newcomer, sources = begin_late(index, -1, self._versions, self.workers, self._x, self._make)
-        self._write("join", index, newcomer.steps)
+        joined, sources = begin_late(index, -1, self._versions, self.workers, self._x, self._make)
+        self._write("join", index, joined.steps)
         for j in sources:
             self.bits[j] += 8 * self._x[j].numel() * self._x.element_size()
             self.messages[j] += 1
-            self._notice(j, list(newcomer.view))
-        self._begin(newcomer)
+            self._notice(j, list(joined.view))
+        self._begin(joined)
 
     def _write_order(self, worker: Worker) -> None:
         if self.record:

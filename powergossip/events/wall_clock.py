@@ -117,7 +117,7 @@ class WallClock:
         self._new = [make(index, self._versions, 0) for index in links.workers]
 
     def join(self, seconds: float) -> None:
-        """Prepare a process that joins the others after this time: its workers begin in `admit`."""
+        """Prepare a process that joins the others after this time, before `begin_replacements`."""
         self._new, self._started = [], time.monotonic() - seconds
 
     def begin_at(self, steps: int) -> None:
@@ -247,7 +247,9 @@ class WallClock:
 
     # --- Joins ---
 
-    def admit(self, joined: Iterable[int], members: Members, models: Models) -> dict[int, int]:
+    def begin_replacements(
+        self, joined: Iterable[int], members: Members, models: Models
+    ) -> dict[int, int]:
         """Let replacements of lost workers begin. All processes call it, after `run`.
 
         A replacement begins with the mean of its neighbors' models, or of all where no neighbor is

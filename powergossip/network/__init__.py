@@ -40,7 +40,7 @@ from powergossip.network.processes import (
     torch_kept,
 )
 from powergossip.network.torch.processes import torch_group
-from powergossip.network.uneven_steps import meet, meet_at_exit
+from powergossip.network.uneven_steps import checked_barrier, checked_barrier_at_exit
 from powergossip.network.workers import Exchange, Network, Slots, hosted_workers, together
 
 __all__ = [
@@ -59,12 +59,12 @@ __all__ = [
     "ToAll",
     "ToEach",
     "are_several",
+    "checked_barrier",
+    "checked_barrier_at_exit",
     "choose_device",
     "cuda_aware_mpi",
     "hosted_workers",
     "is_first",
-    "meet",
-    "meet_at_exit",
     "processes",
     "processes_of",
     "report",

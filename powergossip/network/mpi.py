@@ -75,7 +75,7 @@ class MPIProcesses(Processes):
             direct = device.type != "cuda" or cuda_aware_mpi() is True
         return MPIChannel(self.communicator, direct, self._wait_all)
 
-    def meet(
+    def checked_barrier(
         self,
         token: np.ndarray,
         patience: float,
@@ -153,7 +153,7 @@ class MPIChannel:
 _Buffers = list[tuple[int, Any]]
 _WaitAll = Callable[[list[Any]], object]  # returns when requests are complete
 
-_NAP = 20e-6  # seconds
+_POLL_INTERVAL = 20e-6  # seconds
 
 
 def _wait_all(oversubscribed: bool) -> _WaitAll:
@@ -173,7 +173,7 @@ def _wait_all(oversubscribed: bool) -> _WaitAll:
             return
         os.sched_yield()
         while not test_all(requests):
-            time.sleep(_NAP)
+            time.sleep(_POLL_INTERVAL)
 
     return wait
 

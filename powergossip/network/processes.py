@@ -22,7 +22,7 @@ from powergossip.network.resilient import ulfm
 
 T = TypeVar("T")
 
-TOKEN = 32767  # the tag of meetings. MPI guarantees tags up to this one
+TOKEN = 32767  # the tag of checked barriers. MPI guarantees tags up to this one
 
 
 class Requests(Protocol):
@@ -182,10 +182,11 @@ class Processes:
         raise NotImplementedError
 
     def watch(self, ahead: Callable[[int, np.ndarray], None]) -> None:
-        """Notice from now on if another process comes to a meeting while this one is in a further
-        step: ahead(process, token) is then called. For transports whose `meet` cannot notice it."""
+        """Notice from now on if another process comes to a barrier while this one is in a further
+        step: ahead(process, token) is then called. For transports whose `checked_barrier` cannot
+        notice it."""
 
-    def meet(
+    def checked_barrier(
         self,
         token: np.ndarray,
         patience: float,

@@ -1,9 +1,9 @@
-"""Meetings of all processes, which notice a process that makes more steps than the others.
+"""Barriers of all processes that notice a process that makes more steps than the others.
 
 A process that arrives sends a token to every other one and waits for theirs. A message that
 another process has started before its token belongs to a step in which this process does not take
-part: without a meeting, the other one would wait for its answer forever. Steps themselves need no
-meeting.
+part: without a barrier, the other one would wait for its answer forever. Steps themselves need no
+barrier.
 """
 
 import atexit
@@ -23,7 +23,7 @@ _PLACES = (_END, "mean_model()", "add_param_group()")
 _at_exit: weakref.WeakSet[Processes] = weakref.WeakSet()
 
 
-def meet(processes: Processes, place: str, steps: int | None = None) -> None:
+def checked_barrier(processes: Processes, place: str, steps: int | None = None) -> None:
     """Wait until all processes call this with the same place, one of _PLACES.
 
     Ends all processes with an error if one is at another place. The error names `steps`, the
@@ -41,11 +41,11 @@ def meet(processes: Processes, place: str, steps: int | None = None) -> None:
     def ahead(process: int) -> None:
         _end(processes, f"{here}, {_further(process)}")
 
-    processes.meet(own, PATIENCE if place == _END else 0.0, check, ahead)
+    processes.checked_barrier(own, PATIENCE if place == _END else 0.0, check, ahead)
 
 
-def meet_at_exit(processes: Processes, steps: Callable[[], int | None]) -> None:
-    """Make all processes meet when Python ends. All call it, and only the first call counts."""
+def checked_barrier_at_exit(processes: Processes, steps: Callable[[], int | None]) -> None:
+    """Add a checked barrier at the end of Python. All call it, and only the first call counts."""
     if processes.size == 1 or processes in _at_exit:
         return
     _at_exit.add(processes)
@@ -54,7 +54,7 @@ def meet_at_exit(processes: Processes, steps: Callable[[], int | None]) -> None:
         _end(processes, f"process {process} {_at(token)}, {_further(processes.rank)}")
 
     processes.watch(ahead)
-    atexit.register(lambda: meet(processes, _END, steps()))
+    atexit.register(lambda: checked_barrier(processes, _END, steps()))
 
 
 def _at(token: Any) -> str:

@@ -91,7 +91,7 @@ class GossipState:
         self._known = self._parameters()
         self._averaged.add(self._known)
         own = weakref.ref(self)
-        network.meet_at_exit(processes, lambda: getattr(own(), "_steps", None))
+        network.checked_barrier_at_exit(processes, lambda: getattr(own(), "_steps", None))
         optimizer.register_step_pre_hook(lambda *_: _finish(own, is_step=True))
         optimizer.register_step_post_hook(lambda *_: _after_step(own))
         _at_first_forward(own)
@@ -181,7 +181,7 @@ class GossipState:
                 "mean_model() inside mean_model(): the parameters are the mean already"
             )
         self.finish()
-        network.meet(self._averaged.processes, "mean_model()", self._steps)
+        network.checked_barrier(self._averaged.processes, "mean_model()", self._steps)
         with self._averaged.mean():
             yield
 

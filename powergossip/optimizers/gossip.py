@@ -189,7 +189,7 @@ class GossipOptimizer(torch.optim.Optimizer):
         check_same_everywhere(who, "overlapping", overlapping)
         self._add([p for group in self.param_groups for p in group["params"]])
         own = weakref.ref(self)
-        network.meet_at_exit(who, lambda: getattr(own(), "_steps", None))
+        network.checked_barrier_at_exit(who, lambda: getattr(own(), "_steps", None))
         # torch.optim.Optimizer.__init__ is not called. This prepares hooks and profiling.
         self.__setstate__({})
 
@@ -346,7 +346,7 @@ class GossipOptimizer(torch.optim.Optimizer):
         """
         self._check_between_steps("add_param_group()")
         who = self._averaged.processes
-        network.meet(who, "add_param_group()", self._steps)
+        network.checked_barrier(who, "add_param_group()", self._steps)
         groups = self.param_groups
         before = len(groups)
         try:
@@ -406,7 +406,7 @@ class GossipOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 "mean_model() inside mean_model(): the parameters are the mean already"
             )
-        network.meet(self._averaged.processes, "mean_model()", self._steps)
+        network.checked_barrier(self._averaged.processes, "mean_model()", self._steps)
         with self._averaged.mean():
             yield
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from powergossip import topologies
-from powergossip.network import Network, Processes, meet_at_exit, processes_of
+from powergossip.network import Network, Processes, checked_barrier_at_exit, processes_of
 from powergossip.optimizers.checks import (
     Params,
     broadcast_from_process_0,
@@ -91,7 +91,7 @@ class Gradients:
         self.gradients = self._views(self.gradient)
         self.means = self._views(self.mean)
         broadcast_from_process_0(comm, self.parameters)
-        meet_at_exit(comm, lambda: None)
+        checked_barrier_at_exit(comm, lambda: None)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         tensors = zip(self.layout.tensors(flat[0]), self.parameters, strict=True)

@@ -104,7 +104,7 @@ class GossipModelAverager(ModelAverager):
         self._added: list[list[Tensor]] = []  # trainable parameters that were added together
         self._restored: Mapping[str, Any] | None = None  # a state loaded before that
         own = weakref.ref(self)
-        network.meet_at_exit(processes, lambda: getattr(own(), "step", None))
+        network.checked_barrier_at_exit(processes, lambda: getattr(own(), "step", None))
 
     # --- Steps ---
 
@@ -188,7 +188,7 @@ class GossipModelAverager(ModelAverager):
                 "mean_model() before the first step of gossip, or inside mean_model(); call it "
                 "after average_parameters has averaged"
             )
-        network.meet(self._processes, "mean_model()", self.step)
+        network.checked_barrier(self._processes, "mean_model()", self.step)
         with self._averaged.mean():
             yield
 

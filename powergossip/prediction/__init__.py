@@ -1,9 +1,9 @@
 """A model of the time of a training step on a network that is not at hand.
 
-    lone.py          one worker of n, whose messages reach nobody: exact counts, measured CPU time
+    fake_network.py  one worker of n, whose messages reach nobody: exact counts, measured CPU time
     traffic.py       what a step of a method sends, and its CPU time
     model.py         seconds of a step on a cluster: the equations
-    agreement.py     how fast a graph averages
+    consensus.py     how fast a graph averages
     shapes.py        tensors of a model
     command_line.py  powergossip-predict
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from powergossip.network.processes import Channel, Pieces, Processes, Requests
 
 
-class LoneProcess(Processes):
+class FakeProcesses(Processes):
     """Process `rank` of `size`, of which the others do not exist."""
 
     transport = "none"

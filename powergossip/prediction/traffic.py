@@ -24,7 +24,7 @@ from powergossip.network import (
     ToEach,
 )
 from powergossip.parameters import Layout
-from powergossip.prediction.fake_network import LoneProcess
+from powergossip.prediction.fake_network import FakeProcesses
 from powergossip.topologies import Topology
 
 STEPS = 2  # after which the sides of power iteration repeat
@@ -59,7 +59,7 @@ class PredictedMethod:
 
     def rejects(self, topology: Topology) -> str:
         """The reason why the method cannot use a topology, or "" if it can."""
-        network = Network(topology, LoneProcess(topology.n_workers))
+        network = Network(topology, FakeProcesses(topology.n_workers))
         try:
             self.build(network, Layout([(2, 2)]))
         except ValueError as error:
@@ -123,7 +123,7 @@ class Traffic:
 
 def count(method: PredictedMethod, layout: Layout) -> Traffic:
     """Run two steps of a method, and return its messages. Raises ValueError for bad options."""
-    network = Network(topologies.make("ring", 3), LoneProcess(3))
+    network = Network(topologies.make("ring", 3), FakeProcesses(3))
     step, x = method.build(network, layout), _start(layout)
     steps = []
     for _ in range(STEPS):
@@ -181,8 +181,8 @@ def cpu_seconds(
 
 
 def _measured(method: PredictedMethod, layout: Layout, n_workers: int, seconds: float) -> float:
-    lone = LoneProcess(n_workers)
-    network = Network(topologies.make("ring", n_workers), lone)
+    fake = FakeProcesses(n_workers)
+    network = Network(topologies.make("ring", n_workers), fake)
     step, start = method.build(network, layout), _start(layout)
     x, least, end = start.clone(), float("inf"), time.perf_counter() + seconds
     measurements = 0
@@ -190,9 +190,9 @@ def _measured(method: PredictedMethod, layout: Layout, n_workers: int, seconds: 
         x.copy_(start)
         spent = 0.0
         for _ in range(STEPS):
-            began, noise = time.process_time(), lone.noise.seconds
+            began, noise = time.process_time(), fake.noise.seconds
             network.run(step(x))
-            spent += time.process_time() - began - (lone.noise.seconds - noise)
+            spent += time.process_time() - began - (fake.noise.seconds - noise)
         measurements += 1
         if measurements > 1:  # the first one allocates
             least = min(least, spent / STEPS)

@@ -64,7 +64,7 @@ class Agreement:
         Raises Diverged, the same in all processes, if one of them has noted a value.
         """
         if self._processes.size == 1:
-            return self.settle(signal)
+            return self.agree(signal)
         if self._pending is not None:
             began = time.perf_counter()
             ends, steps = self._pending()
@@ -72,13 +72,13 @@ class Agreement:
             self._pending = None
             self._next = self._last[0] + int(steps)
             if ends:
-                return self.settle(signal)
+                return self.agree(signal)
         if step >= self._next:
             ends = signal is not None or self._first is not None
             self._pending = self._processes.start_max(np.array([ends, self._steps_until(step)]))
         return None
 
-    def settle(self, signal: int | None = None) -> int | None:
+    def agree(self, signal: int | None = None) -> int | None:
         """Agree now, as `after_step` does. All processes call it at the same time: it blocks."""
         if self._pending is not None:
             self._pending()

@@ -14,7 +14,7 @@ from powergossip.parameters import Parameters
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training import resizing
 from powergossip.training.asynchronous.execution import event_driven
-from powergossip.training.asynchronous.resuming import Revival
+from powergossip.training.asynchronous.resuming import Restart
 from powergossip.training.settings import PREFIX, option_defaults
 
 # Keys that may change when a run is resumed.
@@ -145,8 +145,8 @@ def load_checkpoint(
                 _check_evaluated_alone(folder, config, processes, present)
         return Resumed(state, facts["metrics_bytes"], before)
 
-    conversion: resizing.Conversion | Revival = (
-        Revival(before, start())
+    conversion: resizing.Conversion | Restart = (
+        Restart(before, start())
         if lost or processes.can_be_lost
         else resizing.Conversion(before, start())
     )
@@ -157,7 +157,7 @@ def load_checkpoint(
 
     saved.visit(add, which)
     if config.evaluate_only:
-        assert isinstance(conversion, Revival)
+        assert isinstance(conversion, Restart)
         return Resumed(conversion.evaluated(), facts["metrics_bytes"], saved_workers)
     with processes.agreed():
         state = conversion.state(facts.get("steps_per_epoch"))

@@ -360,7 +360,7 @@ class Trainer:
         if number is not None or step == self.steps_per_epoch:
             x = self.parameters.x
             self._agreement.note_norms(self.network.workers, x, self.step, epoch + 1)
-            number = self._agreement.settle(number or signals.received)
+            number = self._agreement.agree(number or signals.received)
         if number is not None:
             self._interrupt(number, signals, position, save)
 

@@ -1,4 +1,4 @@
-"""The first second of a process that replaces a lost one: python newcomer.py PROGRAM ARGUMENT …
+"""The first second of a process that replaces a lost one: python bootstrap.py PROGRAM ARGUMENT …
 
 The survivors wait in MPI until it has connected with them. It therefore does so before anything
 else, and then runs the program, which takes seconds to load. See spawning.py.
@@ -14,14 +14,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Variables for joining.py: the communicator as Fortran's handle, and the invitation in hex.
-COMMUNICATOR, INVITATION = "POWERGOSSIP_NEWCOMER", "POWERGOSSIP_INVITATION"
+# Variables for spawning.py: the communicator as Fortran's handle, and the assignment in hex.
+COMMUNICATOR, ASSIGNMENT = "POWERGOSSIP_SPAWNED", "POWERGOSSIP_ASSIGNMENT"
 
 
-_GREETING = 1  # tag
+_HANDSHAKE = 1  # tag
 
 
-def greet(merged: Any, first: int, value: Any = None) -> dict[int, Any]:
+def handshake(merged: Any, first: int, value: Any = None) -> dict[int, Any]:
     """Exchange a value with each new process. Their ranks begin with `first`. Returns rank → value.
 
     Two processes connect at their first message, where MPI would wait for ever for one that has
@@ -29,8 +29,8 @@ def greet(merged: Any, first: int, value: Any = None) -> dict[int, Any]:
     """
     partners = range(merged.size) if merged.rank >= first else range(first, merged.size)
     others = [rank for rank in partners if rank != merged.rank]
-    sends = [merged.isend(value, rank, _GREETING) for rank in others]
-    received = {rank: merged.recv(source=rank, tag=_GREETING) for rank in others}
+    sends = [merged.isend(value, rank, _HANDSHAKE) for rank in others]
+    received = {rank: merged.recv(source=rank, tag=_HANDSHAKE) for rank in others}
     for send in sends:
         send.wait()
     return received
@@ -56,18 +56,18 @@ def identity() -> tuple[str, int, str, str]:
 
 
 def connect() -> None:
-    """Meet the survivors. The process ends if one of them ends meanwhile: they start another."""
+    """Connect with the survivors. The process ends if one of them does: they start another."""
     from mpi4py import MPI
 
     try:
         merged = MPI.Comm.Get_parent().Merge(high=True)
         merged.Set_errhandler(MPI.ERRORS_RETURN)
-        invitations = merged.bcast(None, root=0)
-        greet(merged, merged.size - MPI.COMM_WORLD.size, identity())
+        assignments = merged.bcast(None, root=0)
+        handshake(merged, merged.size - MPI.COMM_WORLD.size, identity())
     except MPI.Exception:
         os.kill(os.getpid(), signal.SIGKILL)  # mpirun disregards it
     os.environ[COMMUNICATOR] = str(merged.py2f())
-    os.environ[INVITATION] = invitations[MPI.COMM_WORLD.rank].hex()
+    os.environ[ASSIGNMENT] = assignments[MPI.COMM_WORLD.rank].hex()
 
 
 def main() -> None:

@@ -111,7 +111,7 @@ class LiveProcesses(Processes):
         self.members: list[int] = []
         self._early: dict[int, list[tuple[int, int, Tensor]]] = {}  # by gathering
         if peers is not None:
-            self.enter(peers, 0)
+            self.join(peers, 0)
 
     @property
     def waits(self) -> bool:
@@ -121,7 +121,7 @@ class LiveProcesses(Processes):
     def index(self) -> int:
         return self.rank if self._peers is None else self._peers.own
 
-    def enter(self, peers: Peers, calls: int) -> None:
+    def join(self, peers: Peers, calls: int) -> None:
         """Join the others after this number of their calls."""
         self._peers, self.calls = peers, calls
         self._set_members(set(peers.alive))
@@ -156,7 +156,7 @@ class LiveProcesses(Processes):
             for destination, phase, payload in gathering.advance(peers.alive):
                 peers.send(destination, GROUP, i=phase, k=call, payload=payload)
             if gathering.members is None:
-                peers.nap(since)
+                peers.backoff(since)
         if peers.own not in gathering.members:
             raise Dropped(f"the other processes regard process {peers.own} as lost")
         self._set_members(gathering.members)

@@ -12,7 +12,7 @@ from powergossip.network.resilient.messages import Envelope, Payload, Wire
 DATA, NOTE, GROUP, LOST, DROPPED = range(5)
 
 _LOOKS = 20  # at signs of life, within worker_timeout
-_SHORTEST_NAP, _LONGEST_NAP = 20e-6, 1e-3  # seconds
+_SHORTEST_BACKOFF, _LONGEST_BACKOFF = 20e-6, 1e-3  # seconds
 
 
 class Peers:
@@ -25,9 +25,9 @@ class Peers:
 
     A process is lost if MPI reports its end (ULFM), if it is silent for `worker_timeout`, or if
     another process regards it as lost for its silence. It is silent while it neither sends messages
-    nor lives, see heartbeats.py: a process that is busy may take any time. The time
-    in which this process itself does not call `advance` counts as a quarter of the timeout at most,
-    so that a process that was stopped does not regard the others as silent.
+    nor lives, see heartbeats.py: a process that is busy may take any time. The time in which this
+    process itself does not call `advance` counts as a quarter of the timeout at most, so that a
+    process that was stopped does not regard the others as silent.
 
     A process that was regarded as lost but lives, such as one that was stopped, receives a notice.
     `advance` then raises Dropped.
@@ -133,8 +133,8 @@ class Peers:
     def _forget(self, process: int, seen: bool) -> None:
         if process in self.alive:
             self.wire.send(process, DROPPED)
-            self.wire.forget(process)
-            self.liveness.forget(process)
+            self.wire.remove(process)
+            self.liveness.remove(process)
             self.alive.discard(process)
             self._out_of_reach.add(process)
         if seen or self.liveness.sees(process):
@@ -153,10 +153,10 @@ class Peers:
         )
         raise Stopped(text) if self.own == min(here) else Dropped(text)
 
-    def nap(self, since: float) -> None:
+    def backoff(self, since: float) -> None:
         """Sleep, the longer the more time has passed since a time: others need the core."""
         waited = time.monotonic() - since
-        time.sleep(min(max(waited / 8, _SHORTEST_NAP), _LONGEST_NAP))
+        time.sleep(min(max(waited / 8, _SHORTEST_BACKOFF), _LONGEST_BACKOFF))
 
     def dropped(self) -> set[int]:
         """Lost processes that MPI does not report as ended: they may be stopped, and live."""

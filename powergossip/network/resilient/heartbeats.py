@@ -122,7 +122,7 @@ class Liveness:
         """Whether this process sees the other one in /proc."""
         return process in self._seen
 
-    def forget(self, process: int) -> None:
+    def remove(self, process: int) -> None:
         """Send no further heartbeats to a process."""
         self._lost.add(process)
 

@@ -213,9 +213,9 @@ class Wire:
 
     def _end(self, process: int) -> None:
         self.ended.add(process)
-        self.forget(process)
+        self.remove(process)
 
-    def forget(self, process: int) -> None:
+    def remove(self, process: int) -> None:
         """Discard the messages from and to a process, now and later.
 
         MPI may still use the memory of messages that were started: it is kept.

@@ -3,8 +3,8 @@
 survivors                                  new processes
 `spawn`, which takes about a second        bootstrap.py
 training goes on                           the program loads, and makes its models
-`Coming.poll`                              `announce`
-`admit`: some milliseconds                 `enter`
+`SpawnedProcesses.poll`                    `join`: announcement
+`accept`: some milliseconds                `join`: connection
 """
 
 import os
@@ -24,11 +24,11 @@ from powergossip.network.resilient.heartbeats import Identity
 from powergossip.network.resilient.messages import check_loss
 
 _READY, _COME = 2, 3  # tags
-_NAP = 0.01  # seconds
+_POLL_INTERVAL = 0.01  # seconds
 
 
 @dataclass(frozen=True)
-class Invitation:
+class Assignment:
     """The message to a new process at its start.
 
     own       # its index
@@ -49,7 +49,7 @@ class Invitation:
 
 
 @dataclass(frozen=True)
-class Roll:
+class MembershipView:
     """The state that a new process receives when it joins, equal in all processes.
 
     ranks       # process → rank in the new communicator: survivors, then new processes
@@ -65,14 +65,14 @@ class Roll:
 
 
 @dataclass
-class Coming:
+class SpawnedProcesses:
     """New processes that have been started, as a survivor knows them.
 
     communicator  # of the survivors at that time and of the new processes, whose ranks are the last
     replaced      # rank → index of the lost process
     own           # rank → index
     identities    # rank → Identity
-    ready         # ranks of those that wait to be admitted
+    ready         # ranks of those that wait to be accepted
     ended         # ranks of those that have ended
     """
 
@@ -99,7 +99,7 @@ class Coming:
         return len(self.ready) + len(self.ended) == len(self.own)
 
     def call(self) -> None:
-        """Let those that are ready come to `admit`."""
+        """Let those that are ready continue in `join`."""
         from mpi4py import MPI
 
         for rank in self.ready:
@@ -129,13 +129,13 @@ def program(setting: str = "a replacement") -> list[str]:
 
 
 def spawn(
-    communicator: Any, command: Sequence[str], own: int, replaced: Sequence[int], invite: Any
-) -> Coming:
+    communicator: Any, command: Sequence[str], own: int, replaced: Sequence[int], assign: Any
+) -> SpawnedProcesses:
     """Start a process for each lost one. The survivors of the communicator call it.
 
     command  # a Python program and its arguments
     own      # index of the first new process
-    invite   # (own, replaced) → Invitation
+    assign   # (own, replaced) → Assignment
 
     The slot of a lost process is not free for mpirun, which therefore may start more processes than
     it has slots. Raises MPI.Exception.
@@ -149,22 +149,22 @@ def spawn(
     between = shrunk.Spawn(sys.executable, arguments, maxprocs=len(replaced), info=info)
     merged = between.Merge(high=False)
     merged.Set_errhandler(MPI.ERRORS_RETURN)
-    invitations = [pickle.dumps(invite(own + k, lost)) for k, lost in enumerate(replaced)]
-    merged.bcast(invitations, root=0)
+    assignments = [pickle.dumps(assign(own + k, lost)) for k, lost in enumerate(replaced)]
+    merged.bcast(assignments, root=0)
     first = merged.size - len(replaced)
-    greetings = bootstrap.greet(merged, first)
-    return Coming(
+    identities = bootstrap.handshake(merged, first)
+    return SpawnedProcesses(
         merged,
         {first + k: lost for k, lost in enumerate(replaced)},
         {first + k: own + k for k in range(len(replaced))},
-        {rank: Identity(*greeting) for rank, greeting in greetings.items()},
+        {rank: Identity(*of_rank) for rank, of_rank in identities.items()},
     )
 
 
-def admit(
-    coming: Coming, communicator: Any, ranks: Mapping[int, int]
+def accept(
+    spawned: SpawnedProcesses, communicator: Any, ranks: Mapping[int, int]
 ) -> tuple[Any, dict[int, int], dict[int, Identity]]:
-    """Admit those that are ready in all survivors, which call it, as the new processes do `enter`.
+    """Connect with the spawned processes that are ready. All survivors call it.
 
     ranks  # process → rank in the communicator
 
@@ -173,8 +173,8 @@ def admit(
     """
     from mpi4py import MPI
 
-    coming.call()
-    together = coming.communicator.Shrink()
+    spawned.call()
+    together = spawned.communicator.Shrink()
     together.Set_errhandler(MPI.ERRORS_RETURN)
 
     def found(of: Any, places: Mapping[int, int]) -> dict[int, int]:
@@ -182,23 +182,23 @@ def admit(
         present = {process: there[rank] for process, rank in places.items()}
         return {process: rank for process, rank in present.items() if rank != MPI.UNDEFINED}
 
-    new = found(coming.communicator, {coming.own[rank]: rank for rank in coming.ready})
-    of_rank = {coming.own[rank]: coming.identities[rank] for rank in coming.ready}
+    new = found(spawned.communicator, {spawned.own[rank]: rank for rank in spawned.ready})
+    of_rank = {spawned.own[rank]: spawned.identities[rank] for rank in spawned.ready}
     everybody = {**found(communicator, ranks), **new}
     return together, everybody, {process: of_rank[process] for process in new}
 
 
-def invitation() -> Invitation | None:
-    """The invitation of a process that `spawn` has started. None: it is one of the start."""
-    text = os.environ.pop(bootstrap.INVITATION, None)
+def assignment() -> Assignment | None:
+    """The assignment of a process that `spawn` has started. None: it is one of the start."""
+    text = os.environ.pop(bootstrap.ASSIGNMENT, None)
     return None if text is None else pickle.loads(bytes.fromhex(text))
 
 
-def enter(survivors: Iterable[Identity], patience: float) -> tuple[Any, Roll]:
-    """Announce that this new process is ready, and wait to be admitted.
+def join(survivors: Iterable[Identity], patience: float) -> tuple[Any, MembershipView]:
+    """Announce that this new process is ready, and wait to be accepted.
 
-    Returns the communicator of `admit` and the roll. The process ends if the run is over: MPI does
-    not report survivors that ended without an error.
+    Returns the communicator of `accept` and the membership view. The process ends if the run is
+    over: MPI does not report survivors that ended without an error.
     """
     from mpi4py import MPI
 
@@ -212,7 +212,7 @@ def enter(survivors: Iterable[Identity], patience: float) -> tuple[Any, Roll]:
             check_loss(error)
     called = False
     while not called:
-        time.sleep(_NAP)
+        time.sleep(_POLL_INTERVAL)
         for rank in list(ranks):
             try:
                 called = called or merged.Iprobe(rank, _COME)

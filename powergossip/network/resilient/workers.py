@@ -46,7 +46,7 @@ class Links:
     Every method but `lost` raises Dropped if the others regard this process as lost.
     """
 
-    _invitation: spawning.Invitation | None = None
+    _assignment: spawning.Assignment | None = None
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Links:
         self._communicator, self._ranks = communicator, ranks
         self.process = peers.own
         self.workers = sorted(w for w, home in self.homes.items() if home == self.process)
-        self._coming: spawning.Coming | None = None
+        self._spawned: spawning.SpawnedProcesses | None = None
         self._reported = set(self.homes) - self.alive
         self._local: list[Delivered] = []
 
@@ -126,7 +126,7 @@ class Links:
                 return
             if time.monotonic() - since >= seconds:
                 return
-            self._peers.nap(since)
+            self._peers.backoff(since)
 
     def _unreported(self) -> set[int]:
         return set(self.homes) - self.alive - self._reported
@@ -161,7 +161,7 @@ class Links:
         self._survivors.barrier()
         return self._survivors
 
-    def summon(self, command: Sequence[str], run: Any, patience: float = 60) -> list[int]:
+    def spawn(self, command: Sequence[str], run: Any, patience: float = 60) -> list[int]:
         """Start a process for each lost one, to host its workers. All survivors call it.
 
         command   # a program of Python and its arguments, which calls `Links.join`
@@ -169,14 +169,14 @@ class Links:
         patience  # seconds that the start may take
 
         Returns the indices of the lost processes. The survivors wait for about a second, and go on
-        while the program loads. `settled` tells when it has, and `admit` lets it join. Returns none
+        while the program loads. Once `spawned_are_ready`, `accept` lets them join. Returns none
         where none is lost, or the processes could not be started. If another process ends
         meanwhile, MPI may end or hang. A hang ends the run after `patience`. `move` has no such
         risk.
         """
         from mpi4py import MPI
 
-        assert self._coming is None
+        assert self._spawned is None
         peers = self._peers
         self._survivors.barrier()
         self.end_others()
@@ -184,56 +184,57 @@ class Links:
         if not lost or any(self._survivors.gather(self._beyond_reach())):
             return []
 
-        def invite(own: int, replaced: int) -> spawning.Invitation:
+        def assign(own: int, replaced: int) -> spawning.Assignment:
             alive = {process: peers.identities[process] for process in self._survivors.members}
             timeout, threads = peers.worker_timeout, torch.get_num_threads()
-            return spawning.Invitation(own, replaced, self.homes, alive, timeout, threads, run)
+            return spawning.Assignment(own, replaced, self.homes, alive, timeout, threads, run)
 
-        own, coming = max(peers.identities) + 1, None
+        own, spawned = max(peers.identities) + 1, None
         with spawning.limited(patience):
             with suppress(MPI.Exception):
-                coming = spawning.spawn(self._communicator, command, own, lost, invite)
-            if all(self._survivors.gather(coming is not None)):
-                self._coming = coming
-        return [] if self._coming is None else lost
+                spawned = spawning.spawn(self._communicator, command, own, lost, assign)
+            if all(self._survivors.gather(spawned is not None)):
+                self._spawned = spawned
+        return [] if self._spawned is None else lost
 
     @property
-    def settled(self) -> bool:
-        """Whether each of the processes that were summoned is ready to join, or has ended."""
-        return self._coming is not None and self._coming.poll()
+    def spawned_are_ready(self) -> bool:
+        """Whether each of the spawned processes is ready to join, or has ended."""
+        return self._spawned is not None and self._spawned.poll()
 
     @property
-    def has_summoned(self) -> bool:
-        """Whether processes were summoned, and not admitted yet."""
-        return self._coming is not None
+    def has_spawned(self) -> bool:
+        """Whether processes were spawned that have not joined yet."""
+        return self._spawned is not None
 
-    def admit(self, patience: float = 60) -> list[int]:
-        """Let the processes join that were summoned, if they are ready. All survivors call it.
+    def accept(self, patience: float = 60) -> list[int]:
+        """Let the spawned processes join, if they are ready. All survivors call it.
 
         Returns the workers that they host. These are alive again, and all processes can send to
-        them. Takes some milliseconds. The risk is that of `summon`.
+        them. Takes some milliseconds. The risk is that of `spawn`.
         """
-        assert self._coming is not None
-        coming, peers = self._coming, self._peers
-        coming.poll()
-        found = self._survivors.gather((coming.ready, coming.ended))
+        assert self._spawned is not None
+        spawned, peers = self._spawned, self._peers
+        spawned.poll()
+        found = self._survivors.gather((spawned.ready, spawned.ended))
         ended = set.union(*(of_process for _, of_process in found))
         ready = set.intersection(*(of_process for of_process, _ in found)) - ended
-        if len(ready | ended) < len(coming.own):
+        if len(ready | ended) < len(spawned.own):
             return []
-        coming.ready = ready
-        self._coming = None
+        spawned.ready = ready
+        self._spawned = None
         if not ready:
             return []
         with spawning.limited(patience):
-            together, ranks, new = spawning.admit(coming, self._communicator, self._ranks)
-            replacing = {coming.replaced[rank]: coming.own[rank] for rank in ready}
+            together, ranks, new = spawning.accept(spawned, self._communicator, self._ranks)
+            replacing = {spawned.replaced[rank]: spawned.own[rank] for rank in ready}
             homes = {
                 worker: replacing[home] if replacing.get(home) in new else home
                 for worker, home in self.homes.items()
             }
             identities = {**peers.identities, **new}
-            together.bcast(spawning.Roll(ranks, identities, homes, self._survivors.calls), root=0)
+            calls = self._survivors.calls
+            together.bcast(spawning.MembershipView(ranks, identities, homes, calls), root=0)
             peers.add(together, ranks, new)
         self._communicator, self._ranks, self.homes = together, ranks, homes
         joined = [worker for worker, home in homes.items() if home in new]
@@ -252,34 +253,34 @@ class Links:
         self._reported -= set(workers)
 
     @classmethod
-    def join(cls, invitation: spawning.Invitation) -> "Links":
-        """The links of a process that was summoned. Nothing can be sent before `enter`."""
-        links, homes = cls.__new__(cls), invitation.homes
-        links.process, links.homes = invitation.own, dict(homes)
-        links.workers = sorted(w for w, home in homes.items() if home == invitation.replaced)
-        links._invitation = invitation
+    def join(cls, assignment: spawning.Assignment) -> "Links":
+        """The links of a spawned process. Nothing can be sent before `enter`."""
+        links, homes = cls.__new__(cls), assignment.homes
+        links.process, links.homes = assignment.own, dict(homes)
+        links.workers = sorted(w for w, home in homes.items() if home == assignment.replaced)
+        links._assignment = assignment
         survivors = links._survivors = LiveProcesses()
         hosted = len(links.workers)
         survivors.rank, survivors.size = links.workers[0] // hosted, len(homes) // hosted
         host = socket.gethostname()
         lower = {homes[worker] for worker in range(links.workers[0])}
-        alive = [p for p, identity in invitation.survivors.items() if identity.host == host]
+        alive = [p for p, identity in assignment.survivors.items() if identity.host == host]
         survivors.local_rank = len(lower & set(alive))
         return links
 
     def enter(self, patience: float = 60) -> None:
-        """Wait until the survivors admit this process, and join them.
+        """Wait until the survivors accept this process, and join them.
 
         The process ends if the run is over.
         """
-        assert self._invitation is not None
-        timeout, survivors = self._invitation.worker_timeout, self._invitation.survivors
-        together, roll = spawning.enter(survivors.values(), patience)
-        wire = Wire(together, self.process, roll.ranks)
-        liveness = Liveness(together, self.process, roll.ranks, roll.identities, timeout)
-        peers = Peers(wire, liveness, roll.identities, timeout, roll.ranks)
-        self._survivors.enter(peers, roll.calls)
-        self._set(peers, roll.homes, together, roll.ranks)
+        assert self._assignment is not None
+        timeout, survivors = self._assignment.worker_timeout, self._assignment.survivors
+        together, view = spawning.join(survivors.values(), patience)
+        wire = Wire(together, self.process, view.ranks)
+        liveness = Liveness(together, self.process, view.ranks, view.identities, timeout)
+        peers = Peers(wire, liveness, view.identities, timeout, view.ranks)
+        self._survivors.join(peers, view.calls)
+        self._set(peers, view.homes, together, view.ranks)
         self._survivors.barrier()
 
     def flush(self, seconds: float) -> None:
@@ -287,11 +288,11 @@ class Links:
         since = time.monotonic()
         while self._peers.wire.pending and time.monotonic() - since < seconds:
             self._peers.wire.receive()  # which is discarded. Others may have ended: none is lost
-            self._peers.nap(since)
+            self._peers.backoff(since)
 
     def end_others(self) -> None:
         """End the processes of this host that are no part of the run: those that were dropped and
-        may be stopped, and those that were summoned and not admitted.
+        may be stopped, and those that were spawned and did not join.
 
         The launcher would wait for them. They have a second to read a notice and to end.
         """
@@ -299,8 +300,8 @@ class Links:
             return
         since = time.monotonic()
         others = [self._peers.identities[process] for process in self._peers.dropped()]
-        if self._coming is not None:
-            others += self._coming.identities.values()
+        if self._spawned is not None:
+            others += self._spawned.identities.values()
         while left := [identity for identity in others if identity.can_be_ended]:
             if time.monotonic() - since > _GRACE:
                 for identity in left:

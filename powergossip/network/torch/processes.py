@@ -39,15 +39,15 @@ T = TypeVar("T")
 # Gloo closes a connection when a wait times out, and processes may compute for hours.
 _FOREVER = timedelta(days=365)
 _PARTING = timedelta(seconds=2)
-_NOTICE = TOKEN + 1  # the tag of notices that a process has come to a meeting
+_NOTICE = TOKEN + 1  # the tag of notices that a process has come to a barrier
 _own_groups: Counter[tuple[int, ...]] = Counter()  # groups of gloo's by their ranks
 
 
 class _Notice(NamedTuple):
-    """A process that has come to a meeting."""
+    """A process that has come to a barrier."""
 
     process: int
-    meeting: int  # number of meetings before it
+    barrier: int  # number of barriers before it
     steps: int  # messages that the process has started
     patience: float  # seconds
     token: tuple[int, ...]
@@ -84,7 +84,7 @@ class GroupProcesses(Processes):
         self._torch_groups: dict[str, dist.ProcessGroup] = {}
         self._listener: threading.Thread | None = None
         self._notices: list[_Notice] = []
-        self._meetings = 0  # to which this process has come
+        self._barriers = 0  # to which this process has come
         atexit.register(self._part)
 
     def _part(self) -> None:
@@ -182,7 +182,7 @@ class GroupProcesses(Processes):
         return own
 
     def watch(self, ahead: Callable[[int, np.ndarray], None]) -> None:
-        """Listen for processes at meetings while this one may be in a further step.
+        """Listen for processes at barriers while this one may be in a further step.
 
         ahead(process, token) is then called, in another thread.
         """
@@ -197,20 +197,20 @@ class GroupProcesses(Processes):
             while ends < self.size - 1:
                 content = torch.zeros(6, dtype=torch.int64)
                 self.group.recv_anysource([content], _NOTICE).wait()
-                process, meeting, steps, milliseconds, *token = content.tolist()
+                process, barrier, steps, milliseconds, *token = content.tolist()
                 ends += milliseconds > 0  # the end of the program, where patience is above 0
-                notice = _Notice(process, meeting, steps, milliseconds / 1000, tuple(token))
+                notice = _Notice(process, barrier, steps, milliseconds / 1000, tuple(token))
                 self._notices.append(notice)
                 if len(self._notices) == 1:
                     threading.Thread(target=self._compare, args=(ahead,), daemon=True).start()
 
     def _compare(self, ahead: Callable[[int, np.ndarray], None]) -> None:
-        """Compare notices with the steps of this process until it comes to the meeting as well."""
+        """Compare notices with the steps of this process until it comes to the barrier as well."""
         start = time.monotonic()
         while self._notices:
-            # Steps first: those counted before this process comes to the meeting.
-            steps, meetings = self.steps, self._meetings
-            for notice in [n for n in self._notices if n.meeting < meetings]:
+            # Steps first: those counted before this process comes to the barrier.
+            steps, barriers = self.steps, self._barriers
+            for notice in [n for n in self._notices if n.barrier < barriers]:
                 with suppress(ValueError):
                     self._notices.remove(notice)
             further = [n for n in self._notices if n.steps < steps]
@@ -221,7 +221,7 @@ class GroupProcesses(Processes):
                     ahead(notice.process, np.array(notice.token))
             time.sleep(0.05)
 
-    def meet(
+    def checked_barrier(
         self,
         token: np.ndarray,
         patience: float,
@@ -229,10 +229,10 @@ class GroupProcesses(Processes):
         ahead: Callable[[int], None],
     ) -> None:
         others = [process for process in range(self.size) if process != self.rank]
-        content = [self._meetings, self.steps, int(1000 * patience), *token.tolist()]
+        content = [self._barriers, self.steps, int(1000 * patience), *token.tolist()]
         notice = torch.tensor([self.rank, *content])
         theirs = {process: np.empty_like(token) for process in others}
-        self._meetings += 1
+        self._barriers += 1
         notices = []
         if self._listener is not None:
             notices = [self.group.send([notice], process, _NOTICE) for process in others]

@@ -62,14 +62,14 @@ class LinkedEpochs:
         while not complete:
             if self._replacements is not None and not self._joins:
                 with self._measure("replacements"):
-                    self._notes += self._replacements.meet(epoch, step)
+                    self._notes += self._replacements.replace(epoch, step)
             self._joins = False
             with self._measure("averaging"):
                 complete = self._events.run_linked(end, asked)
             taken = self._links.group.gather(self._events.steps_between(first, end))
             step = end if complete else first + min(taken)
             self._agreement.note_norms(self._links.workers, self._parameters.x, step, epoch + 1)
-            yield step, self._agreement.settle(received())
+            yield step, self._agreement.agree(received())
 
     @property
     def _are_wanted(self) -> bool:

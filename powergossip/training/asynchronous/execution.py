@@ -198,14 +198,14 @@ class EventTraining:
     # --- Replacements of lost workers ---
 
     def join(self, seconds: float) -> None:
-        """Prepare a process that joins the others after this time. Then `admit`."""
+        """Prepare a process that joins the others after this time. Then `begin_replacements`."""
         assert isinstance(self.clock, WallClock)
         self.clock.join(seconds)
 
-    def admit(self, joined: Sequence[int]) -> dict[int, int]:
-        """Let replacements begin, in all processes, see WallClock.admit. Returns worker → steps."""
+    def begin_replacements(self, joined: Sequence[int]) -> dict[int, int]:
+        """See WallClock.begin_replacements. Returns worker → steps."""
         assert isinstance(self.clock, WallClock)
-        found = self.clock.admit(joined, self._members, self)
+        found = self.clock.begin_replacements(joined, self._members, self)
         processes = self._network.processes
         of_processes = processes.gather((found, self._present_means()))
         if found:  # metrics of a replacement that ends an epoch without a step

@@ -15,7 +15,7 @@ from torch import Tensor
 from powergossip.errors import BadInput, Stopped
 from powergossip.network import Network, Processes, hosted_workers, launch, report
 from powergossip.network.resilient import spawning, ulfm
-from powergossip.network.resilient.spawning import Invitation
+from powergossip.network.resilient.spawning import Assignment
 from powergossip.network.resilient.workers import Links, end_alone, end_silently
 from powergossip.training.asynchronous.execution import event_driven, survives
 
@@ -36,20 +36,20 @@ def make_links(c: Any, processes: Processes) -> Links | None:
     return links
 
 
-class Newcomer:
+class Replacement:
     """A process that replaces a lost one, before it joins the others.
 
     config, folder  # of the run
     links           # to be given to the trainer
     """
 
-    def __init__(self, invitation: Invitation):
-        config, folder = invitation.run
+    def __init__(self, assignment: Assignment):
+        config, folder = assignment.run
         self.config, self.folder = OmegaConf.create(config), Path(folder)
-        self.links = Links.join(invitation)
+        self.links = Links.join(assignment)
         launch.adopt(self.links.group)
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(invitation.threads)
+            torch.set_num_threads(assignment.threads)
         end_alone(self.links)
 
     @contextmanager
@@ -62,10 +62,10 @@ class Newcomer:
             end_silently()
 
 
-def newcomer() -> Newcomer | None:
+def replacement() -> Replacement | None:
     """This process as one that replaces a lost one, or None."""
-    found = spawning.invitation()
-    return None if found is None else Newcomer(found)
+    found = spawning.assignment()
+    return None if found is None else Replacement(found)
 
 
 def finish(links: Links | None, processes: Processes, action: Callable[[], None]) -> None:

@@ -27,13 +27,13 @@ class Moment(NamedTuple):
 
 
 class Replacements:
-    """Replaces the processes that a run loses. All processes call `meet` and `join` together.
+    """Replaces the processes that a run loses. All processes make the same calls.
 
     run      # the value for new processes: configuration and folder
     seconds  # since the start of the run
 
-    The survivors meet as soon as one of them knows of a loss, and start a process for each lost
-    one, for which they wait about a second. They meet again when it is ready, and it joins them.
+    `replace` spawns a process for each lost one as soon as a survivor knows of the loss, which
+    takes about a second. A later `replace` lets it join, when it is ready.
     """
 
     def __init__(self, links: Links, events: EventTraining, run: Any, seconds: Callable[[], float]):
@@ -44,27 +44,27 @@ class Replacements:
 
     @property
     def wanted(self) -> bool:
-        """Whether there is something to meet for, as far as this process knows."""
+        """Whether `replace` has something to do, as far as this process knows."""
         lost = set(self._links.homes) - self._links.alive
         for worker in lost - set(self._lost_at):
             self._lost_at[worker] = time.monotonic()
-        if self._links.has_summoned:
-            return self._links.settled
+        if self._links.has_spawned:
+            return self._links.spawned_are_ready
         return bool(lost) and self._attempts < _MOST_ATTEMPTS
 
-    def meet(self, epoch: int, step: int) -> list[str]:
+    def replace(self, epoch: int, step: int) -> list[str]:
         """Start processes, or let them join, where some are wanted. Returns sentences about it."""
         links = self._links
         if not any(links.group.gather(self.wanted)):
             return []
-        if not links.has_summoned:
-            return self._summon()
-        joined = links.admit()
+        if not links.has_spawned:
+            return self._spawn()
+        joined = links.accept()
         if not joined:
             return []
         self._attempts = 0
         moment = Moment(epoch, step, self._seconds(), joined, self.replaced)
-        self._admit(links.group.broadcast(moment))
+        self._begin(links.group.broadcast(moment))
         found = self.replaced[-len(joined) :]
         return [
             f"worker {of_worker['worker']} was lost, and replaced after "
@@ -72,9 +72,9 @@ class Replacements:
             for of_worker in found
         ]
 
-    def _summon(self) -> list[str]:
+    def _spawn(self) -> list[str]:
         self._attempts += 1
-        started = self._links.summon(spawning.program(), self._run)
+        started = self._links.spawn(spawning.program(), self._run)
         if started or self._attempts < _MOST_ATTEMPTS:
             return []
         return ["lost workers cannot be replaced: mpirun does not start another process"]
@@ -85,12 +85,12 @@ class Replacements:
         moment: Moment = self._links.group.broadcast(Moment(0, 0, 0.0, [], []))
         self.replaced = moment.replaced
         self._events.join(moment.seconds)
-        self._admit(moment)
+        self._begin(moment)
         return moment
 
-    def _admit(self, moment: Moment) -> None:
+    def _begin(self, moment: Moment) -> None:
         since = {worker: self._lost_at.pop(worker, None) for worker in moment.joined}
-        steps = self._events.admit(moment.joined)
+        steps = self._events.begin_replacements(moment.joined)
         now = time.monotonic()
         times = {worker: now - at for worker, at in since.items() if at is not None}
         longest: dict[int, float] = {}

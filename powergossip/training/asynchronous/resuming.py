@@ -22,7 +22,7 @@ _COUNTERS = ("bits", "messages")
 _OF_MODELS = ("x", "buffers", "whole_number_buffers", "carried")
 
 
-class Revival:
+class Restart:
     """The state of the hosted workers of m, from the parts of a checkpoint.
 
     before  # number of workers at the start of the run
