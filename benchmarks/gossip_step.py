@@ -145,7 +145,7 @@ def main(arguments: list[str]) -> None:
 def _lower_bound(network: Network, x: Tensor, algorithm: str, bits: int) -> Callable[[], None]:
     """An exchange of the same number of bytes by the transport, without an algorithm, and one pass
     over the parameters."""
-    comm, channel = network.processes, network.channel
+    comm, channel = network.processes, network.connection.channel
     if channel is None:
         return lambda: _touch(x)
     if algorithm == "all-reduce":

@@ -26,7 +26,7 @@ from mpi4py import MPI
 
 from powergossip.network.resilient import spawning
 from powergossip.network.resilient.messages import Wire
-from powergossip.network.resilient.workers import Links, end_alone
+from powergossip.network.resilient.workers import Links
 
 LIMIT = 60  # seconds after which a program that hangs ends
 
@@ -93,7 +93,7 @@ def kills(seed: int) -> None:
     times = {victim: draw.uniform(0.0, 0.6) for victim in victims}
     elements = draw.choice([10, 30_000, 3_000_000])
     links = Links(communicator, range(communicator.size), worker_timeout=20)
-    end_alone(links)
+    links.end_alone()
     if links.process in times:
         die_after(times[links.process])
     chatter = Chatter(links, elements)
@@ -124,7 +124,7 @@ def stop(seconds: float) -> None:
     communicator = MPI.COMM_WORLD
     timeout = 0.6
     links = Links(communicator, range(communicator.size), worker_timeout=timeout)
-    end_alone(links)
+    links.end_alone()
     pids = links.survivors().gather(os.getpid())
     chatter = Chatter(links, 1000)
     chatter.run(0.2)
@@ -149,7 +149,7 @@ def stop(seconds: float) -> None:
 def busy(seconds: float) -> None:
     communicator = MPI.COMM_WORLD
     links = Links(communicator, range(communicator.size), worker_timeout=0.3)
-    end_alone(links)
+    links.end_alone()
     chatter = Chatter(links, 1000)
     chatter.run(0.2)
     since = time.monotonic()
@@ -166,7 +166,7 @@ def busy(seconds: float) -> None:
 def split(timeout: float) -> None:
     communicator = MPI.COMM_WORLD
     links = Links(communicator, range(communicator.size), timeout)
-    end_alone(links)
+    links.end_alone()
     chatter = Chatter(links, 1000)
     chatter.run(0.5)
     send = Wire.send
@@ -184,7 +184,7 @@ def split(timeout: float) -> None:
 def join(victim: int) -> None:
     communicator = MPI.COMM_WORLD
     links = Links(communicator, range(communicator.size), worker_timeout=20)
-    end_alone(links)
+    links.end_alone()
     if links.process == victim:
         die_after(0.1)
     chatter = Chatter(links, 100_000)
@@ -210,7 +210,7 @@ def replacement(victim: int) -> None:
     assignment = spawning.assignment()
     assert assignment is not None
     links = Links.join(assignment)
-    end_alone(links)
+    links.end_alone()
     assert (links.workers, assignment.run) == ([victim], {"of": "the run"})
     assert (links.group.rank, links.group.size, links.group.gather(1)) == (victim, 4, [1])
     links.enter()

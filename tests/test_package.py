@@ -10,6 +10,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
+import networkx as nx
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
@@ -97,6 +98,29 @@ def test_imports_point_one_way(name: str) -> None:
     parts = {part_of(module) for module in modules if module.startswith("powergossip.")}
     known = {entry.stem if entry.suffix == ".py" else entry.name for entry in PACKAGE.iterdir()}
     assert (parts & known) - MAY_IMPORT[part] - {part} == set()
+
+
+def test_no_modules_import_each_other() -> None:
+    """No circles of imports inside any package, lazy imports and those for types included."""
+    graph: nx.DiGraph = nx.DiGraph()
+    modules = {
+        f"powergossip.{name.removesuffix('.py').removesuffix('/__init__').replace('/', '.')}": file
+        for name, file in MODULES.items()
+    }
+    for module, file in modules.items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                full = [f"{node.module}.{name.name}" for name in node.names]
+                graph.add_edges_from((module, m if m in modules else node.module) for m in full)
+    circles = [found for found in nx.strongly_connected_components(graph) if len(found) > 1]
+    assert circles == []
+
+
+def test_runs_know_no_transport() -> None:
+    """How a process ends is network.exits' part, not that of a run's files."""
+    for name, file in MODULES.items():
+        if name.startswith("runs/"):
+            assert not any(".resilient" in m or ".torch" in m for m in imported(file))
 
 
 def test_only_the_network_imports_mpi() -> None:

@@ -46,7 +46,7 @@ class Wire:
         arrived, self.arriving = self.arriving, []
         return [message for message in arrived if message.source not in self.lost]
 
-    def forget(self, process: int) -> None:
+    def remove(self, process: int) -> None:
         self.lost.add(process)
 
     def put(self, source: int, kind: int, i: int = 0) -> None:
@@ -65,7 +65,7 @@ class Living:
     def lives(self, process: int) -> bool:
         return process in self.processes
 
-    def forget(self, process: int) -> None:
+    def remove(self, process: int) -> None:
         self.processes.discard(process)
 
 

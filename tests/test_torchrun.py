@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from environment.gpu.order import check_order, record
 from powergossip import topologies
 from powergossip.errors import PeerLost
 from powergossip.network import (
@@ -35,7 +36,7 @@ from powergossip.network import (
     launch as launching,
 )
 from powergossip.network.torch import channels
-from powergossip.network.torch.channels import GlooChannel, NCCLChannel, Waiters, check_order
+from powergossip.network.torch.channels import GlooChannel, NCCLChannel, Waiters
 from powergossip.network.torch.processes import GroupProcesses
 from powergossip.runs.checkpoints import Checkpoints
 from tests import launch
@@ -416,10 +417,10 @@ def test_batches_have_one_global_order(
     """
     monkeypatch.setattr(channels, "_LONGEST", 3)  # bytes, less than an element
     comm, cpu = group_of_all(), torch.device("cpu")
-    channel: Any = GlooChannel(comm, direct=True, in_order=True)
+    channel: Any = GlooChannel(comm.gloo, direct=True, in_order=True)
     if kind == "nccl":
-        channel = NCCLChannel(comm, comm.torch_group("gloo"), cpu)
-    comm.record()
+        channel = NCCLChannel(comm.gloo, comm.torch_group("gloo"), cpu)
+    batches = record(comm.gloo)
     for name in ("ring", "one-peer-exponential", "star", "round-robin"):
         topology = topologies.make(name, hosted * comm.size)
         check_sums(Network(topology, comm, channel=channel))
@@ -431,10 +432,10 @@ def test_batches_have_one_global_order(
                 network.progress()
             second.finish()
             first.finish()
-    everywhere = comm.gather(comm.batches)
+    everywhere = comm.gather(batches)
     check_order(everywhere)
-    assert len(comm.batches) > 100
-    sizes = [size for _, *both in comm.batches for of in both for size in of.values()]
+    assert len(batches) > 100
+    sizes = [size for _, *both in batches for of in both for size in of.values()]
     assert min(sizes) > 0
     broken = [list(batches) for batches in everywhere]
     broken[0][3], broken[0][4] = broken[0][4], broken[0][3]

@@ -18,7 +18,7 @@ from powergossip.events import order, packing, wall_clock
 from powergossip.events.order import Entry
 from powergossip.events.worker import Message
 from powergossip.network import Processes, processes
-from powergossip.network.resilient.workers import LOST
+from powergossip.network.resilient.workers import LOST, Links
 from powergossip.runs import metrics, output
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training.asynchronous import links
@@ -55,7 +55,7 @@ SURVIVING = {"on_worker_loss": "continue", "worker_timeout": 20.0}
 def with_ulfm(monkeypatch: pytest.MonkeyPatch) -> None:
     """mpirun's flag. None of these processes ends."""
     monkeypatch.setenv("OMPI_MCA_mpi_ft_enable", "1")
-    monkeypatch.setattr(links, "end_alone", lambda links: None)
+    monkeypatch.setattr(Links, "end_alone", lambda links: None)
     monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
 
 

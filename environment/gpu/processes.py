@@ -16,9 +16,9 @@ from torch import Tensor
 
 from environment.gpu import cases
 from environment.gpu.findings import Findings, Setting, difference
+from environment.gpu.order import check_order, record
 from powergossip import algorithms
 from powergossip.network import Conversation, Mean, Network, Processes, ToAll, processes_of
-from powergossip.network.torch.channels import check_order
 from powergossip.network.torch.processes import GroupProcesses
 
 STEPS = 3
@@ -110,7 +110,7 @@ def _check(setting: Setting, findings: Findings, launch: Launch, rank: int) -> N
     """Check the channel, an exchange, both all-reduces, all rules, and the order of messages."""
     processes = processes_of(dist.group.WORLD)
     assert isinstance(processes, GroupProcesses)
-    processes.record()
+    batches = record(processes.gloo)
     device = torch.device("cpu")
     if setting.on_gpu:
         device = torch.device("cuda", rank % setting.gpus)
@@ -122,7 +122,7 @@ def _check(setting: Setting, findings: Findings, launch: Launch, rank: int) -> N
         if rank == 0:
             shown = f"{launch.transport}, {name}: {'; '.join(sentences)}"
             rows.append((name, findings.require(not sentences, shown)))
-    orders = processes.gather(processes.batches)
+    orders = processes.gather(batches)
     if rank == 0:
         try:
             check_order(orders)
@@ -147,7 +147,10 @@ def _results(
         return cases.network(device, processes, stage=stage or None, **more)
 
     made = network()
-    found = None if made.channel is None else made.channel.name, made.stage
+    found = (
+        None if made.connection.channel is None else made.connection.channel.name,
+        made.connection.stage,
+    )
     yield "transport", "" if found == (launch.transport, stage) else f"channel, stage = {found}"
 
     x = cases.values(seed=0)

@@ -27,21 +27,29 @@ between workers of one process count like those between processes, so that the c
 on the layout of workers over processes.
 """
 
+from powergossip.network.exits import report
 from powergossip.network.launch import BACKENDS, are_several, is_first, processes, processes_of
 from powergossip.network.lost_messages import Losses
-from powergossip.network.messages import Conversation, Gather, Mean, Message, ToAll, ToEach
+from powergossip.network.messages import (
+    Conversation,
+    Gather,
+    Mean,
+    Message,
+    ToAll,
+    ToEach,
+    together,
+)
 from powergossip.network.mpi import cuda_aware_mpi
 from powergossip.network.processes import (
     Channel,
     Processes,
     Requests,
     choose_device,
-    report,
     torch_kept,
 )
 from powergossip.network.torch.processes import torch_group
 from powergossip.network.uneven_steps import checked_barrier, checked_barrier_at_exit
-from powergossip.network.workers import Exchange, Network, Slots, hosted_workers, together
+from powergossip.network.workers import Exchange, Network, Slots, hosted_workers
 
 __all__ = [
     "BACKENDS",

@@ -1,18 +1,15 @@
 """Transports of messages between all workers: all-reduce and all-gather."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from powergossip import kernels
+from powergossip.network.connection import Connection
 from powergossip.network.delivery import Transport
 from powergossip.network.processes import Pieces, Requests
-
-if TYPE_CHECKING:
-    from powergossip.network.workers import Network
 
 
 def all_reduce_cost(n: int, bits: int) -> tuple[int, int]:
@@ -57,7 +54,7 @@ class _Collective:
 
 
 def _exchange(
-    network: "Network",
+    connection: Connection,
     tag: int,
     outgoing: Sequence[Tensor],
     incoming: Sequence[Tensor],
@@ -69,7 +66,7 @@ def _exchange(
     like all other messages. Their order identifies them. A call at a later time, which differs
     between processes, needs a tag of its own.
     """
-    comm, channel = network.processes, network.channel
+    comm, channel = connection.processes, connection.channel
     assert channel is not None
 
     def others(direction: int, tensors: Sequence[Tensor]) -> Pieces:
@@ -144,32 +141,33 @@ class Reduction(Transport):
     MPI's, in place: all elements up and down a tree, which takes several times as long on slow
     links), and it ends the process for tensors on a GPU (github.com/open-mpi/ompi/issues/9845).
 
-    If the network's all_reduce is "native", the library's own all-reduce takes the place of the sum
-    between processes.
+    `native`: the library's own all-reduce takes the place of the sum between processes.
+
+    tensor  # [copy · worker, ...], with the hosted workers of each copy
     """
 
-    def __init__(self, network: "Network", tensor: Tensor):
-        assert tensor.shape[0] == network.rows
-        n, comm = network.n_workers, network.processes
-        channel = None if comm.size == 1 else network.channel
+    def __init__(self, connection: Connection, tensor: Tensor, *, copies: int, native: bool):
+        rows, comm = tensor.shape[0], connection.processes
+        hosted = rows // copies
+        n = hosted * comm.size
+        channel = None if comm.size == 1 else connection.channel
         self._alone = channel is None
         size = tensor[0].numel() * tensor.element_size() * 8
         bits, messages = all_reduce_cost(n, size)
-        self.bits = np.full(network.rows, bits, dtype=np.int64)
-        self.messages = np.full(network.rows, messages, dtype=np.int64)
-        self._network, self._n_workers, self._hosted = network, n, network.hosted
-        self._tag = 0 if network.stream_ordered else comm.new_tag()
+        self.bits = np.full(rows, bits, dtype=np.int64)
+        self.messages = np.full(rows, messages, dtype=np.int64)
+        self._connection, self._n_workers, self._hosted = connection, n, hosted
+        self._tag = 0 if connection.stream_ordered else comm.new_tag()
         self._collective: _Collective | None = None
-        native = network.all_reduce == "native"
-        by_copy = tensor.unflatten(0, (network.copies, network.hosted))
-        self._total = tensor.new_empty(network.copies, *tensor.shape[1:])
+        by_copy = tensor.unflatten(0, (copies, hosted))
+        self._total = tensor.new_empty(copies, *tensor.shape[1:])
         self._shared = self._total  # the memory that the channel accesses
-        if network.stage:
+        if connection.stage:
             self._shared = torch.empty(
                 self._total.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
             )
         # The sums over the hosted workers. A single worker's message is sent from its own memory.
-        in_place = network.hosted == 1 and tensor.is_contiguous() and not network.stage
+        in_place = hosted == 1 and tensor.is_contiguous() and not connection.stage
         self._local: list[_Mean] = []
         if not in_place or native or channel is None:
             n_local = n if channel is None else 1
@@ -187,8 +185,8 @@ class Reduction(Transport):
         mean = incoming[comm.rank]
         collected = mean.new_empty(comm.size, len(mean))
         self._steps = [
-            _exchange(network, 0, outgoing, collected.unbind()),
-            _exchange(network, self._tag, [mean] * comm.size, incoming),
+            _exchange(connection, 0, outgoing, collected.unbind()),
+            _exchange(connection, self._tag, [mean] * comm.size, incoming),
         ]
         self._of_part = _Mean(collected, mean, n, (comm.rank, outgoing[comm.rank]))
 
@@ -199,17 +197,17 @@ class Reduction(Transport):
             return
         if self._shared is not self._total:
             self._shared.copy_(self._total, non_blocking=True)
-        if self._network.waits_for_kernels:
+        if self._connection.waits_for_kernels:
             torch.cuda.current_stream().synchronize()
         self._collective = _Collective(self._in_steps())
-        if self._network.stream_ordered:
+        if self._connection.stream_ordered:
             self._collective.wait()  # starts the second step after the first one in the stream
 
     def _in_steps(self) -> Steps:
         yield self._steps[0]
         if len(self._steps) > 1:
             self._of_part.compute()
-            if self._network.waits_for_kernels and not self._network.stage:
+            if self._connection.waits_for_kernels and not self._connection.stage:
                 torch.cuda.current_stream().synchronize()
             yield self._steps[1]
 
@@ -233,28 +231,26 @@ class Gathering(Transport):
     Every worker sends its piece, and its length in 32 bits, to all others.
     """
 
-    def __init__(self, network: "Network", pieces: Sequence[Tensor]):
-        assert network.copies == 1, "Gather does not support copies > 1"
-        assert len(pieces) == network.hosted, f"{len(pieces)} pieces, {network.hosted} workers"
+    def __init__(self, connection: Connection, pieces: Sequence[Tensor]):
         for piece in pieces:
             assert piece.ndim == 1, f"a piece of shape {tuple(piece.shape)}, expected [length]"
             assert piece.dtype == pieces[0].dtype, "all pieces must have the same dtype"
-        self._network, self._pieces = network, pieces
+        self._connection, self._pieces = connection, pieces
         self._on_gpu = pieces[0].is_cuda
         lengths = np.array([len(piece) for piece in pieces], dtype=np.int32)
-        others = network.n_workers - 1
+        others = len(pieces) * connection.processes.size - 1
         self.bits = others * (lengths.astype(np.int64) * (8 * pieces[0].element_size()) + 32)
         self.messages = np.full(len(pieces), 2 * others, dtype=np.int64)
         self._own_lengths = lengths
         self._collective: _Collective | None = None
 
     def post(self) -> None:
-        network, comm = self._network, self._network.processes
+        connection, comm = self._connection, self._connection.processes
         by_process = comm.gather_arrays(self._own_lengths)
         self._lengths = by_process.reshape(-1).tolist()
         self._received = self._pieces[0].new_empty(sum(self._lengths))
         self._shared = self._received  # the memory that the channel accesses
-        if network.stage:
+        if connection.stage:
             self._shared = torch.empty(
                 self._received.shape, dtype=self._received.dtype, pin_memory=self._on_gpu
             )
@@ -263,10 +259,10 @@ class Gathering(Transport):
         own.copy_(torch.cat(list(self._pieces)), non_blocking=True)
         if comm.size == 1:
             return
-        if network.waits_for_kernels:
+        if connection.waits_for_kernels:
             torch.cuda.current_stream().synchronize()
         self._collective = _Collective(
-            iter([_exchange(network, 0, [own] * comm.size, parts, once=True)])
+            iter([_exchange(connection, 0, [own] * comm.size, parts, once=True)])
         )
 
     def has_arrived(self) -> bool:

@@ -1,16 +1,13 @@
 """Transports of messages to neighbors: in memory within a process, by a channel between them."""
 
 from math import prod
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from powergossip.network.connection import Connection
 from powergossip.network.edges import Edges
-
-if TYPE_CHECKING:
-    from powergossip.network.workers import Network
 
 
 class Transport:
@@ -38,8 +35,8 @@ class Delivery(Transport):
     outgoing row, received[worker, in_slot] an incoming one.
     """
 
-    def __init__(self, network: "Network", tensor: Tensor, to_each: bool, edges: Edges):
-        rows = network.rows
+    def __init__(self, connection: Connection, tensor: Tensor, to_each: bool, edges: Edges):
+        rows = len(edges.neighbors)
         axes = 2 if to_each else 1
         expected = (rows, edges.n_out)[:axes]
         assert tensor.shape[:axes] == expected, f"message {tensor.shape}, expected {expected}, ..."
@@ -63,9 +60,10 @@ class Delivery(Transport):
             source = outgoing_rows(own, np.zeros_like(own))
             source[incoming_rows(*edges.inside_destination)] = outgoing_rows(*edges.inside_source)
             self._inside = outgoing, torch.from_numpy(source).to(tensor.device), incoming
-        if network.processes.size > 1:  # also without such an edge: see Channel
+        if connection.processes.size > 1:  # also without such an edge: see Channel
             self._between = _Between(
-                network,
+                connection,
+                rows > 1,
                 outgoing,
                 outgoing_rows(*edges.outgoing),
                 edges.outgoing_process,
@@ -100,7 +98,8 @@ class _Between:
 
     def __init__(
         self,
-        network: "Network",
+        connection: Connection,
+        several: bool,
         outgoing: Tensor,
         sent: np.ndarray,
         sent_process: np.ndarray,
@@ -110,9 +109,9 @@ class _Between:
     ):
         device = outgoing.device
         self._rows_out, self._rows_in = outgoing, incoming
-        self._wait_for_kernels = network.waits_for_kernels
+        self._wait_for_kernels = connection.waits_for_kernels
         self._pack = self._unpack = None
-        if network.rows > 1:
+        if several:
             self._pack = torch.from_numpy(sent).to(device)
             self._unpack = torch.from_numpy(received).to(device)
             outgoing = outgoing.new_empty(len(sent), outgoing.shape[1])
@@ -120,14 +119,14 @@ class _Between:
             sent, received = np.arange(len(sent)), np.arange(len(received))
         self._outgoing, self._incoming = outgoing, incoming
         self._host_outgoing, self._host_incoming = outgoing, incoming
-        self._stage = network.stage
+        self._stage = connection.stage
         if self._stage:
             self._host_outgoing, self._host_incoming = (
                 torch.zeros(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
                 for t in (outgoing, incoming)
             )
-        assert network.channel is not None
-        self._requests = network.channel.requests(
+        assert connection.channel is not None
+        self._requests = connection.channel.requests(
             _pieces(self._host_incoming, received, received_process),
             _pieces(self._host_outgoing, sent, sent_process),
         )

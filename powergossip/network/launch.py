@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from powergossip import kernels
 from powergossip.errors import BadInput
-from powergossip.network.processes import Processes, end_together
+from powergossip.network import exits
+from powergossip.network.processes import Processes
 from powergossip.network.resilient import ulfm
 
 BACKENDS = ("auto", "mpi", "gloo", "nccl")
@@ -49,7 +50,7 @@ def processes(
             raise
         _found.set_threads()
         if _found.size > 1:
-            end_together(_found)
+            exits.end_together(_found)
             kernels.agree(_found)
     elif backend != "auto" and _found.size > 1 and (backend == "mpi") != _found.is_mpi:
         raise BadInput(
@@ -85,7 +86,7 @@ def processes_of(group: Any = None) -> Processes:
 
         found = MPIProcesses(group.Dup()) if group.size > 1 else Processes()
         if found.size > 1:
-            end_together(found)
+            exits.end_together(found)
             kernels.agree(found)
         _known.append((group, found))
         return found
@@ -108,7 +109,7 @@ def _of_group(group: dist.ProcessGroup, backend: str = "auto") -> Processes:
         from powergossip.network.torch.processes import GroupProcesses
 
         found = GroupProcesses(group, backend)
-        end_together(found)
+        exits.end_together(found)
         kernels.agree(found)
     _known.append((group, found))
     return found
@@ -187,7 +188,7 @@ def _reject(kind: type[BaseException], error: BaseException, trace: Any) -> None
     if is_first():
         print(f"error: {error}", file=sys.stderr, flush=True)
     sys.stdout.flush()
-    os._exit(ulfm.exit_code(2, is_first()))
+    os._exit(exits.exit_code(2, is_first()))
 
 
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "RANK", "SLURM_PROCID")

@@ -1,16 +1,14 @@
 """Lost messages of rules that are no exchanges by edges: push-sum, RelaySGD."""
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from powergossip.network.messages import Conversation, Message, ToEach
-
-if TYPE_CHECKING:
-    from powergossip.network.workers import Network
+from powergossip.network.edges import Edges
+from powergossip.network.messages import Conversation, ToEach
 
 Lost = Callable[[int, int, int], bool]  # (source, destination, step)
 
@@ -26,9 +24,8 @@ class Losses:
         self._lost, self._repeat = lost, repeat
         self._last: dict[str, Tensor] = {}  # index of the message → [worker, neighbor, ...]
 
-    def __call__(self, network: "Network", conversation: Conversation) -> Conversation:
-        """The same conversation with losses."""
-        assert network.processes.size == 1
+    def __call__(self, conversation: Conversation, edges: Edges, step: int) -> Conversation:
+        """The same conversation with losses, on the edges of this step."""
         received, index = None, 0
         while True:
             try:
@@ -41,16 +38,16 @@ class Losses:
             for message, tensor in zip(
                 messages if several else (messages,), answer if several else (answer,), strict=True
             ):
-                kept.append(self._of(network, message, tensor, str(index)))
+                own = message.edges if isinstance(message, ToEach) else None
+                kept.append(self._of(own or edges, step, tensor, str(index)))
                 index += 1
             received = tuple(kept) if several else kept[0]
 
-    def _of(self, network: "Network", message: Message, tensor: Tensor, index: str) -> Tensor:
-        edges = message.edges if isinstance(message, ToEach) else None
-        sources = (edges or network.edges[network.round % len(network.edges)]).neighbors
+    def _of(self, edges: Edges, step: int, tensor: Tensor, index: str) -> Tensor:
+        sources = edges.neighbors
         gone = torch.zeros(sources.shape, dtype=torch.bool, device=tensor.device)
         for worker, slot in np.argwhere(sources >= 0).tolist():
-            gone[worker, slot] = self._lost(int(sources[worker, slot]), worker, network.round)
+            gone[worker, slot] = self._lost(int(sources[worker, slot]), worker, step)
         before = self._last.get(index)
         other = torch.zeros_like(tensor) if before is None else before
         kept = torch.where(gone.view(*gone.shape, *[1] * (tensor.ndim - 2)), other, tensor)

@@ -47,3 +47,24 @@ class Gather:
 
 Message = ToEach | ToAll | Mean | Gather
 Conversation = Generator[Any, Any, None]  # yields Message | tuple[Message, ...]
+
+
+def together(*conversations: Conversation) -> Conversation:
+    """Merge conversations into one that sends their messages concurrently."""
+    waiting: list[tuple[Conversation, Any]] = [(c, None) for c in conversations]
+    while True:
+        asked: list[tuple[Conversation, tuple[Message, ...], bool]] = []
+        for conversation, received in waiting:
+            try:
+                messages = conversation.send(received)
+            except StopIteration:
+                continue
+            several = isinstance(messages, tuple)
+            asked.append((conversation, messages if several else (messages,), several))
+        if not asked:
+            return
+        answers = iter((yield tuple(m for _, messages, _ in asked for m in messages)))
+        waiting = []
+        for conversation, messages, several in asked:
+            received = tuple(next(answers) for _ in messages)
+            waiting.append((conversation, received if several else received[0]))

@@ -1,24 +1,15 @@
 """The processes of a run, and their communication outside of conversations."""
 
 import os
-import signal
-import socket
-import stat
-import sys
-import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from types import TracebackType
 from typing import NoReturn, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from powergossip.errors import BadInput, PeerLost, Signaled, Stopped
-from powergossip.network.resilient import ulfm
+from powergossip.errors import BadInput
 
 T = TypeVar("T")
 
@@ -228,64 +219,6 @@ def torch_kept() -> Iterator[None]:
     finally:
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
-
-
-def end_together(found: Processes) -> None:
-    """End all processes on an uncaught exception: the others would wait for messages forever."""
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, BadInput) or (isinstance(error, Stopped) and error.in_all_processes):
-            if found.rank == 0:
-                report(error)
-            found.finalize()
-            # When the first process ends, the launcher may kill the others, and mpirun discards
-            # unread output.
-            time.sleep(0.2 if found.rank == 0 else 0.3)
-            code = 2 if isinstance(error, BadInput) else error.exit_code
-            os._exit(ulfm.exit_code(code, found.rank == 0))
-        if ulfm.is_loss(error):
-            error = PeerLost("a process has ended before the first step")
-        # If several processes fail at once for the same reason, the first one reports it and ends
-        # the others, which takes a while where processes share cores. The loss of a process is not
-        # the reason: the lost one reports that.
-        late = 1.0 if isinstance(error, PeerLost) else 0.0
-        time.sleep(late + (0.0 if found.rank == 0 else min(0.5 + 0.1 * found.rank, 3.0)))
-        if isinstance(error, Stopped):
-            report(error)
-        elif isinstance(error, KeyboardInterrupt):
-            print("error: interrupted", file=sys.stderr, flush=True)
-        else:
-            text = f"\nprocess {found.rank} of {found.size} on {socket.gethostname()} failed:\n"
-            text += "".join(traceback.format_exception(kind, error, trace))
-            print(text, file=sys.stderr, flush=True)
-        time.sleep(0.2)  # as above
-        if isinstance(error, Signaled):
-            os._exit(error.exit_code)  # mpirun ends the others. Abort would print its own message
-        code = error.exit_code if isinstance(error, Stopped) else 1
-        found.end(130 if isinstance(error, KeyboardInterrupt) else code)
-
-    sys.excepthook = hook
-
-
-def report(error: Exception) -> None:
-    """Print the text of an error to the standard error.
-
-    After SIGTERM, to that of mpirun: Open MPI's sends SIGTERM to processes that it is about to kill
-    and discards their output. If it writes to a file, its next output could take the place of the
-    text, which is therefore printed in the usual way as well.
-    """
-    if isinstance(error, Signaled) and error.signal == signal.SIGTERM:
-        try:
-            parent = Path("/proc") / str(os.getppid())
-            if (parent / "comm").read_text().strip() in ("mpirun", "mpiexec", "prterun"):
-                with (parent / "fd" / "2").open("a") as stderr:
-                    print(f"error: {error}", file=stderr, flush=True)
-                    in_file = stat.S_ISREG(os.fstat(stderr.fileno()).st_mode)
-                if not in_file:
-                    return
-        except OSError:  # not Linux, or a socket
-            pass
-    print(f"error: {error}", file=sys.stderr, flush=True)
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:

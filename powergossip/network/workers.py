@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from torch import Tensor
 from powergossip import checks
 from powergossip.network import launch
 from powergossip.network.collectives import Gathering, Reduction, all_reduce_cost
+from powergossip.network.connection import Connection
 from powergossip.network.delivery import Delivery, Transport
 from powergossip.network.edges import Edges
 from powergossip.network.lost_messages import Losses
@@ -54,8 +54,8 @@ class Network:
     `measure("communication")`, such as a clock, is the context in which messages are posted and
     waited for.
 
-    `stage` selects staging through (pinned) host memory for messages between processes. None
-    selects it where tensors are on a GPU and the channel does not accept GPU memory.
+    `connection` has the processes and the device, and takes the place of `processes`, `device`,
+    `stage` and `channel`. See Connection for these.
 
     `all_reduce` selects the sum of `Mean`: "own", whose bits do not depend on the transport, or
     "native", the library's own. Both count the lower bound of an all-reduce.
@@ -80,14 +80,16 @@ class Network:
         channel: Channel | None = None,
         dtype: torch.dtype = torch.float32,
         losses: Losses | None = None,
+        connection: Connection | None = None,
     ):
         checks.one_of("all_reduce", all_reduce, ("own", "native"))
-        self.processes = processes or launch.processes()
-        self.device = device or torch.device("cpu")
+        if connection is None:
+            where = device or torch.device("cpu")
+            connection = Connection(processes or launch.processes(), where, stage, channel)
+        self.connection = connection
         self.dtype = dtype
         self._losses = losses
         self.all_reduce = all_reduce
-        self._stage, self._given_channel = stage, channel
         self.topology = topology
         self.symmetric = topology.symmetric
         self.n_workers = topology.n_workers
@@ -112,45 +114,24 @@ class Network:
         self._transports = TensorCache[Transport]()
         self._in_flight: list[Transport] = []
 
-    @cached_property
-    def channel(self) -> Channel | None:
-        """The channel between the processes, or None for one process. All ask for it first."""
-        if self._given_channel is not None or self.processes.size == 1:
-            return self._given_channel
-        return self.processes.channel(self.device, None if self._stage is None else not self._stage)
+    @property
+    def processes(self) -> Processes:
+        return self.connection.processes
 
-    @cached_property
-    def stage(self) -> bool:
-        """Whether messages between processes pass through host memory."""
-        if self._stage is not None:
-            return self._stage
-        on_gpu = self.device.type == "cuda"
-        return on_gpu and self.channel is not None and not self.channel.direct
-
-    @cached_property
-    def stream_ordered(self) -> bool:
-        """Whether messages are ordered with kernels by the current stream."""
-        return self.channel is not None and self.channel.stream_ordered
-
-    @cached_property
-    def waits_for_kernels(self) -> bool:
-        """Whether messages start only when the kernels that use their memory have ended."""
-        return self.device.type == "cuda" and not self.stream_ordered
+    @property
+    def device(self) -> torch.device:
+        return self.connection.device
 
     def in_precision(self, dtype: torch.dtype) -> "Network":
         """The same network for x of this dtype, with counters at 0."""
-        made = vars(self).get("channel", self._given_channel)  # if it is, both have one
         return Network(
             self.topology,
-            self.processes,
-            self.device,
-            self._stage,
-            self.copies,
-            self.measure,
-            self.all_reduce,
-            made,
-            dtype,
-            self._losses,
+            copies=self.copies,
+            measure=self.measure,
+            all_reduce=self.all_reduce,
+            dtype=dtype,
+            losses=self._losses,
+            connection=self.connection,
         )
 
     @property
@@ -246,7 +227,9 @@ class Network:
         The tensors of those messages must not be changed in between.
         """
         if self._losses is not None:
-            conversation = self._losses(self, conversation)
+            assert self.processes.size == 1
+            edges = self.edges[self.round % len(self.edges)]
+            conversation = self._losses(conversation, edges, self.round)
         return Exchange(self, conversation)
 
     def mean(self, tensor: Tensor) -> Tensor:
@@ -261,7 +244,7 @@ class Network:
 
         All processes call both in the same order. The tensor must not change in between.
         """
-        transport = Reduction(self, tensor)
+        transport = self._reduction(tensor)
         transport.post()
 
         def wait() -> Tensor:
@@ -309,7 +292,9 @@ class Network:
         """The transport of a message, marked as busy: that of the tensor's memory, the kind of
         message and the edges, or another one while that is busy."""
         if isinstance(message, Gather):  # of another length each time: nothing to reuse
-            transport: Transport = Gathering(self, message.pieces)
+            assert self.copies == 1, "Gather does not support copies > 1"
+            assert len(message.pieces) == self.hosted, (len(message.pieces), self.hosted)
+            transport: Transport = Gathering(self.connection, message.pieces)
         else:
             kind = type(message)
             own = self.edges[0 if kind is Mean else self.round % len(self.edges)]
@@ -331,8 +316,13 @@ class Network:
         self, kind: type[ToEach | ToAll | Mean], tensor: Tensor, edges: Edges
     ) -> Transport:
         if kind is Mean:
-            return Reduction(self, tensor)
-        return Delivery(self, tensor, kind is ToEach, edges)
+            return self._reduction(tensor)
+        return Delivery(self.connection, tensor, kind is ToEach, edges)
+
+    def _reduction(self, tensor: Tensor) -> Reduction:
+        assert tensor.shape[0] == self.rows
+        native = self.all_reduce == "native"
+        return Reduction(self.connection, tensor, copies=self.copies, native=native)
 
 
 def hosted_workers(n_workers: int, n_processes: int) -> int:
@@ -371,24 +361,3 @@ class Exchange:
             return
         self._several = isinstance(messages, tuple)
         self._posted = self._network.post(messages if self._several else (messages,))
-
-
-def together(*conversations: Conversation) -> Conversation:
-    """Merge conversations into one that sends their messages concurrently."""
-    waiting: list[tuple[Conversation, Any]] = [(c, None) for c in conversations]
-    while True:
-        asked: list[tuple[Conversation, tuple[Message, ...], bool]] = []
-        for conversation, received in waiting:
-            try:
-                messages = conversation.send(received)
-            except StopIteration:
-                continue
-            several = isinstance(messages, tuple)
-            asked.append((conversation, messages if several else (messages,), several))
-        if not asked:
-            return
-        answers = iter((yield tuple(m for _, messages, _ in asked for m in messages)))
-        waiting = []
-        for conversation, messages, several in asked:
-            received = tuple(next(answers) for _ in messages)
-            waiting.append((conversation, received if several else received[0]))

@@ -29,7 +29,8 @@ from powergossip.errors import BadInput
 
 if TYPE_CHECKING:
     from powergossip.parameters import Layout
-    from powergossip.prediction import Cluster, PredictedMethod
+    from powergossip.prediction.model import Cluster
+    from powergossip.prediction.traffic import PredictedMethod
     from powergossip.topologies import Topology
 
 RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}  # bits per second
@@ -103,13 +104,10 @@ def _predict(options: argparse.Namespace) -> None:
     per_message = duration("--message-cpu", options.message_cpu)
     per_byte = duration("--byte-cpu", options.byte_cpu)
 
-    from powergossip import prediction
     from powergossip.network import torch_kept
-    from powergossip.prediction import shapes
+    from powergossip.prediction import model, shapes
 
-    cluster = prediction.Cluster(
-        hosts, bits, latency, cores, per_message=per_message, per_byte=per_byte
-    )
+    cluster = model.Cluster(hosts, bits, latency, cores, per_message=per_message, per_byte=per_byte)
     layout, methods = shapes.layout(options.model), _methods(options.method)
     graphs = _graphs(options.topology or GRAPHS, n)
     with torch_kept():
@@ -118,8 +116,8 @@ def _predict(options: argparse.Namespace) -> None:
         raise BadInput("none of these methods works on these graphs; PowerGossip needs an "
                        "undirected graph such as ring")  # fmt: skip
     place = f"{n} workers on {hosts} hosts, links of {options.rate}, latency {options.latency}"
-    model = f"{options.model}: {shapes.described(layout)}"
-    print(f"{model}. {place}, gradient {options.compute}.\n\n{_table(lines)}")
+    described = f"{options.model}: {shapes.described(layout)}"
+    print(f"{described}. {place}, gradient {options.compute}.\n\n{_table(lines)}")
     print(f"\n{recommendation(lines)}")
     print("Rounds are those of plain gossip. Compressed methods need more. Accuracy and the number "
           "of steps to a target are not predicted.")  # fmt: skip
@@ -151,26 +149,27 @@ def _lines(
     """A line for each method and each graph that it can use. Raises BadInput for bad options."""
     import torch
 
-    from powergossip import prediction
+    from powergossip.prediction import model, traffic
+    from powergossip.prediction.consensus import AT_ONCE, Consensus, consensus
 
     torch.set_num_threads(1)  # a worker has one core
-    speeds: dict[str, prediction.Consensus] = {}
+    speeds: dict[str, Consensus] = {}
     lines = []
     for fidelity, (label, method) in enumerate(methods.items()):
         try:
-            traffic = prediction.count(method, layout)
+            sent = traffic.count(method, layout)
         except ValueError as error:
             raise BadInput(f"--method {label}: {error}") from error
-        cpu = prediction.cpu_seconds(method, layout, SECONDS) if measured else (0.0, 0.0)
-        compute = prediction.Compute(gradient, *cpu)
+        cpu = traffic.cpu_seconds(method, layout, SECONDS) if measured else (0.0, 0.0)
+        compute = model.Compute(gradient, *cpu)
         for graph, topology in graphs.items():
             if method.gossips:
                 if method.rejects(topology):
                     continue
-                speed = speeds[graph] = speeds.get(graph) or prediction.consensus(topology)
+                speed = speeds[graph] = speeds.get(graph) or consensus(topology)
             else:
-                speed = prediction.AT_ONCE
-            step = prediction.step(traffic, topology, cluster, compute, method.overlaps)
+                speed = AT_ONCE
+            step = model.step(sent, topology, cluster, compute, method.overlaps)
             lines.append(
                 Line(
                     label,
@@ -253,7 +252,7 @@ def _methods(given: Sequence[str]) -> "Mapping[str, PredictedMethod]":
     """{label: Method} of --method NAME:OPTION=VALUE,…, by default those of `METHODS`."""
     from powergossip import algorithms
     from powergossip.algorithms import aggregation
-    from powergossip.prediction import METHODS, PredictedMethod
+    from powergossip.prediction.traffic import METHODS, PredictedMethod
 
     if not given:
         return METHODS

@@ -31,7 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from powergossip import errors, network, presets, reading
 from powergossip.errors import BadInput
-from powergossip.network.resilient import ulfm, workers
+from powergossip.network import exits
 from powergossip.runs import metrics
 from powergossip.runs.output import CONFIG_FILE, DATED
 
@@ -353,16 +353,11 @@ def run_entry_point(main: Callable[[list[str]], object]) -> None:
     """
     try:
         main(sys.argv[1:])
-    except BadInput as error:
-        if workers.ends_alone():
+    except (BadInput, errors.Stopped) as error:
+        if exits.are_up_to_the_hook(error, network.are_several()):
             raise
         _report_once(error)
-        sys.exit(ulfm.exit_code(2, network.is_first()))
-    except errors.Stopped as error:
-        if workers.ends_alone() or (network.are_several() and not error.in_all_processes):
-            raise
-        _report_once(error)
-        sys.exit(ulfm.exit_code(error.exit_code, network.is_first()))
+        sys.exit(exits.exit_code(exits.code_of(error), network.is_first()))
     except KeyboardInterrupt:
         if network.are_several():
             raise

@@ -43,7 +43,9 @@ def transport(network: Network, links: Links | None) -> str:
     """The transport of a run's messages: none, mpi, gloo or nccl. All processes call it."""
     if links is not None:
         return "mpi"
-    return "none" if network.channel is None else network.channel.name  # made together
+    return (
+        "none" if network.connection.channel is None else network.connection.channel.name
+    )  # made together
 
 
 def make_task(c: Any, network: Network) -> tasks.Task:

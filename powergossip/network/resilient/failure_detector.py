@@ -115,7 +115,7 @@ class Peers:
             self._arrived[message.kind].append(message)
         elif message.kind == LOST:
             if message.i != self.own:
-                self._forget(message.i, seen=bool(message.j))
+                self._remove(message.i, seen=bool(message.j))
                 self._check_side()
         elif message.kind == DROPPED:
             raise Dropped(
@@ -128,9 +128,9 @@ class Peers:
         seen = self.liveness.sees(process)
         for other in self.alive - {self.own, process}:
             self.send(other, LOST, i=process, j=int(seen))
-        self._forget(process, seen)
+        self._remove(process, seen)
 
-    def _forget(self, process: int, seen: bool) -> None:
+    def _remove(self, process: int, seen: bool) -> None:
         if process in self.alive:
             self.wire.send(process, DROPPED)
             self.wire.remove(process)

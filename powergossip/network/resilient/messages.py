@@ -83,7 +83,7 @@ class Wire:
 
     own      # index of this process
     ended    # processes that MPI reports as ended
-    lost     # those, and those that were given to `forget`
+    lost     # those, and those that were given to `remove`
     longest  # bytes of one MPI message
 
     A process has one index for the whole run: its rank in the first communicator, or the index

@@ -11,16 +11,6 @@ def enabled() -> bool:
     return value.lower() in ("1", "true")
 
 
-def exit_code(code: int, first: bool) -> int:
-    """The exit code of a process that ends for a reason which all processes have.
-
-    first: whether this is the first process. With ULFM, the others end with 0. mpirun (PRRTE 3.0)
-    counts a process with another code twice, and may hang after two of them: on a machine with
-    other work, one of ten runs did.
-    """
-    return 0 if enabled() and not first else code
-
-
 def is_loss(error: BaseException) -> bool:
     """Whether an exception is MPI's report of a process that has ended."""
     error_class = getattr(error, "Get_error_class", None)

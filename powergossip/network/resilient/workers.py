@@ -4,20 +4,16 @@ import atexit
 import os
 import signal
 import socket
-import sys
 import time
-import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from powergossip.errors import BadInput, Dropped, Stopped
-from powergossip.network.processes import report
-from powergossip.network.resilient import spawning, ulfm
+from powergossip.network import exits
+from powergossip.network.resilient import spawning
 from powergossip.network.resilient.collectives import LiveProcesses
 from powergossip.network.resilient.failure_detector import DATA, NOTE, Peers
 from powergossip.network.resilient.heartbeats import Liveness, exchange_identities
@@ -343,70 +339,15 @@ class Links:
 
     def _end(self, code: int) -> NoReturn:
         """End this process, the first one as the last: mpirun may then discard others' output."""
-        code = ulfm.exit_code(code, self.group.rank == 0)
+        code = exits.exit_code(code, self.group.rank == 0)
         if code:
             since, own = time.monotonic(), self.process
             others = [self._peers.identities[process] for process in self._peers.alive - {own}]
             while any(of.can_be_ended for of in others) and time.monotonic() - since < _PARTING:
                 time.sleep(0.01)
             time.sleep(0.5)
-        _exit(code)
+        exits.exit_at_once(code)
 
-
-def end_alone(links: Links) -> None:
-    """End only this process on an uncaught exception: the others lose it and go on.
-
-    MPI is not finalized, because Open MPI may wait for a lost process there. The exit code of
-    mpirun is that of the first process which ends with one other than 0. Processes that were
-    dropped therefore end by SIGKILL, which mpirun disregards with ULFM: the run is not a failure.
-    An exception that is in all processes is reported by the first of them.
-    """
-    process = links.process
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        everywhere = isinstance(error, BadInput) or (
-            isinstance(error, Stopped) and error.in_all_processes
-        )
-        if everywhere and links.group.rank > 0:
-            time.sleep(1.0)  # mpirun may discard what the first process is about to report
-        elif isinstance(error, Stopped | BadInput):
-            report(error)
-        else:
-            text = "".join(traceback.format_exception(kind, error, trace))
-            print(f"\nprocess {process} failed:\n{text}", file=sys.stderr, flush=True)
-        if isinstance(error, Dropped):
-            end_silently()
-        code = 2 if isinstance(error, BadInput) else getattr(error, "exit_code", 1)
-        if everywhere:
-            links.end_others()
-            time.sleep(0.5)
-            code = ulfm.exit_code(code, links.group.rank == 0)
-        _exit(code)
-
-    global _alone
-    _alone = True
-    sys.excepthook = hook
-
-
-_alone = False
-
-
-def ends_alone() -> bool:
-    """Whether `end_alone` was called: an uncaught exception is then reported, and ends Python."""
-    return _alone
-
-
-def end_silently() -> None:
-    """End this process such that the launcher disregards it, with ULFM."""
-    _flush()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _exit(code: int) -> NoReturn:
-    _flush()
-    os._exit(code)
-
-
-def _flush() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    def end_alone(self) -> None:
+        """End only this process on an uncaught exception, see exits.end_alone."""
+        exits.end_alone(self.process, self.group, self.end_others)

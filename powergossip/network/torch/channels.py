@@ -1,7 +1,7 @@
 """Messages by torch.distributed: gloo, or NCCL between GPUs.
 
 Rules of NCCL, which has no tags and orders messages by stream. They hold for gloo, too, so that
-`check_order` can test them without a GPU:
+tests need no GPU:
 
 - Point-to-point operations are issued in batches (batch_isend_irecv). A batch holds all messages of
   one step of a conversation. It uses the communicator and the stream of its group.
@@ -20,7 +20,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,39 +29,7 @@ from torch import Tensor
 from powergossip.errors import PeerLost
 from powergossip.network.processes import Pieces, Requests
 
-if TYPE_CHECKING:
-    from powergossip.network.torch.processes import GroupProcesses
-
 _LONGEST = 2**30  # bytes of a message
-
-# Messages that a process starts at once: tag, and bytes from and to each other process.
-Batch = tuple[int, dict[int, int], dict[int, int]]
-
-
-def check_order(batches: Sequence[Sequence[Batch]]) -> None:
-    """Check that all processes have issued their batches in one global order, as NCCL requires.
-
-    batches  # [process][index], see `GroupProcesses.batches`
-
-    The batches of an index belong together: each message is sent by one process and received by the
-    other, with the same size.
-
-    Raises ValueError for the first batch that differs.
-    """
-    lengths = [len(of_process) for of_process in batches]
-    if len(set(lengths)) > 1:
-        raise ValueError(f"the processes have issued {lengths} batches; all must issue as many")
-    for index, of_all in enumerate(zip(*batches, strict=True)):
-        for process, (tag, _, sent) in enumerate(of_all):
-            for other, size in sent.items():
-                if (tag, size) != (of_all[other][0], of_all[other][1].get(process)):
-                    raise ValueError(
-                        f"batch {index}: process {process} sends {size} bytes to {other} with tag "
-                        f"{tag}, which receives {of_all[other][1]} with tag {of_all[other][0]}"
-                    )
-            for other in of_all[process][1]:
-                if process not in of_all[other][2]:
-                    raise ValueError(f"batch {index}: process {other} sends nothing to {process}")
 
 
 class Octets:
@@ -103,20 +71,20 @@ class GlooChannel:
 
     def __init__(
         self,
-        processes: "GroupProcesses",
+        gloo: "GlooGroup",
         direct: bool,
         in_order: bool = False,
     ):
-        self._processes = processes
+        self._gloo = gloo
         self.direct, self.stream_ordered = direct, in_order
 
     def requests(
         self, incoming: Pieces, outgoing: Pieces, tag: int = 0, once: bool = False
     ) -> Requests:
-        return GlooMessages(self._processes, incoming, outgoing, tag)
+        return GlooMessages(self._gloo, incoming, outgoing, tag)
 
     def all_reduce(self, tensor: Tensor) -> Requests:
-        return _AllReduce(self._processes, lambda: self._processes.group.allreduce([tensor]))
+        return _AllReduce(self._gloo, lambda: self._gloo.group.allreduce([tensor]))
 
 
 class NCCLChannel:
@@ -128,8 +96,8 @@ class NCCLChannel:
     name = "nccl"
     direct = stream_ordered = True
 
-    def __init__(self, processes: "GroupProcesses", group: dist.ProcessGroup, device: torch.device):
-        self._processes, self._group = processes, group
+    def __init__(self, gloo: "GlooGroup", group: dist.ProcessGroup, device: torch.device):
+        self._gloo, self._group = gloo, group
         # NCCL connects all processes in the first operation, in which all must take part.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
         if device.type == "cuda":
@@ -138,13 +106,13 @@ class NCCLChannel:
     def requests(
         self, incoming: Pieces, outgoing: Pieces, tag: int = 0, once: bool = False
     ) -> Requests:
-        return _NCCLBatch(self._processes, self._group, incoming, outgoing)
+        return _NCCLBatch(self._gloo, self._group, incoming, outgoing)
 
     def all_reduce(self, tensor: Tensor) -> Requests:
         def start() -> Any:
             return dist.all_reduce(tensor, group=self._group, async_op=True)
 
-        return _AllReduce(self._processes, start)
+        return _AllReduce(self._gloo, start)
 
 
 class GlooMessages:
@@ -152,19 +120,19 @@ class GlooMessages:
 
     def __init__(
         self,
-        processes: "GroupProcesses",
+        gloo: "GlooGroup",
         incoming: Pieces,
         outgoing: Pieces,
         tag: int,
     ):
-        self._processes, self._tag = processes, tag
+        self._gloo, self._tag = gloo, tag
         self._batch = Octets(incoming, outgoing)
         self._works: list[dist.Work] = []
         self._outcome: Outcome | None = None
 
     def start(self) -> None:
-        self._processes.started(self._batch, self._tag)
-        tag, group = self._tag, self._processes.group
+        self._gloo.started(self._batch, self._tag)
+        tag, group = self._tag, self._gloo.group
         self._outcome = None
         with connected():
             self._works = [
@@ -174,7 +142,7 @@ class GlooMessages:
 
     def test(self) -> bool:
         if self._outcome is None:
-            self._outcome = self._processes.submit(self._works)
+            self._outcome = self._gloo.submit(self._works)
         return self._outcome.is_known()
 
     def wait(self) -> None:
@@ -189,12 +157,12 @@ class _NCCLBatch:
 
     def __init__(
         self,
-        processes: "GroupProcesses",
+        gloo: "GlooGroup",
         group: dist.ProcessGroup,
         incoming: Pieces,
         outgoing: Pieces,
     ):
-        self._processes, self._batch = processes, Octets(incoming, outgoing)
+        self._gloo, self._batch = gloo, Octets(incoming, outgoing)
         self._operations = [
             dist.P2POp(operation, octets, group=group, group_peer=process)
             for operation, messages in (
@@ -206,7 +174,7 @@ class _NCCLBatch:
         self._works: list[dist.Work] = []
 
     def start(self) -> None:
-        self._processes.started(self._batch, 0)
+        self._gloo.started(self._batch, 0)
         self._works = dist.batch_isend_irecv(self._operations) if self._operations else []
 
     def test(self) -> bool:
@@ -219,12 +187,12 @@ class _NCCLBatch:
 class _AllReduce:
     """The library's own all-reduce."""
 
-    def __init__(self, processes: "GroupProcesses", start: Callable[[], Any]):
-        self._processes, self._start = processes, start
+    def __init__(self, gloo: "GlooGroup", start: Callable[[], Any]):
+        self._gloo, self._start = gloo, start
         self._batch = Octets([], [])
 
     def start(self) -> None:
-        self._processes.started(self._batch, 0)
+        self._gloo.started(self._batch, 0)
         self._work = self._start()
 
     def test(self) -> bool:
@@ -295,3 +263,24 @@ class Waiters:
         while True:
             self._tasks.get().run()
             self._idle.release()
+
+
+class GlooGroup:
+    """A group of gloo's, for messages of this package only.
+
+    group  # None at the end of the program
+    steps  # messages started so far by this process, with those that are empty
+    """
+
+    def __init__(self, group: Any):
+        self.group = group
+        self.steps = 0
+        self._waiters = Waiters()
+
+    def started(self, messages: Octets, tag: int) -> None:
+        """Count messages that are about to start."""
+        self.steps += tag == 0
+
+    def submit(self, works: Sequence[dist.Work]) -> Outcome:
+        """Wait for these in another thread."""
+        return self._waiters.submit(works)

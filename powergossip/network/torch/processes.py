@@ -22,13 +22,10 @@ from torch import Tensor
 from powergossip.errors import BadInput
 from powergossip.network.processes import TOKEN, Processes, cores
 from powergossip.network.torch.channels import (
-    Batch,
     GlooChannel,
+    GlooGroup,
     GlooMessages,
     NCCLChannel,
-    Octets,
-    Outcome,
-    Waiters,
     connected,
     wait_for,
 )
@@ -59,8 +56,7 @@ class GroupProcesses(Processes):
     backend: gloo, nccl, or auto: NCCL where every process has a GPU of its own. It applies to
     tensors on GPUs. Those on the CPU use gloo.
 
-    group  # of gloo, for messages of this package only; None at the end of the program
-    steps  # messages started so far by this process, with those that are empty
+    gloo  # the group of the messages
     """
 
     transport = "gloo"
@@ -69,7 +65,7 @@ class GroupProcesses(Processes):
         super().__init__()
         self._ranks = dist.get_process_group_ranks(group)
         self._backend = backend
-        self.group: Any = _own_group(group, self._ranks)
+        self.gloo = GlooGroup(_own_group(group, self._ranks))
         self.rank, self.size = group.rank(), group.size()
         own = cores()
         everywhere = self.gather((_host(), own))
@@ -77,9 +73,6 @@ class GroupProcesses(Processes):
         self.local_rank, self.local_size = on_this_host.index(self.rank), len(on_this_host)
         all_cores = set().union(*(everywhere[rank][1] for rank in on_this_host))
         self.threads = max(1, min(len(own), len(all_cores) // self.local_size))
-        self.steps = 0
-        self._batches: list[Batch] | None = None
-        self._waiters = Waiters()
         self._nccl: NCCLChannel | None = None
         self._torch_groups: dict[str, dist.ProcessGroup] = {}
         self._listener: threading.Thread | None = None
@@ -96,10 +89,10 @@ class GroupProcesses(Processes):
         options = dist.BarrierOptions()
         options.timeout = _PARTING
         with suppress(RuntimeError):
-            self.group.barrier(options).wait()
+            self.gloo.group.barrier(options).wait()
         # Ends the threads of gloo. They drop the arrays of the last messages only after `wait` has
         # returned, and need the interpreter for that, whose end would abort them.
-        self.group = None
+        self.gloo.group = None
 
     def torch_group(self, backend: str) -> dist.ProcessGroup:
         """A group of the same processes for PyTorch's own use. All processes call it."""
@@ -134,19 +127,19 @@ class GroupProcesses(Processes):
         if array.size:
             outputs = [_bytes_of(row) for row in gathered]
             with connected():
-                self.group.allgather([outputs], [_bytes_of(array.copy())]).wait()
+                self.gloo.group.allgather([outputs], [_bytes_of(array.copy())]).wait()
         return gathered
 
     def broadcast_array(self, array: np.ndarray) -> None:
         if array.size:
             with connected():
-                self.group.broadcast([_bytes_of(array)], dist.BroadcastOptions()).wait()
+                self.gloo.group.broadcast([_bytes_of(array)], dist.BroadcastOptions()).wait()
 
     def start_max(self, values: np.ndarray) -> Callable[[], np.ndarray]:
         maximum, options = torch.from_numpy(values.copy()), dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
         with connected():
-            work = self.group.allreduce([maximum], options)
+            work = self.gloo.group.allreduce([maximum], options)
 
         def wait() -> np.ndarray:
             wait_for([work])
@@ -158,9 +151,9 @@ class GroupProcesses(Processes):
         self, device: torch.device, direct: bool | None = None
     ) -> "GlooChannel | NCCLChannel":
         if device.type != "cuda" or direct is False or not self._uses_nccl(device):
-            return GlooChannel(self, device.type == "cpu")
+            return GlooChannel(self.gloo, device.type == "cpu")
         if self._nccl is None:
-            self._nccl = NCCLChannel(self, self.torch_group("nccl"), device)
+            self._nccl = NCCLChannel(self.gloo, self.torch_group("nccl"), device)
             self.transport = "nccl"
         return self._nccl
 
@@ -196,7 +189,7 @@ class GroupProcesses(Processes):
         with suppress(RuntimeError):  # a process has ended
             while ends < self.size - 1:
                 content = torch.zeros(6, dtype=torch.int64)
-                self.group.recv_anysource([content], _NOTICE).wait()
+                self.gloo.group.recv_anysource([content], _NOTICE).wait()
                 process, barrier, steps, milliseconds, *token = content.tolist()
                 ends += milliseconds > 0  # the end of the program, where patience is above 0
                 notice = _Notice(process, barrier, steps, milliseconds / 1000, tuple(token))
@@ -209,7 +202,7 @@ class GroupProcesses(Processes):
         start = time.monotonic()
         while self._notices:
             # Steps first: those counted before this process comes to the barrier.
-            steps, barriers = self.steps, self._barriers
+            steps, barriers = self.gloo.steps, self._barriers
             for notice in [n for n in self._notices if n.barrier < barriers]:
                 with suppress(ValueError):
                     self._notices.remove(notice)
@@ -229,15 +222,15 @@ class GroupProcesses(Processes):
         ahead: Callable[[int], None],
     ) -> None:
         others = [process for process in range(self.size) if process != self.rank]
-        content = [self._barriers, self.steps, int(1000 * patience), *token.tolist()]
+        content = [self._barriers, self.gloo.steps, int(1000 * patience), *token.tolist()]
         notice = torch.tensor([self.rank, *content])
         theirs = {process: np.empty_like(token) for process in others}
         self._barriers += 1
         notices = []
         if self._listener is not None:
-            notices = [self.group.send([notice], process, _NOTICE) for process in others]
+            notices = [self.gloo.group.send([notice], process, _NOTICE) for process in others]
         tokens = GlooMessages(
-            self,
+            self.gloo,
             [(process, torch.from_numpy(array)) for process, array in theirs.items()],
             [(process, torch.from_numpy(token)) for process in others],
             TOKEN,
@@ -256,25 +249,6 @@ class GroupProcesses(Processes):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # torchrun ends the others. Without it they lose the connection
-
-    @property
-    def batches(self) -> "list[Batch]":
-        """The messages recorded by `record`."""
-        return self._batches or []
-
-    def record(self) -> None:
-        """Record all messages from now on, for `check_order`."""
-        self._batches = []
-
-    def started(self, messages: "Octets", tag: int) -> None:
-        """Count and record messages that are about to start."""
-        self.steps += tag == 0
-        if self._batches is not None:
-            self._batches.append((tag, messages.received_bytes, messages.sent_bytes))
-
-    def submit(self, works: Sequence[dist.Work]) -> "Outcome":
-        """Wait for these in another thread."""
-        return self._waiters.submit(works)
 
 
 def torch_group(processes: Processes, device: torch.device) -> dist.ProcessGroup:

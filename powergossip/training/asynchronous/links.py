@@ -13,10 +13,10 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from powergossip.errors import BadInput, Stopped
-from powergossip.network import Network, Processes, hosted_workers, launch, report
+from powergossip.network import Network, Processes, exits, hosted_workers, launch, report
 from powergossip.network.resilient import spawning, ulfm
 from powergossip.network.resilient.spawning import Assignment
-from powergossip.network.resilient.workers import Links, end_alone, end_silently
+from powergossip.network.resilient.workers import Links
 from powergossip.training.asynchronous.execution import event_driven, survives
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ def make_links(c: Any, processes: Processes) -> Links | None:
     timeout = c.worker_timeout if ulfm.enabled() else float("inf")
     links = Links(communicator, homes, timeout)
     if survives(c):
-        end_alone(links)
+        links.end_alone()
     return links
 
 
@@ -50,7 +50,7 @@ class Replacement:
         launch.adopt(self.links.group)
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(assignment.threads)
-        end_alone(self.links)
+        self.links.end_alone()
 
     @contextmanager
     def rejected(self) -> Iterator[None]:
@@ -59,7 +59,7 @@ class Replacement:
             yield
         except (BadInput, Stopped) as error:
             report(error)
-            end_silently()
+            exits.end_silently()
 
 
 def replacement() -> Replacement | None:

@@ -1,0 +1,50 @@
+"""The connection of the processes of a run, for tensors on one device."""
+
+from functools import cached_property
+
+import torch
+
+from powergossip.network.processes import Channel, Processes
+
+
+class Connection:
+    """The processes, and how their messages access the memory of a device.
+
+    `stage` selects staging through (pinned) host memory for messages between processes. None
+    selects it where tensors are on a GPU and the channel does not accept GPU memory.
+    """
+
+    def __init__(
+        self,
+        processes: Processes,
+        device: torch.device,
+        stage: bool | None = None,
+        channel: Channel | None = None,
+    ):
+        self.processes, self.device = processes, device
+        self._stage, self._given = stage, channel
+
+    @cached_property
+    def channel(self) -> Channel | None:
+        """The channel between the processes, or None for one process. All ask for it first."""
+        if self._given is not None or self.processes.size == 1:
+            return self._given
+        return self.processes.channel(self.device, None if self._stage is None else not self._stage)
+
+    @cached_property
+    def stage(self) -> bool:
+        """Whether messages between processes pass through host memory."""
+        if self._stage is not None:
+            return self._stage
+        on_gpu = self.device.type == "cuda"
+        return on_gpu and self.channel is not None and not self.channel.direct
+
+    @cached_property
+    def stream_ordered(self) -> bool:
+        """Whether messages are ordered with kernels by the current stream."""
+        return self.channel is not None and self.channel.stream_ordered
+
+    @cached_property
+    def waits_for_kernels(self) -> bool:
+        """Whether messages start only when the kernels that use their memory have ended."""
+        return self.device.type == "cuda" and not self.stream_ordered

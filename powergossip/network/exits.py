@@ -1,0 +1,154 @@
+"""The end of processes: reports of errors, and exit codes."""
+
+import os
+import signal
+import socket
+import stat
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+from powergossip.errors import BadInput, Dropped, PeerLost, Signaled, Stopped
+from powergossip.network.processes import Processes
+from powergossip.network.resilient import ulfm
+
+
+def exit_code(code: int, first: bool) -> int:
+    """The exit code of a process that ends for a reason which all processes have.
+
+    first: whether this is the first process. With ULFM, the others end with 0. mpirun (PRRTE 3.0)
+    counts a process with another code twice, and may hang after two of them: on a machine with
+    other work, one of ten runs did.
+    """
+    return 0 if ulfm.enabled() and not first else code
+
+
+def code_of(error: BaseException) -> int:
+    """The exit code of an error: 2 for BadInput, that of Stopped, 1 for others."""
+    return 2 if isinstance(error, BadInput) else int(getattr(error, "exit_code", 1))
+
+
+def end_together(found: Processes) -> None:
+    """End all processes on an uncaught exception: the others would wait for messages forever."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, BadInput) or (isinstance(error, Stopped) and error.in_all_processes):
+            if found.rank == 0:
+                report(error)
+            found.finalize()
+            # When the first process ends, the launcher may kill the others, and mpirun discards
+            # unread output.
+            time.sleep(0.2 if found.rank == 0 else 0.3)
+            os._exit(exit_code(code_of(error), found.rank == 0))
+        if ulfm.is_loss(error):
+            error = PeerLost("a process has ended before the first step")
+        # If several processes fail at once for the same reason, the first one reports it and ends
+        # the others, which takes a while where processes share cores. The loss of a process is not
+        # the reason: the lost one reports that.
+        late = 1.0 if isinstance(error, PeerLost) else 0.0
+        time.sleep(late + (0.0 if found.rank == 0 else min(0.5 + 0.1 * found.rank, 3.0)))
+        if isinstance(error, Stopped):
+            report(error)
+        elif isinstance(error, KeyboardInterrupt):
+            print("error: interrupted", file=sys.stderr, flush=True)
+        else:
+            text = f"\nprocess {found.rank} of {found.size} on {socket.gethostname()} failed:\n"
+            text += "".join(traceback.format_exception(kind, error, trace))
+            print(text, file=sys.stderr, flush=True)
+        time.sleep(0.2)  # as above
+        if isinstance(error, Signaled):
+            os._exit(error.exit_code)  # mpirun ends the others. Abort would print its own message
+        code = error.exit_code if isinstance(error, Stopped) else 1
+        found.end(130 if isinstance(error, KeyboardInterrupt) else code)
+
+    sys.excepthook = hook
+
+
+def end_alone(process: int, group: Processes, end_others: Callable[[], None]) -> None:
+    """End only this process on an uncaught exception: the others lose it and go on.
+
+    MPI is not finalized, because Open MPI may wait for a lost process there. The exit code of
+    mpirun is that of the first process which ends with one other than 0. Processes that were
+    dropped therefore end by SIGKILL, which mpirun disregards with ULFM: the run is not a failure.
+    An exception that is in all processes is reported by the first of them.
+
+    process     # index of this one
+    group       # the processes that are left
+    end_others  # ends the processes of this host that are no part of the run
+    """
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        everywhere = isinstance(error, BadInput) or (
+            isinstance(error, Stopped) and error.in_all_processes
+        )
+        if everywhere and group.rank > 0:
+            time.sleep(1.0)  # mpirun may discard what the first process is about to report
+        elif isinstance(error, Stopped | BadInput):
+            report(error)
+        else:
+            text = "".join(traceback.format_exception(kind, error, trace))
+            print(f"\nprocess {process} failed:\n{text}", file=sys.stderr, flush=True)
+        if isinstance(error, Dropped):
+            end_silently()
+        code = code_of(error)
+        if everywhere:
+            end_others()
+            time.sleep(0.5)
+            code = exit_code(code, group.rank == 0)
+        exit_at_once(code)
+
+    global _alone
+    _alone = True
+    sys.excepthook = hook
+
+
+_alone = False
+
+
+def are_up_to_the_hook(error: BadInput | Stopped, several: bool) -> bool:
+    """Whether an error must reach `sys.excepthook`, which then ends the processes.
+
+    several  # whether the run has several processes
+    """
+    return _alone or (several and isinstance(error, Stopped) and not error.in_all_processes)
+
+
+def end_silently() -> None:
+    """End this process such that the launcher disregards it, with ULFM."""
+    _flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def exit_at_once(code: int) -> NoReturn:
+    _flush()
+    os._exit(code)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def report(error: Exception) -> None:
+    """Print the text of an error to the standard error.
+
+    After SIGTERM, to that of mpirun: Open MPI's sends SIGTERM to processes that it is about to kill
+    and discards their output. If it writes to a file, its next output could take the place of the
+    text, which is therefore printed in the usual way as well.
+    """
+    if isinstance(error, Signaled) and error.signal == signal.SIGTERM:
+        try:
+            parent = Path("/proc") / str(os.getppid())
+            if (parent / "comm").read_text().strip() in ("mpirun", "mpiexec", "prterun"):
+                with (parent / "fd" / "2").open("a") as stderr:
+                    print(f"error: {error}", file=stderr, flush=True)
+                    in_file = stat.S_ISREG(os.fstat(stderr.fileno()).st_mode)
+                if not in_file:
+                    return
+        except OSError:  # not Linux, or a socket
+            pass
+    print(f"error: {error}", file=sys.stderr, flush=True)
