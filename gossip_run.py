@@ -45,7 +45,7 @@ from powergossip.runs.signals import Signals
 __all__ = [
     "ALGORITHMS",
     "DATA",
-    "ConsensusConfig",
+    "Config",
     "checked",
     "config",
     "is_logged",
@@ -54,7 +54,7 @@ __all__ = [
 
 
 @dataclass
-class ConsensusConfig:
+class Config:
     """All configuration keys. The trailing comments are the --help text."""
 
     # The run
@@ -104,7 +104,7 @@ class ConsensusConfig:
     #   theta (null: hyperparameter_num_samples)
 
 
-config: DictConfig = configuration.structured(ConsensusConfig)
+config: DictConfig = configuration.structured(Config)
 output_dir: str | None = None  # None: a new dated folder under output/
 
 
@@ -168,7 +168,7 @@ def main(arguments: list[str] | None = None) -> None:
         if _output is not None:
             log_info(sweep.facts())
             if sweep.config.log_verbosity > 0:
-                print(configuration.changed(sweep.config, ConsensusConfig))
+                print(configuration.changed(sweep.config, Config))
         show = comm.rank == 0 and sweep.config.log_verbosity > 0
         # Process 0 reports first. The others go on meanwhile, since it may wait for their messages.
         text, delay = "there is no checkpoint; the rows so far are kept", 0.6 * (comm.rank > 0)

@@ -32,14 +32,14 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from powergossip.errors import BadInput, CannotWrite, Dropped, Interrupted
+from powergossip.errors import BadInput, CannotWrite, Dropped, Interrupted, Stopped
 from powergossip.network import Processes, launch, processes, torch_kept
+from powergossip.network.resilient import spawning
 from powergossip.runs import configuration, figures, metrics, output, tables
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.output import COMPLETE, FIGURE, Output, run_to_resume
 from powergossip.training import resizing
-from powergossip.training.asynchronous import links
-from powergossip.training.asynchronous.links import Replacement, check_begun, replacement
+from powergossip.training.ending import complete_without
 from powergossip.training.measurements import Diverged, Hooks, Row
 from powergossip.training.resuming import check_rest
 from powergossip.training.settings import checked, defaults_of_tasks
@@ -295,9 +295,8 @@ def main(arguments: list[str] | None = None) -> None:
             asked, name, explicit = _read(arguments)
         except (ValueError, OSError) as error:
             wrong = error  # for all processes, when they are connected
-        joining = replacement()
-        if joining is not None:
-            _train_as_replacement(joining)
+        if spawning.is_spawned():
+            _train_as_replacement()
             return
         comm = processes(
             asked.distributed_backend,
@@ -336,27 +335,34 @@ def _train(settings: Any, comm: Processes, name: str | None, folder: Path | None
                 allowed = settings.allow_lost_rows
                 _output = Output(name, settings, offset, allowed, comm.index)
         written = None if _output is None else (_output.folder, _output.lost_rows)
-        found, lost_rows = check_begun(comm.broadcast(written))
+        written = comm.broadcast(written)
+        if written is None:
+            raise Stopped(
+                "the process that prepares the output folder was lost before the first step"
+            )
+        found, lost_rows = written
         place.append(found)
         if _output is not None:
             log_info(trainer.facts())
             _print_start(trainer, folder)
-        trainer.begin_in(found)
+        trainer.begin(found)
         _train_the_rest(trainer, found, lost_rows)
 
 
-def _train_as_replacement(joining: Replacement) -> None:
+def _train_as_replacement() -> None:
     """Join a run in the place of a process that it has lost, and train the rest of it."""
+    from powergossip.training.asynchronous.links import Replacement
+
+    joining = Replacement()
     with joining.rejected():
         trainer = Trainer(
             joining.config,
             joining.links.group,
             _hooks_of_run(joining.config, [joining.folder]),
-            links=joining.links,
+            joins=joining.links,
         )
     with _ended(trainer):
-        trainer.begin_in(joining.folder)
-        trainer.join()
+        trainer.begin(joining.folder)
         _train_the_rest(trainer, joining.folder, False)
 
 
@@ -368,10 +374,10 @@ def _train_the_rest(trainer: Trainer, place: Path, save_first: bool) -> None:
                 _output.folder,
                 trainer.config.log_verbosity,
                 trainer.metric,
-                trainer.time_is_virtual,
+                trainer.execution.time_is_virtual,
             )
-            if trainer.links is not None:
-                log_info({"lost_workers": trainer.missing})
+            if trainer.processes.can_be_lost:
+                log_info({"lost_workers": trainer.execution.missing})
             _output.close(COMPLETE)
         _output = None
 
@@ -386,9 +392,10 @@ def _train_the_rest(trainer: Trainer, place: Path, save_first: bool) -> None:
         program = f"{launch.command(trainer.processes)} {shlex.quote(os.path.relpath(__file__))}"
         command = f"{program} --output-dir {shlex.quote(str(place))} resume=true"
         raise Interrupted(f"{error}; resume with: {command}", error.signal) from None
-    trainer.finish(report)
-    if trainer.missing and trainer.processes.rank == 0:
-        print(links.sentence(trainer.missing, trainer.config.n_workers))
+    trainer.end(report)
+    missing = trainer.execution.missing
+    if missing and trainer.processes.rank == 0:
+        print(complete_without(missing, trainer.config.n_workers))
 
 
 @contextmanager
@@ -432,7 +439,7 @@ def _evaluate(settings: Any, comm: Processes, folder: Path | None) -> None:
     trainer.close()
     if comm.rank == 0:
         print(f"The {settings.checkpoint} checkpoint of {folder}, after step {trainer.step}")
-        print(tables.summary(metrics.frame(rows), trainer.time_is_virtual))
+        print(tables.summary(metrics.frame(rows), trainer.execution.time_is_virtual))
 
 
 def _read(arguments: list[str] | None) -> tuple[DictConfig, str | None, list[str]]:

@@ -199,9 +199,9 @@ def of_learning(n: int, seconds: float) -> list[Line]:
 
         def step(trainer: Trainer = trainer) -> None:
             nonlocal count
-            trainer.rule.start()
-            trainer.gradient(0, count % trainer.steps_per_epoch)
-            trainer.rule.finish()
+            trainer.execution.rule.start()
+            trainer.execution.gradient(0, count % trainer.steps_per_epoch)
+            trainer.execution.rule.finish()
             count += 1
 
         lines.append(Line(name, n, 1e3 * _seconds(step, seconds)))

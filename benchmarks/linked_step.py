@@ -21,6 +21,7 @@ import train
 from benchmarks.timing import in_turns
 from powergossip.network import processes
 from powergossip.runs import configuration
+from powergossip.training.asynchronous.execution import AcrossProcesses
 from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
 
@@ -41,24 +42,29 @@ def main(arguments: list[str]) -> None:
         together.merge_with({"gossip": "synchronous", "max_delay": None, "on_worker_loss": "end"})
         together = checked(together, comm)
     linked, plain = Trainer(c, comm), Trainer(together, comm)
-    events, taken = linked._events, 0
-    assert events is not None
+    execution, taken = linked.execution, 0
+    assert isinstance(execution, AcrossProcesses)
 
     def steps_together() -> None:
         for _ in range(STEPS):
-            plain.step += 1
+            plain.execution.step += 1
             plain.parameters.grad.zero_()
-            plain.rule.start()
-            plain.gradient(0, plain.step % plain.steps_per_epoch)
-            plain.rule.finish()
+            plain.execution.rule.start()
+            plain.execution.gradient(0, plain.step % plain.steps_per_epoch)
+            plain.execution.rule.finish()
 
     def steps_linked() -> None:
         nonlocal taken
         taken += STEPS
-        events.run_linked(taken, lambda: False)
+        execution.clock.run(taken)
 
     times = in_turns(
-        [steps_together, steps_linked], ROUNDS, SECONDS, comm, plain.device, before=lambda: None
+        [steps_together, steps_linked],
+        ROUNDS,
+        SECONDS,
+        comm,
+        plain.network.device,
+        before=lambda: None,
     )
     if comm.rank == 0:
         step, of_linked = ([1e3 * t / STEPS for t in of] for of in times)

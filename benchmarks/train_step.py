@@ -28,6 +28,7 @@ from powergossip import algorithms
 from powergossip.network import processes
 from powergossip.network.processes import cores
 from powergossip.runs import configuration
+from powergossip.training.methods import make_averaging
 from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
 
@@ -42,8 +43,8 @@ def main(arguments: list[str]) -> None:
         configuration.read_command_line(train.config, arguments, __doc__ or "")
         c = checked(train.config, comm)
     trainer, step = Trainer(c, comm), 0
-    network, parameters, local = trainer.network, trainer.parameters, trainer.local
-    averaging = trainer.averaging(parameters.layout)
+    network, parameters, local = trainer.network, trainer.parameters, trainer.execution.local
+    averaging = make_averaging(c, trainer.network, parameters.layout)
 
     def fetch() -> None:
         for worker in network.workers:
@@ -52,7 +53,7 @@ def main(arguments: list[str]) -> None:
     def gradient() -> None:
         nonlocal step
         step += 1
-        trainer.gradient(0, step % trainer.steps_per_epoch)
+        trainer.execution.gradient(0, step % trainer.steps_per_epoch)
 
     def compute() -> None:
         parameters.grad.zero_()
@@ -90,16 +91,16 @@ def main(arguments: list[str]) -> None:
         "sequential_ms": sequential,
         "overlapping_ms": overlapping,
     }
-    of_gradient = [alone(gradient, comm, trainer.device) for _ in range(ALONE)]
+    of_gradient = [alone(gradient, comm, trainer.network.device) for _ in range(ALONE)]
     times = in_turns(
         list(functions.values()),
         ROUNDS,
         SECONDS,
         comm,
-        trainer.device,
+        trainer.network.device,
         before=lambda: parameters.x.copy_(start),
     )
-    of_gradient += [alone(gradient, comm, trainer.device) for _ in range(ALONE)]
+    of_gradient += [alone(gradient, comm, trainer.network.device) for _ in range(ALONE)]
     if comm.rank == 0:
         gradient_ms = 1e3 * median(of_gradient)
         bound_ms = gradient_ms * comm.local_size / min(comm.local_size, len(cores()))

@@ -11,8 +11,7 @@ import topologies
 from powergossip.algorithms.aggregation import make
 from powergossip.algorithms.dgc import DGCAggregation
 from powergossip.algorithms.dgc import DGCConfig as DGCConfig
-from powergossip.algorithms.power_sgd import Aggregation
-from powergossip.algorithms.power_sgd import Config as PowerSGDConfig
+from powergossip.algorithms.power_sgd import Aggregation, PowerSGDConfig
 from powergossip.network import Conversation, Network
 from powergossip.parameters import Layout
 from powergossip.tasks.models import ResNet20

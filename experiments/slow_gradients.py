@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train
 from powergossip.checks import BadValue
 from powergossip.runs import configuration
-from powergossip.training import trainer
+from powergossip.training import construction
 from powergossip.training.gradients import Gradients
 
 
@@ -56,12 +56,12 @@ def main(arguments: list[str]) -> None:
     found = [a.removeprefix("pace=") for a in arguments if a.startswith("pace=")]
     if len(found) != 1:
         raise BadValue("pace", found, "the seconds of a gradient for each worker: pace=[0.1,0.4]")
-    usual, PacedGradients.pace = trainer.Gradients, json.loads(found[0])
-    trainer.Gradients = PacedGradients  # type: ignore[misc]
+    usual, PacedGradients.pace = construction.Gradients, json.loads(found[0])
+    construction.Gradients = PacedGradients  # type: ignore[misc]
     try:
         train.main([a for a in arguments if not a.startswith("pace=")])
     finally:
-        trainer.Gradients = usual  # type: ignore[misc]
+        construction.Gradients = usual  # type: ignore[misc]
 
 
 if __name__ == "__main__":

@@ -57,8 +57,10 @@ from powergossip.network.resilient.messages import Wire
 from powergossip.runs import checkpoints, configuration
 from powergossip.runs.metrics import MetricsLog
 from powergossip.training import construction
-from powergossip.training.asynchronous.execution import EventTraining
+from powergossip.training.asynchronous.execution import AcrossProcesses
+from powergossip.training.asynchronous.workers import EdgeWorkers
 from powergossip.training.evaluation import Evaluation
+from powergossip.training.execution import Together
 from powergossip.training.trainer import Trainer
 from tests.system_calls import moments
 
@@ -138,8 +140,8 @@ taken: list[int] = []  # steps of gradients
 
 def wait_for_replacements(run: Trainer) -> None:
     """Wait until those that were started are ready. Other processes need the cores meanwhile."""
-    links, end = run.links, time.monotonic() + 60
-    assert links is not None
+    assert isinstance(run.execution, AcrossProcesses)
+    links, end = run.execution.links, time.monotonic() + 60
     while links.has_spawned and not links.spawned_are_ready and time.monotonic() < end:
         time.sleep(0.05)
 
@@ -147,14 +149,17 @@ def wait_for_replacements(run: Trainer) -> None:
 def with_steps(compute: Any) -> Any:
     last = [time.monotonic()]
 
-    def gradient(self: EventTraining, worker: int, steps: int) -> None:
+    def gradient(self: EdgeWorkers, worker: int, steps: int) -> None:
         if steps > 2:
             gaps["longest"] = max(gaps["longest"], time.monotonic() - last[0])
         last[0] = time.monotonic()
-        if worker == self.present[0]:
+        if worker == min(self.rows):
             step(steps)
         taken.append(steps)
-        first_new = is_new and found[0].links is not None and found[0].links.process == 4
+        execution = found[0].execution
+        first_new = (
+            is_new and isinstance(execution, AcrossProcesses) and execution.links.process == 4
+        )
         if first_new and len(taken) == plan.get("again"):
             os.kill(os.getpid(), signal.SIGKILL)
         if steps in plan.get("wait", ()) and not waited.get(steps):
@@ -169,7 +174,7 @@ def with_steps(compute: Any) -> Any:
 
 
 def with_common_steps(take: Any) -> Any:
-    def train_step(self: Trainer, epoch: int, index: int) -> Any:
+    def train_step(self: Together, epoch: int, index: int) -> Any:
         step(self.step)
         return take(self, epoch, index)
 
@@ -228,8 +233,8 @@ def with_making(begin: Any) -> Any:
     return init
 
 
-EventTraining._compute = with_steps(EventTraining._compute)  # type: ignore[method-assign]
-Trainer.train_step = with_common_steps(Trainer.train_step)  # type: ignore[method-assign]
+EdgeWorkers.compute = with_steps(EdgeWorkers.compute)  # type: ignore[method-assign]
+Together.train_step = with_common_steps(Together.train_step)  # type: ignore[method-assign]
 WallClock._find_late = with_lateness(WallClock._find_late)  # type: ignore[method-assign]
 Wire.send = before("message", Wire.send, first=0)  # type: ignore[method-assign]
 checkpoints._write_part = with_parts(checkpoints._write_part)
@@ -241,7 +246,7 @@ checkpoints.Checkpoints.save = with_calls(  # type: ignore[method-assign]
 )
 MetricsLog.write = with_rows(MetricsLog.write)  # type: ignore[method-assign]
 Trainer.__init__ = with_making(Trainer.__init__)  # type: ignore[method-assign]
-Trainer.finish = before("end", Trainer.finish)  # type: ignore[method-assign]
+Trainer.end = before("end", Trainer.end)  # type: ignore[method-assign]
 Evaluation.__call__ = before("evaluate", Evaluation.__call__)  # type: ignore[method-assign]
 construction.make_task = before("load", construction.make_task)
 if not plan.get("report", True):
@@ -271,6 +276,6 @@ configuration.run_entry_point(main)
 (trainer,) = found
 for worker, x in zip(trainer.network.workers, trainer.parameters.x, strict=True):
     row |= {"worker": worker, "digest": hashlib.sha256(x.numpy().tobytes()).hexdigest()}
-    row |= {**gaps, "late": late, "seconds": time.perf_counter() - trainer._started}
+    row |= {**gaps, "late": late, "seconds": trainer.execution.watch.seconds}
     sys.stdout.write(json.dumps(row) + "\n")
 sys.stdout.flush()

@@ -34,9 +34,9 @@ from powergossip.events.members import Members, dead, matrix
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.network import processes
 from powergossip.runs.checkpoints import Checkpoints
-from powergossip.training.asynchronous.execution import event_driven
+from powergossip.training.asynchronous import OnVirtualClock
 from powergossip.training.measurements import Diverged, Hooks
-from powergossip.training.settings import checked
+from powergossip.training.settings import by_edges, checked
 from powergossip.training.trainer import Trainer
 from tests.fuzz_cases import Case
 
@@ -80,7 +80,7 @@ def _built(case: Case, rows: list[dict[str, Any]], **changes: Any) -> Trainer:
     resume_from = changes.pop("resume_from", None)
     values: Any = OmegaConf.merge(OmegaConf.structured(train.Config), case.train, changes)
     config = checked(values, processes())
-    config.record_order = event_driven(config)
+    config.record_order = by_edges(config)
     return Trainer(config, processes(), Hooks(log_metric=keep), resume_from=resume_from)
 
 
@@ -95,14 +95,14 @@ def _require(holds: bool, invariant: str) -> None:
 @contextmanager
 def _watched(case: Case, run: Trainer) -> Iterator[None]:
     """Check the invariants after each step of a run."""
-    if run._events is None:
+    if not isinstance(run.execution, OnVirtualClock):
         yield
         return
-    clock = run._events.clock
+    clock = run.execution.clock
     assert isinstance(clock, VirtualClock)
     moved = _Moved()
     laws = _Laws(case, clock, moved)
-    step = run.train_step
+    step = run.execution.train_step
 
     def checked_step(epoch: int, index: int) -> dict[str, Tensor]:
         metrics = step(epoch, index)
@@ -112,7 +112,7 @@ def _watched(case: Case, run: Trainer) -> Iterator[None]:
     with ExitStack() as stack:
         for rule in learning.RULES.values():
             stack.enter_context(mock.patch.object(rule, "update", moved.by(rule.update)))
-        stack.enter_context(mock.patch.object(run, "train_step", checked_step))
+        stack.enter_context(mock.patch.object(run.execution, "train_step", checked_step))
         yield
 
 
@@ -226,18 +226,21 @@ def _check_rows(case: Case, run: Trainer, rows: list[dict[str, Any]]) -> None:
     means = [row["epoch"] for row in tested if row["split"] == "test_avg"]
     _require(due == {e for e in means if e > 0}, f"rows test_avg of the epochs {due}, not {means}")
     of_workers = {r["worker"] for r in tested if r["split"] == "test" and r["epoch"] == epochs}
-    _require(of_workers == set(run.present()), f"rows of the workers {run.present()} at the end")
+    _require(
+        of_workers == set(run.execution.view.workers),
+        f"rows of the workers {run.execution.view.workers} at the end",
+    )
     _require(run.step == run.total_steps, "the last step is taken")
-    if run._events is not None:
+    if run.execution.view.varies:
         alive = {r["epoch"]: r["value"] for r in rows if r["name"] == "workers"}
         _require(set(alive) == due, f"rows of the number of workers in {due}")
-        _require(alive[epochs] == len(run.present()), "rows count the workers alive")
+        _require(alive[epochs] == len(run.execution.view.workers), "rows count the workers alive")
 
 
 def _check_resume(case: Case, whole: Trainer, rows: list[dict[str, Any]], folder: Path) -> None:
     parts: list[dict[str, Any]] = []
     first = _built(case, parts)
-    step = first.train_step
+    step = first.execution.train_step
 
     def stopped(epoch: int, index: int) -> dict[str, Tensor]:
         metrics = step(epoch, index)
@@ -245,7 +248,7 @@ def _check_resume(case: Case, whole: Trainer, rows: list[dict[str, Any]], folder
             raise_signal(SIGTERM)
         return metrics
 
-    with mock.patch.object(first, "train_step", stopped):
+    with mock.patch.object(first.execution, "train_step", stopped):
         try:
             first.train(Checkpoints(folder, processes()))
         except Interrupted:
@@ -258,15 +261,17 @@ def _check_resume(case: Case, whole: Trainer, rows: list[dict[str, Any]], folder
     bits = [run.network.bits.tolist() for run in (whole, second)]
     _require(bits[0] == bits[1], f"a resumed run sends the same bits, {bits}")
     keep = (
-        ("value", "bits", "messages", "seconds") if whole._events else ("value", "bits", "messages")
+        ("value", "bits", "messages", "seconds")
+        if whole.execution.view.varies
+        else ("value", "bits", "messages")
     )
     _require(_rows(parts, keep) == _rows(rows, keep), "a resumed run has the same rows")
 
 
 def _check_replay(case: Case, whole: Trainer, rows: list[dict[str, Any]], folder: Path) -> None:
-    if whole._events is None:
+    if not isinstance(whole.execution, OnVirtualClock):
         return
-    clock = whole._events.clock
+    clock = whole.execution.clock
     assert isinstance(clock, VirtualClock)
     order.write(folder / "order.jsonl", clock.order)
     again: list[dict[str, Any]] = []
@@ -279,8 +284,11 @@ def _check_replay(case: Case, whole: Trainer, rows: list[dict[str, Any]], folder
 
 
 def _check_same(expected: Trainer, found: Trainer, name: str) -> None:
-    alive = expected.present()
-    _require(alive == found.present(), f"{name} has the workers {alive}, not {found.present()}")
+    alive = expected.execution.view.workers
+    _require(
+        alive == found.execution.view.workers,
+        f"{name} has the workers {alive}, not {found.execution.view.workers}",
+    )
     x, y = (run.parameters.x[alive] for run in (expected, found))
     _require(torch.equal(x, y), f"{name} has the same bits, not {float((x - y).abs().max()):.2g}")
 

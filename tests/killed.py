@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 import train
 from powergossip.runs import checkpoints
-from powergossip.training.trainer import Trainer
+from powergossip.training.execution import Together
 
 
 def run(folder: Path, changes: dict[str, Any]) -> None:
@@ -37,7 +37,7 @@ def run(folder: Path, changes: dict[str, Any]) -> None:
 
 
 def die_at_step(step: int) -> None:
-    original = Trainer.gradient
+    original = Together.gradient
 
     def gradient(run: Any, epoch: int, of_epoch: int) -> Any:
         found = original(run, epoch, of_epoch)
@@ -45,7 +45,7 @@ def die_at_step(step: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return found
 
-    Trainer.gradient = gradient  # type: ignore[method-assign,assignment]
+    Together.gradient = gradient  # type: ignore[method-assign,assignment]
 
 
 def die_while_writing(name: str) -> None:

@@ -50,7 +50,7 @@ def test_gradients_buffers_and_metrics_are_those_of_one_worker_at_a_time(
     for run in (batched, apart):
         run.parameters.x.add_(noise, alpha=0.01)
         run.parameters.grad.fill_(0.001)
-        metrics.append(run.gradient(0, 0))
+        metrics.append(run.execution.gradient(0, 0))
     half = changes.get("precision") == "bf16"  # whose sums of products differ in 8 bits
     for name, values in metrics[1].items():
         torch.testing.assert_close(metrics[0][name], values, rtol=1e-2 if half else 1e-5, atol=0)
@@ -156,13 +156,13 @@ def test_a_resumed_run_is_the_same_to_the_bit(changes: dict[str, Any]) -> None:
     straight = trainer("on", **options)
     steps = straight.steps_per_epoch
     for step in range(steps):
-        straight.train_step(0, step)
+        straight.execution.train_step(0, step)
     resumed = trainer("on", **options)
-    resumed.train_step(0, 1)  # forgotten by loading
+    resumed.execution.train_step(0, 1)  # forgotten by loading
     resumed.load_state_dict(copy.deepcopy(straight.state_dict((1, 0, {}))))
     for run in (straight, resumed):
         for step in range(2):
-            run.train_step(1, step)
+            run.execution.train_step(1, step)
     assert torch.equal(straight.parameters.x, resumed.parameters.x)
 
 
@@ -172,7 +172,7 @@ def test_layouts_agree_to_rounding() -> None:
     here, alone = (trainer("on", by, n_workers=4) for by in (who, ALONE))
     for run in (here, alone):
         for step in range(3):
-            run.train_step(0, step)
+            run.execution.train_step(0, step)
     expected = alone.parameters.x[here.network.workers.start : here.network.workers.stop]
     assert (here.parameters.x - expected).norm() <= 1e-5 * expected.norm()
 

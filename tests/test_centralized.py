@@ -56,7 +56,7 @@ def trained(steps: int = STEPS, **changes: Any) -> Trainer:
     run = Trainer(checked(configured(**changes), Processes()), Processes())
     for t in range(steps):
         epoch, step = divmod(t, run.task.steps_per_epoch)
-        run.train_step(epoch, step)
+        run.execution.train_step(epoch, step)
     return run
 
 
@@ -78,10 +78,10 @@ def test_without_compression_it_is_sgd_on_the_mean_gradient(name: str, nesterov:
         epoch, step = divmod(t, run.steps_per_epoch)
         reference.parameters.x.copy_(x.detach())
         reference.parameters.grad.zero_()
-        reference.gradient(epoch, step)
+        reference.execution.gradient(epoch, step)
         x.grad = reference.parameters.grad.mean(0)
-        run.train_step(epoch, step)
-        sgd.param_groups[0]["lr"] = run.local.rate
+        run.execution.train_step(epoch, step)
+        sgd.param_groups[0]["lr"] = run.execution.local.rate
         sgd.step()
         found = run.parameters.x
         assert (found - x.detach()).norm() < 1e-5 * found.norm()
@@ -181,16 +181,16 @@ def test_several_batches_a_step_are_one_large_batch(name: str) -> None:
     start = trained(0).parameters.x
     assert torch.equal(several.parameters.x, start)
     assert several.network.bits[0] == 0
-    several.rule.start()
-    several.gradient(0, 3)
-    several.rule.finish()
+    several.execution.rule.start()
+    several.execution.gradient(0, 3)
+    several.execution.rule.finish()
     alone = trained(0, optimizer=name, **EVERYTHING[name])
     alone.parameters.grad.zero_()
-    alone.rule.start()
+    alone.execution.rule.start()
     for step in range(4):
-        alone.gradient(0, step)
+        alone.execution.gradient(0, step)
     alone.parameters.grad.div_(4)
-    alone.rule.finish()
+    alone.execution.rule.finish()
     x, y = several.parameters.x, alone.parameters.x
     assert (x - start).norm() > 1e-3 * start.norm()
     assert (x - y).norm() < 1e-5 * (x - start).norm()

@@ -23,7 +23,7 @@ from powergossip.errors import BadInput, Interrupted
 from powergossip.network import Processes
 from powergossip.runs import checkpoints, metrics
 from powergossip.runs.checkpoints import Checkpoints
-from powergossip.training.trainer import Trainer
+from powergossip.training.ending import Agreement
 from tests.killed import run
 from tests.launch import python
 
@@ -157,8 +157,8 @@ def test_a_run_that_is_stopped_within_an_epoch_resumes_to_the_bit(
     changes = SMALL | case
     run(tmp_path / "whole", changes)
     with monkeypatch.context() as patch:
-        at_eight = lambda run, signals: signal.SIGUSR1 if run.step == 8 else None  # noqa: E731
-        patch.setattr(Trainer, "_received_signal", at_eight)
+        at_eight = lambda agreement, step, received: signal.SIGUSR1 if step == 8 else None  # noqa: E731
+        patch.setattr(Agreement, "after_step", at_eight)
         with pytest.raises(Interrupted, match="SIGUSR1 after step 8 "):
             run(tmp_path / "stopped", changes)
     found = Checkpoints(tmp_path / "stopped", Processes()).describe()
@@ -270,14 +270,15 @@ DRIVER = """
 import os, signal, time
 import train
 from powergossip.runs import configuration
-from powergossip.training.trainer import Trainer
-original = Trainer.gradient
+from powergossip.training.execution import Together
+original = Together.gradient
 def gradient(run, epoch, step):
-    if run.step == 7 and run.processes.rank == run.processes.size - 1 and not run.config.resume:
+    last = run.view.processes.rank == run.view.processes.size - 1
+    if run.step == 7 and last and not run._config.resume:
         os.kill(os.getpid(), signal.{name})
     time.sleep(0.05)  # not done before process 0 asks the others
     return original(run, epoch, step)
-Trainer.gradient = gradient
+Together.gradient = gradient
 configuration.run_entry_point(train.main)
 """
 
@@ -483,7 +484,7 @@ LIMITED = """
 import resource, signal, sys
 import train
 from powergossip.runs import configuration
-from powergossip.training.trainer import Trainer
+from powergossip.training.execution import Together
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 original = Trainer._save
 def save(run, checkpoints, offset, position, score=None):
@@ -517,7 +518,7 @@ ROWS_LIMITED = """
 import resource, signal
 import train
 from powergossip.runs import configuration
-from powergossip.training.trainer import Trainer
+from powergossip.training.execution import Together
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 original = Trainer.train
 def limited(run, *rest):

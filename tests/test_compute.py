@@ -29,7 +29,7 @@ def trainer(who: Processes = ALONE, **changes: Any) -> Trainer:
 def trained(steps: int, who: Processes = ALONE, **changes: Any) -> Trainer:
     run = trainer(who, **changes)
     for step in range(steps):
-        run.train_step(0, step)
+        run.execution.train_step(0, step)
     return run
 
 
@@ -54,7 +54,7 @@ def test_a_loss_in_bf16_is_that_of_autocast() -> None:
     model, batch = run.parameters.models[0], run.task.batch(0, 0, 0)
     with torch.autocast("cpu", torch.bfloat16):
         loss, _ = run.task.loss(model, batch)
-    found = run.gradient(0, 0)["cross_entropy"][0]
+    found = run.execution.gradient(0, 0)["cross_entropy"][0]
     assert found.dtype == torch.float32
     assert found == loss.detach()
 
@@ -78,8 +78,8 @@ def test_a_resumed_run_in_bf16_is_the_same_to_the_bit(task: dict[str, Any], tmp_
     resumed = trainer(**options)
     resumed.load_state_dict(torch.load(tmp_path / "state.pt"))
     for step in range(3, 6):
-        straight.train_step(0, step)
-        resumed.train_step(0, step)
+        straight.execution.train_step(0, step)
+        resumed.execution.train_step(0, step)
     assert torch.equal(straight.parameters.x, resumed.parameters.x)
 
 
@@ -160,7 +160,7 @@ def test_compiled_models_train_alike() -> None:
     state = copy.deepcopy(compiled.state_dict((0, 3, {})))
     plain = trained(6, n_workers=2)
     for step in range(3, 6):
-        compiled.train_step(0, step)
+        compiled.execution.train_step(0, step)
     x, y = compiled.parameters.x, plain.parameters.x
     assert 0 < (x - y).norm() < 1e-4 * y.norm()
     assert compiled.network.bits.tolist() == plain.network.bits.tolist()
@@ -172,7 +172,7 @@ def test_compiled_models_train_alike() -> None:
     resumed = trainer(**options)
     resumed.load_state_dict(state)
     for step in range(3, 6):
-        resumed.train_step(0, step)
+        resumed.execution.train_step(0, step)
     assert torch.equal(resumed.parameters.x, x)
 
 

@@ -445,7 +445,7 @@ def test_a_prolonged_run_keeps_its_start() -> None:
     first = started(Processes(), num_epochs=2, max_steps_per_epoch=10)
     again = started(Processes(), num_epochs=200, max_steps_per_epoch=10)
     assert again.rule.state.start_powerSGD_iter == 200  # type: ignore[attr-defined]
-    again.rule.load_state_dict(first.rule.state_dict())
+    again.execution.rule.load_state_dict(first.execution.rule.state_dict())
     assert again.rule.state.start_powerSGD_iter == 2  # type: ignore[attr-defined]
 
 

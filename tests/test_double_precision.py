@@ -106,7 +106,7 @@ def test_nor_has_it_an_effect_on_models_and_data_of_the_library(name: str) -> No
     for default in (torch.float32, torch.float64, torch.bfloat16):
         torch.set_default_dtype(default)
         run = Trainer(checked(configured(optimizer=name), ALONE), ALONE)
-        run.train_step(0, 0)
+        run.execution.train_step(0, 0)
         found.append(run.parameters.x)
         assert torch.get_default_dtype() == default
     assert torch.equal(found[0], found[1])
@@ -117,7 +117,7 @@ def test_nor_has_it_an_effect_on_models_and_data_of_the_library(name: str) -> No
 @pytest.mark.parametrize("data", ["random", "sparse", "low-rank"])
 def test_nor_on_consensus(data: str) -> None:
     config = OmegaConf.structured(
-        gossip_run.ConsensusConfig(
+        gossip_run.Config(
             n_workers=4,
             matrix_size=4,
             num_steps=2,
@@ -220,7 +220,7 @@ def made(**changes: Any) -> Trainer:
 
 def stepped(run: Trainer, first: int, last: int) -> Tensor:
     for t in range(first, last):
-        run.train_step(0, t)
+        run.execution.train_step(0, t)
     return run.parameters.x
 
 
@@ -230,11 +230,11 @@ def test_a_model_in_double_precision_is_trained_in_it(name: str) -> None:
     """Its state continues to the bit, and x follows the model in float32 up to its rounding."""
     run = made(**CASES[name])
     x = stepped(run, 0, 2)
-    state = copy.deepcopy(run._parts.state_dict())
+    state = copy.deepcopy(run._built.state.state_dict())
     expected = stepped(run, 2, 4)
     resumed = made(**CASES[name])
-    resumed._parts.load_state_dict(state, with_method=True)
-    resumed.step = 2
+    resumed._built.state.load_state_dict(state, with_method=True)
+    resumed.execution.step = 2
     assert torch.equal(stepped(resumed, 2, 4), expected)
     assert x.dtype == torch.float64
     assert (x != x.float()).any()

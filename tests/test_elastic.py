@@ -18,6 +18,7 @@ from powergossip.network import Processes
 from powergossip.runs import metrics
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training import resizing
+from powergossip.training.ending import Agreement
 from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
 from tests.helpers import reproducible
@@ -99,7 +100,7 @@ def test_methods_go_on_with_another_number_of_workers(
 ) -> None:
     before = built(Processes(), **case)
     for step in range(3):
-        before.train_step(0, step)
+        before.execution.train_step(0, step)
     save(before, tmp_path, 1, 0)
     saved = before.state_dict((1, 0, {}))
     after = built(Processes(), tmp_path, **case, n_workers=m)
@@ -116,7 +117,7 @@ def test_methods_go_on_with_another_number_of_workers(
         assert torch.equal(now["x"][:4], saved["x"])
         assert torch.equal(now["x"][4:], expected.float().expand(m - 4, -1))
 
-    of_rule = before.rule.kept
+    of_rule = before.execution.rule.kept
     for old, new in (
         (saved["optimizer"], now["optimizer"]),
         *((saved["algorithm"][name], now["algorithm"][name]) for name in of_rule),
@@ -129,7 +130,7 @@ def test_methods_go_on_with_another_number_of_workers(
             assert all(torch.equal(row, mean(old[name]).float()) for row in rows[kept:])
     if "step" in saved["optimizer"]:  # of Adam
         assert now["optimizer"]["step"] == saved["optimizer"]["step"] == 3
-    for name in before.rule.conserved:
+    for name in before.execution.rule.conserved:
         old, new = tensors(saved["algorithm"][name]), tensors(now["algorithm"][name])
         assert old.keys() == new.keys()
         for path in old:
@@ -138,14 +139,14 @@ def test_methods_go_on_with_another_number_of_workers(
         assert now["network"][counts][:kept].equal(saved["network"][counts][:kept])
         assert not now["network"][counts][kept:].any()
 
-    after.train_step(1, 0)
+    after.execution.train_step(1, 0)
     assert after.parameters.x.isfinite().all()
     invariants(after, case)
 
 
 def invariants(trainer: Trainer, case: dict[str, Any]) -> None:
     """Check the invariants of the method after a step."""
-    algorithm = trainer.rule.state_dict()
+    algorithm = trainer.execution.rule.state_dict()
     averaging = algorithm.get("averaging", {})
     sums = {name: mean(algorithm[name]) for name in ("c", "d", "v", "y") if name in algorithm}
     for name in ("c", "d"):  # corrections
@@ -171,10 +172,10 @@ def test_public_copies_begin_at_the_mean_model(rule: str, tmp_path: Path) -> Non
     case: dict[str, Any] = {"optimizer": "choco", "learning": rule}
     before = built(Processes(), **case)
     for step in range(5):
-        before.train_step(0, step)
+        before.execution.train_step(0, step)
     save(before, tmp_path, 1, 0)
     after = built(Processes(), tmp_path, **case, n_workers=6)
-    public = after.rule.state_dict()["averaging"]["public"]
+    public = after.execution.rule.state_dict()["averaging"]["public"]
     expected = mean(before.parameters.x).float()
     copies = torch.cat([expected, torch.zeros(public.shape[1] - len(expected))])  # of x, and of v
     assert torch.equal(public.sort().values, copies.sort().values.expand(6, -1))
@@ -187,7 +188,7 @@ def test_within_an_epoch_the_run_resumes_at_the_same_fraction(tmp_path: Path) ->
     before = built(Processes(), **PLAIN)
     sums: dict[str, Tensor] = {}
     for step in range(3):
-        for name, values in before.train_step(0, step).items():
+        for name, values in before.execution.train_step(0, step).items():
             sums[name] = sums.get(name, 0) + values
     facts = {"config": OmegaConf.to_container(before.config), "metrics_bytes": 0}
     kept = Checkpoints(tmp_path, before.processes)
@@ -230,8 +231,8 @@ def test_the_next_checkpoint_resumes_to_the_bit(
     last = {"num_epochs": 3, "n_workers": 2, "resume": True}
     run(tmp_path / "whole", SMALL | last)
     with monkeypatch.context() as patch:
-        at_15 = lambda run, signals: signal.SIGUSR1 if run.step == 15 else None  # noqa: E731
-        patch.setattr(Trainer, "_received_signal", at_15)
+        at_15 = lambda agreement, step, received: signal.SIGUSR1 if step == 15 else None  # noqa: E731
+        patch.setattr(Agreement, "after_step", at_15)
         with pytest.raises(Interrupted):
             run(tmp_path / "stopped", SMALL | last)
     run(tmp_path / "stopped", SMALL | last)
@@ -279,7 +280,7 @@ def test_the_state_does_not_depend_on_the_layout(optimizer: str, m: int, tmp_pat
     who = network.processes()
     shared = Path(who.broadcast(str(tmp_path)))
     before = built(who, optimizer=optimizer)
-    before.train_step(0, 0)
+    before.execution.train_step(0, 0)
     save(before, shared / "two", 1, 0)
     mine = shared / f"one-{who.rank}"
     alone = Processes()
@@ -314,13 +315,13 @@ def test_a_hook_of_ddp_goes_on(tmp_path: Path) -> None:
     }
     before = built(who, **hook, n_workers=2)
     for step in range(4):
-        before.train_step(0, step)
+        before.execution.train_step(0, step)
     save(before, shared, 1, 0)
     saved = Checkpoints(shared, Processes()).load(range(2))["algorithm"]
     after = built(Processes(), shared, **hook, n_workers=1)
-    now = after.rule.state_dict()
+    now = after.execution.rule.state_dict()
     assert now["steps"] == saved["steps"] == 4
     assert now["errors"]
     for bucket, errors in now["errors"].items():
         torch.testing.assert_close(errors[0], mean(saved["errors"][bucket]).float())
-    after.train_step(1, 0)
+    after.execution.train_step(1, 0)

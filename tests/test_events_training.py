@@ -13,12 +13,10 @@ import train
 from powergossip import tasks
 from powergossip.errors import BadInput, Interrupted
 from powergossip.events import order
-from powergossip.events.virtual_clock import VirtualClock
 from powergossip.network import processes
 from powergossip.runs import metrics
 from powergossip.runs.checkpoints import Checkpoints
-from powergossip.training.asynchronous import execution
-from powergossip.training.trainer import Trainer
+from powergossip.training.asynchronous import OnVirtualClock, method
 from tests.helpers import reproducible
 from tests.test_train import built, select, trained, value
 
@@ -69,8 +67,8 @@ def test_seconds_are_virtual_and_fast_workers_do_not_wait(gossip):
     slow = {**TINY, "scenario": {"speeds": {1: 0.25}}, "num_epochs": 2, "optimizer": "dpsgd"}
     _, waiting = trained(**slow)
     run, rows = trained(**slow, gossip=gossip, max_delay=100)
-    assert run._events is not None
-    steps = [worker.steps for worker in run._events.clock.workers.values()]
+    assert isinstance(run.execution, OnVirtualClock)
+    steps = [worker.steps for worker in run.execution.clock.workers.values()]
     assert steps[1] * 3 < steps[0] == steps[2]
     assert sum(steps) >= 4 * run.total_steps
     assert rows["seconds"].max() < 0.5 * waiting["seconds"].max()
@@ -93,7 +91,7 @@ def test_a_run_resumes_in_the_middle_with_the_same_bits(method, gossip, tmp_path
     saved = Checkpoints(tmp_path, processes())
     first = built(**values)
     for step in range(2):
-        first.train_step(0, step)
+        first.execution.train_step(0, step)
     now = first.state_dict((0, 2, {}))
     saved.save(first.step, first.network.workers, copy.deepcopy(now), {})
     resumed = built(**values)
@@ -126,15 +124,15 @@ def test_a_stopped_run_resumes_with_the_same_rows(tmp_path, monkeypatch):
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     """A run receives SIGTERM after that number of steps."""
-    step = Trainer.train_step
+    step = OnVirtualClock.train_step
 
-    def stopping(self: Trainer, *position: int) -> Any:
+    def stopping(self: OnVirtualClock, *position: int) -> Any:
         metrics = step(self, *position)
         if self.step == steps:
             signal.raise_signal(signal.SIGTERM)
         return metrics
 
-    monkeypatch.setattr(Trainer, "train_step", stopping)
+    monkeypatch.setattr(OnVirtualClock, "train_step", stopping)
 
 
 @pytest.mark.parametrize("method", ["power", "sign", "duals"])
@@ -152,7 +150,7 @@ def test_survivors_go_on_and_a_replacement_catches_up(method):
     assert alive[-1] == 5
     tested = select(rows, "accuracy", split="test", epoch=4)
     assert tested["worker"].tolist() == [1, 2, 3, 4, 5]
-    assert run.present() == [1, 2, 3, 4, 5]
+    assert run.execution.view.workers == [1, 2, 3, 4, 5]
     assert value(select(rows, "accuracy", epoch=4), "accuracy", split="test_avg") > 0.3
 
 
@@ -213,7 +211,7 @@ def test_an_epoch_keeps_its_samples_when_a_run_resumes(joins, tmp_path):
     for steps in (8, 12):
         first = built(**values)
         for step in range(steps):
-            first.train_step(step // 5, step % 5)
+            first.execution.train_step(step // 5, step % 5)
         saved = Checkpoints(tmp_path / str(steps), processes())
         now = copy.deepcopy(first.state_dict((steps // 5, steps % 5, {})))
         saved.save(first.step, first.network.workers, now, {})
@@ -267,20 +265,19 @@ def test_bad_values_are_rejected(values, key):
 )
 def test_duals_grow_more_slowly_over_late_exchanges_and_power_gossip(values, rate):
     run = built(**{**TINY, **METHODS["duals"], **values})
-    assert execution.dual_rate_of(run._values) == pytest.approx(rate)
-    assert run._events is not None
-    used = {vars(worker.rule)["_dual_rate"] for worker in run._events.clock.workers.values()}
-    assert used == {execution.dual_rate_of(run._values)}
+    assert method.dual_rate_of(run.config) == pytest.approx(rate)
+    assert isinstance(run.execution, OnVirtualClock)
+    used = {vars(worker.rule)["_dual_rate"] for worker in run.execution.clock.workers.values()}
+    assert used == {method.dual_rate_of(run.config)}
 
 
 def test_training_replays_the_order_of_events(tmp_path):
     scenario = LATE | {"deaths": [{"worker": 2, "at": 4.0}], "joins": [{"worker": 2, "at": 9.0}]}
     values = {**TINY, **METHODS["power"], "num_epochs": 2, "gossip": "asynchronous"}
     run, rows = trained(**values, scenario=scenario, record_order=True)
-    assert run._events is not None
-    assert isinstance(run._events.clock, VirtualClock)
+    assert isinstance(run.execution, OnVirtualClock)
     file = tmp_path / "order.jsonl"
-    order.write(file, run._events.clock.order)
+    order.write(file, run.execution.clock.order)
     again, same = trained(**values, scenario={"replay": str(file)})
     assert torch.equal(again.parameters.x, run.parameters.x)
     for name in ("accuracy", "consensus_distance"):
@@ -288,7 +285,7 @@ def test_training_replays_the_order_of_events(tmp_path):
     with pytest.raises(ValueError, match="replay"):
         trained(**values | {"num_epochs": 3}, scenario={"replay": str(file)})
     stepwise = built(**values, scenario={"replay": str(file)})
-    assert stepwise._events is not None
+    assert isinstance(stepwise.execution, OnVirtualClock)
     for step in range(stepwise.total_steps):
-        stepwise.train_step(*divmod(step, stepwise.steps_per_epoch))
-        assert stepwise._events.clock.progress >= step + 1, "also within an epoch"
+        stepwise.execution.train_step(*divmod(step, stepwise.steps_per_epoch))
+        assert stepwise.execution.clock.progress >= step + 1, "also within an epoch"

@@ -34,6 +34,7 @@ from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.signals import Signals
 from powergossip.tasks.images import ImageClassification
 from powergossip.training import ending
+from powergossip.training.execution import Together
 from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
 from tests import launch
@@ -485,15 +486,15 @@ def test_the_first_divergence_counts_and_spoils_no_row_or_checkpoint(
     """One process hosts all workers. The parameters are checked where no loss shows them."""
     monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
     monkeypatch.setattr(train, "output_dir", str(tmp_path))
-    finish, steps = Trainer.train_step, 5
+    finish, steps = Together.train_step, 5
 
-    def spoiled(run: Trainer, epoch: int, step: int) -> Any:
+    def spoiled(run: Together, epoch: int, step: int) -> Any:
         result = finish(run, epoch, step)
         if run.step == 2 * steps:
-            run.parameters.x[2:, 0] = torch.inf
+            run.view.x[2:, 0] = torch.inf
         return result
 
-    monkeypatch.setattr(Trainer, "train_step", spoiled)
+    monkeypatch.setattr(Together, "train_step", spoiled)
     arguments = [*TINY, "n_workers=4", f"max_steps_per_epoch={steps}", "num_epochs=3"]
     with pytest.raises(train.Diverged, match=r"worker 2's .* inf at step 10 \(epoch 2\)"):
         train.main([*arguments, "checkpoint_interval=1"])
@@ -542,14 +543,14 @@ def exit_of(main: Any, arguments: list[str], monkeypatch: pytest.MonkeyPatch) ->
 def test_ctrl_c_of_one_process_writes_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gradient = Trainer.gradient
+    gradient = Together.gradient
 
-    def interrupted(run: Trainer, epoch: int, step: int) -> Any:
+    def interrupted(run: Together, epoch: int, step: int) -> Any:
         if run.step == 6:
             signal.raise_signal(signal.SIGINT)
         return gradient(run, epoch, step)
 
-    monkeypatch.setattr(Trainer, "gradient", interrupted)
+    monkeypatch.setattr(Together, "gradient", interrupted)
     monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
     monkeypatch.chdir(tmp_path)
     assert exit_of(train.main, [*TINY, "n_workers=2", "num_epochs=2"], monkeypatch) == 130
@@ -559,7 +560,7 @@ def test_ctrl_c_of_one_process_writes_a_checkpoint(
     last = Checkpoints(folder, Processes()).describe()
     assert last is not None
     assert last["step"] == 7
-    monkeypatch.setattr(Trainer, "gradient", gradient)
+    monkeypatch.setattr(Together, "gradient", gradient)
     program, file, *arguments = shlex.split(line.partition("resume with: ")[2])
     assert (program, Path(file).resolve()) == ("python", Path(train.__file__))
     train.main(arguments)
@@ -580,7 +581,7 @@ def test_a_signal_ends_gossip_run_with_a_sentence(
             signal.raise_signal(number)
 
     monkeypatch.setattr(gossip_run, "log_metric", log_metric)
-    monkeypatch.setattr(gossip_run, "config", OmegaConf.structured(gossip_run.ConsensusConfig))
+    monkeypatch.setattr(gossip_run, "config", OmegaConf.structured(gossip_run.Config))
     monkeypatch.setattr(gossip_run, "output_dir", str(tmp_path))
     arguments = ["n_workers=4", "matrix_size=10", "num_steps=100", "log_verbosity=0"]
     assert exit_of(gossip_run.main, arguments, monkeypatch) == 128 + number
@@ -597,13 +598,13 @@ def signaled(number: int, folder: Path, steps: int) -> tuple[int, str]:
     driver.write_text(
         "import pathlib, time, train\n"
         "from powergossip.runs import configuration\n"
-        "from powergossip.training.trainer import Trainer\n"
-        "gradient = Trainer.gradient\n"
+        "from powergossip.training.execution import Together\n"
+        "gradient = Together.gradient\n"
         "def slow(run, epoch, step):\n"
         f"    if run.step == {steps}: pathlib.Path('begun').touch()\n"
         "    time.sleep(0.01)\n"
         "    return gradient(run, epoch, step)\n"
-        "Trainer.gradient = slow\n"
+        "Together.gradient = slow\n"
         "configuration.run_entry_point(train.main)\n"
     )
     command = ["mpirun", "-np", "2", sys.executable, "driver.py", *TINY]

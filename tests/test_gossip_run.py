@@ -44,13 +44,13 @@ GRID: dict[str, Any] = {"hyperparameter_num_samples": 3, "hyperparameter_range_m
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore the configuration before each test."""
-    monkeypatch.setattr(gossip_run, "config", OmegaConf.structured(gossip_run.ConsensusConfig))
+    monkeypatch.setattr(gossip_run, "config", OmegaConf.structured(gossip_run.Config))
     monkeypatch.setattr(gossip_run, "output_dir", None)
 
 
 def built(batch_elements: int | None = None, **changes: Any) -> Sweep:
     """A sweep before its first step."""
-    config = OmegaConf.merge(OmegaConf.structured(gossip_run.ConsensusConfig), TINY, changes)
+    config = OmegaConf.merge(OmegaConf.structured(gossip_run.Config), TINY, changes)
     return Sweep(config, processes(), batch_elements)
 
 
@@ -159,7 +159,7 @@ def test_the_number_of_steps_of_each_algorithm() -> None:
 def grid_of(name: str, **changes: Any) -> tuple[list[float], list[float]]:
     """The diffusion rates and the bounds θ of an algorithm, without duplicates."""
     small = {"n_workers": 8, "matrix_size": 8, "algorithm": name}
-    config = OmegaConf.merge(OmegaConf.structured(gossip_run.ConsensusConfig), small, changes)
+    config = OmegaConf.merge(OmegaConf.structured(gossip_run.Config), small, changes)
     settings = Sweep(config, processes()).settings[name]
     rates, thetas = ([s.get(key, 0) for s in settings] for key in ("diffusion_rate", "theta"))
     assert len(settings) == len(set(rates)) * len(set(thetas)), "all combinations"
@@ -618,7 +618,7 @@ def test_a_run_ends_with_a_table_and_a_figure_and_its_configuration_repeats_it(
     assert info["state.progress"] == 1.0
     assert info["settings"] == {"uncompressed": 3, "sign_choco": 3, "moniqua": 4}
 
-    monkeypatch.setattr(gossip_run, "config", OmegaConf.structured(gossip_run.ConsensusConfig))
+    monkeypatch.setattr(gossip_run, "config", OmegaConf.structured(gossip_run.Config))
     file = str(first / "config.yaml")
     gossip_run.main(["--config", file, "log_verbosity=0", "--output-dir", str(second)])
     assert reproducible(metrics.load(second)) == reproducible(rows)

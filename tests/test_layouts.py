@@ -34,9 +34,9 @@ def trained(who: Processes, **values: Any) -> Trainer:
     run = Trainer(checked(config, who), who)
     for t in range(STEPS):
         epoch, step = divmod(t, run.task.steps_per_epoch)
-        run.rule.start()
-        run.gradient(epoch, step)
-        run.rule.finish()
+        run.execution.rule.start()
+        run.execution.gradient(epoch, step)
+        run.execution.rule.finish()
     return run
 
 

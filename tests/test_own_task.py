@@ -807,20 +807,20 @@ def test_rows_are_the_same_with_processes_and_after_a_resume(
     module: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit, with random augmentation and dropout; stopped within an epoch by a signal."""
-    from powergossip.training.trainer import Trainer
+    from powergossip.training.execution import Together
 
     task = [*TINY, f"task={module()}:with_model", "num_epochs=3"]
     train.main([*task, "--output-dir", "whole"])
     train.main([*task, "data_processes=2", "--output-dir", "ahead"])
     assert rows_of(tmp_path / "ahead") == rows_of(tmp_path / "whole")
-    original = Trainer.train_step
+    original = Together.train_step
 
-    def interrupted(self: Trainer, epoch: int, step: int) -> dict[str, Tensor]:
-        if self.step == 4 and not self.config.resume:
+    def interrupted(self: Together, epoch: int, step: int) -> dict[str, Tensor]:
+        if self.step == 4 and not self._config.resume:
             signal.raise_signal(signal.SIGTERM)
         return original(self, epoch, step)
 
-    monkeypatch.setattr(Trainer, "train_step", interrupted)
+    monkeypatch.setattr(Together, "train_step", interrupted)
     with pytest.raises(Interrupted):
         train.main([*task, "data_processes=1", "--output-dir", "stopped"])
     train.main([*task, "resume=true", "data_processes=2", "--output-dir", "stopped"])
@@ -970,13 +970,13 @@ def test_the_current_folder_is_searched_under_mpirun_and_all_layouts_agree(tmp_p
 KILLED = """
 import multiprocessing, os, signal
 import train
-from powergossip.training.trainer import Trainer
+from powergossip.training.execution import Together
 
 def killed(self, epoch, step):
     print(*(child.pid for child in multiprocessing.active_children()), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
-Trainer.train_step = killed
+Together.train_step = killed
 train.main(["task=mine:with_model", "n_workers=2", "data_processes=2", "log_verbosity=0"])
 """
 

@@ -393,7 +393,7 @@ def test_every_preset_is_found_by_its_name() -> None:
         assert files[-1] == presets.FOLDER / f"{name}.yaml"
         assert len(files) == 1 + name.count("/")
         config = OmegaConf.structured(
-            gossip_run.ConsensusConfig if name.startswith("consensus") else train.Config
+            gossip_run.Config if name.startswith("consensus") else train.Config
         )
         configuration.read_command_line(config, ["--config", name], "")
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from powergossip import optimizers, topologies
 from powergossip.algorithms import power_sgd_reference
-from powergossip.algorithms.power_sgd import Aggregation, Config, orthonormalize
+from powergossip.algorithms.power_sgd import Aggregation, PowerSGDConfig, orthonormalize
 from powergossip.errors import BadInput
 from powergossip.network import Network, Processes, processes
 from powergossip.optimizers import (
@@ -31,7 +31,7 @@ from tests.loops import gradients, step
 
 SHAPES = [(6, 4), (9,), (6, 4), (3, 2, 2), (8, 6), (1,)]
 # Compresses from the first step on, both sides in each step.
-AT_ONCE = Config(
+AT_ONCE = PowerSGDConfig(
     1, min_compression_rate=1, num_iters_per_step=2, start_compressing_after_num_steps=0
 )
 
@@ -47,7 +47,7 @@ def aggregation(
         "start_compressing_after_num_steps": 0,
     }
     network = Network(topologies.make("ring", n_workers), Processes())
-    return network, Aggregation(network, Layout(shapes), Config(**defaults | options))
+    return network, Aggregation(network, Layout(shapes), PowerSGDConfig(**defaults | options))
 
 
 @pytest.mark.parametrize("n_workers", [1, 3])
@@ -173,7 +173,7 @@ def test_the_published_compression_of_resnet18(rank: int, rate: int) -> None:
     shapes = [p.shape for p in ARCHITECTURES["ResNet18"]((3, 32, 32), 10).parameters()]
     layout = Layout(shapes)
     assert layout.size == 11_173_962
-    config = Config(
+    config = PowerSGDConfig(
         rank, min_compression_rate=2, num_iters_per_step=2, start_compressing_after_num_steps=0
     )
     network = Network(topologies.make("ring", 2), Processes())
@@ -187,7 +187,7 @@ def test_the_published_compression_of_resnet18(rank: int, rate: int) -> None:
 def test_small_tensors_and_the_first_steps_are_not_compressed() -> None:
     network = Network(topologies.make("ring", 2), Processes())
     layout = Layout([(40, 40), (40, 3), (7,)])
-    config = Config(1, 10, num_iters_per_step=2, start_compressing_after_num_steps=2)
+    config = PowerSGDConfig(1, 10, num_iters_per_step=2, start_compressing_after_num_steps=2)
     a = Aggregation(network, layout, config)
     for t in range(3):
         gradient = gradients(2, layout, t)
@@ -207,7 +207,7 @@ def test_small_tensors_and_the_first_steps_are_not_compressed() -> None:
 @pytest.mark.parametrize(("rate", "compressed"), [(9.9, True), (10, False), (10.1, False)])
 def test_a_matrix_is_compressed_above_the_least_rate(rate: float, compressed: bool) -> None:
     """A 20 × 20 matrix takes two messages of 20 elements at rank 1: a rate of 10."""
-    config = Config(rank=1, min_compression_rate=rate, num_iters_per_step=2)
+    config = PowerSGDConfig(rank=1, min_compression_rate=rate, num_iters_per_step=2)
     assert config.compresses(20, 20) == compressed
     network = Network(topologies.make("ring", 1), Processes())
     rate_of_all = Aggregation(network, Layout([(20, 20)]), config).compression_rate
@@ -308,7 +308,7 @@ def test_the_rank_is_at_most_the_shorter_side(rank: int) -> None:
 )
 def test_impossible_options_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Config(**{"rank": 1} | options)
+        PowerSGDConfig(**{"rank": 1} | options)
 
 
 # In a training loop of your own.
@@ -348,7 +348,7 @@ def test_five_lines_in_a_loop(zero: str) -> None:
     net, reference = model(who.rank), model(0)  # process 0's parameters count
     plain = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    config = Config(
+    config = PowerSGDConfig(
         1, min_compression_rate=1, num_iters_per_step=2, start_compressing_after_num_steps=5
     )
     aggregator = PowerSGD(net.named_parameters(), config)
@@ -474,7 +474,7 @@ def test_a_full_rank_of_float64_is_the_mean_to_the_rounding_of_float64() -> None
     expected = given.mean(0)
     for make in (
         lambda params: BasicPowerSGD(params, BasicConfig(rank=6, num_iters_per_step=2)),
-        lambda params: PowerSGD(params, Config(6, 0, 2, 0)),
+        lambda params: PowerSGD(params, PowerSGDConfig(6, 0, 2, 0)),
         lambda params: AllReduce(),
     ):
         params = [torch.zeros(8, 6, dtype=torch.float64), torch.zeros(48, dtype=torch.float64)]
@@ -555,7 +555,7 @@ def test_frozen_parameters_are_neither_changed_nor_sent(kind: str) -> None:
     if kind == "DGC":
         aggregator, take = dgc.DGC(net.named_parameters()), dgc.optimizer_step
     elif kind == "PowerSGD":
-        aggregator = PowerSGD(net.named_parameters(), Config(1, 1e9, 1, 0))
+        aggregator = PowerSGD(net.named_parameters(), PowerSGDConfig(1, 1e9, 1, 0))
     else:
         aggregator = AllReduce()
     for t in range(2):
@@ -633,12 +633,12 @@ def test_the_published_snippet_runs() -> None:
 
 def test_the_published_defaults() -> None:
     with pytest.raises(TypeError):
-        Config()  # type: ignore[call-arg]
+        PowerSGDConfig()  # type: ignore[call-arg]
     for config, values in (
-        (Config(3), {"rank": 3, "min_compression_rate": 2, "num_iters_per_step": 1}),
-        (Config(3), {"start_compressing_after_num_steps": 100}),
-        (Config(3, 4, 5, 6), {"min_compression_rate": 4, "num_iters_per_step": 5}),
-        (Config(3, 4, 5, 6), {"start_compressing_after_num_steps": 6}),
+        (PowerSGDConfig(3), {"rank": 3, "min_compression_rate": 2, "num_iters_per_step": 1}),
+        (PowerSGDConfig(3), {"start_compressing_after_num_steps": 100}),
+        (PowerSGDConfig(3, 4, 5, 6), {"min_compression_rate": 4, "num_iters_per_step": 5}),
+        (PowerSGDConfig(3, 4, 5, 6), {"start_compressing_after_num_steps": 6}),
         (BasicConfig(2), {"rank": 2, "num_iters_per_step": 1}),
     ):
         assert {name: getattr(config, name) for name in values} == values
@@ -651,7 +651,7 @@ def test_the_published_tests() -> None:
     params = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
     powersgd = PowerSGD(
         params,
-        config=Config(
+        config=PowerSGDConfig(
             rank=1,
             min_compression_rate=10,
             start_compressing_after_num_steps=2,
@@ -665,7 +665,7 @@ def test_the_published_tests() -> None:
     assert all(mean.allclose(g) for mean, g in zip(means, given, strict=True))
     assert powersgd.step_counter == 1
     assert powersgd.is_compressed_mask == [True, False, True, False, False, False]
-    powersgd = PowerSGD(params, config=Config(2, 10, 3, 0))
+    powersgd = PowerSGD(params, config=PowerSGDConfig(2, 10, 3, 0))
     mine = [g.clone() for g in given]
     means = powersgd.aggregate(mine)
     for g, mean, error in zip(given, means, mine, strict=True):
@@ -757,4 +757,4 @@ def test_workers_start_from_the_values_of_process_0() -> None:
 def test_the_published_names_are_exported() -> None:
     names = {"Aggregator", "AllReduce", "BasicConfig", "BasicPowerSGD", "Config", "PowerSGD"}
     assert names | {"optimizer_step"} <= set(optimizers.__all__)
-    assert optimizers.Config is Config
+    assert optimizers.Config is PowerSGDConfig

@@ -387,7 +387,7 @@ def test_a_cifar10_preset_learns_digits(
 
 
 def test_a_consensus_preset_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gossip_run, "config", OmegaConf.structured(gossip_run.ConsensusConfig))
+    monkeypatch.setattr(gossip_run, "config", OmegaConf.structured(gossip_run.Config))
     monkeypatch.setattr(gossip_run, "output_dir", None)
     small = ["num_steps=20", "matrix_size=10", "log_verbosity=0", "--suffix", ".small"]
     gossip_run.main([*arguments("consensus", None), *small, "--output-dir", f"{tmp_path}/run"])

@@ -92,7 +92,7 @@ def test_no_warning_of_other_processes_and_of_other_algorithms() -> None:
 
 def test_a_sweep_gives_one_warning_before_it_runs() -> None:
     """Two algorithms with 20 rates each, in batches of one."""
-    config = OmegaConf.structured(gossip_run.ConsensusConfig)
+    config = OmegaConf.structured(gossip_run.Config)
     config |= {"n_workers": 16, "topology": "torus", "matrix_size": 4, "num_steps": 1}
     config |= {"algorithm": ["uncompressed", "power_gossip"], "hyperparameter_num_samples": 20}
     sweeps: list[Sweep] = []

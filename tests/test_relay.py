@@ -236,7 +236,7 @@ def test_a_run_with_a_correction(local_optimizer: str) -> None:
         assert "optimizer_diffusion_rate" not in found
         run = Trainer(found, Processes())
         before = run.parameters.x.clone()
-        run.train_step(0, 0)
+        run.execution.train_step(0, 0)
         moved.append(run.parameters.x - before)
     assert moved[0].norm() > 1e-3
     assert torch.allclose(moved[1], 2 * moved[0], rtol=1e-3, atol=1e-6)

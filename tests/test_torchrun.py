@@ -268,11 +268,11 @@ SLOW = """
 import os, pathlib, signal, sys, time, train
 from powergossip.network import processes
 from powergossip.runs import configuration
-from powergossip.training.trainer import Trainer
-gradient, how = Trainer.gradient, sys.argv.pop(1)
+from powergossip.training.execution import Together
+gradient, how = Together.gradient, sys.argv.pop(1)
 
 def slow(run, epoch, step):
-    rank = run.processes.rank
+    rank = run.view.processes.rank
     if run.step == 10:
         pathlib.Path(f"process-{rank}").write_text(str(os.getpid()))
         while rank == 1 and how != "train" and len(list(pathlib.Path().glob("process-*"))) < 3:
@@ -286,7 +286,7 @@ def slow(run, epoch, step):
     time.sleep(0.02)
     return gradient(run, epoch, step)
 
-Trainer.gradient = slow
+Together.gradient = slow
 configuration.run_entry_point(train.main)
 """
 

@@ -349,7 +349,7 @@ def test_one_worker_alone_sends_nothing_and_learns(optimizer: str) -> None:
 def test_a_rank_above_the_dimensions_is_the_full_rank(method: dict[str, Any]) -> None:
     """Nothing of the size of the rank is allocated."""
     run = built(**method, optimizer_rank=10**9)
-    run.train_step(0, 0)
+    run.execution.train_step(0, 0)
     assert run.parameters.x.isfinite().all()
 
 
@@ -461,10 +461,10 @@ def fed(task: Fed, steps: int, **changes: Any) -> Trainer:
     """A run on this task, after some steps."""
     run = built(task=task, n_workers=task.n_workers, **changes)
     for step in range(steps):
-        run.rule.start()
-        run.gradient(0, step)
-        run.rule.finish()
-        run.step += 1
+        run.execution.rule.start()
+        run.execution.gradient(0, step)
+        run.execution.rule.finish()
+        run.execution.step += 1
     return run
 
 
@@ -507,7 +507,7 @@ def test_a_step_of_dpsgd_is_the_dense_computation(
     settings = {"learning_rate": rate, "weight_decay": weight_decay, "overlapping": overlapping}
     run = fed(task, steps, optimizer="dpsgd", **settings, **changes)
 
-    W = torch.from_numpy(run.topology.round(0).matrix().toarray()).float()
+    W = torch.from_numpy(run.network.topology.round(0).matrix().toarray()).float()
     models = [task.model("", run.config.seed) for _ in range(4)]
     adamw = "local_optimizer" in changes
     decayed = torch.cat(  # all but the normalization layer's
@@ -782,9 +782,9 @@ def test_dropout_is_drawn_for_each_step() -> None:
     run = fed(Fed(1, model), 0)
     gradients = []
     for step in (0, 1, 0):
-        run.step = step
+        run.execution.step = step
         run.parameters.grad.zero_()
-        run.gradient(0, 0)
+        run.execution.gradient(0, 0)
         gradients.append(run.parameters.grad.clone())
     assert torch.equal(gradients[0], gradients[2])
     assert not torch.equal(gradients[0], gradients[1])

@@ -21,7 +21,8 @@ from powergossip.network import Processes, processes
 from powergossip.network.resilient.workers import LOST, Links
 from powergossip.runs import metrics, output
 from powergossip.runs.checkpoints import Checkpoints
-from powergossip.training.asynchronous import links
+from powergossip.training import ending
+from powergossip.training.asynchronous.execution import AcrossProcesses
 from powergossip.training.measurements import Hooks
 from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
@@ -116,12 +117,12 @@ def test_the_order_of_late_exchanges_can_be_replayed(method, gossip, with_ulfm, 
     hooks = Hooks(log_metric=lambda *row: rows.append(row))
     config = OmegaConf.merge(OmegaConf.structured(train.Config), values)
     run = Trainer(checked(config, processes()), processes(), hooks)  # type: ignore[arg-type]
-    run.begin_in(folder)
+    run.begin(folder)
     run.train()
-    run.finish()
+    run.end()
     assert processes().sum(run.network.messages.sum()) > 0
-    assert run._events is not None
-    steps = processes().gather(run._events.clock.workers[run.network.workers[0]].steps)
+    assert isinstance(run.execution, AcrossProcesses)
+    steps = processes().gather(run.execution.clock.workers[run.network.workers[0]].steps)
     assert sum(steps) >= len(steps) * run.total_steps
     kept = {key: value for key, value in values.items() if key != "record_order"}
     expected, same = with_rows(**kept, scenario={"replay": str(folder / "order.jsonl")})
@@ -191,8 +192,7 @@ def test_a_run_goes_on_without_killed_processes_and_can_be_replayed(method, goss
     replayed = on_virtual_clock(
         **values, scenario={"replay": str(tmp_path / "run" / "order.jsonl")}
     )
-    assert replayed._events is not None
-    assert replayed._events.everybody() == [1, 3]
+    assert replayed.execution.view.alive == [1, 3]
     for row in rows:
         x = replayed.parameters.x[row["worker"]]
         assert hashlib.sha256(x.numpy().tobytes()).hexdigest() == row["digest"]
@@ -412,9 +412,9 @@ def test_methods_without_exchanges_by_edges_are_rejected(changes, key, with_ulfm
 
 
 def test_a_run_without_some_workers_names_them() -> None:
-    words = links.sentence([1, 5, 6, 7, 9], 10)
+    words = ending.complete_without([1, 5, 6, 7, 9], 10)
     assert re.findall(r"\d+(?:-\d+)?", words) == ["0", "2-4", "8", "1", "5-7", "9"]
-    assert links.without([]) == ""
+    assert "lost" not in ending.complete_without([], 10)
 
 
 @pytest.mark.parametrize(

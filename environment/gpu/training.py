@@ -67,7 +67,7 @@ def measure(setting: Setting, arguments: list[str]) -> tuple[torch.Tensor, float
     def advance(count: int) -> None:
         nonlocal step
         for _ in range(count):
-            trainer.train_step(0, step % trainer.steps_per_epoch)
+            trainer.execution.train_step(0, step % trainer.steps_per_epoch)
             step += 1
 
     advance(COMPARED)

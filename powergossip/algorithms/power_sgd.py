@@ -27,7 +27,7 @@ _ATTEMPTS = 8  # redraws of dependent directions, of which the first almost alwa
 
 
 @dataclass(frozen=True)
-class Config:
+class PowerSGDConfig:
     """
     rank                                rank of the approximation in each half-iteration, at most
                                         min(rows, columns) of a matrix
@@ -116,7 +116,7 @@ class Aggregation:
         self,
         network: Network,
         layout: Layout,
-        config: Config,
+        config: PowerSGDConfig,
         dtype: torch.dtype | None = None,
     ):
         dtype = network.dtype if dtype is None else dtype
@@ -279,7 +279,7 @@ class _Group:
         self,
         stack: Stack,
         part: int,
-        config: Config,
+        config: PowerSGDConfig,
         workers: int,
         device: torch.device,
         dtype: torch.dtype,

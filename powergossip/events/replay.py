@@ -35,6 +35,7 @@ class Replay:
         absent = [i for i in range(n) if entries and first.get(i, "join") == "join"]
         self.now = 0.0
         self.bits, self.messages = [0] * n, [0] * n
+        self.order: list[Entry] = []  # nothing new: the file has all events
         self._entries, self._next, self._steps_per_epoch = entries, 0, steps_per_epoch
         self._x, self._make, self._compute = x, make, compute
         self._versions: View = tuple(int(i in absent) for i in range(n))

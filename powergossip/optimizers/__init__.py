@@ -17,7 +17,7 @@ Ways to train in parallel:
 
 from powergossip.algorithms.dgc import DGCConfig as DGCConfig
 from powergossip.algorithms.error_feedback import ErrorFeedbackConfig as ErrorFeedbackConfig
-from powergossip.algorithms.power_sgd import Config
+from powergossip.algorithms.power_sgd import PowerSGDConfig as Config
 from powergossip.algorithms.sign_sgd import SignSGDConfig as SignSGDConfig
 from powergossip.optimizers.ddp_hook import GossipState, gossip_hook
 from powergossip.optimizers.dgc import DGC, DGCSGD

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from powergossip import checks
 from powergossip.algorithms import plain
-from powergossip.algorithms.power_sgd import Aggregation, Config
+from powergossip.algorithms.power_sgd import Aggregation, PowerSGDConfig
 from powergossip.network import Network
 from powergossip.optimizers.checks import (
     Params,
@@ -136,7 +136,7 @@ class _LowRank(Aggregator):
     def __init__(
         self,
         params: Params,
-        config: Config,
+        config: PowerSGDConfig,
         network: Network | None,
         process_group: Any,
         message_dtype: str,
@@ -274,7 +274,7 @@ class PowerSGD(_LowRank):
     def __init__(
         self,
         params: Params,
-        config: Config,
+        config: PowerSGDConfig,
         network: Network | None = None,
         *,
         process_group: Any = None,
@@ -321,7 +321,7 @@ class BasicPowerSGD(_LowRank):
         message_dtype: str = "float32",
     ):
         self.config = config
-        everything = Config(
+        everything = PowerSGDConfig(
             config.rank,
             min_compression_rate=0.0,
             num_iters_per_step=config.num_iters_per_step,

@@ -38,6 +38,25 @@ def data_fraction(seconds: Mapping[Any, float]) -> float:
     return seconds.get("data", 0.0) / max(in_steps, 1e-9)
 
 
+class Stopwatch:
+    """Seconds of a run, without those lost in interruptions.
+
+    before  # seconds of the run until `start`
+    """
+
+    def __init__(self) -> None:
+        self.before = 0.0
+        self._started = time.perf_counter()
+
+    def start(self) -> None:
+        """Count from now on."""
+        self._started = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        return self.before + time.perf_counter() - self._started
+
+
 class Clock:
     """Seconds by phase. Time in a nested phase counts for the inner one only."""
 

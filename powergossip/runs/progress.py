@@ -39,6 +39,10 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self._bar.close()
 
+    def advance_to(self, steps: int) -> None:
+        """Show that this number of steps is done."""
+        self.update(steps - self._done)
+
     def update(self, steps: int = 1) -> None:
         """Count further steps."""
         self._done += steps

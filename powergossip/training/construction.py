@@ -1,24 +1,173 @@
-"""Construction of the parts of a run from its configuration."""
+"""Construction of the parts of a run from its configuration: the place where they are chosen."""
 
 import warnings
-from collections.abc import Callable, Sequence
-from functools import reduce
+from dataclasses import dataclass
+from functools import partial, reduce
 from operator import add
+from types import SimpleNamespace
 from typing import Any
 
 from omegaconf import OmegaConf
 from scipy.sparse import csr_array
 
-from powergossip import tasks, topologies
-from powergossip.network import Network, Processes, choose_device
-from powergossip.network.resilient.workers import Links
+from powergossip import kernels, tasks, topologies
+from powergossip.network import Losses, Network, Processes, choose_device
 from powergossip.parameters import Parameters
 from powergossip.runs.clock import Clock
 from powergossip.topologies import Topology
 from powergossip.training import precision
-from powergossip.training.asynchronous.alive import AliveWorkers, PresentParameters
-from powergossip.training.asynchronous.execution import EventTraining, event_driven, losses_of
-from powergossip.training.asynchronous.links import LinkedNetwork
+from powergossip.training.ending import Agreement
+from powergossip.training.execution import AtRest, Execution, Together
+from powergossip.training.gradients import Gradients
+from powergossip.training.methods import check_method, make_method, warn_of_rate
+from powergossip.training.settings import by_edges, one_way, survives
+from powergossip.training.state import Parts
+from powergossip.training.task_check import check_first_batch, check_sizes
+from powergossip.training.view import View
+
+
+@dataclass(frozen=True)
+class Built:
+    """The parts of a run.
+
+    values           # the configuration as plain values: reading a DictConfig takes microseconds
+    clock            # seconds by phase
+    metric           # the main one of a task of the user, or None
+    hint             # a sentence for the start of the run
+    steps_per_epoch  # of each worker
+    state            # of all parts, in a checkpoint
+    """
+
+    values: Any
+    network: Network
+    task: tasks.Task
+    parameters: Parameters
+    gradients: Gradients
+    execution: Execution
+    clock: Clock
+    metric: dict[str, Any] | None
+    hint: str
+    transport: str
+    steps_per_epoch: int
+    state: Parts
+
+
+def build(c: Any, processes: Processes, task: tasks.Task | None, joins: Any) -> Built:
+    """Build the parts of a run. All processes call it. Raises BadInput, in all of them.
+
+    task   # by default that of the configuration
+    joins  # messages of a process that replaces a lost one, or None
+    """
+    links = joins
+    if links is None and by_edges(c) and not c.evaluate_only and processes.size > 1:
+        from powergossip.training.asynchronous.links import make_links
+
+        links = make_links(c, processes)
+    if links is not None:
+        processes = links.group
+    clock = Clock()
+    with processes.agreed():
+        network = make_network(c, processes, clock)
+        hint = check_method(c, network)
+    found = transport(network)
+    kernels.load(network)  # together: later calls find them
+    given = task
+    task = task or processes.one_by_one(partial(make_task, c, network))
+    c.task_architecture = c.task_architecture or next(iter(task.architectures), None)
+    plain: Any = OmegaConf.to_container(c)
+    values = SimpleNamespace(**plain)
+    of_user = given is None and not tasks.is_in_library(c.task, c.task_architecture)
+    if of_user:
+        check_sizes(processes.gather((task.steps_per_epoch, dict(task.samples))), c.task)
+    steps_per_epoch = min(task.steps_per_epoch, c.max_steps_per_epoch or task.steps_per_epoch)
+    agreement, metric = Agreement(processes), None
+    with processes.agreed():
+        check_evaluation(c, task)
+        models = [task.model(c.task_architecture, c.seed) for _ in network.workers]
+        parameters = Parameters(models, network.device)
+        dtype = parameters.x.dtype
+        precision.check_precision(c.precision, dtype)
+        if dtype != network.dtype:
+            network = network.in_precision(dtype)
+        check_spectrum_names(c, parameters)
+        warn_of_rate(c, network, parameters.layout)
+        warn_of_rank(c, network, parameters)
+        if of_user and not c.evaluate_only:
+            main = check_first_batch(task, c, network.workers[0], network.device)
+            metric = {"name": main.name, "larger_is_better": main.larger_is_better}
+        if c.torch_compile and not c.evaluate_only:
+            precision.compile_models(models)
+        gradients = Gradients(values, network, task, parameters, clock, agreement)
+        execution = _make_execution(
+            c,
+            values,
+            network=network,
+            parameters=parameters,
+            gradients=gradients,
+            agreement=agreement,
+            clock=clock,
+            steps_per_epoch=steps_per_epoch,
+            links=links,
+            joins=joins is not None,
+        )
+    state = Parts(network, task, parameters, clock, gradients, execution.parts)
+    return Built(
+        values=values,
+        network=network,
+        task=task,
+        parameters=parameters,
+        gradients=gradients,
+        execution=execution,
+        clock=clock,
+        metric=metric,
+        hint=hint,
+        transport=found,
+        steps_per_epoch=steps_per_epoch,
+        state=state,
+    )
+
+
+def _make_execution(
+    c: Any,
+    values: Any,
+    *,
+    network: Network,
+    parameters: Parameters,
+    gradients: Gradients,
+    agreement: Agreement,
+    clock: Clock,
+    steps_per_epoch: int,
+    links: Any,
+    joins: bool,
+) -> Execution:
+    """How the workers of this process take their steps. Nothing else chooses."""
+    if c.evaluate_only:
+        return AtRest(network, parameters, varies=by_edges(c))
+    if by_edges(c):
+        from powergossip.training import asynchronous
+
+        return asynchronous.make(
+            c,
+            values,
+            network=network,
+            parameters=parameters,
+            gradients=gradients,
+            agreement=agreement,
+            clock=clock,
+            steps_per_epoch=steps_per_epoch,
+            links=links,
+            joins=joins,
+        )
+    method = make_method(c, network, parameters, clock, steps_per_epoch)
+    return Together(
+        values,
+        View(network, parameters),
+        method,
+        gradients,
+        agreement,
+        steps_per_epoch,
+        clock,
+    )
 
 
 def make_network(c: Any, processes: Processes, measure: Clock) -> Network:
@@ -35,17 +184,25 @@ def make_network(c: Any, processes: Processes, measure: Clock) -> Network:
         stage,
         measure=measure,
         all_reduce=c.all_reduce,
-        losses=losses_of(c),
+        losses=_losses(c),
     )
 
 
-def transport(network: Network, links: Links | None) -> str:
+def _losses(c: Any) -> Losses | None:
+    """The lost messages of push-sum and RelaySGD. Raises BadValue."""
+    if not one_way(c) or (c.scenario is None and c.gossip == "synchronous" and not survives(c)):
+        return None
+    from powergossip.training.asynchronous.method import losses_of
+
+    return losses_of(c)
+
+
+def transport(network: Network) -> str:
     """The transport of a run's messages: none, mpi, gloo or nccl. All processes call it."""
-    if links is not None:
+    if network.processes.can_be_lost:
         return "mpi"
-    return (
-        "none" if network.connection.channel is None else network.connection.channel.name
-    )  # made together
+    channel = network.connection.channel
+    return "none" if channel is None else channel.name
 
 
 def make_task(c: Any, network: Network) -> tasks.Task:
@@ -108,23 +265,3 @@ def warn_of_rank(c: Any, network: Network, parameters: Parameters) -> None:
             "matrix; nothing is compressed",
             stacklevel=2,
         )
-
-
-def evaluated(
-    c: Any,
-    network: Network,
-    parameters: Parameters,
-    present: Callable[[], Sequence[int]],
-    links: Links | None,
-    events: EventTraining | None,
-) -> tuple[Network | AliveWorkers | LinkedNetwork, Parameters | PresentParameters]:
-    """The network and the parameters of the workers that are evaluated.
-
-    present  # the hosted workers that are alive
-    """
-    if links is not None:
-        assert events is not None
-        return LinkedNetwork(network, links, events.everybody), parameters
-    if not event_driven(c) or (events is None and len(present()) == network.hosted):
-        return network, parameters
-    return AliveWorkers(network, present), PresentParameters(parameters, present)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from signal import Signals
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 from powergossip.errors import Interrupted
 from powergossip.network import Processes
 from powergossip.training.measurements import Diverged, divergence
+from powergossip.training.view import View
 
 PATIENCE = 5.0  # seconds after SIGTERM in which all processes must agree, except under MPI
 INTERVAL = 0.05  # seconds between agreements, by the clock of process 0
@@ -78,6 +79,20 @@ class Agreement:
             self._pending = self._processes.start_max(np.array([ends, self._steps_until(step)]))
         return None
 
+    def between_steps(
+        self, step: int, epoch: int, ends: bool, view: View, signal: int | None
+    ) -> int | None:
+        """`after_step`, with a look at the parameters where the epoch or the run ends.
+
+        epoch  # from 1
+        ends   # whether this was the last step of the epoch
+        """
+        number = self.after_step(step, signal)
+        if number is not None or ends:
+            self.note_norms(view.workers, view.x, step, epoch)
+            number = self.agree(number or signal)
+        return number
+
     def agree(self, signal: int | None = None) -> int | None:
         """Agree now, as `after_step` does. All processes call it at the same time: it blocks."""
         if self._pending is not None:
@@ -100,8 +115,31 @@ class Agreement:
         return max(1, min(_MOST_STEPS, int(interval / max(per_step, 1e-9))))
 
 
-def interrupted(number: int, step: int, epoch: int, lost: str = "") -> Interrupted:
-    """The error of a run that a signal ends after this number of steps. `epoch` is from 1. `lost`
-    is the part of the sentence on lost workers."""
-    text = f"stopped by {Signals(number).name} after step {step} (epoch {epoch}){lost}"
+def interrupted(number: int, step: int, epoch: int, missing: Sequence[int]) -> Interrupted:
+    """The error of a run that a signal ends after this number of steps. `epoch` is from 1.
+
+    missing  # lost workers
+    """
+    text = f"stopped by {Signals(number).name} after step {step} (epoch {epoch}){_without(missing)}"
     return Interrupted(text, number)
+
+
+def complete_without(missing: Sequence[int], n_workers: int) -> str:
+    """The end of a run that has lost workers."""
+    present = sorted(set(range(n_workers)) - set(missing))
+    return f"complete with workers {_listed(present)}{_without(missing)}"
+
+
+def _without(missing: Sequence[int]) -> str:
+    """The end of a sentence, with the lost workers if there are some."""
+    return f", without workers {_listed(missing)}, which were lost" if missing else ""
+
+
+def _listed(workers: Sequence[int]) -> str:
+    """Ascending indices as text: 0, 2-5."""
+    texts, first = [], 0
+    for k, worker in enumerate(workers):
+        if k + 1 == len(workers) or workers[k + 1] != worker + 1:
+            texts.append(f"{workers[first]}-{worker}" if first < k else str(worker))
+            first = k + 1
+    return ", ".join(texts)

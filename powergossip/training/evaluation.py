@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from powergossip.network import Network
 from powergossip.parameters import Parameters
 from powergossip.tasks import MainMetric, Split, Task, main_metric
-from powergossip.training.asynchronous.alive import AliveWorkers, PresentParameters
-from powergossip.training.asynchronous.links import LinkedNetwork
 from powergossip.training.measurements import Rows, check_finite
+from powergossip.training.view import View
 
 # Values of each worker by kind and name: float64 [worker], first of the hosted ones, then of all n.
 # The kind is "batches", "squares", a split, or the tag of the mean model's rows on a split.
@@ -35,16 +33,15 @@ class Evaluation:
     def __init__(
         self,
         config: Any,
-        network: Network | AliveWorkers | LinkedNetwork,
+        view: View,
         task: Task,
-        parameters: Parameters | PresentParameters,
         steps_per_epoch: int,
         rows: Rows,
     ):
-        self._config, self._network, self._task = config, network, task
-        self._parameters, self._steps_per_epoch = parameters, steps_per_epoch
+        self._config, self._view, self._task = config, view, task
+        self._steps_per_epoch = steps_per_epoch
         model = task.model(config.task_architecture, config.seed)
-        self.mean_model = Parameters([model], network.device)
+        self.mean_model = Parameters([model], view.device)
         self.main_metric: MainMetric | None = None
         self._log = rows
         self._consensus_distance = 0.0
@@ -57,11 +54,11 @@ class Evaluation:
         it is evaluated, else the mean over workers. Validation data come before test data.
         The text is about test data if they are evaluated.
         """
-        network, parameters = self._network, self._parameters
+        view = self._view
         # The messages are in flight while the workers' models are evaluated.
-        pending = [network.start_mean(parameters.x)]
-        if parameters.buffers.numel():
-            pending.append(network.start_mean(parameters.buffers))
+        pending = [view.start_mean(view.x)]
+        if view.buffers.numel():
+            pending.append(view.start_mean(view.buffers))
         columns = self._of_workers(sums)
         mean_x, mean_buffers, *_ = [*(wait() for wait in pending), None]
         columns |= self._squares(mean_x, mean_buffers)
@@ -77,7 +74,7 @@ class Evaluation:
         self._log_consensus(epoch, gathered)
         batches = getattr(self._config, "optimizer_num_batches_per_step", None) or 1
         rounds = step // (self._config.local_steps * batches)
-        uncompressed = int(network.bits_to_all(parameters.layout.size, rounds)[0])
+        uncompressed = int(view.bits_to_all(view.layout.size, rounds)[0])
         self._log("uncompressed_gossip_bits", uncompressed, epoch)
 
         shown, averaged = "", self._config.evaluate_average_model
@@ -104,11 +101,11 @@ class Evaluation:
     def _of_workers(self, sums: Mapping[str, Tensor]) -> Columns:
         """The means over steps of the batches' metrics, and the metrics of each hosted model."""
         columns = {
-            ("batches", name): total.double().cpu() / self._steps_per_epoch
+            ("batches", name): self._view.of_alive(total).double().cpu() / self._steps_per_epoch
             for name, total in sums.items()
         }
         for split, _, _ in self._splits() if self._config.evaluate_workers else ():
-            tables = [self._means(self._task.evaluate(m, split)) for m in self._parameters.models]
+            tables = [self._means(self._task.evaluate(m, split)) for m in self._view.models]
             for name in tables[0]:
                 values = [table[name] for table in tables]
                 columns[split, name] = torch.tensor(values, dtype=torch.float64)
@@ -116,10 +113,10 @@ class Evaluation:
 
     def _squares(self, mean_x: Tensor, mean_buffers: Tensor | None) -> Columns:
         """The squared distance of each worker to the mean, by parameter and of the buffers."""
-        x, buffers, layout = self._parameters.x, self._parameters.buffers, self._parameters.layout
+        x, buffers, layout = self._view.x, self._view.buffers, self._view.layout
         squares = (x - mean_x).double().square()
         columns: Columns = {}
-        for i, name in enumerate(self._parameters.names):
+        for i, name in enumerate(self._view.names):
             (span,) = layout.spans([i])
             columns["squares", name] = squares[:, span].sum(1)
         of_buffers = squares.new_zeros(len(x))
@@ -135,7 +132,7 @@ class Evaluation:
         They are in the row of the first hosted worker, those of the others are zero. Batch norm's
         running statistics are the workers' mean, or recalibrated on training data.
         """
-        mean_model, processes = self.mean_model, self._network.processes
+        mean_model, processes = self.mean_model, self._view.processes
         mean_model.x.copy_(mean_x)
         if mean_buffers is not None:
             mean_model.buffers.copy_(mean_buffers)
@@ -144,14 +141,14 @@ class Evaluation:
         part, columns = (processes.rank, processes.size), {}
         for split, _, tag in self._splits():
             for name, total in self._task.evaluate(mean_model.models[0], split, part).items():
-                columns[tag, name] = torch.zeros(self._network.hosted, dtype=torch.float64)
+                columns[tag, name] = torch.zeros(len(self._view.workers), dtype=torch.float64)
                 columns[tag, name][0] = total
         return columns
 
     def _gathered(self, columns: Columns) -> Columns:
         """The columns of all n workers. Gathered at once, since each gathering is a wait."""
         table = torch.stack([column.cpu() for column in columns.values()], 1)
-        return dict(zip(columns, self._network.gather(table).unbind(1), strict=True))
+        return dict(zip(columns, self._view.gather(table).unbind(1), strict=True))
 
     def _check_finite(self, gathered: Columns, epoch: int, step: int) -> None:
         """Raise Diverged for a metric of a worker's model that is infinite or NaN."""
@@ -173,7 +170,7 @@ class Evaluation:
         for split, tag, _ in self._splits():
             found = self._columns_of(split, gathered)
             for name, values in found.items():
-                for worker, value in zip(self._network.present, values.tolist(), strict=True):
+                for worker, value in zip(self._view.alive, values.tolist(), strict=True):
                     self._log(name, value, epoch, split=tag, worker=worker)
             if found:
                 means[split] = {name: values.mean().item() for name, values in found.items()}
@@ -205,14 +202,14 @@ class Evaluation:
             layer.momentum = None  # the mean over all batches
         carried = self._task.carried(model)
         with torch.no_grad():
-            for worker in self._network.workers:
+            for worker in self._view.workers:
                 for step in range(batches):
                     self._task.loss(model, self._task.batch(worker, 0, step))
         self._task.carry(model, carried)
         for layer, momentum in zip(layers, momenta, strict=True):
             layer.momentum = momentum
-        hosted_rows = self.mean_model.buffers.repeat(self._network.hosted, 1)
-        self.mean_model.buffers.copy_(self._network.mean(hosted_rows))
+        hosted_rows = self.mean_model.buffers.repeat(len(self._view.workers), 1)
+        self.mean_model.buffers.copy_(self._view.mean(hosted_rows))
 
     def _log_consensus(self, epoch: int, gathered: Columns) -> None:
         """Log the root mean square over workers of their distance to the mean.
@@ -242,11 +239,11 @@ class Evaluation:
 
     def log_spectra(self, epoch: int) -> None:
         """Log the singular values of the difference of two workers' matrices, largest first."""
-        layout, names = self._parameters.layout, self._parameters.names
+        layout, names = self._view.layout, self._view.names
         for parameter in self._config.spectrum_logging_params:
             (span,) = layout.spans([names.index(parameter)])
             shape = layout.shapes[names.index(parameter)]
-            everyone = self._network.gather(self._parameters.x[:, span])  # [worker, element]
+            everyone = self._view.gather(self._view.x[:, span])  # [worker, element]
             for first, second in self._config.spectrum_logging_worker_pairs:
                 difference = (everyone[first] - everyone[second]).view(shape[0], -1)
                 for index, value in enumerate(torch.linalg.svdvals(difference).tolist()):

@@ -5,13 +5,14 @@ from typing import Any
 
 import torch
 
+from powergossip import kernels
 from powergossip.algorithms.ddp import DDPHook
 from powergossip.network import Network, cuda_aware_mpi
 from powergossip.parameters import Parameters
 from powergossip.tasks import Task
 
 
-def of_environment(network: Network, transport: str, kernels: str) -> dict[str, Any]:
+def of_environment(network: Network, transport: str) -> dict[str, Any]:
     """Software versions, layout of processes, topology."""
     mpi_on_gpu = network.device.type == "cuda" and transport == "mpi"
     return {
@@ -22,7 +23,7 @@ def of_environment(network: Network, transport: str, kernels: str) -> dict[str, 
         "transport": transport,
         "cuda_aware_mpi": cuda_aware_mpi() if mpi_on_gpu else None,
         "messages_staged_in_host_memory": network.connection.stage,
-        "kernels": kernels,
+        "kernels": kernels.name(kernels.load(network)),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "topology": network.topology.summary(),

@@ -18,8 +18,8 @@ from powergossip.network import Network
 from powergossip.parameters import Parameters, trained
 from powergossip.runs.clock import Clock
 from powergossip.training import batched, precision
-from powergossip.training.asynchronous.execution import event_driven
 from powergossip.training.ending import Agreement
+from powergossip.training.settings import by_edges
 
 
 class Gradients:
@@ -104,7 +104,7 @@ class Gradients:
 
     def _to_be_batched(self) -> bool:
         c, models = self._config, self._parameters.models
-        if event_driven(c):
+        if by_edges(c):
             return False  # each worker has gradients at its own time
         if c.batched_gradients != "auto" or not tasks.is_in_library(c.task, c.task_architecture):
             return bool(c.batched_gradients == "on")

@@ -11,6 +11,7 @@ from powergossip.errors import Stopped
 from powergossip.network import Network
 from powergossip.runs.clock import Clock, data_fraction
 from powergossip.runs.progress import Progress
+from powergossip.training.position import Moment
 
 # name, values, tags
 Row = tuple[str, dict[str, float], dict[str, Any]]
@@ -132,17 +133,11 @@ def log_phases(rows: Rows, hooks: Hooks, clock: Clock, epoch: int, num_epochs: i
         )
 
 
-def log_replaced(
-    rows: Rows,
-    hooks: Hooks,
-    replaced: Sequence[Mapping[str, float]],
-    sentences: Sequence[str],
-    shown: bool,
-) -> None:
-    """Log the replacements of the run so far, if there are sentences about new ones."""
-    if sentences:
+def log_news(rows: Rows, hooks: Hooks, moment: Moment, shown: bool) -> None:
+    """Log new facts about the run, if there are sentences about them."""
+    if moment.notes:
         rows.take_over()
-    if sentences and rows.are_written:
-        hooks.log_info({"replaced": list(replaced)})
-        for sentence in sentences if shown else ():
+    if moment.notes and rows.are_written:
+        hooks.log_info(dict(moment.facts))
+        for sentence in moment.notes if shown else ():
             Progress.write(sentence)

@@ -13,10 +13,9 @@ from powergossip.network import Network
 from powergossip.parameters import Layout, Parameters
 from powergossip.runs.clock import Clock
 from powergossip.topologies import Topology
-from powergossip.training.asynchronous import execution
-from powergossip.training.asynchronous.execution import event_driven
 from powergossip.training.local_optimizers import LocalOptimizer
 from powergossip.training.settings import (
+    by_edges,
     data_differ,
     errors_name_keys,
     errors_name_learning_options,
@@ -73,9 +72,11 @@ def check_method(c: Any, network: Network) -> str:
     start of the run, or nothing.
     """
     layout, hint, overlapping = Layout([(2, 2)]), "", True
-    if event_driven(c):
+    if by_edges(c):
+        from powergossip.training.asynchronous import method as in_edge_form
+
         options = averaging_options(c, network.topology, layout)
-        execution.check(c, options, network)
+        in_edge_form.check(c, options, network)
     if c.optimizer in algorithms.AVERAGING:
         averaging = make_averaging(c, network, layout)
         learning.check(c.learning, network, c.optimizer, averaging)

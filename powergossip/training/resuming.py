@@ -3,7 +3,7 @@
 A few keys of the configuration may differ, and so may the number of workers (see resizing.py).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,9 +13,7 @@ from powergossip.network import Processes
 from powergossip.parameters import Parameters
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training import resizing
-from powergossip.training.asynchronous.execution import event_driven
-from powergossip.training.asynchronous.resuming import Restart
-from powergossip.training.settings import PREFIX, option_defaults
+from powergossip.training.settings import PREFIX, by_edges, option_defaults
 
 # Keys that may change when a run is resumed.
 FREE_TO_CHANGE = (
@@ -107,7 +105,7 @@ def load_checkpoint(
     processes: Processes,
     parameters: Parameters,
     workers: range,
-    start: Callable[[], resizing.Start],
+    start: resizing.Start,
 ) -> Resumed | None:
     """Load the hosted workers' state from the checkpoint in a folder that the configuration names.
 
@@ -140,16 +138,18 @@ def load_checkpoint(
         state = saved.load(workers, which)
         with processes.agreed():
             _check_same_model(folder, state, parameters)
-            present = len(state.get("present", range(before)))
+            present = len(state.get("alive", range(before)))
             if config.evaluate_only and present < before:
                 _check_evaluated_alone(folder, config, processes, present)
         return Resumed(state, facts["metrics_bytes"], before)
 
-    conversion: resizing.Conversion | Restart = (
-        Restart(before, start())
-        if lost or processes.can_be_lost
-        else resizing.Conversion(before, start())
-    )
+    conversion: Any
+    if lost or processes.can_be_lost:
+        from powergossip.training.asynchronous.resuming import Restart
+
+        conversion = Restart(before, start)
+    else:
+        conversion = resizing.Conversion(before, start)
 
     def add(workers: range, state: dict[str, Any]) -> None:
         _check_same_model(folder, state, parameters)
@@ -157,7 +157,6 @@ def load_checkpoint(
 
     saved.visit(add, which)
     if config.evaluate_only:
-        assert isinstance(conversion, Restart)
         return Resumed(conversion.evaluated(), facts["metrics_bytes"], saved_workers)
     with processes.agreed():
         state = conversion.state(facts.get("steps_per_epoch"))
@@ -260,7 +259,7 @@ def _is_elastic(before: Mapping[str, Any], config: Any, linked: bool) -> bool:
     """Whether a run is resumed with another number of workers. Raises ValueError."""
     if config.evaluate_only or config.n_workers == before["n_workers"]:
         return False
-    if event_driven(config) and (config.scenario is not None or not linked):
+    if by_edges(config) and (config.scenario is not None or not linked):
         raise ValueError(
             f"n_workers={config.n_workers}: use {before['n_workers']}; a run on the virtual clock "
             "resumes with the same number of workers"

@@ -16,7 +16,6 @@ from omegaconf import DictConfig, ListConfig
 
 from powergossip import algorithms, checks, compressors, options, tasks
 from powergossip.algorithms import aggregation, ddp, learning
-from powergossip.events import scenario
 from powergossip.network import BACKENDS, Processes
 from powergossip.network import hosted_workers as hosted
 from powergossip.network.resilient import spawning, ulfm
@@ -268,6 +267,27 @@ def _check_method(c: Any, explicit: Collection[str]) -> None:
         )
 
 
+def by_edges(c: Any) -> bool:
+    """Whether workers exchange with one neighbor at a time, each in its own steps."""
+    asked = c.scenario is not None or c.gossip != "synchronous" or survives(c)
+    return asked and not one_way(c)
+
+
+def survives(c: Any) -> bool:
+    """Whether a run goes on without the processes that it loses."""
+    return bool(c.on_worker_loss != "end")
+
+
+def replaces(c: Any) -> bool:
+    """Whether new processes take the place of those that a run loses."""
+    return bool(c.on_worker_loss == "replace")
+
+
+def one_way(c: Any) -> bool:
+    """Whether the method's messages are no exchanges: then a scenario has losses only."""
+    return bool(c.optimizer == "push-sum" or c.learning == "relay-sgd")
+
+
 def _check_events(c: Any, processes: Processes) -> None:
     """Resolve the keys of exchanges by edges. Raises ValueError for others that do not fit."""
     checks.one_of("data_of_lost", c.data_of_lost, DATA_OF_LOST)
@@ -284,13 +304,17 @@ def _check_events(c: Any, processes: Processes) -> None:
         if c.on_worker_loss == "replace":
             spawning.program(given)
     n_processes = 1 if c.evaluate_only else processes.size
-    by_edges = scenario.resolve(c, n_processes, linked=processes.is_mpi) or continues
-    if c.record_order and not by_edges:
+    apart = continues
+    if c.gossip != "synchronous" or c.max_delay is not None or c.scenario is not None:
+        from powergossip.events import scenario
+
+        apart = scenario.resolve(c, n_processes, linked=processes.is_mpi) or continues
+    if c.record_order and not apart:
         raise ValueError(
             "record_order=true: use false where all workers take their steps together, or give "
             "gossip, on_worker_loss=continue or a scenario"
         )
-    if by_edges:
+    if apart:
         given = "a scenario" if c.scenario is not None else given
         checks.check("local_steps", c.local_steps, c.local_steps == 1, f"1 with {given}")
         on = c.batched_gradients == "on"

@@ -188,6 +188,11 @@ def accept(
     return together, everybody, {process: of_rank[process] for process in new}
 
 
+def is_spawned() -> bool:
+    """Whether `spawn` has started this process, which has not taken its assignment yet."""
+    return bootstrap.ASSIGNMENT in os.environ
+
+
 def assignment() -> Assignment | None:
     """The assignment of a process that `spawn` has started. None: it is one of the start."""
     text = os.environ.pop(bootstrap.ASSIGNMENT, None)

@@ -1,1 +1,86 @@
-"""Training by exchanges of edges: messages may be late, and workers lost, joined or replaced."""
+"""Training by exchanges of edges: messages may be late, and workers lost, joined or replaced.
+
+execution.py      OnVirtualClock, AcrossProcesses
+workers.py        the workers of a process: models, learning rules, gradients, state
+method.py         accepted configurations
+links.py          messages between workers of different processes; replacements at their start
+replacements.py   replacement of lost processes in a running job
+resuming.py       resuming with lost or other workers
+"""
+
+from pathlib import Path
+from typing import Any
+
+from powergossip.events import scenario
+from powergossip.events.order import read
+from powergossip.events.replay import Replay
+from powergossip.events.virtual_clock import VirtualClock
+from powergossip.events.wall_clock import WallClock
+from powergossip.network import Network
+from powergossip.network.resilient.workers import Links
+from powergossip.parameters import Parameters
+from powergossip.runs.clock import Clock
+from powergossip.training.asynchronous.execution import AcrossProcesses, OnVirtualClock
+from powergossip.training.asynchronous.workers import EdgeWorkers
+from powergossip.training.ending import Agreement
+from powergossip.training.gradients import Gradients
+from powergossip.training.methods import averaging_options
+from powergossip.training.settings import replaces, survives
+from powergossip.training.view import View
+
+
+def make(
+    c: Any,
+    values: Any,
+    *,
+    network: Network,
+    parameters: Parameters,
+    gradients: Gradients,
+    agreement: Agreement,
+    clock: Clock,
+    steps_per_epoch: int,
+    links: Links | None,
+    joins: bool,
+) -> OnVirtualClock | AcrossProcesses:
+    """The execution of a configuration by edges: across processes where there are links.
+
+    values  # the configuration as plain values
+    joins   # whether this process replaces a lost one
+    """
+    options = averaging_options(c, network.topology, parameters.layout)
+    workers = EdgeWorkers(
+        values, options, network, parameters, gradients.of_worker, steps_per_epoch
+    )
+    if links is not None:
+        together = c.gossip == "synchronous"
+        wall = WallClock(links, workers.make, workers.compute, together, survives(c), clock)
+        return AcrossProcesses(
+            View(network, parameters, lambda: wall.everybody),
+            network,
+            links,
+            workers,
+            wall,
+            agreement,
+            clock,
+            records=c.record_order,
+            replaces=c if replaces(c) else None,
+            joins=joins,
+        )
+    drawn = scenario.read(values.scenario or {}, c.n_workers, c.seed)
+    virtual: VirtualClock | Replay
+    if drawn.replay is not None:
+        entries = read(Path(drawn.replay))
+        virtual = Replay(entries, steps_per_epoch, parameters.x, workers.make, workers.compute)
+    else:
+        virtual = VirtualClock(
+            drawn, parameters.x, workers.make, workers.compute, record=c.record_order
+        )
+    return OnVirtualClock(
+        View(network, parameters, lambda: virtual.alive),
+        network,
+        workers,
+        virtual,
+        agreement,
+        clock,
+        records=c.record_order,
+    )

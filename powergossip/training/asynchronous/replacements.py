@@ -1,12 +1,13 @@
 """Replacement of lost processes in a running job."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from powergossip.events.wall_clock import WallClock
 from powergossip.network.resilient import spawning
 from powergossip.network.resilient.workers import Links
-from powergossip.training.asynchronous.execution import EventTraining
+from powergossip.training.asynchronous.workers import EdgeWorkers
 
 _MOST_ATTEMPTS = 3  # to replace processes, one after the other, none of which joins
 
@@ -36,8 +37,16 @@ class Replacements:
     takes about a second. A later `replace` lets it join, when it is ready.
     """
 
-    def __init__(self, links: Links, events: EventTraining, run: Any, seconds: Callable[[], float]):
-        self._links, self._events, self._run, self._seconds = links, events, run, seconds
+    def __init__(
+        self,
+        links: Links,
+        workers: EdgeWorkers,
+        clock: WallClock,
+        run: Any,
+        seconds: Callable[[], float],
+    ):
+        self._links, self._workers, self._clock = links, workers, clock
+        self._run, self._seconds = run, seconds
         self._attempts = 0
         self._lost_at: dict[int, float] = {}  # worker → time
         self.replaced: list[dict[str, float]] = []
@@ -84,13 +93,13 @@ class Replacements:
         self._links.enter()
         moment: Moment = self._links.group.broadcast(Moment(0, 0, 0.0, [], []))
         self.replaced = moment.replaced
-        self._events.join(moment.seconds)
+        self._clock.join(moment.seconds)
         self._begin(moment)
         return moment
 
     def _begin(self, moment: Moment) -> None:
         since = {worker: self._lost_at.pop(worker, None) for worker in moment.joined}
-        steps = self._events.begin_replacements(moment.joined)
+        steps = self._begin_workers(moment.joined)
         now = time.monotonic()
         times = {worker: now - at for worker, at in since.items() if at is not None}
         longest: dict[int, float] = {}
@@ -100,3 +109,12 @@ class Replacements:
         for worker in moment.joined:
             found = {"worker": worker, "step": steps.get(worker, 0), "seconds": longest[worker]}
             self.replaced = [*self.replaced, found]
+
+    def _begin_workers(self, joined: Sequence[int]) -> dict[int, int]:
+        """See WallClock.begin_replacements. Returns worker → steps, of all processes."""
+        workers = self._workers
+        found = self._clock.begin_replacements(joined, workers.members, workers)
+        of_processes = self._links.group.gather((found, workers.means()))
+        if found:  # metrics of a replacement that ends an epoch without a step
+            workers.begin_with(next((means for _, means in of_processes if means), {}))
+        return {w: steps for of_process, _ in of_processes for w, steps in of_process.items()}

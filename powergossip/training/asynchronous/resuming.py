@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powergossip.training.asynchronous.execution import from_bytes
+from powergossip.training.asynchronous.workers import from_bytes
 from powergossip.training.resizing import Start
 from powergossip.trees import Tree, map_tensors
 
@@ -89,7 +89,7 @@ class Restart:
         stacked = _stacked(models)
         network = {**stacked["network"], "round": run["network"]["round"]}
         more = {"network": network, "sums": {}, "phases": run["phases"]}
-        return {**stacked, **of_run, **more, "present": sorted(self._rows)}
+        return {**stacked, **of_run, **more, "alive": sorted(self._rows)}
 
     def _places(self) -> dict[int, int | None]:
         """Worker → its index in the checkpoint, or None for a new one."""

@@ -1,0 +1,99 @@
+"""The method of a run in edge form: accepted configurations, and their options."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from powergossip import checks
+from powergossip.algorithms import rates
+from powergossip.checks import BadValue
+from powergossip.events import averaging, learning, scenario
+from powergossip.events.members import Members
+from powergossip.network import Losses, Network
+from powergossip.parameters import Layout
+from powergossip.training.settings import errors_name_keys, one_way, survives
+
+
+def losses_of(c: Any) -> Losses | None:
+    """The lost messages of a method without exchanges. Raises BadValue for other scenarios."""
+    if one_way(c) and survives(c):
+        raise BadValue("on_worker_loss", c.on_worker_loss, f"end with {_name_of_one_way(c)}")
+    if not one_way(c) or (c.scenario is None and c.gossip == "synchronous"):
+        return None
+    drawn = scenario.read(c.scenario or {}, c.n_workers, c.seed)
+    method = _name_of_one_way(c)
+    checks.check("gossip", c.gossip, c.gossip == "synchronous", f"synchronous with {method}")
+    others = sorted(set(c.scenario) - {"loss"})
+    checks.check("scenario", others, not others, f"loss alone with {method}")
+    checks.check(
+        "optimizer",
+        c.optimizer,
+        c.optimizer != "choco",
+        "dpsgd with learning=relay-sgd where messages are lost; the copies of compressed messages "
+        "would not agree again",
+    )
+    return Losses(drawn.lost, bool(c.get("optimizer_running_sums")))
+
+
+def _name_of_one_way(c: Any) -> str:
+    return "push-sum" if c.optimizer == "push-sum" else "relay-sgd"
+
+
+def delay_of(c: Any) -> int:
+    """The delay of exchanges in steps that the duals of exact diffusion take into account.
+
+    Averaging need not. An edge has one exchange at a time, so that its exchanges become rarer as
+    they take longer, and averaging is as stable as without delays.
+    """
+    return 0 if c.gossip == "synchronous" else int(c.max_delay)
+
+
+def dual_rate_of(c: Any) -> float:
+    """The dual rate of exact diffusion: smaller by default where exchanges are late.
+
+    Raises BadValue for a given one that is not above 0, or above 1.
+    """
+    given = c.learning_options.get("dual_rate")
+    if given is None:
+        by_default = getattr(averaging.EXCHANGES[c.optimizer], "dual_rate", 1.0)
+        return float(by_default / (1 + 2 * delay_of(c)))
+    ok = checks.is_finite(given) and 0 < given <= 1
+    checks.check("learning_options.dual_rate", given, ok, "a number above 0, at most 1")
+    return float(given)
+
+
+def resolved(c: Any, options: Mapping[str, Any], network: Network) -> dict[str, Any]:
+    """The options of an averaging rule in edge form."""
+    found = dict(options)
+    if c.optimizer != "choco":
+        found["diffusion_rate"] = float(rates.checked(network, found["diffusion_rate"]))
+    return found
+
+
+def _given(c: Any) -> str:
+    """The key that asks for exchanges by edges."""
+    if c.scenario is not None:
+        return "a scenario"
+    return f"on_worker_loss={c.on_worker_loss}" if survives(c) else f"gossip={c.gossip}"
+
+
+def check(c: Any, options: Mapping[str, Any], network: Network) -> None:
+    """Raise ValueError for a method, topology or scenario without exchanges by edges."""
+    scenario.read(c.scenario or {}, c.n_workers, c.seed)
+    if c.optimizer not in averaging.EXCHANGES:
+        raise BadValue(
+            "optimizer",
+            c.optimizer,
+            f"{', '.join(averaging.EXCHANGES)} with {_given(c)}",
+        )
+    known = c.learning in learning.RULES
+    if not known or (c.learning == "quasi-global-momentum" and c.local_optimizer != "sgd"):
+        raise BadValue(
+            "learning",
+            c.learning,
+            f"{', '.join(learning.RULES)} with {_given(c)} "
+            "(quasi-global-momentum with local_optimizer=sgd)",
+        )
+    with errors_name_keys(c.optimizer):
+        averaging.make(c.optimizer, Layout([(2, 2)]), **resolved(c, options, network))
+    Members(network.topology)
+    dual_rate_of(c)

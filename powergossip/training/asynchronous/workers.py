@@ -1,0 +1,231 @@
+"""The workers of this process, whose exchanges with their neighbors may be late."""
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from powergossip.events import averaging, learning
+from powergossip.events.members import Members, View, dead
+from powergossip.events.worker import Policy, Worker
+from powergossip.network import Network
+from powergossip.network.resilient.messages import octets
+from powergossip.parameters import Parameters
+from powergossip.training.asynchronous.method import delay_of, dual_rate_of, resolved
+from powergossip.training.local_optimizers import LocalOptimizer
+from powergossip.training.schedule import learning_rate
+
+# See Gradients.of_worker
+Gradient = Callable[[int, int, int, int, frozenset[int]], dict[str, Tensor]]
+
+
+class EdgeWorkers:
+    """The workers of this process, for a clock that lets them live.
+
+    config    # checked, as plain values
+    options   # of the averaging rule
+    gradient  # (worker, epoch, step in it, step, lost) → metrics; adds to parameters.grad
+
+    members          # of the topology
+    rows             # worker → row of the parameters
+    steps_per_epoch  # of each worker
+
+    Every worker has its own count of steps, its own local optimizer, and the learning rate of its
+    own progress. A worker that has taken more than the steps of num_epochs goes on in further
+    epochs of its data. With data_of_lost=redistributed, an epoch has the samples of the workers
+    that its worker knew to be lost when the epoch began. Raises ValueError for methods without an
+    edge form.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        options: Mapping[str, Any],
+        network: Network,
+        parameters: Parameters,
+        gradient: Gradient,
+        steps_per_epoch: int,
+    ):
+        self._config, self._network, self._parameters = config, network, parameters
+        self._gradient, self.steps_per_epoch = gradient, steps_per_epoch
+        self._options = resolved(config, options, network)
+        self.members = Members(network.topology)
+        self._policy = Policy(config.gossip, delay_of(config))
+        self._made: dict[int, Worker] = {}  # the latest of each index
+        self._locals: dict[int, LocalOptimizer] = {}
+        self._lost: dict[int, frozenset[int]] = {}  # in the present epoch of a worker
+        self._exchanges: averaging.Exchanges | None = None
+        self._sums: dict[str, list[list[float]]] = {}  # name → [worker] → sum and count
+        self._last: dict[str, Tensor] = {}  # name → [worker]
+        self.rows = {worker: row for row, worker in enumerate(network.workers)}
+
+    # --- For a clock ---
+
+    def make(self, index: int, view: View, steps: int) -> Worker:
+        """A worker that begins after a number of steps, see events.clock.Make."""
+        self._begin_epoch(index, view)
+        row = _Row(self._parameters, self.rows[index])
+        rule = self._make_rule(row, index)
+        if self._exchanges is None:
+            self._exchanges = averaging.make(self._config.optimizer, rule.layout, **self._options)
+        made = Worker(index, self.members, self._exchanges, rule, self._policy, view, steps)
+        self._made[index] = made
+        return made
+
+    def compute(self, worker: int, steps: int) -> None:
+        """The gradient of a worker's next step, and the learning rate of its update.
+
+        See events.clock.Compute.
+        """
+        epoch, step = divmod(steps, self.steps_per_epoch)
+        if step == 0:
+            self._begin_epoch(worker, self._made[worker].view)
+        progress = epoch + (step + 1) / self.steps_per_epoch
+        self._locals[worker].rate = learning_rate(self._config, progress)
+        row = self.rows[worker]
+        self._parameters.grad[row].zero_()
+        n, lost = len(self.rows), self._lost[worker]
+        for name, value in self._gradient(worker, epoch, step, steps, lost).items():
+            pair = self._sums.setdefault(name, [[0.0, 0] for _ in range(n)])[row]
+            pair[0] += float(value)
+            pair[1] += 1
+
+    def _make_rule(self, row: "_Row", index: int) -> learning.EdgeRule:
+        c, own = self._config, self._config.learning == "quasi-global-momentum"
+        parameters: Any = row
+        local = LocalOptimizer(parameters, c, *((0.0, "sgd") if own else (None, None)))
+        self._locals[index] = local
+        more: dict[str, Any] = {}
+        if own:
+            more = {"momentum": c.momentum, "nesterov": c.nesterov and c.momentum > 0}
+        elif c.learning == "exact-diffusion":
+            more = {"dual_rate": dual_rate_of(c)}
+        return learning.RULES[c.learning](
+            row,
+            local,
+            overlapping=c.overlapping,
+            weight_decay=local.coupled_decay,
+            clip=c.gradient_clipping,
+            **more,
+        )
+
+    def _begin_epoch(self, worker: int, view: View) -> None:
+        redistributed = self._config.data_of_lost == "redistributed"
+        self._lost[worker] = dead(view) if redistributed else frozenset()
+
+    # --- Metrics ---
+
+    def take_sums(self) -> dict[str, Tensor]:
+        """The metrics of an epoch, each [worker].
+
+        They are the means of a worker's batches since the last call, times the steps of an epoch.
+        A worker without a step in the meantime has those of the last epoch.
+        """
+        for name, pairs in self._sums.items():
+            # A worker without a step has its last value, or at first the mean of the others.
+            mean = sum(total for total, _ in pairs) / sum(count for _, count in pairs)
+            before = self._last[name].tolist() if name in self._last else [mean] * len(pairs)
+            means = [
+                total / count if count else last
+                for (total, count), last in zip(pairs, before, strict=True)
+            ]
+            self._last[name] = torch.tensor(means, dtype=torch.float64)
+        self._sums = {}
+        return {
+            name: (values * self.steps_per_epoch).to(self._network.device)
+            for name, values in self._last.items()
+        }
+
+    def means(self) -> dict[str, float]:
+        """The means of metrics so far, over the steps of all workers."""
+        found = {name: float(values.mean()) for name, values in self._last.items()}
+        for name, pairs in self._sums.items():
+            found[name] = sum(total for total, _ in pairs) / sum(count for _, count in pairs)
+        return found
+
+    def begin_with(self, means: Mapping[str, float]) -> None:
+        """Metrics of workers that end an epoch without a step."""
+        n = len(self.rows)
+        self._last = {k: torch.full((n,), v, dtype=torch.float64) for k, v in means.items()}
+
+    @property
+    def sums(self) -> dict[str, list[list[float]]]:
+        """Name → [worker] → sum and count of the metrics since `take_sums`."""
+        return self._sums
+
+    @property
+    def last(self) -> dict[str, Tensor]:
+        """Name → [worker], the metrics of the last epoch."""
+        return self._last
+
+    def restore(
+        self, sums: dict[str, list[list[float]]], last: dict[str, Tensor] | None = None
+    ) -> None:
+        """Restore the values of `sums` and `last`."""
+        self._sums, self._last = sums, self._last if last is None else last
+
+    # --- Models, for replacements ---
+
+    def of(self, worker: int) -> Tensor:
+        """A worker's model, for a message: parameters and buffers as bytes."""
+        row, p = self.rows[worker], self._parameters
+        return torch.cat([octets(p.x[row]), octets(p.buffers[row])])
+
+    def begin(self, worker: int, received: Sequence[Tensor]) -> None:
+        """Let a worker begin with the mean of models, as `of` returns them."""
+        row, start = self.rows[worker], 0
+        for own in (self._parameters.x[row], self._parameters.buffers[row]):
+            end = start + own.numel() * own.element_size()
+            values = [data[start:end].clone().view(own.dtype) for data in received]
+            own.copy_(torch.stack(values).mean(0))
+            start = end
+
+    # --- State ---
+
+    def state_of(self, index: int) -> dict[str, Any]:
+        """The state of a worker's own optimizer, and of an update that is still to come."""
+        local = self._locals[index]
+        gradient = self._parameters.grad[self.rows[index]]
+        return {
+            "local": local.state_dict(),
+            "lost": sorted(self._lost[index]),
+            "rate": local.rate,
+            "grad": gradient.clone(),
+        }
+
+    def load(self, index: int, state: Mapping[str, Any]) -> None:
+        self._locals[index].load_state_dict(state["local"])
+        self._lost[index] = frozenset(state.get("lost", ()))
+        self._locals[index].rate = state["rate"]
+        self._parameters.grad[self.rows[index]] = state["grad"]
+
+    def load_local(self, index: int, state: Mapping[str, Any]) -> None:
+        """Restore the local optimizer of a worker alone."""
+        self._locals[index].load_state_dict(state)
+
+
+def as_bytes(state: Any) -> Tensor:
+    """A state as the bytes of a file, after their number: uint8 [bytes]."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    length = len(file.getvalue()).to_bytes(8, "little")
+    return torch.frombuffer(bytearray(length + file.getvalue()), dtype=torch.uint8)
+
+
+def from_bytes(data: Tensor, device: torch.device) -> Any:
+    """The state of `as_bytes`, whatever follows it."""
+    octets = data.cpu().numpy().tobytes()
+    length = int.from_bytes(octets[:8], "little")
+    file = io.BytesIO(octets[8 : 8 + length])
+    return torch.load(file, map_location=device, weights_only=True)
+
+
+class _Row:
+    """The row of a worker in the flat buffers: x, grad [1, D]."""
+
+    def __init__(self, parameters: Parameters, index: int):
+        own = slice(index, index + 1)
+        self.x, self.grad = parameters.x[own], parameters.grad[own]
+        self.layout, self.decay_spans = parameters.layout, parameters.decay_spans

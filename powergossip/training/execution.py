@@ -1,0 +1,156 @@
+"""How the workers of a process take their steps: all together, or each at its own time."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from powergossip.network import Network
+from powergossip.parameters import Parameters
+from powergossip.runs.clock import Stopwatch
+from powergossip.runs.signals import Signals
+from powergossip.training import facts
+from powergossip.training.ending import Agreement
+from powergossip.training.gradients import Gradients
+from powergossip.training.methods import Method
+from powergossip.training.position import Moment, Position
+from powergossip.training.schedule import learning_rate
+from powergossip.training.state import Stateful
+from powergossip.training.view import View
+
+
+class Execution:
+    """How the workers of this process take their steps. The base of the classes that do.
+
+    step   # of the run, so far
+    watch  # seconds of the run, of the real clock
+    view   # the workers that are alive
+    parts  # with state of their own, by their names in a checkpoint
+    local, rule  # the local optimizer and the learning rule of all hosted workers, or None
+    time_is_virtual  # whether `seconds` are not those of the real clock
+    """
+
+    time_is_virtual = False
+    rule: Any = None
+    local: Any = None
+
+    def __init__(self, view: View):
+        self.view, self.watch = view, Stopwatch()
+        self.step = 0
+        self.parts: Mapping[str, Stateful] = {}
+
+    def seconds(self) -> float:
+        """Seconds since the start of the run."""
+        return self.watch.seconds
+
+    def facts(self) -> dict[str, Any]:
+        """Facts about the method, for info.json."""
+        return {"start_iteration": facts.start_iteration(self.rule)}
+
+    @property
+    def missing(self) -> list[int]:
+        """The workers that were lost and not replaced, as of the last collective operation."""
+        return []
+
+    def restore(self, alive: Sequence[int]) -> None:
+        """Know the workers that a checkpoint has, before an evaluation of it."""
+
+    def begin(self, folder: Path) -> Position | None:
+        """Prepare for the first step, with files in the folder of the run.
+
+        Returns the position of a run that this process joins, or None.
+        """
+        return None
+
+    def train_step(self, epoch: int, step: int) -> dict[str, Tensor]:
+        """Train one step of the hosted workers. Returns the batches' metrics, each [worker]."""
+        raise NotImplementedError
+
+    def gradient(self, epoch: int, step: int) -> dict[str, Tensor]:
+        """Add the hosted workers' gradients to parameters.grad. Returns metrics, each [worker]."""
+        raise NotImplementedError
+
+    def epoch(self, position: Position, signals: Signals) -> Iterator[Moment]:
+        """Train from this position to the end of its epoch. Raises Diverged, in all processes."""
+        raise NotImplementedError
+
+    def end_epoch(self, epoch: int) -> None:
+        """Note the end of this number of epochs, after the evaluation."""
+
+    def end(self, last: Callable[[], None]) -> None:
+        """Call a last action, such as a figure, in one process, and wait for it."""
+        if self.view.processes.rank == 0:
+            last()
+
+    def close(self) -> None:
+        """End what works in the background."""
+
+
+class AtRest(Execution):
+    """The workers of a checkpoint, for an evaluation. They take no steps.
+
+    varies  # whether some of them may be lost
+    """
+
+    def __init__(self, network: Network, parameters: Parameters, varies: bool):
+        self._alive: Sequence[int] = range(network.n_workers)
+        alive: Callable[[], Sequence[int]] | None = (lambda: self._alive) if varies else None
+        super().__init__(View(network, parameters, alive))
+
+    def restore(self, alive: Sequence[int]) -> None:
+        self._alive = alive
+
+
+class Together(Execution):
+    """All workers take each step together.
+
+    local, rule  # the local optimizer and the learning rule of all hosted workers
+    measure      # measure("averaging") is the context of a step. Phases within count for themselves
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        view: View,
+        method: Method,
+        gradients: Gradients,
+        agreement: Agreement,
+        steps_per_epoch: int,
+        measure: Callable[[str], AbstractContextManager[Any]],
+    ):
+        super().__init__(view)
+        self.local, self.rule, self._at_epoch = method
+        self.parts = {"optimizer": self.local, "algorithm": self.rule}
+        self._config, self._gradients, self._agreement = config, gradients, agreement
+        self._steps_per_epoch, self._measure = steps_per_epoch, measure
+
+    def epoch(self, position: Position, signals: Signals) -> Iterator[Moment]:
+        epoch, first, sums = position
+        for step in range(first, self._steps_per_epoch):
+            sums = added(sums, self.train_step(epoch, step))
+            ends = step + 1 == self._steps_per_epoch
+            number = self._agreement.between_steps(
+                self.step, epoch + 1, ends, self.view, signals.received
+            )
+            yield Moment(Position(epoch, step + 1, sums), number)
+
+    def train_step(self, epoch: int, step: int) -> dict[str, Tensor]:
+        self.local.rate = learning_rate(self._config, epoch + (step + 1) / self._steps_per_epoch)
+        self._at_epoch(epoch + step / self._steps_per_epoch)
+        with self._measure("averaging"):
+            self.rule.start()
+            metrics = self.gradient(epoch, step)
+            self.rule.finish()
+        self.step += 1
+        return metrics
+
+    def gradient(self, epoch: int, step: int) -> dict[str, Tensor]:
+        return self._gradients(epoch, step, self.step)
+
+
+def added(sums: Mapping[str, Tensor], metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Sums of metrics with those of another step."""
+    new = {k: sums[k] + values if k in sums else values for k, values in metrics.items()}
+    return {**sums, **new}

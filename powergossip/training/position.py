@@ -1,0 +1,33 @@
+"""Places in a run, and what is known there."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Position(NamedTuple):
+    """A place in a run.
+
+    step  # in the epoch
+    sums  # of metrics over the steps of the epoch so far, each [worker]
+    """
+
+    epoch: int = 0
+    step: int = 0
+    sums: dict[str, Tensor] = {}  # noqa: RUF012 replaced, never changed
+
+
+class Moment(NamedTuple):
+    """A moment between steps at which all processes know the same.
+
+    position  # where a run that ends now resumes
+    signal    # that some process has received, or None
+    facts     # new ones about the run, for info.json
+    notes     # sentences about them
+    """
+
+    position: Position
+    signal: int | None = None
+    facts: Mapping[str, Any] = {}
+    notes: tuple[str, ...] = ()
