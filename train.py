@@ -22,28 +22,19 @@ Its checkpoints can be evaluated again, which changes nothing in the folder:
     python train.py --output-dir output/mine evaluate_only=true checkpoint=best
 """
 
-import os
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import DictConfig
 
-from powergossip.errors import BadInput, CannotWrite, Dropped, Interrupted, Stopped
-from powergossip.network import Processes, launch, processes, torch_kept
-from powergossip.network.resilient import spawning
-from powergossip.runs import configuration, figures, metrics, output, tables
-from powergossip.runs.checkpoints import Checkpoints
-from powergossip.runs.output import COMPLETE, FIGURE, Output, run_to_resume
-from powergossip.training import resizing
-from powergossip.training.ending import complete_without
-from powergossip.training.measurements import Diverged, Hooks, Row
-from powergossip.training.resuming import check_rest
-from powergossip.training.settings import checked, defaults_of_tasks
-from powergossip.training.trainer import Trainer
+from powergossip.errors import BadInput
+from powergossip.network import torch_kept
+from powergossip.runs import configuration
+from powergossip.training import recorder
+from powergossip.training.config import Config
+from powergossip.training.measurements import Diverged, Hooks
+from powergossip.training.recorder import Recorder
+from powergossip.training.start import begin
 
 __all__ = [
     "BadInput",
@@ -57,198 +48,6 @@ __all__ = [
     "output_dir",
 ]
 
-
-@dataclass
-class Config:
-    """All configuration keys. The trailing comments are the --help text."""
-
-    # The run
-    n_workers: int | None = None  # number of workers, by default one for each process
-    seed: int = 1
-    num_epochs: int | None = None  # null here and below: the task's default
-    max_steps_per_epoch: int | None = None  # skip the rest of each epoch
-    device: str = "auto"  # auto, cpu, cuda or cuda:INDEX (auto spreads processes over GPUs)
-    cuda_aware: str = "auto"  # messages from GPU memory: on, off, or auto (if MPI can, or NCCL)
-    overwrite: bool = False  # delete an existing run in the output folder
-    resume: bool | str = False  # true: resume the run in the output folder from its last
-    #   checkpoint, also with another n_workers. auto: the same, or begin a run if there is none
-    allow_lost_rows: bool = False  # resume although rows of metrics.jsonl are lost
-    evaluate_only: bool = False  # evaluate a checkpoint of the run in the output folder: no
-    #   training, and no file is changed
-    checkpoint: str = "last"  # with evaluate_only: last or best
-    checkpoint_interval: int = 5  # epochs between checkpoints; the end of a run always has one
-    log_verbosity: int = 1  # 0 only the result, 1 a progress bar, 2 also a line for each epoch
-    tensorboard: bool = False  # the same as trackers=[tensorboard]
-    trackers: list[str] = field(default_factory=list)  # programs that get the rows of metrics.jsonl
-    #   too: tensorboard, wandb, mlflow
-    evaluation_interval: int = 1  # epochs between evaluations (the last epoch always has one)
-    evaluate_average_model: bool = True  # evaluate the mean of all workers' models
-    evaluate_workers: bool = True  # evaluate each worker's model
-    evaluate_training_data: bool = False  # also evaluate on all training data, not augmented
-    evaluate_test_data: bool = True  # false, for tuning: evaluate on validation data only
-    mean_model_statistics: str = "averaged"  # batch norm: averaged, or recalibrated on data
-    recalibration_batches: int = 10  # per worker
-
-    # Data and model
-    task: str = "Digits"  # a name, or a function of your own: package.module:callable
-    task_architecture: str | None = None  # the model: a name, or a function of your own. By default
-    #   the task's
-    task_options: dict[str, Any] = field(default_factory=dict)  # such as {normalization: group}
-    batch_size: int | None = None  # per worker, by default the task's
-    drop_last: bool | None = None  # leave out the last, smaller batch of an epoch, by default for
-    #   non-IID data only
-    data_dir: str | None = None  # folder with the task's files, by default the usual places
-    download: bool = True  # download data that are in none of these places
-    validation_ratio: float = 0.0  # fraction of the training data held out: rows valid, valid_avg
-    reshuffle_data: bool = True  # repartition the data every epoch (false: fixed shards)
-    use_decentralized_data: bool = False  # non-IID: partition the data sorted by label
-    decentralized_data_shuffled_ratio: float = 0.0  # fraction of the sorted data shuffled again
-    decentralized_data_dirichlet_alpha: float | None = None  # non-IID: labels ~ Dirichlet(alpha)
-    decentralized_data_column: str | None = None  # non-IID: samples with the same value in this
-    #   column belong to one worker (of your own data)
-    decentralized_data_placement: str = "given"  # which worker has which fixed shard: given, or
-    #   mixed, so that neighbors on the topology have different labels
-    data_processes: int = 0  # that load samples of your own data, for each process of the run
-
-    # The local optimizer
-    local_optimizer: str = "sgd"  # sgd or adamw
-    learning_rate: float | None = None  # by default the task's
-    momentum: float | None = None  # of sgd, by default the task's
-    nesterov: bool = True  # of sgd
-    precision: str = "fp32"  # of the loss and its gradient: fp32, or bf16 by torch's autocast.
-    #   Parameters, messages and evaluations are in fp32
-    torch_compile: bool = False  # compile the model's forward and backward passes in training
-    batched_gradients: str = "auto"  # gradients of all workers of a process in one call: on, off,
-    #   or auto (16 workers or more, models of the library whose layers are small)
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_epsilon: float = 1e-8
-    weight_decay: float | None = None  # not on normalization layers, decoupled for adamw. By
-    #   default the task's
-    gradient_clipping: float | int | str | None = "auto"  # largest norm of a worker's gradient,
-    #   null: unlimited, auto: the task's. For dgc see optimizer_clip_by
-    lr_schedule: str = "milestones"  # after the warm-up: milestones, or cosine to 0 at the end
-    lr_schedule_milestones: list[Any] | None = None  # [[epoch, factor], ...]: multiply from then
-    #   on. By default the task's
-    distributed_lr_warmup_epoch: float = 5.0  # length of the linear warm-up, 0: none
-    distributed_lr_warmup_factor: float | int | str = 1.0  # the warm-up ends at learning_rate times
-    #   this, auto: the number of workers
-
-    # The method, and its options. Keys optimizer_X default to null: the default of the method
-    optimizer: str = "power-gossip"  # gossip: all-reduce, dpsgd, power-gossip, choco, deepsqueeze,
-    #   moniqua, push-sum. Compressed gradients: powersgd, dgc, ef-sgd, signsgd, ddp-powersgd,
-    #   ddp-batched-powersgd
-    topology: str = "ring"  # a name, or the path of an edge list or adjacency file
-    topology_options: dict[str, Any] = field(default_factory=dict)  # such as {degree: 4}. Of static
-    #   undirected graphs: {weights: metropolis}, constant or fastest
-    overlapping: bool | None = None  # gossip while the gradient is computed, or after the update
-    #   (false). By default true, except for gradient-tracking, momentum-tracking and gt-nsgd over
-    #   dpsgd and power-gossip
-    local_steps: int = 1  # gossip every k-th step
-    gossip: str = "synchronous"  # exchanges with neighbors are waited for: synchronous, all of them
-    #   before each step is over. bounded: where an edge is more than max_delay exchanges behind.
-    #   asynchronous: never (docs/when-workers-fail.md)
-    max_delay: int | None = None  # of bounded (1). With exact-diffusion, also the delay that
-    #   asynchronous exchanges are expected to have
-    on_worker_loss: str = "end"  # of the run. continue: without the workers of a process that has
-    #   ended or is stopped. replace: a new process takes its place. Both for mpirun --with-ft ulfm
-    #   (docs/when-workers-fail.md)
-    worker_timeout: float = 30.0  # seconds without a sign of life until a process counts as lost
-    record_order: bool = False  # write the order of events to order.jsonl, which a scenario can
-    #   replay. For exchanges that may be late
-    scenario: Any = None  # a file with speeds, delays, losses, deaths and joins of workers, for the
-    #   virtual clock: one process hosts all workers, and seconds in rows are virtual
-    data_of_lost: str = "left"  # the samples of lost workers: left, nobody trains on them, or
-    #   redistributed over the others, from the next epoch of each on
-    learning: str = "dpsgd"  # the rule of gossip: dpsgd, or for data that differ between workers:
-    #   quasi-global-momentum, gradient-tracking, k-gt, momentum-tracking, gt-nsgd,
-    #   exact-diffusion, beer, motef (the last two with optimizer=choco), relay-sgd (on trees; with
-    #   optimizer=choco, its messages are compressed)
-    learning_options: dict[str, Any] = field(default_factory=dict)  # of relay-sgd: {correction: c}
-    #   multiplies updates by c, auto: by the factor that relaying slows them down (auto).
-    #   Of exact-diffusion: {dual_rate: θ} (1, over power-gossip 0.1), smaller against oscillations
-    optimizer_diffusion_rate: float | int | str | None = None  # γ (1, for choco and deepsqueeze by
-    #   compressor, tensors and topology, for moniqua 0.1), or auto for dpsgd and power-gossip: the
-    #   best for plain gossip on this topology
-    optimizer_rank: int | None = None  # power-gossip, powersgd, hooks, svd (1). At most the sides
-    #   of a matrix. Hooks: try 1, 2, 4, ...; the batched hook is for rank 1 only, prefer
-    #   ddp-powersgd. Values kept of an m x k matrix: top-k r (m + k)/4, random-k and random-block
-    #   r (m + k)
-    optimizer_num_iterations: int | None = None  # of power iteration per step (2)
-    optimizer_warm_start: bool | None = None  # power-gossip, powersgd, hooks: reuse the last step's
-    #   directions (true)
-    optimizer_round_weights: bool | None = None  # round directions to their signs (false)
-    optimizer_compressor: str | None = None  # choco, deepsqueeze, ef-sgd (sign-and-norm)
-    optimizer_keep_ratio: float | None = None  # fraction of elements sent: top-k, random-k,
-    #   random-block, dgc (0.01). For dgc, r above 1 means 1/r. Published: compress_ratio, 0.001
-    optimizer_levels: int | None = None  # qsgd (4, 64 with learning=exact-diffusion),
-    #   rounding (4; messages have 3 bits an element with 3, 4 bits with 7)
-    optimizer_copy_rate: float | None = None  # choco (1, with unbiased by the sizes of tensors):
-    #   how fast public copies follow
-    optimizer_unbiased: bool | None = None  # qsgd: without its scaling to a contraction (false)
-    optimizer_theta: float | None = None  # moniqua: bound on neighbors' differences (0.25)
-    optimizer_running_sums: bool | None = None  # push-sum: messages are sums over all steps (false)
-    optimizer_min_compression_rate: float | None = None  # powersgd, hooks (2), ef-sgd (1): tensors
-    #   below it are sent uncompressed
-    optimizer_start_compressing_after: int | None = None  # powersgd: steps of plain all-reduce (0)
-    optimizer_num_batches_per_step: int | None = None  # compressed gradients: batches
-    #   accumulated, but not with hooks (1)
-    optimizer_start_iteration: int | str | None = None  # hooks: all-reduce before this step. auto:
-    #   10 % of the steps planned at the start, and no less than the warm-up or 2. Increase it until
-    #   the accuracy is right (auto)
-    optimizer_error_feedback: bool | None = None  # powersgd, hooks, ef-sgd: add the error of
-    #   compression to the next gradient (true)
-    optimizer_orthogonalization_epsilon: float | None = None  # hooks: added to the norm of a
-    #   direction at rank 1 and 2; torch's QR at higher ranks ignores it. 0: a gradient of zeros
-    #   gives NaN (1e-8)
-    optimizer_batch_tensors_with_same_shape: bool | None = None  # hooks: in one product (false)
-    optimizer_compression_stats_logging_frequency: int | None = None  # hooks: steps between lines
-    #   of torch's log (10000)
-    optimizer_bucket_cap_mb: float | None = None  # hooks: size of DDP's buckets in MiB (torch's 25)
-    optimizer_momentum_before_compression: bool | None = None  # ef-sgd: compress the momentum of
-    #   each worker, in place of momentum after the mean (false)
-    optimizer_rescale_error: bool | None = None  # ef-sgd: keep the error in units of the update
-    #   when the learning rate changes (true)
-    optimizer_per_tensor: bool | None = None  # ef-sgd: compress each tensor by itself (true), or
-    #   all as one vector
-    optimizer_clip_by: str | None = None  # dgc: the kind of gradient_clipping = c. gradient (the
-    #   default): a worker's gradient has a norm of √n · c at most, for n workers. norm, value: each
-    #   tensor has a norm, or elements, of c at most. global-norm: each tensor is multiplied by c
-    #   over the root mean square of its norm in all workers, if that is larger. global-value: its
-    #   elements are limited to that root mean square, without gradient_clipping
-    optimizer_sample_ratio: float | None = None  # dgc: fraction sampled for the threshold (0.01)
-    optimizer_strided_sample: bool | None = None  # dgc: at equal distances (true), or uniformly
-    optimizer_max_adaptation_iterations: int | None = None  # dgc: threshold corrections (10).
-    #   Published: max_adaptation_iters
-    optimizer_compress_upper_bound: float | None = None  # dgc: where more elements than this times
-    #   the target exceed the threshold, the largest are sent, otherwise the first in memory (1: the
-    #   largest always). Published: 1.3
-    optimizer_compress_lower_bound: float | None = None  # dgc: the threshold is multiplied by this
-    #   while fewer elements than this times the target exceed it (0.8)
-    optimizer_resample: bool | None = None  # dgc: select the largest elements of a surplus (true),
-    #   or multiply the threshold by compress_upper_bound
-    optimizer_momentum_masking: bool | None = None  # dgc: clear the momentum of sent values (true)
-    optimizer_warmup_epochs: int | None = None  # dgc: epochs in which the fraction falls (0)
-    optimizer_warmup_ratios: Any = None  # dgc: the fraction in each of them, or a number c for c,
-    #   c², c³, … down to keep_ratio. Published: warmup_coeff
-    optimizer_fp16_values: bool | None = None  # dgc: send values with 16 bits (false)
-    optimizer_int32_indices: bool | None = None  # dgc: send indices with 32 bits (true), or 64.
-    #   Published: 64
-
-    # Differences between workers
-    spectrum_logging_params: list[str] = field(default_factory=list)  # names of parameters
-    spectrum_logging_epochs: list[int] = field(default_factory=list)
-    spectrum_logging_worker_pairs: list[Any] = field(default_factory=list)  # [[0, 1], ...]
-
-    # Connection of the processes
-    distributed_backend: str = "auto"  # mpi, gloo or nccl. auto: that of the launcher, torchrun or
-    #   mpirun. NCCL needs a GPU for each process
-    distributed_init_file: str | None = None  # with gloo or nccl, without a launcher: a new file in
-    #   a common folder, in which n_workers processes find each other
-    rank: int = 0  # of this process, with distributed_init_file
-    all_reduce: str = "own"  # own: the same bits with any backend, native: the library's
-
-
 config: DictConfig = configuration.structured(Config)
 output_dir: str | None = None  # None: a new dated folder under output/
 
@@ -258,22 +57,16 @@ output_dir: str | None = None  # None: a new dated folder under output/
 
 def log_metric(name: str, values: Mapping[str, float], tags: Mapping[str, Any]) -> None:
     """A measurement. values: value, epoch, bits and messages (sent by worker 0), seconds."""
-    if _output is not None:
-        _output.write(name, values, tags)
+    recorder.write_row(name, values, tags)
 
 
 def log_info(info: Mapping[str, Any]) -> None:
     """Facts about the run, such as {"state.progress": 0.5}; saved in OUTPUT_DIR/info.json."""
-    if _output is not None:
-        _output.add_info(info)
+    recorder.write_facts(info)
 
 
 def log_runtime(label: str, mean: float, std: float, instances: int) -> None:
     """Seconds of a phase over its `instances` so far. The rows phase_seconds have the sums."""
-
-
-# The folder that the default hooks write to, on process 0 while main() runs.
-_output: Output | None = None
 
 
 # --- The run -------------------------------------------------------------------------------------
@@ -289,218 +82,23 @@ def main(arguments: list[str] | None = None) -> None:
     processes can then go on with another run. torch's global generators and number of threads are
     restored.
     """
-    with torch_kept():
-        asked, wrong = config, None
-        try:
-            asked, name, explicit = _read(arguments)
-        except (ValueError, OSError) as error:
-            wrong = error  # for all processes, when they are connected
-        if spawning.is_spawned():
-            _train_as_replacement()
-            return
-        comm = processes(
-            asked.distributed_backend,
-            asked.distributed_init_file,
-            asked.rank,
-            asked.n_workers or 1,
-        )
-        comm.set_threads()
-        with comm.agreed():
-            if wrong is not None:
-                raise wrong
-            settings = checked(asked, comm, explicit)
-        folder = None
-        with comm.agreed():
-            if comm.rank == 0:
-                key = "evaluate_only" if settings.evaluate_only else "resume"
-                folder = run_to_resume(name, settings[key], key)
-        folder = comm.broadcast(folder)
-        if settings.evaluate_only:
-            _evaluate(settings, comm, folder)
-        else:
-            _train(settings, comm, name, folder)
-
-
-def _train(settings: Any, comm: Processes, name: str | None, folder: Path | None) -> None:
-    """Train a run in the output folder `name`, or resume the one in `folder`."""
-    place: list[Path] = []
-    trainer = Trainer(settings, comm, _hooks_of_run(settings, place), resume_from=folder)
-    comm = trainer.processes
-    with _ended(trainer):
-        global _output
-        with comm.agreed():
-            check_rest(trainer.config, trainer.step, trainer.position[:2], trainer.workers_before)
-            if comm.rank == 0:
-                offset = None if folder is None else trainer.metrics_bytes
-                allowed = settings.allow_lost_rows
-                _output = Output(name, settings, offset, allowed, comm.index)
-        written = None if _output is None else (_output.folder, _output.lost_rows)
-        written = comm.broadcast(written)
-        if written is None:
-            raise Stopped(
-                "the process that prepares the output folder was lost before the first step"
-            )
-        found, lost_rows = written
-        place.append(found)
-        if _output is not None:
-            log_info(trainer.facts())
-            _print_start(trainer, folder)
-        trainer.begin(found)
-        _train_the_rest(trainer, found, lost_rows)
-
-
-def _train_as_replacement() -> None:
-    """Join a run in the place of a process that it has lost, and train the rest of it."""
-    from powergossip.training.asynchronous.links import Replacement
-
-    joining = Replacement()
-    with joining.rejected():
-        trainer = Trainer(
-            joining.config,
-            joining.links.group,
-            _hooks_of_run(joining.config, [joining.folder]),
-            joins=joining.links,
-        )
-    with _ended(trainer):
-        trainer.begin(joining.folder)
-        _train_the_rest(trainer, joining.folder, False)
-
-
-def _train_the_rest(trainer: Trainer, place: Path, save_first: bool) -> None:
-    def report() -> None:
-        global _output
-        if _output is not None:
-            _report(
-                _output.folder,
-                trainer.config.log_verbosity,
-                trainer.metric,
-                trainer.execution.time_is_virtual,
-            )
-            if trainer.processes.can_be_lost:
-                log_info({"lost_workers": trainer.execution.missing})
-            _output.close(COMPLETE)
-        _output = None
-
-    def metrics_offset() -> int:
-        if _output is None:
-            return metrics.complete_bytes(place / metrics.FILE)
-        return _output.rows.synced_offset()
-
-    try:
-        trainer.train(Checkpoints(place, trainer.processes), metrics_offset, save_first)
-    except Interrupted as error:
-        program = f"{launch.command(trainer.processes)} {shlex.quote(os.path.relpath(__file__))}"
-        command = f"{program} --output-dir {shlex.quote(str(place))} resume=true"
-        raise Interrupted(f"{error}; resume with: {command}", error.signal) from None
-    trainer.end(report)
-    missing = trainer.execution.missing
-    if missing and trainer.processes.rank == 0:
-        print(complete_without(missing, trainer.config.n_workers))
-
-
-@contextmanager
-def _ended(trainer: Trainer) -> Iterator[None]:
-    """A block, after which the trainer and the output are closed, unless others write to it."""
-    global _output
-    ending = None
-    try:
-        yield
-    except Dropped:
-        _output = None
-        raise
-    except BaseException as error:
-        ending = type(error).__name__
-        raise
-    finally:
-        trainer.close()
-        if _output is not None:
-            _output.close(ending)
-        _output = None
-
-
-def _hooks_of_run(settings: Any, place: Sequence[Path]) -> Hooks:
-    """The hooks of a run in the folder place[0]. They go on with the output of a lost process."""
-
-    def take_over(rows: Sequence[Row], process: int) -> None:
-        global _output
-        _output = output.take_over(place[0], settings, rows, process)
-
-    return replace(_hooks(), take_over=take_over)
-
-
-def _evaluate(settings: Any, comm: Processes, folder: Path | None) -> None:
-    """Evaluate a checkpoint of the run in `folder` and print the table.
-
-    The rows are for log_metric, which a driver may replace. The default one writes nothing here.
-    """
-    rows: list[dict[str, Any]] = []
-    trainer = Trainer(settings, comm, _hooks(rows), resume_from=folder)
-    trainer.evaluate()
-    trainer.close()
-    if comm.rank == 0:
-        print(f"The {settings.checkpoint} checkpoint of {folder}, after step {trainer.step}")
-        print(tables.summary(metrics.frame(rows), trainer.execution.time_is_virtual))
-
-
-def _read(arguments: list[str] | None) -> tuple[DictConfig, str | None, list[str]]:
-    """The configuration and output folder after the arguments, and the keys given explicitly."""
-    asked = config.copy()
-    if arguments is None:
-        return asked, configuration.path_of_driver(output_dir), []
-    description = (__doc__ or "").split("\n\n")[0]
-    notes = f"defaults of each task:\n{defaults_of_tasks()}"
-    found = configuration.read_command_line(asked, arguments, description, notes)
-    explicit = [key for key, source in found.given.items() if source.explicit]
-    return asked, found.output_dir or configuration.path_of_driver(output_dir), explicit
-
-
-def _print_start(trainer: Trainer, resumed: Path | None) -> None:
-    """Print the settings that are not defaults, and a hint or the state of a resumed run."""
-    settings = trainer.config
-    if trainer.is_complete:
-        print(
-            f"the run in {resumed} was complete: {settings.num_epochs} epochs; "
-            "a larger num_epochs prolongs it"
-        )
-    elif settings.log_verbosity > 0:
-        print(configuration.changed(settings, Config))
-        if resumed is not None:
-            print(f"resumed after step {trainer.step} of {trainer.total_steps}")
-            if trainer.workers_before != settings.n_workers:
-                print(resizing.sentence(trainer.workers_before, settings.n_workers))
-        elif trainer.hint:
-            print(trainer.hint)
-
-
-def _hooks(rows: list[dict[str, Any]] | None = None) -> Hooks:
-    """The module's hooks, as they are when a measurement is made. `rows` collects the rows."""
-
-    def metric(name: str, values: Mapping[str, float], tags: Mapping[str, Any]) -> None:
-        if rows is not None:
-            rows.append({"name": name, **values, **tags})
-        log_metric(name, values, tags)
-
-    return Hooks(
-        log_metric=metric,
+    # The hooks, as they are when a measurement is made.
+    hooks = Hooks(
+        log_metric=lambda *row: log_metric(*row),
         log_info=lambda facts: log_info(facts),
         log_runtime=lambda *phase: log_runtime(*phase),
     )
-
-
-def _report(folder: Path, verbosity: int, metric: str, time_is_virtual: bool = False) -> None:
-    """Draw the figure and print the table, unless a driver's log_metric has the rows."""
-    rows = metrics.load(folder)
-    if rows.empty:
-        if verbosity > 0:
-            print(f"complete; no rows in {folder / metrics.FILE}, since log_metric was replaced")
-    else:
-        figure = folder / FIGURE
-        try:
-            figures.figure(rows, figure, metric)
-        except OSError as error:
-            raise CannotWrite(f"{figure}: {error.strerror or error}; rows are kept") from error
-        table = tables.summary(rows, time_is_virtual)
-        print(f"\n{table}\n\nrows: {folder / metrics.FILE}\nfigure: {figure}")
+    with torch_kept():
+        run = begin(config, arguments, output_dir, (__doc__ or "").split("\n\n")[0])
+        if run.config.evaluate_only:
+            recorder.evaluate(run, hooks)
+            return
+        record = Recorder(run, hooks, __file__)
+        trainer = run.trainer(record.hooks)
+        with record.recording(trainer):
+            saved = record.checkpoints(trainer)
+            trainer.train(saved, record.offset, save_first=record.rows_were_lost)
+            trainer.end(lambda: record.report(trainer))
 
 
 def command() -> None:

@@ -56,7 +56,7 @@ from powergossip.network.resilient import bootstrap
 from powergossip.network.resilient.messages import Wire
 from powergossip.runs import checkpoints, configuration
 from powergossip.runs.metrics import MetricsLog
-from powergossip.training import construction
+from powergossip.training import construction, recorder
 from powergossip.training.asynchronous.execution import AcrossProcesses
 from powergossip.training.asynchronous.workers import EdgeWorkers
 from powergossip.training.evaluation import Evaluation
@@ -250,8 +250,8 @@ Trainer.end = before("end", Trainer.end)  # type: ignore[method-assign]
 Evaluation.__call__ = before("evaluate", Evaluation.__call__)  # type: ignore[method-assign]
 construction.make_task = before("load", construction.make_task)
 if not plan.get("report", True):
-    train._report = lambda *_: None
-train._report = before("figure", train._report)
+    recorder.report = lambda *_: None
+recorder.report = before("figure", recorder.report)
 if "dump" in plan:
     faulthandler.dump_traceback_later(plan["dump"], file=open(log, "a"))  # noqa: SIM115
 if process in plan.get("files", {}):

@@ -484,7 +484,7 @@ LIMITED = """
 import resource, signal, sys
 import train
 from powergossip.runs import configuration
-from powergossip.training.execution import Together
+from powergossip.training.trainer import Trainer
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 original = Trainer._save
 def save(run, checkpoints, offset, position, score=None):
@@ -518,7 +518,7 @@ ROWS_LIMITED = """
 import resource, signal
 import train
 from powergossip.runs import configuration
-from powergossip.training.execution import Together
+from powergossip.training.trainer import Trainer
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 original = Trainer.train
 def limited(run, *rest):

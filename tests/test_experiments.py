@@ -37,6 +37,7 @@ from experiments.runner import Experiment, Folder, Results, Run, carry_out
 from powergossip.errors import BadInput
 from powergossip.network import Processes
 from powergossip.runs import configuration
+from powergossip.training.settings import checked
 from tests import slurm
 from tests.launch import ROOT, python, stand_in
 
@@ -415,7 +416,7 @@ def test_configurations_are_accepted(name: str) -> None:
         processes.transport = "mpi" if run.processes > 1 else processes.transport
         if module is train:
             explicit = [key for key, source in given.items() if source.explicit]
-            train.checked(config, processes, explicit)
+            checked(config, processes, explicit)
         else:
             gossip_run.checked(config, processes)
     assert len({run.identity for run in first}) == len(first)

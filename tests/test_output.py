@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import train
 from powergossip import trees
 from powergossip.errors import CannotWrite, Dropped
 from powergossip.network import Processes
@@ -16,6 +15,7 @@ from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.files import Drafts
 from powergossip.runs.metrics import FILE
 from powergossip.runs.output import FIGURE, Output
+from powergossip.training import recorder
 
 
 @pytest.fixture
@@ -163,4 +163,4 @@ def test_a_figure_on_a_full_disk_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text(json.dumps(row | {"split": "test_avg"}) + "\n")
     (tmp_path / FIGURE).symlink_to("/dev/full")
     with pytest.raises(CannotWrite, match=FIGURE):
-        train._report(tmp_path, 0, "accuracy")
+        recorder.report(tmp_path, 0, "accuracy")

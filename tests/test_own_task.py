@@ -32,6 +32,7 @@ from powergossip.runs.checkpoints import Checkpoints
 from powergossip.tasks import Datasets, DatasetTask, user_functions
 from powergossip.tasks.shards import Shards, by_group
 from powergossip.tasks.user_functions import UserCodeError
+from powergossip.training import recorder
 from tests import launch
 from tests.helpers import reproducible, wait_until
 from tests.small_data import options
@@ -133,13 +134,13 @@ class Scores(nn.Module):
         return self.linear(numbers[:, None] / N)
 
 
-REPORT = train._report
+REPORT = recorder.report
 
 
 @pytest.fixture(autouse=True)
 def without_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """A table and a figure take longer than these runs."""
-    monkeypatch.setattr(train, "_report", lambda *_: None)
+    monkeypatch.setattr(recorder, "report", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)
@@ -782,7 +783,7 @@ def test_a_name_is_found_in_a_package_and_as_an_attribute(
 def test_a_run_has_the_defaults_of_the_module_and_records_names(
     module: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train, "_report", REPORT)
+    monkeypatch.setattr(recorder, "report", REPORT)
     name = module()
     train.main([*TINY, f"task={name}:with_model", "task_options.width=3", "--output-dir", "out"])
     config = OmegaConf.load("out/config.yaml")

@@ -15,6 +15,7 @@ from powergossip.consensus.settings import num_steps
 from powergossip.network import Processes
 from powergossip.runs import configuration, metrics
 from powergossip.training import schedule
+from powergossip.training.settings import checked
 from tests.small_data import write_cifar
 
 FOLDER = presets.FOLDER
@@ -149,7 +150,7 @@ def test_the_defaults_of_the_published_program_are_a_preset_and_those_of_its_tas
     assert c.task_options == PIXELS
     alone = configuration_of("task=Cifar")
     for key in tasks.defaults("Cifar"):
-        assert alone[key] == train.checked(c, Processes())[key], key
+        assert alone[key] == checked(c, Processes())[key], key
     assert (alone.task_architecture, alone.batch_size, alone.num_epochs) == ("ResNet18", 128, 300)
     assert alone.lr_schedule_milestones == [[150, 0.1], [250, 0.1]]
     assert (alone.learning_rate, alone.momentum, alone.weight_decay) == (0.1, 0.9, 1e-4)
@@ -159,7 +160,7 @@ def configuration_of(*given: str) -> Any:
     """The checked configuration of a command line."""
     config = OmegaConf.structured(train.Config)
     configuration.read_command_line(config, given, "")
-    return train.checked(config, Processes())
+    return checked(config, Processes())
 
 
 # The published configurations of DGC.

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 import train
 from powergossip.network import processes
+from powergossip.training import recorder
 
 TINY = ["task_architecture=MLP", "num_epochs=1", "max_steps_per_epoch=2", "log_verbosity=0"]
 
@@ -37,7 +38,7 @@ def assert_nothing_stays(
 ) -> None:
     """After a second run as much is held as after the first one, before which one filled caches."""
     monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
-    monkeypatch.setattr(train, "_report", lambda *_: None)  # a table and a figure
+    monkeypatch.setattr(recorder, "report", lambda *_: None)  # a table and a figure
     counts = []
     for run in ("warm-up", "first", "second"):
         place = processes().broadcast(str(folder / run))

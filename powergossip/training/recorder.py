@@ -1,0 +1,181 @@
+"""The record of a run: its output folder, written by one of the processes."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from powergossip.errors import CannotWrite, Dropped, Interrupted, Stopped
+from powergossip.runs import configuration, figures, metrics, output, tables
+from powergossip.runs.checkpoints import Checkpoints
+from powergossip.runs.output import COMPLETE, FIGURE, Output
+from powergossip.training import resizing
+from powergossip.training.config import Config
+from powergossip.training.ending import complete_without
+from powergossip.training.measurements import Hooks, Row
+from powergossip.training.resuming import check_rest
+from powergossip.training.start import Run
+from powergossip.training.trainer import Trainer
+
+_now: "Recorder | None" = None  # of the run in progress
+
+
+def write_row(name: str, values: Mapping[str, float], tags: Mapping[str, Any]) -> None:
+    """Write a row of the run in progress, in the process that writes."""
+    if _now is not None and _now.output is not None:
+        _now.output.write(name, values, tags)
+
+
+def write_facts(facts: Mapping[str, Any]) -> None:
+    """Write facts about the run in progress, in the process that writes."""
+    if _now is not None and _now.output is not None:
+        _now.output.add_info(facts)
+
+
+class Recorder:
+    """Writes the output folder of a run: on process 0, or if that is lost, on the next one left.
+
+    run       # that begins
+    given     # the hooks of the entry point
+    program   # its file, for the command that resumes the run
+
+    hooks           # the same, for a writer that takes over, too
+    folder          # of the run, in all processes, within `recording`
+    rows_were_lost  # whether rows of a resumed run were missing
+    """
+
+    def __init__(self, run: Run, given: Hooks, program: str):
+        self._run, self._program = run, program
+        self.hooks = replace(given, take_over=self._take_over)
+        self.folder = Path() if run.joined is None else run.joined
+        self.rows_were_lost = False
+        self.output: Output | None = None  # in the process that writes
+
+    @contextmanager
+    def recording(self, trainer: Trainer) -> Iterator[None]:
+        """A block that trains the run in its folder. At its end both are closed.
+
+        Raises BadInput, in all processes, if the folder cannot be written.
+        """
+        global _now
+        _now, ending = self, None
+        try:
+            if self._run.joined is None:
+                self._open(trainer)
+            trainer.begin(self.folder)
+            yield
+            missing = trainer.execution.missing
+            if missing and trainer.processes.rank == 0:
+                print(complete_without(missing, trainer.config.n_workers))
+        except Dropped:
+            self.output = None  # others write to the folder
+            raise
+        except Interrupted as error:
+            ending = type(error).__name__
+            command = self._run.command(self._program, self.folder)
+            raise Interrupted(f"{error}; resume with: {command}", error.signal) from None
+        except BaseException as error:
+            ending = type(error).__name__
+            raise
+        finally:
+            trainer.close()
+            if self.output is not None:
+                self.output.close(ending)
+            _now = self.output = None
+
+    def _open(self, trainer: Trainer) -> None:
+        """Begin or resume the folder of the run. All processes call it."""
+        c, run, processes = trainer.config, self._run, trainer.processes
+        with processes.agreed():
+            check_rest(c, trainer.step, trainer.position[:2], trainer.workers_before)
+            if processes.rank == 0:
+                offset = None if run.resumed is None else trainer.metrics_bytes
+                allowed, index = c.allow_lost_rows, processes.index
+                self.output = Output(run.name, c, offset, allowed, index)
+        own = None if self.output is None else (self.output.folder, self.output.lost_rows)
+        found = processes.broadcast(own)
+        if found is None:
+            text = "the process that prepares the output folder was lost before the first step"
+            raise Stopped(text)
+        self.folder, self.rows_were_lost = found
+        if self.output is not None:
+            self.hooks.log_info(trainer.facts())
+            _print_start(trainer, run.resumed)
+
+    def checkpoints(self, trainer: Trainer) -> Checkpoints:
+        """Where the run is saved."""
+        return Checkpoints(self.folder, trainer.processes)
+
+    def offset(self) -> int:
+        """The bytes of metrics.jsonl that are on the disk."""
+        if self.output is None:
+            return metrics.complete_bytes(self.folder / metrics.FILE)
+        return self.output.rows.synced_offset()
+
+    def report(self, trainer: Trainer) -> None:
+        """Draw the figure and print the table, in the process that writes. The run is complete."""
+        if self.output is not None:
+            c, virtual = trainer.config, trainer.execution.time_is_virtual
+            report(self.folder, c.log_verbosity, trainer.metric, virtual)
+            if trainer.processes.can_be_lost:
+                self.hooks.log_info({"lost_workers": trainer.execution.missing})
+            self.output.close(COMPLETE)
+        self.output = None
+
+    def _take_over(self, rows: Sequence[Row], process: int) -> None:
+        """Go on with the output of a process that was lost."""
+        self.output = output.take_over(self.folder, self._run.config, rows, process)
+
+
+def _print_start(trainer: Trainer, resumed: Path | None) -> None:
+    """Print the settings that are not defaults, and a hint or the state of a resumed run."""
+    settings = trainer.config
+    if trainer.is_complete:
+        print(
+            f"the run in {resumed} was complete: {settings.num_epochs} epochs; "
+            "a larger num_epochs prolongs it"
+        )
+    elif settings.log_verbosity > 0:
+        print(configuration.changed(settings, Config))
+        if resumed is not None:
+            print(f"resumed after step {trainer.step} of {trainer.total_steps}")
+            if trainer.workers_before != settings.n_workers:
+                print(resizing.sentence(trainer.workers_before, settings.n_workers))
+        elif trainer.hint:
+            print(trainer.hint)
+
+
+def report(folder: Path, verbosity: int, metric: str, time_is_virtual: bool = False) -> None:
+    """Draw the figure and print the table, unless a driver's log_metric has the rows."""
+    rows = metrics.load(folder)
+    if rows.empty:
+        if verbosity > 0:
+            print(f"complete; no rows in {folder / metrics.FILE}, since log_metric was replaced")
+        return
+    figure = folder / FIGURE
+    try:
+        figures.figure(rows, figure, metric)
+    except OSError as error:
+        raise CannotWrite(f"{figure}: {error.strerror or error}; rows are kept") from error
+    table = tables.summary(rows, time_is_virtual)
+    print(f"\n{table}\n\nrows: {folder / metrics.FILE}\nfigure: {figure}")
+
+
+def evaluate(run: Run, hooks: Hooks) -> None:
+    """Evaluate a checkpoint of the run in a folder, and print the table.
+
+    The rows are for the hooks. The folder stays as it is.
+    """
+    rows: list[dict[str, Any]] = []
+
+    def metric(name: str, values: Mapping[str, float], tags: Mapping[str, Any]) -> None:
+        rows.append({"name": name, **values, **tags})
+        hooks.log_metric(name, values, tags)
+
+    trainer = run.trainer(replace(hooks, log_metric=metric))
+    trainer.evaluate()
+    trainer.close()
+    if run.processes.rank == 0:
+        print(f"The {run.config.checkpoint} checkpoint of {run.resumed}, after step {trainer.step}")
+        print(tables.summary(metrics.frame(rows), trainer.execution.time_is_virtual))

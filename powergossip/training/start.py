@@ -1,0 +1,105 @@
+"""The start of a run: its configuration, its processes, and the folder that it resumes."""
+
+import os
+import shlex
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from powergossip.network import Processes, launch, processes
+from powergossip.network.resilient import spawning
+from powergossip.runs import configuration
+from powergossip.runs.output import run_to_resume
+from powergossip.training.measurements import Hooks
+from powergossip.training.settings import checked, defaults_of_tasks
+from powergossip.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is about to begin.
+
+    config     # checked, with the defaults of its task and method
+    processes  # connected
+    name       # of the output folder that was asked for, or None
+    resumed    # the folder of the run to resume or to evaluate, or None
+    joined     # of a process that joins a run: its folder
+    joins      # and its connection
+    rejected   # the context of the construction of a trainer, which may be rejected
+    """
+
+    config: Any
+    processes: Processes
+    name: str | None = None
+    resumed: Path | None = None
+    joined: Path | None = None
+    joins: Any = None
+    rejected: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def trainer(self, hooks: Hooks) -> Trainer:
+        """The trainer of the run. All processes call it. Raises BadInput."""
+        with self.rejected():
+            return Trainer(
+                self.config, self.processes, hooks, resume_from=self.resumed, joins=self.joins
+            )
+
+    def command(self, program: str, folder: Path) -> str:
+        """The command that resumes the run."""
+        start = f"{launch.command(self.processes)} {shlex.quote(os.path.relpath(program))}"
+        return f"{start} --output-dir {shlex.quote(str(folder))} resume=true"
+
+
+def begin(
+    config: DictConfig, arguments: Sequence[str] | None, output_dir: str | None, description: str
+) -> Run:
+    """Read the arguments and connect the processes.
+
+    config       # of the entry point. It stays as it is
+    arguments    # of a command line, or None
+    output_dir   # the folder of a driver, without --output-dir
+    description  # of the entry point, for --help
+
+    Raises BadInput, in all processes.
+    """
+    asked, wrong, name, explicit = config.copy(), None, output_dir, list[str]()
+    try:
+        name, explicit = _read(asked, arguments, output_dir, description)
+    except (ValueError, OSError) as error:
+        wrong = error  # for all processes, when they are connected
+    if spawning.is_spawned():
+        from powergossip.training.asynchronous.links import Replacement
+
+        new = Replacement()
+        group, rejected = new.links.group, new.rejected
+        return Run(new.config, group, joined=new.folder, joins=new.links, rejected=rejected)
+    found = processes(
+        asked.distributed_backend, asked.distributed_init_file, asked.rank, asked.n_workers or 1
+    )
+    found.set_threads()
+    with found.agreed():
+        if wrong is not None:
+            raise wrong
+        settings = checked(asked, found, explicit)
+    resumed = None
+    with found.agreed():
+        if found.rank == 0:
+            key = "evaluate_only" if settings.evaluate_only else "resume"
+            resumed = run_to_resume(name, settings[key], key)
+    return Run(settings, found, name, found.broadcast(resumed))
+
+
+def _read(
+    asked: DictConfig, arguments: Sequence[str] | None, output_dir: str | None, description: str
+) -> tuple[str | None, list[str]]:
+    """Apply the arguments. Returns the output folder, and the keys given explicitly."""
+    folder = configuration.path_of_driver(output_dir)
+    if arguments is None:
+        return folder, []
+    notes = f"defaults of each task:\n{defaults_of_tasks()}"
+    found = configuration.read_command_line(asked, list(arguments), description, notes)
+    explicit = [key for key, source in found.given.items() if source.explicit]
+    return found.output_dir or folder, explicit
