@@ -97,7 +97,7 @@ def main(arguments: list[str] | None = None) -> None:
         trainer = run.trainer(record.hooks)
         with record.recording(trainer):
             saved = record.checkpoints(trainer)
-            trainer.train(saved, record.offset, save_first=record.rows_were_lost)
+            trainer.train(saved, record.offset, record.rows_were_lost)
             trainer.end(lambda: record.report(trainer))
 
 

@@ -2,12 +2,13 @@
 
 Eight workers have fixed shards of the training data. A method is a pair of an averaging rule and a
 learning rule. The learning rate falls to 0 as a cosine: a learning rate above 0 at the end leaves
-differences between neighbors in proportion to it. There are two stages:
+differences between neighbors in proportion to it. There are three stages:
 
 1. The same learning rates for each method, in a part of the epochs. A tenth of the training data is
    held out to compare them.
-2. The best one with three other seeds, all epochs and all training data, evaluated on the test
-   data.
+2. The best of them and the next smaller one in all epochs, on the same data: some methods are
+   unstable later with the largest rate that is good at first.
+3. The better one with three other seeds and all training data, evaluated on the test data.
 """
 
 from collections.abc import Mapping, Sequence
@@ -94,11 +95,11 @@ def experiment(
     tuning_epochs: int = 2,
     seeds: Sequence[int] = SEEDS,
 ) -> Experiment:
-    """An experiment of two stages, see the module.
+    """An experiment of three stages, see the module.
 
     methods        # PLAIN among them
     measure        # of the mean model: accuracy, where larger is better, or perplexity
-    rates          # learning rates
+    rates          # learning rates, ascending
     tuning_epochs  # of the first stage
     """
     values = {key: value for key, value in values.items() if key != "lr_schedule_milestones"}
@@ -112,13 +113,22 @@ def experiment(
     short = TUNING | {"num_epochs": tuning_epochs}
     tuning = {method: [run(method, rate, short) for rate in rates] for method in methods}
 
-    def final(results: Results) -> dict[Pair, list[Run]]:
+    def best(tried: Sequence[Run], results: Results) -> float:
+        found = max(tried, key=lambda of: score(results(of), measure, "valid_avg"))
+        return float(found.values["learning_rate"])
+
+    def in_all_epochs(results: Results) -> dict[Pair, list[Run]]:
         found = {}
         for method, tried in tuning.items():
-            best = max(tried, key=lambda of: score(results(of), measure, "valid_avg"))
-            rate = best.values["learning_rate"]
-            found[method] = [run(method, rate, {"seed": seed}) for seed in seeds]
+            at = rates.index(best(tried, results))
+            found[method] = [run(method, r, TUNING) for r in rates[max(0, at - 1) : at + 1]]
         return found
+
+    def final(results: Results) -> dict[Pair, list[Run]]:
+        return {
+            method: [run(method, best(tried, results), {"seed": seed}) for seed in seeds]
+            for method, tried in in_all_epochs(results).items()
+        }
 
     def report(results: Results, folder: Path) -> str:
         runs = final(results)
@@ -126,16 +136,18 @@ def experiment(
         note = (
             f"{sentence_case(title)}.\n\nMean ± standard deviation of {count(len(seeds), 'seed')}. "
             f"Each method has momentum {MOMENTUM:g} and the best of the learning rates "
-            f"{listed(rates)}, compared after {count(tuning_epochs, 'epoch')} on "
+            f"{listed(rates)}: they are compared after {count(tuning_epochs, 'epoch')}, then the "
+            f"best and the next smaller one after {values['num_epochs']} epochs, on "
             f"{VALIDATION_RATIO:.0%} of the training data, held out, with a seed of their own. In "
-            f"the {values['num_epochs']} epochs of a run, the learning rate falls to 0 as a "
-            "cosine. MB sent are the mean of the workers in a run."
+            "a run, the learning rate falls to 0 as a cosine. MB sent are the mean of the workers "
+            "in a run."
         )
         table = _table(runs, results, measure)
         return f"{note}\n\n{table}\n\n![{measure} against megabytes](figure.svg)\n"
 
     stages = [
         lambda results: [tried for of_method in tuning.values() for tried in of_method],
+        lambda results: [tried for two in in_all_epochs(results).values() for tried in two],
         lambda results: [of_seed for of_seeds in final(results).values() for of_seed in of_seeds],
     ]
     return Experiment(title, stages, report)

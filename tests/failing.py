@@ -190,7 +190,7 @@ def with_lateness(find_late: Any) -> Any:
     def find(self: WallClock, worker: Any) -> None:
         global late
         now = time.monotonic()
-        for j in worker.waiting_for() if self._survives else ():
+        for j in worker.waiting_for() if self.survives else ():
             if now > (due := self._due(worker.index, j)):
                 late += 1
                 gaps["overshoot"] = max(gaps["overshoot"], now - due)
@@ -274,8 +274,10 @@ def main(arguments: list[str]) -> None:
 
 configuration.run_entry_point(main)
 (trainer,) = found
-for worker, x in zip(trainer.network.workers, trainer.parameters.x, strict=True):
-    row |= {"worker": worker, "digest": hashlib.sha256(x.numpy().tobytes()).hexdigest()}
+network = trainer.network
+for worker, x, bits in zip(network.workers, trainer.parameters.x, network.bits, strict=True):
+    digest = hashlib.sha256(x.numpy().tobytes()).hexdigest()
+    row |= {"worker": worker, "digest": digest, "bits": int(bits)}
     row |= {**gaps, "late": late, "seconds": trainer.execution.watch.seconds}
     sys.stdout.write(json.dumps(row) + "\n")
 sys.stdout.flush()

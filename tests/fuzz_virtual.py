@@ -279,7 +279,7 @@ def _check_replay(case: Case, whole: Trainer, rows: list[dict[str, Any]], folder
     run = _built(replace(case, train={**case.train, **replay}), again)
     run.train()
     _check_same(whole, run, "a replay")
-    keep = ("value", "messages")  # bits of a run include what its workers know of lost ones
+    keep = ("value", "messages", "bits")
     _require(_rows(again, keep) == _rows(rows, keep), "a replay has the same rows")
 
 

@@ -18,7 +18,7 @@ from powergossip import tasks
 from powergossip.errors import BadInput
 from powergossip.runs import configuration
 from powergossip.runs.output import Output, plain_copy
-from powergossip.training import schedule
+from powergossip.training import recorder, schedule
 from tests import launch
 
 
@@ -132,7 +132,8 @@ def test_arguments_of_a_run_are_not_those_of_the_next(
         seen.append((name, config.seed, config.n_workers))
         raise ValueError("seen")
 
-    monkeypatch.setattr(program, "Output", stop)
+    where = recorder if program is train else program
+    monkeypatch.setattr(where, "Output", stop)
     config = program.config.copy()
     config.n_workers = 2
     monkeypatch.setattr(program, "config", config)

@@ -196,6 +196,7 @@ def test_a_run_goes_on_without_killed_processes_and_can_be_replayed(method, goss
     for row in rows:
         x = replayed.parameters.x[row["worker"]]
         assert hashlib.sha256(x.numpy().tobytes()).hexdigest() == row["digest"]
+        assert replayed.network.bits[row["worker"]] == row["bits"], "with those of views"
 
 
 def test_others_go_on_without_a_stopped_process_which_catches_up(tmp_path):

@@ -393,8 +393,8 @@ class BatchByEdges:
                 "error" if fine else "diverged",
                 error if fine else step,
                 self._sweep.tags(self._name, setting),
-                clock.bits[0],
-                clock.messages[0],
+                int(clock.counter.bits[0]),
+                int(clock.counter.messages[0]),
                 clock.now,
             )
         ]

@@ -11,6 +11,7 @@ exchange (−1 where there is none). A real run and the virtual clock write the 
     die                       the worker ends
     join                      a replacement begins with the mean of its neighbors' x. k: its steps
     epoch                     the end of epoch k, after its evaluation
+    views                     messages carry the view of their sender, in k bits (−1: any number)
 
 The events of a worker are in the order in which they happened to it, and a part is sent before it
 is applied. That determines every bit of the run.
@@ -92,6 +93,8 @@ def merged(parts: Sequence[Sequence[Entry]], lost: Iterable[int]) -> list[Entry]
     """
     sent: Counter[tuple[int, int, int]] = Counter()  # i, j, k → sent, not applied
     joins: Counter[int] = Counter()  # worker → replacements so far
+    of_run = [entry for part in parts for entry in part if entry.kind == "views"][:1]
+    parts = [[entry for entry in part if entry.kind != "views"] for part in parts]
     queues = [deque(part) for part in parts]
     hosts: dict[int, list[int]] = defaultdict(list)  # worker → its parts
     learning: dict[tuple[int, int], list[int]] = defaultdict(list)  # worker, version → parts
@@ -125,7 +128,7 @@ def merged(parts: Sequence[Sequence[Entry]], lost: Iterable[int]) -> list[Entry]
         for entry in part:
             opening.setdefault(entry.worker, entry.kind)
     silent = (lost - set(opening)) | {w for w, kind in opening.items() if kind == "join"}
-    found = [Entry(0.0, "die", worker, -1, -1) for worker in sorted(silent)]
+    found = [*of_run, *(Entry(0.0, "die", worker, -1, -1) for worker in sorted(silent))]
 
     def take(queue: deque[Entry]) -> Entry:
         entry = queue.popleft()

@@ -9,13 +9,15 @@ from powergossip.checks import BadValue
 from powergossip.events.clock import Compute, Make, begin_late
 from powergossip.events.members import View, raised
 from powergossip.events.order import Entry
+from powergossip.events.packing import bits_of_view
 from powergossip.events.worker import Message, Worker, packed, unpacked
+from powergossip.network.counter import Counter
 
 
 class Replay:
     """Lets the events of a file happen again, to workers in their state at the start.
 
-    The attributes and methods are those of VirtualClock. Bits are those of the parts. Raises
+    The attributes and methods are those of VirtualClock. It counts what the run counted. Raises
     BadValue where the file ends before the steps of `run`.
 
     steps_per_epoch  # of each worker
@@ -28,13 +30,16 @@ class Replay:
         x: Tensor,
         make: Make,
         compute: Compute,
+        counter: Counter | None = None,
     ):
         n = len(x)
         first = {entry.worker: entry.kind for entry in reversed(entries)}
         # A worker that joins after the last event has none.
         absent = [i for i in range(n) if entries and first.get(i, "join") == "join"]
         self.now = 0.0
-        self.bits, self.messages = [0] * n, [0] * n
+        self.counter = counter or Counter(n)
+        # Bits of the view in each message of the run: none, a number, or below 0 by its contents.
+        self._bits_of_view = next((e.counter for e in entries if e.kind == "views"), 0)
         self.order: list[Entry] = []  # nothing new: the file has all events
         self._entries, self._next, self._steps_per_epoch = entries, 0, steps_per_epoch
         self._x, self._make, self._compute = x, make, compute
@@ -84,7 +89,7 @@ class Replay:
         entry = self._entries[self._next]
         self._next += 1
         self.now = max(self.now, entry.time)
-        if entry.kind == "epoch":
+        if entry.kind in ("epoch", "views"):
             return
         if entry.kind in ("die", "join"):
             self._versions = raised(self._versions, entry.worker)
@@ -96,8 +101,7 @@ class Replay:
             )
             self._workers[entry.worker] = joined
             for j in sources:
-                self.bits[j] += 8 * self._x[j].numel() * self._x.element_size()
-                self.messages[j] += 1
+                self.counter.add(j, 8 * self._x[j].numel() * self._x.element_size())
             return
         worker = self._workers[entry.worker]
         self._happen(worker, entry)
@@ -118,8 +122,9 @@ class Replay:
             worker.start(j)
             ((_, message),) = worker.take_outbox()
             assert message.part is not None
-            self.bits[i] += 8 * message.part.numel() * message.part.element_size()
-            self.messages[i] += 1
+            of_view = self._bits_of_view
+            of_view = of_view if of_view >= 0 else bits_of_view(message.view)
+            self.counter.add(i, 8 * message.part.numel() * message.part.element_size() + of_view)
             self._parts[i, j, message.incarnation, message.k] = message
         elif entry.kind in ("apply", "skip"):
             message = self._parts.pop((j, i, worker.edges[j].incarnation, entry.counter))
@@ -131,13 +136,11 @@ class Replay:
             worker.learn(tuple(max(v, entry.counter * (w == j)) for w, v in enumerate(worker.view)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but x and the file. For load_state_dict."""
+        """Everything but x, the file and the counter. For load_state_dict."""
         return {
             "now": self.now,
             "next": self._next,
             "versions": list(self._versions),
-            "bits": list(self.bits),
-            "messages": list(self.messages),
             "parts": [[list(key), packed(message)] for key, message in self._parts.items()],
             "workers": {index: worker.state_dict() for index, worker in self._workers.items()},
         }
@@ -146,7 +149,6 @@ class Replay:
         """Restore the state returned by `state_dict()`, after x."""
         self.now, self._next = state["now"], state["next"]
         self._versions = tuple(state["versions"])
-        self.bits[:], self.messages[:] = state["bits"], state["messages"]
         self._parts = {(i, j, e, k): unpacked(m) for (i, j, e, k), m in state["parts"]}
         self._workers = {}
         for index, saved in state["workers"].items():

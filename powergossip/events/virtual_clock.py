@@ -18,6 +18,7 @@ from powergossip.events.members import View, raised
 from powergossip.events.order import Entry
 from powergossip.events.scenario import Scenario
 from powergossip.events.worker import Action, Message, Worker, packed, unpacked
+from powergossip.network.counter import Counter
 
 # At the same time, in this order.
 _KINDS = ("die", "join", "stop", "notice", "arrive", "resume")
@@ -42,7 +43,7 @@ class VirtualClock:
 
     now       # virtual seconds since the start
     workers   # index → Worker, of those alive
-    bits, messages  # sent by each worker: int [worker]
+    counter   # of the bits and messages of each worker
     order     # entries for order.write
     """
 
@@ -53,11 +54,14 @@ class VirtualClock:
         make: Make,
         compute: Compute,
         record: bool = False,
+        counter: Counter | None = None,
     ):
         self.scenario, self._x, self._make, self._compute = scenario, x, make, compute
         self.now, self.record = 0.0, record
-        self.bits, self.messages = [0] * scenario.n_workers, [0] * scenario.n_workers
+        self.counter = counter or Counter(scenario.n_workers)
         self.order: list[Entry] = []
+        if record and scenario.elastic:
+            self.order.append(Entry(0.0, "views", -1, -1, self._bits_of_view()))
         self._heap: list[tuple[float, int, int, list[Any]]] = []
         self._planned = 0
         self._lives: dict[int, _Lives] = {}
@@ -182,11 +186,9 @@ class VirtualClock:
         self._write_order(worker)
         for j, message in worker.take_outbox():
             assert message.part is not None
-            bits = 8 * message.part.numel() * message.part.element_size()
-            if scenario.elastic:
-                bits += self._bits_of_view()
-            self.bits[i] += bits
-            self.messages[i] += 1
+            of_view = self._bits_of_view() if scenario.elastic else 0
+            bits = 8 * message.part.numel() * message.part.element_size() + of_view
+            self.counter.add(i, bits)
             arrival = self.now + scenario.delay(i, j, message.k, bits)
             if scenario.lost(i, j, message.k):
                 message = Message(message.k, message.incarnation, message.view, None)
@@ -243,8 +245,7 @@ class VirtualClock:
         joined, sources = begin_late(index, -1, self._versions, self.workers, self._x, self._make)
         self._write("join", index, joined.steps)
         for j in sources:
-            self.bits[j] += 8 * self._x[j].numel() * self._x.element_size()
-            self.messages[j] += 1
+            self.counter.add(j, 8 * self._x[j].numel() * self._x.element_size())
             self._notice(j, list(joined.view))
         self._begin(joined)
 
@@ -260,7 +261,7 @@ class VirtualClock:
     # --- State ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but x: the events planned, the workers, the counters. For load_state_dict."""
+        """Everything but x and the counter: the events planned, the workers."""
         events = []
         for time, kind, planned, values in sorted(self._heap, key=lambda event: event[:3]):
             plain = [packed(v) if isinstance(v, Message) else v for v in values]
@@ -272,8 +273,6 @@ class VirtualClock:
             "events": events,
             "resuming": sorted(self._resuming),
             "stopped": {index: list(times) for index, times in self._stopped.items()},
-            "bits": list(self.bits),
-            "messages": list(self.messages),
             "workers": {
                 index: lives.worker.state_dict() | {"action": lives.action.value}
                 for index, lives in self._lives.items()
@@ -286,7 +285,6 @@ class VirtualClock:
         self._versions = tuple(state["versions"])
         self._resuming = set(state["resuming"])
         self._stopped = {i: (begin, end) for i, (begin, end) in state["stopped"].items()}
-        self.bits[:], self.messages[:] = state["bits"], state["messages"]
         arrive = _KINDS.index("arrive")
         self._heap = [
             (time, kind, planned, [*values[:2], unpacked(values[2])] if kind == arrive else values)

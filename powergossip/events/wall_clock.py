@@ -31,6 +31,7 @@ from powergossip.events.packing import (
     unpacked_model,
 )
 from powergossip.events.worker import Action, Worker
+from powergossip.network.counter import Counter
 from powergossip.network.resilient.workers import Delivered as LinkMessage
 from powergossip.network.resilient.workers import Links
 
@@ -86,7 +87,7 @@ class WallClock:
 
     now         # seconds since the start
     workers     # index → Worker, of this process
-    bits, messages  # sent by each worker of this process
+    counter     # of the bits and messages of each worker of this process
     order_file  # where the events of these workers are written, None: nowhere. Set before `run`
     """
 
@@ -98,10 +99,11 @@ class WallClock:
         together: bool,
         survives: bool,
         measure: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+        counter: Counter | None = None,
     ):
         self.links, self._make, self._compute = links, make, compute
-        self._together, self._survives, self._measure = together, survives, measure
-        self.bits, self.messages = [0] * len(links.workers), [0] * len(links.workers)
+        self._together, self.survives, self._measure = together, survives, measure
+        self.counter = counter or Counter(len(links.workers))
         self._rows = {worker: row for row, worker in enumerate(links.workers)}
         self.order_file: Path | None = None
         self._started = time.monotonic()
@@ -232,7 +234,7 @@ class WallClock:
     def _idle(self) -> None:
         """Wait for a message, or for the next deadline."""
         now, until = time.monotonic(), _LONGEST_WAIT
-        if self._survives:
+        if self.survives:
             for index, lives in self._lives.items():
                 for j in lives.worker.waiting_for():
                     until = min(until, self._due(index, j) - now)
@@ -282,8 +284,7 @@ class WallClock:
         for j in sources:
             if j in taken:
                 model = models.of(j)
-                self.bits[self._rows[j]] += 8 * model.numel()
-                self.messages[self._rows[j]] += 1
+                self.counter.add(self._rows[j], 8 * model.numel())
                 self.links.send(j, index, _MODEL, packed_model(taken[j], model))
 
     def _begin_late(self, index: int, sources: Sequence[int], models: Models) -> int:
@@ -320,10 +321,10 @@ class WallClock:
         self._write_order(worker)  # a message that was sent is in the file, whatever happens then
         for j, message in worker.take_outbox():
             assert message.part is not None
-            payload = packed(message, self._survives)
-            bits = 8 * message.part.numel() * message.part.element_size()
-            self.bits[self._rows[i]] += bits + (bits_of_view(message.view) if self._survives else 0)
-            self.messages[self._rows[i]] += 1
+            payload = packed(message, self.survives)
+            of_view = bits_of_view(message.view) if self.survives else 0
+            of_part = 8 * message.part.numel() * message.part.element_size()
+            self.counter.add(self._rows[i], of_part + of_view)
             self.links.send(i, j, message.k, payload)
 
     def _receive(self) -> None:
@@ -333,7 +334,7 @@ class WallClock:
         for i, j, k, payload in arrived:
             worker = self._lives[j].worker
             like = worker.rule.variables()
-            worker.receive(i, unpacked(k, payload, like, self._versions, self._survives))
+            worker.receive(i, unpacked(k, payload, like, self._versions, self.survives))
             edge = worker.edges.get(i)
             if edge is not None and edge.own is not None and edge.k == k:
                 pending = self._pending_of(j, i)
@@ -388,7 +389,7 @@ class WallClock:
 
     def _find_late(self, worker: Worker) -> None:
         """Regard exchanges as late whose deadline has passed."""
-        if self._survives:
+        if self.survives:
             now = time.monotonic()
             for j in worker.waiting_for():
                 if now > self._due(worker.index, j):
@@ -405,11 +406,9 @@ class WallClock:
     # --- State ---
 
     def state_dict(self) -> dict[int, dict[str, Any]]:
-        """Everything but x, by worker of this process. To be called after `run`."""
+        """Everything but x and the counter, by worker of this process. To be called after `run`."""
         return {
             index: {
-                "bits": self.bits[self._rows[index]],
-                "messages": self.messages[self._rows[index]],
                 "worker": lives.worker.state_dict() | {"action": lives.action.value},
             }
             for index, lives in self._lives.items()
@@ -419,8 +418,6 @@ class WallClock:
         """Restore the state returned by `state_dict()`, after x. To be called before `run`."""
         self._new = []
         for index, found in state.items():
-            self.bits[self._rows[index]] = found["bits"]
-            self.messages[self._rows[index]] = found["messages"]
             saved = found["worker"]
             worker = self._make(index, tuple(saved["view"]), saved["steps"])
             worker.load_state_dict(saved)

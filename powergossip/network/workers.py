@@ -14,6 +14,7 @@ from powergossip import checks
 from powergossip.network import launch
 from powergossip.network.collectives import Gathering, Reduction, all_reduce_cost
 from powergossip.network.connection import Connection
+from powergossip.network.counter import Counter
 from powergossip.network.delivery import Delivery, Transport
 from powergossip.network.edges import Edges
 from powergossip.network.lost_messages import Losses
@@ -45,6 +46,7 @@ class Network:
     slots      # Slots of the current round, `neighbors` and `weights` are theirs
     symmetric  # whether W is symmetric, so that a neighbor's slot serves for sending and receiving
     round      # number of conversations finished, t of the topology's round
+    counter    # of bits and messages
     edges      # for each round, the edges that start or end in this process
 
     `copies` > 1 hosts that number of independent copies of all workers, to run several settings
@@ -109,8 +111,7 @@ class Network:
             )
             for edges in self.edges
         ]
-        self._bits = np.zeros(self.rows, dtype=np.int64)
-        self._messages = np.zeros(self.rows, dtype=np.int64)
+        self.counter = Counter(self.rows)
         self._transports = TensorCache[Transport]()
         self._in_flight: list[Transport] = []
 
@@ -157,12 +158,12 @@ class Network:
     @property
     def bits(self) -> np.ndarray:
         """Bits that each hosted worker has sent since the start: int64 [worker]."""
-        return self._bits
+        return self.counter.bits
 
     @property
     def messages(self) -> np.ndarray:
         """Messages that each hosted worker has sent since the start: int64 [worker]."""
-        return self._messages
+        return self.counter.messages
 
     @property
     def in_flight(self) -> int:
@@ -184,23 +185,17 @@ class Network:
         It is counted like `Mean`, at the lower bound of an all-reduce.
         """
         sent, messages = all_reduce_cost(self.n_workers, bits)
-        self._bits += sent
-        self._messages += messages
+        self.counter.add(slice(None), sent, messages)
 
     def state_dict(self) -> dict[str, Any]:
         """The counters, by worker, and the round."""
         lossy = {} if self._losses is None else {"losses": self._losses.state_dict()}
-        return lossy | {
-            "round": self.round,
-            "bits": torch.from_numpy(self._bits.copy()),
-            "messages": torch.from_numpy(self._messages.copy()),
-        }
+        return lossy | {"round": self.round, **self.counter.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`."""
         self.round = state["round"]
-        self._bits[:] = state["bits"].numpy()
-        self._messages[:] = state["messages"].numpy()
+        self.counter.load_state_dict(state)
         if self._losses is not None:
             self._losses.load_state_dict(state["losses"])
 
@@ -274,8 +269,7 @@ class Network:
         with self.measure("communication"):
             for transport in transports:
                 transport.post()
-                self._bits += transport.bits
-                self._messages += transport.messages
+                self.counter.add(slice(None), transport.bits, transport.messages)
         self._in_flight = self._in_flight + transports
         return transports
 

@@ -53,7 +53,9 @@ def make(
     )
     if links is not None:
         together = c.gossip == "synchronous"
-        wall = WallClock(links, workers.make, workers.compute, together, survives(c), clock)
+        wall = WallClock(
+            links, workers.make, workers.compute, together, survives(c), clock, network.counter
+        )
         return AcrossProcesses(
             View(network, parameters, lambda: wall.everybody),
             network,
@@ -70,10 +72,22 @@ def make(
     virtual: VirtualClock | Replay
     if drawn.replay is not None:
         entries = read(Path(drawn.replay))
-        virtual = Replay(entries, steps_per_epoch, parameters.x, workers.make, workers.compute)
+        virtual = Replay(
+            entries,
+            steps_per_epoch,
+            parameters.x,
+            workers.make,
+            workers.compute,
+            network.counter,
+        )
     else:
         virtual = VirtualClock(
-            drawn, parameters.x, workers.make, workers.compute, record=c.record_order
+            drawn,
+            parameters.x,
+            workers.make,
+            workers.compute,
+            c.record_order,
+            network.counter,
         )
     return OnVirtualClock(
         View(network, parameters, lambda: virtual.alive),

@@ -83,12 +83,6 @@ class OnVirtualClock(Execution):
             self._write_order()
         if self.step % self.workers.steps_per_epoch:
             return {}
-        return self.take_sums()
-
-    def take_sums(self) -> dict[str, Tensor]:
-        """The metrics of an epoch, each [worker]. Counts the bits."""
-        self._network.bits[:] = self.clock.bits
-        self._network.messages[:] = self.clock.messages
         return self.workers.take_sums()
 
     def end_epoch(self, epoch: int) -> None:
@@ -165,6 +159,8 @@ class AcrossProcesses(Execution):
             (folder / ORDER).unlink(missing_ok=True)
             own = self.clock.order_file = folder / _order_of(self.links.process)
             own.unlink(missing_ok=True)
+            if self.clock.survives and not self._joins:  # messages carry views
+                order.write(own, [order.Entry(0.0, "views", -1, -1, -1)])
         if self._replaces is not None:
             run = OmegaConf.to_container(self._replaces), str(folder)
             self._replacements = Replacements(
@@ -228,7 +224,7 @@ class AcrossProcesses(Execution):
             self._agreement.note_norms(self.view.workers, self.view.x, step, epoch + 1)
             number = self._agreement.agree(signals.received)
             yield Moment(Position(epoch, step - first), number, facts, notes)
-        yield Moment(Position(epoch, per_epoch, self.take_sums()))
+        yield Moment(Position(epoch, per_epoch, self.workers.take_sums()))
 
     def _replace(self, epoch: int, step: int) -> tuple[dict[str, Any], tuple[str, ...]]:
         """Replace lost processes. Returns facts and sentences about those that have joined."""
@@ -243,12 +239,6 @@ class AcrossProcesses(Execution):
         """The steps of this process' workers after `first`, on average, fewer than to the end."""
         steps = [worker.steps for worker in self.clock.workers.values()]
         return max(0, min(sum(steps) // len(steps), end - 1) - first)
-
-    def take_sums(self) -> dict[str, Tensor]:
-        """The metrics of an epoch, each [worker]. Counts the bits."""
-        self._network.bits[:] = self.clock.bits
-        self._network.messages[:] = self.clock.messages
-        return self.workers.take_sums()
 
     def end_epoch(self, epoch: int) -> None:
         self.clock.end_epoch(epoch)
@@ -286,7 +276,6 @@ class AcrossProcesses(Execution):
     def _begin_anew(self, state: Mapping[str, Any]) -> None:
         """Begin with new edges after a number of steps, see asynchronous/resuming.py."""
         self.clock.begin_at(state["begin"])
-        self.clock.bits, self.clock.messages = state["bits"], state["messages"]
         for index in self.workers.rows:
             if index in state["locals"]:
                 self.workers.load_local(index, state["locals"][index])

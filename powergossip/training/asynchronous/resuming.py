@@ -65,7 +65,6 @@ class Restart:
         found = {w: self._locals[p] for w, p in places.items() if p is not None}
         stacked = _stacked(models)
         network = {**stacked["network"], "round": run["network"]["round"]}
-        counters = {name: network[name].tolist() for name in _COUNTERS}
         return {
             **stacked,
             "network": network,
@@ -74,7 +73,7 @@ class Restart:
             "step_in_epoch": step,
             "step": steps,
             "sums": {},
-            "events": {"begin": steps, "locals": found, **counters},
+            "events": {"begin": steps, "locals": found},
             "seconds": run["seconds"],
             "phases": run["phases"],
         }

@@ -1,0 +1,37 @@
+"""Bits and messages that workers send: the only place where they are counted."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class Counter:
+    """Counts since the start of the run.
+
+    rows  # number of workers. With several copies of them, of workers of all copies
+
+    bits, messages  # int64 [row]
+    """
+
+    def __init__(self, rows: int):
+        self.bits = np.zeros(rows, dtype=np.int64)
+        self.messages = np.zeros(rows, dtype=np.int64)
+
+    def add(self, row: int | slice, bits: int | np.ndarray, messages: int | np.ndarray = 1) -> None:
+        """Count messages of one worker, or with a slice those of each."""
+        self.bits[row] += bits
+        self.messages[row] += messages
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts, by worker."""
+        return {
+            "bits": torch.from_numpy(self.bits.copy()),
+            "messages": torch.from_numpy(self.messages.copy()),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict()`."""
+        self.bits[:] = state["bits"].numpy()
+        self.messages[:] = state["messages"].numpy()
