@@ -178,18 +178,17 @@ def test_layouts_agree_to_rounding() -> None:
 
 
 def test_auto_follows_a_rule_and_keeps_the_choice_of_a_checkpoint() -> None:
-    """Many small models of the library are batched. Earlier checkpoints have no such entry."""
+    """Many small models of the library are batched."""
     few, many = (
         Trainer(checked(configured(n_workers=n), ALONE), ALONE).facts()["batched_gradients"]
         for n in (8, 16)
     )
     assert (few, many) == (False, True)
-    for recorded in ({}, {"batched_gradients": False}, {"batched_gradients": True}):
+    for recorded in (False, True):
         run = Trainer(checked(configured(n_workers=16), ALONE), ALONE)
         state = run.state_dict((0, 0, {}))
-        del state["batched_gradients"]
-        run.load_state_dict({**state, **recorded})
-        assert run.facts()["batched_gradients"] == recorded.get("batched_gradients", False)
+        run.load_state_dict({**state, "batched_gradients": recorded})
+        assert run.facts()["batched_gradients"] is recorded
 
 
 @pytest.mark.parametrize(

@@ -122,29 +122,14 @@ def test_without_a_compiler_compilation_is_rejected(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("change", [{"precision": "bf16"}, {"torch_compile": True}])
 def test_precision_and_compilation_belong_to_a_run(change: dict[str, Any], tmp_path: Path) -> None:
-    """They stay when it is resumed, and are free in an evaluation. Earlier runs had neither."""
+    """They stay when it is resumed, and are free in an evaluation."""
     now = checked(configured(**change), ALONE)
     saved = {str(k): v for k, v in OmegaConf.to_container(now).items()}  # type: ignore[union-attr]
     check_same_run(tmp_path, saved, now)
     before = checked(configured(), ALONE)
-    earlier = {key: before[key] for key in before if key not in ("precision", "torch_compile")}
-    check_same_run(tmp_path, earlier, before)
-    for others in (saved, earlier):
-        other = before if others is saved else now
-        with pytest.raises(ValueError, match=next(iter(change))):
-            check_same_run(tmp_path, others, other)
-        evaluated = checked(configured(**{**change, "evaluate_only": True}), ALONE)
-        check_same_run(tmp_path, others, evaluated)
-
-
-def test_runs_without_the_keys_of_evaluation_resume(tmp_path: Path) -> None:
-    """Earlier versions evaluated all workers, on test data."""
-    now = checked(configured(), ALONE)
-    added = ("evaluate_workers", "evaluate_test_data", "gossip", "max_delay", "scenario")
-    check_same_run(tmp_path, {str(key): now[key] for key in now if key not in added}, now)
-    other = checked(configured(evaluate_workers=False), ALONE)
-    with pytest.raises(ValueError, match="evaluate_workers=False"):
-        check_same_run(tmp_path, {str(key): now[key] for key in now if key not in added}, other)
+    with pytest.raises(ValueError, match=next(iter(change))):
+        check_same_run(tmp_path, saved, before)
+    check_same_run(tmp_path, saved, checked(configured(evaluate_only=True), ALONE))
 
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")

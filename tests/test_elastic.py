@@ -192,9 +192,6 @@ def test_within_an_epoch_the_run_resumes_at_the_same_fraction(tmp_path: Path) ->
             sums[name] = sums.get(name, 0) + values
     facts = {"config": OmegaConf.to_container(before.config), "metrics_bytes": 0}
     kept = Checkpoints(tmp_path, before.processes)
-    kept.save(3, range(4), before.state_dict((0, 3, sums)), facts)
-    with pytest.raises(BadInput, match="n_workers"):  # of an earlier version
-        built(Processes(), tmp_path, **PLAIN, n_workers=2)
     kept.save(3, range(4), before.state_dict((0, 3, sums)), facts | {"steps_per_epoch": 5})
     after = built(Processes(), tmp_path, **PLAIN, n_workers=2)
     assert (after.step, after.position[:2]) == (6, (0, 6))  # 3/5 of 11, rounded down

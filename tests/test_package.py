@@ -351,17 +351,6 @@ def test_a_base_is_read_once_and_methods_can_be_stacked() -> None:
     assert stacked == configured(*(part for file in files for part in ("--config", file)))
 
 
-def test_a_path_in_the_former_folder_of_presets_is_that_file_alone() -> None:
-    former = "experiments/configs/cifar10_resnet20"
-    assert not (launch.ROOT / former).exists()
-    assert configured("--config", f"{former}/power-gossip.yaml") == (
-        configured("--config", METHOD_FILE)
-    )
-    assert configured("--config", f"{former}.yaml") == configured("--config", BASE_FILE)
-    both = ["--config", f"{former}.yaml", "--config", f"{former}/power-gossip.yaml"]
-    assert configured(*both) == configured("--config", "cifar10_resnet20/power-gossip")
-
-
 def test_a_file_of_the_user_comes_before_a_preset_of_the_same_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

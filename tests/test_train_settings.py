@@ -173,35 +173,6 @@ def test_null_is_the_default_of_the_constructor_or_of_the_table(optimizer: str) 
             assert given[name] == default or default is None, name
 
 
-def test_a_configuration_of_an_earlier_version_is_the_same_run(tmp_path: Path) -> None:
-    """It has the keys of all methods, and [] for a list of defaults."""
-    for optimizer in ("power-gossip", "dgc"):
-        now = checked(configured(optimizer=optimizer), ALONE)
-        saved = {**OmegaConf.to_container(now), "optimizer_theta": 0.25}  # type: ignore[dict-item]
-        if optimizer == "dgc":
-            saved["optimizer_warmup_ratios"] = []
-        check_same_run(tmp_path, saved, now)
-        with pytest.raises(ValueError, match="optimizer_"):
-            check_same_run(
-                tmp_path, saved | {"optimizer_rank": 7, "optimizer_keep_ratio": 0.5}, now
-            )
-
-
-def test_options_that_an_earlier_version_lacked_have_the_values_of_then(tmp_path: Path) -> None:
-    now = checked(configured(optimizer="powersgd"), ALONE)
-    saved = dict(OmegaConf.to_container(now))  # type: ignore[arg-type]
-    del saved["optimizer_warm_start"], saved["optimizer_error_feedback"]
-    check_same_run(tmp_path, saved, now)
-    now.optimizer_warm_start = False
-    with pytest.raises(ValueError, match="optimizer_warm_start"):
-        check_same_run(tmp_path, saved, now)
-    now = checked(configured(optimizer="ddp-powersgd", n_workers=1), ALONE)
-    saved = dict(OmegaConf.to_container(now))  # type: ignore[arg-type]
-    del saved["optimizer_orthogonalization_epsilon"]
-    with pytest.raises(ValueError, match="optimizer_orthogonalization_epsilon"):
-        check_same_run(tmp_path, saved, now)
-
-
 # Keys whose defaults depend on the task.
 
 
@@ -257,14 +228,13 @@ def test_the_last_batch_is_used_as_published(given: dict[str, Any], left_out: bo
     assert checked(configured_task(**given), ALONE).drop_last is left_out
 
 
-def test_runs_of_earlier_versions_left_the_last_batch_out(tmp_path: Path) -> None:
-    saved = OmegaConf.to_container(checked(configured_task(), ALONE))
-    assert isinstance(saved, dict)
-    lacked = ("drop_last", "lr_schedule")
-    earlier = {str(key): value for key, value in saved.items() if key not in lacked}
-    with pytest.raises(ValueError, match="drop_last=False"):
-        check_same_run(tmp_path, earlier, checked(configured_task(), ALONE))
-    check_same_run(tmp_path, earlier, checked(configured_task(drop_last=True), ALONE))
+def test_runs_of_other_versions_are_rejected(tmp_path: Path) -> None:
+    now = checked(configured_task(), ALONE)
+    saved = {str(key): now[key] for key in now}
+    check_same_run(tmp_path, saved, now)
+    for other in ({**saved, "unknown": 1}, {k: v for k, v in saved.items() if k != "drop_last"}):
+        with pytest.raises(ValueError, match=r"another version .*(unknown|drop_last)"):
+            check_same_run(tmp_path, other, now)
 
 
 def test_the_warm_up_may_end_at_the_number_of_workers() -> None:

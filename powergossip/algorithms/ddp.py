@@ -375,9 +375,8 @@ class DDPHook:
         """
         state = self.state
         state.iter = saved["steps"]
-        # States of earlier versions lack these two.
-        state.start_powerSGD_iter = saved.get("start_iteration", state.start_powerSGD_iter)
-        state.next_stats_report = saved.get("next_stats_report", 0)
+        state.start_powerSGD_iter = saved["start_iteration"]
+        state.next_stats_report = saved["next_stats_report"]
         keys = saved["rng_keys"][0].cpu().numpy().astype(np.uint32)
         state.rng.set_state(("MT19937", keys, saved["rng_position"], 0, 0.0))
         state.total_numel_before_compression = saved["numel_before_compression"]

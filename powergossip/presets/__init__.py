@@ -6,7 +6,6 @@
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-_FORMER = "experiments/configs/"  # the former folder of the presets, accepted for compatibility
 
 
 def names() -> list[str]:
@@ -19,11 +18,8 @@ def names() -> list[str]:
 def files(name: str) -> list[Path]:
     """The files of a preset in the order of reading: BASE.yaml before BASE/METHOD.yaml.
 
-    A path in the former folder of the presets selects that file alone. An unknown name gives [].
+    An unknown name gives [].
     """
-    if _FORMER in name:
-        path = FOLDER / name.rpartition(_FORMER)[2]
-        return [path] if path.is_file() else []
     if name not in names():
         return []
     base = name.partition("/")[0]

@@ -104,24 +104,22 @@ class Conversion:
         weights = algorithm.get("averaging", {}).get("weights", torch.ones(len(workers), 1))
         kept = {name: state[name] for name in _KEPT}
         kept["network"] = {name: state["network"][name] for name in _COUNTERS}
-        # Earlier versions lack some entries.
         kept["algorithm"] = {name: algorithm[name] for name in rule.kept if name in algorithm}
         of_rule = {name: algorithm[name] for name in rule.conserved if name in algorithm}
         conserved = {"x": state["x"], "algorithm": of_rule}
         self._kept.add(workers, kept, torch.ones(len(workers), 1))
         self._conserved.add(workers, conserved, weights)
 
-    def state(self, steps_per_epoch: int | None) -> dict[str, Any]:
+    def state(self, steps_per_epoch: int) -> dict[str, Any]:
         """The state for Trainer.load_state_dict, once all parts are added.
 
-        steps_per_epoch  # of the checkpoint, None if an earlier version wrote it
+        steps_per_epoch  # of the checkpoint
 
-        Within an epoch, the run resumes at the same fraction of it, rounded down to a step. Raises
-        ValueError if that fraction is unknown.
+        Within an epoch, the run resumes at the same fraction of it, rounded down to a step.
         """
         run, length = self._of_run, self._start.steps_per_epoch
         kept, conserved = self._kept.values(), self._conserved.values(conserved=True)
-        step = self._position(steps_per_epoch)
+        step = int(run["step_in_epoch"] * length // steps_per_epoch)
         if isinstance(self._start.rule, Copies):
             self._start.rule.begin_at(self._conserved.mean("x"))
         fresh = self._start.state()
@@ -141,20 +139,6 @@ class Conversion:
             "seconds": run["seconds"],
             "phases": run["phases"],
         }
-
-    def _position(self, before: int | None) -> int:
-        """The step of an epoch at the same fraction of it as in the checkpoint."""
-        epoch, step = self._of_run["epoch"], self._of_run["step_in_epoch"]
-        if step == 0:
-            return 0
-        if before is None and epoch > 0:
-            before = (self._of_run["step"] - step) // epoch
-        if before is None:
-            raise ValueError(
-                f"n_workers={self._start.n_workers}: use {self._n} until the first epoch is over; "
-                "the checkpoint is of an earlier version, without the length of an epoch"
-            )
-        return int(step * self._start.steps_per_epoch // before)
 
 
 class _Rows:

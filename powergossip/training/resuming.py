@@ -13,7 +13,7 @@ from powergossip.network import Processes
 from powergossip.parameters import Parameters
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training import resizing
-from powergossip.training.settings import PREFIX, by_edges, option_defaults
+from powergossip.training.settings import by_edges
 
 # Keys that may change when a run is resumed.
 FREE_TO_CHANGE = (
@@ -38,32 +38,6 @@ FREE_TO_CHANGE = (
     "trackers",
     "worker_timeout",
 )
-# Keys that earlier versions lacked, with the values that they had in effect.
-EARLIER = {
-    "all_reduce": "own",
-    "evaluate_test_data": True,
-    "evaluate_workers": True,
-    "learning": "dpsgd",
-    "learning_options": {},
-    "optimizer_copy_rate": 1.0,
-    "gossip": "synchronous",
-    "max_delay": None,
-    "on_worker_loss": "end",
-    "scenario": None,
-    "data_of_lost": "left",
-    "batched_gradients": "auto",  # off in effect, which a checkpoint records
-    "decentralized_data_placement": "given",
-    "drop_last": True,
-    "precision": "fp32",
-    "torch_compile": False,
-    "lr_schedule": "milestones",
-    "validation_ratio": 0.0,
-    "optimizer_warm_start": True,
-    "optimizer_error_feedback": True,
-    "optimizer_orthogonalization_epsilon": 0.0,
-    "optimizer_batch_tensors_with_same_shape": False,
-    "optimizer_compression_stats_logging_frequency": 10_000,
-}
 # Keys that may change, too, when a checkpoint is evaluated.
 OF_EVALUATION = (
     "batch_size",
@@ -159,7 +133,7 @@ def load_checkpoint(
     if config.evaluate_only:
         return Resumed(conversion.evaluated(), facts["metrics_bytes"], saved_workers)
     with processes.agreed():
-        state = conversion.state(facts.get("steps_per_epoch"))
+        state = conversion.state(facts["steps_per_epoch"])
     if before == config.n_workers and state["epoch"] >= config.num_epochs:
         saved_workers = before  # the run is complete, whatever it has lost: nobody joins it
     return Resumed(state, facts["metrics_bytes"], saved_workers)
@@ -238,15 +212,19 @@ def check_same_run(
     """
     now = OmegaConf.to_container(config)
     assert isinstance(now, dict)
-    earlier = {key: value for key, value in EARLIER.items() if key in now}
-    before = {**earlier, **_with_present_options(saved, config)}
+    if set(now) != set(saved) and now["optimizer"] == saved.get("optimizer"):
+        keys = ", ".join(sorted(set(now) ^ set(saved)))
+        raise ValueError(
+            f"the run in {folder} is of another version of this program, with other keys ({keys}); "
+            "resume it with that version, or use another --output-dir"
+        )
     free = (*FREE_TO_CHANGE, *(OF_EVALUATION if config.evaluate_only else ()))
-    if _is_elastic(before, config, linked):
+    if _is_elastic(saved, config, linked):
         free = (*free, *OF_WORKERS)
     differing = [
-        f"{key}={now.get(key)} (was {before.get(key)})"
-        for key in sorted({*now, *before})
-        if key not in free and now.get(key) != before.get(key)
+        f"{key}={now.get(key)} (was {saved.get(key)})"
+        for key in sorted({*now, *saved})
+        if key not in free and now.get(key) != saved.get(key)
     ]
     if differing:
         raise ValueError(
@@ -265,19 +243,3 @@ def _is_elastic(before: Mapping[str, Any], config: Any, linked: bool) -> bool:
             "resumes with the same number of workers"
         )
     return True
-
-
-def _with_present_options(saved: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """The saved configuration without the keys of other methods.
-
-    Earlier versions saved the keys of all methods, and [] for a list of defaults.
-    """
-    if saved.get("optimizer") != config.optimizer:
-        return dict(saved)
-    given = {key.removeprefix(PREFIX): value for key, value in saved.items()}
-    known = option_defaults(config.optimizer, given)
-    return {
-        key: None if value == [] and key.startswith(PREFIX) else value
-        for key, value in saved.items()
-        if not key.startswith(PREFIX) or key.removeprefix(PREFIX) in known
-    }

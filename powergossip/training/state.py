@@ -55,8 +55,7 @@ class Parts:
         """Restore the state returned by `state_dict()`: for an evaluation, without the method's."""
         load_models(self.task, self.parameters, saved)
         if with_method:
-            # Earlier versions had no batched gradients.
-            self.gradients.resume(saved.get("batched_gradients", False))
+            self.gradients.resume(saved["batched_gradients"])
             device = self.parameters.x.device
             for name, part in self.method.items():
                 part.load_state_dict(map_tensors(partial(_moved, device), saved[name]))
