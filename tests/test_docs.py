@@ -287,24 +287,6 @@ def test_every_report_is_on_the_page_of_results() -> None:
     assert sorted(listed) == sorted(p.parent.name for p in (DOCS / "results").glob("*/report.md"))
 
 
-def test_new_places_of_modules_exist() -> None:
-    text = (launch.ROOT / "CHANGELOG.md").read_text()
-    modules = set(re.findall(r"`(powergossip(?:\.\w+)+)`", text))
-    assert len(modules) > 15
-    for module in modules:
-        assert importlib.util.find_spec(module), module
-
-
-def test_old_modules_are_in_the_changelog() -> None:
-    """Every module that the top level had before there was a package."""
-    text = (launch.ROOT / "CHANGELOG.md").read_text()
-    table = "\n".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))
-    old = """centralized checkpoints configuration ddp_hooks dgc directions errors evaluation
-        gossip_optimizer local_optimizers metrics network parameters powersgd randomness runs tasks
-        train_settings algorithms compressors topologies"""
-    assert set(old.split()) <= set(re.findall(r"`(\w+)`", table))
-
-
 def test_files_that_pages_link_exist() -> None:
     for page in TEXTS:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
