@@ -429,7 +429,7 @@ def started(processes_: Processes, **changes: Any) -> Trainer:
 def test_compression_starts_by_the_guidance(changes: dict[str, Any], expected: int) -> None:
     """At a tenth of 40 epochs of 10 steps, after a warm-up of 5 epochs if there is one."""
     run = started(Processes(), **{"max_steps_per_epoch": 10} | changes)
-    assert run.rule.state.start_powerSGD_iter == expected  # type: ignore[attr-defined]
+    assert run.execution.rule.state.start_powerSGD_iter == expected
     assert run.facts()["start_iteration"] == expected
 
 
@@ -444,9 +444,9 @@ def test_a_rank_that_no_bucket_has_is_rejected_at_construction() -> None:
 def test_a_prolonged_run_keeps_its_start() -> None:
     first = started(Processes(), num_epochs=2, max_steps_per_epoch=10)
     again = started(Processes(), num_epochs=200, max_steps_per_epoch=10)
-    assert again.rule.state.start_powerSGD_iter == 200  # type: ignore[attr-defined]
+    assert again.execution.rule.state.start_powerSGD_iter == 200
     again.execution.rule.load_state_dict(first.execution.rule.state_dict())
-    assert again.rule.state.start_powerSGD_iter == 2  # type: ignore[attr-defined]
+    assert again.execution.rule.state.start_powerSGD_iter == 2
 
 
 # The process group.
