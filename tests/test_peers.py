@@ -23,7 +23,8 @@ from powergossip.network.resilient.failure_detector import DATA, DROPPED, LOST, 
 from powergossip.network.resilient.heartbeats import Identity, Liveness, exchange_identities
 from powergossip.network.resilient.messages import Envelope, Payload, decoded, octets
 from powergossip.runs.checkpoints import Checkpoints
-from powergossip.training.measurements import Hooks, Rows
+from powergossip.training.asynchronous.rows import SharedRows
+from powergossip.training.measurements import Hooks
 from tests.helpers import wait_until
 
 TIMEOUT = 8.0
@@ -203,7 +204,7 @@ def test_a_dropped_process_writes_neither_a_checkpoint_nor_a_row(
     hooks = Hooks(log_metric=lambda name, *_: written.append(name))
     counted = torch.zeros(1)
     network = SimpleNamespace(processes=survivors, bits=counted, messages=counted)
-    rows = Rows(hooks, network, lambda: 0.0)  # type: ignore[arg-type]
+    rows = SharedRows(hooks, network, lambda: 0.0, joins=False)  # type: ignore[arg-type]
     rows("first", 1.0, 1)
     for write in (
         lambda: checkpoints.save(2, range(1), state, {}),

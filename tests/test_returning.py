@@ -24,7 +24,8 @@ from powergossip.network import Processes
 from powergossip.runs import output
 from powergossip.runs.checkpoints import FOLDER, Checkpoints
 from powergossip.runs.metrics import FILE
-from powergossip.training.measurements import Hooks, Rows
+from powergossip.training.asynchronous.rows import SharedRows
+from powergossip.training.measurements import Hooks
 from tests.system_calls import moments
 
 T = TypeVar("T")
@@ -92,7 +93,7 @@ def take_steps(folder: Path, group: Pair, at: Callable[[int], None] = lambda mom
     )
     counted = torch.zeros(1)
     network: Any = SimpleNamespace(processes=group, bits=counted, messages=counted)
-    rows = Rows(hooks, network, lambda: 0.0)
+    rows = SharedRows(hooks, network, lambda: 0.0, joins=False)
     if group.index == 0:
         found.append(output.Output(str(folder), CONFIG, process=0))
     group.gather(None)
@@ -101,7 +102,7 @@ def take_steps(folder: Path, group: Pair, at: Callable[[int], None] = lambda mom
 
 
 def _take_steps_of(
-    folder: Path, group: Pair, rows: Rows, hooks: Hooks, found: list[output.Output]
+    folder: Path, group: Pair, rows: SharedRows, hooks: Hooks, found: list[output.Output]
 ) -> None:
     checkpoints = Checkpoints(folder, group)
 

@@ -14,6 +14,7 @@ from powergossip.runs.signals import Signals
 from powergossip.training import facts
 from powergossip.training.ending import Agreement
 from powergossip.training.gradients import Gradients
+from powergossip.training.measurements import Hooks, Rows
 from powergossip.training.methods import Method
 from powergossip.training.position import Moment, Position
 from powergossip.training.schedule import learning_rate
@@ -44,6 +45,10 @@ class Execution:
     def seconds(self) -> float:
         """Seconds since the start of the run."""
         return self.watch.seconds
+
+    def rows(self, hooks: Hooks, network: Network) -> Rows:
+        """The rows of the run, for the hooks."""
+        return Rows(hooks, network, self.seconds)
 
     def facts(self) -> dict[str, Any]:
         """Facts about the method, for info.json."""

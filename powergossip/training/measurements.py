@@ -64,25 +64,14 @@ class Hooks:
     take_over: Callable[[Sequence[Row], int], None] = _ignore
 
 
-_KEPT = 2  # evaluated epochs
-
-
 class Rows:
     """Adds epoch, bits, messages and seconds to a value, for `Hooks.log_metric`.
 
-    Bits and messages are those sent by the first worker of process 0 until now. If that process is
-    lost, the first one that is left takes over, with the rows of the last epochs, of which some may
-    not have been written.
-
-    joins  # whether this process will join others
+    Bits and messages are those sent by the first worker of process 0 until now.
     """
 
-    def __init__(
-        self, hooks: Hooks, network: Network, seconds: Callable[[], float], joins: bool = False
-    ):
+    def __init__(self, hooks: Hooks, network: Network, seconds: Callable[[], float]):
         self._hooks, self._network, self._seconds = hooks, network, seconds
-        self._first = network.processes.rank == 0 and not joins
-        self._latest: dict[int, list[Row]] = {}  # by epoch
 
     @property
     def are_written(self) -> bool:
@@ -91,33 +80,20 @@ class Rows:
 
     def __call__(self, name: str, value: float, epoch: int, **tags: Any) -> None:
         """Log a row on process 0."""
-        processes = self._network.processes
-        if processes.rank > 0 and not processes.can_be_lost:
-            return
-        values = {
+        if self.are_written:
+            self._hooks.log_metric(name, self._values(value, epoch), tags)
+
+    def _values(self, value: float, epoch: int) -> dict[str, float]:
+        return {
             "value": value,
             "epoch": epoch,
             "bits": int(self._network.bits[0]),
             "messages": int(self._network.messages[0]),
             "seconds": self._seconds(),
         }
-        if processes.rank == 0:
-            processes.check_present()
-        self.take_over()
-        if processes.can_be_lost:
-            self._latest.setdefault(epoch, []).append((name, values, tags))
-            while len(self._latest) > _KEPT:
-                del self._latest[min(self._latest)]
-        if processes.rank == 0:
-            self._hooks.log_metric(name, values, tags)
 
     def take_over(self) -> None:
-        """Go on with the rows of a process that was lost, if this is now the first one."""
-        processes = self._network.processes
-        if processes.rank == 0 and not self._first:
-            self._first = True
-            latest = [row for rows in self._latest.values() for row in rows]
-            self._hooks.take_over(latest, processes.index)
+        """Go on with the rows of another process, if this one writes them now."""
 
 
 def log_phases(rows: Rows, hooks: Hooks, clock: Clock, epoch: int, num_epochs: int) -> None:

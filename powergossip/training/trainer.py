@@ -16,7 +16,7 @@ from powergossip.runs.signals import Signals
 from powergossip.training import construction, facts, precision, resizing
 from powergossip.training.ending import PATIENCE, interrupted
 from powergossip.training.evaluation import Evaluation
-from powergossip.training.measurements import Hooks, Rows, log_news, log_phases
+from powergossip.training.measurements import Hooks, log_news, log_phases
 from powergossip.training.methods import diffusion_rate
 from powergossip.training.position import Position
 from powergossip.training.resuming import load_checkpoint
@@ -51,8 +51,7 @@ class Trainer:
         self.network, self.task, self.parameters = built.network, built.task, built.parameters
         self.execution, self.clock = built.execution, built.clock
         self.steps_per_epoch, self.hint = built.steps_per_epoch, built.hint
-        seconds = self.execution.seconds
-        self.rows = Rows(self._hooks, self.network, seconds, joins=joins is not None)
+        self.rows = self.execution.rows(self._hooks, self.network)
         self.position = Position()
         self.metrics_bytes = 0  # of metrics.jsonl that belong to the steps so far
         self.workers_before = config.n_workers  # their number in the checkpoint of a resumed run

@@ -4,6 +4,7 @@ execution.py      OnVirtualClock, AcrossProcesses
 workers.py        the workers of a process: models, learning rules, gradients, state
 method.py         accepted configurations
 links.py          messages between workers of different processes; replacements at their start
+rows.py           rows whose writer may be lost
 replacements.py   replacement of lost processes in a running job
 resuming.py       resuming with lost or other workers
 """

@@ -17,9 +17,11 @@ from powergossip.network import Network
 from powergossip.network.resilient.workers import Links
 from powergossip.runs.signals import Signals
 from powergossip.training.asynchronous.replacements import Replacements
+from powergossip.training.asynchronous.rows import SharedRows
 from powergossip.training.asynchronous.workers import EdgeWorkers, as_bytes, from_bytes
 from powergossip.training.ending import Agreement
 from powergossip.training.execution import Execution, added
+from powergossip.training.measurements import Hooks, Rows
 from powergossip.training.position import Moment, Position
 from powergossip.training.view import View
 
@@ -150,6 +152,9 @@ class AcrossProcesses(Execution):
     @property
     def missing(self) -> list[int]:
         return self.links.missing
+
+    def rows(self, hooks: Hooks, network: Network) -> Rows:
+        return SharedRows(hooks, network, self.seconds, self._joins)
 
     # --- Start and end ---
 
