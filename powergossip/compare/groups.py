@@ -2,12 +2,12 @@
 
 import json
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from powergossip import formatting
 from powergossip.compare.runs import PERCENT, Metric, Run, Warn
 from powergossip.errors import BadInput
 
@@ -176,7 +176,7 @@ class Section:
         percent, groups = self.metric.name in PERCENT, self.groups
 
         def column(header: str, values: Callable[[Group], list[float]], two: bool) -> list[str]:
-            return [header, *(_spread(values(group), two) for group in groups)]
+            return [header, *(_cell(values(group), two) for group in groups)]
 
         columns = [
             column("final", lambda g: g.final("value"), percent),
@@ -314,32 +314,8 @@ def _text(value: Any) -> str:
     return json.dumps(value, default=str).replace('"', "")
 
 
-def _spread(values: Sequence[float], two_decimals: bool) -> str:
+def _cell(values: Sequence[float], two_decimals: bool) -> str:
     """A value, or mean ± standard deviation of several. "" if there is none."""
     if all(math.isnan(value) for value in values):
         return ""
-    mean = sum(values) / len(values)
-    if not math.isfinite(mean):
-        return "infinite" if math.isinf(mean) else "nan"
-    if len(values) == 1:
-        return f"{mean:.2f}" if two_decimals else _four_digits(mean)
-    deviation = statistics.stdev(values)
-    if two_decimals:
-        return f"{mean:.2f} ± {deviation:.2f}"
-    if not 1e-3 <= abs(mean) < 1e6:
-        return f"{mean:.3g} ± {deviation:.2g}"
-    # The deviation has two digits, the mean no less than four.
-    decimals = max(_decimals(mean, 4), _decimals(deviation, 2)) if deviation else _decimals(mean, 4)
-    decimals = min(decimals, _decimals(mean, 7))
-    return f"{mean:.{decimals}f} ± {deviation:.{decimals}f}"
-
-
-def _decimals(number: float, digits: int) -> int:
-    """The number of decimals that show so many digits."""
-    return max(0, digits - 1 - math.floor(math.log10(abs(number)))) if number else 0
-
-
-def _four_digits(number: float) -> str:
-    if number == 0 or not 1e-3 <= abs(number) < 1e6:
-        return f"{number:.4g}"
-    return f"{number:.{_decimals(number, 4)}f}"
+    return formatting.spread(values, 2 if two_decimals else None)
