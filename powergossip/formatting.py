@@ -42,6 +42,12 @@ def spread(values: Sequence[float], places: int | None = None) -> str:
     return f"{mean:.{places}f}" + (f" ± {deviation:.{places}f}" if several else "")
 
 
+def without_empty_columns(table: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return a table, [line][cell] with the header first, without columns of empty cells."""
+    columns = [column for column in zip(*table, strict=True) if any(column[1:])]
+    return [list(line) for line in zip(*columns, strict=True)]
+
+
 def plain(table: Sequence[Sequence[str]]) -> str:
     """Return a table, [line][cell] with the header first, as indented plain text.
 

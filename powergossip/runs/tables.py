@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from powergossip.formatting import plain, prefixed
+from powergossip.formatting import plain, prefixed, without_empty_columns
 from powergossip.runs.clock import data_fraction
 from powergossip.runs.metrics import COLUMNS, last_rows
 
@@ -141,8 +141,7 @@ def consensus_table(rows: "DataFrame") -> list[list[str]]:
         last = "diverged" if has_diverged(best) else f"{relative.iloc[-1]:.3g}"
         tried = [has_diverged(group) for (name, *_), group in settings.items() if name == algorithm]
         table.append([*line, last, f"{sum(tried)} of {len(tried)}"])
-    columns = [column for column in zip(*table, strict=True) if any(column[1:])]
-    return [list(line) for line in zip(*columns, strict=True)]
+    return without_empty_columns(table)
 
 
 def error_at_start(rows: "DataFrame") -> float:
