@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from powergossip.runs.figures import line_style, wide_range
+from powergossip.runs.figures import line_style, panels
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -65,7 +65,6 @@ CONFIG = {
     "showSendToCloud": False,
     "modeBarButtonsToRemove": ["sendChartToCloud", "select2d", "lasso2d"],
 }
-PANELS = ("epoch", "megabytes", "seconds")
 _DASHES = {"-": "solid", "--": "dash", ":": "dot"}  # of matplotlib → of Plotly
 _BORDERS = {"-": "solid", "--": "dashed", ":": "dotted"}  # → of CSS
 
@@ -143,32 +142,27 @@ def figure(
     """Return Plotly's figure with the panels of figures.side_by_side."""
     from plotly.subplots import make_subplots
 
-    sent = any((band["megabytes"] > 0).any() for band in bands.values())
-    panels = [panel for panel in PANELS if sent or panel != "megabytes"]
-    titles = {"epoch": step, "megabytes": "sent by worker 0 (MB)", "seconds": "seconds"}
-    names = {"epoch": f"By {step}", "megabytes": "By data sent", "seconds": "By time"}
+    shown = panels(bands, step)
     found = make_subplots(
-        cols=len(panels),
+        cols=len(shown),
         shared_yaxes=True,
         horizontal_spacing=0.06,
-        subplot_titles=[names[panel] for panel in panels],
+        subplot_titles=[panel.title for panel in shown],
     )
     found.update_layout(LAYOUT)
     found.update_xaxes(AXIS)
     found.update_yaxes(AXIS, type="log" if log_y else "linear", showticklabels=True)
     found.update_yaxes(title_text=html.escape(y, quote=False), col=1)
-    for column, panel in enumerate(panels, 1):
-        wide = panel == "megabytes" and wide_range(bands)
-        found.update_xaxes(title_text=titles[panel], type="log" if wide else "linear", col=column)
-        for index, (label, band) in enumerate(bands.items()):
-            shown = band[band["megabytes"] > 0] if panel == "megabytes" else band
-            traces = _traces(shown, panel, step, index, label, log_y)
+    for column, panel in enumerate(shown, 1):
+        found.update_xaxes(title_text=panel.x, type="log" if panel.log_x else "linear", col=column)
+        for index, (label, band) in enumerate(panel.bands.items()):
+            traces = _traces(band, panel.column, step, index, label, log_y)
             found.add_traces(traces, rows=1, cols=column)
     return found
 
 
 def _traces(
-    band: "DataFrame", panel: str, step: str, index: int, label: str, log_y: bool
+    band: "DataFrame", column: str, step: str, index: int, label: str, log_y: bool
 ) -> list[dict[str, Any]]:
     """The line of a group in a panel, and its band."""
     from plotly.colors import hex_to_rgb
@@ -177,7 +171,7 @@ def _traces(
     mean, deviation = band["mean"], band["deviation"]
     common = {
         "type": "scatter",
-        "x": band[panel].tolist(),
+        "x": band[column].tolist(),
         "legendgroup": f"group{index}",
         "name": html.escape(label, quote=False),  # Plotly reads some tags in names
     }
@@ -197,8 +191,8 @@ def _traces(
             edge | {"y": (mean + deviation).tolist(), "fill": "tonexty", "fillcolor": fill},
         ]
     at = f"{step} %{{customdata:.4g}}"
-    if panel != "epoch":
-        at += f", %{{x:.4g}} {'MB' if panel == 'megabytes' else 's'}"
+    if column != "epoch":
+        at += f", %{{x:.4g}} {'MB' if column == 'megabytes' else 's'}"
     traces.append(
         common
         | {
@@ -206,7 +200,7 @@ def _traces(
             "mode": "lines+markers" if len(band) <= 25 else "lines",
             "line": {"color": color, "dash": _DASHES[style], "width": 2},
             "marker": {"size": 5},
-            "showlegend": panel == PANELS[0],  # a name once for all panels
+            "showlegend": column == "epoch",  # a name once for all panels
             "text": [f" ± {d:.2g}" if math.isfinite(d) else "" for d in deviation],
             "customdata": band["epoch"].tolist(),
             "hovertemplate": f"%{{y:.4g}}%{{text}}<br>{at}",
