@@ -38,9 +38,10 @@ from torch import Tensor
 
 from benchmarks import steps
 from powergossip import algorithms, checks, prediction, topologies
+from powergossip.formatting import plain
 from powergossip.network import Network
 from powergossip.parameters import Layout
-from powergossip.runs import configuration, figures, tables
+from powergossip.runs import configuration, figures
 from powergossip.trees import map_tensors
 
 KINDS = ("workers", "learning", "parameters", "degree", "processes")
@@ -129,7 +130,7 @@ def table(kind: str, lines: Sequence[Line]) -> str:
                     "" if math.isnan(line.theory) else f"{line.theory:,.0f}",
                 ]
             )
-    return tables.plain([header, *rows])
+    return plain([header, *rows])
 
 
 def _axis(kind: str) -> str:

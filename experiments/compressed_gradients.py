@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from experiments.runner import Experiment, Results, Run, Values
 from experiments.tuned_methods import STEP
+from powergossip.formatting import markdown, spread
 from powergossip.runs.metrics import last_values
-from powergossip.runs.tables import markdown, spread
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -115,7 +115,7 @@ def _table(rows: Mapping[str, Sequence["DataFrame"]]) -> str:
         if not ended:
             lines.append([method, "diverged", "", "", ""])
             continue
-        accuracy = f"{spread(accuracies)} %"
+        accuracy = f"{spread(accuracies, 2)} %"
         if diverged:
             accuracy += f" ({diverged} of {len(of_seeds)} diverged)"
         bits = sum(_bits(r) for r in ended) / len(ended)

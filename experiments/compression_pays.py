@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from experiments import tuned_methods
 from experiments.runner import Experiment, Results, Run, Values
+from powergossip.formatting import markdown
 from powergossip.runs import figures
 from powergossip.runs.metrics import last_values
-from powergossip.runs.tables import markdown
 
 if TYPE_CHECKING:
     from pandas import DataFrame

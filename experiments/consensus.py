@@ -13,6 +13,7 @@ from typing import Any
 
 from experiments.presets import preset
 from experiments.runner import Experiment, Results, Run, sentence_case
+from powergossip.formatting import markdown
 from powergossip.runs import figures, tables
 
 TITLES = {
@@ -86,7 +87,7 @@ def experiment(
             name = f"{kind}.svg"
             figures.consensus_figure(rows[~rows["algorithm"].isin(HIDDEN)], folder / name)
             header, *lines = tables.consensus_table(rows)
-            table = tables.markdown(header, lines)
+            table = markdown(header, lines)
             start = f"Errors are relative to the start, {tables.error_at_start(rows):.6g}."
             parts.append(
                 f"### {TITLES[kind]}\n\n{start}\n\n{table}\n\n![error by step and bits]({name})"

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.runner import Experiment, Results, Run, Values, sentence_case
-from experiments.tuned_methods import SEEDS, TUNING, VALIDATION_RATIO, count, listed, score
+from experiments.tuned_methods import SEEDS, TUNING, VALIDATION_RATIO, listed, score
+from powergossip.formatting import counted, markdown, spread
 from powergossip.runs import figures
 from powergossip.runs.metrics import last_values
-from powergossip.runs.tables import markdown, spread
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -134,9 +134,10 @@ def experiment(
         runs = final(results)
         _figure(runs, results, measure, folder / "figure.svg")
         note = (
-            f"{sentence_case(title)}.\n\nMean ± standard deviation of {count(len(seeds), 'seed')}. "
+            f"{sentence_case(title)}.\n\n"
+            f"Mean ± standard deviation of {counted(len(seeds), 'seed')}. "
             f"Each method has momentum {MOMENTUM:g} and the best of the learning rates "
-            f"{listed(rates)}: they are compared after {count(tuning_epochs, 'epoch')}, then the "
+            f"{listed(rates)}: they are compared after {counted(tuning_epochs, 'epoch')}, then the "
             f"best and the next smaller one after {values['num_epochs']} epochs, on "
             f"{VALIDATION_RATIO:.0%} of the training data, held out, with a seed of their own. In "
             "a run, the learning rate falls to 0 as a cosine. MB sent are the mean of the workers "
@@ -194,8 +195,8 @@ def _table(runs: Mapping[Pair, Sequence[Run]], results: Results, measure: str) -
             distances = [last_values(r, "consensus_distance", type="params_only") for r in rows]
             bits = _bits(of_seeds, results)
             line += [
-                f"{spread([factor * value for value in means])}{unit}",
-                f"{spread([factor * value for value in worst])}{unit}",
+                f"{spread([factor * value for value in means], 2)}{unit}",
+                f"{spread([factor * value for value in worst], 2)}{unit}",
                 f"{sum(float(d.iloc[0]) for d in distances) / len(distances):.3g}",
                 f"{bits / 8e6:.1f}",
                 f"{plain / bits:.1f}×",

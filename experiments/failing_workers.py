@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.runner import Experiment, Results, Run, Values, sentence_case
-from experiments.tuned_methods import FASHION_MNIST, SEEDS, count
+from experiments.tuned_methods import FASHION_MNIST, SEEDS
+from powergossip.formatting import counted, markdown, spread
 from powergossip.runs import figures
-from powergossip.runs.tables import markdown, spread
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -217,10 +217,10 @@ def _experiment(
 
     def written(results: Results, folder: Path) -> str:
         folder.mkdir(parents=True, exist_ok=True)
-        several = f"mean ± standard deviation of {count(len(seeds), 'seed')}"
+        several = f"mean ± standard deviation of {counted(len(seeds), 'seed')}"
         note = (
             f"{sentence_case(title)}. Accuracy of the mean model of {values['n_workers']} workers "
-            f"after {count(values['num_epochs'], 'epoch')}, "
+            f"after {counted(values['num_epochs'], 'epoch')}, "
             f"{several if len(seeds) > 1 else 'one seed'}, on the virtual clock."
         )
         table = report(results, runs, folder)
@@ -246,16 +246,12 @@ def _table(
             diverged = sum(value is None for value in found)
             kept = [100 * value for value in found if value is not None]
             several = f"{diverged} of {len(found)} diverged" if len(found) > 1 else "diverged"
-            cell = several if diverged else f"{_several(kept)} %"
+            cell = several if diverged else f"{spread(kept, 2)} %"
             if further:
                 cell += f" ({further[method, column]})"
             line.append(cell)
         lines.append(line)
     return markdown(["method", *columns], lines)
-
-
-def _several(values: Sequence[float]) -> str:
-    return spread(values) if len(values) > 1 else f"{values[0]:.2f}"
 
 
 def _accuracies(results: Results, runs: Sequence[Run]) -> list[float | None]:

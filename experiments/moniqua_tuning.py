@@ -15,8 +15,8 @@ from typing import Any
 from experiments import tuned_methods
 from experiments.presets import preset
 from experiments.runner import Experiment, Results, Run, sentence_case
+from powergossip.formatting import markdown
 from powergossip.runs.metrics import last_values
-from powergossip.runs.tables import markdown
 
 PUBLISHED = {"moniqua": (0,), "moniqua-theta-2": (1, 2, 3)}  # preset: seeds
 _LEGEND = "Test accuracy of the mean model and, in brackets, of the worst worker, in percent:"

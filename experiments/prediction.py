@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 
 from experiments import tuned_methods
 from experiments.runner import Experiment, Results, Run, Values
+from powergossip.formatting import markdown
 from powergossip.runs.files import write_atomically
-from powergossip.runs.tables import markdown
 
 if TYPE_CHECKING:
     from pandas import DataFrame

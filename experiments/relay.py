@@ -15,8 +15,8 @@ from typing import Any
 from experiments import tuned_methods
 from experiments.presets import preset
 from experiments.runner import Experiment, Results, Run, Values, sentence_case
+from powergossip.formatting import markdown, spread
 from powergossip.runs.metrics import last_values
-from powergossip.runs.tables import markdown, spread
 
 BASE = "cifar10_vgg11"
 ALPHAS = (1.0, 0.1, 0.01)  # of the Dirichlet distribution
@@ -126,7 +126,7 @@ def _table(runs: Mapping[str, Mapping[float, Sequence[Run]]], results: Results) 
         if any(tuned_methods.score(r, "accuracy", "test_avg") == float("-inf") for r in rows):
             return "diverged"
         worst = [100 * float(min(last_values(r, "accuracy", split="test"))) for r in rows]
-        return f"{spread(worst)} %"
+        return f"{spread(worst, 2)} %"
 
     header = ["method", *(f"α = {alpha:g}" for alpha in ALPHAS)]
     lines = [[name, *(cell(of_row[alpha]) for alpha in ALPHAS)] for name, of_row in runs.items()]

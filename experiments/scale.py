@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from experiments.runner import Experiment, Results
+from powergossip.formatting import markdown
 from powergossip.runs import figures
 from powergossip.runs.files import write_atomically
-from powergossip.runs.tables import markdown
 
 WORKERS = (8, 16, 32, 64, 128, 256, 512, 1024, 2500, 5000, 10_000)
 SHOWN = (8, 64, 1024, 10_000)  # in the table

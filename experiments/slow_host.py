@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from experiments import tuned_methods
 from experiments.compression_pays import HOSTS, MODEL
 from experiments.runner import Experiment, Results, Run, Values
+from powergossip.formatting import markdown
 from powergossip.runs import figures
-from powergossip.runs.tables import markdown
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from experiments import tuned_methods
 from experiments.presets import preset
 from experiments.runner import Experiment, Results, Run, sentence_case
+from powergossip.formatting import markdown
 from powergossip.runs import figures
 from powergossip.runs.metrics import last_values, select_rows
-from powergossip.runs.tables import markdown
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.runner import Experiment, Results, Run, Values, sentence_case
+from powergossip.formatting import counted, markdown, spread
 from powergossip.runs import figures
 from powergossip.runs.metrics import last_values
-from powergossip.runs.tables import markdown, spread
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -151,7 +151,7 @@ def experiment(
         note = (
             f"each method was tuned on the same grid of learning rates ({listed(rates)}) and "
             f"diffusion rates γ ({listed(DIFFUSION_RATES)}), with one run of "
-            f"{count(tuning_epochs, 'epoch')} each, and the {TUNED} best of them in all "
+            f"{counted(tuning_epochs, 'epoch')} each, and the {TUNED} best of them in all "
             f"{values['num_epochs']} epochs, with another seed, on {VALIDATION_RATIO:.0%} of the "
             f"training data, held out."
         )
@@ -213,7 +213,7 @@ def compared(
     timed = all(run.processes > 1 for of_seeds in runs.values() for run in of_seeds)
     table = _table(rows, settings, measure, timed)
     numbers = {len(of_seeds) for of_seeds in runs.values()}
-    seeds = count(max(numbers), "seed") if len(numbers) == 1 else "the seeds"
+    seeds = counted(max(numbers), "seed") if len(numbers) == 1 else "the seeds"
     above = (
         f"{sentence_case(title)}.\n\nMean ± standard deviation of {seeds}; "
         f"{note} MB sent are those of one worker in a run."
@@ -225,10 +225,6 @@ def compared(
 def listed(numbers: Sequence[float]) -> str:
     """Numbers as text, with commas."""
     return ", ".join(f"{number:g}" for number in numbers)
-
-
-def count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def score(rows: "DataFrame", measure: str, split: str) -> float:
@@ -281,8 +277,8 @@ def _table(
         lines.append(
             [
                 method,
-                f"{spread(mean)}{unit}",
-                f"{spread(worst)}{unit}",
+                f"{spread(mean, 2)}{unit}",
+                f"{spread(worst, 2)}{unit}",
                 f"{bits / 8e6:.1f}",
                 f"{plain / bits:.1f}×",
                 *([f"{seconds:.0f}"] if timed else []),

@@ -31,12 +31,13 @@ def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argpars
     return options
 
 
-def run(main: Callable[[Sequence[str]], None]) -> None:
-    """Call main with the command line."""
+def run(main: Callable[[Sequence[str]], None], prints: bool = True) -> None:
+    """Call main with the command line. prints: whether this process reports bad input."""
     try:
         main(sys.argv[1:])
     except BadInput as error:
-        print(f"error: {error}", file=sys.stderr)
+        if prints:
+            print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

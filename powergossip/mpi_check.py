@@ -23,22 +23,23 @@ The results show whether MPI uses the fast network. Orders of magnitude between 
 10 Gbit/s. On one host: about 1 µs and several GB/s. See environment/gpu_cluster.md for remedies.
 """
 
-import argparse
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
+from io import StringIO
 from itertools import combinations
 from statistics import median
-from typing import NoReturn
 
 import torch
 from mpi4py import MPI
 
+from powergossip import command_line
+from powergossip.errors import BadInput
+from powergossip.formatting import counted, decimals, plain
 from powergossip.network import cuda_aware_mpi
-
-USAGE = "mpirun -np N python -m powergossip.mpi_check [--quick]"
 
 LENGTH = 100_000  # elements of a message: more than MPI libraries send along with the header
 
@@ -229,15 +230,16 @@ def speeds(found: dict[Pair, Speed], hosts: Sequence[str]) -> str:
     The table is for up to ALONE processes. Medians and extremes are given for pairs on one host and
     for pairs on two hosts. hosts: by rank.
     """
+    found = {pair: (1e6 * latency, bandwidth / 1e6) for pair, (latency, bandwidth) in found.items()}
     lines = [speed_table(found, len(hosts))] if len(hosts) <= ALONE else []
     within = {pair: speed for pair, speed in found.items() if hosts[pair[0]] == hosts[pair[1]]}
     between = {pair: speed for pair, speed in found.items() if pair not in within}
     for name, some in (("on a host", within), ("between hosts", between)):
         if some:
-            latencies, bandwidths = (sorted(values) for values in zip(*some.values(), strict=True))
+            latencies, bandwidths = zip(*some.values(), strict=True)
             lines.append(
-                f"{name} ({count(len(some), 'pair')}): {spread(latencies, microseconds)} µs, "
-                f"{spread(bandwidths, megabytes)} MB/s"
+                f"{name} ({counted(len(some), 'pair')}): {median_and_range(latencies)} µs, "
+                f"{median_and_range(bandwidths)} MB/s"
             )
 
     def named(pair: Pair) -> str:
@@ -246,8 +248,8 @@ def speeds(found: dict[Pair, Speed], hosts: Sequence[str]) -> str:
     late = max(found, key=lambda pair: found[pair][0])
     narrow = min(found, key=lambda pair: found[pair][1])
     lines.append(
-        f"slowest: {microseconds(found[late][0])} µs between {named(late)}, "
-        f"{megabytes(found[narrow][1])} MB/s between {named(narrow)}"
+        f"slowest: {three_digits(found[late][0])} µs between {named(late)}, "
+        f"{three_digits(found[narrow][1])} MB/s between {named(narrow)}"
     )
     return "\n".join(lines)
 
@@ -258,91 +260,37 @@ def speed_table(found: dict[Pair, Speed], n: int) -> str:
     def cell(row: int, column: int) -> str:
         if row == column:
             return "-"
-        latency, bandwidth = found[min(row, column), max(row, column)]
-        return microseconds(latency) if row < column else megabytes(bandwidth)
+        return three_digits(found[min(row, column), max(row, column)][int(row > column)])
 
     ranks = [str(process) for process in range(n)]
-    rows = [(rank, *(cell(row, column) for column in range(n))) for row, rank in enumerate(ranks)]
-    return table([("", *ranks), *rows], str.rjust)
+    rows = [[rank, *(cell(row, column) for column in range(n))] for row, rank in enumerate(ranks)]
+    return plain([["", *ranks], *rows])
 
 
-def spread(ordered: Sequence[float], shown: Callable[[float], str]) -> str:
-    """`1.3 (1.1 to 2.0)`: the median, the minimum and the maximum."""
-    return f"{shown(median(ordered))} ({shown(ordered[0])} to {shown(ordered[-1])})"
-
-
-def microseconds(seconds: float) -> str:
-    return three_digits(seconds * 1e6)
-
-
-def megabytes(bandwidth: float) -> str:
-    return three_digits(bandwidth / 1e6)
+def median_and_range(values: Sequence[float]) -> str:
+    """`1.30 (1.10 to 2.00)`: the median, the minimum and the maximum."""
+    middle, low, high = map(three_digits, (median(values), min(values), max(values)))
+    return f"{middle} ({low} to {high})"
 
 
 def three_digits(value: float) -> str:
     """At least three digits, at most two of them after the decimal point."""
-    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
+    return f"{value:.{min(2, decimals(value, 3))}f}"
 
 
 # --- The report -----------------------------------------------------------------------------------
 
 
-def table(rows: list[tuple[str, ...]], align: Callable[[str, int], str] = str.ljust) -> str:
-    """Rows as aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(map(align, row, widths)).rstrip() for row in rows)
-    return "\n".join(lines)
-
-
-def count(n: int, one: str, many: str = "") -> str:
-    """`1 host`, `2 hosts`."""
-    return f"{n} {one if n == 1 else many or one + 's'}"
-
-
-class BadArguments(ValueError):
-    """Invalid arguments. The text is one sentence."""
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise BadArguments(f"{message}; use: {USAGE}")
-
-
-def parse(arguments: Sequence[str]) -> tuple[bool, str | None]:
-    """Whether --quick is given, and the help text for --help. Raises BadArguments."""
-    parser = Parser(
-        usage=USAGE,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        add_help=False,  # argparse's own would print it in every process
-    )
-    parser.add_argument("-h", "--help", action="store_true", help="show this help")
-    parser.add_argument("--quick", action="store_true", help="check only, without measurements")
-    options = parser.parse_args(list(arguments))
-    return options.quick, parser.format_help() if options.help else None
-
-
-def main(arguments: Sequence[str] = ()) -> int:
-    """Print the report on process 0 and return the exit code, the same on all processes."""
+def main(arguments: Sequence[str] = ()) -> None:
+    """Print the report in process 0. Raises BadInput, or SystemExit with code 1 for a wrong result,
+    in all processes."""
     comm = MPI.COMM_WORLD
-    try:
-        quick, help_text = parse(arguments)
-    except BadArguments as error:
-        if comm.rank == 0:
-            print(f"error: {error}", file=sys.stderr)
-        return 2
-    if help_text is not None:
-        if comm.rank == 0:
-            print(help_text)
-        return 0
+    parser = command_line.parser("powergossip-mpi-check", __doc__ or "")
+    parser.add_argument("--quick", action="store_true", help="check only, without measurements")
+    with nullcontext() if comm.rank == 0 else redirect_stdout(StringIO()):  # of --help
+        quick = command_line.parsed(parser, arguments).quick
     if comm.size == 1 and "TORCHELASTIC_RUN_ID" in os.environ:
-        if os.environ.get("RANK", "0") == "0":
-            print(
-                f"error: this checks MPI, which torchrun does not start; use {USAGE}",
-                file=sys.stderr,
-            )
-        return 2
+        raise BadInput("this checks MPI, which torchrun does not start; start it with mpirun")
 
     on_this_host = comm.Split_type(MPI.COMM_TYPE_SHARED)
     device = local_device(on_this_host.rank)
@@ -359,7 +307,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     hosts = [row[1] for row in rows]
     aware = cuda_aware_mpi()
     if comm.rank == 0:
-        print(table([("process", "host", "device", "torch threads", "MPI threads"), *rows]))
+        print(plain([("process", "host", "device", "torch threads", "MPI threads"), *rows]))
         # The first line is like "Open MPI v5.0.11, package: …" or "MPICH Version:\t4.0.2".
         library = MPI.Get_library_version().splitlines()[0].split(",")[0].rstrip("\0")
         library = " ".join(library.replace("Version:", "").split())
@@ -372,15 +320,16 @@ def main(arguments: Sequence[str] = ()) -> int:
     if not failed and not quick and comm.size > 1:
         report_speeds(comm, device, aware is True, hosts)
     if comm.rank == 0 and not failed:
-        everyone = count(comm.size, "process", "processes")
-        print(f"MPI works: {everyone} on {count(len(set(hosts)), 'host')}")
-    return int(failed)
+        everyone = counted(comm.size, "process", "processes")
+        print(f"MPI works: {everyone} on {counted(len(set(hosts)), 'host')}")
+    if failed:
+        sys.exit(1)
 
 
 def check(comm: MPI.Intracomm, where: torch.device) -> bool:
     """Whether all checks pass, the same on all processes. Process 0 prints the errors."""
     checks = {"ring exchange": check_ring, "all-reduce": check_all_reduce}
-    everyone = count(comm.size, "process", "processes")
+    everyone = counted(comm.size, "process", "processes")
     failed = False
     for name, run in checks.items():
         problems = comm.allgather(run(comm, where))
@@ -419,8 +368,9 @@ def report_speeds(
 
 
 def command() -> None:
-    """Entry point of the command line."""
-    sys.exit(main(sys.argv[1:]))
+    """Run as a program. Bad input is one sentence of the first process, exit code 2."""
+    first = MPI.COMM_WORLD.rank == 0 and os.environ.get("RANK", "0") == "0"  # of mpirun or torchrun
+    command_line.run(main, prints=first)
 
 
 if __name__ == "__main__":

@@ -26,10 +26,10 @@ from typing import Any
 
 from powergossip.events import order
 from powergossip.events.order import Entry
+from powergossip.formatting import markdown
 from powergossip.network.resilient.workers import LOST
 from powergossip.randomness import generator
 from powergossip.runs import metrics
-from powergossip.runs.tables import markdown
 from tests import launch
 
 EPOCHS, STEPS = 10, 12

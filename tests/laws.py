@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from powergossip import algorithms, topologies
 from powergossip.algorithms import learning
+from powergossip.formatting import markdown
 from powergossip.network import Network
-from powergossip.runs.tables import markdown
 from tests.quadratics import AVERAGING, Quadratics, rule_of, train
 
 

@@ -196,8 +196,14 @@ class Parts(HTMLParser):
 
 def plots(document: str) -> list[tuple[Any, Any]]:
     """The data and layout that are passed to Plotly."""
-    found = re.findall(r'Plotly\.newPlot\("\w+", (\[.*\]), (\{.*\}),\n', document)
-    return [(json.loads(data), json.loads(layout)) for data, layout in found]
+    decoder = json.JSONDecoder()
+    found = []
+    for call in re.finditer(r'Plotly\.newPlot\(\s*"\w+",\s*', document):
+        data, end = decoder.raw_decode(document, call.end())
+        start = re.compile(r",\s*").match(document, end)
+        assert start is not None
+        found.append((data, decoder.raw_decode(document, start.end())[0]))
+    return found
 
 
 def test_the_page_has_the_table_and_the_curves_of_the_figure(tmp_path: Path) -> None:
@@ -251,7 +257,7 @@ def test_the_page_asks_no_server_and_runs_no_text_of_a_configuration(tmp_path: P
                  if key == "content" and value.startswith("default-src")]  # fmt: skip
     assert policy.startswith("default-src 'none'; ")
     assert "http" not in policy
-    scripts = re.findall("<script>(.*?)</script>", text, re.DOTALL)
+    scripts = re.findall("<script[^>]*>(.*?)</script>", text, re.DOTALL)
     assert [script for script in scripts if "<" in script] == []
     assert bad in parts.cells
     assert len(plots(text)) == 1

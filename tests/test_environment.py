@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from powergossip import mpi_check
+from powergossip.errors import BadInput
 from tests import launch
 from tests.helpers import executable
 from tests.launch import ROOT
@@ -227,7 +228,7 @@ def test_constraints_pin_every_installed_package() -> None:
 )
 def test_mpi_check_reports_every_process(processes: int, arguments: list[str]) -> None:
     n = None if processes == 1 else processes
-    result = launch.python("environment/mpi_check.py", *arguments, processes=n)
+    result = launch.python("powergossip/mpi_check.py", *arguments, processes=n)
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
     assert [line.split()[0] for line in lines[1 : processes + 1]] == list(
@@ -279,21 +280,24 @@ def test_mpi_check_names_the_process_with_a_wrong_content(tmp_path: Path) -> Non
 
 def test_bad_arguments_of_mpi_check_are_one_sentence() -> None:
     """One process prints it; mpirun adds lines about exit codes."""
-    result = launch.python("environment/mpi_check.py", "--quik", processes=2)
+    result = launch.python("powergossip/mpi_check.py", "--quik", processes=2)
     assert result.returncode == 2
     assert result.stdout == ""
     assert len(re.findall(r"^error: .*--quik", result.stderr, re.MULTILINE)) == 1
     assert "Traceback" not in result.stderr
 
 
-def test_mpi_check_help_is_its_docstring() -> None:
-    quick, shown = mpi_check.parse(["--help"])
-    assert not quick
-    assert shown is not None
-    assert mpi_check.USAGE in shown
-    assert str(mpi_check.__doc__) in shown
-    assert mpi_check.parse([]) == (False, None)
-    assert mpi_check.parse(["--quick"]) == (True, None)
+def test_one_process_prints_the_help_of_mpi_check() -> None:
+    result = launch.python("powergossip/mpi_check.py", "--help", processes=2)
+    assert result.returncode == 0, result.stderr
+    assert [line[:7] for line in result.stdout.splitlines()].count("usage: ") == 1
+    assert "--quick" in result.stdout
+
+
+def test_mpi_check_under_torchrun_is_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    with pytest.raises(BadInput, match="torchrun"):
+        mpi_check.main()
 
 
 def test_mpi_check_measures_in_rounds_and_through_host_memory(tmp_path: Path) -> None:
@@ -347,10 +351,10 @@ def test_rounds_hold_every_pair_once_and_a_process_once_a_round(n: int) -> None:
 def test_speeds_are_shown_by_process_and_by_host() -> None:
     found = {(0, 1): (1.234e-6, 8.5e9), (0, 2): (25.6e-6, 0.117e9), (1, 2): (24.44e-6, 0.118e9)}
     assert mpi_check.speeds(found, ["a", "a", "b"]).splitlines() == [
-        "      0     1     2",
-        "0     -  1.23  25.6",
-        "1  8500     -  24.4",
-        "2   117   118     -",
+        "         0      1      2",
+        "  0      -   1.23   25.6",
+        "  1   8500      -   24.4",
+        "  2    117    118      -",
         "on a host (1 pair): 1.23 (1.23 to 1.23) µs, 8500 (8500 to 8500) MB/s",
         "between hosts (2 pairs): 25.0 (24.4 to 25.6) µs, 118 (117 to 118) MB/s",
         "slowest: 25.6 µs between 0 (a) and 2 (b), 117 MB/s between 0 (a) and 2 (b)",

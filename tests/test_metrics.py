@@ -249,15 +249,6 @@ def test_a_metric_measured_less_often_shows_its_last_value(tmp_path: Path) -> No
     assert "test accuracy, mean model          25.00%" in tables.summary(rows[~late])
 
 
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(0, "0 bit"), (999, "999 bit"), (999.7, "1 kbit"), (12_345_678, "12.3 Mbit"),
-     (5e9, "5 Gbit"), (3e15, "3e+03 Tbit")],
-)  # fmt: skip
-def test_large_numbers_have_prefixes(number: float, text: str) -> None:
-    assert tables._human(number, "bit") == text
-
-
 # Figures
 
 
@@ -465,17 +456,6 @@ def test_the_final_error_decides_and_not_the_smallest(tmp_path: Path) -> None:
     assert len(settings) == 3
     (best,) = tables.best_settings(settings).values()
     assert set(best["diffusion_rate"]) == {"steady"}
-
-
-def test_a_markdown_table() -> None:
-    lines = tables.markdown(["method", "bits"], [("plain", 32), ["signs", ""]]).splitlines()
-    assert lines == ["| method | bits |", "| --- | --- |", "| plain | 32 |", "| signs |  |"]
-
-
-def test_mean_and_standard_deviation_over_seeds() -> None:
-    assert tables.spread([1.0, 2.0, 3.0]) == "2.00 ± 1.00"
-    assert tables.spread([5.0]) == "5.00 ± 0.00"
-    assert tables.spread([1.0, float("inf")]) == "infinite"
 
 
 def test_the_last_rows_are_those_of_the_last_epoch_with_these_tags(tmp_path: Path) -> None:

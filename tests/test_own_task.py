@@ -30,6 +30,7 @@ from powergossip.randomness import generator
 from powergossip.runs import metrics
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.tasks import Datasets, DatasetTask, user_functions
+from powergossip.tasks.loading import Loader, Request, SampleSource
 from powergossip.tasks.shards import Shards, by_group
 from powergossip.tasks.user_functions import UserCodeError
 from powergossip.training import recorder
@@ -703,6 +704,27 @@ def test_an_error_in_the_users_code_ends_the_program_with_its_line(
     assert ended.returncode == 1
     assert ended.stderr.count("# line of the file") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_what_a_loading_process_cannot_send_is_an_error() -> None:
+    """A batch or an exception that cannot be pickled. The process goes on."""
+
+    class Own(Exception):
+        pass
+
+    def collate(samples: list[int]) -> Any:
+        if samples == [1]:
+            raise Own("mine")
+        return (lambda: 0) if samples == [0] else samples
+
+    data: Any = range(3)
+    loader = Loader(SampleSource({"train": data}, collate), "task=m:f", processes=1)
+    pending = [loader.request(Request("train", (i,), seed=0)) for i in range(3)]
+    for failing, word in zip(pending, ("pickle", "mine"), strict=False):
+        with pytest.raises(UserCodeError, match=word):
+            failing.wait()
+    assert pending[2].wait() == [2]
+    loader.close()
 
 
 def test_an_error_at_import_is_the_users(module: Callable[..., str]) -> None:

@@ -37,6 +37,7 @@ TOP_LEVEL = {"algorithms", "compressors", "gossip_run", "topologies", "train"}
 BASE = {
     "checks",
     "errors",
+    "formatting",
     "options",
     "parameters",
     "presets",

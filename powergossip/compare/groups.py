@@ -2,12 +2,12 @@
 
 import json
 import math
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from powergossip import formatting
 from powergossip.compare.runs import PERCENT, Metric, Run, Warn
 from powergossip.errors import BadInput
 
@@ -173,26 +173,24 @@ class Section:
 
     def results(self) -> list[list[str]]:
         """Return the measured cells, [line][cell], the header first. Empty columns are left out."""
-        percent, groups = self.metric.name in PERCENT, self.groups
-
-        def column(header: str, values: Callable[[Group], list[float]], two: bool) -> list[str]:
-            return [header, *(_spread(values(group), two) for group in groups)]
-
-        columns = [
-            column("final", lambda g: g.final("value"), percent),
-            column("worst worker", lambda g: g.final("worst"), percent),
-            column("best", lambda g: g.best("value"), percent),
-            column("its worst worker", lambda g: g.best("worst"), percent),
-            column("MB sent", lambda g: g.largest("bits"), False),
-            column("seconds", lambda g: g.largest("seconds"), False),
-            ["runs", *(str(len(group.counted)) for group in groups)],
-            ["state", *(group.state for group in groups)],
+        places = 2 if self.metric.name in PERCENT else None
+        several = any(len(group.runs) > 1 for group in self.groups)
+        complete = all(group.state == "complete" for group in self.groups)
+        header = ["final", "worst worker", "best", "its worst worker", "MB sent", "seconds"]
+        lines = [
+            [
+                _cell(group.final("value"), places),
+                _cell(group.final("worst"), places),
+                _cell(group.best("value"), places),
+                _cell(group.best("worst"), places),
+                _cell(group.largest("bits")),
+                _cell(group.largest("seconds")),
+                str(len(group.counted)) if several else "",
+                "" if complete else group.state,
+            ]
+            for group in self.groups
         ]
-        if all(len(group.runs) == 1 for group in groups):
-            columns = [cells for cells in columns if cells[0] != "runs"]
-        if all(group.state == "complete" for group in groups):
-            columns = [cells for cells in columns if cells[0] != "state"]
-        return _lines([cells for cells in columns if any(cells[1:])])
+        return formatting.without_empty_columns([[*header, "runs", "state"], *lines])
 
     def settings(self) -> list[list[str]]:
         """Return the cells of the keys that differ, [line][cell], the header first."""
@@ -303,10 +301,6 @@ def _effective(config: Mapping[str, Any]) -> dict[str, Any]:
 # --- Cells ----------------------------------------------------------------------------------------
 
 
-def _lines(columns: Sequence[Sequence[str]]) -> list[list[str]]:
-    return [list(line) for line in zip(*columns, strict=True)]
-
-
 def _text(value: Any) -> str:
     """A value of the configuration as on the command line, without quotes."""
     if isinstance(value, str):
@@ -314,32 +308,8 @@ def _text(value: Any) -> str:
     return json.dumps(value, default=str).replace('"', "")
 
 
-def _spread(values: Sequence[float], two_decimals: bool) -> str:
+def _cell(values: Sequence[float], places: int | None = None) -> str:
     """A value, or mean ± standard deviation of several. "" if there is none."""
     if all(math.isnan(value) for value in values):
         return ""
-    mean = sum(values) / len(values)
-    if not math.isfinite(mean):
-        return "infinite" if math.isinf(mean) else "nan"
-    if len(values) == 1:
-        return f"{mean:.2f}" if two_decimals else _four_digits(mean)
-    deviation = statistics.stdev(values)
-    if two_decimals:
-        return f"{mean:.2f} ± {deviation:.2f}"
-    if not 1e-3 <= abs(mean) < 1e6:
-        return f"{mean:.3g} ± {deviation:.2g}"
-    # The deviation has two digits, the mean no less than four.
-    decimals = max(_decimals(mean, 4), _decimals(deviation, 2)) if deviation else _decimals(mean, 4)
-    decimals = min(decimals, _decimals(mean, 7))
-    return f"{mean:.{decimals}f} ± {deviation:.{decimals}f}"
-
-
-def _decimals(number: float, digits: int) -> int:
-    """The number of decimals that show so many digits."""
-    return max(0, digits - 1 - math.floor(math.log10(abs(number)))) if number else 0
-
-
-def _four_digits(number: float) -> str:
-    if number == 0 or not 1e-3 <= abs(number) < 1e6:
-        return f"{number:.4g}"
-    return f"{number:.{_decimals(number, 4)}f}"
+    return formatting.spread(values, places)

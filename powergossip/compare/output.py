@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from powergossip import formatting
 from powergossip.compare import page
 from powergossip.compare.groups import Section
-from powergossip.runs import figures, tables
+from powergossip.runs import figures
 
 FORMATS = {  # suffix of a file → format
     ".txt": "text",
@@ -25,12 +26,12 @@ def text(found: Sequence[Section], width: int | None = None) -> str:
     """Return the tables as plain text. Where one is wider than `width`, it becomes two."""
     parts = []
     for section in found:
-        whole = tables.plain(section.table())
+        whole = formatting.plain(section.table())
         if width is not None and section.keys and max(map(len, whole.splitlines())) > width:
             names = section.names()
             results = [[name, *c] for name, c in zip(names, section.results(), strict=True)]
             settings = [[name, *c] for name, c in zip(names, section.settings(), strict=True)]
-            whole = f"{tables.plain(results)}\n\n{tables.plain(settings)}"
+            whole = f"{formatting.plain(results)}\n\n{formatting.plain(settings)}"
         parts.append(f"{section.note()}\n\n{whole}")
     return "\n\n".join(parts)
 
@@ -41,7 +42,7 @@ def markdown(found: Sequence[Section], figure_files: Sequence[str] = ()) -> str:
     for i, section in enumerate(found):
         header, *lines = section.table()
         escaped = [[cell.replace("|", "\\|") for cell in line] for line in lines]
-        part = f"{section.note()}\n\n{tables.markdown(header, escaped)}"
+        part = f"{section.note()}\n\n{formatting.markdown(header, escaped)}"
         if i < len(figure_files):
             part += f"\n\n![{section.title}]({figure_files[i]})"
         parts.append(part)

@@ -4,17 +4,17 @@ The page embeds Plotly's script and makes no requests. Its content security poli
 """
 
 import html
-import json
 import math
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from powergossip.runs.figures import line_style, wide_range
+from powergossip.runs.figures import line_style, panels
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+    from plotly.graph_objects import Figure
 
     from powergossip.compare.groups import Section
 
@@ -34,7 +34,7 @@ th, td { padding: 0.3rem 0.6rem; text-align: right; border-bottom: 1px solid #dd
 th:first-child, td:first-child { text-align: left; }
 .line { display: inline-block; width: 1.6rem; margin-right: 0.5rem; vertical-align: middle;
         border-top-width: 3px; }
-.plot { height: 30rem; margin: 1rem 0; }
+.plotly-graph-div { margin: 1rem 0; }
 .hint { color: #555; font-size: 0.85rem; }
 @media (prefers-color-scheme: dark) {
   body { color: #ddd; background: #181818; }
@@ -43,15 +43,28 @@ th:first-child, td:first-child { text-align: left; }
 }
 """
 # Of curves, whose background is that of the page: readable in light and dark mode.
-INK, GRID = "#7a7a7a", "rgba(128, 128, 128, 0.25)"
+INK = "#7a7a7a"
+LAYOUT = {
+    "template": "none",
+    "paper_bgcolor": "rgba(0, 0, 0, 0)",
+    "plot_bgcolor": "rgba(0, 0, 0, 0)",
+    "font": {"color": INK},
+    "hovermode": "closest",
+    "margin": {"l": 70, "r": 20, "t": 60, "b": 60},
+    "legend": {"orientation": "h", "y": -0.18, "yanchor": "top", "x": 0},
+}
+AXIS = {
+    "showline": True,
+    "linecolor": INK,
+    "gridcolor": "rgba(128, 128, 128, 0.25)",
+    "zeroline": False,
+}
 CONFIG = {
     "displaylogo": False,
     "responsive": True,
     "showSendToCloud": False,
     "modeBarButtonsToRemove": ["sendChartToCloud", "select2d", "lasso2d"],
 }
-PANELS = ("epoch", "megabytes", "seconds")
-GAP = 0.06  # between panels, as a fraction of the width
 _DASHES = {"-": "solid", "--": "dash", ":": "dot"}  # of matplotlib → of Plotly
 _BORDERS = {"-": "solid", "--": "dashed", ":": "dotted"}  # → of CSS
 
@@ -103,6 +116,9 @@ def _section(section: "Section", name: str) -> str:
         for i, line in enumerate(lines)
     )
     plot = figure(section.bands(), section.metric.label, section.metric.step, section.logarithmic())
+    shown = plot.to_html(
+        CONFIG, include_plotlyjs=False, full_html=False, default_height="30rem", div_id=name
+    )
     return f"""<h2>{html.escape(section.title)}</h2>
 <p>{html.escape(section.note())}</p>
 <div class="scroll"><table>
@@ -110,9 +126,7 @@ def _section(section: "Section", name: str) -> str:
 <tbody>
 {body}</tbody>
 </table></div>
-<div class="plot" id="{name}"></div>
-<script>Plotly.newPlot("{name}", {_json(plot["data"])}, {_json(plot["layout"])},
-{_json(CONFIG)});</script>
+{shown}
 """
 
 
@@ -124,117 +138,72 @@ def _key(index: int) -> str:
 
 def figure(
     bands: "Mapping[str, DataFrame]", y: str, step: str = "epoch", log_y: bool = False
-) -> dict[str, Any]:
-    """Return Plotly's data and layout, with the panels of figures.side_by_side."""
-    sent = any((band["megabytes"] > 0).any() for band in bands.values())
-    panels = [panel for panel in PANELS if sent or panel != "megabytes"]
-    titles = {"epoch": step, "megabytes": "sent by worker 0 (MB)", "seconds": "seconds"}
-    names = {"epoch": f"By {step}", "megabytes": "By data sent", "seconds": "By time"}
-    width = (1 + GAP) / len(panels) - GAP
-    axis = {"showline": True, "linecolor": INK, "gridcolor": GRID, "zeroline": False}
-    layout: dict[str, Any] = {
-        "paper_bgcolor": "rgba(0, 0, 0, 0)",
-        "plot_bgcolor": "rgba(0, 0, 0, 0)",
-        "font": {"color": INK},
-        "hovermode": "closest",
-        "margin": {"l": 70, "r": 20, "t": 60, "b": 60},
-        "legend": {"orientation": "h", "y": -0.18, "yanchor": "top", "x": 0},
-        "annotations": [],
-    }
-    data: list[dict[str, Any]] = []
-    for i, panel in enumerate(panels):
-        suffix = "" if i == 0 else str(i + 1)
-        left = i * (width + GAP)
-        wide = panel == "megabytes" and wide_range(bands)
-        layout[f"xaxis{suffix}"] = axis | {
-            "domain": [left, left + width],
-            "anchor": f"y{suffix}",
-            "title": {"text": titles[panel]},
-            "type": "log" if wide else "linear",
-        }
-        layout[f"yaxis{suffix}"] = axis | {
-            "anchor": f"x{suffix}",
-            "type": "log" if log_y else "linear",
-            **({"title": {"text": html.escape(y, quote=False)}} if i == 0 else {"matches": "y"}),
-        }
-        layout["annotations"].append(
-            {
-                "text": names[panel],
-                "x": left + width / 2,
-                "y": 1.02,
-                "xref": "paper",
-                "yref": "paper",
-                "xanchor": "center",
-                "yanchor": "bottom",
-                "showarrow": False,
-                "font": {"size": 14},
-            }
-        )
-        for index, (label, band) in enumerate(bands.items()):
-            shown = band[band["megabytes"] > 0] if panel == "megabytes" else band
-            for trace in _traces(shown, panel, step, index, label, log_y):
-                shows = trace["showlegend"] and i == 0  # a name once for all panels
-                place = {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}", "showlegend": shows}
-                data.append(trace | place)
-    return {"data": data, "layout": layout}
+) -> "Figure":
+    """Return Plotly's figure with the panels of figures.side_by_side."""
+    from plotly.subplots import make_subplots
+
+    shown = panels(bands, step)
+    found = make_subplots(
+        cols=len(shown),
+        shared_yaxes=True,
+        horizontal_spacing=0.06,
+        subplot_titles=[panel.title for panel in shown],
+    )
+    found.update_layout(LAYOUT)
+    found.update_xaxes(AXIS)
+    found.update_yaxes(AXIS, type="log" if log_y else "linear", showticklabels=True)
+    found.update_yaxes(title_text=html.escape(y, quote=False), col=1)
+    for column, panel in enumerate(shown, 1):
+        found.update_xaxes(title_text=panel.x, type="log" if panel.log_x else "linear", col=column)
+        for index, (label, band) in enumerate(panel.bands.items()):
+            traces = _traces(band, panel.column, step, index, label, log_y)
+            found.add_traces(traces, rows=1, cols=column)
+    return found
 
 
 def _traces(
-    band: "DataFrame", panel: str, step: str, index: int, label: str, log_y: bool
+    band: "DataFrame", column: str, step: str, index: int, label: str, log_y: bool
 ) -> list[dict[str, Any]]:
     """The line of a group in a panel, and its band."""
+    from plotly.colors import hex_to_rgb
+
     color, style = line_style(index)
-    x, mean, deviation = (band[column].tolist() for column in (panel, "mean", "deviation"))
+    mean, deviation = band["mean"], band["deviation"]
     common = {
         "type": "scatter",
-        "x": x,
+        "x": band[column].tolist(),
         "legendgroup": f"group{index}",
         "name": html.escape(label, quote=False),  # Plotly reads some tags in names
     }
     traces = []
-    if any(math.isfinite(value) for value in deviation):
+    if deviation.notna().any():
         edge = common | {
             "mode": "lines",
             "line": {"width": 0, "color": color},
             "showlegend": False,
             "hoverinfo": "skip",
         }
-        pairs = list(zip(mean, deviation, strict=True))
         # A logarithmic axis has no place for values that are not positive.
-        lower = [m / 100 if log_y and m <= d else m - d for m, d in pairs]
-        fill = f"rgba({', '.join(str(int(color[i : i + 2], 16)) for i in (1, 3, 5))}, 0.2)"
+        low = (mean - deviation).mask(log_y & (mean <= deviation), mean / 100)
+        fill = f"rgba{(*hex_to_rgb(color), 0.2)}"
         traces = [
-            edge | {"y": lower},
-            edge | {"y": [m + d for m, d in pairs], "fill": "tonexty", "fillcolor": fill},
+            edge | {"y": low.tolist()},
+            edge | {"y": (mean + deviation).tolist(), "fill": "tonexty", "fillcolor": fill},
         ]
     at = f"{step} %{{customdata:.4g}}"
-    if panel != "epoch":
-        at += f", %{{x:.4g}} {'MB' if panel == 'megabytes' else 's'}"
-    spread = [f" ± {d:.2g}" if math.isfinite(d) else "" for d in deviation]
+    if column != "epoch":
+        at += f", %{{x:.4g}} {'MB' if column == 'megabytes' else 's'}"
     traces.append(
         common
         | {
-            "y": mean,
-            "mode": "lines+markers" if len(x) <= 25 else "lines",
+            "y": mean.tolist(),
+            "mode": "lines+markers" if len(band) <= 25 else "lines",
             "line": {"color": color, "dash": _DASHES[style], "width": 2},
             "marker": {"size": 5},
-            "showlegend": True,
-            "text": spread,
+            "showlegend": column == "epoch",  # a name once for all panels
+            "text": [f" ± {d:.2g}" if math.isfinite(d) else "" for d in deviation],
             "customdata": band["epoch"].tolist(),
             "hovertemplate": f"%{{y:.4g}}%{{text}}<br>{at}",
         }
     )
     return traces
-
-
-def _json(value: Any) -> str:
-    """JSON for a script: without numbers that JSON lacks, and without the end of a script."""
-    return json.dumps(_finite(value), allow_nan=False).replace("<", "\\u003c")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

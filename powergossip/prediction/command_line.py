@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from powergossip import checks, command_line, reading
+from powergossip import checks, command_line, formatting, reading
 from powergossip.errors import BadInput
 
 if TYPE_CHECKING:
@@ -220,8 +220,6 @@ def _name(line: Line) -> str:
 
 
 def _table(lines: Sequence[Line]) -> str:
-    from powergossip.runs import tables
-
     header = ["method", "graph", "kB sent", "messages", "step", "steps/s", "waiting",
               "contraction", "rounds"]  # fmt: skip
     rows = [
@@ -238,14 +236,11 @@ def _table(lines: Sequence[Line]) -> str:
         ]
         for line in lines
     ]
-    return tables.plain([header, *rows])
+    return formatting.plain([header, *rows])
 
 
 def _time(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us"
+    return formatting.prefixed(1e6 * seconds, "s", ("u", "m", ""))
 
 
 def _methods(given: Sequence[str]) -> "Mapping[str, PredictedMethod]":

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -130,40 +130,51 @@ def side_by_side(
     The path's suffix sets the format. Raises ValueError if there is nothing to draw.
     """
 
-    def draw(column: str, axes: "Axes") -> None:
-        for i, (label, band) in enumerate(bands.items()):
-            shown = band[band["megabytes"] > 0] if column == "megabytes" else band
-            _plot(axes, shown[column], shown["mean"], i, label)
-            if len(shown) > 1 and shown["deviation"].notna().any():
-                low, high = shown["mean"] - shown["deviation"], shown["mean"] + shown["deviation"]
+    def draw(panel: Panel, axes: "Axes") -> None:
+        for i, (label, band) in enumerate(panel.bands.items()):
+            x, mean, deviation = band[panel.column], band["mean"], band["deviation"]
+            _plot(axes, x, mean, i, label)
+            if len(band) > 1 and deviation.notna().any():
                 color = line_style(i)[0]
-                axes.fill_between(shown[column], low, high, color=color, alpha=0.2, linewidth=0)
-        if column == "megabytes" and wide_range(bands):
+                low, high = mean - deviation, mean + deviation
+                axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
+        if panel.log_x:
             axes.set_xscale("log")
         if log_y:
             axes.set_yscale("log")
 
-    drawn = any(len(band) for band in bands.values())
-    sent = any((band["megabytes"] > 0).any() for band in bands.values())
+    found = panels(bands, step)
     _draw(
         path,
-        {
-            step: partial(draw, "epoch") if drawn else None,
-            "megabytes": partial(draw, "megabytes") if sent else None,
-            "seconds": partial(draw, "seconds") if drawn else None,
-        },
-        {
-            step: (f"By {step}", step, y),
-            "megabytes": ("By data sent", "sent by worker 0 (MB)", y),
-            "seconds": ("By time", "seconds", y),
-        },
+        {panel.column: partial(draw, panel) for panel in found},
+        {panel.column: (panel.title, panel.x, y) for panel in found},
     )
 
 
-def wide_range(bands: "Mapping[str, DataFrame]") -> bool:
-    """Whether the megabytes at the end differ by a factor of 10, for a logarithmic axis."""
-    last = [band["megabytes"].max() for band in bands.values() if (band["megabytes"] > 0).any()]
-    return bool(last) and max(last) >= 10 * min(last)
+class Panel(NamedTuple):
+    """A panel of `side_by_side`, with the bands that it shows."""
+
+    column: str
+    title: str
+    x: str
+    bands: "Mapping[str, DataFrame]"
+    log_x: bool = False
+
+
+def panels(bands: "Mapping[str, DataFrame]", step: str) -> list[Panel]:
+    """Return the panels of `side_by_side` that have data.
+
+    The axis of megabytes is logarithmic if those at the end differ by a factor of 10.
+    """
+    sent = {label: band[band["megabytes"] > 0] for label, band in bands.items()}
+    last = [band["megabytes"].max() for band in sent.values() if len(band)]
+    wide = bool(last) and max(last) >= 10 * min(last)
+    found = [
+        Panel("epoch", f"By {step}", step, bands),
+        Panel("megabytes", "By data sent", "sent by worker 0 (MB)", sent, wide),
+        Panel("seconds", "By time", "seconds", bands),
+    ]
+    return [panel for panel in found if any(map(len, panel.bands.values()))]
 
 
 def line_style(index: int) -> tuple[str, str]:

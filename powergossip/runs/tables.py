@@ -1,9 +1,9 @@
-"""Tables of rows, as plain text and in Markdown. See powergossip.runs.metrics for the rows."""
+"""Tables of rows as plain text. See powergossip.runs.metrics for the rows."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from math import isfinite
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from powergossip.formatting import plain, prefixed, without_empty_columns
 from powergossip.runs.clock import data_fraction
 from powergossip.runs.metrics import COLUMNS, last_rows
 
@@ -47,7 +47,7 @@ def summary(rows: "DataFrame", time_is_virtual: bool = False) -> str:
 
     bits = rows["bits"].max()
     if bits >= 0:
-        lines.append(("sent by worker 0", f"{_human(bits, 'bit')} = {_human(bits / 8, 'B')}"))
+        lines.append(("sent by worker 0", f"{prefixed(bits, 'bit')} = {prefixed(bits / 8, 'B')}"))
     plain = last_rows(rows, "uncompressed_gossip_bits")
     if len(plain) and plain["bits"].iloc[-1] > 0:
         ratio = plain["value"].iloc[-1] / plain["bits"].iloc[-1]
@@ -125,23 +125,23 @@ def consensus_table(rows: "DataFrame") -> list[list[str]]:
     header = ["algorithm", "diffusion rate", "theta", "per step", "to 1e-3", "sent", "to 1e-6"]
     table = [[*header, "sent", "final error", "diverged"]]
     for algorithm, best in best_settings(settings).items():
-        line = [algorithm, *(_short(best[key].iloc[0]) for key in ("diffusion_rate", "theta"))]
+        tags = (best[key].iloc[0] for key in ("diffusion_rate", "theta"))
+        line = [algorithm, *(f"{float(tag):.4g}" if tag else "" for tag in tags)]
         steps, bits = best.iloc[-1][["epoch", "bits"]]
-        line.append(_human(bits / steps, "bit") if steps > 0 and bits > 0 else "")
+        line.append(prefixed(bits / steps, "bit") if steps > 0 and bits > 0 else "")
         errors = best[best["name"] == "error"]
         relative = errors["value"] / (errors["value"].iloc[0] or 1.0)
         for target in (1e-3, 1e-6):
             reached = errors[relative <= target]
             if len(reached):
                 steps, bits = reached.iloc[0][["epoch", "bits"]]
-                line += [f"{steps:.0f} steps", _human(bits, "bit")]
+                line += [f"{steps:.0f} steps", prefixed(bits, "bit")]
             else:
                 line += ["never", ""]
         last = "diverged" if has_diverged(best) else f"{relative.iloc[-1]:.3g}"
         tried = [has_diverged(group) for (name, *_), group in settings.items() if name == algorithm]
         table.append([*line, last, f"{sum(tried)} of {len(tried)}"])
-    columns = [column for column in zip(*table, strict=True) if any(column[1:])]
-    return [list(line) for line in zip(*columns, strict=True)]
+    return without_empty_columns(table)
 
 
 def error_at_start(rows: "DataFrame") -> float:
@@ -188,48 +188,3 @@ def best_settings(settings: "Mapping[tuple[str, ...], DataFrame]") -> "dict[str,
 def has_diverged(group: "DataFrame") -> bool:
     """Return whether the rows of a setting end with its divergence."""
     return bool((group["name"] == "diverged").any())
-
-
-def plain(table: Sequence[Sequence[str]]) -> str:
-    """Return a table, [line][cell] with the header first, as indented plain text.
-
-    The first column is aligned to the left, the others to the right.
-    """
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = (
-        "   ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in table
-    )
-    return "\n".join(f"  {line}".rstrip() for line in lines)
-
-
-def markdown(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """Return a Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
-
-
-def spread(values: Sequence[float]) -> str:
-    """Return "mean ± standard deviation", or "infinite" if a value is not finite."""
-    mean = sum(values) / len(values)
-    if not isfinite(mean):
-        return "infinite"
-    deviation = (sum((v - mean) ** 2 for v in values) / max(1, len(values) - 1)) ** 0.5
-    return f"{mean:.2f} ± {deviation:.2f}"
-
-
-def _short(number: str) -> str:
-    """A number with four digits."""
-    return f"{float(number):.4g}" if number else ""
-
-
-def _human(number: float, unit: str) -> str:
-    """A number with three digits and a prefix: 12.3 Mbit."""
-    for prefix in ("", "k", "M", "G", "T"):
-        if number < 999.5 or prefix == "T":
-            break
-        number /= 1000
-    return f"{number:.3g} {prefix}{unit}"

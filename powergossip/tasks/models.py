@@ -13,6 +13,7 @@ the tasks:
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -193,13 +194,13 @@ class ResNet(nn.Module):
 
     def __init__(
         self,
-        shape: Shape,
-        n_labels: int,
+        block: type[ResidualBlock] | type[Bottleneck],
         widths: list[int],
         depths: list[int],
+        large_images: bool,
+        shape: Shape,
+        n_labels: int,
         *,
-        block: type[ResidualBlock] | type[Bottleneck] = ResidualBlock,
-        large_images: bool = False,
         normalization: str = "batch",
         initialization: str = "torch",
         shortcut: str = "projection",
@@ -231,118 +232,22 @@ class ResNet(nn.Module):
         return self.output(x.mean((2, 3)))
 
 
-def ResNet20(
-    shape: Shape,
-    n_labels: int,
-    *,
-    normalization: str = "batch",
-    initialization: str = "torch",
-    shortcut: str = "projection",
-) -> ResNet:
-    """Three stages of three blocks with 16, 32 and 64 channels, 272,474 parameters for 3 channels
-    and 10 labels.    He et al. (2015), arXiv:1512.03385, § 4.2
-
-    For CIFAR they use zeros for the new channels, as DGC's published program does: 269,722
-    parameters. By default projections are used, as the parameter count in the PowerGossip paper
-    implies.
-    """
-    return ResNet(
-        shape,
-        n_labels,
-        [16, 32, 64],
-        [3, 3, 3],
-        normalization=normalization,
-        initialization=initialization,
-        shortcut=shortcut,
-    )
-
-
-def ResNet110(
-    shape: Shape,
-    n_labels: int,
-    *,
-    normalization: str = "batch",
-    initialization: str = "torch",
-    shortcut: str = "projection",
-) -> ResNet:
-    """Three stages of 18 blocks with 16, 32 and 64 channels, 1,730,714 parameters for 3 channels
-    and 10 labels, 1,727,962 with shortcut=zeros.    He et al. (2015), arXiv:1512.03385, § 4.2
-    """
-    return ResNet(
-        shape,
-        n_labels,
-        [16, 32, 64],
-        [18, 18, 18],
-        normalization=normalization,
-        initialization=initialization,
-        shortcut=shortcut,
-    )
-
-
-def ResNet18(
-    shape: Shape, n_labels: int, *, normalization: str = "batch", initialization: str = "torch"
-) -> ResNet:
-    """Four stages of two blocks with 64 to 512 channels, 11,173,962 parameters for 3 channels and
-    10 labels.    He et al. (2015), arXiv:1512.03385, table 1
-
-    The original is for images of 224 × 224 pixels. As is usual for CIFAR, one 3 × 3 convolution
-    replaces its 7 × 7 convolution with stride 2 and the max pooling that follows.
-    """
-    return ResNet(
-        shape,
-        n_labels,
-        [64, 128, 256, 512],
-        [2, 2, 2, 2],
-        normalization=normalization,
-        initialization=initialization,
-    )
-
-
-def ImageNetResNet18(
-    shape: Shape,
-    n_labels: int,
-    *,
-    normalization: str = "batch",
-    initialization: str = "fan-out",
-    zero_init_residual: bool = False,
-) -> ResNet:
-    """Four stages of two blocks, 11,689,512 parameters for 3 channels and 1000 labels, as in
-    torchvision.    He et al. (2015), arXiv:1512.03385, table 1
-    """
-    return ResNet(
-        shape,
-        n_labels,
-        [64, 128, 256, 512],
-        [2, 2, 2, 2],
-        large_images=True,
-        normalization=normalization,
-        initialization=initialization,
-        zero_init_residual=zero_init_residual,
-    )
-
-
-def ImageNetResNet50(
-    shape: Shape,
-    n_labels: int,
-    *,
-    normalization: str = "batch",
-    initialization: str = "fan-out",
-    zero_init_residual: bool = False,
-) -> ResNet:
-    """16 bottleneck blocks with 256 to 2048 channels, 25,557,032 parameters for 3 channels and 1000
-    labels, as in torchvision.    He et al. (2015), arXiv:1512.03385, table 1
-    """
-    return ResNet(
-        shape,
-        n_labels,
-        [64, 128, 256, 512],
-        [3, 4, 6, 3],
-        block=Bottleneck,
-        large_images=True,
-        normalization=normalization,
-        initialization=initialization,
-        zero_init_residual=zero_init_residual,
-    )
+# Small images, He et al. (2015), § 4.2. Parameters for 3 channels and 10 labels: 272,474 and
+# 1,730,714. With shortcut=zeros, which they use for CIFAR, as DGC's published program does, 269,722
+# and 1,727,962. Projections are the default, as the number of parameters in the PowerGossip paper
+# implies.
+ResNet20 = partial(ResNet, ResidualBlock, [16, 32, 64], [3, 3, 3], False)
+ResNet110 = partial(ResNet, ResidualBlock, [16, 32, 64], [18, 18, 18], False)
+# He et al. (2015), table 1, but for small images, as is usual for CIFAR. 11,173,962 parameters.
+ResNet18 = partial(ResNet, ResidualBlock, [64, 128, 256, 512], [2, 2, 2, 2], False)
+# The same table, large images. Parameters for 3 channels and 1000 labels, as in torchvision:
+# 11,689,512 and 25,557,032.
+ImageNetResNet18 = partial(
+    ResNet, ResidualBlock, [64, 128, 256, 512], [2, 2, 2, 2], True, initialization="fan-out"
+)
+ImageNetResNet50 = partial(
+    ResNet, Bottleneck, [64, 128, 256, 512], [3, 4, 6, 3], True, initialization="fan-out"
+)
 
 
 def _convolutions(

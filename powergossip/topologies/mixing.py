@@ -9,6 +9,7 @@ import numpy as np
 from scipy.sparse import csr_array, diags_array
 from scipy.sparse.csgraph import connected_components, shortest_path
 
+from powergossip.formatting import counted
 from powergossip.topologies import spectra
 
 Tree = tuple[tuple[int, int], ...]  # its edges (i, j), i < j, ascending
@@ -392,10 +393,6 @@ def check_connected(weights: csr_array, subject: str) -> None:
         f"{subject} is not connected: of its {count} components, {are.format(workers)} outside "
         f"the largest; add edges between the components, or remove those workers"
     )
-
-
-def counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _range(low: int, high: int) -> str:

@@ -12,9 +12,10 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
 from powergossip import checks, randomness
+from powergossip.formatting import counted
 from powergossip.topologies.coloring import edge_colors, is_bipartite
 from powergossip.topologies.files import from_file, is_path
-from powergossip.topologies.mixing import Round, Topology, counted, union_pattern
+from powergossip.topologies.mixing import Round, Topology, union_pattern
 from powergossip.topologies.static import UNDIRECTED, circulant
 
 

@@ -1,0 +1,70 @@
+"""Numbers and tables as text."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return `1 host`, `2 hosts`."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
+def decimals(number: float, digits: int) -> int:
+    """Return the number of decimals that show so many significant digits."""
+    exponent = int(f"{number:.{digits - 1}e}".partition("e")[2])  # of the rounded number
+    return max(0, digits - 1 - exponent)
+
+
+def prefixed(number: float, unit: str, prefixes: Sequence[str] = ("", "k", "M", "G", "T")) -> str:
+    """Return a number with three digits and a prefix: `12.3 Mbit`."""
+    for prefix in prefixes:
+        if number < 999.5 or prefix == prefixes[-1]:
+            break
+        number /= 1000
+    return f"{number:.3g} {prefix}{unit}"
+
+
+def spread(values: Sequence[float], places: int | None = None) -> str:
+    """Return the mean ± the standard deviation of values, or a single value alone.
+
+    places: decimals. None: four digits of the mean, and two of the deviation if it has more.
+    """
+    mean = sum(values) / len(values)
+    if not math.isfinite(mean):
+        return "infinite" if math.isinf(mean) else "nan"
+    several = len(values) > 1
+    deviation = math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - several))
+    if places is None and not 1e-3 <= abs(mean) < 1e6:
+        return f"{mean:.3g} ± {deviation:.2g}" if several else f"{mean:.4g}"
+    if places is None:
+        places = max(decimals(mean, 4), decimals(deviation, 2) if deviation else 0)
+        places = min(places, decimals(mean, 7))
+    return f"{mean:.{places}f}" + (f" ± {deviation:.{places}f}" if several else "")
+
+
+def without_empty_columns(table: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return a table, [line][cell] with the header first, without columns of empty cells."""
+    columns = [column for column in zip(*table, strict=True) if any(column[1:])]
+    return [list(line) for line in zip(*columns, strict=True)]
+
+
+def plain(table: Sequence[Sequence[str]]) -> str:
+    """Return a table, [line][cell] with the header first, as indented plain text.
+
+    The first column is aligned to the left, the others to the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = (
+        "   ".join(
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in table
+    )
+    return "\n".join(f"  {line}".rstrip() for line in lines)
+
+
+def markdown(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """Return a Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
