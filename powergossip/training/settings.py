@@ -88,6 +88,9 @@ def checked(
     _resolve_task_defaults(c)
     _check_ignored(c, explicit or (), warn=processes.rank == 0)
     _check_values(c)
+    if c.lr_schedule == "cosine" and "lr_schedule_milestones" in (explicit or ()):
+        none = not c.lr_schedule_milestones
+        checks.check("lr_schedule_milestones", c.lr_schedule_milestones, none, "[] with cosine")
     _check_method(c, explicit or ())
     _check_events(c, processes)
     _resolve_options(c, explicit or (), warn=processes.rank == 0)
