@@ -50,7 +50,7 @@ def test_the_page_of_learning_rules_has_the_pairs_that_are_accepted() -> None:
         name, *cells = (cell.strip(" `") for cell in line.split("|")[1:-1])
         rows[name] = cells
     assert columns == list(IN_TABLE)
-    assert sorted(rows) == sorted([learning.DEFAULT, *learning.LEARNING])
+    assert sorted(rows) == sorted(learning.LEARNING)
     for name, cells in rows.items():
         for averaging, cell in zip(IN_TABLE.values(), cells, strict=True):
             assert is_accepted(name, averaging) == (cell != REJECTED), (name, averaging)

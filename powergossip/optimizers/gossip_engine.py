@@ -97,7 +97,7 @@ class _Part:
     def step(self) -> Conversation | None:
         """x ← G(x), or the messages of the learning rule before the local update."""
         if self.rule is not None:
-            return self.rule.during()
+            return self.rule.start()
         conversation = self.averaging.step(self.x)
         return conversation if self._rounding is None else self._rounding(conversation)
 
@@ -314,7 +314,7 @@ class Averaged:
         self._send(rule.move() for rule in self.rules)
         self.finish()
         for rule in self.rules:
-            rule.settle()
+            rule.end()
 
     # --- The mean model ---
 

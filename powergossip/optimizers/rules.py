@@ -179,16 +179,16 @@ class LearningRule:
                 "all parameters, since a norm is over all of them"
             )
         self.check_rate(parameters)
-        directs = self._rule.direct is not learning.GossipRule.direct
-        gradient = torch.zeros_like(x) if directs else None
+        gradient = torch.zeros_like(x) if self._rule.owns_momentum else None
         local = _Local(self, parameters, x)
 
         def averaging(layout: Layout) -> algorithms.Averaging:
             return method.build(network, layout, part)
 
+        own: Any = local
         buffers: Any = _Buffers(x, x if gradient is None else gradient, layout)
         kind = self._local_optimizer
-        rule = learning.make(self.name, network, averaging, buffers, local, kind, **self.options)
+        rule = learning.make(self.name, network, averaging, buffers, own, kind, **self.options)
         return PartRule(self, rule, local, parameters, layout, x, gradient)
 
 
@@ -208,44 +208,41 @@ class _Local:
     """The wrapped optimizer as the local optimizer of a part's learning rule.
 
     u = x after the update − x before it. Its rounding errors are those of x.
+
+    u  # [1, D] of the update in this step, 0 without an update
     """
 
     def __init__(self, learning_rule: LearningRule, parameters: Sequence[Tensor], x: Tensor):
         self._learning, self._parameters, self._x = learning_rule, parameters, x
-        self._before, self._u = torch.empty_like(x), torch.zeros_like(x)
+        self._before, self.u = torch.empty_like(x), torch.zeros_like(x)
 
     @property
     def rate(self) -> float:
         return self._learning.rate(self._parameters)
 
-    def displacement(self, direction: Tensor) -> Tensor:
-        """u [1, D] of the update in this step, along this direction. 0 without an update."""
-        del direction
-        return self._u
-
     def start(self) -> None:
         """u ← 0, for a step without an update."""
-        self._u.zero_()
+        self.u.zero_()
 
     def before_update(self) -> None:
         self._before.copy_(self._x)
 
     def after_update(self) -> None:
         """u ← x − x before the update, x ← x before it"""
-        torch.sub(self._x, self._before, out=self._u)
+        torch.sub(self._x, self._before, out=self.u)
         self._x.copy_(self._before)
 
 
 class PartRule:
     """The learning rule of a part. Its methods are called in this order, once in a step.
 
-    during          a conversation that may overlap with the gradient
-    take_gradients  g ← p.grad, before the messages of `during` are received
+    start           a conversation that may overlap with the gradient
+    take_gradients  g ← p.grad, before the messages of `start` are received
     direct          p.grad ← the rule's direction
     before_update, after_update
                     around the step of the wrapped optimizer
     move            a conversation after the local update
-    settle          after the last message
+    end             after the last message
 
     A step without a local update leaves out the four in the middle. Then the displacement is 0.
     """
@@ -265,16 +262,21 @@ class PartRule:
         self._x, self._g = x, gradient  # g is None where the rule leaves the gradient as it is
         self._directions = [] if gradient is None else layout.tensors(gradient[0])
         self._decays: dict[int, float] = {}
+        self._step: learning.Step  # the present one
+        self._request: learning.Request | None = None  # the last one of the step
         self._gradients: list[Tensor | None] | None = None  # of the user, while g is in their place
 
     def check(self) -> None:
         """Raise ValueError if the rule needs one learning rate and there are several."""
         self._learning.check_rate(self._parameters)
 
-    def during(self) -> Conversation | None:
+    def start(self) -> Conversation | None:
         """The messages that may be in flight while gradients are computed. u ← 0."""
         self._local.start()
-        return self._rule.during()
+        self._step = self._rule.step()
+        self._request = next(self._step)
+        assert isinstance(self._request, learning.Gradient)
+        return self._request.meanwhile
 
     def take_gradients(self) -> None:
         """g ← ∇f + λ x. A missing gradient counts as 0."""
@@ -292,9 +294,9 @@ class PartRule:
 
     def direct(self) -> None:
         """p.grad ← the direction − λ x, since SGD adds λ x. Until `after_update`."""
+        self._continue(self._x if self._g is None else self._g)
         if self._g is None:
             return
-        self._rule.direct(self._g)
         self._gradients = [parameter.grad for parameter in self._parameters]
         rows = zip(self._parameters, self._directions, self._values, strict=True)
         for parameter, g, x in rows:
@@ -316,12 +318,20 @@ class PartRule:
 
     def move(self) -> Conversation | None:
         """Change x by the displacement, and mix."""
-        direction = self._x if self._g is None else self._g
-        return self._rule.move(self._local.displacement(direction))
+        self._continue(None)
+        self._request = learning.resumed(self._step, self._local.u)
+        return self._request.conversation if isinstance(self._request, learning.Mix) else None
 
-    def settle(self) -> None:
+    def end(self) -> None:
         """After the last message of the step."""
-        self._rule.settle()
+        if self._request is not None:
+            self._request = learning.resumed(self._step)
+        assert self._request is None
+
+    def _continue(self, g: Tensor | None) -> None:
+        """Answer the request for a gradient, once. A closure may compute it several times."""
+        if isinstance(self._request, learning.Gradient):
+            self._request = learning.resumed(self._step, g)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the rule, with that of its averaging algorithm."""

@@ -99,7 +99,8 @@ def check_method(c: Any, network: Network) -> str:
 def _hint(c: Any, network: Network, averaging: algorithms.Averaging) -> str:
     """A sentence on learning rules, or nothing where they do not apply."""
     averages_fully = isinstance(averaging, algorithms.ExactMean)
-    if c.learning != learning.DEFAULT or averages_fully or not data_differ(c):
+    has_one = learning.LEARNING[c.learning].for_different_data
+    if has_one or averages_fully or not data_differ(c):
         return ""
     rules = learning.accepting(network, c.optimizer, averaging, c.local_optimizer)
     if not rules:
@@ -116,35 +117,28 @@ def make_method(
     """Build the local optimizer and the learning rule. Raises ValueError."""
     if c.optimizer in aggregation.AGGREGATIONS:
         return _of_compressed_gradients(c, network, parameters, clock)
-    if c.learning != learning.DEFAULT:
-        return _of_gossip_rule(c, network, parameters)
-    local = LocalOptimizer(parameters, c)
-    rule: learning.Learning
     if c.optimizer in ddp.HOOKS:
-        options = hook_options(c)
-        if options["start_iteration"] == ddp.AUTO:
-            options["start_iteration"] = _guided_start(c, steps_per_epoch)
-        with errors_name_keys(c.optimizer):
-            rule = ddp.DDPHook(
-                network,
-                parameters,
-                _timed(local, clock),
-                hook=c.optimizer,
-                **options,
-                seed=c.seed,
-                weight_decay=local.coupled_decay,
-                clip=c.gradient_clipping,
-            )
-    else:
-        rule = learning.DPSGD(
+        return _of_hook(c, network, parameters, clock, steps_per_epoch)
+    return _of_gossip_rule(c, network, parameters)
+
+
+def _of_hook(
+    c: Any, network: Network, parameters: Parameters, clock: Clock, steps_per_epoch: int
+) -> Method:
+    """Build one of PyTorch's hooks, a row of ddp.HOOKS."""
+    local, options = LocalOptimizer(parameters, c), hook_options(c)
+    if options["start_iteration"] == ddp.AUTO:
+        options["start_iteration"] = _guided_start(c, steps_per_epoch)
+    with errors_name_keys(c.optimizer):
+        rule = ddp.DDPHook(
             network,
-            make_averaging(c, network, parameters.layout),
             parameters,
             _timed(local, clock),
-            overlapping=c.overlapping,
+            hook=c.optimizer,
+            **options,
+            seed=c.seed,
             weight_decay=local.coupled_decay,
             clip=c.gradient_clipping,
-            local_steps=c.local_steps,
         )
     return Method(local, rule, _constant)
 
@@ -202,7 +196,7 @@ def _constant(epoch: float) -> None:
     """Change nothing: the options of most methods are the same in all epochs."""
 
 
-def _timed(local: LocalOptimizer, clock: Clock) -> learning.Update:
+def _timed(local: LocalOptimizer, clock: Clock) -> learning.LocalStep:
     """The local update of a learning rule, as a phase of the run."""
 
     def update(gradient: Tensor) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from powergossip.algorithms.aggregation import Aggregation, momentum_of
-from powergossip.algorithms.learning.rule import Correction, Decay, Update
+from powergossip.algorithms.learning.rule import Correction, Decay, LocalStep
 from powergossip.network import Network
 from powergossip.parameters import Parameters
 
@@ -35,7 +35,7 @@ class CentralizedSGD:
         network: Network,
         aggregation: Aggregation,
         parameters: Parameters,
-        update: Update,
+        update: LocalStep,
         *,
         weight_decay: float = 0.0,
         clip: float | None = None,

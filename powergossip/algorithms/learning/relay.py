@@ -19,6 +19,7 @@ from powergossip.algorithms.learning.gossip_rule import (
     WITHOUT_COPIES,
     GossipRule,
 )
+from powergossip.algorithms.learning.rule import Gradient, Mix, Step, Update
 from powergossip.compressors import Codec
 from powergossip.network import Conversation, Network, ToEach
 from powergossip.parameters import Layout
@@ -59,8 +60,7 @@ class RelaySGD(GossipRule):
     """
 
     kinds: ClassVar[frozenset[Kind]] = WITHOUT_COPIES | {Kind.BIASED_COPIES}
-    static: ClassVar[bool] = True
-    relays: ClassVar[bool] = True
+    static = relays = True
     without: ClassVar[tuple[str, ...]] = ("diffusion_rate", "copy_rate")
 
     def __init__(self, *everything: Any, correction: float | str = "auto", **options: Any):
@@ -87,10 +87,15 @@ class RelaySGD(GossipRule):
             return CompressedRelay(self._network, tree, x, self._layout, averaging.codec)
         return Relay(self._network, tree, x)
 
-    def move(self, u: Tensor) -> Conversation:
+    def step(self) -> Step:
+        g = yield Gradient()
+        u = yield Update(g)
         for coordinates, c in zip(self._coordinates, self._corrections, strict=True):
             u[:, coordinates] *= c
         self._x.add_(u)
+        yield Mix(self._relaying())
+
+    def _relaying(self) -> Conversation:
         received = yield tuple(relay.message() for relay in self._relays)
         for relay, m in zip(self._relays, received, strict=True):
             relay.receive(m)
