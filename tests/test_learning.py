@@ -432,6 +432,22 @@ def test_a_restored_rule_continues_to_the_bit(name: str, options: dict[str, Any]
     assert torch.equal(resumed.x, problem.x)
 
 
+@pytest.mark.parametrize(("name", "options"), TYPICAL)
+def test_a_step_requests_the_gradient_first_and_one_update(
+    name: str, options: dict[str, Any]
+) -> None:
+    """And messages at most once, before or after the update."""
+    problem = Quadratics()
+    rule = typical(name, problem, **options)
+    for _ in range(2):
+        step, answer, kinds = rule.step(), None, []
+        while (request := learning.resumed(step, answer)) is not None:
+            kinds.append(type(request))
+            answer = torch.zeros_like(problem.x)
+        assert kinds[:2] == [learning.Gradient, learning.Update]
+        assert kinds[2:] in ([], [learning.Mix])
+
+
 # Rule → names of the state that workers keep, and of that whose mean is conserved, where a run
 # resumes with another number of workers. (tests/test_elastic.py has the values.) Others: none.
 OF_WORKERS: dict[type[learning.Learning], tuple[str, str]] = {

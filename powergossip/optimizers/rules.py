@@ -27,6 +27,7 @@ _CHECKED_BY_RULES = ("correction", "dual_rate")
 class LearningRule:
     """A learning rule by its name in learning.LEARNING, around a torch optimizer.
 
+    wrapped       # None: D-PSGD, around updates by others
     name          # of the rule
     options       # all options of the rule: those given, and defaults for the others
     has_momentum  # whether it applies momentum itself, so that the wrapped optimizer has none
@@ -37,13 +38,15 @@ class LearningRule:
 
     def __init__(
         self,
-        wrapped: torch.optim.Optimizer,
+        wrapped: torch.optim.Optimizer | None,
         name: str,
         given: Mapping[str, Any],
         *,
         overlapping: bool,
         local_steps: int,
     ):
+        checks.one_of("learning", name, learning.LEARNING)
+        check_type("learning_options", given, Mapping)
         self._wrapped, self.name, self._local_optimizer = wrapped, name, "sgd"
         found, own = learning.rule(name), dict(given)
         if found.owns_momentum and "local_optimizer" in own:
@@ -76,9 +79,10 @@ class LearningRule:
         self.check_groups()
 
     def facts(self) -> dict[str, Any]:
-        """A complete description of numbers and strings."""
+        """A complete description of numbers and strings, apart from options that may change."""
         kind = {"local_optimizer": self._local_optimizer} if self._local_optimizer != "sgd" else {}
-        return {"learning": self.name, **kind, **self.options}
+        fixed = {k: v for k, v in self.options.items() if k not in self._rule.resumes_with}
+        return {"learning": self.name, **kind, **fixed}
 
     def __repr__(self) -> str:
         return ", ".join(f"{option}={value!r}" for option, value in self.facts().items())
@@ -87,7 +91,9 @@ class LearningRule:
 
     def check_groups(self) -> None:
         """Raise ValueError for parameters or groups of the wrapped optimizer that do not fit."""
-        groups = self._wrapped.param_groups
+        if self._rule.in_place:
+            return
+        groups = self._groups
         names, parameters = named(p for group in groups for p in group["params"])
         for name, parameter in zip(names, parameters, strict=True):
             if not is_frozen(parameter) and parameter.dtype in HALF:
@@ -109,11 +115,6 @@ class LearningRule:
             checks.check("momentum", momentum, momentum == 0, f"0 {where}{own}")
             checks.check("maximize", ascends, not ascends, f"False {where}")
 
-    def check_method(self, network: Network, method: Specification) -> None:
-        """Raise ValueError for an averaging algorithm or a topology that do not fit."""
-        averaging = method.build(network, Layout([(2, 2)]), 0)
-        learning.check(self.name, network, method.name, averaging)
-
     def defaults_of(self, method: Specification) -> Mapping[str, Any]:
         """Defaults of an averaging algorithm that differ with this rule."""
         return learning.averaging_defaults(self.name, method.name)
@@ -128,12 +129,16 @@ class LearningRule:
 
     # --- The wrapped optimizer ---
 
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self._wrapped is None else self._wrapped.param_groups
+
     def rate(self, parameters: Sequence[Tensor]) -> float:
         """The learning rate of these parameters. Raises ValueError if there are several."""
         ids = set(map(id, parameters))
         rates = {
             float(group["lr"])
-            for group in self._wrapped.param_groups
+            for group in self._groups
             if any(id(p) in ids for p in group["params"])
         }
         if len(rates) > 1:
@@ -156,7 +161,7 @@ class LearningRule:
             return {}
         return {
             id(parameter): float(group["weight_decay"])
-            for group in self._wrapped.param_groups
+            for group in self._groups
             for parameter in group["params"]
             if group["weight_decay"]
         }
@@ -167,12 +172,18 @@ class LearningRule:
         self,
         network: Network,
         method: Specification,
+        part: int,
+        steps: int,
         parameters: Sequence[Tensor],
         layout: Layout,
         x: Tensor,
-        part: int,
     ) -> "PartRule":
-        """The rule for the parameters of a part, whose memory is x [1, D]."""
+        """The rule for the parameters of a part, whose memory is x [1, D].
+
+        steps  # that other parts have taken
+
+        Raises ValueError for an averaging algorithm or a topology that do not fit.
+        """
         if part and self._rule.needs_norm:
             raise ValueError(
                 f"add_param_group() with learning={self.name}: construct a new GossipOptimizer for "
@@ -180,15 +191,18 @@ class LearningRule:
             )
         self.check_rate(parameters)
         gradient = torch.zeros_like(x) if self._rule.owns_momentum else None
-        local = _Local(self, parameters, x)
+        local = _Local(self, parameters, x[:, :0] if self._rule.in_place else x)
 
         def averaging(layout: Layout) -> algorithms.Averaging:
-            return method.build(network, layout, part)
+            made = method.build(network, layout, part)
+            learning.check(self.name, network, method.name, made)
+            return made
 
         own: Any = local
         buffers: Any = _Buffers(x, x if gradient is None else gradient, layout)
         kind = self._local_optimizer
         rule = learning.make(self.name, network, averaging, buffers, own, kind, **self.options)
+        rule.begin_after(steps)
         return PartRule(self, rule, local, parameters, layout, x, gradient)
 
 
@@ -209,7 +223,7 @@ class _Local:
 
     u = x after the update − x before it. Its rounding errors are those of x.
 
-    u  # [1, D] of the update in this step, 0 without an update
+    u  # [1, D] of the update in this step, 0 without an update. [1, 0] where it is made in place
     """
 
     def __init__(self, learning_rule: LearningRule, parameters: Sequence[Tensor], x: Tensor):
@@ -266,6 +280,11 @@ class PartRule:
         self._request: learning.Request | None = None  # the last one of the step
         self._gradients: list[Tensor | None] | None = None  # of the user, while g is in their place
 
+    @property
+    def rescales(self) -> bool:
+        """Whether the rule changes x by the local update, see averaging.Weighted."""
+        return self._rule.rescales
+
     def check(self) -> None:
         """Raise ValueError if the rule needs one learning rate and there are several."""
         self._learning.check_rate(self._parameters)
@@ -294,9 +313,9 @@ class PartRule:
 
     def direct(self) -> None:
         """p.grad ← the direction − λ x, since SGD adds λ x. Until `after_update`."""
-        self._continue(self._x if self._g is None else self._g)
         if self._g is None:
             return
+        self._continue(self._g)
         self._gradients = [parameter.grad for parameter in self._parameters]
         rows = zip(self._parameters, self._directions, self._values, strict=True)
         for parameter, g, x in rows:
@@ -305,21 +324,28 @@ class PartRule:
             parameter.grad = g
 
     def before_update(self) -> None:
-        """Keep x."""
+        """Keep x, for the displacement."""
+        if self._g is None:
+            self._continue(self._x)
         self._local.before_update()
 
     def after_update(self) -> None:
-        """u ← x − x before the update, x ← x before it. The gradients are the user's again."""
+        """u ← x − x before the update, x ← x before it, and x moves as the rule has it.
+
+        The gradients are the user's again.
+        """
         self._local.after_update()
         if self._gradients is not None:
             for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
                 parameter.grad = gradient
             self._gradients = None
+        self._request = learning.resumed(self._step, self._local.u)
 
     def move(self) -> Conversation | None:
-        """Change x by the displacement, and mix."""
+        """Mix. A displacement of 0, if there was no update."""
         self._continue(None)
-        self._request = learning.resumed(self._step, self._local.u)
+        if isinstance(self._request, learning.Update):
+            self._request = learning.resumed(self._step, self._local.u)
         return self._request.conversation if isinstance(self._request, learning.Mix) else None
 
     def end(self) -> None:
@@ -342,24 +368,9 @@ class PartRule:
         self._rule.load_state_dict(state)
 
 
-def rule_of(
-    optimizer: torch.optim.Optimizer,
-    name: str,
-    options: Mapping[str, Any] | None,
-    overlapping: bool,
-    local_steps: int,
-) -> LearningRule | None:
-    """The learning rule of that name, None for D-PSGD. Raises ValueError."""
-    checks.one_of("learning", name, (learning.DEFAULT, *learning.LEARNING))
-    given = {} if options is None else options
-    check_type("learning_options", given, Mapping)
-    if name != learning.DEFAULT:
-        return LearningRule(
-            optimizer, name, given, overlapping=overlapping, local_steps=local_steps
-        )
-    for option, value in given.items():
-        raise ValueError(f"{option}={value!r}: use it with a learning rule other than {name}")
-    return None
+def averaging_only() -> LearningRule:
+    """D-PSGD in which others decide on local updates: x ← G(x)."""
+    return LearningRule(None, learning.DEFAULT, {}, overlapping=True, local_steps=1)
 
 
 def check_effective(name: str, options: Mapping[str, Any]) -> None:

@@ -26,8 +26,9 @@ class DPSGD(GossipRule):
     """
 
     kinds: ClassVar[frozenset[Kind]] = frozenset(Kind)
-    overlaps = overlaps_mean = True
+    in_place = overlaps = overlaps_mean = True
     for_different_data = False
+    resumes_with: ClassVar[tuple[str, ...]] = ("overlapping", "local_steps")
     variables: ClassVar[tuple[str, ...]] = ("steps",)
     kept: ClassVar[tuple[str, ...]] = ("steps",)
 
@@ -39,17 +40,21 @@ class DPSGD(GossipRule):
         self._overlapping = overlapping and not isinstance(averaging, ExactMean)
         self._local_steps, self._steps = local_steps, 0
         self._weighted = averaging if isinstance(averaging, Weighted) else None
-        self._before = torch.empty_like(self._x[: 0 if self._weighted is None else None])
+        self.rescales = self._weighted is not None
+        self._before = torch.empty_like(self._x if self.rescales else self._x[:0])
+
+    def begin_after(self, steps: int) -> None:
+        self._steps = steps
 
     def step(self) -> Step:
         x, weighted = self._x, self._weighted
-        self._steps += 1
-        gossips = self._steps % self._local_steps == 0
+        gossips = (self._steps + 1) % self._local_steps == 0
         g = yield Gradient(self._averaging.step(x) if gossips and self._overlapping else None)
         if weighted is not None:
             self._before.copy_(x)
-        yield Update(g, in_place=True)
+        yield Update(g)
         if weighted is not None:
             weighted.rescale(self._before, x)
         if gossips and not self._overlapping:
             yield Mix(self._averaging.step(x))
+        self._steps += 1

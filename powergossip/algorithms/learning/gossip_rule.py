@@ -72,6 +72,8 @@ class GossipRule:
     static            # whether the topology must be static
     owns_momentum     # whether it changes g, such as by a momentum that the local optimizer then
                       # does not have
+    in_place          # whether the local optimizer makes its step on x, with its own rounding
+    rescales          # whether it changes x by the local optimizer's step, see averaging.Weighted
     optimizers        # local optimizers that it works with
     overlaps          # whether messages can be in flight while gradients are computed
     always_overlaps   # whether they always are
@@ -84,6 +86,7 @@ class GossipRule:
                       # whether it is for workers with different data
     relays            # whether it relays along the trees of the topology, in place of averaging
     without           # options of the averaging rule that have no effect
+    resumes_with      # options that may be others than those of a saved state
     variables         # names of its state, tensors [worker, D] and numbers: attributes with an
                       # underscore before them
     kept, conserved   # entries of its state, see rule.Learning
@@ -91,11 +94,12 @@ class GossipRule:
 
     kinds: ClassVar[frozenset[Kind]] = MEAN_PRESERVING
     optimizers: ClassVar[tuple[str, ...]] = ("sgd", "adamw")
-    static = owns_momentum = reads_rate = needs_norm = relays = False
+    static = owns_momentum = in_place = rescales = reads_rate = needs_norm = relays = False
     overlaps = always_overlaps = overlaps_mean = False
     for_different_data = True
     sequential: ClassVar[frozenset[Kind]] = frozenset()
     without: ClassVar[tuple[str, ...]] = ()
+    resumes_with: ClassVar[tuple[str, ...]] = ()
     variables: ClassVar[tuple[str, ...]] = ()
     kept: ClassVar[tuple[str, ...]] = ()
     conserved: ClassVar[tuple[str, ...]] = ()
@@ -148,10 +152,13 @@ class GossipRule:
         assert isinstance(request, Update)
         assert request.direction is not None
         with self._network.measure("update"):
-            if request.in_place:
+            if self.in_place:
                 self._local.step(request.direction)
                 return None
             return self._local.displacement(request.direction)
+
+    def begin_after(self, steps: int) -> None:
+        """Begin beside parts of the models that have taken this number of steps."""
 
     def begin_at(self, point: Tensor) -> None:
         """See `averaging.Copies`. Other variables than x begin at 0."""

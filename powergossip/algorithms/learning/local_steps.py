@@ -50,6 +50,13 @@ class KGT(GossipRule):
         self._c, self._sum = torch.zeros_like(self._x), torch.zeros_like(self._x)
         self._rate: float | None = None  # of c
 
+    def begin_after(self, steps: int) -> None:
+        if steps % self._local_steps:
+            raise ValueError(
+                f"add_param_group() after {steps} steps: call it after a multiple of "
+                f"local_steps={self._local_steps}, when messages have been sent"
+            )
+
     def step(self) -> Step:
         x, c = self._x, self._c
         g = yield Gradient()

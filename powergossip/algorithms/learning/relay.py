@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from powergossip import checks, topologies
-from powergossip.algorithms.averaging import Kind
+from powergossip.algorithms.averaging import Averaging, Kind
 from powergossip.algorithms.compressed import ChocoGossip
 from powergossip.algorithms.learning.gossip_rule import (
     WITHOUT_COPIES,
@@ -65,6 +65,7 @@ class RelaySGD(GossipRule):
 
     def __init__(self, *everything: Any, correction: float | str = "auto", **options: Any):
         super().__init__(*everything, **options)
+        averaging = self._make(self._layout)  # of which it has the codec
         is_rate = checks.is_finite(correction) and float(correction) > 0
         accepted = correction == "auto" or is_rate
         checks.check("correction", correction, accepted, "a number above 0, or auto")
@@ -73,7 +74,7 @@ class RelaySGD(GossipRule):
         trees = found or ((),)  # a single worker
         self._coordinates = [slice(k, None, len(trees)) for k in range(len(trees))]
         self._relays = [
-            self._relay(tree, self._x[:, coordinates])
+            self._relay(tree, self._x[:, coordinates], averaging)
             for tree, coordinates in zip(trees, self._coordinates, strict=True)
         ]
         self._corrections = [
@@ -81,8 +82,7 @@ class RelaySGD(GossipRule):
             for tree in trees
         ]
 
-    def _relay(self, tree: Tree, x: Tensor) -> "Relay":
-        averaging = self._make(self._layout)
+    def _relay(self, tree: Tree, x: Tensor, averaging: Averaging) -> "Relay":
         if isinstance(averaging, ChocoGossip):
             return CompressedRelay(self._network, tree, x, self._layout, averaging.codec)
         return Relay(self._network, tree, x)

@@ -28,11 +28,11 @@ class Update(NamedTuple):
     """Request for the displacement u [worker, D] of the local optimizer's step along a direction.
 
     direction  # [worker, D]: g, changed in place or not. None without g
-    in_place   # x ← x + u by the local optimizer itself, with its rounding. u is not returned
+
+    For a rule with `in_place`, the local optimizer makes its step x ← x + u, and u is not returned.
     """
 
     direction: Tensor | None
-    in_place: bool = False
 
 
 class Mix(NamedTuple):
