@@ -300,7 +300,8 @@ class DDPHook:
             self._missing.check()
             self._missing = None
         self._correct()
-        self._update(self._parameters.grad)
+        with self._network.measure("update"):
+            self._update(self._parameters.grad)
 
     def _wrapped(self) -> DistributedDataParallel:
         """DDP over the parameters of the hosted model, with buckets in their final order."""

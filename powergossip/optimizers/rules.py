@@ -259,6 +259,8 @@ class PartRule:
     end             after the last message
 
     A step without a local update leaves out the four in the middle. Then the displacement is 0.
+
+    rescales  # whether the rule changes x by the local update, see averaging.Weighted
     """
 
     def __init__(
@@ -272,6 +274,7 @@ class PartRule:
         gradient: Tensor | None,
     ):
         self._learning, self._rule, self._local = learning_rule, rule, local
+        self.rescales = rule.rescales
         self._parameters, self._values = parameters, layout.tensors(x[0])
         self._x, self._g = x, gradient  # g is None where the rule leaves the gradient as it is
         self._directions = [] if gradient is None else layout.tensors(gradient[0])
@@ -279,11 +282,6 @@ class PartRule:
         self._step: learning.Step  # the present one
         self._request: learning.Request | None = None  # the last one of the step
         self._gradients: list[Tensor | None] | None = None  # of the user, while g is in their place
-
-    @property
-    def rescales(self) -> bool:
-        """Whether the rule changes x by the local update, see averaging.Weighted."""
-        return self._rule.rescales
 
     def check(self) -> None:
         """Raise ValueError if the rule needs one learning rate and there are several."""

@@ -71,7 +71,8 @@ class CentralizedSGD:
         if self._error is not None:
             self._error.copy_(g)
         self._decay.add_to(self._mean)
-        self._update(self._mean)
+        with self._network.measure("update"):
+            self._update(self._mean)
         if len(self._x) > 1:  # torch's kernels may round the last elements of a buffer differently
             self._x[1:] = self._x[0]
 
