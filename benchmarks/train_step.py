@@ -66,9 +66,9 @@ def main(arguments: list[str]) -> None:
     def training(overlapping: bool) -> Callable[[], None]:
         rule = algorithms.DPSGD(
             network,
-            averaging,
+            lambda layout: averaging,
             parameters,
-            local.step,
+            local,
             overlapping=overlapping,
             weight_decay=c.weight_decay,
         )

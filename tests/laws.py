@@ -4,13 +4,10 @@ python -m tests.laws    the table of docs/different-data.md
 """
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
-from powergossip import algorithms, topologies
 from powergossip.algorithms import learning
 from powergossip.formatting import markdown
-from powergossip.network import Network
 from tests.quadratics import AVERAGING, Quadratics, rule_of, train
 
 
@@ -90,22 +87,8 @@ def error(law: Law) -> float:
     return problem.error
 
 
-def bias(averaging: str) -> float:
-    """The same error of D-PSGD."""
-    problem: Any = Quadratics()
-    method, given = AVERAGING[averaging]
-    network = Network(topologies.make("ring", problem.n_workers), dtype=problem.x.dtype)
-    gossip = algorithms.make(method, network, problem.layout, **given)
-    update = partial(problem.x.sub_, alpha=BIAS_RATE)
-    rule: Any = learning.DPSGD(network, gossip, problem, update)
-    train(rule, problem, BIAS_STEPS)
-    return float(problem.error)
-
-
 def is_accepted(name: str, averaging: str) -> bool:
     """Whether a learning rule works with an averaging rule of quadratics.AVERAGING."""
-    if name == learning.DEFAULT:
-        return True
     topology = "binary-tree" if learning.LEARNING[name].relays else "ring"
     try:
         rule_of(name, averaging, Quadratics(), BIAS_RATE, topology)
@@ -130,9 +113,7 @@ def law_of(name: str, averaging: str) -> Law:
 
 def _cells(name: str) -> Iterator[str]:
     for averaging in IN_TABLE.values():
-        if name == learning.DEFAULT:
-            yield f"{bias(averaging):.2g}"
-        elif not is_accepted(name, averaging):
+        if not is_accepted(name, averaging):
             yield REJECTED
         else:
             reached = error(law_of(name, averaging))
@@ -142,8 +123,7 @@ def _cells(name: str) -> Iterator[str]:
 def table() -> str:
     """A Markdown table: learning rules × averaging rules, with the error of each."""
     header = ["`learning`", *IN_TABLE]
-    names = (learning.DEFAULT, *learning.LEARNING)
-    return markdown(header, [[f"`{name}`", *_cells(name)] for name in names])
+    return markdown(header, [[f"`{name}`", *_cells(name)] for name in learning.LEARNING])
 
 
 if __name__ == "__main__":

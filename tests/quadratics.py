@@ -60,6 +60,16 @@ class SGD:
     def __init__(self, rate: float, momentum: float = 0.0):
         self.rate, self._momentum = rate, momentum
         self._m: Tensor | float = 0.0
+        self._x: Tensor | None = None
+
+    def of(self, x: Tensor) -> "SGD":
+        """The same optimizer, whose steps are those of x [worker, D]."""
+        self._x = x
+        return self
+
+    def step(self, gradient: Tensor) -> None:
+        assert self._x is not None
+        self._x.add_(self.displacement(gradient))
 
     def displacement(self, direction: Tensor) -> Tensor:
         self._m = self._momentum * self._m + direction
@@ -102,6 +112,8 @@ def rule_of(
     learning.check(name, network, method, make(problem.layout))
     parameters: Any = problem
     local = SGD(rate) if isinstance(rate, float) else rate
+    if isinstance(local, SGD):
+        local.of(problem.x)
     return learning.make(name, network, make, parameters, local, **options)
 
 

@@ -4,6 +4,7 @@ Axes: worker, D numbers of a worker's model.
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -101,7 +102,11 @@ def hooked(hook: str = "ddp-powersgd", **options: Any) -> Callable[..., DDPHook]
 
 def all_reduce(**options: Any) -> Callable[..., algorithms.DPSGD]:
     return lambda network, parameters, update: algorithms.DPSGD(
-        network, algorithms.ExactMean(network), parameters, update, **options
+        network,
+        lambda layout: algorithms.ExactMean(network),
+        parameters,
+        SimpleNamespace(rate=RATE, step=update),
+        **options,
     )
 
 
@@ -177,8 +182,7 @@ def test_errors_are_fed_back() -> None:
     worker.train(9)
     plain = Worker(all_reduce(), mlp)
     given: list[Tensor] = []
-    plain.rule._averaging = algorithms.ExactMean(plain.network)
-    plain.rule._update = lambda gradient: given.append(
+    plain.rule._local.step = lambda gradient: given.append(
         plain.network.gather(gradient).mean(0, keepdim=True)
     )
     plain.train(9)

@@ -217,18 +217,8 @@ def test_synchronous_learning_is_the_rule_of_all_workers(rule, name, overlapping
         return algorithms.make(method, network, layout, **options)
 
     parameters: Any = expected
-    if rule == "dpsgd":
-        local = SGD(0.1)
-
-        def update(gradient: Tensor) -> None:
-            expected.x.add_(local.displacement(gradient))
-
-        reference: Any = learning.DPSGD(
-            network, make(expected.layout), parameters, update, overlapping=overlapping
-        )
-    else:
-        known = {"overlapping": overlapping} if rule != "exact-diffusion" else {"dual_rate": 0.4}
-        reference = learning.make(rule, network, make, parameters, SGD(0.1), **known)
+    known = {"overlapping": overlapping} if rule != "exact-diffusion" else {"dual_rate": 0.4}
+    reference = learning.make(rule, network, make, parameters, SGD(0.1).of(expected.x), **known)
     train(reference, expected, 7)
     of_rule = {"overlapping": overlapping} | (
         {"dual_rate": 0.4} if rule == "exact-diffusion" else {}

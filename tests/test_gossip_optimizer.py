@@ -396,7 +396,7 @@ def test_another_state_is_rejected_and_changes_nothing() -> None:
     rejected(r"method='choco' \(here 'power-gossip'\)", method="choco")
     rejected(r"n_workers=4 \(here 1\)", n_workers=4)
     rejected("of worker 1, this is worker 0", worker=1)
-    rejected("version 7, this is version 2", version=7)
+    rejected("version 7, this is version 3", version=7)
     rejected(
         r"parameter 0 is of shape \(7, 6\) in the state, \(5, 6\) here",
         shapes=[[[7, 6], *state["gossip"]["shapes"][0][1:]]],
@@ -978,12 +978,41 @@ VERSION_1: dict[str, tuple[Specification, dict[str, Any]]] = {
 }
 
 
+def before_version_3(optimizer: GossipOptimizer) -> dict[str, Any]:
+    """A state without the name of D-PSGD, which then had none of its own."""
+    gossip = dict(optimizer.state_dict()["gossip"])
+    del gossip["learning"]
+    return {**gossip, "averaging": [part["averaging"] for part in gossip["averaging"]]}
+
+
+@pytest.mark.parallel([4])
+def test_a_state_of_version_2_is_loaded() -> None:
+    """The next gossip is in the same step."""
+    found = []
+    for restored in (False, True):
+        model, optimizer = wrapped(OPTIMIZERS["momentum"], "choco", local_steps=3)
+        run(model, optimizer, range(4))
+        if restored:
+            state = {**before_version_3(optimizer), "version": 2}
+            before = {**optimizer.state_dict(), "gossip": state}
+            model_before = copy.deepcopy(model.state_dict())
+            model, optimizer = wrapped(OPTIMIZERS["momentum"], "choco", local_steps=3)
+            model.load_state_dict(model_before)
+            optimizer.load_state_dict(before)
+        run(model, optimizer, range(4, 7))
+        found.append((numbers(model), optimizer.bits))
+    (x, bits), (y, bits_of_restored) = found
+    assert torch.equal(x, y)
+    assert bits == bits_of_restored > 0
+
+
 @pytest.mark.parametrize("name", VERSION_1)
 def test_a_state_of_version_1_is_loaded(name: str) -> None:
     method, earlier = VERSION_1[name]
     _, optimizer = wrapped(OPTIMIZERS["momentum"], method, processes=ALONE)
     state = optimizer.state_dict()
-    others = {k: v for k, v in state["gossip"].items() if k not in method.facts()}
+    gossip = before_version_3(optimizer)
+    others = {k: v for k, v in gossip.items() if k not in method.facts()}
 
     def load(**changes: Any) -> None:
         facts = {"topology": "ring", "topology_options": {}, "seed": 0, "version": 1}
@@ -996,7 +1025,7 @@ def test_a_state_of_version_1_is_loaded(name: str) -> None:
     if "rank" in earlier:
         with pytest.raises(ValueError, match=r"rank=3 \(here [12]\)"):
             load(rank=3)
-    with pytest.raises(ValueError, match="version 1, this is version 2"):
+    with pytest.raises(ValueError, match="version 1, this is version 3"):
         load(method="Averaging")  # whose options were elsewhere
 
 

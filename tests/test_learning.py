@@ -50,7 +50,7 @@ def test_the_page_of_learning_rules_has_the_pairs_that_are_accepted() -> None:
         name, *cells = (cell.strip(" `") for cell in line.split("|")[1:-1])
         rows[name] = cells
     assert columns == list(IN_TABLE)
-    assert sorted(rows) == sorted([learning.DEFAULT, *learning.LEARNING])
+    assert sorted(rows) == sorted(learning.LEARNING)
     for name, cells in rows.items():
         for averaging, cell in zip(IN_TABLE.values(), cells, strict=True):
             assert is_accepted(name, averaging) == (cell != REJECTED), (name, averaging)
@@ -430,6 +430,22 @@ def test_a_restored_rule_continues_to_the_bit(name: str, options: dict[str, Any]
     for run in (rule, problem), (restored, resumed):
         train(*run, 5)
     assert torch.equal(resumed.x, problem.x)
+
+
+@pytest.mark.parametrize(("name", "options"), TYPICAL)
+def test_a_step_requests_the_gradient_first_and_one_update(
+    name: str, options: dict[str, Any]
+) -> None:
+    """And messages at most once, before or after the update."""
+    problem = Quadratics()
+    rule = typical(name, problem, **options)
+    for _ in range(2):
+        step, answer, kinds = rule.step(), None, []
+        while (request := learning.resumed(step, answer)) is not None:
+            kinds.append(type(request))
+            answer = torch.zeros_like(problem.x)
+        assert kinds[:2] == [learning.Gradient, learning.Update]
+        assert kinds[2:] in ([], [learning.Mix])
 
 
 # Rule → names of the state that workers keep, and of that whose mean is conserved, where a run

@@ -92,6 +92,7 @@ def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
 
 # rule → averaging, keywords of GossipOptimizer
 CASES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
+    "dpsgd": [(PLAIN, {}), (POWER, {"overlapping": True}), (SIGN, {"local_steps": 2})],
     "quasi-global-momentum": [
         (PLAIN, {}),
         (POWER, {"overlapping": True}),

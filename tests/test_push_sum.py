@@ -196,11 +196,14 @@ class Quadratics:
         i, k = torch.meshgrid(torch.arange(N), torch.arange(D), indexing="ij")
         self.a, self.b = 1 + ((k + i) % 5).double() / 4, 3 * torch.cos((i + k).double())
         self.optimum = (self.a * self.b).sum(0) / self.a.sum(0)
-        self.x = torch.zeros(N, D, dtype=torch.float64)
+        self.x, self.layout = torch.zeros(N, D, dtype=torch.float64), Layout([(D,)])
         self.grad = torch.zeros_like(self.x)
 
     def gradients(self) -> None:
         self.grad += self.a * (self.x - self.b)
+
+    def sgd(self, rate: float) -> Any:
+        return SimpleNamespace(rate=rate, step=lambda g: self.x.sub_(g, alpha=rate))
 
     @property
     def error(self) -> float:
@@ -216,9 +219,9 @@ def error_of_training(
         averaging = SimpleNamespace(step=averaging.step)
     rule = DPSGD(
         network,
-        averaging,
-        problem,  # type: ignore[arg-type]
-        lambda g: problem.x.sub_(g, alpha=rate),
+        lambda layout: averaging,
+        problem,
+        problem.sgd(rate),
         overlapping=overlapping,
     )
     for _ in range(math.ceil(8 / rate)):
@@ -246,12 +249,9 @@ def test_a_step_of_learning_is_that_of_the_paper(irregular: Topology) -> None:
         Quadratics(),
         torch.from_numpy(matrix(irregular)),
     )
-    averaging = made(network)
-
-    def update(g: Tensor) -> None:
-        problem.x.sub_(g, alpha=0.1)
-
-    rule = DPSGD(network, averaging, problem, update, overlapping=False)  # type: ignore[arg-type]
+    averaging, local = made(network), problem.sgd(0.1)
+    parameters: Any = problem
+    rule = DPSGD(network, lambda layout: averaging, parameters, local, overlapping=False)
     w, z = torch.ones(N, 1, dtype=torch.float64), problem.x.clone()
     for _ in range(5):
         total, w = P @ (w * z - 0.1 * problem.a * (z - problem.b)), P @ w

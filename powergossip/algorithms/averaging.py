@@ -1,6 +1,6 @@
 """The interface of averaging algorithms, and helpers of several. See algorithms/__init__.py."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,6 +21,7 @@ class Kind(Enum):
     UNBIASED_COPIES    by Σ_j γ w_ij (x̂_j − x̂_i), with public copies that follow x by an unbiased
                        compressor
     BIASED_COPIES      the same with a biased compressor
+    WEIGHTED           by a column-stochastic matrix and weights, see Weighted
     OTHER              everything else
     """
 
@@ -28,6 +29,7 @@ class Kind(Enum):
     LINEAR = "uncompressed gossip on a directed graph"
     UNBIASED_COPIES = "public copies with an unbiased compressor"
     BIASED_COPIES = "public copies with a biased compressor"
+    WEIGHTED = "weights"
     OTHER = "other"
 
 
@@ -71,7 +73,9 @@ def incremental(averaging: Averaging) -> Incremental:
 
 
 def kind_of(averaging: Averaging) -> Kind:
-    """The kind of an averaging rule: OTHER unless it says more."""
+    """The kind of an averaging rule: OTHER unless it has another one."""
+    if isinstance(averaging, Weighted):
+        return Kind.WEIGHTED
     return averaging.kind if isinstance(averaging, Incremental) else Kind.OTHER
 
 
@@ -100,25 +104,6 @@ class Weighted(Protocol):
         In place on x [worker, D]. Changes `before`, too.
         """
         ...
-
-
-def on_numerator(
-    averaging: Averaging, x: Tensor, update: Callable[[Tensor], Any]
-) -> Callable[[Tensor], Any]:
-    """The local update of x [worker, D], rescaled if the averaging algorithm is `Weighted`.
-
-    For all other algorithms this is `update` itself.
-    """
-    if not isinstance(averaging, Weighted):
-        return update
-    weighted, before = averaging, torch.empty_like(x)
-
-    def rescaled(gradient: Tensor) -> None:
-        before.copy_(x)
-        update(gradient)
-        weighted.rescale(before, x)
-
-    return rescaled
 
 
 class Stateless:

@@ -31,7 +31,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from powergossip import checks
-from powergossip.algorithms.learning import Correction, Update
+from powergossip.algorithms.learning import Correction, LocalStep
 from powergossip.network import Network, torch_group
 from powergossip.parameters import Parameters, matrix_shape, trained
 
@@ -224,7 +224,7 @@ class DDPHook:
         self,
         network: Network,
         parameters: Parameters,
-        update: Update,
+        update: LocalStep,
         *,
         hook: str,
         rank: int = 1,
@@ -300,7 +300,8 @@ class DDPHook:
             self._missing.check()
             self._missing = None
         self._correct()
-        self._update(self._parameters.grad)
+        with self._network.measure("update"):
+            self._update(self._parameters.grad)
 
     def _wrapped(self) -> DistributedDataParallel:
         """DDP over the parameters of the hosted model, with buckets in their final order."""

@@ -12,7 +12,9 @@ A step of worker i, with exchanges u_ij at times of their own:
     rule.restart()      the worker knows of a death or a join, at any time
 
 `rule.variables()` [D'] are the variables of the exchanges. Without delays, a step is that of the
-rule of the same name in `powergossip.algorithms.learning`, up to rounding.
+rule of the same name in `powergossip.algorithms.learning`, up to rounding. The rules are methods,
+not one generator as there, since a worker is saved between any two messages of a step, and the
+position of a generator cannot be saved.
 
 To add a rule, write its class and its row in `RULES`.
 

@@ -54,7 +54,7 @@ class Network:
     worker of each copy.
 
     `measure("communication")`, such as a clock, is the context in which messages are posted and
-    waited for.
+    waited for, and `measure("update")` that of local updates in learning rules.
 
     `connection` has the processes and the device, and takes the place of `processes`, `device`,
     `stage` and `channel`. See Connection for these.

@@ -32,6 +32,7 @@ from powergossip import network
 from powergossip.optimizers.checks import check_same_everywhere
 from powergossip.optimizers.gossip import check_wrappable
 from powergossip.optimizers.gossip_engine import Averaged, trainable_of
+from powergossip.optimizers.rules import averaging_only
 from powergossip.optimizers.specification import Specification, as_method, check_overlapping
 
 
@@ -84,7 +85,7 @@ class GossipState:
             check_overlapping(self.method, "gossip_hook")
             trainable = trainable_of(optimizer)
         self._averaged = Averaged(
-            "GossipState", processes, self.method, trainable[0], message_dtype
+            "GossipState", processes, self.method, trainable[0], averaging_only(), message_dtype
         )
         check_same_everywhere(processes, "local_steps", local_steps)
         self._optimizer, self._local_steps, self._steps = optimizer, local_steps, 0
@@ -152,6 +153,7 @@ class GossipState:
     def after_update(self) -> None:
         """Rescale the optimizer's update, if the averaging algorithm has weights."""
         self._averaged.after_update()
+        self._averaged.move()
 
     def attach(self, module: DistributedDataParallel) -> None:
         """Follow the forward passes of the module that has this state.

@@ -30,7 +30,7 @@ from powergossip.optimizers.checks import (
     named,
 )
 from powergossip.optimizers.gossip_engine import DTYPES, Averaged, trainable_of
-from powergossip.optimizers.rules import check_effective, rule_of
+from powergossip.optimizers.rules import LearningRule, check_effective
 from powergossip.optimizers.specification import (
     AllReduce,
     Averaging,
@@ -164,17 +164,20 @@ class GossipOptimizer(torch.optim.Optimizer):
             self.method = as_method(method, options)
             if overlapping:
                 check_overlapping(self.method, "overlapping=True")
-            self._learning = rule_of(
-                optimizer, learning, learning_options, overlapping, local_steps
+            self._learning = LearningRule(
+                optimizer,
+                learning,
+                {} if learning_options is None else learning_options,
+                overlapping=overlapping,
+                local_steps=local_steps,
             )
-            if self._learning is not None:
-                check_effective(learning, self.method.given)
-                self.method = self.method.preferring(
-                    self._learning.defaults_of(self.method),
-                    self._learning.diffusion_factor(self.method),
-                )
-                if who.rank == 0:
-                    self._learning.warn_of(self.method)
+            check_effective(learning, self.method.given)
+            self.method = self.method.preferring(
+                self._learning.defaults_of(self.method),
+                self._learning.diffusion_factor(self.method),
+            )
+            if who.rank == 0:
+                self._learning.warn_of(self.method)
             trainable = trainable_of(optimizer)
         check_same_everywhere(who, "the learning rule", repr(self._learning))
         self._averaged = Averaged(
@@ -182,8 +185,8 @@ class GossipOptimizer(torch.optim.Optimizer):
             who,
             self.method,
             trainable[0],
-            message_dtype,
             self._learning,
+            message_dtype,
         )
         check_same_everywhere(who, "local_steps", local_steps)
         check_same_everywhere(who, "overlapping", overlapping)
@@ -215,10 +218,9 @@ class GossipOptimizer(torch.optim.Optimizer):
         self.wrapped.zero_grad(set_to_none)
 
     def __repr__(self) -> str:
-        learning = "" if self._learning is None else f", {self._learning!r}"
         return (
-            f"GossipOptimizer({self.wrapped!r}, {self.method!r}, local_steps={self._local_steps}"
-            f"{learning})"
+            f"GossipOptimizer({self.wrapped!r}, {self.method!r}, local_steps={self._local_steps}, "
+            f"{self._learning!r})"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -263,31 +265,22 @@ class GossipOptimizer(torch.optim.Optimizer):
         self._in_step = True
         try:
             loss = self._local_step(closure)
-            if self._learning is not None:
-                self._averaged.move()
-            elif self._gossips and not self._overlapping:
-                self._averaged.run()
+            self._averaged.move()
         finally:
             self._in_step = False
         self._steps += 1
         return loss
 
-    @property
-    def _gossips(self) -> bool:
-        """Whether the present step gossips. A learning rule decides by itself."""
-        return self._learning is not None or (self._steps + 1) % self._local_steps == 0
-
     def _start(self) -> None:
-        """Send the first messages of this step, if it gossips and they are not in flight yet."""
-        if self._averaged.in_flight:
+        """Send the first messages of this step, if it has begun no earlier."""
+        if self._averaged.in_step:
             self._averaged.progress()
-        elif self._gossips:
+        else:
             self._averaged.start()
 
     def _mix_before_update(self) -> None:
-        if self._overlapping or self._learning is not None:
-            self._start()
-            self._averaged.finish()
+        self._start()
+        self._averaged.finish()
 
     def _local_step(self, closure: Callable[[], Any] | None) -> Any:
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -353,9 +346,7 @@ class GossipOptimizer(torch.optim.Optimizer):
             with who.agreed():
                 self.wrapped.add_param_group(param_group)
                 trainable_of(self, required=False)
-                if self._learning is not None:
-                    self._learning.check_groups()
-                    self._check_aligned()
+                self._learning.check_groups()
             self._add(groups[-1]["params"])
         except ValueError:
             del groups[before:]
@@ -364,7 +355,7 @@ class GossipOptimizer(torch.optim.Optimizer):
     def _add(self, parameters: list[Tensor]) -> None:
         """Average the last of the optimizer's parameters, too."""
         first = sum(len(group["params"]) for group in self.param_groups) - len(parameters)
-        self._averaged.add(parameters, first)
+        self._averaged.add(parameters, first, self._steps)
         if not self._overlapping:
             return
         own = weakref.ref(self)
@@ -377,13 +368,6 @@ class GossipOptimizer(torch.optim.Optimizer):
         for parameter in parameters:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(on_gradient)
-
-    def _check_aligned(self) -> None:
-        if self._steps % self._local_steps:
-            raise ValueError(
-                f"add_param_group() after {self._steps} steps: call it after a multiple of "
-                f"local_steps={self._local_steps}, when messages have been sent"
-            )
 
     def _check_between_steps(self, call: str) -> None:
         if self._averaged.in_flight:

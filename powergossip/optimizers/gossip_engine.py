@@ -4,8 +4,9 @@ GossipOptimizer, GossipModelAverager and GossipState.
 Axes: worker (always 1: that of this process), D elements of a part.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,7 @@ from torch import Tensor
 
 from powergossip import algorithms
 from powergossip.algorithms import learning as learning_rules
-from powergossip.algorithms.averaging import Weighted
-from powergossip.network import Conversation, Exchange, Network, Processes, together
+from powergossip.network import Conversation, Exchange, Processes, together
 from powergossip.optimizers.checks import (
     broadcast_from_process_0,
     check_same_everywhere,
@@ -30,50 +30,37 @@ from powergossip.parameters import PRECISIONS, Layout, check_parameters
 
 DTYPES = (*PRECISIONS, *HALF)  # of trainable parameters
 
-_VERSION = 2  # of the state
+_VERSION = 3  # of the state
 
 # Those with messages in flight: their memory must not be freed, even if nothing else refers to it.
 _in_flight: set["Averaged"] = set()
 
 
 class _Part:
-    """Trainable parameters of one dtype that were added together, and their averaging algorithm.
+    """Trainable parameters of one dtype that were added together, and their learning rule.
 
-    x     # [1, D], float32 or float64  their memory after `move`, otherwise a copy
-    rule  # the learning rule, which has the averaging algorithm. None with D-PSGD
+    x     # [1, D], float32 or float64  their memory after `allocate`, otherwise a copy
+    rule  # the learning rule, which has the averaging algorithm
     """
 
-    def __init__(self, parameters: Sequence[Tensor], message_dtype: str):
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        message_dtype: str,
+        make_rule: Callable[[Sequence[Tensor], Layout, Tensor], PartRule],
+    ):
         self.parameters = parameters
         self.layout = Layout(p.shape for p in parameters)
-        self.averaging: algorithms.Averaging
-        self.rule: PartRule | None = None
         dtype = message_dtype_of(message_dtype, parameters[0].dtype)
         self._rounding = None if dtype is None else Rounding(dtype)
-        self.x: Tensor
-        self._views: list[Tensor] = []
-        self._addresses: list[int] = []  # after `move`
-        self._before: Tensor | None = None  # x before the local update, if that is rescaled
-
-    def build(
-        self, method: Specification, learning: LearningRule | None, network: Network, index: int
-    ) -> None:
-        """Create the averaging algorithm, or x and the learning rule."""
-        if learning is None:
-            self.averaging = method.build(network, self.layout, index)
-            return
-        self._create_x()
-        self.rule = learning.build(network, method, self.parameters, self.layout, self.x, index)
-
-    def _create_x(self) -> None:
-        dtype = working_dtype(self.parameters)
-        self.x = self.parameters[0].new_empty(1, self.layout.size, dtype=dtype)
+        size, dtype = self.layout.size, working_dtype(parameters)
+        self.x = parameters[0].new_empty(1, size, dtype=dtype)
         self._views = self.layout.tensors(self.x[0])
+        self._addresses: list[int] = []  # after `allocate`
+        self.rule = make_rule(parameters, self.layout, self.x)
 
     def allocate(self, move: bool) -> None:
         """Give x its values. `move`: parameters become views of it, if they have its dtype."""
-        if self.rule is None:
-            self._create_x()
         self.load()
         if move and self.parameters[0].dtype == self.x.dtype:
             for parameter, view in zip(self.parameters, self._views, strict=True):
@@ -94,35 +81,34 @@ class _Part:
                 for parameter, view in zip(self.parameters, self._views, strict=True):
                     parameter.copy_(view)
 
-    def step(self) -> Conversation | None:
-        """x ← G(x), or the messages of the learning rule before the local update."""
-        if self.rule is not None:
-            return self.rule.during()
-        conversation = self.averaging.step(self.x)
+    def start(self) -> Conversation | None:
+        """The messages of the learning rule before the local update."""
+        return self._prepared(self.rule.start())
+
+    def move(self) -> Conversation | None:
+        """The messages of the learning rule after the local update."""
+        return self._prepared(self.rule.move())
+
+    def _prepared(self, conversation: Conversation | None) -> Conversation | None:
+        """The conversation, with x ← the parameters, in the precision of their messages."""
+        if conversation is None:
+            return None
+        self.load()
         return conversation if self._rounding is None else self._rounding(conversation)
 
     def before_update(self) -> None:
-        """Keep x, if the averaging algorithm rescales local updates."""
-        if self.rule is not None:
-            self.rule.before_update()
-        elif isinstance(self.averaging, Weighted):
+        """Announce a local update."""
+        if self.rule.rescales:
             self.load()
-            self._before = self.x.clone()
+        self.rule.before_update()
 
     def after_update(self) -> None:
-        """Rescale the local update of the parameters. See `algorithms.averaging.on_numerator`."""
-        if self.rule is not None:
-            self.rule.after_update()
-        elif self._before is not None and isinstance(self.averaging, Weighted):
+        """Change x by the local update, as the learning rule has it."""
+        if self.rule.rescales:
             self.load()
-            self.averaging.rescale(self._before, self.x)
+        self.rule.after_update()
+        if self.rule.rescales:
             self.store()
-            self._before = None
-
-    @property
-    def stateful(self) -> algorithms.Averaging | PartRule:
-        """The object with the state of the part."""
-        return self.averaging if self.rule is None else self.rule
 
     def check_memory(self, owner: str) -> None:
         """Raise RuntimeError if a parameter is no longer a view of x."""
@@ -143,11 +129,11 @@ class Averaged:
     like           # one of the parameters. All are in float64 if it is, or else none
     message_dtype  # "float32", or "parameter": messages about parameters in bfloat16 or float16
                    # have their dtype. Those about parameters in float64 always have 64 bits
-    learning       # the learning rule of the local updates between steps. None with D-PSGD
+    learning       # the learning rule
     parts          # parameters that were added together, those of each dtype by themselves
 
-    A step is `start`, which sends the first messages, and `finish`. Parameters must not change in
-    between. A single process has nothing to do.
+    A step is `start`, which sends the first messages, `finish`, after which parameters may change,
+    the local update, and `move`. A single process has nothing to do.
     """
 
     def __init__(
@@ -156,22 +142,21 @@ class Averaged:
         processes: Processes,
         method: Specification,
         like: Tensor,
+        learning: LearningRule,
         message_dtype: str = "float32",
-        learning: LearningRule | None = None,
     ):
         self.owner, self.processes, self.method = owner, processes, method
         self.message_dtype, self._learning = message_dtype, learning
         with processes.agreed():
             message_dtype_of(message_dtype, torch.float32)
             self.network = method.network(processes, like.device, working_dtype([like]))
-            if learning is not None:
-                learning.check_method(self.network, method)
         check_same_everywhere(processes, "the method", method.facts())
         check_same_everywhere(processes, "message_dtype", message_dtype)
         self.parts: list[_Part] = []
         self.frozen: list[Tensor] = []
         # A single process has no neighbors, but it may have the momentum of a learning rule.
-        self._works = self.n_workers > 1 or (learning is not None and learning.has_momentum)
+        self._works = self.n_workers > 1 or learning.has_momentum
+        self.in_step = False  # whether a step has been started, and its local update is to come
         self._exchange: Exchange | None = None  # in flight
         self.in_mean = False  # whether the parameters are the mean model at present
 
@@ -197,11 +182,15 @@ class Averaged:
 
     @property
     def rules(self) -> list[PartRule]:
-        """The learning rules of the parts; none with D-PSGD."""
-        return [part.rule for part in self._active if part.rule is not None]
+        """The learning rules of the parts."""
+        return [part.rule for part in self._active]
 
-    def add(self, parameters: Sequence[Tensor], first: int = 0, *, move: bool = True) -> None:
+    def add(
+        self, parameters: Sequence[Tensor], first: int = 0, steps: int = 0, *, move: bool = True
+    ) -> None:
         """Add parameters. `first` is the index of the first of them in the optimizer. Collective.
+
+        steps: those taken by now.
 
         move: give all workers the values of process 0, also of frozen parameters, and make those
         that are not in half precision views of x. Otherwise, parameters stay as they are, and
@@ -219,10 +208,13 @@ class Averaged:
         trained = [p for p in parameters if p.numel() and not is_frozen(p)]
         parts: list[_Part] = []
         for dtype in dict.fromkeys(p.dtype for p in trained):
-            part = _Part([p for p in trained if p.dtype == dtype], self.message_dtype)
+            index = len(self.parts) + len(parts)
             with self.processes.agreed():
-                index = len(self.parts) + len(parts)
-                part.build(self.method, self._learning, self.network, index)
+                part = _Part(
+                    [p for p in trained if p.dtype == dtype],
+                    self.message_dtype,
+                    partial(self._learning.build, self.network, self.method, index, steps),
+                )
                 self.method.warn_of_rate(self.network, part.layout)
             parts.append(part)
         if move:
@@ -236,6 +228,7 @@ class Averaged:
                     broadcast_from_process_0(self.processes, part.parameters)
                 part.allocate(move)
         self.parts += parts
+        self.in_step = False
 
     def _check_precision(self, parameters: Sequence[Tensor], first: int) -> None:
         """Raise ValueError unless all trained parameters are in float64, or none."""
@@ -262,17 +255,16 @@ class Averaged:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a step has been started and is not finished."""
+        """Whether messages of a step are in flight."""
         return self._exchange is not None
 
     def start(self) -> None:
-        """Send the first messages of x ← G(x), or those of learning rules before local updates."""
+        """Send the messages of the learning rules before the local update."""
         assert not self.in_flight
         if self._active and not self.in_mean:
             self.check()
-            for part in self._active:
-                part.load()
-            self._send(part.step() for part in self._active)
+            self.in_step = True
+            self._send(part.start() for part in self._active)
 
     def _send(self, conversations: Iterable[Conversation | None]) -> None:
         started = [conversation for conversation in conversations if conversation is not None]
@@ -286,7 +278,7 @@ class Averaged:
             self.network.progress()
 
     def finish(self) -> None:
-        """Mix. Does nothing if no step has been started."""
+        """Receive the messages and mix. Does nothing if there are none in flight."""
         if self._exchange is not None:
             self._exchange.finish()
             self._exchange = None
@@ -295,26 +287,32 @@ class Averaged:
                 part.store()
 
     def run(self) -> None:
-        """x ← G(x)"""
+        """A step without a local update: x ← G(x)"""
         self.start()
         self.finish()
+        self.move()
 
     def before_update(self) -> None:
-        """Announce a local update of the parameters, between a step of gossip and the next one."""
+        """Announce the local update of the parameters. Without a step, it is one without gossip."""
+        if not self.in_step:
+            self.in_step = True
+            for rule in self.rules:
+                rule.start()
         for part in self._active:
             part.before_update()
 
     def after_update(self) -> None:
-        """Rescale the local update, if the averaging algorithm averages x̂_i = w_i x_i."""
+        """Change x by the local update, as the learning rules have it."""
         for part in self._active:
             part.after_update()
 
     def move(self) -> None:
-        """Change x by the displacements of the learning rules, and mix: the end of a step."""
-        self._send(rule.move() for rule in self.rules)
+        """Send the messages of the learning rules after the local update, and end the step."""
+        self._send(part.move() for part in self._active)
         self.finish()
         for rule in self.rules:
-            rule.settle()
+            rule.end()
+        self.in_step = False
 
     # --- The mean model ---
 
@@ -350,7 +348,7 @@ class Averaged:
         return {
             "version": _VERSION,
             **self.method.facts(),
-            **({} if self._learning is None else self._learning.facts()),
+            **self._learning.facts(),
             **others,
             "n_workers": self.n_workers,
             "worker": self.processes.rank,
@@ -358,22 +356,22 @@ class Averaged:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this worker's averaging algorithms, or of its learning rules with them."""
+        """The state of this worker's learning rules, with that of their averaging algorithms."""
         return {
             **self._facts(),
-            "averaging": [part.stateful.state_dict() for part in self.parts],
+            "averaging": [part.rule.state_dict() for part in self.parts],
             "network": self.network.state_dict(),
         }
 
     def check_state(self, saved: Mapping[str, Any]) -> None:
         """Raise ValueError unless the facts of a saved state are those of this object."""
-        default = {"learning": learning_rules.DEFAULT}
-        _check_state({**default, **_current(saved)}, {**default, **self._facts()})
+        _check_state(_current(saved), self._facts())
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`, after `check_state`."""
-        for part, averaging in zip(self.parts, saved["averaging"], strict=True):
-            part.stateful.load_state_dict(averaging)
+        for part, state in zip(self.parts, _current(saved)["averaging"], strict=True):
+            part.rule.load_state_dict(state)
+        self.in_step = False
         self.network.load_state_dict(saved["network"])
 
 
@@ -409,11 +407,18 @@ _STATE_KEYS = {"steps", "averaging", "network"}  # not facts
 
 
 def _current(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A saved state with the facts of version 1 under their names in version 2.
+    """A saved state as one of the present version.
 
     Version 1 has the name of a class as method, options of other compressors besides those of the
-    chosen one, and None for some defaults.
+    chosen one, and None for some defaults. Version 2 has no name for D-PSGD.
     """
+    if saved.get("version") == 2:
+        if "learning" in saved:
+            return {**saved, "version": _VERSION}
+        steps = saved.get("steps", 0)
+        states = [{"steps": steps, "averaging": averaging} for averaging in saved["averaging"]]
+        named = {"learning": learning_rules.DEFAULT, "version": _VERSION}
+        return {**saved, **named, "averaging": states}
     name = _NAMES_OF_VERSION_1.get(saved.get("method", ""))
     if saved.get("version") != 1 or name is None:
         return saved
@@ -425,7 +430,7 @@ def _current(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     }
     kept = _STATE_KEYS | {"topology", "topology_options", "seed", "n_workers", "worker", "shapes"}
     facts = {key: value for key, value in saved.items() if key in kept}
-    return {**facts, **options, "version": _VERSION, "method": name}
+    return _current({**facts, **options, "version": 2, "method": name})
 
 
 _NAMES_OF_VERSION_1 = {

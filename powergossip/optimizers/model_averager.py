@@ -32,6 +32,7 @@ from powergossip.optimizers.checks import (
 )
 from powergossip.optimizers.gossip_engine import DTYPES, Averaged
 from powergossip.optimizers.precision import message_dtype_of
+from powergossip.optimizers.rules import averaging_only
 from powergossip.optimizers.specification import Specification, as_method
 from powergossip.parameters import Layout, check_parameters
 
@@ -145,6 +146,7 @@ class GossipModelAverager(ModelAverager):
                 self._processes,
                 self.method,
                 parameters[0],
+                averaging_only(),
                 self._message_dtype,
             )
         # The same additions as in the run whose state was loaded, and one for all others.

@@ -27,6 +27,7 @@ _CHECKED_BY_RULES = ("correction", "dual_rate")
 class LearningRule:
     """A learning rule by its name in learning.LEARNING, around a torch optimizer.
 
+    wrapped       # None: D-PSGD, around updates by others
     name          # of the rule
     options       # all options of the rule: those given, and defaults for the others
     has_momentum  # whether it applies momentum itself, so that the wrapped optimizer has none
@@ -37,13 +38,15 @@ class LearningRule:
 
     def __init__(
         self,
-        wrapped: torch.optim.Optimizer,
+        wrapped: torch.optim.Optimizer | None,
         name: str,
         given: Mapping[str, Any],
         *,
         overlapping: bool,
         local_steps: int,
     ):
+        checks.one_of("learning", name, learning.LEARNING)
+        check_type("learning_options", given, Mapping)
         self._wrapped, self.name, self._local_optimizer = wrapped, name, "sgd"
         found, own = learning.rule(name), dict(given)
         if found.owns_momentum and "local_optimizer" in own:
@@ -76,9 +79,10 @@ class LearningRule:
         self.check_groups()
 
     def facts(self) -> dict[str, Any]:
-        """A complete description of numbers and strings."""
+        """A complete description of numbers and strings, apart from options that may change."""
         kind = {"local_optimizer": self._local_optimizer} if self._local_optimizer != "sgd" else {}
-        return {"learning": self.name, **kind, **self.options}
+        fixed = {k: v for k, v in self.options.items() if k not in self._rule.resumes_with}
+        return {"learning": self.name, **kind, **fixed}
 
     def __repr__(self) -> str:
         return ", ".join(f"{option}={value!r}" for option, value in self.facts().items())
@@ -87,7 +91,9 @@ class LearningRule:
 
     def check_groups(self) -> None:
         """Raise ValueError for parameters or groups of the wrapped optimizer that do not fit."""
-        groups = self._wrapped.param_groups
+        if self._rule.in_place:
+            return
+        groups = self._groups
         names, parameters = named(p for group in groups for p in group["params"])
         for name, parameter in zip(names, parameters, strict=True):
             if not is_frozen(parameter) and parameter.dtype in HALF:
@@ -109,11 +115,6 @@ class LearningRule:
             checks.check("momentum", momentum, momentum == 0, f"0 {where}{own}")
             checks.check("maximize", ascends, not ascends, f"False {where}")
 
-    def check_method(self, network: Network, method: Specification) -> None:
-        """Raise ValueError for an averaging algorithm or a topology that do not fit."""
-        averaging = method.build(network, Layout([(2, 2)]), 0)
-        learning.check(self.name, network, method.name, averaging)
-
     def defaults_of(self, method: Specification) -> Mapping[str, Any]:
         """Defaults of an averaging algorithm that differ with this rule."""
         return learning.averaging_defaults(self.name, method.name)
@@ -128,12 +129,16 @@ class LearningRule:
 
     # --- The wrapped optimizer ---
 
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self._wrapped is None else self._wrapped.param_groups
+
     def rate(self, parameters: Sequence[Tensor]) -> float:
         """The learning rate of these parameters. Raises ValueError if there are several."""
         ids = set(map(id, parameters))
         rates = {
             float(group["lr"])
-            for group in self._wrapped.param_groups
+            for group in self._groups
             if any(id(p) in ids for p in group["params"])
         }
         if len(rates) > 1:
@@ -156,7 +161,7 @@ class LearningRule:
             return {}
         return {
             id(parameter): float(group["weight_decay"])
-            for group in self._wrapped.param_groups
+            for group in self._groups
             for parameter in group["params"]
             if group["weight_decay"]
         }
@@ -167,28 +172,37 @@ class LearningRule:
         self,
         network: Network,
         method: Specification,
+        part: int,
+        steps: int,
         parameters: Sequence[Tensor],
         layout: Layout,
         x: Tensor,
-        part: int,
     ) -> "PartRule":
-        """The rule for the parameters of a part, whose memory is x [1, D]."""
+        """The rule for the parameters of a part, whose memory is x [1, D].
+
+        steps  # that other parts have taken
+
+        Raises ValueError for an averaging algorithm or a topology that do not fit.
+        """
         if part and self._rule.needs_norm:
             raise ValueError(
                 f"add_param_group() with learning={self.name}: construct a new GossipOptimizer for "
                 "all parameters, since a norm is over all of them"
             )
         self.check_rate(parameters)
-        directs = self._rule.direct is not learning.GossipRule.direct
-        gradient = torch.zeros_like(x) if directs else None
-        local = _Local(self, parameters, x)
+        gradient = torch.zeros_like(x) if self._rule.owns_momentum else None
+        local = _Local(self, parameters, x[:, :0] if self._rule.in_place else x)
 
         def averaging(layout: Layout) -> algorithms.Averaging:
-            return method.build(network, layout, part)
+            made = method.build(network, layout, part)
+            learning.check(self.name, network, method.name, made)
+            return made
 
+        own: Any = local
         buffers: Any = _Buffers(x, x if gradient is None else gradient, layout)
         kind = self._local_optimizer
-        rule = learning.make(self.name, network, averaging, buffers, local, kind, **self.options)
+        rule = learning.make(self.name, network, averaging, buffers, own, kind, **self.options)
+        rule.begin_after(steps)
         return PartRule(self, rule, local, parameters, layout, x, gradient)
 
 
@@ -208,46 +222,45 @@ class _Local:
     """The wrapped optimizer as the local optimizer of a part's learning rule.
 
     u = x after the update − x before it. Its rounding errors are those of x.
+
+    u  # [1, D] of the update in this step, 0 without an update. [1, 0] where it is made in place
     """
 
     def __init__(self, learning_rule: LearningRule, parameters: Sequence[Tensor], x: Tensor):
         self._learning, self._parameters, self._x = learning_rule, parameters, x
-        self._before, self._u = torch.empty_like(x), torch.zeros_like(x)
+        self._before, self.u = torch.empty_like(x), torch.zeros_like(x)
 
     @property
     def rate(self) -> float:
         return self._learning.rate(self._parameters)
 
-    def displacement(self, direction: Tensor) -> Tensor:
-        """u [1, D] of the update in this step, along this direction. 0 without an update."""
-        del direction
-        return self._u
-
     def start(self) -> None:
         """u ← 0, for a step without an update."""
-        self._u.zero_()
+        self.u.zero_()
 
     def before_update(self) -> None:
         self._before.copy_(self._x)
 
     def after_update(self) -> None:
         """u ← x − x before the update, x ← x before it"""
-        torch.sub(self._x, self._before, out=self._u)
+        torch.sub(self._x, self._before, out=self.u)
         self._x.copy_(self._before)
 
 
 class PartRule:
     """The learning rule of a part. Its methods are called in this order, once in a step.
 
-    during          a conversation that may overlap with the gradient
-    take_gradients  g ← p.grad, before the messages of `during` are received
+    start           a conversation that may overlap with the gradient
+    take_gradients  g ← p.grad, before the messages of `start` are received
     direct          p.grad ← the rule's direction
     before_update, after_update
                     around the step of the wrapped optimizer
     move            a conversation after the local update
-    settle          after the last message
+    end             after the last message
 
     A step without a local update leaves out the four in the middle. Then the displacement is 0.
+
+    rescales  # whether the rule changes x by the local update, see averaging.Weighted
     """
 
     def __init__(
@@ -261,20 +274,26 @@ class PartRule:
         gradient: Tensor | None,
     ):
         self._learning, self._rule, self._local = learning_rule, rule, local
+        self.rescales = rule.rescales
         self._parameters, self._values = parameters, layout.tensors(x[0])
         self._x, self._g = x, gradient  # g is None where the rule leaves the gradient as it is
         self._directions = [] if gradient is None else layout.tensors(gradient[0])
         self._decays: dict[int, float] = {}
+        self._step: learning.Step  # the present one
+        self._request: learning.Request | None = None  # the last one of the step
         self._gradients: list[Tensor | None] | None = None  # of the user, while g is in their place
 
     def check(self) -> None:
         """Raise ValueError if the rule needs one learning rate and there are several."""
         self._learning.check_rate(self._parameters)
 
-    def during(self) -> Conversation | None:
+    def start(self) -> Conversation | None:
         """The messages that may be in flight while gradients are computed. u ← 0."""
         self._local.start()
-        return self._rule.during()
+        self._step = self._rule.step()
+        self._request = next(self._step)
+        assert isinstance(self._request, learning.Gradient)
+        return self._request.meanwhile
 
     def take_gradients(self) -> None:
         """g ← ∇f + λ x. A missing gradient counts as 0."""
@@ -294,7 +313,7 @@ class PartRule:
         """p.grad ← the direction − λ x, since SGD adds λ x. Until `after_update`."""
         if self._g is None:
             return
-        self._rule.direct(self._g)
+        self._continue(self._g)
         self._gradients = [parameter.grad for parameter in self._parameters]
         rows = zip(self._parameters, self._directions, self._values, strict=True)
         for parameter, g, x in rows:
@@ -303,25 +322,40 @@ class PartRule:
             parameter.grad = g
 
     def before_update(self) -> None:
-        """Keep x."""
+        """Keep x, for the displacement."""
+        if self._g is None:
+            self._continue(self._x)
         self._local.before_update()
 
     def after_update(self) -> None:
-        """u ← x − x before the update, x ← x before it. The gradients are the user's again."""
+        """u ← x − x before the update, x ← x before it, and x moves as the rule has it.
+
+        The gradients are the user's again.
+        """
         self._local.after_update()
         if self._gradients is not None:
             for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
                 parameter.grad = gradient
             self._gradients = None
+        self._request = learning.resumed(self._step, self._local.u)
 
     def move(self) -> Conversation | None:
-        """Change x by the displacement, and mix."""
-        direction = self._x if self._g is None else self._g
-        return self._rule.move(self._local.displacement(direction))
+        """Mix. A displacement of 0, if there was no update."""
+        self._continue(None)
+        if isinstance(self._request, learning.Update):
+            self._request = learning.resumed(self._step, self._local.u)
+        return self._request.conversation if isinstance(self._request, learning.Mix) else None
 
-    def settle(self) -> None:
+    def end(self) -> None:
         """After the last message of the step."""
-        self._rule.settle()
+        if self._request is not None:
+            self._request = learning.resumed(self._step)
+        assert self._request is None
+
+    def _continue(self, g: Tensor | None) -> None:
+        """Answer the request for a gradient, once. A closure may compute it several times."""
+        if isinstance(self._request, learning.Gradient):
+            self._request = learning.resumed(self._step, g)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the rule, with that of its averaging algorithm."""
@@ -332,24 +366,9 @@ class PartRule:
         self._rule.load_state_dict(state)
 
 
-def rule_of(
-    optimizer: torch.optim.Optimizer,
-    name: str,
-    options: Mapping[str, Any] | None,
-    overlapping: bool,
-    local_steps: int,
-) -> LearningRule | None:
-    """The learning rule of that name, None for D-PSGD. Raises ValueError."""
-    checks.one_of("learning", name, (learning.DEFAULT, *learning.LEARNING))
-    given = {} if options is None else options
-    check_type("learning_options", given, Mapping)
-    if name != learning.DEFAULT:
-        return LearningRule(
-            optimizer, name, given, overlapping=overlapping, local_steps=local_steps
-        )
-    for option, value in given.items():
-        raise ValueError(f"{option}={value!r}: use it with a learning rule other than {name}")
-    return None
+def averaging_only() -> LearningRule:
+    """D-PSGD in which others decide on local updates: x ← G(x)."""
+    return LearningRule(None, learning.DEFAULT, {}, overlapping=True, local_steps=1)
 
 
 def check_effective(name: str, options: Mapping[str, Any]) -> None:

@@ -158,7 +158,7 @@ def _make_execution(
             links=links,
             joins=joins,
         )
-    method = make_method(c, network, parameters, clock, steps_per_epoch)
+    method = make_method(c, network, parameters, steps_per_epoch)
     return Together(
         values,
         View(network, parameters),

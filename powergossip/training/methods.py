@@ -5,13 +5,10 @@ from functools import partial
 from math import ceil
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from powergossip import algorithms
 from powergossip.algorithms import aggregation, ddp, learning
 from powergossip.network import Network
 from powergossip.parameters import Layout, Parameters
-from powergossip.runs.clock import Clock
 from powergossip.topologies import Topology
 from powergossip.training.local_optimizers import LocalOptimizer
 from powergossip.training.settings import (
@@ -99,7 +96,8 @@ def check_method(c: Any, network: Network) -> str:
 def _hint(c: Any, network: Network, averaging: algorithms.Averaging) -> str:
     """A sentence on learning rules, or nothing where they do not apply."""
     averages_fully = isinstance(averaging, algorithms.ExactMean)
-    if c.learning != learning.DEFAULT or averages_fully or not data_differ(c):
+    has_one = learning.LEARNING[c.learning].for_different_data
+    if has_one or averages_fully or not data_differ(c):
         return ""
     rules = learning.accepting(network, c.optimizer, averaging, c.local_optimizer)
     if not rules:
@@ -110,48 +108,35 @@ def _hint(c: Any, network: Network, averaging: algorithms.Averaging) -> str:
     )
 
 
-def make_method(
-    c: Any, network: Network, parameters: Parameters, clock: Clock, steps_per_epoch: int
-) -> Method:
+def make_method(c: Any, network: Network, parameters: Parameters, steps_per_epoch: int) -> Method:
     """Build the local optimizer and the learning rule. Raises ValueError."""
     if c.optimizer in aggregation.AGGREGATIONS:
-        return _of_compressed_gradients(c, network, parameters, clock)
-    if c.learning != learning.DEFAULT:
-        return _of_gossip_rule(c, network, parameters)
-    local = LocalOptimizer(parameters, c)
-    rule: learning.Learning
+        return _of_compressed_gradients(c, network, parameters)
     if c.optimizer in ddp.HOOKS:
-        options = hook_options(c)
-        if options["start_iteration"] == ddp.AUTO:
-            options["start_iteration"] = _guided_start(c, steps_per_epoch)
-        with errors_name_keys(c.optimizer):
-            rule = ddp.DDPHook(
-                network,
-                parameters,
-                _timed(local, clock),
-                hook=c.optimizer,
-                **options,
-                seed=c.seed,
-                weight_decay=local.coupled_decay,
-                clip=c.gradient_clipping,
-            )
-    else:
-        rule = learning.DPSGD(
+        return _of_hook(c, network, parameters, steps_per_epoch)
+    return _of_gossip_rule(c, network, parameters)
+
+
+def _of_hook(c: Any, network: Network, parameters: Parameters, steps_per_epoch: int) -> Method:
+    """Build one of PyTorch's hooks, a row of ddp.HOOKS."""
+    local, options = LocalOptimizer(parameters, c), hook_options(c)
+    if options["start_iteration"] == ddp.AUTO:
+        options["start_iteration"] = _guided_start(c, steps_per_epoch)
+    with errors_name_keys(c.optimizer):
+        rule = ddp.DDPHook(
             network,
-            make_averaging(c, network, parameters.layout),
             parameters,
-            _timed(local, clock),
-            overlapping=c.overlapping,
+            local.step,
+            hook=c.optimizer,
+            **options,
+            seed=c.seed,
             weight_decay=local.coupled_decay,
             clip=c.gradient_clipping,
-            local_steps=c.local_steps,
         )
     return Method(local, rule, _constant)
 
 
-def _of_compressed_gradients(
-    c: Any, network: Network, parameters: Parameters, clock: Clock
-) -> Method:
+def _of_compressed_gradients(c: Any, network: Network, parameters: Parameters) -> Method:
     """Build the mean of compressed gradients, one of aggregation.AGGREGATIONS."""
     aggregate = _make_aggregation(c, network, parameters.layout)
     local = LocalOptimizer(parameters, c, 0.0 if aggregate.owns_momentum else None)
@@ -159,7 +144,7 @@ def _of_compressed_gradients(
         network,
         aggregate,
         parameters,
-        _timed(local, clock),
+        local.step,
         weight_decay=local.coupled_decay,
         clip=None if aggregate.clips else c.gradient_clipping,
         num_batches_per_step=c.optimizer_num_batches_per_step,
@@ -200,16 +185,6 @@ def _of_gossip_rule(c: Any, network: Network, parameters: Parameters) -> Method:
 
 def _constant(epoch: float) -> None:
     """Change nothing: the options of most methods are the same in all epochs."""
-
-
-def _timed(local: LocalOptimizer, clock: Clock) -> learning.Update:
-    """The local update of a learning rule, as a phase of the run."""
-
-    def update(gradient: Tensor) -> None:
-        with clock("update"):
-            local.step(gradient)
-
-    return update
 
 
 def _guided_start(c: Any, steps_per_epoch: int) -> int:

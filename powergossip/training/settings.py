@@ -335,15 +335,12 @@ def _check_learning(c: Any, explicit: Collection[str]) -> None:
 
     Momentum that the rule does not have is rejected where it is in `explicit`.
     """
-    checks.one_of("learning", c.learning, (learning.DEFAULT, *learning.LEARNING))
-    if c.learning == learning.DEFAULT:
+    checks.one_of("learning", c.learning, learning.LEARNING)
+    if c.optimizer not in algorithms.AVERAGING:
+        wanted = f"{learning.DEFAULT} with optimizer={c.optimizer}, which averages gradients"
+        checks.check("learning", c.learning, c.learning == learning.DEFAULT, wanted)
         _check_learning_options(c, ())
         return
-    if c.optimizer not in algorithms.AVERAGING:
-        raise ValueError(
-            f"learning={c.learning}: use learning=dpsgd with optimizer={c.optimizer}, which "
-            "averages gradients, not models"
-        )
     rule = learning.rule(c.learning, c.local_optimizer)
     known = learning.options(c.learning, c.local_optimizer)
     if rule.owns_momentum and c.local_optimizer == "sgd":

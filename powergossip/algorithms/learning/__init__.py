@@ -6,11 +6,10 @@ A step of a rule consists of `start()`, the gradients, and `finish()`:
     ... add to parameters.grad     messages are in flight
     rule.finish()                  receive, mix, update parameters.x
 
-    rule.py             the interface, clipping, weight decay
-    dpsgd.py            D-PSGD: models are averaged
+    rule.py             the interface, requests of a step, clipping, weight decay
     centralized.py      one mean of compressed gradients in all workers
-    gossip_rule.py      the base of the following, whose fixed points or momentum take into account
-                        that the workers' data differ
+    gossip_rule.py      the base of the following, whose step is a generator of requests
+    dpsgd.py            D-PSGD: models are averaged
     quasi_global.py     quasi-global momentum
     tracking.py         gradient tracking, normalized, and over CHOCO-Gossip: BEER, MoTEF
     local_steps.py      K-GT, momentum tracking
@@ -30,7 +29,7 @@ from typing import Any
 
 from powergossip import checks
 from powergossip import options as _options
-from powergossip.algorithms.averaging import Averaging, Kind, Weighted, kind_of
+from powergossip.algorithms.averaging import Averaging, Kind, kind_of
 from powergossip.algorithms.compressed import ChocoGossip
 from powergossip.algorithms.learning.centralized import CentralizedSGD
 from powergossip.algorithms.learning.dpsgd import DPSGD
@@ -39,7 +38,18 @@ from powergossip.algorithms.learning.gossip_rule import ANY, GossipRule, Local, 
 from powergossip.algorithms.learning.local_steps import KGT, MomentumTracking
 from powergossip.algorithms.learning.quasi_global import QuasiGlobalAdam, QuasiGlobalMomentum
 from powergossip.algorithms.learning.relay import RelaySGD
-from powergossip.algorithms.learning.rule import Correction, Decay, Learning, Update
+from powergossip.algorithms.learning.rule import (
+    Correction,
+    Decay,
+    Gradient,
+    Learning,
+    LocalStep,
+    Mix,
+    Request,
+    Step,
+    Update,
+    resumed,
+)
 from powergossip.algorithms.learning.tracking import (
     BEER,
     GradientTracking,
@@ -61,16 +71,21 @@ __all__ = [
     "Decay",
     "ExactDiffusion",
     "GossipRule",
+    "Gradient",
     "GradientTracking",
     "Learning",
     "Local",
+    "LocalStep",
     "MakeAveraging",
+    "Mix",
     "MoTEF",
     "MomentumTracking",
     "NormalizedGradientTracking",
     "QuasiGlobalAdam",
     "QuasiGlobalMomentum",
     "RelaySGD",
+    "Request",
+    "Step",
     "Update",
     "accepting",
     "averaging_defaults",
@@ -79,13 +94,14 @@ __all__ = [
     "diffusion_factor",
     "make",
     "overlapping",
+    "resumed",
     "rule",
     "warn_of",
 ]
 
-# Registry names: `learning` in train.py. The name of D-PSGD stands for learning.DPSGD.
-DEFAULT = "dpsgd"
+# Registry names: `learning` in train.py.
 LEARNING: dict[str, type[GossipRule]] = {
+    "dpsgd": DPSGD,
     "quasi-global-momentum": QuasiGlobalMomentum,
     "gradient-tracking": GradientTracking,
     "k-gt": KGT,
@@ -96,6 +112,7 @@ LEARNING: dict[str, type[GossipRule]] = {
     "motef": MoTEF,
     "relay-sgd": RelaySGD,
 }
+DEFAULT = "dpsgd"
 # Options of averaging rules whose default depends on the learning rule, for rules that have them.
 # Exact diffusion over public copies learns slowly with coarse quantization, and may diverge.
 AVERAGING_DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
@@ -120,7 +137,7 @@ def rule(name: str, local_optimizer: str = "sgd") -> type[GossipRule]:
     work with this local optimizer."""
     if name == "quasi-global-momentum" and local_optimizer == "adamw":
         return QuasiGlobalAdam
-    checks.one_of("learning", name, (DEFAULT, *LEARNING))
+    checks.one_of("learning", name, LEARNING)
     found = LEARNING[name]
     checks.check(
         "local_optimizer",
@@ -133,8 +150,6 @@ def rule(name: str, local_optimizer: str = "sgd") -> type[GossipRule]:
 
 def check(name: str, network: Network, averaging_name: str, averaging: Averaging) -> None:
     """Raise ValueError for an averaging rule or a topology that a learning rule cannot have."""
-    if name == DEFAULT:
-        return
     found, kind = LEARNING[name], kind_of(averaging)
     if found.relays:
         _check_relays(name, network, averaging_name, averaging)
@@ -144,12 +159,7 @@ def check(name: str, network: Network, averaging_name: str, averaging: Averaging
             f"learning={name} with optimizer={averaging_name}: {_REASONS[kind]}; use it with "
             f"{_examples(found)}"
         )
-    if isinstance(averaging, Weighted):
-        raise ValueError(
-            f"learning={name} with optimizer={averaging_name}: use learning=dpsgd, which is "
-            "stochastic gradient push"
-        )
-    if network.topology.row_stochastic and found.kinds is not ANY:
+    if network.topology.row_stochastic and not found.kinds >= ANY:
         raise ValueError(
             f"topology={network.topology.name}: use a topology that conserves the mean with "
             f"learning={name}, such as ring or one-peer-exponential; its sums over the workers "
@@ -190,6 +200,7 @@ _REASONS = {
     Kind.LINEAR: "it needs a symmetric mixing matrix",
     Kind.UNBIASED_COPIES: "public copies do not follow its corrections",
     Kind.BIASED_COPIES: "the errors of a biased compressor do not vanish in it",
+    Kind.WEIGHTED: "its updates have no weights, as those of learning=dpsgd have",
     Kind.OTHER: "errors of the messages would stay in its variables",
 }
 
@@ -207,33 +218,29 @@ def _examples(found: type[GossipRule]) -> str:
 
 def overlapping(name: str, averaging: Averaging) -> bool:
     """The default of `overlapping`: whether messages are in flight during the gradient."""
-    if name == DEFAULT:
-        return True
     found = LEARNING[name]
-    return found.overlaps and not (
-        isinstance(averaging, ExactMean) or kind_of(averaging) in found.sequential
-    )
+    follows = isinstance(averaging, ExactMean) and not found.overlaps_mean
+    return found.overlaps and not follows and kind_of(averaging) not in found.sequential
 
 
 def check_overlapping(
     name: str, averaging_name: str, averaging: Averaging, overlapping: bool
 ) -> None:
-    """Raise ValueError for a learning rule other than D-PSGD that cannot have this value."""
-    if name == DEFAULT:
-        return
+    """Raise ValueError for a learning rule that cannot have this value."""
+    found = LEARNING[name]
     if not overlapping:
-        if LEARNING[name].always_overlaps:
+        if found.always_overlaps:
             raise ValueError(
                 f"overlapping=false: use true with learning={name}, whose messages are those "
                 "before the gradient"
             )
         return
-    if not LEARNING[name].overlaps:
+    if not found.overlaps:
         raise ValueError(
             f"overlapping=true: use false with learning={name}, whose messages depend on the "
             "gradient"
         )
-    if isinstance(averaging, ExactMean):
+    if isinstance(averaging, ExactMean) and not found.overlaps_mean:
         raise ValueError(
             f"overlapping=true: use false with learning={name} and optimizer={averaging_name}, "
             "whose mean follows the local update"
@@ -243,7 +250,7 @@ def check_overlapping(
 def accepting(
     network: Network, averaging_name: str, averaging: Averaging, local_optimizer: str = "sgd"
 ) -> list[str]:
-    """The names in `LEARNING` of the rules that work with an averaging rule on this network."""
+    """The names of rules for different data that work with an averaging rule on this network."""
 
     def works(name: str) -> bool:
         try:
@@ -253,7 +260,7 @@ def accepting(
             return False
         return True
 
-    return [name for name in LEARNING if works(name)]
+    return [name for name, row in LEARNING.items() if row.for_different_data and works(name)]
 
 
 def options(name: str, local_optimizer: str = "sgd") -> dict[str, Any]:
@@ -293,7 +300,7 @@ def diffusion_factor(name: str, averaging_name: str) -> float:
 
 def without(name: str) -> tuple[str, ...]:
     """Options of averaging rules that have no effect with a learning rule."""
-    return LEARNING[name].without if name in LEARNING else ()
+    return LEARNING[name].without
 
 
 def make(

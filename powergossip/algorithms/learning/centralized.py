@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from powergossip.algorithms.aggregation import Aggregation, momentum_of
-from powergossip.algorithms.learning.rule import Correction, Decay, Update
+from powergossip.algorithms.learning.rule import Correction, Decay, LocalStep
 from powergossip.network import Network
 from powergossip.parameters import Parameters
 
@@ -35,7 +35,7 @@ class CentralizedSGD:
         network: Network,
         aggregation: Aggregation,
         parameters: Parameters,
-        update: Update,
+        update: LocalStep,
         *,
         weight_decay: float = 0.0,
         clip: float | None = None,
@@ -71,7 +71,8 @@ class CentralizedSGD:
         if self._error is not None:
             self._error.copy_(g)
         self._decay.add_to(self._mean)
-        self._update(self._mean)
+        with self._network.measure("update"):
+            self._update(self._mean)
         if len(self._x) > 1:  # torch's kernels may round the last elements of a buffer differently
             self._x[1:] = self._x[0]
 

@@ -3,12 +3,11 @@
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from powergossip import checks
 from powergossip.algorithms.averaging import Incremental, Kind, incremental
 from powergossip.algorithms.learning.gossip_rule import GossipRule
-from powergossip.network import Conversation
+from powergossip.algorithms.learning.rule import Gradient, Mix, Step, Update
 
 
 class ExactDiffusion(GossipRule):
@@ -42,7 +41,7 @@ class ExactDiffusion(GossipRule):
     """
 
     kinds: ClassVar[frozenset[Kind]] = frozenset({Kind.ANTISYMMETRIC, Kind.UNBIASED_COPIES})
-    static: ClassVar[bool] = True
+    static = True
     variables: ClassVar[tuple[str, ...]] = ("d",)
 
     _averaging: Incremental
@@ -58,9 +57,12 @@ class ExactDiffusion(GossipRule):
         self._d = torch.zeros_like(self._x)
         self._increment = torch.zeros_like(self._x)
 
-    def move(self, u: Tensor) -> Conversation:
-        self._x.add_(u).add_(self._d)
-        yield from self._averaging.increment(self._x, self._increment)
-        self._increment.div_(1 + self._dual_rate)
-        self._x.add_(self._increment)
-        self._d.add_(self._increment, alpha=self._dual_rate)
+    def step(self) -> Step:
+        x, d, delta = self._x, self._d, self._increment
+        g = yield Gradient()
+        u = yield Update(g)
+        x.add_(u).add_(d)
+        yield Mix(self._averaging.increment(x, delta))
+        delta.div_(1 + self._dual_rate)
+        x.add_(delta)
+        d.add_(delta, alpha=self._dual_rate)

@@ -7,8 +7,16 @@ import torch
 from torch import Tensor
 
 from powergossip.algorithms.averaging import Averaging, Kind, begin_at
-from powergossip.algorithms.learning.rule import Correction
-from powergossip.network import Conversation, Exchange, Network
+from powergossip.algorithms.learning.rule import (
+    Correction,
+    Gradient,
+    Mix,
+    Request,
+    Step,
+    Update,
+    resumed,
+)
+from powergossip.network import Exchange, Network
 from powergossip.parameters import Layout, Parameters
 
 MakeAveraging = Callable[[Layout], Averaging]  # an averaging rule for variables of this layout
@@ -16,7 +24,7 @@ MakeAveraging = Callable[[Layout], Averaging]  # an averaging rule for variables
 WITHOUT_COPIES = frozenset({Kind.ANTISYMMETRIC, Kind.LINEAR})
 COPIES = frozenset({Kind.UNBIASED_COPIES, Kind.BIASED_COPIES})
 MEAN_PRESERVING = WITHOUT_COPIES | COPIES
-ANY = frozenset(Kind)
+ANY = frozenset(Kind) - {Kind.WEIGHTED}
 
 
 class Local(Protocol):
@@ -25,6 +33,10 @@ class Local(Protocol):
     @property
     def rate(self) -> float:
         """The learning rate η of the next step."""
+        ...
+
+    def step(self, gradient: Tensor) -> None:
+        """Update x in place with a gradient [worker, D]. A rule uses this or `displacement`."""
         ...
 
     def displacement(self, direction: Tensor) -> Tensor:
@@ -36,15 +48,16 @@ class Local(Protocol):
 
 
 class GossipRule:
-    """A step: messages of the last step's variables, gradient, direction, local update, messages.
+    """A learning rule whose step is a generator of requests, see rule.Gradient, Update and Mix.
 
-        during()         a conversation while gradients are computed
-        direct(g)        g ← the direction of the local optimizer
-        move(u)          change x by the optimizer's displacement u; a conversation
-        settle()         after the last message
+        def step(self):
+            g = yield Gradient()           the gradients [worker, D]
+            u = yield Update(g)            the local optimizer's displacement, −η g for SGD
+            x.add_(u)
+            yield Mix(G.step(x))           x ← G(x), a step of the averaging rule
 
-    A rule overrides those that it needs. `start` and `finish` call them, see rule.Learning.
-    x, g and all variables of rules are [worker, D], and G is a step of the averaging rule.
+    A driver answers the requests: `start` and `finish` for the flat buffers of the hosted workers,
+    optimizers.rules for a torch optimizer. x and all variables of rules are [worker, D].
 
     network       # of the workers
     make          # makes the averaging rule G for a layout: that of x, or of x beside a variable
@@ -57,31 +70,36 @@ class GossipRule:
 
     kinds             # of averaging rules that it works with
     static            # whether the topology must be static
-    owns_momentum     # whether it applies momentum itself, so that the local optimizer has none
+    owns_momentum     # whether it changes g, such as by a momentum that the local optimizer then
+                      # does not have
+    in_place          # whether the local optimizer makes its step on x, with its own rounding
+    rescales          # whether it changes x by the local optimizer's step, see averaging.Weighted
     optimizers        # local optimizers that it works with
     overlaps          # whether messages can be in flight while gradients are computed
     always_overlaps   # whether they always are
+    overlaps_mean     # whether `overlapping` is accepted over all-reduce, which follows the update
     sequential        # kinds of averaging rules with which messages follow the local update by
                       # default, not in flight while gradients are computed
     reads_rate        # whether it depends on the learning rate of the local optimizer
     needs_norm        # whether it needs a norm over all parameters of a worker
+    for_different_data
+                      # whether it is for workers with different data
     relays            # whether it relays along the trees of the topology, in place of averaging
     without           # options of the averaging rule that have no effect
-    variables         # names of its state [worker, D]: attributes with an underscore before them
+    resumes_with      # options that may be others than those of a saved state
+    variables         # names of its state, tensors [worker, D] and numbers: attributes with an
+                      # underscore before them
     kept, conserved   # entries of its state, see rule.Learning
     """
 
     kinds: ClassVar[frozenset[Kind]] = MEAN_PRESERVING
-    static: ClassVar[bool] = False
-    owns_momentum: ClassVar[bool] = False
     optimizers: ClassVar[tuple[str, ...]] = ("sgd", "adamw")
-    overlaps: ClassVar[bool] = False
-    always_overlaps: ClassVar[bool] = False
+    static = owns_momentum = in_place = rescales = reads_rate = needs_norm = relays = False
+    overlaps = always_overlaps = overlaps_mean = False
+    for_different_data = True
     sequential: ClassVar[frozenset[Kind]] = frozenset()
-    reads_rate: ClassVar[bool] = False
-    needs_norm: ClassVar[bool] = False
-    relays: ClassVar[bool] = False
     without: ClassVar[tuple[str, ...]] = ()
+    resumes_with: ClassVar[tuple[str, ...]] = ()
     variables: ClassVar[tuple[str, ...]] = ()
     kept: ClassVar[tuple[str, ...]] = ()
     conserved: ClassVar[tuple[str, ...]] = ()
@@ -101,13 +119,20 @@ class GossipRule:
         self._network, self._make, self._local = network, make, local
         self._x, self._g, self._layout = parameters.x, parameters.grad, parameters.layout
         self._correct = Correction(parameters, weight_decay, clip)
-        self._exchange: Exchange | None = None
+        self._step: Step  # the present one
+        self._exchange: Exchange | None = None  # in flight during the gradient
+
+    def step(self) -> Step:
+        """One step, in place on x. Requests the gradients once and the local update once."""
+        raise NotImplementedError
 
     def start(self) -> None:
         """Send the messages that may be in flight during the gradient. g ← 0."""
-        conversation = self.during()
-        if conversation is not None:
-            self._exchange = self._network.start(conversation)
+        self._step = self.step()
+        request = next(self._step)
+        assert isinstance(request, Gradient)
+        if request.meanwhile is not None:
+            self._exchange = self._network.start(request.meanwhile)
         self._g.zero_()
 
     def finish(self) -> None:
@@ -116,39 +141,42 @@ class GossipRule:
         if self._exchange is not None:
             self._exchange.finish()
             self._exchange = None
-        self.direct(self._g)
-        conversation = self.move(self._local.displacement(self._g))
-        if conversation is not None:
-            self._network.run(conversation)
-        self.settle()
+        answer: Tensor | None = self._g
+        while (request := resumed(self._step, answer)) is not None:
+            answer = self._answer(request)
 
-    def during(self) -> Conversation | None:
-        """A conversation while gradients are computed."""
-        return None
+    def _answer(self, request: Request) -> Tensor | None:
+        if isinstance(request, Mix):
+            self._network.run(request.conversation)
+            return None
+        assert isinstance(request, Update)
+        assert request.direction is not None
+        with self._network.measure("update"):
+            if self.in_place:
+                self._local.step(request.direction)
+                return None
+            return self._local.displacement(request.direction)
 
-    def direct(self, g: Tensor) -> None:
-        """Replace the gradients g [worker, D] by the directions of the local optimizer."""
-
-    def move(self, u: Tensor) -> Conversation | None:
-        """Change x by the displacement u [worker, D], and mix."""
-        raise NotImplementedError
-
-    def settle(self) -> None:
-        """Follow the last message of a step."""
+    def begin_after(self, steps: int) -> None:
+        """Begin beside parts of the models that have taken this number of steps."""
 
     def begin_at(self, point: Tensor) -> None:
         """See `averaging.Copies`. Other variables than x begin at 0."""
         begin_at(self._averaging, point)
 
     def state_dict(self) -> dict[str, Any]:
-        """The variables [worker, D], and the state of the averaging rule."""
+        """The variables, and the state of the averaging rule."""
         state = {name: getattr(self, f"_{name}") for name in self.variables}
         return state | {"averaging": self._averaging.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`."""
         for name in self.variables:
-            getattr(self, f"_{name}").copy_(state[name])
+            own = getattr(self, f"_{name}")
+            if isinstance(own, Tensor):
+                own.copy_(state[name])
+            elif name in state:  # earlier versions lack some numbers
+                setattr(self, f"_{name}", state[name])
         self._averaging.load_state_dict(state["averaging"])
 
 

@@ -1,10 +1,8 @@
 """Corrections of local updates: K-GT and momentum tracking."""
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from powergossip import checks
 from powergossip.algorithms.averaging import Incremental, Kind, incremental
@@ -13,6 +11,7 @@ from powergossip.algorithms.learning.gossip_rule import (
     GossipRule,
     Joint,
 )
+from powergossip.algorithms.learning.rule import Gradient, Mix, Step, Update
 from powergossip.network import Conversation
 
 
@@ -36,8 +35,8 @@ class KGT(GossipRule):
     """
 
     kinds: ClassVar[frozenset[Kind]] = WITHOUT_COPIES
-    reads_rate: ClassVar[bool] = True
-    variables: ClassVar[tuple[str, ...]] = ("c", "sum")
+    reads_rate = True
+    variables: ClassVar[tuple[str, ...]] = ("steps", "rate", "c", "sum")
 
     _averaging: Incremental
 
@@ -51,33 +50,31 @@ class KGT(GossipRule):
         self._c, self._sum = torch.zeros_like(self._x), torch.zeros_like(self._x)
         self._rate: float | None = None  # of c
 
-    def move(self, u: Tensor) -> Conversation | None:
+    def begin_after(self, steps: int) -> None:
+        if steps % self._local_steps:
+            raise ValueError(
+                f"add_param_group() after {steps} steps: call it after a multiple of "
+                f"local_steps={self._local_steps}, when messages have been sent"
+            )
+
+    def step(self) -> Step:
+        x, c = self._x, self._c
+        g = yield Gradient()
+        u = yield Update(g)
         rate = self._local.rate
         if rate > 0:
             if self._rate and rate != self._rate:  # earlier versions kept a rate of 0
-                self._c.mul_(rate / self._rate)
+                c.mul_(rate / self._rate)
             self._rate = rate
-            u.add_(self._c)
-        self._x.add_(u)
+            u.add_(c)
+        x.add_(u)
         self._sum.add_(u)
         self._steps += 1
-        return self._exchange_all() if self._steps % self._local_steps == 0 else None
-
-    def _exchange_all(self) -> Conversation:
-        self._joint.load(self._x, self._sum.div_(self._local_steps))
-        yield from self._averaging.increment(self._joint.buffer, self._increment)
-        self._joint.add(self._increment, self._x, self._c)
-        self._sum.zero_()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Number of steps, c and the sum of the displacements since the last message [worker, D],
-        the learning rate of c, and the state of the averaging rule."""
-        return {"steps": self._steps, "rate": self._rate, **super().state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict()`."""
-        self._steps, self._rate = state["steps"], state["rate"]
-        super().load_state_dict(state)
+        if self._steps % self._local_steps == 0:
+            self._joint.load(x, self._sum.div_(self._local_steps))
+            yield Mix(self._averaging.increment(self._joint.buffer, self._increment))
+            self._joint.add(self._increment, x, c)
+            self._sum.zero_()
 
 
 class MomentumTracking(GossipRule):
@@ -97,9 +94,8 @@ class MomentumTracking(GossipRule):
     """
 
     kinds: ClassVar[frozenset[Kind]] = WITHOUT_COPIES
-    owns_momentum: ClassVar[bool] = True
+    owns_momentum = overlaps = True
     optimizers: ClassVar[tuple[str, ...]] = ("sgd",)
-    overlaps: ClassVar[bool] = True
     sequential: ClassVar[frozenset[Kind]] = WITHOUT_COPIES
     variables: ClassVar[tuple[str, ...]] = ("m", "c")
     kept: ClassVar[tuple[str, ...]] = ("m",)
@@ -116,18 +112,19 @@ class MomentumTracking(GossipRule):
         self._averaging = incremental(self._make(self._joint.layout))
         self._m, self._c = torch.zeros_like(self._x), torch.zeros_like(self._x)
 
-    def during(self) -> Conversation | None:
-        return self._mix() if self._overlapping else None
+    def step(self) -> Step:
+        x, m, c = self._x, self._m, self._c
+        g = yield Gradient(self._mixing() if self._overlapping else None)
+        if g is not None:
+            m.mul_(self._momentum).add_(g)
+            torch.sub(m, c, out=g)
+        u = yield Update(g)
+        x.add_(u)
+        if not self._overlapping:
+            yield Mix(self._mixing())
 
-    def _mix(self) -> Conversation:
+    def _mixing(self) -> Conversation:
+        """x ← G(x), c ← c + Δ(c − m)"""
         self._joint.load(self._x, self._c - self._m)
         yield from self._averaging.increment(self._joint.buffer, self._increment)
         self._joint.add(self._increment, self._x, self._c)
-
-    def direct(self, g: Tensor) -> None:
-        self._m.mul_(self._momentum).add_(g)
-        torch.sub(self._m, self._c, out=g)
-
-    def move(self, u: Tensor) -> Conversation | None:
-        self._x.add_(u)
-        return None if self._overlapping else self._mix()

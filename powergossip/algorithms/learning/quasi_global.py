@@ -1,6 +1,5 @@
 """Quasi-global momentum: momentum of the displacement that gossip leaves, not of own gradients."""
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor
 
 from powergossip.algorithms.averaging import Kind
 from powergossip.algorithms.learning.gossip_rule import ANY, GossipRule
-from powergossip.network import Conversation
+from powergossip.algorithms.learning.rule import Gradient, Mix, Step, Update
 
 _LEAST_RATE = 1e-8  # by which a displacement is divided
 _RESTART = 10.0  # times the learning rate of the step before, or more
@@ -32,22 +31,13 @@ class _QuasiGlobal(GossipRule):
     """x_i ← G(x + u)_i, or with overlapping G(x)_i + u_i; then m from x' − x of the whole step."""
 
     kinds: ClassVar[frozenset[Kind]] = ANY
-    owns_momentum: ClassVar[bool] = True
-    overlaps: ClassVar[bool] = True
+    owns_momentum = overlaps = True
 
     def __init__(self, *everything: Any, overlapping: bool = False, **options: Any):
         super().__init__(*everything, **options)
         self._overlapping = overlapping
         self._averaging = self._make(self._layout)
         self._before = torch.empty_like(self._x)
-
-    def during(self) -> Conversation | None:
-        self._before.copy_(self._x)
-        return self._averaging.step(self._x) if self._overlapping else None
-
-    def move(self, u: Tensor) -> Conversation | None:
-        self._x.add_(u)
-        return None if self._overlapping else self._averaging.step(self._x)
 
 
 class QuasiGlobalMomentum(_QuasiGlobal):
@@ -66,8 +56,8 @@ class QuasiGlobalMomentum(_QuasiGlobal):
     """
 
     optimizers: ClassVar[tuple[str, ...]] = ("sgd",)
-    reads_rate: ClassVar[bool] = True
-    variables: ClassVar[tuple[str, ...]] = ("m",)
+    reads_rate = True
+    variables: ClassVar[tuple[str, ...]] = ("m", "rate")
     kept: ClassVar[tuple[str, ...]] = ("m", "rate")
 
     def __init__(
@@ -79,31 +69,26 @@ class QuasiGlobalMomentum(_QuasiGlobal):
         self._tilde = torch.zeros_like(self._x)
         self._rate = 0.0  # η of the last step that was not 0
 
-    def direct(self, g: Tensor) -> None:
-        factor = restart(self._rate, self._local.rate)
-        if factor != 1:
-            self._m.mul_(factor)
-        m = torch.add(g, self._m, alpha=self._momentum, out=self._tilde)
-        if self._nesterov:
-            g.add_(m, alpha=self._momentum)
-        else:
-            g.copy_(m)
-
-    def settle(self) -> None:
-        if not has_moved(self._local.rate):
-            return
-        self._rate = self._local.rate
-        self._m.mul_(self._momentum)
-        self._m.add_(self._before.sub_(self._x), alpha=(1 - self._momentum) / self._rate)
-
-    def state_dict(self) -> dict[str, Any]:
-        """m [worker, D], the last learning rate, and the state of the averaging rule."""
-        return {"rate": self._rate, **super().state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict()`."""
-        self._rate = state.get("rate", 0.0)  # earlier versions lack it
-        super().load_state_dict(state)
+    def step(self) -> Step:
+        x, m, beta = self._x, self._m, self._momentum
+        before = self._before.copy_(x)
+        g = yield Gradient(self._averaging.step(x) if self._overlapping else None)
+        if g is not None:
+            factor = restart(self._rate, self._local.rate)
+            if factor != 1:
+                m.mul_(factor)
+            tilde = torch.add(g, m, alpha=beta, out=self._tilde)
+            if self._nesterov:
+                g.add_(tilde, alpha=beta)
+            else:
+                g.copy_(tilde)
+        u = yield Update(g)
+        x.add_(u)
+        if not self._overlapping:
+            yield Mix(self._averaging.step(x))
+        if has_moved(self._local.rate):
+            self._rate = self._local.rate
+            m.mul_(beta).add_(before.sub_(x), alpha=(1 - beta) / self._rate)
 
 
 class QuasiGlobalAdam(_QuasiGlobal):
@@ -121,8 +106,8 @@ class QuasiGlobalAdam(_QuasiGlobal):
     """
 
     optimizers: ClassVar[tuple[str, ...]] = ("adamw",)
-    needs_norm: ClassVar[bool] = True
-    variables: ClassVar[tuple[str, ...]] = ("m", "v")
+    needs_norm = True
+    variables: ClassVar[tuple[str, ...]] = ("steps", "m", "v")
     kept: ClassVar[tuple[str, ...]] = ("m", "steps", "v")
 
     def __init__(
@@ -138,26 +123,23 @@ class QuasiGlobalAdam(_QuasiGlobal):
         self._m, self._v = torch.zeros_like(self._x), torch.zeros_like(self._x)
         self._steps = 0
 
-    def direct(self, g: Tensor) -> None:
-        self._steps += 1
-        first, second = (1 - beta**self._steps for beta in self._betas)
-        m, v = self._moments(g)
-        torch.div(m, v.div_(second).sqrt_().add_(self._epsilon), out=g).div_(first)
+    def step(self) -> Step:
+        x = self._x
+        before = self._before.copy_(x)
+        g = yield Gradient(self._averaging.step(x) if self._overlapping else None)
+        if g is not None:
+            self._steps += 1
+            first, second = (1 - beta**self._steps for beta in self._betas)
+            m, v = self._moments(g)
+            torch.div(m, v.div_(second).sqrt_().add_(self._epsilon), out=g).div_(first)
+        u = yield Update(g)
+        x.add_(u)
+        if not self._overlapping:
+            yield Mix(self._averaging.step(x))
+        moved = before.sub_(x)
+        norms = moved.norm(dim=1, keepdim=True).clamp_(min=torch.finfo(moved.dtype).tiny)
+        self._m, self._v = self._moments(moved.div_(norms))
 
     def _moments(self, of: Tensor) -> tuple[Tensor, Tensor]:
         beta1, beta2 = self._betas
         return torch.lerp(of, self._m, beta1), torch.lerp(of * of, self._v, beta2)
-
-    def settle(self) -> None:
-        moved = self._before.sub_(self._x)
-        norms = moved.norm(dim=1, keepdim=True).clamp_(min=torch.finfo(moved.dtype).tiny)
-        self._m, self._v = self._moments(moved.div_(norms))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Number of steps, m and v [worker, D], and the state of the averaging rule."""
-        return {"steps": self._steps, **super().state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict()`."""
-        self._steps = state["steps"]
-        super().load_state_dict(state)

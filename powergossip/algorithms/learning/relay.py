@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from powergossip import checks, topologies
-from powergossip.algorithms.averaging import Kind
+from powergossip.algorithms.averaging import Averaging, Kind
 from powergossip.algorithms.compressed import ChocoGossip
 from powergossip.algorithms.learning.gossip_rule import (
     WITHOUT_COPIES,
     GossipRule,
 )
+from powergossip.algorithms.learning.rule import Gradient, Mix, Step, Update
 from powergossip.compressors import Codec
 from powergossip.network import Conversation, Network, ToEach
 from powergossip.parameters import Layout
@@ -59,12 +60,12 @@ class RelaySGD(GossipRule):
     """
 
     kinds: ClassVar[frozenset[Kind]] = WITHOUT_COPIES | {Kind.BIASED_COPIES}
-    static: ClassVar[bool] = True
-    relays: ClassVar[bool] = True
+    static = relays = True
     without: ClassVar[tuple[str, ...]] = ("diffusion_rate", "copy_rate")
 
     def __init__(self, *everything: Any, correction: float | str = "auto", **options: Any):
         super().__init__(*everything, **options)
+        averaging = self._make(self._layout)  # of which it has the codec
         is_rate = checks.is_finite(correction) and float(correction) > 0
         accepted = correction == "auto" or is_rate
         checks.check("correction", correction, accepted, "a number above 0, or auto")
@@ -73,7 +74,7 @@ class RelaySGD(GossipRule):
         trees = found or ((),)  # a single worker
         self._coordinates = [slice(k, None, len(trees)) for k in range(len(trees))]
         self._relays = [
-            self._relay(tree, self._x[:, coordinates])
+            self._relay(tree, self._x[:, coordinates], averaging)
             for tree, coordinates in zip(trees, self._coordinates, strict=True)
         ]
         self._corrections = [
@@ -81,16 +82,20 @@ class RelaySGD(GossipRule):
             for tree in trees
         ]
 
-    def _relay(self, tree: Tree, x: Tensor) -> "Relay":
-        averaging = self._make(self._layout)
+    def _relay(self, tree: Tree, x: Tensor, averaging: Averaging) -> "Relay":
         if isinstance(averaging, ChocoGossip):
             return CompressedRelay(self._network, tree, x, self._layout, averaging.codec)
         return Relay(self._network, tree, x)
 
-    def move(self, u: Tensor) -> Conversation:
+    def step(self) -> Step:
+        g = yield Gradient()
+        u = yield Update(g)
         for coordinates, c in zip(self._coordinates, self._corrections, strict=True):
             u[:, coordinates] *= c
         self._x.add_(u)
+        yield Mix(self._relaying())
+
+    def _relaying(self) -> Conversation:
         received = yield tuple(relay.message() for relay in self._relays)
         for relay, m in zip(self._relays, received, strict=True):
             relay.receive(m)

@@ -1,14 +1,56 @@
-"""The common parts of learning rules: their interface, clipping and weight decay."""
+"""The common parts of learning rules: their interface, requests, clipping and weight decay."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from powergossip.network import Conversation
 from powergossip.parameters import Parameters
 
-Update = Callable[[Tensor], Any]  # the step of a local optimizer with a gradient [worker, D]
+LocalStep = Callable[[Tensor], Any]  # that of a local optimizer, with a gradient [worker, D]
+
+
+class Gradient(NamedTuple):
+    """Request for the gradients g [worker, D] at the present x, corrected. See Correction.
+
+    meanwhile  # a conversation whose first messages are in flight while g is computed. It has
+               # ended when g is returned
+
+    A step whose gradients overflowed gets None, and 0 for the displacement.
+    """
+
+    meanwhile: Conversation | None = None
+
+
+class Update(NamedTuple):
+    """Request for the displacement u [worker, D] of the local optimizer's step along a direction.
+
+    direction  # [worker, D]: g, changed in place or not. None without g
+
+    For a rule with `in_place`, the local optimizer makes its step x ← x + u, and u is not returned.
+    """
+
+    direction: Tensor | None
+
+
+class Mix(NamedTuple):
+    """Request for the messages of a conversation, up to its end."""
+
+    conversation: Conversation
+
+
+Request = Gradient | Update | Mix
+Step = Generator[Request, Any, None]
+
+
+def resumed(step: Step, answer: Tensor | None = None) -> Request | None:
+    """The next request of a step, given the answer to the last one. None: the step has ended."""
+    try:
+        return step.send(answer)
+    except StopIteration:
+        return None
 
 
 class Learning(Protocol):

@@ -5,7 +5,6 @@ y_i is then always the mean of the latest gradients, and the fixed point is the 
 loss, however different the data are.
 """
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +17,7 @@ from powergossip.algorithms.learning.gossip_rule import (
     GossipRule,
     Joint,
 )
+from powergossip.algorithms.learning.rule import Gradient, Mix, Step, Update
 from powergossip.network import Conversation
 
 
@@ -27,7 +27,7 @@ class _Tracking(GossipRule):
     x and y travel in one message per neighbor, twice the size of D-PSGD's.
     """
 
-    overlaps: ClassVar[bool] = True
+    overlaps = True
     sequential: ClassVar[frozenset[Kind]] = WITHOUT_COPIES
     variables: ClassVar[tuple[str, ...]] = ("y", "v")
 
@@ -39,10 +39,7 @@ class _Tracking(GossipRule):
         self._y = torch.zeros_like(self._x)
         self._v = torch.zeros_like(self._x)
 
-    def during(self) -> Conversation | None:
-        return self._mix() if self._overlapping else None
-
-    def _mix(self) -> Conversation:
+    def _mixing(self) -> Conversation:
         """x ← G(x), y ← G(y)"""
         self._joint.load(self._x, self._y)
         yield from self._averaging.step(self._joint.buffer)
@@ -75,39 +72,44 @@ class GradientTracking(_Tracking):
     Invariant: mean_i y_i = mean_i u_i after the local update of every step.
     """
 
-    def move(self, u: Tensor) -> Conversation | None:
+    def step(self) -> Step:
+        g = yield Gradient(self._mixing() if self._overlapping else None)
+        u = yield Update(g)
         self._follow(u)
         self._x.add_(self._y)
-        return None if self._overlapping else self._mix()
+        if not self._overlapping:
+            yield Mix(self._mixing())
 
 
 class _TrackedDirection(_Tracking):
-    """The local optimizer follows y: x ← G(x + u(y)). v_i is g_i, or its average over steps."""
+    """The local optimizer follows y: x ← G(x + u(y)), or with overlapping, x ← G(x) + u(y).
 
-    owns_momentum: ClassVar[bool] = True
+        v_i ← β v_i + (1 − β) g_i            v_i = g_i in the first step; β = 0 without momentum
+        y_i ← G(y)_i + v_i − v_i'
+
+    The direction is y_i, or y_i/‖y_i‖ for rules with needs_norm.
+    """
+
+    owns_momentum = True
+    variables: ClassVar[tuple[str, ...]] = ("steps", "y", "v")
     optimizers: ClassVar[tuple[str, ...]] = ("sgd",)
 
     def __init__(self, *everything: Any, **options: Any):
         super().__init__(*everything, **options)
         self._momentum, self._steps = 0.0, 0
 
-    def direct(self, g: Tensor) -> None:
-        self._follow(g.lerp_(self._v, self._momentum if self._steps else 0.0))
-        self._steps += 1
-        g.copy_(self._y)
-
-    def move(self, u: Tensor) -> Conversation | None:
+    def step(self) -> Step:
+        g = yield Gradient(self._mixing() if self._overlapping else None)
+        if g is not None:
+            self._follow(g.lerp_(self._v, self._momentum if self._steps else 0.0))
+            self._steps += 1
+            g.copy_(self._y)
+            if self.needs_norm:
+                g.div_(g.norm(dim=1, keepdim=True).clamp_(min=torch.finfo(g.dtype).tiny))
+        u = yield Update(g)
         self._x.add_(u)
-        return None if self._overlapping else self._mix()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Number of steps, and the state of tracking."""
-        return {"steps": self._steps, **super().state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict()`."""
-        self._steps = state["steps"]
-        super().load_state_dict(state)
+        if not self._overlapping:
+            yield Mix(self._mixing())
 
 
 class NormalizedGradientTracking(_TrackedDirection):
@@ -125,15 +127,11 @@ class NormalizedGradientTracking(_TrackedDirection):
     momentum  # β
     """
 
-    needs_norm: ClassVar[bool] = True
+    needs_norm = True
 
     def __init__(self, *everything: Any, momentum: float = 0.9, **options: Any):
         super().__init__(*everything, **options)
         self._momentum = momentum
-
-    def direct(self, g: Tensor) -> None:
-        super().direct(g)
-        g.div_(g.norm(dim=1, keepdim=True).clamp_(min=torch.finfo(g.dtype).tiny))
 
 
 class BEER(_TrackedDirection):
@@ -150,8 +148,7 @@ class BEER(_TrackedDirection):
     """
 
     kinds: ClassVar[frozenset[Kind]] = COPIES
-    static: ClassVar[bool] = True
-    always_overlaps: ClassVar[bool] = True
+    static = always_overlaps = True
 
     def __init__(self, *everything: Any, overlapping: bool = True, **options: Any):
         del overlapping
