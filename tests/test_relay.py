@@ -136,7 +136,7 @@ def test_the_correction_moves_the_mean_by_the_whole_update(topology: str) -> Non
         assert (problem.x - expected).abs().max() < 1e-9
 
 
-def lossy(step: learning.Step, worker: int) -> learning.Step:
+def lossy(step: learning.RuleStep, worker: int) -> learning.RuleStep:
     """A step in which a worker's first messages are lost."""
     answer = None
     while (request := learning.resumed(step, answer)) is not None:

@@ -279,7 +279,7 @@ class PartRule:
         self._x, self._g = x, gradient  # g is None where the rule leaves the gradient as it is
         self._directions = [] if gradient is None else layout.tensors(gradient[0])
         self._decays: dict[int, float] = {}
-        self._step: learning.Step  # the present one
+        self._step: learning.RuleStep  # the present one
         self._request: learning.Request | None = None  # the last one of the step
         self._gradients: list[Tensor | None] | None = None  # of the user, while g is in their place
 

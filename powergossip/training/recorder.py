@@ -15,7 +15,7 @@ from powergossip.training.config import Config
 from powergossip.training.ending import complete_without
 from powergossip.training.measurements import Hooks, Row
 from powergossip.training.resuming import check_rest
-from powergossip.training.start import Run
+from powergossip.training.start import NewRun
 from powergossip.training.trainer import Trainer
 
 _now: "Recorder | None" = None  # of the run in progress
@@ -45,7 +45,7 @@ class Recorder:
     rows_were_lost  # whether rows of a resumed run were missing
     """
 
-    def __init__(self, run: Run, given: Hooks, program: str):
+    def __init__(self, run: NewRun, given: Hooks, program: str):
         self._run, self._program = run, program
         self.hooks = replace(given, take_over=self._take_over)
         self.folder = Path() if run.joined is None else run.joined
@@ -162,7 +162,7 @@ def report(folder: Path, verbosity: int, metric: str, time_is_virtual: bool = Fa
     print(f"\n{table}\n\nrows: {folder / metrics.FILE}\nfigure: {figure}")
 
 
-def evaluate(run: Run, hooks: Hooks) -> None:
+def evaluate(run: NewRun, hooks: Hooks) -> None:
     """Evaluate a checkpoint of the run in a folder, and print the table.
 
     The rows are for the hooks. The folder stays as it is.

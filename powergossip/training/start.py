@@ -20,7 +20,7 @@ from powergossip.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
-class Run:
+class NewRun:
     """A run that is about to begin.
 
     config     # checked, with the defaults of its task and method
@@ -55,7 +55,7 @@ class Run:
 
 def begin(
     config: DictConfig, arguments: Sequence[str] | None, output_dir: str | None, description: str
-) -> Run:
+) -> NewRun:
     """Read the arguments and connect the processes.
 
     config       # of the entry point. It stays as it is
@@ -75,7 +75,7 @@ def begin(
 
         new = Replacement()
         group, rejected = new.links.group, new.rejected
-        return Run(new.config, group, joined=new.folder, joins=new.links, rejected=rejected)
+        return NewRun(new.config, group, joined=new.folder, joins=new.links, rejected=rejected)
     found = processes(
         asked.distributed_backend, asked.distributed_init_file, asked.rank, asked.n_workers or 1
     )
@@ -89,7 +89,7 @@ def begin(
         if found.rank == 0:
             key = "evaluate_only" if settings.evaluate_only else "resume"
             resumed = run_to_resume(name, settings[key], key)
-    return Run(settings, found, name, found.broadcast(resumed))
+    return NewRun(settings, found, name, found.broadcast(resumed))
 
 
 def _read(

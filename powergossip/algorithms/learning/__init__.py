@@ -46,7 +46,7 @@ from powergossip.algorithms.learning.rule import (
     LocalStep,
     Mix,
     Request,
-    Step,
+    RuleStep,
     Update,
     resumed,
 )
@@ -85,7 +85,7 @@ __all__ = [
     "QuasiGlobalMomentum",
     "RelaySGD",
     "Request",
-    "Step",
+    "RuleStep",
     "Update",
     "accepting",
     "averaging_defaults",

@@ -6,7 +6,7 @@ import torch
 
 from powergossip.algorithms.averaging import Kind, Weighted
 from powergossip.algorithms.learning.gossip_rule import GossipRule
-from powergossip.algorithms.learning.rule import Gradient, Mix, Step, Update
+from powergossip.algorithms.learning.rule import Gradient, Mix, RuleStep, Update
 from powergossip.algorithms.plain import ExactMean
 
 
@@ -46,7 +46,7 @@ class DPSGD(GossipRule):
     def begin_after(self, steps: int) -> None:
         self._steps = steps
 
-    def step(self) -> Step:
+    def step(self) -> RuleStep:
         x, weighted = self._x, self._weighted
         gossips = (self._steps + 1) % self._local_steps == 0
         g = yield Gradient(self._averaging.step(x) if gossips and self._overlapping else None)

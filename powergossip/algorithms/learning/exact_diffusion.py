@@ -7,7 +7,7 @@ import torch
 from powergossip import checks
 from powergossip.algorithms.averaging import Incremental, Kind, incremental
 from powergossip.algorithms.learning.gossip_rule import GossipRule
-from powergossip.algorithms.learning.rule import Gradient, Mix, Step, Update
+from powergossip.algorithms.learning.rule import Gradient, Mix, RuleStep, Update
 
 
 class ExactDiffusion(GossipRule):
@@ -57,7 +57,7 @@ class ExactDiffusion(GossipRule):
         self._d = torch.zeros_like(self._x)
         self._increment = torch.zeros_like(self._x)
 
-    def step(self) -> Step:
+    def step(self) -> RuleStep:
         x, d, delta = self._x, self._d, self._increment
         g = yield Gradient()
         u = yield Update(g)

@@ -12,7 +12,7 @@ from powergossip.algorithms.learning.rule import (
     Gradient,
     Mix,
     Request,
-    Step,
+    RuleStep,
     Update,
     resumed,
 )
@@ -119,10 +119,10 @@ class GossipRule:
         self._network, self._make, self._local = network, make, local
         self._x, self._g, self._layout = parameters.x, parameters.grad, parameters.layout
         self._correct = Correction(parameters, weight_decay, clip)
-        self._step: Step  # the present one
+        self._step: RuleStep  # the present one
         self._exchange: Exchange | None = None  # in flight during the gradient
 
-    def step(self) -> Step:
+    def step(self) -> RuleStep:
         """One step, in place on x. Requests the gradients once and the local update once."""
         raise NotImplementedError
 

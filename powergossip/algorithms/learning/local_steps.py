@@ -11,7 +11,7 @@ from powergossip.algorithms.learning.gossip_rule import (
     GossipRule,
     Joint,
 )
-from powergossip.algorithms.learning.rule import Gradient, Mix, Step, Update
+from powergossip.algorithms.learning.rule import Gradient, Mix, RuleStep, Update
 from powergossip.network import Conversation
 
 
@@ -57,7 +57,7 @@ class KGT(GossipRule):
                 f"local_steps={self._local_steps}, when messages have been sent"
             )
 
-    def step(self) -> Step:
+    def step(self) -> RuleStep:
         x, c = self._x, self._c
         g = yield Gradient()
         u = yield Update(g)
@@ -112,7 +112,7 @@ class MomentumTracking(GossipRule):
         self._averaging = incremental(self._make(self._joint.layout))
         self._m, self._c = torch.zeros_like(self._x), torch.zeros_like(self._x)
 
-    def step(self) -> Step:
+    def step(self) -> RuleStep:
         x, m, c = self._x, self._m, self._c
         g = yield Gradient(self._mixing() if self._overlapping else None)
         if g is not None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from powergossip.algorithms.averaging import Kind
 from powergossip.algorithms.learning.gossip_rule import ANY, GossipRule
-from powergossip.algorithms.learning.rule import Gradient, Mix, Step, Update
+from powergossip.algorithms.learning.rule import Gradient, Mix, RuleStep, Update
 
 _LEAST_RATE = 1e-8  # by which a displacement is divided
 _RESTART = 10.0  # times the learning rate of the step before, or more
@@ -69,7 +69,7 @@ class QuasiGlobalMomentum(_QuasiGlobal):
         self._tilde = torch.zeros_like(self._x)
         self._rate = 0.0  # η of the last step that was not 0
 
-    def step(self) -> Step:
+    def step(self) -> RuleStep:
         x, m, beta = self._x, self._m, self._momentum
         before = self._before.copy_(x)
         g = yield Gradient(self._averaging.step(x) if self._overlapping else None)
@@ -123,7 +123,7 @@ class QuasiGlobalAdam(_QuasiGlobal):
         self._m, self._v = torch.zeros_like(self._x), torch.zeros_like(self._x)
         self._steps = 0
 
-    def step(self) -> Step:
+    def step(self) -> RuleStep:
         x = self._x
         before = self._before.copy_(x)
         g = yield Gradient(self._averaging.step(x) if self._overlapping else None)

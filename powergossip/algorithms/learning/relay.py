@@ -19,7 +19,7 @@ from powergossip.algorithms.learning.gossip_rule import (
     WITHOUT_COPIES,
     GossipRule,
 )
-from powergossip.algorithms.learning.rule import Gradient, Mix, Step, Update
+from powergossip.algorithms.learning.rule import Gradient, Mix, RuleStep, Update
 from powergossip.compressors import Codec
 from powergossip.network import Conversation, Network, ToEach
 from powergossip.parameters import Layout
@@ -87,7 +87,7 @@ class RelaySGD(GossipRule):
             return CompressedRelay(self._network, tree, x, self._layout, averaging.codec)
         return Relay(self._network, tree, x)
 
-    def step(self) -> Step:
+    def step(self) -> RuleStep:
         g = yield Gradient()
         u = yield Update(g)
         for coordinates, c in zip(self._coordinates, self._corrections, strict=True):

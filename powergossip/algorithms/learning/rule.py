@@ -42,10 +42,10 @@ class Mix(NamedTuple):
 
 
 Request = Gradient | Update | Mix
-Step = Generator[Request, Any, None]
+RuleStep = Generator[Request, Any, None]
 
 
-def resumed(step: Step, answer: Tensor | None = None) -> Request | None:
+def resumed(step: RuleStep, answer: Tensor | None = None) -> Request | None:
     """The next request of a step, given the answer to the last one. None: the step has ended."""
     try:
         return step.send(answer)

@@ -17,7 +17,7 @@ from powergossip.algorithms.learning.gossip_rule import (
     GossipRule,
     Joint,
 )
-from powergossip.algorithms.learning.rule import Gradient, Mix, Step, Update
+from powergossip.algorithms.learning.rule import Gradient, Mix, RuleStep, Update
 from powergossip.network import Conversation
 
 
@@ -72,7 +72,7 @@ class GradientTracking(_Tracking):
     Invariant: mean_i y_i = mean_i u_i after the local update of every step.
     """
 
-    def step(self) -> Step:
+    def step(self) -> RuleStep:
         g = yield Gradient(self._mixing() if self._overlapping else None)
         u = yield Update(g)
         self._follow(u)
@@ -98,7 +98,7 @@ class _TrackedDirection(_Tracking):
         super().__init__(*everything, **options)
         self._momentum, self._steps = 0.0, 0
 
-    def step(self) -> Step:
+    def step(self) -> RuleStep:
         g = yield Gradient(self._mixing() if self._overlapping else None)
         if g is not None:
             self._follow(g.lerp_(self._v, self._momentum if self._steps else 0.0))
