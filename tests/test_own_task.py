@@ -255,7 +255,7 @@ def test_test_data_are_loaded_once_as_far_as_they_fit(monkeypatch: pytest.Monkey
 
     # A batch of 16 has 192 bytes.
     for room, loads in ((2**20, 20), (200, 28)):
-        monkeypatch.setattr("powergossip.tasks.datasets.KEPT_BYTES", room)
+        monkeypatch.setattr("powergossip.tasks.user_datasets.KEPT_BYTES", room)
         data = Counted(20)
         task = small(Datasets(Table(), data, model=Scores, forward=forward, collate=collate))
         model = task.model("Scores", 1)

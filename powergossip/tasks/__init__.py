@@ -30,8 +30,8 @@ from powergossip.tasks import (
     user_functions,
     user_task,
 )
-from powergossip.tasks.datasets import Datasets, DatasetTask
 from powergossip.tasks.task import Batch, MainMetric, Split, Task, TaskOptions, main_metric
+from powergossip.tasks.user_datasets import Datasets, DatasetTask
 from powergossip.tasks.user_functions import is_name
 
 __all__ = [
