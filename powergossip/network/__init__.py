@@ -30,7 +30,7 @@ on the layout of workers over processes.
 from powergossip.network.exits import report
 from powergossip.network.launch import BACKENDS, are_several, is_first, processes, processes_of
 from powergossip.network.lost_messages import Losses
-from powergossip.network.messages import (
+from powergossip.network.message_types import (
     Conversation,
     Gather,
     Mean,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from powergossip.network.edges import Edges
-from powergossip.network.messages import Conversation, ToEach
+from powergossip.network.message_types import Conversation, ToEach
 
 Lost = Callable[[int, int, int], bool]  # (source, destination, step)
 

@@ -18,7 +18,7 @@ from powergossip.network.counter import Counter
 from powergossip.network.delivery import Delivery, Transport
 from powergossip.network.edges import Edges
 from powergossip.network.lost_messages import Losses
-from powergossip.network.messages import Conversation, Gather, Mean, Message, ToAll, ToEach
+from powergossip.network.message_types import Conversation, Gather, Mean, Message, ToAll, ToEach
 from powergossip.network.processes import Channel, Processes
 from powergossip.tensor_cache import TensorCache
 from powergossip.topologies import Round, Topology
