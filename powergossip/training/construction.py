@@ -16,6 +16,7 @@ from powergossip.parameters import Parameters
 from powergossip.runs.clock import Clock
 from powergossip.topologies import Topology
 from powergossip.training import precision
+from powergossip.training.alive_workers import AliveWorkers
 from powergossip.training.ending import Agreement
 from powergossip.training.execution import AtRest, Execution, Together
 from powergossip.training.gradients import Gradients
@@ -23,7 +24,6 @@ from powergossip.training.methods import check_method, make_method, warn_of_rate
 from powergossip.training.settings import by_edges, one_way, survives
 from powergossip.training.state import Parts
 from powergossip.training.task_check import check_first_batch, check_sizes
-from powergossip.training.view import View
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _make_execution(
     method = make_method(c, network, parameters, steps_per_epoch)
     return Together(
         values,
-        View(network, parameters),
+        AliveWorkers(network, parameters),
         method,
         gradients,
         agreement,

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from powergossip.errors import Interrupted
 from powergossip.network import Processes
+from powergossip.training.alive_workers import AliveWorkers
 from powergossip.training.measurements import Diverged, divergence
-from powergossip.training.view import View
 
 PATIENCE = 5.0  # seconds after SIGTERM in which all processes must agree, except under MPI
 INTERVAL = 0.05  # seconds between agreements, by the clock of process 0
@@ -80,7 +80,7 @@ class Agreement:
         return None
 
     def between_steps(
-        self, step: int, epoch: int, ends: bool, view: View, signal: int | None
+        self, step: int, epoch: int, ends: bool, view: AliveWorkers, signal: int | None
     ) -> int | None:
         """`after_step`, with a look at the parameters where the epoch or the run ends.
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from powergossip.parameters import Parameters
 from powergossip.tasks import MainMetric, Split, Task, main_metric
+from powergossip.training.alive_workers import AliveWorkers
 from powergossip.training.measurements import Rows, check_finite
-from powergossip.training.view import View
 
 # Values of each worker by kind and name: float64 [worker], first of the hosted ones, then of all n.
 # The kind is "batches", "squares", a split, or the tag of the mean model's rows on a split.
@@ -33,7 +33,7 @@ class Evaluation:
     def __init__(
         self,
         config: Any,
-        view: View,
+        view: AliveWorkers,
         task: Task,
         steps_per_epoch: int,
         rows: Rows,

@@ -12,6 +12,7 @@ from powergossip.parameters import Parameters
 from powergossip.runs.clock import Stopwatch
 from powergossip.runs.signals import Signals
 from powergossip.training import facts
+from powergossip.training.alive_workers import AliveWorkers
 from powergossip.training.ending import Agreement
 from powergossip.training.gradients import Gradients
 from powergossip.training.measurements import Hooks, Rows
@@ -19,7 +20,6 @@ from powergossip.training.methods import Method
 from powergossip.training.position import Moment, Position
 from powergossip.training.schedule import learning_rate
 from powergossip.training.state import Stateful
-from powergossip.training.view import View
 
 
 class Execution:
@@ -37,7 +37,7 @@ class Execution:
     rule: Any = None
     local: Any = None
 
-    def __init__(self, view: View):
+    def __init__(self, view: AliveWorkers):
         self.view, self.watch = view, Stopwatch()
         self.step = 0
         self.parts: Mapping[str, Stateful] = {}
@@ -102,7 +102,7 @@ class AtRest(Execution):
     def __init__(self, network: Network, parameters: Parameters, varies: bool):
         self._alive: Sequence[int] = range(network.n_workers)
         alive: Callable[[], Sequence[int]] | None = (lambda: self._alive) if varies else None
-        super().__init__(View(network, parameters, alive))
+        super().__init__(AliveWorkers(network, parameters, alive))
 
     def restore(self, alive: Sequence[int]) -> None:
         self._alive = alive
@@ -118,7 +118,7 @@ class Together(Execution):
     def __init__(
         self,
         config: Any,
-        view: View,
+        view: AliveWorkers,
         method: Method,
         gradients: Gradients,
         agreement: Agreement,

@@ -21,13 +21,13 @@ from powergossip.network import Network
 from powergossip.network.resilient.workers import Links
 from powergossip.parameters import Parameters
 from powergossip.runs.clock import Clock
+from powergossip.training.alive_workers import AliveWorkers
 from powergossip.training.asynchronous.execution import AcrossProcesses, OnVirtualClock
 from powergossip.training.asynchronous.workers import EdgeWorkers
 from powergossip.training.ending import Agreement
 from powergossip.training.gradients import Gradients
 from powergossip.training.methods import averaging_options
 from powergossip.training.settings import replaces, survives
-from powergossip.training.view import View
 
 
 def make(
@@ -58,7 +58,7 @@ def make(
             links, workers.make, workers.compute, together, survives(c), clock, network.counter
         )
         return AcrossProcesses(
-            View(network, parameters, lambda: wall.everybody),
+            AliveWorkers(network, parameters, lambda: wall.everybody),
             network,
             links,
             workers,
@@ -91,7 +91,7 @@ def make(
             network.counter,
         )
     return OnVirtualClock(
-        View(network, parameters, lambda: virtual.alive),
+        AliveWorkers(network, parameters, lambda: virtual.alive),
         network,
         workers,
         virtual,

@@ -16,6 +16,7 @@ from powergossip.events.wall_clock import WallClock
 from powergossip.network import Network
 from powergossip.network.resilient.workers import Links
 from powergossip.runs.signals import Signals
+from powergossip.training.alive_workers import AliveWorkers
 from powergossip.training.asynchronous.replacements import Replacements
 from powergossip.training.asynchronous.rows import SharedRows
 from powergossip.training.asynchronous.workers import EdgeWorkers, as_bytes, from_bytes
@@ -23,7 +24,6 @@ from powergossip.training.ending import Agreement
 from powergossip.training.execution import Execution, added
 from powergossip.training.measurements import Hooks, Rows
 from powergossip.training.position import Moment, Position
-from powergossip.training.view import View
 
 ORDER = "order.jsonl"  # in the folder of a run
 Measure = Callable[[str], AbstractContextManager[Any]]
@@ -40,7 +40,7 @@ class OnVirtualClock(Execution):
 
     def __init__(
         self,
-        view: View,
+        view: AliveWorkers,
         network: Network,
         workers: EdgeWorkers,
         clock: VirtualClock | Replay,
@@ -130,7 +130,7 @@ class AcrossProcesses(Execution):
 
     def __init__(
         self,
-        view: View,
+        view: AliveWorkers,
         network: Network,
         links: Links,
         workers: EdgeWorkers,

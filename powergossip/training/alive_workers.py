@@ -11,7 +11,7 @@ from powergossip.network import Network, Processes
 from powergossip.parameters import Parameters
 
 
-class View:
+class AliveWorkers:
     """The models of the workers that are alive, and operations over them. No bits are counted.
 
     Axis worker: those that this process hosts and that are alive, ascending.
