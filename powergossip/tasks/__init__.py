@@ -1,9 +1,9 @@
 """Tasks: data sets, their partition over the workers, models, losses and evaluation.
 
-- task.py: the protocol `Task`, and the `Options` of all tasks.
-- user_task.py, datasets.py: a task of the user, made of data sets; user_functions.py, loading.py:
-  its functions by name, and its samples; losses.py, sample_values.py: default losses of its data
-  sets, and their labels.
+- task.py: the protocol `Task`, and the `TaskOptions` of all tasks.
+- user_task.py, user_datasets.py: a task of the user, made of data sets; user_functions.py,
+  loading.py: its functions by name, and its samples; losses.py, sample_values.py: default losses of
+  its data sets, and their labels.
 - digits.py, fashion_mnist.py, cifar.py, imagenet.py, language.py: the tasks, a module each.
 - images.py, augmentation.py, models.py: image classification, random crops, image models.
 - texts.py, language_models.py: texts as word indices, language models.
