@@ -38,9 +38,8 @@ def main(arguments: list[str]) -> None:
         if given.gossip == "synchronous" and given.on_worker_loss == "end":
             given.gossip, given.max_delay = "bounded", 0
         c = checked(given, comm)
-        together = given.copy()
-        together.merge_with({"gossip": "synchronous", "max_delay": None, "on_worker_loss": "end"})
-        together = checked(together, comm)
+        given.gossip, given.max_delay, given.on_worker_loss = "synchronous", None, "end"
+        together = checked(given, comm)
     linked, plain = Trainer(c, comm), Trainer(together, comm)
     execution, taken = linked.execution, 0
     assert isinstance(execution, AcrossProcesses)

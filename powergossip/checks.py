@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, TypeGuard
 
 SMALLEST, LARGEST = 1.1754944e-38, 3.4028234e38  # normal numbers in single precision
 
@@ -34,7 +34,7 @@ def check(name: str, value: object, ok: bool, accepted: str) -> None:
         raise BadValue(name, value, accepted)
 
 
-def require(config: Any, key: str, ok: Callable[[Any], bool], accepted: str) -> None:
+def require(config: Mapping[str, Any], key: str, ok: Callable[[Any], bool], accepted: str) -> None:
     """Raise BadValue unless ok(config[key])."""
     check(key, config[key], ok(config[key]), accepted)
 
@@ -43,7 +43,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Real)
 
 
-def is_finite(value: object) -> bool:
+def is_finite(value: object) -> TypeGuard[float]:
     """Return whether the value is a number, and neither infinite nor NaN."""
     return isinstance(value, Real) and math.isfinite(value)
 

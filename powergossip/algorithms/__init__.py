@@ -76,11 +76,18 @@ def _deepsqueeze(
     network: Network,
     layout: Layout,
     *,
-    diffusion_rate: Rate | None = None,  # by default that of rates.of_deepsqueeze
+    diffusion_rate: Rate | None = None,
     compressor: str = "sign-and-norm",
     seed: int = 0,
     **compressor_options: Any,
 ) -> Averaging:
+    """DeepSqueeze, with a compressor by its name.
+
+    Args:
+        diffusion_rate: Diffusion rate γ. By default it follows from the compressor, the tensors and
+            the topology.
+        compressor: Name of the compressor.
+    """
     codec = _codec(network, layout, compressor, compressor_options, seed)
     if diffusion_rate is None:
         diffusion_rate = rates.of_deepsqueeze(network.topology, layout, codec.compressor)
@@ -91,12 +98,21 @@ def _choco(
     network: Network,
     layout: Layout,
     *,
-    diffusion_rate: Rate | compressors.BySize | None = None,  # by default that of rates.of_choco
+    diffusion_rate: Rate | compressors.BySize | None = None,
     compressor: str = "sign-and-norm",
-    copy_rate: float | None = None,  # by default the compressor's
+    copy_rate: float | None = None,
     seed: int = 0,
     **compressor_options: Any,
 ) -> Averaging:
+    """CHOCO-Gossip, with a compressor by its name.
+
+    Args:
+        diffusion_rate: Diffusion rate γ. By default it follows from the compressor, the tensors and
+            the topology.
+        compressor: Name of the compressor.
+        copy_rate: Rate at which public copies follow the parameters. By default that of the
+            compressor, less than 1 for an unbiased one.
+    """
     codec = _codec(network, layout, compressor, compressor_options, seed)
     if diffusion_rate is None:
         diffusion_rate = rates.of_choco(network.topology, layout, codec.compressor)
@@ -115,7 +131,12 @@ def _codec(
     return Codec(layout, compressor, network.row_workers.tolist(), seed, network.device)
 
 
-def _dpsgd(network: Network, layout: Layout, *, diffusion_rate: Rate = 1.0) -> Averaging:
+def _dpsgd(network: Network, layout: Layout, *, diffusion_rate: Rate | str = 1.0) -> Averaging:
+    """Plain gossip.
+
+    Args:
+        diffusion_rate: Diffusion rate γ, or "auto": the best one on this topology.
+    """
     return PlainGossip(network, rates.checked(network, diffusion_rate))
 
 
@@ -127,6 +148,12 @@ def _moniqua(
     diffusion_rate: Rate = 0.1,
     seed: int = 0,
 ) -> Averaging:
+    """Moniqua.
+
+    Args:
+        theta: Bound θ on the differences between neighbors.
+        diffusion_rate: Diffusion rate γ.
+    """
     return Moniqua(network, layout.size, theta, diffusion_rate, seed)
 
 

@@ -90,6 +90,7 @@ def _row(kind: Callable[..., Any], config: Callable[..., Any], **more: Any) -> o
         aggregation: Aggregation = kind(network, layout, config(**more | given))
         return aggregation
 
+    build.__doc__ = config.__doc__
     places = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in ("n", "l")]
     fields = inspect.signature(config).parameters.values()
     named = [
@@ -115,8 +116,13 @@ def _error_feedback(
     seed: int = 0,
     **compressor_options: Any,
 ) -> Aggregation:
-    """A row of error feedback with a compressor by its name. Unless the momentum comes before the
-    compression, it is left to the local optimizer."""
+    """Error feedback, with a compressor by its name. See ErrorFeedbackConfig for other options.
+
+    Args:
+        compressor: Name of the compressor.
+        momentum_before_compression: Compress the momentum of each worker. Otherwise the mean has
+            the momentum of the local optimizer.
+    """
     config = ErrorFeedbackConfig(
         momentum=momentum if momentum_before_compression else 0.0,
         nesterov=nesterov,

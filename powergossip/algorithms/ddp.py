@@ -182,29 +182,43 @@ class DDPHook:
     of DDP's buckets as one square matrix. `update(g)` is the step of a local optimizer over
     `parameters.x`.
 
-    rank, start_iteration, error_feedback, warm_start, min_compression_rate, seed
-                        matrix_approximation_rank, start_powerSGD_iter, use_error_feedback,
-                        warm_start, min_compression_rate and random_seed of PyTorch's PowerSGDState.
-                        The rank of a matrix is at most min(rows, columns)
-    orthogonalization_epsilon
-                        added to the norm of a direction, at rank 1 and 2 and in half precision. At
-                        higher ranks PyTorch uses a QR factorization, without epsilon. PyTorch's
-                        default is 0, where a gradient of zeros gives NaN at rank 1 and 2
-    batch_tensors_with_same_shape, compression_stats_logging_frequency
-                        of PowerSGDState: one product for all matrices of a shape in a bucket, and
-                        steps between two lines of statistics in PyTorch's log (level INFO)
-    bucket_cap_mb       size of a bucket in MiB, an argument of DDP; None: 1 for the first bucket,
-                        25 for others
-    weight_decay, clip  of the mean gradient g; DPSGD applies them to each worker's own gradient,
-                        which DDP does not expose before it averages
-
     Bits are counted as ring all-reduces: 2 (n − 1)/n · 32 bits for each element of a bucket before
     start_iteration, then for each element of P, of Q and of the uncompressed tensors.
 
-    The models keep their own memory. Their forward pass does not go through DDP. Raises ValueError
-    for more than one worker a process, for options that PyTorch does not support, for a rank above
-    the side of a bucket's square matrix, and in the first step for a parameter without a gradient,
-    which DDP would wait for. Frozen parameters have none and are not sent.
+    The models keep their own memory. Their forward pass does not go through DDP. Frozen parameters
+    have no gradient and are not sent. Options are those of PyTorch's PowerSGDState, with its names
+    matrix_approximation_rank, start_powerSGD_iter, use_error_feedback, random_seed where they
+    differ.
+
+    Args:
+        update: Step of a local optimizer over parameters.x.
+        hook: Name of the hook in HOOKS.
+        rank: Rank of the approximation, at most the smaller side of a matrix. Try 1, 2, 4, … The
+            batched hook is for rank 1 only, where ddp-powersgd is preferable, too.
+        start_iteration: First compressed step, and all-reduce before it. auto: after 10 % of the
+            steps planned at the start, and no less than the warm-up or 2. Increase it until the
+            accuracy is right.
+        error_feedback: Add a worker's error to its next gradient. Otherwise it is lost.
+        warm_start: Reuse the last step's directions. Otherwise they are resampled.
+        min_compression_rate: Tensors that would be compressed by this factor or less are
+            all-reduced whole.
+        orthogonalization_epsilon: Number added to the norm of a direction at rank 1 and 2, and in
+            half precision. At higher ranks PyTorch uses a QR factorization without it. 0,
+            PyTorch's default: a gradient of zeros gives NaN.
+        batch_tensors_with_same_shape: Compress all matrices of a shape in a bucket in one product.
+        compression_stats_logging_frequency: Steps between two lines of statistics in PyTorch's log
+            (level INFO).
+        bucket_cap_mb: Size of DDP's buckets in MiB. By default 1 for the first bucket and 25 for
+            others.
+        seed: Seed of random directions.
+        weight_decay: Weight decay of the mean gradient g. DPSGD applies it to each worker's own
+            gradient, which DDP does not expose before it averages.
+        clip: Largest norm of the mean gradient g.
+
+    Raises:
+        ValueError: For more than one worker a process, for options that PyTorch does not support,
+            for a rank above the side of a bucket's square matrix, and in the first step for a
+            parameter without a gradient, which DDP would wait for.
     """
 
     kept = (

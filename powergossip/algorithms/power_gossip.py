@@ -52,11 +52,19 @@ class PowerGossip:
     Cost, a step and neighbor: num_iterations · 32 r Σ_matrices (columns or rows, in turns) bits,
     and 32 bits for each element of the vectors and of the matrices that are not compressed.
 
-    A `diffusion_rate` of "auto" is the best one of plain gossip, 2/(λ_2 + λ_max). Above 2/λ_max
-    there is a warning: V may grow, and at a high rank it does.
+    Args:
+        diffusion_rate: Diffusion rate γ, or "auto": the best one of plain gossip on this topology,
+            2/(λ_2 + λ_max). Above 2/λ_max there is a warning: V may grow, and at a high rank it
+            does.
+        rank: Rank r of the messages, at most the smaller side of a matrix.
+        num_iterations: Iterations of power iteration in a step.
+        warm_start: Reuse the last step's directions. Otherwise they are resampled.
+        round_weights: Round directions to their signs, at rank 1.
+        seed: Seed of random directions.
 
-    Raises ValueError for a rank or number of iterations below 1, γ that is not positive,
-    round_weights with a rank other than 1, or a mixing matrix that is not symmetric.
+    Raises:
+        ValueError: For a rank or number of iterations below 1, γ that is not positive,
+            round_weights with a rank other than 1, or a mixing matrix that is not symmetric.
     """
 
     kind = Kind.ANTISYMMETRIC
@@ -67,7 +75,7 @@ class PowerGossip:
         network: Network,
         layout: Layout,
         *,
-        diffusion_rate: Rate = 1.0,
+        diffusion_rate: Rate | str = 1.0,
         rank: int = 1,
         num_iterations: int = 1,
         warm_start: bool = True,

@@ -20,10 +20,13 @@ from powergossip.parameters import Layout
 
 @dataclass(frozen=True)
 class SignSGDConfig:
-    """
-    momentum   β of the average whose sign is sent. 0: signSGD, otherwise Signum
+    """Options of signSGD.
 
-    Raises ValueError for a value out of range.
+    Args:
+        momentum: β of the average whose sign is sent. 0: signSGD, otherwise Signum.
+
+    Raises:
+        ValueError: For a value out of range.
     """
 
     momentum: float = 0.9

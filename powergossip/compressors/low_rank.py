@@ -24,8 +24,13 @@ class SVD:
     times faster than a singular value decomposition. The Gram matrix is in double precision, since
     squaring loses half the digits. The first vector alone does not need them.
 
-    A matrix with a NaN or infinity is decoded as NaN throughout. Raises ValueError for a rank
-    below 1.
+    A matrix with a NaN or infinity is decoded as NaN throughout.
+
+    Args:
+        rank: Rank r of the approximation, at most the smaller side of a matrix.
+
+    Raises:
+        ValueError: For a rank below 1.
     """
 
     rank: int = 1

@@ -72,8 +72,13 @@ class Rounding:
         Liu, Li, Wang, Tang & Yan (2021), arXiv:2007.00232, § 5, but rounded to the nearest integer.
         Their random dither makes C unbiased, and no contraction.
 
-    A NaN or infinity reaches every decoded entry through the norm. Raises ValueError for levels s
-    below 1 or above 127 (more than 8 bits).
+    A NaN or infinity reaches every decoded entry through the norm.
+
+    Args:
+        levels: Levels s above zero. A message has 3 bits an element with 3, 4 bits up to 7.
+
+    Raises:
+        ValueError: For levels below 1 or above 127 (more than 8 bits).
     """
 
     levels: int = 4
@@ -115,8 +120,14 @@ class QSGD:
     The paper sends the integers in Elias coding, with a length that depends on v. Here they have a
     fixed width. Both ends have the random numbers, but only the sender uses them.
 
-    A NaN or infinity reaches every decoded entry through the norm. Raises ValueError for levels s
-    below 1 or above 127 (more than 8 bits).
+    A NaN or infinity reaches every decoded entry through the norm.
+
+    Args:
+        levels: Levels s above zero. A message has 4 bits an element with 4 to 7.
+        unbiased: Leave out the scaling to a contraction.
+
+    Raises:
+        ValueError: For levels below 1 or above 127 (more than 8 bits).
     """
 
     levels: int = 4

@@ -28,8 +28,14 @@ class TopK:
     PowerSGD. Smaller matrices cost 3/4 (2 bytes) or 5/8 (1 byte) of that. K is the published one
     (Vogels et al. 2020, github.com/epfml/powergossip).
 
-    A NaN counts as the largest and is sent. Raises ValueError for keep_ratio outside (0, 1], or a
-    rank below 1.
+    A NaN counts as the largest and is sent.
+
+    Args:
+        keep_ratio: Fraction of a matrix' entries that is kept.
+        rank: Keep r (m + k)/4 entries of an m × k matrix instead, for the rank r.
+
+    Raises:
+        ValueError: For keep_ratio outside (0, 1], or a rank below 1.
     """
 
     keep_ratio: float = 0.01
@@ -94,7 +100,15 @@ def _largest(a: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _AtSharedPositions(ABC):
-    """C(v) = K entries of v at positions shared by all workers and not sent, 0 elsewhere."""
+    """C(v) = K entries of v at positions shared by all workers and not sent, 0 elsewhere.
+
+    Args:
+        keep_ratio: Fraction of a matrix' entries that is kept.
+        rank: Keep r (m + k) entries of an m × k matrix instead, for the rank r.
+
+    Raises:
+        ValueError: For keep_ratio outside (0, 1], or a rank below 1.
+    """
 
     linear: ClassVar[bool] = True
 
@@ -152,8 +166,7 @@ class RandomK(_AtSharedPositions):
     "Random K" of Vogels et al. (2019), arXiv:1905.13727, Table 4. One iteration of PowerGossip
     costs half of that, and so does `TopK` at this rank, or less. At a rank, vectors are sent whole.
 
-    If an entry is NaN or infinite, sent or not, all values are sent as NaN. Raises ValueError for
-    keep_ratio outside (0, 1], or a rank below 1.
+    If an entry is NaN or infinite, sent or not, all values are sent as NaN.
     """
 
     def sample(self, bits: Callable[[int], Tensor], count: int, entries: int) -> Tensor:

@@ -1,6 +1,7 @@
 """Gossip without learning: a sweep of averaging algorithms over grids of settings.
 
     methods.py   the averaging algorithms by the names of the published experiment
+    config.py    the configuration
     data.py      starting matrices
     settings.py  checks of the configuration, grids
     sweep.py     the sweep: many settings at once, a row for each measurement

@@ -6,20 +6,18 @@ configuration that it cannot serve.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from powergossip.checks import BadValue
-
-DEFAULT_SIZE = 100  # of matrix_size
+from powergossip.consensus.config import Config, Settings
 
 Matrices = Callable[[int], Tensor]  # worker → its matrix, float32 [row, column]
 
 
-def _random(c: Any) -> Matrices:
+def _random(c: Settings) -> Matrices:
     """N(0, 1). Worker i has torch.manual_seed(seed + i); torch.randn(matrix_size, matrix_size)."""
 
     def matrix(worker: int) -> Tensor:
@@ -30,13 +28,13 @@ def _random(c: Any) -> Matrices:
     return matrix
 
 
-def _offset(c: Any) -> Matrices:
+def _offset(c: Settings) -> Matrices:
     """Random plus i for worker i. A matrix of rank 1 dominates the differences of the workers."""
     random = _random(c)
     return lambda worker: random(worker) + worker
 
 
-def _sparse(c: Any) -> Matrices:
+def _sparse(c: Settings) -> Matrices:
     """Zeros, with a 1 at index i of worker i's matrix, flattened."""
     elements = c.matrix_size**2
     if c.n_workers > elements:
@@ -55,13 +53,13 @@ def _sparse(c: Any) -> Matrices:
     return matrix
 
 
-def _log_normal(c: Any) -> Matrices:
+def _log_normal(c: Settings) -> Matrices:
     """exp of random: a few large entries."""
     random = _random(c)
     return lambda worker: random(worker).exp()
 
 
-def _low_rank(c: Any) -> Matrices:
+def _low_rank(c: Settings) -> Matrices:
     """Random singular vectors, singular values k^−2 for k = 1, 2, …"""
 
     def matrix(worker: int) -> Tensor:
@@ -73,7 +71,7 @@ def _low_rank(c: Any) -> Matrices:
     return matrix
 
 
-def _faces(c: Any) -> Matrices:
+def _faces(c: Settings) -> Matrices:
     """The Olivetti faces, 64 × 64, from scikit-learn: image i of the shuffled set for worker i."""
     from sklearn.datasets import fetch_olivetti_faces
 
@@ -93,7 +91,7 @@ def _faces(c: Any) -> Matrices:
     return _images(c, found.images)
 
 
-def _lfw(c: Any) -> Matrices:
+def _lfw(c: Settings) -> Matrices:
     """Image i of 200 photographs, 25 × 25, that are part of scikit-image, for worker i.
 
     The first 100 show faces (Labeled Faces in the Wild), the others do not.
@@ -108,14 +106,14 @@ def _lfw(c: Any) -> Matrices:
     return _images(c, lfw_subset())
 
 
-def _images(c: Any, images: np.ndarray) -> Matrices:
+def _images(c: Settings, images: np.ndarray) -> Matrices:
     """images [image, row, column]. Raises ValueError for too few, or for another matrix_size."""
     count, size, _ = images.shape
     if c.n_workers > count:
         raise BadValue(
             "n_workers", c.n_workers, f"{count} or less: data_type={c.data_type} has {count} images"
         )
-    if c.matrix_size not in (size, DEFAULT_SIZE):  # the default counts as not given
+    if c.matrix_size not in (size, Config.matrix_size):  # the default counts as not given
         raise BadValue(
             "matrix_size",
             c.matrix_size,
@@ -124,7 +122,7 @@ def _images(c: Any, images: np.ndarray) -> Matrices:
     return lambda worker: torch.from_numpy(images[worker]).float()
 
 
-DATA: dict[str, Callable[[Any], Matrices]] = {
+DATA: dict[str, Callable[[Settings], Matrices]] = {
     "random": _random,
     "offset": _offset,
     "sparse": _sparse,

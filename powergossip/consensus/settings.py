@@ -4,17 +4,18 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig
 
 from powergossip import checks
 from powergossip.algorithms import rates
 from powergossip.checks import BadValue
+from powergossip.consensus.config import Settings
 from powergossip.consensus.data import DATA
 from powergossip.consensus.methods import ALGORITHMS, ConsensusMethod
 from powergossip.events import scenario
 from powergossip.network import Processes
 from powergossip.network import hosted_workers as hosted
-from powergossip.runs.output import plain_copy
+from powergossip.runs.output import plain
 from powergossip.topologies import Topology
 
 Setting = dict[str, float]  # option → value, a point of an algorithm's grid
@@ -24,22 +25,23 @@ _NUM_SAMPLES = 20
 _RANGE_MIN = 1e-4
 _MOST_SAMPLES = 1000  # of a rate or theta
 _MOST_ROWS = 2**15  # an element has 4 bytes, and its position 31 bits
-_THETA_RANGE = "theta_range_min", "theta_range_max"
 OTHERS = "others"  # the other algorithms, in a mapping num_steps
 
 
-def checked(config: DictConfig, processes: Processes) -> Any:
-    """Return a copy of the configuration with n_workers and the list of algorithms resolved.
+def checked(config: DictConfig, processes: Processes) -> Settings:
+    """Return the settings of a configuration, with n_workers and the list of algorithms resolved.
 
     Raises ValueError for values that are not accepted.
     """
-    c = plain_copy(config)
-    checks.representable("", c)
-    c.n_workers = processes.size if c.n_workers is None else c.n_workers
+    values = plain(config)
+    checks.representable("", values)
+    if values["n_workers"] is None:
+        values["n_workers"] = processes.size
+    c = Settings(**values)
     hosted(c.n_workers, processes.size)
     checks.all_of(
         checks.at_least_one,
-        c,
+        vars(c),
         (
             "compression_rank",
             "compression_num_iterations",
@@ -47,15 +49,17 @@ def checked(config: DictConfig, processes: Processes) -> Any:
     )
     checks.between("matrix_size", c.matrix_size, 1, _MOST_ROWS)
     for key in ("theta_num_samples", "hyperparameter_num_samples", "moniqua_num_samples"):
-        if c[key] is not None:
-            checks.between(key, c[key], 1, _MOST_SAMPLES)
-    checks.all_of(checks.not_negative, c, ("seed", "log_verbosity"))
+        if values[key] is not None:
+            checks.between(key, values[key], 1, _MOST_SAMPLES)
+    checks.all_of(checks.not_negative, values, ("seed", "log_verbosity"))
     checks.between("compression_levels", c.compression_levels, 1, 127)
-    for low, high in (("hyperparameter_range_min", "hyperparameter_range_max"), _THETA_RANGE):
-        checks.positive(high, c[high])
-        value = _RANGE_MIN if c[low] is None else c[low]
-        checks.positive(low, value)
-        checks.check(low, value, value <= c[high], f"at most {high}={c[high]}")
+    for kind in ("hyperparameter", "theta"):
+        low, high = f"{kind}_range_min", f"{kind}_range_max"
+        least, most = values[low], values[high]
+        least = _RANGE_MIN if least is None else least
+        checks.positive(high, most)
+        checks.positive(low, least)
+        checks.check(low, least, least <= most, f"at most {high}={most}")
     rate = c.diffusion_rate
     checks.check(
         "diffusion_rate",
@@ -73,7 +77,7 @@ def checked(config: DictConfig, processes: Processes) -> Any:
 def _algorithms(value: Any) -> list[str]:
     """The names of a name, a list of names, or all; each once. Raises BadValue."""
     names = [value] if isinstance(value, str) else value
-    if not isinstance(names, ListConfig | list) or not names:
+    if not isinstance(names, list) or not names:
         raise BadValue("algorithm", value, "a name, a list of names, or all")
     if "all" in names:
         names = list(ALGORITHMS)
@@ -88,7 +92,7 @@ def _check_num_steps(value: Any) -> None:
         f"a whole number of 1 or more, null, or a mapping {{ALGORITHM: steps, {OTHERS}: steps}}"
     )
     steps = [value]
-    if isinstance(value, DictConfig | dict):
+    if isinstance(value, dict):
         for name in value:
             checks.one_of("num_steps", name, [*ALGORITHMS, OTHERS])
         steps = list(value.values())
@@ -99,29 +103,28 @@ def _check_num_steps(value: Any) -> None:
         checks.check("num_steps", value, ok, accepted)
 
 
-def num_steps(c: Any, name: str) -> int:
+def num_steps(c: Settings, name: str) -> int:
     """The number of steps of an algorithm."""
     steps = c.num_steps
-    if isinstance(steps, DictConfig | dict):
+    if isinstance(steps, dict):
         steps = steps.get(name, steps.get(OTHERS))
     return ALGORITHMS[name].num_steps if steps is None else int(steps)
 
 
-def grid(c: Any, method: ConsensusMethod, topology: Topology) -> list[Setting]:
+def grid(c: Settings, method: ConsensusMethod, topology: Topology) -> list[Setting]:
     """All settings of an algorithm. Raises BadValue for diffusion_rate=auto without a spectrum."""
     points = {"diffusion_rate": _diffusion_rates(c, method, topology)}
     if "theta" in method.grid:
-        low, high = (c[key] for key in _THETA_RANGE)
-        points["theta"] = np.geomspace(low, high, c.theta_num_samples).tolist()
+        theta = np.geomspace(c.theta_range_min, c.theta_range_max, c.theta_num_samples)
+        points["theta"] = theta.tolist()
     return [dict(zip(points, values, strict=True)) for values in product(*points.values())]
 
 
-def _diffusion_rates(c: Any, method: ConsensusMethod, topology: Topology) -> list[float]:
+def _diffusion_rates(c: Settings, method: ConsensusMethod, topology: Topology) -> list[float]:
     if c.diffusion_rate is not None:
         return [rates.best(topology) if c.diffusion_rate == rates.AUTO else float(c.diffusion_rate)]
-    count, low, high = (
-        c[f"hyperparameter_{key}"] for key in ("num_samples", "range_min", "range_max")
-    )
+    count, low = c.hyperparameter_num_samples, c.hyperparameter_range_min
+    high = c.hyperparameter_range_max
     specified = count is not None or low is not None
     if "diffusion_rate" not in method.grid or not (method.needs_grid or specified):
         return [high]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from omegaconf import DictConfig
 from torch import Tensor
 
 from powergossip import algorithms, checks, compressors, kernels, topologies
@@ -71,7 +72,7 @@ class Sweep:
     time. Raises BadInput in all of them for a configuration that cannot be run.
     """
 
-    def __init__(self, config: Any, processes: Processes, batch_elements: int | None = None):
+    def __init__(self, config: DictConfig, processes: Processes, batch_elements: int | None = None):
         self.processes = processes
         with processes.agreed():
             c = self.config = checked(config, processes)
@@ -91,7 +92,7 @@ class Sweep:
         total = processes.sum(torch.stack(sums).sum(0).cpu().numpy())
         self.mean = torch.from_numpy(total / c.n_workers).to(self.device)
         elements = batch_elements or BATCH_ELEMENTS[self.device.type]
-        self.by_edges = c.scenario is not None or c.gossip != "synchronous"
+        self.by_edges = c.by_edges
         self._settings_per_batch = 1 if self.by_edges else max(1, elements // self.start.numel())
 
     def _check_algorithms(self) -> None:
@@ -113,7 +114,7 @@ class Sweep:
                 )
             # With the largest rate, so that the only warning about a rate comes before the run.
             largest = max(settings, key=lambda setting: setting["diffusion_rate"])
-            if self.config.scenario is not None or self.config.gossip != "synchronous":
+            if self.config.by_edges:
                 ok = method.averaging in averaging.EXCHANGES
                 accepted = "uncompressed, power_gossip and the like, or choco with a scenario"
                 checks.check("algorithm", name, ok, accepted)

@@ -32,7 +32,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from powergossip import checks, reading
 from powergossip.checks import BadValue
@@ -160,10 +160,17 @@ def load(path: str | Path) -> dict[str, Any]:
     return dict(found or {})
 
 
-def resolve(c: Any, n_processes: int, linked: bool | None = None) -> bool:
+class ExchangeKeys(Protocol):
+    """The keys of a configuration that `resolve` reads."""
+
+    gossip: str
+    max_delay: int | None
+    scenario: Any
+
+
+def resolve(c: ExchangeKeys, n_processes: int, linked: bool | None = None) -> bool:
     """Replace a file in c.scenario by its contents, and give c.max_delay its value.
 
-    c       # a configuration with the keys gossip, max_delay and scenario
     linked  # whether processes can exchange by edges. None: they never can in this program
 
     Returns whether they have other values than those of synchronous steps without a scenario.

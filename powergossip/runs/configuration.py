@@ -13,6 +13,7 @@ import difflib
 import inspect
 import math
 import sys
+import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -277,17 +278,12 @@ def _output_dir(folder: str | None, suffix: str, resume: bool) -> str | None:
     return f"{DATED if folder is None else folder.rstrip('/')}{suffix}"
 
 
-def changed(config: DictConfig, kind: type[Any] | None = None) -> str:
-    """Return YAML with a line `key: value` for each key whose value is not the default.
+def changed(values: Mapping[str, Any], kind: type[Any]) -> str:
+    """Return YAML with a line `key: value` for each key whose value is not the default of `kind`.
 
-    Read as a --config file, these lines give the same configuration. `kind` is the config class,
-    which is needed if `config` was made from a plain mapping.
+    Read as a --config file, these lines give the same configuration. `kind` is the config class.
     """
-    kind = kind or _schema(config)
-    defaults = OmegaConf.to_container(OmegaConf.structured(kind))
-    values = OmegaConf.to_container(config)
-    assert isinstance(defaults, dict)
-    assert isinstance(values, dict)
+    defaults = _defaults(kind)
     lines = [
         # One entry as a mapping {key: value} on one line, without its braces.
         yaml.dump({key: value}, Dumper=reading.Dumper, default_flow_style=True, width=math.inf)
@@ -326,24 +322,47 @@ def assign(config: DictConfig, key: str, value: Any, source: str = "") -> None:
 def describe(config: DictConfig) -> str:
     """Return the help text: a line for each key with its default and its comment in the class.
 
-    A comment may continue in lines that begin with "#   ".
+    A comment may continue in lines that begin with "#   ". One above a key is a title. A class with
+    `groups` has the lines of its keys there: title → key → default and comment.
     """
-    kind = _schema(config)
-    comments: dict[str, str] = {}
-    last = ""
-    for line in inspect.getsource(kind).splitlines():
-        name, _, rest = line.strip().partition(":")
-        if line.strip().startswith("#   ") and last:
-            comments[last] += " " + line.strip().removeprefix("#").strip()
-            continue
-        if "#" in rest:
-            comments[name] = rest.split("#", 1)[1].strip()
-        last = name if name in comments and "#" in rest else ""
-    defaults = _defaults(kind)
-    return "\n".join(
-        f"  {f'{name!s}={_yaml_value(value)}':<43}  {comments.get(str(name), '')}".rstrip()
-        for name, value in defaults.items()
-    )
+    lines: list[str] = []
+    for kind in reversed(_schema(config).__mro__):
+        if dataclasses.is_dataclass(kind):
+            groups = kind.__dict__.get("groups") or _groups(kind, _defaults(_schema(config)))
+            for title, entries in groups.items():
+                lines += ["", f"{title}:"] if title else []
+                lines += [_described(key, *entry) for key, entry in entries.items()]
+    return "\n".join(lines).removeprefix("\n")
+
+
+def _groups(kind: type[Any], defaults: Mapping[Any, Any]) -> dict[str, dict[str, tuple[Any, str]]]:
+    """Title → key → default and comment, of the keys that a class declares."""
+    groups: dict[str, dict[str, tuple[Any, str]]] = {}
+    title = last = ""
+    for line in map(str.strip, inspect.getsource(kind).splitlines()):
+        name, _, rest = line.partition(":")
+        if line.startswith("#   ") and last:
+            default, comment = groups[title][last]
+            more = line.removeprefix("#").strip()
+            groups[title][last] = default, f"{comment} {more}"
+        elif line.startswith("# "):
+            title, last = line.removeprefix("# "), ""
+        elif name in kind.__annotations__:
+            _, hash, comment = rest.partition("#")
+            groups.setdefault(title, {})[name] = defaults[name], comment.strip()
+            last = name if hash else ""
+        else:
+            last = ""
+    return groups
+
+
+def _described(key: str, default: Any, comment: str) -> str:
+    """A key with its default, and beside it the comment, in lines of 100 characters."""
+    given, width = f"  {key}={_yaml_value(default)}", 44
+    lines = textwrap.wrap(comment, 100 - width) or [""]
+    if len(given) < width - 1:
+        given = f"{given:<{width}}{lines.pop(0)}".rstrip()
+    return "\n".join([given, *(" " * width + line for line in lines)])
 
 
 def run_entry_point(main: Callable[[list[str]], object]) -> None:

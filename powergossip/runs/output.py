@@ -41,20 +41,20 @@ _OF_COMMAND = ("allow_lost_rows", "overwrite", "resume")
 _FILES = (metrics.FILE, CONFIG_FILE, INFO_FILE, FIGURE)
 
 
-def plain_copy(config: DictConfig) -> Any:
-    """Return a copy without types, with resolved interpolations. Raises ValueError without one."""
+def plain(config: DictConfig) -> dict[str, Any]:
+    """Return the plain values by key, with resolved references. Raises ValueError for a bad one."""
     try:
-        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        values: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:  # a reference such as ${seed} to an unknown key
         raise ValueError(str(error).replace("\n    full_key", ", key").splitlines()[0]) from error
-    return OmegaConf.create(values)
+    return dict(values)
 
 
 class Output:
     """The folder of a run, with its configuration and open logs.
 
     name             # of the folder, where {date} stands for the date of a new one. None: DATED
-    config           # the configuration, with the keys `overwrite`, `tensorboard` and, optionally,
+    config           # the configuration by key, with `overwrite`, `tensorboard` and, optionally,
                      # `trackers`
     offset           # of a run to resume: its rows in bytes. None: begin a run
     allow_lost_rows  # resume although some of these rows are missing, with the others
@@ -72,7 +72,7 @@ class Output:
     def __init__(
         self,
         name: str | None,
-        config: Any,
+        config: Mapping[str, Any],
         offset: int | None = None,
         allow_lost_rows: bool = False,
         process: int = 0,
@@ -94,14 +94,14 @@ class Output:
                 raise
             raise ValueError(f"output folder {self.folder}: {error.strerror or error}") from error
 
-    def _start(self, config: Any) -> None:
+    def _start(self, config: Mapping[str, Any]) -> None:
         folder = self.folder
         held = [folder / name for name in _FILES if (folder / name).exists()]
         held.extend(folder.glob("events.out.tfevents.*"))
         held.extend(folder.glob("wandb/*run-*"))
         if (folder / checkpoints.FOLDER).exists():
             held.append(folder / checkpoints.FOLDER)
-        if held and not config.overwrite:
+        if held and not config["overwrite"]:
             raise ValueError(
                 f"{folder} already holds a run ({held[0].name}); "
                 f"use another --output-dir, or overwrite=true"
@@ -116,7 +116,9 @@ class Output:
         clear_drafts(folder)
         self._begin(config, b"")
 
-    def _resume(self, config: Any, offset: int, allow_lost_rows: bool, takes_over: bool) -> None:
+    def _resume(
+        self, config: Mapping[str, Any], offset: int, allow_lost_rows: bool, takes_over: bool
+    ) -> None:
         folder = self.folder
         if takes_over:
             self._drafts.take_over()
@@ -132,14 +134,13 @@ class Output:
             clear_drafts(folder / checkpoints.FOLDER)
         self._begin(config, kept)
 
-    def _begin(self, config: Any, rows: bytes) -> None:
+    def _begin(self, config: Mapping[str, Any], rows: bytes) -> None:
         """Write the configuration and the first rows, to a new file: a process that was lost may
         have that before open, and append to it."""
         self._drafts.begin()
         self._note_trackers()
-        of_run = config.copy()
-        of_run.update({key: False for key in _OF_COMMAND if key in config})
-        self._drafts.replace(CONFIG_FILE, OmegaConf.to_yaml(of_run).encode())
+        of_run = {key: value if key not in _OF_COMMAND else False for key, value in config.items()}
+        self._drafts.replace(CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(of_run)).encode())
         self._drafts.replace(metrics.FILE, rows, sync=True)
         self.rows = metrics.MetricsLog(self.folder / metrics.FILE)
 
@@ -186,7 +187,7 @@ class Output:
 
 def take_over(
     folder: Path,
-    config: Any,
+    config: Mapping[str, Any],
     rows: Sequence[tuple[str, Mapping[str, float], Mapping[str, Any]]],
     process: int,
 ) -> Output:

@@ -238,7 +238,7 @@ TRACKERS: dict[str, tuple[Begin, str, str, str]] = {
 }
 
 
-def configured(config: Any) -> dict[str, str]:
+def configured(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the trackers of a configuration: {name: its key and value, for errors}.
 
     The key `tensorboard` is an alias. Raises BadValue for an unknown name.
@@ -253,7 +253,7 @@ def configured(config: Any) -> dict[str, str]:
     return found
 
 
-def check(config: Any) -> None:
+def check(config: Mapping[str, Any]) -> None:
     """Raise ValueError if a tracker of the configuration is unknown or not installed."""
     for name, given in configured(config).items():
         _, module, needed, package = TRACKERS[name]
@@ -273,7 +273,7 @@ class Trackers:
     Raises ValueError if a tracker is not installed, or cannot begin or continue its run.
     """
 
-    def __init__(self, folder: Path, config: Any, resumed: Resumed | None = None):
+    def __init__(self, folder: Path, config: Mapping[str, Any], resumed: Resumed | None = None):
         self._open: dict[str, Tracker] = {}
         self._pending: list[Scalar] = []
         self._step = 0

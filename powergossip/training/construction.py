@@ -4,10 +4,8 @@ import warnings
 from dataclasses import dataclass
 from functools import partial, reduce
 from operator import add
-from types import SimpleNamespace
 from typing import Any
 
-from omegaconf import OmegaConf
 from scipy.sparse import csr_array
 
 from powergossip import kernels, tasks, topologies
@@ -17,11 +15,11 @@ from powergossip.runs.clock import Clock
 from powergossip.topologies import Topology
 from powergossip.training import precision
 from powergossip.training.alive_workers import AliveWorkers
+from powergossip.training.config import Settings
 from powergossip.training.ending import Agreement
 from powergossip.training.execution import AtRest, Execution, Together
 from powergossip.training.gradients import Gradients
 from powergossip.training.methods import check_method, make_method, warn_of_rate
-from powergossip.training.settings import by_edges, one_way, survives
 from powergossip.training.state import Parts
 from powergossip.training.task_check import check_first_batch, check_sizes
 
@@ -30,7 +28,6 @@ from powergossip.training.task_check import check_first_batch, check_sizes
 class Built:
     """The parts of a run.
 
-    values           # the configuration as plain values: reading a DictConfig takes microseconds
     clock            # seconds by phase
     metric           # the main one of a task of the user, or None
     hint             # a sentence for the start of the run
@@ -38,7 +35,6 @@ class Built:
     state            # of all parts, in a checkpoint
     """
 
-    values: Any
     network: Network
     task: tasks.Task
     parameters: Parameters
@@ -52,14 +48,14 @@ class Built:
     state: Parts
 
 
-def build(c: Any, processes: Processes, task: tasks.Task | None, joins: Any) -> Built:
+def build(c: Settings, processes: Processes, task: tasks.Task | None, joins: Any) -> Built:
     """Build the parts of a run. All processes call it. Raises BadInput, in all of them.
 
     task   # by default that of the configuration
     joins  # messages of a process that replaces a lost one, or None
     """
     links = joins
-    if links is None and by_edges(c) and not c.evaluate_only and processes.size > 1:
+    if links is None and c.by_edges and not c.evaluate_only and processes.size > 1:
         from powergossip.training.asynchronous.links import make_links
 
         links = make_links(c, processes)
@@ -74,8 +70,6 @@ def build(c: Any, processes: Processes, task: tasks.Task | None, joins: Any) -> 
     given = task
     task = task or processes.one_by_one(partial(make_task, c, network))
     c.task_architecture = c.task_architecture or next(iter(task.architectures), None)
-    plain: Any = OmegaConf.to_container(c)
-    values = SimpleNamespace(**plain)
     of_user = given is None and not tasks.is_in_library(c.task, c.task_architecture)
     if of_user:
         check_sizes(processes.gather((task.steps_per_epoch, dict(task.samples))), c.task)
@@ -83,7 +77,7 @@ def build(c: Any, processes: Processes, task: tasks.Task | None, joins: Any) -> 
     agreement, metric = Agreement(processes), None
     with processes.agreed():
         check_evaluation(c, task)
-        models = [task.model(c.task_architecture, c.seed) for _ in network.workers]
+        models = [task.model(c.architecture, c.seed) for _ in network.workers]
         parameters = Parameters(models, network.device)
         dtype = parameters.x.dtype
         precision.check_precision(c.precision, dtype)
@@ -97,10 +91,9 @@ def build(c: Any, processes: Processes, task: tasks.Task | None, joins: Any) -> 
             metric = {"name": main.name, "larger_is_better": main.larger_is_better}
         if c.torch_compile and not c.evaluate_only:
             precision.compile_models(models)
-        gradients = Gradients(values, network, task, parameters, clock, agreement)
+        gradients = Gradients(c, network, task, parameters, clock, agreement)
         execution = _make_execution(
             c,
-            values,
             network=network,
             parameters=parameters,
             gradients=gradients,
@@ -112,7 +105,6 @@ def build(c: Any, processes: Processes, task: tasks.Task | None, joins: Any) -> 
         )
     state = Parts(network, task, parameters, clock, gradients, execution.parts)
     return Built(
-        values=values,
         network=network,
         task=task,
         parameters=parameters,
@@ -128,8 +120,7 @@ def build(c: Any, processes: Processes, task: tasks.Task | None, joins: Any) -> 
 
 
 def _make_execution(
-    c: Any,
-    values: Any,
+    c: Settings,
     *,
     network: Network,
     parameters: Parameters,
@@ -142,13 +133,12 @@ def _make_execution(
 ) -> Execution:
     """How the workers of this process take their steps. Nothing else chooses."""
     if c.evaluate_only:
-        return AtRest(network, parameters, varies=by_edges(c))
-    if by_edges(c):
+        return AtRest(network, parameters, varies=c.by_edges)
+    if c.by_edges:
         from powergossip.training import asynchronous
 
         return asynchronous.make(
             c,
-            values,
             network=network,
             parameters=parameters,
             gradients=gradients,
@@ -160,7 +150,7 @@ def _make_execution(
         )
     method = make_method(c, network, parameters, steps_per_epoch)
     return Together(
-        values,
+        c,
         AliveWorkers(network, parameters),
         method,
         gradients,
@@ -170,7 +160,7 @@ def _make_execution(
     )
 
 
-def make_network(c: Any, processes: Processes, measure: Clock) -> Network:
+def make_network(c: Settings, processes: Processes, measure: Clock) -> Network:
     """The network of a configuration. Raises ValueError."""
     topology = topologies.make(c.topology, c.n_workers, seed=c.seed, options=c.topology_options)
     device = choose_device(c.device, processes.local_rank)
@@ -188,9 +178,9 @@ def make_network(c: Any, processes: Processes, measure: Clock) -> Network:
     )
 
 
-def _losses(c: Any) -> Losses | None:
+def _losses(c: Settings) -> Losses | None:
     """The lost messages of push-sum and RelaySGD. Raises BadValue."""
-    if not one_way(c) or (c.scenario is None and c.gossip == "synchronous" and not survives(c)):
+    if not c.one_way or (c.scenario is None and c.gossip == "synchronous" and not c.survives):
         return None
     from powergossip.training.asynchronous.method import losses_of
 
@@ -205,9 +195,8 @@ def transport(network: Network) -> str:
     return "none" if channel is None else channel.name
 
 
-def make_task(c: Any, network: Network) -> tasks.Task:
+def make_task(c: Settings, network: Network) -> tasks.Task:
     """The task of a configuration. Raises ValueError."""
-    given: Any = OmegaConf.to_container(c.task_options)
     return tasks.make(
         c.task,
         n_workers=c.n_workers,
@@ -221,7 +210,7 @@ def make_task(c: Any, network: Network) -> tasks.Task:
         data_dir=c.data_dir,
         download=c.download,
         device=network.device,
-        task_options=given,
+        task_options=c.task_options,
         validation_ratio=c.validation_ratio,
         column=c.decentralized_data_column,
         placement=_placement(c, network.topology),
@@ -230,7 +219,7 @@ def make_task(c: Any, network: Network) -> tasks.Task:
     )
 
 
-def _placement(c: Any, topology: Topology) -> csr_array | None:
+def _placement(c: Settings, topology: Topology) -> csr_array | None:
     """The mixing matrix, averaged over its rounds, if shards are placed by their labels."""
     if c.decentralized_data_placement == "given":
         return None
@@ -238,7 +227,7 @@ def _placement(c: Any, topology: Topology) -> csr_array | None:
     return csr_array(reduce(add, matrices) / len(matrices))
 
 
-def check_evaluation(c: Any, task: tasks.Task) -> None:
+def check_evaluation(c: Settings, task: tasks.Task) -> None:
     """Raise ValueError if there are no data to evaluate."""
     if not c.evaluate_test_data and "valid" not in task.samples:
         raise ValueError(
@@ -247,7 +236,7 @@ def check_evaluation(c: Any, task: tasks.Task) -> None:
         )
 
 
-def check_spectrum_names(c: Any, parameters: Parameters) -> None:
+def check_spectrum_names(c: Settings, parameters: Parameters) -> None:
     """Raise ValueError unless the spectra of the configuration are those of parameters."""
     for name in c.spectrum_logging_params:
         if name not in parameters.names:
@@ -255,10 +244,10 @@ def check_spectrum_names(c: Any, parameters: Parameters) -> None:
             raise ValueError(f'spectrum_logging_params: no parameter "{name}" among {names}')
 
 
-def warn_of_rank(c: Any, network: Network, parameters: Parameters) -> None:
+def warn_of_rank(c: Settings, network: Network, parameters: Parameters) -> None:
     """Warn, on process 0, of a rank with which no matrix is compressed."""
     most = max((min(s.rows, s.columns) for s in parameters.layout.stacks), default=1)
-    rank = c.get("optimizer_rank")
+    rank = c.options.get("rank")
     if rank is not None and rank > most and network.processes.rank == 0:
         warnings.warn(
             f"optimizer_rank={rank}: use {most} or less, the smaller side of the model's largest "

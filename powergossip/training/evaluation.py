@@ -5,7 +5,6 @@ Axes: worker (hosted by this process); D parameters of a worker.
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from powergossip.parameters import Parameters
 from powergossip.tasks import MainMetric, Split, Task, main_metric
 from powergossip.training.alive_workers import AliveWorkers
+from powergossip.training.config import Settings
 from powergossip.training.measurements import Rows, check_finite
 
 # Values of each worker by kind and name: float64 [worker], first of the hosted ones, then of all n.
@@ -32,7 +32,7 @@ class Evaluation:
 
     def __init__(
         self,
-        config: Any,
+        config: Settings,
         view: AliveWorkers,
         task: Task,
         steps_per_epoch: int,
@@ -40,7 +40,7 @@ class Evaluation:
     ):
         self._config, self._view, self._task = config, view, task
         self._steps_per_epoch = steps_per_epoch
-        model = task.model(config.task_architecture, config.seed)
+        model = task.model(config.architecture, config.seed)
         self.mean_model = Parameters([model], view.device)
         self.main_metric: MainMetric | None = None
         self._log = rows
@@ -72,7 +72,7 @@ class Evaluation:
             self._log(name, value, epoch, split="train")
         means = self._log_workers(epoch, gathered)
         self._log_consensus(epoch, gathered)
-        batches = getattr(self._config, "optimizer_num_batches_per_step", None) or 1
+        batches = self._config.options.get("num_batches_per_step", 1)
         rounds = step // (self._config.local_steps * batches)
         uncompressed = int(view.bits_to_all(view.layout.size, rounds)[0])
         self._log("uncompressed_gossip_bits", uncompressed, epoch)

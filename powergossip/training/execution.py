@@ -13,6 +13,7 @@ from powergossip.runs.clock import Stopwatch
 from powergossip.runs.signals import Signals
 from powergossip.training import facts
 from powergossip.training.alive_workers import AliveWorkers
+from powergossip.training.config import Settings
 from powergossip.training.ending import Agreement
 from powergossip.training.gradients import Gradients
 from powergossip.training.measurements import Hooks, Rows
@@ -117,7 +118,7 @@ class Together(Execution):
 
     def __init__(
         self,
-        config: Any,
+        config: Settings,
         view: AliveWorkers,
         method: Method,
         gradients: Gradients,

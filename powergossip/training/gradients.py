@@ -18,14 +18,13 @@ from powergossip.network import Network
 from powergossip.parameters import Parameters, trained
 from powergossip.runs.clock import Clock
 from powergossip.training import batched, precision
+from powergossip.training.config import Settings
 from powergossip.training.ending import Agreement
-from powergossip.training.settings import by_edges
 
 
 class Gradients:
     """Computes the gradients of a step, and their metrics.
 
-    config     # as plain values: reading a DictConfig takes microseconds
     agreement  # is given a loss that is infinite or NaN
 
     Raises BadValue where batched_gradients=on or data_of_lost=redistributed is impossible.
@@ -33,7 +32,7 @@ class Gradients:
 
     def __init__(
         self,
-        config: Any,
+        config: Settings,
         network: Network,
         task: tasks.Task,
         parameters: Parameters,
@@ -104,7 +103,7 @@ class Gradients:
 
     def _to_be_batched(self) -> bool:
         c, models = self._config, self._parameters.models
-        if by_edges(c):
+        if c.by_edges:
             return False  # each worker has gradients at its own time
         if c.batched_gradients != "auto" or not tasks.is_in_library(c.task, c.task_architecture):
             return bool(c.batched_gradients == "on")

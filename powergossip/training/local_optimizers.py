@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from powergossip.parameters import Parameters
+from powergossip.training.config import Settings
 
 Rows = list[nn.Parameter]  # of x, each [1, D]
 
 
-def _sgd(x: Rows, c: Any, momentum: float) -> torch.optim.Optimizer:
+def _sgd(x: Rows, c: Settings, momentum: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(
         x,
         lr=c.learning_rate,
@@ -21,7 +22,7 @@ def _sgd(x: Rows, c: Any, momentum: float) -> torch.optim.Optimizer:
     )
 
 
-def _adamw(x: Rows, c: Any, momentum: float) -> torch.optim.Optimizer:
+def _adamw(x: Rows, c: Settings, momentum: float) -> torch.optim.Optimizer:
     """Loshchilov & Hutter (2019), arXiv:1711.05101; LocalOptimizer applies the weight decay."""
     return torch.optim.AdamW(
         x,
@@ -54,7 +55,7 @@ class LocalOptimizer:
     def __init__(
         self,
         parameters: Parameters,
-        c: Any,
+        c: Settings,
         momentum: float | None = None,
         kind: str | None = None,
     ):

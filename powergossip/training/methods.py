@@ -10,9 +10,9 @@ from powergossip.algorithms import aggregation, ddp, learning
 from powergossip.network import Network
 from powergossip.parameters import Layout, Parameters
 from powergossip.topologies import Topology
+from powergossip.training.config import Settings
 from powergossip.training.local_optimizers import LocalOptimizer
 from powergossip.training.settings import (
-    by_edges,
     data_differ,
     errors_name_keys,
     errors_name_learning_options,
@@ -29,14 +29,14 @@ class Method(NamedTuple):
     at_epoch: Callable[[float], None]  # to be called before each step, with the fractional epoch
 
 
-def make_averaging(c: Any, network: Network, layout: Layout) -> algorithms.Averaging:
+def make_averaging(c: Settings, network: Network, layout: Layout) -> algorithms.Averaging:
     """Build the averaging algorithm of the configuration. Raises ValueError."""
     with errors_name_keys(c.optimizer):
         given = averaging_options(c, network.topology, layout)
         return algorithms.make(c.optimizer, network, layout, **given)
 
 
-def averaging_options(c: Any, topology: Topology, layout: Layout) -> dict[str, Any]:
+def averaging_options(c: Settings, topology: Topology, layout: Layout) -> dict[str, Any]:
     """The options of the averaging algorithm, with the default diffusion rate. Raises ValueError.
 
     The default depends on the learning rule, the topology and the tensors.
@@ -49,27 +49,27 @@ def averaging_options(c: Any, topology: Topology, layout: Layout) -> dict[str, A
     return given
 
 
-def warn_of_rate(c: Any, network: Network, layout: Layout) -> None:
+def warn_of_rate(c: Settings, network: Network, layout: Layout) -> None:
     """Warn of a configured diffusion rate with which the run may diverge."""
     if c.optimizer in algorithms.AVERAGING:
         factor = learning.diffusion_factor(c.learning, c.optimizer)
         algorithms.warn_of_rate(c.optimizer, network, layout, method_options(c), factor)
 
 
-def _make_aggregation(c: Any, network: Network, layout: Layout) -> aggregation.Aggregation:
+def _make_aggregation(c: Settings, network: Network, layout: Layout) -> aggregation.Aggregation:
     given = method_options(c)
     with errors_name_keys(c.optimizer):
         return aggregation.make(c.optimizer, network, layout, **given)
 
 
-def check_method(c: Any, network: Network) -> str:
+def check_method(c: Settings, network: Network) -> str:
     """Raise ValueError for bad options of the method, before data are loaded.
 
     Gives `overlapping` its default, which depends on the averaging rule. Returns a sentence for the
     start of the run, or nothing.
     """
     layout, hint, overlapping = Layout([(2, 2)]), "", True
-    if by_edges(c):
+    if c.by_edges:
         from powergossip.training.asynchronous import method as in_edge_form
 
         options = averaging_options(c, network.topology, layout)
@@ -93,7 +93,7 @@ def check_method(c: Any, network: Network) -> str:
     return hint
 
 
-def _hint(c: Any, network: Network, averaging: algorithms.Averaging) -> str:
+def _hint(c: Settings, network: Network, averaging: algorithms.Averaging) -> str:
     """A sentence on learning rules, or nothing where they do not apply."""
     averages_fully = isinstance(averaging, algorithms.ExactMean)
     has_one = learning.LEARNING[c.learning].for_different_data
@@ -108,7 +108,9 @@ def _hint(c: Any, network: Network, averaging: algorithms.Averaging) -> str:
     )
 
 
-def make_method(c: Any, network: Network, parameters: Parameters, steps_per_epoch: int) -> Method:
+def make_method(
+    c: Settings, network: Network, parameters: Parameters, steps_per_epoch: int
+) -> Method:
     """Build the local optimizer and the learning rule. Raises ValueError."""
     if c.optimizer in aggregation.AGGREGATIONS:
         return _of_compressed_gradients(c, network, parameters)
@@ -117,7 +119,7 @@ def make_method(c: Any, network: Network, parameters: Parameters, steps_per_epoc
     return _of_gossip_rule(c, network, parameters)
 
 
-def _of_hook(c: Any, network: Network, parameters: Parameters, steps_per_epoch: int) -> Method:
+def _of_hook(c: Settings, network: Network, parameters: Parameters, steps_per_epoch: int) -> Method:
     """Build one of PyTorch's hooks, a row of ddp.HOOKS."""
     local, options = LocalOptimizer(parameters, c), hook_options(c)
     if options["start_iteration"] == ddp.AUTO:
@@ -136,7 +138,7 @@ def _of_hook(c: Any, network: Network, parameters: Parameters, steps_per_epoch: 
     return Method(local, rule, _constant)
 
 
-def _of_compressed_gradients(c: Any, network: Network, parameters: Parameters) -> Method:
+def _of_compressed_gradients(c: Settings, network: Network, parameters: Parameters) -> Method:
     """Build the mean of compressed gradients, one of aggregation.AGGREGATIONS."""
     aggregate = _make_aggregation(c, network, parameters.layout)
     local = LocalOptimizer(parameters, c, 0.0 if aggregate.owns_momentum else None)
@@ -147,7 +149,7 @@ def _of_compressed_gradients(c: Any, network: Network, parameters: Parameters) -
         local.step,
         weight_decay=local.coupled_decay,
         clip=None if aggregate.clips else c.gradient_clipping,
-        num_batches_per_step=c.optimizer_num_batches_per_step,
+        num_batches_per_step=c.options["num_batches_per_step"],
     )
 
     def follow(epoch: float) -> None:
@@ -157,7 +159,7 @@ def _of_compressed_gradients(c: Any, network: Network, parameters: Parameters) -
     return Method(local, rule, follow)
 
 
-def _of_gossip_rule(c: Any, network: Network, parameters: Parameters) -> Method:
+def _of_gossip_rule(c: Settings, network: Network, parameters: Parameters) -> Method:
     """Build a rule of learning.LEARNING."""
     own = learning.rule(c.learning, c.local_optimizer).owns_momentum
     local = LocalOptimizer(parameters, c, *((0.0, "sgd") if own else (None, c.local_optimizer)))
@@ -187,7 +189,7 @@ def _constant(epoch: float) -> None:
     """Change nothing: the options of most methods are the same in all epochs."""
 
 
-def _guided_start(c: Any, steps_per_epoch: int) -> int:
+def _guided_start(c: Settings, steps_per_epoch: int) -> int:
     """The first compressed step of PyTorch's hooks for the run as it is planned now.
 
     A resumed run keeps that of its checkpoint. A warm-up by a factor of 1 is none.
@@ -197,12 +199,12 @@ def _guided_start(c: Any, steps_per_epoch: int) -> int:
     return ddp.guided_start(c.num_epochs * steps_per_epoch, steps)
 
 
-def diffusion_rate(c: Any, topology: Topology, layout: Layout) -> float | None:
+def diffusion_rate(c: Settings, topology: Topology, layout: Layout) -> float | None:
     """γ as configured, the best for plain gossip on this topology, or the default.
 
     None without gossip, and where tensors have rates of their own.
     """
-    if "optimizer_diffusion_rate" not in c:
+    if "diffusion_rate" not in c.options:
         return None
     rate = averaging_options(c, topology, layout)["diffusion_rate"]
     if rate == "auto":

@@ -92,7 +92,7 @@ class Recorder:
             if processes.rank == 0:
                 offset = None if run.resumed is None else trainer.metrics_bytes
                 allowed, index = c.allow_lost_rows, processes.index
-                self.output = Output(run.name, c, offset, allowed, index)
+                self.output = Output(run.name, c.as_dict(), offset, allowed, index)
         own = None if self.output is None else (self.output.folder, self.output.lost_rows)
         found = processes.broadcast(own)
         if found is None:
@@ -125,7 +125,7 @@ class Recorder:
 
     def _take_over(self, rows: Sequence[Row], process: int) -> None:
         """Go on with the output of a process that was lost."""
-        self.output = output.take_over(self.folder, self._run.config, rows, process)
+        self.output = output.take_over(self.folder, self._run.config.as_dict(), rows, process)
 
 
 def _print_start(trainer: Trainer, resumed: Path | None) -> None:
@@ -137,7 +137,7 @@ def _print_start(trainer: Trainer, resumed: Path | None) -> None:
             "a larger num_epochs prolongs it"
         )
     elif settings.log_verbosity > 0:
-        print(configuration.changed(settings, Config))
+        print(configuration.changed(settings.as_dict(), Config))
         if resumed is not None:
             print(f"resumed after step {trainer.step} of {trainer.total_steps}")
             if trainer.workers_before != settings.n_workers:

@@ -13,7 +13,7 @@ from powergossip.network import Processes
 from powergossip.parameters import Parameters
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training import resizing
-from powergossip.training.settings import by_edges
+from powergossip.training.config import Settings
 
 # Keys that may change when a run is resumed.
 FREE_TO_CHANGE = (
@@ -51,6 +51,7 @@ OF_EVALUATION = (
     "recalibration_batches",
     "torch_compile",
 )
+
 # Keys that may change together with the number of workers.
 OF_WORKERS = (
     "n_workers",
@@ -75,7 +76,7 @@ class Resumed(NamedTuple):
 
 def load_checkpoint(
     folder: Path,
-    config: Any,
+    config: Settings,
     processes: Processes,
     parameters: Parameters,
     workers: range,
@@ -139,7 +140,7 @@ def load_checkpoint(
     return Resumed(state, facts["metrics_bytes"], saved_workers)
 
 
-def check_rest(config: Any, step: int, place: tuple[int, int], workers_before: int) -> None:
+def check_rest(config: Settings, step: int, place: tuple[int, int], workers_before: int) -> None:
     """Raise ValueError if a resumed run already has more than num_epochs epochs, or if its order of
     events would be incomplete.
 
@@ -165,7 +166,7 @@ def check_rest(config: Any, step: int, place: tuple[int, int], workers_before: i
         )
 
 
-def _check_evaluated_alone(folder: Path, config: Any, processes: Processes, left: int) -> None:
+def _check_evaluated_alone(folder: Path, config: Settings, processes: Processes, left: int) -> None:
     """Raise ValueError unless a checkpoint with lost workers is evaluated in one process."""
     if not config.evaluate_only:
         raise ValueError(
@@ -194,7 +195,7 @@ def _check_same_model(folder: Path, state: Mapping[str, Any], parameters: Parame
             )
 
 
-def check_same_run_without_checkpoint(folder: Path, config: Any) -> None:
+def check_same_run_without_checkpoint(folder: Path, config: Settings) -> None:
     """Raise ValueError if the folder holds another run. Its rows would be lost."""
     file = folder / "config.yaml"
     if file.exists():
@@ -204,14 +205,13 @@ def check_same_run_without_checkpoint(folder: Path, config: Any) -> None:
 
 
 def check_same_run(
-    folder: Path, saved: Mapping[str, Any], config: Any, linked: bool = False
+    folder: Path, saved: Mapping[str, Any], config: Settings, linked: bool = False
 ) -> None:
     """Raise ValueError if the saved configuration differs in a key that may not change.
 
     linked: whether processes exchange by edges
     """
-    now = OmegaConf.to_container(config)
-    assert isinstance(now, dict)
+    now = config.as_dict()
     if set(now) != set(saved) and now["optimizer"] == saved.get("optimizer"):
         keys = ", ".join(sorted(set(now) ^ set(saved)))
         raise ValueError(
@@ -233,11 +233,11 @@ def check_same_run(
         )
 
 
-def _is_elastic(before: Mapping[str, Any], config: Any, linked: bool) -> bool:
+def _is_elastic(before: Mapping[str, Any], config: Settings, linked: bool) -> bool:
     """Whether a run is resumed with another number of workers. Raises ValueError."""
     if config.evaluate_only or config.n_workers == before["n_workers"]:
         return False
-    if by_edges(config) and (config.scenario is not None or not linked):
+    if config.by_edges and (config.scenario is not None or not linked):
         raise ValueError(
             f"n_workers={config.n_workers}: use {before['n_workers']}; a run on the virtual clock "
             "resumes with the same number of workers"

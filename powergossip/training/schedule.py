@@ -1,10 +1,11 @@
 """The learning rate of a step."""
 
 import math
-from typing import Any
+
+from powergossip.training.config import Settings
 
 
-def learning_rate(c: Any, epoch: float) -> float:
+def learning_rate(c: Settings, epoch: float) -> float:
     """The learning rate at a fractional epoch. A step has that of its end.
 
     It changes linearly from learning_rate to learning_rate · distributed_lr_warmup_factor during

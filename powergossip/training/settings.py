@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig
 
 from powergossip import algorithms, checks, compressors, options, tasks
 from powergossip.algorithms import aggregation, ddp, learning
@@ -20,11 +20,11 @@ from powergossip.network import BACKENDS, Processes
 from powergossip.network import hosted_workers as hosted
 from powergossip.network.resilient import spawning, ulfm
 from powergossip.runs import trackers
-from powergossip.runs.output import plain_copy
+from powergossip.runs.output import plain
+from powergossip.training.config import Settings
 from powergossip.training.local_optimizers import LOCAL_OPTIMIZERS
+from powergossip.training.method_keys import PREFIX
 from powergossip.training.precision import PRECISIONS
-
-PREFIX = "optimizer_"
 
 # Options that a method calls by another name than the key: the published names of its class.
 ALIASES: dict[str, dict[str, str]] = {
@@ -75,47 +75,53 @@ DATA_OF_LOST = ("left", "redistributed")
 
 def checked(
     asked: DictConfig, processes: Processes, explicit: Collection[str] | None = None
-) -> Any:
-    """Return a copy of the configuration with resolved blanks. Raises ValueError for bad values.
+) -> Settings:
+    """Return the settings of a configuration, without blanks. Raises ValueError for bad values.
 
-    Keys of the method's options have their values, and those that the method lacks are removed. Of
-    the latter, one that is in `explicit` raises ValueError; others that are set give one warning.
+    `options` are those of the method. A key of another method that is in `explicit` raises
+    ValueError; others that are set give one warning.
     """
-    c = plain_copy(asked)  # without types, which would be checked in the hot path
-    checks.representable("", {key: c[key] for key in c if key != "task_options"})
-    c.n_workers = processes.size if c.n_workers is None else c.n_workers
-    hosted(c.n_workers, processes.size)
-    _resolve_task_defaults(c)
+    values = plain(asked)
+    checks.representable("", {key: values[key] for key in values if key != "task_options"})
+    given = {
+        key.removeprefix(PREFIX): values.pop(key) for key in list(values) if key.startswith(PREFIX)
+    }
+    _resolve_blanks(values, processes)
+    c = Settings.of(values)
+    if c.drop_last is None:
+        c.drop_last = data_differ(c)
     _check_ignored(c, explicit or (), warn=processes.rank == 0)
-    _check_values(c)
+    _check_values(c, given)
     if c.lr_schedule == "cosine" and "lr_schedule_milestones" in (explicit or ()):
         none = not c.lr_schedule_milestones
         checks.check("lr_schedule_milestones", c.lr_schedule_milestones, none, "[] with cosine")
     _check_method(c, explicit or ())
     _check_events(c, processes)
-    _resolve_options(c, explicit or (), warn=processes.rank == 0)
+    _resolve_options(c, given, explicit or (), warn=processes.rank == 0)
     if c.optimizer in aggregation.AGGREGATIONS:
-        checks.at_least_one("optimizer_num_batches_per_step", c.optimizer_num_batches_per_step)
+        batches = c.options["num_batches_per_step"]
+        checks.at_least_one(f"{PREFIX}num_batches_per_step", batches)
     if processes.rank == 0 and not c.evaluate_only:
-        trackers.check(c)
+        trackers.check(vars(c))
     if c.optimizer in ddp.HOOKS and not c.evaluate_only:
         with errors_name_keys(c.optimizer):
             ddp.check(hosted=hosted(c.n_workers, processes.size), **hook_options(c))
     return c
 
 
-def _resolve_task_defaults(c: Any) -> None:
-    """Give the keys that depend on the task their values. Raises ValueError for an unknown task."""
-    for key, default in tasks.defaults(c.task).items():
-        if c[key] == BLANKS.get(key):
-            c[key] = default
-    if c.distributed_lr_warmup_factor == "auto":
-        c.distributed_lr_warmup_factor = c.n_workers
-    if c.drop_last is None:
-        c.drop_last = data_differ(c)
+def _resolve_blanks(values: dict[str, Any], processes: Processes) -> None:
+    """Give the keys that depend on processes and task their values. Raises ValueError."""
+    if values["n_workers"] is None:
+        values["n_workers"] = processes.size
+    hosted(values["n_workers"], processes.size)
+    for key, default in tasks.defaults(values["task"]).items():
+        if values[key] == BLANKS.get(key):
+            values[key] = default
+    if values["distributed_lr_warmup_factor"] == "auto":
+        values["distributed_lr_warmup_factor"] = values["n_workers"]
 
 
-def data_differ(c: Any) -> bool:
+def data_differ(c: Settings) -> bool:
     """Whether the configuration gives the workers non-IID data."""
     ignored = tasks.IGNORED.get(c.task, ())
     is_sorted = c.use_decentralized_data and "use_decentralized_data" not in ignored
@@ -123,18 +129,19 @@ def data_differ(c: Any) -> bool:
     return is_sorted or skewed != (None, None)
 
 
-def _check_ignored(c: Any, explicit: Collection[str], warn: bool) -> None:
+def _check_ignored(c: Settings, explicit: Collection[str], warn: bool) -> None:
     """Reject keys that are true in `explicit` but have no effect on the task.
 
     Elsewhere they give a warning, except for reshuffle_data, which is true by default.
     """
     for key in tasks.IGNORED.get(c.task, ()):
-        if c[key] and key in explicit:
+        is_set = getattr(c, key)
+        if is_set and key in explicit:
             raise ValueError(
                 f"{key}=true: use false with task={c.task}, where each worker has a fixed piece of "
                 "the text"
             )
-        if c[key] and key != "reshuffle_data" and warn:
+        if is_set and key != "reshuffle_data" and warn:
             warnings.warn(f"ignored, since task={c.task} has no such option: {key}", stacklevel=3)
 
 
@@ -162,11 +169,11 @@ def _yaml(value: Any) -> str:
     return json.dumps(value, separators=(",", ":")).strip('"')
 
 
-def _check_values(c: Any) -> None:
+def _check_values(c: Settings, given: Mapping[str, Any]) -> None:
     """Raise ValueError for a value that no method accepts."""
     checks.all_of(
         checks.at_least_one,
-        c,
+        vars(c),
         (
             "num_epochs",
             "batch_size",
@@ -176,9 +183,11 @@ def _check_values(c: Any) -> None:
             "recalibration_batches",
         ),
     )
-    checks.all_of(checks.not_negative, c, ("seed", "rank", "log_verbosity", "data_processes"))
-    checks.all_of(checks.positive, c, ("learning_rate", "adam_epsilon"))
-    checks.all_of(checks.below_one, c, ("adam_beta1", "adam_beta2", "momentum", "validation_ratio"))
+    checks.all_of(checks.not_negative, vars(c), ("seed", "rank", "log_verbosity", "data_processes"))
+    checks.all_of(checks.positive, vars(c), ("learning_rate", "adam_epsilon"))
+    checks.all_of(
+        checks.below_one, vars(c), ("adam_beta1", "adam_beta2", "momentum", "validation_ratio")
+    )
     checks.fraction("decentralized_data_shuffled_ratio", c.decentralized_data_shuffled_ratio)
     checks.one_of("decentralized_data_placement", c.decentralized_data_placement, PLACEMENTS)
     checks.one_of("mean_model_statistics", c.mean_model_statistics, ("averaged", "recalibrated"))
@@ -198,7 +207,7 @@ def _check_values(c: Any) -> None:
         raise ValueError(f"checkpoint={c.checkpoint}: use it with evaluate_only=true")
 
     def require(key: str, ok: Callable[[Any], bool], accepted: str) -> None:
-        checks.require(c, key, ok, accepted)
+        checks.require(vars(c), key, ok, accepted)
 
     require("max_steps_per_epoch", lambda v: v is None or v >= 1, "1 or more, or null for all")
     require(
@@ -217,11 +226,9 @@ def _check_values(c: Any) -> None:
         lambda v: v is None or (checks.is_finite(v) and v > 0),
         "a number above 0, null, or auto",
     )
-    require(
-        "optimizer_diffusion_rate",
-        lambda v: v is None or v == "auto" or (checks.is_finite(v) and v > 0),
-        "a number above 0, or auto",
-    )
+    rate = given.get("diffusion_rate")
+    ok = rate is None or rate == "auto" or (checks.is_finite(rate) and rate > 0)
+    checks.check(f"{PREFIX}diffusion_rate", rate, ok, "a number above 0, or auto")
     require(
         "lr_schedule_milestones",
         lambda v: all(_is_pair(pair) and pair[0] >= 0 and pair[1] > 0 for pair in v),
@@ -237,7 +244,7 @@ def _check_values(c: Any) -> None:
     )
 
 
-def _check_batched(c: Any) -> None:
+def _check_batched(c: Settings) -> None:
     """Raise ValueError for keys that do not go with batched gradients."""
     if c.torch_compile:
         raise ValueError("batched_gradients=on: use auto or off with torch_compile=true")
@@ -256,7 +263,7 @@ def _is_pair(values: Any) -> bool:
         return False
 
 
-def _check_method(c: Any, explicit: Collection[str]) -> None:
+def _check_method(c: Settings, explicit: Collection[str]) -> None:
     """Raise ValueError for an unknown method, or one that does not go with other keys."""
     known = {**algorithms.AVERAGING, **aggregation.AGGREGATIONS, **dict.fromkeys(ddp.HOOKS)}
     if c.optimizer not in known:
@@ -270,33 +277,12 @@ def _check_method(c: Any, explicit: Collection[str]) -> None:
         )
 
 
-def by_edges(c: Any) -> bool:
-    """Whether workers exchange with one neighbor at a time, each in its own steps."""
-    asked = c.scenario is not None or c.gossip != "synchronous" or survives(c)
-    return asked and not one_way(c)
-
-
-def survives(c: Any) -> bool:
-    """Whether a run goes on without the processes that it loses."""
-    return bool(c.on_worker_loss != "end")
-
-
-def replaces(c: Any) -> bool:
-    """Whether new processes take the place of those that a run loses."""
-    return bool(c.on_worker_loss == "replace")
-
-
-def one_way(c: Any) -> bool:
-    """Whether the method's messages are no exchanges: then a scenario has losses only."""
-    return bool(c.optimizer == "push-sum" or c.learning == "relay-sgd")
-
-
-def _check_events(c: Any, processes: Processes) -> None:
+def _check_events(c: Settings, processes: Processes) -> None:
     """Resolve the keys of exchanges by edges. Raises ValueError for others that do not fit."""
     checks.one_of("data_of_lost", c.data_of_lost, DATA_OF_LOST)
     checks.one_of("on_worker_loss", c.on_worker_loss, ON_WORKER_LOSS)
     checks.positive("worker_timeout", c.worker_timeout)
-    continues = c.on_worker_loss != "end"
+    continues = c.survives
     given = f"on_worker_loss={c.on_worker_loss}" if continues else f"gossip={c.gossip}"
     if continues and not c.evaluate_only:
         if c.scenario is not None:
@@ -330,7 +316,7 @@ def _check_events(c: Any, processes: Processes) -> None:
 # --- Options of the method -----------------------------------------------------------------------
 
 
-def _check_learning(c: Any, explicit: Collection[str]) -> None:
+def _check_learning(c: Settings, explicit: Collection[str]) -> None:
     """Raise ValueError for an unknown learning rule, or one that does not go with other keys.
 
     Momentum that the rule does not have is rejected where it is in `explicit`.
@@ -357,7 +343,7 @@ def _check_learning(c: Any, explicit: Collection[str]) -> None:
     _check_learning_options(c, known)
 
 
-def _check_learning_options(c: Any, known: Collection[str]) -> None:
+def _check_learning_options(c: Settings, known: Collection[str]) -> None:
     """Raise ValueError for an option that the learning rule does not have."""
     own = dict.fromkeys(f"learning_options.{name}" for name in known if name not in LEARNING_KEYS)
     given = {f"learning_options.{name}": value for name, value in c.learning_options.items()}
@@ -389,13 +375,14 @@ def option_defaults(optimizer: str, given: Mapping[str, Any] | None = None) -> d
     return found | rule | DEFAULTS.get(optimizer, {})
 
 
-def _resolve_options(c: Any, explicit: Collection[str], warn: bool) -> None:
-    """Give the method's keys their values, and remove those that it lacks. See `checked`."""
-    given = {
-        key.removeprefix(PREFIX): value
-        for key, value in c.items()
-        if key.startswith(PREFIX) and value is not None and value != []
-    }
+def _resolve_options(
+    c: Settings, asked: Mapping[str, Any], explicit: Collection[str], warn: bool
+) -> None:
+    """Give the method's options their values. See `checked`.
+
+    asked  # X → value of optimizer_X, for the options of all methods
+    """
+    given = {name: value for name, value in asked.items() if value is not None and value != []}
     preferred = learning.averaging_defaults(c.learning, c.optimizer)
     known = option_defaults(c.optimizer, preferred | given)
     known |= {name: value for name, value in preferred.items() if name in known}
@@ -403,48 +390,41 @@ def _resolve_options(c: Any, explicit: Collection[str], warn: bool) -> None:
     for name in learning.without(c.learning):
         known.pop(name, None)
         method = f"learning={c.learning}"
-    lacking = [f"{PREFIX}{name}" for name in given if name not in known]
-    for key in lacking:
-        if key in explicit:
+    lacking = [name for name in given if name not in known]
+    for name in lacking:
+        if f"{PREFIX}{name}" in explicit:
             accepted = ", ".join(f"{PREFIX}{name}" for name in known) or "none"
             raise ValueError(
-                f"{key}={c[key]}: {method} has no such option; leave it out "
+                f"{PREFIX}{name}={given[name]}: {method} has no such option; leave it out "
                 f"(its options: {accepted})"
             )
     if lacking and warn:
-        warnings.warn(
-            f"ignored, since {method} has no such options: {', '.join(lacking)}",
-            stacklevel=3,
-        )
-    for key in [key for key in c if key.startswith(PREFIX)]:
-        del c[key]
-    for name, default in known.items():
-        c[f"{PREFIX}{name}"] = given.get(name, default)
+        keys = ", ".join(f"{PREFIX}{name}" for name in lacking)
+        warnings.warn(f"ignored, since {method} has no such options: {keys}", stacklevel=3)
+    c.options = {name: given.get(name, default) for name, default in known.items()}
     if warn:
         learning.warn_of(c.learning, c.optimizer, known | given, PREFIX)
 
 
-def method_options(c: Any) -> dict[str, Any]:
+def method_options(c: Settings) -> dict[str, Any]:
     """Return the options of the method of a checked configuration, under its own names.
 
     Without those of the learning rule, and those that have no effect with it.
     """
-    given = {key.removeprefix(PREFIX): c[key] for key in c if key.startswith(PREFIX)}
     keys = {name: key for key, name in ALIASES.get(c.optimizer, {}).items()}
     values: dict[str, Any] = {}
     without = learning.without(c.learning)
-    for name in _row_defaults(c.optimizer, given):
+    for name in _row_defaults(c.optimizer, c.options):
         if name in OWN_KEYS:
-            values[name] = c[OWN_KEYS[name]]
+            values[name] = getattr(c, OWN_KEYS[name])
         elif name not in OF_RULE and name not in without:
-            value = given[keys.get(name, name)]
-            values[name] = list(value) if isinstance(value, ListConfig) else value
+            values[name] = c.options[keys.get(name, name)]
     if "nesterov" in values:
         values["nesterov"] = c.nesterov and c.momentum > 0
     return values
 
 
-def hook_options(c: Any) -> dict[str, Any]:
+def hook_options(c: Settings) -> dict[str, Any]:
     """Return the options of PyTorch's hooks alone, without those shared with other methods."""
     return {name: value for name, value in method_options(c).items() if name not in OWN_KEYS}
 
@@ -461,7 +441,7 @@ def errors_name_keys(optimizer: str) -> Iterator[None]:
 
 
 @contextmanager
-def errors_name_learning_options(c: Any) -> Iterator[None]:
+def errors_name_learning_options(c: Settings) -> Iterator[None]:
     """Rename the given options of a learning rule in the errors of the block to their keys."""
     try:
         yield

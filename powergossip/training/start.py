@@ -14,6 +14,7 @@ from powergossip.network import Processes, launch, processes
 from powergossip.network.resilient import spawning
 from powergossip.runs import configuration
 from powergossip.runs.output import run_to_resume
+from powergossip.training.config import Settings
 from powergossip.training.measurements import Hooks
 from powergossip.training.settings import checked, defaults_of_tasks
 from powergossip.training.trainer import Trainer
@@ -32,7 +33,7 @@ class NewRun:
     rejected   # the context of the construction of a trainer, which may be rejected
     """
 
-    config: Any
+    config: Settings
     processes: Processes
     name: str | None = None
     resumed: Path | None = None
@@ -88,7 +89,7 @@ def begin(
     with found.agreed():
         if found.rank == 0:
             key = "evaluate_only" if settings.evaluate_only else "resume"
-            resumed = run_to_resume(name, settings[key], key)
+            resumed = run_to_resume(name, getattr(settings, key), key)
     return NewRun(settings, found, name, found.broadcast(resumed))
 
 

@@ -17,6 +17,7 @@ from powergossip.errors import BadInput
 from powergossip.parameters import trained
 from powergossip.tasks import MainMetric, Split, Task, main_metric
 from powergossip.tasks.user_functions import users_code
+from powergossip.training.config import Settings
 from powergossip.training.precision import autocast
 
 
@@ -34,7 +35,9 @@ def check_sizes(sizes: Sequence[tuple[int, Mapping[Any, int]]], task: str) -> No
             )
 
 
-def check_first_batch(task: Task, config: Any, worker: int, device: torch.device) -> MainMetric:
+def check_first_batch(
+    task: Task, config: Settings, worker: int, device: torch.device
+) -> MainMetric:
     """Train a model with the first batch of a worker, and evaluate it on a few more.
 
     The precision is that of the run. The model is a new one, and is discarded.
@@ -43,7 +46,7 @@ def check_first_batch(task: Task, config: Any, worker: int, device: torch.device
     numbers, and the main metric is one of them. Returns the main metric.
     """
     name = f"task={config.task}"
-    model = task.model(config.task_architecture, config.seed)
+    model = task.model(config.architecture, config.seed)
     with torch.random.fork_rng(devices=[]):
         of_step = autocast(config.precision, device)
         with users_code(f"the first batch of {name}"):

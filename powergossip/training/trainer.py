@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from powergossip import tasks
@@ -14,6 +13,7 @@ from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.progress import Progress
 from powergossip.runs.signals import Signals
 from powergossip.training import construction, facts, precision, resizing
+from powergossip.training.config import Settings
 from powergossip.training.ending import PATIENCE, interrupted
 from powergossip.training.evaluation import Evaluation
 from powergossip.training.measurements import Hooks, log_news, log_phases
@@ -39,7 +39,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: Any,
+        config: Settings,
         processes: Processes,
         hooks: Hooks | None = None,
         resume_from: Path | None = None,
@@ -58,7 +58,7 @@ class Trainer:
         if resume_from is not None:
             self._resume(resume_from)
         self.evaluation = Evaluation(
-            built.values, self.execution.view, self.task, self.steps_per_epoch, self.rows
+            config, self.execution.view, self.task, self.steps_per_epoch, self.rows
         )
 
     @property
@@ -235,7 +235,7 @@ class Trainer:
         def description() -> dict[str, Any]:
             self.rows.take_over()  # all rows until now are there
             return {
-                "config": OmegaConf.to_container(self.config),
+                "config": self.config.as_dict(),
                 "steps_per_epoch": self.steps_per_epoch,
                 "metrics_bytes": metrics_offset(),
             }

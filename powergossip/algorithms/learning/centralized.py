@@ -21,10 +21,12 @@ class CentralizedSGD:
     decay has a momentum buffer of its own, as in the published code of Deep Gradient Compression
     (github.com/synxlin/deep-gradient-compression, DGCSGD). See `Decay`.
 
-    update                the step of a local optimizer over `parameters.x`
-    weight_decay          λ. Normalization layers are exempt.
-    clip                  of a worker's own gradient g_i, before e_i is added (see Correction)
-    num_batches_per_step  g_i is the mean over this number of batches. Nothing is sent in between.
+    Args:
+        update: Step of a local optimizer over `parameters.x`.
+        weight_decay: Weight decay λ. Normalization layers are exempt.
+        clip: Largest norm of a worker's own gradient g_i, before e_i is added (see Correction).
+        num_batches_per_step: Batches whose mean gradient g_i is compressed. Nothing is sent in
+            between.
     """
 
     kept = ("batches", "decay")

@@ -10,7 +10,6 @@ resuming.py       resuming with lost or other workers
 """
 
 from pathlib import Path
-from typing import Any
 
 from powergossip.events import scenario
 from powergossip.events.order import read
@@ -24,15 +23,14 @@ from powergossip.runs.clock import Clock
 from powergossip.training.alive_workers import AliveWorkers
 from powergossip.training.asynchronous.execution import AcrossProcesses, OnVirtualClock
 from powergossip.training.asynchronous.workers import EdgeWorkers
+from powergossip.training.config import Settings
 from powergossip.training.ending import Agreement
 from powergossip.training.gradients import Gradients
 from powergossip.training.methods import averaging_options
-from powergossip.training.settings import replaces, survives
 
 
 def make(
-    c: Any,
-    values: Any,
+    c: Settings,
     *,
     network: Network,
     parameters: Parameters,
@@ -45,17 +43,14 @@ def make(
 ) -> OnVirtualClock | AcrossProcesses:
     """The execution of a configuration by edges: across processes where there are links.
 
-    values  # the configuration as plain values
     joins   # whether this process replaces a lost one
     """
     options = averaging_options(c, network.topology, parameters.layout)
-    workers = EdgeWorkers(
-        values, options, network, parameters, gradients.of_worker, steps_per_epoch
-    )
+    workers = EdgeWorkers(c, options, network, parameters, gradients.of_worker, steps_per_epoch)
     if links is not None:
         together = c.gossip == "synchronous"
         wall = WallClock(
-            links, workers.make, workers.compute, together, survives(c), clock, network.counter
+            links, workers.make, workers.compute, together, c.survives, clock, network.counter
         )
         return AcrossProcesses(
             AliveWorkers(network, parameters, lambda: wall.everybody),
@@ -66,10 +61,10 @@ def make(
             agreement,
             clock,
             records=c.record_order,
-            replaces=c if replaces(c) else None,
+            replaces=c if c.replaces else None,
             joins=joins,
         )
-    drawn = scenario.read(values.scenario or {}, c.n_workers, c.seed)
+    drawn = scenario.read(c.scenario or {}, c.n_workers, c.seed)
     virtual: VirtualClock | Replay
     if drawn.replay is not None:
         entries = read(Path(drawn.replay))

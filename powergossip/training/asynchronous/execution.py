@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from powergossip.events import order
@@ -20,6 +19,7 @@ from powergossip.training.alive_workers import AliveWorkers
 from powergossip.training.asynchronous.replacements import Replacements
 from powergossip.training.asynchronous.rows import SharedRows
 from powergossip.training.asynchronous.workers import EdgeWorkers, as_bytes, from_bytes
+from powergossip.training.config import Settings
 from powergossip.training.ending import Agreement
 from powergossip.training.execution import Execution, added
 from powergossip.training.measurements import Hooks, Rows
@@ -138,7 +138,7 @@ class AcrossProcesses(Execution):
         agreement: Agreement,
         measure: Measure,
         records: bool,
-        replaces: Any,
+        replaces: Settings | None,
         joins: bool,
     ):
         super().__init__(view)
@@ -167,7 +167,7 @@ class AcrossProcesses(Execution):
             if self.clock.survives and not self._joins:  # messages carry views
                 order.write(own, [order.Entry(0.0, "views", -1, -1, -1)])
         if self._replaces is not None:
-            run = OmegaConf.to_container(self._replaces), str(folder)
+            run = self._replaces.as_dict(), str(folder)
             self._replacements = Replacements(
                 self.links, self.workers, self.clock, run, self.seconds
             )

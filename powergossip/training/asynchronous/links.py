@@ -7,25 +7,24 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from omegaconf import OmegaConf
 
 from powergossip.errors import BadInput, Stopped
 from powergossip.network import Processes, exits, hosted_workers, launch, report
 from powergossip.network.resilient import spawning, ulfm
 from powergossip.network.resilient.workers import Links
-from powergossip.training.settings import survives
+from powergossip.training.config import Settings
 
 T = TypeVar("T")
 
 
-def make_links(c: Any, processes: Processes) -> Links:
+def make_links(c: Settings, processes: Processes) -> Links:
     """The links of a run. All processes call it."""
     hosted = hosted_workers(c.n_workers, processes.size)
     homes = [worker // hosted for worker in range(c.n_workers)]
     communicator: Any = getattr(processes, "communicator")  # noqa: B009 of MPI, as checked
     timeout = c.worker_timeout if ulfm.enabled() else float("inf")
     links = Links(communicator, homes, timeout)
-    if survives(c):
+    if c.survives:
         links.end_alone()
     return links
 
@@ -41,7 +40,7 @@ class Replacement:
         assignment = spawning.assignment()
         assert assignment is not None
         config, folder = assignment.run
-        self.config, self.folder = OmegaConf.create(config), Path(folder)
+        self.config, self.folder = Settings.of(config), Path(folder)
         self.links = Links.join(assignment)
         launch.adopt(self.links.group)
         if "OMP_NUM_THREADS" not in os.environ:

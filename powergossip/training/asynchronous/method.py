@@ -10,14 +10,15 @@ from powergossip.events import averaging, learning, scenario
 from powergossip.events.members import Members
 from powergossip.network import Losses, Network
 from powergossip.parameters import Layout
-from powergossip.training.settings import errors_name_keys, one_way, survives
+from powergossip.training.config import Settings
+from powergossip.training.settings import errors_name_keys
 
 
-def losses_of(c: Any) -> Losses | None:
+def losses_of(c: Settings) -> Losses | None:
     """The lost messages of a method without exchanges. Raises BadValue for other scenarios."""
-    if one_way(c) and survives(c):
+    if c.one_way and c.survives:
         raise BadValue("on_worker_loss", c.on_worker_loss, f"end with {_name_of_one_way(c)}")
-    if not one_way(c) or (c.scenario is None and c.gossip == "synchronous"):
+    if not c.one_way or (c.scenario is None and c.gossip == "synchronous"):
         return None
     drawn = scenario.read(c.scenario or {}, c.n_workers, c.seed)
     method = _name_of_one_way(c)
@@ -31,23 +32,23 @@ def losses_of(c: Any) -> Losses | None:
         "dpsgd with learning=relay-sgd where messages are lost; the copies of compressed messages "
         "would not agree again",
     )
-    return Losses(drawn.lost, bool(c.get("optimizer_running_sums")))
+    return Losses(drawn.lost, bool(c.options.get("running_sums")))
 
 
-def _name_of_one_way(c: Any) -> str:
+def _name_of_one_way(c: Settings) -> str:
     return "push-sum" if c.optimizer == "push-sum" else "relay-sgd"
 
 
-def delay_of(c: Any) -> int:
+def delay_of(c: Settings) -> int:
     """The delay of exchanges in steps that the duals of exact diffusion take into account.
 
     Averaging need not. An edge has one exchange at a time, so that its exchanges become rarer as
     they take longer, and averaging is as stable as without delays.
     """
-    return 0 if c.gossip == "synchronous" else int(c.max_delay)
+    return 0 if c.gossip == "synchronous" else c.max_delay or 0
 
 
-def dual_rate_of(c: Any) -> float:
+def dual_rate_of(c: Settings) -> float:
     """The dual rate of exact diffusion: smaller by default where exchanges are late.
 
     Raises BadValue for a given one that is not above 0, or above 1.
@@ -61,7 +62,7 @@ def dual_rate_of(c: Any) -> float:
     return float(given)
 
 
-def resolved(c: Any, options: Mapping[str, Any], network: Network) -> dict[str, Any]:
+def resolved(c: Settings, options: Mapping[str, Any], network: Network) -> dict[str, Any]:
     """The options of an averaging rule in edge form."""
     found = dict(options)
     if c.optimizer != "choco":
@@ -69,14 +70,14 @@ def resolved(c: Any, options: Mapping[str, Any], network: Network) -> dict[str, 
     return found
 
 
-def _given(c: Any) -> str:
+def _given(c: Settings) -> str:
     """The key that asks for exchanges by edges."""
     if c.scenario is not None:
         return "a scenario"
-    return f"on_worker_loss={c.on_worker_loss}" if survives(c) else f"gossip={c.gossip}"
+    return f"on_worker_loss={c.on_worker_loss}" if c.survives else f"gossip={c.gossip}"
 
 
-def check(c: Any, options: Mapping[str, Any], network: Network) -> None:
+def check(c: Settings, options: Mapping[str, Any], network: Network) -> None:
     """Raise ValueError for a method, topology or scenario without exchanges by edges."""
     scenario.read(c.scenario or {}, c.n_workers, c.seed)
     if c.optimizer not in averaging.EXCHANGES:

@@ -14,6 +14,7 @@ from powergossip.network import Network
 from powergossip.network.resilient.messages import octets
 from powergossip.parameters import Parameters
 from powergossip.training.asynchronous.method import delay_of, dual_rate_of, resolved
+from powergossip.training.config import Settings
 from powergossip.training.local_optimizers import LocalOptimizer
 from powergossip.training.schedule import learning_rate
 
@@ -24,7 +25,7 @@ Gradient = Callable[[int, int, int, int, frozenset[int]], dict[str, Tensor]]
 class EdgeWorkers:
     """The workers of this process, for a clock that lets them live.
 
-    config    # checked, as plain values
+    config    # checked
     options   # of the averaging rule
     gradient  # (worker, epoch, step in it, step, lost) → metrics; adds to parameters.grad
 
@@ -41,7 +42,7 @@ class EdgeWorkers:
 
     def __init__(
         self,
-        config: Any,
+        config: Settings,
         options: Mapping[str, Any],
         network: Network,
         parameters: Parameters,
@@ -105,7 +106,7 @@ class EdgeWorkers:
         return learning.RULES[c.learning](
             row,
             local,
-            overlapping=c.overlapping,
+            overlapping=bool(c.overlapping),
             weight_decay=local.coupled_decay,
             clip=c.gradient_clipping,
             **more,
