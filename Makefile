@@ -24,7 +24,7 @@ activate := source .venv/bin/activate
 # Tests: first all for one process, on all cores; then those for several, under one mpirun each.
 process_counts := 2 4 8
 # Some are repeated with torch.distributed in place of MPI. (PyTorch's hooks use it in any case, and
-# tests/test_training_loops.py has every optimizer in a process group.)
+# tests/optimizers/test_training_loops.py has every optimizer in a process group.)
 of_torch_distributed := algorithms gossip_optimizer layouts network torchrun
 pytest_on_all_cores := python -m pytest -n auto --maxprocesses 8 --dist worksteal
 # Bytecode is kept, or every process would compile the tests again.
@@ -38,7 +38,7 @@ run_tests = $(activate) && $(test_environment) && failed= && \
 	for n in 2 4; do \
 		echo "── $$n processes of torch.distributed ──"; \
 		mpirun -np $$n python -m pytest -q -m '$(1)' --transport gloo \
-			$(patsubst %,tests/test_%.py,$(of_torch_distributed)) || \
+			$(patsubst %,tests/*/test_%.py,$(of_torch_distributed)) || \
 			failed="$$failed $$n (gloo)"; \
 	done && \
 	{ [ -z "$$failed" ] || { echo "tests failed under$${failed} MPI processes" >&2; exit 1; }; }
@@ -66,7 +66,7 @@ test-all: setup trackers trainers ## all tests, also every case of the long tabl
 	@$(call run_tests,parallel[match])
 
 fuzz: setup ## random failures, on the virtual clock and in processes; SECONDS=600
-	@$(activate) && export OMP_NUM_THREADS=1 && python -m tests.fuzz --seconds $(SECONDS)
+	@$(activate) && export OMP_NUM_THREADS=1 && python -m tests.harness.fuzz --seconds $(SECONDS)
 
 trackers: extras := mlflow,wandb
 trackers: setup ## Weights & Biases and MLflow: test-all leaves their tests out without them

@@ -25,7 +25,7 @@ import torch
 from mpi4py import MPI
 
 from powergossip.network import processes
-from tests import launch, selection
+from tests.harness import launch, selection
 
 
 def forget_mpi_in_environment() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import launch
+from tests.harness import launch
 
 SHOW = """
 import atexit, json, os, sys

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import selection
+from tests.harness import selection
 
-FILES = sorted(Path(__file__).parent.glob("test_*.py"))
+FILES = sorted(Path(__file__).parent.rglob("test_*.py"))
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ communication itself: it yields messages and is resumed with the received ones (
     ddp.py            PyTorch's own hooks for compressed gradients
 
 To add one, write its class in a module beside this one and its row in `AVERAGING` here. train.py,
-gossip_run.py and the tests of the laws of all averaging algorithms (tests/test_algorithms.py) use
-the registry.
+gossip_run.py and the tests of the laws of all averaging algorithms, in
+tests/algorithms/test_algorithms.py, use the registry.
 
 Axes: worker (hosted here), neighbor (slot), batch (matrices of one shape in one batched product:
 the layers of one worker, or one layer of all workers), rank, row, column.

@@ -4,8 +4,8 @@
 step is. `learning.CentralizedSGD` makes a learning rule of an aggregation.
 
 To add one, write its class and its row in `AGGREGATIONS`, where train.py and the laws of
-tests/test_centralized.py find it. A row is called with the network and the layout. Its other
-parameters are its options (see powergossip.options).
+tests/algorithms/test_centralized.py find it. A row is called with the network and the layout. Its
+other parameters are its options (see powergossip.options).
 
 Axes: worker (hosted here); D parameters of a worker.
 """

@@ -43,7 +43,7 @@ proportion to its message.
     packing.py      levels as bits
 
 To add a compressor, write its class in a module beside this one and its row in `COMPRESSORS` here.
-The tests of the laws of all compressors (tests/test_compressors.py) use the registry.
+The tests of the laws of all compressors (tests/compressors/test_compressors.py) use the registry.
 
 Axes: worker (hosted here), neighbor (slot), layer (tensors of one shape), row, column.
 Symbols: v (a matrix of N = rows · columns entries), K (the number of entries kept), δ (the

@@ -17,7 +17,7 @@ A step of a rule consists of `start()`, the gradients, and `finish()`:
     relay.py            RelaySGD on trees, in place of an averaging rule
 
 To add one, write its class and its row in `LEARNING` here. train.py and the tests of the laws of
-learning rules (tests/test_learning.py) use the registry.
+learning rules (tests/algorithms/test_learning.py) use the registry.
 
 Axes: worker (hosted here); D parameters of a worker.
 """

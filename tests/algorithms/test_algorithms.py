@@ -1,0 +1,499 @@
+"""The laws of averaging algorithms, for every one in the registry."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from powergossip import algorithms, compressors, kernels, randomness, topologies
+from powergossip.algorithms import (
+    AVERAGING,
+    CONSENSUS_ONLY,
+    Averaging,
+    AveragingOptions,
+    PlainGossip,
+)
+from powergossip.compressors import COMPRESSORS
+from powergossip.compressors import CompressorOptions as Compression
+from powergossip.network import Network, processes
+from powergossip.parameters import Layout
+from tests.harness.averaging import (
+    ALONE,
+    POWER_GOSSIP,
+    SHAPES,
+    UNDIRECTED,
+    alone,
+    start,
+    steps,
+    variance,
+)
+
+Case = tuple[str, AveragingOptions]
+
+COMPRESSED: list[Case] = [
+    *(
+        (
+            name,
+            AveragingOptions(compressor=compressor, diffusion_rate=rate, compressor_options=more),
+        )
+        for name, factor in (("choco", 1.0), ("deepsqueeze", 0.3))
+        for compressor, rate, more in [
+            ("sign-and-norm", 0.3 * factor, Compression()),
+            ("top-k", 0.3 * factor, Compression(keep_ratio=0.4)),
+            ("random-k", 0.2 * factor, Compression(keep_ratio=0.4)),
+            ("random-block", 0.2 * factor, Compression(keep_ratio=0.4)),
+            ("svd", 0.3 * factor, Compression()),
+            ("qsgd", 0.3 * factor, Compression(levels=16)),
+            ("rounding", 0.3 * factor, Compression()),
+            ("identity", 1.0, Compression()),
+        ]
+    ),
+    ("moniqua", AveragingOptions(theta=6.0, diffusion_rate=0.1)),
+]
+EVERY: list[Case] = [
+    ("all-reduce", AveragingOptions()),
+    ("dpsgd", AveragingOptions()),
+    ("push-sum", AveragingOptions()),
+    ("push-sum", AveragingOptions(running_sums=True)),
+    *(("power-gossip", options) for options in POWER_GOSSIP),
+    *COMPRESSED,
+    *((name, AveragingOptions()) for name in CONSENSUS_ONLY),
+]
+
+
+UNDIRECTED_ONLY = {"power-gossip", *CONSENSUS_ONLY}
+
+
+def replace(options: AveragingOptions, **changes: Any) -> AveragingOptions:
+    """The same options but for the changes."""
+    return AveragingOptions(
+        **{**options.given, "compressor_options": options.compressor_options, **changes}
+    )
+
+
+def label(value: object) -> str | None:
+    """The name of a case in pytest. None: pytest names it."""
+    if not isinstance(value, AveragingOptions):
+        return None
+    if value.compressor_options != Compression() or value.compressor != "sign-and-norm":
+        return value.compressor
+    return "-".join(f"{v}" for v in (value.rank, value.num_iterations, value.warm_start))
+
+
+def test_every_name_is_among_the_cases() -> None:
+    assert {name for name, _ in EVERY} == {*AVERAGING, *CONSENSUS_ONLY}
+    for name in ("choco", "deepsqueeze"):
+        assert {o.compressor for n, o in COMPRESSED if n == name} == set(COMPRESSORS)
+
+
+# --- Every algorithm ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "options"), EVERY, ids=label)
+@pytest.mark.parametrize(
+    ("topology", "n"),
+    [
+        ("ring", 1),
+        *(("chain", 2), ("torus", 2)),
+        *(("ring", 3), ("star", 3)),
+        *(("star", 8), ("torus", 8), ("tail", 8), ("directed", 8)),
+    ],
+)
+def test_the_mean_is_kept_and_the_workers_approach_it(
+    name: str, options: AveragingOptions, topology: str, n: int
+) -> None:
+    if topology == "directed" and name in UNDIRECTED_ONLY:
+        with pytest.raises(ValueError, match="topology"):
+            algorithms.make(name, alone(topology, n), Layout(SHAPES), options)
+        return
+    layout, network = Layout(SHAPES), alone(topology, n)
+    x = start(n, layout)
+    before = x.clone()
+    averaging = algorithms.make(name, network, layout, options)
+    steps(network, averaging, x, 60)
+    weights = averaging.state_dict().get("weights", torch.ones(n, 1))  # of push-sum
+    torch.testing.assert_close((weights * x).mean(0), before.mean(0), atol=2e-5, rtol=0)
+    assert variance(x) <= 0.5 * variance(before) + 1e-12
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    # Independent noise makes the messages of workers that agree differ.
+    [case for case in EVERY if case[1].compressor not in ("random-k", "qsgd")],
+    ids=label,
+)
+def test_agreement_is_a_fixed_point(name: str, options: AveragingOptions) -> None:
+    layout, network = Layout(SHAPES), alone("tail", 6)
+    x = start(1, layout).repeat(6, 1)
+    before = x.clone()
+    steps(network, algorithms.make(name, network, layout, options), x, 3)
+    torch.testing.assert_close(x, before, atol=5e-6, rtol=0)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(("name", "options"), EVERY, ids=label)
+def test_a_restored_state_continues_bit_for_bit(
+    name: str, options: AveragingOptions, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an algorithm that has made steps with another x."""
+    if not compiled:
+        monkeypatch.setattr(kernels, "load", lambda network: None)
+    layout, network = Layout(SHAPES), alone("tail", 6)
+    x, other = start(6, layout), start(6, layout, seed=1)
+    first = algorithms.make(name, network, layout, options)
+    steps(network, first, x, 3)
+    state, saved = copy.deepcopy(first.state_dict()), x.clone()
+    steps(network, first, x, 4)
+    second = algorithms.make(name, network, layout, options)
+    steps(network, second, other, 2)
+    second.load_state_dict(state)
+    assert torch.equal(steps(network, second, other.copy_(saved), 4), x)
+
+
+@pytest.mark.parallel([2, 4, 8])
+@pytest.mark.parametrize("topology", ["ring", "star"])
+def test_the_layout_of_processes_does_not_change_the_results(topology: str) -> None:
+    """Eight workers in 2, 4 and 8 processes and in one: equal bits and messages, x to 1e-5.
+
+    Where a worker has many neighbors, power iteration at rank 2 multiplies rounding errors by about
+    1.6 a step: hence few steps, but enough for messages of all workers to arrive everywhere.
+    """
+    layout, who, count = Layout(SHAPES), processes(), 10
+    for name, options in EVERY:
+        apart, of_one = Network(topologies.make(topology, 8)), None
+        x = start(8, layout)[apart.workers.start : apart.workers.stop].clone()
+        steps(apart, algorithms.make(name, apart, layout, options), x, count)
+        if who.rank == 0:
+            together, expected = alone(topology, 8), start(8, layout)
+            steps(together, algorithms.make(name, together, layout, options), expected, count)
+            of_one = expected, together.bits.tolist(), together.messages.tolist()
+        of_one = who.broadcast(of_one)
+        assert of_one is not None
+        expected, bits, messages = of_one
+        assert apart.gather(torch.tensor(apart.bits)).tolist() == bits
+        assert apart.gather(torch.tensor(apart.messages)).tolist() == messages
+        difference = (apart.gather(x) - expected).abs() / (1 + expected.abs())
+        assert difference.max() < 1e-5, (name, options)
+
+
+@pytest.mark.parametrize(("name", "options"), EVERY, ids=label)
+def test_copies_are_runs_of_their_own(name: str, options: AveragingOptions) -> None:
+    """Three settings at once, each with its diffusion rate, are three runs one after the other."""
+    layout, factors = Layout(SHAPES), (1.0, 0.5, 0.1)
+    topology = topologies.make("chain", 4)
+    network = Network(topology, ALONE, copies=3)
+    rates = torch.tensor([f * float(options.diffusion_rate) for f in factors])
+    all_options = replace(options, diffusion_rate=rates.repeat_interleave(4))
+    x = start(4, layout).repeat(3, 1)
+    steps(network, algorithms.make(name, network, layout, all_options), x, 10)
+    for copy_index, rate in enumerate(rates.tolist()):
+        single = Network(topology, ALONE)
+        expected = start(4, layout)
+        one = replace(options, diffusion_rate=rate)
+        steps(single, algorithms.make(name, single, layout, one), expected, 10)
+        rows = slice(4 * copy_index, 4 * copy_index + 4)
+        torch.testing.assert_close(x[rows], expected, atol=1e-5, rtol=1e-5)
+        assert network.bits[rows].tolist() == single.bits.tolist()
+
+
+@pytest.mark.parametrize("name", sorted(set(AVERAGING) - {"all-reduce", "push-sum"}))
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])
+def test_diffusion_rates_must_be_positive(name: str, rate: float) -> None:
+    network = alone("ring", 3)
+    with pytest.raises(ValueError, match="diffusion_rate"):
+        algorithms.make(name, network, Layout([(3, 3)]), AveragingOptions(diffusion_rate=rate))
+
+
+def test_unknown_names_are_rejected() -> None:
+    with pytest.raises(ValueError, match=r'algorithm.*"sgd"'):
+        algorithms.make("sgd", alone("ring", 3), Layout([(2, 2)]), AveragingOptions())
+
+
+# --- Plain gossip and all-reduce ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("topology", [*UNDIRECTED, "unidirectional-ring", "exponential"])
+@pytest.mark.parametrize("rate", [1.0, 0.3])
+def test_plain_gossip_is_multiplication_by_the_mixing_matrix(topology: str, rate: float) -> None:
+    network, x = alone(topology, 8), torch.randn(8, 50)
+    W = network.topology.round(0).matrix().toarray()
+    expected = x + rate * torch.from_numpy(W - np.eye(8)).float() @ x
+    steps(network, PlainGossip(network, rate), x, 1)
+    torch.testing.assert_close(x, expected)
+
+
+@pytest.mark.parametrize("n", [4, 6, 8, 16, 32])
+def test_plain_gossip_contracts_by_the_rate_of_the_spectrum(n: int) -> None:
+    """The slowest eigenvector shrinks by exactly (λ_max − λ_2)/(λ_max + λ_2) a step at γ*."""
+    network = alone("ring", n)
+    L = np.eye(n) - network.topology.round(0).matrix().toarray()
+    _, vectors = np.linalg.eigh(L)
+    rate = network.topology.best_diffusion_rate
+    x = torch.from_numpy(vectors[:, 1:2]).double().float()
+    averaging = PlainGossip(network, rate)
+    before = variance(x)
+    steps(network, averaging, x, 5)
+    measured = (variance(x) / before) ** (1 / 10)
+    assert measured == pytest.approx(network.topology.contraction(rate), rel=1e-5)
+
+
+def test_all_reduce_averages_at_once_and_counts_a_ring() -> None:
+    n, layout = 8, Layout(SHAPES)
+    network, x = alone("ring", n), start(8, layout)
+    mean = x.mean(0)
+    steps(network, algorithms.make("all-reduce", network, layout, AveragingOptions()), x, 1)
+    torch.testing.assert_close(x, mean.expand(n, -1))
+    assert network.bits[0] == round(2 * (n - 1) / n * 32 * layout.size)
+
+
+def test_plain_gossip_sends_every_element_to_every_neighbor() -> None:
+    layout, network = Layout(SHAPES), alone("star", 5)
+    steps(network, PlainGossip(network), start(5, layout), 3)
+    assert network.bits.tolist() == [3 * 32 * layout.size * degree for degree in (4, 1, 1, 1, 1)]
+
+
+# --- The limits, and compressed messages to all --------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "rounds"), [(4, 2), (5, 2), (8, 4), (16, 8)])
+def test_finite_time_gossip_is_exact_after_its_rounds(n: int, rounds: int) -> None:
+    layout, network = Layout([(10, 10)]), alone("ring", n)
+    x = start(n, layout)
+    before = variance(x)
+    averaging = algorithms.make("finite-time", network, layout, AveragingOptions())
+    steps(network, averaging, x, rounds - 1)
+    assert variance(x) > 1e-3 * before
+    steps(network, averaging, x, 1)
+    assert variance(x) < 1e-8 * before
+
+
+@pytest.mark.parametrize(("n", "contraction"), [(8, 0.446463), (16, 0.673514)])
+def test_chebyshev_contracts_by_the_rate_of_the_spectrum(n: int, contraction: float) -> None:
+    layout, network = Layout([(10, 10)]), alone("ring", n)
+    x = start(n, layout)
+    averaging = algorithms.make("chebyshev", network, layout, AveragingOptions())
+    steps(network, averaging, x, 4)
+    before = variance(x)
+    steps(network, averaging, x, 8)
+    assert (variance(x) / before) ** (1 / 16) == pytest.approx(contraction, rel=0.06)
+    assert network.topology.chebyshev_contraction == pytest.approx(contraction, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["choco", "deepsqueeze"])
+@pytest.mark.parametrize("topology", ["ring", "star", "exponential"])
+def test_the_identity_is_plain_gossip(name: str, topology: str) -> None:
+    layout, network = Layout(SHAPES), alone(topology, 8)
+    x = start(8, layout)
+    plain = x.clone()
+    options = AveragingOptions(compressor="identity", diffusion_rate=0.9)
+    averaging = algorithms.make(name, network, layout, options)
+    for _ in range(10):
+        steps(network, averaging, x, 1)
+        steps(network, PlainGossip(network, 0.9), plain, 1)
+        torch.testing.assert_close(x, plain, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "options"), COMPRESSED, ids=label)
+def test_bits_are_those_of_the_compressor(name: str, options: AveragingOptions) -> None:
+    """32 K + positions, N + 32, ...: per tensor and neighbor; the formulas are the compressors'."""
+    layout, network = Layout(SHAPES), alone("star", 5)
+    steps(network, algorithms.make(name, network, layout, options), start(5, layout), 3)
+    if name == "moniqua":
+        size = -(-2 * layout.size // 8)
+    else:
+        compressor = compressors.make(options.compressor, options.compressor_options)
+        size = compressors.Codec(layout, compressor, [0]).size
+    assert network.bits.tolist() == [3 * 8 * size * degree for degree in (4, 1, 1, 1, 1)]
+
+
+def test_choco_is_the_papers_algorithm() -> None:
+    """Dense: with top-k, W, and every worker's x̂ in one matrix."""
+    n, layout = 6, Layout([(5, 4)])
+    network = alone("ring", n)
+    W = torch.from_numpy(network.topology.round(0).matrix().toarray()).float()
+    options = AveragingOptions(
+        compressor="top-k", compressor_options=Compression(keep_ratio=0.25), diffusion_rate=0.4
+    )
+    x = start(n, layout)
+    expected, public = x.clone(), torch.zeros_like(x)
+    averaging = algorithms.make("choco", network, layout, options)
+    for _ in range(6):
+        q = torch.zeros_like(expected)
+        kept = (expected - public).abs().topk(5, dim=1).indices
+        q.scatter_(1, kept, (expected - public).gather(1, kept))
+        public += q
+        expected += 0.4 * (W - torch.eye(n)) @ public
+        steps(network, averaging, x, 1)
+    torch.testing.assert_close(x, expected)
+
+
+def test_deepsqueeze_keeps_the_compression_error() -> None:
+    """Σ_t c_t + δ = Σ_t x_t: nothing is lost."""
+    layout, network = Layout(SHAPES), alone("ring", 4)
+    x = start(4, layout)
+    options = AveragingOptions(compressor="sign-and-norm", diffusion_rate=0.05)
+    averaging = algorithms.make("deepsqueeze", network, layout, options)
+    v_before, W = torch.zeros_like(x), network.topology.round(0).matrix().toarray()
+    L = torch.from_numpy(np.eye(4) - W).float()
+    for _ in range(5):
+        before = x.clone()
+        steps(network, averaging, x, 1)
+        error = averaging.state_dict()["error"]
+        c = before + v_before - error  # what was sent, if nothing is lost
+        torch.testing.assert_close(x, before - 0.05 * L @ c, atol=1e-5, rtol=1e-5)
+        v_before = error
+
+
+def test_moniqua_moves_as_if_it_knew_its_neighbors_to_a_step() -> None:
+    """Within θ: mod(q_j B − x_i, B) is x̂_j − x_i, so only quantization separates it from gossip."""
+    n, theta, layout = 8, 2.0, Layout([(10, 10)])
+    network = alone("ring", n)
+    x = 50 * start(1, layout).repeat(n, 1) + 0.5 * start(n, layout).clamp(-1.9, 1.9)
+    plain = x.clone()
+    options = AveragingOptions(theta=theta, diffusion_rate=0.1)
+    steps(network, algorithms.make("moniqua", network, layout, options), x, 1)
+    steps(network, PlainGossip(network, 0.1), plain, 1)
+    quantum = 6 * theta / 3  # δ B
+    assert (x - plain).abs().max() <= 0.1 * (2 / 3) * 2 * quantum
+    assert (x - plain).abs().max() > 0
+    torch.testing.assert_close(x.mean(0), plain.mean(0), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("topology", ["ring", "star", "one-peer-exponential"])
+def test_moniqua_is_the_papers_algorithm(topology: str) -> None:
+    """Dense, in double precision, also where neighbors differ by more than θ."""
+    n, theta, gamma, delta, layout = 7, 1.5, 0.3, 1 / 3, Layout([(9, 5), (3,)])
+    network = alone(topology, n)
+    x = start(n, layout) * 2
+    bound = 2 * theta / (1 - 2 * delta)
+    options = AveragingOptions(theta=theta, diffusion_rate=gamma, seed=3)
+    averaging = algorithms.make("moniqua", network, layout, options)
+
+    def mod(value: Tensor, a: float) -> Tensor:
+        return value - a * torch.floor(value / a + 0.5)
+
+    for t in range(5):
+        before = x.double()
+        W = torch.from_numpy(network.topology.round(t).matrix().toarray())
+        u = randomness.uniform(randomness.keys(3, "moniqua", [()])[0], t, layout.size).double()
+        q = torch.floor((mod(before / bound, 1) + 0.5) / delta + u) * delta - 0.5
+        own = q * bound - mod(before, bound)
+        theirs = mod(q[None, :] * bound - before[:, None], bound)  # [i, j, D]
+        expected = before + gamma * (W[:, :, None] * (theirs - own[:, None])).sum(1)
+        diagonal = torch.arange(n)
+        expected -= gamma * W[diagonal, diagonal, None] * (theirs[diagonal, diagonal] - own)
+        steps(network, averaging, x, 1)
+        torch.testing.assert_close(x, expected.float(), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("theta", [0.0, -1.0, float("nan")])
+def test_theta_must_be_positive(theta: float) -> None:
+    with pytest.raises(ValueError, match="theta="):
+        algorithms.make(
+            "moniqua", alone("ring", 3), Layout([(3, 3)]), AveragingOptions(theta=theta)
+        )
+
+
+# --- Time-varying topologies ---------------------------------------------------------------------
+
+TIME_VARYING = ["one-peer-exponential", "base-graph", "random-matching", "round-robin"]
+
+
+@pytest.mark.parametrize("topology", [*TIME_VARYING, "epidemic"])
+def test_plain_gossip_multiplies_by_the_matrix_of_the_round(topology: str) -> None:
+    network, x = alone(topology, 7), torch.randn(7, 20)
+    averaging, expected = PlainGossip(network), x.double()
+    for t in range(2 * network.topology.period):
+        W = network.topology.round(t).matrix().toarray()
+        expected = torch.from_numpy(W) @ expected
+        steps(network, averaging, x, 1)
+        torch.testing.assert_close(x, expected.float(), atol=1e-5, rtol=1e-5)
+
+
+def test_a_base_graph_averages_exactly_after_its_period() -> None:
+    for n in (3, 5, 6, 7, 12):
+        network, x = alone("base-graph", n), torch.randn(n, 20)
+        before = variance(x)
+        steps(network, PlainGossip(network), x, network.topology.period)
+        assert variance(x) < 1e-10 * before
+
+
+@pytest.mark.parametrize("topology", TIME_VARYING)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("power-gossip", AveragingOptions(num_iterations=2)),
+        ("power-gossip", AveragingOptions(rank=2)),
+        ("deepsqueeze", AveragingOptions(diffusion_rate=0.1)),
+        ("moniqua", AveragingOptions(theta=6.0, diffusion_rate=0.1)),
+    ],
+    ids=label,
+)
+def test_algorithms_on_time_varying_topologies_average(
+    topology: str, name: str, options: AveragingOptions
+) -> None:
+    layout, network = Layout(SHAPES), alone(topology, 8)
+    if name == "power-gossip" and not network.symmetric:
+        with pytest.raises(ValueError, match="topology=one-peer-exponential: use"):
+            algorithms.make(name, network, layout, options)
+        return
+    x = start(8, layout)
+    before = x.clone()
+    averaging = algorithms.make(name, network, layout, options)
+    last = variance(x)
+    for _ in range(12 * network.topology.period):
+        steps(network, averaging, x, 1)
+        if name == "power-gossip":
+            assert variance(x) <= last * (1 + 1e-5) + 1e-9
+            last = variance(x)
+    torch.testing.assert_close(x.mean(0), before.mean(0), atol=2e-5, rtol=0)
+    assert variance(x) <= 0.5 * variance(before)
+
+
+@pytest.mark.parallel([4])
+def test_processes_do_not_show_on_time_varying_topologies() -> None:
+    layout = Layout(SHAPES)
+    for topology in ("base-graph", "random-matching"):
+        for name, options in [
+            ("power-gossip", AveragingOptions(num_iterations=2)),
+            ("dpsgd", AveragingOptions()),
+        ]:
+            made = topologies.make(topology, 8)
+            apart, together = Network(made), Network(made, ALONE)
+            expected = start(8, layout)
+            x = expected[apart.workers.start : apart.workers.stop].clone()
+            steps(together, algorithms.make(name, together, layout, options), expected, 10)
+            steps(apart, algorithms.make(name, apart, layout, options), x, 10)
+            torch.testing.assert_close(apart.gather(x), expected, atol=1e-5, rtol=1e-5)
+            assert apart.gather(torch.tensor(apart.bits)).tolist() == together.bits.tolist()
+
+
+def test_choco_rejects_time_varying_topologies() -> None:
+    with pytest.raises(ValueError, match="topology=base-graph: use"):
+        algorithms.make("choco", alone("base-graph", 6), Layout([(3, 3)]), AveragingOptions())
+
+
+@pytest.mark.parametrize("make", [lambda n: PlainGossip(n), lambda n: algorithms.ExactMean(n)])
+def test_stateless_algorithms_reject_a_state(make: Callable[[Network], Averaging]) -> None:
+    averaging = make(alone("ring", 3))
+    assert averaging.state_dict() == {}
+    with pytest.raises(ValueError, match=r"PlainGossip|ExactMean"):
+        averaging.load_state_dict({"directions": 1})
+
+
+@pytest.mark.parallel([2, 8])
+def test_staged_messages_are_the_same() -> None:
+    """Staging through host memory, for GPUs without a CUDA-aware MPI."""
+    layout = Layout(SHAPES)
+    results = []
+    for stage in (False, True):
+        network = Network(topologies.make("ring", processes().size), stage=stage)
+        x = start(network.n_workers, layout)[network.workers.start : network.workers.stop].clone()
+        for name in ("power-gossip", "dpsgd", "all-reduce"):
+            steps(network, algorithms.make(name, network, layout, AveragingOptions()), x, 3)
+        results.append(x)
+    assert torch.equal(*results)

@@ -1,0 +1,283 @@
+"""Laws of default diffusion rates: no rule diverges with them, and none is needlessly slow."""
+
+import statistics
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+import train
+from powergossip import algorithms, compressors, topologies
+from powergossip.algorithms import learning
+from powergossip.compressors import Identity, RandomK, Rounding, SignAndNorm, TopK
+from powergossip.network import Network, Processes
+from powergossip.optimizers import GossipOptimizer
+from powergossip.optimizers.specification import Choco, Specification
+from powergossip.parameters import Layout
+from powergossip.topologies import Topology
+from powergossip.training.settings import checked
+from powergossip.training.trainer import Trainer
+from tests.harness import default_rates
+from tests.harness.default_rates import Case
+from tests.training.test_train import select, trained, value
+
+ALONE = Processes()
+LAYOUT = Layout([(25, 40), (5, 2), (20,)])
+RING = topologies.make("ring", 8)
+COMPRESSED = ("choco", "deepsqueeze")
+
+
+def consensus(
+    topology: Topology, elements: int, steps: int, name: str = "choco", **options: Any
+) -> float:
+    """The error of x from N(0, 1) after some steps, relative to the start."""
+    network, layout = Network(topology, ALONE), Layout([default_rates.shape(elements)])
+    averaging = algorithms.make(name, network, layout, **options)
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(topology.n_workers, elements, generator=random)
+    error = [float((x - x.mean(0)).double().square().sum())]
+    for _ in range(steps):
+        network.run(averaging.step(x))
+    return float((x - x.mean(0)).double().square().sum()) / error[0]
+
+
+# No default diverges
+
+
+@pytest.mark.parametrize("compressor", compressors.COMPRESSORS)
+@pytest.mark.parametrize("rule", COMPRESSED)
+def test_no_default_diverges(rule: str, compressor: str) -> None:
+    """A part of the cases of `python -m tests.harness.default_rates`."""
+    steps = 600 if compressor in ("svd", "rounding") else 1500
+    for graph, elements in (("ring 8, constant weights", 10), ("fully connected 8", 100)):
+        result = default_rates.run(Case(graph, rule, compressor, elements, steps=steps))
+        assert result.holds, result
+
+
+@pytest.mark.slow
+def test_no_default_diverges_on_any_graph() -> None:
+    """All graphs and rules, with 100 elements and all steps."""
+    for case in default_rates.cases():
+        if case.elements == 100 and case.compressor != "svd":
+            result = default_rates.run(case)
+            assert result.holds, result
+
+
+@pytest.mark.parametrize("compressor", ["random-k", "random-block", "top-k"])
+def test_deepsqueeze_converges_with_one_neighbor_at_a_time(compressor: str) -> None:
+    result = default_rates.run(Case("one-peer exponential 8", "deepsqueeze", compressor, 100))
+    assert result.holds, result
+
+
+@pytest.mark.parametrize("compressor", ["random-k", "random-block"])
+def test_entries_at_random_times_converge_in_the_mean_square(compressor: str) -> None:
+    """Neighbors on a ring with opposite values: λ_max = 2 max_i (1 − w_ii). An entry is sent every
+    100 steps in the mean, and the mean square falls to 5/9 each time."""
+    network, layout = Network(RING, ALONE), Layout([(10, 10)] * 20)
+    averaging = algorithms.make("choco", network, layout, compressor=compressor)
+    x = torch.tensor([1.0, -1.0]).repeat(4)[:, None].repeat(1, layout.size)
+    for _ in range(1000):
+        network.run(averaging.step(x))
+    assert x.square().mean() < 0.06
+
+
+@pytest.mark.parametrize("compressor", ["random-k", "sign-and-norm"])
+@pytest.mark.parametrize("rule", COMPRESSED)
+def test_quasi_global_momentum_does_not_diverge(rule: str, compressor: str) -> None:
+    """With the rate of D-PSGD, its momentum of gossip would."""
+    case = Case("ring 8", rule, compressor, 30, steps=1000)
+    found = default_rates.learn("quasi-global-momentum", case, 0.001)
+    assert found.holds, found
+
+
+@pytest.mark.slow
+def test_no_default_of_a_learning_rule_diverges() -> None:
+    """A seventh of the pairs, graphs and learning rates."""
+    for lesson in list(default_rates.lessons())[::7]:
+        found = default_rates.learn(*lesson)
+        assert found.holds, found
+
+
+@pytest.mark.parametrize("keep_ratio", [0.02, 0.1, 0.3])
+def test_largest_entries_converge_on_a_dense_graph(keep_ratio: float) -> None:
+    full = topologies.make("fully-connected", 8)
+    assert consensus(full, 100, 1000, compressor="top-k", keep_ratio=keep_ratio) < 1e-3
+
+
+@pytest.mark.parametrize("levels", [1, 2, 4, 16, 127])
+def test_rounding_to_few_levels_converges(levels: int) -> None:
+    for topology in (RING, topologies.make("ring", 8, options={"weights": "constant"})):
+        for elements in (10, 300):
+            assert consensus(topology, elements, 100, compressor="rounding", levels=levels) < 1e-5
+
+
+def test_defaults_are_nearly_as_fast_as_the_best_rates() -> None:
+    """The best of eight multiples of the default, by hindsight."""
+    ratios = []
+    for graph in ("ring 8", "star 8", "fully connected 8"):
+        for compressor in ("top-k", "random-k", "qsgd", "sign-and-norm"):
+            ratios += default_rates.speed(Case(graph, "choco", compressor, 10)).ratios
+    assert statistics.geometric_mean(ratios) < 2.5
+
+
+# The rule
+
+
+def default(compressor: Any, topology: Topology = RING, layout: Layout = LAYOUT) -> Any:
+    return algorithms.rates.of_choco(topology, layout, compressor)
+
+
+def test_the_rule_by_hand() -> None:
+    """γ = min(1, min_X s(X)/max_i (1 − w_ii)). A worker of this ring gives 2/3 to its neighbors."""
+    assert default(TopK(0.1)) == pytest.approx(0.1 * 3 / 2)
+    assert default(TopK(0.01)) == pytest.approx(0.01 * 3 / 2)
+    assert default(TopK(0.07)) == pytest.approx(1 / 20 * 3 / 2)  # the vector's K is 1
+    assert default(RandomK(0.1)) == pytest.approx(0.1 / 3 * 3 / 2)
+    assert default(SignAndNorm()) == pytest.approx(1 / 2)
+    assert default(Rounding(1)) == pytest.approx(1 / 5 * 3 / 2)
+    assert default(Identity()) == 1
+    full = topologies.make("fully-connected", 8)
+    assert default(TopK(0.1), full) == pytest.approx(0.1 * 8 / 7)
+    assert default(TopK(0.1), topologies.make("chain", 1)) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("graph", default_rates.GRAPHS)
+def test_eigenvalues_are_at_most_twice_the_largest_move(graph: str) -> None:
+    topology = default_rates.topology(graph)
+    if topology.period == 1:
+        assert topology.largest_eigenvalue <= 2 * topology.largest_move + 1e-12
+
+
+def test_deepsqueeze_has_the_same_default_but_at_most_a_tenth() -> None:
+    def rate(**options: Any) -> Any:
+        return algorithms.default_rate("deepsqueeze", RING, LAYOUT, options)
+
+    assert rate() == 0.1
+    assert rate(compressor="top-k") == pytest.approx(0.015)
+    assert rate(compressor="top-k", keep_ratio=0.5) == 0.1
+    assert rate(compressor="identity") == 1
+    assert algorithms.default_rate("moniqua", RING, LAYOUT) == 0.1
+    assert algorithms.default_rate("push-sum", RING, LAYOUT) is None
+
+
+class _Own(SignAndNorm):
+    """A compressor of the user."""
+
+    gossip_rate = 0.7
+
+
+def test_a_compressor_of_the_user_keeps_its_rate() -> None:
+    assert default(_Own()) == 0.7
+
+
+@pytest.mark.parametrize(("rate", "compressor"), [(0.05, "sign-and-norm"), (0.0015, "top-k")])
+def test_the_factor_of_a_learning_rule_leaves_the_limit_of_deepsqueeze(
+    rate: float, compressor: str
+) -> None:
+    found = algorithms.default_rate("deepsqueeze", RING, LAYOUT, {"compressor": compressor}, 0.1)
+    assert found == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("options", [{}, {"compressor": "top-k"}])
+def test_quasi_global_momentum_has_a_tenth_of_the_default(options: dict[str, str]) -> None:
+    by_default = algorithms.default_rate("choco", RING, LAYOUT, options)
+    assert isinstance(by_default, float)
+    factor = learning.diffusion_factor("quasi-global-momentum", "choco")
+    assert algorithms.default_rate("choco", RING, LAYOUT, options, factor) == 0.1 * by_default
+    keys = {f"optimizer_{name}": value for name, value in options.items()}
+    facts = [run_of(learning=name, **keys).facts() for name in ("dpsgd", "quasi-global-momentum")]
+    assert facts[1]["diffusion_rate"] == pytest.approx(0.1 * facts[0]["diffusion_rate"])
+
+
+def run_of(**values: Any) -> Trainer:
+    config = OmegaConf.structured(train.Config)
+    config |= {"n_workers": 4, "optimizer": "choco", "num_epochs": 1, **values}
+    config["task_architecture"] = "MLP"
+    return Trainer(checked(config, ALONE), ALONE)
+
+
+# Warnings
+
+
+def warned(build: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        build()
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_rate_that_may_diverge_gives_one_warning() -> None:
+    values: dict[str, Any] = {"optimizer_compressor": "top-k", "optimizer_keep_ratio": 0.1}
+    assert warned(lambda: run_of(**values)) == []
+    assert warned(lambda: run_of(**values, optimizer_diffusion_rate=0.2)) == []
+    (text,) = warned(lambda: run_of(**values, optimizer_diffusion_rate=0.5))
+    assert all(word in text for word in ("0.5", "choco", "ring", "above about"))
+
+
+@pytest.mark.parametrize("optimizer", ["choco", "deepsqueeze"])
+def test_a_rate_with_which_plain_gossip_diverges_gives_a_warning(optimizer: str) -> None:
+    """Above 2/λ_max = 1.5 on this ring, without compression."""
+    values: dict[str, Any] = {"optimizer": optimizer, "optimizer_compressor": "identity"}
+    assert warned(lambda: run_of(**values, optimizer_diffusion_rate=1.4)) == []
+    assert len(warned(lambda: run_of(**values, optimizer_diffusion_rate=1.6))) == 1
+
+
+def test_a_rate_for_all_tensors_gives_a_warning_by_the_smallest_default() -> None:
+    """The largest layer of the model has 8,192 elements."""
+    qsgd = {"optimizer_compressor": "qsgd", "optimizer_unbiased": True, "optimizer_levels": 64}
+    values: dict[str, Any] = {**qsgd, "learning": "exact-diffusion"}
+    assert warned(lambda: run_of(**values)) == []
+    assert len(warned(lambda: run_of(**values, optimizer_diffusion_rate=1.0))) == 1
+
+
+def test_an_optimizer_gives_the_warning_too() -> None:
+    def make(rate: float) -> Any:
+        method: Specification = Choco(diffusion_rate=rate, compressor="top-k", keep_ratio=0.1)
+        topology, layout = topologies.make("ring", 8), Layout([(10, 10)])
+        return warned(lambda: method.warn_of_rate(Network(topology, ALONE), layout))
+
+    assert make(0.2) == []
+    assert len(make(0.5)) == 1
+    model = nn.Linear(5, 5)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert len(warned(lambda: GossipOptimizer(sgd, "choco", processes=ALONE))) == 0
+
+
+# Training
+
+
+@pytest.mark.parametrize("compressor", ["top-k", "random-k"])
+def test_float64_as_the_default_type(compressor: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        network, layout = Network(RING, ALONE), Layout([(10, 10)])
+        averaging = algorithms.make("choco", network, layout, compressor=compressor)
+        x = torch.randn(8, 100, dtype=torch.float32)
+        before = x.clone()
+        network.run(averaging.step(x))
+        torch.testing.assert_close(x.mean(0), before.mean(0))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("epochs", "values"),
+    [
+        (40, {"compressor": "top-k", "keep_ratio": 0.1}),
+        (10, {"compressor": "rounding", "levels": 1}),
+    ],
+)
+def test_digits_stays_trained(epochs: int, values: dict[str, Any]) -> None:
+    """Fully connected, without a decay of the learning rate."""
+    keys = {f"optimizer_{name}": value for name, value in values.items()}
+    keys |= {"optimizer": "choco", "topology": "fully-connected", "n_workers": 8}
+    _, rows = trained(
+        **keys, task_architecture="MLP", num_epochs=epochs, evaluation_interval=epochs
+    )
+    assert select(rows, "accuracy", split="test", epoch=epochs)["value"].min() > 0.9
+    assert value(rows, "consensus_distance", type="params_only", epoch=epochs) < 1

@@ -1,0 +1,445 @@
+"""The laws of error feedback, for every compressor of the registry."""
+
+import copy
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from powergossip import compressors, topologies
+from powergossip.algorithms.error_feedback import ErrorFeedback, ErrorFeedbackConfig
+from powergossip.compressors import COMPRESSORS, Codec, Compressor, Identity, TopK
+from powergossip.network import Network, Processes, processes
+from powergossip.optimizers import error_feedback as loop
+from powergossip.parameters import Layout
+from powergossip.training.settings import checked
+from powergossip.training.trainer import Trainer
+from tests.algorithms.test_centralized import configured, trained
+from tests.harness.loops import gradients, step
+
+SHAPES = [(6, 5), (7,), (2, 3, 4), (), (6, 5), (3, 40)]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "top-k": {"keep_ratio": 0.2},
+    "random-k": {"keep_ratio": 0.3},
+    "random-block": {"rank": 1},
+    "qsgd": {"levels": 7},
+}
+MOMENTA = [{}, {"momentum": 0.8}, {"momentum": 0.8, "nesterov": True}]
+RATES = (0.1, 0.1, 0.02, 0.5, 0.5)
+
+
+def made(name: str) -> Compressor:
+    return compressors.make(name, **OPTIONS.get(name, {}))
+
+
+def aggregation(
+    n_workers: int,
+    compressor: Compressor,
+    shapes: list[Any] = SHAPES,
+    who: Processes | None = None,
+    **options: Any,
+) -> tuple[Network, ErrorFeedback]:
+    network = Network(topologies.make("ring", n_workers), who or Processes())
+    return network, ErrorFeedback(
+        network, Layout(shapes), compressor, ErrorFeedbackConfig(**options)
+    )
+
+
+def momenta(options: dict[str, Any], seen: list[Tensor]) -> Iterator[Tensor]:
+    """The momentum, in plain words, of the gradients seen so far."""
+    m, u = options.get("momentum", 0.0), torch.zeros_like(seen[0])
+    for g in seen:
+        u = m * u + g
+        yield g + m * u if options.get("nesterov") else u
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("options", MOMENTA)
+def test_errors_and_updates_sum_to_what_was_computed(name: str, options: dict[str, Any]) -> None:
+    """Σ η_t mean_t + η_T (mean error) = Σ η_t (mean of the momenta), while η changes."""
+    network, a = aggregation(3, made(name), **options)
+    layout = Layout(SHAPES)
+    seen = [gradients(3, layout, t) for t in range(len(RATES))]
+    updates = []
+    for g, rate in zip(seen, RATES, strict=True):
+        a.at_learning_rate(rate)
+        updates.append(step(network, a, g.clone())[0].double())
+    computed = [u.double().mean(0) for u in momenta(options, seen)]
+    error = a.state_dict()["error"].double().mean(0)
+    applied = sum(rate * u for rate, u in zip(RATES, updates, strict=True)) + RATES[-1] * error
+    expected = sum(rate * u for rate, u in zip(RATES, computed, strict=True))
+    torch.testing.assert_close(applied, expected, rtol=1e-5, atol=1e-5)
+    assert (error == 0).all() == (name == "identity")
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("options", MOMENTA)
+@pytest.mark.parametrize("rescaled", [True, False])
+def test_it_agrees_with_the_algorithm(name: str, options: dict[str, Any], rescaled: bool) -> None:
+    """p = u + (η_{t−1}/η_t) e; C(p) is applied and p − C(p) remains, worker by worker."""
+    network, a = aggregation(3, made(name), rescale_error=rescaled, seed=5, **options)
+    layout, e, before = Layout(SHAPES), torch.zeros(3, a.state_dict()["error"].shape[1]), None
+    seen = [gradients(3, layout, t) for t in range(len(RATES))]
+    codecs = [Codec(layout, made(name), [i], seed=5) for i in range(3)]
+    for t, (u, rate) in enumerate(zip(momenta(options, seen), RATES, strict=True)):
+        p = u + (before / rate if rescaled and before else 1.0) * e
+        sent = torch.cat(
+            [c.decode(c.encode(p[[i]], t), c.workers, t) for i, c in enumerate(codecs)]
+        )
+        for start, shape in zip(layout.starts, layout.shapes, strict=True):
+            size = prod(shape)
+            rows, columns = (shape[0], size // shape[0]) if shape else (1, 1)
+            if compressors.size(made(name), rows, columns) >= 4 * size:  # not smaller: sent whole
+                sent[:, start : start + size] = p[:, start : start + size]
+        a.at_learning_rate(rate)
+        mean = step(network, a, seen[t].clone())
+        torch.testing.assert_close(mean[0], sent.mean(0), rtol=1e-4, atol=1e-5)
+        e, before = a.state_dict()["error"], rate
+        torch.testing.assert_close(e, p - sent, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["top-k", "random-k", "random-block", "identity"])
+def test_sparse_parts_and_errors_are_exact(name: str) -> None:
+    """Every element is sent or kept, to the bit."""
+    network, a = aggregation(1, made(name))
+    p = torch.zeros(1, Layout(SHAPES).size)
+    for t in range(4):
+        g = gradients(1, Layout(SHAPES), t)
+        p = a.state_dict()["error"] + g
+        mean = step(network, a, g)
+        assert torch.equal(mean + a.state_dict()["error"], p)
+        assert ((mean == 0) | (mean == p)).all()
+
+
+def test_the_error_is_bounded() -> None:
+    """‖e_t‖² ≤ 4 (1 − δ)/δ² G² for ‖g‖ ≤ G. Karimireddy et al. (2019), Lemma 3."""
+    layout, kept = Layout([(10, 10)]), 0.2
+    network, a = aggregation(1, TopK(kept), layout.shapes)
+    largest = 0.0
+    for t in range(60):
+        g = gradients(1, layout, t)
+        step(network, a, g.div_(g.norm()))
+        largest = max(largest, a.state_dict()["error"].square().sum().item())
+    assert 0.5 < largest <= 4 * (1 - kept) / kept**2
+
+
+def test_without_feedback_the_error_is_dropped() -> None:
+    network, a = aggregation(2, TopK(0.2), error_feedback=False)
+    g = gradients(2, Layout(SHAPES), 0)
+    first = step(network, a, g.clone())
+    assert torch.equal(step(network, a, g.clone()), first)
+    assert (a.state_dict()["error"] == 0).all()
+
+
+# --- Messages -------------------------------------------------------------------------------------
+
+
+def counted(name: str, n: int) -> tuple[int, int]:
+    """Bits of the all-reduce and of the all-gather of a worker, by hand, from the shapes."""
+    averaged = gathered = levels = 0
+    for shape in SHAPES:
+        size = prod(shape)
+        rows, columns = (shape[0], size // shape[0]) if shape else (1, 1)
+        match name:
+            case "top-k" if size > 1:
+                gathered += (32 + 8) * max(1, size // 5)
+            case "random-k":
+                averaged += 32 * max(1, 3 * size // 10)
+            case "random-block":
+                averaged += 32 * min(size, rows + columns)
+            case "sign-and-norm" if size > 1:
+                gathered += 32
+                levels += size
+            case "qsgd" | "rounding" if size > 1:
+                gathered += 32
+                levels += 4 * size
+            case "svd" if rows + columns < size:
+                gathered += 32 * (rows + columns)
+            case _:
+                averaged += 32 * size
+    gathered += -(-levels // 8) * 8
+    return round(2 * (n - 1) * averaged / n), (n - 1) * (gathered + 32) if gathered else 0
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_bits_are_those_of_the_formula(name: str) -> None:
+    network, a = aggregation(5, made(name))
+    averaged, gathered = counted(name, 5)
+    for t in (1, 2):
+        step(network, a, gradients(5, Layout(SHAPES), t))
+        assert network.bits.tolist() == [t * (averaged + gathered)] * 5
+    if made(name) in (compressors.RandomK(0.3), compressors.RandomBlock(rank=1), Identity()):
+        assert gathered == 0, "linear compressors take an all-reduce"
+        words = 2 * 4 / 5 * 32 * Layout(SHAPES).size
+        assert a.compression_rate == pytest.approx(words / averaged, rel=1e-3)
+
+
+@pytest.mark.parallel(nprocs=[1, 2, 4])
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_workers_agree_to_the_bit_in_every_layout_of_processes(name: str) -> None:
+    who, layout = processes(), Layout(SHAPES)
+    network, a = aggregation(4, made(name), who=who, momentum=0.5)
+    alone, b = aggregation(4, made(name), momentum=0.5)
+    for t in range(4):
+        g = gradients(4, layout, t)
+        mean = step(network, a, g[list(network.workers)])
+        assert torch.equal(mean[0], step(alone, b, g)[0])
+        own = b.state_dict()["error"][list(network.workers)]
+        assert torch.equal(a.state_dict()["error"], own)
+    assert network.bits.tolist() == alone.bits[list(network.workers)].tolist()
+
+
+def test_tensors_that_would_not_be_smaller_are_averaged_whole() -> None:
+    """Vectors and small matrices have no error with svd, and none at a higher rate."""
+    for rate, compressed in ((1.0, [0, 4, 5]), (2.9, [0, 4, 5]), (3.0, [5]), (9.0, [])):
+        network, a = aggregation(
+            2, compressors.SVD(), [(6, 6), (7,), (2, 2, 1), (), (6, 6), (9, 40)],
+            min_compression_rate=rate,
+        )  # fmt: skip
+        layout = Layout([(6, 6), (7,), (2, 2, 1), (), (6, 6), (9, 40)])
+        step(network, a, gradients(2, layout, 0))
+        errors = layout.tensors(a.state_dict()["error"][0])
+        assert [i for i, e in enumerate(errors) if e.norm() > 0] == compressed, rate
+
+
+def test_all_tensors_as_one_vector() -> None:
+    """The largest elements of the whole gradient, as GlobalTopKReducer of the PowerSGD paper."""
+    network, a = aggregation(1, TopK(0.1), per_tensor=False)
+    g = gradients(1, Layout(SHAPES), 0)
+    mean = step(network, a, g.clone())
+    kept = g.shape[1] // 10
+    assert torch.equal(mean != 0, g.abs() >= g.abs().sort(descending=True).values[0, kept - 1])
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_divergence_stays_visible(name: str, bad: float) -> None:
+    network, a = aggregation(2, made(name))
+    g = gradients(2, Layout(SHAPES), 0)
+    g[1, 3] = bad
+    assert not step(network, a, g).isfinite().all()
+
+
+# --- Learning rates and state ---------------------------------------------------------------------
+
+
+def test_each_tensor_may_have_a_learning_rate() -> None:
+    """The error of a tensor is rescaled by its own rates. A step with rate 0 leaves its unit."""
+    layout = Layout([(4, 4), (9, 2)])
+    network, a = aggregation(1, TopK(0.3), layout.shapes)
+    a.at_learning_rate(0.1, 0.2)
+    step(network, a, gradients(1, layout, 0))
+    e = a.state_dict()["error"].clone()
+    large = 100 * (e == 0).float() + (e == 0)  # is sent; the errors stay
+
+    def errors(first: float, second: float) -> list[Tensor]:
+        a.at_learning_rate(first, second)
+        step(network, a, torch.zeros_like(e).add_(large))
+        return layout.tensors(a.state_dict()["error"][0])
+
+    one, two = (t.clone() for t in layout.tensors(e[0]))
+    for rates, factors in (
+        ((0.2, 0.1), (0.5, 2.0)),
+        ((0.0, 0.1), (0.5, 2.0)),
+        ((0.1, 0.4), (1, 0.5)),
+    ):
+        found = errors(*rates)
+        torch.testing.assert_close(found[0], factors[0] * one)
+        torch.testing.assert_close(found[1], factors[1] * two)
+
+
+@pytest.mark.parametrize("name", ["random-k", "qsgd", "sign-and-norm"])
+def test_a_restored_aggregation_is_the_same_to_the_bit(name: str) -> None:
+    layout = Layout(SHAPES)
+    network, a = aggregation(2, made(name), momentum=0.9)
+    for t, rate in enumerate(RATES[:3]):
+        a.at_learning_rate(rate)
+        step(network, a, gradients(2, layout, t))
+    other, b = aggregation(2, made(name), momentum=0.9)
+    b.at_learning_rate(0.7)
+    step(other, b, gradients(2, layout, 9))  # forgotten by loading
+    b.load_state_dict(copy.deepcopy(a.state_dict()))
+    for t, rate in enumerate(RATES[3:], 3):
+        a.at_learning_rate(rate)
+        b.at_learning_rate(rate)
+        g = gradients(2, layout, t)
+        assert torch.equal(step(network, a, g.clone()), step(other, b, g.clone()))
+    for wrong in (aggregation(2, made(name))[1], aggregation(2, made(name), [(2, 2)])[1]):
+        with pytest.raises(ValueError, match="use "):
+            wrong.load_state_dict(a.state_dict())
+
+
+# --- train.py -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_momentum_before_an_identity_is_sgd(nesterov: bool) -> None:
+    common: dict[str, Any] = {"nesterov": nesterov, "weight_decay": 0.01}
+    expected = trained(20, optimizer="all-reduce", **common)
+    found = trained(
+        20,
+        optimizer="ef-sgd",
+        optimizer_compressor="identity",
+        optimizer_momentum_before_compression=True,
+        **common,
+    )
+    x, y = expected.parameters.x, found.parameters.x
+    assert (x - y).norm() < 1e-5 * x.norm()
+
+
+@pytest.mark.parametrize(
+    ("name", "before"),
+    [
+        ("top-k", False),
+        ("top-k", True),
+        ("random-block", False),
+        *(pytest.param(n, False, marks=pytest.mark.slow) for n in ("random-k", "svd", "qsgd")),
+    ],
+)
+def test_every_compressor_learns(name: str, before: bool) -> None:
+    """Across a change of the learning rate. The accuracy of a guess is 0.1."""
+    run = trained(
+        100,
+        optimizer="ef-sgd",
+        optimizer_compressor=name,
+        optimizer_keep_ratio=0.3 if "-" in name else None,
+        optimizer_levels=40 if name == "qsgd" else None,
+        optimizer_momentum_before_compression=before,
+        lr_schedule_milestones=[[3.0, 0.5]],
+    )
+    x = run.parameters.x
+    assert (x == x[0]).all()
+    accuracy = run.task.evaluate(run.parameters.models[0])
+    assert accuracy["accuracy"] > 0.6 * accuracy["count"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"optimizer_compressor": "top-l"}, 'compressor "top-l"'),
+        ({"optimizer_compressor": "top-k", "optimizer_keep_ratio": 0.0}, "optimizer_keep_ratio=0"),
+        ({"optimizer_compressor": "random-k", "optimizer_rank": 0}, "optimizer_rank=0"),
+        ({"optimizer_compressor": "qsgd", "optimizer_levels": 200}, "optimizer_levels=200"),
+        ({"optimizer_min_compression_rate": 0.5}, "optimizer_min_compression_rate=0.5"),
+        (
+            {"optimizer_momentum_before_compression": True, "local_optimizer": "adamw"},
+            "local_optimizer=adamw",
+        ),
+    ],
+)
+def test_bad_input_names_the_key(changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(ValueError, match=key):
+        Trainer(checked(configured(optimizer="ef-sgd", **changes), Processes()), Processes())
+
+
+# --- A loop of your own ---------------------------------------------------------------------------
+
+
+def model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 4))
+
+
+def backward(net: nn.Module, worker: int, t: int, weight: float = 1.0) -> None:
+    x = gradients(8, Layout([(12,)]), worker, t)
+    (weight * nn.functional.cross_entropy(net(x), x[:, :4].argmax(1))).backward()
+
+
+def vector(net: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(net.parameters()).detach()
+
+
+@pytest.mark.parallel(nprocs=[1, 2, 4])
+@pytest.mark.parametrize("before", [0.0, 0.9])
+def test_five_lines_in_a_loop(before: float) -> None:
+    """The identity is SGD on the mean gradient. With top-k, all workers have the same parameters
+    and the mean gradient counts in the end."""
+    who = processes()
+    exact, sparse, reference = model(who.rank), model(who.rank), model(0)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    pairs = []
+    for net, compressor in ((exact, Identity()), (sparse, TopK(0.2))):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.0 if before else 0.9)
+        config = loop.ErrorFeedbackConfig(momentum=before)
+        pairs.append((optimizer, loop.ErrorFeedback(net.named_parameters(), compressor, config)))
+    for t in range(12):
+        for optimizer in (plain, *(optimizer for optimizer, _ in pairs)):
+            optimizer.param_groups[0]["lr"] = 0.1 if t < 8 else 0.05
+        for net, pair in zip((exact, sparse), pairs, strict=True):
+            backward(net, who.rank, t)
+            loop.optimizer_step(*pair)
+        for worker in range(who.size):
+            backward(reference, worker, t, 1 / who.size)
+        plain.step()
+        plain.zero_grad()
+        y = vector(reference)
+        assert (vector(exact) - y).norm() < 1e-5 * y.norm()
+        assert len({tuple(x.tolist()) for x in who.gather(vector(sparse))}) == 1
+    assert 0 < (vector(sparse) - y).norm() < 0.5 * y.norm()
+    feedback = pairs[1][1]
+    assert feedback.compression_rate > 3
+    assert (feedback.bits > 0) == (who.size > 1)
+    assert feedback.bits < 0.7 * pairs[0][1].bits or who.size == 1
+
+
+def test_a_resumed_loop_is_the_same_to_the_bit() -> None:
+    def one(net: nn.Module) -> tuple[torch.optim.Optimizer, loop.ErrorFeedback]:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        return optimizer, loop.ErrorFeedback(net.parameters(), compressors.RandomK(0.2))
+
+    def some(net: nn.Module, pair: Any, times: range) -> None:
+        for t in times:
+            pair[0].param_groups[0]["lr"] = 0.1 / (1 + t)
+            backward(net, 0, t)
+            loop.optimizer_step(*pair)
+
+    net, again = model(1), model(2)
+    pair = one(net)
+    some(net, pair, range(6))
+    other = one(again)
+    some(again, other, range(3))  # forgotten by loading
+    again.load_state_dict(net.state_dict())
+    other[0].load_state_dict(copy.deepcopy(pair[0].state_dict()))
+    other[1].load_state_dict(copy.deepcopy(pair[1].state_dict()))
+    some(net, pair, range(6, 12))
+    some(again, other, range(6, 12))
+    assert torch.equal(vector(net), vector(again))
+
+
+def test_each_parameter_has_the_rate_of_its_group() -> None:
+    """SGD with two groups, whose rates change differently, is followed in units of the update."""
+    net = model(1)
+    first, second = net[0], net[2]  # type: ignore[index]
+    groups = [{"params": first.parameters(), "lr": 0.1}, {"params": second.parameters(), "lr": 0.2}]
+    optimizer = torch.optim.SGD(groups)
+    feedback = loop.ErrorFeedback(net.parameters(), TopK(0.1))
+    start, total = vector(net), torch.zeros_like(vector(net))
+    for t in range(6):
+        optimizer.param_groups[1]["lr"] = 0.2 / (1 + t)
+        backward(net, 0, t)
+        rates = [g["lr"] for g in optimizer.param_groups for _ in range(2)]
+        total += torch.cat(
+            [r * p.grad.flatten() for r, p in zip(rates, net.parameters(), strict=True)]  # type: ignore[union-attr]
+        )
+        loop.optimizer_step(optimizer, feedback)
+    errors = feedback.flat.layout.tensors(feedback.state_dict()["aggregation"]["error"][0])
+    rest = torch.cat([r * e.flatten() for r, e in zip(rates, errors, strict=True)])
+    torch.testing.assert_close(start - vector(net) + rest, total)
+
+
+def test_momentum_twice_is_rejected() -> None:
+    net = model(0)
+    feedback = loop.ErrorFeedback(net.parameters(), TopK(), loop.ErrorFeedbackConfig(momentum=0.9))
+    backward(net, 0, 0)
+    for optimizer in (
+        torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5),
+        torch.optim.Adam(net.parameters()),
+        loop.DGCSGD(net.parameters(), lr=0.1, momentum=0.5),
+    ):
+        with pytest.raises(ValueError, match="momentum"):
+            loop.optimizer_step(optimizer, feedback)
+    with pytest.raises(ValueError, match=r"momentum=1\.5"):
+        loop.ErrorFeedbackConfig(momentum=1.5)

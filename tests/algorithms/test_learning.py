@@ -1,0 +1,491 @@
+"""Laws of the learning rules for data that differ between workers, on quadratics."""
+
+import copy
+import itertools
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from powergossip import algorithms, topologies
+from powergossip.algorithms import learning
+from powergossip.algorithms.ddp import DDPHook
+from powergossip.algorithms.learning.gossip_rule import COPIES
+from powergossip.algorithms.learning.quasi_global import QuasiGlobalAdam, QuasiGlobalMomentum
+from powergossip.network import Network, Processes, processes
+from powergossip.training.settings import checked
+from tests.algorithms.test_centralized import configured
+from tests.harness.averaging import graph
+from tests.harness.laws import EXACT, IN_TABLE, REJECTED, Law, error, is_accepted
+from tests.harness.quadratics import (
+    AVERAGING,
+    COLUMNS,
+    ROWS,
+    SGD,
+    WORKERS,
+    Quadratics,
+    rule_of,
+    train,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    "law",
+    [
+        pytest.param(
+            law, marks=pytest.mark.slow if law.slow else (), id=f"{law.name}-{law.averaging}"
+        )
+        for law in EXACT
+    ],
+)
+def test_exact_fixed_points(law: Law) -> None:
+    """All workers reach the optimum of the mean loss, from which their own optima are far."""
+    assert error(law) < 1e-9
+
+
+def test_the_page_of_learning_rules_has_the_pairs_that_are_accepted() -> None:
+    """A pair has an error in the table of `python -m tests.harness.laws`, or is rejected."""
+    lines = (ROOT / "docs" / "different-data.md").read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("| `learning` | plain |"))
+    columns = [cell.strip() for cell in lines[first].split("|")[2:-1]]
+    rows = {}
+    for line in itertools.takewhile(lambda line: line.startswith("|"), lines[first + 2 :]):
+        name, *cells = (cell.strip(" `") for cell in line.split("|")[1:-1])
+        rows[name] = cells
+    assert columns == list(IN_TABLE)
+    assert sorted(rows) == sorted(learning.LEARNING)
+    for name, cells in rows.items():
+        for averaging, cell in zip(IN_TABLE.values(), cells, strict=True):
+            assert is_accepted(name, averaging) == (cell != REJECTED), (name, averaging)
+            if any((law.name, law.averaging) == (name, averaging) for law in EXACT):
+                assert float(cell) < 1e-9, (name, averaging)
+
+
+@pytest.mark.parametrize("topology", ["directed", "one-peer-exponential"])
+@pytest.mark.parametrize("name", ["gradient-tracking", "k-gt", "momentum-tracking"])
+def test_exact_on_directed_graphs(name: str, topology: str) -> None:
+    """A doubly stochastic W is enough for tracking, static or not."""
+    problem = Quadratics()
+    train(rule_of(name, "plain", problem, 0.02, topology=topology), problem, 2000)
+    assert problem.error < 1e-9
+
+
+@pytest.mark.parametrize("averaging", ["plain", "power-gossip"])
+def test_quasi_global_momentum_does_not_change_the_fixed_point(averaging: str) -> None:
+    """At the fixed point nothing moves, the momentum is 0, and D-PSGD's bias is left."""
+    problem = Quadratics()
+    rule = rule_of("quasi-global-momentum", averaging, problem, 0.01)
+    train(rule, problem, 3000)
+    plain = Quadratics()
+    method, _ = AVERAGING[averaging]
+    network = Network(topologies.make("ring", WORKERS), dtype=torch.float64)
+    gossip = algorithms.make(method, network, plain.layout)
+    for _ in range(3000):
+        plain.x.sub_(plain.gradients(), alpha=0.01)
+        network.run(gossip.step(plain.x))
+    assert plain.error > 0.1
+    assert problem.error == pytest.approx(plain.error, rel=1e-3 if averaging == "plain" else 0.3)
+
+
+INVARIANTS = {  # rule → (tensor of the state whose mean is that of the other, or 0; the other)
+    "gradient-tracking": ("y", "v"),
+    "gt-nsgd": ("y", "v"),
+    "k-gt": ("c", None),
+    "momentum-tracking": ("c", None),
+    "exact-diffusion": ("d", None),
+    "beer": ("y", "v"),
+    "motef": ("y", "v"),
+}
+
+
+@pytest.mark.parametrize(("factor", "grows"), [(0.1, False), (1, True)])
+def test_quasi_global_momentum_needs_smaller_rates_over_public_copies(
+    factor: float, grows: bool
+) -> None:
+    """Gossip has momentum, too, and the copies of signs lag behind. Here hardly anything else moves
+    the workers."""
+    problem = Quadratics()
+    rate = factor * AVERAGING["sign"][1]["diffusion_rate"]
+    rule = rule_of(
+        "quasi-global-momentum",
+        "sign",
+        problem,
+        0.001,
+        averaging_options={"diffusion_rate": rate},
+        momentum=0.9,
+        overlapping=True,
+    )
+    first = problem.error
+    train(rule, problem, 1500)
+    assert (problem.error > 10 * first) == grows
+
+
+@pytest.mark.parametrize("averaging", ["plain", "power-gossip"])
+def test_quasi_global_momentum_survives_a_learning_rate_of_0(averaging: str) -> None:
+    """Cosine decay to 0 and a restart. The displacements by gossip did not vanish with the rate."""
+    problem = Quadratics()
+    local = SGD(0.05)
+    rule = rule_of("quasi-global-momentum", averaging, problem, local)
+    rates = [0.05 * (1 + math.cos(math.pi * t / 200)) / 2 for t in range(201)]
+    train(rule, problem, 300)
+    errors = [problem.error]
+    for rate in [*rates, 0.0, 0.0, *[0.05] * 300]:
+        local.rate = rate
+        train(rule, problem, 1)
+        errors.append(problem.error)
+    assert max(errors) < 1.5 * errors[0]
+    assert errors[-1] == pytest.approx(errors[0], rel=0.1)
+
+
+def test_k_gt_keeps_its_correction_in_a_step_with_a_learning_rate_of_0() -> None:
+    problem = Quadratics()
+    local = SGD(0.05)
+    rule = rule_of("k-gt", "plain", problem, local)
+    train(rule, problem, 600)
+    for rate in (0.0, 0.0, 0.05, 0.05):
+        local.rate = rate
+        train(rule, problem, 1)
+        assert problem.error < 1e-9
+
+
+@pytest.mark.parametrize("averaging", ["plain", "power-gossip"])
+@pytest.mark.parametrize("name", ["k-gt", "gradient-tracking", "exact-diffusion"])
+def test_a_decay_of_the_learning_rate_disturbs_all_but_k_gt(name: str, averaging: str) -> None:
+    """For at most 100 steps, as the page of learning rules says."""
+    problem = Quadratics()
+    local = SGD(0.05)
+    rule = rule_of(name, averaging, problem, local)
+    train(rule, problem, 4000)
+    local.rate = 0.005
+    errors = []
+    for _ in range(100):
+        train(rule, problem, 1)
+        errors.append(problem.error)
+    if name == "k-gt":
+        assert max(errors) < 1e-9
+    else:
+        assert 1 < max(errors) < 5
+        assert errors[-1] < 0.1
+
+
+@pytest.mark.parametrize("clip", [1.0, 5.0])
+def test_clipping_has_the_bias_of_all_reduce(clip: float) -> None:
+    biased = []
+    for name, averaging, topology in (
+        ("quasi-global-momentum", "all-reduce", "ring"),
+        ("gradient-tracking", "plain", "ring"),
+        ("k-gt", "plain", "ring"),
+        ("exact-diffusion", "plain", "ring"),
+        ("relay-sgd", "plain", "binary-tree"),
+    ):
+        problem = Quadratics()
+        train(rule_of(name, averaging, problem, 0.05, topology, clip=clip), problem, 2000)
+        biased.append(problem.error)
+    assert biased == pytest.approx([2.5] * len(biased), abs=0.05)
+
+
+def test_quasi_global_momentum_over_all_reduce_is_exact_by_default() -> None:
+    """Its messages follow the local update, as those of SGD do: equal models in all workers."""
+    problem = Quadratics()
+    gossip = algorithms.make(
+        "all-reduce", Network(topologies.make("ring", WORKERS)), problem.layout
+    )
+    overlapping = learning.overlapping("quasi-global-momentum", gossip)
+    rule = rule_of("quasi-global-momentum", "all-reduce", problem, 0.05, overlapping=overlapping)
+    train(rule, problem, 600)
+    assert problem.error < 1e-9
+
+
+@pytest.mark.parametrize("name", ["gradient-tracking", "k-gt", "momentum-tracking", "gt-nsgd"])
+def test_sums_over_the_workers_need_weights_that_conserve_them(name: str) -> None:
+    """Columns of the rounds of `epidemic` do not sum to 1."""
+    with pytest.raises(ValueError, match=f"topology=epidemic: .*{name}"):
+        rule_of(name, "plain", Quadratics(), 0.02, "epidemic")
+    rule_of("quasi-global-momentum", "plain", Quadratics(), 0.02, "epidemic")
+
+
+@pytest.mark.parametrize(("name", "of"), INVARIANTS.items())
+def test_tracked_means(name: str, of: tuple[str, str | None]) -> None:
+    """The mean of the tracked variable is that of what it tracks; corrections add up to 0."""
+    for averaging in ("top-k",) if name in ("beer", "motef") else ("plain", "power-gossip"):
+        problem = Quadratics()
+        rate = 0.01
+        rule = rule_of(name, averaging, problem, rate)
+        for _ in range(50):
+            train(rule, problem, 1)
+            state = rule.state_dict()
+            tracked, target = state[of[0]], 0 if of[1] is None else state[of[1]]
+            torch.testing.assert_close(
+                (tracked - target).mean(0), torch.zeros_like(problem.x[0]), atol=1e-12, rtol=0
+            )
+        assert tracked.abs().max() > 1e-3
+
+
+def trajectory(steps: int, name: str, averaging: str, rate: float, **options: Any) -> Tensor:
+    problem = Quadratics()
+    train(rule_of(name, averaging, problem, rate, **options), problem, steps)
+    return problem.x
+
+
+@pytest.mark.parametrize("name", ["gradient-tracking", "k-gt", "exact-diffusion"])
+def test_power_gossip_of_full_rank_is_the_uncompressed_method(name: str) -> None:
+    """PowerGossip cannot compress a matrix with rank min(rows, columns), and sends all of it."""
+    own = {"dual_rate": 1} if name == "exact-diffusion" else {}
+    full = trajectory(20, name, "power-gossip", 0.05, averaging_options={"rank": COLUMNS}, **own)
+    torch.testing.assert_close(full, trajectory(20, name, "plain", 0.05), rtol=0, atol=1e-12)
+
+
+def test_exact_diffusion_over_copies_without_compression_is_exact_diffusion() -> None:
+    """LEAD with the identity and α = 1 is NIDS."""
+    lead = trajectory(20, "exact-diffusion", "identity", 0.05)
+    torch.testing.assert_close(
+        lead, trajectory(20, "exact-diffusion", "plain", 0.05), rtol=0, atol=1e-5
+    )
+
+
+def test_k_gt_with_one_local_step_is_gradient_tracking() -> None:
+    """c_i = y_i − u_i, once y has started with the workers' own first displacements."""
+    k_gt = trajectory(300, "k-gt", "plain", 0.05)
+    tracking = trajectory(300, "gradient-tracking", "plain", 0.05)
+    assert (k_gt - tracking).abs().max() < 1e-6
+
+
+def test_motef_without_momentum_is_beer() -> None:
+    """λ = 1"""
+    motef = trajectory(30, "motef", "top-k", 0.02, momentum=0.0)
+    assert torch.equal(motef, trajectory(30, "beer", "top-k", 0.02))
+
+
+@pytest.mark.parametrize("name", sorted(learning.LEARNING))
+def test_one_worker_is_the_local_optimizer(name: str) -> None:
+    """Without neighbors, each rule is SGD with the same momentum, if it has one."""
+    problem = Quadratics(workers=1)
+    averaging = "top-k" if name in ("beer", "motef") else "plain"
+    momentum: dict[str, Any] = {"momentum": 0.0} if "momentum" in learning.options(name) else {}
+    train(rule_of(name, averaging, problem, 0.1, **momentum), problem, 3)
+    x = torch.zeros_like(problem.x)
+    for _ in range(3):
+        g = problem.a * (x - problem.b)
+        x -= 0.1 * (g / g.norm() if name == "gt-nsgd" else g)
+    torch.testing.assert_close(problem.x, x, rtol=0, atol=1e-12)
+
+
+def test_d2_is_at_its_limit_on_a_ring_of_8() -> None:
+    """Its mode for the eigenvalue λ of W grows by |λ − √(λ² − λ)|: 1 at −1/3. Exact diffusion has
+    (1 + λ)/2 in its place, never below 0."""
+    W = topologies.make("ring", WORKERS).rounds[0].matrix().toarray()
+    smallest = torch.linalg.eigvalsh(torch.from_numpy(W)).min()
+    assert float(smallest) == pytest.approx(-1 / 3)
+
+    def growth(eigenvalue: float) -> float:
+        return abs(eigenvalue - (eigenvalue**2 - eigenvalue + 0j) ** 0.5)
+
+    assert growth(float(smallest)) == pytest.approx(1)
+    assert growth(-0.36) > 1.02
+    problem = Quadratics()
+    problem.a.fill_(1e-9)  # where the limit is
+    alternating = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(WORKERS // 2)
+    problem.x.copy_(alternating[:, None].expand_as(problem.x))
+    train(rule_of("exact-diffusion", "plain", problem, 0.1), problem, 200)
+    assert problem.x.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("averaging", ["plain", "power-gossip"])
+def test_exact_diffusion_damps_vectors_too(averaging: str) -> None:
+    """PowerGossip averages vectors with a rate of their own, 1. With it, the mode of the eigenvalue
+    −1/3 would stay as large as it is."""
+    problem = Quadratics(shapes=[(ROWS, COLUMNS), (4,)])
+    problem.a.fill_(1e-9)
+    alternating = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(WORKERS // 2)
+    problem.x.copy_(alternating[:, None].expand_as(problem.x))
+    train(rule_of("exact-diffusion", averaging, problem, 0.1), problem, 200)
+    assert problem.x[:, -4:].abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("topology", ["torus", "star"])
+def test_exact_diffusion_over_power_gossip_on_other_graphs(topology: str) -> None:
+    """At its default rates. The ring is in EXACT."""
+    problem = Quadratics()
+    train(rule_of("exact-diffusion", "power-gossip", problem, 0.05, topology), problem, 6000)
+    assert problem.error < 1e-9
+
+
+@pytest.mark.parametrize(("rate", "warned"), [(None, 0), (1, 0), (1.3, 1), ("auto", 1)])
+def test_larger_rates_of_exact_diffusion_over_power_gossip_give_a_warning(
+    rate: float | str | None, warned: int
+) -> None:
+    asked = configured(
+        n_workers=2,
+        learning="exact-diffusion",
+        optimizer="power-gossip",
+        optimizer_diffusion_rate=rate,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        checked(asked, Processes())
+    texts = [str(w.message) for w in caught]
+    assert sum(text.startswith("optimizer_diffusion_rate=") for text in texts) == warned
+
+
+@pytest.mark.parametrize(("levels", "warned"), [(None, 0), (64, 0), (63, 1)])
+def test_fewer_levels_of_exact_diffusion_give_a_warning(levels: int | None, warned: int) -> None:
+    asked = configured(
+        n_workers=2,
+        learning="exact-diffusion",
+        optimizer="choco",
+        optimizer_compressor="qsgd",
+        optimizer_unbiased=True,
+        optimizer_levels=levels,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        checked(asked, Processes())
+    assert sum(str(w.message).startswith("optimizer_levels=") for w in caught) == warned
+
+
+@pytest.mark.parametrize("levels", [4, 64])
+def test_exact_diffusion_over_quantization_of_large_tensors(levels: int) -> None:
+    """At its default rates. Those that depend on the levels alone diverge with 4."""
+    problem = Quadratics(dtype=torch.float32, shapes=[(64, 64), (6, 5)])
+    first = problem.error
+    options = {"levels": levels, "diffusion_rate": None, "copy_rate": None}
+    train(
+        rule_of("exact-diffusion", "qsgd", problem, 0.05, averaging_options=options), problem, 200
+    )
+    assert problem.error < first / 3
+
+
+NOT_ACCEPTED = [
+    ("beer", "plain", "beer"),
+    ("k-gt", "sign", "k-gt"),
+    ("momentum-tracking", "qsgd", "momentum-tracking"),
+    ("exact-diffusion", "top-k", "exact-diffusion"),
+    ("exact-diffusion", "sign", "exact-diffusion"),
+]
+
+
+@pytest.mark.parametrize(("name", "averaging", "found"), NOT_ACCEPTED)
+def test_pairs_without_a_law_are_rejected(name: str, averaging: str, found: str) -> None:
+    with pytest.raises(ValueError, match=f"learning={found}"):
+        rule_of(name, averaging, Quadratics(), 0.1)
+
+
+SINGLE = [
+    ("gradient-tracking", "plain", 0.1, {}, 1e-5),
+    ("gradient-tracking", "power-gossip", 0.05, {}, 1e-5),
+    ("k-gt", "plain", 0.1, {}, 1e-5),
+    ("k-gt", "power-gossip", 0.05, {}, 1e-5),
+    ("exact-diffusion", "plain", 0.1, {}, 1e-5),
+    ("exact-diffusion", "power-gossip", 0.1, {"diffusion_rate": 0.25}, 1e-5),
+    ("beer", "top-k", 0.02, {}, 1e-4),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "averaging", "rate", "given", "bound"), SINGLE)
+def test_rounding_errors_in_single_precision_do_not_add_up(
+    name: str, averaging: str, rate: float, given: dict[str, Any], bound: float
+) -> None:
+    """20,000 steps in float32. The difference form of D² ends at 7e-3."""
+    problem = Quadratics(dtype=torch.float32)
+    train(rule_of(name, averaging, problem, rate, averaging_options=given), problem, 20_000)
+    assert problem.error < bound
+
+
+# Rules with an averaging rule and a topology that they accept, and options.
+TYPICAL = [
+    *((name, {"local_steps": 2} if name == "k-gt" else {}) for name in learning.LEARNING),
+    ("quasi-global-momentum", {"local_optimizer": "adamw"}),
+    ("gradient-tracking", {"overlapping": True}),
+]
+
+
+def typical(
+    name: str,
+    problem: Quadratics,
+    who: Processes | None = None,
+    rate: float | learning.Local = 0.05,
+    **options: Any,
+) -> learning.GossipRule:
+    found = learning.rule(name)
+    averaging = "top-k" if found.kinds == COPIES else "plain"
+    topology = graph("double-binary-tree" if found.relays else "tail", problem.n_workers)
+    network = Network(topology, who, dtype=problem.x.dtype)
+    return rule_of(name, averaging, problem, rate, network, **options)
+
+
+@pytest.mark.parametrize(("name", "options"), TYPICAL)
+def test_a_restored_rule_continues_to_the_bit(name: str, options: dict[str, Any]) -> None:
+    """In a rule that has made steps, and with another learning rate."""
+    runs = []
+    for start in (0.0, 1.0):
+        problem, local = Quadratics(), SGD(0.002)
+        problem.x.add_(start)
+        rule = typical(name, problem, rate=local, **options)
+        train(rule, problem, 5)
+        runs.append((rule, problem, local))
+    (rule, problem, local), (restored, resumed, theirs) = runs
+    theirs.rate = 0.003
+    train(restored, resumed, 2)
+    restored.load_state_dict(copy.deepcopy(rule.state_dict()))
+    resumed.x.copy_(problem.x)
+    local.rate = theirs.rate = 0.05
+    for run in (rule, problem), (restored, resumed):
+        train(*run, 5)
+    assert torch.equal(resumed.x, problem.x)
+
+
+@pytest.mark.parametrize(("name", "options"), TYPICAL)
+def test_a_step_requests_the_gradient_first_and_one_update(
+    name: str, options: dict[str, Any]
+) -> None:
+    """And messages at most once, before or after the update."""
+    problem = Quadratics()
+    rule = typical(name, problem, **options)
+    for _ in range(2):
+        step, answer, kinds = rule.step(), None, []
+        while (request := learning.resumed(step, answer)) is not None:
+            kinds.append(type(request))
+            answer = torch.zeros_like(problem.x)
+        assert kinds[:2] == [learning.Gradient, learning.Update]
+        assert kinds[2:] in ([], [learning.Mix])
+
+
+# Rule → names of the state that workers keep, and of that whose mean is conserved, where a run
+# resumes with another number of workers (values: tests/training/test_elastic.py). Others: none.
+OF_WORKERS: dict[type[learning.Learning], tuple[str, str]] = {
+    learning.DPSGD: ("steps", ""),
+    learning.CentralizedSGD: ("batches decay", "aggregation error gradient"),
+    DDPHook: (
+        "next_stats_report numel_after_compression numel_before_compression p q rng_keys "
+        "rng_position start_iteration steps",
+        "errors",
+    ),
+    QuasiGlobalMomentum: ("m rate", ""),
+    QuasiGlobalAdam: ("m steps v", ""),
+    learning.MomentumTracking: ("m", ""),
+}
+
+
+@pytest.mark.parametrize("rule", dict.fromkeys([*OF_WORKERS, *learning.LEARNING.values()]))
+def test_names_of_the_state_that_does_not_depend_on_the_topology(rule: Any) -> None:
+    found = tuple(" ".join(sorted(names)) for names in (rule.kept, rule.conserved))
+    assert found == OF_WORKERS.get(rule, ("", ""))
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize("name", ["relay-sgd", "exact-diffusion"])
+def test_two_processes_train_the_workers_of_one(name: str) -> None:
+    """To the bit. On a ring and on two trees, of which each has edges between the processes."""
+    who = processes()
+    hosted = range(4 * who.rank, 4 * who.rank + 4)
+    problem, together = Quadratics(hosted=hosted), Quadratics()
+    train(typical(name, problem, who), problem, 20)
+    train(typical(name, together, Processes()), together, 20)
+    assert torch.equal(problem.x, together.x[hosted.start : hosted.stop])

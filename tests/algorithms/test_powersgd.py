@@ -1,0 +1,760 @@
+"""Laws of PowerSGD: error feedback, convergence of the directions, cost of the messages."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from powergossip import optimizers, topologies
+from powergossip.algorithms import power_sgd_reference
+from powergossip.algorithms.power_sgd import Aggregation, PowerSGDConfig, orthonormalize
+from powergossip.errors import BadInput
+from powergossip.network import Network, Processes, processes
+from powergossip.optimizers import (
+    Aggregator,
+    AllReduce,
+    BasicConfig,
+    BasicPowerSGD,
+    PowerSGD,
+    dgc,
+    optimizer_step,
+)
+from powergossip.parameters import Layout
+from powergossip.randomness import generator
+from powergossip.tasks.models import ARCHITECTURES
+from tests.harness.loops import gradients, step
+
+SHAPES = [(6, 4), (9,), (6, 4), (3, 2, 2), (8, 6), (1,)]
+# Compresses from the first step on, both sides in each step.
+AT_ONCE = PowerSGDConfig(
+    1, min_compression_rate=1, num_iters_per_step=2, start_compressing_after_num_steps=0
+)
+
+
+def aggregation(
+    n_workers: int, shapes: Any = SHAPES, **options: Any
+) -> tuple[Network, Aggregation]:
+    """An aggregation that compresses every matrix from the first step on."""
+    defaults = {
+        "rank": 1,
+        "min_compression_rate": 0,
+        "num_iters_per_step": 2,
+        "start_compressing_after_num_steps": 0,
+    }
+    network = Network(topologies.make("ring", n_workers), Processes())
+    return network, Aggregation(network, Layout(shapes), PowerSGDConfig(**defaults | options))
+
+
+@pytest.mark.parametrize("n_workers", [1, 3])
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize("num_iters", [1, 2, 3])
+def test_the_means_and_the_errors_sum_to_the_gradients(
+    n_workers: int, rank: int, num_iters: int
+) -> None:
+    """Σ_t mean_t + mean_i e_i = Σ_t mean_i g_i: error feedback loses nothing."""
+    network, a = aggregation(n_workers, rank=rank, num_iters_per_step=num_iters)
+    layout = Layout(SHAPES)
+    error = torch.zeros(n_workers, layout.size)
+    applied, given = torch.zeros(layout.size), torch.zeros(layout.size)
+    for t in range(40):
+        fresh = gradients(n_workers, layout, t)
+        given += fresh.mean(0)
+        error += fresh
+        applied += step(network, a, error)[0]
+    assert (applied + error.mean(0) - given).norm() < 1e-4 * given.norm()
+    assert 0 < error.mean(0).norm() < 20 * given.norm()
+
+
+@pytest.mark.parametrize("n_workers", [1, 4])
+def test_full_rank_with_two_half_iterations_is_all_reduce(n_workers: int) -> None:
+    """The half-iteration from a basis of the shorter side leaves no error."""
+    network, a = aggregation(n_workers, rank=8)
+    layout = Layout(SHAPES)
+    for t in range(5):
+        gradient = gradients(n_workers, layout, t)
+        expected = gradient.mean(0)
+        size = gradient.norm()
+        mean = step(network, a, gradient)
+        assert (mean - expected).norm() < 1e-5 * expected.norm()
+        assert gradient.norm() < 1e-5 * size, "no error is left"
+
+
+@pytest.mark.parametrize("shape", [(12, 9), (9, 12)])
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_a_fixed_gradient_is_approximated_as_well_as_rank_r_can(
+    rank: int, shape: tuple[int, int]
+) -> None:
+    """A half-iteration a step with warm start is power iteration, which converges to the leading
+    singular vectors; the best of that rank is Eckart & Young's (1936), from torch.linalg.svd."""
+    network, a = aggregation(1, [shape], rank=rank, num_iters_per_step=1)
+    rows, columns = shape
+    u = torch.linalg.qr(gradients(1, Layout([(rows, rows)]), 1).view(rows, rows)).Q[:, :9]
+    v = torch.linalg.qr(gradients(1, Layout([(columns, columns)]), 2).view(columns, columns)).Q
+    fixed = (u * 0.6 ** torch.arange(9.0)) @ v[:, :9].T
+    for _ in range(60):
+        mean = step(network, a, fixed.flatten()[None].clone())
+    left, s, right = torch.linalg.svd(fixed)
+    best = left[:, :rank] * s[:rank] @ right[:rank]
+    assert (mean[0].view(shape) - best).norm() < 1e-4 * best.norm()
+
+
+@pytest.mark.parametrize("num_iters", [1, 2, 3])
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("n_workers", [1, 3])
+def test_it_agrees_with_the_reference(n_workers: int, rank: int, num_iters: int) -> None:
+    """power_sgd_reference.py, the algorithm on one matrix, in the paper's symbols."""
+    shape = 14, 12
+    network, a = aggregation(n_workers, [shape], rank=rank, num_iters_per_step=num_iters)
+    factor = a.state_dict()["directions"][0].view(rank, shape[1]).T.clone()
+    error = torch.zeros(n_workers, 168)
+    for t in range(6):
+        error += gradients(n_workers, Layout([shape]), t)
+        expected, M, factor = power_sgd_reference.step(
+            error.view(n_workers, *shape).clone(),
+            factor,
+            num_iters * t,
+            lambda factors: factors.mean(0),
+            num_iters,
+        )
+        mean = step(network, a, error)
+        assert (mean.view(-1, *shape) - expected).norm() < 1e-5 * mean.norm()
+        assert (error.view(-1, *shape) - M).norm() < 1e-5 * M.norm()
+
+
+def not_redrawn(attempt: int) -> Tensor:
+    raise AssertionError("the directions are independent")
+
+
+def test_nearly_parallel_directions_come_out_orthonormal() -> None:
+    """A condition of 1e4 and more, for which one pass of Cholesky's method is not accurate."""
+    axes = torch.eye(4, 30)
+    for angle in (1e-2, 1e-4, 3e-5):
+        nearly = torch.stack([axes[0], axes[0] + angle * axes[1], axes[2], axes[3]])
+        p = orthonormalize(nearly[None], not_redrawn)[0]
+        assert (p @ p.T - torch.eye(4)).abs().max() < 1e-12
+        assert (p - axes).abs().max() < 1e-3, "in the order of the directions"
+
+
+def test_dependent_directions_are_redrawn() -> None:
+    axes = torch.eye(3, 30)
+    for dependent in (torch.zeros(30), axes[0], -2 * axes[0], 1e-37 * axes[2]):
+        p = orthonormalize(torch.stack([axes[0], dependent])[None], lambda attempt: axes[None, 1:])
+        assert (p - axes[[0, 2]]).abs().max() < 1e-6
+
+
+def test_matrices_of_all_shapes_start_with_directions_of_their_own() -> None:
+    """Also those with rows of the same length, and those of one shape."""
+    _, a = aggregation(2, [(6, 4), (8, 4), (6, 4)])
+    drawn = a.state_dict()["directions"][0].view(3, 4)
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert (drawn[one] - drawn[other]).abs().max() > 1e-2
+        assert (drawn[one] + drawn[other]).abs().max() > 1e-2
+
+
+def test_a_gradient_of_zeros_does_not_end_learning() -> None:
+    network, a = aggregation(2)
+    for _ in range(3):
+        mean = step(network, a, torch.zeros(2, Layout(SHAPES).size))
+        assert (mean == 0).all()
+    gradient = gradients(2, Layout(SHAPES), 1)
+    mean = step(network, a, gradient)
+    for view in Layout(SHAPES).tensors(mean[0]):
+        assert view.norm() > 0.05
+
+
+@pytest.mark.parametrize(("rank", "rate"), [(1, 243), (2, 136), (4, 72)])
+def test_the_published_compression_of_resnet18(rank: int, rate: int) -> None:
+    """Table 3 of Vogels et al. (2019), and the bits of real messages, which are all-reduces."""
+    shapes = [p.shape for p in ARCHITECTURES["ResNet18"]((3, 32, 32), 10).parameters()]
+    layout = Layout(shapes)
+    assert layout.size == 11_173_962
+    config = PowerSGDConfig(
+        rank, min_compression_rate=2, num_iters_per_step=2, start_compressing_after_num_steps=0
+    )
+    network = Network(topologies.make("ring", 2), Processes())
+    a = Aggregation(network, layout, config)
+    assert round(a.compression_rate) == rate
+    step(network, a, torch.randn(2, layout.size))
+    # A ring of 2 all-reduces b bits by sending b of them, in two all-reduces here.
+    assert abs(network.bits[0] - 32 * layout.size / a.compression_rate) <= 2
+
+
+def test_small_tensors_and_the_first_steps_are_not_compressed() -> None:
+    network = Network(topologies.make("ring", 2), Processes())
+    layout = Layout([(40, 40), (40, 3), (7,)])
+    config = PowerSGDConfig(1, 10, num_iters_per_step=2, start_compressing_after_num_steps=2)
+    a = Aggregation(network, layout, config)
+    for t in range(3):
+        gradient = gradients(2, layout, t)
+        expected, before = gradient.mean(0), network.bits[0]
+        mean = step(network, a, gradient)
+        wide, narrow, vector = (
+            (x - y).norm() < 1e-6
+            for x, y in zip(layout.tensors(mean[0]), layout.tensors(expected), strict=True)
+        )
+        assert narrow
+        assert vector
+        assert wide == (t < 2)
+        sent = 32 * (layout.size if t < 2 else 2 * 40 + 120 + 7)
+        assert network.bits[0] - before == sent
+
+
+@pytest.mark.parametrize(("rate", "compressed"), [(9.9, True), (10, False), (10.1, False)])
+def test_a_matrix_is_compressed_above_the_least_rate(rate: float, compressed: bool) -> None:
+    """A 20 × 20 matrix takes two messages of 20 elements at rank 1: a rate of 10."""
+    config = PowerSGDConfig(rank=1, min_compression_rate=rate, num_iters_per_step=2)
+    assert config.compresses(20, 20) == compressed
+    network = Network(topologies.make("ring", 1), Processes())
+    rate_of_all = Aggregation(network, Layout([(20, 20)]), config).compression_rate
+    assert rate_of_all == (10 if compressed else 1)
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_a_restored_aggregation_is_the_same_to_the_bit(rank: int) -> None:
+    layout = Layout(SHAPES)
+    network, whole = aggregation(2, rank=rank, num_iters_per_step=3)
+    error = torch.zeros(2, layout.size)
+    for t in range(5):
+        error += gradients(2, layout, t)
+        step(network, whole, error)
+    its_network, other = aggregation(2, rank=rank, num_iters_per_step=3)
+    kept = error.clone()
+    step(its_network, other, gradients(2, layout, 9))  # forgotten by loading
+    other.load_state_dict(whole.state_dict())
+    for t in range(5, 9):
+        fresh = gradients(2, layout, t)
+        error += fresh
+        kept += fresh
+        expected = step(network, whole, error)
+        assert torch.equal(step(its_network, other, kept), expected)
+    with pytest.raises(ValueError, match="another model, or another rank"):
+        aggregation(2, rank=2)[1].load_state_dict(whole.state_dict())
+
+
+@pytest.mark.parametrize("n_workers", [1, 3])
+def test_without_error_feedback_a_step_forgets_the_one_before(n_workers: int) -> None:
+    """No error is left, and the mean is the projection of this gradient alone."""
+    network, a = aggregation(n_workers, rank=2, error_feedback=False, warm_start=False)
+    _, other = aggregation(n_workers, rank=2, error_feedback=False, warm_start=False)
+    other.load_state_dict(a.state_dict())
+    layout = Layout(SHAPES)
+    gradient = gradients(n_workers, layout, 1)
+    first = step(network, a, gradient.clone())
+    error = gradient.clone()
+    second = step(network, other, error)
+    assert torch.equal(first, second)
+    assert (error == 0).all()
+    assert (second - gradient.mean(0)).norm() > 0.1 * gradient.mean(0).norm(), "it compresses"
+
+
+@pytest.mark.parametrize("num_iters", [1, 2])
+def test_without_warm_start_a_step_starts_from_random_directions(num_iters: int) -> None:
+    """So a constant gradient is not approximated better by and by, and no two steps are alike."""
+    shape = 12, 9
+    constant = gradients(1, Layout([shape]), 1)
+    misses = {}
+    for warm in (True, False):
+        network, a = aggregation(
+            1, [shape], rank=1, num_iters_per_step=num_iters, warm_start=warm, error_feedback=False
+        )
+        means = [step(network, a, constant.clone()) for _ in range(60)]
+        misses[warm] = [(mean - constant).norm().item() for mean in means]
+    last = misses[False][-20:]
+    assert max(last) > 1.01 * min(last)
+    assert sum(last) / 20 > 1.02 * misses[True][-1]
+
+
+@pytest.mark.parametrize("num_iters", [1, 3])
+def test_resampled_directions_are_restored_to_the_bit(num_iters: int) -> None:
+    layout = Layout(SHAPES)
+    network, whole = aggregation(2, num_iters_per_step=num_iters, warm_start=False)
+    for t in range(3):
+        step(network, whole, gradients(2, layout, t))
+    other_network, other = aggregation(2, num_iters_per_step=num_iters, warm_start=False)
+    step(other_network, other, gradients(2, layout, 9))  # forgotten by loading
+    other.load_state_dict(whole.state_dict())
+    for t in range(3, 6):
+        gradient = gradients(2, layout, t)
+        assert torch.equal(
+            step(other_network, other, gradient.clone()), step(network, whole, gradient)
+        )
+
+
+@pytest.mark.parametrize("rank", [1, 10**9])
+def test_the_rank_is_at_most_the_shorter_side(rank: int) -> None:
+    """Memory does not grow beyond it."""
+    network, a = aggregation(2, rank=rank)
+    layout = Layout(SHAPES)
+    step(network, a, gradients(2, layout, 1))
+    most = sum(min(rank, r, c) * (r + c) for r, c in [(6, 4), (6, 4), (3, 4), (8, 6)])
+    assert abs(network.bits[0] - 32 * (most + 9 + 1)) <= 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 0}, "rank=0: use"),
+        ({"rank": 1.5}, "rank=1.5: use"),
+        ({"min_compression_rate": -0.5}, "min_compression_rate=-0.5: use"),
+        ({"min_compression_rate": float("nan")}, "min_compression_rate=nan"),
+        ({"num_iters_per_step": 0}, "num_iters_per_step=0"),
+        ({"start_compressing_after_num_steps": -1}, "start_compressing_after_num_steps=-1"),
+    ],
+)
+def test_impossible_options_are_rejected(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PowerSGDConfig(**{"rank": 1} | options)
+
+
+# In a training loop of your own.
+
+
+def model(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 4))
+
+
+def data(worker: int, t: int) -> tuple[Tensor, Tensor]:
+    drawn = generator(1, "test", worker, t).standard_normal((8, 12))
+    x = torch.from_numpy(drawn).float()
+    return x, x[:, :4].argmax(1)
+
+
+def losses(
+    net: nn.Module, workers: list[int], steps: int, optimizer: Any, take: Any, clear: Any = None
+) -> Iterator[None]:
+    """The mean loss of some workers' batches, step by step."""
+    for t in range(steps):
+        if clear is not None:
+            clear()
+        for worker in workers:
+            x, y = data(worker, t)
+            (nn.functional.cross_entropy(net(x), y) / len(workers)).backward()
+        take(optimizer)
+        yield
+
+
+@pytest.mark.parallel(nprocs=[1, 2, 4])
+@pytest.mark.parametrize("zero", ["never", "to none"])
+def test_five_lines_in_a_loop(zero: str) -> None:
+    """Before compression starts it is SGD on the mean gradient. Then all workers still have the
+    same parameters, also if the loop calls zero_grad()."""
+    who = processes()
+    net, reference = model(who.rank), model(0)  # process 0's parameters count
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    config = PowerSGDConfig(
+        1, min_compression_rate=1, num_iters_per_step=2, start_compressing_after_num_steps=5
+    )
+    aggregator = PowerSGD(net.named_parameters(), config)
+
+    def take(of: Any) -> None:
+        optimizer_step(of, aggregator)
+
+    def plain_step(of: Any) -> None:
+        of.step()
+        of.zero_grad()
+
+    clear = optimizer.zero_grad if zero == "to none" else None
+    mine = losses(net, [who.rank], 12, optimizer, take, clear)
+    theirs = losses(reference, list(range(who.size)), 12, plain, plain_step)
+    for t, _ in enumerate(zip(mine, theirs, strict=True)):
+        x = nn.utils.parameters_to_vector(net.parameters()).detach()
+        if t < 5:
+            y = nn.utils.parameters_to_vector(reference.parameters())
+            assert (x - y).norm() < 1e-5 * y.norm()
+        assert len({tuple(x.tolist()) for x in who.gather(x)}) == 1
+    errors = [p.grad.norm() for p in net.parameters() if p.grad is not None and p.dim() > 1]
+    assert min(errors) > 0, "the error is kept"
+    if who.size > 1:
+        numbers = sum(p.numel() for p in net.parameters())
+        share = 2 * (who.size - 1) / who.size
+        compressed = numbers / aggregator.compression_rate
+        expected = 32 * share * (5 * numbers + 7 * compressed)
+        assert abs(aggregator.bits - expected) <= 12 * 2
+        assert aggregator.compression_rate > 1.5
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_a_resumed_loop_is_the_same_to_the_bit(zero: bool) -> None:
+    def one(net: nn.Module) -> tuple[torch.optim.Optimizer, PowerSGD]:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        return optimizer, PowerSGD(net.parameters(), AT_ONCE)
+
+    def some(net: nn.Module, optimizer: Any, aggregator: PowerSGD, times: range) -> None:
+        for t in times:
+            if zero:
+                optimizer.zero_grad()
+            x, y = data(0, t)
+            nn.functional.cross_entropy(net(x), y).backward()
+            optimizer_step(optimizer, aggregator)
+
+    net = model(1)
+    optimizer, aggregator = one(net)
+    some(net, optimizer, aggregator, range(6))
+    again = model(2)
+    other, their = one(again)
+    some(again, other, their, range(3))  # forgotten by loading
+    again.load_state_dict(net.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch shares memory
+    their.load_state_dict(aggregator.state_dict())
+    for pair in ((net, optimizer, aggregator), (again, other, their)):
+        some(*pair, range(6, 12))
+    for p, q in zip(net.parameters(), again.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert their.bits == aggregator.bits
+
+
+def test_zero_grad_does_not_lose_the_error() -> None:
+    """A loop that calls it learns the same as one that does not."""
+    ends = []
+    for calls in (False, True):
+        net = model(1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        aggregator = PowerSGD(net.parameters(), AT_ONCE)
+        for t in range(8):
+            if calls:
+                optimizer.zero_grad()
+            x, y = data(0, t)
+            nn.functional.cross_entropy(net(x), y).backward()
+            optimizer_step(optimizer, aggregator)
+        ends.append(nn.utils.parameters_to_vector(net.parameters()).detach())
+    assert (ends[0] - ends[1]).norm() < 1e-5 * ends[0].norm()
+    start = nn.utils.parameters_to_vector(model(1).parameters())
+    assert (ends[0] - start).norm() > 0.05 * start.norm()
+
+
+def test_parameters_and_gradients_that_cannot_be_averaged_are_named() -> None:
+    def rejected(params: Any, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            PowerSGD(params, AT_ONCE)
+
+    rejected([], "there are no parameters")
+    whole = torch.zeros(3, dtype=torch.int64)
+    rejected([("w", torch.zeros(2)), ("k", whole)], 'parameter "k" is torch.int64')
+    rejected([torch.zeros(2, dtype=torch.complex64)], "parameter 0 .* is torch.complex64")
+    rejected([torch.zeros(2), torch.zeros(0, 3)], r"parameter 1 of shape \(0, 3\) has no elements")
+    shared = torch.zeros(4)
+    rejected([shared, shared.view(2, 2)], "parameter 1 .* same memory as parameter 0")
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    aggregator = PowerSGD(net.named_parameters(), AT_ONCE)
+    with pytest.raises(ValueError, match='parameter "weight" has no gradient'):
+        optimizer_step(optimizer, aggregator)
+    before = net.weight.detach().clone()
+    net.weight.grad = torch.zeros(2, 3).to_sparse()
+    net.bias.grad = torch.zeros(2)
+    with pytest.raises(ValueError, match='parameter "weight" has a sparse gradient'):
+        optimizer_step(optimizer, aggregator)
+    other = torch.optim.SGD([net.weight], lr=0.1)
+    with pytest.raises(ValueError, match="1 parameters that are not the 2"):
+        optimizer_step(other, aggregator)
+    assert torch.equal(before, net.weight)
+    with pytest.raises(ValueError, match="use the same model"):
+        aggregator.load_state_dict(PowerSGD(nn.Linear(4, 2).parameters(), AT_ONCE).state_dict())
+
+
+def test_a_network_of_several_workers_in_a_process_is_rejected() -> None:
+    network = Network(topologies.make("ring", 3), Processes())
+    with pytest.raises(ValueError, match="hosts 3 workers"):
+        PowerSGD([torch.zeros(2, 2)], AT_ONCE, network=network)
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_full_rank_of_float64_is_the_mean_to_the_rounding_of_float64() -> None:
+    """Also the uncompressed tensors, and the plain all-reduce."""
+    who = processes()
+    drawn = [generator(3, "test", r).standard_normal((2, 48)) for r in range(who.size)]
+    given = torch.from_numpy(np.stack(drawn))  # [worker, tensor, element]
+    expected = given.mean(0)
+    for make in (
+        lambda params: BasicPowerSGD(params, BasicConfig(rank=6, num_iters_per_step=2)),
+        lambda params: PowerSGD(params, PowerSGDConfig(6, 0, 2, 0)),
+        lambda params: AllReduce(),
+    ):
+        params = [torch.zeros(8, 6, dtype=torch.float64), torch.zeros(48, dtype=torch.float64)]
+        aggregator = make(params)
+        mine = [given[who.rank, 0].view(8, 6).clone(), given[who.rank, 1].clone()]
+        means = aggregator.aggregate(mine)
+        for mean, of_tensor in zip(means, expected, strict=True):
+            assert mean.dtype == torch.float64
+            assert (mean.flatten() - of_tensor).norm() < 1e-14 * of_tensor.norm()
+        assert all(error.norm() < 1e-13 for error in mine)
+        if who.size == 2 and isinstance(aggregator, AllReduce):
+            assert aggregator.bits == 64 * 96
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_the_means_and_the_errors_sum_to_the_gradients_in_every_precision(
+    dtype: torch.dtype,
+) -> None:
+    """Errors of half-precision gradients are kept in float32: Σ_t mean_t + e = Σ_t g_t."""
+    weight = nn.Parameter(torch.zeros(8, 6, dtype=dtype))
+    bias = nn.Parameter(torch.zeros(6))  # mixed
+    powersgd = PowerSGD([weight, bias], AT_ONCE)
+    applied: list[Tensor] = []
+
+    class Keeps(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            assert weight.grad is not None
+            assert weight.grad.dtype == dtype
+            applied.append(powersgd.flat.means[0].double().clone())
+
+    optimizer = Keeps([weight, bias], {})
+    given = torch.zeros(8, 6, dtype=torch.float64)
+    for t in range(20):
+        fresh = gradients(1, Layout([(8, 6)]), t).view(8, 6).to(dtype)
+        given += fresh.double()
+        weight.grad = fresh if weight.grad is None else weight.grad.add_(fresh)
+        bias.grad = torch.ones(6)
+        optimizer_step(optimizer, powersgd)
+    error = powersgd.flat.gradients[0].double()
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    assert (sum(applied) + error - given).norm() < tolerance * given.norm()
+    assert error.norm() > 0.1
+    assert (weight.grad is None) == (dtype != torch.float64)
+    assert powersgd.flat.means[1].eq(1).all()
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_workers_of_any_precision_start_and_stay_alike(dtype: torch.dtype) -> None:
+    who = processes()
+    net = model(who.rank).to(dtype)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    powersgd = PowerSGD(net.named_parameters(), AT_ONCE)
+    for t in range(4):
+        x, y = data(who.rank, t)
+        nn.functional.cross_entropy(net(x.to(dtype)), y).backward()
+        optimizer_step(optimizer, powersgd)
+    x = nn.utils.parameters_to_vector(net.parameters()).detach()
+    assert len({tuple(x.tolist()) for x in who.gather(x)}) == 1
+    bits = {torch.float64: 64, torch.bfloat16: 32}[dtype]
+    per_step = bits * powersgd.compressed_num_floats
+    assert abs(powersgd.bits - 4 * per_step) <= 8
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("kind", ["PowerSGD", "AllReduce", "DGC"])
+def test_frozen_parameters_are_neither_changed_nor_sent(kind: str) -> None:
+    """Nor is a gradient applied that is left from an earlier phase of training."""
+    who = processes()
+    net = model(who.rank)
+    net[0].requires_grad_(False)
+    before = [p.detach().clone() for p in net[0].parameters()]
+    net[0].weight.grad = torch.ones(10, 12)
+    head = nn.utils.parameters_to_vector(net[2].parameters()).detach().clone()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.1)
+    aggregator: Any
+    take: Any = optimizer_step
+    if kind == "DGC":
+        aggregator, take = dgc.DGC(net.named_parameters()), dgc.optimizer_step
+    elif kind == "PowerSGD":
+        aggregator = PowerSGD(net.named_parameters(), PowerSGDConfig(1, 1e9, 1, 0))
+    else:
+        aggregator = AllReduce()
+    for t in range(2):
+        x, y = data(who.rank, t)
+        nn.functional.cross_entropy(net(x), y).backward()
+        take(optimizer, aggregator)
+    assert all(torch.equal(p, q) for p, q in zip(net[0].parameters(), before, strict=True))
+    assert not torch.equal(head, nn.utils.parameters_to_vector(net[2].parameters()))
+    if kind == "AllReduce":
+        assert aggregator.bits == (2 * 32 * 44 if who.size == 2 else 0)
+        return
+    assert aggregator.flat.layout.size == 44
+    net[0].requires_grad_(True)
+    with pytest.raises(ValueError, match=r"0\.weight"):
+        take(optimizer, aggregator)
+    net.requires_grad_(False)
+    with pytest.raises(ValueError, match="all 4 parameters are frozen"):
+        PowerSGD(net.named_parameters(), AT_ONCE)
+
+
+@pytest.mark.parallel([2])
+def test_workers_that_differ_in_what_they_train_are_rejected() -> None:
+    who = processes()
+    frozen = [nn.Parameter(torch.zeros(2, 2), requires_grad=i != who.rank) for i in range(2)]
+    with pytest.raises(BadInput):
+        PowerSGD(frozen, AT_ONCE)
+    dtype = torch.float64 if who.rank else torch.float32
+    with pytest.raises(BadInput):
+        PowerSGD([torch.zeros(2, 2, dtype=dtype)], AT_ONCE)
+    with pytest.raises(BadInput):
+        AllReduce().aggregate([torch.zeros(2 + who.rank)])
+
+
+# The published package, github.com/epfml/powersgd.
+
+# Its README, with another import line, and with batches for "for each batch".
+SNIPPET = """
+from powergossip.optimizers import PowerSGD, Config, optimizer_step
+
+model = torchvision.models.resnet50(pretrained=True)
+params = list(model.parameters())
+optimizer = torch.optim.SGD(params, lr=0.1)
+
+powersgd = PowerSGD(params, config=Config(
+    rank=1,  # lower rank => more aggressive compression
+    min_compression_rate=10,  # don't compress gradients with less compression
+    num_iters_per_step=2,  #   # lower number => more aggressive compression
+    start_compressing_after_num_steps=0,
+))
+
+for batch in batches:
+    loss = model(batch).square().mean()
+    loss.backward()
+    optimizer_step(optimizer, powersgd)
+"""
+
+
+def test_the_published_snippet_runs() -> None:
+    def resnet50(pretrained: bool) -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Conv2d(3, 40, 3), nn.ReLU(), nn.Flatten(), nn.Linear(160, 30))
+
+    batches = [torch.randn(5, 3, 4, 4) for _ in range(10)]
+    names: dict[str, Any] = {
+        "torch": torch,
+        "batches": batches,
+        "torchvision": SimpleNamespace(models=SimpleNamespace(resnet50=resnet50)),
+    }
+    before = [resnet50(True)(batch).square().mean().item() for batch in batches]
+    exec(SNIPPET, names)
+    after = [names["model"](batch).square().mean().item() for batch in batches]
+    assert sum(after) < 0.8 * sum(before)
+    assert names["powersgd"].compression_rate > 5
+
+
+def test_the_published_defaults() -> None:
+    with pytest.raises(TypeError):
+        PowerSGDConfig()  # type: ignore[call-arg]
+    for config, values in (
+        (PowerSGDConfig(3), {"rank": 3, "min_compression_rate": 2, "num_iters_per_step": 1}),
+        (PowerSGDConfig(3), {"start_compressing_after_num_steps": 100}),
+        (PowerSGDConfig(3, 4, 5, 6), {"min_compression_rate": 4, "num_iters_per_step": 5}),
+        (PowerSGDConfig(3, 4, 5, 6), {"start_compressing_after_num_steps": 6}),
+        (BasicConfig(2), {"rank": 2, "num_iters_per_step": 1}),
+    ):
+        assert {name: getattr(config, name) for name in values} == values
+
+
+def test_the_published_tests() -> None:
+    """The first steps are not compressed, and error feedback works in float64. The lines are those
+    of tests/powersgd_test.py in the published repository."""
+    shapes = [(100, 3, 3, 3), (100,), (50, 100, 5, 5), (50,), (1, 50), (1,)]
+    params = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    powersgd = PowerSGD(
+        params,
+        config=PowerSGDConfig(
+            rank=1,
+            min_compression_rate=10,
+            start_compressing_after_num_steps=2,
+            num_iters_per_step=1,
+        ),
+    )
+    given = [torch.randn_like(p) for p in params]
+    mine = [g.clone() for g in given]
+    means = powersgd.aggregate(mine)
+    assert all((g == 0).all() for g in mine)
+    assert all(mean.allclose(g) for mean, g in zip(means, given, strict=True))
+    assert powersgd.step_counter == 1
+    assert powersgd.is_compressed_mask == [True, False, True, False, False, False]
+    powersgd = PowerSGD(params, config=PowerSGDConfig(2, 10, 3, 0))
+    mine = [g.clone() for g in given]
+    means = powersgd.aggregate(mine)
+    for g, mean, error in zip(given, means, mine, strict=True):
+        assert g.allclose(mean + error)
+
+
+def test_the_basic_class_compresses_everything_and_counts_its_floats() -> None:
+    """Vectors too, as matrices with one column; 2 half-iterations send both sides."""
+    params = [torch.zeros(8, 6), torch.zeros(3, 2, 2), torch.zeros(5)]
+    basic = BasicPowerSGD(params, BasicConfig(rank=2, num_iters_per_step=2))
+    assert basic.uncompressed_num_floats == 48 + 12 + 5
+    assert basic.compressed_num_floats == 2 * (8 + 6) + 2 * (3 + 4) + 1 * (5 + 1)
+    assert basic.compression_rate == 65 / 48
+    given = [torch.randn_like(p) for p in params]
+    mine = [g.clone() for g in given]
+    means = basic.aggregate(mine)
+    assert basic.step_counter == 1
+    assert [mean.shape for mean in means] == [p.shape for p in params]
+    for g, mean, error in zip(given, means, mine, strict=True):
+        assert torch.allclose(g, mean + error, atol=1e-6)
+    assert mine[0].norm() > 0.1
+    assert mine[2].norm() < 1e-5, "one column has rank 1"
+
+
+def test_the_plain_all_reduce_leaves_no_error() -> None:
+    assert AllReduce().aggregate([]) == []
+    net, reference = model(1), model(1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    aggregator = AllReduce()
+    for t in range(3):
+        x, y = data(0, t)
+        plain.zero_grad()
+        nn.functional.cross_entropy(reference(x), y).backward()
+        plain.step()
+        nn.functional.cross_entropy(net(x), y).backward()
+        optimizer_step(optimizer, aggregator)
+    for p, q in zip(net.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert p.grad is not None
+        assert (p.grad == 0).all()
+
+
+def test_an_aggregator_of_your_own() -> None:
+    """The protocol is one method."""
+
+    class Signs(Aggregator):
+        def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+            means = [gradient.sign() for gradient in gradients]
+            for gradient, mean in zip(gradients, means, strict=True):
+                gradient.sub_(mean)
+            return means
+
+    net = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    before = net.weight.detach().clone()
+    net.weight.grad, net.bias.grad = torch.tensor([[3.0, -0.25]]), torch.zeros(1)
+    optimizer_step(optimizer, Signs())
+    assert torch.equal(net.weight, before - torch.tensor([[0.5, -0.5]]))
+    assert torch.equal(net.weight.grad, torch.tensor([[2.0, 0.75]]))
+
+
+@pytest.mark.parallel([4])
+def test_a_network_decides_on_the_processes() -> None:
+    """One process by itself, though others run."""
+    who = processes()
+    alone = Network(topologies.make("ring", 1), Processes())
+    net = model(who.rank)
+    own = nn.utils.parameters_to_vector(net.parameters()).detach()
+    aggregator = PowerSGD(net.parameters(), AT_ONCE, network=alone)
+    assert torch.equal(nn.utils.parameters_to_vector(net.parameters()), own)
+    assert aggregator.network is alone
+
+
+@pytest.mark.parallel([4])
+def test_workers_start_from_the_values_of_process_0() -> None:
+    """To the bit, −0 and NaN included; other shapes are rejected in all processes."""
+    who = processes()
+    value = [-0.0, torch.nan, 1e-45] if who.rank == 0 else [1.0, 2.0, 3.0]
+    parameters = [torch.tensor(value), torch.full((2, 2), float(who.rank))]
+    PowerSGD(parameters, AT_ONCE)
+    expected = torch.tensor([-0.0, torch.nan, 1e-45])
+    assert torch.equal(parameters[0].view(torch.int32), expected.view(torch.int32))
+    assert torch.equal(parameters[1], torch.zeros(2, 2))
+    with pytest.raises(BadInput, match=r"parameter 1 .* in process 2"):
+        PowerSGD([torch.zeros(2), torch.zeros(3 if who.rank == 2 else 2)], AT_ONCE)
+
+
+def test_the_published_names_are_exported() -> None:
+    names = {"Aggregator", "AllReduce", "BasicConfig", "BasicPowerSGD", "Config", "PowerSGD"}
+    assert names | {"optimizer_step"} <= set(optimizers.__all__)
+    assert optimizers.Config is PowerSGDConfig

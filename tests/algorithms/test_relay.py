@@ -1,0 +1,344 @@
+"""Laws of RelaySGD on trees."""
+
+from collections.abc import Callable
+from typing import Any
+
+import networkx as nx
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+
+import train as train_py
+from powergossip import topologies
+from powergossip.algorithms import learning
+from powergossip.algorithms.learning import GossipRule, relay
+from powergossip.network import Conversation, Network, Processes, processes
+from powergossip.topologies import Tree
+from powergossip.training.settings import checked
+from powergossip.training.trainer import Trainer
+from tests.harness.quadratics import SGD, Quadratics, rule_of, train
+
+TREES = ["chain", "star", "binary-tree", "double-binary-tree"]
+
+
+def relaying(
+    problem: Quadratics, topology: str | Network, local: Any = 0.0, **options: Any
+) -> GossipRule:
+    return rule_of("relay-sgd", "plain", problem, local, topology, **options)
+
+
+def trees_of(topology: str, n: int = 8) -> tuple[Tree, ...]:
+    found = topologies.make(topology, n).trees
+    assert found is not None
+    return found
+
+
+def hops(tree: Tree) -> list[list[int]]:
+    """dist(i, j) [worker, worker]"""
+    found = dict(nx.all_pairs_shortest_path_length(nx.Graph(tree)))
+    return [[found[i][j] for j in range(len(found))] for i in range(len(found))]
+
+
+def scattered() -> Quadratics:
+    """Workers that start at different places."""
+    problem = Quadratics()
+    problem.x.copy_(torch.randn(problem.x.shape, generator=torch.Generator().manual_seed(0)))
+    return problem
+
+
+@pytest.mark.parametrize("topology", TREES)
+def test_models_are_means_of_old_models(topology: str) -> None:
+    """x_i = (1/n) Σ_j x_j of dist(i, j) steps ago, of one step ago for i itself."""
+    problem, trees = scattered(), trees_of(topology)
+    rule, n = relaying(problem, topology), problem.n_workers
+    history = [problem.x.clone()]
+    for t in range(1, 15):
+        train(rule, problem, 1)
+        history.append(problem.x.clone())
+        for k, tree in enumerate(trees):
+            distance, part = hops(tree), slice(k, None, len(trees))
+            if t < max(map(max, distance)):
+                continue
+            for i in range(n):
+                old = [history[t - max(1, distance[i][j])][j, part] for j in range(n)]
+                assert (problem.x[i, part] - torch.stack(old).mean(0)).abs().max() < 1e-14
+
+
+@pytest.mark.parametrize("topology", TREES)
+def test_all_models_have_arrived_after_as_many_steps_as_the_diameter(topology: str) -> None:
+    """n_i = 1 + Σ_j n_ji counts the models at a distance of t or less."""
+    problem, trees = scattered(), trees_of(topology)
+    rule = relaying(problem, topology)
+    for t in range(1, 9):
+        train(rule, problem, 1)
+        for tree, received in zip(trees, rule.state_dict()["received"], strict=True):
+            expected = [sum(distance <= t for distance in of_worker) for of_worker in hops(tree)]
+            assert (1 + received[:, :, 0].sum(1)).tolist() == expected
+
+
+@pytest.mark.parametrize("topology", TREES)
+def test_any_start_reaches_a_common_model(topology: str) -> None:
+    problem = scattered()
+    train(relaying(problem, topology), problem, 300)
+    assert problem.x.std(0).max() < 1e-10
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("topology", TREES)
+def test_exact_fixed_points(topology: str, momentum: float) -> None:
+    problem = Quadratics()
+    train(relaying(problem, topology, SGD(0.02 * (1 - momentum), momentum)), problem, 1500)
+    assert problem.error < 1e-9
+
+
+SLOWDOWNS: list[tuple[Callable[[int], Tree], list[float]]] = [
+    (lambda n: trees_of("chain", n)[0], [2.75, 5.375, 10.688]),
+    (lambda n: trees_of("binary-tree", n)[0], [2.156, 3.320, 4.783]),
+    (lambda n: trees_of("double-binary-tree", n)[1], [2.156, 3.320, 4.783]),
+    (lambda n: trees_of("star", n)[0], []),
+]
+
+
+@pytest.mark.parametrize(("tree", "values"), SLOWDOWNS)
+def test_slowdown_is_the_mean_distance(tree: Callable[[int], Tree], values: list[float]) -> None:
+    """With 1 as the distance of a worker to itself. The values are those of a simulation
+    of github.com/epfml/relaysgd."""
+    sizes = (8, 16, 32)
+    found = [relay.slowdown(tree(n), n) for n in sizes]
+    assert found[: len(values)] == pytest.approx(values, abs=6e-4)
+    for n, c in zip(sizes, found, strict=True):
+        assert c == pytest.approx(sum(max(1, h) for row in hops(tree(n)) for h in row) / n**2)
+
+
+class Constant:
+    """A local optimizer that adds the same to all coordinates in every step."""
+
+    rate = 1.0
+
+    def __init__(self) -> None:
+        self.size = 0.0
+
+    def displacement(self, direction: Tensor) -> Tensor:
+        return torch.full_like(direction, self.size)
+
+
+@pytest.mark.parametrize("topology", TREES)
+def test_the_correction_moves_the_mean_by_the_whole_update(topology: str) -> None:
+    """Without it, the mean moves by 1/c."""
+    c = relay.slowdown(trees_of(topology)[0], 8)
+    for correction, expected in [("auto", 1.0), (1, 1 / c), (2.0, 2 / c)]:
+        problem, local = Quadratics(), Constant()
+        rule = relaying(problem, topology, local, correction=correction)
+        for size, steps in [(0.0, 7), (1.0, 1), (0.0, 300)]:
+            local.size = size
+            train(rule, problem, steps)
+        assert (problem.x - expected).abs().max() < 1e-9
+
+
+def lossy(step: learning.RuleStep, worker: int) -> learning.RuleStep:
+    """A step in which a worker's first messages are lost."""
+    answer = None
+    while (request := learning.resumed(step, answer)) is not None:
+        if isinstance(request, learning.Mix):
+            request = learning.Mix(losing(request.conversation, worker))
+        answer = yield request
+
+
+def losing(conversation: Conversation, worker: int) -> Conversation:
+    """A conversation in which a worker's first messages are lost: they are zeros, of no model."""
+    messages = next(conversation)
+    while True:
+        received = yield messages
+        for of_tree in received:
+            of_tree[worker, 0] = 0
+        try:
+            messages = conversation.send(received)
+        except StopIteration:
+            return
+
+
+@pytest.mark.parametrize("topology", TREES)
+def test_the_own_model_takes_the_place_of_lost_messages(
+    topology: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models never leave the range of the initial ones. Afterwards, all models arrive again."""
+    problem = scattered()
+    problem.x += 10  # the range is without 0
+    low, high = problem.x.min(0).values - 1e-12, problem.x.max(0).values + 1e-12
+    rule = relaying(problem, topology)
+    for t in range(50):
+        with monkeypatch.context() as patch:
+            patch.setattr(rule, "step", lambda t=t, step=rule.step: lossy(step(), t % 8))
+            train(rule, problem, 1)
+        assert (problem.x >= low).all()
+        assert (problem.x <= high).all()
+    train(rule, problem, 7)
+    for received in rule.state_dict()["received"]:
+        assert (1 + received[:, :, 0].sum(1) == 8).all()
+
+
+@pytest.mark.parametrize("topology", ["chain", "double-binary-tree"])
+def test_training_recovers_from_lost_messages(
+    topology: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = Quadratics()
+    rule = relaying(problem, topology, 0.02)
+    with monkeypatch.context() as patch:
+        patch.setattr(rule, "step", lambda step=rule.step: lossy(step(), 3))
+        train(rule, problem, 100)
+        assert 1e-3 < problem.error < 10
+    train(rule, problem, 1500)
+    assert problem.error < 1e-9
+
+
+def test_one_worker_is_the_local_optimizer() -> None:
+    problem, alone, sgd = Quadratics(1), Quadratics(1), SGD(0.05, momentum=0.9)
+    train(relaying(problem, "chain", SGD(0.05, momentum=0.9)), problem, 10)
+    for _ in range(10):
+        alone.x += sgd.displacement(alone.gradients())
+    assert torch.equal(problem.x, alone.x)
+
+
+@pytest.mark.parametrize("topology", TREES)
+def test_messages_have_the_coordinates_of_their_tree_and_a_count(topology: str) -> None:
+    problem = Quadratics(dtype=torch.float32)
+    network = Network(topologies.make(topology, 8))
+    train(relaying(problem, network), problem, 2)
+    trees = trees_of(topology)
+    degrees = [sum(nx.Graph(tree).degree[i] for tree in trees) for i in range(8)]
+    elements = 30 // len(trees) + 1
+    assert network.bits.tolist() == [2 * 32 * elements * degree for degree in degrees]
+    assert network.messages.tolist() == [2 * degree for degree in degrees]
+
+
+@pytest.mark.parametrize(
+    ("topology", "averaging", "options", "words"),
+    [
+        ("ring", "plain", {}, "topology=ring: .*double-binary-tree"),
+        ("chain", "power-gossip", {}, "optimizer=power-gossip: use optimizer=dpsgd"),
+        ("chain", "plain", {"correction": 0}, "^correction=0: use .*above 0, or auto"),
+        ("chain", "plain", {"correction": "fast"}, "^correction=fast: "),
+    ],
+)
+def test_bad_input(topology: str, averaging: str, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        rule_of("relay-sgd", averaging, Quadratics(), 0.1, topology, **options)
+
+
+@pytest.mark.parametrize("local_optimizer", ["sgd", "adamw"])
+def test_a_run_with_a_correction(local_optimizer: str) -> None:
+    """The first step moves models in proportion to it. The run has no diffusion rate."""
+    moved = []
+    for correction in (1, 2):
+        config = OmegaConf.structured(train_py.Config)
+        config.merge_with(
+            {
+                "n_workers": 4,
+                "optimizer": "dpsgd",
+                "topology": "binary-tree",
+                "learning": "relay-sgd",
+                "learning_options": {"correction": correction},
+                "local_optimizer": local_optimizer,
+            }
+        )
+        found = checked(config, Processes())
+        assert "optimizer_diffusion_rate" not in found
+        run = Trainer(found, Processes())
+        before = run.parameters.x.clone()
+        run.execution.train_step(0, 0)
+        moved.append(run.parameters.x - before)
+    assert moved[0].norm() > 1e-3
+    assert torch.allclose(moved[1], 2 * moved[0], rtol=1e-3, atol=1e-6)
+
+
+# Compressed messages.
+
+COMPRESSORS = ["sign", "top-k"]
+
+
+@pytest.mark.parametrize("topology", ["chain", "binary-tree"])
+def test_identity_has_the_models_of_uncompressed_messages(topology: str) -> None:
+    """Up to single precision, in which messages are."""
+    runs = []
+    for averaging in ("plain", "identity"):
+        problem = scattered()
+        train(rule_of("relay-sgd", averaging, problem, 0.02, topology), problem, 30)
+        runs.append(problem.x)
+    assert (runs[0] - runs[1]).abs().max() < 1e-5
+    assert not torch.equal(*runs)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("compressor", COMPRESSORS)
+def test_compressed_messages_have_exact_fixed_points(compressor: str, momentum: float) -> None:
+    problem = Quadratics()
+    sgd = SGD(0.02 * (1 - momentum), momentum)
+    train(rule_of("relay-sgd", compressor, problem, sgd, "binary-tree"), problem, 2500)
+    assert problem.error < 1e-9
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS)
+def test_both_ends_have_the_same_copies(compressor: str) -> None:
+    problem = scattered()
+    rule = rule_of("relay-sgd", compressor, problem, 0.02, "chain")
+    train(rule, problem, 9)
+    state = rule.state_dict()
+    sent, received = state["sent_copies"], state["received_copies"]
+    for i in range(1, 8):  # slot 0 is the lower neighbor, or the only one
+        to_the_right = sent[i - 1, 0 if i == 1 else 1]
+        assert torch.equal(received[i, 0], to_the_right)
+        assert torch.equal(received[i - 1, 0 if i == 1 else 1], sent[i, 0])
+    assert state["received"][0][3, :, 0].tolist() == [3, 4]
+
+
+def test_the_first_message_is_uncompressed_and_the_others_are_not() -> None:
+    problem = Quadratics(dtype=torch.float32)
+    network = Network(topologies.make("chain", 8))
+    rule = rule_of("relay-sgd", "sign", problem, 0.02, network)
+    train(rule, problem, 1)
+    assert network.bits.tolist() == [32 * 31 * degree for degree in [1, 2, 2, 2, 2, 2, 2, 1]]
+    train(rule, problem, 2)
+    compressed = 32 + 8 * 4 + 32  # count, 30 signs in bytes, norm
+    expected = [(32 * 31 + 2 * compressed) * degree for degree in [1, 2, 2, 2, 2, 2, 2, 1]]
+    assert network.bits.tolist() == expected
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS)
+def test_compressed_relaying_resumes_with_the_same_bits(compressor: str) -> None:
+    whole, first = scattered(), scattered()
+    train(rule_of("relay-sgd", compressor, whole, 0.02, "chain"), whole, 8)
+    rule = rule_of("relay-sgd", compressor, first, 0.02, "chain")
+    train(rule, first, 4)
+    second = scattered()
+    again = rule_of("relay-sgd", compressor, second, 0.02, "chain")
+    train(again, second, 2)  # forgotten by loading
+    second.x.copy_(first.x)
+    again.load_state_dict(rule.state_dict())
+    train(again, second, 4)
+    assert torch.equal(second.x, whole.x)
+
+
+@pytest.mark.parametrize(
+    ("topology", "averaging", "words"),
+    [
+        ("double-binary-tree", "sign", "topology=double-binary-tree: .*binary-tree"),
+        ("chain", "qsgd", "unbiased=true: use false"),
+    ],
+)
+def test_bad_input_with_compression(topology: str, averaging: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        rule_of("relay-sgd", averaging, Quadratics(), 0.1, topology)
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize("compressor", COMPRESSORS)
+def test_two_processes_with_a_worker_each_relay_compressed_messages(compressor: str) -> None:
+    """Their only message has any stride. Two workers of one process have the same models."""
+    who = processes()
+    alone = Quadratics(2, hosted=range(who.rank, who.rank + 1))
+    together = Quadratics(2)
+    for problem, of in ((alone, who), (together, Processes())):
+        network = Network(topologies.make("chain", 2), of, dtype=problem.x.dtype)
+        train(rule_of("relay-sgd", compressor, problem, 0.02, network), problem, 10)
+    assert torch.equal(alone.x[0], together.x[who.rank])

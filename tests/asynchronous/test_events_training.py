@@ -1,0 +1,291 @@
+"""Training on the virtual clock: the normal path without delays, resuming, rows, survivors."""
+
+import copy
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+import train
+from powergossip import tasks
+from powergossip.errors import BadInput, Interrupted
+from powergossip.events import order
+from powergossip.network import processes
+from powergossip.runs import metrics
+from powergossip.runs.checkpoints import Checkpoints
+from powergossip.training.asynchronous import OnVirtualClock, method
+from tests.harness.helpers import reproducible
+from tests.training.test_train import built, select, trained, value
+
+TINY: dict[str, Any] = {
+    "n_workers": 4,
+    "batch_size": 64,
+    "batched_gradients": "off",
+    "learning_rate": 0.05,
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "power": {"optimizer": "power-gossip", "optimizer_num_iterations": 3},
+    "plain": {"optimizer": "dpsgd", "local_optimizer": "adamw", "overlapping": False},
+    "sign": {"optimizer": "choco", "weight_decay": 0.1, "gradient_clipping": 1.0},
+    "momentum": {"optimizer": "dpsgd", "learning": "quasi-global-momentum"},
+    "duals": {"optimizer": "dpsgd", "learning": "exact-diffusion"},
+    "tracking": {"optimizer": "dpsgd", "learning": "gradient-tracking"},
+}
+LATE: dict[str, Any] = {
+    "speeds": {1: 0.3},
+    "jitter": 0.2,
+    "latency": 0.1,
+    "late": {"fraction": 0.2, "seconds": 3.0},
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_without_delays_training_is_that_of_all_workers(method):
+    values = {**TINY, **METHODS[method], "max_steps_per_epoch": 4}
+    expected, rows = trained(**values)
+    found, event_rows = trained(**values, scenario={})
+    difference = (found.parameters.x - expected.parameters.x).abs()
+    assert float(difference.mean()) < 1e-6  # AdamW divides by gradients that are rounding errors
+    assert float(difference.max()) < 1e-3
+    for name in ("accuracy", "cross_entropy"):
+        for split in ("train", "test_avg"):
+            a, b = (value(r, name, split=split) for r in (rows, event_rows))
+            assert a == pytest.approx(b, abs=1e-3)
+    assert set(event_rows["seconds"]) == {4.0}
+
+
+@pytest.mark.parametrize("gossip", ["bounded", "asynchronous"])
+def test_seconds_are_virtual_and_fast_workers_do_not_wait(gossip):
+    slow = {**TINY, "scenario": {"speeds": {1: 0.25}}, "num_epochs": 2, "optimizer": "dpsgd"}
+    _, waiting = trained(**slow)
+    run, rows = trained(**slow, gossip=gossip, max_delay=100)
+    assert isinstance(run.execution, OnVirtualClock)
+    steps = [worker.steps for worker in run.execution.clock.workers.values()]
+    assert steps[1] * 3 < steps[0] == steps[2]
+    assert sum(steps) >= 4 * run.total_steps
+    assert rows["seconds"].max() < 0.5 * waiting["seconds"].max()
+    assert waiting["seconds"].max() > 4 * run.total_steps - 8
+
+
+def test_workers_without_a_step_do_not_lower_the_loss():
+    """Hardly any learning: from the first row on, the loss is about ln 10."""
+    slow = {"gossip": "asynchronous", "scenario": {"speeds": {1: 0.1}}, "learning_rate": 1e-6}
+    _, rows = trained(**{**TINY, **slow}, optimizer="dpsgd", num_epochs=1, max_steps_per_epoch=6)
+    assert 2.2 < value(rows, "cross_entropy", split="train") < 2.4
+
+
+@pytest.mark.parametrize("gossip", ["synchronous", "bounded", "asynchronous"])
+@pytest.mark.parametrize("method", ["power", "sign", "duals", "momentum"])
+def test_a_run_resumes_in_the_middle_with_the_same_bits(method, gossip, tmp_path):
+    values = {**TINY, **METHODS[method], "scenario": LATE, "gossip": gossip}
+    values["distributed_lr_warmup_factor"] = 4.0  # a learning rate of each step
+    run, _ = trained(**values)
+    saved = Checkpoints(tmp_path, processes())
+    first = built(**values)
+    for step in range(2):
+        first.execution.train_step(0, step)
+    now = first.state_dict((0, 2, {}))
+    saved.save(first.step, first.network.workers, copy.deepcopy(now), {})
+    resumed = built(**values)
+    resumed.load_state_dict(saved.load(resumed.network.workers))
+    resumed.train()
+    assert torch.equal(resumed.parameters.x, run.parameters.x)
+    assert resumed.network.bits.tolist() == run.network.bits.tolist()
+
+
+def test_a_stopped_run_resumes_with_the_same_rows(tmp_path, monkeypatch):
+    values = {**TINY, "log_verbosity": 0, "task_architecture": "MLP", "num_epochs": 2}
+    (tmp_path / "late.yaml").write_text("speeds: {1: 0.3}\nlate: {fraction: 0.3, seconds: 2}\n")
+    values |= {"scenario": str(tmp_path / "late.yaml"), "gossip": "asynchronous"}
+
+    def run(folder: Path, *more: str) -> None:
+        given = [f"{key}={value}" for key, value in values.items()]
+        train.main([*given, "--output-dir", str(folder), *more])
+
+    run(tmp_path / "whole")
+    with monkeypatch.context() as patched:
+        stop_after(patched, 7)
+        with pytest.raises(Interrupted):
+            run(tmp_path / "parts")
+    run(tmp_path / "parts", "resume=true")
+    whole, parts = (metrics.load(tmp_path / name) for name in ("whole", "parts"))
+    assert reproducible(parts) == reproducible(whole)
+    virtual = [rows[rows["name"] == "accuracy"]["seconds"].tolist() for rows in (whole, parts)]
+    assert virtual[0] == virtual[1]
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """A run receives SIGTERM after that number of steps."""
+    step = OnVirtualClock.train_step
+
+    def stopping(self: OnVirtualClock, *position: int) -> Any:
+        metrics = step(self, *position)
+        if self.step == steps:
+            signal.raise_signal(signal.SIGTERM)
+        return metrics
+
+    monkeypatch.setattr(OnVirtualClock, "train_step", stopping)
+
+
+@pytest.mark.parametrize("method", ["power", "sign", "duals"])
+def test_survivors_go_on_and_a_replacement_catches_up(method):
+    scenario = {
+        "deaths": [{"worker": 0, "at": 3.0}, {"worker": 2, "at": 4.5}],
+        "joins": [{"worker": 2, "at": 9.5}],
+        "detection": 0.4,
+    }
+    values = {**TINY, **METHODS[method], "n_workers": 6, "num_epochs": 4}
+    run, rows = trained(**values, scenario=scenario)
+    alive = select(rows, "workers")["value"].tolist()
+    assert alive[0] <= 5
+    assert min(alive) == 4
+    assert alive[-1] == 5
+    tested = select(rows, "accuracy", split="test", epoch=4)
+    assert tested["worker"].tolist() == [1, 2, 3, 4, 5]
+    assert run.execution.view.workers == [1, 2, 3, 4, 5]
+    assert value(select(rows, "accuracy", epoch=4), "accuracy", split="test_avg") > 0.3
+
+
+class Recording:
+    """A task that records the labels of each worker's batches."""
+
+    def __init__(self, task: tasks.Task):
+        self._task = task
+        self.labels: dict[tuple[int, int], set[int]] = {}  # worker, epoch → labels
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+    def batch(self, worker: int, epoch: int, *others: Any) -> Any:
+        images, labels = self._task.batch(worker, epoch, *others)
+        self.labels.setdefault((worker, epoch), set()).update(labels.tolist())
+        return images, labels
+
+
+REDISTRIBUTED: dict[str, Any] = {
+    **TINY,
+    "optimizer": "dpsgd",
+    "use_decentralized_data": True,
+    "num_epochs": 4,
+    "data_of_lost": "redistributed",
+    # In the second of epochs with 5 steps.
+    "scenario": {"jitter": 0.1, "deaths": [{"worker": 3, "at": 6.2}], "detection": 0.3},
+}
+
+
+@pytest.mark.parametrize("kept", ["left", "redistributed"])
+def test_survivors_train_on_the_labels_of_the_dead(kept):
+    given: Any = {"n_workers": 4, "batch_size": 64, "seed": 1, "decentralized": True}
+    task = Recording(tasks.make("Digits", drop_last=True, **given))
+    run = built(task=task, **(REDISTRIBUTED | {"data_of_lost": kept}))
+    run.train()
+    of_dead = task.labels[3, 0].difference(*(task.labels[i, 0] for i in range(3)))
+    assert of_dead
+    for worker in range(3):
+        assert not task.labels[worker, 1] & of_dead
+        assert (of_dead < task.labels[worker, 2]) == (kept == "redistributed")
+    assert run.total_steps == 4 * 5
+
+
+def test_pieces_of_a_text_are_not_redistributed():
+    text = tasks.make("LSTM", n_workers=4, batch_size=8, seed=1)
+    given = {"scenario": {}, "data_of_lost": "redistributed", "task_architecture": "LSTM"}
+    with pytest.raises(ValueError, match="data_of_lost=redistributed"):
+        built(task=text, **{**TINY, **given})
+
+
+@pytest.mark.parametrize("joins", [[], [{"worker": 3, "at": 13.1}]])
+def test_an_epoch_keeps_its_samples_when_a_run_resumes(joins, tmp_path):
+    """At the checkpoint, an epoch has begun before the death, which is known by then."""
+    values = {**REDISTRIBUTED, "gossip": "asynchronous"}
+    values["scenario"] = values["scenario"] | {"joins": joins}
+    run, _ = trained(**values)
+    for steps in (8, 12):
+        first = built(**values)
+        for step in range(steps):
+            first.execution.train_step(step // 5, step % 5)
+        saved = Checkpoints(tmp_path / str(steps), processes())
+        now = copy.deepcopy(first.state_dict((steps // 5, steps % 5, {})))
+        saved.save(first.step, first.network.workers, now, {})
+        resumed = built(**values)
+        resumed.load_state_dict(saved.load(resumed.network.workers))
+        resumed.train()
+        assert torch.equal(resumed.parameters.x, run.parameters.x)
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"gossip": "never"}, "gossip"),
+        ({"max_delay": 2}, "max_delay"),
+        ({"gossip": "bounded", "max_delay": -1}, "max_delay"),
+        ({"scenario": "missing.yaml"}, "scenario"),
+        ({"scenario": {"speed": {}}}, "scenario"),
+        ({"scenario": {"speeds": {9: 1.0}}}, "scenario.speeds"),
+        ({"scenario": {"late": {"fraction": 2}}}, "scenario.late.fraction"),
+        ({"scenario": {"loss": {"ends": "none"}}}, "scenario.loss.ends"),
+        ({"scenario": {"loss": {"to_bad": 0.1}}}, "scenario.loss"),
+        ({"scenario": {"deaths": [{"worker": 1}]}}, "scenario.deaths"),
+        ({"scenario": {"joins": [{"worker": 1, "at": 1}], "deaths": [{"worker": 1, "at": 2},
+                       {"worker": 1, "at": 3}]}}, "scenario.deaths"),
+        ({"scenario": {}, "local_steps": 2}, "local_steps"),
+        ({"scenario": {}, "batched_gradients": "on"}, "batched_gradients"),
+        ({"scenario": {}, "optimizer": "moniqua"}, "optimizer"),
+        ({"scenario": {}, "learning": "k-gt"}, "learning"),
+        ({"data_of_lost": "redistributed"}, "data_of_lost"),
+        ({"scenario": {}, "data_of_lost": "lost"}, "data_of_lost"),
+        ({"scenario": {}, "topology": "one-peer-exponential"}, "topology"),
+        ({"scenario": {}, "optimizer_rank": 0}, "optimizer_rank"),
+        ({**METHODS["duals"], "scenario": {}, "learning_options": {"dual_rate": 2}},
+         "learning_options.dual_rate"),
+    ],
+)  # fmt: skip
+def test_bad_values_are_rejected(values, key):
+    with pytest.raises((BadInput, ValueError)) as raised:
+        built(**{**TINY, **values})
+    assert str(raised.value).startswith(f"{key}=")
+
+
+@pytest.mark.parametrize(
+    ("values", "rate"),
+    [
+        ({"scenario": {}}, 1.0),
+        ({"gossip": "bounded", "max_delay": 3}, 1 / 7),
+        ({"gossip": "bounded", "max_delay": 3, "optimizer": "power-gossip"}, 0.1 / 7),
+        ({"gossip": "asynchronous", "learning_options": {"dual_rate": 0.3}}, 0.3),
+    ],
+)
+def test_duals_grow_more_slowly_over_late_exchanges_and_power_gossip(values, rate):
+    run = built(**{**TINY, **METHODS["duals"], **values})
+    assert method.dual_rate_of(run.config) == pytest.approx(rate)
+    assert isinstance(run.execution, OnVirtualClock)
+    used = {vars(worker.rule)["_dual_rate"] for worker in run.execution.clock.workers.values()}
+    assert used == {method.dual_rate_of(run.config)}
+
+
+def test_training_replays_the_order_of_events(tmp_path):
+    scenario = LATE | {"deaths": [{"worker": 2, "at": 4.0}], "joins": [{"worker": 2, "at": 9.0}]}
+    values = {**TINY, **METHODS["power"], "num_epochs": 2, "gossip": "asynchronous"}
+    run, rows = trained(**values, scenario=scenario, record_order=True)
+    assert isinstance(run.execution, OnVirtualClock)
+    file = tmp_path / "order.jsonl"
+    order.write(file, run.execution.clock.order)
+    again, same = trained(**values, scenario={"replay": str(file)})
+    assert torch.equal(again.parameters.x, run.parameters.x)
+    for name in ("accuracy", "consensus_distance"):
+        assert select(same, name)["value"].tolist() == select(rows, name)["value"].tolist()
+    with pytest.raises(ValueError, match="replay"):
+        trained(**values | {"num_epochs": 3}, scenario={"replay": str(file)})
+    stepwise = built(**values, scenario={"replay": str(file)})
+    assert isinstance(stepwise.execution, OnVirtualClock)
+    for step in range(stepwise.total_steps):
+        stepwise.execution.train_step(*divmod(step, stepwise.steps_per_epoch))
+        assert stepwise.execution.clock.progress >= step + 1, "also within an epoch"

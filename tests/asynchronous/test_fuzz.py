@@ -1,0 +1,79 @@
+"""A few seeds of the fuzz harness. `make fuzz` has as many as one likes."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness import fuzz
+from tests.harness.fuzz_cases import Case, draw, read
+
+FAULTS = sorted(Path(__file__).with_name("faults").glob("*.yaml"))
+FAST = ("lost_before_the_first_and_after_the_last_step",)
+
+
+@pytest.mark.parametrize(
+    ("driver", "seeds"),
+    [
+        ("virtual", range(8)),
+        pytest.param("virtual", range(8, 80), marks=pytest.mark.slow),
+        pytest.param("processes", range(20), marks=pytest.mark.slow),
+        pytest.param("publishing", range(10), marks=pytest.mark.slow),
+    ],
+)
+def test_random_scenarios_break_no_invariant(driver: str, seeds: range, tmp_path: Path) -> None:
+    for seed in seeds:
+        case, file = draw(seed, driver), tmp_path / f"{driver}-{seed}.yaml"
+        case.write(file)
+        _, fault = fuzz.outcome(read(file))
+        if fault is not None:
+            kept = fuzz.FOLDER / file.name
+            case.write(kept)
+            pytest.fail(f"{fault}\npython -m tests.harness.fuzz --case {kept}")
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(file, marks=() if file.stem in FAST else pytest.mark.slow, id=file.stem)
+        for file in FAULTS
+    ],
+)
+def test_earlier_faults_are_mended(file: Path) -> None:
+    _, fault = fuzz.outcome(read(file))
+    assert fault is None, f"{fault}\npython -m tests.harness.fuzz --case {file}"
+
+
+def test_a_file_repeats_its_case(tmp_path: Path) -> None:
+    cases = [draw(seed, driver) for driver in fuzz.DRIVERS for seed in range(20)]
+    for case in cases:
+        case.write(tmp_path / "case.yaml")
+        assert read(tmp_path / "case.yaml") == case
+    assert len(set(map(str, cases))) == len(cases)
+
+
+def test_a_case_with_a_fault_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing(case: Case) -> str:
+        assert case != draw(4), "the fault"
+        return "complete"
+
+    monkeypatch.setitem(fuzz.DRIVERS, "virtual", failing)
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["fuzz", "--seeds", "3:6", "--drivers", "virtual", "--folder", str(tmp_path / "new")],
+    )
+    with pytest.raises(SystemExit) as ended:
+        fuzz.main()
+    assert ended.value.code == 1
+    file = tmp_path / "new" / "virtual-4.yaml"
+    assert read(file) == draw(4)
+    printed = capsys.readouterr().out
+    assert str(file) in printed
+    assert "the fault" in printed
+    monkeypatch.setattr(sys, "argv", ["fuzz", "--case", str(file)])
+    with pytest.raises(SystemExit) as ended:
+        fuzz.main()
+    assert ended.value.code == 1

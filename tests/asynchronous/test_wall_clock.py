@@ -1,0 +1,447 @@
+"""Training in processes whose exchanges may be late, and that may be lost."""
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+import train
+from powergossip.checks import BadValue
+from powergossip.errors import BadInput, CannotWrite
+from powergossip.events import order, packing, wall_clock
+from powergossip.events.order import Entry
+from powergossip.events.worker import Message
+from powergossip.network import Processes, processes
+from powergossip.network.resilient.workers import LOST, Links
+from powergossip.runs import metrics, output
+from powergossip.runs.checkpoints import Checkpoints
+from powergossip.training import ending
+from powergossip.training.asynchronous.execution import AcrossProcesses
+from powergossip.training.measurements import Hooks
+from powergossip.training.settings import checked
+from powergossip.training.trainer import Trainer
+from tests.harness import launch
+from tests.training.test_train import trained
+
+ULFM = ("--with-ft", "ulfm")
+ULFM_REPLACING = (*ULFM, "--prtemca", "state_base_recoverable", "1")
+TINY: dict[str, Any] = {
+    "task_architecture": "MLP",
+    "n_workers": 4,
+    "batch_size": 64,
+    "batched_gradients": "off",
+    "learning_rate": 0.05,
+    "max_steps_per_epoch": 4,
+    "num_epochs": 2,
+    "log_verbosity": 0,
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "power": {"optimizer": "power-gossip", "optimizer_num_iterations": 3},
+    "plain": {"optimizer": "dpsgd", "local_optimizer": "adamw", "overlapping": False},
+    "sign": {"optimizer": "choco"},
+    "momentum": {"optimizer": "dpsgd", "learning": "quasi-global-momentum"},
+    "duals": {"optimizer": "dpsgd", "learning": "exact-diffusion"},
+    "tracking": {"optimizer": "power-gossip", "learning": "gradient-tracking"},
+}
+SURVIVING = {"on_worker_loss": "continue", "worker_timeout": 20.0}
+
+
+@pytest.fixture
+def with_ulfm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mpirun's flag. None of these processes ends."""
+    monkeypatch.setenv("OMPI_MCA_mpi_ft_enable", "1")
+    monkeypatch.setattr(Links, "end_alone", lambda links: None)
+    monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
+
+
+def on_virtual_clock(**changes: Any) -> Trainer:
+    """The same run in one process, whatever the number of those of the test."""
+    return with_rows(**changes)[0]
+
+
+def with_rows(**changes: Any) -> tuple[Trainer, list[Any]]:
+    """The same, and its rows."""
+    rows: list[Any] = []
+    config = OmegaConf.merge(OmegaConf.structured(train.Config), TINY, changes)
+    alone = Processes()
+    hooks = Hooks(log_metric=lambda *row: rows.append(row))
+    run = Trainer(checked(config, alone), alone, hooks)  # type: ignore[arg-type]
+    run.train()
+    return run, rows
+
+
+def measured(rows: list[Any]) -> dict[str, float]:
+    """What does not depend on time: each value, and the bits and messages at that moment."""
+    return {
+        f"{name} {tags} {key} of epoch {values['epoch']}": values[key]
+        for name, values, tags in rows
+        if not name.startswith("phase")
+        for key in ("value", "bits", "messages")
+    }
+
+
+def own_rows(run: Trainer, whole: Trainer) -> torch.Tensor:
+    return whole.parameters.x[list(run.network.workers)]
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("method", METHODS)
+def test_synchronous_exchanges_have_the_bits_of_the_virtual_clock(method, with_ulfm, monkeypatch):
+    monkeypatch.setattr(wall_clock.WallClock, "_find_late", lambda *_: None)
+    values = {**TINY, **METHODS[method]}
+    run, rows = trained(**values, **SURVIVING)
+    expected = on_virtual_clock(**values, scenario={})
+    assert torch.equal(run.parameters.x, own_rows(run, expected))
+    if processes().rank == 0:
+        workers = rows[rows["name"] == "workers"]
+        assert workers["value"].tolist() == [4, 4]
+        views = 8  # bits of a message's view, in whole bytes
+        own = len(run.network.workers)
+        bits = expected.network.bits[:own] + views * expected.network.messages[:own]
+        assert run.network.bits.tolist() == bits.tolist()
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("gossip", ["bounded", "asynchronous"])
+@pytest.mark.parametrize("method", ["power", "sign", "duals", "tracking"])
+def test_the_order_of_late_exchanges_can_be_replayed(method, gossip, with_ulfm, tmp_path):
+    folder = Path(processes().broadcast(str(tmp_path)))
+    values = {**TINY, **METHODS[method], "gossip": gossip, "record_order": True}
+    rows: list[Any] = []
+    hooks = Hooks(log_metric=lambda *row: rows.append(row))
+    config = OmegaConf.merge(OmegaConf.structured(train.Config), values)
+    run = Trainer(checked(config, processes()), processes(), hooks)  # type: ignore[arg-type]
+    run.begin(folder)
+    run.train()
+    run.end()
+    assert processes().sum(run.network.messages.sum()) > 0
+    assert isinstance(run.execution, AcrossProcesses)
+    steps = processes().gather(run.execution.clock.workers[run.network.workers[0]].steps)
+    assert sum(steps) >= len(steps) * run.total_steps
+    kept = {key: value for key, value in values.items() if key != "record_order"}
+    expected, same = with_rows(**kept, scenario={"replay": str(folder / "order.jsonl")})
+    assert torch.equal(run.parameters.x, own_rows(run, expected))
+    if processes().rank == 0:
+        assert len(measured(rows)) > 2 * 4 * 3
+        assert measured(rows) == pytest.approx(measured(same), rel=1e-6)
+
+
+def failing(
+    plan: dict[str, Any],
+    folder: Path,
+    *,
+    size: int = 4,
+    code: int = 0,
+    options: Sequence[str] = ULFM,
+    **changes: Any,
+) -> list[dict[str, Any]]:
+    """The rows of tests/harness/failing.py, which is started under mpirun."""
+    values = {**TINY, **SURVIVING, **changes}
+    words = [f"{key}={json.dumps(value)}" for key, value in values.items()]
+    ended = launch.python(
+        "tests/harness/failing.py",
+        json.dumps(plan),
+        folder,
+        *words,
+        processes=size,
+        options=options,
+        timeout=100,
+    )
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in lines]
+
+
+def number_of_workers(folder: Path, again: tuple[int, ...] = ()) -> list[float]:
+    """By epoch. again: epochs after which the run was resumed with another number."""
+    rows = metrics.load(folder)
+    chosen = rows[rows["name"] == "workers"]
+    epochs = sorted([*range(1, len(chosen) + 1 - len(again)), *again])
+    assert chosen["epoch"].tolist() == epochs, "each once, in order"
+    return list(chosen["value"])
+
+
+@pytest.mark.parametrize(
+    ("method", "gossip"),
+    [
+        ("power", "synchronous"),
+        pytest.param("sign", "bounded", marks=pytest.mark.slow),
+        pytest.param("duals", "asynchronous", marks=pytest.mark.slow),
+        pytest.param("momentum", "synchronous", marks=pytest.mark.slow),
+        pytest.param("tracking", "bounded", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_goes_on_without_killed_processes_and_can_be_replayed(method, gossip, tmp_path):
+    values = {**METHODS[method], "gossip": gossip, "num_epochs": 4, "record_order": True}
+    values |= {"use_decentralized_data": True, "data_of_lost": "redistributed"}
+    rows = failing({"kill": {"0": 5, "2": 9}}, tmp_path / "run", code=LOST, **values)
+    assert sorted(row["process"] for row in rows) == [1, 3]
+    counts = number_of_workers(tmp_path / "run")
+    assert counts == sorted(counts, reverse=True)
+    assert (len(counts), counts[-1]) == (4, 2)
+    info = json.loads((tmp_path / "run" / output.INFO_FILE).read_text())
+    assert info[output.ENDING] == output.COMPLETE
+    assert info["lost_workers"] == [0, 2]
+    del values["record_order"]
+    replayed = on_virtual_clock(
+        **values, scenario={"replay": str(tmp_path / "run" / "order.jsonl")}
+    )
+    assert replayed.execution.view.alive == [1, 3]
+    for row in rows:
+        x = replayed.parameters.x[row["worker"]]
+        assert hashlib.sha256(x.numpy().tobytes()).hexdigest() == row["digest"]
+        assert replayed.network.bits[row["worker"]] == row["bits"], "with those of views"
+
+
+def test_others_go_on_without_a_stopped_process_which_catches_up(tmp_path):
+    values: dict[str, Any] = {
+        "num_epochs": 2,
+        "optimizer": "dpsgd",
+        "max_steps_per_epoch": 8,
+        "batch_size": 32,
+    }
+    plan = {"stop": {"1": [3, 1.5]}}
+    rows = failing(plan, tmp_path / "run", **values, record_order=True)
+    assert sorted(row["process"] for row in rows) == [0, 1, 2, 3]
+    assert number_of_workers(tmp_path / "run") == [4, 4]
+    taken, lead = dict.fromkeys(range(4), 0), 0
+    for entry in order.read(tmp_path / "run" / "order.jsonl"):
+        if entry.kind == "finish":
+            taken[entry.worker] += 1
+        lead = max(lead, taken[0] - taken[1])
+    assert lead >= 2, "one would be possible if its neighbors waited"
+    assert set(taken.values()) == {16}
+
+
+def test_processes_that_are_slow_are_not_lost(tmp_path):
+    """Neither where data are loaded, nor where a checkpoint is written, here after a signal."""
+    events = [
+        {"process": 2, "point": "load", "signal": "SLOW", "seconds": 2},
+        {"process": 0, "point": "step", "count": 2, "signal": "SIGUSR1"},
+        {"process": 3, "point": "save", "count": 1, "signal": "SLOW", "seconds": 2},
+    ]
+    folder = tmp_path / "run"
+    failing({"events": events}, folder, code=138, optimizer="dpsgd", worker_timeout=0.3)
+    index = json.loads((folder / "checkpoints" / "index.json").read_text())
+    parts = [part["workers"] for part in index["last"]["parts"]]
+    assert parts == [[0, 1], [1, 2], [2, 3], [3, 4]]
+
+
+def test_a_kill_during_a_checkpoint_leaves_whole_ones(tmp_path):
+    folder = tmp_path / "run"
+    values: dict[str, Any] = {"num_epochs": 3, "checkpoint_interval": 1, "optimizer": "dpsgd"}
+    rows = failing({"save": 0}, folder, code=LOST, **values)
+    assert sorted(row["process"] for row in rows) == [1, 2, 3]
+    assert number_of_workers(folder) == [4, 4, 3]
+    index = json.loads((folder / "checkpoints" / "index.json").read_text())
+    assert [part["workers"] for part in index["last"]["parts"]] == [[1, 2], [2, 3], [3, 4]]
+    for part in index["last"]["parts"]:
+        file = folder / "checkpoints" / index["last"]["folder"] / part["file"]
+        assert hashlib.sha256(file.read_bytes()).hexdigest() == part["sha256"]
+    rows_at = index["last"]["facts"]["metrics_bytes"]
+    assert len(metrics.kept_rows(folder / metrics.FILE, rows_at)) == rows_at > 0
+
+
+@pytest.mark.slow
+def test_a_run_without_lost_workers_resumes_with_replacements_and_can_be_evaluated(tmp_path):
+    folder = tmp_path / "run"
+    values: dict[str, Any] = {"num_epochs": 2, "optimizer": "choco", "use_decentralized_data": True}
+    failing({"kill": {"2": 5}}, folder, code=LOST, **values)
+    last = evaluated(folder, **values)
+    assert sorted(int(worker) for worker in last["worker"].dropna()) == [0, 1, 3]
+    values |= {"num_epochs": 3, "learning_rate": 0.05, "resume": True}
+    rows = failing({}, folder, **values)
+    assert sorted(row["process"] for row in rows) == [0, 1, 2, 3]
+    assert number_of_workers(folder, again=(2,)) == [4, 3, 4, 4]
+    fewer = failing({}, folder, size=3, **{**values, "num_epochs": 4, "n_workers": 3})
+    assert sorted(row["worker"] for row in fewer) == [0, 1, 2]
+    assert number_of_workers(folder, again=(2, 3)) == [4, 3, 4, 4, 3, 3]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_complete_with_lost_workers_stays_complete(tmp_path):
+    folder = tmp_path / "run"
+    failing({"kill": {"2": 5}}, folder, code=LOST, num_epochs=2)
+    before = (folder / metrics.FILE).read_bytes()
+    failing({}, folder, num_epochs=2, resume=True)
+    assert number_of_workers(folder) == [4, 3]
+    assert (folder / metrics.FILE).read_bytes() == before
+
+
+def evaluated(folder: Path, **values: Any) -> Any:
+    """The rows of an evaluation of the last checkpoint in one process."""
+    found: list[dict[str, Any]] = []
+    changes = OmegaConf.create({**TINY, **values, "on_worker_loss": "continue"})
+    config = OmegaConf.merge(OmegaConf.structured(train.Config), changes, {"evaluate_only": True})
+
+    def keep(name: str, of_row: Any, tags: Any) -> None:
+        found.append({"name": name, **of_row, **tags})
+
+    alone = Processes()
+    settings = checked(config, alone)  # type: ignore[arg-type]
+    Trainer(settings, alone, Hooks(log_metric=keep), resume_from=folder).evaluate()
+    rows = metrics.frame(found)
+    return rows[(rows["name"] == "accuracy") & (rows["split"] == "test")]
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize("deaths", [[], [{"worker": 3, "at": 2.5}]])
+def test_a_run_on_the_virtual_clock_is_evaluated_by_several_processes(deaths, tmp_path):
+    """One that has lost workers, by one process only."""
+    who, alone, folder = processes(), Processes(), Path(processes().broadcast(str(tmp_path)))
+    values = {**TINY, "optimizer": "dpsgd", "num_epochs": 1, "scenario": {"deaths": deaths}}
+
+    def trainer(by: Processes, found: list[Any], **more: Any) -> Trainer:
+        config = OmegaConf.merge(OmegaConf.structured(train.Config), values, more)
+        hooks = Hooks(log_metric=lambda *row: found.append(row))
+        resume_from = folder if more else None
+        return Trainer(checked(config, by), by, hooks, resume_from=resume_from)  # type: ignore[arg-type]
+
+    if who.rank == 0:
+        trainer(alone, []).train(Checkpoints(folder, alone))
+    who.gather(None)  # the checkpoint is written
+    expected: list[Any] = []
+    trainer(alone, expected, evaluate_only=True).evaluate()
+    if deaths:
+        with pytest.raises(BadInput, match=r"^evaluate_only=true: use one process"):
+            trainer(who, [], evaluate_only=True)
+        return
+    found: list[Any] = []
+    trainer(who, found, evaluate_only=True).evaluate()
+    if who.rank == 0:
+        assert measured(found) == pytest.approx(measured(expected), rel=1e-6)
+        assert len(found) > 4
+
+
+# Parts.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.uint8, torch.int64])
+@pytest.mark.parametrize("view", [None, (0, 1, 0), (0, 1, 4)])
+def test_messages_keep_their_bits(dtype, view):
+    part = torch.arange(5).to(dtype)
+    message = Message(7, 300, view or (0, 0, 0), part)
+    payload = packing.packed(message, view is not None)
+    found = packing.unpacked(7, payload, part, (0, 0, 0), view is not None)
+    assert (found.k, found.incarnation, found.view) == (7, 300, message.view)
+    assert found.part is not None
+    assert torch.equal(found.part, part)
+    assert found.part.dtype == dtype
+    if view is not None:
+        of_view = payload.numel() - packing.packed(message, False).numel()
+        assert 8 * (of_view - 1) == packing.bits_of_view(view)
+
+
+def test_parts_are_sent_before_they_are_applied_whatever_the_clocks_say():
+    first = [Entry(10.0, "start", 0, 1, 0), Entry(11.0, "apply", 0, 1, 0)]
+    second = [Entry(0.0, "start", 1, 0, 0), Entry(0.1, "apply", 1, 0, 0)]
+    found = order.merged([first, second], lost=[1])
+    kinds = [(entry.worker, entry.kind) for entry in found]
+    assert kinds == [(1, "start"), (0, "start"), (1, "apply"), (1, "die"), (0, "apply")]
+    with pytest.raises(ValueError, match="apply"):
+        order.merged([second], lost=[])
+
+
+def test_a_worker_that_is_lost_before_its_first_event_was_there_at_the_start():
+    of_other = [Entry(0.1, "start", 0, 1, 0), Entry(0.2, "learn", 0, 1, 1)]
+    found = order.merged([of_other], lost=[1])
+    assert [(entry.worker, entry.kind) for entry in found] == [
+        (1, "die"),
+        (0, "start"),
+        (0, "learn"),
+    ]
+
+
+def test_a_full_disk_under_the_order_of_events_is_a_sentence():
+    with pytest.raises(CannotWrite, match="/dev/full"):
+        order.write(Path("/dev/full"), [Entry(0.0, "begin", 0, -1, -1)])
+
+
+def test_the_next_writer_adds_the_rows_that_are_missing(tmp_path):
+    config = OmegaConf.create({"overwrite": False, "tensorboard": False})
+    values = {"value": 1.0, "epoch": 1, "bits": 2, "messages": 3, "seconds": 4.0}
+    first = output.Output(str(tmp_path), config)
+    first.write("workers", values, {})
+    first.write("accuracy", values, {"split": "test"})
+    first.rows._file.write(b'{"name": "half')
+    rows = [("workers", values, {}), ("accuracy", {**values, "seconds": 9.0}, {"split": "test"})]
+    rows.append(("accuracy", values, {"split": "valid"}))
+    output.take_over(tmp_path, config, rows, 1).close(output.COMPLETE)
+    found = metrics.load(tmp_path)
+    assert found["name"].tolist() == ["workers", "accuracy", "accuracy"]
+    assert found["seconds"].tolist() == [4.0, 4.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"on_worker_loss": "retry"}, "on_worker_loss"),
+        ({"on_worker_loss": "continue"}, "on_worker_loss"),  # a single process
+        ({"on_worker_loss": "replace"}, "on_worker_loss"),
+        ({"on_worker_loss": "continue", "scenario": {}}, "on_worker_loss"),
+        ({"worker_timeout": 0}, "worker_timeout"),
+        ({"record_order": True}, "record_order"),
+    ],
+)
+def test_keys_that_do_not_fit_are_rejected(changes, key):
+    config = OmegaConf.merge(OmegaConf.structured(train.Config), TINY, changes)
+    with pytest.raises(ValueError, match=key) as caught:
+        checked(config, Processes())  # type: ignore[arg-type]
+    assert isinstance(caught.value, BadValue | ValueError)
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"optimizer": "push-sum"}, "on_worker_loss"),
+        ({"optimizer": "powersgd"}, "optimizer"),
+        ({"optimizer": "deepsqueeze"}, "optimizer"),
+        ({"optimizer": "dpsgd", "topology": "one-peer-exponential"}, "topology"),
+        ({"learning": "k-gt"}, "learning"),
+    ],
+)
+def test_methods_without_exchanges_by_edges_are_rejected(changes, key, with_ulfm):
+    config = OmegaConf.merge(OmegaConf.structured(train.Config), TINY, SURVIVING, changes)
+    with pytest.raises(ValueError, match=key):
+        Trainer(checked(config, processes()), processes())  # type: ignore[arg-type]
+
+
+def test_a_run_without_some_workers_names_them() -> None:
+    words = ending.complete_without([1, 5, 6, 7, 9], 10)
+    assert re.findall(r"\d+(?:-\d+)?", words) == ["0", "2-4", "8", "1", "5-7", "9"]
+    assert "lost" not in ending.complete_without([], 10)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        ("optimizer=moniqua", "on_worker_loss=continue"),  # no exchanges by edges
+        (*(f"{key}={json.dumps(value)}" for key, value in TINY.items()), "learning_rate=1e30"),
+    ],
+    ids=["rejected", "diverged"],
+)
+def test_only_the_first_process_ends_with_another_code_than_0(
+    values: tuple[str, ...], tmp_path: Path
+) -> None:
+    """With ULFM, mpirun may hang after two processes that do."""
+    shell = ("sh", "-c", '"$0" "$@"; echo "code $?"')
+    survives = [*values, "n_workers=3", "on_worker_loss=continue"]
+    ended = launch.python(
+        "train.py",
+        *survives,
+        "--output-dir",
+        tmp_path / "run",
+        processes=3,
+        options=(*ULFM, *shell),
+    )
+    codes = [line for line in ended.stdout.splitlines() if line.startswith("code")]
+    first = "code 2" if "optimizer=moniqua" in values else "code 1"
+    assert sorted(codes) == ["code 0", "code 0", first], ended.stdout + ended.stderr
+    assert ended.stderr.count("error:") == 1

@@ -1,0 +1,153 @@
+"""The README's blocks run as they stand, and its tables agree with the code and the reports."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from powergossip import algorithms, compressors, tasks, topologies
+from powergossip.algorithms import aggregation, ddp
+from tests.harness import launch
+
+README = (launch.ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    """The README's code blocks in a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
+
+
+COMMANDS = [line for block in blocks("bash") for line in block.splitlines()]
+
+# The Python blocks by a word of each, with the end of its output. Those of a program share a
+# process: each has names of its own, and none trains, which would change settings of the next one.
+PROGRAMS = [
+    {"train.log_metric = log_metric": r"mean model: \d+\.\d%\n$"},
+    {"class Half": r"\b2\.0 times fewer bits than uncompressed gossip\n"},
+    {
+        "GossipOptimizer(": r"^norm of the mean model: \d\.\d{3}, sent: 0\.0 kB\n",
+        "PowerSGD(": r"^compression rate: \d+\.\d\n",
+        "class OneNeighbor": r"^\[2\.0, 2\.0\] \[32, 32\]\n$",
+    },
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: next(iter(program)))
+def test_python_blocks_run_anywhere(program: dict[str, str], tmp_path: Path) -> None:
+    lines = []
+    for index, word in enumerate(program):
+        (block,) = [block for block in blocks("python") if word in block]
+        (tmp_path / f"block{index}.py").write_text(block)
+        lines.append(f"print('{'=' * 20}'); runpy.run_path('block{index}.py')")
+    (tmp_path / "program.py").write_text("\n".join(["import runpy", *lines]))
+    ended = launch.python("program.py", cwd=tmp_path, variables={"PYTHONPATH": ""})
+    assert ended.returncode == 0, ended.stderr
+    outputs = ended.stdout.split(f"{'=' * 20}\n")[1:]
+    for output, expected in zip(outputs, program.values(), strict=True):
+        assert re.search(expected, output, re.MULTILINE), output
+
+
+def test_every_python_block_is_tested() -> None:
+    assert len(blocks("python")) == sum(map(len, PROGRAMS))
+
+
+def run(command: str, *more: str, cwd: Path = launch.ROOT) -> subprocess.CompletedProcess[str]:
+    words = [
+        str(launch.ROOT / word) if word.endswith(".py") else word for word in shlex.split(command)
+    ]
+    place = words.index("python")
+    # A script may run in a fork, which starts fast.
+    words[place : place + 1] = [sys.executable] if "-m" in words else launch.stand_in()
+    with launch.one_mpirun_at_a_time() if words[0] == "mpirun" else nullcontext():
+        return subprocess.run(
+            [*words, *more],
+            cwd=cwd,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            text=True,
+            capture_output=True,
+            timeout=240,
+        )
+
+
+TRAINING = [
+    line
+    for line in COMMANDS
+    if "python train.py" in line and not re.search("--help|--config|examples", line)
+]
+
+
+@pytest.mark.parametrize("command", TRAINING)
+def test_training_commands_run(command: str, tmp_path: Path) -> None:
+    """With one epoch. CI runs `make train` to its end."""
+    ended = run(command, "num_epochs=1", "--output-dir", str(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+    assert "test accuracy, mean model" in ended.stdout
+    assert (tmp_path / "figure.png").exists()
+
+
+def test_the_consensus_command_runs_as_it_stands(tmp_path: Path) -> None:
+    (command,) = [line for line in COMMANDS if "gossip_run.py" in line]
+    ended = run(command, "--output-dir", str(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+    assert "uncompressed" in ended.stdout
+    assert (tmp_path / "figure.png").exists()
+
+
+def test_sections_are_in_the_order_for_a_new_reader() -> None:
+    without_code = re.sub(r"^```.*?^```$", "", README, flags=re.DOTALL | re.MULTILINE)
+    assert re.findall(r"^## (.*)$", without_code, re.MULTILINE) == [
+        "Install",
+        "Train",
+        "Map of the repository",
+        "Use",
+        "Add an algorithm, a compressor, a topology, a task",
+        "Methods, topologies, tasks",
+        "Results",
+        "Documentation",
+        "Citation",
+        "License",
+    ]
+    assert len(re.findall(r"[A-Za-z]+", without_code)) <= 1500
+
+
+def test_the_map_has_every_file_and_folder_of_the_top_level() -> None:
+    listing = README.split("## Map of the repository")[1].split("##")[0]
+    shown = re.findall(r"^    ([a-z_]+(?:\.py|/))", listing, flags=re.MULTILINE)
+    tracked = subprocess.check_output(["git", "ls-files"], cwd=launch.ROOT, text=True).split()
+    folders = {name.split("/")[0] + "/" for name in tracked if "/" in name if name[0] != "."}
+    programs = {name for name in tracked if "/" not in name and name.endswith(".py")}
+    assert sorted(shown) == sorted(folders | programs)
+    assert len(shown) == 12
+
+
+def test_files_that_are_linked_exist() -> None:
+    for name in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (launch.ROOT / name).exists(), name
+
+
+def test_every_row_of_a_registry_is_in_the_table() -> None:
+    table = README.split("## Methods, topologies, tasks")[1].split("##")[0]
+    named = set(re.findall(r"`([^`]+)`", table))
+    registries = (
+        algorithms.AVERAGING,
+        aggregation.AGGREGATIONS,
+        ddp.HOOKS,
+        compressors.COMPRESSORS,
+        topologies.TOPOLOGIES,
+        tasks.TASKS,
+    )
+    assert {row for registry in registries for row in registry} <= named
+
+
+def test_results_are_those_of_the_report() -> None:
+    report = (launch.ROOT / "docs/results/fashion_mnist/report.md").read_text()
+    table = README.split("## Results")[1].split("##")[0]
+    rows = re.findall(r"^\| (?!method|---).*\|$", table, re.MULTILINE)
+    assert len(rows) == 8
+    for row in rows:
+        assert row in report  # a row of the report has further columns

@@ -1,0 +1,385 @@
+"""environment/setup.sh as far as it does without installing anything, and powergossip.mpi_check."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tomllib
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+
+from powergossip import mpi_check
+from powergossip.errors import BadInput
+from tests.harness import launch
+from tests.harness.helpers import executable
+from tests.harness.launch import ROOT
+
+INPUTS = ["pyproject.toml", "environment/constraints.txt", "environment/setup.sh"]
+
+
+def run(
+    *command: str | Path, cwd: Path = ROOT, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command with further environment variables; a variable that is "" is unset."""
+    merged = {**os.environ, **variables}
+    environment = {name: value for name, value in merged.items() if value != ""}
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=180, check=False
+    )
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder with what setup.sh reads, and no .venv."""
+    folder = tmp_path / "checkout"
+    for name in INPUTS:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def setup(checkout: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the checkout's setup.sh, in which a `pip` that could be reached would be a mistake."""
+    settings = {"PYTHON": "", "MPI": "", "MINIMAL": "", "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
+    return run("bash", "environment/setup.sh", cwd=checkout, **(settings | variables))
+
+
+# What setup.sh asks an interpreter: its version first, then whether it can make environments.
+OLD = 'case "$2" in *version*) echo 3.8 ;; esac'
+NEW_WITHOUT_VENV = 'case "$2" in *version*) echo 3.12 ;; *) exit 1 ;; esac'
+BROKEN = "exit 127"
+
+
+@pytest.mark.parametrize(
+    ("script", "sentence"),
+    [
+        (OLD, "Python 3.8.*Python 3.11"),
+        (NEW_WITHOUT_VENV, "Python 3.12.*venv"),
+        (BROKEN, ""),
+    ],
+)
+def test_an_unfit_interpreter_is_an_error_in_one_line(
+    checkout: Path, tmp_path: Path, script: str, sentence: str
+) -> None:
+    python = executable(tmp_path / "bin" / "python-of-mine", script)
+    result = setup(checkout, PYTHON=str(python))
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"setup: error: PYTHON={python}: ")
+    assert re.search(sentence, result.stderr)
+    assert result.stderr.count("\n") == 1
+    assert not (checkout / ".venv").exists()
+
+
+def minimal_path(folder: Path, **programs: str) -> str:
+    """A PATH with the usual tools, but of all Pythons only the given ones."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for tool in ("bash", "cat", "cksum", "dirname", "grep", "mktemp", "readlink", "rm", "tail"):
+        found = shutil.which(tool)
+        assert found, f"the test needs {tool}"
+        (folder / tool).symlink_to(found)
+    for name, script in programs.items():
+        executable(folder / name, script)
+    return str(folder)
+
+
+def test_a_missing_python_is_an_error(checkout: Path, tmp_path: Path) -> None:
+    result = setup(checkout, PATH=minimal_path(tmp_path / "bin"))
+    assert result.returncode == 1
+    assert "python3" in result.stderr
+    assert "3.11" in result.stderr
+
+
+def test_of_several_unfit_pythons_the_newest_is_reported(checkout: Path, tmp_path: Path) -> None:
+    """An old python3 beside a new one without venv: the remedy is to install venv."""
+    path = minimal_path(tmp_path / "bin", **{"python3": OLD, "python3.12": NEW_WITHOUT_VENV})
+    result = setup(checkout, PATH=path)
+    assert result.returncode == 1
+    assert "python3.12" in result.stderr
+    assert "apt-get install python3-venv" in result.stderr
+
+
+def test_a_later_candidate_is_taken_if_the_first_is_too_old(checkout: Path, tmp_path: Path) -> None:
+    makes_none = 'case "$2" in *version*) echo 3.12 ;; venv) echo no space left >&2; exit 1 ;; esac'
+    path = minimal_path(tmp_path / "bin", **{"python3": OLD, "python3.12": makes_none})
+    result = setup(checkout, PATH=path)
+    assert result.returncode == 1
+    assert "python3.12 -m venv failed" in result.stderr
+    assert "no space left" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("choice", "sentence"),
+    [
+        ("mashine", "MPI=mashine.*package.*machine"),
+        ("machine", "MPI=machine.*mpirun"),
+    ],
+)
+def test_a_wrong_choice_of_mpi_is_an_error(
+    checkout: Path, tmp_path: Path, choice: str, sentence: str
+) -> None:
+    result = setup(checkout, MPI=choice, PATH=minimal_path(tmp_path / "bin"))
+    assert result.returncode == 1
+    assert re.search(sentence, result.stderr)
+
+
+@pytest.fixture
+def stamped(checkout: Path) -> Path:
+    """A checkout that setup.sh takes as finished; its Python is a link to this one.
+
+    The stamp is written by hand: its format is stated here once more.
+    """
+    (checkout / ".venv" / "bin").mkdir(parents=True)
+    (checkout / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    inputs = b"".join((checkout / name).read_bytes() for name in INPUTS)
+    checksum = subprocess.run(["cksum"], input=inputs, capture_output=True, check=True).stdout
+    stamp = f"{checksum.decode()}{checkout}\n\n\n\n"
+    (checkout / ".venv" / ".setup-stamp").write_text(stamp)
+    return checkout
+
+
+def test_a_second_run_does_nothing(stamped: Path) -> None:
+    before = sorted(path.stat().st_mtime_ns for path in stamped.rglob("*"))
+    result = setup(stamped, MPI="package")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "setup: ready. Activate it with:  source .venv/bin/activate\n"
+    assert sorted(path.stat().st_mtime_ns for path in stamped.rglob("*")) == before
+
+
+@pytest.mark.parametrize("changed", [*INPUTS, "the folder", "Python is gone"])
+def test_a_change_makes_it_run_again(stamped: Path, tmp_path: Path, changed: str) -> None:
+    """It then asks PYTHON, which is unfit here."""
+    if changed == "the folder":
+        stamped = stamped.rename(tmp_path / "moved")
+    elif changed == "Python is gone":
+        (stamped / ".venv" / "bin" / "python").unlink()
+    else:
+        with (stamped / changed).open("a") as file:
+            file.write("\n# changed\n")
+    path = minimal_path(tmp_path / "bin", python3=OLD)
+    result = setup(stamped, MPI="package", PATH=path)
+    assert result.returncode == 1
+    assert "is Python 3.8" in result.stderr
+
+
+ACTIVATE = Path(sys.prefix) / "bin" / "activate"
+# variable: the value it gets
+EXPORTS = {
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+}
+if os.geteuid() == 0:
+    EXPORTS |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+@pytest.mark.parametrize("variable", EXPORTS)
+def test_activation_sets_what_is_unset_and_keeps_what_is_set(variable: str) -> None:
+    show = f'set -eu; source "{ACTIVATE}"; source "{ACTIVATE}"; printenv {variable}'
+    for before, after in [("", EXPORTS[variable]), ("mine", "mine")]:
+        assert run("bash", "-c", show, cwd=ROOT, **{variable: before}).stdout == f"{after}\n"
+
+
+def test_activation_is_written_once() -> None:
+    lines = ACTIVATE.read_text().splitlines()
+    for variable in EXPORTS:
+        assert sum(line.strip().startswith(f"export {variable}=") for line in lines) == 1
+
+
+@pytest.mark.skipif(
+    Path(sys.prefix).parent != ROOT, reason="this Python's environment is not that of setup.sh"
+)
+def test_a_driver_in_another_folder_imports_the_modules(tmp_path: Path) -> None:
+    driver = tmp_path / "driver.py"
+    driver.write_text("import train, topologies\nprint(topologies.__file__)\n")
+    result = run(sys.executable, driver, cwd=tmp_path, PYTHONPATH="")
+    assert result.returncode == 0, result.stderr
+    assert Path(result.stdout.strip()) == ROOT / "topologies.py"
+
+
+def test_every_module_can_be_imported_from_another_folder() -> None:
+    """A module beside pyproject.toml that is not listed there works here and nowhere else."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert set(settings["py-modules"]) == {path.stem for path in ROOT.glob("*.py")}
+
+
+def test_constraints_pin_every_installed_package() -> None:
+    """The file has all packages of an installation, also the indirect ones."""
+    pins = {
+        line.partition("==")[0].lower().replace("_", "-")
+        for line in (ROOT / "environment" / "constraints.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    }
+    frozen = run(sys.executable, "-m", "pip", "freeze", "--exclude-editable").stdout.splitlines()
+    installed = {line.partition("==")[0].lower().replace("_", "-") for line in frozen}
+    # torch's own GPU libraries come with its GPU build only, and it pins them itself
+    theirs = {name for name in installed if name.startswith(("nvidia-", "cuda-", "triton"))}
+    assert "torch" in installed
+    assert installed - pins - theirs == set()
+
+
+@pytest.mark.parametrize(
+    ("processes", "arguments"), [(1, []), (2, ["--quick"]), (4, [])], ids=["1", "2, quick", "4"]
+)
+def test_mpi_check_reports_every_process(processes: int, arguments: list[str]) -> None:
+    n = None if processes == 1 else processes
+    result = launch.python("powergossip/mpi_check.py", *arguments, processes=n)
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = result.stdout.splitlines()
+    assert [line.split()[0] for line in lines[1 : processes + 1]] == list(
+        map(str, range(processes))
+    )
+    everyone = "1 process" if processes == 1 else f"{processes} processes"
+    assert f"ring exchange: correct in {everyone} (cpu memory)" in lines
+    assert f"all-reduce: correct in {everyone} (cpu memory)" in lines
+    assert lines[-1] == f"MPI works: {everyone} on 1 host"
+    if processes == 4:
+        check_speeds(lines)
+    else:
+        assert "µs" not in result.stdout
+
+
+def check_speeds(lines: list[str]) -> None:
+    """The table of four processes, and the lines below it."""
+    start = lines.index("CPU memory: above the diagonal µs for 8 bytes, below it MB/s for 4 MiB")
+    assert lines[start + 1].split() == ["0", "1", "2", "3"]
+    for row in range(4):
+        number, *cells = lines[start + 2 + row].split()
+        assert number == str(row)
+        assert cells[row] == "-"
+        assert all(float(cell) > 0 for cell in cells if cell != "-")
+    assert re.fullmatch(r"on a host \(6 pairs\): .* µs, .* MB/s", lines[start + 6])
+    host = re.escape(socket.gethostname())
+    pair = rf"[0-3] \({host}\) and [0-3] \({host}\)"
+    slowest = rf"slowest: [\d.]+ µs between {pair}, [\d.]+ MB/s between {pair}"
+    assert re.fullmatch(slowest, lines[start + 7])
+
+
+def test_mpi_check_names_the_process_with_a_wrong_content(tmp_path: Path) -> None:
+    """Process 1 of 3 sends values that process 2 does not expect."""
+    driver = tmp_path / "wrong.py"
+    driver.write_text(
+        "import sys\n"
+        "from powergossip import mpi_check\n"
+        "right = mpi_check.content\n"
+        "if mpi_check.MPI.COMM_WORLD.rank == 1:\n"
+        "    mpi_check.content = lambda rank, where: right(rank, where) + (rank == 1)\n"
+        "sys.exit(mpi_check.main())\n"
+    )
+    result = launch.python(driver, processes=3)
+    assert result.returncode == 1
+    assert "process 2: ring exchange: 100000 of 100000 numbers from process 1" in result.stderr
+    assert "process 0: ring exchange" not in result.stderr
+    assert "MPI works" not in result.stdout
+
+
+def test_bad_arguments_of_mpi_check_are_one_sentence() -> None:
+    """One process prints it; mpirun adds lines about exit codes."""
+    result = launch.python("powergossip/mpi_check.py", "--quik", processes=2)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert len(re.findall(r"^error: .*--quik", result.stderr, re.MULTILINE)) == 1
+    assert "Traceback" not in result.stderr
+
+
+def test_one_process_prints_the_help_of_mpi_check() -> None:
+    result = launch.python("powergossip/mpi_check.py", "--help", processes=2)
+    assert result.returncode == 0, result.stderr
+    assert [line[:7] for line in result.stdout.splitlines()].count("usage: ") == 1
+    assert "--quick" in result.stdout
+
+
+def test_mpi_check_under_torchrun_is_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    with pytest.raises(BadInput, match="torchrun"):
+        mpi_check.main()
+
+
+def test_mpi_check_measures_in_rounds_and_through_host_memory(tmp_path: Path) -> None:
+    """Rounds of two pairs; staged, as from a GPU, but from the CPU's memory.
+
+    The smaller number sends to the larger one, which in the end everyone has from process 0.
+    """
+    driver = tmp_path / "rounds.py"
+    driver.write_text(
+        "import sys, torch\n"
+        "from powergossip import mpi_check\n"
+        "comm = mpi_check.MPI.COMM_WORLD\n"
+        "mpi_check.ALONE, mpi_check.LARGE = 2, 2**17\n"
+        "mpi_check.SIZES = [2**16, 2**17]\n"
+        "ports, Port = [], mpi_check.Port\n"
+        "class Filled(Port):\n"
+        "    def __init__(self, *arguments):\n"
+        "        super().__init__(*arguments)\n"
+        "        self._content.fill_(comm.rank)\n"
+        "        ports.append(self)\n"
+        "mpi_check.Port = Filled\n"
+        "cpu = torch.device('cpu')\n"
+        "found = mpi_check.measure_pairs(comm, cpu, staged=True)\n"
+        "if comm.rank == 0:\n"
+        "    print(sorted(found))\n"
+        "    print(mpi_check.speeds(found, ['a', 'a', 'a', 'b']))\n"
+        "assert not ports[0]._content.any(), ports[0]._content\n"
+    )
+    result = launch.python(driver, processes=4)
+    assert result.returncode == 0, result.stdout + result.stderr
+    pairs, within, between, slowest = result.stdout.splitlines()
+    assert pairs == str(list(combinations(range(4), 2)))
+    assert within.startswith("on a host (3 pairs): ")
+    assert between.startswith("between hosts (3 pairs): ")
+    assert slowest.startswith("slowest: ")
+
+
+@pytest.mark.parametrize("n", range(1, 40))
+def test_rounds_hold_every_pair_once_and_a_process_once_a_round(n: int) -> None:
+    found = mpi_check.rounds(n)
+    assert sorted(pair for pairs in found for pair in pairs) == list(combinations(range(n), 2))
+    for pairs in found:
+        processes = [process for pair in pairs for process in pair]
+        assert len(set(processes)) == len(processes)
+    if n <= mpi_check.ALONE:
+        assert all(len(pairs) == 1 for pairs in found)
+    else:
+        assert len(found) == n - 1 + n % 2
+
+
+def test_speeds_are_shown_by_process_and_by_host() -> None:
+    found = {(0, 1): (1.234e-6, 8.5e9), (0, 2): (25.6e-6, 0.117e9), (1, 2): (24.44e-6, 0.118e9)}
+    assert mpi_check.speeds(found, ["a", "a", "b"]).splitlines() == [
+        "         0      1      2",
+        "  0      -   1.23   25.6",
+        "  1   8500      -   24.4",
+        "  2    117    118      -",
+        "on a host (1 pair): 1.23 (1.23 to 1.23) µs, 8500 (8500 to 8500) MB/s",
+        "between hosts (2 pairs): 25.0 (24.4 to 25.6) µs, 118 (117 to 118) MB/s",
+        "slowest: 25.6 µs between 0 (a) and 2 (b), 117 MB/s between 0 (a) and 2 (b)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0.0123, "0.01"),
+        (9.994, "9.99"),
+        (9.996, "10.0"),
+        (99.94, "99.9"),
+        (99.96, "100"),
+        (1234.5, "1234"),
+    ],
+)
+def test_numbers_have_three_digits(value: float, shown: str) -> None:
+    assert mpi_check.three_digits(value) == shown
+
+
+def test_difference_names_the_first_wrong_number() -> None:
+    expected = torch.arange(4.0)
+    assert mpi_check.difference("ring", expected.clone(), expected) is None
+    received = torch.tensor([0.0, 1.0, torch.nan, 5.0])
+    assert mpi_check.difference("ring", received, expected, " from process 3") == (
+        "ring: 2 of 4 numbers from process 3 are wrong; number 2 is nan instead of 2.0"
+    )

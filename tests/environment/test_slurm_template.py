@@ -1,0 +1,322 @@
+"""environment/slurm/train.sbatch: its response to a signal, with stand-ins for mpirun and Slurm;
+with the real mpirun; and in a real Slurm where there is one."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from powergossip.network import Processes
+from powergossip.runs.checkpoints import Checkpoints
+from tests.harness import launch, slurm
+from tests.harness.helpers import executable, wait_until
+
+TEMPLATE = launch.ROOT / "environment" / "slurm" / "train.sbatch"
+ACTIVATE = launch.ROOT / ".venv" / "bin" / "activate"
+STOPPED = 128 + signal.SIGUSR1
+
+
+# A train.py that waits for the signal; the second time it is sent it would end at once, as the real
+# one. What it does then is in $THEN: write a checkpoint, or none, and an exit code.
+TRAIN = """
+import os, pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[sys.argv.index("--output-dir") + 1])
+(folder / "arguments").write_text("\\n".join(sys.argv[1:]))
+written, code = os.environ["THEN"].split()
+def stop(number, frame):
+    signal.signal(number, signal.SIG_DFL)
+    time.sleep(0.3)  # for the script it is as if it were still running
+    if written == "checkpoint":
+        (folder / "checkpoints").mkdir(exist_ok=True)
+        (folder / "checkpoints" / "index.json").write_text("{}")
+    os._exit(int(code))
+if written == "at-once":
+    sys.exit(int(code))
+signal.signal(signal.SIGUSR1, stop)
+(folder / "ready").touch()
+time.sleep(60)
+"""
+
+
+class Job:
+    """The script as Slurm starts it: a copy, elsewhere, with Slurm's variables."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.repository = folder / "repository"
+        (self.repository / ".venv" / "bin").mkdir(parents=True)
+        (self.repository / ".venv" / "bin" / "activate").touch()
+        (self.repository / "train.py").write_text(TRAIN)
+        (folder / "spool").mkdir()
+        (folder / "spool" / "slurm_script").write_text(TEMPLATE.read_text())
+        bin_folder = folder / "bin"
+        # Like mpirun's, its processes are children, and the signal is handed on by it.
+        executable(
+            bin_folder / "mpirun",
+            'shift 2; "$@" & trap "kill -USR1 $!" USR1; wait $!; c=$?; '
+            'while kill -0 $! 2>/dev/null; do wait $!; c=$?; done; wait $!; exit "$?"',
+        )
+        executable(bin_folder / "scontrol", f'echo "$@" >>{folder}/scontrol')
+        (bin_folder / "python").symlink_to(sys.executable)
+        self.variables = {
+            "SLURM_JOB_ID": "17",
+            "SLURM_NTASKS": "2",
+            "SLURM_SUBMIT_DIR": str(self.repository),
+            "THEN": f"checkpoint {STOPPED}",
+            "PATH": f"{bin_folder}:{os.environ['PATH']}",
+        }
+
+    def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+        environment = {**os.environ, **self.variables, **variables}
+        return subprocess.Popen(
+            ["/bin/bash", self.folder / "spool" / "slurm_script", *arguments],
+            env={name: value for name, value in environment.items() if value},
+            cwd=self.folder,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    def signalled(
+        self, *arguments: str, output: str = "slurm-17", **variables: str
+    ) -> tuple[int, str]:
+        """Start it, let Slurm's signal come when train.py is ready; exit code and errors.
+
+        It comes twice; the second time it would end train.py before the checkpoint is written.
+        """
+        with self.start(*arguments, **variables) as job:
+            wait_until((self.repository / "output" / output / "ready").exists)
+            for _ in range(2):
+                job.send_signal(signal.SIGUSR1)
+                time.sleep(0.1)
+            _, errors = job.communicate(timeout=30)
+        return job.returncode, errors
+
+    def requeued(self) -> list[str]:
+        file = self.folder / "scontrol"
+        return file.read_text().splitlines() if file.exists() else []
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
+
+
+def test_a_job_is_requeued_after_a_checkpoint_before_the_time_limit(job: Job) -> None:
+    code, errors = job.signalled("topology=torus", "task_options={hidden_size: 64}")
+    assert (code, errors) == (STOPPED, "")
+    assert job.requeued() == ["requeue 17"]
+    output = job.repository / "output" / "slurm-17"
+    assert (output / "arguments").read_text().splitlines() == [
+        "--output-dir",
+        "output/slurm-17",
+        "topology=torus",
+        "task_options={hidden_size: 64}",
+        "resume=auto",
+    ]
+    names = sorted(path.name for path in output.iterdir())
+    assert names == ["arguments", "checkpoints", "ready"]
+
+
+@pytest.mark.parametrize(
+    ("then", "code", "sentence"),
+    [
+        ("checkpoint 1", 1, ""),
+        ("checkpoint 0", 0, ""),
+        (f"nothing {STOPPED}", STOPPED, "error: "),
+    ],
+)
+def test_a_job_that_failed_or_finished_or_has_no_checkpoint_is_not_requeued(
+    job: Job, then: str, code: int, sentence: str
+) -> None:
+    ended, errors = job.signalled(THEN=then)
+    assert ended == code
+    assert errors.startswith(sentence)
+    assert bool(errors) == bool(sentence)
+    assert job.requeued() == []
+
+
+@pytest.mark.parametrize("code", [0, 1, STOPPED])
+def test_without_a_signal_the_exit_code_is_the_run_s(job: Job, code: int) -> None:
+    with job.start(THEN=f"at-once {code}") as started:
+        _, errors = started.communicate(timeout=30)
+    assert (started.returncode, errors) == (code, "")
+    assert job.requeued() == []
+
+
+def test_a_checkpoint_of_an_earlier_job_is_no_progress(job: Job) -> None:
+    checkpoints = job.repository / "output" / "slurm-17" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "index.json").touch()
+    time.sleep(0.05)  # later than that by any clock of files
+    code, errors = job.signalled(THEN=f"nothing {STOPPED}")
+    assert code == STOPPED
+    assert errors.startswith("error: ")
+    assert job.requeued() == []
+
+
+def test_without_requeueing_the_error_has_the_command_that_resumes(job: Job) -> None:
+    executable(job.folder / "bin" / "scontrol", "exit 1")
+    code, errors = job.signalled()
+    assert code == STOPPED
+    assert "OUTPUT_DIR=output/slurm-17 sbatch" in errors
+
+
+ARRAY = {"SLURM_JOB_ID": "19", "SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "2"}
+
+
+def test_a_job_of_an_array_takes_its_line_and_requeues_only_itself(job: Job) -> None:
+    (job.repository / "settings.txt").write_text(
+        'seed=1\nseed=2 "task_options={hidden_size: 64}" $(touch bad)\nseed=3\n'
+    )
+    code, errors = job.signalled(
+        "momentum=0", output="slurm-17_2", SETTINGS="settings.txt", **ARRAY
+    )
+    assert (code, errors) == (STOPPED, "")
+    assert job.requeued() == ["requeue 17_2"]
+    arguments = (job.repository / "output" / "slurm-17_2" / "arguments").read_text().splitlines()
+    assert arguments[2:5] == ["momentum=0", "seed=2", "task_options={hidden_size: 64}"]
+    assert not (job.repository / "bad").exists()
+
+
+def test_a_folder_that_is_given_has_one_for_each_job_of_an_array(job: Job) -> None:
+    (job.repository / "settings.txt").write_text("seed=1\nseed=2\n")
+    given = {"OUTPUT_DIR": "output/mine", "SETTINGS": "settings.txt"}
+    assert job.signalled(output="mine/2", **given, **ARRAY)[0] == STOPPED
+
+
+@pytest.mark.parametrize(
+    ("variables", "arguments", "sentence"),
+    [
+        ({"SLURM_SUBMIT_DIR": "/"}, [], "train.py"),
+        ({"SLURM_JOB_ID": ""}, [], "Slurm"),
+        ({}, ["--output-dir", "mine"], "--output-dir"),
+        ({}, ["--suffix=.x"], "--suffix=.x"),
+        (ARRAY, [], "array"),
+        ({**ARRAY, "SETTINGS": "no.txt"}, [], "SETTINGS=no.txt"),
+        ({**ARRAY, "SETTINGS": "train.py", "SLURM_ARRAY_TASK_ID": "99"}, [], "99"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    job: Job, variables: dict[str, str], arguments: list[str], sentence: str
+) -> None:
+    with job.start(*arguments, **variables) as started:
+        output, errors = started.communicate(timeout=30)
+    assert started.returncode == 2
+    assert output == ""
+    assert errors.startswith("error: ")
+    assert sentence in errors
+    assert errors.count("\n") == 1
+    assert job.requeued() == []
+
+
+def test_without_setup_the_error_names_it(job: Job) -> None:
+    (job.repository / ".venv" / "bin" / "activate").unlink()
+    with job.start() as started:
+        _, errors = started.communicate(timeout=30)
+    assert started.returncode == 2
+    assert "bash environment/setup.sh" in errors
+
+
+# --- The real train.py ----------------------------------------------------------------------------
+
+needs_venv = pytest.mark.skipif(not ACTIVATE.exists(), reason="environment/setup.sh has not run")
+
+
+def run(epochs: int) -> list[str]:
+    return ["task_architecture=MLP", "log_verbosity=0", f"num_epochs={epochs}"]
+
+
+def has_rows(output: Path) -> bool:
+    """Whether an epoch is over."""
+    rows = output / "metrics.jsonl"
+    return rows.exists() and rows.stat().st_size > 0
+
+
+def last_step(output: Path) -> int:
+    """The step of the last checkpoint."""
+    entry = Checkpoints(output, Processes()).describe()
+    assert entry is not None
+    return int(entry["step"])
+
+
+@pytest.mark.slow
+@needs_venv
+def test_mpirun_passes_the_signal_on_and_the_run_resumes(job: Job, tmp_path: Path) -> None:
+    (job.folder / "bin" / "mpirun").unlink()
+    output = tmp_path / "output"
+    variables = {
+        "SLURM_SUBMIT_DIR": str(launch.ROOT),
+        "OUTPUT_DIR": str(output),
+        "OMP_NUM_THREADS": "1",
+    }
+    with launch.one_mpirun_at_a_time():
+        with job.start(*run(epochs=500), **variables) as started:
+            wait_until(lambda: has_rows(output), 120)
+            started.send_signal(signal.SIGUSR1)
+            _, errors = started.communicate(timeout=120)
+        assert started.returncode == STOPPED, errors
+        assert "SIGUSR1" in errors
+        assert job.requeued() == ["requeue 17"]
+
+        step = last_step(output)
+        steps = json.loads((output / "info.json").read_text())["steps_per_epoch"]
+        with job.start(*run(epochs=step // steps + 1), **variables) as started:
+            _, errors = started.communicate(timeout=120)
+    assert started.returncode == 0, errors
+    assert last_step(output) == (step // steps + 1) * steps
+    assert job.requeued() == ["requeue 17"]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[slurm.Cluster]:
+    with ExitStack() as stack:
+        try:
+            started = stack.enter_context(slurm.running())
+        except slurm.Unavailable as error:
+            pytest.skip(f"no Slurm: {error}")
+        yield started
+
+
+@pytest.mark.slow
+@needs_venv
+def test_a_job_of_slurm_is_requeued_and_resumes(cluster: slurm.Cluster, tmp_path: Path) -> None:
+    """scancel sends the signal as Slurm does before a time limit, which is a minute at least."""
+    output, log = tmp_path / "run", tmp_path / "log"
+
+    def show(field: str) -> str:
+        shown = cluster.command("scontrol", "show", "job", number).stdout
+        found = re.search(rf"\b{field}=(\S+)", shown)
+        return found[1] if found else ""
+
+    with launch.one_mpirun_at_a_time():
+        submitted = cluster.command(
+            *("sbatch", "--parsable", "--ntasks=2", f"--chdir={launch.ROOT}", f"--output={log}"),
+            f"--export=ALL,SLURM_SUBMIT_DIR={launch.ROOT},OUTPUT_DIR={output},OMP_NUM_THREADS=1",
+            *(str(TEMPLATE), *run(epochs=40)),
+        )
+        assert submitted.returncode == 0, submitted.stderr
+        number = submitted.stdout.strip()
+        wait_until(lambda: has_rows(output), 120)
+        assert cluster.command("scancel", "--batch", "--signal=USR1", number).returncode == 0
+        wait_until(lambda: show("Restarts") == "1" and show("JobState") == "PENDING")
+        step = last_step(output)
+        assert step > 0
+        # Slurm would wait two minutes before it starts it again. Within the second in which the
+        # node has ended the job it refuses to start it ("Job credential revoked").
+        soon = ("scontrol", "update", f"JobId={number}", "StartTime=now+3")
+        wait_until(lambda: cluster.command(*soon).returncode == 0)
+        ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "DEADLINE")
+        wait_until(lambda: show("JobState") in ended, 300)
+    printed = log.read_text()
+    assert "SIGUSR1" in printed
+    assert "After 40 epochs" in printed, cluster.command("scontrol", "show", "job", number).stdout
+    assert last_step(output) > step

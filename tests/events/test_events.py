@@ -1,0 +1,340 @@
+"""Laws of exchanges by edges on the virtual clock: late, skipped, and without delays."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from powergossip import algorithms
+from powergossip.algorithms import learning
+from powergossip.events import averaging, order
+from powergossip.events.replay import Replay
+from powergossip.events.worker import Edge, Message, Policy
+from powergossip.network import Network
+from powergossip.parameters import Layout
+from tests.harness.averaging import graph
+from tests.harness.exchanging import (
+    EXCHANGES,
+    SHAPES,
+    averaging_clock,
+    learning_clock,
+    start,
+)
+from tests.harness.quadratics import SGD, Quadratics, rule_of, train
+
+ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-4}
+LATE: dict[str, Any] = {
+    "speeds": {1: 0.25, 4: 0.7},
+    "jitter": 0.3,
+    "latency": 0.3,
+    "late": {"fraction": 0.2, "seconds": 3.0},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_exchanges_are_antisymmetric_to_the_bit(name, dtype):
+    method, options = EXCHANGES[name]
+    rule = averaging.make(method, Layout(SHAPES), **options)
+    x = start(2, dtype)
+    ends = [rule.end(3, 5, x), rule.end(5, 3, x)]
+    for k in range(7):
+        parts = [end.part(row, k) for end, row in zip(ends, x, strict=True)]
+        u = ends[0].exchange(parts[0], parts[1], k, 0.3)
+        v = ends[1].exchange(parts[1], parts[0], k, 0.3)
+        assert torch.equal(u, -v)
+        assert u.any()
+        x += torch.stack([u, v]) + 0.01 * start(2, dtype, seed=k)
+
+
+@pytest.mark.parametrize(
+    ("gossip", "max_delay", "first"),
+    [("synchronous", 0, 5), ("bounded", 0, 5), ("bounded", 2, 7), ("asynchronous", 0, None)],
+)
+def test_the_first_step_that_waits_for_an_exchange(gossip, max_delay, first):
+    """One that was sent in step 5 is 1 exchange behind in it, and 3 in step 7."""
+    rule = averaging.make("dpsgd", Layout(SHAPES))
+    own = Message(k=0, incarnation=0, view=(0, 0), part=None)
+    end = rule.end(0, 1, start(2, torch.float32))
+    edge = Edge(end, incarnation=0, begins_later=False, own=own, started=5)
+    waiting = [step for step in range(5, 10) if Policy(gossip, max_delay).waits(edge, step)]
+    assert waiting == ([] if first is None else list(range(first, 10)))
+    edge.inbox[0] = own
+    assert not Policy(gossip, max_delay).waits(edge, 9)
+
+
+def vectorized(x: Tensor, topology: str, name: str, steps: int) -> Tensor:
+    """The rule of all workers at once."""
+    x, (method, options) = x.clone(), EXCHANGES[name]
+    network = Network(graph(topology, len(x)), dtype=x.dtype)
+    averaging = algorithms.make(method, network, Layout(SHAPES), **options)
+    for _ in range(steps):
+        network.run(averaging.step(x))
+    return x
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("topology", ["tail", "torus"])
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_synchronous_exchanges_are_the_rule_of_all_workers(name, topology, dtype):
+    x = start(9, dtype)
+    expected = vectorized(x, topology, name, 6)
+    averaging_clock(x, topology, name).run(6)
+    torch.testing.assert_close(x, expected, rtol=0, atol=ROUNDING[dtype])
+
+
+@pytest.mark.parametrize("gossip", ["bounded", "asynchronous"])
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_without_delays_all_policies_give_the_same_bits(name, gossip):
+    x = start(8, torch.float32)
+    y = x.clone()
+    averaging_clock(x, name=name).run(5)
+    averaging_clock(y, name=name, gossip=gossip, max_delay=3).run(5)
+    assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("name", ["plain", "power", "top-k"])
+def test_synchronous_steps_depend_on_no_delay(name):
+    x = start(8, torch.float32)
+    y = x.clone()
+    averaging_clock(x, name=name).run(5)
+    clock = averaging_clock(y, name=name, values=LATE)
+    steps: dict[int, Tensor] = {}
+    while len(steps) < 8:
+        clock.advance()
+        for index, worker in clock.workers.items():
+            if worker.steps == 5 and index not in steps:
+                steps[index] = y[index].clone()
+    assert torch.equal(x, torch.stack([steps[i] for i in range(8)]))
+
+
+@pytest.mark.parametrize("gossip", ["synchronous", "bounded", "asynchronous"])
+@pytest.mark.parametrize("name", ["plain", "power", "power rank 2", "top-k", "sign"])
+def test_the_sum_is_conserved_at_all_times(name, gossip):
+    x = start(8, torch.float64)
+    total, moved = x.sum(0), 0.0
+    clock = averaging_clock(x, name=name, gossip=gossip, max_delay=2, values=LATE)
+    for event in range(250):
+        clock.advance()
+        if event % 15 == 0:
+            unapplied = clock.unapplied()
+            moved = max(moved, float(unapplied.abs().max()))
+            torch.testing.assert_close(x.sum(0) + unapplied, total, rtol=0, atol=1e-12)
+    assert moved > 1e-3  # the law is empty if no part is ever late
+
+
+@pytest.mark.parametrize(("name", "delay", "steps"), [("plain", 0, 450), ("plain", 4, 700),
+                                                     ("power", 0, 1200)])  # fmt: skip
+@pytest.mark.parametrize(
+    "seeds", [range(1), pytest.param(range(1, 20), marks=pytest.mark.slow)], ids=["", "more"]
+)
+def test_late_exchanges_average_exactly(name, delay, steps, seeds):
+    """V is never above its start, and reaches rounding. Also with smaller rates γ/(1 + delay)."""
+    values = {"speeds": {2: 0.25}, "late": {"fraction": 0.3, "seconds": 4.0}}
+    options = {"num_iterations": 1} if name == "power" else {}
+    for seed in seeds:
+        x = start(8, torch.float64, seed, shapes=((6, 5),))
+        mean, largest = x.mean(0), 0.0
+        first = float((x - mean).square().sum())
+        clock = averaging_clock(
+            x,
+            name=name,
+            gossip="asynchronous",
+            shapes=((6, 5),),
+            values=values,
+            seed=seed,
+            diffusion_rate=1 / (1 + delay),
+            **options,  # type: ignore[arg-type]
+        )
+        while clock.progress < steps:
+            clock.advance()
+            if clock.now < 100:
+                largest = max(largest, float((x - mean).square().sum()))
+        assert largest <= (1 + 1e-12) * first
+        assert float((x - mean).square().sum()) < (1e-8 if delay else 1e-13) * first
+
+
+@pytest.mark.slow
+def test_exact_diffusion_with_late_exchanges_is_exact():
+    values = {"jitter": 0.5, "late": {"fraction": 0.5, "seconds": 4.0}, "speeds": {5: 0.3}}
+    problem = Quadratics()
+    learning_clock(
+        problem,
+        "exact-diffusion",
+        0.05,
+        gossip="bounded",
+        max_delay=3,
+        values=values,
+        diffusion_rate=0.2,
+    ).run(2500)
+    assert problem.error < 1e-9
+
+
+def test_duals_that_grow_slowly_do_not_oscillate():
+    """NIDS diverges with late exchanges, for small learning rates."""
+    errors = []
+    for dual_rate, steps in ((1.0, 150), (0.2, 400)):
+        problem = Quadratics()
+        learning_clock(
+            problem,
+            "exact-diffusion",
+            0.02,
+            gossip="asynchronous",
+            values={"jitter": 0.3, "late": {"fraction": 0.5, "seconds": 4.0}},
+            rule_options={"dual_rate": dual_rate},
+        ).run(steps)
+        errors.append(problem.error)
+    assert errors[0] > 10
+    assert errors[1] < 0.02
+
+
+@pytest.mark.parametrize(
+    ("rule", "name"),
+    [
+        ("dpsgd", "plain"),
+        ("dpsgd", "power"),
+        ("quasi-global-momentum", "plain"),
+        ("exact-diffusion", "plain"),
+        ("exact-diffusion", "power rank 2"),
+        ("gradient-tracking", "plain"),
+        ("gradient-tracking", "power"),
+        ("gradient-tracking", "top-k"),
+    ],
+)
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_synchronous_learning_is_the_rule_of_all_workers(rule, name, overlapping):
+    method, options = EXCHANGES[name]
+    given: dict[str, Any] = {}
+    if rule == "exact-diffusion" and method == "power-gossip":
+        given = {"num_iterations": 1}  # of several, each sees half of those before it
+    options = options | given
+    problem, expected = Quadratics(), Quadratics()
+    network = Network(graph("tail", 8), dtype=torch.float64)
+
+    def make(layout: Layout) -> algorithms.Averaging:
+        return algorithms.make(method, network, layout, **options)
+
+    parameters: Any = expected
+    known = {"overlapping": overlapping} if rule != "exact-diffusion" else {"dual_rate": 0.4}
+    reference = learning.make(rule, network, make, parameters, SGD(0.1).of(expected.x), **known)
+    train(reference, expected, 7)
+    of_rule = {"overlapping": overlapping} | (
+        {"dual_rate": 0.4} if rule == "exact-diffusion" else {}
+    )
+    clock = learning_clock(problem, rule, 0.1, "tail", name, rule_options=of_rule, **given)
+    clock.run(7)
+    torch.testing.assert_close(problem.x, expected.x, rtol=0, atol=1e-12)
+
+
+def test_quasi_global_momentum_restarts_as_that_of_all_workers():
+    rates = [0.05, 0.02, 0.001, 0.0, 0.0, 0.05, 0.05, 0.04]
+    problem, expected = Quadratics(), Quadratics()
+    reference = rule_of("quasi-global-momentum", "plain", expected, 0.1)
+    for rate in rates:
+        vars(reference)["_local"].rate = rate
+        train(reference, expected, 1)
+    learning_clock(
+        problem, "quasi-global-momentum", rates, rule_options={"overlapping": False}
+    ).run(len(rates))
+    torch.testing.assert_close(problem.x, expected.x, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["plain", "power", "top-k"])
+def test_equal_scenarios_and_seeds_give_equal_bits(name):
+    found = []
+    for seed in (0, 0, 1):
+        x = start(8, torch.float32)
+        clock = averaging_clock(x, name=name, gossip="asynchronous", values=LATE, seed=seed)
+        clock.run_until(30)
+        found.append((x, clock.counter.bits.tolist()))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+    assert not torch.equal(found[0][0], found[2][0])
+
+
+@pytest.mark.parametrize("name", ["plain", "power", "top-k"])
+@pytest.mark.parametrize("gossip", ["synchronous", "bounded", "asynchronous"])
+def test_a_clock_resumes_in_the_middle_with_the_same_bits(name, gossip):
+    """Also one that has run for a while."""
+
+    def clock_of(x):
+        return averaging_clock(x, "tail", name, gossip, max_delay=2, values=LATE)
+
+    x = start(8, torch.float32)
+    clock = clock_of(x)
+    clock.run_until(7.3)
+    state, saved = clock.state_dict(), x.clone()
+
+    state = copy.deepcopy(state)
+    clock.run_until(20)
+    y = saved.clone()
+    resumed = clock_of(y)
+    resumed.run_until(3.1)
+    y.copy_(saved)
+    resumed.load_state_dict(state)
+    resumed.run_until(20)
+    assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("name", ["plain", "power", "top-k"])
+def test_losses_at_both_ends_are_exact_and_at_one_end_biased(name):
+    biases = {}
+    for ends in ("both", "one"):
+        x = start(8, torch.float64, shapes=((6, 5),))
+        mean = x.mean(0)
+        loss = {"loss": {"fraction": 0.1, "ends": ends}}
+        averaging_clock(x, name=name, values=loss, shapes=((6, 5),)).run(200)
+        biases[ends] = float((x.mean(0) - mean).abs().max())
+        if ends == "both":
+            assert float((x - mean).abs().max()) < 1e-3
+    assert biases["both"] < 1e-12
+    assert biases["one"] > 1e-2
+
+
+ELASTIC: dict[str, Any] = {
+    **LATE,
+    "loss": {"fraction": 0.05, "ends": "one"},
+    "deaths": [{"worker": 2, "at": 6.0}, {"worker": 6, "at": 8.0}],
+    "joins": [{"worker": 2, "at": 14.0}, {"worker": 7, "at": 5.0}],
+    "detection": 0.7,
+}
+
+
+@pytest.mark.parametrize("gossip", ["synchronous", "asynchronous"])
+@pytest.mark.parametrize(
+    ("rule", "name"),
+    [
+        ("dpsgd", "power"),
+        ("exact-diffusion", "plain"),
+        ("quasi-global-momentum", "top-k"),
+        ("gradient-tracking", "plain"),
+    ],
+)
+def test_the_order_of_events_replays_a_run(rule, name, gossip, tmp_path):
+    problem, again = Quadratics(), Quadratics()
+    given = {"name": name, "gossip": gossip, "diffusion_rate": 0.3}
+    clock = learning_clock(problem, rule, 0.05, values=ELASTIC, record=True, **given)
+    clock.run_until(25.0)
+    order.write(tmp_path / "order.jsonl", clock.order)
+    entries = order.read(tmp_path / "order.jsonl")
+    assert {"apply", "skip", "learn", "die", "join"} < {entry.kind for entry in entries}
+    other = learning_clock(again, rule, 0.05, **given)
+    again.x.zero_()
+    repeated = Replay(entries, 5, again.x, other._make, other._compute)
+    half = len(entries) // 2
+    for _ in range(half):
+        repeated.advance()
+    state, x, grad = copy.deepcopy(repeated.state_dict()), again.x.clone(), again.grad.clone()
+    for _ in range(half, len(entries)):
+        repeated.advance()
+    assert torch.equal(again.x, problem.x)
+    assert problem.x.any()
+    resumed = Replay(entries, 5, again.x, other._make, other._compute)
+    again.x.copy_(x)
+    again.grad.copy_(grad)
+    resumed.load_state_dict(state)
+    for _ in range(half, len(entries)):
+        resumed.advance()
+    assert torch.equal(again.x, problem.x)

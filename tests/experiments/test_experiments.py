@@ -1,0 +1,790 @@
+"""A run is carried out once, an incomplete run never counts, and a failed one stops no other."""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from omegaconf import OmegaConf
+
+import gossip_run
+import train
+from experiments import (
+    EXPERIMENTS,
+    compressed_gradients,
+    compression_pays,
+    consensus,
+    moniqua_tuning,
+    papers,
+    results,
+    runner,
+    spectrum,
+    tuned_methods,
+)
+from experiments import __main__ as experiments_main
+from experiments.__main__ import main
+from experiments.jobs import Launcher
+from experiments.runner import Experiment, Folder, Results, Run, carry_out
+from powergossip.errors import BadInput
+from powergossip.network import Processes
+from powergossip.runs import configuration
+from powergossip.training.settings import checked
+from tests.harness import slurm
+from tests.harness.launch import ROOT, python, stand_in
+
+# Stands in for train.py: value, and what to do before writing it.
+PROGRAM = """
+import json, os, sys, time
+given = dict(a.split("=", 1) for a in sys.argv[1:] if "=" in a)
+folder = sys.argv[sys.argv.index("--output-dir") + 1]
+os.makedirs(folder, exist_ok=True)
+time.sleep(float(given.get("sleep", 0)))
+end = time.monotonic() + 60
+while "until" in given and not os.path.exists(given["until"]) and time.monotonic() < end:
+    time.sleep(0.02)
+if given.get("fail") and not os.path.exists(given["fail"]):
+    sys.exit("error: not today")
+if given.get("diverge"):
+    sys.exit("\\nerror: diverged: worker 0's loss is nan at step 3")
+with open(folder + "/metrics.jsonl", "w") as file:
+    row = {"name": "value", "value": float(given["value"]), "epoch": 1}
+    file.write(json.dumps(row) + "\\n")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    monkeypatch.setattr(runner, "ROOT", tmp_path)
+    return Folder("question", tmp_path / "output")
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs start from a process that has imported PyTorch, not anew."""
+    monkeypatch.setattr(Run, "program", property(_forked))
+
+
+def _forked(run: Run) -> list[str]:
+    values = [f"{key}={runner._yaml(value)}" for key, value in run.values.items()]
+    return [*stand_in(), str(ROOT / f"{run.entry}.py"), *values]
+
+
+def asked(*runs: Run) -> Experiment:
+    return Experiment("a question", [lambda results: list(runs)], lambda results, path: "answer")
+
+
+def starts(folder: Folder, run: Run) -> int:
+    """How often a run was started."""
+    log = folder.of(run) / "log.txt"
+    return log.read_text().count("$ ") if log.exists() else 0
+
+
+def value(folder: Folder, run: Run) -> float:
+    return float(folder.results(run)["value"].iloc[0])
+
+
+def test_every_run_once(folder: Folder) -> None:
+    runs = [Run("train", {"value": i}) for i in range(3)]
+    twin = replace(runs[0], labels={"other": "label"})
+    assert [folder.state(run) for run in runs] == ["new"] * 3
+    assert carry_out(asked(*runs, twin), folder, 2) == []
+    assert carry_out(asked(*runs, twin, Run("train", {"value": 7})), folder, 2) == []
+    assert [value(folder, run) for run in [*runs, twin]] == [0, 1, 2, 0]
+    assert [starts(folder, run) for run in runs] == [1, 1, 1]
+    assert folder.state(twin) == "done"
+    found = folder.provenance(asked(*runs, twin, Run("train", {"value": 7})))
+    assert re.search(r"4 runs, \d+\.\d minutes in total, Python 3", found)
+    assert (folder.of(runs[0]) / "run.json").exists()
+
+
+def test_runs_of_other_configurations_are_listed_and_kept(
+    folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = asked(Run("train", {"value": 1, "seed": 3}), Run("train", {"value": 2, "seed": 3}))
+    now = asked(Run("train", {"value": 1, "seed": 3}), Run("train", {"value": 5, "seed": 3}))
+    assert folder.others(now) == []
+    assert carry_out(before, folder, 1) == []
+    (old,) = folder.others(now)
+    gone = before.stages[0](folder.results)[1]
+    assert old == (folder.of(gone), ["value=2 (now 1)"])
+    assert carry_out(now, folder, 1) == []
+    experiments_main._status(now, folder)
+    assert f"{folder.of(gone)}: value=2 (now 1)" in capsys.readouterr().out
+    assert folder.state(gone) == "done"
+    (folder.of(gone) / "run.json").write_text("{")
+    assert len(folder.others(now)) == 1, "also if it cannot be read"
+
+
+def test_damaged_rows_are_named_and_the_others_used(folder: Folder) -> None:
+    run = Run("train", {"value": 4})
+    assert carry_out(asked(run), folder, 1) == []
+    file = folder.of(run) / "metrics.jsonl"
+    file.write_text(f'{{"name": "va\n{file.read_text()}')
+    with pytest.warns(UserWarning, match=r"metrics\.jsonl, line 1 is not a row; left out"):
+        assert value(folder, run) == 4
+
+
+def test_a_report_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "RESULTS", tmp_path / "RESULTS.md")
+    monkeypatch.setattr(results, "PUBLISHED", tmp_path / "docs" / "results")
+    made = tmp_path / "output"
+    made.mkdir()
+    first, second = list(EXPERIMENTS)[:2]
+    for name, text in ((second, "later"), (first, "old"), (first, "new")):
+        (made / "report.md").write_text(f"{text} ![a figure](figure.svg)\n")
+        (made / "figure.svg").write_text(text)
+        results.publish(name, made)
+    text = (tmp_path / "RESULTS.md").read_text()
+    assert text.startswith("# Results")
+    assert text.index(f"## {first}\n\nnew") < text.index(f"## {second}\n\nlater")
+    assert "old" not in text
+    assert f"(docs/results/{first}/figure.svg)" in text
+    assert (tmp_path / "docs" / "results" / first / "figure.svg").read_text() == "new"
+
+
+def test_published_reports_are_in_the_results() -> None:
+    assert results.RESULTS.read_text() == results.assembled()
+
+
+def test_the_identity_of_a_run_is_everything_that_determines_its_result() -> None:
+    run = Run("train", {"a": 1, "b": [1, {"c": 2}]}, {"label": 1})
+    assert run.identity == Run("train", {"b": [1, {"c": 2}], "a": 1}).identity
+    others = [
+        Run("gossip_run", run.values),
+        Run("train", {**run.values, "a": 2}),
+        Run("train", {**run.values, "a": "1"}),
+        Run("train", run.values, processes=2),
+        Run("train", run.values, rate="10mbit"),
+        Run("train", run.values, rate="none"),
+    ]
+    assert len({run.identity, *(other.identity for other in others)}) == 7
+
+
+def test_values_arrive_unchanged_in_the_entry_point() -> None:
+    """From the command to the configuration."""
+    values = {
+        "task_options": {"normalization": "group", "x": 1},
+        "lr_schedule_milestones": [[1.5, 0.1]],
+        "learning_rate": 1e-12,
+        "gradient_clipping": None,
+        "overlapping": False,
+        "data_dir": "/some where/else",
+    }
+    command = Run("train", values).command
+    config = OmegaConf.structured(train.Config)
+    train.configuration.read_command_line(config, command[2:], "")
+    assert {key: config[key] for key in values} == values
+
+
+def test_a_failed_run_stops_no_other_and_is_repeated(folder: Folder, tmp_path: Path) -> None:
+    bad = Run("train", {"value": 1, "fail": str(tmp_path / "flag")})
+    good = Run("train", {"value": 2})
+    assert carry_out(asked(bad, good), folder, 1) == [bad]
+    assert (folder.state(bad), folder.state(good)) == ("failed", "done")
+    assert "not today" in (folder.of(bad) / "log.txt").read_text()
+    with pytest.raises(ValueError, match="is failed, see"):
+        folder.results(bad)
+    (tmp_path / "flag").touch()
+    assert carry_out(asked(bad, good), folder, 1) == []
+    assert (starts(folder, bad), starts(folder, good)) == (2, 1)
+    assert not (folder.of(bad) / "failed.json").exists()
+
+
+def test_divergence_is_a_result(folder: Folder) -> None:
+    run = Run("train", {"value": 1, "diverge": 1})
+    assert carry_out(asked(run), folder, 1) == []
+    assert folder.state(run) == "done"
+
+
+def test_a_stage_gets_the_results_of_earlier_stages(folder: Folder) -> None:
+    first = [Run("train", {"value": i}) for i in (3, 9, 5)]
+
+    def second(results: Results) -> list[Run]:
+        best = max(first, key=lambda run: results(run)["value"].iloc[0])
+        return [Run("train", {**best.values, "seed": 1})]
+
+    experiment = Experiment("", [lambda results: first, second], lambda results, path: "")
+    assert len(list(folder.runs(experiment))) == 1
+    assert carry_out(experiment, folder, 2) == []
+    stages = list(folder.runs(experiment))
+    assert stages[1][0].values == {"value": 9, "seed": 1}
+    assert folder.state(stages[1][0]) == "done"
+
+
+def test_concurrent_runs_have_at_most_the_given_cores(folder: Folder) -> None:
+    runs = [Run("train", {"value": i, "sleep": 0.3}) for i in range(4)]
+    log: list[float] = []
+    original = runner._carry_out_one
+
+    def observed(run: Run, path: Path, launcher: Launcher) -> bool:
+        log.append(1)
+        peak.append(len(log))
+        result = original(run, path, launcher)
+        log.pop()
+        return result
+
+    peak: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "_carry_out_one", observed)
+        carry_out(asked(*runs), folder, 2)
+    assert max(peak) == 2
+
+
+def test_runs_take_cores_in_their_order(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one that wants many cores would wait until nobody else wants any."""
+    runs = [Run("train", {"value": i}, processes=2) for i in range(8)]
+    order = []
+
+    def observed(run: Run, path: Path, launcher: Launcher) -> bool:
+        order.append(run.values["value"])
+        path.mkdir(parents=True)
+        return True
+
+    monkeypatch.setattr(runner, "_carry_out_one", observed)
+    carry_out(asked(*runs), folder, 2, "process")
+    assert order == list(range(8))
+
+
+def test_an_experiment_of_slurm_jobs(folder: Folder, tmp_path: Path) -> None:
+    """Slurm decides how many jobs run concurrently. The others go on after one has failed."""
+    flag = str(tmp_path / "flag")
+    runs = [Run("train", {"value": i, "sleep": 0.5}) for i in range(3)]
+    bad = Run("train", {"value": 9, "fail": flag})
+    question = asked(bad, *runs)
+    try:
+        with slurm.running() as cluster, pytest.MonkeyPatch.context() as patch:
+            for name, value_of in cluster.environment.items():
+                patch.setenv(name, value_of)
+            assert carry_out(question, folder, 64, "slurm") == [bad]
+            Path(flag).touch()
+            assert carry_out(question, folder, 64, "slurm") == []
+    except slurm.Unavailable as reason:
+        pytest.skip(str(reason))
+    assert [value(folder, run) for run in runs] == [0, 1, 2]
+    assert [starts(folder, run) for run in [bad, *runs]] == [2, 1, 1, 1]
+
+
+def test_emulated_links_require_the_launcher_mpirun(folder: Folder) -> None:
+    run = Run("train", {"value": 1}, processes=2, rate="10mbit")
+    with pytest.raises(BadInput, match="--launcher=process: use mpirun"):
+        carry_out(asked(run), folder, 2, "process")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", "")
+        with pytest.raises(BadInput, match=r"no ip on|only root"):
+            carry_out(asked(run), folder, 2)
+    assert folder.state(run) == "new"
+    assert "mpirun" not in run.command
+    assert run.command[:2] == ["env", "OMPI_MCA_btl_tcp_flags=send"]
+    assert [run.cores(n) for n in (1, 2, 16)] == [1, 2, 16]
+    assert [Run("train", {}, processes=4).cores(n) for n in (2, 16)] == [2, 4]
+
+
+DRIVER = """
+import sys
+from pathlib import Path
+from experiments import runner
+from experiments.runner import Experiment, Folder, Run, carry_out
+root, cores, processes = sys.argv[1:]
+runner.ROOT = Path(root)
+runs = [
+    Run("train", {"value": i, "until": f"{root}/{i}"}, processes=int(processes))
+    for i in range(3)
+]
+folder = Folder("question", runner.ROOT / "output")
+with folder.claimed():
+    carry_out(
+        Experiment("", [lambda results: runs], lambda results, path: ""),
+        folder,
+        int(cores),
+        "process",
+    )
+"""
+
+
+@dataclass(frozen=True)
+class Driver:
+    process: subprocess.Popen[str]
+    runs: list[Run]
+    again: Callable[[], subprocess.CompletedProcess[str]]
+
+
+@contextmanager
+def driver(folder: Folder, cores: int = 1, processes: int = 1) -> Iterator[Driver]:
+    """A runner of three runs, the second of which is under way, and lasts until `_resumes`."""
+    program = folder.path.parents[1] / "driver.py"
+    program.write_text(DRIVER)
+    arguments = [str(program), str(program.parent), str(cores), str(processes)]
+    runs = [
+        Run("train", {"value": i, "until": f"{program.parent}/{i}"}, processes=processes)
+        for i in range(3)
+    ]
+    for i in (0, 2):
+        (program.parent / str(i)).touch()
+    with subprocess.Popen(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            _wait(lambda: folder.state(runs[1]) == "begun" and starts(folder, runs[1]) == 1)
+            yield Driver(process, runs, lambda: python(*arguments))
+        finally:
+            process.kill()
+
+
+def test_a_killed_runner_can_resume(folder: Folder) -> None:
+    """Nothing is done twice, and nothing half done counts."""
+    with driver(folder) as program:
+        again = program.again()
+        os.killpg(program.process.pid, signal.SIGKILL)
+    assert again.returncode != 0
+    assert "is in use by another runner; wait for it" in again.stderr
+    assert [folder.state(run) for run in program.runs] == ["done", "begun", "new"]
+    _resumes(folder, program)
+
+
+@pytest.mark.parametrize(
+    ("processes", "number"), [(1, signal.SIGINT), (2, signal.SIGINT), (1, signal.SIGTERM)]
+)
+def test_an_interrupted_runner_can_resume(folder: Folder, processes: int, number: int) -> None:
+    """Ctrl-C or SIGTERM: running jobs end, and those that wait, for their turn or for cores, never
+    start."""
+    with driver(folder, cores=processes, processes=processes) as program:
+        if number == signal.SIGINT:
+            os.killpg(program.process.pid, number)  # as a terminal does
+        else:
+            program.process.send_signal(number)
+        output, _ = program.process.communicate(timeout=30)
+    assert "run again to resume" in output
+    assert "min left" not in output.splitlines()[-1]
+    assert [folder.state(run) for run in program.runs] == ["done", "begun", "new"]
+    assert program.process.returncode != 0
+    _resumes(folder, program)
+
+
+def _resumes(folder: Folder, program: Driver) -> None:
+    (folder.path.parents[1] / "1").touch()
+    ended = program.again()
+    assert ended.returncode == 0, ended.stderr
+    assert [folder.state(run) for run in program.runs] == ["done"] * 3
+    assert [starts(folder, run) for run in program.runs] == [1, 2, 1]
+
+
+def _wait(condition: Callable[[], bool], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+# --- What is there --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_configurations_are_accepted(name: str) -> None:
+    """By the entry point, before anything runs."""
+    (first, *_) = Folder(name, Path("/nowhere")).runs(EXPERIMENTS[name])
+    # One for each combination of everything but numbers, which take long to try one by one.
+    different = {
+        str({k: type(v) if isinstance(v, int | float) else v for k, v in run.values.items()}): run
+        for run in first
+    }
+    for run in different.values():
+        module = {"gossip_run": gossip_run}.get(run.entry, train)
+        config = OmegaConf.structured(module.Config)
+        keys = run.command[run.command.index(str(runner.ROOT / f"{run.entry}.py")) + 1 :]
+        keys = [
+            key for key in keys if not key.startswith("pace=")
+        ]  # of experiments/slow_gradients.py
+        given = configuration.read_command_line(config, keys, "").given
+        processes = Processes()
+        processes.size = run.processes
+        processes.transport = "mpi" if run.processes > 1 else processes.transport
+        if module is train:
+            explicit = [key for key, source in given.items() if source.explicit]
+            checked(config, processes, explicit)
+        else:
+            gossip_run.checked(config, processes)
+    assert len({run.identity for run in first}) == len(first)
+
+
+def test_every_published_experiment_has_a_small_form() -> None:
+    published = {
+        "cifar10_resnet20",
+        "cifar10_vgg11",
+        "wikitext2_lstm",
+        "lstm_spectrum",
+        "moniqua_tuning",
+    }
+    assert {f"{name}_small" for name in published} <= set(EXPERIMENTS)
+    assert {"consensus", "consensus_faces"} <= set(EXPERIMENTS)
+
+
+def test_small_forms_keep_what_is_published() -> None:
+    """Diffusion rates as they are, learning rates in proportion."""
+    (runs,) = Folder("", Path("/nowhere")).runs(EXPERIMENTS["cifar10_resnet20_small"])
+    of = {run.labels["method"]: run.values for run in runs}
+    assert of["CHOCO, sign"]["optimizer_diffusion_rate"] == 0.45
+    assert of["CHOCO, sign"]["learning_rate"] == pytest.approx(0.1 * 16 / 11.3, rel=1e-4)
+    assert of["PowerGossip, 1 iteration"]["optimizer_diffusion_rate"] == 1.308
+    assert of["PowerGossip, 1 iteration"]["learning_rate"] == 0.1
+    assert of["Moniqua, 2 bits"]["optimizer_diffusion_rate"] == 0.005
+    (runs,) = Folder("", Path("/nowhere")).runs(EXPERIMENTS["wikitext2_lstm_small"])
+    of = {run.labels["method"]: run.values for run in runs}
+    assert of["CHOCO, top 1 %"]["optimizer_diffusion_rate"] == 0.01
+    assert of["PowerGossip, rank 8, 4 iterations"]["optimizer_rank"] == 8
+    assert of["PowerGossip, rank 8, 4 iterations"]["optimizer_num_iterations"] == 4
+
+
+def test_published_experiments_are_those_of_the_published_programs() -> None:
+    """The programs are resnet20_cifar10_shuffled.py, choco_lstm_testing.py, choco_lstm_spectrum.py,
+    resnet20_cifar10_shuffled_moniqua_tuning.py and moniqua_test.py."""
+
+    def runs_of(name: str) -> list[dict[str, Any]]:
+        (runs,) = Folder("", Path("/nowhere")).runs(EXPERIMENTS[name])
+        return [dict(run.values) for run in runs]
+
+    def seeds(runs: list[dict[str, Any]], **values: Any) -> list[int]:
+        return [r["seed"] for r in runs if all(r.get(k) == v for k, v in values.items())]
+
+    images = runs_of("cifar10_resnet20")
+    assert len(images) == 66
+    all_seeds = [10, 20, 30, 40, 50, 60]
+    for optimizer in ("all-reduce", "dpsgd"):
+        for factor, expected in ((8, [10]), (11.3, all_seeds), (16, [10])):
+            chosen = {"optimizer": optimizer, "distributed_lr_warmup_factor": factor}
+            assert seeds(images, **chosen) == expected
+    for iterations in (1, 2):
+        of = {"optimizer": "power-gossip", "optimizer_num_iterations": iterations}
+        assert seeds(images, **of, optimizer_warm_start=True) == all_seeds
+        assert seeds(images, **of, optimizer_warm_start=False) == all_seeds[:4]
+    language = runs_of("wikitext2_lstm")
+    power = {"optimizer": "power-gossip"}
+    assert seeds(language, **power, optimizer_warm_start=False) == [10, 20]
+    for rank, iterations in ((1, 8), (1, 16), (2, 16), (4, 8), (8, 4)):
+        chosen = power | {"optimizer_rank": rank, "optimizer_num_iterations": iterations}
+        assert seeds(language, **chosen) == [10, 20]
+    assert len(seeds(language, **power)) == 14
+    assert seeds(language, local_steps=32) == [10]
+    assert seeds(language, optimizer="dpsgd", distributed_lr_warmup_factor=28) == [10]
+    assert sorted(
+        (run["distributed_lr_warmup_factor"], run["optimizer_diffusion_rate"])
+        for run in language
+        if run["optimizer"] == "deepsqueeze"
+    ) == [(factor, gamma) for factor in (28, 38) for gamma in (0.1, 0.2, 0.4, 0.8)]
+    (spectra,) = runs_of("lstm_spectrum")
+    assert spectra["spectrum_logging_worker_pairs"] == [[0, 1], [4, 5], [8, 9]]
+    assert spectra["spectrum_logging_params"] == ["encoder.weight", "rnn.weight_ih_l1"]
+    assert (spectra["optimizer_num_iterations"], spectra["seed"]) == (32, 10)
+    assert spectra["spectrum_logging_epochs"] == [1, 50, 65, 89]
+    moniqua = runs_of("moniqua_tuning")
+    assert seeds(moniqua, optimizer_theta=0.25, optimizer_diffusion_rate=0.005) == [0]
+    assert seeds(moniqua, optimizer_theta=2, weight_decay=5e-4) == [1, 2, 3]
+    assert moniqua[1]["lr_schedule_milestones"] == [[250, 0.1], [280, 0.1]]
+
+
+def test_settings_are_chosen_on_held_out_data(tmp_path: Path) -> None:
+    """Whatever the test rows are, in all epochs. The chosen runs have all training data."""
+    experiment = tuned_methods.experiment("how well", tuned_methods.DIGITS)
+
+    def results(run: Run) -> pd.DataFrame:
+        values = run.values
+        assert ("validation_ratio" in values) == (values["seed"] == tuned_methods.TUNING_SEED)
+        rate = values.get("optimizer_diffusion_rate", 0.1)
+        others = values["learning_rate"] == 0.1 and values.get("optimizer_theta") != 1.0
+        good = others and rate == 0.1
+        few = values["num_epochs"] < tuned_methods.DIGITS["num_epochs"]
+        unstable = 0.95 if few else 0.5  # best in few epochs, worst in all
+        rows = [
+            {"split": "valid_avg", "value": unstable if others and rate == 1 else 0.8 + 0.1 * good},
+            {"split": "test_avg", "value": 0.1 if good else 0.99},
+            {"split": "valid", "value": 0.99 * (not good), "worker": 0},
+        ]
+        return pd.DataFrame([{"name": "accuracy", "epoch": 1, **row} for row in rows])
+
+    grid, tuning, final = (stage(results) for stage in experiment.stages)
+    assert {run.values["validation_ratio"] for run in [*grid, *tuning]} == {0.1}
+    assert {run.values["num_epochs"] for run in tuning} == {tuned_methods.DIGITS["num_epochs"]}
+    assert len(tuning) == 2 + 3 * (len(tuned_methods.METHODS) - 1)  # all-reduce has two settings
+    assert len(final) == len(tuned_methods.METHODS) * len(tuned_methods.SEEDS)
+    for run in final:
+        assert run.values["learning_rate"] == 0.1
+        assert run.values.get("optimizer_diffusion_rate", 0.1) == 0.1
+        assert run.values.get("optimizer_theta", 0.25) == 0.25
+        assert "validation_ratio" not in run.values
+        assert run.values["num_epochs"] == tuned_methods.DIGITS["num_epochs"]
+        assert run.values["lr_schedule_milestones"] == [[15, 0.1]]
+
+
+def test_rows_with_fewer_seeds_say_so(tmp_path: Path) -> None:
+    runs = {
+        method: [Run("train", {"optimizer": "dpsgd", "learning_rate": 0.1, "seed": s}) for s in of]
+        for method, of in {"D-PSGD": (1, 2, 3), "other": (4,)}.items()
+    }
+
+    def results(run: Run) -> pd.DataFrame:
+        common = {"name": "accuracy", "epoch": 1, "bits": 8e6, "seconds": 1.0}
+        splits = [{"split": "test_avg", "value": 0.5}, {"split": "test", "value": 0.5}]
+        return pd.DataFrame([common | split for split in splits])
+
+    text = tuned_methods.compared("how well", runs, results, tmp_path, "accuracy", "a note.")
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    assert rows[0][-1] == "seeds"
+    assert [row[-1] for row in rows[2:]] == ["3", "1"]
+    assert [row[3:5] for row in rows[2:]] == [["1.0", "1.0×"]] * 2  # of a run, not of all seeds
+    same = {"D-PSGD": runs["D-PSGD"]}
+    assert "| seeds" not in tuned_methods.compared("how", same, results, tmp_path, "accuracy", "")
+
+
+SMALL = {
+    "task": "Digits",
+    "task_architecture": "MLP",
+    "n_workers": 4,
+    "num_epochs": 2,
+    "distributed_lr_warmup_epoch": 0.0,
+    "lr_schedule_milestones": [],
+}
+
+
+@pytest.mark.slow
+def test_a_table_of_the_paper_from_the_runs_on(tmp_path: Path) -> None:
+    """A key that a method lacks is not shown as its setting."""
+    common = {**SMALL, "learning_rate": 0.1, "optimizer_diffusion_rate": 0.75}
+    values = {
+        "all-reduce": {**common, "optimizer": "all-reduce", "optimizer_diffusion_rate": None},
+        "D-PSGD": {**common, "optimizer": "dpsgd"},
+    }
+    experiment = papers._experiment("a table", values, (1, 2), "accuracy")
+    folder = Folder("paper", tmp_path)
+    assert carry_out(experiment, folder, 2) == []
+    lines = experiment.report(folder.results, tmp_path).splitlines()
+    rows = {row[1].strip(): row for row in (line.split("|") for line in lines) if len(row) > 2}
+    assert rows["all-reduce"][-2].strip() == ""
+    assert rows["D-PSGD"][-2].strip() == "0.75"
+    assert float(rows["D-PSGD"][2].split("±")[0]) > 50
+    # A ring of four: two neighbors, or 2 · 3/4 of a model and of its loss.
+    assert rows["D-PSGD"][5].strip() == "1.0×"
+    assert rows["all-reduce"][5].strip() == "1.3×"
+
+
+def test_consensus_on_faces_has_the_published_numbers_of_steps() -> None:
+    (stage,) = EXPERIMENTS["consensus_faces"].stages
+    for run in stage(lambda run: pd.DataFrame()):
+        steps = run.values["num_steps"]
+        assert (steps["others"], steps["power_gossip"], steps["uncompressed"]) == (1000, 3000, 100)
+        assert (run.values["data_type"], run.values["matrix_size"]) == ("faces", 64)
+
+
+@pytest.mark.usefixtures("forked")
+def test_consensus_from_the_run_to_the_table(tmp_path: Path) -> None:
+    few = {"num_steps": 60}
+    parts = [("uncompressed", "chebyshev"), ("power_gossip",)]
+    experiment = consensus.experiment("who agrees", {"lfw": few, "low-rank": few}, parts)
+    folder = Folder("consensus", tmp_path)
+    assert carry_out(experiment, folder, 2) == []
+    text = experiment.report(folder.results, tmp_path)
+    assert text.startswith("Who agrees\n\n### Photographs of faces, 25 × 25\n\nErrors are relative")
+    lines = [line.split(" | ") for line in text.splitlines() if line.startswith("| un")]
+    assert len(lines) == 2
+    for line in lines:  # 0.744521^(2 · 12) < 1e-3, and not every step has a row
+        assert 5 <= int(line[2].removesuffix(" steps")) <= 20
+    assert (tmp_path / "lfw.svg").exists()
+    assert "power_gossip" in (tmp_path / "low-rank.svg").read_text()
+
+
+@pytest.mark.slow
+def test_spectra_from_the_runs_to_the_table(tmp_path: Path) -> None:
+    values = {"D-PSGD": SMALL | {"optimizer": "dpsgd"}, "PowerGossip": SMALL}
+    names = ("hidden1.weight", "hidden2.weight")
+    experiment = spectrum._experiment("how low", values, (1, 2), names, ((0, 1), (2, 3)))
+    folder = Folder("spectrum", tmp_path)
+    assert carry_out(experiment, folder, 2) == []
+    text = experiment.report(folder.results, tmp_path)
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")][2:]
+    rows = [row for row in rows if row[0] in ("| D-PSGD", "| PowerGossip")]
+    assert len(rows) == 2 * 4
+    assert text.index("Workers 0 and 1") < text.index("Workers 2 and 3")
+    assert rows[:4] != rows[4:]
+    for row in rows:
+        first, eight = (float(cell.strip("% ")) for cell in row[3:5])
+        assert 0 < first <= eight <= 100
+    assert "epoch 2" in (tmp_path / "figure.svg").read_text()
+
+
+@pytest.mark.slow
+def test_moniquas_grid_from_the_runs_to_the_table(tmp_path: Path) -> None:
+    values = SMALL | {"optimizer": "moniqua"}
+    experiment = moniqua_tuning._experiment("which", values, (0.25, 1e-9), (0.1, 1e9))
+    folder = Folder("moniqua", tmp_path)
+    assert carry_out(experiment, folder, 2) == []
+    text = experiment.report(folder.results, tmp_path)
+    cells = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    assert cells[0] == ["θ \\ γ", "0.1", "1e+09"]
+    assert float(cells[2][1].split()[0]) > 30
+    assert cells[2][2] == "diverged"
+
+
+def test_when_compression_pays_from_rows_to_tables(tmp_path: Path) -> None:
+    """Rows as they would be if links did exactly what is predicted, and computing took 0.2 s."""
+    sent = {method: 1e6 * (i + 1) for i, method in enumerate(compression_pays.METHODS)}  # bytes
+
+    def results(run: Run) -> pd.DataFrame:
+        method, rate = run.labels["method"], run.labels.get("rate")
+        rows: list[dict[str, Any]] = []
+        epochs = range(1, run.values["num_epochs"] + 1)
+        for epoch in epochs:
+            bits = 8 * sent[method] * 5 * epoch
+            phase = {"name": "phase_seconds", "epoch": epoch, "bits": bits}
+            link = 0.0
+            if rate is not None:
+                link = 8 * sent[method] / (compression_pays.RATES[rate] * 1448 / 1514)
+            rows += [
+                phase | {"phase": "gradient", "value": 0.2 * 5 * epoch, "instances": 20 * epoch},
+                phase | {"phase": "communication", "value": link * 5 * epoch, "instances": 1},
+                phase | {"phase": "evaluation", "value": 17.0 * epoch, "instances": 1},
+            ]
+            perplexity = 100 / epoch + (1000 if method == "DGC, 1 %" else 0)
+            rows.append(
+                {"name": "perplexity", "split": "test_avg", "value": perplexity, "epoch": epoch}
+            )
+        return pd.DataFrame(rows)
+
+    text = compression_pays.report(results, tmp_path)
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    steps, times = rows[2:8], rows[10:16]
+    for row in steps:
+        for cell in row[2:5]:
+            measured, predicted = cell.rstrip(")").split(" (")
+            assert measured == predicted
+        assert row[5] == "0.2"
+    assert "perplexity of 18.3 (all-reduce ends with 16.7" in text
+    assert times[0][2] == "30"  # six epochs of five steps
+    assert float(times[0][6]) == pytest.approx(30 * 0.2 / 60)
+    assert times[5][2:] == ["never"] * 5
+    for name in ("step.svg", "target.svg"):
+        assert "D-PSGD" in (tmp_path / name).read_text()
+
+
+def test_every_method_has_the_same_grid() -> None:
+    for method in tuned_methods.METHODS:
+        runs = tuned_methods._grid(tuned_methods.FASHION_MNIST, method, (0.05, 0.1), 2)
+        keys = ("learning_rate", "optimizer_diffusion_rate")
+        tried = {tuple(run.values.get(key) for key in keys) for run in runs}
+        gammas = [None] if method == "all-reduce" else tuned_methods.DIFFUSION_RATES
+        assert tried == {(rate, gamma) for rate in (0.05, 0.1) for gamma in gammas}
+
+
+@pytest.mark.slow
+def test_compressed_gradients_from_the_runs_to_the_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real runs of one epoch, four workers in a process."""
+    methods = ("all-reduce", "PowerSGD, rank 2", "DGC, 1 %")
+    few = {method: compressed_gradients.METHODS[method] for method in methods}
+    monkeypatch.setattr(compressed_gradients, "METHODS", few)
+    monkeypatch.setattr(compressed_gradients, "SEEDS", (1, 2))
+    monkeypatch.setattr(compressed_gradients, "PROCESSES", 1)
+    small = {"task": "Digits", "task_architecture": "MLP", "num_epochs": 1, "batch_size": 16}
+    small |= {"n_workers": 4}
+    monkeypatch.setattr(compressed_gradients, "TASKS", {"Digits": small})
+    experiment, folder = compressed_gradients.experiment(), Folder("small", tmp_path)
+    assert not runner.carry_out(experiment, folder, cores=2)
+    text = experiment.report(folder.results, tmp_path)
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")][2:]
+    assert [row[0].removeprefix("| ") for row in rows] == list(methods)
+    accuracies, less = ([float(row[k].split()[0].rstrip("×")) for row in rows] for k in (1, 3))
+    assert min(accuracies) > 30
+    assert less[0] == 1.0
+    assert min(less[1:]) > 5
+    assert all(0 < float(row[4].rstrip(" |")) < 1000 for row in rows)
+
+
+@pytest.mark.usefixtures("forked")
+def test_learning_from_the_first_run_to_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real runs, on Digits."""
+    methods = ("D-PSGD", "CHOCO, sign")
+    monkeypatch.setattr(tuned_methods, "METHODS", {m: tuned_methods.METHODS[m] for m in methods})
+    monkeypatch.setattr(tuned_methods, "DIFFUSION_RATES", (0.5, 1e6))
+    monkeypatch.setattr(tuned_methods, "SEEDS", (1, 2))
+    values = {**tuned_methods._COMMON, "task_architecture": "MLP", "num_epochs": 2, "n_workers": 4}
+    values["lr_schedule_milestones"] = [[1, 0.1]]
+    experiment = tuned_methods.experiment("how well", values, rates=(0.1,))
+    folder = Folder("digits", tmp_path)
+    assert carry_out(experiment, folder, 2) == []
+    for run in list(folder.runs(experiment))[2]:
+        assert run.values["optimizer_diffusion_rate"] == 0.5  # the other diverges
+        assert run.values["num_epochs"] == 2
+    text = experiment.report(folder.results, tmp_path)
+    assert text.startswith("How well.\n\nMean ± standard deviation of 2 seeds")
+    (line,) = [t.split("|") for t in text.splitlines() if t.startswith("| D-PSGD")]
+    assert line[1].strip() == "D-PSGD"
+    mean, deviation = map(float, line[2].replace("%", "").split("±"))
+    finals = [folder.results(run) for run in list(folder.runs(experiment))[2][:2]]
+    accuracies = [
+        100 * r[(r["name"] == "accuracy") & (r["split"] == "test_avg")]["value"].iloc[-1]
+        for r in finals
+    ]
+    assert mean == pytest.approx(sum(accuracies) / 2, abs=0.006)
+    assert deviation == pytest.approx(pd.Series(accuracies).std(), abs=0.006)
+    assert line[5].strip() == "1.0×"
+    assert "CHOCO, sign" in (tmp_path / "figure.svg").read_text()
+
+
+def test_listing_imports_no_heavy_library() -> None:
+    """The command line starts without PyTorch and pandas, which take seconds to import."""
+    heavy = "{'torch', 'pandas', 'matplotlib'}"
+    found = python("-c", f"import experiments.__main__, sys; print({heavy} & set(sys.modules))")
+    assert found.stdout == "set()\n", found.stderr
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    listed = python("-m", "experiments", "list")
+    assert listed.returncode == 0
+    assert all(name in listed.stdout for name in EXPERIMENTS)
+    unknown = python("-m", "experiments", "run", "questoin")
+    assert unknown.returncode == 2
+    assert "error: experiment=questoin: use consensus," in unknown.stderr
+    nameless = python("-m", "experiments", "run")
+    assert nameless.returncode == 2
+    assert "error: experiment=: use consensus," in nameless.stderr
+    states = python("-m", "experiments", "status")
+    assert states.returncode == 0, states.stderr
+    assert [line.split()[0] for line in states.stdout.splitlines()] == list(EXPERIMENTS)
+    dry = python("-m", "experiments", "run", "consensus", "--dry-run")
+    commands = [line[7:] for line in dry.stdout.splitlines()]
+    assert [shlex.split(command) for command in commands] == [
+        run.command for runs in Folder("consensus").runs(EXPERIMENTS["consensus"]) for run in runs
+    ], "they can be pasted into a shell"
+    early = subprocess.run(
+        [sys.executable, "-m", "experiments", "report", "fashion_mnist"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert early.returncode == 2
+    assert "run it first: python -m experiments run fashion_mnist" in early.stderr
+    with pytest.raises(BadInput, match="--cores=0: use 1"):
+        main(["run", "fashion_mnist", "--cores", "0"])
+    with pytest.raises(BadInput, match="--launcher=slrum: use mpirun"):
+        main(["run", "fashion_mnist", "--launcher", "slrum"])
+    with pytest.raises(BadInput, match="command=run: use report with --publish"):
+        main(["run", "fashion_mnist", "--publish"])
+    with pytest.raises(BadInput, match="command=report: use run with --dry-run"):
+        main(["report", "fashion_mnist", "--dry-run"])

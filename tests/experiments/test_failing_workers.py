@@ -1,0 +1,105 @@
+"""The experiments on workers that fail, on Digits and with a few methods."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from experiments import EXPERIMENTS, failing_workers
+from experiments.runner import Experiment, Run
+from experiments.tuned_methods import SEEDS
+from tests.training.test_train import fresh, trained  # noqa: F401
+
+SMALL: dict[str, Any] = {
+    "task": "Digits",
+    "task_architecture": "MLP",
+    "n_workers": 8,
+    "num_epochs": 2,
+    "batch_size": 32,
+    "distributed_lr_warmup_epoch": 0.0,
+    "reshuffle_data": False,
+}
+
+
+@cache
+def _rows(identity: str, values: tuple[tuple[str, Any], ...]) -> pd.DataFrame:
+    return trained(**{key: value for key, value in values if key != "task"})[1]  # Digits
+
+
+def results(run: Run) -> pd.DataFrame:
+    return _rows(run.identity, _Hashable(run.values.items()))
+
+
+class _Hashable(tuple[tuple[str, Any], ...]):
+    def __hash__(self) -> int:
+        return 0
+
+
+def reported(experiment: Experiment, folder: Path) -> tuple[list[Run], str]:
+    (stage,) = experiment.stages
+    runs = stage(results)
+    text = experiment.report(results, folder)
+    assert (folder / "figure.svg").stat().st_size > 1000
+    return runs, text
+
+
+def test_runs_that_diverged_before_their_first_evaluation_are_in_the_table(tmp_path: Path) -> None:
+    start = {"name": "workers", "value": 8, "epoch": 0, "bits": 0, "messages": 0, "seconds": 0.0}
+    last = {"name": "accuracy", "split": "test_avg", "value": 0.5, "epoch": 5, "seconds": 9.0}
+
+    def results(run: Run) -> pd.DataFrame:
+        learns = run.labels["method"] == "D-PSGD"
+        return pd.DataFrame(
+            [start, last | {"epoch": run.values["num_epochs"]}] if learns else [start]
+        )
+
+    for made in (failing_workers.message_loss(), failing_workers.churn()):
+        text = made.report(results, tmp_path)
+        learned, *others = [line for line in text.splitlines() if line.startswith("|")][2:]
+        assert len(others) >= 3
+        assert "diverged" not in learned
+        assert all("diverged |" in line and "%" not in line for line in others)
+
+
+@pytest.mark.slow
+def test_message_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {
+        name: failing_workers.METHODS[name] for name in ("D-PSGD", "push-sum", "RelaySGD, chain")
+    }
+    monkeypatch.setattr(failing_workers, "METHODS", few)
+    runs, text = reported(failing_workers.message_loss(SMALL), tmp_path)
+    assert len(runs) == 3 * 5
+    assert text.count("%") >= 15
+
+
+@pytest.mark.slow
+def test_late_exchanges(tmp_path: Path) -> None:
+    runs, _ = reported(failing_workers.late_exchanges(SMALL, seeds=(1,)), tmp_path)
+    assert len(runs) == 4 * 3
+    seconds = {run.labels["case"]: results(run)["seconds"].max() for run in runs[:3]}
+    assert seconds["asynchronous"] < seconds["synchronous"] / 2
+    assert seconds["asynchronous"] <= seconds["bounded, 4"] <= seconds["synchronous"]
+
+
+def test_churn(tmp_path: Path) -> None:
+    runs, _ = reported(failing_workers.churn(SMALL, (1,), first=2.0, last=8.0), tmp_path)
+    assert len(runs) == 4 * 2
+    rows = results(runs[0])
+    assert rows[rows["name"] == "workers"]["value"].iloc[-1] == 6
+
+
+def test_runs_of_the_experiments_are_accepted() -> None:
+    """A third of the cases, with the values of the command line."""
+    from omegaconf import OmegaConf
+
+    import train
+    from powergossip.network import processes
+    from powergossip.training.settings import checked
+
+    for name in ("message_loss", "late_exchanges", "churn"):
+        (stage,) = EXPERIMENTS[name].stages
+        for run in stage(results)[:: 3 * len(SEEDS)]:
+            config = OmegaConf.merge(OmegaConf.structured(train.Config), dict(run.values))
+            checked(config, processes())  # type: ignore[arg-type]

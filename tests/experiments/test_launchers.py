@@ -1,0 +1,507 @@
+"""Jobs run once, to their end, even if the runner is killed: with real processes, a real mpirun,
+and a real Slurm where there is one.
+
+The programs that are started are tiny; nothing here depends on how fast they are.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+
+import pytest
+
+from experiments import jobs, launchers
+from experiments.jobs import Job, last_output
+from experiments.launchers import LAUNCHERS, STOP, Mpirun, OneProcess
+from experiments.slurm import Slurm
+from powergossip.errors import BadInput
+from tests.harness import slurm
+from tests.harness.helpers import wait_until
+from tests.harness.launch import ROOT, one_mpirun_at_a_time
+
+HERE = ("mpirun", "torchrun", "process")
+
+# Calls a launcher, as the runner does in a thread of its own, among other threads; exits with the
+# job's code.
+DRIVER = """
+import sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from experiments.jobs import Job
+from experiments.launchers import LAUNCHERS
+name, folder, processes, *command = sys.argv[1:]
+job = Job(command, int(processes), Path(folder, "log.txt"), Path(folder), "a job")
+for _ in range(20):
+    threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+with ThreadPoolExecutor(1) as pool:
+    sys.exit(pool.submit(LAUNCHERS[name], job).result())
+"""
+
+# Until SIGUSR1, or for SECONDS; then it takes a while, as writing a checkpoint does. A second
+# signal has its usual effect, as in train.py.
+LASTING = """
+import os, signal, sys, time
+from pathlib import Path
+folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
+stopped = []
+def stop(number, _):
+    stopped.append(number)
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+signal.signal(signal.SIGUSR1, stop)
+(folder / f"began-{os.getpid()}").touch()
+end = time.monotonic() + seconds
+while not stopped and time.monotonic() < end:
+    time.sleep(0.05)
+time.sleep(1)
+(folder / f"ended-{os.getpid()}").touch()
+print("the end", flush=True)
+sys.exit(128 + stopped[0] if stopped else 5)
+"""
+
+MPI = "from mpi4py import MPI; print('process', MPI.COMM_WORLD.rank, 'of', MPI.COMM_WORLD.size)"
+
+TORCHRUN = "import os; print('process', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
+
+
+def job_of(folder: Path, *command: str, processes: int = 1) -> Job:
+    return Job(command, processes, folder / "log.txt", folder, "a job")
+
+
+def shell(folder: Path, text: str) -> Job:
+    return job_of(folder, "sh", "-c", text)
+
+
+def python(folder: Path, text: str, *arguments: object, processes: int = 1) -> Job:
+    command = [sys.executable, "-c", text, *map(str, arguments)]
+    return job_of(folder, *command, processes=processes)
+
+
+def output(job: Job) -> list[str]:
+    return last_output(job.log).splitlines()
+
+
+def starts(job: Job) -> int:
+    return job.log.read_text().count("$ ") if job.log.exists() else 0
+
+
+def count(folder: Path, pattern: str) -> int:
+    return len(list(folder.glob(pattern)))
+
+
+def children(*parents: int) -> list[int]:
+    lists = (file for pid in parents for file in Path(f"/proc/{pid}/task").glob("*/children"))
+    return [int(pid) for file in lists for pid in file.read_text().split()]
+
+
+@contextmanager
+def killed(name: str, job: Job, running: Callable[[], object]) -> Iterator[subprocess.Popen[bytes]]:
+    """A program that has called the launcher, and is killed when `running` is true."""
+    arguments = [name, str(job.folder), str(job.processes), *job.command]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", DRIVER, *arguments]
+    with subprocess.Popen(command, env=environment, start_new_session=True) as program:
+        try:
+            wait_until(lambda: running() or program.poll() is not None)
+            assert program.poll() is None
+            yield program
+        finally:
+            program.kill()
+
+
+# --- Every launcher on this machine ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_a_launcher_returns_the_exit_code_and_keeps_all_output(name: str, tmp_path: Path) -> None:
+    launcher = LAUNCHERS[name]
+    launcher.check()
+    job = shell(tmp_path, "echo threads $OMP_NUM_THREADS; echo complaint >&2; exit 3")
+    assert launcher(job) == 3
+    assert output(job) == ["threads 1", "complaint"]
+    assert launcher(shell(tmp_path, "echo once more")) == 0
+    assert output(job) == ["once more"]
+    assert starts(job) == 2
+    assert "$ sh -c 'echo once more'\n" in job.log.read_text()
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_exit_codes_of_a_signal_and_of_a_missing_command(name: str, tmp_path: Path) -> None:
+    assert LAUNCHERS[name](shell(tmp_path, "kill -KILL $$")) == 128 + signal.SIGKILL
+    missing = job_of(tmp_path, "no-such-program")
+    assert LAUNCHERS[name](missing) == 127
+    assert output(missing) == ["error: no-such-program: No such file or directory"]
+
+
+def test_a_started_program_ignores_no_signal(tmp_path: Path) -> None:
+    """Python ignores SIGPIPE, and its children would inherit that."""
+    code = OneProcess()(shell(tmp_path, "kill -PIPE $$"))
+    assert code == 128 + signal.SIGPIPE
+
+
+def test_no_job_starts_after_ctrl_c_ended_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C may end a job that has no session of its own yet, before the runner notices it."""
+    launcher = OneProcess()
+    with monkeypatch.context() as patched:
+        patched.setattr(launchers, "guard", lambda *_: ["sh", "-c", "kill -INT $$"])
+        assert launcher(shell(tmp_path, "true")) == 128 + STOP
+    with pytest.raises(KeyboardInterrupt):
+        launcher(shell(tmp_path, f"touch {tmp_path}/begun"))
+    assert not (tmp_path / "begun").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "processes", "added"),
+    [([], 4, ["n_workers=4"]), (["n_workers=8"], 4, []), (["seed=2"], 1, [])],
+)
+def test_one_process_hosts_the_workers_of_all_processes(
+    given: list[str], processes: int, added: list[str], tmp_path: Path
+) -> None:
+    job = python(tmp_path, "import sys; print(*sys.argv[1:])", *given, processes=processes)
+    assert OneProcess()(job) == 0
+    assert output(job) == [" ".join([*given, *added])]
+
+
+@pytest.mark.parametrize("name", ["mpirun", "torchrun"])
+def test_a_launcher_starts_the_given_number_of_processes(name: str, tmp_path: Path) -> None:
+    job = python(tmp_path, {"mpirun": MPI, "torchrun": TORCHRUN}[name], processes=2)
+    with one_mpirun_at_a_time():
+        assert LAUNCHERS[name](job) == 0
+    assert {"process 0 of 2", "process 1 of 2"} <= set(output(job))
+    text = {"mpirun": "mpirun -np 2", "torchrun": "--nproc-per-node 2 --no-python"}[name]
+    assert f" {text} {sys.executable} -c " in job.log.read_text()
+
+
+def test_a_launcher_can_be_called_in_many_threads(tmp_path: Path) -> None:
+    jobs = [shell(tmp_path / str(code), f"echo I am {code}; exit {code}") for code in range(12)]
+    with ThreadPoolExecutor(6) as pool:
+        codes = list(pool.map(OneProcess(), jobs))
+    assert codes == list(range(12))
+    assert [output(job) for job in jobs] == [[f"I am {code}"] for code in range(12)]
+
+
+def test_a_launcher_without_its_program_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BadInput, match=r"^--launcher mpirun\b"):
+        LAUNCHERS["mpirun"].check()
+    with pytest.raises(BadInput, match=r"^--launcher slurm\b.*sbatch"):
+        LAUNCHERS["slurm"].check()
+    LAUNCHERS["process"].check()
+
+
+# --- Whoever starts a job may be killed -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "processes"),
+    [("process", 1), ("mpirun", 2), pytest.param("torchrun", 2, marks=pytest.mark.slow)],
+)
+def test_a_killed_runner_leaves_nothing_behind(name: str, processes: int, tmp_path: Path) -> None:
+    """Its processes get a signal, and the next start waits until they have ended."""
+    lasting = LASTING.replace("SIGUSR1", "SIGTERM") if name == "torchrun" else LASTING
+    job = python(tmp_path, lasting, tmp_path, 600, processes=processes)
+    again = shell(tmp_path, f"ls -d {tmp_path}/ended-*")
+    with (
+        nullcontext() if name == "process" else one_mpirun_at_a_time(),
+        killed(name, job, lambda: count(tmp_path, "began-*") == processes) as program,
+    ):
+        program.kill()
+        program.wait()
+        assert LAUNCHERS[name](again) == 0
+    ended = [line for line in output(again) if line.startswith(f"{tmp_path}/ended-")]
+    assert len(ended) == processes
+    assert "the end" in job.log.read_text()
+
+
+def test_the_next_start_waits_for_processes_that_mpirun_has_lost(tmp_path: Path) -> None:
+    """The runner is killed, its guard and mpirun too. Only MPI processes would notice."""
+    job = python(tmp_path, LASTING, tmp_path, 3, processes=2)
+    again = shell(tmp_path, f"ls -d {tmp_path}/ended-*")
+    with (
+        one_mpirun_at_a_time(),
+        killed("mpirun", job, lambda: count(tmp_path, "began-*") == 2) as program,
+    ):
+        guard = children(program.pid)
+        for process in [*guard, *children(*guard), program.pid]:
+            os.kill(process, signal.SIGKILL)
+        program.wait()
+        assert count(tmp_path, "ended-*") == 0
+        assert Mpirun()(again) == 0
+    assert len(output(again)) == 2
+
+
+def test_a_start_waits_for_a_limited_time(tmp_path: Path) -> None:
+    job = shell(tmp_path, "echo never")
+    with jobs.alone(tmp_path, patience=0):
+        assert Mpirun(patience=0.2)(job) == 1
+    text = job.log.read_text()
+    assert text.startswith("error: an earlier start of this run is still there after 0.2 seconds; ")
+    assert "never" not in text
+    assert Mpirun(patience=0.2)(job) == 0
+
+
+def test_a_command_does_not_start_without_its_runner(tmp_path: Path) -> None:
+    """The kernel sends the signal for a runner's end only to processes that wait for it already."""
+    number = int(signal.SIGUSR1)
+    guard = jobs.guard("bound", number, 1 if os.getpid() != 1 else 2)
+    done = subprocess.run([*guard, "touch", str(tmp_path / "done")])
+    assert done.returncode == 128 + number
+    assert not (tmp_path / "done").exists()
+
+
+def test_a_command_ends_with_its_guard() -> None:
+    guard = jobs.guard("bound", int(signal.SIGUSR1), os.getpid())
+    command = [*guard, "sh", "-c", "echo here; exec sleep 600"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "here\n"
+        program.kill()
+        assert program.stdout.read() == ""  # returns when nobody can write any more
+
+
+def test_a_process_that_starts_late_leaves_the_folder_to_others(tmp_path: Path) -> None:
+    locked = [*jobs.guard("locked", tmp_path / "running"), "echo", "here"]
+    with jobs.alone(tmp_path, patience=0):
+        done = subprocess.run(locked, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "running is locked by another start of this run" in done.stderr
+    assert subprocess.run(locked, capture_output=True, text=True).stdout == "here\n"
+
+
+def test_an_interrupted_start_takes_its_process_along(tmp_path: Path) -> None:
+    """Where a launcher is called in the main thread."""
+    job = shell(tmp_path, "echo here; exec sleep 600")
+
+    def interrupt() -> None:
+        wait_until(lambda: job.log.exists() and "here" in output(job))
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    other = threading.Thread(target=interrupt)
+    other.start()
+    with pytest.raises(KeyboardInterrupt):
+        OneProcess()(job)
+    other.join()
+    assert OneProcess(patience=0)(shell(tmp_path, "true")) == 0
+
+
+# --- Slurm ----------------------------------------------------------------------------------------
+
+
+def test_a_job_of_slurm_reports_its_exit_code_once(tmp_path: Path) -> None:
+    """Without its script it does not start; a second start removes the first one's exit code."""
+    script, exit_file = tmp_path / "slurm-1.sh", tmp_path / "slurm-1.sh.exit"
+    reported = jobs.guard("reported", script)
+    command = [*reported, "sh", "-c", f"ls {tmp_path}; exit 7"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: this job was given up before it started\n"
+    script.touch()
+    exit_file.write_text("of the first start")
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 7
+    assert done.stdout.splitlines()[1:] == ["slurm-1.sh"]
+    assert json.loads(exit_file.read_text())["exit_code"] == 7
+
+
+@pytest.fixture(scope="module")
+def daemons() -> Iterator[slurm.Cluster]:
+    try:
+        with slurm.running() as cluster:
+            yield cluster
+    except slurm.Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture
+def cluster(daemons: slurm.Cluster, monkeypatch: pytest.MonkeyPatch) -> slurm.Cluster:
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_"))]:
+        monkeypatch.delenv(name)
+    for name, value in daemons.environment.items():
+        monkeypatch.setenv(name, value)
+    return daemons
+
+
+def number_of(job: Job) -> str:
+    """The number of the job that is recorded; "" if there is none."""
+    file = job.folder / jobs.SLURM
+    return str(json.loads(file.read_text())["job"]) if file.exists() else ""
+
+
+def leftovers(job: Job) -> list[str]:
+    return sorted(path.name for path in job.folder.glob("slurm*"))
+
+
+def began(job: Job) -> bool:
+    return count(job.folder, "began-*") > 0
+
+
+@contextmanager
+def called(launcher: Slurm, job: Job) -> Iterator[Callable[[], int]]:
+    """The launcher is called in a thread; the function waits for the exit code."""
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(launcher, job)
+        try:
+            yield lambda: future.result(timeout=120)
+        finally:
+            launcher.leave()
+
+
+def test_slurm_runs_jobs_at_the_same_time(cluster: slurm.Cluster, tmp_path: Path) -> None:
+    """With their exit codes and their output; here and under mpirun."""
+    folders = [tmp_path / name for name in ("a", "100 % b", "c", "d", "e")]
+    jobs = [
+        shell(folders[0], "echo threads $OMP_NUM_THREADS; pwd; echo complaint >&2"),
+        shell(folders[1], "exit 3"),
+        shell(folders[2], "kill -KILL $$"),
+        job_of(folders[3], "no-such-program"),
+        python(folders[4], MPI, processes=2),
+    ]
+    launcher = Slurm()
+    launcher.check()
+    with one_mpirun_at_a_time(), ThreadPoolExecutor(len(jobs)) as pool:
+        codes = list(pool.map(launcher, jobs))
+    assert codes == [0, 3, 128 + signal.SIGKILL, 127, 0]
+    assert output(jobs[0]) == ["threads 1", os.getcwd(), "complaint"]
+    assert output(jobs[3]) == ["error: no-such-program: No such file or directory"]
+    assert sorted(output(jobs[4])) == ["process 0 of 2", "process 1 of 2"]
+    assert [starts(job) for job in jobs] == [1] * 5
+    assert [leftovers(job) for job in jobs] == [[]] * 5
+
+
+@pytest.mark.slow
+def test_a_job_of_slurm_continues_without_the_runner(
+    cluster: slurm.Cluster, tmp_path: Path
+) -> None:
+    """The next one waits for the same job."""
+    job = python(tmp_path, LASTING, tmp_path, 600)
+    with killed("slurm", job, lambda: began(job)) as program:
+        program.kill()
+        program.wait()
+    number = number_of(job)
+    assert cluster.jobs() == [number]
+    with called(Slurm(), job) as code:
+        time.sleep(0.5)
+        assert number_of(job) == number
+        assert Mpirun()(job) == 1
+        assert output(job)[-1].startswith(f"error: Slurm's job {number} does this run; use ")
+        cluster.command("scancel", "--signal=USR1", "--batch", number)
+        assert code() == 128 + signal.SIGUSR1
+    assert starts(job) == count(tmp_path, "began-*") == 1
+    assert leftovers(job) == []
+
+
+@pytest.mark.slow
+def test_the_exit_code_of_a_job_that_slurm_has_forgotten(
+    cluster: slurm.Cluster, tmp_path: Path
+) -> None:
+    """Its number was not recorded, and it ended while no runner was there."""
+    job = python(tmp_path, LASTING, tmp_path, 600)
+    let_go(job, lambda: began(job))
+    number, record = number_of(job), tmp_path / jobs.SLURM
+    record.write_text(json.dumps({**json.loads(record.read_text()), "job": ""}))
+    let_go(job, lambda: number_of(job) == number)
+    cluster.command("scancel", "--signal=USR1", "--batch", number)
+    wait_until(lambda: cluster.command("scontrol", "show", "job", number).returncode != 0)
+    assert Slurm()(job) == 128 + signal.SIGUSR1
+    assert starts(job) == count(tmp_path, "began-*") == 1
+    assert leftovers(job) == []
+
+
+def let_go(job: Job, condition: Callable[[], object]) -> None:
+    """Call a launcher, and leave it when the condition is true."""
+    launcher = Slurm()
+    with called(launcher, job) as code:
+        wait_until(condition)
+        launcher.leave()
+        with pytest.raises(KeyboardInterrupt):
+            code()
+
+
+@pytest.mark.slow
+def test_exit_codes_of_jobs_that_others_end(cluster: slurm.Cluster, tmp_path: Path) -> None:
+    asked, cancelled, gone, pending = (
+        python(tmp_path / str(i), LASTING, tmp_path / str(i), 600, processes=n)
+        for i, n in enumerate((1, 1, 1, 1000))
+    )
+    with (
+        called(Slurm(), asked) as code_of_asked,
+        called(Slurm(), cancelled) as code_of_cancelled,
+        called(Slurm(patience=1), gone) as code_of_gone,
+        called(Slurm(), pending) as code_of_pending,
+    ):
+        wait_until(lambda: began(asked) and began(cancelled) and began(gone) and number_of(pending))
+        cluster.command("scancel", "--signal=USR1", "--batch", number_of(asked))
+        cluster.command("scancel", number_of(cancelled), number_of(pending))
+        kill_with_guard(gone)
+        assert code_of_asked() == 128 + signal.SIGUSR1
+        assert code_of_cancelled() == 128 + signal.SIGTERM
+        assert code_of_gone() == code_of_pending() == 1
+    complaint = " has gone without an exit code; its last state: "
+    assert complaint in output(gone)[-1]
+    assert f"{complaint}CANCELLED\n" in pending.log.read_text()
+
+
+def kill_with_guard(job: Job) -> None:
+    """The command, and before it the process that would write its exit code."""
+    (file,) = job.folder.glob("began-*")
+    number = file.name.removeprefix("began-")
+    status = Path("/proc", number, "status").read_text()
+    os.kill(int(status.partition("PPid:")[2].split()[0]), signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        os.kill(int(number), signal.SIGKILL)
+
+
+def test_an_error_of_sbatch_is_in_the_log(
+    cluster: slurm.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sbatch reads further options from the environment."""
+    monkeypatch.setenv("SBATCH_PARTITION", "nowhere")
+    job = shell(tmp_path, "true")
+    assert Slurm()(job) == 1
+    assert "error: sbatch refuses: " in job.log.read_text()
+    assert "invalid partition specified: nowhere" in job.log.read_text()
+    assert leftovers(job) == []
+
+
+@pytest.mark.slow
+def test_a_job_of_slurm_continues_without_the_controller(
+    cluster: slurm.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the start it is an error; later, jobs continue and the launcher waits for them."""
+    job = python(tmp_path, LASTING, tmp_path, 1)
+    launcher = Slurm()
+    with called(launcher, job) as code:
+        wait_until(lambda: began(job))
+        cluster.stop_controller()
+        try:
+            with pytest.raises(BadInput, match=r"^--launcher slurm: Slurm's controller does not"):
+                launcher.check()
+            wait_until(lambda: count(tmp_path, "ended-*"))
+        finally:
+            cluster.start_controller()
+        assert code() == 5
+
+
+@pytest.mark.slow
+def test_slurm_on_several_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open MPI learns the nodes from Slurm, and puts a process on each."""
+    job = job_of(tmp_path, "sh", "-c", "echo $SLURMD_NODENAME", processes=2)
+    try:
+        with slurm.running(cores=(1, 1)) as cluster, one_mpirun_at_a_time():
+            for name, value in cluster.environment.items():
+                monkeypatch.setenv(name, value)
+            assert Slurm()(job) == 0
+    except slurm.Unavailable as reason:
+        pytest.skip(str(reason))
+    assert sorted(output(job)) == ["node0", "node1"]

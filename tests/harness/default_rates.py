@@ -1,0 +1,502 @@
+"""Every averaging rule with its defaults, for thousands of steps, on every graph.
+
+    python -m tests.harness.default_rates FOLDER [--processes 2]
+
+Results are lines of files in FOLDER. Those that are there are not computed again. At the end, and
+with `--table` alone, it prints the tables of docs/methods/choco.md.
+
+cases.jsonl     The law: after 3000 steps, the error is below that after 300, or below 1e-5 of the
+                start. Rules whose errors do not vanish stay below the start. A default gives no
+                warning.
+others.jsonl    The same with other options of the compressors, and for 30,000 steps.
+speeds.jsonl    For a third of the cases, the steps to an error of 1e-3 with eight multiples of the
+                default diffusion rate.
+learning.jsonl  Learning rules over compressed messages, on the quadratics of
+                tests/harness/quadratics.py: after 3000 steps, the workers are nearer to the
+                optimum of the mean loss than they are alone.
+
+Axes: copy (a kind of data and a multiple of the default rate), worker, D elements.
+"""
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import networkx as nx
+import torch
+from torch import Tensor
+
+from powergossip import algorithms, compressors, options, topologies
+from powergossip.algorithms import learning
+from powergossip.network import Network, Processes
+from powergossip.parameters import Layout
+from powergossip.topologies import Topology
+from tests.harness.quadratics import SGD, Quadratics, train
+
+STEPS, EARLY, LONG = 3000, 300, 30_000
+LARGE = 10**5  # elements: on a ring and fully connected only, for `EARLY` steps
+SIZES = (10, 100, 1000)
+KINDS = ("Gaussian", "rank 1", "one large entry")
+GRAPHS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "ring 8": ("ring", 8, {}),
+    "chain 8": ("chain", 8, {}),
+    "star 8": ("star", 8, {}),
+    "torus 16": ("torus", 16, {}),
+    "hypercube 16": ("hypercube", 16, {}),
+    "fully connected 8": ("fully-connected", 8, {}),
+    "fully connected 16": ("fully-connected", 16, {}),
+    "ring 8, constant weights": ("ring", 8, {"weights": "constant"}),
+    "star 8, constant weights": ("star", 8, {"weights": "constant"}),
+    "random 12": ("FILE", 12, {}),
+    "one-peer exponential 8": ("one-peer-exponential", 8, {}),
+    "random matching 8": ("random-matching", 8, {}),
+}
+OF_LARGE = ("ring 8", "fully connected 8")
+# Rules whose errors do not vanish: the messages of DeepSqueeze and Moniqua depend on the mean.
+STAYS = ("deepsqueeze", "moniqua")
+MULTIPLES = (0.25, 0.5, 1, 1.4, 2, 2.8, 5.6, 16)  # of the default rate
+
+# Compressors with other options, of CHOCO-Gossip, on graphs whose eigenvalues differ much.
+OTHERS = {
+    "top-k": ("keep_ratio=0.05", "keep_ratio=0.1", "keep_ratio=0.3"),
+    "random-k": ("keep_ratio=0.1", "keep_ratio=0.3"),
+    "random-block": ("keep_ratio=0.1", "keep_ratio=0.3"),
+    "rounding": ("levels=1", "levels=2", "levels=3"),
+    "qsgd": ("levels=1", "levels=64", "unbiased=true", "levels=64 unbiased=true"),
+    "svd": ("rank=2", "rank=4"),
+}
+OF_OTHERS = ("ring 8, constant weights", "chain 8", "star 8", "fully connected 16", "random 12")
+OF_LONG = ("ring 8, constant weights", "fully connected 8")  # with 100 elements
+COMPRESSORS_OF_LONG = ("top-k", "random-k", "sign-and-norm", "qsgd", "rounding")
+
+LEARNING_RATES = (0.02, 0.001)
+OF_LEARNING = ("ring 8", "star 8", "fully connected 8")
+WITHIN_THETA = 0.03  # a factor on the optima of workers that learn over Moniqua
+
+
+@dataclass(frozen=True)
+class Case:
+    """given: options of the compressor beside the defaults, such as "levels=2 unbiased=true"."""
+
+    graph: str
+    rule: str
+    compressor: str  # "" without one
+    elements: int
+    given: str = ""
+    steps: int = STEPS
+
+    @property
+    def name(self) -> str:
+        return f"{self.rule} {self.compressor}".strip()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        pairs = (pair.split("=") for pair in self.given.split())
+        chosen = {"compressor": self.compressor} if self.compressor else {}
+        return chosen | {name: json.loads(value) for name, value in pairs}
+
+
+@dataclass(frozen=True)
+class Result:
+    """Errors relative to the start, by kind of data.
+
+    rate  # the default diffusion rate, None where there is none or tensors have their own
+    """
+
+    case: Case
+    rate: float | None
+    early: list[float]
+    last: list[float]
+    seconds: float
+
+    @property
+    def holds(self) -> bool:
+        if self.case.rule in STAYS:
+            return all(error < 1 for error in self.last)
+        early = self.early if self.case.steps > EARLY else [1.0] * len(KINDS)
+        return all(e < 1e-5 or e < f for e, f in zip(self.last, early, strict=True))
+
+    @property
+    def arguments(self) -> tuple[Case]:
+        return (self.case,)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Steps to an error of 1e-3, `STEPS` for never: [kind of data][multiple of the rate]."""
+
+    case: Case
+    steps: list[list[int]]
+    holds = True
+
+    @property
+    def arguments(self) -> tuple[Case]:
+        return (self.case,)
+
+    @property
+    def ratios(self) -> list[float]:
+        """With the default rate, relative to the best multiple. By kind of data."""
+        return [steps[MULTIPLES.index(1)] / min(steps) for steps in self.steps]
+
+    @property
+    def at_an_end(self) -> int:
+        """Kinds of data where the best multiple is the first or the last, and no other."""
+        return sum(min(s[1:-1]) > min(s) for s in self.steps)
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A learning rule over an averaging rule.
+
+    rate   # the default diffusion rate
+    error  # √(mean_i ‖x_i − x*‖²) after all steps, relative to that of workers alone
+    """
+
+    learning: str
+    case: Case
+    learning_rate: float
+    rate: float | None
+    error: float
+
+    @property
+    def holds(self) -> bool:
+        return self.error < 1
+
+    @property
+    def arguments(self) -> tuple[str, Case, float]:
+        return self.learning, self.case, self.learning_rate
+
+
+def cases() -> Iterator[Case]:
+    """All cases with default options that their graphs accept."""
+    for elements in (*SIZES, LARGE):
+        for graph in GRAPHS if elements < LARGE else OF_LARGE:
+            for rule, row in algorithms.AVERAGING.items():
+                has_compressor = "compressor" in options.defaults(row)
+                for compressor in compressors.COMPRESSORS if has_compressor else ("",):
+                    steps = STEPS if elements < LARGE else EARLY
+                    case = Case(graph, rule, compressor, elements, steps=steps)
+                    if is_accepted(case):
+                        yield case
+
+
+def other_cases() -> Iterator[Case]:
+    """Other options of compressors, and more steps."""
+    for compressor, each in OTHERS.items():
+        for given in each:
+            for graph in OF_OTHERS:
+                for elements in (100, 1000):
+                    yield Case(graph, "choco", compressor, elements, given)
+    for compressor in COMPRESSORS_OF_LONG:
+        for graph in OF_LONG:
+            yield Case(graph, "choco", compressor, 100, steps=LONG)
+
+
+def is_accepted(case: Case) -> bool:
+    network = Network(topology(case.graph), Processes())
+    try:
+        algorithms.make(case.rule, network, Layout([(2, 2)]), **case.options)
+    except ValueError:
+        return False
+    return True
+
+
+@cache
+def topology(graph: str) -> Topology:
+    name, n, given = GRAPHS[graph]
+    if name != "FILE":
+        return topologies.make(name, n, options=given)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "random.edgelist"
+        drawn = nx.connected_watts_strogatz_graph(n, 4, 0.5, seed=2)
+        nx.write_edgelist(drawn, path, data=False)
+        return topologies.make(str(path), n)
+
+
+def shape(elements: int) -> tuple[int, int]:
+    """The matrix of that many elements that is nearest to a square."""
+    rows = next(d for d in range(math.isqrt(elements), 0, -1) if elements % d == 0)
+    return rows, elements // rows
+
+
+def start(kind: str, workers: int, elements: int) -> Tensor:
+    """The workers' x at the start: [worker, D]."""
+    random = torch.Generator().manual_seed(KINDS.index(kind))
+    rows, columns = shape(elements)
+    x = torch.randn(workers, elements, generator=random)
+    if kind == "rank 1":
+        left = torch.randn(workers, rows, 1, generator=random)
+        return (left * x[:, None, :columns]).flatten(1)
+    if kind == "one large entry":
+        x *= 0.01
+        x[torch.arange(workers), torch.randint(elements, (workers,), generator=random)] = 10
+    return x
+
+
+class Run:
+    """A case, for all kinds of data, with multiples of its default rate.
+
+    Moniqua starts with differences of at most θ. Its errors are relative to (θ/2)² for each
+    element, as its noise does not shrink with the start.
+    """
+
+    def __init__(self, case: Case, multiples: tuple[float, ...] = ()):
+        graph, layout = topology(case.graph), Layout([shape(case.elements)])
+        n, count = graph.n_workers, max(1, len(multiples))
+        self.network = Network(graph, Processes(), copies=count * len(KINDS))
+        rate = algorithms.default_rate(case.rule, graph, layout, case.options)
+        self.rate = None if callable(rate) else rate
+        given: dict[str, Any] = {}
+        if multiples:
+            assert isinstance(rate, float)
+            each = torch.tensor([factor * rate for factor in multiples])
+            given["diffusion_rate"] = each.repeat_interleave(len(KINDS) * n)
+        self._averaging = algorithms.make(case.rule, self.network, layout, **case.options, **given)
+        starts = [start(kind, n, case.elements) for kind in KINDS]
+        theta = algorithms.defaults(case.rule).get("theta")
+        if theta is not None:
+            starts = [x * (theta / 2 / x.abs().max()) for x in starts]
+        self.x = torch.cat(starts).repeat(count, 1)
+        self._n, self._first = n, torch.ones(())
+        if theta is None:
+            self._first = self.errors()
+        else:
+            self._first = torch.tensor(n * case.elements * (theta / 2) ** 2)
+
+    def steps(self, number: int) -> None:
+        for _ in range(number):
+            self.network.run(self._averaging.step(self.x))
+
+    def errors(self) -> Tensor:
+        """Σ_i ‖x_i − x̄‖² relative to the start: float64 [copy]. Infinity for NaN."""
+        by_copy = self.x.double().unflatten(0, (-1, self._n))
+        squares = (by_copy - by_copy.mean(1, keepdim=True)).square().sum((1, 2))
+        return (squares / self._first).nan_to_num(math.inf)
+
+
+def run(case: Case) -> Result:
+    began = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        now = Run(case)
+    now.steps(EARLY)
+    first = now.errors()
+    for _ in range(EARLY, case.steps, EARLY):
+        if now.errors().max() > 1e6:
+            break
+        now.steps(EARLY)
+    last = now.errors().tolist()
+    return Result(case, now.rate, first.tolist(), last, time.perf_counter() - began)
+
+
+def speed(case: Case) -> Speed:
+    """Until all kinds of data are below 1e-3 with the default rate."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the multiples
+        now = Run(case, MULTIPLES)
+    reached = torch.full((len(MULTIPLES), len(KINDS)), STEPS)
+    default = MULTIPLES.index(1)
+    for step in range(5, STEPS, 5):
+        now.steps(5)
+        fine = now.errors().view(reached.shape) < 1e-3
+        reached[fine & (reached == STEPS)] = step
+        if (reached[default] < STEPS).all():
+            break
+    return Speed(case, reached.T.tolist())
+
+
+def is_timed(case: Case) -> bool:
+    """A third of the cases that have a diffusion rate, by chance."""
+    rate = algorithms.default_rate(case.rule, topology(case.graph), Layout([(2, 2)]), case.options)
+    chosen = random.Random(f"{case.graph} {case.name} {case.elements}").random() < 1 / 3
+    return rate is not None and case.elements < LARGE and chosen
+
+
+def learn(name: str, case: Case, learning_rate: float) -> Learned:
+    """Train with the defaults of the learning rule. Raises ValueError for a pair without one."""
+    problem = Quadratics(dtype=torch.float32)
+    if case.rule == "moniqua":
+        problem.b.mul_(WITHIN_THETA)
+        problem.optimum.mul_(WITHIN_THETA)
+    alone = float((problem.b - problem.optimum).square().sum(1).mean().sqrt())
+    graph, given = topology(case.graph), case.options
+    network = Network(graph, Processes())
+    known = algorithms.defaults(case.rule, given)
+    own = learning.averaging_defaults(name, case.rule).items()
+    given = {option: value for option, value in own if option in known} | given
+    factor = learning.diffusion_factor(name, case.rule)
+    rate = algorithms.default_rate(case.rule, graph, problem.layout, given, factor)
+
+    def make(layout: Layout) -> algorithms.Averaging:
+        rate = algorithms.default_rate(case.rule, graph, layout, given, factor)
+        return algorithms.make(case.rule, network, layout, **given, diffusion_rate=rate)
+
+    averaging = make(problem.layout)
+    learning.check(name, network, case.rule, averaging)
+    overlapping = learning.overlapping(name, averaging)
+    parameters: Any = problem
+    rule = learning.make(
+        name, network, make, parameters, SGD(learning_rate), overlapping=overlapping
+    )
+    train(rule, problem, case.steps)
+    error = float(torch.tensor(problem.error / alone).nan_to_num(math.inf))
+    return Learned(name, case, learning_rate, None if callable(rate) else rate, error)
+
+
+def lessons() -> Iterator[tuple[str, Case, float]]:
+    """The arguments of `learn`: all learning rules over all compressed rules that they accept."""
+    compressed = [(c, "") for c in compressors.COMPRESSORS] + [("qsgd", "unbiased=true")]
+    pairs = [("choco", c, g) for c, g in compressed]
+    pairs += [("deepsqueeze", c, g) for c, g in compressed if not g] + [("moniqua", "", "")]
+    for name, kind in learning.LEARNING.items():
+        graphs = ("chain 8", "star 8") if kind.relays else OF_LEARNING
+        for rule, compressor, given in pairs:
+            of_graph = [Case(graph, rule, compressor, 30, given) for graph in graphs]
+            try:
+                learn(name, replace(of_graph[0], steps=0), 1.0)
+            except ValueError:
+                continue
+            yield from ((name, case, rate) for case in of_graph for rate in LEARNING_RATES)
+
+
+def table(results: Iterable[Result], speeds: Iterable[Speed]) -> str:
+    """Markdown: for each rule, its rates, cases that diverge, and its speed."""
+    by_rule: dict[str, list[Result]] = {}
+    for result in results:
+        by_rule.setdefault(f"{result.case.name} {result.case.given}".strip(), []).append(result)
+    by_name: dict[str, list[Speed]] = {}
+    for found in speeds:
+        by_name.setdefault(found.case.name, []).append(found)
+    lines = [
+        "| rule, compressor | cases | default γ | diverge | largest error after 3000 steps | steps "
+        "to 10⁻³ over those with the best γ | starts | best γ at an end |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, of_rule in sorted(by_rule.items()):
+        rates = sorted(r.rate for r in of_rule if r.rate is not None)
+        timed = by_name.get(name, [])
+        cells = [
+            name,
+            f"{len(of_rule)}",
+            " to ".join(dict.fromkeys(f"{rate:.2g}" for rate in rates[:1] + rates[-1:])),
+            f"{sum(not r.holds for r in of_rule)}",
+            f"{max(max(r.last) for r in of_rule if r.case.steps > EARLY):.1e}",
+            *_ratio(timed),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    every = [found for of_name in by_name.values() for found in of_name]
+    mean, starts, at_an_end = _ratio(every)
+    lines.append(
+        f"| all | {sum(map(len, by_rule.values()))} | | | | {mean} | {starts} | {at_an_end} |"
+    )
+    return "\n".join(lines)
+
+
+def _ratio(speeds: list[Speed]) -> tuple[str, str, str]:
+    """The geometric mean of the ratios, their number, and that of the best at an end."""
+    ratios = [ratio for found in speeds for ratio in found.ratios]
+    if not ratios:
+        return "", "", ""
+    mean = f"{statistics.geometric_mean(ratios):.2f}"
+    return mean, f"{len(ratios)}", f"{sum(found.at_an_end for found in speeds)}"
+
+
+def table_of_learning(learned: Iterable[Learned]) -> str:
+    """Markdown: for each learning rule and averaging rule, the largest errors."""
+    by_rule: dict[tuple[str, str], list[Learned]] = {}
+    for found in learned:
+        by_rule.setdefault((found.learning, found.case.rule), []).append(found)
+    rates = " | ".join(f"largest error, η = {rate}" for rate in LEARNING_RATES)
+    lines = [f"| `learning` | rule | cases | diverge | {rates} |", "| --- " * 6 + "|"]
+    for pair, of_rule in by_rule.items():
+        cells = [*pair, f"{len(of_rule)}", f"{sum(not found.holds for found in of_rule)}"]
+        for rate in LEARNING_RATES:
+            errors = [found.error for found in of_rule if found.learning_rate == rate]
+            cells.append(f"{max(errors):.2g}" if errors else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+class Store:
+    """The results of one function, as lines of a file."""
+
+    def __init__(self, file: Path, compute: Callable[..., Any], kind: type[Any]):
+        self.file, self.compute, self.kind = file, compute, kind
+
+    def read(self) -> list[Any]:
+        lines = self.file.read_text().splitlines() if self.file.exists() else []
+        found = map(json.loads, lines)
+        return [self.kind(**{**values, "case": Case(**values["case"])}) for values in found]
+
+    def add(self, result: Any) -> None:
+        with self.file.open("a") as out:
+            out.write(json.dumps(asdict(result)) + "\n")
+
+
+def expected_cost(compute: Callable[..., Any], arguments: tuple[Any, ...]) -> int:
+    """Increases with the time of a case: those that cost least come first."""
+    case = next(a for a in arguments if isinstance(a, Case))
+    slow = {"svd": 50, "rounding": 10}.get(case.compressor, 1)
+    runs = {speed: len(MULTIPLES), learn: 10}.get(compute, 1)
+    return case.steps * (100 + slow * case.elements) * runs
+
+
+def _work(job: tuple[int, Callable[..., Any], tuple[Any, ...]]) -> tuple[int, Any]:
+    torch.set_num_threads(1)
+    index, compute, arguments = job
+    return index, compute(*arguments)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    parser.add_argument("--table", action="store_true", help="print the tables of FOLDER only")
+    given = parser.parse_args()
+    given.folder.mkdir(parents=True, exist_ok=True)
+    by_default = Store(given.folder / "cases.jsonl", run, Result)
+    others = Store(given.folder / "others.jsonl", run, Result)
+    speeds = Store(given.folder / "speeds.jsonl", speed, Speed)
+    lessons_learned = Store(given.folder / "learning.jsonl", learn, Learned)
+    stores = [by_default, others, speeds, lessons_learned]
+    if not given.table:
+        every = list(cases())
+        wanted: list[list[tuple[Any, ...]]] = [
+            [(case,) for case in every],
+            [(case,) for case in other_cases()],
+            [(case,) for case in every if is_timed(case)],
+            list(lessons()),
+        ]
+        jobs = []
+        for index, (store, arguments) in enumerate(zip(stores, wanted, strict=True)):
+            done = {result.arguments for result in store.read()}
+            jobs += [(index, store.compute, each) for each in arguments if each not in done]
+        jobs.sort(key=lambda job: (job[0] > 0, expected_cost(*job[1:])))  # defaults first
+        with multiprocessing.Pool(given.processes) as pool:
+            for count, (index, result) in enumerate(pool.imap_unordered(_work, jobs), 1):
+                stores[index].add(result)
+                mark = "" if result.holds else "  DIVERGES"
+                print(f"{count}/{len(jobs)} {result}{mark}", flush=True)
+    print(table(by_default.read(), speeds.read()), end="\n\n")
+    print(table(others.read(), []), end="\n\n")
+    print(table_of_learning(lessons_learned.read()))
+    failing = [r for store in stores for r in store.read() if not r.holds]
+    print(*(f"diverges: {result}" for result in failing), sep="\n")
+    sys.exit(bool(failing))
+
+
+if __name__ == "__main__":
+    main()

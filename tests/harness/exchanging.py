@@ -1,0 +1,135 @@
+"""Workers on the virtual clock, for averaging and for quadratics."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from powergossip import algorithms
+from powergossip.events import averaging, scenario
+from powergossip.events.learning import RULES, EdgeRule
+from powergossip.events.members import Members, View
+from powergossip.events.virtual_clock import VirtualClock
+from powergossip.events.worker import Policy, Worker
+from powergossip.parameters import Layout
+from tests.harness.averaging import graph
+from tests.harness.quadratics import Quadratics
+
+# Averaging rules in edge form, by name: method and options.
+EXCHANGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("dpsgd", {}),
+    "power": ("power-gossip", {"num_iterations": 3}),
+    "power rank 2": ("power-gossip", {"rank": 2, "num_iterations": 2}),
+    "power rounded": ("power-gossip", {"round_weights": True, "warm_start": False}),
+    "top-k": ("choco", {"compressor": "top-k", "keep_ratio": 0.3, "diffusion_rate": 0.3}),
+    "sign": ("choco", {"diffusion_rate": 0.3}),
+    "qsgd": ("choco", {"compressor": "qsgd", "unbiased": True, "levels": 4, "copy_rate": 0.5,
+                       "diffusion_rate": 0.3}),
+    "qsgd by size": ("choco", {"compressor": "qsgd", "unbiased": True}),
+}  # fmt: skip
+SHAPES = ((6, 5), (6, 5), (4, 7), (7,), (5, 1))
+
+
+class Row:
+    """A worker's row of the flat buffers."""
+
+    def __init__(self, x: Tensor, grad: Tensor, layout: Layout):
+        self.x, self.grad, self.layout = x, grad, layout
+
+    def decay_spans(self) -> list[slice]:
+        return []
+
+
+class SGD:
+    """A local optimizer of one row."""
+
+    def __init__(self, x: Tensor, rate: float):
+        self.rate, self._x = rate, x
+
+    def step(self, gradient: Tensor) -> None:
+        self._x.sub_(gradient, alpha=self.rate)
+
+    def displacement(self, direction: Tensor) -> Tensor:
+        return -self.rate * direction
+
+
+def start(workers: int, dtype: torch.dtype, seed: int = 0, shapes: Any = SHAPES) -> Tensor:
+    """Random x [worker, D]."""
+    size = Layout(shapes).size
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(workers, size, dtype=torch.float64, generator=generator).to(dtype)
+
+
+def made(
+    name: str, topology: str, n: int, layout: Layout, options: Mapping[str, Any]
+) -> averaging.Exchanges:
+    """An averaging rule of EXCHANGES with the default rate of the graph."""
+    method, of_name = EXCHANGES[name]
+    given = {**of_name, **options}
+    rate = algorithms.default_rate(method, graph(topology, n), layout, given)
+    return averaging.make(method, layout, **{"diffusion_rate": rate, **given})
+
+
+def averaging_clock(
+    x: Tensor,
+    topology: str = "ring",
+    name: str = "plain",
+    gossip: str = "synchronous",
+    max_delay: int = 0,
+    shapes: Any = SHAPES,
+    values: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    record: bool = False,
+    **options: Any,
+) -> VirtualClock:
+    """A clock whose workers average x, in place."""
+    layout, n = Layout(shapes), len(x)
+    members = Members(graph(topology, n))
+    rule = made(name, topology, n, layout, options)
+    policy = Policy(gossip, max_delay)
+
+    def make(index: int, view: View, steps: int) -> Worker:
+        row = Row(x[index : index + 1], torch.zeros_like(x[:1]), layout)
+        return Worker(index, members, rule, EdgeRule(row), policy, view, steps)
+
+    drawn = scenario.read(values or {}, n, seed)
+    return VirtualClock(drawn, x, make, lambda worker, step: None, record)
+
+
+def learning_clock(
+    problem: Quadratics,
+    learning: str,
+    rate: float | Sequence[float],
+    topology: str = "ring",
+    name: str = "plain",
+    gossip: str = "synchronous",
+    max_delay: int = 0,
+    values: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    record: bool = False,
+    rule_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> VirtualClock:
+    """A clock whose workers minimize quadratics. rate: of all steps, or of each."""
+    n = problem.n_workers
+    members = Members(graph(topology, n))
+    policy = Policy(gossip, max_delay)
+    kind: Callable[..., EdgeRule] = RULES[learning]
+    first, *_ = rates = [rate] if isinstance(rate, float) else rate
+    own_optimizers: dict[int, SGD] = {}
+
+    def make(index: int, view: View, steps: int) -> Worker:
+        own = slice(index, index + 1)
+        row = Row(problem.x[own], problem.grad[own], problem.layout)
+        own_optimizers[index] = SGD(row.x, first)
+        rule = kind(row, own_optimizers[index], **(rule_options or {}))
+        averaging = made(name, topology, n, rule.layout, options)
+        return Worker(index, members, averaging, rule, policy, view, steps)
+
+    def compute(worker: int, step: int) -> None:
+        own_optimizers[worker].rate = rates[min(step, len(rates) - 1)]
+        problem.grad[worker] = problem.a[worker] * (problem.x[worker] - problem.b[worker])
+
+    drawn = scenario.read(values or {}, n, seed)
+    return VirtualClock(drawn, problem.x, make, compute, record)

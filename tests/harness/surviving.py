@@ -1,0 +1,245 @@
+"""Programs for tests/network/test_links.py, under mpirun --with-ft ulfm: processes end and stop.
+
+python tests/harness/surviving.py kills SEED       one or two of them end at random times
+python tests/harness/surviving.py stop SECONDS     process 1 is stopped for that time; 0: for ever
+python tests/harness/surviving.py join VICTIM      a process ends, is replaced, another ends
+python tests/harness/surviving.py busy SECONDS     process 1 sleeps, and 3 holds Python's lock
+python tests/harness/surviving.py split TIMEOUT    the network between even and odd processes fails
+
+With HOSTS as a last argument, the processes believe to be on so many hosts, in turn. The survivors
+print rows in JSON.
+"""
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from powergossip.network.resilient import spawning
+from powergossip.network.resilient.messages import Wire
+from powergossip.network.resilient.workers import Links
+
+LIMIT = 60  # seconds after which a program that hangs ends
+
+
+def row(**values: Any) -> None:
+    # one write: the lines of several processes do not mix
+    sys.stdout.write(json.dumps(values) + "\n")
+    sys.stdout.flush()
+
+
+def die_after(seconds: float) -> None:
+    timer = threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    timer.daemon = True
+    timer.start()
+
+
+class Chatter:
+    """Worker i of process i answers each message of the others with the next one."""
+
+    def __init__(self, links: Links, elements: int):
+        self.links, self.elements = links, elements
+        (self.own,) = links.workers
+        self.sent: dict[int, int] = {}
+        self.received: dict[int, int] = {}
+        self.lost: dict[int, float] = {}
+        self.longest_gap, self._last = 0.0, time.monotonic()
+        for worker in sorted(links.alive - {self.own}):
+            self.begin(worker)
+
+    def begin(self, worker: int) -> None:
+        self.sent[worker] = self.received[worker] = 0
+        self._send(worker)
+
+    def _send(self, worker: int) -> None:
+        payload = np.full(self.elements, self.sent[worker] % 256, dtype=np.uint8)
+        self.links.send(self.own, worker, self.sent[worker], payload)
+        payload[:] = 255  # links have a copy
+        self.sent[worker] += 1
+
+    def turn(self, seconds: float) -> None:
+        self.links.wait(seconds)
+        now = time.monotonic()
+        self.longest_gap, self._last = max(self.longest_gap, now - self._last), now
+        for i, j, k, payload in self.links.poll():
+            assert j == self.own
+            assert k == self.received[i], "once, and in order"
+            assert payload.numel() == self.elements
+            assert bool((payload == k % 256).all())
+            self.received[i] += 1
+            self._send(i)
+        for worker in self.links.lost():
+            self.lost[worker] = time.time()
+
+    def run(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.turn(0.02)
+
+
+def kills(seed: int) -> None:
+    communicator = MPI.COMM_WORLD
+    draw = random.Random(seed)
+    victims = draw.sample(range(communicator.size), draw.choice([1, 2]))
+    times = {victim: draw.uniform(0.0, 0.6) for victim in victims}
+    elements = draw.choice([10, 30_000, 3_000_000])
+    links = Links(communicator, range(communicator.size), worker_timeout=20)
+    links.end_alone()
+    if links.process in times:
+        die_after(times[links.process])
+    chatter = Chatter(links, elements)
+    died = {victim: time.time() + seconds for victim, seconds in times.items()}
+    sizes = []
+    for _ in range(20):  # deaths come in the conversations or in the collectives
+        chatter.run(0.02)
+        survivors = links.survivors()
+        found = survivors.gather(links.process)
+        assert found == survivors.members, (found, survivors.members)
+        sizes.append(survivors.gather_arrays(np.full(1000, links.process)).shape[0])
+        assert survivors.broadcast(links.process) == survivors.members[0]
+    while set(chatter.lost) < set(victims):  # within LIMIT
+        chatter.turn(0.1)
+    survivors = links.survivors()
+    row(
+        process=links.process,
+        members=survivors.members,
+        rank=survivors.rank,
+        expected=sorted(set(range(communicator.size)) - set(victims)),
+        sizes=survivors.gather(sizes),
+        detected={v: chatter.lost[v] - died[v] for v in victims},
+    )
+    links.finish()
+
+
+def stop(seconds: float) -> None:
+    communicator = MPI.COMM_WORLD
+    timeout = 0.6
+    links = Links(communicator, range(communicator.size), worker_timeout=timeout)
+    links.end_alone()
+    pids = links.survivors().gather(os.getpid())
+    chatter = Chatter(links, 1000)
+    chatter.run(0.2)
+    if links.process == 0:
+        os.kill(pids[1], signal.SIGSTOP)
+        if seconds:
+            wake = threading.Timer(seconds, lambda: os.kill(pids[1], signal.SIGCONT))
+            wake.start()
+    before = dict(chatter.received)
+    chatter.longest_gap = 0.0
+    chatter.run(1.5 if seconds < timeout else 2.5)
+    survivors = links.survivors()
+    row(
+        process=links.process,
+        members=survivors.members,
+        gained={w: chatter.received[w] - before[w] for w in before},
+        gap=chatter.longest_gap,
+    )
+    links.finish()
+
+
+def busy(seconds: float) -> None:
+    communicator = MPI.COMM_WORLD
+    links = Links(communicator, range(communicator.size), worker_timeout=0.3)
+    links.end_alone()
+    chatter = Chatter(links, 1000)
+    chatter.run(0.2)
+    since = time.monotonic()
+    if links.process == 1:
+        time.sleep(seconds)
+    elif links.process == 3:
+        while time.monotonic() - since < seconds:
+            re.match("(a+)+b", 22 * "a")  # one call takes a while, in which no other thread runs
+    survivors = links.survivors()
+    row(process=links.process, members=survivors.members)
+    links.finish()
+
+
+def split(timeout: float) -> None:
+    communicator = MPI.COMM_WORLD
+    links = Links(communicator, range(communicator.size), timeout)
+    links.end_alone()
+    chatter = Chatter(links, 1000)
+    chatter.run(0.5)
+    send = Wire.send
+
+    def send_near(self: Wire, process: int, *message: Any, **named: Any) -> None:
+        if (process - self.own) % 2 == 0:
+            send(self, process, *message, **named)
+
+    Wire.send = send_near  # type: ignore[method-assign]
+    chatter.run(5 * timeout)
+    row(process=links.process, members=links.survivors().members)
+    links.finish()
+
+
+def join(victim: int) -> None:
+    communicator = MPI.COMM_WORLD
+    links = Links(communicator, range(communicator.size), worker_timeout=20)
+    links.end_alone()
+    if links.process == victim:
+        die_after(0.1)
+    chatter = Chatter(links, 100_000)
+    while not chatter.lost:
+        chatter.turn(1.0)
+    start = time.monotonic()
+    spawned = links.spawn([__file__, "replacement", str(victim)], {"of": "the run"})
+    waited, turns = time.monotonic() - start, 0
+    joined: list[int] = []
+    while not joined:
+        while not links.spawned_are_ready:
+            chatter.turn(0.01)
+            turns += 1
+        joined = links.accept()
+    seconds = time.monotonic() - start
+    row(process=links.process, joined=joined, spawned=spawned, waited=waited, seconds=seconds)
+    assert turns, "the others go on meanwhile"
+    chatter.begin(victim)
+    after_joining(links, chatter)
+
+
+def replacement(victim: int) -> None:
+    assignment = spawning.assignment()
+    assert assignment is not None
+    links = Links.join(assignment)
+    links.end_alone()
+    assert (links.workers, assignment.run) == ([victim], {"of": "the run"})
+    assert (links.group.rank, links.group.size, links.group.gather(1)) == (victim, 4, [1])
+    links.enter()
+    after_joining(links, Chatter(links, 100_000))
+
+
+def after_joining(links: Links, chatter: Chatter) -> None:
+    chatter.run(0.3)
+    survivors = links.survivors()
+    members = survivors.gather(links.workers)
+    (counts,) = survivors.gather_arrays(np.array([len(chatter.received)]))[:1]
+    row(process=links.process, workers=members, alive=sorted(links.alive), peers=int(counts[0]))
+    assert all(chatter.received[w] for w in links.alive - {chatter.own})
+    if links.process == min(links.homes.values()):  # an old process ends as well
+        die_after(0.0)
+    chatter.lost.clear()
+    while not chatter.lost:
+        chatter.turn(1.0)
+    row(process=links.process, again=links.survivors().gather(chatter.own))
+    links.finish()
+
+
+if __name__ == "__main__":
+    die_after(LIMIT)
+    kind, argument, *hosts = sys.argv[1:]
+    if hosts:
+        own = f"host-{MPI.COMM_WORLD.rank % int(hosts[0])}"
+        socket.gethostname = lambda: own
+    if kind in ("stop", "busy", "split"):
+        {"stop": stop, "busy": busy, "split": split}[kind](float(argument))
+    else:
+        {"kills": kills, "join": join, "replacement": replacement}[kind](int(argument))

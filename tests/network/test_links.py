@@ -1,0 +1,216 @@
+"""Messages between workers and the survivors' operations: without a loss under this mpirun, and in
+programs of their own whose processes end, stop and join.
+"""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+
+from powergossip.network.resilient import ulfm
+from powergossip.network.resilient.workers import LOST, Links
+from tests.harness import launch
+
+ULFM = ("--with-ft", "ulfm")
+
+
+def exchanged(links: Links, elements: int, messages: int) -> None:
+    """Every worker sends to all, all at once, and everything arrives once and in order."""
+    n = len(links.homes)
+    for k in range(messages):
+        for i in links.workers:
+            for j in range(n):
+                if j != i:
+                    links.send(i, j, k, np.full(elements, (i + k) % 256, dtype=np.uint8))
+    counters = {(i, j): 0 for j in links.workers for i in range(n) if i != j}
+    while min(counters.values(), default=messages) < messages:
+        links.wait(1.0)
+        for i, j, k, payload in links.poll():
+            assert counters[i, j] == k
+            assert payload.dtype == torch.uint8
+            assert torch.equal(payload, torch.full((elements,), (i + k) % 256, dtype=torch.uint8))
+            counters[i, j] += 1
+    assert set(counters.values()) <= {messages}
+    links.survivors()  # before messages of a next call
+
+
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize("elements", [0, 100, 1_000_000])
+def test_messages_of_any_length_arrive_once_and_in_order(elements: int) -> None:
+    size = MPI.COMM_WORLD.size
+    homes = [process for process in range(size) for _ in range(2)]  # two workers each
+    links = Links(MPI.COMM_WORLD, homes)
+    assert links.workers == [2 * links.process, 2 * links.process + 1]
+    exchanged(links, elements, messages=3)
+    assert links.alive == frozenset(range(2 * size))
+    assert links.lost() == set()
+    assert not links.survivors().size - size
+    links.finish()
+
+
+@pytest.mark.parallel(2)
+def test_messages_longer_than_those_of_mpi_are_sent_in_parts() -> None:
+    links = Links(MPI.COMM_WORLD, [0, 1], longest=1000)
+    exchanged(links, 968, messages=2)
+    exchanged(links, 969, messages=2)
+    exchanged(links, 12_345, messages=2)
+    links.finish()
+
+
+@pytest.mark.parallel(2)
+def test_payloads_keep_their_bits_and_belong_to_the_receiver() -> None:
+    """Sent to a worker of the other process, and to one of this process."""
+    links = Links(MPI.COMM_WORLD, [0, 1, 0, 1])
+    values = torch.tensor([[1.5, -0.0], [float("inf"), 1e-40]])
+    for j in (1 - links.process, links.process + 2):
+        links.send(links.process, j, 0, values)
+    values.zero_()
+    arrived: list[Any] = []
+    while len(arrived) < 2:
+        links.wait(10)
+        arrived += links.poll()
+    for _, _, _, payload in arrived:
+        received = payload.view(torch.float32).reshape(2, 2)
+        assert received.tolist() == torch.tensor([[1.5, -0.0], [float("inf"), 1e-40]]).tolist()
+        received.zero_()
+    links.finish()
+
+
+@pytest.mark.parallel(2)
+def test_survivors_have_the_collective_operations_of_processes() -> None:
+    links = Links(MPI.COMM_WORLD, [0, 1])
+    survivors = links.survivors()
+    rank = survivors.rank
+    assert (survivors.size, survivors.members) == (2, [0, 1])
+    assert survivors.gather({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
+    assert survivors.broadcast(f"of {rank}") == "of 0"
+    assert survivors.sum(np.array([1.0, rank])).tolist() == [2.0, 1.0]
+    assert survivors.start_max(np.array([-rank, rank]))().tolist() == [0, 1]
+    assert survivors.mean(torch.tensor([2.0 * rank])).tolist() == [1.0]
+    array = np.full(3, rank)
+    survivors.broadcast_array(array)
+    assert array.tolist() == [0, 0, 0]
+    links.note(b"progress")
+    links.survivors()
+    ((source, note),) = links.notes()
+    assert (source, note.numpy().tobytes()) == (1 - rank, b"progress")
+    links.finish()
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({}, "single process"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "flag"),
+        ({"TORCHELASTIC_RUN_ID": "none"}, "torchrun"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "srun"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_mpi_ft_enable": "1"}, None),
+    ],
+)
+def test_launchers_without_ulfm_are_rejected(
+    variables: dict[str, str], named: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OMPI_COMM_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert ulfm.enabled() == (named is None)
+    if named is None:
+        ulfm.require("key=value")
+    else:
+        with pytest.raises(ValueError, match=f"key=value: .*--with-ft ulfm.*{named}"):
+            ulfm.require("key=value")
+
+
+@pytest.mark.parallel(2)
+def test_a_spare_process_can_host_a_worker() -> None:
+    links = Links(MPI.COMM_WORLD, [0, 0])
+    assert links.workers == ([0, 1], [])[links.process]
+    links.move([1], 1)
+    assert links.workers == [links.process]
+    exchanged(links, 100, messages=2)
+    links.finish()
+
+
+def surviving(*arguments: Any, code: int | None = 0) -> tuple[list[dict[str, Any]], str]:
+    ended = launch.python(
+        "tests/harness/surviving.py", *arguments, processes=4, options=ULFM, timeout=70
+    )
+    assert code in (None, ended.returncode), ended.stdout + ended.stderr
+    return [json.loads(line) for line in ended.stdout.splitlines()], ended.stderr
+
+
+# 24: processes 0 and 1 end, with messages of 3 MB
+SEEDS = [24, *(pytest.param(s, marks=pytest.mark.slow) for s in range(1, 31) if s != 24)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_survivors_of_kills_at_random_times_agree_and_go_on(seed: int) -> None:
+    rows, errors = surviving("kills", seed, 1 + seed % 3, code=LOST)
+    assert errors == ""
+    expected = rows[0]["expected"]
+    assert sorted(row["process"] for row in rows) == expected
+    for row in rows:
+        assert row["members"] == expected
+        assert expected[row["rank"]] == row["process"]
+        assert row["sizes"] == rows[0]["sizes"], "agreed"
+        assert all(sizes == row["sizes"][0] for sizes in row["sizes"]), "agreed at every call"
+        assert max(row["detected"].values()) < 5
+
+
+def test_a_stopped_process_catches_up() -> None:
+    rows, errors = surviving("stop", 0.4)
+    assert errors == ""
+    assert len(rows) == 4
+    for row in rows:
+        assert row["members"] == [0, 1, 2, 3]
+        assert min(row["gained"].values()) > 0
+
+
+@pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_process_that_is_busy_for_longer_than_worker_timeout_is_not_lost(hosts: int) -> None:
+    """Nor on another host: a heartbeat speaks for it, or one of its host."""
+    rows, errors = surviving("busy", 1.5, hosts)
+    assert errors == ""
+    assert [row["members"] for row in rows] == 4 * [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "hosts"),
+    [(1.5, 4), *(pytest.param(s, h, marks=pytest.mark.slow) for s, h in ((1.5, 1), (0, 2)))],
+)
+def test_a_process_that_is_stopped_for_too_long_is_lost_and_ends(
+    seconds: float, hosts: int
+) -> None:
+    rows, errors = surviving("stop", seconds, hosts, code=LOST)
+    assert sorted(row["process"] for row in rows) == [0, 2, 3]
+    assert all(row["members"] == [0, 2, 3] for row in rows)
+    assert errors.count("worker_timeout=0.6") == (1 if seconds else 0)
+
+
+@pytest.mark.slow
+def test_one_side_goes_on_where_the_network_fails() -> None:
+    rows, errors = surviving("split", 0.5, 2, code=1)
+    assert sorted(row["process"] for row in rows) == [0, 2]
+    assert all(row["members"] == [0, 2] for row in rows)
+    assert errors.count("[0, 2]") == 2
+
+
+@pytest.mark.parametrize(("victim", "hosts"), [(0, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
+def test_a_new_process_takes_the_place_of_a_lost_one(victim: int, hosts: int) -> None:
+    # After MPI_Comm_spawn, mpirun does not end with 0 unless all processes call MPI_Finalize.
+    rows, _ = surviving("join", victim, hosts, code=None)
+    old = [process for process in range(4) if process != victim]
+    joined = [row for row in rows if "joined" in row]
+    assert sorted(row["process"] for row in joined) == old
+    assert all(row["spawned"] == row["joined"] == [victim] for row in joined)
+    after = [row for row in rows if "workers" in row]
+    assert sorted(row["process"] for row in after) == [*old, 4]
+    for row in after:
+        assert row["workers"] == [[worker] for worker in [*old, victim]]
+        assert row["alive"] == [0, 1, 2, 3]
+    again = [row["again"] for row in rows if "again" in row]
+    assert again == 3 * [[*old[1:], victim]]

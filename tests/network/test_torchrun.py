@@ -1,0 +1,563 @@
+"""torchrun in place of mpirun: the same rows, bits and checkpoints; launches that nothing connects;
+signals, crashes and lost processes."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from environment.gpu.order import check_order, record
+from powergossip import topologies
+from powergossip.errors import PeerLost
+from powergossip.network import (
+    Conversation,
+    Gather,
+    Mean,
+    Network,
+    Processes,
+    ToAll,
+    ToEach,
+    processes,
+    processes_of,
+)
+from powergossip.network import (
+    launch as launching,
+)
+from powergossip.network.torch import channels
+from powergossip.network.torch.channels import GlooChannel, NCCLChannel, Waiters
+from powergossip.network.torch.processes import GroupProcesses
+from powergossip.runs.checkpoints import Checkpoints
+from tests.harness import launch
+from tests.harness.helpers import wait_until
+
+TINY = ["task_architecture=MLP", "num_epochs=2", "max_steps_per_epoch=4", "log_verbosity=0"]
+
+# Runs that are compared between transports: arguments of train.py.
+RUNS: dict[str, list[str]] = {
+    "power-gossip": ["optimizer=power-gossip"],
+    "time-varying": ["optimizer=dpsgd", "topology=one-peer-exponential", "n_workers=4"],
+    "choco": ["optimizer=choco", "optimizer_compressor=top-k", "n_workers=4"],
+    "all-reduce": ["optimizer=all-reduce", "n_workers=4"],
+    "powersgd": ["optimizer=powersgd"],
+    "dgc": ["optimizer=dgc"],
+    "hook": ["optimizer=ddp-powersgd", "optimizer_start_iteration=2"],
+}
+DRIVER = """
+import json, sys, warnings
+import gossip_run, train
+from powergossip.runs import configuration
+from powergossip.training import recorder
+warnings.simplefilter("ignore")
+recorder.report = lambda *_: None  # a table and a figure take longer than these runs
+
+def main(arguments):
+    for name, asked in json.loads(arguments[1]).items():
+        program = gossip_run if name == "consensus" else train
+        program.main([*asked, "--output-dir", f"{arguments[0]}/{name}"])
+
+configuration.run_entry_point(main)
+"""
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """All rows but times."""
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {key: value for key, value in row.items() if key != "seconds"}
+        for row in found
+        if row["name"] != "phase_seconds"
+    ]
+
+
+@pytest.mark.parametrize(
+    "count", [2, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+)
+def test_rows_are_the_same_to_the_bit_and_checkpoints_resume_under_the_other(
+    count: int, tmp_path: Path
+) -> None:
+    driver = tmp_path / "driver.py"
+    driver.write_text(DRIVER)
+    consensus = [
+        "n_workers=4",
+        "matrix_size=8",
+        "num_steps=20",
+        "algorithm=[power_gossip,sign_choco]",
+    ]
+    runs = {name: [*TINY, *changes] for name, changes in RUNS.items()}
+    runs["consensus"] = [*consensus, "hyperparameter_num_samples=3", "log_verbosity=0"]
+    resumed = ("power-gossip", "dgc")
+    runs |= {f"{name}, half": [*runs[name], "num_epochs=1"] for name in resumed}
+    for launcher in ("mpirun", "torchrun"):
+        ended = launch.python(
+            driver, tmp_path / launcher, json.dumps(runs), processes=count, launcher=launcher
+        )
+        assert ended.returncode == 0, ended.stderr
+    directions = [("mpirun", "torchrun"), ("torchrun", "mpirun")][: count // 2]
+    for launcher, other in directions:
+        folder = tmp_path / f"{launcher}-{other}"
+        for name in resumed:
+            shutil.copytree(tmp_path / launcher / f"{name}, half", folder / name)
+        whole = {name: [*runs[name], "resume=true"] for name in resumed}
+        ended = launch.python(driver, folder, json.dumps(whole), processes=count, launcher=other)
+        assert ended.returncode == 0, ended.stderr
+    for name in runs:
+        assert rows(tmp_path / "torchrun" / name) == rows(tmp_path / "mpirun" / name), name
+        information = json.loads((tmp_path / "torchrun" / name / "info.json").read_text())
+        assert name == "consensus" or information["transport"] == "gloo"
+    for launcher, other in directions:
+        for name in resumed:
+            assert rows(tmp_path / f"{launcher}-{other}" / name) == rows(
+                tmp_path / "mpirun" / name
+            ), name
+
+
+# --- Launches ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variables", "arguments", "named"),
+    [
+        ({"WORLD_SIZE": "4", "RANK": "0"}, [], "WORLD_SIZE=4"),
+        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "0"}, [], "SLURM_STEP_NUM_TASKS=8"),
+        (
+            {"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "4"},
+            ["distributed_backend=mpi"],
+            "WORLD_SIZE=4",
+        ),
+        ({"SLURM_STEP_NUM_TASKS": "8"}, ["distributed_backend=gloo"], "SLURM_STEP_NUM_TASKS=8"),
+        ({}, ["distributed_backend=smoke-signals"], "distributed_backend=smoke-signals"),
+        (
+            {},
+            ["distributed_backend=gloo", "distributed_init_file=new", "n_workers=2", "rank=2"],
+            "rank=2",
+        ),
+    ],
+    ids=str,
+)
+def test_a_launch_of_processes_that_nothing_connects_is_bad_input(
+    variables: dict[str, str], arguments: list[str], named: str, tmp_path: Path
+) -> None:
+    for program in ([write_library_program(tmp_path)], ["train.py"]):
+        if program != ["train.py"] and arguments:
+            continue
+        folder = tmp_path / "run"
+        output = ["--output-dir", str(folder)] if program == ["train.py"] else []
+        script = str(launch.ROOT / program[0])
+        ended = launch.python(script, *arguments, *output, variables=variables, cwd=tmp_path)
+        assert ended.returncode == 2
+        (line,) = ended.stderr.splitlines()
+        assert line.startswith("error: ")
+        assert named in line
+        assert not folder.exists()
+
+
+def write_library_program(folder: Path) -> str:
+    script = folder / "library.py"
+    script.write_text(
+        "import torch\n"
+        "from powergossip.optimizers import GossipOptimizer\n"
+        "parameters = [torch.nn.Parameter(torch.zeros(2, 2))]\n"
+        "GossipOptimizer(torch.optim.SGD(parameters, lr=0.1), 'power-gossip')\n"
+        "print('alone')\n"
+    )
+    return str(script)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"WORLD_SIZE": "1"}, {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, {"RANK": "0"}],
+    ids=str,
+)
+def test_one_process_that_hosts_all_workers_is_no_error(
+    variables: dict[str, str], tmp_path: Path
+) -> None:
+    """Also in a script of sbatch, which has SLURM_NTASKS."""
+    arguments = [*TINY, "num_epochs=1", "n_workers=2", "--output-dir", str(tmp_path / "run")]
+    ended = launch.python("train.py", *arguments, variables=variables)
+    assert ended.returncode == 0, ended.stderr
+
+
+ASKS = """
+import os, sys
+import torch.distributed as dist
+from powergossip.network import processes
+
+how = sys.argv[1]
+if how == "initialized":
+    rank, file = int(sys.argv[2]), os.path.abspath("of-the-user")
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+comm = processes("gloo" if how == "gloo" else "auto")
+assert comm.gather(comm.rank) == [0, 1]
+if comm.rank == 0:
+    print(how, comm.size, comm.transport)
+"""
+
+
+@pytest.mark.timeout(200)
+def test_the_launcher_decides(tmp_path: Path) -> None:
+    """torchrun comes before the variables of an mpirun that started it. A group that the program
+    has made is used. With distributed_backend=gloo, so are mpirun and the variables of torch."""
+    script = tmp_path / "asks.py"
+    script.write_text(ASKS)
+    of_mpirun = {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"}
+    ended = launch.python(script, "torchrun", processes=2, launcher="torchrun", variables=of_mpirun)
+    assert ended.stdout.split() == ["torchrun", "2", "gloo"], ended.stderr
+    ended = launch.python(script, "gloo", processes=2)
+    assert ended.stdout.split() == ["gloo", "2", "gloo"], ended.stderr
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    for how in ("initialized", "gloo"):
+        variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        programs = [
+            subprocess.Popen(
+                [*launch.stand_in(), str(script), how, str(rank)],
+                cwd=tmp_path,
+                env={**os.environ, "PYTHONPATH": str(launch.ROOT), "OMP_NUM_THREADS": "1"}
+                | ({**variables, "RANK": str(rank)} if how == "gloo" else {}),
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        first, _ = [program.communicate(timeout=100)[0] for program in programs]
+        assert first.split() == [how, "2", "gloo"]
+
+
+def test_processes_meet_in_a_file_as_in_published_drivers(tmp_path: Path) -> None:
+    driver = tmp_path / "driver.py"
+    driver.write_text(
+        "import sys, train\n"
+        "train.config['n_workers'] = 2\n"
+        "train.config['rank'] = int(sys.argv[1])\n"
+        "train.config['distributed_backend'] = 'gloo'\n"
+        "train.config['distributed_init_file'] = 'meeting'\n"
+        "for item in ('task_architecture=MLP', 'num_epochs=1', 'max_steps_per_epoch=4'):\n"
+        "    key, value = item.split('=')\n"
+        "    train.config[key] = int(value) if value.isdigit() else value\n"
+        "train.output_dir = 'run'\n"
+        "train.main()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(launch.ROOT), "OMP_NUM_THREADS": "1"}
+    commands = [[*launch.stand_in(), "driver.py", str(rank)] for rank in range(2)]
+    started = [
+        subprocess.Popen(c, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+        for c in commands
+    ]
+    for program in started:
+        _, errors = program.communicate(timeout=120)
+        assert program.returncode == 0, errors
+    information = json.loads((tmp_path / "run" / "info.json").read_text())
+    assert (information["processes"], information["transport"]) == (2, "gloo")
+
+
+# --- Signals, crashes, lost processes ------------------------------------------------------------
+
+SLOW = """
+import os, pathlib, signal, sys, time, train
+from powergossip.network import processes
+from powergossip.runs import configuration
+from powergossip.training.execution import Together
+gradient, how = Together.gradient, sys.argv.pop(1)
+
+def slow(run, epoch, step):
+    rank = run.view.processes.rank
+    if run.step == 10:
+        pathlib.Path(f"process-{rank}").write_text(str(os.getpid()))
+        while rank == 1 and how != "train" and len(list(pathlib.Path().glob("process-*"))) < 3:
+            time.sleep(0.01)
+        if rank == 1 and how == "raise":
+            raise RuntimeError("a fault of the user's own")
+        if rank == 1 and how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1 and how == "stall":
+            time.sleep(1000)
+    time.sleep(0.02)
+    return gradient(run, epoch, step)
+
+Together.gradient = slow
+configuration.run_entry_point(train.main)
+"""
+
+
+class Job:
+    """torchrun with three processes that train slowly, until `end`."""
+
+    def __init__(self, folder: Path, how: str):
+        (folder / "driver.py").write_text(SLOW)
+        self.folder = folder
+        words = ["driver.py", how, *TINY, "num_epochs=1000", "max_steps_per_epoch=100"]
+        words += ["--output-dir", "run"]
+        command = launch.torchrun(3, [*launch.stand_in(), *words])
+        self.program = subprocess.Popen(
+            [*launch.stand_in(), *command],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(launch.ROOT), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def at_step_10(self) -> None:
+        while len(list(self.folder.glob("process-*"))) < 3:
+            assert self.program.poll() is None, self.program.communicate()[0]
+            time.sleep(0.02)
+
+    def end(self) -> tuple[int, str, float]:
+        """Exit code, output, and seconds until the end."""
+        start = time.monotonic()
+        try:
+            text, _ = self.program.communicate(timeout=60)
+        finally:
+            self.program.kill()
+        return self.program.returncode, text, time.monotonic() - start
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_the_end_of_one_process_ends_all(how: str, tmp_path: Path) -> None:
+    job = Job(tmp_path, how)
+    job.at_step_10()
+    code, text, seconds = job.end()
+    assert code != 0
+    assert seconds < 10
+    if how == "raise":
+        assert text.count("RuntimeError: a fault of the user's own") == 1, text
+        assert 'driver.py", line' in text
+        assert "process 1 of 3" in text
+    assert Checkpoints(tmp_path / "run", Processes()).describe() is None
+    assert "resume=true" not in text
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
+def test_a_signal_to_torchrun_writes_a_checkpoint(name: str, tmp_path: Path) -> None:
+    job = Job(tmp_path, "train")
+    job.at_step_10()
+    job.program.send_signal(signal.Signals[name])
+    _, text, _ = job.end()
+    last = Checkpoints(tmp_path / "run", Processes()).describe()
+    assert last is not None, text
+    assert re.search(rf"error: stopped by SIG\w+ after step {last['step']} ", text), text
+    assert re.search("torchrun --nproc-per-node 3 .*train.py --output-dir run resume=true", text)
+
+
+@pytest.mark.timeout(150)
+def test_sigterm_without_all_processes_gives_up(tmp_path: Path) -> None:
+    """Process 1 stalls in its code. The others wait for its message, in gloo."""
+    job = Job(tmp_path, "stall")
+    job.at_step_10()
+    time.sleep(1)
+    for rank in (0, 2):
+        os.kill(int((tmp_path / f"process-{rank}").read_text()), signal.SIGTERM)
+    code, text, seconds = job.end()
+    assert code != 0
+    assert 4 < seconds < 30  # torchrun kills process 1, which is asleep, by SIGTERM
+    assert "SIGTERM, without a checkpoint" in text
+    assert Checkpoints(tmp_path / "run", Processes()).describe() is None
+
+
+@pytest.mark.timeout(150)
+def test_uneven_steps_end_in_a_sentence(tmp_path: Path) -> None:
+    script = tmp_path / "uneven.py"
+    script.write_text(
+        "import sys, torch\n"
+        "from powergossip.network import processes\n"
+        "from powergossip.optimizers import GossipOptimizer\n"
+        "parameter = torch.nn.Parameter(torch.zeros(2, 2))\n"
+        "optimizer = GossipOptimizer(torch.optim.SGD([parameter], lr=0.1), 'power-gossip')\n"
+        "for _ in range(3 + processes().rank):\n"
+        "    optimizer.zero_grad()\n"
+        "    parameter.sum().backward()\n"
+        "    optimizer.step()\n"
+        "if sys.argv[1] == 'destroy':\n"
+        "    torch.distributed.destroy_process_group()\n"
+    )
+    ended = launch.python(script, "keep", processes=2, launcher="torchrun", timeout=60)
+    assert ended.returncode != 0
+    assert "error: process 0 is at the end of the program after 3 steps, process 1" in ended.stderr
+
+
+# --- Groups and the order of messages ------------------------------------------------------------
+
+
+def all_kinds(network: Network) -> Conversation:
+    x = torch.ones(network.rows, 5)
+    each = torch.ones(
+        network.rows, max(1, network.edges[network.round % len(network.edges)].n_out), 3
+    )
+    yield ToAll(x), Mean(x.clone())
+    yield ToEach(each)
+    yield Gather([torch.ones(int(worker)) for worker in network.workers])
+    yield Mean(x)
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("hosted", [1, 2])
+@pytest.mark.parametrize("kind", ["gloo", "nccl"])
+def test_batches_have_one_global_order(
+    hosted: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL requires this order. It holds with several conversations in flight and with processes
+    that have no neighbors, for gloo's channel and for the code of NCCL's in a group of gloo.
+
+    Long messages are split, and empty ones are left out.
+    """
+    monkeypatch.setattr(channels, "_LONGEST", 3)  # bytes, less than an element
+    comm, cpu = group_of_all(), torch.device("cpu")
+    channel: Any = GlooChannel(comm.gloo, direct=True, in_order=True)
+    if kind == "nccl":
+        channel = NCCLChannel(comm.gloo, comm.torch_group("gloo"), cpu)
+    batches = record(comm.gloo)
+    for name in ("ring", "one-peer-exponential", "star", "round-robin"):
+        topology = topologies.make(name, hosted * comm.size)
+        check_sums(Network(topology, comm, channel=channel))
+        network = Network(topology, comm, channel=channel)
+        other = Network(topology, comm, channel=channel)
+        for _ in range(3):
+            first, second = network.start(all_kinds(network)), other.start(all_kinds(other))
+            for _ in range(comm.rank):
+                network.progress()
+            second.finish()
+            first.finish()
+    everywhere = comm.gather(batches)
+    check_order(everywhere)
+    assert len(batches) > 100
+    sizes = [size for _, *both in batches for of in both for size in of.values()]
+    assert min(sizes) > 0
+    broken = [list(batches) for batches in everywhere]
+    broken[0][3], broken[0][4] = broken[0][4], broken[0][3]
+    with pytest.raises(ValueError, match="batch 3"):
+        check_order(broken)
+
+
+def check_sums(network: Network) -> None:
+    """Messages of the channel have the right values."""
+    own = torch.tensor(network.workers, dtype=torch.float32)[:, None]
+
+    def conversation() -> Conversation:
+        mean, received = yield Mean(own.clone()), ToAll(own)
+        assert mean.tolist() == [[(network.n_workers - 1) / 2]]
+        there = network.neighbors >= 0
+        assert (received[..., 0][there] == network.neighbors[there]).all()
+        pieces = yield Gather([worker.repeat(int(worker)) for worker in own])
+        assert [piece.tolist() for piece in pieces] == [[i] * i for i in range(network.n_workers)]
+
+    network.run(conversation())
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("hosted", [1, 2])
+def test_the_all_reduce_of_the_library_agrees_to_rounding(hosted: int) -> None:
+    """Also in float64 and for messages that are sent again. Its cost is counted like ours."""
+    comm = processes()
+    topology = topologies.make("ring", hosted * comm.size)
+    own, native = Network(topology), Network(topology, all_reduce="native")
+    for dtype in (torch.float32, torch.float64):
+        random = torch.Generator().manual_seed(0)
+        values = torch.randn(topology.n_workers, 1001, generator=random, dtype=dtype)
+        x = values[own.workers.start : own.workers.stop].clone()
+        for step in (1, 2):
+            means: list[torch.Tensor] = []
+
+            def conversation(
+                x: torch.Tensor = x, means: list[torch.Tensor] = means
+            ) -> Conversation:
+                means.append((yield Mean(x)).clone())
+
+            for network in (own, native):
+                network.run(conversation())
+            torch.testing.assert_close(means[0], means[1])
+            torch.testing.assert_close(means[0][0], step * values.mean(0))
+            x *= 2
+    assert own.bits.tolist() == native.bits.tolist()
+
+
+_all: list[GroupProcesses] = []
+
+
+def group_of_all() -> GroupProcesses:
+    """All processes by gloo, whatever connects the tests."""
+    if isinstance(processes(), GroupProcesses):
+        return processes()  # type: ignore[return-value]
+    if not _all:
+        from powergossip.network.torch.groups import group_under_mpi
+
+        _all.append(GroupProcesses(group_under_mpi(processes())))
+    return _all[0]
+
+
+@pytest.mark.parallel([2, 4])
+def test_processes_of_a_group_are_its_members() -> None:
+    comm = group_of_all()
+    everyone = comm.gather(comm.rank)
+    group = (
+        torch.distributed.new_group(everyone[:2], use_local_synchronization=True)
+        if (comm.rank < 2)
+        else None
+    )
+    if comm.rank < 2:
+        pair = processes_of(group)
+        assert processes_of(group) is pair
+        assert (pair.rank, pair.size) == (comm.rank, 2)
+        assert pair.gather(comm.rank) == [0, 1]
+        assert pair.sum(np.array([1.5, comm.rank])).tolist() == [3.0, 1.0]
+        assert pair.start_max(np.array([comm.rank, -comm.rank]))().tolist() == [1, 0]
+        array = np.array([comm.rank + 1.0])
+        pair.broadcast_array(array)
+        assert array.tolist() == [1.0]
+        network = Network(topologies.make("ring", 4), pair)
+        network.run(all_kinds(network))
+    assert comm.gather(None) == [None] * comm.size
+
+
+class Message:
+    """A message that arrives when it is given."""
+
+    def __init__(self) -> None:
+        self.arrived = threading.Event()
+
+    def wait(self) -> None:
+        assert self.arrived.wait(60)
+
+
+def test_messages_arrive_in_any_order() -> None:
+    """A message that arrives early is known before those that were tested first."""
+    waiters, messages = Waiters(), [Message() for _ in range(3)]
+    outcomes = [waiters.submit([message]) for message in messages]  # type: ignore[list-item]
+    for message, outcome in zip(messages[::-1], outcomes[::-1], strict=True):
+        assert not outcome.is_known()
+        message.arrived.set()
+        wait_until(outcome.is_known, seconds=5)
+
+
+def test_a_message_that_fails_in_a_thread_raises_where_it_is_waited_for() -> None:
+    """As where it is waited for without a thread."""
+
+    class Failing:
+        def wait(self) -> None:
+            raise RuntimeError("Connection closed by peer")
+
+    outcome = Waiters().submit([Failing()])  # type: ignore[list-item]
+    wait_until(outcome.is_known, seconds=5)
+    for wait in (outcome.wait, partial(channels.wait_for, [Failing()])):  # type: ignore[list-item]
+        with pytest.raises(PeerLost):
+            wait()
+
+
+def test_only_groups_and_communicators_are_processes() -> None:
+    with pytest.raises(launching.BadInput, match="process_group=7"):
+        processes_of(7)

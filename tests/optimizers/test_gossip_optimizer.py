@@ -1,0 +1,1046 @@
+"""Laws of GossipOptimizer around a torch optimizer, in a loop of plain PyTorch.
+
+Axes: worker, one per process; D parameters of a worker's model.
+"""
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from powergossip import algorithms, topologies
+from powergossip.errors import BadInput
+from powergossip.network import Network, Processes, processes
+from powergossip.optimizers import GossipOptimizer, gossip
+from powergossip.optimizers.gossip import Specification
+from powergossip.parameters import Layout
+from tests.harness import launch
+
+N = 4
+ALONE = Processes()
+METHODS = {
+    "all-reduce": Specification("all-reduce"),
+    "dpsgd": Specification("dpsgd", diffusion_rate=0.7),
+    "power-gossip": Specification("power-gossip"),
+    "power-gossip, rank 2": Specification(
+        "power-gossip", rank=2, num_iterations=2, warm_start=False, seed=3
+    ),
+    "choco": Specification("choco", diffusion_rate=0.4),
+    "choco, qsgd": Specification(
+        "choco", diffusion_rate=0.4, compressor="qsgd", levels=8, topology="star"
+    ),
+    "deepsqueeze": Specification(
+        "deepsqueeze", diffusion_rate=0.2, compressor="top-k", keep_ratio=0.3
+    ),
+    "moniqua": Specification("moniqua", diffusion_rate=0.3, theta=0.5),
+    "push-sum": Specification("push-sum", topology="star"),
+    "push-sum, running sums": Specification("push-sum", running_sums=True),
+}
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    "momentum": lambda model: torch.optim.SGD(
+        model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01
+    ),
+    "adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-4),
+    "groups": lambda model: torch.optim.SGD(
+        [
+            {"params": [p for p in model.parameters() if p.dim() == 2], "lr": 0.05},
+            {"params": [p for p in model.parameters() if p.dim() == 1], "momentum": 0.9},
+        ],
+        lr=0.2,
+    ),
+}
+
+
+def mlp(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+def loss(model: nn.Module, worker: int, t: int) -> Tensor:
+    """The loss of a batch that depends on the worker and the step only."""
+    generator = torch.Generator().manual_seed(1000 * worker + t)
+    inputs = torch.randn(8, 6, generator=generator)
+    labels = torch.randint(3, (8,), generator=generator)
+    return nn.functional.cross_entropy(model(inputs), labels)
+
+
+def run(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, worker: int | None = None
+) -> None:
+    """The loop of a user."""
+    for t in steps:
+        optimizer.zero_grad()
+        loss(model, processes().rank if worker is None else worker, t).backward()
+        optimizer.step()
+
+
+def numbers(model: nn.Module) -> Tensor:
+    """A copy of the parameters: [D]."""
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def fill(model: nn.Module, x: Tensor) -> None:
+    with torch.no_grad():
+        for parameter, values in zip(
+            model.parameters(), x.split([p.numel() for p in model.parameters()]), strict=True
+        ):
+            parameter.copy_(values.view_as(parameter))
+
+
+def everywhere(model: nn.Module) -> Tensor:
+    """[worker, D]"""
+    return torch.stack(processes().gather(numbers(model)))
+
+
+def wrapped(
+    make: Make, method: str | Specification, start: int = 0, **options: Any
+) -> tuple[Any, GossipOptimizer]:
+    """A model initialized from the seed `start`, and its optimizer."""
+    model = mlp(start)
+    return model, GossipOptimizer(make(model), method, **options)
+
+
+def dense(make: Make, W: Tensor, steps: int, local_steps: int = 1) -> Tensor:
+    """x ← W (x − lr u(g)) of all workers, one after the other, in this process: [worker, D]."""
+    models = [mlp() for _ in range(N)]
+    optimizers = [make(model) for model in models]
+    for t in range(steps):
+        for worker, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            run(model, optimizer, range(t, t + 1), worker)
+        if (t + 1) % local_steps == 0:
+            for model, x in zip(models, W @ torch.stack([*map(numbers, models)]), strict=True):
+                fill(model, x)
+    return torch.stack([*map(numbers, models)])
+
+
+def mixing(topology: str = "ring") -> Tensor:
+    """W [worker, worker]"""
+    (of_round,) = topologies.make(topology, N).rounds
+    return torch.from_numpy(of_round.matrix().toarray()).float()
+
+
+# The computation, in four processes.
+
+
+@pytest.mark.parallel([4])
+@pytest.mark.parametrize("local_steps", [1, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_gossip_on_a_ring_is_the_dense_computation(name: str, local_steps: int) -> None:
+    make = OPTIMIZERS[name]
+    model, optimizer = wrapped(make, "dpsgd", processes().rank, local_steps=local_steps)
+    run(model, optimizer, range(10))
+    expected = dense(make, mixing(), 10, local_steps)
+    torch.testing.assert_close(everywhere(model), expected, rtol=1e-5, atol=1e-5)
+    assert (expected - expected.mean(0)).abs().max() > 1e-3  # the workers do differ
+
+
+@pytest.mark.parallel([4])
+def test_best_diffusion_rate_is_that_of_the_topology() -> None:
+    make, rate = OPTIMIZERS["sgd"], topologies.make("star", N).best_diffusion_rate
+    assert rate != 1
+    model, optimizer = wrapped(make, "dpsgd", topology="star", diffusion_rate="auto")
+    run(model, optimizer, range(5))
+    W = (1 - rate) * torch.eye(N) + rate * mixing("star")
+    torch.testing.assert_close(everywhere(model), dense(make, W, 5), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parallel([4])
+def test_gossip_keeps_the_mean_and_brings_workers_together() -> None:
+    """At a learning rate of 0."""
+    for name, method in METHODS.items():
+        model, optimizer = wrapped(lambda m: torch.optim.SGD(m.parameters(), lr=0), method)
+        fill(model, numbers(mlp(processes().rank)))
+        before = everywhere(model)
+        assert before.std(0).max() > 0.1
+        run(model, optimizer, range(15))
+        after = everywhere(model)
+        assert (after.mean(0) - before.mean(0)).abs().max() < 1e-5, name
+        # Moniqua has noise of size θ.
+        assert after.std(0).norm() < 0.5 * before.std(0).norm(), name
+
+
+@pytest.mark.parallel([4])
+def test_all_reduce_is_sgd_on_the_mean_gradient() -> None:
+    make = OPTIMIZERS["momentum"]
+    model, optimizer = wrapped(make, "all-reduce")
+    run(model, optimizer, range(10))
+    single = mlp()
+    reference = make(single)
+    for t in range(10):
+        reference.zero_grad()
+        torch.stack([loss(single, worker, t) for worker in range(N)]).mean().backward()
+        reference.step()
+    expected = numbers(single).expand(N, -1)
+    torch.testing.assert_close(everywhere(model), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parallel([4])
+def test_power_gossip_at_full_rank_is_gossip() -> None:
+    make = OPTIMIZERS["momentum"]
+    model, optimizer = wrapped(make, "power-gossip", rank=6)
+    run(model, optimizer, range(10))
+    torch.testing.assert_close(everywhere(model), dense(make, mixing(), 10), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parallel([4])
+def test_parameters_without_gradients_are_averaged_only() -> None:
+    who = processes()
+    model, optimizer = wrapped(OPTIMIZERS["momentum"], "dpsgd")
+    with torch.no_grad():
+        model[0].bias.fill_(who.rank)
+    model[0].bias.requires_grad_(False)
+    run(model, optimizer, range(1))
+    expected = mixing() @ torch.arange(N).float()
+    torch.testing.assert_close(model[0].bias, expected[who.rank].expand(5), check_stride=False)
+
+
+@pytest.mark.parallel([4])
+def test_training_starts_from_the_values_of_process_0() -> None:
+    """The parameters become views of one buffer."""
+    model, optimizer = wrapped(OPTIMIZERS["sgd"], "dpsgd", start=processes().rank)
+    assert torch.equal(everywhere(model), numbers(mlp(0)).expand(N, -1))
+    assert len({p.untyped_storage().data_ptr() for p in model.parameters()}) == 1
+    assert optimizer.n_workers == N
+
+
+@pytest.mark.parallel([4])
+def test_bits_are_those_of_the_averaging_algorithm() -> None:
+    for name, method in METHODS.items():
+        model, optimizer = wrapped(OPTIMIZERS["sgd"], method, local_steps=2)
+        run(model, optimizer, range(5))
+        directly = method.network(processes(), torch.device("cpu"))
+        layout = Layout(p.shape for p in model.parameters())
+        averaging, x = method.build(directly, layout, 0), torch.randn(1, layout.size)
+        for _ in range(2):
+            directly.run(averaging.step(x))
+        assert optimizer.bits == directly.bits[0] > 0, name
+        assert optimizer.messages == directly.messages[0], name
+
+
+@pytest.mark.parallel([4])
+def test_bits_of_gossip_and_power_gossip_are_the_formulas() -> None:
+    counted = {}
+    for name, method in (("gossip", "dpsgd"), ("power", "power-gossip")):
+        model, optimizer = wrapped(OPTIMIZERS["sgd"], method)
+        run(model, optimizer, range(2))
+        counted[name] = optimizer.bits
+    neighbors, vectors = 2, 5 + 4 + 3
+    assert counted["gossip"] == 2 * neighbors * 32 * (30 + 20 + 12 + vectors)
+    rows_and_columns = (5 + 6) + (4 + 5) + (3 + 4)  # one side in each of the two steps
+    assert counted["power"] == neighbors * 32 * (rows_and_columns + 2 * vectors)
+
+
+@pytest.mark.parallel([4])
+def test_workers_that_change_their_neighbors() -> None:
+    """A time-varying topology: exact averaging in one period of two rounds."""
+    model, optimizer = wrapped(
+        lambda m: torch.optim.SGD(m.parameters(), lr=0), "dpsgd", topology="one-peer-exponential"
+    )
+    fill(model, numbers(mlp(processes().rank)))
+    mean = everywhere(model).mean(0)
+    run(model, optimizer, range(2))
+    torch.testing.assert_close(everywhere(model), mean.expand(N, -1))
+
+
+@pytest.mark.parallel([4])
+def test_the_seed_is_also_that_of_the_topology() -> None:
+    def graph(seed: int, topology: topologies.Topology | None = None) -> list[Any]:
+        topology = topology or topologies.make("random-matching", N, seed=seed)
+        return [of_round.weights.toarray().tolist() for of_round in topology.rounds]
+
+    method = Specification("dpsgd", topology="random-matching", seed=1)
+    network = method.network(processes(), torch.device("cpu"))
+    assert graph(1, network.topology) == graph(1) != graph(0)
+
+
+def barriers_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int | None]]:
+    """The number of steps that each barrier knows: those at the exit, then those since."""
+    at_exit: list[Callable[[], int | None]] = []
+    since: list[int | None] = []
+    monkeypatch.setattr(
+        "powergossip.network.checked_barrier_at_exit",
+        lambda processes, steps: at_exit.append(steps),
+    )
+    monkeypatch.setattr(
+        "powergossip.network.checked_barrier", lambda processes, place, steps: since.append(steps)
+    )
+    return lambda: [*(steps() for steps in at_exit), *since]
+
+
+# Layers that are unfrozen.
+
+
+def unfrozen(
+    method: str | Specification, saved: Path | None = None
+) -> tuple[nn.Module, GossipOptimizer]:
+    """The last layer for 5 steps, then all for 5 more; `saved`: through a file in between."""
+    model = mlp(processes().rank)
+
+    def made() -> GossipOptimizer:
+        local = torch.optim.SGD(model[4].parameters(), lr=0.1, momentum=0.9)
+        return GossipOptimizer(local, method)
+
+    optimizer = made()
+    model[:4].requires_grad_(False)
+    run(model, optimizer, range(5))
+    model[:4].requires_grad_(True)
+    optimizer.add_param_group({"params": model[:4].parameters(), "lr": 0.05})
+    run(model, optimizer, range(5, 7))
+    if saved:
+        torch.save((model.state_dict(), optimizer.state_dict()), saved)
+        optimizer = made()
+        optimizer.add_param_group({"params": model[:4].parameters(), "lr": 0.7})
+        values, state = torch.load(saved)
+        model.load_state_dict(values)
+        optimizer.load_state_dict(state)
+    run(model, optimizer, range(7, 10))
+    return model, optimizer
+
+
+@pytest.mark.parallel([4])
+def test_groups_added_during_training_are_averaged() -> None:
+    model, optimizer = unfrozen("dpsgd")
+    assert len(optimizer.param_groups) == 2
+    body = sum(p.numel() for p in mlp()[:4].parameters())
+
+    def own(i: int) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+        reference = mlp()
+        fill(reference[:4], numbers(mlp(0)[:4]))
+        return reference, torch.optim.SGD(reference[4].parameters(), lr=0.1, momentum=0.9)
+
+    pairs = [own(i) for i in range(N)]
+    for t in range(10):
+        for worker, (reference, local) in enumerate(pairs):
+            if t == 5:
+                local.add_param_group({"params": reference[:4].parameters(), "lr": 0.05})
+            # Before step 5 the body has each process' own values: those of the real models.
+            if t < 5:
+                fill(reference[:4], numbers(mlp(worker)[:4]))
+            elif t == 5:
+                fill(reference[:4], numbers(mlp(0)[:4]))
+            run(reference, local, range(t, t + 1), worker)
+        X = mixing() @ torch.stack([numbers(reference) for reference, _ in pairs])
+        for (reference, _), x in zip(pairs, X, strict=True):
+            fill(reference[4], x[body:])
+            if t >= 5:
+                fill(reference[:4], x[:body])
+    expected = torch.stack([numbers(reference) for reference, _ in pairs])
+    torch.testing.assert_close(everywhere(model), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parallel([4])
+@pytest.mark.parametrize("name", ["power-gossip", "choco"])
+def test_state_covers_groups_added_during_training(name: str, tmp_path: Path) -> None:
+    straight, _ = unfrozen(METHODS[name])
+    resumed, _ = unfrozen(METHODS[name], tmp_path / f"{processes().rank}.pt")
+    assert torch.equal(numbers(straight), numbers(resumed))
+
+
+# State.
+
+
+@pytest.mark.parallel([4])
+@pytest.mark.parametrize("local", ["momentum", "adam"])
+def test_a_restored_optimizer_is_the_same_to_the_bit(local: str, tmp_path: Path) -> None:
+    """With a scheduler, in a file, and in the middle of three local steps."""
+    file = tmp_path / f"{processes().rank}.pt"
+    for name, method in METHODS.items():
+
+        def made(seed: int = 0, method: Specification = method) -> tuple[Any, ...]:
+            model, optimizer = wrapped(OPTIMIZERS[local], method, start=seed, local_steps=3)
+            return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+
+        def go_on(*parts: Any) -> tuple[Tensor, int]:
+            model, optimizer, scheduler = parts
+            for t in range(4, 9):
+                run(model, optimizer, range(t, t + 1))
+                scheduler.step()
+            return numbers(model), optimizer.bits
+
+        straight = made()
+        run(straight[0], straight[1], range(4))
+        torch.save([part.state_dict() for part in straight], file)
+        expected, bits = go_on(*straight)
+
+        resumed = made(seed=5)
+        run(resumed[0], resumed[1], range(2))  # forgotten by loading
+        for part, state in zip(resumed, torch.load(file), strict=True):
+            part.load_state_dict(state)
+        found, found_bits = go_on(*resumed)
+        assert torch.equal(found, expected), name
+        assert found_bits == bits, name
+
+
+def test_another_state_is_rejected_and_changes_nothing() -> None:
+    make = OPTIMIZERS["momentum"]
+    model, optimizer = wrapped(make, "power-gossip", processes=ALONE)
+    run(model, optimizer, range(2), worker=0)
+    state = optimizer.state_dict()
+
+    def rejected(text: str, **changes: Any) -> None:
+        before = copy.deepcopy(optimizer.state_dict())
+        gossip = {**state["gossip"], **changes}
+        with pytest.raises(ValueError, match=text):
+            optimizer.load_state_dict({**state, "gossip": gossip})
+        after = optimizer.state_dict()
+        assert str(before) == str(after)
+
+    rejected(r"rank=2 \(here 1\); use the same", rank=2)
+    rejected(r"method='choco' \(here 'power-gossip'\)", method="choco")
+    rejected(r"n_workers=4 \(here 1\)", n_workers=4)
+    rejected("of worker 1, this is worker 0", worker=1)
+    rejected("version 7, this is version 3", version=7)
+    rejected(
+        r"parameter 0 is of shape \(7, 6\) in the state, \(5, 6\) here",
+        shapes=[[[7, 6], *state["gossip"]["shapes"][0][1:]]],
+    )
+    rejected(
+        "6 parameters here|5 parameters in the state", shapes=[state["gossip"]["shapes"][0][1:]]
+    )
+    rejected("2 parts, here are 1", shapes=state["gossip"]["shapes"] * 2)
+    with pytest.raises(ValueError, match="not the state of a GossipOptimizer"):
+        optimizer.load_state_dict(make(mlp()).state_dict())
+    other = torch.optim.SGD([{"params": [p]} for p in mlp().parameters()], lr=0.1)
+    with pytest.raises(ValueError, match="number of parameter groups"):
+        optimizer.load_state_dict({**other.state_dict(), "gossip": state["gossip"]})
+    optimizer.load_state_dict(state)
+
+
+@pytest.mark.parallel([4])
+def test_the_state_of_another_worker_is_rejected() -> None:
+    _, optimizer = wrapped(OPTIMIZERS["sgd"], "power-gossip")
+    of_process_0 = processes().broadcast(optimizer.state_dict())
+    if processes().rank == 0:
+        optimizer.load_state_dict(of_process_0)
+    else:
+        with pytest.raises(ValueError, match="of worker 0, this is worker"):
+            optimizer.load_state_dict(of_process_0)
+
+
+# The mean model.
+
+
+@pytest.mark.parallel([4])
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_mean_model_is_present_within_the_context_only(fails: bool) -> None:
+    model, optimizer = wrapped(OPTIMIZERS["sgd"], "dpsgd")
+    run(model, optimizer, range(3))
+    before, bits = everywhere(model), optimizer.bits
+
+    def evaluate() -> None:
+        with optimizer.mean_model():
+            torch.testing.assert_close(numbers(model), before.mean(0), rtol=1e-5, atol=1e-6)
+            assert torch.equal(*everywhere(model)[:2])
+            if fails:
+                raise KeyError
+            with pytest.raises(RuntimeError, match="leave it first"):
+                optimizer.step()
+            with pytest.raises(RuntimeError, match="mean already"), optimizer.mean_model():
+                pass
+
+    if fails:
+        with pytest.raises(KeyError):
+            evaluate()
+    else:
+        evaluate()
+    assert torch.equal(everywhere(model), before)
+    assert optimizer.bits == bits
+    run(model, optimizer, range(3, 5))
+
+
+# Torch's own tools.
+
+
+@pytest.mark.parallel([4])
+@pytest.mark.parametrize("unscale_first", [False, True])
+def test_a_worker_with_overflowing_gradients_still_gossips(unscale_first: bool) -> None:
+    """x ← W (x − lr g), without the second term for worker 2 in step 1."""
+    who = processes()
+    model, optimizer = wrapped(OPTIMIZERS["momentum"], "dpsgd")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for t in range(4):
+        optimizer.zero_grad()
+        scaler.scale(loss(model, who.rank, t)).backward()
+        if t == 1 and who.rank == 2:
+            model[0].weight.grad[1, 1] = float("inf")
+        if unscale_first:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        # The scale is each worker's own.
+        assert scaler.get_scale() == (2.0**9 if t >= 1 and who.rank == 2 else 2.0**10)
+
+    models = [mlp() for _ in range(N)]
+    locals_ = [OPTIMIZERS["momentum"](m) for m in models]
+    for t in range(4):
+        for worker in range(N):
+            if (t, worker) != (1, 2):
+                run(models[worker], locals_[worker], range(t, t + 1), worker)
+        for m, x in zip(models, mixing() @ torch.stack([*map(numbers, models)]), strict=True):
+            fill(m, x)
+    expected = torch.stack([*map(numbers, models)])
+    torch.testing.assert_close(everywhere(model), expected, rtol=1e-5, atol=1e-5)
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 5),
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.5, total_steps=10),
+    "cyclic": lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2),
+    "sequential": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [
+            torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=3),
+            torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+        ],
+        [3],
+    ),
+}
+
+
+@pytest.mark.filterwarnings("error")  # "lr_scheduler.step() before optimizer.step()" and the like
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_alone_with_a_scheduler_it_is_the_wrapped_optimizer_to_the_bit(name: str) -> None:
+    make = OPTIMIZERS["momentum"]
+    model, optimizer = wrapped(make, "power-gossip", processes=ALONE)
+    reference = mlp()
+    plain = make(reference)
+    schedulers = SCHEDULERS[name](optimizer), SCHEDULERS[name](plain)
+    for t in range(8):
+        run(model, optimizer, range(t, t + 1), worker=0)
+        run(reference, plain, range(t, t + 1), worker=0)
+        for scheduler in schedulers:
+            scheduler.step()
+        assert torch.equal(numbers(model), numbers(reference))
+        assert optimizer.wrapped.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
+    assert optimizer.bits == optimizer.messages == 0
+    state, expected = optimizer.state_dict(), plain.state_dict()
+    assert state["param_groups"] == expected["param_groups"]
+    for index, of_parameter in expected["state"].items():
+        assert torch.equal(
+            state["state"][index]["momentum_buffer"], of_parameter["momentum_buffer"]
+        )
+
+
+def test_alone_with_a_scaler_it_is_the_wrapped_optimizer_to_the_bit() -> None:
+    make = OPTIMIZERS["adam"]
+    model, optimizer = wrapped(make, "dpsgd", processes=ALONE)
+    reference: Any = mlp()
+    pairs: list[tuple[Any, torch.optim.Optimizer]] = [
+        (model, optimizer),
+        (reference, make(reference)),
+    ]
+    for m, o in pairs:
+        scaler = torch.amp.GradScaler("cpu", growth_interval=2)
+        for t in range(10):
+            o.zero_grad()
+            scaler.scale(loss(m, 0, t)).backward()
+            if t == 3:
+                m[2].weight.grad[0, 0] = float("nan")
+            scaler.step(o)
+            scaler.update()
+    assert not torch.equal(numbers(reference), numbers(mlp()))
+    assert torch.equal(numbers(model), numbers(reference))
+
+
+def test_alone_closures_are_the_wrapped_optimizers() -> None:
+    model, reference = mlp(), mlp()
+    local = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    optimizer = GossipOptimizer(local, "dpsgd", processes=ALONE)
+    plain = torch.optim.LBFGS(reference.parameters(), max_iter=3)
+    results = []
+    for m, o in ((model, optimizer), (reference, plain)):
+
+        def closure(m: nn.Module = m, o: torch.optim.Optimizer = o) -> Tensor:
+            o.zero_grad()
+            value = loss(m, 0, 0)
+            value.backward()
+            return value
+
+        results.append([o.step(closure).item() for _ in range(3)])
+    assert results[0] == results[1]
+    assert torch.equal(numbers(model), numbers(reference))
+
+
+def test_the_wrapped_optimizers_groups_state_and_defaults_are_its_own() -> None:
+    model, optimizer = wrapped(OPTIMIZERS["momentum"], "dpsgd", processes=ALONE)
+    run(model, optimizer, range(1), worker=0)
+    for _ in range(2):
+        assert optimizer.param_groups is optimizer.wrapped.param_groups
+        assert optimizer.state is optimizer.wrapped.state
+        assert optimizer.defaults is optimizer.wrapped.defaults
+        optimizer.load_state_dict(optimizer.state_dict())  # which replaces them
+    for set_to_none in (False, True):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        assert all((p.grad is None) == set_to_none for p in model.parameters())
+    assert repr(optimizer.wrapped) in repr(optimizer)
+    assert "Method('dpsgd', topology='ring'" in repr(optimizer)
+
+
+def test_hooks_run_once_a_step() -> None:
+    model, optimizer = wrapped(OPTIMIZERS["sgd"], "dpsgd", processes=ALONE)
+    calls: list[str] = []
+    handles = [
+        optimizer.register_step_pre_hook(lambda o, a, k: calls.append("before")),
+        optimizer.register_step_post_hook(lambda o, a, k: calls.append("after")),
+        optimizer.wrapped.register_step_post_hook(lambda o, a, k: calls.append("wrapped")),
+        optimizer.register_state_dict_pre_hook(lambda o: calls.append("saving")),
+        optimizer.register_state_dict_post_hook(lambda o, state: state | {"note": 1}),
+        optimizer.register_load_state_dict_pre_hook(lambda o, state: calls.append("loading")),
+        optimizer.register_load_state_dict_post_hook(lambda o: calls.append("loaded")),
+    ]
+    run(model, optimizer, range(1), worker=0)
+    assert calls == ["before", "wrapped", "after"]
+    state = optimizer.state_dict()
+    assert state["note"] == 1
+    optimizer.load_state_dict(state)
+    assert calls[3:] == ["saving", "loading", "loaded"]
+    for handle in handles:
+        handle.remove()
+    run(model, optimizer, range(1), worker=0)
+    assert len(calls) == 6
+
+
+@pytest.mark.parametrize(
+    "attempt", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"]
+)
+def test_copies_are_rejected(attempt: Callable[[Any], Any]) -> None:
+    _, optimizer = wrapped(OPTIMIZERS["sgd"], "dpsgd", processes=ALONE)
+    with pytest.raises(TypeError, match="save state_dict"):
+        attempt(optimizer)
+
+
+@pytest.mark.parallel([4])
+def test_a_model_that_was_moved_is_noticed() -> None:
+    """A copy of the model does not count, nor do values loaded into it."""
+    model, optimizer = wrapped(OPTIMIZERS["sgd"], "dpsgd")
+    run(copy.deepcopy(model), optimizer, range(1))
+    model.load_state_dict(mlp(1).state_dict())
+    run(model, optimizer, range(1))
+    model[2].weight.data = model[2].weight.data.clone()
+    with pytest.raises(RuntimeError, match=r"shape \(4, 5\).*after moving the model"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="after moving the model"), optimizer.mean_model():
+        pass
+
+
+# Frozen parameters.
+
+
+def partly_frozen(seed: int) -> tuple[nn.Sequential, GossipOptimizer]:
+    """A model with a frozen layer of half precision, whose optimizer has all parameters."""
+    model = mlp(seed)
+    model[0].requires_grad_(False).half()
+    return model, GossipOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), "dpsgd")
+
+
+def partly_frozen_steps(model: nn.Sequential, optimizer: GossipOptimizer, steps: int) -> None:
+    for t in range(steps):
+        optimizer.zero_grad()
+        model[1:](torch.full((2, 5), processes().rank + t)).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parallel([4])
+def test_frozen_parameters_start_equal_and_are_not_sent() -> None:
+    model, optimizer = partly_frozen(processes().rank)
+    expected = numbers(mlp(0)[0].half())
+    addresses = [p.data_ptr() for p in model[0].parameters()]
+    partly_frozen_steps(model, optimizer, 2)
+    assert torch.equal(numbers(model[0]), expected)
+    assert [p.data_ptr() for p in model[0].parameters()] == addresses
+    trainable = sum(p.numel() for p in mlp()[1:].parameters())
+    assert optimizer.bits == 2 * 2 * 32 * trainable  # steps, neighbors
+
+    own = numbers(model[2])
+    with optimizer.mean_model():
+        assert torch.equal(numbers(model[0]), expected)
+        assert not torch.equal(numbers(model[2]), own)
+
+
+def test_an_unfrozen_parameter_is_noticed() -> None:
+    model, optimizer = partly_frozen(0)
+    partly_frozen_steps(model, optimizer, 1)
+    model[0].requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"\(5, 6\) was frozen"):
+        optimizer.step()
+
+
+# Unequal numbers of steps.
+
+UNEVEN = """
+import sys
+import torch
+from torch import nn
+from powergossip.network import processes
+from powergossip.optimizers import Config, GossipOptimizer, PowerSGD, optimizer_step
+
+how, longer = sys.argv[1], int(sys.argv[2])
+model = nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if how == "powersgd":
+    powersgd = PowerSGD(model.parameters(), Config(rank=1, start_compressing_after_num_steps=0))
+else:
+    optimizer = GossipOptimizer(optimizer, "dpsgd")
+for _ in range(5 + (processes().rank == longer)):
+    if how != "powersgd":
+        optimizer.zero_grad()
+    model(torch.ones(3, 4)).sum().backward()
+    if how == "powersgd":
+        optimizer_step(optimizer, powersgd)
+    else:
+        optimizer.step()
+if how == "mean":
+    with optimizer.mean_model():
+        pass
+print("end")
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "longer"),
+    [
+        ("exit", 1),
+        ("powersgd", 1),
+        pytest.param("mean", 0, marks=pytest.mark.slow),
+        pytest.param("mean", 9, marks=pytest.mark.slow),  # none is longer
+    ],
+)
+def test_a_further_step_of_one_process_ends_all(how: str, longer: int, tmp_path: Path) -> None:
+    """Instead of waiting forever for its neighbors."""
+    (tmp_path / "uneven.py").write_text(UNEVEN)
+    ended = launch.python(tmp_path / "uneven.py", how, str(longer), processes=2, timeout=60)
+    if longer == 9:
+        assert (ended.returncode, ended.stdout) == (0, "end\nend\n"), ended.stderr
+        return
+    assert ended.returncode == 1
+    (line,) = [line for line in ended.stderr.splitlines() if line.startswith("error:")]
+    assert f"process {longer} is in a further step" in line
+    assert ("5 steps" in line) == (how != "powersgd")
+
+
+# Bad input.
+
+
+def parameters(*tensors: Tensor) -> list[nn.Parameter]:
+    return [nn.Parameter(t, requires_grad=t.dtype != torch.int64) for t in tensors]
+
+
+SHARED = torch.zeros(2, 3)
+BAD_PARAMETERS: dict[str, tuple[list[Any], str]] = {
+    "complex": (
+        parameters(torch.zeros(2), torch.zeros(2, 3, dtype=torch.complex64)),
+        r"parameter 1 of shape \(2, 3\) is torch.complex64",
+    ),
+    "frozen": (parameters(torch.zeros(4, dtype=torch.int64)), "no trainable parameters"),
+    "mixed types": (
+        parameters(torch.zeros(4).bfloat16(), torch.zeros(3).double()),
+        "parameter 1 is torch.float64",
+    ),
+    "sparse": (parameters(torch.zeros(2, 3).to_sparse()), r"\(2, 3\) is sparse"),
+    "mixed devices": (
+        parameters(torch.zeros(4), torch.zeros(3, device="meta")),
+        r"parameter 1 of shape \(3,\) has no memory",
+    ),
+    "twice": (parameters(SHARED, SHARED), r"parameter 1 of .* the same memory as parameter 0"),
+    "lazy": ([nn.LazyLinear(3).weight], "parameter 0 has no shape yet; run a batch"),
+    "nothing": (parameters(torch.zeros(0)), "no trainable parameters with elements"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PARAMETERS)
+def test_bad_parameters_are_rejected(name: str) -> None:
+    bad, text = BAD_PARAMETERS[name]
+    local = torch.optim.SGD(bad, lr=0.1)
+    with pytest.raises(ValueError, match=text):
+        GossipOptimizer(local, "dpsgd", processes=ALONE)
+
+
+@pytest.mark.parametrize(
+    "name", sorted(BAD_PARAMETERS.keys() - {"frozen", "mixed devices", "nothing"})
+)
+def test_bad_parameters_that_are_added_are_rejected(name: str) -> None:
+    """And nothing changes."""
+    model, optimizer = wrapped(OPTIMIZERS["momentum"], "dpsgd", processes=ALONE)
+    with pytest.raises(ValueError, match=r"parameter [67]"):
+        optimizer.add_param_group({"params": BAD_PARAMETERS[name][0]})
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": list(model.parameters())})
+    assert len(optimizer.param_groups) == len(optimizer.state_dict()["gossip"]["averaging"]) == 1
+    run(model, optimizer, range(1), worker=0)
+
+
+def test_a_group_without_numbers_may_be_added() -> None:
+    model, optimizer = wrapped(OPTIMIZERS["momentum"], "dpsgd", processes=ALONE)
+    optimizer.add_param_group({"params": []})
+    optimizer.add_param_group({"params": nn.Parameter(torch.zeros(0, 3))})
+    run(model, optimizer, range(1), worker=0)
+
+
+BAD_METHODS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "topology": ("dpsgd", {"topology": "rign"}, 'topology "rign" is unknown; choose from'),
+    "topology option": ("dpsgd", {"topology_options": {"k": 2}}, "k"),
+    "topology's type": ("dpsgd", {"topology": 3}, "^topology=3: use"),
+    "rate": ("dpsgd", {"diffusion_rate": 0}, "^diffusion_rate=0: use"),
+    "rate's name": ("dpsgd", {"diffusion_rate": "best"}, "^diffusion_rate='best': use .*auto"),
+    "rate's spectrum": (
+        "dpsgd",
+        {"topology": "random-matching", "diffusion_rate": "auto"},
+        "best diffusion rate",
+    ),
+    "rank": ("power-gossip", {"rank": 0}, "^rank=0: use 1 or more"),
+    "rank's type": ("power-gossip", {"rank": 1.5}, "^rank=1.5: use an integer$"),
+    "rank is no flag": ("power-gossip", {"rank": True}, "^rank=True: use an integer$"),
+    "flag's type": ("power-gossip", {"warm_start": 1}, "^warm_start=1: use True or False$"),
+    "seed's type": ("power-gossip", {"seed": "1"}, "^seed='1': use an integer$"),
+    "rounding": ("power-gossip", {"rank": 2, "round_weights": True}, "round_weights=True"),
+    "compressor": ("choco", {"compressor": "zip"}, 'compressor "zip" is unknown'),
+    "ratio": ("choco", {"compressor": "top-k", "keep_ratio": 2.0}, "keep_ratio"),
+    "compressor's rank": (
+        "choco",
+        {"compressor": "top-k", "rank": "1"},
+        "^rank='1': use None or an integer$",
+    ),
+    "levels": ("deepsqueeze", {"compressor": "qsgd", "levels": 0}, "levels"),
+    "theta": ("moniqua", {"theta": -1}, "^theta=-1: use"),
+    "algorithm": ("choo", {}, 'algorithm "choo" is unknown; choose from all-reduce'),
+    "not for learning": ("chebyshev", {}, 'algorithm "chebyshev" is unknown'),
+    "option": ("choco", {"rnak": 1}, "^rnak=1: choco .*use diffusion_rate, compressor"),
+    "another's option": ("dpsgd", {"rank": 1}, "^rank=1: dpsgd .*use diffusion_rate$"),
+    "another compressor's option": (
+        "choco",
+        {"compressor": "top-k", "levels": 4},
+        "^levels=4: choco .*keep_ratio",
+    ),
+    "option of none": ("all-reduce", {"rank": 1}, "^rank=1: all-reduce"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_METHODS)
+def test_bad_methods_are_rejected(name: str) -> None:
+    method, options, text = BAD_METHODS[name]
+    with pytest.raises(BadInput, match=text):
+        wrapped(OPTIMIZERS["sgd"], method, **options, processes=ALONE)
+
+
+def test_other_bad_arguments_are_rejected() -> None:
+    for local_steps in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match=f"^local_steps={local_steps}: use"):
+            wrapped(OPTIMIZERS["sgd"], "dpsgd", local_steps=local_steps, processes=ALONE)
+    model, optimizer = wrapped(OPTIMIZERS["sgd"], "dpsgd", processes=ALONE)
+    with pytest.raises(ValueError, match=r"^method=3: use one of all-reduce, .*power-gossip"):
+        wrapped(OPTIMIZERS["sgd"], 3, processes=ALONE)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^rank=2: use it with a name"):
+        wrapped(OPTIMIZERS["sgd"], METHODS["power-gossip"], rank=2, processes=ALONE)
+    for wrong in (optimizer, model):
+        with pytest.raises(ValueError, match=f"{type(wrong).__name__} cannot be wrapped"):
+            GossipOptimizer(wrong, "dpsgd", processes=ALONE)
+
+
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_sparse_gradients_are_rejected(with_closure: bool) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Embedding(5, 3, sparse=True))
+    optimizer = GossipOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), "dpsgd", processes=ALONE
+    )
+
+    def closure() -> Tensor:
+        value: Tensor = model[1](torch.tensor([1])).sum()
+        value.backward()
+        return value
+
+    if not with_closure:
+        closure()
+    with pytest.raises(ValueError, match=r"parameter 2 of shape \(5, 3\) has a sparse gradient"):
+        optimizer.step(closure if with_closure else None)
+
+
+@pytest.mark.parallel([4])
+def test_processes_that_differ_are_rejected_everywhere() -> None:
+    """No process waits for another."""
+    who = processes()
+    odd = who.rank == 2
+    methods: tuple[tuple[str, dict[str, Any], str], ...] = (
+        ("power-gossip", {"rank": 2 if odd else 1}, "the method differs between processes"),
+        ("dpsgd" if odd else "choco", {}, "the method differs between processes"),
+        ("dpsgd", {"diffusion_rate": -1.0 if odd else 1.0}, "diffusion_rate"),
+        ("dpsgd", {"rank" if odd else "diffusion_rate": 1}, "rank=1: dpsgd has no such option"),
+    )
+    for method, options, text in methods:
+        with pytest.raises(BadInput, match=text):
+            wrapped(OPTIMIZERS["sgd"], method, **options)
+    with pytest.raises(BadInput, match="local_steps differs between processes: 2 in process 2"):
+        wrapped(OPTIMIZERS["sgd"], "dpsgd", local_steps=2 if odd else 1)
+
+    def another(shape: tuple[int, ...], **options: Any) -> list[nn.Parameter]:
+        return parameters(torch.zeros(2), torch.zeros(shape if odd else (3, 3), **options))
+
+    for bad, text in (
+        (another((3, 4)), r"parameter 1 is of shape \(3, 4\) in process 2, \(3, 3\) in process 0"),
+        (another((3, 3))[: 1 if odd else 2], "1 parameters in process 2, 2 in process 0"),
+        (another((3, 3), dtype=torch.float64 if odd else None), "the dtype of parameters differs"),
+    ):
+        with pytest.raises(BadInput, match=text):
+            GossipOptimizer(torch.optim.SGD(bad, lr=0.1), "dpsgd")
+        model, optimizer = wrapped(OPTIMIZERS["sgd"], "dpsgd")
+        with pytest.raises(BadInput):
+            optimizer.add_param_group({"params": bad})
+        assert len(optimizer.param_groups) == 1
+        run(model, optimizer, range(1))
+
+
+@pytest.mark.parametrize("name", algorithms.AVERAGING)
+def test_every_averaging_algorithm_is_reached_by_its_name(name: str) -> None:
+    layout = Layout(p.shape for p in mlp().parameters())
+    assert name in {method.name for method in METHODS.values()}
+    method = Specification(name, topology="torus", seed=2)
+    assert set(method.options) == set(algorithms.defaults(name)) - {"seed"}
+    method.build(method.network(ALONE, torch.device("cpu")), layout, 0)
+    by_name = wrapped(OPTIMIZERS["sgd"], name, topology="torus", seed=2, processes=ALONE)[1]
+    assert by_name.method.facts() == method.facts()
+
+
+def test_names_of_methods_describe_the_same() -> None:
+    """The functions that take the place of a name and its options."""
+    cases: list[tuple[Specification, str, dict[str, Any]]] = [
+        (gossip.AllReduce(), "all-reduce", {}),
+        (gossip.Gossip(diffusion_rate=0.5), "dpsgd", {"diffusion_rate": 0.5}),
+        (gossip.PowerGossip(rank=2, topology="star"), "power-gossip", {"rank": 2}),
+        (gossip.Choco(compressor="qsgd", levels=8), "choco", {"compressor": "qsgd", "levels": 8}),
+        (gossip.DeepSqueeze(seed=3), "deepsqueeze", {"seed": 3}),
+        (gossip.Moniqua(theta=0.5), "moniqua", {"theta": 0.5}),
+        (gossip.Averaging("choco", options={"seed": 2}), "choco", {"seed": 2}),
+    ]
+    for described, name, options in cases:
+        facts = Specification(name, **{"topology": described.topology, **options}).facts()
+        _, optimizer = wrapped(OPTIMIZERS["sgd"], described, processes=ALONE)
+        assert optimizer.method.facts() == facts
+
+
+def test_a_row_that_takes_all_options_in_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    def build(network: Network, layout: Layout, options: algorithms.AveragingOptions) -> Any:
+        found.append((options.diffusion_rate, options.rank, options.seed))
+        return algorithms.PlainGossip(network, options.diffusion_rate)
+
+    monkeypatch.setitem(algorithms.AVERAGING, "mine", build)
+    wrapped(OPTIMIZERS["sgd"], "mine", diffusion_rate=0.5, rank=3, seed=7, processes=ALONE)
+    assert found == [(0.5, 3, 7)]
+
+
+def test_options_without_a_type_accept_every_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    def build(network: Network, layout: Layout, *, gain=1.0, kind: Any = None) -> Any:
+        found.append((gain, kind))
+        return algorithms.PlainGossip(network)
+
+    monkeypatch.setitem(algorithms.AVERAGING, "mine", build)
+    wrapped(OPTIMIZERS["sgd"], "mine", gain="high", processes=ALONE)
+    wrapped(OPTIMIZERS["sgd"], "mine", kind=(1, 2), processes=ALONE)
+    assert found == [("high", None), (1.0, (1, 2))]
+
+
+# Facts of methods in version 1 of the state.
+VERSION_1: dict[str, tuple[Specification, dict[str, Any]]] = {
+    "power-gossip": (
+        Specification("power-gossip", rank=2),
+        {
+            "method": "PowerGossip",
+            "diffusion_rate": 1.0,
+            "rank": 2,
+            "num_iterations": 1,
+            "warm_start": True,
+            "round_weights": False,
+        },
+    ),
+    "all-reduce": (Specification("all-reduce"), {"method": "AllReduce", "diffusion_rate": 1.0}),
+    "choco with rank 1": (
+        Specification("choco", diffusion_rate=0.4, compressor="svd"),
+        {
+            "method": "Choco",
+            "diffusion_rate": 0.4,
+            "compressor": "svd",
+            "keep_ratio": 0.01,
+            "rank": None,
+            "levels": 4,
+            "unbiased": False,
+        },
+    ),
+}
+
+
+def before_version_3(optimizer: GossipOptimizer) -> dict[str, Any]:
+    """A state without the name of D-PSGD, which then had none of its own."""
+    gossip = dict(optimizer.state_dict()["gossip"])
+    del gossip["learning"]
+    return {**gossip, "averaging": [part["averaging"] for part in gossip["averaging"]]}
+
+
+@pytest.mark.parallel([4])
+def test_a_state_of_version_2_is_loaded() -> None:
+    """The next gossip is in the same step."""
+    found = []
+    for restored in (False, True):
+        model, optimizer = wrapped(OPTIMIZERS["momentum"], "choco", local_steps=3)
+        run(model, optimizer, range(4))
+        if restored:
+            state = {**before_version_3(optimizer), "version": 2}
+            before = {**optimizer.state_dict(), "gossip": state}
+            model_before = copy.deepcopy(model.state_dict())
+            model, optimizer = wrapped(OPTIMIZERS["momentum"], "choco", local_steps=3)
+            model.load_state_dict(model_before)
+            optimizer.load_state_dict(before)
+        run(model, optimizer, range(4, 7))
+        found.append((numbers(model), optimizer.bits))
+    (x, bits), (y, bits_of_restored) = found
+    assert torch.equal(x, y)
+    assert bits == bits_of_restored > 0
+
+
+@pytest.mark.parametrize("name", VERSION_1)
+def test_a_state_of_version_1_is_loaded(name: str) -> None:
+    method, earlier = VERSION_1[name]
+    _, optimizer = wrapped(OPTIMIZERS["momentum"], method, processes=ALONE)
+    state = optimizer.state_dict()
+    gossip = before_version_3(optimizer)
+    others = {k: v for k, v in gossip.items() if k not in method.facts()}
+
+    def load(**changes: Any) -> None:
+        facts = {"topology": "ring", "topology_options": {}, "seed": 0, "version": 1}
+        gossip = {**others, **earlier, **facts, **changes}
+        optimizer.load_state_dict({**state, "gossip": gossip})
+
+    load()
+    with pytest.raises(ValueError, match=r"topology='star' \(here 'ring'\)"):
+        load(topology="star")
+    if "rank" in earlier:
+        with pytest.raises(ValueError, match=r"rank=3 \(here [12]\)"):
+            load(rank=3)
+    with pytest.raises(ValueError, match="version 1, this is version 3"):
+        load(method="Averaging")  # whose options were elsewhere
+
+
+@pytest.mark.parallel([4])
+def test_added_groups_of_equal_shapes_draw_different_directions() -> None:
+    """So a step changes them differently, even if their values are the same."""
+    layers = [nn.Linear(6, 5, bias=False) for _ in range(3)]
+    local = torch.optim.SGD(layers[0].parameters(), lr=0)
+    optimizer = GossipOptimizer(local, "power-gossip")
+    for layer in layers[1:]:
+        optimizer.add_param_group({"params": layer.parameters()})
+    values = torch.randn(30, generator=torch.Generator().manual_seed(processes().rank))
+    for layer in layers:
+        fill(layer, values)
+    optimizer.step()
+    first, second, third = map(numbers, layers)
+    for one, other in ((first, second), (first, third), (second, third)):
+        assert (one - other).abs().max() > 1e-3

@@ -1,0 +1,498 @@
+"""Optimizers for training loops of your own: groups of processes, half precision, tied weights,
+accumulated gradients, overlapping messages.
+
+Axes: worker, one per process; D parameters of a worker's model.
+"""
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import Tensor, nn
+
+from powergossip import algorithms, kernels, topologies
+from powergossip.compressors import TopK
+from powergossip.errors import BadInput
+from powergossip.network import Network, Processes, processes, processes_of, torch_group
+from powergossip.optimizers import (
+    DGC,
+    DGCSGD,
+    AllReduce,
+    Config,
+    DGCConfig,
+    ErrorFeedback,
+    GossipModelAverager,
+    GossipOptimizer,
+    PowerSGD,
+    SignSGD,
+    SignSGDConfig,
+    dgc,
+    gradient_engine,
+    optimizer_step,
+)
+from powergossip.optimizers.precision import Rounding
+from powergossip.parameters import Layout
+from tests.optimizers.test_gossip_hook import hooked
+from tests.optimizers.test_gossip_optimizer import (
+    ALONE,
+    METHODS,
+    OPTIMIZERS,
+    everywhere,
+    loss,
+    mixing,
+    mlp,
+    numbers,
+    run,
+)
+
+CPU = torch.device("cpu")
+AT_ONCE = Config(1, min_compression_rate=1, start_compressing_after_num_steps=0)
+
+
+# --- Groups of processes -------------------------------------------------------------------------
+
+
+def halves(kind: str) -> Any:
+    """A group of this process and one other of four: processes 0 and 1, or 2 and 3."""
+    rank = processes().rank
+    if kind == "communicator":
+        return MPI.COMM_WORLD.Split(rank // 2, rank)
+    torch_group(processes(), CPU)  # the default group, of which the others are parts
+    return [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+
+
+GROUPS = ["communicator", "process group"]
+# A loop's optimizer and its step, for a model and a group.
+Loop = Callable[[nn.Module, Any], tuple[torch.optim.Optimizer, Callable[[], None]]]
+
+
+def gossip_loop(model: nn.Module, group: Any) -> tuple[torch.optim.Optimizer, Callable[[], None]]:
+    optimizer = GossipOptimizer(OPTIMIZERS["momentum"](model), "power-gossip", process_group=group)
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return optimizer, step
+
+
+def averager_loop(model: nn.Module, group: Any) -> tuple[torch.optim.Optimizer, Callable[[], None]]:
+    optimizer = OPTIMIZERS["momentum"](model)
+    averager = GossipModelAverager("power-gossip", process_group=group)
+
+    def step() -> None:
+        optimizer.step()
+        averager.average_parameters(optimizer.param_groups)
+        optimizer.zero_grad()
+
+    return optimizer, step
+
+
+def gradient_loop(make: Callable[[nn.Module, Any], Any], take: Any) -> Loop:
+    def loop(model: nn.Module, group: Any) -> tuple[torch.optim.Optimizer, Callable[[], None]]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        aggregator = make(model, group)
+        return optimizer, lambda: take(optimizer, aggregator)
+
+    return loop
+
+
+LOOPS: dict[str, Loop] = {
+    "gossip": gossip_loop,
+    "averager": averager_loop,
+    "powersgd": gradient_loop(
+        lambda m, g: PowerSGD(m.parameters(), AT_ONCE, process_group=g), optimizer_step
+    ),
+    "all-reduce": gradient_loop(lambda m, g: AllReduce(process_group=g), optimizer_step),
+    "dgc": gradient_loop(
+        lambda m, g: DGC(m.parameters(), DGCConfig(compress_ratio=0.3), process_group=g),
+        dgc.optimizer_step,
+    ),
+    "ef-sgd": gradient_loop(
+        lambda m, g: ErrorFeedback(m.parameters(), TopK(keep_ratio=0.3), process_group=g),
+        gradient_engine.optimizer_step,
+    ),
+    "signsgd": gradient_loop(
+        lambda m, g: SignSGD(m.parameters(), SignSGDConfig(momentum=0.0), process_group=g),
+        gradient_engine.optimizer_step,
+    ),
+}
+
+
+def trained(loop: Loop, group: Any, steps: int = 4) -> Tensor:
+    """The parameters after some steps: [worker, D]."""
+    model = mlp()
+    _, step = loop(model, group)
+    for t in range(steps):
+        loss(model, processes().rank, t).backward()
+        step()
+    return everywhere(model)
+
+
+def gossip_of(model: nn.Module, group: Any, **options: Any) -> GossipOptimizer:
+    local = OPTIMIZERS["sgd"](model)
+    return GossipOptimizer(local, "power-gossip", process_group=group, **options)
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("name", [*LOOPS, "overlapping", "learning", "hook"])
+def test_a_loop_that_is_over_is_freed(name: str) -> None:
+    """A program can train one model after the other: nothing refers to their parameters."""
+    group = MPI.COMM_WORLD.Dup()  # whose first optimizer has the barrier at exit
+
+    def train() -> list[weakref.ref[nn.Parameter]]:
+        model: nn.Module = mlp()
+        if name in LOOPS:
+            _, step = LOOPS[name](model, group)
+        elif name == "hook":
+            model, optimizer, _ = hooked(process_group=group)
+            step = optimizer.step
+        else:
+            options = {"learning": {"learning": "gradient-tracking"}}.get(
+                name, {"overlapping": True}
+            )
+            step = gossip_of(model, group, **options).step
+        for t in range(2):
+            loss(model, processes().rank, t).backward()
+            step()
+        return [weakref.ref(parameter) for parameter in model.parameters()]
+
+    for parameters in [train(), train()]:
+        gc.collect()
+        assert all(parameter() is None for parameter in parameters)
+
+
+@pytest.mark.parallel([4])
+@pytest.mark.parametrize("name", LOOPS)
+def test_two_groups_train_independently(name: str) -> None:
+    """Each as its two processes would by themselves, and the same with both kinds of group."""
+    who = processes()
+    found = [trained(LOOPS[name], halves(kind)) for kind in GROUPS]
+    assert torch.equal(*found)
+    first, second = found[0].split(2)
+    assert (first.mean(0) - second.mean(0)).abs().max() > 1e-3
+
+    # Processes 2 and 3 with the data of 0 and 1.
+    model = mlp()
+    _, step = LOOPS[name](model, halves("communicator"))
+    for t in range(4):
+        loss(model, who.rank % 2, t).backward()
+        step()
+    both = everywhere(model)
+    assert torch.equal(both[:2], both[2:])
+    assert torch.equal(both[:2], first)
+
+
+def test_a_group_beside_a_network_is_rejected() -> None:
+    network = Network(topologies.make("ring", 1), Processes())
+    for make in (
+        lambda: PowerSGD(mlp().parameters(), AT_ONCE, network, process_group=ALONE),
+        lambda: DGC(mlp().parameters(), None, network, process_group=ALONE),
+        lambda: AllReduce(network, process_group=ALONE),
+    ):
+        with pytest.raises(ValueError, match="process_group"):
+            make()
+    assert processes_of(ALONE) is ALONE
+
+
+# --- Half precision ------------------------------------------------------------------------------
+
+HALF = [torch.bfloat16, torch.float16]
+
+
+def half_mlp(dtype: torch.dtype, seed: int = 0) -> nn.Module:
+    return mlp(seed).to(dtype)
+
+
+def half_loss(model: nn.Module, worker: int, t: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * worker + t)
+    inputs = torch.randn(8, 6, generator=generator)
+    labels = torch.randint(3, (8,), generator=generator)
+    outputs = model(inputs.to(next(model.parameters()).dtype)).float()
+    return nn.functional.cross_entropy(outputs, labels)
+
+
+@pytest.mark.parallel([4])
+@pytest.mark.parametrize("dtype", HALF)
+def test_gossip_of_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
+    """x ← round(W x), with messages of 32 and, to the same result, 16 bits."""
+    for bits, message_dtype in ((32, "float32"), (16, "parameter")):
+        model = half_mlp(dtype)
+        local = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer = GossipOptimizer(local, "dpsgd", message_dtype=message_dtype)
+        model.load_state_dict(half_mlp(dtype, processes().rank).state_dict())
+        before = everywhere(model)
+        optimizer.step()
+        expected = (mixing() @ before.float())[processes().rank]
+        ulp = torch.finfo(dtype).eps * expected.abs()
+        assert ((numbers(model).float() - expected).abs() <= 0.5001 * ulp + 1e-7).all()
+        assert optimizer.bits == 2 * bits * before.shape[1]
+        own = numbers(model)
+        with optimizer.mean_model():
+            assert torch.equal(*everywhere(model)[:2])
+        assert torch.equal(numbers(model), own)
+
+
+@pytest.mark.parallel([4])
+@pytest.mark.parametrize("message_dtype", ["float32", "parameter"])
+def test_every_method_averages_half_precision(message_dtype: str) -> None:
+    """At a learning rate of 0 it keeps the mean up to rounding, and brings workers together."""
+    for name, method in METHODS.items():
+        model = half_mlp(torch.bfloat16)
+        local = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer = GossipOptimizer(local, method, message_dtype=message_dtype)
+        model.load_state_dict(half_mlp(torch.bfloat16, processes().rank).state_dict())
+        before = everywhere(model).float()
+        for _ in range(20):
+            optimizer.step()
+        after = everywhere(model).float()
+        assert (after.mean(0) - before.mean(0)).abs().max() < 0.02, name
+        assert after.std(0).norm() < 0.6 * before.std(0).norm(), name
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(("rank", "num_iterations"), [(1, 2), (2, 1)])
+def test_rounded_messages_keep_the_mean_of_power_gossip(
+    rank: int, num_iterations: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the precision of float32: both ends of an edge use the same rounded products."""
+    if not compiled:
+        monkeypatch.setattr(kernels, "load", lambda network: None)
+    network = Network(topologies.make("ring", 4), ALONE)
+    layout = Layout([(8, 6), (5, 7), (8, 6)])
+    averaging = algorithms.PowerGossip(network, layout, rank=rank, num_iterations=num_iterations)
+    x = torch.randn(4, layout.size, generator=torch.Generator().manual_seed(0))
+    mean, distance = x.mean(0), (x - x.mean(0)).norm()
+    rounding = Rounding(torch.bfloat16)
+    for _ in range(40):
+        network.run(rounding(averaging.step(x)))
+    assert (x.mean(0) - mean).abs().max() < 1e-5
+    assert (x - x.mean(0)).norm() < 0.1 * distance
+    per_iteration = 16 * rank * 2 * (8 + 5 + 8 + 6 + 7 + 6) // 2
+    assert network.bits[0] == 40 * num_iterations * per_iteration
+
+
+class Scaled(nn.Module):
+    """A model in bfloat16 whose scale is in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.scale = half_mlp(torch.bfloat16), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x.bfloat16()).float() * self.scale
+        return y
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("name", ["gossip", "powersgd", "dgc"])
+@pytest.mark.parametrize("message_dtype", ["float32", "parameter"])
+def test_models_of_several_precisions_learn(name: str, message_dtype: str) -> None:
+    model = Scaled()
+    options: dict[str, Any] = {"message_dtype": message_dtype}
+    take: Any = optimizer_step
+    aggregator: Any
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.3)
+    if name == "gossip":
+        optimizer = GossipOptimizer(optimizer, "power-gossip", **options)
+    elif name == "powersgd":
+        aggregator = PowerSGD(model.parameters(), AT_ONCE, **options)
+    else:
+        config = DGCConfig(compress_ratio=0.3, int32_indices=True)
+        aggregator, take = DGC(model.parameters(), config, **options), dgc.optimizer_step
+        optimizer = DGCSGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+    losses = []
+    for t in range(80):
+        generator = torch.Generator().manual_seed(2 * (t % 4) + processes().rank)
+        inputs = torch.randn(64, 6, generator=generator)
+        value = nn.functional.cross_entropy(model(inputs), inputs[:, :3].argmax(1))
+        value.backward()
+        losses.append(value.item())
+        if name == "gossip":
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            take(optimizer, aggregator)
+    assert losses[-1] < 0.7 * losses[0]
+    if name != "gossip":
+        assert torch.equal(*everywhere(model))
+
+
+@pytest.mark.parallel([2])
+def test_parameter_messages_have_half_the_bits() -> None:
+    counted = {}
+    for message_dtype in ("float32", "parameter"):
+        for name in ("powersgd", "dgc"):
+            model = half_mlp(torch.bfloat16)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            take: Any = optimizer_step
+            aggregator: Any = None
+            if name == "powersgd":
+                aggregator = PowerSGD(model.parameters(), AT_ONCE, message_dtype=message_dtype)
+            else:
+                config = DGCConfig(compress_ratio=1)
+                aggregator = DGC(model.parameters(), config, message_dtype=message_dtype)
+                take = dgc.optimizer_step
+            half_loss(model, 0, 0).backward()
+            take(optimizer, aggregator)
+            counted[name, message_dtype] = aggregator.bits
+    for name in ("powersgd", "dgc"):
+        assert counted[name, "float32"] == 2 * counted[name, "parameter"] > 0
+
+
+@pytest.mark.parallel([2])
+def test_rounding_errors_of_dgc_are_sent_later() -> None:
+    """The means and the accumulated elements sum to the gradients, with values in bfloat16."""
+    parameter = nn.Parameter(torch.zeros(6, 4).bfloat16())
+    config = DGCConfig(compress_ratio=0.3, momentum=0.0)
+    aggregator = DGC([parameter], config, message_dtype="parameter")
+    given, applied = torch.zeros(6, 4), torch.zeros(6, 4)
+    for t in range(5):
+        generator = torch.Generator().manual_seed(10 * t + processes().rank)
+        gradient = torch.randn(6, 4, generator=generator)
+        given += gradient
+        means = aggregator.aggregate([gradient])
+        assert means is not None
+        applied += means[0]
+    kept = aggregator.state_dict()["aggregation"]["kept"].view(6, 4)
+    everything = sum(processes().gather(given - kept)) / 2
+    torch.testing.assert_close(applied, everything, rtol=1e-4, atol=1e-5)
+
+
+def test_a_bad_message_dtype_is_rejected() -> None:
+    for make in (
+        lambda: GossipOptimizer(
+            OPTIMIZERS["sgd"](mlp()), "dpsgd", process_group=ALONE, message_dtype="fp8"
+        ),
+        lambda: PowerSGD(mlp().parameters(), AT_ONCE, process_group=ALONE, message_dtype="fp8"),
+        lambda: DGC(mlp().parameters(), process_group=ALONE, message_dtype="fp8"),
+    ):
+        with pytest.raises(ValueError, match=r"^message_dtype=fp8: use float32 or parameter"):
+            make()
+
+
+# --- Tied weights and accumulated gradients ------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """A model whose two layers have one weight, as word embeddings and their decoder do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(torch.tanh(self.first(x)))[:, :3]
+        return y
+
+
+@pytest.mark.parallel([4])
+@pytest.mark.parametrize("name", LOOPS)
+def test_tied_weights_stay_tied(name: str) -> None:
+    model = Tied()
+    _, step = LOOPS[name](model, None)
+    start = numbers(model)
+    assert len(start) == 36 + 12
+    for t in range(3):
+        loss(model, processes().rank, t).backward()
+        step()
+    assert model.last.weight is model.first.weight
+    assert (numbers(model) - start).abs().max() > 1e-3
+    state = model.state_dict()
+    assert state["first.weight"].data_ptr() == state["last.weight"].data_ptr()
+
+
+@pytest.mark.parallel([4])
+@pytest.mark.parametrize("name", LOOPS)
+def test_accumulated_gradients_are_those_of_one_batch(name: str) -> None:
+    who = processes()
+
+    def after(parts: int) -> Tensor:
+        model = mlp()
+        _, step = LOOPS[name](model, None)
+        for t in range(2):
+            losses = [loss(model, who.rank, 10 * t + part) / 3 for part in range(3)]
+            if parts == 1:
+                torch.stack(losses).sum().backward()
+            else:
+                for value in losses:
+                    value.backward()
+            step()
+        return numbers(model)
+
+    torch.testing.assert_close(after(3), after(1), rtol=1e-4, atol=1e-5)
+
+
+# --- Overlapping messages ------------------------------------------------------------------------
+
+
+def overlapping(method: Any = "dpsgd", **options: Any) -> tuple[Any, GossipOptimizer]:
+    model = mlp()
+    local = OPTIMIZERS["momentum"](model)
+    return model, GossipOptimizer(local, method, overlapping=True, **options)
+
+
+@pytest.mark.parallel([4])
+def test_messages_are_in_flight_during_the_backward_pass() -> None:
+    """And nothing else can be done with the parameters until the step."""
+    model, optimizer = overlapping(local_steps=2)
+    loss(model, processes().rank, 0).backward()
+    assert optimizer.bits == 0
+    optimizer.step()
+    for part in range(2):  # accumulated
+        loss(model, processes().rank, part).backward()
+        assert optimizer.bits == 2 * 32 * len(numbers(model))
+    for call in (optimizer.state_dict, optimizer.mean_model().__enter__):
+        with pytest.raises(RuntimeError, match="call it after step"):
+            call()
+    optimizer.step()
+    assert optimizer.bits == 2 * 32 * len(numbers(model))
+    with optimizer.mean_model():
+        assert torch.equal(*everywhere(model)[:2])
+
+
+@pytest.mark.parallel([4])
+def test_a_closure_computes_at_the_mixed_parameters() -> None:
+    model, optimizer = overlapping()
+    optimizer.zero_grad()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        value = loss(model, processes().rank, 0)
+        value.backward()
+        return value
+
+    for _ in range(3):
+        optimizer.step(closure)
+    assert optimizer.bits == 3 * 2 * 32 * len(numbers(model))
+
+
+@pytest.mark.parallel([4])
+def test_a_step_without_gradients_mixes() -> None:
+    model, optimizer = overlapping()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(processes().rank)
+    before = everywhere(model)
+    optimizer.step()
+    torch.testing.assert_close(everywhere(model), mixing() @ before)
+
+
+def test_overlapping_all_reduce_is_rejected() -> None:
+    with pytest.raises(BadInput, match="all-reduce"):
+        overlapping("all-reduce", process_group=ALONE)
+
+
+def test_alone_overlapping_is_the_wrapped_optimizer() -> None:
+    model, optimizer = overlapping(process_group=ALONE)
+    reference = mlp()
+    run(model, optimizer, range(3), worker=0)
+    run(reference, OPTIMIZERS["momentum"](reference), range(3), worker=0)
+    assert torch.equal(numbers(model), numbers(reference))

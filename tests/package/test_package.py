@@ -1,0 +1,403 @@
+"""The package: what it installs, what it imports, and where it can be used."""
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+import algorithms
+import compressors
+import gossip_run
+import powergossip.algorithms
+import powergossip.algorithms.aggregation
+import powergossip.compressors
+import powergossip.topologies
+import topologies
+import train
+from powergossip import presets
+from powergossip.runs import configuration
+from tests.harness import compared_runs, launch
+
+PACKAGE = launch.ROOT / "powergossip"
+TOP_LEVEL = {"algorithms", "compressors", "gossip_run", "topologies", "train"}
+
+
+# --- Imports --------------------------------------------------------------------------------------
+
+# Below each part of the package: the parts that it may import, besides itself.
+BASE = {
+    "checks",
+    "errors",
+    "formatting",
+    "options",
+    "parameters",
+    "presets",
+    "command_line",
+    "randomness",
+    "reading",
+    "tensor_cache",
+    "trees",
+}
+NETWORK = BASE | {"kernels", "topologies"}
+ALGORITHMS = NETWORK | {"compressors", "network"}
+RUNS = ALGORITHMS | {"algorithms"}
+MAY_IMPORT = {
+    **dict.fromkeys(BASE, BASE),
+    "compressors": BASE,
+    "topologies": BASE,
+    "tasks": BASE,
+    "kernels": BASE,
+    "network": NETWORK,
+    "mpi_check": NETWORK | {"network"},
+    "algorithms": ALGORITHMS,
+    "optimizers": ALGORITHMS | {"algorithms"},
+    "runs": RUNS,
+    "events": RUNS,
+    "training": RUNS | {"events", "runs", "tasks"},
+    "compare": RUNS | {"runs"},
+    "consensus": RUNS | {"events", "runs"},
+    "prediction": RUNS | {"runs", "tasks"},
+}
+MODULES = {file.relative_to(PACKAGE).as_posix(): file for file in PACKAGE.rglob("*.py")}
+
+
+def imported(file: Path) -> set[str]:
+    """The modules that a file imports, anywhere in it; `from a import b` gives a and a.b."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "absolute imports only"
+            assert node.module is not None
+            found |= {node.module, *(f"{node.module}.{name.name}" for name in node.names)}
+    return found
+
+
+def part_of(module: str) -> str:
+    """powergossip.network.mpi → network"""
+    return module.split(".")[1]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_point_one_way(name: str) -> None:
+    modules = imported(MODULES[name])
+    assert {module.partition(".")[0] for module in modules} & TOP_LEVEL == set()
+    assert {module.partition(".")[0] for module in modules} & {"experiments", "tests"} == set()
+    if name == "__init__.py":
+        return
+    part = name.partition("/")[0].removesuffix(".py")
+    parts = {part_of(module) for module in modules if module.startswith("powergossip.")}
+    known = {entry.stem if entry.suffix == ".py" else entry.name for entry in PACKAGE.iterdir()}
+    assert (parts & known) - MAY_IMPORT[part] - {part} == set()
+
+
+def test_no_modules_import_each_other() -> None:
+    """No circles of imports inside any package, lazy imports and those for types included."""
+    graph: nx.DiGraph = nx.DiGraph()
+    modules = {
+        f"powergossip.{name.removesuffix('.py').removesuffix('/__init__').replace('/', '.')}": file
+        for name, file in MODULES.items()
+    }
+    for module, file in modules.items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                full = [f"{node.module}.{name.name}" for name in node.names]
+                graph.add_edges_from((module, m if m in modules else node.module) for m in full)
+    circles = [found for found in nx.strongly_connected_components(graph) if len(found) > 1]
+    assert circles == []
+
+
+def test_runs_know_no_transport() -> None:
+    """How a process ends is network.exits' part, not that of a run's files."""
+    for name, file in MODULES.items():
+        if name.startswith("runs/"):
+            assert not any(".resilient" in m or ".torch" in m for m in imported(file))
+
+
+def test_only_the_network_imports_mpi() -> None:
+    """Except the check of an installation, which tests MPI itself."""
+    for name, file in MODULES.items():
+        if name.partition("/")[0] not in ("network", "mpi_check.py"):
+            assert {module for module in imported(file) if module.startswith("mpi4py")} == set()
+
+
+@pytest.mark.parametrize(
+    ("catalogue", "package", "registries"),
+    [
+        (algorithms, powergossip.algorithms, ["AVERAGING", "CONSENSUS_ONLY"]),
+        (algorithms, powergossip.algorithms.aggregation, ["AGGREGATIONS"]),
+        (compressors, powergossip.compressors, ["COMPRESSORS"]),
+        (topologies, powergossip.topologies, ["TOPOLOGIES"]),
+    ],
+)
+def test_a_catalogue_has_the_same_objects_as_its_package(
+    catalogue: Any, package: Any, registries: list[str]
+) -> None:
+    for name in [*getattr(package, "__all__", ()), *registries]:
+        assert getattr(catalogue, name) is getattr(package, name), name
+
+
+@pytest.mark.parametrize(
+    ("catalogue", "registries"),
+    [
+        (algorithms, ["AVERAGING", "CONSENSUS_ONLY", "AGGREGATIONS"]),
+        (compressors, ["COMPRESSORS"]),
+        (topologies, ["TOPOLOGIES"]),
+    ],
+)
+def test_a_catalogue_lists_every_row(catalogue: Any, registries: list[str]) -> None:
+    words = str(catalogue.__doc__).split()
+    for registry in registries:
+        assert [name for name in getattr(catalogue, registry) if name not in words] == []
+
+
+# --- A folder with modules of the user's own ------------------------------------------------------
+
+OWN = ("runs/", "tasks/", "network/", "experiments/", "metrics.py", "errors.py", "parameters.py")
+DRIVER = """
+import errors, experiments, metrics, network, parameters, runs, tasks
+import train
+import gossip_run
+
+for module in (errors, experiments, metrics, network, parameters, runs, tasks):
+    assert module.MINE, "the user's own"
+
+train.config["task_architecture"] = "MLP"
+train.config["n_workers"] = 2
+train.config["num_epochs"] = 1
+train.config["max_steps_per_epoch"] = 2
+train.output_dir = "trained"
+train.main()
+gossip_run.config["n_workers"] = 4
+gossip_run.config["matrix_size"] = 10
+gossip_run.config["num_steps"] = 5
+gossip_run.output_dir = "gossiped"
+gossip_run.main()
+"""
+
+
+def test_a_driver_works_in_a_folder_with_modules_of_the_same_names(tmp_path: Path) -> None:
+    for name in OWN:
+        if name.endswith("/"):
+            (tmp_path / name).mkdir()
+            name += "__init__.py"
+        (tmp_path / name).write_text("MINE = True\n")
+    (tmp_path / "driver.py").write_text(DRIVER)
+    ended = launch.python("driver.py", cwd=tmp_path, fresh=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "After 1 epoch" in ended.stdout
+    assert "final error" in ended.stdout
+    for folder in ("trained", "gossiped"):
+        assert (tmp_path / folder / "metrics.jsonl").stat().st_size > 0
+
+
+# --- The wheel ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, because building writes into the sources."""
+    # Not imported: setuptools fails if another test has imported distutils.
+    found = [d.version for d in distributions(name="setuptools")]
+    if not found or int(found[0].partition(".")[0]) < 77:
+        pytest.skip("setuptools 77 is no requirement of its own")
+    folder: Path = tmp_path_factory.mktemp("wheel")
+    left_out = (".*", "__pycache__", "build", "data", "output", "*.egg-info", "docs")
+    shutil.copytree(launch.ROOT, folder / "source", ignore=shutil.ignore_patterns(*left_out))
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", "built"]
+    built = launch.python("-m", "pip", "wheel", "./source", *options, cwd=folder)
+    assert built.returncode == 0, built.stderr
+    (file,) = (folder / "built").glob("*.whl")
+    return file
+
+
+def test_the_wheel_has_the_package_and_five_modules(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    top = {name.partition("/")[0] for name in names if ".dist-info/" not in name}
+    assert top == {"powergossip", *(f"{module}.py" for module in TOP_LEVEL)}
+    assert "powergossip/py.typed" in names
+    inside = {
+        file.relative_to(launch.ROOT).as_posix()
+        for pattern in ("*.py", "kernels/*.[ch]", "presets/**/*.yaml")
+        for file in PACKAGE.rglob(pattern)
+    }
+    assert {name for name in names if name.startswith("powergossip/")} == {
+        "powergossip/py.typed",
+        *inside,
+    }
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path) -> Path:
+    """A folder with the wheel; the packages that it needs are those of this Python."""
+    folder = wheel.parent / "installed"
+    options = ["--no-deps", "--no-index", "--target", str(folder), str(wheel)]
+    done = launch.python("-m", "pip", "install", "--quiet", *options)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+SCRIPTS = {  # with arguments for a small run, and a pattern of its output
+    "powergossip-train": (
+        "--config cifar10_resnet20/power-gossip task=Digits task_architecture=MLP n_workers=2 "
+        "task_options={} batch_size=16 num_epochs=1 max_steps_per_epoch=2 --output-dir run",
+        "After 1 epoch",
+    ),
+    "powergossip-consensus": (
+        "--config consensus n_workers=4 matrix_size=10 num_steps=5 --output-dir run",
+        "final error",
+    ),
+    "powergossip-compare": ("m*", "final"),
+    "powergossip-predict": (
+        "--rate 1mbit --workers 4 --model 10x10 --no-measure",
+        "Recommended",
+    ),
+    "powergossip-mpi-check": ("--quick", "MPI works: 1 process on 1 host"),
+}
+QUICK = "powergossip-compare"  # does not import torch
+
+
+def run_installed(installed: Path, name: str, cwd: Path, *arguments: str) -> str:
+    """The output of a console script."""
+    ended = subprocess.run(
+        [installed / "bin" / name, *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[pytest.mark.slow] if n not in ("powergossip-train", QUICK) else [])
+        for n in SCRIPTS
+    ],
+)
+def test_console_scripts_run_from_an_empty_folder(
+    name: str, installed: Path, tmp_path: Path
+) -> None:
+    arguments, words = SCRIPTS[name]
+    if name == "powergossip-compare":
+        compared_runs.write_run(tmp_path / "mine")
+    assert words in run_installed(installed, name, tmp_path, *arguments.split())
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n != QUICK else []) for n in SCRIPTS]
+)
+def test_console_scripts_have_help_that_writes_nothing(
+    name: str, installed: Path, tmp_path: Path
+) -> None:
+    assert run_installed(installed, name, tmp_path, "--help").startswith("usage: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_installed_modules_are_those_of_the_wheel(installed: Path, tmp_path: Path) -> None:
+    """Not those of this checkout, which this Python may know too."""
+    show = "import importlib.util as u, sys; print(*(u.find_spec(m).origin for m in sys.argv[1:]))"
+    printed = subprocess.check_output(
+        [sys.executable, "-c", show, "powergossip", *sorted(TOP_LEVEL)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        text=True,
+    )
+    assert all(Path(file).is_relative_to(installed) for file in printed.split())
+
+
+# --- Presets --------------------------------------------------------------------------------------
+
+
+def configured(*arguments: str) -> DictConfig:
+    config = OmegaConf.structured(train.Config)
+    configuration.read_command_line(config, list(arguments), "")
+    return config
+
+
+BASE_FILE = str(presets.FOLDER / "cifar10_resnet20.yaml")
+METHOD_FILE = str(presets.FOLDER / "cifar10_resnet20" / "power-gossip.yaml")
+
+
+def test_a_preset_by_name_reads_its_base_and_its_method() -> None:
+    by_name = configured("--config", "cifar10_resnet20/power-gossip")
+    assert by_name == configured("--config", BASE_FILE, "--config", METHOD_FILE)
+    assert by_name != configured("--config", METHOD_FILE)
+    assert by_name.batch_size == 128
+    assert by_name.optimizer == "power-gossip"
+    changed = configured("--config", "cifar10_resnet20/power-gossip", "batch_size=32")
+    assert changed.batch_size == 32
+
+
+def test_a_base_is_read_once_and_methods_can_be_stacked() -> None:
+    """The second name must not reset what the first one has changed."""
+    stacked = configured(
+        *("--config", "cifar10_resnet20/dgc", "--config", "cifar10_resnet20/dgc-half-precision")
+    )
+    folder = presets.FOLDER / "cifar10_resnet20"
+    files = [BASE_FILE, str(folder / "dgc.yaml"), str(folder / "dgc-half-precision.yaml")]
+    assert stacked == configured(*(part for file in files for part in ("--config", file)))
+
+
+def test_a_file_of_the_user_comes_before_a_preset_of_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("consensus").write_text("batch_size: 77\n")
+    assert configured("--config", "consensus").batch_size == 77
+
+
+@pytest.mark.parametrize(
+    ("script", "name", "close"),
+    [
+        ("train.py", "cifar10_resnet20/powr-gossip", "cifar10_resnet20/power-gossip"),
+        ("gossip_run.py", "consensis", "consensus"),
+    ],
+)
+def test_an_unknown_preset_suggests_close_ones(script: str, name: str, close: str) -> None:
+    ended = launch.python(script, "--config", name)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert name in line
+    assert close in line
+
+
+def test_every_preset_is_found_by_its_name() -> None:
+    assert "cifar10_resnet20/power-gossip" in presets.names()
+    for name in presets.names():
+        files = presets.files(name)
+        assert files[-1] == presets.FOLDER / f"{name}.yaml"
+        assert len(files) == 1 + name.count("/")
+        config = OmegaConf.structured(
+            gossip_run.Config if name.startswith("consensus") else train.Config
+        )
+        configuration.read_command_line(config, ["--config", name], "")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+)
+def test_threads_that_wait_soon_sleep(given: dict[str, str], expected: str) -> None:
+    """Unless the environment says otherwise, and before torch is loaded."""
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    kept = {name: value for name, value in os.environ.items() if name not in names}
+    code = "import os, powergossip; print(os.environ.get('GOMP_SPINCOUNT'))"
+    printed = subprocess.check_output(
+        [sys.executable, "-c", code], env={**kept, **given}, text=True, cwd=launch.ROOT
+    )
+    assert printed.strip() == expected

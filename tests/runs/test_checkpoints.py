@@ -1,0 +1,612 @@
+"""A run that was killed resumes as if nothing had happened."""
+
+import hashlib
+import json
+import random
+import shlex
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+
+import train
+from powergossip import network
+from powergossip.algorithms import AVERAGING
+from powergossip.algorithms.aggregation import AGGREGATIONS
+from powergossip.compressors import COMPRESSORS
+from powergossip.errors import BadInput, Interrupted
+from powergossip.network import Processes
+from powergossip.runs import checkpoints, metrics
+from powergossip.runs.checkpoints import Checkpoints
+from powergossip.training.ending import Agreement
+from tests.harness.killed import run
+from tests.harness.launch import python
+
+SMALL: dict[str, Any] = {
+    "n_workers": 4,
+    "task_architecture": "MLP",
+    "batch_size": 64,
+    "drop_last": True,
+    "num_epochs": 4,
+    "checkpoint_interval": 1,
+    "log_verbosity": 0,
+    "distributed_lr_warmup_epoch": 1.0,
+    "lr_schedule_milestones": [[3, 0.1]],
+}  # 5 steps an epoch
+STEPS = 20
+# Each kind of state once. A new averaging rule or aggregation has its case without further ado.
+LOSSY = {"optimizer_keep_ratio": 0.1, "optimizer_diffusion_rate": 0.1}
+COMPRESSED: dict[str, list[str]] = {  # optimizer: compressors
+    "choco": ["random-k"],  # positions from a random stream
+    "deepsqueeze": ["qsgd"],  # rounding from a random stream
+}
+CASES: list[dict[str, Any]] = [
+    *({"optimizer": name} for name in AVERAGING if name not in COMPRESSED),
+    *({"optimizer": name, "optimizer_keep_ratio": 0.1} for name in AGGREGATIONS),
+    *(
+        {"optimizer": name, "optimizer_compressor": compressor, **LOSSY}
+        for name, compressors in COMPRESSED.items()
+        for compressor in compressors
+    ),
+    # a step of several batches, whose mean is compressed; an increasing ratio
+    {"optimizer": "dgc", "optimizer_num_batches_per_step": 2, "optimizer_warmup_epochs": 1},
+    {"topology": "round-robin", "optimizer_num_iterations": 1},  # neighbors depend on the step
+    {"local_optimizer": "adamw", "learning_rate": 0.003},
+    {"local_steps": 3, "gradient_clipping": 0.5, "overlapping": False},
+    # buffers of batch norm, also whole numbers
+    {"task_architecture": "ResNet20", "batch_size": 179, "num_epochs": 3},
+    {
+        "task": "LSTM",
+        "task_architecture": "LSTM",  # carries its hidden state from batch to batch; dropout
+        "task_options": {"hidden_size": 16, "num_layers": 2, "min_count": 20},
+        "batch_size": 16,
+        "max_steps_per_epoch": 5,
+        "gradient_clipping": 0.4,
+        "optimizer": "choco",
+        "optimizer_diffusion_rate": 0.1,
+    },
+]
+OTHER_CASES: list[dict[str, Any]] = [
+    *(
+        {"optimizer": name, "optimizer_compressor": compressor, **LOSSY}
+        for name, covered in COMPRESSED.items()
+        for compressor in COMPRESSORS
+        if compressor not in covered
+    ),
+    {"optimizer": "powersgd", "optimizer_num_iterations": 3, "gradient_clipping": 1.0},
+    {"optimizer": "powersgd", "optimizer_rank": 2, "optimizer_num_batches_per_step": 3},
+    {"optimizer_rank": 2, "optimizer_num_iterations": 1},
+    {"optimizer_rank": 4, "optimizer_warm_start": False},
+    {"optimizer_round_weights": True, "topology": "star"},
+    {"optimizer": "moniqua", "topology": "one-peer-exponential"},
+]
+ALL_CASES = [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in OTHER_CASES)]
+
+WITHIN_AN_EPOCH = [
+    {"local_steps": 3, "topology": "round-robin", "optimizer_num_iterations": 1},
+    next(case for case in CASES if case.get("task") == "LSTM"),
+    pytest.param({}, marks=pytest.mark.slow),
+]
+
+
+def label(case: dict[str, Any]) -> str:
+    return "-".join(str(value) for value in case.values())
+
+
+def killed(folder: Path, changes: dict[str, Any], kind: str, argument: object) -> None:
+    """Train in a process that kills itself; see tests/harness/killed.py."""
+    ended = python("tests/harness/killed.py", folder, json.dumps(changes), kind, str(argument))
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+
+
+def end_of(folder: Path) -> dict[str, Any]:
+    """The last checkpoint."""
+    state: dict[str, Any] = Checkpoints(folder, Processes()).load(range(4))
+    return state
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """All rows, without times."""
+    lines = (folder / metrics.FILE).read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    for row in rows:
+        del row["seconds"]
+    return [row for row in rows if row["name"] != "phase_seconds"]
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """To the bit."""
+    assert type(one) is type(other)
+    if isinstance(one, Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            if key not in ("seconds", "phases"):
+                assert_same(one[key], other[key])
+    elif isinstance(one, list):
+        for a, b in zip(one, other, strict=True):
+            assert_same(a, b)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize("case", ALL_CASES, ids=label)
+def test_a_killed_run_resumes_to_the_bit(case: dict[str, Any], tmp_path: Path) -> None:
+    changes = SMALL | {"num_epochs": 3, "lr_schedule_milestones": [[2, 0.1]]} | case
+    run(tmp_path / "whole", changes)
+    steps = end_of(tmp_path / "whole")["step"]
+    step = random.Random(label(case)).randrange(int(steps // 3), int(steps))
+    killed(tmp_path / "killed", changes, "step", step)
+    before = rows_of(tmp_path / "killed")
+    assert len(before) < len(rows_of(tmp_path / "whole"))
+    run(tmp_path / "killed", changes | {"resume": True})
+    assert rows_of(tmp_path / "killed") == rows_of(tmp_path / "whole")
+    assert_same(end_of(tmp_path / "killed"), end_of(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("case", WITHIN_AN_EPOCH, ids=label)
+def test_a_run_that_is_stopped_within_an_epoch_resumes_to_the_bit(
+    case: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = SMALL | case
+    run(tmp_path / "whole", changes)
+    with monkeypatch.context() as patch:
+        at_eight = lambda agreement, step, received: signal.SIGUSR1 if step == 8 else None  # noqa: E731
+        patch.setattr(Agreement, "after_step", at_eight)
+        with pytest.raises(Interrupted, match="SIGUSR1 after step 8 "):
+            run(tmp_path / "stopped", changes)
+    found = Checkpoints(tmp_path / "stopped", Processes()).describe()
+    assert found is not None
+    assert found["step"] == 8
+    run(tmp_path / "stopped", changes | {"resume": True})
+    assert rows_of(tmp_path / "stopped") == rows_of(tmp_path / "whole")
+    assert_same(end_of(tmp_path / "stopped"), end_of(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("function", ["_write_part", "sync_folder"])
+def test_killed_while_a_checkpoint_is_written(function: str, tmp_path: Path) -> None:
+    """The one before is used, and the half one is removed."""
+    run(tmp_path / "whole", SMALL)
+    killed(tmp_path / "killed", SMALL, "function", function)
+    found = Checkpoints(tmp_path / "killed", Processes()).describe()
+    assert found is not None
+    assert found["step"] < STEPS
+    run(tmp_path / "killed", SMALL | {"resume": True})
+    assert rows_of(tmp_path / "killed") == rows_of(tmp_path / "whole")
+    assert_same(end_of(tmp_path / "killed"), end_of(tmp_path / "whole"))
+    kept = {path.name for path in (tmp_path / "killed" / checkpoints.FOLDER).iterdir()}
+    index = json.loads((tmp_path / "killed" / checkpoints.FOLDER / "index.json").read_text())
+    assert kept == {"index.json", index["last"]["folder"], index["best"]["folder"]}
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:
+    run(tmp_path / "whole", SMALL)
+    killed(tmp_path / "killed", SMALL, "step", 2)
+    run(tmp_path / "killed", SMALL | {"resume": True})
+    assert rows_of(tmp_path / "killed") == rows_of(tmp_path / "whole")
+
+
+def test_rows_of_another_run_without_checkpoints_are_kept(tmp_path: Path) -> None:
+    killed(tmp_path, SMALL | {"evaluation_interval": 1, "checkpoint_interval": 4}, "step", 12)
+    assert not (tmp_path / checkpoints.FOLDER).exists()
+    assert rows_of(tmp_path)
+    assert "topology=star" in rejected(tmp_path, topology="star")
+
+
+def test_auto_begins_a_run_where_there_is_none_and_resumes_it(tmp_path: Path) -> None:
+    """A job that is put back into the queue needs one command only."""
+    run(tmp_path / "whole", SMALL)
+    for num_epochs in (2, SMALL["num_epochs"]):
+        run(tmp_path / "new", SMALL | {"resume": "auto", "num_epochs": num_epochs})
+    assert rows_of(tmp_path / "new") == rows_of(tmp_path / "whole")
+
+
+def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
+    """A mistyped name does not begin another run."""
+    assert "resume=true" in rejected(tmp_path / "mistyped")
+    assert not (tmp_path / "mistyped").exists()
+    (tmp_path / "notes.txt").write_text("mine")
+    assert str(tmp_path) in rejected(tmp_path)
+    assert "resume=always" in rejected(tmp_path, resume="always")
+
+
+def test_a_finished_run_can_be_prolonged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path / "whole", SMALL)
+    run(tmp_path / "short", SMALL | {"num_epochs": 2})
+    short = rows_of(tmp_path / "short")
+    run(tmp_path / "short", SMALL | {"resume": True})
+    assert rows_of(tmp_path / "short") == rows_of(tmp_path / "whole")
+    assert rows_of(tmp_path / "short")[: len(short)] == short
+    capsys.readouterr()
+    run(tmp_path / "short", SMALL | {"resume": True})  # nothing is left to do
+    assert f"{tmp_path / 'short'} was complete" in capsys.readouterr().out
+    assert rows_of(tmp_path / "short") == rows_of(tmp_path / "whole")
+    assert "num_epochs=1" in rejected(tmp_path / "short", num_epochs=1)
+
+
+def test_a_resumed_run_continues_its_times(tmp_path: Path) -> None:
+    run(tmp_path, SMALL | {"num_epochs": 2})
+    before = metrics.load(tmp_path)
+    run(tmp_path, SMALL | {"resume": True})
+    after = metrics.load(tmp_path)
+    assert after["seconds"].is_monotonic_increasing
+    for phase in ("gradient", "averaging", "communication"):
+        elapsed = after[(after["name"] == "phase_seconds") & (after["phase"] == phase)]["value"]
+        assert elapsed.is_monotonic_increasing
+        assert elapsed.iloc[-1] > before[before["phase"] == phase]["value"].iloc[-1]
+
+
+def test_the_best_is_kept(tmp_path: Path) -> None:
+    run(tmp_path, SMALL | {"momentum": 0.0, "lr_schedule_milestones": [[2, 150]]})
+    rows = metrics.load(tmp_path)
+    mean = rows[(rows["name"] == "accuracy") & (rows["split"] == "test_avg")]
+    best = mean.sort_values("value", kind="stable").iloc[-1]
+    found = Checkpoints(tmp_path, Processes())
+    entry, last = found.describe("best"), found.describe("last")
+    assert entry is not None
+    assert last is not None
+    assert entry["score"] == best["value"]
+    assert entry["step"] == 5 * best["epoch"] < last["step"] == STEPS
+    assert found.load(range(2, 3), "best")["x"].shape[0] == 1
+
+
+# --- Signals, and other layouts -------------------------------------------------------------------
+
+
+def command(folder: Path, *more: str) -> list[str]:
+    changes = [f"{key}={value}".replace(" ", "") for key, value in SMALL.items()]
+    return ["train.py", *changes, "--output-dir", str(folder), *more]
+
+
+DRIVER = """
+import os, signal, time
+import train
+from powergossip.runs import configuration
+from powergossip.training.execution import Together
+original = Together.gradient
+def gradient(run, epoch, step):
+    last = run.view.processes.rank == run.view.processes.size - 1
+    if run.step == 7 and last and not run._config.resume:
+        os.kill(os.getpid(), signal.{name})
+    time.sleep(0.05)  # not done before process 0 asks the others
+    return original(run, epoch, step)
+Together.gradient = gradient
+configuration.run_entry_point(train.main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("SIGTERM", 1, 2),
+        ("SIGUSR1", 2, 1),
+        pytest.param("SIGTERM", 1, 4, marks=pytest.mark.slow),
+        pytest.param("SIGUSR1", 4, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_ended_by_a_signal_resumes_in_another_layout(
+    name: str, before: int, after: int, tmp_path: Path
+) -> None:
+    """In the middle of an epoch. A signal to one process of several stops all."""
+    run(tmp_path / "whole", SMALL)
+    driver = tmp_path / "driver.py"
+    driver.write_text(DRIVER.format(name=name))
+    arguments = command(tmp_path / "stopped")[1:]
+    result = python(driver, *arguments, processes=before)
+    assert result.returncode == 128 + getattr(signal, name), result.stderr
+    assert "Traceback" not in result.stderr, result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+    assert name in line
+    stopped = Checkpoints(tmp_path / "stopped", Processes()).describe()
+    assert stopped is not None
+    assert 8 <= stopped["step"] < STEPS
+    words = shlex.split(line.partition("resume with: ")[2])
+    launcher = ["mpirun", "-np", str(before), "python"]
+    assert words[: len(launcher)] == launcher
+    again = python(*words[len(launcher) :], processes=after)
+    assert again.returncode == 0, again.stderr
+    ours, whole = end_of(tmp_path / "stopped"), end_of(tmp_path / "whole")
+    torch.testing.assert_close(ours["x"], whole["x"], atol=1e-4, rtol=1e-4)
+    assert torch.equal(ours["network"]["bits"], whole["network"]["bits"])
+    for row, expected in zip(
+        rows_of(tmp_path / "stopped"), rows_of(tmp_path / "whole"), strict=True
+    ):
+        assert row == expected | {"value": pytest.approx(expected["value"], rel=1e-2, abs=1e-4)}
+
+
+# --- Bad input ------------------------------------------------------------------------------------
+
+
+def rejected(folder: Path, **changes: Any) -> str:
+    """The error of a resumed run, which must not change the folder."""
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(BadInput) as caught:
+        run(folder, SMALL | {"resume": True} | changes)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    return str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("finished")
+    run(folder, SMALL)
+    return folder
+
+
+def test_a_run_cannot_resume_with_another_configuration(finished: Path) -> None:
+    text = rejected(finished, topology="star", learning_rate=0.3)
+    for words in ("learning_rate=0.3", "0.02", "topology=star", "ring"):
+        assert words in text
+
+
+def test_a_run_cannot_resume_with_another_model(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from powergossip.tasks import models
+
+    class Wider(models.MLP):
+        def __init__(self, shape: Any, n_labels: int, **options: Any) -> None:
+            super().__init__(shape, n_labels, hidden=130)
+
+    monkeypatch.setitem(models.ARCHITECTURES, "MLP", Wider)
+    text = rejected(finished)
+    assert "26122" in text
+    assert "26790" in text
+
+
+def test_resume_needs_an_output_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
+    monkeypatch.setattr(train, "output_dir", None)
+    train.config.resume = True
+    with pytest.raises(BadInput, match=r"resume=true: .*--output-dir"):
+        train.main()
+
+
+def test_the_configuration_of_a_resumed_run_repeats_the_run(tmp_path: Path) -> None:
+    """Permissions of one command are not those of a later one."""
+    run(tmp_path / "first", SMALL | {"num_epochs": 1, "overwrite": True})
+    run(tmp_path / "first", SMALL | {"num_epochs": 2, "resume": True, "allow_lost_rows": True})
+    written: Any = OmegaConf.load(tmp_path / "first" / "config.yaml")
+    assert not any(written[key] for key in ("resume", "allow_lost_rows", "overwrite"))
+    train.main(
+        [
+            "--config",
+            str(tmp_path / "first" / "config.yaml"),
+            "--output-dir",
+            str(tmp_path / "again"),
+        ]
+    )
+    rows = [metrics.load(tmp_path / name) for name in ("first", "again")]
+    accuracy, again = (r[(r["name"] == "accuracy") & (r["epoch"] == 2)] for r in rows)
+    assert accuracy["value"].tolist() == again["value"].tolist()
+
+
+class _Forged:
+    """An object that writes a file when it is unpickled."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.write_text, (self.file, "")
+
+
+def test_a_forged_checkpoint_is_not_executed(tmp_path: Path) -> None:
+    folder, trace = tmp_path / "run", tmp_path / "trace"
+    run(folder, SMALL)
+    for part in folder.rglob("part-0.pt"):
+        old = part.read_bytes()
+        torch.save({"x": _Forged(trace)}, part)
+        new = part.read_bytes()
+        for index in folder.rglob("index.json"):
+            text = index.read_text()
+            for was, now in (
+                (hashlib.sha256(old).hexdigest(), hashlib.sha256(new).hexdigest()),
+                (f'"bytes": {len(old)}', f'"bytes": {len(new)}'),
+            ):
+                text = text.replace(was, now)
+            index.write_text(text)
+    text = rejected(folder)
+    assert "part-0.pt" in text
+    assert "weights_only" not in text
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "missing", "index", "no index"])
+def test_a_damaged_checkpoint_is_an_error(damage: str, tmp_path: Path) -> None:
+    run(tmp_path, SMALL)
+    (part,) = {path for path in tmp_path.rglob("part-0.pt") if "000020" in str(path)}
+    octets = part.read_bytes()
+    if damage == "cut":
+        part.write_bytes(octets[:1000])
+        text = rejected(tmp_path)
+        assert "1000 bytes" in text
+        assert str(len(octets)) in text
+    elif damage == "changed":
+        part.write_bytes(octets[:2000] + bytes([octets[2000] ^ 1]) + octets[2001:])
+        assert "SHA-256" in rejected(tmp_path)
+    elif damage == "missing":
+        part.unlink()
+        assert "No such file" in rejected(tmp_path)
+    elif damage == "index":
+        (tmp_path / "checkpoints" / "index.json").write_text('{"version": 1, "la')
+        assert "index.json" in rejected(tmp_path)
+    else:
+        (tmp_path / "checkpoints" / "index.json").unlink()
+        assert "index.json" in rejected(tmp_path)
+        shutil.rmtree(tmp_path / "checkpoints")  # as the sentence says
+        run(tmp_path, SMALL | {"resume": True, "num_epochs": 1})
+        assert {row["epoch"] for row in rows_of(tmp_path)} == {1}
+
+
+def test_a_run_cannot_resume_without_its_configuration(tmp_path: Path) -> None:
+    run(tmp_path, SMALL | {"num_epochs": 1})
+    (tmp_path / "config.yaml").unlink()
+    assert str(tmp_path / "config.yaml") in rejected(tmp_path, task_architecture="CNN")
+
+
+def test_a_run_cannot_resume_without_the_rows_before_its_checkpoint(tmp_path: Path) -> None:
+    """Unless that is allowed, once: the next checkpoint is of the rows that are left."""
+    run(tmp_path, SMALL | {"num_epochs": 2})
+    rows = (tmp_path / metrics.FILE).read_bytes()
+    for left in (b"", rows[:-1], rows[: len(rows) // 2]):
+        (tmp_path / metrics.FILE).write_bytes(left)
+        assert metrics.FILE in rejected(tmp_path)
+    run(tmp_path, SMALL | {"num_epochs": 2, "resume": True, "allow_lost_rows": True})
+    kept = (tmp_path / metrics.FILE).read_bytes()
+    assert kept == left[: left.rfind(b"\n") + 1]
+    run(tmp_path, SMALL | {"resume": True})
+    assert [row["epoch"] for row in rows_of(tmp_path)][kept.count(b"\n") :][0] == 3
+    entry = Checkpoints(tmp_path, Processes()).describe()
+    assert entry is not None
+    assert entry["step"] == STEPS
+
+
+def test_a_run_is_not_overwritten_for_its_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(BadInput, match=r"checkpoints.*overwrite=true"):
+        run(tmp_path, SMALL)
+    run(tmp_path, SMALL | {"overwrite": True, "num_epochs": 1})
+    found = Checkpoints(tmp_path, Processes()).describe()
+    assert found is not None
+    assert found["step"] == 5
+
+
+LIMITED = """
+import resource, signal, sys
+import train
+from powergossip.runs import configuration
+from powergossip.training.trainer import Trainer
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+original = Trainer._save
+def save(run, checkpoints, offset, position, score=None):
+    if position[0] == 3:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+    original(run, checkpoints, offset, position, score)
+Trainer._save = save
+configuration.run_entry_point(train.main)
+"""
+
+
+def test_a_full_disk_keeps_the_checkpoint_before(tmp_path: Path) -> None:
+    """One sentence; the checkpoint before is intact."""
+    driver = tmp_path / "driver.py"
+    driver.write_text(LIMITED)
+    result = python(driver, *command(tmp_path / "run")[1:])
+    assert result.returncode == 2, result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+    assert "part-0.pt" in line
+    assert "File too large" in line
+    assert "Traceback" not in result.stderr, result.stderr
+    found = Checkpoints(tmp_path / "run", Processes()).describe()
+    assert found is not None
+    assert found["step"] == 10
+    run(tmp_path / "run", SMALL | {"resume": True})
+    run(tmp_path / "whole", SMALL)
+    assert rows_of(tmp_path / "run") == rows_of(tmp_path / "whole")
+
+
+ROWS_LIMITED = """
+import resource, signal
+import train
+from powergossip.runs import configuration
+from powergossip.training.trainer import Trainer
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+original = Trainer.train
+def limited(run, *rest):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3_000, 3_000))
+    original(run, *rest)
+Trainer.train = limited
+configuration.run_entry_point(train.main)
+"""
+
+
+@pytest.mark.parametrize("n_processes", [None, 2])
+def test_a_full_disk_keeps_the_rows_before(n_processes: int | None, tmp_path: Path) -> None:
+    driver = tmp_path / "driver.py"
+    driver.write_text(ROWS_LIMITED)
+    result = python(driver, *command(tmp_path / "run")[1:], processes=n_processes)
+    assert result.returncode == 2, result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+    assert str(tmp_path / "run") in line
+    assert "File too large" in line
+    assert "Traceback" not in result.stderr, result.stderr
+    assert not metrics.load(tmp_path / "run").empty
+
+
+# --- The class Checkpoints ------------------------------------------------------------------------
+
+
+def test_a_first_checkpoint_that_is_interrupted_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Checkpoints(tmp_path, network.Processes())
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "sync_folder", raise_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            kept.save(1, range(2), {"rows": torch.zeros(2)}, {})
+    assert kept.describe() is None
+    kept.save(2, range(2), {"rows": torch.zeros(2)}, {})
+    assert {path.name for path in (tmp_path / checkpoints.FOLDER).iterdir()} == {
+        "index.json",
+        "step-000002",
+    }
+
+
+def raise_interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_part_has_the_rows_of_its_workers_only(tmp_path: Path) -> None:
+    """torch.save writes the whole storage of a tensor."""
+    row = torch.zeros(1000, 1000)[:1]
+    Checkpoints(tmp_path, network.Processes()).save(1, range(1), {"x": row}, {})
+    (part,) = tmp_path.rglob("part-0.pt")
+    assert part.stat().st_size < 2 * 4 * row.numel()
+
+
+def test_facts_are_those_of_the_time_when_all_parts_are_written(tmp_path: Path) -> None:
+    def facts() -> dict[str, Any]:
+        return {"parts": len(list(tmp_path.rglob("part-*.pt")))}
+
+    kept = Checkpoints(tmp_path, network.Processes())
+    kept.save(1, range(2), {"rows": torch.zeros(2)}, facts)
+    entry = kept.describe()
+    assert entry is not None
+    assert entry["facts"] == {"parts": 1}
+
+
+@pytest.mark.parallel(nprocs=[1, 2, 4])
+def test_workers_find_their_rows_in_any_layout(tmp_path: Path) -> None:
+    who = network.processes()
+    shared = Path(who.broadcast(str(tmp_path)))
+    hosted = 8 // who.size
+    workers = range(who.rank * hosted, (who.rank + 1) * hosted)
+    mine = torch.tensor(workers)
+    state = {
+        "rows": mine[:, None] * torch.ones(3),
+        "deep": [{"a": mine * 2}, "word", None, 3, torch.tensor(7.0)],
+    }
+    kept = Checkpoints(shared, who)
+    assert kept.describe() is None
+    kept.save(1, workers, state, {"fact": 1}, score=2.0)
+    kept.save(2, workers, state, {"fact": 2}, score=1.0)
+    best, last = kept.describe("best"), kept.describe()
+    assert best is not None
+    assert last is not None
+    assert (best["step"], best["facts"], best["score"]) == (1, {"fact": 1}, 2.0)
+    assert (last["step"], last["facts"], last["score"]) == (2, {"fact": 2}, 1.0)
+    for wanted in (range(8), range(3, 5), workers):
+        loaded = kept.load(wanted)
+        assert loaded["rows"][:, 0].tolist() == list(wanted)
+        assert loaded["deep"][0]["a"].tolist() == [2 * i for i in wanted]
+        assert loaded["deep"][1:4] == ["word", None, 3]
+        assert loaded["deep"][4] == 7

@@ -1,0 +1,534 @@
+"""Laws of the configuration: values from files and command lines, their sources, errors, help."""
+
+import re
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import DictConfig, OmegaConf
+
+import gossip_run
+import train
+from powergossip import tasks
+from powergossip.errors import BadInput
+from powergossip.runs import configuration
+from powergossip.runs.output import Output, plain_copy
+from powergossip.training import recorder, schedule
+from tests.harness import launch
+
+
+def config_after(*arguments: str | Path) -> DictConfig:
+    """The configuration of train.py after these arguments changed it."""
+    config = OmegaConf.structured(train.Config)
+    configuration.read_command_line(config, [str(a) for a in arguments], "")
+    return config
+
+
+def rejection(*arguments: str | Path) -> str:
+    with pytest.raises(BadInput) as caught:
+        config_after(*arguments)
+    text = str(caught.value)
+    assert "\n" not in text, "one line"
+    return text
+
+
+def yaml_file(folder: Path, text: str, name: str = "some.yaml") -> Path:
+    (folder / name).write_text(text)
+    return folder / name
+
+
+# Accepted values.
+
+
+@pytest.mark.parametrize(
+    ("assignment", "expected"),
+    [
+        ("learning_rate=1e-3", 0.001),
+        ("learning_rate=1E+2", 100.0),
+        ("learning_rate=.5e1", 5.0),
+        ("learning_rate=2", 2.0),  # a whole number for a float
+        ("n_workers=8", 8),
+        ("n_workers=null", None),
+        ("topology=torus", "torus"),
+        ("topology=12", "12"),  # a file may be called that
+        ("task=2024-01-31", "2024-01-31"),
+        ("data_dir=", None),
+        ("data_dir=/some/folder with spaces", "/some/folder with spaces"),
+        ("topology=graphs/a=b.txt", "graphs/a=b.txt"),
+        ("cuda_aware=on", "on"),  # YAML 1.1 would say true
+        ("overlapping=false", False),
+        ("overlapping=no", False),
+        ("overlapping=1", True),
+        ("optimizer_diffusion_rate=auto", "auto"),
+        ("optimizer_diffusion_rate=0.3", 0.3),
+        ("optimizer_diffusion_rate=1e-1", 0.1),
+        ("lr_schedule_milestones=[]", []),
+        ("lr_schedule_milestones=[[150, 0.1], [225, 1e-1]]", [[150, 0.1], [225, 0.1]]),
+        ("spectrum_logging_params=[hidden1.weight]", ["hidden1.weight"]),
+        ("topology_options={degree: 4}", {"degree": 4}),
+    ],
+)
+def test_an_assignment_sets_a_typed_value(assignment: str, expected: Any) -> None:
+    value = config_after(assignment)[assignment.partition("=")[0]]
+    if isinstance(value, DictConfig) or OmegaConf.is_list(value):
+        value = OmegaConf.to_container(value)
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+def test_other_keys_stay_as_they_were() -> None:
+    changed, before = config_after("seed=7"), OmegaConf.structured(train.Config)
+    assert changed != before
+    changed.seed = before.seed
+    assert changed == before
+
+
+def test_assignments_come_after_files_and_later_ones_win(tmp_path: Path) -> None:
+    first = yaml_file(tmp_path, "seed: 10\nbatch_size: 11\nnum_epochs: 12\n", "first.yaml")
+    second = yaml_file(tmp_path, "batch_size: 21\nnum_epochs: 22\n", "second.yaml")
+    config = config_after("num_epochs=32", "--config", first, "--config", second)
+    assert (config.seed, config.batch_size, config.num_epochs) == (10, 21, 32)
+    config = config_after("--config", second, "num_epochs=32", "--config", first, "num_epochs=33")
+    assert (config.seed, config.batch_size, config.num_epochs) == (10, 11, 33)
+
+
+def test_a_mapping_replaces_the_previous_one() -> None:
+    config = config_after("topology_options={degree: 4, rewiring: 0.1}", "topology_options={}")
+    assert config.topology_options == {}
+    config = config_after("topology_options={degree: 4}", "topology_options.rewiring=0.1")
+    assert config.topology_options == {"degree": 4, "rewiring": 0.1}
+
+
+def test_a_dotted_key_in_a_file_changes_one_entry(tmp_path: Path) -> None:
+    file = yaml_file(tmp_path, "topology_options: {degree: 4}\ntopology_options.rewiring: 0.1\n")
+    assert config_after("--config", file).topology_options == {"degree": 4, "rewiring": 0.1}
+    file = yaml_file(tmp_path, "topology_options.rewiring: 0.2\n")
+    config = config_after("--config", file, "topology_options.degree=4")
+    assert config.topology_options == {"rewiring": 0.2, "degree": 4}
+
+
+def test_an_output_folder_needs_a_name() -> None:
+    assert "--output-dir" in rejection("--output-dir", "")
+
+
+def test_resuming_requires_an_output_folder() -> None:
+    text = rejection("--suffix", ".e500", "resume=true")
+    assert "--output-dir" in text
+
+
+@pytest.mark.parametrize("program", [train, gossip_run])
+def test_arguments_of_a_run_are_not_those_of_the_next(
+    program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a complaint: the values of `config` and `output_dir` are those of the driver."""
+    seen = []
+
+    def stop(name: str | None, config: Any, *rest: Any) -> None:
+        seen.append((name, config.seed, config.n_workers))
+        raise ValueError("seen")
+
+    where = recorder if program is train else program
+    monkeypatch.setattr(where, "Output", stop)
+    config = program.config.copy()
+    config.n_workers = 2
+    monkeypatch.setattr(program, "config", config)
+    monkeypatch.setattr(program, "output_dir", "mine")
+    for arguments in (["seed=7", "--output-dir", str(tmp_path)], [], None):
+        with pytest.raises(BadInput, match="seen"):
+            program.main(arguments)
+    default = program.config.seed
+    assert seen == [(str(tmp_path), 7, 2), ("mine", default, 2), ("mine", default, 2)]
+    assert default != 7
+
+
+def test_the_output_folder_is_returned() -> None:
+    def folder_of(*arguments: str) -> str | None:
+        config = OmegaConf.structured(train.Config)
+        return configuration.read_command_line(config, arguments, "").output_dir
+
+    assert folder_of() is None
+    assert folder_of("seed=3", "--output-dir", "some/where", "num_epochs=1") == "some/where"
+    assert folder_of("--output-dir=some/where") == "some/where"
+    assert folder_of("--output-dir", "some/where/", "--suffix", ".e500") == "some/where.e500"
+    assert folder_of("--suffix=-2", "--output-dir", "some/where") == "some/where-2"
+    assert folder_of("--suffix", "", "seed=3") is None
+
+
+def test_a_suffix_is_appended_to_a_dated_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = OmegaConf.structured(train.Config)
+    wanted = configuration.read_command_line(config, ["--suffix", ".e500"], "").output_dir
+    first, second = (Output(wanted, config) for _ in range(2))
+    assert first.folder != second.folder
+    for output in (first, second):
+        assert re.fullmatch(r"output/\d{4}-\d\d-\d\d-\d{6}(-2)?\.e500", str(output.folder))
+        assert (output.folder / "config.yaml").exists()
+        output.close()
+    mine = Output("results/{date}-mine", config)
+    assert re.fullmatch(r"results/[\d-]+-mine", str(mine.folder))
+    mine.close()
+
+
+# Which keys were given, and where.
+
+
+def test_the_source_of_each_key_is_returned(tmp_path: Path) -> None:
+    file = yaml_file(tmp_path, "seed: 10\nbatch_size: 11\ntopology_options.degree: 4\n")
+    config = OmegaConf.structured(train.Config)
+    config.momentum = 0.5
+    config.local_steps = 3
+    config.adam_beta1 = 0.9  # the default: not distinguishable from an untouched key
+    arguments = ["--config", str(file), "seed=1", "local_steps=1"]
+    found = configuration.read_command_line(config, arguments, "").given
+    assert {key: source.place for key, source in found.items()} == {
+        "seed": "the command line",  # though it is the default: the last one wins
+        "local_steps": "the command line",
+        "batch_size": f"{file}, line 2",
+        "topology_options": f"{file}, line 3",
+        "momentum": "config",
+    }
+    assert {key for key, source in found.items() if not source.explicit} == {"momentum"}
+    assert configuration.set_by_driver(config).keys() == found.keys() - {"seed", "local_steps"}
+
+
+def test_values_of_a_saved_configuration_are_not_explicit(tmp_path: Path) -> None:
+    """Neither a complete file nor a run's config.yaml, of a version with fewer keys, is written
+    by hand. A key that is also on the command line is."""
+    complete = yaml_file(tmp_path, OmegaConf.to_yaml(config_after("batch_size=9")))
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").touch()
+    of_run = yaml_file(run, "batch_size: 9\nseed: 3\n", "config.yaml")
+    for file in (complete, of_run):
+        config = OmegaConf.structured(train.Config)
+        arguments = ["--config", str(file), "seed=3"]
+        found = configuration.read_command_line(config, arguments, "").given
+        assert config.batch_size == 9
+        assert (found["batch_size"].explicit, found["seed"].explicit) == (False, True)
+
+
+def test_a_resumed_run_keeps_the_values_of_keys_that_are_not_given(tmp_path: Path) -> None:
+    yaml_file(tmp_path, "seed: 3\nbatch_size: 9\nmomentum: 0.5\n", "config.yaml")
+    config = OmegaConf.structured(train.Config)
+    config.momentum = 0.7  # by a driver
+    arguments = ["resume=true", "seed=1", "--output-dir", str(tmp_path)]
+    found = configuration.read_command_line(config, arguments, "").given
+    assert (config.seed, config.batch_size, config.momentum) == (1, 9, 0.7)
+    assert {key: source.explicit for key, source in found.items()} == {
+        "resume": True,
+        "seed": True,
+        "batch_size": False,
+        "momentum": False,
+    }
+    without = config_after("seed=1", "--output-dir", tmp_path)
+    assert without.batch_size == train.Config.batch_size
+
+
+def test_an_unknown_key_of_a_saved_configuration_is_rejected(tmp_path: Path) -> None:
+    file = yaml_file(tmp_path, "seed: 3\nnum_epoch: 9\n", "config.yaml")
+    for arguments in (["resume=true", "--output-dir", str(tmp_path)], ["--config", str(file)]):
+        text = rejection(*arguments)
+        assert f"{file}, line 2" in text
+        assert "num_epochs" in text
+
+
+def test_a_rejected_command_line_changes_nothing(tmp_path: Path) -> None:
+    config = OmegaConf.structured(train.Config)
+    with pytest.raises(BadInput):
+        configuration.read_command_line(config, ["seed=7", "n_workrs=8"], "")
+    assert config == OmegaConf.structured(train.Config)
+
+
+# The changed keys, which a run prints.
+
+
+def test_changed_keys_have_a_line_each() -> None:
+    assert configuration.changed(config_after()) == ""
+    text = configuration.changed(
+        config_after("seed=7", "topology=12", "cuda_aware=on", "lr_schedule_milestones=[[1, 1e-4]]")
+    )
+    assert text.splitlines() == [
+        "seed: 7",
+        "cuda_aware: on",
+        "lr_schedule_milestones: [[1, 0.0001]]",
+        "topology: '12'",
+    ]
+    plain = plain_copy(config_after("n_workers=3"))
+    assert configuration.changed(plain, train.Config) == "n_workers: 3"
+
+
+WORDS = st.text(st.characters(codec="utf-8", exclude_characters="$\\"), max_size=8)
+NUMBERS = st.floats(allow_nan=False, width=64)
+
+
+@settings(max_examples=30)
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "topology": WORDS
+            | st.sampled_from(["1e-3", "true", "on", "null", "2024-01-01", "a: b"]),
+            "data_dir": st.none() | WORDS,
+            "seed": st.integers(0, 2**40),
+            "learning_rate": NUMBERS,
+            "overlapping": st.booleans(),
+            "topology_options": st.dictionaries(WORDS.filter(bool), st.integers() | WORDS),
+            "spectrum_logging_params": st.lists(WORDS),
+            "lr_schedule_milestones": st.lists(st.tuples(st.integers(), NUMBERS).map(list)),
+            "optimizer_diffusion_rate": NUMBERS | st.just("auto"),
+        },
+    )
+)
+def test_the_lines_of_the_changed_keys_can_be_read_again(values: dict[str, Any]) -> None:
+    config = OmegaConf.structured(train.Config)
+    for key, value in values.items():
+        config[key] = value
+    text = configuration.changed(config)
+    with tempfile.TemporaryDirectory() as folder:
+        again = config_after("--config", yaml_file(Path(folder), text)) if text else config_after()
+    assert again == config
+
+
+# Bad input: the error contains the key, the value, and where it stands.
+
+
+@pytest.mark.parametrize(
+    ("assignment", "words"),
+    [
+        ("n_workrs=4", ["n_workrs", "did you mean n_workers?"]),
+        ("toplogy=ring", ["toplogy", "topology"]),
+        ("xyz=1", ["xyz", "--help"]),
+        ("optimizer_num_local_steps=4", ["optimizer_num_local_steps", "did you mean local_steps?"]),
+        ("learning_rate.x=3", ["learning_rate.x", "did you mean learning_rate?"]),
+        ("=3", ['"=3"', "key=value"]),
+        ("resume=3", ["resume=3:", "true, false or a string"]),
+        ("n_workers=2.5", ["n_workers=2.5:", "null"]),
+        ("n_workers=yes", ["n_workers=yes:", "null"]),
+        ("seed=abc", ["seed=abc:"]),
+        ("seed=null", ["seed=null:"]),
+        ("batch_size=true", ["batch_size=true:"]),
+        ("learning_rate=fast", ["learning_rate=fast:"]),
+        ("learning_rate=[1]", ["learning_rate=[1]:"]),
+        ("overlapping=maybe", ["overlapping=maybe:", "true or false"]),
+        ("overlapping=3", ["overlapping=3:", "true or false"]),
+        ("overlapping=0.5", ["overlapping=0.5:", "true or false"]),
+        ("nesterov=3", ["nesterov=3:", "true or false"]),
+        ("topology=[ring]", ["topology=['ring']:"]),
+        ("lr_schedule_milestones=5", ["lr_schedule_milestones=5:", "list"]),
+        ("spectrum_logging_epochs=[a]", ["spectrum_logging_epochs=['a']:", "list"]),
+        ("spectrum_logging_params=weight", ["spectrum_logging_params=weight:", "list"]),
+        ("topology_options=4", ["topology_options=4:", "{name: value, ...}"]),
+        ("learning_rate=[1", ["learning_rate=[1:", "YAML"]),
+        ("topology_options=" + 5000 * "[", ["topology_options=[", "levels"]),
+        ("seed=1:30", ["seed=1:30:"]),
+        ("learning_rate", ['"learning_rate"', "key=value"]),
+        ("--nope", ["--nope", "--config", "--output-dir", "--suffix", "key=value"]),
+        ("--output", ["--output"]),  # abbreviations are not accepted
+        ("--output-dir", ["--output-dir"]),
+        ("--suffix", ["--suffix"]),
+        ("--suffix=a/b", ["--suffix=a/b:"]),
+        ("--suffix=../b", ["--suffix=../b:"]),
+        ("--suffix=a\\b", ["--suffix=a\\b:"]),
+        ("--suffix={date}", ["--suffix={date}:"]),
+    ],
+)
+def test_the_error_of_a_bad_argument(assignment: str, words: list[str]) -> None:
+    text = rejection(assignment)
+    assert [word for word in words if word not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", ["empty", "key: value"]),
+        ("# nothing\n", ["empty"]),
+        ("- 1\n- 2\n", ["list", "key: value"]),
+        ("seed: 1\ntopology: [ring\nnum_epochs: 3\n", ["line 3", "YAML"]),
+        ("seed: 1\n\tnum_epochs: 3\n", ["line 2", "YAML"]),
+        ("seed: 1\nn_workrs: 4\n", ["line 2", "n_workrs", "did you mean n_workers?"]),
+        ("# why\n\nseed: 1.5\n", ["line 3", "seed=1.5:"]),
+        ("seed: 1\nnum_epochs: 2\nseed: 3\n", ["line 3", '"seed"', "line 1"]),
+        ("topology_options:\n  degree: 4\n  degree: 5\n", ["line 3", '"degree"', "line 2"]),
+        ("topology_options: {a: 1, a: 2}\n", ["line 1", '"a"']),
+        ("seed: 1\n---\nseed: 2\n", ["line 2", "YAML"]),
+        ("seed: 1\nlearning_rate.x: 3\n", ["line 2", "learning_rate.x", "did you mean"]),
+        ("5: 1\n", ['"5"']),
+        ("\x00\xff", ["not"]),
+        ("topology_options: " + 5000 * "[" + 5000 * "]", ["YAML", "levels"]),
+        ("topology_options: &a {b: *a}", ["YAML", "line 1"]),
+    ],
+)
+def test_the_error_of_a_bad_file_names_it(tmp_path: Path, content: str, words: list[str]) -> None:
+    file = tmp_path / "some.yaml"
+    file.write_bytes(content.encode("latin1"))
+    text = rejection("--config", file)
+    assert [word for word in [str(file), *words] if word not in text] == []
+
+
+def test_the_error_of_an_unreadable_file_names_it(tmp_path: Path) -> None:
+    assert str(tmp_path / "no.yaml") in rejection("--config", tmp_path / "no.yaml")
+    assert str(tmp_path) in rejection("--config", tmp_path)
+
+
+def test_a_driver_cannot_set_unknown_keys_or_wrong_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error has one line."""
+    monkeypatch.setattr(train, "config", configuration.structured(train.Config))
+    with pytest.raises(BadInput, match=r'^key "no_such_key" .*$'):
+        train.config["no_such_key"] = 1
+    with pytest.raises(BadInput, match=r'^key "no_such_key" .*$'):
+        train.config.no_such_key = 1
+    with pytest.raises(BadInput, match=r"^n_workers=four: use .*$"):
+        train.config["n_workers"] = "four"
+    with pytest.raises(BadInput, match=r"^topology=.*$"):
+        train.config.topology = [3]
+    assert train.config == OmegaConf.structured(train.Config)
+    train.config["n_workers"] = 4
+    assert train.config.n_workers == 4
+
+
+@pytest.mark.parametrize("value", [np.arange(5)[4], np.int32(4), 4])
+def test_a_driver_may_set_values_of_numpy(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "config", configuration.structured(train.Config))
+    train.config["n_workers"], train.config.seed = value, value
+    assert (train.config.n_workers, train.config.seed) == (4, 4)
+    with pytest.raises(BadInput, match="n_workers"):
+        train.config["n_workers"] = np.float64(2.5)
+
+
+@pytest.mark.parametrize("program", [train, gossip_run])
+def test_a_driver_may_set_a_path_as_output_folder(
+    program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_train = ["num_epochs=1", "max_steps_per_epoch=1", "task_architecture=MLP"]
+    values = ["n_workers=2", *(["num_steps=1"] if program is gossip_run else of_train)]
+    monkeypatch.setattr(program, "output_dir", tmp_path / "run")
+    program.main(values)
+    assert (tmp_path / "run" / "config.yaml").exists()
+    monkeypatch.setattr(program, "output_dir", 5)
+    with pytest.raises(BadInput, match="output_dir=5"):
+        program.main(values)
+
+
+# Help.
+
+
+def test_help_lists_every_key_with_its_default_and_meaning() -> None:
+    shown = launch.python("train.py", "--help")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    config = OmegaConf.structured(train.Config)
+    keys = shown.stdout.partition("keys and their defaults:\n")[2]
+    keys, _, of_tasks = keys.partition("\n\ndefaults of each task:\n")
+    assert re.findall(r"^  (\w+):", of_tasks, re.MULTILINE) == list(tasks.TASKS)
+    lines = keys.splitlines()
+    assert [line.split("=")[0].strip() for line in lines] == list(config)
+    for key, line in zip(config, lines, strict=True):
+        default = re.split(r" {2,}", line.strip())[0].partition("=")[2]
+        assert config_after(f"{key}={default}") == config, "a default can be given back"
+    assert re.search(r"^  evaluation_interval=1 +epochs between", shown.stdout, re.MULTILINE)
+    assert re.search(r"^  n_workers=null +number of workers", shown.stdout, re.MULTILINE)
+    assert re.search(r"^  seed=1$", shown.stdout, re.MULTILINE)
+    for option in ("--config FILE.yaml", "--output-dir DIR", "--suffix TEXT", "--help"):
+        assert option in shown.stdout
+
+
+# The learning rate.
+
+
+@pytest.mark.parametrize(
+    ("epoch", "expected"),
+    [
+        (0.0, 0.1),  # the start
+        (1.0, 0.1 * (1 + 7 / 4)),  # a quarter of the way to 8 times that
+        (2.0, 0.1 * (1 + 7 / 2)),
+        (4.0, 0.8),
+        (9.99, 0.8),
+        (10.0, 0.08),  # from the first milestone on
+        (19.9, 0.08),
+        (20.0, 0.04),  # factors multiply
+        (1000.0, 0.04),
+    ],
+)
+def test_learning_rate_by_hand(epoch: float, expected: float) -> None:
+    config = train.Config(
+        learning_rate=0.1,
+        distributed_lr_warmup_epoch=4.0,
+        distributed_lr_warmup_factor=8.0,
+        lr_schedule_milestones=[[10, 0.1], [20, 0.5]],
+    )
+    assert schedule.learning_rate(config, epoch) == pytest.approx(expected)
+
+
+def test_learning_rate_without_warm_up_or_milestones() -> None:
+    config = train.Config(
+        learning_rate=0.1,
+        distributed_lr_warmup_epoch=0.0,
+        distributed_lr_warmup_factor=8.0,
+        lr_schedule_milestones=[],
+    )
+    assert [schedule.learning_rate(config, epoch) for epoch in (0, 0.5, 100)] == [0.1] * 3
+
+
+def test_a_milestone_within_the_warm_up_counts_too() -> None:
+    config = train.Config(
+        learning_rate=0.1,
+        distributed_lr_warmup_epoch=4.0,
+        distributed_lr_warmup_factor=3.0,
+        lr_schedule_milestones=[[1, 0.5]],
+    )
+    assert schedule.learning_rate(config, 2) == pytest.approx(0.1 * 2 * 0.5)
+
+
+def test_the_cosine_begins_at_once_by_default() -> None:
+    """A warm-up by a factor of 1 is none, though it has 5 epochs."""
+    config = train.Config(
+        learning_rate=0.1, num_epochs=4, lr_schedule="cosine", lr_schedule_milestones=[]
+    )
+    rates = [schedule.learning_rate(config, epoch) for epoch in (0, 2, 4)]
+    assert rates == pytest.approx([0.1, 0.05, 0.0], abs=1e-12)
+
+
+@pytest.mark.parametrize("warmup", [0.0, 5.0])
+def test_the_cosine_falls_from_the_end_of_the_warm_up_to_zero(warmup: float) -> None:
+    config = train.Config(
+        learning_rate=0.1,
+        num_epochs=25,
+        distributed_lr_warmup_epoch=warmup,
+        distributed_lr_warmup_factor=8.0,
+        lr_schedule="cosine",
+        lr_schedule_milestones=[[1, 0.5]],
+    )
+    start = 0.8 if warmup else 0.1
+    length = 25 - warmup
+    fractions = {0.0: 1.0, 0.25: (1 + 0.5**0.5) / 2, 0.5: 0.5, 1.0: 0.0}
+    for fraction, expected in fractions.items():
+        rate = schedule.learning_rate(config, warmup + fraction * length)
+        assert rate == pytest.approx(start * expected, abs=1e-12)
+    if warmup:
+        assert schedule.learning_rate(config, 2.5) == pytest.approx(0.45)
+
+
+def test_help_shows_the_comment_of_each_key() -> None:
+    """The comments in the class, also those of two lines, and none of them at the wrong key."""
+
+    @dataclass
+    class Config:
+        without: int = 1
+        short: str = "a"  # a comment
+        long: list[int] = field(default_factory=list)  # a comment
+        #   of two lines
+        last: float = 0.5
+
+    lines = configuration.describe(OmegaConf.structured(Config)).splitlines()
+    assert [line.split(maxsplit=1) for line in lines] == [
+        ["without=1"],
+        ["short=a", "a comment"],
+        ["long=[]", "a comment of two lines"],
+        ["last=0.5"],
+    ]

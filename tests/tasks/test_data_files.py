@@ -1,0 +1,272 @@
+"""Where data come from: files in the real formats, where they are looked for, their sums."""
+
+import gzip
+import hashlib
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from powergossip import tasks
+from powergossip.randomness import generator
+from powergossip.tasks import cifar, fashion_mnist, idx
+from tests.harness.small_data import (
+    idx_bytes,
+    make_fashion_mnist,
+    options,
+    write_cifar,
+    write_fashion_mnist,
+)
+
+# IDX files, written here byte by byte.
+
+
+def test_idx_files_are_read_plain_and_compressed(tmp_path: Path) -> None:
+    array = generator(0, "test").integers(0, 256, (3, 4, 5)).astype(np.uint8)
+    path = tmp_path / "array"
+    path.write_bytes(idx_bytes(array))
+    assert np.array_equal(idx.read(path, rank=3), array)
+    path.write_bytes(gzip.compress(idx_bytes(array)))
+    assert np.array_equal(idx.read(path, rank=3), array)
+    assert idx.encoded(torch.from_numpy(array)) == idx_bytes(array)
+
+
+ARRAY = np.zeros((3, 4, 5))
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b"", "is truncated: 0 bytes"),
+        (idx_bytes(ARRAY)[:10], "is truncated: 10 bytes"),
+        (idx_bytes(ARRAY)[:-1], "is truncated: 59 bytes .* 3 × 4 × 5 = 60 bytes"),
+        (idx_bytes(ARRAY) + b"0", "too many bytes: 61 "),
+        (idx_bytes(ARRAY, (0, 0, 9, 3)), "starts with 00000903 instead of 00000803"),
+        (idx_bytes(ARRAY, (1, 0, 8, 3)), "starts with 01000803"),
+        (idx_bytes(np.zeros((50, 5))), "starts with 00000802"),
+        (b"<html>Not Found</html>", "starts with 3c68746d"),
+        (idx_bytes(np.zeros((0, 4, 5))), "is empty"),
+        (gzip.compress(idx_bytes(ARRAY))[:-12], "damaged or truncated"),
+        (gzip.compress(idx_bytes(ARRAY))[:10] + b"\xff" * 20, "damaged or truncated"),
+        (gzip.compress(idx_bytes(ARRAY))[:-8] + bytes(8), "damaged or truncated: .*CRC"),
+        (gzip.compress(idx_bytes(ARRAY)[:-1]), "is truncated: 59 bytes"),
+    ],
+    ids=lambda value: value.strip(" :") if isinstance(value, str) else "",
+)
+def test_damaged_idx_files_are_rejected_by_name(tmp_path: Path, content: bytes, found: str) -> None:
+    path = tmp_path / "t10k-images-idx3-ubyte"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"t10k-images-idx3-ubyte .*{found}"):
+        idx.read(path, rank=3)
+
+
+# FashionMNIST.
+
+
+def find_fashion_mnist(data_dir: Path | None = None) -> Path:
+    """The folder that its files are found in."""
+    return fashion_mnist.find(options(task="FashionMNIST", data_dir=data_dir))[0].parent
+
+
+@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize("subfolder", ["", "FashionMNIST"])
+def test_data_dir_is_read(nowhere: Path, tmp_path: Path, compress: bool, subfolder: str) -> None:
+    write_fashion_mnist(tmp_path / "data" / subfolder, compress)
+    task = make_fashion_mnist(data_dir=str(tmp_path / "data"))
+    images, labels = task.batch(0, 0, 0)
+    assert images.shape == (8, 1, 28, 28)
+    assert labels.dtype == torch.int64
+    assert task.evaluate(task.model("CNN", 1))["count"] == 20
+
+
+def test_files_that_do_not_match_are_rejected(tmp_path: Path) -> None:
+    write_fashion_mnist(tmp_path)
+    labels = tmp_path / "train-labels-idx1-ubyte"
+    labels.write_bytes(idx_bytes(np.arange(49) % 10))
+    with pytest.raises(ValueError, match=r"50 images, .* 49 labels"):
+        make_fashion_mnist(data_dir=tmp_path)
+    labels.write_bytes(idx_bytes(np.arange(50) % 11))
+    with pytest.raises(ValueError, match="holds label 10: use 0 to 9"):
+        make_fashion_mnist(data_dir=tmp_path)
+    labels.write_bytes(idx_bytes(np.arange(50) % 10))
+    images = tmp_path / "train-images-idx3-ubyte"
+    images.write_bytes(idx_bytes(np.zeros((50, 27, 28))))
+    with pytest.raises(ValueError, match=r"differ in size: \[27, 28\] and \[28, 28\] pixels"):
+        make_fashion_mnist(data_dir=tmp_path)
+
+
+def test_the_real_fashion_mnist_is_complete() -> None:
+    try:
+        paths = fashion_mnist.find(options(task="FashionMNIST"))
+    except ValueError as error:
+        pytest.skip(str(error))
+    train, test = fashion_mnist.load(*paths[:2]), fashion_mnist.load(*paths[2:])
+    assert train.images.shape == (60_000, 1, 28, 28)
+    assert torch.equal(torch.bincount(train.labels), torch.full((10,), 6000))
+    assert torch.equal(torch.bincount(test.labels), torch.full((10,), 1000))
+    # The mean and deviation of a pixel as they are commonly given, in units of 255.
+    pixels = train.images[:10_000].double() / 255
+    assert pixels.mean().item() == pytest.approx(0.286, abs=0.003)
+    assert pixels.std().item() == pytest.approx(0.353, abs=0.003)
+
+
+# The places of data.
+
+
+def test_places_are_searched_in_order(
+    nowhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="are in none of"):
+        find_fashion_mnist()
+    monkeypatch.setenv("DATA", str(tmp_path / "environment"))
+    for place in (
+        nowhere / "FashionMNIST",
+        tmp_path / "debian",
+        tmp_path / "environment" / "FashionMNIST",
+        tmp_path / "environment",
+    ):
+        write_fashion_mnist(place)
+        assert find_fashion_mnist() == place
+    write_fashion_mnist(tmp_path / "given")
+    assert find_fashion_mnist(tmp_path / "given") == tmp_path / "given"
+
+
+def test_a_given_folder_without_the_files_is_an_error(nowhere: Path, tmp_path: Path) -> None:
+    write_fashion_mnist(tmp_path / "debian")
+    given = tmp_path / "given"
+    for place in (given, given / "FashionMNIST"):
+        write_fashion_mnist(place)
+        (place / "t10k-labels-idx1-ubyte").unlink()
+        with pytest.raises(ValueError, match=r"given: use .* t10k-labels-idx1-ubyte \(or the same"):
+            make_fashion_mnist(data_dir=given)
+        shutil.rmtree(place)
+    given.mkdir(exist_ok=True)
+    with pytest.raises(ValueError, match=r"given: use .*train-images-.*, t10k-labels-idx1-ubyte"):
+        make_fashion_mnist(data_dir=given)
+
+
+def test_the_message_has_the_searched_places_and_the_remedies(
+    nowhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"FashionMNIST are in none of \$DATA .*debian, .*cache.*: .*package "
+        r"dataset-fashion-mnist, .*data_dir .*train-images-.*\(or the same with .gz\), or .*"
+        r"download=true$",
+    ):
+        make_fashion_mnist()
+    write_fashion_mnist(nowhere / "FashionMNIST")
+    (nowhere / "FashionMNIST" / "train-labels-idx1-ubyte").unlink()
+    monkeypatch.setenv("DATA", str(tmp_path / "environment"))
+    with pytest.raises(
+        ValueError,
+        match=r"none of .*environment, .*environment/FashionMNIST, .*debian, "
+        r".*cache.*/FashionMNIST \(lacks train-labels-idx1-ubyte \(or",
+    ):
+        make_fashion_mnist()
+
+
+@pytest.mark.parametrize(
+    ("name", "dataset", "wanted"),
+    [
+        ("Cifar", "", r"the folder cifar-10-batches-py; .*; or cifar-10-binary.tar.gz"),
+        ("Cifar100", "", r"the folder cifar-100-python; .*; or cifar-100-binary.tar.gz"),
+        ("LSTM", "wikitext2", r"wiki.train.tokens, wiki.test.tokens; or the folder wikitext-2"),
+        ("LSTM", "ptb", r"ptb.train.txt, ptb.test.txt; or the folder ptb"),
+    ],
+)
+def test_messages_offer_what_the_task_can_read(
+    nowhere: Path, name: str, dataset: str, wanted: str
+) -> None:
+    with pytest.raises(
+        ValueError,
+        match=rf"{name} are in none of \$DATA .*cache.*/{name}.*: .*data_dir to a folder with "
+        rf"{wanted}, or .*download=true$",
+    ):
+        tasks.make(
+            name,
+            n_workers=1,
+            batch_size=1,
+            seed=1,
+            download=False,
+            task_options={"dataset": dataset} if dataset else {},
+        )
+
+
+# Sums.
+
+
+def sums(folder: Path, *names: str, mark: str = " ") -> str:
+    """Lines as sha256sum writes them."""
+    return "".join(
+        f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()} {mark}{name}\n"
+        for name in names
+    )
+
+
+@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize("mark", [" ", "*"])
+def test_files_are_verified_by_their_sums(tmp_path: Path, compress: bool, mark: str) -> None:
+    write_fashion_mnist(tmp_path, compress)
+    names = [path.name for path in tmp_path.iterdir()]
+    assert len(names) == 4
+    (tmp_path / "SHA256SUMS").write_text(
+        sums(tmp_path, *names, mark=mark) + "\n" + "0" * 64 + "  x\n"
+    )
+    make_fashion_mnist(data_dir=tmp_path)
+    listed = (tmp_path / "SHA256SUMS").read_text()
+    for name in names:
+        content = (tmp_path / name).read_bytes()
+        # not what decides: images are any bytes, and gzip has no sum of its header's time
+        (tmp_path / name).write_bytes(content[:4] + bytes([content[4] ^ 1]) + content[5:])
+        with pytest.raises(
+            ValueError,
+            match=rf"/{name} does not match SHA256SUMS",
+        ):
+            make_fashion_mnist(data_dir=tmp_path)
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / names[0]).write_bytes(b"")
+    remaining = [line for line in listed.splitlines() if not line.endswith(names[0])]
+    (tmp_path / "SHA256SUMS").write_text("\n".join(remaining))
+    with pytest.raises(ValueError, match=f"{names[0]} is truncated: 0 bytes"):
+        make_fashion_mnist(data_dir=tmp_path)
+
+
+@pytest.mark.parametrize("above", [False, True])
+def test_sums_are_looked_for_beside_a_file_and_above(tmp_path: Path, above: bool) -> None:
+    write_cifar(tmp_path, 10)
+    folder = tmp_path if above else tmp_path / "cifar-10-batches-bin"
+    name = "./cifar-10-batches-bin/data_batch_2.bin" if above else "data_batch_2.bin"
+    (folder / "SHA256SUMS").write_text(sums(folder, name).upper().replace(name.upper(), name))
+    cifar.CIFAR10.load(options(task="Cifar", data_dir=tmp_path))
+    with (folder / name).open("r+b") as file:
+        file.seek(100)
+        file.write(b"????")
+    with pytest.raises(ValueError, match=r"data_batch_2.bin does not match SHA256SUMS"):
+        cifar.CIFAR10.load(options(task="Cifar", data_dir=tmp_path))
+
+
+def test_lines_that_are_no_sums_are_rejected(tmp_path: Path) -> None:
+    write_fashion_mnist(tmp_path)
+    for line in ("0" * 63 + "  name", "0" * 64 + " name", "SHA256 (name) = " + "0" * 64, "hello"):
+        (tmp_path / "SHA256SUMS").write_text("0" * 64 + "  other\n" + line + "\n")
+        with pytest.raises(ValueError, match=r"SHA256SUMS, line 2: "):
+            make_fashion_mnist(data_dir=tmp_path)
+
+
+def test_texts_and_archives_are_verified_too(tmp_path: Path) -> None:
+    (tmp_path / "ptb.train.txt").write_text("a b c\n" * 9)
+    (tmp_path / "ptb.test.txt").write_text("a b c\n" * 9)
+    (tmp_path / "cifar-10-python.tar.gz").write_bytes(b"")
+    for name, arguments in (
+        (
+            "ptb.test.txt",
+            {"name": "LSTM", "task_options": {"dataset": "ptb", "sequence_length": 2}},
+        ),
+        ("cifar-10-python.tar.gz", {"name": "Cifar"}),
+    ):
+        (tmp_path / "SHA256SUMS").write_text("0" * 64 + f"  {name}\n")
+        with pytest.raises(ValueError, match=rf"{name} does not match SHA256SUMS"):
+            tasks.make(n_workers=1, batch_size=1, seed=0, data_dir=tmp_path, **arguments)

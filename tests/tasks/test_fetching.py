@@ -1,0 +1,338 @@
+"""Data fetched from the hub, here a stand-in: complete, and kept whole or not at all."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from powergossip.randomness import generator
+from powergossip.tasks import cifar, fashion_mnist, files, texts
+from tests.harness.small_data import make_fashion_mnist, options
+
+
+def image_rows(column: str, label: str, shape: tuple[int, ...], count: int) -> list[dict[str, Any]]:
+    random = generator(count, "test")
+    return [
+        {
+            column: random.integers(0, 256, shape).astype(np.uint8),
+            label: int(random.integers(0, 10)),
+            "coarse_label": 3,
+        }
+        for _ in range(count)
+    ]
+
+
+HUB: dict[tuple[str, str], tuple[str, dict[str, str], dict[str, list[dict[str, Any]]]]] = {
+    # (task, its dataset) → what is asked for, with which arguments, and what is answered
+    ("FashionMNIST", ""): (
+        "zalando-datasets/fashion_mnist",
+        {},
+        {
+            "train": image_rows("image", "label", (28, 28), 13),
+            "test": image_rows("image", "label", (28, 28), 7),
+        },
+    ),
+    ("Cifar", ""): (
+        "uoft-cs/cifar10",
+        {},
+        {
+            "train": image_rows("img", "label", (32, 32, 3), 13),
+            "test": image_rows("img", "label", (32, 32, 3), 7),
+        },
+    ),
+    ("Cifar100", ""): (
+        "uoft-cs/cifar100",
+        {},
+        {
+            "train": image_rows("img", "fine_label", (32, 32, 3), 13),
+            "test": image_rows("img", "fine_label", (32, 32, 3), 7),
+        },
+    ),
+    ("LSTM", "wikitext2"): (
+        "Salesforce/wikitext",
+        {"name": "wikitext-2-v1"},
+        {
+            "train": [{"text": ""}, {"text": " = Title = \n"}, {"text": " A <unk> , é . \n"}],
+            "validation": [{"text": " B \n"}],
+            "test": [{"text": ""}, {"text": " A title . \n"}],
+        },
+    ),
+    ("LSTM", "ptb"): (
+        "ptb-text-only/ptb_text_only",
+        {"revision": "refs/convert/parquet"},
+        {
+            "train": [{"sentence": "the cat is N years old"}, {"sentence": "no"}],
+            "validation": [{"sentence": "b"}],
+            "test": [{"sentence": "the dog"}],
+        },
+    ),
+}
+
+
+@pytest.fixture
+def hub(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, str]]]:
+    """A hub in reach that has little data; what is asked of it."""
+    asked: list[tuple[str, dict[str, str]]] = []
+
+    def load_dataset(path: str, **arguments: str) -> Any:
+        asked.append((path, arguments))
+        return next(answer for known, _, answer in HUB.values() if known == path)
+
+    stand_in = types.ModuleType("datasets")
+    stand_in.load_dataset = load_dataset  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", stand_in)
+    monkeypatch.setattr(files, "_out_of_reach", lambda name: None)
+    return asked
+
+
+def fetched(task: str, dataset: str, download: bool = True) -> Any:
+    """The data as the task loads them."""
+    chosen = options(task=task, download=download)
+    if task == "FashionMNIST":
+        paths = fashion_mnist.find(chosen)
+        return fashion_mnist.load(*paths[:2]), fashion_mnist.load(*paths[2:])
+    if task == "LSTM":
+        splits = texts.TEXTS[dataset](chosen, validation_text=True)
+        return splits["train"], splits["valid"], splits["test"]
+    return {"Cifar": cifar.CIFAR10, "Cifar100": cifar.CIFAR100}[task].load(chosen)
+
+
+@pytest.mark.parametrize(("task", "dataset"), HUB)
+def test_what_is_fetched_is_what_the_hub_has_and_is_kept(
+    hub: list[tuple[str, dict[str, str]]], nowhere: Path, task: str, dataset: str
+) -> None:
+    name, arguments, answer = HUB[task, dataset]
+    data = fetched(task, dataset)
+    assert hub == [(name, arguments)]
+    for split, rows in zip(data, answer.values(), strict=True):
+        if task == "LSTM":
+            lines = [[*next(iter(row.values())).split(), "<eos>"] for row in rows]
+            assert split == [word for line in lines for word in line]
+            continue
+        image, label = list(rows[0])[:2]
+        images = np.stack([row[image] for row in rows])
+        channels_first = images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)
+        assert np.array_equal(split.images, channels_first)
+        assert split.labels.tolist() == [row[label] for row in rows]
+    fetched(task, dataset, download=False)
+    assert len(hub) == 1
+    (folder,) = (path.parent for path in nowhere.rglob("SHA256SUMS"))
+    assert folder.is_relative_to(nowhere / task)
+    listed = {line.split()[1] for line in (folder / "SHA256SUMS").read_text().splitlines()}
+    assert listed | {"SHA256SUMS"} == {path.name for path in folder.iterdir()}
+    # The format is sha256sum's, by its own judgment.
+    subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=folder, check=True)
+
+
+def test_texts_of_earlier_downloads_are_enough_without_the_validation_text(
+    hub: list[tuple[str, dict[str, str]]], nowhere: Path
+) -> None:
+    """Earlier versions downloaded two files of three. The third one comes when it is asked for."""
+    before = fetched("LSTM", "wikitext2")
+    (file,) = nowhere.rglob("wiki.valid.tokens")
+    file.unlink()
+    two = texts.TEXTS["wikitext2"](options(task="LSTM", download=False))
+    assert (two["train"], two["test"]) == (before[0], before[2])
+    assert len(hub) == 1
+    assert fetched("LSTM", "wikitext2") == before
+    assert len(hub) == 2
+
+
+def test_fetched_texts_do_not_disturb_each_other(
+    hub: list[tuple[str, dict[str, str]]], nowhere: Path
+) -> None:
+    before = fetched("LSTM", "ptb")
+    fetched("LSTM", "wikitext2")
+    assert fetched("LSTM", "ptb", download=False) == before
+    for folder in {path.parent for path in nowhere.rglob("SHA256SUMS")}:
+        subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=folder, check=True)
+
+
+def test_the_real_datasets_decode_images_as_is_expected(
+    nowhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    pil = pytest.importorskip("PIL.Image")
+    rows = {"train": HUB["Cifar", ""][2]["train"], "test": HUB["Cifar", ""][2]["test"]}
+    answer = datasets.DatasetDict(
+        {
+            split: datasets.Dataset.from_dict(
+                {
+                    "img": [pil.fromarray(row["img"]) for row in rows[split]],
+                    "label": [row["label"] for row in rows[split]],
+                },
+                features=datasets.Features(
+                    {"img": datasets.Image(), "label": datasets.ClassLabel(num_classes=10)}
+                ),
+            )
+            for split in rows
+        }
+    )
+    monkeypatch.setattr(datasets, "load_dataset", lambda name: answer)
+    monkeypatch.setattr(files, "_out_of_reach", lambda name: None)
+    train, _ = fetched("Cifar", "")
+    assert np.array_equal(
+        train.images, np.stack([row["img"] for row in rows["train"]]).transpose(0, 3, 1, 2)
+    )
+
+
+@pytest.mark.parametrize(("task", "dataset"), HUB)
+def test_what_is_incomplete_is_not_kept(
+    hub: list[tuple[str, dict[str, str]]],
+    nowhere: Path,
+    task: str,
+    dataset: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answer = HUB[task, dataset][2]
+    monkeypatch.delitem(answer, "test")
+    with pytest.raises(ValueError, match=rf"{task} are in none of .*: KeyError: 'test'; "):
+        fetched(task, dataset)
+    assert [path for path in nowhere.rglob("*") if path.is_file()] == []
+    monkeypatch.undo()
+
+
+def test_images_of_another_size_are_not_kept(
+    hub: list[tuple[str, dict[str, str]]], nowhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = image_rows("img", "label", (32, 31, 3), 7)
+    monkeypatch.setitem(HUB["Cifar", ""][2], "test", rows)
+    with pytest.raises(
+        ValueError, match=r"not downloaded: ValueError: .* is \(32, 31, 3\) instead of"
+    ):
+        fetched("Cifar", "")
+    assert [path for path in nowhere.rglob("*") if path.is_file()] == []
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from powergossip.tasks import files
+
+def contents():
+    yield "first", b"1" * 100_000
+    print("one is written", flush=True)
+    time.sleep(60)
+    yield "second", b"2"
+
+files.write(Path(sys.argv[1]), contents())
+"""
+
+
+def test_a_process_that_is_killed_leaves_no_file(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path / "folder")],
+        cwd=root,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "one is written\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert [path.name for path in (tmp_path / "folder").iterdir() if path.is_file()] == []
+    files.write(tmp_path / "folder", iter([("first", b"1"), ("second", b"2")]))
+    for name, content in (("first", b"1"), ("second", b"2")):
+        assert files.read(tmp_path / "folder" / name) == content
+
+
+@pytest.mark.parametrize("done", range(4))
+def test_a_writer_stopped_between_files_leaves_none_without_its_sum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: int
+) -> None:
+    """After any number of renames, whatever is there is verified; all only with the sums."""
+    replace = Path.replace
+    renamed: list[Path] = []
+
+    def stop_after(path: Path, target: Path) -> Path:
+        if len(renamed) == done:
+            raise KeyboardInterrupt
+        renamed.append(target)
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", stop_after)
+    contents = [("a", b"1"), ("b", b"2"), ("c", b"3")]
+    with pytest.raises(KeyboardInterrupt):
+        files.write(tmp_path, iter(contents))
+    there = {path.name for path in tmp_path.iterdir()}
+    assert len(there) == done
+    if there:
+        assert "SHA256SUMS" in there
+    for name, content in contents:
+        if name in there:
+            assert files.read(tmp_path / name) == content
+
+
+def test_several_that_write_at_a_time_leave_every_file_whole(tmp_path: Path) -> None:
+    """Readers find each file as a whole, or not at all, and all of them only with their sums."""
+    contents = [(name, name.encode() * 300_000) for name in "abc"]
+    faults: list[str] = []
+    finished = threading.Event()
+
+    def read() -> None:
+        while not finished.is_set():
+            there = [(tmp_path / name).exists() for name, _ in contents]
+            if all(there) and not (tmp_path / "SHA256SUMS").exists():
+                faults.append("all files, but not their sums")
+            for (name, content), is_there in zip(contents, there, strict=True):
+                if is_there and files.read(tmp_path / name) != content:
+                    faults.append(f"{name} is not whole")
+
+    def write() -> None:
+        for _ in range(15):
+            files.write(tmp_path, iter(contents))
+
+    writers = [threading.Thread(target=write) for _ in range(3)]
+    reader = threading.Thread(target=read)
+    for thread in (reader, *writers):
+        thread.start()
+    for thread in writers:
+        thread.join()
+    finished.set()
+    reader.join()
+    assert faults == []
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "c", "SHA256SUMS"}
+
+
+def test_without_a_network_fetching_fails_soon(
+    nowhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    pytest.importorskip("datasets")
+    monkeypatch.setattr(files, "PATIENCE", 0.2)
+
+    def hang(*_: Any, **__: Any) -> None:
+        time.sleep(3)
+
+    monkeypatch.setattr(hub.HfApi, "dataset_info", hang)
+    with pytest.raises(
+        ValueError,
+        match=r"not downloaded: .*hub did not answer within 0.2 s; .*connect to the internet",
+    ):
+        make_fashion_mnist(download=True)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no route\nand much more")
+
+    monkeypatch.setattr(hub.HfApi, "dataset_info", refuse)
+    with pytest.raises(ValueError, match=r"out of reach \(ConnectionError: no route\); "):
+        make_fashion_mnist(download=True)
+    assert not nowhere.exists()
+
+
+def test_without_the_library_the_message_has_the_command_to_install_it(
+    nowhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        ValueError, match=r"datasets is not installed; .*, or pip install datasets$"
+    ):
+        make_fashion_mnist(download=True)

@@ -1,0 +1,693 @@
+"""Laws of language modeling: how texts become words, streams and batches; what is carried."""
+
+import copy
+import math
+import re
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+import train as entry
+from powergossip import tasks
+from powergossip.network import Processes
+from powergossip.randomness import generator
+from powergossip.tasks import language, texts
+from powergossip.tasks.language import LanguageModeling
+from powergossip.tasks.language_models import LSTM, LanguageModel
+from powergossip.tasks.task import Split, TaskOptions
+from powergossip.training.settings import checked
+from tests.harness import small_data
+
+
+def options(**changes: Any) -> TaskOptions:
+    return small_data.options(**({"task": "LSTM", "n_workers": 3, "batch_size": 4} | changes))
+
+
+def corpus(n_train: int, n_test: int = 500, n_words: int = 20) -> texts.Corpus:
+    """Texts of random words."""
+    random = generator(0, "test")
+    vocabulary = tuple(map(str, range(n_words)))
+    train, test = (torch.from_numpy(random.integers(0, n_words, n)) for n in (n_train, n_test))
+    return texts.Corpus(vocabulary, {"train": train, "test": test})
+
+
+def numbered_task(
+    n_train: int, length: int = 5, padding: int | None = None, **changes: Any
+) -> LanguageModeling:
+    """The i-th word of the training text is the number i."""
+    words = {"train": torch.arange(n_train), "test": torch.arange(9)}
+    corpus = texts.Corpus(("",), words, padding)  # type: ignore[arg-type]
+    return LanguageModeling(corpus, length, options(**changes), {})
+
+
+def small_task(length: int = 5, dropout: float = 0.3, **changes: Any) -> LanguageModeling:
+    size = {"hidden_size": 8, "num_layers": 2, "dropout": dropout}
+    return LanguageModeling(corpus(600), length, options(**changes), size)
+
+
+ARCHITECTURES = ["LSTM", "Transformer"]
+
+
+def model_of(task: LanguageModeling, architecture: str) -> LanguageModel:
+    model = task.model(architecture, seed=1)
+    assert isinstance(model, LanguageModel)
+    return model
+
+
+# Streams and batches.
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(
+    ("n_train", "n_workers", "batch_size"), [(103, 3, 4), (1000, 7, 3), (48, 2, 4)]
+)
+def test_sequences_follow_each_other_in_contiguous_streams(
+    n_train: int, n_workers: int, batch_size: int, drop_last: bool
+) -> None:
+    task = numbered_task(n_train, n_workers=n_workers, batch_size=batch_size, drop_last=drop_last)
+    shortest = n_train // n_workers // batch_size
+    full = 5 * ((shortest - 1) // 5)
+    seen: list[Tensor] = []
+    for worker in range(n_workers):
+        steps = [task.batch(worker, 0, step) for step in range(task.steps_per_epoch)]
+        words = torch.cat([words for words, _, _ in steps], 1)
+        # The last sequence has all further words that all workers have, and at most one more.
+        assert len(words) == batch_size
+        if drop_last:
+            assert words.shape[1] == full
+        else:
+            in_stream = (n_train * (worker + 1) // n_workers - n_train * worker // n_workers) // (
+                batch_size
+            )
+            assert words.shape[1] == min(in_stream - 1, 5 * task.steps_per_epoch)
+            assert words.shape[1] >= shortest - 1
+        assert torch.equal(words, words[:, :1] + torch.arange(words.shape[1]))
+        assert torch.equal(torch.cat([targets for _, targets, _ in steps], 1), words + 1)
+        assert [bool(begins) for _, _, begins in steps] == [True] + [False] * (len(steps) - 1)
+        first, last = n_train * worker // n_workers, n_train * (worker + 1) // n_workers
+        assert words.min() == first
+        assert words.max() + 1 < last  # the targets are the worker's own too
+        seen.append(words.flatten())
+    everything = torch.cat(seen)
+    assert len(everything.unique()) == len(everything)
+
+
+def test_streams_are_padded_so_that_no_word_is_left_out() -> None:
+    """The 51 words of a worker are in 4 streams of 13, as in the published program."""
+    task = numbered_task(102, padding=-7, n_workers=2, batch_size=4)
+    assert task.steps_per_epoch == 3
+    steps = [task.batch(1, 0, step) for step in range(3)]
+    words, targets = (torch.cat([batch[i] for batch in steps], 1) for i in (0, 1))
+    assert words.shape == targets.shape == (4, 12)
+    streams = torch.cat([words, targets[:, -1:]], 1)
+    assert torch.equal(streams.flatten(), torch.tensor([*range(51, 102), -7]))
+    assert numbered_task(102, n_workers=2, batch_size=4).batch(1, 0, 2)[0].shape == (4, 1)
+
+
+def test_batches_do_not_depend_on_epoch_or_on_what_was_asked_before() -> None:
+    task = small_task()
+    first = task.batch(1, 0, 2)
+    task.batch(2, 3, 1)
+    for again in (task.batch(1, 0, 2), task.batch(1, 5, 2), small_task(seed=2).batch(1, 0, 2)):
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0], task.batch(2, 0, 2)[0])
+
+
+def test_sizes_that_do_not_fit_are_rejected_in_sequences() -> None:
+    """72 words for each of two workers: 12 sequences of 5 words with one after each."""
+    assert numbered_task(144, n_workers=2, batch_size=12).steps_per_epoch == 1
+    with pytest.raises(
+        ValueError,
+        match=r"^batch_size=13: use batch_size ≤ 12 or n_workers ≤ 1; 24 sequences of 5 words for "
+        r"2 workers",
+    ):
+        numbered_task(144, n_workers=2, batch_size=13)
+    with pytest.raises(ValueError, match=r"^n_workers=0: use 1 or more$"):
+        numbered_task(144, n_workers=0)
+    with pytest.raises(ValueError, match=r"^batch_size=0: use 1 or more$"):
+        numbered_task(144, batch_size=0)
+
+
+@pytest.mark.parametrize("n_words", range(6, 80))
+def test_whatever_is_accepted_has_a_step(n_words: int) -> None:
+    for n_workers in (1, 2, 3):
+        for batch_size in (1, 2, 5):
+            try:
+                task = numbered_task(n_words, n_workers=n_workers, batch_size=batch_size)
+            except ValueError:
+                assert n_words // n_workers // batch_size < 6
+                continue
+            assert task.steps_per_epoch >= 1
+            for worker in range(n_workers):
+                words, targets, _ = task.batch(worker, 0, task.steps_per_epoch - 1)
+                assert words.shape == targets.shape
+                assert words.numel() > 0
+                assert task.batch(worker, 0, 0)[0].shape == (batch_size, 5)
+
+
+# What is carried.
+
+
+def train(task: LanguageModeling, model: nn.Module, steps: range) -> list[float]:
+    """Steps of plain gradient descent for worker 1; the losses."""
+    losses = []
+    for t in steps:
+        torch.manual_seed(t)  # of the dropout, as train.py does
+        model.zero_grad()
+        epoch, step = divmod(t, task.steps_per_epoch)
+        loss, _ = task.loss(model, task.batch(1, epoch, step))
+        loss.backward()
+        losses.append(loss.item())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.sub_(0.5 * parameter.grad)
+    return losses
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("stop", [5, 10, 12])
+def test_a_resumed_run_continues_bit_for_bit(architecture: str, stop: int) -> None:
+    """Ten steps are an epoch: also from within one, and from its end."""
+    task = small_task()
+    assert task.steps_per_epoch == 10
+    whole, first = model_of(task, architecture), model_of(task, architecture)
+    losses = train(task, whole, range(20))
+    train(task, first, range(stop))
+    saved = copy.deepcopy((first.state_dict(), task.carried(first)))
+    other_task = small_task()
+    second = other_task.model(architecture, seed=7)
+    second.load_state_dict(saved[0])
+    other_task.carry(second, saved[1])
+    assert train(other_task, second, range(stop, 20)) == losses[stop:]
+    for a, b in zip(whole.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_without_what_is_carried_an_lstm_would_not_continue() -> None:
+    task = small_task()
+    model = model_of(task, "LSTM")
+    assert task.carried(model) == {}
+    train(task, model, range(5))
+    carried = task.carried(model)
+    assert {name: value.shape for name, value in carried.items()} == {
+        "hidden": (2, 4, 8),
+        "cell": (2, 4, 8),
+    }
+    assert not any(value.requires_grad for value in carried.values())
+    fresh = copy.deepcopy(model)
+    task.carry(fresh, {})
+    assert train(task, fresh, range(5, 6)) != train(task, model, range(5, 6))
+
+
+def test_the_state_is_forgotten_where_an_epoch_begins() -> None:
+    task = small_task(dropout=0.0)
+    model = model_of(task, "LSTM")
+    fresh_loss, _ = task.loss(model, task.batch(1, 0, 0))
+    task.loss(model, task.batch(1, 0, 1))
+    again, _ = task.loss(model, task.batch(1, 1, 0))
+    assert again.item() == fresh_loss.item()
+
+
+def test_a_state_is_one_models_own_and_no_part_of_its_parameters() -> None:
+    task = small_task()
+    one, other = model_of(task, "LSTM"), model_of(task, "LSTM")
+    task.loss(one, task.batch(0, 0, 0))
+    assert task.carried(other) == {}
+    assert not list(one.buffers())
+    assert set(one.state_dict()) == set(other.state_dict())
+    before = copy.deepcopy(task.carried(one))
+    kept = task.carried(one)
+    task.loss(one, task.batch(0, 0, 1))
+    assert all(torch.equal(kept[name], before[name]) for name in before)
+    assert not torch.equal(task.carried(one)["hidden"], before["hidden"])
+
+
+def test_gradients_reach_back_to_the_start_of_the_sequence_only() -> None:
+    task = small_task()
+    model = model_of(task, "LSTM")
+    task.loss(model, task.batch(1, 0, 0))
+    loss, _ = task.loss(model, task.batch(1, 0, 1))
+    loss.backward()  # would fail on a graph that is gone, if it reached further
+    loss, _ = task.loss(model, task.batch(1, 0, 2))
+    loss.backward()
+
+
+# Loss and evaluation.
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_loss_is_the_mean_over_words_of_what_the_next_one_surprises(architecture: str) -> None:
+    task = small_task()
+    model = model_of(task, architecture).eval()
+    words, targets, _ = task.batch(0, 0, 0)
+    loss, metrics = task.loss(model, (words, targets, torch.tensor(True)))
+    scores = model(words, {})[0].detach()
+    chances = scores.softmax(2).gather(2, targets[..., None])
+    assert loss.item() == pytest.approx(-chances.log().mean().item())
+    assert metrics["accuracy"] == (scores.argmax(2) == targets).float().mean()
+
+
+@pytest.mark.parametrize("length", [3, 5, 100])
+def test_an_evaluation_is_over_every_word_but_the_first(length: int) -> None:
+    """In 64 streams. The state is carried through each, so that to an LSTM the length of sequences
+    does not matter."""
+    task = small_task(length, n_workers=1, batch_size=1)
+    model = model_of(task, "LSTM").eval()
+    text = corpus(600).splits["test"]
+    expected: dict[str, float] = {"cross_entropy": 0.0, "accuracy": 0.0, "count": 499.0}
+    for first in range(0, 499, 8):  # ⌈499 / 64⌉ in a stream
+        words = text[first : first + 8 + 1]
+        scores = model(words[None, :-1], {})[0][0].detach()
+        chances = scores.softmax(1)[torch.arange(len(words) - 1), words[1:]]
+        expected["cross_entropy"] -= chances.log().sum().item()
+        expected["accuracy"] += (scores.argmax(1) == words[1:]).sum().item()
+    assert task.evaluate(model) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("n_parts", [2, 5, 64, 100])
+@pytest.mark.parametrize("n_test", [2, 40, 500])
+def test_parts_of_an_evaluation_add_up(architecture: str, n_parts: int, n_test: int) -> None:
+    task = LanguageModeling(corpus(600, n_test), 5, options(), {"hidden_size": 8})
+    model = model_of(task, architecture)
+    sizes: list[int] = []
+    model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+    whole = task.evaluate(model)
+    assert whole["count"] == n_test - 1
+    parts = [task.evaluate(model, "test", (i, n_parts)) for i in range(n_parts)]
+    for name, value in whole.items():
+        assert sum(part[name] for part in parts) == pytest.approx(value)
+    assert min(sizes) > 0  # which some libraries do not take
+    assert task.evaluate(model, "train")["count"] == 599
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_an_evaluation_leaves_no_trace(architecture: str) -> None:
+    task = small_task()
+    model = model_of(task, architecture)
+    train(task, model, range(4))
+    before = copy.deepcopy((model.state_dict(), task.carried(model)))
+    modes = [module.training for module in model.modules()]
+    generator_state = torch.get_rng_state()
+    assert task.evaluate(model) == task.evaluate(model)  # without dropout
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), generator_state)
+    for old, new in zip(before, (model.state_dict(), task.carried(model)), strict=True):
+        assert set(old) == set(new)
+        assert all(torch.equal(old[name], new[name]) for name in old)
+
+
+def test_perplexity_is_derived_from_the_mean() -> None:
+    task = small_task()
+    assert task.derived({"cross_entropy": 2.0, "accuracy": 0.5}) == {"perplexity": math.exp(2)}
+    assert task.derived({"cross_entropy": 1e4}) == {"perplexity": math.inf}
+    assert math.isnan(task.derived({"cross_entropy": math.nan})["perplexity"])
+
+
+def test_words_that_follow_a_rule_are_learned_in_seconds() -> None:
+    """Each word is 3 times the one before, modulo 17."""
+    words = torch.tensor([pow(3, i, 17) for i in range(400)])
+    text = texts.Corpus(tuple(map(str, range(17))), {"train": words, "test": words})
+    for architecture in ARCHITECTURES:
+        size = {"hidden_size": 32, "num_layers": 1, "dropout": 0.0}
+        task = LanguageModeling(text, 5, options(), size)
+        model = model_of(task, architecture)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        for epoch in range(15):
+            for step in range(task.steps_per_epoch):
+                optimizer.zero_grad()
+                task.loss(model, task.batch(epoch % 3, epoch, step))[0].backward()
+                optimizer.step()
+        sums = task.evaluate(model)
+        assert sums["accuracy"] / sums["count"] >= 0.95, architecture
+
+
+# Words.
+
+
+def test_a_vocabulary_is_of_the_words_seen_often_enough_in_training() -> None:
+    train = ["b", "a", "b", "c", "b", "a", "d"]
+    words = texts.indexed({"train": train, "test": ["a", "d", "e", "b"]}, min_count=2)
+    assert words.vocabulary == ("b", "a", "<unk>")
+    assert words.splits["train"].tolist() == [0, 1, 0, 2, 0, 1, 2]
+    assert words.splits["test"].tolist() == [1, 2, 2, 0]
+    everything = texts.indexed({"train": train, "test": ["a", "e"]}, min_count=1)
+    assert everything.vocabulary == ("b", "a", "c", "d", "<unk>")
+    few: dict[Split, list[str]] = {"train": ["a", "<unk>"], "test": ["b", "a"]}
+    assert texts.indexed(few, 1).vocabulary == ("<unk>", "a")
+    padded = texts.indexed(few, 1, padding=True)
+    assert padded.vocabulary == ("<unk>", "a", "<pad>")
+    assert padded.padding == 2
+
+
+def test_tokens_of_plain_text() -> None:
+    text = 'The "for_each" loop (x1 = 2.50)...\n\n  \n>>> Ça va?\n'
+    assert texts.tokens(text) == [
+        *("the", '"', "for_each", '"', "loop", "(", "x", "1", "=", "2", ".", "50", ")", "..."),
+        "<eos>",
+        *(">>>", "ça", "va", "?"),
+        "<eos>",
+    ]
+
+
+def test_lines_of_words_end_also_where_they_are_blank() -> None:
+    assert texts.split_lines(" a  b \n \nc d\n") == ["a", "b", "<eos>", "<eos>", "c", "d", "<eos>"]
+    assert texts.split_lines("a\n") == texts.split_lines("a") == ["a", "<eos>"]
+    assert texts.split_lines("") == []
+
+
+# Topics.
+
+
+def test_topics_load_in_a_second_or_two_and_alike() -> None:
+    def load() -> Any:
+        return tasks.make(
+            "LSTM", n_workers=4, batch_size=8, seed=1, task_options={"hidden_size": 64}
+        )
+
+    start = time.process_time()
+    task = load()
+    assert time.process_time() - start < 2
+    first, again = task.batch(0, 0, 0), load().batch(0, 0, 0)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert first[0].shape == (8, 30)
+    assert task.label_counts() is None
+
+
+def test_topics_for_testing_are_not_trained_on() -> None:
+    splits = texts.topics(options())
+    train, test = splits["train"], splits["test"]
+    assert 50_000 < len(train) < 500_000
+    assert 0.03 < len(test) / (len(train) + len(test)) < 0.2
+    trained, tested = (" ".join(words).split(" <eos> ") for words in (train, test))
+    common = [line for line in set(trained) & set(tested) if len(line.split()) >= 10]
+    # Whole paragraphs have only one place; a long line of another one is rarely the same.
+    assert len(common) <= 0.01 * len(tested)
+    known = set(train)
+    assert sum(word not in known for word in test) < 0.1 * len(test)
+
+
+def test_topics_are_assigned_by_their_names() -> None:
+    names = [f"topic {i}" for i in range(2000)]
+    share = sum(map(texts.is_test_topic, names)) / 2000
+    assert share == pytest.approx(0.1, abs=5 * math.sqrt(0.09 / 2000))
+    assert [
+        name for name in ("assert", "class", "for", "types", "with") if texts.is_test_topic(name)
+    ] == [
+        "class",
+        "for",
+        "with",
+    ]
+
+
+def test_rare_words_of_topics_are_unknown() -> None:
+    def vocabulary(**task_options: Any) -> int:
+        task = tasks.make("LSTM", n_workers=1, batch_size=1, seed=1, task_options=task_options)
+        model = task.model("Transformer", seed=1)
+        return int(next(model.parameters()).shape[0])
+
+    assert vocabulary() == vocabulary(min_count=3)
+    assert (
+        vocabulary(min_count=1) > vocabulary(min_count=2) > vocabulary() > vocabulary(min_count=9)
+    )
+
+
+# Files.
+
+WIKI = {
+    "wiki.train.tokens": " \n = Title = \n \n The cat , the <unk> . \n The end . \n",
+    "wiki.valid.tokens": " \n The CAT can't . \n",
+    "wiki.test.tokens": " \n The dog . \n",
+}
+PTB = {
+    "ptb.train.txt": " the cat is <unk> \n the end \n",
+    "ptb.valid.txt": " the end is the end \n",
+    "ptb.test.txt": " the dog is N years old \n",
+}
+
+
+def write_files(folder: Path, contents: dict[str, str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        (folder / name).write_text(content)
+
+
+def make(folder: Path | None, dataset: str, **changes: Any) -> tasks.Task:
+    arguments: dict[str, Any] = {"n_workers": 1, "batch_size": 1, "seed": 1, "download": False}
+    choices = {"dataset": dataset, "sequence_length": 3, "hidden_size": 8} | changes
+    return tasks.make("LSTM", data_dir=folder, **arguments, task_options=choices)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "contents", "inside", "n_train", "n_test", "n_words"),
+    [
+        ("wikitext2", WIKI, "", 17, 5, 10),
+        ("wikitext2", WIKI, "wikitext-2", 17, 5, 10),
+        ("wikitext2", WIKI, "LSTM/wikitext-2", 17, 5, 10),
+        ("ptb", PTB, "", 8, 7, 6),
+        ("ptb", PTB, "LSTM", 8, 7, 6),
+    ],
+)
+def test_files_of_words_are_read(
+    tmp_path: Path,
+    dataset: str,
+    contents: dict[str, str],
+    inside: str,
+    n_train: int,
+    n_test: int,
+    n_words: int,
+) -> None:
+    """Words as they are, all of the training text's in the vocabulary."""
+    write_files(tmp_path / inside, contents)
+    task = make(tmp_path, dataset)
+    for architecture in ARCHITECTURES:
+        model = task.model(architecture, seed=1)
+        assert next(model.parameters()).shape[0] == n_words
+        assert task.evaluate(model)["count"] == n_test - 1
+        assert task.evaluate(model, "train")["count"] == n_train - 1
+    rarer = make(tmp_path, dataset, min_count=2).model("LSTM", seed=1)
+    assert next(rarer.parameters()).shape[0] < n_words
+
+
+def words(folder: Path, dataset: str, **changes: Any) -> dict[Split, list[str]]:
+    return texts.TEXTS[dataset](options(data_dir=folder), **changes)
+
+
+def test_the_text_of_the_test_rows_is_chosen(tmp_path: Path) -> None:
+    """Only the texts that are used have to exist. The validation text is used where it is asked."""
+    write_files(tmp_path / "LSTM" / "wikitext-2", WIKI)
+    test, valid = ["<eos>", "The", "dog", ".", "<eos>"], ["The", "CAT", "can't", ".", "<eos>"]
+    plain = words(tmp_path, "wikitext2")
+    assert set(plain) == {"train", "test"}
+    assert plain["test"] == test
+    published = words(tmp_path, "wikitext2", evaluation="validation")
+    assert set(published) == {"train", "test"}
+    assert published["test"] == ["<eos>", *valid]
+    both = words(tmp_path, "wikitext2", validation_text=True)
+    assert (both["valid"], both["test"]) == (["<eos>", *valid], test)
+    task = make(tmp_path, "wikitext2", validation_text=True)
+    assert task.samples == {"train": 17, "valid": 6, "test": 5}
+    assert task.evaluate(task.model("LSTM", 1), "valid")["count"] == 5
+    for more in ({"validation_ratio": 0.2}, {"evaluation": "validation"}):
+        chosen = {"dataset": "wikitext2", "sequence_length": 2, "validation_text": True}
+        ratio = more.pop("validation_ratio", 0.0)
+        with pytest.raises(ValueError, match=r"^(validation_ratio|task_options.validation_text)="):
+            language.task(
+                options(
+                    data_dir=tmp_path,
+                    n_workers=1,
+                    batch_size=1,
+                    validation_ratio=ratio,
+                    task_options=chosen | more,
+                )
+            )
+    (tmp_path / "LSTM/wikitext-2/wiki.valid.tokens").unlink()
+    assert words(tmp_path, "wikitext2") == plain
+    with pytest.raises(ValueError, match=r"wiki.valid.tokens"):
+        words(tmp_path, "wikitext2", validation_text=True)
+    with pytest.raises(ValueError, match=r"wiki.valid.tokens"):
+        words(tmp_path, "wikitext2", evaluation="validation")
+
+
+def test_words_become_lower_case(tmp_path: Path) -> None:
+    write_files(tmp_path, WIKI)
+    lower = words(tmp_path, "wikitext2", lower=True, evaluation="validation")
+    assert lower["test"] == ["<eos>", "the", "cat", "can't", ".", "<eos>"]
+    assert "<unk>" in lower["train"]
+    plain = words(tmp_path, "wikitext2", evaluation="validation")
+    assert {split: [w.lower() for w in plain[split]] for split in plain} == lower
+
+
+@pytest.fixture(params=["stand-in", "installed"])
+def spacy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """spaCy, or a stand-in that knows what the texts of these tests contain."""
+    if request.param == "installed":
+        pytest.importorskip("spacy")
+        return
+
+    class Tokenizer:
+        def __init__(self) -> None:
+            self.special: list[str] = []
+
+        def add_special_case(self, word: str, tokens: list[dict[str, str]]) -> None:
+            assert tokens == [{"ORTH": word}]
+            self.special.append(word)
+
+        def __call__(self, line: str) -> list[types.SimpleNamespace]:
+            assert not line.endswith("\n")
+            pattern = "|".join(map(re.escape, self.special)) + r"|^ |can|n't|ca(?=n't)|\w+|[^\w\s]"
+            line = re.sub(r"can't", "ca n't", line)
+            found = re.findall(pattern.replace("can|", ""), line)
+            return [types.SimpleNamespace(text=word) for word in found]
+
+    stand_in, symbols = types.ModuleType("spacy"), types.ModuleType("spacy.symbols")
+    english = {"en": types.SimpleNamespace(tokenizer=Tokenizer())}
+    stand_in.blank = english.__getitem__  # type: ignore[attr-defined]
+    symbols.ORTH = "ORTH"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "spacy", stand_in)
+    monkeypatch.setitem(sys.modules, "spacy.symbols", symbols)
+
+
+@pytest.mark.usefixtures("spacy")
+def test_words_of_spacy_are_those_of_the_published_program(tmp_path: Path) -> None:
+    """A blank at the start of a line is a word. Lower case comes after tokenization."""
+    write_files(tmp_path, WIKI)
+    chosen = {"tokenizer": "spacy", "evaluation": "validation"}
+    found = words(tmp_path, "wikitext2", lower=True, **chosen)
+    assert found["test"] == [" ", "<eos>", " ", "the", "cat", "ca", "n't", ".", "<eos>"]
+    assert found["train"][:7] == [" ", "<eos>", " ", "=", "title", "=", "<eos>"]
+    assert found["train"][9:17] == [" ", "the", "cat", ",", "the", "<unk>", ".", "<eos>"]
+    upper = words(tmp_path, "wikitext2", **chosen)
+    assert upper["test"][3:5] == ["The", "CAT"]
+    # The vocabulary of the published program also has the word of its padding.
+    task = make(tmp_path, "wikitext2", lower=True, padding=True, **chosen)
+    model = task.model("LSTM", seed=1)
+    assert next(model.parameters()).shape[0] == len({*found["train"], "<unk>", "<pad>"})
+
+
+def test_without_spacy_its_tokenizer_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files(tmp_path, WIKI)
+    monkeypatch.setitem(sys.modules, "spacy", None)
+    with pytest.raises(ValueError, match=r"^task_options.tokenizer=spacy needs spaCy, .* blanks$"):
+        make(tmp_path, "wikitext2", tokenizer="spacy")
+
+
+def test_options_of_files_are_rejected_elsewhere(tmp_path: Path) -> None:
+    for key, value in {"lower": True, "tokenizer": "blanks", "evaluation": "test"}.items():
+        with pytest.raises(
+            ValueError, match=rf"^task_options.{key}: use it with dataset=wikitext2"
+        ):
+            make(None, "topics", **{key: value})
+
+
+def test_the_default_model_of_the_short_text_is_small() -> None:
+    def sizes() -> tuple[int, int, float]:
+        arguments: dict[str, Any] = {"n_workers": 1, "batch_size": 1, "seed": 1}
+        task = tasks.make("LSTM", **arguments)
+        model = task.model("LSTM", seed=1)
+        assert isinstance(model, LSTM)
+        return model.rnn.hidden_size, model.rnn.num_layers, model.dropout.p
+
+    assert sizes() == (128, 1, 0.2)
+
+
+def test_keys_without_effect_on_text_are_rejected_or_give_a_warning() -> None:
+    def settings(*explicit: str, **changes: Any) -> Any:
+        config = OmegaConf.merge(OmegaConf.structured(entry.Config), {"task": "LSTM"}, changes)
+        return checked(config, Processes(), explicit)  # type: ignore[arg-type]
+
+    for key in ("use_decentralized_data", "reshuffle_data"):
+        with pytest.raises(ValueError, match=rf"^{key}=true: use false with task=LSTM"):
+            settings(key, **{key: True})
+        settings(key, **{key: False})
+    with pytest.warns(UserWarning, match="task=LSTM has no such option: use_decentralized_data"):
+        c = settings(use_decentralized_data=True)
+    assert c.drop_last is False, "as for other text"
+    settings(reshuffle_data=True)  # its default
+
+
+def test_damaged_texts_are_rejected_by_name(tmp_path: Path) -> None:
+    write_files(tmp_path, WIKI)
+    (tmp_path / "wiki.test.tokens").write_bytes(b"caf\xe9 \n")
+    with pytest.raises(ValueError, match=r"wiki.test.tokens is damaged, or no text in UTF-8"):
+        make(tmp_path, "wikitext2")
+    (tmp_path / "wiki.test.tokens").write_bytes(b" \n")
+    with pytest.raises(ValueError, match=r"wiki.test.tokens holds 1 words: use 2 or more$"):
+        make(tmp_path, "wikitext2")
+    (tmp_path / "wiki.test.tokens").unlink()
+    with pytest.raises(ValueError, match=r"^data_dir=.*: use .* wiki.test.tokens$"):
+        make(tmp_path, "wikitext2")
+    with pytest.raises(ValueError, match=r"^data_dir=.*: use .* ptb.train.txt, ptb.test.txt; or "):
+        make(tmp_path, "ptb")
+
+
+# Options.
+
+
+def test_options_set_the_sizes_of_models() -> None:
+    def model(architecture: str, **task_options: Any) -> nn.Module:
+        return tasks.make(
+            "LSTM", n_workers=1, batch_size=1, seed=1, task_options=task_options
+        ).model(architecture, seed=1)
+
+    lstm = model("LSTM", hidden_size=8, num_layers=2, dropout=0.25)
+    assert isinstance(lstm, LSTM)
+    assert (lstm.rnn.hidden_size, lstm.rnn.num_layers, lstm.dropout.p) == (8, 2, 0.25)
+    transformer = model("Transformer", hidden_size=12, num_heads=3, num_layers=5, sequence_length=7)
+    names = {name: tuple(value.shape) for name, value in transformer.named_parameters()}
+    assert names["positions.weight"] == (7, 12)
+    assert names["blocks.4.attended.weight"] == (12, 12)
+    assert "blocks.5.attended.weight" not in names
+    with pytest.raises(
+        ValueError, match=r"^task_options.num_heads: use .*task_architecture=Transformer; LSTM"
+    ):
+        model("LSTM", num_heads=2)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "accepted"),
+    [
+        ("dataset", "wikitext", "topics or wikitext2 or ptb"),
+        ("tokenizer", "space", "blanks or spacy"),
+        ("evaluation", "valid", "test or validation"),
+        ("lower", "yes", "true or false"),
+        ("padding", 1, "true or false"),
+        ("dataset", 2, "topics or wikitext2 or ptb"),
+        ("sequence_length", 0, "a whole number, 1 or more"),
+        ("hidden_size", 6.5, "a whole number, 1 or more"),
+        ("num_layers", True, "a whole number, 1 or more"),
+        ("num_heads", "4", "a whole number, 1 or more"),
+        ("min_count", -1, "a whole number, 1 or more"),
+        ("dropout", 2, "a number from 0 to below 1"),
+        ("dropout", 1, "a number from 0 to below 1"),
+        ("dropout", -0.1, "a number from 0 to below 1"),
+        ("dropout", math.nan, "a number from 0 to below 1"),
+        ("dropout", None, "a number from 0 to below 1"),
+    ],
+)
+def test_invalid_values_are_rejected(option: str, value: Any, accepted: str) -> None:
+    with pytest.raises(ValueError, match=rf"^task_options.{option}=.*: use {accepted}$"):
+        language.task(options(task_options={option: value}))
+    language.task(options(task_options={"dropout": 0, "sequence_length": 1}))
+
+
+def test_partitions_by_label_are_rejected() -> None:
+    with pytest.raises(ValueError, match=r"^decentralized_data_dirichlet_alpha=0.1: use null; "):
+        language.task(options(dirichlet_alpha=0.1))
+    with pytest.raises(ValueError, match=r"^decentralized_data_shuffled_ratio=0.1: use 0; "):
+        language.task(options(decentralized=True, shuffled_ratio=0.1))
+    pieces = [
+        language.task(options(**split)).batch(1, 0, 0)[0]
+        for split in ({}, {"decentralized": True}, {"reshuffle": False})
+    ]
+    assert all(torch.equal(piece, pieces[0]) for piece in pieces)

@@ -1,0 +1,1015 @@
+"""Tasks of the user: functions by name, data sets, partitions, losses, loading, errors.
+
+Axes: sample, worker.
+"""
+
+import gc
+import itertools
+import json
+import multiprocessing
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
+
+import train
+from powergossip import tasks
+from powergossip.errors import BadInput, Interrupted
+from powergossip.network import Processes
+from powergossip.randomness import generator
+from powergossip.runs import metrics
+from powergossip.runs.checkpoints import Checkpoints
+from powergossip.tasks import Datasets, DatasetTask, user_functions
+from powergossip.tasks.loading import Loader, Request, SampleSource
+from powergossip.tasks.shards import Shards, by_group
+from powergossip.tasks.user_functions import UserCodeError
+from powergossip.training import recorder
+from tests.harness import launch
+from tests.harness.helpers import reproducible, wait_until
+from tests.harness.small_data import options
+
+N = 103  # training samples of the small data here: a prime, so that nothing divides it
+
+# A module of a user: regression and classification, with random augmentation.
+MODULE = """
+import random
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import Dataset, Subset, TensorDataset
+from powergossip.errors import BadInput
+from powergossip.tasks import Datasets
+
+DEFAULTS = {"batch_size": 8, "num_epochs": 2, "learning_rate": 0.02}
+
+class Noisy(Dataset):
+    def __init__(self, n):
+        self.x = torch.randn(n, 4, generator=torch.Generator().manual_seed(n))
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        noise = torch.randn(4) + random.random() + float(np.random.rand())
+        return self.x[i] + 0.1 * noise, self.x[i].sum()
+
+def regression(n_samples=96):
+    return Noisy(n_samples), Noisy(40)
+
+def net(width=5):
+    return nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 1))
+
+def with_model(width=5, n_samples=96):
+    return Datasets(*regression(n_samples), model=net)
+
+def labeled():
+    x = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
+    y = (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+    data = TensorDataset(x, y)
+    return Datasets(Subset(data, range(72)), Subset(data, range(72, 96)),
+                    model=lambda: nn.Linear(4, 3), columns={"client": [i % 5 for i in range(72)]})
+"""
+TINY = ["n_workers=4", "log_verbosity=0"]
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
+    """A function that writes a module to the current folder, and returns its name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
+    monkeypatch.setattr(train, "output_dir", None)
+    names = (f"own_{tmp_path.name}_{i}".replace("-", "_") for i in itertools.count())
+    written = []
+
+    def write(source: str = MODULE) -> str:
+        name = next(names)
+        (tmp_path / f"{name}.py").write_text(source)
+        written.append(name)
+        return name
+
+    yield write
+    for name in written:
+        sys.modules.pop(name, None)
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return reproducible(metrics.load(folder))
+
+
+# --- Data sets as a task --------------------------------------------------------------------------
+
+
+class Table(Dataset[tuple[Tensor, int]]):
+    """Samples (number, label) with random noise in 0 … 0.4, and labels in the usual place."""
+
+    def __init__(self, n: int = N):
+        self.targets = [i * i % 7 for i in range(n)]
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        noise = 0.1 * (torch.rand(()) + random.random() + np.random.rand())
+        return i + noise.float(), self.targets[i]
+
+
+class Scores(nn.Module):
+    """Scores of 7 labels for numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 7)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        return self.linear(numbers[:, None] / N)
+
+
+REPORT = recorder.report
+
+
+@pytest.fixture(autouse=True)
+def without_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table and a figure take longer than these runs."""
+    monkeypatch.setattr(recorder, "report", lambda *_: None)
+
+
+@pytest.fixture(autouse=True)
+def ended() -> Iterator[None]:
+    """Ends processes that load data, which keep files of this process open."""
+    yield
+    if multiprocessing.active_children():
+        gc.collect()
+
+
+def small(data: Datasets | None = None, **changes: Any) -> DatasetTask:
+    data = data or Datasets(Table(), Table(20), model=Scores)
+    return DatasetTask(data, options(task="mine:task", **changes))
+
+
+def numbers(batch: Any) -> list[int]:
+    """The numbers of the samples in a batch."""
+    return batch[0].floor().int().tolist()
+
+
+def shard(task: DatasetTask, worker: int, epoch: int = 0) -> list[int]:
+    """The samples of a worker in an epoch."""
+    batches = [task.batch(worker, epoch, step) for step in range(task.steps_per_epoch)]
+    return [number for batch in batches for number in numbers(batch)]
+
+
+def same(one: Any, other: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def global_state() -> tuple[Any, ...]:
+    """The states of the generators of Python, torch and NumPy."""
+    of_numpy = np.random.get_state(legacy=False)
+    assert isinstance(of_numpy, dict)
+    return random.getstate(), torch.get_rng_state().tolist(), of_numpy["state"]["key"].tolist()
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_batch_depends_on_seed_worker_epoch_and_step_alone(processes: int) -> None:
+    """With random augmentation, in any order of the calls, and for any number of processes."""
+    first, second = small(), small(data_processes=processes)
+    places = [(w, e, s) for e in range(2) for s in range(first.steps_per_epoch) for w in range(4)]
+    expected = {place: first.batch(*place) for place in places}
+    state = global_state()
+    for place in places:  # in the order of training
+        assert same(second.batch(*place), expected[place])
+    for place in places[::-7]:
+        assert same(second.batch(*place), expected[place])
+    assert state == global_state()
+    assert not same(expected[0, 0, 0], small(seed=2).batch(0, 0, 0))
+    noise = [(batch[0] % 1).tolist() for batch in expected.values()]
+    assert len({tuple(values) for values in noise}) == len(noise)
+
+
+def test_every_sample_belongs_to_one_worker_in_an_epoch() -> None:
+    task = small(batch_size=1)
+    seen = [number for worker in range(4) for number in shard(task, worker)]
+    assert len(seen) == len(set(seen)) == 100  # of 103: the smallest shard has 25
+
+
+def test_tensors_in_memory_are_as_their_samples() -> None:
+    data = TensorDataset(torch.randn(N, 3), torch.arange(N))
+
+    class Slow(Dataset[Any]):
+        def __len__(self) -> int:
+            return N
+
+        def __getitem__(self, i: int) -> Any:
+            return data[i]
+
+    one, other = (small(Datasets(d, d, model=Scores)) for d in (data, Slow()))
+    assert all(same(one.batch(w, 1, 2), other.batch(w, 1, 2)) for w in range(4))
+    assert one.batch(0, 0, 0)[0].shape == (8, 3)
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_parts_of_an_evaluation_add_up_and_leave_the_model(processes: int) -> None:
+    data = Datasets(Table(), Table(20), valid=Table(30), model=Scores)
+    task = small(data, data_processes=processes)
+    model = task.model("Scores", seed=1).train()
+    sizes: dict[tasks.Split, int] = {"test": 20, "valid": 30, "train": N}
+    for split, size in sizes.items():
+        whole = task.evaluate(model, split)
+        assert whole["count"] == size == task.samples[split]
+        for n_parts in (2, 7, 150):
+            parts = [task.evaluate(model, split, (i, n_parts)) for i in range(n_parts)]
+            assert all(list(part) == list(whole) for part in parts)
+            for name in ("count", "accuracy"):
+                assert sum(part[name] for part in parts) == pytest.approx(whole[name])
+    assert model.training
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_test_data_are_loaded_once_as_far_as_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counted(Table):
+        loads = 0
+
+        def __getitem__(self, i: int) -> tuple[Tensor, int]:
+            self.loads += 1
+            return super().__getitem__(i)
+
+    class Batch(NamedTuple):
+        numbers: Tensor
+        labels: Tensor
+
+    def collate(samples: list[Any]) -> Batch:
+        return Batch(*default_collate(samples))
+
+    def forward(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        return model(batch.numbers.neg_()), batch.labels  # changes the batch
+
+    # A batch of 16 has 192 bytes.
+    for room, loads in ((2**20, 20), (200, 28)):
+        monkeypatch.setattr("powergossip.tasks.user_datasets.KEPT_BYTES", room)
+        data = Counted(20)
+        task = small(Datasets(Table(), data, model=Scores, forward=forward, collate=collate))
+        model = task.model("Scores", 1)
+        first = task.evaluate(model)
+        assert task.evaluate(model) == task.evaluate(model) == first
+        assert data.loads == loads
+
+
+def test_validation_data_are_held_out_of_each_label() -> None:
+    task = small(validation_ratio=0.2, batch_size=1)
+    assert task.samples == {"train": 82, "test": 20, "valid": 21}
+    used = {
+        number for worker in range(4) for epoch in range(9) for number in shard(task, worker, epoch)
+    }
+    assert len(used) == 82
+    with pytest.raises(ValueError, match=r"^validation_ratio=0.2: use 0"):
+        small(Datasets(Table(), Table(), valid=Table(), model=Scores), validation_ratio=0.2)
+
+
+# Labels and columns.
+
+
+def classes(task: DatasetTask) -> np.ndarray:
+    counts = task.label_counts()
+    assert counts is not None
+    return counts.numpy()
+
+
+@pytest.mark.parametrize("split", [{"decentralized": True}, {"dirichlet_alpha": 1e-3}], ids=str)
+@pytest.mark.parametrize("place", ["targets", "labels", "samples", "subset", "tensors"])
+def test_partitions_by_label_find_the_labels(place: str, split: dict[str, Any]) -> None:
+    table = Table()
+    labels = torch.tensor(table.targets)
+    data: Any = table
+    if place == "subset":
+        data = Subset(Subset(table, range(1, N)), range(N - 1))
+    if place == "tensors":
+        data = TensorDataset(torch.arange(N).float(), labels)
+    if place in ("labels", "samples"):
+        del table.targets
+        data = [(torch.tensor(float(i)), int(label)) for i, label in enumerate(labels)]
+    given = labels.numpy() if place == "labels" else None
+    task = small(Datasets(data, data, model=Scores, labels=given), **split)
+    counts = classes(task)
+    assert counts.sum() == len(data)
+    assert (counts > 0).sum(1).max() <= 3  # of 4 labels: squares modulo 7
+    assert sorted(counts.sum(0)) == sorted(
+        np.bincount(labels[-len(data) :].numpy() % 7)[[0, 1, 2, 4]]
+    )
+
+
+def test_labels_are_integers_of_every_sample() -> None:
+    real = TensorDataset(torch.randn(N, 1), torch.randn(N))
+    for changes in ({"decentralized": True}, {"dirichlet_alpha": 1.0}):
+        with pytest.raises(ValueError, match=r"^task=mine:task: a partition by label"):
+            small(Datasets(real, real, model=Scores), **changes)
+    ragged: Any = [(i, torch.zeros(1 + i // 2 % 5).long()) for i in range(N)]
+    with pytest.raises(ValueError, match=r"^task=mine:task: a partition by label"):
+        small(Datasets(ragged, ragged, model=Scores), batch_size=1, decentralized=True)
+    for labels in ([1, 2], torch.randn(N), [[1], [2, 3]]):
+        with pytest.raises(ValueError, match=r"^task=mine:task: a partition by label"):
+            small(Datasets(real, real, model=Scores, labels=labels))
+    assert small(Datasets(real, real, model=Scores)).label_counts() is None
+
+
+@pytest.mark.parametrize("n_groups", [4, 5, 40])
+def test_groups_of_a_column_stay_together(n_groups: int) -> None:
+    column = [f"client {i % n_groups}" for i in range(N)]
+    given = options(column="client", batch_size=4)
+    shards = [
+        Shards(torch.zeros(N), replace(given, seed=seed), column).indices for seed in (1, 1, 2)
+    ]
+    held = [shards[0](worker, 3).tolist() for worker in range(4)]
+    assert sorted(itertools.chain(*held)) == list(range(N))
+    groups = [{column[sample] for sample in of_worker} for of_worker in held]
+    assert sum(map(len, groups)) == n_groups
+    sizes = list(map(len, held))
+    assert max(sizes) - min(sizes) <= -(-N // n_groups)  # the largest group
+    assert sorted(shards[0](0, 4).tolist()) == sorted(held[0]) != shards[0](0, 4).tolist()
+    assert shards[1](0, 3).tolist() == held[0]
+    assert n_groups < 40 or set(shards[2](0, 3).tolist()) != set(held[0])
+
+
+def test_groups_are_balanced() -> None:
+    """8 + 3, 7 + 4 and 6 + 5 samples."""
+    column = [group for group in range(3, 9) for _ in range(group)]
+    for seed in range(5):
+        _, bounds = by_group(column, 3, generator(seed, "test"))
+        assert np.diff(bounds).tolist() == [11, 11, 11]
+
+
+def test_an_epoch_has_the_batches_of_the_smallest_shard() -> None:
+    """Workers with more samples use all of them over several epochs."""
+    columns = {"client": [min(i // 10, 3) for i in range(N)]}  # 10, 10, 10 and 73 samples
+    task = small(Datasets(Table(), Table(), model=Scores, columns=columns), column="client")
+    assert task.steps_per_epoch == 2
+    shards = [{n for epoch in range(40) for n in shard(task, w, epoch)} for w in range(4)]
+    assert sorted(map(len, shards)) == [10, 10, 10, 73]
+    assert {len(shard(task, worker)) for worker in range(4)} == {10, 16}
+
+
+def test_a_column_may_be_an_attribute_of_the_data() -> None:
+    table = Table()
+    task = small(Datasets(table, table, model=Scores), column="targets", batch_size=1)
+    labels = [{table.targets[n] for n in shard(task, w)} for w in range(4)]
+    assert [len(of_worker) for of_worker in labels] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("columns", "changes", "words"),
+    [
+        ({"client": [0] * N}, {}, r"^n_workers=4: use 1 or fewer"),
+        ({"client": [1, 2, 3]}, {}, r"^decentralized_data_column=client: .* 103 "),
+        ({"region": [0] * N}, {}, r"^decentralized_data_column=client: .*region"),
+        (None, {}, r"^decentralized_data_column=client: .*null"),
+        ({"client": range(N)}, {"decentralized": True}, "use null with use_decentralized_data"),
+        ({"client": range(N)}, {"dirichlet_alpha": 0.1}, "use null with decentralized_data_diri"),
+        ({"client": [*range(3), *[9] * 100]}, {}, r"^batch_size=8: use 1 or less"),
+    ],
+)
+def test_columns_that_do_not_fit_are_rejected(columns: Any, changes: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        small(Datasets(Table(), Table(), model=Scores, columns=columns), column="client", **changes)
+
+
+@pytest.mark.parametrize("task", ["Digits", "LSTM"])
+def test_tasks_of_the_library_have_no_columns_and_processes(task: str) -> None:
+    for key, changes in (
+        ("decentralized_data_column=x", {"column": "x"}),
+        ("data_processes=2", {"data_processes": 2}),
+    ):
+        with pytest.raises(ValueError, match=rf"^{key}: use "):
+            tasks.make(task, n_workers=2, batch_size=8, seed=1, **changes)
+
+
+# Losses and metrics.
+
+
+def measured(data: Datasets, inputs: Tensor, targets: Tensor) -> dict[str, float]:
+    """The metrics of a model that returns its inputs."""
+    task = small(data)
+    loss, found = task.loss(nn.Identity(), (inputs, targets))
+    assert not any(value.requires_grad for value in found.values())
+    assert loss.item() == pytest.approx(next(iter(found.values())).item())
+    return {name: value.item() for name, value in found.items()}
+
+
+def test_defaults_for_integers_are_cross_entropy_and_accuracy() -> None:
+    """With labels on the last axis, and without ignored targets."""
+    data = Datasets(Table(), Table(), model=Scores)
+    scores = torch.randn(5, 3, 7, requires_grad=True)
+    targets = torch.randint(7, (5, 3))
+    targets[0], targets[1] = -100, scores[1].argmax(-1)
+    found = measured(data, scores, targets)
+    kept = targets != -100
+    by_hand = -scores.log_softmax(-1)[kept].gather(1, targets[kept][:, None]).mean().item()
+    assert list(found) == ["cross_entropy", "accuracy"]
+    assert found["cross_entropy"] == pytest.approx(by_hand)
+    correct = (scores.argmax(-1) == targets)[kept].double().mean().item()
+    assert found["accuracy"] == pytest.approx(correct)
+
+
+def test_ignored_targets_do_not_count_in_an_evaluation() -> None:
+    targets = torch.randint(7, (20, 3))
+    targets[4:] = -100
+    targets[2, 1] = -100
+    data = TensorDataset(torch.randn(20, 3, 7), targets)
+    sums = small(Datasets(data, data, model=Scores), batch_size=2).evaluate(nn.Identity())
+    assert sums["count"] == 11
+    kept = targets != -100
+    expected = (data.tensors[0].argmax(-1) == targets)[kept].sum().item()
+    assert sums["accuracy"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("shape", [(6,), (6, 1), (6, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_default_for_reals_is_the_mean_squared_error(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Outputs under autocast are rounded, targets are not."""
+    data = Datasets(Table(), Table(), model=Scores)
+    outputs = torch.randn(shape, requires_grad=True).to(dtype)
+    targets = torch.randn(shape).double()
+    if shape == (6, 1):
+        targets = targets[:, 0]
+    found = measured(data, outputs, targets)
+    expected = (outputs.double().reshape(targets.shape) - targets).square().mean().item()
+    assert found == {"mse": pytest.approx(expected, rel=1e-5)}
+
+
+def test_loss_metrics_forward_and_collate_may_be_given() -> None:
+    def collate(samples: list[Any]) -> dict[str, Any]:
+        return {"x": torch.stack([x for x, _ in samples]), "y": [y for _, y in samples]}
+
+    def forward(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        return model(batch["x"]), torch.tensor(batch["y"])
+
+    data = Datasets(
+        Table(),
+        Table(20),
+        model=Scores,
+        collate=collate,
+        forward=forward,
+        loss=lambda outputs, targets: outputs.square().mean(),
+        metrics={"largest": lambda outputs, targets: float(targets.max())},
+        derived=lambda means: {"root": means["loss"] ** 0.5},
+        main_metric="root",
+        larger_is_better=False,
+    )
+    task = small(data)
+    model = task.model("Scores", 1)
+    loss, found = task.loss(model, task.batch(0, 0, 0))
+    assert list(found) == ["loss", "largest"]
+    assert loss.requires_grad
+    sums = task.evaluate(model)
+    assert list(sums) == ["loss", "largest", "count"]
+    assert task.derived({"loss": 4.0}) == {"root": 2.0}
+    main = tasks.main_metric(task, ["loss", "root"])
+    assert main.score({"root": 3.0}) == -3.0
+
+
+def test_the_main_metric_is_that_of_the_task_or_the_accuracy_or_the_loss() -> None:
+    task = small()
+    cases = {
+        ("cross_entropy", "accuracy"): ("accuracy", True),
+        ("cross_entropy", "accuracy", "perplexity"): ("cross_entropy", False),
+        ("mse", "r2"): ("mse", False),
+        ("loss", "r2"): ("loss", False),
+    }
+    for names, expected in cases.items():
+        assert tasks.main_metric(task, names) == tasks.MainMetric(*expected)
+    with pytest.raises(ValueError, match="r2"):
+        tasks.main_metric(task, ["r2"])
+    with pytest.raises(ValueError, match=r"^main_metric=auc: use .*r2"):
+        tasks.main_metric(
+            small(
+                Datasets(Table(), Table(), model=Scores, main_metric="auc", larger_is_better=True)
+            ),
+            ["r2"],
+        )
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"train": []}, "train is empty"),
+        ({"test": 3}, "test is of the type int"),
+        ({"valid": Endless()}, "valid is of the type Endless"),
+        ({"model": nn.Linear(1, 1)}, "model is a module"),
+        ({"model": None}, r"^task_architecture: use package.module:callable"),
+        ({"model": "net"}, "model is of the type str"),
+        ({"loss": 1.0}, "loss is of the type float"),
+        ({"metrics": [1]}, "metrics is of the type list"),
+        ({"metrics": {"a": 1}}, "metric a is of the type int"),
+        ({"main_metric": "r2"}, "main_metric=r2 needs larger_is_better"),
+    ],
+)
+def test_wrong_fields_are_rejected(changes: dict[str, Any], words: str) -> None:
+    fields: dict[str, Any] = {"train": Table(), "test": Table(), "model": Scores} | changes
+    with pytest.raises(ValueError, match=words):
+        small(Datasets(**fields))
+
+
+# --- Names, options, errors -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["task_architecture", "package.module:callable", "regression"]),
+        (["task=absent:task"], ["task=absent:task", "no module absent"]),
+        (["task=MODULE.sub:task"], ["task=MODULE.sub:task", "no module MODULE.sub"]),
+        (
+            ["task=MODULE.py:task"],
+            ["MODULE.py", "use package.module:callable, such as MODULE:task"],
+        ),
+        (["task=/nowhere/MODULE.py:task"], ["package.module:callable, such as MODULE:task"]),
+        (["task=MODULE:a-b"], ["task=MODULE:a-b", "package.module:callable"]),
+        (["task=MODULE:regresion"], ["regresion", "regression"]),
+        (["task=MODULE:DEFAULTS"], ["DEFAULTS", "not callable"]),
+        (["task=MODULE:net"], ["task=MODULE:net", "Sequential", "(train, test)"]),
+        (["task_architecture=MODULE:nett"], ["task_architecture=MODULE:nett", "net"]),
+        (["task_architecture=MODULE:regression"], ["returned a tuple", "torch.nn.Module"]),
+        (["task=MODULE:with_model", "task_architecture=CNN"], ['"CNN"', "net"]),
+        (["task=MODULE:with_model", "task_options.depth=3"], ["task_options.depth", "width"]),
+        (
+            ["task_architecture=MODULE:net", "task_options={width: 3, depth: 3}"],
+            ["task_options.depth", "width", "n_samples"],
+        ),
+        (["task=MODULE:with_model", "data_dir=."], ["data_dir=.", "no parameter data_dir"]),
+        (["task=MODULE:with_model", "data_processes=-1"], ["data_processes=-1"]),
+        (["task=MODULE:with_model", "task_options.n_samples=20"], ["batch_size=8", "5"]),
+        (["task=Digits", "task_architecture=MODULE:net", "task_options.depth=3"], ['"depth"']),
+        (
+            ["task=Digits", "task_architecture=MODULE:net", "task_options.normalization=group"],
+            ['"normalization"', "width"],
+        ),
+        (["task=LSTM", "task_architecture=MODULE:net"], ["LanguageModel"]),
+    ],
+    ids=lambda value: " ".join(value) or "no model",
+)
+def test_errors_in_names_and_options_are_one_sentence(
+    module: Callable[..., str], tmp_path: Path, arguments: list[str], words: list[str]
+) -> None:
+    name = module()
+    given = [f"task={name}:regression", *(a.replace("MODULE", name) for a in arguments)]
+    with pytest.raises(BadInput) as caught:
+        train.main([*TINY, *given, "--output-dir", "out"])
+    assert "\n" not in str(caught.value)
+    assert [word for word in words if word.replace("MODULE", name) not in str(caught.value)] == []
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_wrong_name_lists_a_few_public_names() -> None:
+    with pytest.raises(ValueError, match="os:nofn") as caught:
+        user_functions.find("task", "os:nofn")
+    listed = str(caught.value).partition("; use ")[2].split(" or ")
+    assert 0 < len(listed) <= 5
+    assert [name for name in listed if name.startswith("_")] == []
+
+
+WRONG = """
+from MODULE import *
+from powergossip.tasks import Datasets
+
+def missing(file): return regression()
+def nothing(): return None
+def half():
+    class Half:
+        samples, steps_per_epoch = {}, 3
+    return Half()
+def three(): return (1, 2, 3)
+def rejects(): raise BadInput("task_options.level=7: use 1 to 3")
+def detached(): return made(loss=lambda y, t: (y.detach() - t).mean())
+def vector(): return made(loss=lambda y, t: (y[:, 0] - t) ** 2)
+def no_number(): return made(loss=lambda y, t: 1.0)
+def infinite(): return made(loss=lambda y, t: y.square().mean() / 0)
+def other(): return made(loss=lambda y, t: t.mean().requires_grad_())
+def per_sample(): return made(metrics={"m": lambda y, t: (y[:, 0] - t)})
+def text(): return made(metrics={"m": lambda y, t: "good"})
+def not_finite(): return made(metrics={"m": lambda y, t: float("nan")})
+def not_there(): return made(main_metric="auc", larger_is_better=True)
+def wide(): return Datasets(*regression(), model=lambda: nn.Linear(4, 3))
+def no_derived(): return made(derived=lambda means: 3)
+def dicts(): return Datasets([{"x": 1}] * 96, [{"x": 1}] * 9, model=net)
+def made(**more): return Datasets(*regression(), model=net, **more)
+def frozen(): return Datasets(*regression(), model=lambda: net().requires_grad_(False))
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("missing", ['"file"', "task_options.file"]),
+        ("nothing", ["NoneType", "(train, test)"]),
+        ("half", ["Half", "lacks", "evaluate"]),
+        ("three", ["tuple of 3", "(train, test)"]),
+        ("rejects", ["task_options.level=7: use 1 to 3"]),
+        ("detached", ["the loss has no gradient"]),
+        ("vector", ["the loss is a tensor of the shape [8]", "scalar"]),
+        ("no_number", ["the loss is of the type float", "scalar"]),
+        ("infinite", ["loss is inf", "finite"]),
+        ("other", ["does not depend on the parameters"]),
+        ("per_sample", ["the metric m", "[8]", "mean"]),
+        ("text", ["the metric m", "str"]),
+        ("not_finite", ["m is nan", "finite"]),
+        ("not_there", ["main_metric=auc", "mse"]),
+        ("wide", ["[8, 3]", "[8]", "loss"]),
+        ("no_derived", ["derived returned", "dict"]),
+        ("dicts", ["a batch is a dict", "forward"]),
+        ("frozen", ["requires_grad"]),
+    ],
+)
+def test_a_task_that_cannot_be_trained_is_rejected_before_training(
+    module: Callable[..., str], tmp_path: Path, function: str, words: list[str]
+) -> None:
+    name = module(WRONG.replace("MODULE", module()))
+    with pytest.raises(BadInput) as caught:
+        train.main([*TINY, f"task={name}:{function}", "--output-dir", "out"])
+    assert "\n" not in str(caught.value)
+    assert [word for word in words if word not in str(caught.value)] == []
+    assert not (tmp_path / "out").exists()
+
+
+BROKEN = """
+import torch
+from torch import nn
+from powergossip.tasks import Datasets
+
+class Broken(torch.utils.data.Dataset):
+    def __init__(self, kind): self.kind = kind
+    def __len__(self): return 96
+    def __getitem__(self, i):
+        if self.kind == "sample": int("item five")  # line of the sample
+        return torch.zeros(4), torch.zeros(())
+
+def task(kind):
+    if kind == "file": open("absent.csv")  # line of the file
+    def model():
+        if kind == "model": raise KeyError("layer")  # line of the model
+        return nn.Linear(4, 1)
+    def loss(outputs, targets):
+        if kind == "loss": raise ValueError("bad loss")  # line of the loss
+        if kind == "bf16" and outputs.dtype == torch.bfloat16:
+            outputs.detach().numpy()  # line of the bf16
+        return outputs.mean()
+    return Datasets(Broken(kind), Broken(kind), model=model, loss=loss)
+"""
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.parametrize("kind", ["file", "model", "loss", "sample", "bf16"])
+def test_errors_in_the_users_code_keep_their_traceback(
+    module: Callable[..., str], tmp_path: Path, kind: str, processes: int
+) -> None:
+    """Not BadInput, although some are ValueErrors; and no file is written. One is an error in the
+    precision of the run only."""
+    import traceback
+
+    name = module(BROKEN)
+    changes = [f"task_options.kind={kind}", f"data_processes={processes}", "--output-dir", "out"]
+    changes += ["precision=bf16"] * (kind == "bf16")
+    with pytest.raises((UserCodeError, KeyError, TypeError)) as caught:
+        train.main([*TINY, f"task={name}:task", *changes])
+    shown = "".join(traceback.format_exception(caught.value))
+    assert f"# line of the {kind}" in shown
+    assert f"{name}.py" in shown
+    assert f"task={name}:task" in shown
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("processes", [None, 2])
+def test_an_error_in_the_users_code_ends_the_program_with_its_line(
+    tmp_path: Path, processes: int | None
+) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    arguments = [*TINY, "task=broken:task", "task_options.kind=file", "--output-dir", "out"]
+    ended = launch.python(
+        launch.ROOT / "train.py", *arguments, processes=processes, cwd=tmp_path, timeout=60
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.count("# line of the file") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_loading_process_cannot_send_is_an_error() -> None:
+    """A batch or an exception that cannot be pickled. The process goes on."""
+
+    class Own(Exception):
+        pass
+
+    def collate(samples: list[int]) -> Any:
+        if samples == [1]:
+            raise Own("mine")
+        return (lambda: 0) if samples == [0] else samples
+
+    data: Any = range(3)
+    loader = Loader(SampleSource({"train": data}, collate), "task=m:f", processes=1)
+    pending = [loader.request(Request("train", (i,), seed=0)) for i in range(3)]
+    for failing, word in zip(pending, ("pickle", "mine"), strict=False):
+        with pytest.raises(UserCodeError, match=word):
+            failing.wait()
+    assert pending[2].wait() == [2]
+    loader.close()
+
+
+def test_an_error_at_import_is_the_users(module: Callable[..., str]) -> None:
+    for source, error in (("import absent_library", ModuleNotFoundError), ("x = (", SyntaxError)):
+        with pytest.raises(error):
+            train.main([*TINY, f"task={module(source)}:task"])
+    with pytest.raises(UserCodeError):  # a ValueError
+        train.main([*TINY, f"task={module('float(chr(97))')}:task"])
+
+
+def test_keys_go_to_the_functions_that_have_them(
+    module: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = module(
+        """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from powergossip.tasks import Datasets
+seen = {}
+
+def task(options, data_dir, length, file="none", *, flag=False):
+    seen["task"] = (options.n_workers, str(data_dir), length, file, flag)
+    data = TensorDataset(torch.randn(40, length), torch.randint(3, (40,)))
+    return Datasets(data, data, model_arguments={"n_labels": 3})
+
+class Net(nn.Module):
+    def __init__(self, length, n_labels, *, width: int):
+        super().__init__()
+        seen["model"] = (length, n_labels, width)
+        self.layers = nn.Sequential(nn.Linear(length, width), nn.Linear(width, n_labels))
+    def forward(self, x):
+        return self.layers(x)
+"""
+    )
+    task = tasks.make(
+        f"{name}:task",
+        n_workers=2,
+        batch_size=4,
+        seed=3,
+        data_dir=".",
+        task_options={"length": 6, "width": 2, "flag": True},
+        architecture=f"{name}:Net",
+    )
+    first = task.model(f"{name}:Net", 1)
+    assert sys.modules[name].seen == {"task": (2, ".", 6, "none", True), "model": (6, 3, 2)}
+    torch.manual_seed(7)
+    data = tasks.make(
+        f"{name}:task",
+        n_workers=2,
+        batch_size=4,
+        seed=4,
+        task_options={"length": 6, "width": 2},
+        architecture=f"{name}:Net",
+    )
+    # Models depend on the seed of the run alone, random data on nothing.
+    assert same(list(first.parameters()), list(data.model(f"{name}:Net", 1).parameters()))
+    assert not same(list(first.parameters()), list(data.model(f"{name}:Net", 2).parameters()))
+    assert isinstance(task, DatasetTask)
+    assert isinstance(data, DatasetTask)
+    one, other = (t._datasets.test.tensors[0] for t in (task, data))
+    assert torch.equal(one, other)
+
+
+def test_a_name_is_found_in_a_package_and_as_an_attribute(
+    module: Callable[..., str], tmp_path: Path
+) -> None:
+    package = module("class Tasks:\n    @staticmethod\n    def task():\n        return 1")
+    assert user_functions.find("task", f"{package}:Tasks.task").function() == 1
+    (tmp_path / f"{package}_folder").mkdir()
+    (tmp_path / f"{package}_folder" / "inside.py").write_text("def task(): return 2")
+    assert user_functions.find("task", f"{package}_folder.inside:task")({}, {}) == 2
+
+
+# --- Runs -----------------------------------------------------------------------------------------
+
+
+def test_a_run_has_the_defaults_of_the_module_and_records_names(
+    module: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "report", REPORT)
+    name = module()
+    train.main([*TINY, f"task={name}:with_model", "task_options.width=3", "--output-dir", "out"])
+    config = OmegaConf.load("out/config.yaml")
+    assert (config.task, config.task_architecture) == (f"{name}:with_model", "net")
+    assert (config.batch_size, config.num_epochs, config.momentum) == (8, 2, 0.9)
+    info = json.loads((tmp_path / "out/info.json").read_text())
+    assert info["metric"] == {"name": "mse", "larger_is_better": False}
+    assert 0 < info["data_fraction"] < 1
+    assert info["parameters"] == 4 * 3 + 3 + 3 + 1
+    rows = metrics.load("out")
+    assert len(metrics.select_rows(rows, "mse", split="test_avg")) == 2
+    assert len(metrics.select_rows(rows, "mse", split="test")) == 8
+    assert (tmp_path / "out/figure.png").exists()
+    file = tmp_path / f"{name}.py"
+    file.write_text("DEFAULTS = {'learning_rat': 1}\ndef task(): pass")
+    sys.modules.pop(name)
+    with pytest.raises(BadInput, match=r"learning_rat;.*learning_rate"):
+        train.main([*TINY, f"task={name}:task"])
+
+
+def test_rows_are_the_same_with_processes_and_after_a_resume(
+    module: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, with random augmentation and dropout; stopped within an epoch by a signal."""
+    from powergossip.training.execution import Together
+
+    task = [*TINY, f"task={module()}:with_model", "num_epochs=3"]
+    train.main([*task, "--output-dir", "whole"])
+    train.main([*task, "data_processes=2", "--output-dir", "ahead"])
+    assert rows_of(tmp_path / "ahead") == rows_of(tmp_path / "whole")
+    original = Together.train_step
+
+    def interrupted(self: Together, epoch: int, step: int) -> dict[str, Tensor]:
+        if self.step == 4 and not self._config.resume:
+            signal.raise_signal(signal.SIGTERM)
+        return original(self, epoch, step)
+
+    monkeypatch.setattr(Together, "train_step", interrupted)
+    with pytest.raises(Interrupted):
+        train.main([*task, "data_processes=1", "--output-dir", "stopped"])
+    train.main([*task, "resume=true", "data_processes=2", "--output-dir", "stopped"])
+    assert rows_of(tmp_path / "stopped") == rows_of(tmp_path / "whole")
+    ends = [
+        Checkpoints(tmp_path / folder, Processes()).load(range(4))["x"]
+        for folder in ("whole", "ahead", "stopped")
+    ]
+    assert torch.equal(ends[0], ends[1])
+    assert torch.equal(ends[0], ends[2])
+    before = (tmp_path / "whole/metrics.jsonl").read_bytes()
+    train.main(["--output-dir", "whole", "evaluate_only=true", "log_verbosity=0"])
+    assert (tmp_path / "whole/metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("larger", [True, False])
+def test_the_best_checkpoint_is_chosen_by_the_main_metric(
+    module: Callable[..., str], tmp_path: Path, larger: bool
+) -> None:
+    """The learning rate is far too large from the third epoch on."""
+    name = module(
+        MODULE
+        + """
+def scored(larger):
+    return Datasets(*regression(), model=net, derived=lambda means: {"gain": -means["mse"]},
+                    main_metric="gain" if larger else "mse", larger_is_better=larger)
+"""
+    )
+    train.main(
+        [
+            *TINY,
+            f"task={name}:scored",
+            f"task_options.larger={str(larger).lower()}",
+            "num_epochs=4",
+            "checkpoint_interval=1",
+            "lr_schedule_milestones=[[2, 300]]",
+            "gradient_clipping=1",
+            "--output-dir",
+            "out",
+        ]
+    )
+    rows = metrics.select_rows(metrics.load("out"), "mse", split="test_avg")
+    best = Checkpoints(tmp_path / "out", Processes()).describe("best")
+    assert best is not None
+    assert best["score"] == -rows["value"].min()
+    assert best["step"] == 3 * rows["epoch"].iloc[rows["value"].argmin()] < 12
+
+
+def test_an_architecture_of_the_user_trains_a_task_of_the_library(
+    module: Callable[..., str], tmp_path: Path
+) -> None:
+    name = module(
+        """
+from torch import nn
+def net(shape, n_labels, width=8):
+    channels, rows, columns = shape
+    hidden = nn.Linear(channels * rows * columns, width)
+    return nn.Sequential(nn.Flatten(), hidden, nn.ReLU(), nn.Linear(width, n_labels))
+"""
+    )
+    train.main(
+        [
+            *TINY,
+            f"task_architecture={name}:net",
+            "task_options={width: 12, pixel_mean: [0.5]}",
+            "num_epochs=1",
+            "--output-dir",
+            "out",
+        ]
+    )
+    info = json.loads((tmp_path / "out/info.json").read_text())
+    assert info["parameters"] == 64 * 12 + 12 + 12 * 10 + 10
+
+
+def test_an_object_with_the_members_of_a_task_is_used(
+    module: Callable[..., str], tmp_path: Path
+) -> None:
+    name = module(
+        """
+import torch
+from torch import nn
+from powergossip.tasks import MainMetric
+
+class Line:
+    main_metric = MainMetric("distance", larger_is_better=False)
+    steps_per_epoch, samples = 5, {"train": 40, "test": 7}
+    architectures = {"linear": lambda: nn.Linear(1, 1)}
+    def __init__(self, options): self.options = options
+    def model(self, architecture, seed):
+        torch.manual_seed(seed)
+        return self.architectures[architecture]()
+    def batch(self, worker, epoch, step): return torch.ones(8, 1)
+    def loss(self, model, batch):
+        loss = (model(batch) - 3).abs().mean()
+        return loss, {"distance": loss.detach()}
+    def carried(self, model): return {}
+    def carry(self, model, state): pass
+    def evaluate(self, model, split="test", part=(0, 1)):
+        with torch.no_grad():
+            return {"distance": 7 * float((model(torch.ones(1, 1)) - 3).abs()), "count": 7.0}
+    def derived(self, means): return {}
+    def label_counts(self, epoch=0): return None
+
+def task(options): return Line(options)
+"""
+    )
+    train.main([*TINY, f"task={name}:task", "num_epochs=3", "--output-dir", "out"])
+    values = metrics.select_rows(metrics.load("out"), "distance", split="test_avg")["value"]
+    assert values.iloc[-1] < values.iloc[0]
+    with pytest.raises(BadInput, match=rf"^task_architecture={name}:Line: use linear"):
+        train.main([*TINY, f"task={name}:task", f"task_architecture={name}:Line"])
+
+
+def test_processes_with_other_data_are_rejected() -> None:
+    from powergossip.training.task_check import check_sizes
+
+    check_sizes([(3, {"train": 9})] * 2, "m:t")
+    with pytest.raises(BadInput, match="process 1"):
+        check_sizes([(3, {"train": 9}), (3, {"train": 8})], "m:t")
+
+
+def test_the_current_folder_is_searched_under_mpirun_and_all_layouts_agree(tmp_path: Path) -> None:
+    """Two processes with two workers each, and data processes, as one process with four."""
+    (tmp_path / "mine.py").write_text(MODULE)
+    arguments = ["n_workers=4", "task=mine:labeled", "decentralized_data_column=client"]
+    for folder, processes, more in (("one", None, "0"), ("two", 2, "1")):
+        ended = launch.python(
+            launch.ROOT / "train.py",
+            *arguments,
+            f"data_processes={more}",
+            "--output-dir",
+            folder,
+            processes=processes,
+            cwd=tmp_path,
+        )
+        assert ended.returncode == 0, ended.stderr
+        assert "test accuracy, mean model" in ended.stdout
+        assert "of a step" in ended.stdout
+    one, two = (
+        Checkpoints(tmp_path / folder, Processes()).load(range(4))["x"] for folder in ("one", "two")
+    )
+    torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
+    counts = json.loads((tmp_path / "two/info.json").read_text())["label_counts"]
+    assert sorted(map(sum, counts)) == [14, 15, 15, 28]
+
+
+KILLED = """
+import multiprocessing, os, signal
+import train
+from powergossip.training.execution import Together
+
+def killed(self, epoch, step):
+    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+Together.train_step = killed
+train.main(["task=mine:with_model", "n_workers=2", "data_processes=2", "log_verbosity=0"])
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_load_data_end_with_a_killed_run(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODULE)
+    (tmp_path / "driver.py").write_text(KILLED)
+    ended = launch.python("driver.py", cwd=tmp_path, timeout=60)
+    assert ended.returncode == -signal.SIGKILL
+    loading = [Path("/proc") / pid for pid in ended.stdout.split()[-2:]]
+    assert len(loading) == 2
+    wait_until(lambda: not any(folder.exists() for folder in loading), seconds=20)

@@ -1,0 +1,153 @@
+"""Laws of the placement of shards on the graph."""
+
+import time
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+import train
+from powergossip import tasks, topologies
+from powergossip.network import Processes, processes
+from powergossip.tasks.placement import heterogeneity, mixed
+from powergossip.tasks.shards import Shards
+from powergossip.training.settings import checked
+from powergossip.training.trainer import Trainer
+from tests.harness.small_data import options
+
+GRAPHS = ["ring", "star", "torus", "exponential", "epidemic", "binary-tree"]
+
+
+def mixing(name: str, n: int) -> Any:
+    topology = topologies.make(name, n)
+    matrices: list[Any] = [r.matrix() for r in topology.rounds]
+    return sum(matrices) / topology.period
+
+
+def sorted_counts(n: int, n_labels: int = 10) -> np.ndarray:
+    """Label counts [shard, label] of data sorted by label."""
+    labels = np.arange(60 * n * n_labels) * n_labels // (60 * n * n_labels)
+    return np.stack([np.bincount(part, minlength=n_labels) for part in np.split(labels, n)])
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("skew", ["sorted", "dirichlet"])
+def test_the_objective_falls_and_never_rises(name: str, skew: str) -> None:
+    n, W = 16, mixing(name, 16)
+    random = np.random.default_rng(0)
+    counts = sorted_counts(n)
+    if skew == "dirichlet":
+        counts = random.multinomial(1000, random.dirichlet(np.full(10, 0.1), n))
+    placed = mixed(counts, W)
+    assert sorted(placed) == list(range(n))
+    before, after = (heterogeneity(c, W).mean() for c in (counts, counts[placed]))
+    assert after <= before
+    assert after < before or (name, skew) == ("star", "sorted")  # a swap of leaves has no effect
+    again = mixed(counts[placed], W)
+    assert again.tolist() == list(range(n)), "no swap is left"
+
+
+def test_neighbors_on_a_ring_have_other_labels() -> None:
+    """Not worse than 2 % above the best of all placements, and better for each worker."""
+    counts, W = sorted_counts(8, 4), mixing("ring", 8)
+    placed = mixed(counts, W)
+    best = min(heterogeneity(counts[[0, *p]], W).mean() for p in permutations(range(1, 8)))
+    assert heterogeneity(counts[placed], W).mean() <= 1.02 * best
+    h = counts / counts.sum(1, keepdims=True)
+    largest = [abs(W @ h[p] - h.mean(0)).sum(1).max() for p in (np.arange(8), placed)]
+    assert largest[1] < 0.8 * largest[0]
+
+
+def test_the_matrix_is_that_of_the_receiver() -> None:
+    """Worker 0 receives from all others, which receive from it alone: Wᵀ has another optimum."""
+    W = mixing("epidemic", 6)
+    counts = np.eye(6, dtype=np.int64)[[0, 0, 1, 1, 2, 2]] * 10
+    placed = mixed(counts, W)
+    h = counts[placed] / 10 - (counts / 10).mean(0)
+    expected = [((W.toarray()[i][:, None] * h).sum(0) ** 2).sum() for i in range(6)]
+    np.testing.assert_allclose(heterogeneity(counts[placed], W), expected)
+    for i in range(6):
+        for j in range(i):
+            swapped = placed.copy()
+            swapped[[i, j]] = swapped[[j, i]]
+            assert heterogeneity(counts[swapped], W).sum() >= sum(expected) - 1e-2
+
+
+@pytest.mark.parametrize(
+    "split", [{"reshuffle": False}, {"decentralized": True}, {"dirichlet_alpha": 0.1}], ids=str
+)
+def test_shards_are_permuted(split: dict[str, Any]) -> None:
+    labels = torch.arange(103) % 10
+    given, placed = (
+        Shards(labels, options(n_workers=8, placement=W, **split))
+        for W in (None, mixing("ring", 8))
+    )
+    first, second = (
+        sorted(tuple(sorted(s.indices(i, 3).tolist())) for i in range(8)) for s in (given, placed)
+    )
+    assert first == second
+    assert given.steps_per_epoch == placed.steps_per_epoch
+    again = Shards(labels, options(n_workers=8, placement=mixing("ring", 8), **split))
+    assert all(torch.equal(again.indices(i, 3), placed.indices(i, 3)) for i in range(8))
+
+
+def test_shards_that_change_in_each_epoch_are_rejected() -> None:
+    with pytest.raises(ValueError, match=r"^decentralized_data_placement=mixed: use given"):
+        Shards(torch.arange(103) % 10, options(placement=mixing("ring", 4)))
+    with pytest.raises(ValueError, match=r"^decentralized_data_placement=mixed: use given"):
+        tasks.make("LSTM", n_workers=4, batch_size=4, seed=1, placement=mixing("ring", 4))
+
+
+def configured(**changes: Any) -> Any:
+    config = OmegaConf.structured(train.Config)
+    for key, value in {"n_workers": 8, "task_architecture": "MLP", **changes}.items():
+        config[key] = value
+    return config
+
+
+def test_the_key_reaches_the_shards_and_the_facts() -> None:
+    with pytest.raises(ValueError, match=r"^decentralized_data_placement=best: use given or mixed"):
+        checked(configured(decentralized_data_placement="best"), Processes())
+    counts = []
+    for placement in ("given", "mixed"):
+        for topology in ("ring", "one-peer-exponential"):
+            config = configured(
+                use_decentralized_data=True,
+                optimizer="dpsgd",
+                topology=topology,
+                decentralized_data_placement=placement,
+            )
+            run = Trainer(checked(config, Processes()), Processes())
+            counts.append(np.array(run.facts()["label_counts"]))
+    given, _, on_ring, elsewhere = counts
+    assert sorted(given.tolist()) == sorted(on_ring.tolist()) == sorted(elsewhere.tolist())
+    W = mixing("ring", 8)
+    assert heterogeneity(on_ring, W).mean() < 0.8 * heterogeneity(given, W).mean()
+    assert on_ring.tolist() != elsewhere.tolist()
+
+
+def test_a_thousand_workers_take_seconds() -> None:
+    counts = np.random.default_rng(0).multinomial(100, np.full(10, 0.1), 1024)
+    counts[:, 0] += np.arange(1024) // 8
+    start = time.process_time()
+    mixed(counts, mixing("torus", 1024))
+    assert time.process_time() - start < 20
+
+
+@pytest.mark.parallel([2])
+def test_all_processes_place_alike() -> None:
+    config = configured(
+        use_decentralized_data=True,
+        topology="double-binary-tree",
+        topology_options={"weights": "fastest"},
+        decentralized_data_placement="mixed",
+    )
+    both = processes()
+    run = Trainer(checked(config, both), both)
+    first, second = both.gather(run.facts()["label_counts"])
+    assert first == second
+    alone = Trainer(checked(config, Processes()), Processes())
+    assert alone.facts()["label_counts"] == first

@@ -1,0 +1,432 @@
+"""Laws of every task: what a batch, a loss and an evaluation are."""
+
+import copy
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from powergossip import tasks
+from powergossip.randomness import generator
+from powergossip.tasks import augmentation, digits
+from powergossip.tasks.images import ImageClassification, LabeledImages
+from tests.harness.small_data import options, write_cifar, write_fashion_mnist, write_imagenet
+
+N_SAMPLES = 103  # of the small tasks here: a prime, so that nothing divides it
+
+
+def numbered_images(n_samples: int) -> LabeledImages:
+    """Images of 1 × 4 × 4 pixels, all of an image's pixels being its number; labels in turn."""
+    images = torch.arange(n_samples, dtype=torch.uint8)[:, None, None, None].expand(-1, 1, 4, 4)
+    return LabeledImages(images.contiguous(), torch.arange(n_samples) % 10)
+
+
+def small_task(**changes: Any) -> ImageClassification:
+    data = numbered_images(N_SAMPLES)
+    return ImageClassification(data, data, n_labels=10, options=options(**changes))
+
+
+def numbers(batch: tasks.Batch) -> list[int]:
+    """Which of the numbered images a batch holds, recovered from the normalized pixels."""
+    images, labels = batch
+    byte = torch.arange(N_SAMPLES, dtype=torch.float64)
+    found = images[:, 0, 0, 0].double() * byte.std(correction=0) + byte.mean()
+    assert found.round().sub(found).abs().max() < 1e-3
+    assert torch.equal(found.round().long() % 10, labels)
+    return found.round().int().tolist()
+
+
+def test_batches_of_an_epoch_are_distinct_samples() -> None:
+    task = small_task()
+    seen = [
+        number
+        for worker in range(4)
+        for step in range(task.steps_per_epoch)
+        for number in numbers(task.batch(worker, 0, step))
+    ]
+    assert len(seen) == len(set(seen)) == 4 * 3 * 8  # of 25 or 26 a worker, 24 fill batches
+    assert task.batch(0, 0, 0)[0].shape == (8, 1, 4, 4)
+    assert task.batch(0, 0, 0)[0].dtype == torch.float32
+
+
+class Ranked(nn.Module):
+    """Scores of numbered images, in which the label of number n has rank n // 10, modulo 10."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        byte = torch.arange(N_SAMPLES, dtype=torch.float64)
+        n = (images[:, :1, 0, 0] * byte.std(correction=0) + byte.mean()).round().long()
+        return -((torch.arange(10) - n + n // 10) % 10).float()  # [sample, label]
+
+
+def test_top5_accuracy_counts_labels_among_the_five_highest_scores() -> None:
+    sums = small_task().evaluate(Ranked())
+    assert (sums["accuracy"], sums["top5_accuracy"]) == (10 + 3, 50 + 3)
+    few = LabeledImages(numbered_images(20).images, torch.arange(20) % 5)
+    task = ImageClassification(few, few, 5, options(batch_size=2))
+    assert "top5_accuracy" not in task.evaluate(task.model("MLP", 1))
+
+
+def test_constants_of_the_normalization_are_task_options() -> None:
+    given = {"pixel_mean": [0.5], "pixel_deviation": [0.25]}
+    images, labels = small_task(task_options=given).batch(0, 0, 0)
+    expected = (numbers_of(labels, images * 0.25 + 0.5) / 255 - 0.5) / 0.25
+    torch.testing.assert_close(images[:, 0, 0, 0], expected)
+    both = small_task(task_options={"pixel_mean": [0.0]}).batch(0, 0, 0)[0]
+    byte = torch.arange(N_SAMPLES, dtype=torch.float64)
+    torch.testing.assert_close(
+        both[:, 0, 0, 0].double() * byte.std(correction=0),
+        numbers_of(labels, both * byte.std(correction=0) / 255).double(),
+        atol=1e-3,
+        rtol=0,
+    )
+    for wrong in ([0.5, 0.5], [], 0.5, ["a"], [float("nan")]):
+        with pytest.raises(ValueError, match=r"^task_options.pixel_mean="):
+            small_task(task_options={"pixel_mean": wrong})
+    with pytest.raises(ValueError, match=r"^task_options.pixel_deviation="):
+        small_task(task_options={"pixel_deviation": [0.0]})
+
+
+def numbers_of(labels: Tensor, unit: Tensor) -> Tensor:
+    """The numbers of images with pixels in 0 … 1, whose last digits are the labels."""
+    found = (255 * unit[:, 0, 0, 0]).round()
+    assert torch.equal(found.long() % 10, labels)
+    return found
+
+
+# Every task of the registry, on few data.
+
+
+SMALL_MODEL = {"hidden_size": 8, "num_layers": 1, "dropout": 0.2}
+TASKS: dict[str, dict[str, Any]] = {  # name → options that make it small
+    "Digits": {},
+    "FashionMNIST": {},
+    "Cifar": {},
+    "Cifar100": {},
+    "ImageNet": {"task_options": {"image_size": 32, "threads": 2}},
+    "LSTM": {"task_options": SMALL_MODEL | {"sequence_length": 9, "min_count": 20}},
+}
+
+
+def make(name: str, folder: Path, **changes: Any) -> tasks.Task:
+    arguments: dict[str, Any] = {"n_workers": 3, "batch_size": 5, "seed": 5, "download": False}
+    return tasks.make(name, data_dir=folder, **(arguments | TASKS[name] | changes))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with few data for each task that needs files."""
+    folder = tmp_path_factory.mktemp("data")
+    write_fashion_mnist(folder / "FashionMNIST", n_train=60)
+    write_cifar(folder / "Cifar", 10, n_train=12)
+    write_cifar(folder / "Cifar100", 100, n_train=60)
+    write_imagenet(folder / "ImageNet", noise=True)
+    return folder
+
+
+@pytest.fixture(params=tasks.TASKS, scope="module")
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def any_task(name: str, data: Path) -> tasks.Task:
+    return make(name, data)
+
+
+def models_of(task: tasks.Task, seed: int = 1) -> Iterator[tuple[str, nn.Module]]:
+    """All models that a task has for its data."""
+    for architecture in task.architectures:
+        if architecture in ("ResNet50", "VGG16BN", "ResNet110"):
+            continue  # large; tests/tasks/test_models.py has them
+        if architecture == "VGG11" and task.batch(0, 0, 0)[0].shape[-1] < 32:
+            with pytest.raises(ValueError, match=r"^task_architecture=VGG11: use "):
+                task.model(architecture, seed)
+        else:
+            yield architecture, task.model(architecture, seed)
+
+
+def equal(first: tasks.Batch, second: tasks.Batch) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_batches_do_not_depend_on_what_was_asked_before(any_task: tasks.Task) -> None:
+    steps = range(min(3, any_task.steps_per_epoch))
+    places = [(worker, epoch, step) for epoch in range(3) for worker in range(3) for step in steps]
+    in_order = {place: any_task.batch(*place) for place in places}
+    for place in generator(0, "test").permutation(np.array(places)).tolist():
+        batch = any_task.batch(*place)
+        assert equal(batch, in_order[tuple(place)])
+        assert all(len(tensor) == 5 for tensor in batch[:2])
+    assert not equal(in_order[0, 0, 0], in_order[1, 0, 0])
+    assert not equal(in_order[0, 0, 0], in_order[0, 0, 1])
+
+
+def test_epochs_are_of_full_batches_but_the_last_one(any_task: tasks.Task, name: str) -> None:
+    if name == "LSTM":
+        return
+    last = any_task.steps_per_epoch - 1
+    sizes = {step: {len(any_task.batch(w, 1, step)[1]) for w in range(3)} for step in (0, last)}
+    assert sizes[0] == {5}
+    shard = any_task.samples["train"] // 3  # or one more sample
+    rest = shard % 5
+    if rest < 2:
+        assert (last + 1, sizes[last]) == (shard // 5, {5})
+    else:
+        assert last == shard // 5
+        assert sizes[last] <= {rest, rest + 1}
+
+
+def test_batches_of_images_are_normalized(any_task: tasks.Task, name: str) -> None:
+    if name in ("LSTM", "ImageNet"):  # ImageNet has fixed constants
+        return
+    assert isinstance(any_task, ImageClassification)
+    images = any_task._normalize(any_task._readers["train"].request(slice(None))())
+    assert images.dtype == any_task.batch(0, 0, 0)[0].dtype == torch.float32
+    assert images.mean((0, 2, 3)).abs().max() < 1e-3
+    assert (images.std((0, 2, 3)) - 1).abs().max() < 1e-3
+
+
+def test_models_start_from_their_seed_alone(any_task: tasks.Task) -> None:
+    for architecture, model in models_of(any_task):
+        state = torch.get_rng_state()
+        first = nn.utils.parameters_to_vector(model.parameters())
+        torch.rand(3)
+        after = torch.get_rng_state()
+        again = nn.utils.parameters_to_vector(any_task.model(architecture, seed=1).parameters())
+        assert torch.equal(after, torch.get_rng_state())
+        assert not torch.equal(after, state)
+        other = nn.utils.parameters_to_vector(any_task.model(architecture, seed=2).parameters())
+        assert torch.equal(first, again)
+        assert not torch.allclose(first, other)
+
+
+def test_a_loss_is_the_mean_over_a_batch_and_reaches_all_parameters(any_task: tasks.Task) -> None:
+    """For words, over the positions too; there the first epoch's first batch finds no state."""
+    for _, model in models_of(any_task):
+        model.eval()
+        inputs, targets, *rest = any_task.batch(0, 0, 0)
+        before = copy.deepcopy(model.state_dict())
+        loss, metrics = any_task.loss(model, (inputs, targets, *rest))
+        loss.backward()
+        assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+        assert set(metrics) == {"cross_entropy", "accuracy"}
+        assert not any(value.requires_grad for value in metrics.values())
+        scores = model(inputs, {})[0].flatten(0, 1) if rest else model(inputs)
+        scores, targets = scores.detach(), targets.flatten()
+        by_hand = -scores.log_softmax(1)[torch.arange(len(targets)), targets].mean()
+        torch.testing.assert_close(metrics["cross_entropy"], by_hand)
+        assert loss.item() == metrics["cross_entropy"].item()
+        assert metrics["accuracy"] == np.mean(scores.argmax(1).numpy() == targets.numpy())
+        for key, value in model.state_dict().items():
+            assert torch.equal(value, before[key])
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("n_parts", [2, 7])
+def test_parts_of_an_evaluation_add_up(
+    any_task: tasks.Task, name: str, split: tasks.Split, n_parts: int
+) -> None:
+    architecture = {"LSTM": "Transformer", "ImageNet": "ResNet18"}.get(name, "MLP")
+    model = any_task.model(architecture, seed=1)
+    whole = any_task.evaluate(model, split)
+    parts = [any_task.evaluate(model, split, (i, n_parts)) for i in range(n_parts)]
+    assert whole["count"] == sum(part["count"] for part in parts)
+    if name != "LSTM":
+        sizes = {"Digits": (1437, 360), "ImageNet": (49, 14)}.get(name, (60, 20))
+        assert whole["count"] == sizes[split == "test"]
+        assert whole["accuracy"] <= whole["top5_accuracy"] <= whole["count"]
+    assert whole["accuracy"] == sum(part["accuracy"] for part in parts)
+    assert whole["cross_entropy"] == pytest.approx(sum(part["cross_entropy"] for part in parts))
+    assert 0 <= whole["accuracy"] < whole["count"]
+
+
+def test_an_evaluation_leaves_the_model_as_it_was(any_task: tasks.Task, name: str) -> None:
+    few = {"LSTM": ["LSTM"], "ImageNet": ["ResNet18"]}.get(name, ["ResNet20", "CNN"])
+    for architecture in few:
+        model = any_task.model(architecture, seed=1).train()
+        frozen = list(model.modules())[-1]
+        frozen.eval()
+        any_task.loss(model, any_task.batch(0, 0, 0))
+        modes = [module.training for module in model.modules()]
+        before = copy.deepcopy((model.state_dict(), any_task.carried(model)))
+        first = any_task.evaluate(model)
+        assert [module.training for module in model.modules()] == modes
+        for old, new in zip(before, (model.state_dict(), any_task.carried(model)), strict=True):
+            assert set(old) == set(new)
+            assert all(torch.equal(old[key], new[key]) for key in old)
+        assert first == any_task.evaluate(model.eval())  # batch statistics would have differed
+        assert torch.is_grad_enabled()
+
+
+def test_a_run_continues_from_what_is_carried(any_task: tasks.Task, name: str) -> None:
+    architecture = {"LSTM": "LSTM", "ImageNet": "ResNet18"}.get(name, "CNN")
+    one, other = (any_task.model(architecture, seed).eval() for seed in (1, 2))
+    any_task.loss(one, any_task.batch(0, 0, 0))
+    other.load_state_dict(one.state_dict())
+    carried = any_task.carried(one)
+    assert bool(carried) == (name == "LSTM")
+    any_task.carry(other, carried)
+    if name != "LSTM":
+        with pytest.raises(AssertionError):
+            any_task.carry(other, {"hidden": torch.zeros(1)})
+    losses = [any_task.loss(model, any_task.batch(0, 0, 1))[0].item() for model in (one, other)]
+    assert losses[0] == losses[1]
+
+
+def test_labels_are_counted_where_there_are_any(any_task: tasks.Task, name: str) -> None:
+    counts = any_task.label_counts()
+    if name == "LSTM":
+        assert counts is None
+        return
+    assert counts is not None
+    assert counts.dtype == torch.int64
+    assert counts.shape == (3, {"Cifar100": 100, "ImageNet": 7}.get(name, 10))
+    assert counts.sum() == any_task.samples["train"]
+
+
+def test_further_metrics_follow_from_the_means(any_task: tasks.Task, name: str) -> None:
+    derived = any_task.derived({"cross_entropy": 1.5, "accuracy": 0.5})
+    assert derived == ({"perplexity": math.exp(1.5)} if name == "LSTM" else {})
+
+
+def test_unknown_options_are_rejected_with_the_choices(name: str, data: Path) -> None:
+    known = (
+        "dataset, sequence_length, min_count"
+        if name == "LSTM"
+        else "normalization, initialization, "
+    )
+    with pytest.raises(
+        ValueError, match=f'task "{name}" has no option "depth", "width"; choose from {known}'
+    ):
+        make(name, data, task_options={"width": 3, "depth": 4})
+
+
+def test_digits_split_is_stratified_and_the_same_for_all_seeds() -> None:
+    train, test = digits.load()
+    assert (len(train.labels), len(test.labels)) == (1437, 360)
+    shares = torch.bincount(test.labels) / torch.bincount(torch.cat([train.labels, test.labels]))
+    assert (shares - 0.2).abs().max() < 0.01
+    again, _ = digits.load()
+    assert torch.equal(train.images, again.images)
+    assert train.images.max() == 16
+    both = torch.cat([train.images, test.images]).flatten(1)
+    assert len(both.unique(dim=0)) == 1797  # no image is on both sides
+
+
+def test_digits_are_learned_in_seconds() -> None:
+    task = tasks.make("Digits", n_workers=1, batch_size=32, seed=1)
+    model = task.model("CNN", seed=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
+    for epoch in range(8):
+        for step in range(task.steps_per_epoch):
+            optimizer.zero_grad()
+            task.loss(model, task.batch(0, epoch, step))[0].backward()
+            optimizer.step()
+    sums = task.evaluate(model)
+    assert sums["accuracy"] / sums["count"] >= 0.95
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_images_lie_as_convolutions_like_them(channels: int) -> None:
+    """A pixel's channels next to each other, which torch sees in the strides, and keeps."""
+    images = torch.randint(256, (6, channels, 8, 8), dtype=torch.uint8)
+    data = LabeledImages(images, torch.arange(6) % 2)
+    task = ImageClassification(data, data, 2, options(n_workers=1, batch_size=4))
+    batch, _ = task.batch(0, 0, 0)
+    assert batch.stride() == (channels * 64, 1, 8 * channels, channels)
+    plain = torch.empty(batch.shape).copy_(batch)
+    assert plain.stride() == (channels * 64, 64, 8, 1)
+    model = task.model("CNN", 1)
+    torch.testing.assert_close(model(batch), model(plain))
+    features = model.conv1(batch)  # type: ignore[operator]
+    assert features.is_contiguous(memory_format=torch.channels_last)
+    assert not features.is_contiguous()
+
+
+# Augmentation.
+
+
+def test_crop_cuts_each_padded_image_at_its_corner() -> None:
+    images = torch.randint(1, 256, (6, 5, 7, 3), dtype=torch.uint8)
+    untouched = images.clone()
+    corners = torch.tensor([[0, 0], [2, 2], [4, 4], [0, 4], [1, 3], [3, 0]])
+    together = augmentation.crop(images, corners, padding=2)
+    assert torch.equal(images, untouched)
+    assert torch.equal(together[1], images[1])
+    for image, (row, column), result in zip(images, corners.tolist(), together, strict=True):
+        padded = np.pad(image.numpy(), ((2, 2), (2, 2), (0, 0)))
+        assert np.array_equal(result, padded[row : row + 5, column : column + 7])
+
+
+def test_flip_mirrors_the_chosen_images() -> None:
+    images = torch.randint(0, 256, (4, 5, 7, 3), dtype=torch.uint8)
+    untouched = images.clone()
+    together = augmentation.flip(images, torch.tensor([True, False, False, True]))
+    assert torch.equal(images, untouched)
+    assert torch.equal(together[1:3], images[1:3])
+    assert np.array_equal(together[[0, 3]], images[[0, 3]].numpy()[:, :, ::-1])
+
+
+def test_augmentation_shifts_and_mirrors_at_random() -> None:
+    image = torch.arange(1, 65, dtype=torch.uint8).view(1, 8, 8, 1)
+    batch = augmentation.crop_and_flip(image.repeat(2000, 1, 1, 1), generator(0, "test"), 2)
+    distinct, counts = batch.unique(dim=0, return_counts=True)
+    assert len(distinct) == 5 * 5 * 2  # every shift, mirrored and not
+    assert counts.min() > 15  # of 40 on average
+    again = augmentation.crop_and_flip(image.repeat(2000, 1, 1, 1), generator(0, "test"), 2)
+    assert torch.equal(batch, again)
+
+
+def test_augmentation_changes_training_batches_only() -> None:
+    plain, augmented = small_task(), small_task()
+    augmented.augment = augmentation.crop_and_flip
+    images, labels = augmented.batch(1, 0, 2)
+    assert torch.equal(labels, plain.batch(1, 0, 2)[1])
+    assert not torch.equal(images, plain.batch(1, 0, 2)[0])
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 10))
+    assert plain.evaluate(model, "train") == augmented.evaluate(model, "train")
+
+
+def test_augmentation_depends_on_seed_worker_epoch_and_step() -> None:
+    image = torch.arange(64, dtype=torch.uint8).view(1, 1, 8, 8)
+    same = LabeledImages(image.repeat(N_SAMPLES, 1, 1, 1), torch.zeros(N_SAMPLES).long())
+
+    def batch(seed: int, worker: int, epoch: int, step: int) -> Tensor:
+        task = ImageClassification(same, same, 10, options(seed=seed), augmentation.crop_and_flip)
+        return task.batch(worker, epoch, step)[0]
+
+    first = batch(1, 0, 0, 0)
+    assert torch.equal(first, batch(1, 0, 0, 0))
+    for place in ((2, 0, 0, 0), (1, 1, 0, 0), (1, 0, 1, 0), (1, 0, 0, 1)):
+        assert not torch.equal(first, batch(*place))
+
+
+# Names.
+
+
+def test_unknown_names_are_rejected_with_the_choices() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r'task "Digit" is unknown; choose from Digits, FashionMNIST, .*, LSTM, or use p',
+    ):
+        tasks.make("Digit", n_workers=1, batch_size=1, seed=0)
+    task = tasks.make("Digits", n_workers=1, batch_size=1, seed=0)
+    with pytest.raises(
+        ValueError, match='task_architecture "VGG" is unknown; choose from CNN, MLP, '
+    ):
+        task.model("VGG", seed=0)
+    with pytest.raises(
+        ValueError, match=r'task_architecture "CNN" is unknown; choose from LSTM, Transformer, or'
+    ):
+        tasks.make("LSTM", n_workers=1, batch_size=1, seed=0).model("CNN", seed=0)
+
+
+def test_a_folder_that_does_not_exist_is_rejected_by_every_task(tmp_path: Path) -> None:
+    for name in tasks.TASKS:
+        with pytest.raises(ValueError, match=r"^data_dir=.*absent: use an existing folder"):
+            tasks.make(name, n_workers=1, batch_size=1, seed=0, data_dir=tmp_path / "absent")

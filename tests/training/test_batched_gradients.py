@@ -1,0 +1,204 @@
+"""Laws of gradients that are batched over the workers: those of one worker after the other."""
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from powergossip.errors import BadInput
+from powergossip.network import Processes, processes
+from powergossip.parameters import Parameters
+from powergossip.tasks.models import ARCHITECTURES
+from powergossip.training.batched import BatchedGradient, check, fit
+from powergossip.training.settings import checked
+from powergossip.training.trainer import Trainer
+from tests.algorithms.test_centralized import configured
+
+ALONE = Processes()
+TEXT = {"task": "LSTM", "task_architecture": "Transformer"}
+LARGE = ("ResNet110", "ResNet18", "VGG11")  # of the same layers as ResNet20, and slow
+
+
+def trainer(choice: str, who: Processes = ALONE, **changes: Any) -> Trainer:
+    config = configured(batched_gradients=choice, **changes)
+    run = Trainer(checked(config, who), who)
+    assert run.facts()["batched_gradients"] == (choice == "on")
+    return run
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"task_architecture": name} for name in ARCHITECTURES if name not in LARGE),
+        {"task_architecture": "ResNet20", "task_options": {"normalization": "group"}},
+        {**TEXT, "task_options": {"dropout": 0.0}},
+        {"precision": "bf16"},
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())),
+)
+def test_gradients_buffers_and_metrics_are_those_of_one_worker_at_a_time(
+    changes: dict[str, Any],
+) -> None:
+    """To rounding, added to what the gradient buffer has."""
+    batched, apart = (trainer(choice, n_workers=3, **changes) for choice in ("on", "off"))
+    noise = torch.randn(apart.parameters.x.shape, generator=torch.Generator().manual_seed(1))
+    metrics = []
+    for run in (batched, apart):
+        run.parameters.x.add_(noise, alpha=0.01)
+        run.parameters.grad.fill_(0.001)
+        metrics.append(run.execution.gradient(0, 0))
+    half = changes.get("precision") == "bf16"  # whose sums of products differ in 8 bits
+    for name, values in metrics[1].items():
+        torch.testing.assert_close(metrics[0][name], values, rtol=1e-2 if half else 1e-5, atol=0)
+    for row in ("grad", "buffers"):
+        found, expected = (getattr(run.parameters, row) for run in (batched, apart))
+        assert (found - expected).norm() <= (0.1 if half else 1e-4) * expected.norm()
+    first, second = (run.state_dict((0, 1, {}))["whole_number_buffers"] for run in (batched, apart))
+    assert {k: v.tolist() for k, v in first.items()} == {k: v.tolist() for k, v in second.items()}
+
+
+class Odd(nn.Module):
+    """Tied, frozen and unused parameters, and a buffer that a forward pass replaces."""
+
+    largest: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(4, 6, bias=False)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(2))
+        self.scalar = nn.Parameter(torch.tensor(2.0))
+        self.out = nn.Linear(4, 6, bias=False)
+        self.out.weight = self.embedding.weight
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.frozen(self.embedding(inputs)).tanh() * self.scalar
+        self.largest = torch.maximum(self.largest, hidden.detach().max())
+        return hidden @ self.out.weight
+
+
+def test_tied_frozen_and_unused_parameters() -> None:
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        value = functional.mse_loss(model(batch["inputs"]), batch["targets"])
+        return value, {"mse": value.detach()}
+
+    task: Any = SimpleNamespace(loss=loss, carried=lambda model: {})
+    random = torch.Generator().manual_seed(1)
+    start, workers = Odd(), range(3)
+    batches = [
+        {name: torch.randn(5, 4, generator=random) for name in ("inputs", "targets")}
+        for _ in workers
+    ]
+    apart, batched = (Parameters([copy.deepcopy(start) for _ in workers]) for _ in range(2))
+    apart.x.add_(torch.randn(apart.x.shape, generator=random), alpha=0.1)
+    batched.x.copy_(apart.x)
+    for model, batch in zip(apart.models, batches, strict=True):
+        loss(model, batch)[0].backward()
+    BatchedGradient(task, batched)(batches)
+    assert (batched.grad - apart.grad).norm() <= 1e-5 * apart.grad.norm()
+    largest = torch.stack([model.get_buffer("largest") for model in apart.models])
+    torch.testing.assert_close(batched.buffers.flatten(), largest)
+
+
+def test_a_check_changes_nothing() -> None:
+    """Neither random numbers, of which a forward pass draws some, nor gradients and buffers."""
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        return model(batch).square().mean(), {}
+
+    task: Any = SimpleNamespace(loss=loss, carried=lambda model: {})
+    layers = nn.Linear(4, 3), nn.Dropout(), nn.BatchNorm1d(3)
+    parameters = Parameters([copy.deepcopy(nn.Sequential(*layers)) for _ in range(2)])
+    batched = BatchedGradient(task, parameters)
+
+    def state() -> tuple[Tensor, ...]:
+        return torch.get_rng_state(), parameters.grad.clone(), parameters.buffers.clone()
+
+    before = state()
+    check(batched, [torch.randn(5, 4, generator=torch.Generator()) for _ in range(2)])
+    assert all(map(torch.equal, before, state()))
+
+
+def test_each_worker_has_its_own_dropout_mask() -> None:
+    """Equal models with equal batches have different losses."""
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        return model(batch).square().mean(), {}
+
+    task: Any = SimpleNamespace(loss=loss, carried=lambda model: {})
+    model = nn.Sequential(nn.Linear(4, 64), nn.Dropout())
+    parameters = Parameters([copy.deepcopy(model) for _ in range(3)])
+    losses, _ = BatchedGradient(task, parameters)([torch.ones(5, 4)] * 3)
+    assert len(set(losses.tolist())) == 3
+
+
+@pytest.mark.parametrize(
+    "other", [torch.tensor(2.0), torch.ones(1), torch.tensor(1), 1.0, None], ids=str
+)
+def test_batches_fit_only_if_values_without_axes_are_equal(other: Any) -> None:
+    """All workers have those of the first batch."""
+    first, equal = ({"inputs": torch.ones(3, 4), "weight": torch.tensor(1.0)} for _ in range(2))
+    assert fit([first, equal])
+    assert not fit([first, {**equal, "weight": other}])
+
+
+@pytest.mark.parametrize(
+    "changes", [{"batch_size": 100}, {**TEXT, "max_steps_per_epoch": 9}], ids=["MLP", "dropout"]
+)
+def test_a_resumed_run_is_the_same_to_the_bit(changes: dict[str, Any]) -> None:
+    """Also after the last batches of an epoch, of which some have a sample more."""
+    options = {"n_workers": 4, "gradient_clipping": 1.0, **changes}
+    straight = trainer("on", **options)
+    steps = straight.steps_per_epoch
+    for step in range(steps):
+        straight.execution.train_step(0, step)
+    resumed = trainer("on", **options)
+    resumed.execution.train_step(0, 1)  # forgotten by loading
+    resumed.load_state_dict(copy.deepcopy(straight.state_dict((1, 0, {}))))
+    for run in (straight, resumed):
+        for step in range(2):
+            run.execution.train_step(1, step)
+    assert torch.equal(straight.parameters.x, resumed.parameters.x)
+
+
+@pytest.mark.parallel([2])
+def test_layouts_agree_to_rounding() -> None:
+    who = processes()
+    here, alone = (trainer("on", by, n_workers=4) for by in (who, ALONE))
+    for run in (here, alone):
+        for step in range(3):
+            run.execution.train_step(0, step)
+    expected = alone.parameters.x[here.network.workers.start : here.network.workers.stop]
+    assert (here.parameters.x - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_auto_follows_a_rule_and_keeps_the_choice_of_a_checkpoint() -> None:
+    """Many small models of the library are batched."""
+    few, many = (
+        Trainer(checked(configured(n_workers=n), ALONE), ALONE).facts()["batched_gradients"]
+        for n in (8, 16)
+    )
+    assert (few, many) == (False, True)
+    for recorded in (False, True):
+        run = Trainer(checked(configured(n_workers=16), ALONE), ALONE)
+        state = run.state_dict((0, 0, {}))
+        run.load_state_dict({**state, "batched_gradients": recorded})
+        assert run.facts()["batched_gradients"] is recorded
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"task": "LSTM", "task_architecture": "LSTM"},
+        {"optimizer": "ddp-powersgd", "n_workers": 1},
+        {"torch_compile": True},
+    ],
+)
+def test_what_cannot_be_batched_is_rejected(changes: dict[str, Any]) -> None:
+    with pytest.raises((BadInput, ValueError), match=r"^batched_gradients=on: use auto or off"):
+        trainer("on", **changes)

@@ -1,0 +1,130 @@
+"""evaluate_only=true: a checkpoint of a run is evaluated again, and the run stays as it is."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+import train
+from powergossip.errors import BadInput
+from powergossip.network import Processes
+from powergossip.runs import metrics
+from powergossip.runs.checkpoints import Checkpoints
+from tests.harness import launch
+
+# The learning rate grows in the last epoch: the best checkpoint is an earlier one.
+RUN = [
+    "task_architecture=MLP",
+    "n_workers=4",
+    "num_epochs=3",
+    "checkpoint_interval=1",
+    "log_verbosity=0",
+    "gradient_clipping=1",
+    "lr_schedule_milestones=[[2, 100]]",
+]
+
+
+def main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[dict[str, Any]]:
+    """Call train.main(). Returns the rows that log_metric gets."""
+    rows: list[dict[str, Any]] = []
+    monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
+    monkeypatch.setattr(train, "output_dir", None)
+    default = train.log_metric
+    with monkeypatch.context() as patch:
+
+        def log_metric(name: str, values: Any, tags: Any) -> None:
+            rows.append({"name": name, **values, **tags})
+            default(name, values, tags)
+
+        patch.setattr(train, "log_metric", log_metric)
+        train.main(list(arguments))
+    return rows
+
+
+def files_below(folder: Path) -> dict[Path, tuple[bytes, int]]:
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    return {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in files}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        main(patch, *RUN, "--output-dir", str(folder))
+    return folder
+
+
+def comparable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of an evaluation, without times and empty tags."""
+    kept = [r for r in rows if r["name"] != "phase_seconds" and r.get("split") != "train"]
+    return [
+        {key: value for key, value in row.items() if key != "seconds" and value == value}
+        for row in kept
+    ]
+
+
+@pytest.mark.parametrize("which", ["last", "best"])
+def test_the_rows_are_those_of_training_and_no_file_changes(
+    which: str,
+    finished: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = files_below(finished)
+    arguments = ["--output-dir", str(finished), "evaluate_only=true", f"checkpoint={which}"]
+    rows = main(monkeypatch, *arguments)
+    assert files_below(finished) == before
+    entry = Checkpoints(finished, Processes()).describe(which)
+    assert entry is not None
+    last = Checkpoints(finished, Processes()).describe()
+    assert last is not None
+    epoch = 3 * entry["step"] // last["step"]
+    assert (which == "last") == (epoch == 3)
+    logged = metrics.load(finished)
+    of_epoch = logged[logged["epoch"] == epoch].to_dict("records")
+    assert comparable(rows) == comparable(of_epoch)
+    assert len(comparable(rows)) == len(rows) > 10
+    (mean,) = [r for r in rows if r["name"] == "accuracy" and r["split"] == "test_avg"]
+    table = capsys.readouterr().out
+    assert f"{mean['value']:.2%}" in table
+    assert f"step {entry['step']}\n" in table
+
+
+@pytest.mark.slow
+def test_another_layout_and_other_data(finished: Path) -> None:
+    before = files_below(finished)
+    ended = launch.python(
+        "train.py",
+        "--output-dir",
+        finished,
+        "evaluate_only=true",
+        "evaluate_training_data=true",
+        processes=2,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    logged = metrics.load(finished)
+    accuracy = logged[(logged["name"] == "accuracy") & (logged["split"] == "test_avg")]
+    assert ended.stdout.count(f"{accuracy['value'].iloc[-1]:.2%}") >= 1
+    assert files_below(finished) == before
+
+
+def test_what_cannot_be_evaluated_is_rejected(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = files_below(finished)
+
+    def rejected(folder: Path | None, *arguments: str) -> str:
+        place = [] if folder is None else ["--output-dir", str(folder)]
+        with pytest.raises(BadInput) as caught:
+            main(monkeypatch, *place, *arguments)
+        return str(caught.value)
+
+    here = "evaluate_only=true"
+    assert str(tmp_path) in rejected(tmp_path, here)
+    assert list(tmp_path.iterdir()) == []
+    assert "--output-dir" in rejected(None, here)
+    assert "seed=2" in rejected(finished, here, "seed=2")
+    assert "checkpoint=first" in rejected(finished, here, "checkpoint=first")
+    assert "evaluate_only=true" in rejected(finished, "checkpoint=best")
+    assert files_below(finished) == before

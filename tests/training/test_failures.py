@@ -1,0 +1,681 @@
+"""Failures of a run: bad input is one sentence before anything is written, an exception in one
+process ends all, a divergence names the step and the worker.
+
+Most cases of bad input share one mpirun: a driver tries them one after the other.
+"""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+import gossip_run
+import train
+from powergossip import errors
+from powergossip.algorithms import AVERAGING, ddp
+from powergossip.algorithms.aggregation import AGGREGATIONS
+from powergossip.compressors import COMPRESSORS
+from powergossip.errors import BadInput
+from powergossip.network import Processes, processes
+from powergossip.runs import configuration, metrics
+from powergossip.runs.checkpoints import Checkpoints
+from powergossip.runs.signals import Signals
+from powergossip.tasks.images import ImageClassification
+from powergossip.training import ending
+from powergossip.training.execution import Together
+from powergossip.training.settings import checked
+from powergossip.training.trainer import Trainer
+from tests.harness import launch
+
+TINY = ["task_architecture=MLP", "num_epochs=1", "log_verbosity=0"]
+
+# Bad input: arguments, and words of the message. The folder has run/ with a run, a regular file
+# called file, the graphs disconnected.txt and triangle.txt, and data/ without the data.
+BAD_INPUT: dict[str, tuple[list[str], list[str]]] = {
+    "key": (["n_workrs=4"], ["n_workrs", "n_workers"]),
+    "type": (["n_workers=many"], ["n_workers=many", "whole number"]),
+    "interpolation": (["seed=${nothing}"], ["nothing", "seed"]),
+    "missing value": (["seed=???"], ["seed"]),
+    "topology": (["topology=rign"], ["topology", "rign", "ring", "torus"]),
+    "topology option": (["topology_options={degree: 4}"], ["ring", "degree"]),
+    "task": (["task=Digit"], ["task", "Digit", "Digits", "FashionMNIST"]),
+    "optimizer": (["optimizer=adam"], ["optimizer", "adam", "power-gossip", "dpsgd"]),
+    "architecture": (["task_architecture=VGG"], ["VGG", "CNN", "MLP"]),
+    "device": (["device=abacus"], ["abacus", "auto", "cpu", "cuda"]),
+    "uneven": (["n_workers=3"], ["n_workers=3", "2 processes", "multiple of 2", "-np 3"]),
+    "no workers": (["n_workers=0"], ["n_workers=0", "1"]),
+    "too many workers": (["n_workers=2000"], ["2000", "n_workers"]),
+    "disconnected graph": (["topology=disconnected.txt"], ["disconnected.txt", "connect"]),
+    "graph of another size": (["topology=triangle.txt"], ["triangle.txt", "3", "4"]),
+    "graph file that is missing": (["topology=no.txt"], ["no.txt"]),
+    "data folder that is missing": (["data_dir=nowhere"], ["data_dir=nowhere"]),
+    "data that are missing": (
+        ["task=FashionMNIST", "data_dir=data", "download=false"],
+        ["data_dir=data", "train-images-idx3-ubyte"],
+    ),
+    "directed topology": (["topology=unidirectional-ring"], ["directed", "undirected", "ring"]),
+    "rank": (["optimizer_rank=0"], ["optimizer_rank=0", "1"]),
+    "relay without a tree": (
+        ["learning=relay-sgd", "optimizer=dpsgd"],
+        ["topology=ring", "relay-sgd", "chain", "double-binary-tree"],
+    ),
+    "relay with an averaging rule": (
+        ["learning=relay-sgd", "topology=chain"],
+        ["optimizer=power-gossip", "optimizer=dpsgd"],
+    ),
+    "relay with a diffusion rate": (
+        ["learning=relay-sgd", "optimizer=dpsgd", "optimizer_diffusion_rate=0.5"],
+        ["optimizer_diffusion_rate=0.5", "relay-sgd"],
+    ),
+    "overlap with corrections": (
+        ["learning=k-gt", "optimizer=dpsgd", "overlapping=true"],
+        ["overlapping=true", "k-gt", "false"],
+    ),
+    "no overlap where messages come first": (
+        ["learning=beer", "optimizer=choco", "overlapping=false"],
+        ["overlapping=false", "beer", "true"],
+    ),
+    "momentum of a rule without": (
+        ["learning=beer", "optimizer=choco", "momentum=0.5"],
+        ["momentum=0.5", "beer", "0"],
+    ),
+    "Nesterov's momentum of a rule without": (
+        ["learning=motef", "optimizer=choco", "nesterov=true"],
+        ["nesterov=true", "motef", "false"],
+    ),
+    "overlap with a mean of all": (
+        ["learning=quasi-global-momentum", "optimizer=all-reduce", "overlapping=true"],
+        ["overlapping=true", "all-reduce", "false"],
+    ),
+    "tracking with weights that do not conserve the mean": (
+        ["learning=gradient-tracking", "optimizer=dpsgd", "topology=epidemic"],
+        ["topology=epidemic", "gradient-tracking", "one-peer-exponential"],
+    ),
+    "option of a learning rule": (
+        ["learning=relay-sgd", "optimizer=dpsgd", "learning_options={beta: 0.9}"],
+        ["learning_options.beta=0.9", "relay-sgd", "learning_options.correction"],
+    ),
+    "value of an option of a learning rule": (
+        [
+            "learning=relay-sgd",
+            "optimizer=dpsgd",
+            "topology=chain",
+            "learning_options.correction=0",
+        ],
+        ["learning_options.correction=0", "above 0", "auto"],
+    ),
+    "option without a learning rule": (["learning_options={correction: 2}"], ["correction=2"]),
+    "option of a compressor": (
+        ["optimizer=choco", "optimizer_compressor=qsgd", "optimizer_levels=0"],
+        ["optimizer_levels=0", "127"],
+    ),
+    "ratio of a compressor": (
+        ["optimizer=choco", "optimizer_compressor=top-k", "optimizer_keep_ratio=0"],
+        ["optimizer_keep_ratio=0", "above 0"],
+    ),
+    "warm-up": (["distributed_lr_warmup_epoch=.inf"], ["distributed_lr_warmup_epoch=inf"]),
+    "workers that do not fit": (["n_workers=100000000"], ["n_workers=100000000", "1000000"]),
+    "iterations": (["optimizer_num_iterations=0"], ["optimizer_num_iterations=0", "1"]),
+    "rounded weights": (["optimizer_rank=2", "optimizer_round_weights=true"], ["rank=1"]),
+    "diffusion rate": (
+        ["optimizer_diffusion_rate=fast"],
+        ["optimizer_diffusion_rate=fast", "auto"],
+    ),
+    "negative diffusion rate": (
+        ["optimizer_diffusion_rate=-1"],
+        ["optimizer_diffusion_rate=-1", "auto"],
+    ),
+    "epochs": (["num_epochs=0"], ["num_epochs=0", "1"]),
+    "batch size": (["batch_size=1000"], ["batch_size=1000", "359"]),
+    "learning rate": (["learning_rate=.nan"], ["learning_rate=nan", "0"]),
+    "weight decay": (["weight_decay=.inf"], ["weight_decay=inf", "0"]),
+    "momentum": (["momentum=1"], ["momentum=1", "below 1"]),
+    "milestones": (["lr_schedule_milestones=[5]"], ["lr_schedule_milestones", "[epoch, factor]"]),
+    "ratio": (
+        ["decentralized_data_shuffled_ratio=2"],
+        ["decentralized_data_shuffled_ratio=2", "0", "1"],
+    ),
+    "backend": (["distributed_backend=gloo"], ["distributed_backend=gloo", "mpi"]),
+    "cuda_aware": (["cuda_aware=perhaps"], ["cuda_aware=perhaps", "auto", "on", "off"]),
+    "parameter": (["spectrum_logging_params=[conv9]"], ["conv9", "hidden1.weight"]),
+    "pair": (
+        ["spectrum_logging_worker_pairs=[[0, 4]]"],
+        ["spectrum_logging_worker_pairs", "[[0, 4]]", "3"],
+    ),
+    "pair of fractions": (
+        ["spectrum_logging_worker_pairs=[[0, 1.0]]"],
+        ["spectrum_logging_worker_pairs", "[0, 1.0]", "3"],
+    ),
+    "folder that holds a run": (
+        ["--output-dir", "run"],
+        ["run", "--output-dir", "overwrite=true"],
+    ),
+    "folder below a file": (["--output-dir", "file/run"], ["file/run", "Not a directory"]),
+    "folder that is a file": (["--output-dir", "file"], ["file", "exists"]),
+    "folder that cannot be written": (["--output-dir", "/proc/self"], ["/proc/self"]),
+}
+
+# Then one good run, with hooks: bad input leaves nothing behind, and hooks are process 0's.
+TRY_ALL = """
+import json, sys
+from omegaconf import OmegaConf
+import train
+from powergossip import errors, network
+from powergossip.training import recorder
+
+messages, rank = {}, network.processes().rank
+for name, arguments in json.load(open("bad_input.json")).items():
+    train.config, train.output_dir = OmegaConf.structured(train.Config), None
+    try:
+        train.main(["n_workers=4", *TINY, *arguments])
+    except errors.BadInput as error:
+        messages[name] = str(error)
+    except BaseException as error:
+        messages[name] = f"{type(error).__name__}: {error}"
+json.dump(messages, open(f"messages-{rank}.json", "w"))
+
+calls = []
+train.log_metric = lambda *arguments: calls.append("metric")
+train.log_info = lambda *arguments: calls.append("info")
+train.log_runtime = lambda *arguments: calls.append("runtime")
+recorder.report = lambda *_: calls.append("report")
+train.config, train.output_dir = OmegaConf.structured(train.Config), "good"
+train.main(["n_workers=4", *TINY])
+json.dump(sorted(set(calls)), open(f"calls-{rank}.json", "w"))
+"""
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+
+
+@pytest.fixture(scope="module")
+def tried(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The messages of all bad input under mpirun -np 2, and the files before and after."""
+    folder = tmp_path_factory.mktemp("bad_input")
+    (folder / "run").mkdir()
+    (folder / "run" / "metrics.jsonl").write_text('{"name": "accuracy", "value": 1}\n')
+    (folder / "data").mkdir()
+    (folder / "file").write_text("a file")
+    (folder / "disconnected.txt").write_text("0 1\n2 3\n")
+    (folder / "triangle.txt").write_text("0 1\n1 2\n2 0\n")
+    arguments = {name: arguments for name, (arguments, _) in BAD_INPUT.items()}
+    (folder / "bad_input.json").write_text(json.dumps(arguments))
+    (folder / "driver.py").write_text(TRY_ALL.replace("TINY", repr(TINY)))
+
+    before = files_below(folder)
+    ended = launch.python("driver.py", processes=2, cwd=folder, timeout=90)
+    after = files_below(folder)
+    return {
+        "ended": ended,
+        "messages": [json.loads(after.pop(f"messages-{rank}.json")) for rank in range(2)],
+        "calls": [json.loads(after.pop(f"calls-{rank}.json")) for rank in range(2)],
+        "before": before,
+        "after": {name: content for name, content in after.items() if "good" not in name},
+    }
+
+
+def test_bad_input_is_rejected_in_all_processes_with_one_sentence(tried: dict[str, Any]) -> None:
+    for name, (_, words) in BAD_INPUT.items():
+        messages = [of_process.get(name) for of_process in tried["messages"]]
+        assert messages[0] is not None, f"{name}: it was accepted"
+        assert messages[0] == messages[1], name
+        assert "\n" not in messages[0], name
+        assert "Error:" not in messages[0], f"{name}: not BadInput"
+        assert [word for word in words if word not in messages[0]] == [], name
+
+
+def test_bad_input_writes_nothing(tried: dict[str, Any]) -> None:
+    assert tried["after"] == tried["before"]
+
+
+def test_a_run_after_bad_input_works_and_calls_hooks_on_process_0_only(
+    tried: dict[str, Any],
+) -> None:
+    assert tried["ended"].returncode == 0, tried["ended"].stderr
+    assert tried["calls"] == [["info", "metric", "report", "runtime"], []]
+
+
+# As programs.
+
+
+def of_program(text: str) -> str:
+    """The output of the program, without that of mpirun when a process exits with an error."""
+    text = re.sub(r"-{70,}\n(prterun|mpirun).*?-{70,}\n", "", text, flags=re.DOTALL)
+    return re.sub(r"^\[.*PMIX ERROR: .*\n?", "", text, flags=re.MULTILINE).strip()
+
+
+def test_bad_input_under_mpirun_is_printed_once_with_exit_code_2() -> None:
+    ended = launch.python("train.py", "n_workrs=4", processes=2)
+    assert ended.returncode == 2
+    assert re.fullmatch(r"error: .*n_workrs.*n_workers.*", of_program(ended.stderr))
+    assert ended.stdout == ""
+
+
+def test_bad_input_of_a_driver_under_mpirun_is_printed_once_with_exit_code_2(
+    tmp_path: Path,
+) -> None:
+    """Without a traceback, although the driver does not catch BadInput."""
+    (tmp_path / "driver.py").write_text("import train\ntrain.config.topology='rign'\ntrain.main()")
+    ended = launch.python("driver.py", processes=2, cwd=tmp_path)
+    assert ended.returncode == 2
+    assert re.fullmatch(r"error: .*rign.*ring.*", of_program(ended.stderr))
+    assert ended.stdout == ""
+    assert [file.name for file in tmp_path.iterdir()] == ["driver.py"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["optimizer=adam"], "adam"),
+        (["--output-dir", "held"], "overwrite=true"),
+        (["--config", "no.yaml"], "no.yaml"),
+        (["task=FashionMNIST", "data_dir=nowhere"], "data_dir=nowhere"),
+    ],
+)
+def test_bad_input_of_one_process_ends_with_exit_code_2(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "held").mkdir()
+    (tmp_path / "held" / "config.yaml").write_text("seed: 1\n")
+    before = files_below(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
+    monkeypatch.setattr(train, "output_dir", None)
+    monkeypatch.setattr(sys, "argv", ["train.py", *TINY, *arguments])
+    with pytest.raises(SystemExit) as ended:
+        configuration.run_entry_point(train.main)
+    assert ended.value.code == 2
+    output, error = capsys.readouterr()
+    assert output == ""
+    (line,) = error.splitlines()
+    assert line.startswith("error: ")
+    assert words in line
+    assert files_below(tmp_path) == before
+
+
+# TensorBoard is an extra.
+
+
+def test_a_missing_extra_is_an_error_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # the import then fails
+    monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
+    monkeypatch.setattr(train, "output_dir", str(tmp_path))
+    with pytest.raises(BadInput, match="tensorboard=true"):
+        train.main([*TINY, "n_workers=2", "tensorboard=true"])
+    assert files_below(tmp_path) == {}
+
+
+# In the middle of a run.
+
+RAISING = """
+import time
+import train
+from powergossip import network, tasks
+
+loss, calls = tasks.images.ImageClassification.loss, []
+
+def failing(self, model, batch):
+    calls.append(None)
+    if network.processes().rank == 1 and len(calls) == 5:
+        open("raised", "w").write(str(time.time()))
+        raise RuntimeError("worker 1 is on strike")
+    return loss(self, model, batch)
+
+tasks.images.ImageClassification.loss = failing
+train.main([*TINY, "--output-dir", "run"])
+"""
+
+
+def test_an_exception_in_one_process_ends_all(tmp_path: Path) -> None:
+    (tmp_path / "driver.py").write_text(RAISING.replace("TINY", repr(TINY)))
+    ended = launch.python("driver.py", processes=3, cwd=tmp_path)
+    assert time.time() - float((tmp_path / "raised").read_text()) < 10
+    assert ended.returncode != 0
+    assert ended.stderr.count("process 1 of 3") == 1
+    assert ended.stderr.count("Traceback (most recent call last)") == 1
+    assert ended.stderr.count("RuntimeError: worker 1 is on strike") == 1
+    assert "in failing" in ended.stderr
+    assert "in worker 1 at step 4 (epoch 1)" in ended.stderr
+    assert "After 1 epoch" not in ended.stdout
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["power-gossip", pytest.param("ddp-powersgd", marks=pytest.mark.slow)]
+)
+def test_a_diverging_run_stops_and_keeps_the_rows_before(tmp_path: Path, optimizer: str) -> None:
+    """The second epoch has a huge learning rate; all workers diverge at about the same time."""
+    ended = launch.python(
+        "train.py",
+        *TINY,
+        f"optimizer={optimizer}",
+        "num_epochs=3",
+        "lr_schedule_milestones=[[1.01, 1e9]]",
+        "--output-dir",
+        tmp_path,
+        processes=2,
+    )
+    assert ended.returncode not in (0, 2)
+    reported = re.findall(r"worker (\d)\D.* step (\d+) \(epoch 2\)", ended.stderr)
+    assert len(reported) == 1, ended.stderr
+    worker, step = map(int, reported[0])
+    steps_per_epoch = 1437 // 2 // 16
+    assert worker in (0, 1)
+    assert steps_per_epoch < step < 2 * steps_per_epoch
+    assert "Traceback" not in ended.stderr
+    assert "After" not in ended.stdout, "no table of a run that failed"
+
+    rows = metrics.load(tmp_path)
+    assert set(rows["epoch"]) == {1}
+    assert rows["value"].map(abs).max() < float("inf")
+    assert len(rows[(rows["name"] == "accuracy") & (rows["split"] == "test_avg")]) == 1
+
+
+# Divergence, in all processes.
+
+SWEEP = """
+import json
+import train
+from powergossip import network
+
+found = []
+train.config.update(SETTINGS)
+for number, rate in enumerate([0.02, 30.0, 0.03]):
+    train.config.learning_rate, train.output_dir = rate, str(number)
+    try:
+        train.main()
+        found.append("")
+    except train.Diverged as error:
+        found.append(str(error))
+json.dump(found, open(f"found-{network.processes().rank}.json", "w"))
+"""
+
+
+def test_a_sweep_goes_on_after_a_divergence(tmp_path: Path) -> None:
+    """Workers with sorted data diverge at different steps, all processes raise the first."""
+    settings = {
+        "task_architecture": "MLP",
+        "n_workers": 4,
+        "num_epochs": 1,
+        "log_verbosity": 0,
+        "optimizer": "dpsgd",
+        "use_decentralized_data": True,
+    }
+    (tmp_path / "driver.py").write_text(SWEEP.replace("SETTINGS", repr(settings)))
+    ended = launch.python("driver.py", processes=2, cwd=tmp_path, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    found = [json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in range(2)]
+    assert found[0] == found[1]
+    assert [bool(text) for text in found[0]] == [False, True, False]
+    assert re.search(r"worker \d's loss is (nan|inf) at step \d+ \(epoch 1\)", found[0][1])
+    assert (tmp_path / "1" / metrics.FILE).read_bytes() == b""
+    assert Checkpoints(tmp_path / "1", Processes()).describe() is None
+    assert Checkpoints(tmp_path / "2", Processes()).describe() is not None
+
+
+ALL_METHODS: list[dict[str, Any]] = [
+    *({"optimizer": name} for name in AVERAGING if name not in ("choco", "deepsqueeze")),
+    *(
+        {"optimizer": name, "optimizer_compressor": compressor, "optimizer_diffusion_rate": 0.1}
+        for name in ("choco", "deepsqueeze")
+        for compressor in COMPRESSORS
+    ),
+    *({"optimizer": name} for name in AGGREGATIONS),
+    *({"optimizer": name} for name in ddp.HOOKS),
+    {"optimizer": "power-gossip", "optimizer_rank": 2},
+    {"optimizer": "powersgd", "optimizer_rank": 2},
+    {"optimizer": "dpsgd", "gradient_clipping": 1.0, "overlapping": False},
+    {"optimizer": "dgc", "gradient_clipping": 1.0},
+    {"optimizer": "dpsgd", "local_optimizer": "adamw", "learning_rate": 0.003},
+]
+
+
+@pytest.mark.parallel(nprocs=2)
+def test_a_maximum_that_is_started_keeps_its_values() -> None:
+    comm = processes()
+    for step in range(100):
+        maximum = comm.start_max(np.array([step, 50 * (comm.rank == 0), comm.rank]))
+        np.array([-1, -1, -1])  # would take the place of values that nobody keeps
+        assert maximum().tolist() == [step, 50, 1]
+
+
+@pytest.mark.parallel(nprocs=2)
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("method", ALL_METHODS, ids=lambda m: "-".join(map(str, m.values())))
+def test_a_loss_that_is_nan_in_one_process_ends_all(
+    method: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other process gets the NaN in messages, and the process itself in all steps after."""
+    comm, loss = processes(), ImageClassification.loss
+    calls: list[None] = []
+
+    def bad(self: Any, model: Any, batch: Any) -> Any:
+        calls.append(None)
+        value, of_batch = loss(self, model, batch)
+        return value * (torch.nan if comm.rank == 1 and len(calls) == 4 else 1), of_batch
+
+    monkeypatch.setattr(ImageClassification, "loss", bad)
+    monkeypatch.setattr(ending, "INTERVAL", 1e9)  # seconds: they agree at the end of the epoch
+    changes = {"task_architecture": "MLP", "max_steps_per_epoch": 9, "log_verbosity": 0}
+    config = OmegaConf.merge(OmegaConf.structured(train.Config), changes, method)
+    with pytest.raises(train.Diverged, match=r"worker 1's loss is nan at step 3 \(epoch 1\)"):
+        Trainer(checked(config, comm), comm).train()  # type: ignore[arg-type]
+    assert len(calls) == 9
+
+
+def test_the_first_divergence_counts_and_spoils_no_row_or_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process hosts all workers. The parameters are checked where no loss shows them."""
+    monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
+    monkeypatch.setattr(train, "output_dir", str(tmp_path))
+    finish, steps = Together.train_step, 5
+
+    def spoiled(run: Together, epoch: int, step: int) -> Any:
+        result = finish(run, epoch, step)
+        if run.step == 2 * steps:
+            run.view.x[2:, 0] = torch.inf
+        return result
+
+    monkeypatch.setattr(Together, "train_step", spoiled)
+    arguments = [*TINY, "n_workers=4", f"max_steps_per_epoch={steps}", "num_epochs=3"]
+    with pytest.raises(train.Diverged, match=r"worker 2's .* inf at step 10 \(epoch 2\)"):
+        train.main([*arguments, "checkpoint_interval=1"])
+    assert set(metrics.load(tmp_path)["epoch"]) == {1}
+    last = Checkpoints(tmp_path, Processes()).describe()
+    assert last is not None
+    assert last["step"] == steps
+
+
+# Signals. tests/runs/test_checkpoints.py has SIGTERM and SIGUSR1 of a run in several layouts.
+
+
+def test_the_second_signal_has_its_usual_effect() -> None:
+    with Signals() as signals:
+        signal.raise_signal(signal.SIGINT)
+        assert signals.received == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_signal_raises_after_a_delay() -> None:
+    """Process 0, which may wait for a message of this one, reports first."""
+
+    def run(seconds: float) -> None:
+        with Signals(at_once="text", delay=0.05):
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(seconds)
+
+    with pytest.raises(errors.Signaled) as caught:
+        run(5)
+    assert caught.value.exit_code == 143
+    run(0)
+    time.sleep(0.1)  # nothing is raised after the block
+
+
+def exit_of(main: Any, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(sys, "argv", ["program", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        configuration.run_entry_point(main)
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_ctrl_c_of_one_process_writes_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gradient = Together.gradient
+
+    def interrupted(run: Together, epoch: int, step: int) -> Any:
+        if run.step == 6:
+            signal.raise_signal(signal.SIGINT)
+        return gradient(run, epoch, step)
+
+    monkeypatch.setattr(Together, "gradient", interrupted)
+    monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
+    monkeypatch.chdir(tmp_path)
+    assert exit_of(train.main, [*TINY, "n_workers=2", "num_epochs=2"], monkeypatch) == 130
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "SIGINT after step 7 " in line
+    (folder,) = (tmp_path / "output").iterdir()
+    last = Checkpoints(folder, Processes()).describe()
+    assert last is not None
+    assert last["step"] == 7
+    monkeypatch.setattr(Together, "gradient", gradient)
+    program, file, *arguments = shlex.split(line.partition("resume with: ")[2])
+    assert (program, Path(file).resolve()) == ("python", Path(train.__file__))
+    train.main(arguments)
+    last = Checkpoints(folder, Processes()).describe()
+    assert last is not None
+    assert last["step"] > 7
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_a_signal_ends_gossip_run_with_a_sentence(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    number, rows = signal.Signals[name], []
+
+    def log_metric(*row: Any) -> None:
+        rows.append(row)
+        if len(rows) == 7:
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(gossip_run, "log_metric", log_metric)
+    monkeypatch.setattr(gossip_run, "config", OmegaConf.structured(gossip_run.Config))
+    monkeypatch.setattr(gossip_run, "output_dir", str(tmp_path))
+    arguments = ["n_workers=4", "matrix_size=10", "num_steps=100", "log_verbosity=0"]
+    assert exit_of(gossip_run.main, arguments, monkeypatch) == 128 + number
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert name in line
+    assert len(rows) == 7
+    assert not (tmp_path / "figure.png").exists()
+
+
+def signaled(number: int, folder: Path, steps: int) -> tuple[int, str]:
+    """Exit code and standard error of mpirun -np 2, which gets this signal during training."""
+    driver = folder / "driver.py"
+    driver.write_text(
+        "import pathlib, time, train\n"
+        "from powergossip.runs import configuration\n"
+        "from powergossip.training.execution import Together\n"
+        "gradient = Together.gradient\n"
+        "def slow(run, epoch, step):\n"
+        f"    if run.step == {steps}: pathlib.Path('begun').touch()\n"
+        "    time.sleep(0.01)\n"
+        "    return gradient(run, epoch, step)\n"
+        "Together.gradient = slow\n"
+        "configuration.run_entry_point(train.main)\n"
+    )
+    command = ["mpirun", "-np", "2", sys.executable, "driver.py", *TINY]
+    command += ["num_epochs=1000", "batch_size=2", "--output-dir", "run"]  # 359 steps an epoch
+    with launch.one_mpirun_at_a_time():
+        program = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(launch.ROOT), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            while not (folder / "begun").exists():
+                assert program.poll() is None
+                time.sleep(0.02)
+            program.send_signal(number)
+            _, text = program.communicate(timeout=30)
+        finally:
+            program.kill()
+    return program.returncode, text
+
+
+@pytest.mark.parametrize(
+    "name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)], ids=str
+)
+def test_a_signal_to_mpirun_gives_a_sentence_a_checkpoint_and_exit_code_1(
+    name: str, tmp_path: Path
+) -> None:
+    """mpirun sends SIGTERM and, a quarter of a second later, SIGKILL. A busy machine may need
+    another attempt."""
+    for attempt in range(3):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        code, text = signaled(signal.Signals[name], folder, steps=30)
+        assert code == 1
+        if text:
+            break
+    (line,) = text.splitlines()
+    assert "SIGTERM after step" in line
+    last = Checkpoints(folder / "run", Processes()).describe()
+    assert last is not None
+    assert last["step"] >= 30
+    assert f"step {last['step']} " in line
+
+
+@pytest.mark.parametrize(("arrives", "rarer"), [(0.0, 1), (0.04, 16)])
+def test_agreements_are_rare_where_their_results_are_late(
+    arrives: float, rarer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of 20 ms; a result arrives some time after the step in which it is read."""
+    clock, starts = [0.0], [0]
+    monkeypatch.setattr(ending.time, "perf_counter", lambda: clock[0])
+
+    class Late(Processes):
+        def start_max(self, values: np.ndarray) -> Callable[[], np.ndarray]:
+            starts[0] += 1
+
+            def result() -> np.ndarray:
+                clock[0] += arrives
+                return values
+
+            return result
+
+    processes = Late()
+    processes.size = 2
+    agreeing = ending.Agreement(processes)
+    for step in range(1, 201):
+        clock[0] += 0.02
+        assert agreeing.after_step(step, None) is None
+    assert 200 / 2 / rarer * 0.6 < starts[0] < 200 / 2 / rarer * 1.4

@@ -1,0 +1,912 @@
+"""Laws of training: which rows a run writes and what they count, that it repeats, and what a step
+computes.
+
+Axes: worker, D numbers of a worker's model. Digits and a small MLP everywhere; a run takes 0.2 s.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+import train
+from powergossip import tasks
+from powergossip.errors import BadInput
+from powergossip.network import Network, processes
+from powergossip.runs import metrics, tables
+from powergossip.runs.output import new_dated_folder
+from powergossip.tasks import models
+from powergossip.tasks.task import Batch, Split
+from powergossip.training.measurements import Hooks
+from powergossip.training.settings import checked
+from powergossip.training.trainer import Trainer
+from tests.harness import launch
+
+TINY: dict[str, Any] = {
+    "task_architecture": "MLP",
+    "n_workers": 4,
+    "num_epochs": 1,
+    "log_verbosity": 0,
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test finds the module as `import train` leaves it."""
+    monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
+    monkeypatch.setattr(train, "output_dir", None)
+
+
+def trained(**changes: Any) -> tuple[Trainer, pd.DataFrame]:
+    """A run in this process, after training, and its rows; it leaves no files."""
+    rows: list[dict[str, Any]] = []
+
+    def keep(name: str, values: Any, tags: Any) -> None:
+        rows.append({"name": name, **values, **tags})
+
+    run = built(Hooks(log_metric=keep), **changes)
+    run.train()
+    return run, pd.DataFrame(rows)
+
+
+def built(hooks: Hooks | None = None, task: Any = None, **changes: Any) -> Trainer:
+    """A run before its first step."""
+    config = OmegaConf.merge(OmegaConf.structured(train.Config), TINY, changes)
+    return Trainer(checked(config, processes()), processes(), hooks, task=task)  # type: ignore[arg-type]
+
+
+def select(rows: pd.DataFrame, name: str, **tags: Any) -> pd.DataFrame:
+    chosen = rows["name"] == name
+    for key, value in tags.items():
+        chosen &= rows[key] == value if key in rows else False
+    return rows[chosen]
+
+
+def value(rows: pd.DataFrame, name: str, **tags: Any) -> float:
+    """The only row's value."""
+    (found,) = select(rows, name, **tags)["value"]
+    return float(found)
+
+
+def reproducible(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    """Rows without what the clock says."""
+    kept = rows[rows["name"] != "phase_seconds"].drop(columns="seconds")
+    records = kept.astype(object).where(kept.notna(), None).to_dict("records")
+    return [{str(column): value for column, value in record.items()} for record in records]
+
+
+PHASES = {"data", "gradient", "update", "averaging", "communication", "evaluation"}
+
+
+# Rows.
+
+
+def test_an_evaluation_gathers_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each gathering waits for the slowest process. The mean is in flight during the evaluation."""
+    events: list[str] = []
+
+    def noted(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*arguments: Any) -> Any:
+            events.append(name)
+            return original(*arguments)
+
+        monkeypatch.setattr(owner, name, call)
+
+    run = built()
+    for name in ("gather", "start_mean"):
+        noted(Network, name)
+    noted(type(run.processes), "sum")
+    noted(type(run.task), "evaluate")
+    run.evaluation(1, 1, {})
+    assert events == ["start_mean", *["evaluate"] * 5, "gather"]
+
+
+def test_rows_have_the_published_names_tags_and_values() -> None:
+    run, rows = trained(num_epochs=2)
+    assert {"value", "epoch", "bits", "messages", "seconds"} <= set(rows.columns)
+    for epoch in (1, 2):
+        of_epoch = rows[rows["epoch"] == epoch]
+        for name in ("accuracy", "cross_entropy"):
+            assert len(select(of_epoch, name, split="train")) == 1
+            assert sorted(select(of_epoch, name, split="test")["worker"]) == [0, 1, 2, 3]
+            assert len(select(of_epoch, name, split="test_avg")) == 1
+            assert len(select(of_epoch, name)) == 6
+        distances = select(of_epoch, "consensus_distance")
+        for kind in ("full_state_vector", "params_only"):
+            assert len(distances[distances["type"] == kind]) == 1
+        of_parameters = distances[distances["type"] == "parameter"]
+        assert list(of_parameters["parameter"]) == run.parameters.names
+        in_all = value(of_epoch, "consensus_distance", type="params_only")
+        assert np.sqrt((of_parameters["value"] ** 2).sum()) == pytest.approx(in_all)
+        phases = set(select(of_epoch, "phase_seconds")["phase"])
+        assert phases == PHASES
+    assert rows["seconds"].is_monotonic_increasing
+
+    # The values of the last epoch, from the models as they are now.
+    last = rows[rows["epoch"] == 2]
+    x = run.parameters.x.double()
+    distance = (x - x.mean(0)).square().sum(1).mean().sqrt().item()  # over the workers
+    assert value(last, "consensus_distance", type="params_only") == pytest.approx(distance)
+    assert distance > 0
+    mean_model = run.task.model("MLP", seed=1)
+    nn.utils.vector_to_parameters(
+        torch.cat([p.flatten() for p in mean_of_models(run.parameters.models)]),
+        mean_model.parameters(),
+    )
+    measured_models: list[tuple[nn.Module, dict[str, Any]]] = [
+        *((m, {"split": "test", "worker": i}) for i, m in enumerate(run.parameters.models)),
+        (mean_model, {"split": "test_avg"}),
+    ]
+    for model, tags in measured_models:
+        sums = run.task.evaluate(model)
+        for name in ("accuracy", "cross_entropy"):
+            measured = sums[name] / sums["count"]
+            assert value(last, name, **tags) == pytest.approx(measured, rel=1e-5), tags
+
+
+def mean_of_models(models: list[nn.Module]) -> list[Tensor]:
+    tensors = zip(*(model.parameters() for model in models), strict=True)
+    return [torch.stack([t.detach() for t in group]).mean(0) for group in tensors]
+
+
+def test_train_rows_are_means_over_steps_and_workers() -> None:
+    """With a learning rate of almost zero, the model of the start sees all batches."""
+    run, rows = trained(learning_rate=1e-12)
+    model = run.task.model("MLP", seed=1)
+    losses = [
+        run.task.loss(model, run.task.batch(worker, 0, step))[0].item()
+        for worker in range(4)
+        for step in range(run.task.steps_per_epoch)
+    ]
+    assert value(rows, "cross_entropy", split="train") == pytest.approx(np.mean(losses), rel=1e-5)
+
+
+def test_evaluation_at_intervals_and_at_the_end() -> None:
+    _, rows = trained(num_epochs=5, evaluation_interval=2)
+    assert select(rows, "accuracy", split="test_avg")["epoch"].tolist() == [2, 4, 5]
+
+
+def test_the_mean_model_is_evaluated_only_if_wanted() -> None:
+    _, without = trained(evaluate_average_model=False)
+    _, with_it = trained()
+    assert len(select(without, "accuracy", split="test_avg")) == 0
+    rest = with_it[with_it["split"] != "test_avg"]
+    assert reproducible(without) == reproducible(rest)
+
+
+# Bits and messages: a formula in the shapes of the model's parameters.
+
+
+def sent(run: Trainer, optimizer: str, degree: int, rank: int, iterations: int) -> list[int]:
+    """Bits and messages of worker 0 for all steps of the run."""
+    shapes = [tuple(p.shape) for p in run.parameters.models[0].parameters()]
+    D, steps, n = sum(map(math.prod, shapes)), run.step, run.config.n_workers
+    if optimizer == "dpsgd":
+        return [steps * degree * 32 * D, steps * degree]
+    if optimizer == "all-reduce":
+        return [steps * round(2 * (n - 1) / n * 32 * D), steps * 2 * (n - 1)]
+    matrices = [(shape[0], math.prod(shape[1:])) for shape in shapes if len(shape) > 1]
+    compressed = [sides for sides in matrices if min(sides) > rank]
+    rows, columns = map(sum, zip(*compressed, strict=True))
+    plain = D - sum(map(math.prod, compressed))  # vectors above all
+    rounds = steps * iterations
+    in_turns = (rounds + 1) // 2 * columns + rounds // 2 * rows
+    numbers = rank * in_turns + steps * plain
+    return [degree * 32 * numbers, degree * (rounds + steps)]  # one plain message a step
+
+
+@pytest.mark.parametrize(
+    ("architecture", "topology", "degree", "optimizer", "rank", "iterations"),
+    [
+        ("MLP", "ring", 2, "power-gossip", 1, 1),
+        ("MLP", "ring", 2, "power-gossip", 1, 2),
+        ("CNN", "star", 3, "power-gossip", 2, 3),
+        ("MLP", "ring", 2, "power-gossip", 12, 1),  # more than the last layer's 10 rows
+        ("MLP", "star", 3, "dpsgd", 1, 1),
+        ("CNN", "ring", 2, "dpsgd", 1, 1),
+        ("MLP", "ring", 2, "all-reduce", 1, 1),
+    ],
+)
+def test_bits_follow_from_the_shapes(
+    architecture: str, topology: str, degree: int, optimizer: str, rank: int, iterations: int
+) -> None:
+    run, rows = trained(
+        task_architecture=architecture,
+        topology=topology,
+        optimizer=optimizer,
+        optimizer_rank=rank,
+        optimizer_num_iterations=iterations,
+        batch_size=52,  # seven steps: an odd number tells rows from columns
+    )
+    assert run.step == 7
+    (counted,) = rows[["bits", "messages"]].drop_duplicates().to_numpy().tolist()
+    assert counted == sent(run, optimizer, degree, rank, iterations)
+    D = run.parameters.x.shape[1]
+    assert value(rows, "uncompressed_gossip_bits") == run.step * degree * 32 * D
+
+
+def test_bits_and_messages_grow_with_the_epochs() -> None:
+    _, rows = trained(num_epochs=3)
+    for column in ("bits", "messages"):
+        by_epoch = rows.groupby("epoch")[column].unique().tolist()
+        first, second, third = (int(count) for (count,) in by_epoch)
+        assert first > 0
+        assert (second, third) == (2 * first, 3 * first)
+
+
+# What the configuration changes.
+
+
+def test_a_seed_repeats_a_run_and_another_does_not() -> None:
+    first, again, other = (trained(seed=seed) for seed in (3, 3, 4))
+    assert reproducible(first[1]) == reproducible(again[1])
+    assert torch.equal(first[0].parameters.x, again[0].parameters.x)
+    start, other_start = (built(seed=seed).parameters.x for seed in (3, 4))
+    assert not torch.allclose(start, other_start, rtol=0.1)
+    labels = [run.task.batch(2, 5, 0)[1] for run, _ in (first, again, other)]
+    assert torch.equal(labels[0], labels[1])
+    assert not torch.equal(labels[0], labels[2])
+
+
+def test_both_orders_of_gossip_and_gradient_learn() -> None:
+    overlapping, otherwise = (trained(overlapping=choice)[1] for choice in (True, False))
+    for rows in (overlapping, otherwise):
+        assert value(rows, "accuracy", split="test_avg") > 0.7
+    assert value(overlapping, "cross_entropy", split="train") != value(
+        otherwise, "cross_entropy", split="train"
+    )
+    bits = [rows["bits"].iloc[-1] for rows in (overlapping, otherwise)]
+    assert bits[0] == bits[1]
+
+
+def test_all_reduce_keeps_the_workers_equal_and_gossip_does_not() -> None:
+    distance = {}
+    for optimizer in ("all-reduce", "dpsgd"):
+        run, rows = trained(optimizer=optimizer)
+        distance[optimizer] = value(rows, "consensus_distance", type="params_only")
+        distance[optimizer] /= run.parameters.x[0].norm().item()
+    assert distance["all-reduce"] < 1e-6
+    assert distance["dpsgd"] > 1e-3
+
+
+def test_decentralized_data_gives_each_worker_few_labels() -> None:
+    def labels(**changes: Any) -> tuple[int, float]:
+        run, rows = trained(**changes)
+        assert np.isfinite(rows["value"]).all()
+        counts = run.task.label_counts()
+        assert counts is not None
+        most = int((counts > 0).sum(1).max())
+        return most, value(rows, "accuracy", split="train")
+
+    dealt, sorted_, mixed = (
+        labels(),
+        labels(use_decentralized_data=True),
+        labels(use_decentralized_data=True, decentralized_data_shuffled_ratio=1.0),
+    )
+    assert (dealt[0], mixed[0]) == (10, 10)
+    assert sorted_[0] <= 4
+    assert sorted_[1] > dealt[1], "few labels are easy to tell apart"
+
+
+def test_data_are_dealt_anew_unless_workers_keep_theirs() -> None:
+    for reshuffle in (True, False):
+        run = built(reshuffle_data=reshuffle)
+        first, second = (run.task.label_counts(epoch) for epoch in (0, 1))
+        assert first is not None
+        assert second is not None
+        assert torch.equal(first, second) is not reshuffle
+
+
+def test_a_ring_from_a_file_is_the_ring(tmp_path: Path) -> None:
+    file = tmp_path / "square.txt"
+    file.write_text("0 1\n1 2\n2 3\n3 0\n")
+    (of_file, file_rows), (of_name, rows) = trained(topology=str(file)), trained(topology="ring")
+    torch.testing.assert_close(of_file.parameters.x, of_name.parameters.x)
+    assert file_rows["bits"].tolist() == rows["bits"].tolist()
+
+
+def test_the_diffusion_rate_is_used_and_auto_is_the_best_for_gossip() -> None:
+    """A star of 4, all weights 1/4: I − W has the eigenvalues 0, 1/4, 1/4, 1."""
+    automatic, same, other = (
+        trained(optimizer="dpsgd", topology="star", optimizer_diffusion_rate=rate)[0]
+        for rate in ("auto", 1.6, 1)
+    )
+    assert automatic.facts()["diffusion_rate"] == pytest.approx(2 / (1 / 4 + 1))
+    torch.testing.assert_close(automatic.parameters.x, same.parameters.x)
+    assert not torch.allclose(other.parameters.x, same.parameters.x)
+
+
+@pytest.mark.parametrize("optimizer", ["power-gossip", "dpsgd", "all-reduce"])
+def test_one_worker_alone_sends_nothing_and_learns(optimizer: str) -> None:
+    _, rows = trained(n_workers=1, optimizer=optimizer)
+    assert rows["bits"].max() == rows["messages"].max() == 0
+    assert value(rows, "consensus_distance", type="full_state_vector") == 0
+    mean, only = (value(rows, "accuracy", split=split) for split in ("test_avg", "test"))
+    assert mean == only > 0.8
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"optimizer": "power-gossip"},
+        {"optimizer": "choco", "optimizer_compressor": "svd"},
+        {"optimizer": "choco", "optimizer_compressor": "top-k"},
+        {"optimizer": "powersgd"},
+    ],
+    ids=lambda method: "-".join(method.values()),
+)
+def test_a_rank_above_the_dimensions_is_the_full_rank(method: dict[str, Any]) -> None:
+    """Nothing of the size of the rank is allocated."""
+    run = built(**method, optimizer_rank=10**9)
+    run.execution.train_step(0, 0)
+    assert run.parameters.x.isfinite().all()
+
+
+def test_a_model_that_does_not_fit_is_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Huge(models.MLP):
+        def __init__(self, shape: Any, n_labels: int, **options: Any) -> None:
+            super().__init__(shape, n_labels)
+            self.huge = nn.Linear(10**8, 10**8)
+
+    monkeypatch.setitem(models.ARCHITECTURES, "MLP", Huge)
+    with pytest.raises(BadInput, match=r"memory is too small"):
+        built()
+
+
+def test_spectrum_rows_are_the_singular_values_of_differences() -> None:
+    names, pairs = ["hidden1.weight", "output.bias"], [[0, 1], [3, 1]]
+    run, rows = trained(
+        num_epochs=2,
+        spectrum_logging_params=names,
+        spectrum_logging_epochs=[2],
+        spectrum_logging_worker_pairs=pairs,
+    )
+    spectrum = select(rows, "spectrum")
+    assert set(spectrum["epoch"]) == {2}
+    models = [dict(model.named_parameters()) for model in run.parameters.models]
+    for name in names:
+        for first, second in pairs:
+            difference = models[first][name] - models[second][name]
+            expected = torch.linalg.svdvals(difference.detach().reshape(len(difference), -1))
+            found = select(spectrum, "spectrum", parameter=name, workers=f"{first}-{second}")
+            assert found["index"].tolist() == list(range(len(expected)))
+            torch.testing.assert_close(torch.tensor(found["value"].tolist()), expected)
+    assert spectrum["value"].max() > 0
+
+
+# The schedule reaches the optimizer.
+
+
+def test_an_epoch_may_have_fewer_steps() -> None:
+    run, rows = trained(max_steps_per_epoch=3, num_epochs=2)
+    whole, all_rows = trained(max_steps_per_epoch=10**6)
+    assert run.step == 6
+    assert whole.step == whole.task.steps_per_epoch > 6
+    per_step = all_rows["bits"].max() / whole.step
+    assert rows["bits"].max() == pytest.approx(6 * per_step)
+    first, _ = trained(max_steps_per_epoch=1)
+    assert first.steps_per_epoch == 1
+    _, rows = trained(max_steps_per_epoch=1, learning_rate=1e-9)
+    loss = rows[(rows["name"] == "cross_entropy") & (rows["split"] == "train")]["value"].iloc[0]
+    assert loss == pytest.approx(math.log(10), abs=0.4)  # of that one batch, before learning
+
+
+def test_a_milestone_holds_from_its_epoch_on() -> None:
+    """Steps after a factor of almost zero change nothing (momentum is multiplied by it too)."""
+    frozen = {"optimizer": "all-reduce", "lr_schedule_milestones": [[1.001, 1e-12]]}
+    after_two, _ = trained(num_epochs=2, **frozen)
+    after_one, _ = trained(num_epochs=1, **frozen)
+    torch.testing.assert_close(after_two.parameters.x, after_one.parameters.x, rtol=0, atol=1e-7)
+    not_frozen, _ = trained(num_epochs=2, optimizer="all-reduce")
+    assert not torch.allclose(not_frozen.parameters.x, after_one.parameters.x, atol=1e-4)
+
+
+def test_a_diverged_last_step_is_no_result() -> None:
+    """The loss of the only step is fine; what its update leaves is not."""
+    with pytest.raises(train.Diverged, match=r"worker 0's test .* at step 1 \(epoch 1\)"):
+        trained(batch_size=359, learning_rate=1e38)
+
+
+# What a step computes, against direct computations.
+
+
+class Fed:
+    """A task that stands in for Digits: a worker's batch is its slice of one batch for all."""
+
+    steps_per_epoch = 1000
+
+    def __init__(self, n_workers: int, model: Callable[[], nn.Module] | None = None) -> None:
+        self.n_workers, self._model = n_workers, model
+        self._digits = tasks.make("Digits", n_workers=1, batch_size=32, seed=5)
+
+    def model(self, architecture: str, seed: int) -> nn.Module:
+        if self._model is None:
+            return self._digits.model(architecture, seed)
+        torch.manual_seed(seed)
+        return self._model()
+
+    def batch(self, worker: int, epoch: int, step: int) -> Batch:
+        images, labels = self._digits.batch(0, epoch, step)
+        size = len(labels) // self.n_workers
+        here = slice(worker * size, (worker + 1) * size)
+        return images[here], labels[here]
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        return self._digits.loss(model, batch)
+
+    def evaluate(
+        self, model: nn.Module, split: Split = "test", part: tuple[int, int] = (0, 1)
+    ) -> dict[str, float]:
+        return self._digits.evaluate(model, split, part)
+
+    def carried(self, model: nn.Module) -> dict[str, Tensor]:
+        return {}
+
+    def derived(self, means: Mapping[str, float]) -> dict[str, float]:
+        return {}
+
+
+def fed(task: Fed, steps: int, **changes: Any) -> Trainer:
+    """A run on this task, after some steps."""
+    run = built(task=task, n_workers=task.n_workers, **changes)
+    for step in range(steps):
+        run.execution.rule.start()
+        run.execution.gradient(0, step)
+        run.execution.rule.finish()
+        run.execution.step += 1
+    return run
+
+
+def test_all_reduce_is_one_worker_with_all_batches() -> None:
+    settings = {"optimizer": "all-reduce", "momentum": 0.9, "weight_decay": 0.01}
+    settings |= {"learning_rate": 0.05}
+    several, one = fed(Fed(4), 10, **settings), fed(Fed(1), 10, **settings)
+    start = fed(Fed(1), 0).parameters.x
+    assert (one.parameters.x - start).norm() > 0.05 * start.norm(), "it has moved"
+    for x in several.parameters.x:
+        assert (x - one.parameters.x[0]).norm() < 1e-5 * one.parameters.x.norm()
+
+
+def normalized_model() -> nn.Module:
+    """With a layer whose parameters weight decay spares."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 12), nn.LayerNorm(12), nn.ReLU(), nn.Linear(12, 10)
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"momentum": 0.0},
+        {"momentum": 0.9},
+        {"momentum": 0.9, "nesterov": False},
+        {"momentum": 0.9, "gradient_clipping": 1.9},
+        {"momentum": 0.9, "local_steps": 3},
+        {"local_optimizer": "adamw", "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-3},
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())),
+)
+@pytest.mark.parametrize("overlapping", [True, False])
+def test_a_step_of_dpsgd_is_the_dense_computation(
+    overlapping: bool, changes: dict[str, Any]
+) -> None:
+    """overlapping: x_{t+1} = W x_t − η u(g(x_t)); otherwise: x_{t+1} = W (x_t − η u(g(x_t)))."""
+    weight_decay, rate, steps = 0.1, 0.05, 5
+    task = Fed(4, normalized_model)
+    settings = {"learning_rate": rate, "weight_decay": weight_decay, "overlapping": overlapping}
+    run = fed(task, steps, optimizer="dpsgd", **settings, **changes)
+
+    W = torch.from_numpy(run.network.topology.round(0).matrix().toarray()).float()
+    models = [task.model("", run.config.seed) for _ in range(4)]
+    adamw = "local_optimizer" in changes
+    decayed = torch.cat(  # all but the normalization layer's
+        [torch.full((p.numel(),), p.shape != (12,) or i == 1) for i, p in enumerate(_of(models[0]))]
+    )
+    kept = 1 - rate * weight_decay * decayed if adamw else torch.ones(len(decayed))
+
+    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+        parameters: list[Any] = _of(model)
+        if adamw:
+            return torch.optim.AdamW(parameters, rate, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.0)
+        momentum = changes["momentum"]
+        groups: list[dict[str, Any]] = [
+            {"params": [*parameters[:2], *parameters[4:]]},
+            {"params": parameters[2:4], "weight_decay": 0.0},
+        ]
+        return torch.optim.SGD(
+            groups,
+            lr=rate,
+            momentum=momentum,
+            nesterov=momentum > 0 and changes.get("nesterov", True),
+            weight_decay=weight_decay,
+        )
+
+    optimizers = [optimizer_of(model) for model in models]
+
+    def read() -> Tensor:  # [worker, D]
+        return torch.stack([nn.utils.parameters_to_vector(_of(m)) for m in models]).detach()
+
+    start, clipped = read(), 0
+    for step in range(steps):
+        before = read()
+        for worker, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            task.loss(model, task.batch(worker, 0, step))[0].backward()
+            if "gradient_clipping" in changes:
+                norm = nn.utils.clip_grad_norm_(_of(model), changes["gradient_clipping"])
+                clipped += int(norm > changes["gradient_clipping"])
+            optimizer.step()
+        update = read() - before
+        mixing = W if (step + 1) % changes.get("local_steps", 1) == 0 else torch.eye(4)
+        if overlapping:
+            mixed = kept * (mixing @ before) + update
+        else:
+            mixed = mixing @ (kept * before + update)
+        for model, x in zip(models, mixed, strict=True):
+            nn.utils.vector_to_parameters(x.clone(), _of(model))
+
+    expected = read()
+    found = torch.stack([nn.utils.parameters_to_vector(_of(m)) for m in run.parameters.models])
+    assert (expected - start).norm() > 0.05 * start.norm(), "it has moved"
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+    if "gradient_clipping" in changes:
+        assert 0 < clipped < 4 * steps, "some gradients are short enough"
+
+
+def _of(model: nn.Module) -> list[nn.Parameter]:
+    return list(model.parameters())
+
+
+# Statistics of the mean model.
+
+
+def test_recalibrated_statistics_are_those_of_the_mean_models_activations() -> None:
+    settings: dict[str, Any] = {"task_architecture": "ResNet20", "n_workers": 2, "batch_size": 300}
+    settings |= {"mean_model_statistics": "recalibrated", "recalibration_batches": 2}
+    run, rows = trained(**settings)
+    model = run.task.model("ResNet20", seed=1)
+    nn.utils.vector_to_parameters(
+        torch.cat([p.flatten() for p in mean_of_models(run.parameters.models)]), _of(model)
+    )
+    activations: list[Tensor] = []
+    model.conv.register_forward_hook(lambda *given: activations.append(given[2]))  # type: ignore[union-attr]
+    model.train()
+    with torch.no_grad():
+        for worker in range(2):
+            for step in range(2):
+                run.task.loss(model, run.task.batch(worker, 0, step))
+    seen = torch.stack([a.mean((0, 2, 3)) for a in activations]).mean(0)
+    spread = torch.stack([a.transpose(0, 1).flatten(1).var(1) for a in activations]).mean(0)
+    norm = run.evaluation.mean_model.models[0].norm
+    assert isinstance(norm, nn.BatchNorm2d)
+    torch.testing.assert_close(norm.running_mean, seen, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(norm.running_var, spread, atol=1e-5, rtol=1e-4)
+    assert norm.momentum == 0.1
+    _, averaged = trained(**settings | {"mean_model_statistics": "averaged"})
+    kinds = [value(r, "cross_entropy", split="test_avg") for r in (rows, averaged)]
+    assert kinds[0] != kinds[1]
+    for name in ("accuracy", "cross_entropy"):  # and nothing else is another
+        for worker in (0, 1):
+            tags = {"split": "test", "worker": worker}
+            assert value(rows, name, **tags) == value(averaged, name, **tags)
+
+
+def test_training_data_are_evaluated_if_wanted() -> None:
+    run, rows = trained(evaluate_training_data=True)
+    for worker, model in enumerate(run.parameters.models):
+        sums = run.task.evaluate(model, "train")
+        expected = sums["accuracy"] / sums["count"]
+        assert value(rows, "accuracy", split="train_full", worker=worker) == expected
+    assert len(select(rows, "accuracy", split="train_avg")) == 1
+    _, without = trained()
+    assert set(without["split"].dropna()) == {"train", "test", "test_avg"}
+
+
+# main(): files, table, hooks.
+
+
+def test_main_leaves_a_run_that_can_be_repeated_from_its_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = tmp_path / "deep" / "first", tmp_path / "second"
+    settings = [f"{key}={text}" for key, text in TINY.items()]
+    train.main([*settings, "learning_rate=1e-2", "weight_decay=1e-5", "--output-dir", str(first)])
+
+    rows = metrics.load(first)
+    table = capsys.readouterr().out
+    assert f"{value(rows, 'accuracy', split='test_avg'):.2%}" in table
+    assert tables.summary(rows) in table
+    assert str(first / "figure.png") in table
+    assert (first / "figure.png").read_bytes().startswith(b"\x89PNG")
+    info = json.loads((first / "info.json").read_text())
+    assert (info["n_workers"], info["processes"], info["state.progress"]) == (4, 1, 1.0)
+
+    monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
+    train.main(["--config", str(first / "config.yaml"), "--output-dir", str(second)])
+    assert reproducible(metrics.load(second)) == reproducible(rows)
+    assert (second / "config.yaml").read_text() == (first / "config.yaml").read_text()
+
+
+def test_overwriting_leaves_nothing_of_the_run_before(tmp_path: Path) -> None:
+    settings = [f"{key}={text}" for key, text in TINY.items()]
+    settings += ["--output-dir", str(tmp_path)]
+    train.main([*settings, "num_epochs=2"])
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "figure.png").write_text("old")
+
+    def fail(run: Any, *rest: Any) -> None:
+        raise RuntimeError("before the first step")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "train", fail)
+        with pytest.raises(RuntimeError, match="before the first step"):
+            train.main([*settings, "num_epochs=1", "overwrite=true"])
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "config.yaml",
+        "info.json",
+        "metrics.jsonl",
+        "notes.txt",
+    ]
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+    assert "num_epochs: 1" in (tmp_path / "config.yaml").read_text()
+    with pytest.raises(BadInput, match="already holds a run"):
+        train.main([*settings, "overwrite=false"])
+
+
+DRIVER = """
+import json, os, sys
+
+import train
+
+assert "mpi4py.MPI" not in sys.modules, "nothing happens at import"
+assert os.listdir() == ["driver.py"]
+
+hooked = {"metric": [], "info": [], "runtime": []}
+default = train.log_metric
+train.log_metric = lambda *arguments: hooked["metric"].append(arguments)
+train.log_info = hooked["info"].append
+train.log_runtime = lambda *arguments: hooked["runtime"].append(arguments)
+train.config["task_architecture"] = "MLP"
+train.config["log_verbosity"] = 0
+train.config["num_epochs"] = 2
+train.config.n_workers = 4
+train.main()
+
+train.log_metric = default
+train.config.num_epochs = 1
+train.config["optimizer"] = "all-reduce"
+train.output_dir = "second"
+train.main()
+print(json.dumps(hooked))
+"""
+
+
+def test_a_driver_in_another_folder_replaces_hooks_and_runs_twice(tmp_path: Path) -> None:
+    (tmp_path / "driver.py").write_text(DRIVER)
+    ended = launch.python("driver.py", cwd=tmp_path)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    hooked = json.loads(ended.stdout.splitlines()[-1])
+
+    hooked_rows = [{"name": name, **values, **tags} for name, values, tags in hooked["metric"]]
+    _, expected = trained(num_epochs=2)
+    assert reproducible(pd.DataFrame(hooked_rows)) == reproducible(expected)
+    progress = [info["state.progress"] for info in hooked["info"] if "state.progress" in info]
+    assert progress[:2] == [0.5, 1.0]
+    for label, mean, std, instances in hooked["runtime"]:
+        assert label in PHASES | {"checkpoint"}
+        assert mean > 0
+        assert std >= 0
+        assert instances >= 1
+
+    (dated,) = (tmp_path / "output").iterdir()
+    assert (dated / "metrics.jsonl").read_bytes() == b"", "the hook took the rows"
+    rows = metrics.load(tmp_path / "second")
+    assert rows["epoch"].max() == 1
+    assert value(rows, "consensus_distance", type="params_only") < 1e-4, "that is all-reduce"
+
+
+def test_runs_of_the_same_second_get_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folders = {new_dated_folder() for _ in range(3)}
+    assert len(folders) == 3
+    assert {folder.resolve().parent for folder in folders} == {tmp_path / "output"}
+
+
+# Several processes.
+
+
+def test_two_processes_with_two_workers_each_equal_one_with_four(tmp_path: Path) -> None:
+    settings = [f"{key}={text}" for key, text in TINY.items()]
+    ended = launch.python("train.py", *settings, "--output-dir", tmp_path / "run", processes=2)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("After 1 epoch") == 1, "one table"
+    assert (tmp_path / "run" / "figure.png").exists()
+    rows = metrics.load(tmp_path / "run")
+
+    _, expected = trained()
+    assert json.loads((tmp_path / "run" / "info.json").read_text())["processes"] == 2
+    kept, wanted = (frame[frame["name"] != "phase_seconds"] for frame in (rows, expected))
+    for column in ("name", "epoch", "bits", "messages", "split", "type", "worker"):
+        assert kept[column].astype(str).tolist() == wanted[column].astype(str).tolist()
+    np.testing.assert_allclose(kept["value"], wanted["value"], rtol=1e-4, atol=1e-6)
+    accuracy = kept["name"] == "accuracy"
+    np.testing.assert_allclose(kept[accuracy]["value"], wanted[accuracy]["value"], atol=1e-4)
+
+
+# Measurements of the models.
+
+
+def test_plain_gossip_would_send_in_every_third_step_only() -> None:
+    run, rows = trained(local_steps=3, optimizer="dpsgd", batch_size=52)
+    assert run.step == 7
+    D = run.parameters.x.shape[1]
+    assert value(rows, "uncompressed_gossip_bits") == 2 * 2 * 32 * D
+
+
+def test_plain_gossip_would_send_once_for_the_batches_of_a_step() -> None:
+    run, rows = trained(optimizer="powersgd", optimizer_num_batches_per_step=3, batch_size=52)
+    assert run.step == 7
+    D = run.parameters.x.shape[1]
+    assert value(rows, "uncompressed_gossip_bits") == 2 * 2 * 32 * D
+
+
+def test_running_statistics_are_averaged_and_part_of_the_full_state() -> None:
+    run, rows = trained(task_architecture="ResNet20", n_workers=2, batch_size=300)
+    x, buffers = run.parameters.x, run.parameters.buffers
+    torch.testing.assert_close(run.evaluation.mean_model.buffers[0], buffers.mean(0))
+    assert not torch.equal(buffers[0], buffers[1])
+    squares = [(t - t.mean(0)).double().square().sum(1).mean().item() for t in (x, buffers)]
+    found = value(rows, "consensus_distance", type="full_state_vector")
+    assert found == pytest.approx(math.sqrt(sum(squares)), rel=1e-4)
+    of_parameters = value(rows, "consensus_distance", type="params_only")
+    assert of_parameters == pytest.approx(math.sqrt(squares[0]), rel=1e-4)
+
+
+def test_dropout_is_drawn_for_each_step() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 10))
+
+    run = fed(Fed(1, model), 0)
+    gradients = []
+    for step in (0, 1, 0):
+        run.execution.step = step
+        run.parameters.grad.zero_()
+        run.execution.gradient(0, 0)
+        gradients.append(run.parameters.grad.clone())
+    assert torch.equal(gradients[0], gradients[2])
+    assert not torch.equal(gradients[0], gradients[1])
+
+
+# Frozen parameters.
+
+
+def half_frozen_model() -> nn.Module:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.LayerNorm(12), nn.Linear(12, 10))
+    for parameter in (*model[1].parameters(), model[2].bias):
+        parameter.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("optimizer", ["dpsgd", "power-gossip", "choco", "powersgd", "dgc"])
+def test_frozen_parameters_stay_as_they_are_and_are_not_sent(optimizer: str) -> None:
+    task = Fed(4, half_frozen_model)
+    run = fed(task, 3, optimizer=optimizer, weight_decay=0.1)
+    start = task.model("", run.config.seed)
+    models = [*run.parameters.models, run.evaluation.mean_model.models[0]]
+    for model in models:
+        for name, before in start.named_parameters():
+            now = model.get_parameter(name)
+            assert torch.equal(now, before) is not before.requires_grad or model is models[-1]
+    assert run.parameters.names == ["2.weight", "3.weight", "3.bias"]
+    assert run.parameters.x.shape[1] == 12 + 12 * 10 + 10
+    if optimizer == "dpsgd":
+        assert run.network.bits[0] == 3 * 2 * 32 * run.parameters.x.shape[1]
+
+
+@pytest.mark.parallel(nprocs=2)
+@pytest.mark.timeout(60)
+def test_frozen_parameters_stay_as_they_are_with_hooks() -> None:
+    task = Fed(2, half_frozen_model)
+    run = fed(task, 4, optimizer="ddp-powersgd", weight_decay=0.1)
+    for name, before in task.model("", run.config.seed).named_parameters():
+        now = run.parameters.models[0].get_parameter(name)
+        assert torch.equal(now, before) is not before.requires_grad
+
+
+# What a driver has set.
+
+
+@pytest.mark.parametrize("arguments", [[], ["optimizer=adam"], ["learning_rate=1e30"]], ids=str)
+def test_main_leaves_the_generator_and_the_threads_of_a_driver(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    during: list[int] = []
+    monkeypatch.setattr(train, "log_info", lambda info: during.append(torch.get_num_threads()))
+    settings = [f"{key}={text}" for key, text in TINY.items()]
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(processes().threads + 1)
+        torch.manual_seed(5)
+        expected = torch.rand(4)
+        torch.manual_seed(5)
+        try:
+            train.main(
+                [*settings, "max_steps_per_epoch=3", "--output-dir", str(tmp_path), *arguments]
+            )
+        except (BadInput, train.Diverged):
+            assert arguments
+        else:
+            assert not arguments
+        assert torch.equal(torch.rand(4), expected)
+        assert torch.get_num_threads() == processes().threads + 1
+        assert set(during) <= {processes().threads}
+    finally:
+        torch.set_num_threads(threads)
+
+
+# A hint for data that differ between workers.
+
+NON_IID = {"use_decentralized_data": True}
+
+
+def suggested(**changes: Any) -> list[str]:
+    """The learning rules in the hint."""
+    found = re.search(r"learning=([\w, -]+)", built(**changes).hint)
+    return found[1].strip().split(", ") if found else []
+
+
+def test_data_that_differ_give_a_hint_on_the_learning_rules_that_apply() -> None:
+    of_gossip = suggested(**NON_IID)
+    assert {"quasi-global-momentum", "gradient-tracking", "exact-diffusion"} <= set(of_gossip)
+    assert "beer" not in of_gossip
+    assert suggested(decentralized_data_dirichlet_alpha=0.5) == of_gossip
+    of_choco = suggested(**NON_IID, optimizer="choco", optimizer_diffusion_rate=0.3)
+    assert "beer" in of_choco
+    assert "exact-diffusion" not in of_choco
+    of_adamw = set(suggested(**NON_IID, local_optimizer="adamw"))
+    assert of_adamw < set(of_gossip)
+    assert "quasi-global-momentum" in of_adamw
+    assert "momentum-tracking" not in of_adamw
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"reshuffle_data": False},
+        NON_IID | {"learning": "quasi-global-momentum"},
+        NON_IID | {"optimizer": "all-reduce"},
+        NON_IID | {"optimizer": "push-sum"},
+        NON_IID | {"optimizer": "powersgd"},
+    ],
+    ids=str,
+)
+def test_no_hint_where_it_does_not_apply(changes: dict[str, Any]) -> None:
+    assert built(**changes).hint == ""
+
+
+@pytest.mark.parametrize(("verbosity", "times"), [(0, 0), (1, 1), (2, 1)])
+def test_the_hint_is_one_line_at_the_start(
+    verbosity: int, times: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [f"{key}={text}" for key, text in (TINY | NON_IID).items()]
+    settings += ["max_steps_per_epoch=1", f"log_verbosity={verbosity}"]
+    train.main([*settings, "--output-dir", str(tmp_path)])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "learning=" in line]
+    assert len(lines) == times
+    assert all("docs/different-data.md" in line for line in lines)
+    assert "learning=" not in (tmp_path / "metrics.jsonl").read_text()

@@ -1,0 +1,303 @@
+"""Every key of a method has an effect, and keys of other methods are not ignored silently."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+import train
+from powergossip import options, tasks
+from powergossip.algorithms import AVERAGING
+from powergossip.algorithms.aggregation import AGGREGATIONS
+from powergossip.checks import BadValue
+from powergossip.compressors import COMPRESSORS
+from powergossip.errors import BadInput
+from powergossip.network import Processes
+from powergossip.optimizers.specification import Specification
+from powergossip.runs import configuration
+from powergossip.training.resuming import check_same_run
+from powergossip.training.settings import (
+    ALIASES,
+    DEFAULTS,
+    OF_RULE,
+    OWN_KEYS,
+    PREFIX,
+    checked,
+    method_options,
+    option_defaults,
+)
+from powergossip.training.trainer import Trainer
+from tests.algorithms.test_centralized import configured, trained
+
+ALONE = Processes()
+
+BOUNDED = {"optimizer_compress_upper_bound": 1.05}
+
+HOOK = {"optimizer": "ddp-powersgd", "n_workers": 1, "optimizer_start_iteration": 2}
+# What a key's effect is seen with, besides another value for it than its default.
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "optimizer_diffusion_rate": (0.5, {"optimizer": "dpsgd"}),
+    "optimizer_rank": (2, {}),
+    "optimizer_num_iterations": (1, {}),
+    "optimizer_warm_start": (False, {}),
+    "optimizer_round_weights": (True, {}),
+    "optimizer_compressor": ("top-k", {"optimizer": "choco"}),
+    "optimizer_keep_ratio": (0.5, {"optimizer": "choco", "optimizer_compressor": "top-k"}),
+    "optimizer_levels": (7, {"optimizer": "choco", "optimizer_compressor": "qsgd"}),
+    "optimizer_unbiased": (True, {"optimizer": "choco", "optimizer_compressor": "qsgd"}),
+    "optimizer_copy_rate": (0.5, {"optimizer": "choco"}),
+    "optimizer_theta": (1.0, {"optimizer": "moniqua"}),
+    "optimizer_running_sums": (True, {"optimizer": "push-sum"}),
+    "optimizer_min_compression_rate": (50.0, {"optimizer": "powersgd"}),
+    "optimizer_start_compressing_after": (2, {"optimizer": "powersgd"}),
+    "optimizer_num_batches_per_step": (2, {"optimizer": "powersgd"}),
+    "optimizer_sample_ratio": (1.0, {"optimizer": "dgc"}),
+    "optimizer_momentum_masking": (False, {"optimizer": "dgc"}),
+    "optimizer_clip_by": ("value", {"optimizer": "dgc", "gradient_clipping": 0.01}),
+    "optimizer_strided_sample": (False, {"optimizer": "dgc"}),
+    "optimizer_compress_upper_bound": (1.3, {"optimizer": "dgc"}),
+    "optimizer_compress_lower_bound": (0.99, {"optimizer": "dgc"} | BOUNDED),
+    "optimizer_resample": (False, {"optimizer": "dgc"} | BOUNDED),
+    "optimizer_warmup_epochs": (1, {"optimizer": "dgc"}),
+    "optimizer_warmup_ratios": ([0.5], {"optimizer": "dgc", "optimizer_warmup_epochs": 1}),
+    "optimizer_fp16_values": (True, {"optimizer": "dgc"}),
+    "optimizer_int32_indices": (False, {"optimizer": "dgc"}),
+    "optimizer_start_iteration": (5, {"optimizer": "ddp-powersgd", "n_workers": 1}),
+    "optimizer_momentum_before_compression": (True, {"optimizer": "ef-sgd"}),
+    "optimizer_rescale_error": (False, {"optimizer": "ef-sgd", "distributed_lr_warmup_factor": 4}),
+    "optimizer_per_tensor": (False, {"optimizer": "ef-sgd"}),
+    "optimizer_error_feedback": (False, HOOK),
+    "optimizer_orthogonalization_epsilon": (0.1, HOOK),
+    "optimizer_bucket_cap_mb": (0.01, HOOK | {"optimizer": "ddp-batched-powersgd"}),
+}
+# Key → another value, and a method that has it.
+TIME_ONLY = {
+    "optimizer_max_adaptation_iterations": (3, "dgc"),  # beyond them, all numbers are sorted
+    "optimizer_batch_tensors_with_same_shape": (True, "ddp-powersgd"),
+    "optimizer_compression_stats_logging_frequency": (5, "ddp-powersgd"),
+}
+
+
+def test_every_key_has_its_case() -> None:
+    keys = {key for key in train.Config.__dataclass_fields__ if key.startswith("optimizer_")}
+    assert keys == {*CASES, *TIME_ONLY}
+
+
+@pytest.mark.parametrize("key", CASES)
+def test_a_key_changes_what_is_computed_or_sent(key: str) -> None:
+    value, common = CASES[key]
+    first, second = trained(8, **common), trained(8, **common, **{key: value})
+    same = torch.equal(first.parameters.x, second.parameters.x)
+    assert not same or (first.network.bits != second.network.bits).any()
+
+
+@pytest.mark.parametrize("key", TIME_ONLY)
+def test_a_key_that_changes_time_only_arrives(key: str) -> None:
+    value, optimizer = TIME_ONLY[key]
+    c = checked(configured(optimizer=optimizer, n_workers=1, **{key: value}), Processes())
+    name = key.removeprefix(PREFIX)
+    assert method_options(c)[ALIASES.get(optimizer, {}).get(name, name)] == value
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("seed", 10**23),
+        ("num_epochs", 2**63),
+        ("weight_decay", 1e300),
+        ("gradient_clipping", 1e-300),
+        ("decentralized_data_dirichlet_alpha", 1e-300),
+        ("lr_schedule_milestones", [[1, 1e300]]),
+        ("topology_options.rewiring", -1e-39),
+    ],
+)
+def test_numbers_without_a_place_in_a_tensor_are_rejected(key: str, value: Any) -> None:
+    name, _, option = key.partition(".")
+    with pytest.raises(BadValue) as found:
+        checked(configured(**{name: {option: value} if option else value}), ALONE)
+    assert found.value.name == key
+
+
+def test_a_rank_with_which_nothing_is_compressed_gives_a_warning() -> None:
+    with pytest.warns(UserWarning, match=r"^optimizer_rank=129: use 128 or less"):
+        trained(1, optimizer_rank=129)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(1, optimizer_rank=128)
+
+
+# Keys of other methods.
+
+
+def test_a_key_that_the_method_lacks_is_rejected_where_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("optimizer_theta: 0.5\n")
+    for arguments in (["optimizer_theta=0.5"], ["--config", str(file)]):
+        monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
+        with pytest.raises(
+            BadInput, match=r"optimizer_theta=0.5: optimizer=dpsgd .*diffusion_rate"
+        ):
+            train.main(["optimizer=dpsgd", *arguments, "--output-dir", str(tmp_path / "run")])
+    assert not (tmp_path / "run").exists()
+    accepted = ["optimizer=moniqua", "optimizer_theta=0.5", "optimizer_rank=null"]
+    found = configuration.read_command_line(OmegaConf.structured(train.Config), accepted, "")
+    explicit = [key for key, source in found.given.items() if source.explicit]
+    assert checked(configured(optimizer="moniqua", optimizer_theta=0.5), ALONE, explicit)
+
+
+def test_a_driver_may_loop_over_methods_with_one_warning() -> None:
+    config = configured(optimizer="dpsgd", optimizer_theta=0.5, optimizer_rank=2)
+    with pytest.warns(UserWarning, match="optimizer_rank, optimizer_theta") as caught:
+        found = checked(config, ALONE)
+    assert len(caught) == 1
+    assert [key for key in found if key.startswith("optimizer_")] == ["optimizer_diffusion_rate"]
+
+
+@pytest.mark.parametrize("optimizer", [*AVERAGING, *AGGREGATIONS])
+def test_null_is_the_default_of_the_constructor_or_of_the_table(optimizer: str) -> None:
+    """The configuration that is recorded has the keys of the method, with their values."""
+    found = checked(configured(optimizer=optimizer), ALONE)
+    keys = {key.removeprefix(PREFIX) for key in found if key.startswith(PREFIX)}
+    assert keys == set(option_defaults(optimizer))
+    given = method_options(found)
+    row = (AVERAGING | AGGREGATIONS)[optimizer]
+    names = ALIASES.get(optimizer, {})
+    overridden = {names.get(key, key) for key in DEFAULTS.get(optimizer, {})}
+    for name, default in options.defaults(row, compressor=COMPRESSORS).items():
+        if name not in overridden and name not in OWN_KEYS and name not in OF_RULE:
+            assert given[name] == default or default is None, name
+
+
+# Keys whose defaults depend on the task.
+
+
+@pytest.mark.parametrize("task", tasks.TASKS)
+def test_a_task_alone_has_its_own_settings(task: str) -> None:
+    found = checked(configured_task(task=task), ALONE)
+    for key, default in tasks.defaults(task).items():
+        assert found[key] == default, key
+        assert key in train.Config.__dataclass_fields__
+    assert checked(found, ALONE) == found, "a recorded configuration stands for itself"
+
+
+def test_the_learning_rate_of_digits_is_one_with_which_a_worker_alone_trains() -> None:
+    """With 0.05, some seeds end at 10 %."""
+    assert tasks.defaults("Digits")["learning_rate"] == 0.02
+
+
+def configured_task(**values: Any) -> Any:
+    config = OmegaConf.structured(train.Config)
+    for key, value in values.items():
+        config[key] = value
+    return config
+
+
+def test_given_settings_are_not_those_of_the_task() -> None:
+    given = {
+        "batch_size": 3,
+        "momentum": 0.5,
+        "lr_schedule_milestones": [],
+        "gradient_clipping": None,
+    }
+    found = checked(configured_task(task="LSTM", **given), ALONE)
+    assert {key: found[key] for key in given} == given
+    assert checked(configured_task(task="LSTM"), ALONE).gradient_clipping == 0.4
+
+
+def test_an_unknown_task_is_rejected_before_anything_starts() -> None:
+    with pytest.raises(ValueError, match=r'^task "Digit" is unknown; choose from Digits, '):
+        checked(configured_task(task="Digit"), ALONE)
+
+
+@pytest.mark.parametrize(
+    ("given", "left_out"),
+    [
+        ({}, False),
+        ({"use_decentralized_data": True}, True),
+        ({"decentralized_data_dirichlet_alpha": 0.1}, True),
+        ({"use_decentralized_data": True, "drop_last": False}, False),
+        ({"drop_last": True}, True),
+    ],
+)
+def test_the_last_batch_is_used_as_published(given: dict[str, Any], left_out: bool) -> None:
+    assert checked(configured_task(**given), ALONE).drop_last is left_out
+
+
+def test_runs_of_other_versions_are_rejected(tmp_path: Path) -> None:
+    now = checked(configured_task(), ALONE)
+    saved = {str(key): now[key] for key in now}
+    check_same_run(tmp_path, saved, now)
+    for other in ({**saved, "unknown": 1}, {k: v for k, v in saved.items() if k != "drop_last"}):
+        with pytest.raises(ValueError, match=r"another version .*(unknown|drop_last)"):
+            check_same_run(tmp_path, other, now)
+
+
+def test_the_warm_up_may_end_at_the_number_of_workers() -> None:
+    found = checked(configured_task(n_workers=6, distributed_lr_warmup_factor="auto"), ALONE)
+    assert found.distributed_lr_warmup_factor == 6
+    for key, value in (("distributed_lr_warmup_factor", "all"), ("lr_schedule", "linear")):
+        with pytest.raises(ValueError, match=f"^{key}={value}: use "):
+            checked(configured_task(**{key: value}), ALONE)
+
+
+@pytest.mark.parametrize("given", [None, True, False])
+@pytest.mark.parametrize(
+    ("learning", "optimizer", "default"),
+    [
+        ("dpsgd", "dpsgd", True),
+        ("dpsgd", "powersgd", True),
+        ("quasi-global-momentum", "power-gossip", True),
+        ("gradient-tracking", "dpsgd", False),
+        ("gradient-tracking", "power-gossip", False),
+        ("gradient-tracking", "choco", True),
+        ("momentum-tracking", "power-gossip", False),
+        ("gt-nsgd", "dpsgd", False),
+        ("gt-nsgd", "choco", True),
+    ],
+)
+def test_messages_of_tracking_follow_the_update_by_default(
+    learning: str, optimizer: str, default: bool, given: bool | None
+) -> None:
+    asked = configured(n_workers=2, learning=learning, optimizer=optimizer, overlapping=given)
+    found = Trainer(checked(asked, ALONE), ALONE).config.overlapping
+    assert found is (default if given is None else given)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "more", "rate", "copy_rate"),
+    [
+        ("sign-and-norm", {}, None, 1.0),
+        ("random-block", {"optimizer_keep_ratio": 0.1}, None, 1.0),
+        ("qsgd", {}, None, 1.0),
+        ("qsgd", {"optimizer_unbiased": True}, None, None),  # by the sizes of tensors
+        ("qsgd", {"optimizer_unbiased": True, "learning": "exact-diffusion"}, None, None),
+        ("qsgd", {"optimizer_unbiased": True, "optimizer_diffusion_rate": 0.2}, 0.2, None),
+        ("top-k", {"optimizer_diffusion_rate": 0.7, "optimizer_copy_rate": 0.9}, 0.7, 0.9),
+    ],
+)
+def test_rates_of_choco_by_default(
+    compressor: str, more: dict[str, Any], rate: float | None, copy_rate: float | None
+) -> None:
+    """γ depends on the graph and the tensors, too: see test_default_rates.py."""
+    found = checked(configured(optimizer="choco", optimizer_compressor=compressor, **more), ALONE)
+    assert found.optimizer_diffusion_rate == rate
+    assert found.optimizer_copy_rate == copy_rate
+    given = {key.removeprefix("optimizer_"): value for key, value in more.items()}
+    given.pop("learning", None)
+    if "learning" not in more:
+        method = Specification("choco", compressor=compressor, **given)
+        assert method.options["diffusion_rate"] == rate
+        assert method.options["copy_rate"] == copy_rate
+
+
+def test_a_run_on_the_virtual_clock_is_evaluated_by_any_number_of_processes() -> None:
+    two, values = Processes(), {"n_workers": 4, "optimizer": "dpsgd", "scenario": {}}
+    two.size = 2
+    with pytest.raises(ValueError, match=r"^scenario: use one process"):
+        checked(configured(**values), two)
+    checked(configured(**values, evaluate_only=True), two)

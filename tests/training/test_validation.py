@@ -1,0 +1,290 @@
+"""Laws of the held-out data: which samples they are, which rows they give, what is chosen by them.
+
+Axes: sample, worker.
+"""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+import train
+from powergossip import kernels, tasks
+from powergossip.errors import BadInput
+from powergossip.network import Processes, processes
+from powergossip.runs import figures, metrics, tables
+from powergossip.tasks import language
+from powergossip.tasks.images import ImageClassification, LabeledImages
+from powergossip.tasks.shards import held_out
+from powergossip.training.measurements import Hooks
+from powergossip.training.settings import checked
+from powergossip.training.trainer import Trainer
+from tests.harness import small_data
+
+RATIO = 0.2
+TINY: dict[str, Any] = {"task_architecture": "MLP", "n_workers": 4, "log_verbosity": 0}
+
+
+class Seen(nn.Module):
+    """Remembers the first row of each image of its batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[Tensor] = []
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.rows.append(images[:, 0, 0, :2])
+        return torch.zeros(len(images), 3)
+
+
+def images(n: int) -> LabeledImages:
+    """Image i has the bytes of i. A third of the labels are 0, a sixth 1, the others 2."""
+    i = torch.arange(n)
+    pixels = torch.stack([i // 256, i % 256], 1).to(torch.uint8)[:, None, None]
+    return LabeledImages(pixels, torch.tensor([0, 2, 1, 0, 2, 2])[i % 6])
+
+
+def split_samples(**changes: Any) -> tuple[Counter[tuple[float, ...]], Counter[tuple[float, ...]]]:
+    """How often training batches (all workers, two epochs) and evaluation have each sample."""
+    options = small_data.options(task="Images", validation_ratio=RATIO, **changes)
+    task = ImageClassification(images(300), images(5), 3, options)
+    trained, evaluated = Seen(), Seen()
+    for epoch in range(2):
+        for worker in range(options.n_workers):
+            for step in range(task.steps_per_epoch):
+                task.loss(trained, task.batch(worker, epoch, step))
+    task.evaluate(evaluated, "valid")
+    assert task.samples == {"train": 240, "valid": 60, "test": 5}
+    return tuple(  # type: ignore[return-value]
+        Counter(tuple(row.tolist()) for batch in model.rows for row in batch)
+        for model in (trained, evaluated)
+    )
+
+
+@pytest.mark.parametrize(
+    "partition",
+    [{}, {"decentralized": True}, {"reshuffle": False}, {"dirichlet_alpha": 0.1}],
+    ids=str,
+)
+def test_held_out_samples_are_in_no_shard_and_the_same_for_all(partition: dict[str, Any]) -> None:
+    """They depend on no seed, partition or number of workers. All other samples are in a shard."""
+    _, first = split_samples()
+    for changes in ({}, {"seed": 7}, {"n_workers": 3}):
+        trained, held = split_samples(**partition, **changes)
+        assert held == first
+        assert not set(trained) & set(held)
+        assert len(trained) == 240
+        assert set(trained.values()) == {2}
+
+
+@pytest.mark.parametrize("ratio", [0.01, 0.1, 0.5, 0.9])
+def test_each_label_loses_the_same_fraction(ratio: float) -> None:
+    labels = images(313).labels
+    held = held_out(labels, ratio)
+    assert held.sum() == round(313 * ratio)
+    for label in range(3):
+        of_label = labels.numpy() == label
+        assert held[of_label].sum() == pytest.approx(ratio * of_label.sum(), abs=1)
+    assert not np.array_equal(held, np.sort(held)[::-1]), "not simply the first"
+    assert not held_out(labels, 0.0).any()
+
+
+def test_labels_with_equal_remainders_are_not_held_out_in_their_order() -> None:
+    """A tenth of 1000 labels with a sample each, as in regression, from their whole range."""
+    labels = torch.arange(1000)
+    held = labels[torch.from_numpy(held_out(labels, 0.1))]
+    assert len(held) == 100
+    assert held.float().mean().item() == pytest.approx(499.5, abs=100)
+
+
+@pytest.mark.parametrize(
+    ("task", "ratio"),
+    [("Digits", 1e-4), ("Digits", 0.9999), ("LSTM", 1e-5), ("Digits", -0.1), ("Digits", 1)],
+)
+def test_ratios_that_leave_a_side_without_samples_are_rejected(task: str, ratio: float) -> None:
+    with pytest.raises(ValueError, match=rf"^validation_ratio={ratio:g}|^batch_size=1"):
+        tasks.make(task, n_workers=1, batch_size=1, seed=1, validation_ratio=ratio)
+
+
+def test_a_text_holds_out_its_end() -> None:
+    """The vocabulary is that of the remaining text."""
+
+    def words(split: str, task: tasks.Task) -> list[str]:
+        assert isinstance(task, language.LanguageModeling)
+        return [task.vocabulary[i] for i in task.splits[split]]  # type: ignore[index]
+
+    common: dict[str, Any] = {"task_options": {"min_count": 1}, "batch_size": 8}
+    whole = tasks.make("LSTM", n_workers=2, seed=1, **common)
+    parts = tasks.make("LSTM", n_workers=3, seed=2, validation_ratio=0.1, **common)
+    n_words = whole.samples["train"]
+    assert parts.samples == {
+        "train": n_words - round(0.1 * n_words),
+        "valid": round(0.1 * n_words),
+        "test": whole.samples["test"],
+    }
+    everything = words("train", whole)
+    assert words("train", parts) == everything[: parts.samples["train"]]
+    known = set(words("train", parts))
+    end = everything[parts.samples["train"] :]
+    assert words("valid", parts) == [word if word in known else "<unk>" for word in end]
+    assert not set(end) <= known
+
+
+# Rows of a run, and the best checkpoint.
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
+    monkeypatch.setattr(train, "output_dir", None)
+
+
+def trained(folder: Path, **changes: Any) -> pd.DataFrame:
+    """The rows of a short run on Digits with a checkpoint after each epoch."""
+    values = {**TINY, "num_epochs": 3, "checkpoint_interval": 1, **changes}
+    arguments = [f"{key}={value}" for key, value in values.items()]
+    train.main([*arguments, "--output-dir", str(folder)])
+    return metrics.load(folder)
+
+
+def by_epoch(rows: pd.DataFrame, name: str, split: str) -> list[float]:
+    chosen = rows[(rows["name"] == name) & (rows["split"] == split)]
+    return chosen.groupby("epoch")["value"].mean().tolist()
+
+
+@pytest.mark.parametrize("averaged", [True, False])
+def test_the_best_checkpoint_is_chosen_on_validation_data(tmp_path: Path, averaged: bool) -> None:
+    """Rows for every metric, beside the test rows; the validation rows give the score."""
+    rows = trained(
+        tmp_path / "run", validation_ratio=RATIO, evaluate_average_model=str(averaged).lower()
+    )
+    for name in ("accuracy", "cross_entropy"):
+        for split in ("valid", "test"):
+            of_workers = rows[(rows["name"] == name) & (rows["split"] == split)]
+            assert len(of_workers) == 4 * 3
+            assert len(by_epoch(rows, name, f"{split}_avg")) == (3 if averaged else 0)
+    suffix = "_avg" if averaged else ""
+    valid, test = (by_epoch(rows, "accuracy", f"{split}{suffix}") for split in ("valid", "test"))
+    index = json.loads((tmp_path / "run/checkpoints/index.json").read_text())
+    assert index["best"]["score"] == pytest.approx(max(valid))
+    assert index["last"]["score"] == pytest.approx(valid[-1])
+    assert max(valid) not in test
+    facts = json.loads((tmp_path / "run/info.json").read_text())
+    assert facts["samples"] == {"train": 1150, "valid": 287, "test": 360}
+    assert sum(map(sum, facts["label_counts"])) == 1150
+    assert facts["kernels"] == kernels.name(kernels.compiled())
+
+
+def test_tuning_may_leave_out_workers_and_test_data(tmp_path: Path) -> None:
+    """The other rows, and the score, stay the same."""
+    everything = trained(tmp_path / "everything", validation_ratio=RATIO)
+    rows = trained(
+        tmp_path / "few",
+        validation_ratio=RATIO,
+        evaluate_workers=False,
+        evaluate_test_data=False,
+    )
+    expected = everything[~everything["split"].isin(["test", "test_avg", "valid"])]
+    expected, rows = (
+        kept[kept["name"] != "phase_seconds"].drop(columns="seconds").reset_index(drop=True)
+        for kept in (expected, rows)
+    )
+    pd.testing.assert_frame_equal(rows, expected[rows.columns])
+    scores = [
+        json.loads((tmp_path / name / "checkpoints/index.json").read_text())["best"]["score"]
+        for name in ("everything", "few")
+    ]
+    assert scores[0] == scores[1] > 0
+
+
+@pytest.mark.parametrize(
+    "changes", [{"evaluate_test_data": False}, {"evaluate_average_model": False}]
+)
+def test_an_evaluation_of_nothing_is_rejected(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match=r"evaluate_(test_data|workers)=false: use true"):
+        trained(tmp_path / "run", evaluate_workers=False, **changes)
+
+
+def test_validation_rows_are_of_the_models_on_the_held_out_samples() -> None:
+    rows: list[dict[str, Any]] = []
+    hooks = Hooks(
+        log_metric=lambda name, values, tags: rows.append({"name": name, **values, **tags})
+    )
+    config = OmegaConf.merge(train.config, TINY, {"num_epochs": 1, "validation_ratio": RATIO})
+    run = Trainer(checked(config, processes()), processes(), hooks)  # type: ignore[arg-type]
+    run.train()
+    whole = tasks.make("Digits", n_workers=1, batch_size=1, seed=9, validation_ratio=RATIO)
+    for worker, model in enumerate(run.parameters.models):
+        sums = whole.evaluate(model, "valid")
+        (row,) = [r for r in rows if r.get("split") == "valid" and r.get("worker") == worker][:1]
+        assert row["value"] == pytest.approx(sums[row["name"]] / sums["count"])
+
+
+def test_without_a_ratio_no_rows_are_added(tmp_path: Path) -> None:
+    rows = trained(tmp_path / "run", num_epochs=1)
+    assert set(rows["split"].dropna()) == {"train", "test", "test_avg"}
+    facts = json.loads((tmp_path / "run/info.json").read_text())
+    assert facts["samples"] == {"train": 1437, "test": 360}
+
+
+def test_the_summary_and_the_figure_have_the_validation_accuracy(tmp_path: Path) -> None:
+    def row(split: str, value: float, epoch: int, **tags: Any) -> dict[str, Any]:
+        common = {"name": "accuracy", "split": split, "value": value, "epoch": epoch, "bits": 8}
+        return common | {"messages": 1, "seconds": 1.0} | tags
+
+    rows = pd.DataFrame(
+        [
+            row(split, value, epoch, worker=0 if split in ("test", "valid") else None)
+            for epoch in (1, 2)
+            for split, value in (
+                ("test", 0.5),
+                ("valid", 0.25),
+                ("test_avg", 0.75),
+                ("valid_avg", 0.625 + epoch / 16),
+            )
+        ]
+    )
+    lines = tables.summary(rows).splitlines()
+    (line,) = [line for line in lines if "validation accuracy" in line]
+    assert line.split()[-1] == "75.00%"
+    figures.figure(rows, tmp_path / "figure.svg")
+    assert "mean model, validation" in (tmp_path / "figure.svg").read_text()
+    without = rows[~rows["split"].str.startswith("valid")]
+    assert "validation" not in tables.summary(without)
+    figures.figure(without, tmp_path / "figure.svg")
+    assert "validation" not in (tmp_path / "figure.svg").read_text()
+
+
+@pytest.mark.parallel(2)
+def test_two_processes_hold_out_the_same_samples() -> None:
+    """Rows of the mean model agree with those of one process."""
+
+    def rows_of(who: Processes) -> list[float]:
+        rows: list[float] = []
+        hooks = Hooks(
+            log_metric=lambda name, values, tags: (
+                rows.append(values["value"])
+                if tags.get("split") in ("valid", "valid_avg")
+                else None
+            )
+        )
+        config = OmegaConf.merge(train.config, TINY, {"num_epochs": 1, "validation_ratio": RATIO})
+        config.optimizer = "dpsgd"
+        Trainer(checked(config, who), who, hooks).train()  # type: ignore[arg-type]
+        return rows
+
+    who = processes()
+    apart, complaint = rows_of(who), ""
+    if who.rank == 0:
+        together = rows_of(Processes())
+        # Three metrics of four workers and of their mean.
+        if len(apart) != 3 * 5 or apart != pytest.approx(together, rel=1e-5):
+            complaint = f"{apart} instead of {together}"
+    assert who.broadcast(complaint) == ""
