@@ -243,7 +243,7 @@ def test_a_run_with_a_correction(local_optimizer: str) -> None:
             }
         )
         found = checked(config, Processes())
-        assert "optimizer_diffusion_rate" not in found
+        assert "diffusion_rate" not in found.options
         run = Trainer(found, Processes())
         before = run.parameters.x.clone()
         run.execution.train_step(0, 0)

@@ -50,7 +50,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def built(batch_elements: int | None = None, **changes: Any) -> Sweep:
     """A sweep before its first step."""
-    config = OmegaConf.merge(OmegaConf.structured(gossip_run.Config), TINY, changes)
+    config: Any = OmegaConf.merge(OmegaConf.structured(gossip_run.Config), TINY, changes)
     return Sweep(config, processes(), batch_elements)
 
 
@@ -159,7 +159,7 @@ def test_the_number_of_steps_of_each_algorithm() -> None:
 def grid_of(name: str, **changes: Any) -> tuple[list[float], list[float]]:
     """The diffusion rates and the bounds θ of an algorithm, without duplicates."""
     small = {"n_workers": 8, "matrix_size": 8, "algorithm": name}
-    config = OmegaConf.merge(OmegaConf.structured(gossip_run.Config), small, changes)
+    config: Any = OmegaConf.merge(OmegaConf.structured(gossip_run.Config), small, changes)
     settings = Sweep(config, processes()).settings[name]
     rates, thetas = ([s.get(key, 0) for s in settings] for key in ("diffusion_rate", "theta"))
     assert len(settings) == len(set(rates)) * len(set(thetas)), "all combinations"

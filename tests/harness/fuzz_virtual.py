@@ -36,7 +36,7 @@ from powergossip.network import processes
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training.asynchronous import OnVirtualClock
 from powergossip.training.measurements import Diverged, Hooks
-from powergossip.training.settings import by_edges, checked
+from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
 from tests.harness.fuzz_cases import Case
 
@@ -80,7 +80,7 @@ def _built(case: Case, rows: list[dict[str, Any]], **changes: Any) -> Trainer:
     resume_from = changes.pop("resume_from", None)
     values: Any = OmegaConf.merge(OmegaConf.structured(train.Config), case.train, changes)
     config = checked(values, processes())
-    config.record_order = by_edges(config)
+    config.record_order = config.by_edges
     return Trainer(config, processes(), Hooks(log_metric=keep), resume_from=resume_from)
 
 

@@ -11,7 +11,6 @@ import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +24,7 @@ from powergossip.network import Network, Processes, processes
 from powergossip.optimizers import GossipOptimizer
 from powergossip.optimizers.specification import Specification
 from powergossip.parameters import Layout, Parameters
+from powergossip.training.config import Settings
 from powergossip.training.local_optimizers import LocalOptimizer
 
 N, ROWS, COLUMNS = 4, 6, 5
@@ -132,7 +132,7 @@ def directly(
     network = Network(topologies.make(given.pop("topology", "ring"), N), processes())
     kind = options.pop("local_optimizer", "sgd")
     own = learning.rule(name, kind).owns_momentum
-    c = SimpleNamespace(
+    c = Settings(
         local_optimizer=kind, learning_rate=1.0, momentum=0.9, nesterov=False, weight_decay=decay
     )
     local = LocalOptimizer(parameters, c, *((0.0, "sgd") if own else ()))

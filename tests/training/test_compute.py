@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch import nn
 
 from powergossip.network import Processes, processes
@@ -124,7 +123,7 @@ def test_without_a_compiler_compilation_is_rejected(monkeypatch: pytest.MonkeyPa
 def test_precision_and_compilation_belong_to_a_run(change: dict[str, Any], tmp_path: Path) -> None:
     """They stay when it is resumed, and are free in an evaluation."""
     now = checked(configured(**change), ALONE)
-    saved = {str(k): v for k, v in OmegaConf.to_container(now).items()}  # type: ignore[union-attr]
+    saved = now.as_dict()
     check_same_run(tmp_path, saved, now)
     before = checked(configured(), ALONE)
     with pytest.raises(ValueError, match=next(iter(change))):

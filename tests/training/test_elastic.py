@@ -68,7 +68,7 @@ def built(who: Processes, resume_from: Path | None = None, **changes: Any) -> Tr
 def save(trainer: Trainer, folder: Path, epoch: int, step: int) -> None:
     """A checkpoint as of a run."""
     facts = {
-        "config": OmegaConf.to_container(trainer.config),
+        "config": trainer.config.as_dict(),
         "metrics_bytes": 0,
         "steps_per_epoch": trainer.steps_per_epoch,
     }
@@ -190,7 +190,7 @@ def test_within_an_epoch_the_run_resumes_at_the_same_fraction(tmp_path: Path) ->
     for step in range(3):
         for name, values in before.execution.train_step(0, step).items():
             sums[name] = sums.get(name, 0) + values
-    facts = {"config": OmegaConf.to_container(before.config), "metrics_bytes": 0}
+    facts = {"config": before.config.as_dict(), "metrics_bytes": 0}
     kept = Checkpoints(tmp_path, before.processes)
     kept.save(3, range(4), before.state_dict((0, 3, sums)), facts | {"steps_per_epoch": 5})
     after = built(Processes(), tmp_path, **PLAIN, n_workers=2)

@@ -1,13 +1,13 @@
 """Local optimizers over the rows of the flat buffer."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from powergossip.parameters import Parameters
+from powergossip.training.config import Settings
 from powergossip.training.local_optimizers import LOCAL_OPTIMIZERS, LocalOptimizer
 
 CONFIG = {"learning_rate": 0.1, "momentum": 0.9, "nesterov": False, "weight_decay": 0.1}
@@ -17,7 +17,7 @@ CONFIG |= {"adam_beta1": 0.9, "adam_beta2": 0.99, "adam_epsilon": 1e-8}
 def optimized(kind: str, x: Tensor) -> tuple[Parameters, LocalOptimizer]:
     parameters = Parameters([nn.Linear(7, 3) for _ in x])
     parameters.x[:] = x
-    c = SimpleNamespace(local_optimizer=kind, **CONFIG)
+    c = Settings(local_optimizer=kind, **CONFIG)  # type: ignore[arg-type]
     return parameters, LocalOptimizer(parameters, c)
 
 

@@ -1,5 +1,6 @@
 """Every key of a method has an effect, and keys of other methods are not ignored silently."""
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,14 @@ from powergossip.errors import BadInput
 from powergossip.network import Processes
 from powergossip.optimizers.specification import Specification
 from powergossip.runs import configuration
+from powergossip.training import derive_keys
+from powergossip.training.method_keys import PREFIX, MethodKeys
 from powergossip.training.resuming import check_same_run
 from powergossip.training.settings import (
     ALIASES,
     DEFAULTS,
     OF_RULE,
     OWN_KEYS,
-    PREFIX,
     checked,
     method_options,
     option_defaults,
@@ -155,15 +157,14 @@ def test_a_driver_may_loop_over_methods_with_one_warning() -> None:
     with pytest.warns(UserWarning, match="optimizer_rank, optimizer_theta") as caught:
         found = checked(config, ALONE)
     assert len(caught) == 1
-    assert [key for key in found if key.startswith("optimizer_")] == ["optimizer_diffusion_rate"]
+    assert list(found.options) == ["diffusion_rate"]
 
 
 @pytest.mark.parametrize("optimizer", [*AVERAGING, *AGGREGATIONS])
 def test_null_is_the_default_of_the_constructor_or_of_the_table(optimizer: str) -> None:
     """The configuration that is recorded has the keys of the method, with their values."""
     found = checked(configured(optimizer=optimizer), ALONE)
-    keys = {key.removeprefix(PREFIX) for key in found if key.startswith(PREFIX)}
-    assert keys == set(option_defaults(optimizer))
+    assert set(found.options) == set(option_defaults(optimizer))
     given = method_options(found)
     row = (AVERAGING | AGGREGATIONS)[optimizer]
     names = ALIASES.get(optimizer, {})
@@ -180,9 +181,10 @@ def test_null_is_the_default_of_the_constructor_or_of_the_table(optimizer: str) 
 def test_a_task_alone_has_its_own_settings(task: str) -> None:
     found = checked(configured_task(task=task), ALONE)
     for key, default in tasks.defaults(task).items():
-        assert found[key] == default, key
+        assert getattr(found, key) == default, key
         assert key in train.Config.__dataclass_fields__
-    assert checked(found, ALONE) == found, "a recorded configuration stands for itself"
+    again = checked(OmegaConf.create(found.as_dict()), ALONE)
+    assert again == found, "a recorded configuration stands for itself"
 
 
 def test_the_learning_rate_of_digits_is_one_with_which_a_worker_alone_trains() -> None:
@@ -205,7 +207,7 @@ def test_given_settings_are_not_those_of_the_task() -> None:
         "gradient_clipping": None,
     }
     found = checked(configured_task(task="LSTM", **given), ALONE)
-    assert {key: found[key] for key in given} == given
+    assert {key: getattr(found, key) for key in given} == given
     assert checked(configured_task(task="LSTM"), ALONE).gradient_clipping == 0.4
 
 
@@ -230,7 +232,7 @@ def test_the_last_batch_is_used_as_published(given: dict[str, Any], left_out: bo
 
 def test_runs_of_other_versions_are_rejected(tmp_path: Path) -> None:
     now = checked(configured_task(), ALONE)
-    saved = {str(key): now[key] for key in now}
+    saved = now.as_dict()
     check_same_run(tmp_path, saved, now)
     for other in ({**saved, "unknown": 1}, {k: v for k, v in saved.items() if k != "drop_last"}):
         with pytest.raises(ValueError, match=r"another version .*(unknown|drop_last)"):
@@ -285,8 +287,8 @@ def test_rates_of_choco_by_default(
 ) -> None:
     """γ depends on the graph and the tensors, too: see test_default_rates.py."""
     found = checked(configured(optimizer="choco", optimizer_compressor=compressor, **more), ALONE)
-    assert found.optimizer_diffusion_rate == rate
-    assert found.optimizer_copy_rate == copy_rate
+    assert found.options["diffusion_rate"] == rate
+    assert found.options["copy_rate"] == copy_rate
     given = {key.removeprefix("optimizer_"): value for key, value in more.items()}
     given.pop("learning", None)
     if "learning" not in more:
@@ -301,3 +303,29 @@ def test_a_run_on_the_virtual_clock_is_evaluated_by_any_number_of_processes() ->
     with pytest.raises(ValueError, match=r"^scenario: use one process"):
         checked(configured(**values), two)
     checked(configured(**values, evaluate_only=True), two)
+
+
+# The table of keys.
+
+
+def test_the_keys_of_methods_follow_from_their_rows() -> None:
+    """Otherwise run python -m powergossip.training.derive_keys."""
+    assert MethodKeys.groups == derive_keys.groups()
+    kinds = {name: str(kind) for name, kind in MethodKeys.__annotations__.items()}
+    kinds.pop("groups")
+    assert {
+        name: kind.replace("typing.", "") for name, kind in kinds.items()
+    } == derive_keys.types()
+
+
+def test_help_groups_the_options_of_each_method(capsys: pytest.CaptureFixture[str]) -> None:
+    """A key has the default of the method, and a key that several methods have, those of each."""
+    with pytest.raises(SystemExit):
+        train.main(["--help"])
+    parts = re.split(r"\n\n(optimizer\S*=.*):\n", capsys.readouterr().out)
+    groups = dict(zip(parts[1::2], parts[2::2], strict=True))
+    assert "  optimizer_num_iterations=2 " in groups["optimizer=power-gossip"]
+    assert "  optimizer_keep_ratio=0.01 " in groups["optimizer=dgc"]
+    assert "optimizer_rank" not in groups["optimizer=choco"]
+    for name in (*AVERAGING, *AGGREGATIONS):
+        assert any(name in title for title in groups) or not option_defaults(name), name
