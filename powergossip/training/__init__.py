@@ -1,4 +1,4 @@
-"""Training runs: the Trainer, settings, local optimizers, evaluation, measurements.
+"""Training runs: the Trainer, settings, local optimizers, evaluation, measurements::
 
 trainer.py            Trainer: a training run from a checked configuration
 settings.py           accepted values of the keys, and options of the chosen method

@@ -25,10 +25,12 @@ from powergossip.training.settings import by_edges
 class Gradients:
     """Computes the gradients of a step, and their metrics.
 
-    config     # as plain values: reading a DictConfig takes microseconds
-    agreement  # is given a loss that is infinite or NaN
+    Args:
+        config: Configuration as plain values: reading a DictConfig takes microseconds.
+        agreement: Agreement that is given a loss that is infinite or NaN.
 
-    Raises BadValue where batched_gradients=on or data_of_lost=redistributed is impossible.
+    Raises:
+        BadValue: Where batched_gradients=on or data_of_lost=redistributed is impossible.
     """
 
     def __init__(
@@ -84,7 +86,8 @@ class Gradients:
     ) -> dict[str, Tensor]:
         """Add the gradient of one hosted worker to its row of parameters.grad. See `__call__`.
 
-        lost: workers whose samples the others have. Tasks with `redistributes` only.
+        Args:
+            lost: Workers whose samples the others have. Tasks with `redistributes` only.
         """
         batch = self._batch(worker, epoch, step, step_of_run, *([lost] if lost else []))
         model = self._parameters.models[worker - self._network.workers[0]]

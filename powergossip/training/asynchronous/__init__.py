@@ -1,4 +1,4 @@
-"""Training by exchanges of edges: messages may be late, and workers lost, joined or replaced.
+"""Training by exchanges of edges: messages may be late, and workers lost, joined or replaced::
 
 execution.py      OnVirtualClock, AcrossProcesses
 workers.py        the workers of a process: models, learning rules, gradients, state
@@ -45,8 +45,9 @@ def make(
 ) -> OnVirtualClock | AcrossProcesses:
     """The execution of a configuration by edges: across processes where there are links.
 
-    values  # the configuration as plain values
-    joins   # whether this process replaces a lost one
+    Args:
+        values: The configuration as plain values.
+        joins: Whether this process replaces a lost one.
     """
     options = averaging_options(c, network.topology, parameters.layout)
     workers = EdgeWorkers(
