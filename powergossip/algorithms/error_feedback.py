@@ -21,16 +21,21 @@ from powergossip.parameters import Layout, complement, put_in, take_out
 
 @dataclass(frozen=True)
 class ErrorFeedbackConfig:
-    """
-    momentum, nesterov     as in torch.optim.SGD, before compression. 0: the local optimizer may
-                           have momentum, which then follows the aggregation
-    rescale_error          keep the error in units of the update when the learning rate changes
-    error_feedback         add the error to the next gradient. Otherwise it is dropped
-    min_compression_rate   tensors that would not be compressed by more are all-reduced whole
-    per_tensor             compress each tensor by itself, or all of them as one vector
-    seed                   of random compressors
+    """Options of error feedback.
 
-    Raises ValueError for a value out of range.
+    Args:
+        momentum: Momentum before compression, as in torch.optim.SGD. With 0, the local optimizer
+            may have momentum, which then follows the aggregation.
+        nesterov: Nesterov's momentum.
+        rescale_error: Keep the error in units of the update when the learning rate changes.
+        error_feedback: Add a worker's error to its next gradient. Otherwise it is lost.
+        min_compression_rate: Tensors that would be compressed by this factor or less are
+            all-reduced whole.
+        per_tensor: Compress each tensor by itself. Otherwise all are one vector.
+        seed: Seed of random compressors.
+
+    Raises:
+        ValueError: For a value out of range.
     """
 
     momentum: float = 0.0
@@ -52,7 +57,7 @@ class ErrorFeedbackConfig:
 class ErrorFeedback:
     """The mean of the workers' compressed gradients. Each worker keeps its error e_i.
 
-    In step t, with the learning rate η_t, the compressor C and momentum m:
+    In step t, with the learning rate η_t, the compressor C and momentum m::
 
         u_i ← m u_i + g_i                          momentum before compression, or u_i = g_i
         p_i ← u_i + (η_{t−1}/η_t) e_i              with Nesterov's, g_i + m u_i + (η_{t−1}/η_t) e_i

@@ -28,23 +28,25 @@ _ATTEMPTS = 8  # redraws of dependent directions, of which the first almost alwa
 
 @dataclass(frozen=True)
 class PowerSGDConfig:
-    """
-    rank                                rank of the approximation in each half-iteration, at most
-                                        min(rows, columns) of a matrix
-    min_compression_rate                tensors that would be compressed by this factor or less are
-                                        all-reduced whole
-    num_iters_per_step                  half-iterations of power iteration per step
-    start_compressing_after_num_steps   steps of plain all-reduce at the beginning
-    warm_start                          a step's first directions are the last factors of the step
-                                        before. Otherwise they are resampled
-    error_feedback                      a worker's error is part of its next gradient. Otherwise it
-                                        is lost
-    seed                                of random directions
+    """Options of PowerSGD.
 
     The first four have the names, order and defaults of the published class. The other options of
     its authors' paper are called `reuse_query` and `optimizer_memory` in their research code.
 
-    Raises ValueError for a value out of range.
+    Args:
+        rank: Rank of the approximation in each half-iteration, at most the smaller side of a
+            matrix.
+        min_compression_rate: Tensors that would be compressed by this factor or less are
+            all-reduced whole.
+        num_iters_per_step: Half-iterations of power iteration in a step.
+        start_compressing_after_num_steps: Steps of plain all-reduce at the beginning.
+        warm_start: Begin a step with the last factors of the step before. Otherwise the first
+            directions are resampled.
+        error_feedback: Add a worker's error to its next gradient. Otherwise it is lost.
+        seed: Seed of random directions.
+
+    Raises:
+        ValueError: For a value out of range.
     """
 
     rank: int
@@ -83,7 +85,7 @@ class Aggregation:
     """The mean gradient of all workers, approximately. Each worker keeps its error.
 
     Per matrix M_i of worker i, with `in` on the right side (sides alternate, across steps too), a
-    half-iteration is:
+    half-iteration is::
 
         in ← orthonormalize(in)                 the same in all workers, for each matrix by itself
         out_i = M_i in

@@ -35,7 +35,7 @@ class PushSum:
     of w_i. The sender keeps what remains after rounding, w_i z_i − d_i · message, so that rounding
     moves no mass.
 
-    running_sums  send the sums of all messages so far in place of the messages:
+    With `running_sums`, messages are the sums of all messages so far::
 
         σ_i ← σ_i + (x̂_i, w_i)/(d_i + 1)
         the receiver adds σ_i − ρ_ij, and then ρ_ij ← σ_i
@@ -46,9 +46,15 @@ class PushSum:
     float64). Their differences are exact for any number of steps, as long as the messages lost in a
     row sum to less than 128 in every element (2²³). What the unit rounds off stays with the sender.
 
-    Raises BadValue for running_sums on a time-varying topology: its receivers change, and a sum per
-    worker serves receivers that are always the same. A step with running_sums raises ValueError for
-    a message of 128 or more.
+    A step with running_sums raises ValueError for a message of 128 or more.
+
+    Args:
+        running_sums: Send the sums of all messages so far, so that the next message makes up for a
+            lost one.
+
+    Raises:
+        BadValue: For running_sums on a time-varying topology: its receivers change, and a sum per
+            worker serves receivers that are always the same.
     """
 
     needs_doubly_stochastic = False

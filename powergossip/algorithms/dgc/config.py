@@ -13,24 +13,38 @@ from powergossip.algorithms.dgc.clipping import CLIPPING
 class DGCConfig:
     """Options, with the names and defaults of the published code, where it has them.
 
-    compress_ratio             fraction of each tensor's elements that is sent after the warm-up.
-                               A ratio r above 1 stands for the fraction 1/r
-    sample_ratio               fraction of a tensor that is sampled for the threshold, at least
-    strided_sample             sample at equal distances from a random start, or else uniformly
-    compress_upper_bound, compress_lower_bound, resample, max_adaptation_iters
-                               see `Selector`
-    momentum, nesterov         as in torch.optim.SGD
-    momentum_masking           clear the momentum of sent elements
-    clip, clip_by              threshold and kind of the clipping of a worker's gradient, see
-                               `Clipping`
-    warmup_epochs              epochs before compress_ratio applies
-    warmup_coeff               fraction in each of these epochs, or one number, or None: see
-                               `fraction`
-    fp16_values, int32_indices types of sent values and positions, else float32 and int64
-    num_batches_per_step       calls of optimizer_step per step
-    seed                       of the samples
+    Args:
+        compress_ratio: Fraction of each tensor's elements that is sent after the warm-up. A ratio r
+            above 1 stands for the fraction 1/r.
+        sample_ratio: Fraction of a tensor that is sampled for the threshold, at least.
+        strided_sample: Sample at equal distances from a random start. Otherwise uniformly.
+        compress_upper_bound: Where more elements than this times the target exceed the threshold,
+            the largest are sent. Otherwise the first in memory; 1: the largest always.
+        compress_lower_bound: While fewer elements than this times the target exceed the threshold,
+            it is multiplied by this.
+        max_adaptation_iters: Corrections of the threshold, at most. See `Selector`.
+        resample: Select the largest elements of a surplus. Otherwise the threshold is multiplied by
+            compress_upper_bound.
+        momentum: Momentum, as in torch.optim.SGD.
+        nesterov: Nesterov's momentum.
+        momentum_masking: Clear the momentum of sent elements.
+        clip: Threshold c of the clipping of a worker's gradient.
+        clip_by: Kind of clipping at c. gradient: a worker's gradient has
+            a norm of √n · c at most, for n workers. norm, value: each tensor has a norm, or
+            elements, of c at most.
+            global-norm: each tensor is multiplied by c over the root mean square of its norm in all
+            workers, if that is larger. global-value: its elements are limited to that root mean
+            square, without c. See `Clipping`.
+        warmup_epochs: Epochs before compress_ratio applies.
+        warmup_coeff: Fraction in each of these epochs, or a number c for c, c², c³, … down to
+            compress_ratio. By default the fraction falls evenly, see `fraction`.
+        fp16_values: Send values with 16 bits. Otherwise in the precision of the gradient.
+        int32_indices: Send positions with 32 bits. Otherwise with 64.
+        num_batches_per_step: Calls of `optimizer_step` in a step.
+        seed: Seed of the samples.
 
-    Raises ValueError for a value out of range.
+    Raises:
+        ValueError: For a value out of range.
     """
 
     compress_ratio: float = 0.001
@@ -108,7 +122,7 @@ class DGCConfig:
     def fraction(self, epoch: float) -> float:
         """Return the fraction of elements sent in epoch e = ⌊epoch⌋.
 
-        After the warm-up of W epochs, and without one, it is r = compress_ratio. Before, it is
+        After the warm-up of W epochs, and without one, it is r = compress_ratio. Before, it is::
 
             warmup_coeff[e]                   for a list
             max(r, warmup_coeff^(e + 1))      for a number
