@@ -1,13 +1,15 @@
-"""The output folder of a run::
+"""The output folder of a run.
 
-config.yaml      all keys and their values
-metrics.jsonl    a row for each measurement, see metrics.py
-info.json        metadata and progress
-figure.png
-checkpoints/     see checkpoints.py
-.drafts-…/       while the run lasts, see files.py
-events.out.…     for TensorBoard, if configured
-wandb/           for Weights & Biases, if configured
+Contents::
+
+    config.yaml      all keys and their values
+    metrics.jsonl    a row for each measurement, see metrics.py
+    info.json        metadata and progress
+    figure.png
+    checkpoints/     see checkpoints.py
+    .drafts-…/       while the run lasts, see files.py
+    events.out.…     for TensorBoard, if configured
+    wandb/           for Weights & Biases, if configured
 """
 
 import datetime

@@ -1,10 +1,12 @@
-"""Replacement of lost processes by new ones of the same job::
+"""Replacement of lost processes by new ones of the same job.
 
-survivors                                  new processes
-`spawn`, which takes about a second        bootstrap.py
-training goes on                           the program loads, and makes its models
-`SpawnedProcesses.poll`                    `join`: announcement
-`accept`: some milliseconds                `join`: connection
+Order of the calls::
+
+    survivors                                  new processes
+    `spawn`, which takes about a second        bootstrap.py
+    training goes on                           the program loads, and makes its models
+    `SpawnedProcesses.poll`                    `join`: announcement
+    `accept`: some milliseconds                `join`: connection
 """
 
 import os

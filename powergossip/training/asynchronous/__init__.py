@@ -1,12 +1,14 @@
-"""Training by exchanges of edges: messages may be late, and workers lost, joined or replaced::
+"""Training by exchanges of edges: messages may be late, and workers lost, joined or replaced.
 
-execution.py      OnVirtualClock, AcrossProcesses
-workers.py        the workers of a process: models, learning rules, gradients, state
-method.py         accepted configurations
-links.py          messages between workers of different processes; replacements at their start
-rows.py           rows whose writer may be lost
-replacements.py   replacement of lost processes in a running job
-resuming.py       resuming with lost or other workers
+Modules::
+
+    execution.py      OnVirtualClock, AcrossProcesses
+    workers.py        the workers of a process: models, learning rules, gradients, state
+    method.py         accepted configurations
+    links.py          messages between workers of different processes; replacements at their start
+    rows.py           rows whose writer may be lost
+    replacements.py   replacement of lost processes in a running job
+    resuming.py       resuming with lost or other workers
 """
 
 from pathlib import Path
