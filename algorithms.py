@@ -2,7 +2,7 @@
 
 Numbers after a year are arXiv identifiers.
 
-Averaging (`optimizer` in train.py and a row of `AVERAGING`):
+Averaging (`optimizer` in train.py and a row of `AVERAGING`)::
 
     all-reduce     ExactMean     exact mean of all workers: the centralized baseline
     dpsgd          PlainGossip   uncompressed gossip            Xiao & Boyd (2004)
@@ -12,7 +12,7 @@ Averaging (`optimizer` in train.py and a row of `AVERAGING`):
     moniqua        Moniqua       2 bits, modulo a bound         Lu & De Sa (2020), 2002.11787
     push-sum       PushSum       directed graphs                Assran et al. (2019), 1811.10792
 
-Learning rules (`learning` in train.py and a row of `learning.LEARNING`), on top of averaging:
+Learning rules (`learning` in train.py and a row of `learning.LEARNING`), on top of averaging::
 
     dpsgd                   DPSGD                        Lian et al. (2017), 1705.09056
     quasi-global-momentum   QuasiGlobalMomentum, -Adam   Lin et al. (2021), 2102.04761
@@ -24,12 +24,12 @@ Learning rules (`learning` in train.py and a row of `learning.LEARNING`), on top
     beer, motef             BEER, MoTEF                  2201.13320, 2405.20114: over choco
     relay-sgd               RelaySGD                     Vogels et al. (2021), 2110.04175: on trees
 
-Consensus only (`algorithm` in gossip_run.py and a row of `CONSENSUS_ONLY`):
+Consensus only (`algorithm` in gossip_run.py and a row of `CONSENSUS_ONLY`)::
 
     chebyshev      ChebyshevGossip    accelerated gossip             Golub & Varga (1961)
     finite-time    FiniteTimeGossip   exact after finite steps   Hendrickx et al. (2014), 1211.6324
 
-Compressed gradients (`optimizer` in train.py and a row of `AGGREGATIONS`):
+Compressed gradients (`optimizer` in train.py and a row of `AGGREGATIONS`)::
 
     powersgd       low-rank gradients                Vogels et al. (2019), 1905.13727
     dgc            sparse gradients with momentum    Lin et al. (2018), 1712.01887

@@ -2,7 +2,7 @@
 
 Numbers after a year are arXiv identifiers.
 
-A row of `COMPRESSORS` (`optimizer_compressor` in train.py):
+A row of `COMPRESSORS` (`optimizer_compressor` in train.py)::
 
     identity        Identity      all entries, 32 bits each
     qsgd            QSGD          stochastic rounding to levels   Alistarh et al. (2017), 1610.02132

@@ -1,23 +1,27 @@
 """Consensus on a graph of workers: the error of gossip by step, and by bits sent.
 
+As a program::
+
     python gossip_run.py n_workers=8                      one process hosts all eight workers
     mpirun -np 8 python gossip_run.py                     eight processes, one worker each
     torchrun --nproc-per-node 8 gossip_run.py             the same, with torch.distributed
     python gossip_run.py n_workers=8 algorithm=[sign_choco,power_gossip] num_steps=1000
     python gossip_run.py n_workers=8 algorithm=all        every algorithm, over its grid of settings
 
-As a driver:
+As a driver::
 
     import gossip_run
     gossip_run.config["topology"] = "torus"
     gossip_run.log_metric = my_function    # called on process 0, with the arguments of the default
     gossip_run.main()
 
-The experiment is that of Vogels, Karimireddy & Jaggi (2020), arXiv:2008.01425. Nothing happens at
-import. `python gossip_run.py --help` lists the keys.
+Nothing happens at import. `python gossip_run.py --help` lists the keys.
 
 To add an algorithm: write its class and row in powergossip/algorithms/ (a compressor's in
 powergossip/compressors/) and a row in ALGORITHMS. Starting matrices are rows of DATA.
+
+References:
+    Vogels, Karimireddy & Jaggi (2020), arXiv:2008.01425, for the experiment.
 """
 
 from collections.abc import Mapping
@@ -64,8 +68,9 @@ def log_metric(name: str, values: Mapping[str, float], tags: Mapping[str, Any]) 
 
     x_i is worker i's matrix, and x̄_0 the mean of the starting matrices.
 
-    values  # value, epoch (the step), bits and messages (sent by worker 0), seconds
-    tags    # algorithm, and the diffusion_rate and theta of its grid as strings
+    Args:
+        values: Keys value, epoch (the step), bits and messages (sent by worker 0), and seconds.
+        tags: Keys algorithm, and diffusion_rate and theta of its grid, as strings.
     """
     if _output is not None:
         _output.write(name, values, tags)
@@ -91,9 +96,11 @@ _output: Output | None = None
 def main(arguments: list[str] | None = None) -> None:
     """Gossip with the settings in `config`, changed by `arguments` (the command line).
 
-    The arguments are those of this run only: `config` and `output_dir` stay as they are. Raises
-    BadInput, in all processes, for a configuration that cannot be run, and errors.Signaled in a
-    process that receives SIGTERM, SIGINT or SIGUSR1.
+    The arguments are those of this run only: `config` and `output_dir` stay as they are.
+
+    Raises:
+        BadInput: In all processes, for a configuration that cannot be run.
+        errors.Signaled: In a process that receives SIGTERM, SIGINT or SIGUSR1.
     """
     global _output
     asked, name, wrong = config.copy(), None, None

@@ -4,7 +4,7 @@ The number after a year is the arXiv identifier. The rows of `TOPOLOGIES` are th
 `topology` in train.py and gossip_run.py, which also accept the path of an edge-list or adjacency
 file.
 
-Static, undirected:
+Static, undirected::
 
     ring                  two neighbors each
     chain                 a ring without one edge
@@ -18,13 +18,13 @@ Static, undirected:
     watts-strogatz        small world                   Watts & Strogatz (1998)
     random-regular        a random graph of one degree
 
-Static, directed:
+Static, directed::
 
     unidirectional-ring   worker i receives from i − 1
     exponential           from i − 1, i − 2, i − 4, …   Ying et al. (2021), 2110.13363
     equi-static           random shifts                 Song et al. (2022), 2210.07881
 
-Time-varying:
+Time-varying::
 
     one-peer-exponential  one hop of exponential per round      Assran et al. (2019), 1811.10792
     one-peer-equi         one random shift per round            Song et al. (2022), 2210.07881

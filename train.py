@@ -1,10 +1,12 @@
 """Deep learning on a graph of workers: configuration, hooks, `main()`.
 
+As a program::
+
     mpirun -np 8 python train.py                          eight processes, one worker each
     torchrun --nproc-per-node 8 train.py                  the same, with torch.distributed
     python train.py n_workers=8 optimizer=all-reduce      one process hosts all eight
 
-As a driver:
+As a driver::
 
     import train
     train.config["topology"] = "torus"
@@ -13,11 +15,11 @@ As a driver:
 
 Nothing happens at import. `python train.py --help` lists the keys.
 
-A run that was killed resumes from its last checkpoint, also in another layout of processes:
+A run that was killed resumes from its last checkpoint, also in another layout of processes::
 
     mpirun -np 8 python train.py --output-dir output/mine resume=true
 
-Its checkpoints can be evaluated again, which changes nothing in the folder:
+Its checkpoints can be evaluated again, which changes nothing in the folder::
 
     python train.py --output-dir output/mine evaluate_only=true checkpoint=best
 """

@@ -4,6 +4,7 @@ Pages are Markdown (MyST), API pages come from docstrings and types, drawings of
 topologies themselves. Nothing is fetched when a page is read: KaTeX and its fonts are in `_static`.
 """
 
+import re
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout of this file,
 
 import gossip_run
 import train
-from docs import costs, docstrings, drawings
+from docs import costs, drawings
 from powergossip.runs import configuration
 
 project = "Decentralized deep learning"
@@ -23,7 +24,10 @@ author = "The decentralized-deep-learning authors"
 copyright = author
 exclude_patterns = ["_build", "_generated"]
 
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+default_role = "code"  # of `single backticks` in docstrings
+napoleon_numpy_docstring = False
+napoleon_custom_sections = [("Attributes", "params_style")]
 myst_enable_extensions = ["dollarmath", "deflist"]
 myst_heading_anchors = 3
 # Headings of a report may be two levels below its title.
@@ -57,6 +61,9 @@ html_theme_options = {
     "navigation_with_keys": False,
 }
 
+SOURCE = re.compile(r"(arXiv[: ]\d{4}\.\d{4,5}|doi:10\.[^\s,;)]*[^\s,;:.)])")
+ARXIV = "https://arxiv.org/abs/"
+
 
 def inline_equation(translator: HTML5Translator, node: nodes.math) -> None:
     """An element that equations.js renders."""
@@ -87,6 +94,18 @@ def generate(app: Sphinx) -> None:
         (folder / f"{module.__name__}-keys.txt").write_text(f"{keys}\n")
 
 
+def link_sources(app: Sphinx, document: nodes.document) -> None:
+    """Make links of the arXiv and doi numbers in text."""
+    for text in list(document.findall(nodes.Text)):
+        if isinstance(text.parent, nodes.literal | nodes.FixedTextElement | nodes.reference):
+            continue
+        linked: list[nodes.Node] = []
+        for i, part in enumerate(SOURCE.split(text)):
+            address = re.sub("^arXiv[: ]", ARXIV, re.sub("^doi:", "https://doi.org/", part))
+            linked.append(nodes.reference("", part, refuri=address) if i % 2 else nodes.Text(part))
+        text.parent.replace(text, linked)
+
+
 def add_title(app: Sphinx, name: str, source: list[str]) -> None:
     """Give reports of experiments a title. They are made as parts of RESULTS.md, which has one."""
     if name.startswith("results/"):
@@ -97,4 +116,4 @@ def setup(app: Sphinx) -> None:
     app.add_html_math_renderer("katex", (inline_equation, None), (displayed_equation, None))
     app.connect("builder-inited", generate)
     app.connect("source-read", add_title)
-    app.connect("autodoc-process-docstring", docstrings.process)
+    app.connect("doctree-read", link_sources)

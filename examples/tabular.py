@@ -1,7 +1,9 @@
 """Your own CSV file and model: regression with a multilayer perceptron.
 
-python examples/tabular.py        writes diabetes.csv, with scikit-learn's data
-mpirun -np 4 python train.py task=examples.tabular:task task_options.file=diabetes.csv
+Commands::
+
+    python examples/tabular.py        writes diabetes.csv, with scikit-learn's data
+    mpirun -np 4 python train.py task=examples.tabular:task task_options.file=diabetes.csv
 """
 
 import pandas as pd

@@ -1,6 +1,8 @@
 """Your own tokens and model: a small causal transformer on the bytes of text files.
 
-mpirun -np 4 python train.py task=examples.tokens:task task_options.files='docs/*.md'
+Commands::
+
+    mpirun -np 4 python train.py task=examples.tokens:task task_options.files='docs/*.md'
 """
 
 from glob import glob

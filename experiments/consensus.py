@@ -4,7 +4,8 @@ Every algorithm is shown at the best setting of a grid, on several kinds of matr
 matrices are the hardest to compress, matrices with a rapidly decaying spectrum the easiest, and
 photographs lie in between.
 
-Source: Vogels, Karimireddy & Jaggi (2020), arXiv:2008.01425.
+References:
+    Vogels, Karimireddy & Jaggi (2020), arXiv:2008.01425.
 """
 
 from collections.abc import Mapping, Sequence
@@ -60,8 +61,9 @@ def experiment(
 ) -> Experiment:
     """An experiment on several kinds of data.
 
-    changes     # kind of data → values on top of the published settings
-    algorithms  # of each run, the longest run first
+    Args:
+        changes: Values on top of the published settings, by kind of data.
+        algorithms: Algorithms of each run, the longest run first.
     """
     runs = {
         (kind, part): Run(

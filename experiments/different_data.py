@@ -33,9 +33,10 @@ MOMENTUM = 0.9
 class Pair:
     """A pair of an averaging rule and a learning rule.
 
-    averaging  # the name in tables
-    learning   # the value of the key
-    values     # of train.py
+    Attributes:
+        averaging: Name of the averaging rule in tables.
+        learning: Value of the key for the learning rule.
+        values: Values for keys of train.py.
     """
 
     averaging: str
@@ -97,10 +98,11 @@ def experiment(
 ) -> Experiment:
     """An experiment of three stages, see the module.
 
-    methods        # PLAIN among them
-    measure        # of the mean model: accuracy, where larger is better, or perplexity
-    rates          # learning rates, ascending
-    tuning_epochs  # of the first stage
+    Args:
+        methods: Pairs to compare, PLAIN among them.
+        measure: Measure of the mean model: accuracy, where larger is better, or perplexity.
+        rates: Learning rates, ascending.
+        tuning_epochs: Epochs of the first stage.
     """
     values = {key: value for key, value in values.items() if key != "lr_schedule_milestones"}
     values |= {"lr_schedule": "cosine", "momentum": MOMENTUM}

@@ -3,9 +3,9 @@
 Sixteen workers on a ring, FashionMNIST, fixed shards with label proportions from a Dirichlet
 distribution. All methods have the same learning rate and momentum, which are not tuned.
 
-message_loss     0, 1 and 10 % of the messages are lost, at one end or at both ends of an exchange
-late_exchanges   a worker is 4 times slower, and 10 % of the exchanges arrive 4 seconds late
-churn            a quarter of the workers die during training
+- message_loss: 0, 1 and 10 % of the messages are lost, at one end or at both ends of an exchange.
+- late_exchanges: a worker is 4 times slower, and 10 % of the exchanges arrive 4 seconds late.
+- churn: a quarter of the workers die during training.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""A guard process between a launcher and its command.
+"""A guard process between a launcher and its command::
 
     python guard.py bound SIGNAL PARENT COMMAND …    send SIGNAL (a number) to COMMAND when its
                                                      parent process PARENT has ended

@@ -22,11 +22,12 @@ SLURM = "slurm.json"  # number and script of a Slurm job without a recorded end
 class Job:
     """A command to be run.
 
-    command    # without launcher: python train.py key=value …
-    processes  # MPI processes
-    log        # file to which its output is appended
-    folder     # its own folder. No two jobs of a folder run at the same time
-    name       # shown by Slurm
+    Attributes:
+        command: Command without the launcher: python train.py key=value ….
+        processes: Number of MPI processes.
+        log: File to which its output is appended.
+        folder: Folder of the job alone. No two jobs of a folder run at the same time.
+        name: Name shown by Slurm.
     """
 
     command: Sequence[str]

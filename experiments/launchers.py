@@ -1,4 +1,4 @@
-"""Launchers of runs: on this machine, or as Slurm jobs.
+"""Launchers of runs: on this machine, or as Slurm jobs::
 
     mpirun     on this machine, with `mpirun -np N` for N > 1 processes
     torchrun   on this machine, with `torchrun --nproc-per-node N` for N > 1 processes

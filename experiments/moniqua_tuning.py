@@ -3,8 +3,9 @@
 θ bounds the difference of two neighbors' parameters. A smaller θ gives a finer quantization, until
 differences exceed it.
 
-Source: Vogels, Karimireddy & Jaggi (2020), arXiv:2008.01425, for the tuning; Lu & De Sa (2020),
-arXiv:2002.11787, for the method.
+References:
+    - Vogels, Karimireddy & Jaggi (2020), arXiv:2008.01425, for the tuning.
+    - Lu & De Sa (2020), arXiv:2002.11787, for the method.
 """
 
 from collections.abc import Mapping, Sequence

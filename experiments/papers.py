@@ -5,8 +5,9 @@ CIFAR-10 and ResNet-20, and Python's reference texts and a small LSTM instead of
 large one. Tuned values (diffusion rates, and learning rates relative to those of other methods)
 stay as published, so that a small form shows how well they transfer.
 
-Source: Vogels, Karimireddy & Jaggi (2020), arXiv:2008.01425, and its published programs
-resnet20_cifar10_shuffled.py and choco_lstm_testing.py, with their seeds.
+References:
+    Vogels, Karimireddy & Jaggi (2020), arXiv:2008.01425, and its published programs
+    resnet20_cifar10_shuffled.py and choco_lstm_testing.py, with their seeds.
 """
 
 from collections.abc import Mapping, Sequence

@@ -3,7 +3,7 @@
 environment/emulated_cluster.py makes 2, 4 and 8 hosts of this machine, with a worker on each, on a
 ring. The time of a step is measured on links of each rate, and compared with the prediction of
 powergossip.prediction.
-The model is given
+The model is given::
 
     bytes, messages        counted by running a step of the method alone
     CPU time of averaging  measured with one worker alone, without messages
@@ -145,7 +145,8 @@ def predict(
 ) -> tuple[dict[tuple[str, Place], float], str]:
     """Predicted seconds of a step, and a sentence with the calibration.
 
-    alone  # {method: {phase: seconds of a step}} of two hosts on unlimited links
+    Args:
+        alone: {method: {phase: seconds of a step}} of two hosts on unlimited links.
     """
     from powergossip import prediction, topologies
 
@@ -190,7 +191,8 @@ def predict(
 def _fitted(rows: list[tuple[float, float, float]]) -> tuple[float, float]:
     """CPU seconds of a message and of a byte: non-negative least squares of relative errors.
 
-    rows  # messages, bytes, seconds of communication in a step
+    Args:
+        rows: Messages, bytes and seconds of communication in a step.
     """
     import numpy as np
     from scipy.optimize import nnls

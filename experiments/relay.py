@@ -4,7 +4,8 @@ The small form has FashionMNIST and a small CNN instead of CIFAR-10 and VGG-11, 
 momentum. Learning rates relative to those of other methods stay as published, and that of gradient
 tracking, which the table lacks, is that of exact diffusion.
 
-Source: Vogels et al. (2021), arXiv:2110.04175, table 2, and its published program.
+References:
+    Vogels et al. (2021), arXiv:2110.04175, table 2, and its published program.
 """
 
 from collections.abc import Mapping, Sequence

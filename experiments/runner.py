@@ -57,11 +57,12 @@ Values = dict[str, Any]  # of the keys of an entry point
 class Run:
     """An entry point (train or gossip_run) with values for its keys.
 
-    labels     # names of this run in reports, not part of its identity
-    processes  # MPI processes. 1: no launcher
-    rate       # of the links of an emulated cluster with a host for each process, as an argument
-               # of environment/emulated_cluster.py ("100mbit", "none"). "": no such cluster
-    latency    # of these links, likewise ("20ms"). "": that of this machine
+    Attributes:
+        labels: Names of this run in reports, not part of its identity.
+        processes: Number of MPI processes. 1: no launcher.
+        rate: Rate of the links of an emulated cluster with a host for each process, as an argument
+            of environment/emulated_cluster.py ("100mbit", "none"). "": no such cluster.
+        latency: Latency of these links, likewise ("20ms"). "": that of this machine.
     """
 
     entry: str
@@ -109,9 +110,12 @@ Results = Callable[[Run], "DataFrame"]  # the rows of a completed run
 class Experiment:
     """A question, the runs that answer it, and a report of their rows.
 
-    title   # the question, one line
-    stages  # functions that return runs, given the results of earlier stages (tuning, final runs)
-    report  # writes figures into a folder and returns Markdown that refers to them by name
+    Attributes:
+        title: The question, in one line.
+        stages: Functions that return runs, given the results of earlier stages (tuning, final
+            runs).
+        report: Function that writes figures into a folder and returns Markdown, which refers to
+            them by name.
     """
 
     title: str

@@ -76,7 +76,8 @@ def curves(
 ) -> tuple[Curves, Curves]:
     """Steps per second, and seconds to a tenth of the distance, by network and by method and graph.
 
-    costs  # CPU seconds, see `_costs`
+    Args:
+        costs: CPU seconds by method, see `_costs`.
     """
     from powergossip import prediction, topologies
 

@@ -1,4 +1,4 @@
-"""train.py with gradients of given lengths, as on hosts with processors of different speeds.
+"""train.py with gradients of given lengths, as on hosts with processors of different speeds::
 
     mpirun -np 4 python experiments/slow_gradients.py pace=[0.05,0.05,0.05,0.2] …
 

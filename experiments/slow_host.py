@@ -49,7 +49,8 @@ POLICIES: dict[str, Values] = {
 def experiment(values: Values = VALUES, rate: str = RATE) -> Experiment:
     """One run for each method and policy, each on all cores.
 
-    rate  # of the links. "": no emulated hosts
+    Args:
+        rate: Rate of the links. "": no emulated hosts.
     """
     runs = {
         (method, policy): Run(

@@ -1,6 +1,7 @@
 """Why is a low rank enough? Singular values of the difference of two neighbors' models.
 
-Source: Vogels, Karimireddy & Jaggi (2020), arXiv:2008.01425, which shows those of an LSTM.
+References:
+    Vogels, Karimireddy & Jaggi (2020), arXiv:2008.01425, which shows those of an LSTM.
 """
 
 from collections.abc import Mapping, Sequence

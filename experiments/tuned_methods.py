@@ -107,8 +107,9 @@ def experiment(
 ) -> Experiment:
     """An experiment of three stages, see the module.
 
-    measure        # of the mean model: accuracy, where larger is better, or perplexity
-    tuning_epochs  # of the first stage
+    Args:
+        measure: Measure of the mean model: accuracy, where larger is better, or perplexity.
+        tuning_epochs: Epochs of the first stage.
     """
 
     def grids(results: Results) -> dict[str, list[Run]]:

@@ -1,7 +1,7 @@
 """Decentralized deep learning with compressed communication.
 
 The names below are the public API. They are imported on first use, so that `import powergossip`
-costs nothing.
+costs nothing::
 
     GossipOptimizer, PowerSGD, DGC   for a training loop of your own
     Network, ToAll, ToEach, Mean, Gather

@@ -11,9 +11,10 @@ SMALLEST, LARGEST = 1.1754944e-38, 3.4028234e38  # normal numbers in single prec
 class BadValue(ValueError):
     """A value that is not accepted. The text is "NAME=VALUE: use ACCEPTED".
 
-    name      # of the parameter, or of the configuration key
-    value
-    accepted  # description of the accepted values, such as "1 or more"
+    Args:
+        name: Name of the parameter, or of the configuration key.
+        value: The rejected value.
+        accepted: Description of the accepted values, such as "1 or more".
     """
 
     def __init__(self, name: str, value: object, accepted: str):

@@ -27,7 +27,9 @@ def prefixed(number: float, unit: str, prefixes: Sequence[str] = ("", "k", "M", 
 def spread(values: Sequence[float], places: int | None = None) -> str:
     """Return the mean ± the standard deviation of values, or a single value alone.
 
-    places: decimals. None: four digits of the mean, and two of the deviation if it has more.
+    Args:
+        places: Number of decimals. None: four digits of the mean, and two of the deviation if it
+            has more.
     """
     mean = sum(values) / len(values)
     if not math.isfinite(mean):

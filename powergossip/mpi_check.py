@@ -123,7 +123,8 @@ Speed = tuple[float, float]  # latency in seconds, bandwidth in bytes per second
 class Port:
     """A process' buffer for messages of up to LARGE bytes, in a device's memory.
 
-    staged: messages are staged through host memory, pinned if the device is a GPU
+    Args:
+        staged: Whether messages are staged through host memory, pinned if the device is a GPU.
     """
 
     def __init__(self, comm: MPI.Intracomm, where: torch.device, staged: bool):
@@ -228,7 +229,10 @@ def speeds(found: dict[Pair, Speed], hosts: Sequence[str]) -> str:
     """A report: the table of all pairs, medians and extremes, and the slowest pairs.
 
     The table is for up to ALONE processes. Medians and extremes are given for pairs on one host and
-    for pairs on two hosts. hosts: by rank.
+    for pairs on two hosts.
+
+    Args:
+        hosts: Name of the host of each rank.
     """
     found = {pair: (1e6 * latency, bandwidth / 1e6) for pair, (latency, bandwidth) in found.items()}
     lines = [speed_table(found, len(hosts))] if len(hosts) <= ALONE else []

@@ -31,8 +31,12 @@ def parameters(
 ) -> dict[str, inspect.Parameter]:
     """Return option → parameter of a row.
 
-    `registries` are the other registries that its options choose from, by option, and `given` may
-    name the choice; otherwise it is the default. Raises ValueError for an unknown choice.
+    Args:
+        given: Options that may name the choice. Otherwise it is the default.
+        **registries: The other registries that its options choose from, by option.
+
+    Raises:
+        ValueError: For an unknown choice.
     """
     own = inspect.signature(row).parameters.values()
     found = {p.name: p for p in own if p.default is not p.empty}
@@ -72,7 +76,8 @@ def check(name: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None
 class Options(SimpleNamespace):
     """Options as attributes: the defaults of all rows of a registry, and on top those given.
 
-    given   # those that were given
+    Args:
+        given: The given options.
     """
 
     def __init__(self, registry: Registry, given: Mapping[str, Any]):

@@ -49,8 +49,10 @@ class Layout:
     """The index ranges of a worker's tensors in its D parameters.
 
     A tensor of two or more dimensions counts as the matrix [first dimension, all the others]
-    (Vogels et al. 2019, arXiv:1905.13727, § 3). `decayed` has an entry for each tensor: whether
-    weight decay applies to it. None means all.
+    (Vogels et al. 2019, arXiv:1905.13727, § 3).
+
+    Args:
+        decayed: Whether weight decay applies, for each tensor. None means all.
     """
 
     def __init__(self, shapes: Iterable[Sequence[int]], decayed: Sequence[bool] | None = None):
@@ -91,7 +93,8 @@ class Layout:
     def spans(self, which: Iterable[int]) -> list[slice]:
         """The index ranges of some tensors, with adjacent ranges merged.
 
-        which: indices of tensors, in the order of `shapes`.
+        Args:
+            which: Indices of tensors, in the order of `shapes`.
         """
         pieces = sorted((self.starts[i], self.starts[i] + prod(self.shapes[i])) for i in which)
         merged: list[list[int]] = []
@@ -175,7 +178,8 @@ def check_parameters(
     """Raise ValueError unless all are dense tensors of these dtypes on one device, each in memory
     of its own.
 
-    hint  # where parameters in other dtypes, but complex ones, are rejected
+    Args:
+        hint: Remedy in the error about parameters in other dtypes, apart from complex ones.
     """
     first_at: dict[int, int] = {}  # address → index
     for index, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
@@ -217,16 +221,18 @@ def listed(dtypes: Collection[torch.dtype]) -> str:
 class Parameters:
     """The trained parameters, gradients and floating-point buffers of the hosted workers' models.
 
-    x        # [worker, D]   the models' parameters are views of it, and it has their dtype
-    grad     # [worker, D]   their .grad are views of it
-    buffers  # [worker, B]   running statistics and the like, never gossiped
-
     The models, one per worker and all of one architecture, are changed to use this memory. Clear
     their gradients by `grad.zero_()`, not by setting them to None. Frozen parameters, those with
     requires_grad=False, stay as they are and have no part in x: models must start with equal ones.
 
-    Raises ValueError for a model without a parameter to train, and unless parameters and
-    floating-point buffers are all in float32 or all in float64.
+    Attributes:
+        x: Memory [worker, D] of the models' parameters, which are views of it. It has their dtype.
+        grad: Memory [worker, D] of their gradients. Each .grad is a view of it.
+        buffers: Memory [worker, B] of running statistics and the like, which are never gossiped.
+
+    Raises:
+        ValueError: For a model without a parameter to train, and unless parameters and
+            floating-point buffers are all in float32 or all in float64.
     """
 
     def __init__(self, models: Sequence[nn.Module], device: torch.device | None = None):

@@ -23,7 +23,7 @@ Words = NDArray[np.uint32]
 
 
 def seed_sequence(seed: int, purpose: str, *ids: int) -> np.random.SeedSequence:
-    """The root of all randomness: one sequence for each (seed, purpose, *ids).
+    """The root of all randomness: one sequence for each `(seed, purpose, *ids)`.
 
     `purpose` is a word such as "shuffle". `ids` are non-negative integers below 2³², such as worker
     and epoch. Different arguments give independent streams (numpy's `spawn_key`).
@@ -64,8 +64,11 @@ def keys(seed: int, purpose: str, ids: Iterable[tuple[int, ...]]) -> Tensor:
     """One 64-bit key for each tuple of ids: int64 [number of tuples], for `bits`.
 
     The tuples are of one length. A key is that of `seed_sequence`, generate_state(1, uint64). All
-    are computed at once, a hundred times as fast, by its algorithm (seed_seq_fe128 of O'Neill 2015,
-    pcg-random.org/posts/developing-a-seed_seq-alternative.html, with numpy's constants).
+    are computed at once, a hundred times as fast, by its algorithm.
+
+    References:
+        O'Neill (2015), pcg-random.org/posts/developing-a-seed_seq-alternative.html, seed_seq_fe128,
+        with numpy's constants.
     """
     listed = list(ids)
     of_ids = np.array(listed, dtype=np.uint32).reshape(len(listed), -1 if listed else 0)
@@ -98,14 +101,16 @@ def keys(seed: int, purpose: str, ids: Iterable[tuple[int, ...]]) -> Tensor:
 
 
 def bits(keys: Tensor, counter: int, shape: tuple[int, ...], start: Tensor | int = 0) -> Tensor:
-    """64 independent random bits per element: int64 [*keys.shape, *shape], on the keys' device.
+    """64 independent random bits per element: int64 `[*keys.shape, *shape]`, on the keys' device.
 
     The stream of a key at a counter does not depend on the other keys of the call. `start`, below
     2³², is the index of the first element in that stream, and broadcasts with the keys. The 2⁶⁴
     elements of a key, over all counters, are distinct.
 
-    Key and counter are hashed by SplitMix64's finalizer (Steele, Lea & Flood 2014,
-    doi:10.1145/2714064.2660195).
+    Key and counter are hashed by SplitMix64's finalizer.
+
+    References:
+        Steele, Lea & Flood (2014), doi:10.1145/2714064.2660195.
     """
     count = math.prod(shape)
     # A tensor made of an int would be copied to a GPU, for which the host would wait.
@@ -116,7 +121,7 @@ def bits(keys: Tensor, counter: int, shape: tuple[int, ...], start: Tensor | int
 
 
 def uniform(keys: Tensor, counter: int, count: int, start: Tensor | int = 0) -> Tensor:
-    """Independent uniform random numbers on [0, 1), for rounding: float32 [*keys.shape, count].
+    """Independent uniform random numbers on [0, 1), for rounding: float32 `[*keys.shape, count]`.
 
     They are odd multiples of 2⁻¹⁷, so that their mean is ½ exactly and the mean of ⌊y + u⌋ is y up
     to 2⁻¹⁷. Each element of `bits` gives four numbers, from element `start` on.
@@ -126,9 +131,9 @@ def uniform(keys: Tensor, counter: int, count: int, start: Tensor | int = 0) -> 
 
 
 def normal(keys: Tensor, counter: int, shape: tuple[int, ...], start: Tensor | int = 0) -> Tensor:
-    """Independent standard normal numbers: float32 [*keys.shape, *shape]. Arguments as for `bits`.
+    """Independent standard normal numbers: float32 `[*keys.shape, *shape]`.
 
-    The two halves of the 64 bits are the inputs of a Box–Muller transform.
+    Arguments as for `bits`. The two halves of the 64 bits are the inputs of a Box–Muller transform.
     """
     drawn = bits(keys, counter, shape, start)
     high = _shift_right(drawn, 32).double()

@@ -1,7 +1,7 @@
 """Averaging algorithms, and the learning algorithms built on them.
 
 An averaging algorithm's `step(x)` changes x [worker, D] in place. It is a generator that does no
-communication itself: it yields messages and is resumed with the received ones (see network).
+communication itself: it yields messages and is resumed with the received ones (see network)::
 
     averaging.py      the interface
     plain.py          without compression: plain gossip, all-reduce, Chebyshev, finite time

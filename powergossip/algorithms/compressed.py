@@ -22,7 +22,7 @@ _AUTO = "; auto is too large here: leave it out for the default (docs/methods/{}
 
 
 class ChocoGossip:
-    """Workers keep public copies x̂ of themselves and of their neighbors, and send updates of them.
+    """Workers keep public copies x̂ of themselves and of their neighbors, and send updates of them::
 
         q_i = C(x_i − x̂_i)
         x̂_j ← x̂_j + q_j                         for every neighbor j and for i itself
@@ -34,7 +34,7 @@ class ChocoGossip:
     mean drift, while the copies are the same to the bit at both ends.
 
     With a copy rate α below 1, the copies follow more slowly, as in LEAD (Liu et al. 2021,
-    arXiv:2007.00232), whose unbiased compressors are no contraction:
+    arXiv:2007.00232), whose unbiased compressors are no contraction::
 
         ŷ_j = x̂_j + q_j,   x̂_j ← x̂_j + α q_j,   x_i ← x_i + γ Σ_j w_ij (ŷ_j − ŷ_i)
 
@@ -169,7 +169,7 @@ class ChocoGossip:
 
 
 class DeepSqueeze:
-    """Gossip with error feedback: the compression error δ is added to the next message.
+    """Gossip with error feedback: the compression error δ is added to the next message::
 
         v_i = x_i + δ_i,   c_i = C(v_i),   δ_i ← v_i − c_i
         x_i ← x_i + γ Σ_j w_ij (c_j − c_i)
@@ -229,7 +229,7 @@ class DeepSqueeze:
 class Moniqua:
     """Quantized values modulo B suffice between neighbors that differ by less than θ.
 
-    With δ = 1/3 (2 bits: four levels), B = 2θ/(1 − 2δ) and mod(·, a) into [−a/2, a/2):
+    With δ = 1/3 (2 bits: four levels), B = 2θ/(1 − 2δ) and mod(·, a) into [−a/2, a/2)::
 
         q_i = ⌊(mod(x_i/B, 1) + ½)/δ + u⌋ δ − ½      u uniform on [0, 1), the same at every worker
         x̂_i − x_i = q_i B − mod(x_i, B)
@@ -241,7 +241,7 @@ class Moniqua:
     A step computes with integers. In units of δB, with y = mod(x_i + B/2, B) in [0, 3) and
     l_i = ⌊y + u⌋ the level sent, the second term of the sum is l_i − y, and the first is l_j − y
     plus the multiple of 3 that brings it into [−3/2, 3/2). That multiple depends on the cell
-    c = ⌊y + ½⌋ only:
+    c = ⌊y + ½⌋ only::
 
         mod(l_j − y, 3) − (l_i − y) = mod(l_j − c, 3) + c − l_i,   mod(n, 3) = n − 3 round(n/3)
     """

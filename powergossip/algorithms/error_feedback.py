@@ -57,7 +57,7 @@ class ErrorFeedbackConfig:
 class ErrorFeedback:
     """The mean of the workers' compressed gradients. Each worker keeps its error e_i.
 
-    In step t, with the learning rate η_t, the compressor C and momentum m:
+    In step t, with the learning rate η_t, the compressor C and momentum m::
 
         u_i ← m u_i + g_i                          momentum before compression, or u_i = g_i
         p_i ← u_i + (η_{t−1}/η_t) e_i              with Nesterov's, g_i + m u_i + (η_{t−1}/η_t) e_i

@@ -94,7 +94,7 @@ class ExactMean(Stateless):
 
 
 class ChebyshevGossip:
-    """Chebyshev acceleration of plain gossip: the best polynomial of W for its spectrum.
+    """Chebyshev acceleration of plain gossip: the best polynomial of W for its spectrum::
 
         x^{t+1} ← ω_{t+1} (x^t − γ* (I − W) x^t − x^{t−1}) + x^{t−1},   ω_1 = 1
         ω_2 = 1/(1 − ρ²/2),  ω_{t+1} = 1/(1 − ρ² ω_t/4),   ρ the contraction of plain gossip at γ*

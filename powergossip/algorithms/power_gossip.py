@@ -25,7 +25,7 @@ from powergossip.tensor_cache import TensorCache
 class PowerGossip:
     """Neighbors learn a low-rank part of the difference of their matrices by power iteration.
 
-    Per edge (i, j) and matrix, both ends hold the same directions p (rank r). One iteration:
+    Per edge (i, j) and matrix, both ends hold the same directions p (rank r). One iteration::
 
         p ← orthonormalize(p)
         s_i = X_iᵀ p                    is sent to j      (the next iteration: X_i p, sides swap)

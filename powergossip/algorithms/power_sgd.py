@@ -85,7 +85,7 @@ class Aggregation:
     """The mean gradient of all workers, approximately. Each worker keeps its error.
 
     Per matrix M_i of worker i, with `in` on the right side (sides alternate, across steps too), a
-    half-iteration is:
+    half-iteration is::
 
         in ← orthonormalize(in)                 the same in all workers, for each matrix by itself
         out_i = M_i in

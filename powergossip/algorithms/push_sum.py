@@ -35,7 +35,7 @@ class PushSum:
     of w_i. The sender keeps what remains after rounding, w_i z_i − d_i · message, so that rounding
     moves no mass.
 
-    With `running_sums`, messages are the sums of all messages so far:
+    With `running_sums`, messages are the sums of all messages so far::
 
         σ_i ← σ_i + (x̂_i, w_i)/(d_i + 1)
         the receiver adds σ_i − ρ_ij, and then ρ_ij ← σ_i

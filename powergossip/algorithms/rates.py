@@ -77,7 +77,7 @@ def checked(network: Network, rate: Rate | str) -> Rate:
 def of_choco(
     topology: Topology, layout: Layout, compressor: Compressor, factor: float = 1.0
 ) -> float | BySize:
-    """Return the default γ of CHOCO-Gossip, with which no compressor diverges on any graph.
+    """Return the default γ of CHOCO-Gossip, with which no compressor diverges on any graph::
 
         γ = factor · min(1, min_X s(X)/max_i (1 − w_ii))
 
@@ -137,7 +137,7 @@ def warn_of_compressed(name: str, network: Network, rate: float, by_default: flo
 
 
 def choco_rate(topology: Topology, contraction: float) -> float:
-    """Return the γ for which CHOCO-Gossip is proven to converge.
+    """Return the γ for which CHOCO-Gossip is proven to converge::
 
         γ = ξ² δ / (16 ξ + ξ² + 4 β² + 2 ξ β² − 8 ξ δ)
 

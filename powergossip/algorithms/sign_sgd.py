@@ -36,7 +36,7 @@ class SignSGDConfig:
 
 
 class SignSGDAggregation:
-    """The majority vote of the workers' signs, −1, 0 or 1 for each element.
+    """The majority vote of the workers' signs, −1, 0 or 1 for each element::
 
         u_i ← β u_i + (1 − β) g_i
         mean ← sign(Σ_j sign(u_j))

@@ -1,4 +1,4 @@
-"""Runs side by side: one table and one figure of several output folders.
+"""Runs side by side: one table and one figure of several output folders::
 
     runs.py          a run, its files, the curve of a metric
     groups.py        groups of seeds, what differs between them, the cells of the table

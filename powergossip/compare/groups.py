@@ -44,9 +44,10 @@ LONGEST_LABEL = 60  # characters
 class Group:
     """Runs whose configurations are equal up to the seed.
 
-    runs     # of which the complete ones count, or all if none is complete
-    metric   # that is compared
-    differs  # the keys that differ from other groups, with their values; without those it lacks
+    Attributes:
+        runs: Runs of the group. The complete ones count, or all if none is complete.
+        metric: The metric that is compared.
+        differs: The keys that differ from other groups, with their values; without those it lacks.
     """
 
     runs: Sequence[Run]
@@ -235,11 +236,16 @@ def sections(
 ) -> list[Section]:
     """Group runs by metric, and then by configuration.
 
-    metric   # None: the main one of each run, so that different tasks get sections of their own
-    larger   # whether larger is better. None: as recorded, or by the metric's name
-    by_seed  # keep runs that differ in the seed apart
+    Runs without such rows are left out with a warning.
 
-    Runs without such rows are left out with a warning. Raises BadInput if none is left.
+    Args:
+        metric: Name of the metric. None: the main one of each run, so that different tasks get
+            sections of their own.
+        larger: Whether larger is better. None: as recorded, or by the metric's name.
+        by_seed: Whether runs that differ in the seed are kept apart.
+
+    Raises:
+        BadInput: If none is left.
     """
     by_metric: dict[Metric, list[Run]] = {}
     for run in runs:

@@ -32,10 +32,11 @@ Warn = Callable[[str], None]
 class Metric:
     """The metric that is compared.
 
-    name    # of its rows
-    split   # test, valid or train; None for rows without this tag
-    larger  # whether larger is better
-    step    # the unit of the column `epoch`
+    Attributes:
+        name: Name of its rows.
+        split: test, valid or train. None for rows without this tag.
+        larger: Whether larger is better.
+        step: Unit of the column `epoch`.
     """
 
     name: str
@@ -60,12 +61,13 @@ class Metric:
 class Run:
     """The files of a run.
 
-    name      # its folder
-    config    # its keys with their values
-    info      # the contents of info.json
-    rows      # see powergossip.runs.metrics
-    sweep     # whether it is an algorithm of gossip_run.py
-    diverged  # whether it ended for values that are not finite
+    Attributes:
+        name: Name of its folder.
+        config: Keys with their values.
+        info: Contents of info.json.
+        rows: Rows of the run, see powergossip.runs.metrics.
+        sweep: Whether the run is an algorithm of gossip_run.py.
+        diverged: Whether the run ended for values that are not finite.
     """
 
     name: str
@@ -149,8 +151,9 @@ class Run:
     def curve(self, metric: Metric) -> "DataFrame":
         """Return the columns value, worst, megabytes and seconds, by epoch.
 
-        value  # of the mean model, else the mean over workers
-        worst  # of the worst worker, NaN if workers have no rows
+        Args:
+            value: Value of the mean model, else the mean over workers.
+            worst: Value of the worst worker, NaN if workers have no rows.
         """
         import pandas as pd
 
@@ -194,7 +197,10 @@ class Run:
 def read(folder: Path | str, warn: Warn = lambda text: None) -> list[Run]:
     """Return the runs of an output folder: one of train.py, or one for each algorithm.
 
-    Empty, with a warning, if the folder has no rows. Raises BadInput for a damaged file.
+    Empty, with a warning, if the folder has no rows.
+
+    Raises:
+        BadInput: For a damaged file.
     """
     path = Path(folder)
     with warnings.catch_warnings(record=True) as caught:
@@ -251,10 +257,12 @@ def _mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
 
 
 def folders(arguments: Sequence[str], warn: Warn = lambda text: None) -> list[Path]:
-    """Return the folders of runs that arguments name, each once: paths, or patterns such as a/*.
+    """Return the folders of runs that arguments name, each once: paths, or patterns such as `a/*`.
 
-    Others that exist are left out with a warning, so that a shell may expand patterns. Raises
-    BadInput for a path that does not exist, a pattern without a run, or if no folder is left.
+    Others that exist are left out with a warning, so that a shell may expand patterns.
+
+    Raises:
+        BadInput: For a path that does not exist, a pattern without a run, or if no folder is left.
     """
     found: dict[Path, Path] = {}
     for argument in arguments:

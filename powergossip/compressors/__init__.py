@@ -1,8 +1,8 @@
 """Compressors of matrices, and the codec that turns a worker's tensors into a message of bytes.
 
-A compressor C works on matrices v [*, row, column], any leading axes, all matrices at once. It does
-not depend on bytes, layouts or workers. It converts each matrix to a few *fields*, rows of elements
-of one type. Their types and lengths follow from the shape of the matrix:
+A compressor C works on matrices v `[*, row, column]`, any leading axes, all matrices at once. It
+does not depend on bytes, layouts or workers. It converts each matrix to a few *fields*, rows of
+elements of one type. Their types and lengths follow from the shape of the matrix::
 
     fields(rows, columns)           the fields of a matrix, hence the size of a message
     compress(v, stream)             v → the fields, one tensor [*, length] each
@@ -22,7 +22,7 @@ of all C(v), so that an all-reduce can take the place of an all-gather.
 
 `Codec` does this for a whole layout: x [worker, D] → message [worker, bytes], and back for any
 number of senders at once. All matrices of one shape are one call, as are all vectors of one length
-(n × 1 matrices). A message consists of
+(n × 1 matrices). A message consists of::
 
     all 4-byte elements of all tensors, then all 2-byte elements, then all 1-byte elements, then all
     levels as one string of bits,
@@ -34,6 +34,8 @@ Decoding uses elementwise arithmetic only, so that its result is the same to the
 CHOCO-Gossip and DeepSqueeze rely on this: the sender's own C(v), decoded from its own message, must
 equal the C(v) of its neighbors. Decoding adds to its output, since a sparse C(v) then costs time in
 proportion to its message.
+
+Modules::
 
     compressor.py   the interface
     sparse.py       TopK, RandomK, RandomBlock

@@ -17,21 +17,24 @@ from powergossip.tensor_cache import TensorCache
 class Codec:
     """Messages of x [worker, D], tensor by tensor through a compressor.
 
-    size      # bytes of one worker's message
-    elements  # D
-    workers   # int64 [worker]: index of the worker in each row of an encoded x
-    stacks    # of the tensors in the message: matrices, and vectors as matrices of one column
-    plan      # the places of their fields in a message
-    seed      # of the random numbers
-    key       # of their stream
-    message   # uint8 [worker, bytes], the memory of the last encoded messages
-    linear    # whether the mean of the workers' messages, as float32, decodes to the mean of C(x)
-
     `chosen(rows, columns)` selects the tensors in the message, by default all. The others are not
     read, and decode to zeros.
 
     A message lies in memory that the next `encode` overwrites. Decoded elements lie in memory that
     the next `decode` for the same shape of senders overwrites.
+
+    Args:
+        workers: Index of the worker in each row of an encoded x, int64 [worker].
+        seed: Seed of the random numbers.
+
+    Attributes:
+        size: Bytes of one worker's message.
+        elements: Number D of elements.
+        stacks: Stacks of the tensors in the message: matrices, and vectors as one column.
+        plan: The places of their fields in a message.
+        key: Key of their stream.
+        message: Memory of the last encoded messages, uint8 [worker, bytes].
+        linear: Whether the mean of the workers' messages, as float32, decodes to the mean of C(x).
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class Codec:
         return self.message
 
     def decode(self, message: Tensor, senders: Tensor, counter: int) -> Tensor:
-        """C(x) of each sender: [*, D], for messages [*, bytes] of the workers `senders` [*].
+        """C(x) of each sender: `[*, D]`, for messages `[*, bytes]` of the workers `senders` `[*]`.
 
         Leading axes are arbitrary, such as [worker] or [worker, neighbor]. `counter` is the one of
         the senders' `encode`. Padding (sender −1) decodes to zeros if its message is zeros.
@@ -92,7 +95,7 @@ class Codec:
         return out
 
     def add(self, message: Tensor, senders: Tensor, counter: int, out: Tensor) -> None:
-        """out ← out + C(x), for a contiguous out [*, D], otherwise as `decode`."""
+        """out ← out + C(x), for a contiguous out `[*, D]`, otherwise as `decode`."""
         if out.dtype != torch.float32:  # C(x) is in single precision
             out.add_(self.decode(message, senders, counter))
             return
@@ -125,7 +128,7 @@ class Codec:
         return [Stream(of_all, stack, kept) for stack, kept in pairs]
 
     def _matrices_of(self, x: Tensor) -> list[Tensor]:
-        """Views [*, layer, row, column] of x [*, D], by stack."""
+        """Views `[*, layer, row, column]` of x `[*, D]`, by stack."""
         return [
             x[..., s.start : s.stop].unflatten(-1, (s.layers, s.rows, s.columns))
             for s in self.stacks
@@ -179,14 +182,14 @@ class Place(NamedTuple):
     start: int
 
     def view(self, wide: Tensor, levels: Tensor) -> Tensor:
-        """uint8 [*, bytes], or levels [*, level] → [*, layer, length]"""
+        """uint8 `[*, bytes]`, or levels `[*, level]` → `[*, layer, length]`"""
         memory = levels if self.dtype is None else wide.view(self.dtype)
         elements = memory[..., self.start : self.start + self.layers * self.length]
         return elements.unflatten(-1, (self.layers, self.length))
 
 
 class _Fields:
-    """The fields of messages of senders [*], in memory where every element is aligned.
+    """The fields of messages of senders `[*]`, in memory where every element is aligned.
 
     fields  # by stack, in the compressor's order: views [*, layer, length]
     """
@@ -204,14 +207,14 @@ class _Fields:
         self._wide, self._plan = wide[..., : plan.wide], plan
 
     def write(self, message: Tensor) -> None:
-        """Write to message [*, bytes]. Levels are given by their indices."""
+        """Write to message `[*, bytes]`. Levels are given by their indices."""
         plan = self._plan
         message[..., : plan.wide].copy_(self._wide)
         if plan.levels:
             message[..., plan.wide :].copy_(pack(self._levels, plan.levels.bits))
 
     def read(self, message: Tensor) -> None:
-        """Read from message [*, bytes]. Levels become their values."""
+        """Read from message `[*, bytes]`. Levels become their values."""
         plan = self._plan
         self._wide.copy_(message[..., : plan.wide])
         if plan.levels:

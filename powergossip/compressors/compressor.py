@@ -36,12 +36,13 @@ class Field(NamedTuple):
 
 
 class Senders:
-    """The senders of messages [*] and the step, from which random numbers are derived.
+    """The senders of messages `[*]` and the step, from which random numbers are derived.
 
-    key      # of the seed
-    workers  # int64 [*]: indices of the senders
-    counter  # of the step
-    size     # D
+    Args:
+        key: Key of the seed.
+        workers: Indices of the senders, int64 `[*]`.
+        counter: Index of the step.
+        size: Number D of elements.
     """
 
     def __init__(self, key: Tensor, workers: Tensor, counter: int, size: int):
@@ -50,7 +51,7 @@ class Senders:
 
     @cached_property
     def uniform(self) -> Tensor:
-        """Uniform on [0, 1), for rounding, drawn at the first access: float32 [*, D]."""
+        """Uniform on [0, 1), for rounding, drawn at the first access: float32 `[*, D]`."""
         keys = randomness.bits(self.key, 0, (1,), self._workers)[..., 0]
         return randomness.uniform(keys, self.counter, self._size)
 
@@ -67,7 +68,7 @@ class Stream(NamedTuple):
     kept: dict[str, Tensor]  # values of `once`, for one counter
 
     def uniform(self) -> Tensor:
-        """Uniform float32 [*, layer, rows · columns] on [0, 1), for rounding."""
+        """Uniform float32 `[*, layer, rows · columns]` on [0, 1), for rounding."""
         of_stack = self.senders.uniform[..., self.stack.start : self.stack.stop]
         return of_stack.unflatten(-1, (self.stack.layers, -1))
 
@@ -102,7 +103,7 @@ class Compressor(Protocol):
         ...
 
     def compress(self, v: Tensor, stream: Stream) -> tuple[Tensor, ...]:
-        """The fields [*, length] of v [*, row, column], float32.
+        """The fields `[*, length]` of v `[*, row, column]`, float32.
 
         Integers may have a wider type, which the codec narrows. Levels are given by their indices
         0, 1, … in any type. The fields of a matrix with a NaN decompress to at least one NaN, so
@@ -111,7 +112,7 @@ class Compressor(Protocol):
         ...
 
     def decompress(self, fields: tuple[Tensor, ...], out: Tensor, stream: Stream) -> None:
-        """out ← out + C(v), for out [*, row, column] that is contiguous in its last two axes.
+        """out ← out + C(v), for out `[*, row, column]` that is contiguous in its last two axes.
 
         Elementwise arithmetic only. Each element of C(v) is rounded before it is added. Levels are
         given by their values, float32.
@@ -120,5 +121,5 @@ class Compressor(Protocol):
 
 
 def nan_if_not_finite(v: Tensor) -> Tensor:
-    """0 for a row of v [*, n] that is finite, NaN for any other: [*, 1]."""
+    """0 for a row of v `[*, n]` that is finite, NaN for any other: `[*, 1]`."""
     return v.abs().amax(-1, keepdim=True).mul_(0)

@@ -13,7 +13,7 @@ def packed_size(count: int, bits: int) -> int:
 
 
 def pack(levels: Tensor, bits: int) -> Tensor:
-    """levels [*, n], uint8 below 2^bits → uint8 [*, ⌈n · bits / 8⌉], for 1 to 8 bits.
+    """levels `[*, n]`, uint8 below 2^bits → uint8 `[*, ⌈n · bits / 8⌉]`, for 1 to 8 bits.
 
     The bytes are one little-endian string of bits, in which integer j has the bits j · bits to
     (j + 1) · bits − 1. Unused bits at the end are 0.
@@ -39,7 +39,7 @@ def pack(levels: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The inverse of `pack` for `count` integers: uint8 [*, count]."""
+    """The inverse of `pack` for `count` integers: uint8 `[*, count]`."""
     if 8 % bits == 0:
         words = _unpacked_bytes(bits, packed.device).index_select(0, packed.flatten().int())
         levels = words.view(torch.uint8).view(*packed.shape[:-1], packed.shape[-1] * (8 // bits))
@@ -56,7 +56,7 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def _words(levels: Tensor, length: int) -> Tensor:
-    """Groups of `length` levels [*, n] as one wider integer each, the last padded with zeros."""
+    """Groups of `length` levels `[*, n]` as one wider integer each, the last padded with zeros."""
     if missing := -levels.shape[-1] % length:
         levels = functional.pad(levels, (0, missing))
     elif levels.storage_offset() % length or not levels.is_contiguous():

@@ -68,9 +68,9 @@ class Rounding:
     """C(v) = ‖v‖_∞ ξ(v)/s, where s v_j/‖v‖_∞ is rounded to the nearest integer ξ_j ∈ {−s … s}.
 
     Message: the float ‖v‖_∞, then N integers of ⌈log₂(2s + 1)⌉ bits each: 3 for s = 3, 4 up to 7.
-    δ = 1 − Σ_j min(|v_j|, ‖v‖_∞/(2 s))²/‖v‖².
-        Liu, Li, Wang, Tang & Yan (2021), arXiv:2007.00232, § 5, but rounded to the nearest integer.
-        Their random dither makes C unbiased, and no contraction.
+    `δ = 1 − Σ_j min(|v_j|, ‖v‖_∞/(2 s))²/‖v‖²`.
+    Liu, Li, Wang, Tang & Yan (2021), arXiv:2007.00232, § 5, but rounded to the nearest integer.
+    Their random dither makes C unbiased, and no contraction.
 
     A NaN or infinity reaches every decoded entry through the norm.
 
@@ -108,14 +108,15 @@ class Rounding:
 
 @dataclass(frozen=True)
 class QSGD:
-    """C(v) = scale · ‖v‖₂ sign(v) ξ(v)/s, where s |v_j|/‖v‖₂ is rounded to a neighboring integer
-    ξ_j ∈ {0 … s} at random, so that E ξ_j = s |v_j|/‖v‖₂.
+    """C(v) = scale · ‖v‖₂ sign(v) ξ(v)/s, with `s |v_j|/‖v‖₂` rounded to a neighboring integer
+    ξ_j ∈ {0 … s} at random, so that `E ξ_j = s |v_j|/‖v‖₂`.
 
     Message: the float ‖v‖₂, then N integers sign(v_j) ξ_j ∈ {−s … s} of ⌈log₂(2s + 1)⌉ bits each.
-    With `unbiased`, scale = 1: E C(v) = v and E‖C(v) − v‖² ≤ ω ‖v‖² for ω = min(N/s², √N/s).
-        Alistarh, Grubic, Li, Tomioka & Vojnovic (2017), arXiv:1610.02132, § 3.1, Lemma 3.1
-    Otherwise scale = 1/(1 + ω): δ = 1/(1 + ω), for algorithms that need a contraction (CHOCO).
-        Koloskova, Stich & Jaggi (2019), arXiv:1902.00340, § 3.5
+
+    - With `unbiased`, scale = 1: E C(v) = v and E‖C(v) − v‖² ≤ ω ‖v‖² for ω = min(N/s², √N/s).
+      Alistarh, Grubic, Li, Tomioka & Vojnovic (2017), arXiv:1610.02132, § 3.1, Lemma 3.1
+    - Otherwise scale = 1/(1 + ω): δ = 1/(1 + ω), for algorithms that need a contraction (CHOCO).
+      Koloskova, Stich & Jaggi (2019), arXiv:1902.00340, § 3.5
 
     The paper sends the integers in Elias coding, with a length that depends on v. Here they have a
     fixed width. Both ends have the random numbers, but only the sender uses them.

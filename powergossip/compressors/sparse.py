@@ -180,7 +180,7 @@ class RandomBlock(_AtSharedPositions):
     After the last entry the block goes on at the first. The position is uniform, and resampled in
     each step from the stream that all workers share. Message, K, cost, δ, NaN and errors are those
     of `RandomK`.
-        Vogels, Karimireddy & Jaggi (2019), arXiv:1905.13727, Table 4, "Random Block"
+    Vogels, Karimireddy & Jaggi (2019), arXiv:1905.13727, Table 4, "Random Block"
 
     Entries of a block depend on each other more than those of `RandomK`, but are next to each other
     in memory.

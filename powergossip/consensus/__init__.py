@@ -1,4 +1,4 @@
-"""Gossip without learning: a sweep of averaging algorithms over grids of settings.
+"""Gossip without learning: a sweep of averaging algorithms over grids of settings::
 
     methods.py   the averaging algorithms by the names of the published experiment
     config.py    the configuration

@@ -13,11 +13,13 @@ from powergossip.parameters import Layout
 class ConsensusMethod:
     """An averaging algorithm, its fixed options, and its grid.
 
-    averaging   # row of algorithms.AVERAGING or algorithms.CONSENSUS_ONLY
-    options     # of that row
-    grid        # names of the options to sweep: diffusion_rate, theta
-    needs_grid  # False: one diffusion rate unless the configuration specifies the grid
-    num_steps   # unless the configuration specifies it
+    Attributes:
+        averaging: Row of algorithms.AVERAGING or algorithms.CONSENSUS_ONLY.
+        options: Fixed options of that row.
+        grid: Names of the options to sweep: diffusion_rate, theta.
+        needs_grid: Whether there is a default grid. False: one diffusion rate unless the
+            configuration specifies the grid.
+        num_steps: Number of steps unless the configuration specifies it.
     """
 
     averaging: str

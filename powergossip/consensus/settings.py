@@ -31,7 +31,8 @@ OTHERS = "others"  # the other algorithms, in a mapping num_steps
 def checked(config: DictConfig, processes: Processes) -> Settings:
     """Return the settings of a configuration, with n_workers and the list of algorithms resolved.
 
-    Raises ValueError for values that are not accepted.
+    Raises:
+        ValueError: For values that are not accepted.
     """
     values = plain(config)
     checks.representable("", values)

@@ -45,10 +45,11 @@ def _ignore(*_: object) -> None:
 class Hooks:
     """Functions that `Sweep.run` calls on process 0.
 
-    log_metric(name, values, tags)                # a row, see gossip_run.log_metric
-    log_info({"state.progress": fraction})
-    log_runtime(algorithm, mean, std, instances)  # seconds of a step
-    progress(algorithm, steps)                    # steps completed, the sum over the settings
+    Attributes:
+        log_metric(name, values, tags): Log a row, see gossip_run.log_metric.
+        log_info({"state.progress": fraction}): Log the progress.
+        log_runtime(algorithm, mean, std, instances): Log seconds of a step.
+        progress(algorithm, steps): Report the completed steps, the sum over the settings.
     """
 
     log_metric: Callable[[str, Mapping[str, float], Mapping[str, Any]], None] = _ignore
@@ -60,16 +61,23 @@ class Hooks:
 class Sweep:
     """All settings of the configured algorithms, from the same starting matrices.
 
-    config    # checked, with n_workers, the list of algorithms, and the true matrix_size
-    topology
-    settings  # algorithm → its grid
-    layout    # of a worker's matrix
-    start     # [worker, D]  starting matrices
-    mean      # [D], float64  x̄_0
-
     batch_elements limits the size of x for the settings that are run concurrently. None gives
     BATCH_ELEMENTS. All processes construct a sweep at the same time, and call `run` at the same
-    time. Raises BadInput in all of them for a configuration that cannot be run.
+    time.
+
+    Args:
+        config: Checked configuration, with n_workers, the list of algorithms, and the true
+            matrix_size.
+
+    Attributes:
+        topology: Topology of the configuration.
+        settings: Settings of each algorithm's grid.
+        layout: Layout of a worker's matrix.
+        start: Starting matrices [worker, D].
+        mean: x̄_0 [D], float64.
+
+    Raises:
+        BadInput: In all processes, for a configuration that cannot be run.
     """
 
     def __init__(self, config: DictConfig, processes: Processes, batch_elements: int | None = None):
@@ -284,8 +292,11 @@ class _Log:
 class MatrixBatch:
     """Several settings of one algorithm that step together, each with a copy of all workers.
 
-    settings  # those that have not diverged
-    x         # [setting · worker, D]
+    Args:
+        settings: Settings that have not diverged.
+
+    Attributes:
+        x: Matrices [setting · worker, D].
     """
 
     def __init__(self, sweep: Sweep, name: str, settings: list[Setting]):

@@ -1,7 +1,7 @@
 """Exchanges by edges: messages that are late or lost, workers that stop, die, or join.
 
 The averaging rules of `powergossip.algorithms` move all workers in one step. Here workers exchange
-with one neighbor at a time, each at its own time.
+with one neighbor at a time, each at its own time::
 
     averaging.py      averaging rules in edge form: plain gossip, PowerGossip, CHOCO-Gossip
     learning.py       learning rules in edge form

@@ -2,7 +2,7 @@
 
 The rules of `powergossip.algorithms` average all workers in one step. Here the unit is the edge
 (i, j). It has a counter k of its own, and each end has its own state. An exchange consists of two
-messages, the *parts* of the ends:
+messages, the *parts* of the ends::
 
     s_i = end.part(x_i, k)                     sent to j, and kept until exchange k is applied
     u_ij = end.exchange(s_i, s_j, k, w)        x_i ← x_i + u_ij, when both parts are there
@@ -60,7 +60,8 @@ class End(Protocol):
 class Exchanges(Protocol):
     """An averaging rule in edge form.
 
-    rounds  # exchanges on each edge in a step of the synchronous rule
+    Attributes:
+        rounds: Number of exchanges on each edge in a step of the synchronous rule.
     """
 
     rounds: int
@@ -68,9 +69,10 @@ class Exchanges(Protocol):
     def end(self, i: int, j: int, like: Tensor, incarnation: int | None = None) -> End:
         """The end at worker i of its edge with j, in the state at the start.
 
-        like         # a tensor of the dtype and device of x
-        incarnation  # None: an edge of the start. Otherwise it begins later, and this counts the
-                     # replacements of its workers
+        Args:
+            like: A tensor of the dtype and device of x.
+            incarnation: None for an edge of the start. An edge that begins later counts the
+                replacements of its workers.
         """
         ...
 
@@ -78,8 +80,13 @@ class Exchanges(Protocol):
 class PlainExchanges:
     """x_i ← x_i + γ w (s_j − s_i), s_i = x_i.
 
-    Xiao & Boyd (2004), doi:10.1016/j.sysconle.2004.02.022. A part has D elements. Raises BadValue
-    unless γ > 0.
+    A part has D elements.
+
+    Raises:
+        BadValue: Unless γ > 0.
+
+    References:
+        Xiao & Boyd (2004), doi:10.1016/j.sysconle.2004.02.022.
     """
 
     rounds = 1
@@ -111,23 +118,26 @@ class _PlainEnd:
 
 
 class PowerExchanges:
-    """PowerGossip: power iteration on the difference of the matrices of both ends.
+    """PowerGossip: power iteration on the difference of the matrices of both ends::
 
         p ← orthonormalize(p)                the same p at both ends
         s_i = X_iᵀ p                         the part (in every second exchange X_i p, sides swap)
         d = s_j − s_i
         X_i ← X_i + γ w p dᵀ,   p ← d        warm start, or else p is resampled
 
-    Vogels, Karimireddy & Jaggi (2020), arXiv:2008.01425, Algorithm 1. See algorithms.PowerGossip
-    for the departures from the paper. Both ends take d and p from the perspective of the worker
-    with the lower index, so that they have the same bits. The directions of a skipped exchange stay
-    for the next one of the same side.
+    See algorithms.PowerGossip for the departures from the paper. Both ends take d and p from the
+    perspective of the worker with the lower index, so that they have the same bits. The directions
+    of a skipped exchange stay for the next one of the same side.
 
     Every num_iterations-th part also has the elements that rank r does not compress, for plain
     gossip: matrices with the rate γ, vectors with 1.
 
-    Raises BadValue for a rank or number of iterations below 1, or γ that is not positive, and
-    ValueError for round_weights with a rank other than 1.
+    Raises:
+        BadValue: For a rank or number of iterations below 1, or γ that is not positive.
+        ValueError: For round_weights with a rank other than 1.
+
+    References:
+        Vogels, Karimireddy & Jaggi (2020), arXiv:2008.01425, Algorithm 1.
     """
 
     dual_rate = PowerGossip.dual_rate
@@ -263,19 +273,24 @@ def _largest(rows: Tensor) -> Tensor:
 
 
 class ChocoExchanges:
-    """CHOCO-Gossip with public copies x̂_i and x̂_j for each edge, at both of its ends.
+    """CHOCO-Gossip with public copies x̂_i and x̂_j for each edge, at both of its ends::
 
         q_i = C(x_i − x̂_i)                              the part
         ŷ_i = x̂_i + q_i,   ŷ_j = x̂_j + q_j
         x_i ← x_i + γ w (ŷ_j − ŷ_i)
         x̂_i ← x̂_i + α q_i,   x̂_j ← x̂_j + α q_j
 
-    Koloskova, Stich & Jaggi (2019), arXiv:1902.00340, Algorithm 1, where all edges of a worker have
-    one copy of it. Where exchanges are late or skipped, edges differ. α is the copy rate, see
-    algorithms.ChocoGossip. Messages are in single precision. Copies start at 0. On an edge that
-    begins later, the first part is x_i, uncompressed, and becomes x̂_i.
+    In the paper, all edges of a worker have one copy of it. Where exchanges are late or skipped,
+    edges differ. α is the copy rate, see algorithms.ChocoGossip. Messages are in single precision.
+    Copies start at 0. On an edge that begins later, the first part is x_i, uncompressed, and
+    becomes x̂_i.
 
-    Raises BadValue unless γ > 0 and 0 < α ≤ 1, and ValueError for options of the compressor.
+    Raises:
+        BadValue: Unless γ > 0 and 0 < α ≤ 1.
+        ValueError: For options of the compressor.
+
+    References:
+        Koloskova, Stich & Jaggi (2019), arXiv:1902.00340, Algorithm 1.
     """
 
     rounds = 1

@@ -22,7 +22,10 @@ def begin_late(
 ) -> tuple[Worker, list[int]]:
     """A worker that joins the others, and those of whose x [worker, D] it has the mean.
 
-    They are its neighbors, or all workers where no neighbor is alive. steps: −1 for their mean.
+    They are its neighbors, or all workers where no neighbor is alive.
+
+    Args:
+        steps: Number of steps of the worker. −1 for the mean of theirs.
     """
     view = versions
     for worker in workers.values():

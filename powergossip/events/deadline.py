@@ -10,9 +10,9 @@ SPREADS = 6
 
 
 class Deadline:
-    """The time that an exchange of one edge may take before its worker goes on without it.
+    """The time that an exchange of one edge may take before its worker goes on without it::
 
-    deadline = max(floor, median + 6 · MAD),    MAD = median |d − median d|
+        deadline = max(floor, median + 6 · MAD),    MAD = median |d − median d|
 
     d are the durations of the last 64 exchanges, late ones included, in seconds. Up to half of
     them may be arbitrarily long and the deadline stays within the range of the others. A missed

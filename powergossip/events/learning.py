@@ -1,6 +1,6 @@
 """Learning rules in edge form: a worker's own part of a step, apart from the exchanges.
 
-A step of worker i, with exchanges u_ij at times of their own:
+A step of worker i, with exchanges u_ij at times of their own::
 
     rule.begin()        the exchanges start here, if the rule overlaps
     ... g_i at x_i      gradient
@@ -53,7 +53,8 @@ class Local(Protocol):
 class WorkerRow(Protocol):
     """A worker's own row of the flat buffers, see parameters.Parameters.
 
-    x, grad  # [1, D]
+    Attributes:
+        x, grad: Parameters and gradient [1, D].
     """
 
     x: Tensor
@@ -75,7 +76,8 @@ class Variables(NamedTuple):
 class EdgeRule:
     """A learning rule without learning: x changes by exchanges only. The base of the others.
 
-    overlaps  # whether exchanges may start before the gradient
+    Attributes:
+        overlaps: Whether exchanges may start before the gradient.
     """
 
     overlaps: ClassVar[bool] = True
@@ -100,7 +102,8 @@ class EdgeRule:
     def add(self, j: int, u: Tensor, agreed: bool = True) -> None:
         """Apply an exchange u_ij [D'].
 
-        agreed  # whether both messages have the present view of the worker
+        Args:
+            agreed: Whether both messages have the present view of the worker.
         """
         self._x[0].add_(u)
 
@@ -150,12 +153,15 @@ class DPSGD(_Learning):
 
 
 class QuasiGlobal(_Learning):
-    """QG-DSGDm: the displacement of x_i between own steps has the place of that between steps.
+    """QG-DSGDm: the displacement of x_i between own steps has the place of that between steps::
 
         m̃_i = β m_i + g_i                   x_i ← x_i − η m̃_i, with nesterov − η (g_i + β m̃_i)
         m_i ← β m_i + (1 − β) (x_i before − x_i after)/η
 
-    See algorithms.learning.QuasiGlobalMomentum. momentum: β.
+    See algorithms.learning.QuasiGlobalMomentum.
+
+    Args:
+        momentum: Momentum β.
     """
 
     def __init__(
@@ -196,7 +202,7 @@ class QuasiGlobal(_Learning):
 
 
 class ExactDiffusion(_Learning):
-    """NIDS with duals per edge.
+    """NIDS with duals per edge::
 
         x_i ← x_i + u_i + Σ_j d_ij           u_i the local optimizer's displacement
         δ_ij = u_ij/(1 + θ), exchanged:      x_i ← x_i + δ_ij,   d_ij ← d_ij + θ δ_ij
@@ -210,7 +216,8 @@ class ExactDiffusion(_Learning):
     forgets d_ij. Σ_i d_i = 0 thus holds among those that are left, and they find the optimum of
     their mean loss.
 
-    dual_rate  # θ
+    Args:
+        dual_rate: Rate θ of the duals.
     """
 
     overlaps: ClassVar[bool] = False
@@ -245,7 +252,7 @@ class ExactDiffusion(_Learning):
 
 
 class GradientTracking(_Learning):
-    """DSGT: x and y travel together, and the local optimizer's displacements are tracked.
+    """DSGT: x and y travel together, and the local optimizer's displacements are tracked::
 
         y_i ← y_i + u_i − u_i'               u_i the local optimizer's displacement, u_i' the last
         x_i ← x_i + y_i

@@ -30,12 +30,14 @@ def dead(view: View) -> frozenset[int]:
 class Members:
     """Weights of the edges between the workers that are alive, a function of the dead ones.
 
-    topology  # static and undirected
-
     The weight of an exchange is that for the union of the views in its two messages, and therefore
     the same at both ends.
 
-    Raises ValueError for a directed or time-varying topology.
+    Args:
+        topology: A static and undirected topology.
+
+    Raises:
+        ValueError: For a directed or time-varying topology.
     """
 
     def __init__(self, topology: Topology):

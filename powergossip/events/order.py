@@ -1,7 +1,7 @@
 """The order of events of a run, as a file.
 
 A line of the file is an event in JSON: seconds, kind, worker, neighbor j and counter k of the
-exchange (−1 where there is none). A real run and the virtual clock write the same kinds:
+exchange (−1 where there is none). A real run and the virtual clock write the same kinds::
 
     begin, gradient, finish   of a step: see worker.Worker
     start                     part k is computed and sent to j
@@ -62,7 +62,8 @@ def write_whole(path: Path, entries: Iterable[Entry]) -> None:
 def read(path: Path) -> list[Entry]:
     """Read a file of events, without an incomplete last line.
 
-    Raises BadValue for a file that cannot be read or another line.
+    Raises:
+        BadValue: For a file that cannot be read, and for a line that is no event.
     """
     entries = []
     try:
@@ -82,14 +83,17 @@ def read(path: Path) -> list[Entry]:
 def merged(parts: Sequence[Sequence[Entry]], lost: Iterable[int]) -> list[Entry]:
     """The events of all workers in one order, from those of each process in its own.
 
-    parts  # in the order in which the processes were started
-    lost   # workers at the end
-
     A part is sent before it is applied, and otherwise earlier times come first: the clocks of
     processes may differ. All processes meet when a replacement joins, and at the end of an epoch:
     earlier events of each come before, later ones after. A lost worker dies after its last event,
-    or before all others if it has none. Raises ValueError where a part is applied that none has
-    sent.
+    or before all others if it has none.
+
+    Args:
+        parts: Events of each process, in the order in which the processes were started.
+        lost: Workers that are lost at the end.
+
+    Raises:
+        ValueError: For a part that is applied but was never sent.
     """
     sent: Counter[tuple[int, int, int]] = Counter()  # i, j, k → sent, not applied
     joins: Counter[int] = Counter()  # worker → replacements so far

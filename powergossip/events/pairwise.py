@@ -1,8 +1,8 @@
 """A²CiD²: asynchronous gossip of pairs, accelerated by a second copy of x.
 
-Nabli, Belilovsky & Oyallon (2023), arXiv:2306.08289. Worker i has x_i and x̃_i. Edges exchange at
-random times. A worker takes part in `rate` exchanges per unit of time, which is that of a gradient,
-on average. Between the events of a worker, its two copies approach each other:
+Worker i has x_i and x̃_i. Edges exchange at random times. A worker takes part in `rate` exchanges
+per unit of time, which is that of a gradient, on average. Between the events of a worker, its two
+copies approach each other::
 
     (x, x̃) ← ((1 − c) x + c x̃, (1 − c) x̃ + c x),   c = (1 − e^(−2 η Δt))/2
 
@@ -16,6 +16,9 @@ on average. Between the events of a worker, its two copies approach each other:
 with r_ij the number of exchanges of an edge per unit of time. The squared distance to the mean
 decays as e^(−t/√(χ_1 χ_2)) or faster, that of pairs without the second copy as e^(−t/χ_1). The sum
 of x and x̃ over all workers is conserved. Exchanges are instantaneous.
+
+References:
+    Nabli, Belilovsky & Oyallon (2023), arXiv:2306.08289.
 """
 
 import math
@@ -72,14 +75,18 @@ def constants(topology: Topology, rates: np.ndarray) -> Constants:
 class AcceleratedPairs:
     """Exchanges of random pairs of workers that hold x [worker, D], in place.
 
-    accelerated  # False: without the second copy
-    rate         # exchanges of a worker per unit of time
+    The draws depend on (seed, index of the exchange).
 
-    now     # the time of the last event
-    second  # x̃ [worker, D]
+    Args:
+        accelerated: Whether there is a second copy of x.
+        rate: Mean number of exchanges of a worker per unit of time.
 
-    The draws depend on (seed, index of the exchange). Raises ValueError for a directed or
-    time-varying topology.
+    Attributes:
+        now: Time of the last event.
+        second: Second copy x̃ [worker, D].
+
+    Raises:
+        ValueError: For a directed or time-varying topology.
     """
 
     def __init__(

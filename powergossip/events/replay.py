@@ -17,10 +17,13 @@ from powergossip.network.counter import Counter
 class Replay:
     """Lets the events of a file happen again, to workers in their state at the start.
 
-    The attributes and methods are those of VirtualClock. It counts what the run counted. Raises
-    BadValue where the file ends before the steps of `run`.
+    The attributes and methods are those of VirtualClock. It counts what the run counted.
 
-    steps_per_epoch  # of each worker
+    Args:
+        steps_per_epoch: Number of steps of each worker in an epoch.
+
+    Raises:
+        BadValue: If the file ends before the steps of `run`.
     """
 
     def __init__(

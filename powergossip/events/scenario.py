@@ -1,6 +1,6 @@
 """Scenarios of the virtual clock: speeds, delays, lost messages, deaths, stops and joins.
 
-A scenario is a file in YAML. All keys are optional:
+A scenario is a file in YAML. All keys are optional::
 
     seconds_per_step: 1.0              # of a worker with speed 1
     speeds: {3: 0.25}                  # worker → speed, 1 for the others
@@ -21,7 +21,7 @@ both`, the two are late or lost together. The fraction of all messages is the sa
 a part is lost, its receiver skips the exchange.
 Losses in bursts, by the model of Gilbert (1960) and Elliott (1963), have in place of a fraction the
 probabilities to change from the good state of an edge, without losses, to the bad one and back, and
-the fraction lost in the bad one:
+the fraction lost in the bad one::
 
     loss: {to_bad: 0.01, to_good: 0.2, fraction: 0.5, ends: both}
 
@@ -44,7 +44,12 @@ POLICIES = ("synchronous", "bounded", "asynchronous")  # key gossip, see worker.
 
 @dataclass(frozen=True)
 class Late:
-    """Exchanges that arrive later by some seconds. fraction: of them. ends: one, or both."""
+    """Exchanges that arrive later by some seconds.
+
+    Attributes:
+        fraction: Fraction of the exchanges.
+        ends: one, or both ends of an exchange.
+    """
 
     fraction: float = 0.0
     seconds: float = 0.0
@@ -53,9 +58,12 @@ class Late:
 
 @dataclass(frozen=True)
 class Loss:
-    """Lost messages. fraction: of them, with `to_bad` of those in the bad state. ends: see Late.
+    """Lost messages.
 
-    to_bad, to_good  # probabilities of a change of state from one exchange to the next
+    Attributes:
+        fraction: Fraction of the messages, with `to_bad` of those in the bad state.
+        ends: one, or both ends of an exchange.
+        to_bad, to_good: Probabilities of a change of state from one exchange to the next.
     """
 
     fraction: float = 0.0
@@ -66,7 +74,12 @@ class Loss:
 
 @dataclass(frozen=True)
 class Happening:
-    """Something that happens to a worker. at: virtual seconds. seconds: the length of a stop."""
+    """Something that happens to a worker.
+
+    Attributes:
+        at: Virtual seconds.
+        seconds: Length of a stop.
+    """
 
     worker: int
     at: float
@@ -171,10 +184,14 @@ class ExchangeKeys(Protocol):
 def resolve(c: ExchangeKeys, n_processes: int, linked: bool | None = None) -> bool:
     """Replace a file in c.scenario by its contents, and give c.max_delay its value.
 
-    linked  # whether processes can exchange by edges. None: they never can in this program
+    Args:
+        linked: Whether processes can exchange by edges. None: they never can in this program.
 
-    Returns whether they have other values than those of synchronous steps without a scenario.
-    Raises ValueError for bad values, and for several processes where one has to host all workers.
+    Returns:
+        Whether the keys have other values than those of synchronous steps without a scenario.
+
+    Raises:
+        ValueError: For bad values, and for several processes where one has to host all workers.
     """
     checks.one_of("gossip", c.gossip, POLICIES)
     if isinstance(c.scenario, str):

@@ -36,15 +36,18 @@ class _Lives:
 class VirtualClock:
     """Runs the lives of workers through a scenario.
 
-    x         # [worker, D], the memory of the workers' rows
-    make      # makes the workers at the start, and replacements
-    compute   # called when the time of a gradient is over, with x as it was when it began
-    record    # whether to keep the order of events in `order`
+    Args:
+        x: Memory of the workers' rows [worker, D].
+        make: Function that makes the workers at the start, and replacements.
+        compute: Function called when the time of a gradient is over, with x as it was when it
+            began.
+        record: Whether `order` has the events.
+        counter: Counter of the bits and messages of each worker.
 
-    now       # virtual seconds since the start
-    workers   # index → Worker, of those alive
-    counter   # of the bits and messages of each worker
-    order     # entries for order.write
+    Attributes:
+        now: Virtual seconds since the start.
+        workers: The workers alive, by index.
+        order: Entries for order.write.
     """
 
     def __init__(

@@ -76,19 +76,22 @@ class _Lives:
 class WallClock:
     """Runs the lives of the workers of this process.
 
-    links      # to the other processes
-    make       # makes the workers at the start
-    compute    # computes the gradient of a worker's step
-    together   # whether all workers take the same number of steps. Otherwise a run of steps is over
-               # when the mean over workers has reached it
-    survives   # whether the run goes on without workers that are lost. Then messages carry views,
-               # and no step waits for an exchange longer than its deadline
-    measure    # measure("communication") is the context in which messages are waited for
+    Args:
+        links: Links to the other processes.
+        make: Function that makes the workers at the start.
+        compute: Function that computes the gradient of a worker's step.
+        together: Whether all workers take the same number of steps. Otherwise a run of steps is
+            over when the mean over workers has reached it.
+        survives: Whether the run goes on without workers that are lost. Then messages carry views,
+            and no step waits for an exchange longer than its deadline.
+        measure: measure("communication") is the context in which messages are waited for.
+        counter: Counter of the bits and messages of each worker of this process.
 
-    now         # seconds since the start
-    workers     # index → Worker, of this process
-    counter     # of the bits and messages of each worker of this process
-    order_file  # where the events of these workers are written, None: nowhere. Set before `run`
+    Attributes:
+        now: Seconds since the start.
+        workers: Workers of this process, by index.
+        order_file: File to which the events of these workers are written, or None. Set before
+            `run`.
     """
 
     def __init__(
@@ -256,9 +259,12 @@ class WallClock:
 
         A replacement begins with the mean of its neighbors' models, or of all where no neighbor is
         alive, and with the mean of their steps. One after the other, in ascending order: the second
-        one may have the first as its neighbor. Returns the steps of those that this process hosts.
+        one may have the first as its neighbor.
 
         Raises Stopped if all of these neighbors are lost meanwhile.
+
+        Returns:
+            Steps of the replacements that this process hosts, by worker.
         """
         self._receive()
         self._learn(reduce(union, self.links.group.gather(self._versions)))

@@ -1,4 +1,4 @@
-"""The life of a worker whose exchanges may be late: one generator, for any driver.
+"""The life of a worker whose exchanges may be late: one generator, for any driver::
 
     worker = Worker(...)
     for action in worker.life(): ...   a driver does what the worker yields, and resumes it
@@ -26,9 +26,10 @@ from powergossip.events.scenario import POLICIES
 class Action(Enum):
     """The requests of a worker to its driver.
 
-    GRADIENT  compute the gradient of the worker's next step, which takes time, and resume
-    POLL      resume once everything that has arrived by now is received
-    WAIT      resume when something new has arrived
+    Attributes:
+        GRADIENT: Compute the gradient of the worker's next step, which takes time, and resume.
+        POLL: Resume once everything that has arrived by now is received.
+        WAIT: Resume when something new has arrived.
     """
 
     GRADIENT = "gradient"
@@ -40,10 +41,11 @@ class Action(Enum):
 class Message:
     """A part of an exchange on its way.
 
-    k            # of the exchange
-    incarnation  # of the edge: the sum of the versions of its workers
-    view         # of the sender
-    part         # None: lost
+    Attributes:
+        k: Counter of the exchange.
+        incarnation: Sum of the versions of the workers of the edge.
+        view: View of the sender.
+        part: Part of the sender, None if it was lost.
     """
 
     k: int
@@ -56,11 +58,12 @@ class Message:
 class Edge:
     """A worker's end of an edge.
 
-    begins_later  # whether it is not an edge of the start
-    k             # of the exchange that is pending, or else of the next one
-    own           # the message of the pending exchange, None: there is none
-    started       # the worker's step in which it was sent
-    inbox         # k → message of the neighbor. It is at most one exchange ahead
+    Attributes:
+        begins_later: Whether the edge begins after the start.
+        k: Counter of the pending exchange, or else of the next one.
+        own: Message of the pending exchange, None without one.
+        started: Step of the worker in which that message was sent.
+        inbox: Messages of the neighbor by k. It is at most one exchange ahead.
     """
 
     end: End
@@ -78,12 +81,13 @@ class Edge:
 
 
 class Policy:
-    """Which pending exchanges a worker waits for before its step goes on.
+    """Pending exchanges that a worker waits for before its step goes on.
 
-    synchronous   all of them
-    bounded       those of edges that are more than max_delay exchanges behind: one that was sent in
-                  this step is 1 behind, in the step before 2, …. max_delay=0: all of them
-    asynchronous  none
+    Attributes:
+        synchronous: All of them.
+        bounded: Those of edges that are more than max_delay exchanges behind: one that was sent in
+            this step is 1 behind, in the step before 2, …. max_delay=0: all of them.
+        asynchronous: None.
     """
 
     def __init__(self, gossip: str = "synchronous", max_delay: int = 0):
@@ -100,13 +104,16 @@ class Policy:
 class Worker:
     """A worker: its edges, its learning rule, and the order of their steps.
 
-    view    # the versions of all workers as it knows them
-    edges   # j → Edge, also those whose weight has become 0 in the view
-    late    # neighbors for whose pending exchange a driver does not let the worker wait
-    steps   # completed
-    log     # (kind, j, k) of all that changed its state since the driver last cleared it
-
     Each step has exchanges.rounds exchanges on each edge, or fewer where it does not wait.
+
+    Args:
+        view: Versions of all workers as this one knows them.
+        steps: Number of completed steps.
+
+    Attributes:
+        edges: Edge by neighbor j, also those whose weight has become 0 in the view.
+        late: Neighbors for whose pending exchange a driver does not let the worker wait.
+        log: (kind, j, k) of all events that changed the state since the driver last cleared it.
     """
 
     def __init__(

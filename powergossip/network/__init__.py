@@ -2,13 +2,13 @@
 torch.distributed, but for PyTorch's own hooks.
 
 An algorithm's step is a conversation: a generator that yields outgoing messages and is resumed with
-the received ones. It yields one message, or a tuple of messages that are sent concurrently:
+the received ones. It yields one message, or a tuple of messages that are sent concurrently::
 
-    yields                                                        is resumed with
-    ToEach(tensor)  # [worker, neighbor, ...]  one per neighbor   [worker, neighbor, ...]
-    ToAll(tensor)   # [worker, ...]            all the same       [worker, neighbor, ...]
-    Mean(tensor)    # [worker, ...]            all-reduce         [1, ...], the mean
-    Gather(pieces)  # worker × [any length]    all-gather         n × [length], of all workers
+    yields                                                    is resumed with
+    ToEach  tensor [worker, neighbor, ...]  one per neighbor  [worker, neighbor, ...]
+    ToAll   tensor [worker, ...]            all the same      [worker, neighbor, ...]
+    Mean    tensor [worker, ...]            all-reduce        [1, ...], the mean
+    Gather  pieces, worker × [any length]   all-gather        n × [length], of all workers
 
 The receive buffer and the requests belong to the memory of the tensor that is sent. They are
 created when a tensor is sent for the first time, reused whenever it is sent again by the same kind

@@ -15,8 +15,10 @@ from powergossip.network.processes import Pieces, Requests
 def all_reduce_cost(n: int, bits: int) -> tuple[int, int]:
     """Bits and messages that each of n workers sends in an all-reduce of `bits` bits.
 
-    2 (n − 1)/n · bits in 2 (n − 1) messages, the lower bound (Patarasuk & Yuan 2009,
-    doi:10.1016/j.jpdc.2008.09.002).
+    2 (n − 1)/n · bits in 2 (n − 1) messages, the lower bound.
+
+    References:
+        Patarasuk & Yuan (2009), doi:10.1016/j.jpdc.2008.09.002.
     """
     return round(2 * (n - 1) * bits / n), 2 * (n - 1)
 
@@ -100,7 +102,8 @@ def _sum_in_pairs(rows: Tensor, out: Tensor) -> None:
 class _Mean:
     """out [element] ← the sum of rows [row, element], added in pairs, ÷ n.
 
-    `own`: the index of a row and the tensor that takes its place.
+    Args:
+        own: Index of a row and the tensor that takes its place.
     """
 
     def __init__(self, rows: Tensor, out: Tensor, n: int, own: tuple[int, Tensor] | None = None):
@@ -141,9 +144,9 @@ class Reduction(Transport):
     MPI's, in place: all elements up and down a tree, which takes several times as long on slow
     links), and it ends the process for tensors on a GPU (github.com/open-mpi/ompi/issues/9845).
 
-    `native`: the library's own all-reduce takes the place of the sum between processes.
-
-    tensor  # [copy · worker, ...], with the hosted workers of each copy
+    Args:
+        native: Whether the library's own all-reduce takes the place of the sum between processes.
+        tensor: [copy · worker, ...], with the hosted workers of each copy.
     """
 
     def __init__(self, connection: Connection, tensor: Tensor, *, copies: int, native: bool):

@@ -10,8 +10,9 @@ from powergossip.network.processes import Channel, Processes
 class Connection:
     """The processes, and how their messages access the memory of a device.
 
-    `stage` selects staging through (pinned) host memory for messages between processes. None
-    selects it where tensors are on a GPU and the channel does not accept GPU memory.
+    Args:
+        stage: Whether messages between processes are staged through (pinned) host memory. None:
+            where tensors are on a GPU and the channel does not accept GPU memory.
     """
 
     def __init__(

@@ -10,9 +10,11 @@ import torch
 class Counter:
     """Counts since the start of the run.
 
-    rows  # number of workers. With several copies of them, of workers of all copies
+    Args:
+        rows: Number of workers. With several copies of them, of workers of all copies.
 
-    bits, messages  # int64 [row]
+    Attributes:
+        bits, messages: Counts of each row, int64 [row].
     """
 
     def __init__(self, rows: int):

@@ -13,8 +13,9 @@ MOST_SLOTS = 2**30  # of a table of neighbors, 8 bytes each
 class _RoundEdges(NamedTuple):
     """All directed edges source → destination of a round, by destination, then source. [edge]
 
-    out_slot  # index of the edge among those out of its source
-    in_slot   # index of the edge among those into its destination
+    Attributes:
+        out_slot: Index of the edge among those out of its source.
+        in_slot: Index of the edge among those into its destination.
     """
 
     source: np.ndarray
@@ -43,28 +44,25 @@ class Edges:
     """The edges of a round that start or end at a worker of this process. numpy arrays.
 
     A row is a hosted worker of a copy: copy · hosted + index of the worker among the hosted ones.
+    Rows of messages are addressed by pairs of arrays (row, slot): out_slot for an outgoing message,
+    in_slot for an incoming one. Edges between processes are ordered by process, then in an order
+    that both processes share: by copy, destination and in_slot.
 
-    neighbors, weights  # [row, in_slot], see Slots
-    out_degrees         # [row]
-    n_in, n_out         # int: the largest in-degree and out-degree of all workers
-
-    The other attributes address the rows of messages by pairs of arrays (row, slot): out_slot for
-    an outgoing message, in_slot for an incoming one.
-
-    inside_source, inside_destination  # the two ends of the edges inside of this process
-    outgoing, outgoing_process         # edges to other processes, and their ranks
-    incoming, incoming_process         # edges from other processes, and their ranks
-
-    The last two are ordered by process, then in an order that both processes share: by copy,
-    destination and in_slot.
-
-    Example: the chain 0 – 1 – 2 – 3 in two processes, seen by the one that hosts workers 0 and 1.
+    Example: the chain 0 – 1 – 2 – 3 in two processes, seen by the one that hosts workers 0 and 1::
 
         edge    out_slot  in_slot                  neighbors    [[1, −1], [0, 2]]
         1 → 0   0         0         inside         out_degrees  [1, 2]
         0 → 1   0         0         inside         inside_source (row, out_slot)      (1, 0), (0, 0)
         2 → 1   0         1         incoming       inside_destination (row, in_slot)  (0, 0), (1, 0)
         1 → 2   1         0         outgoing       incoming (1, 1), outgoing (1, 1), with process 1
+
+    Attributes:
+        neighbors, weights: Neighbors and their weights [row, in_slot], see Slots.
+        out_degrees: Numbers of receivers [row].
+        n_in, n_out: Largest in-degree and out-degree of all workers.
+        inside_source, inside_destination: The two ends of the edges within this process.
+        outgoing, outgoing_process: Edges to other processes, and their ranks.
+        incoming, incoming_process: Edges from other processes, and their ranks.
     """
 
     def __init__(self, of_round: Round, workers: range, copies: int):

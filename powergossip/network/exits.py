@@ -20,9 +20,10 @@ from powergossip.network.resilient import ulfm
 def exit_code(code: int, first: bool) -> int:
     """The exit code of a process that ends for a reason which all processes have.
 
-    first: whether this is the first process. With ULFM, the others end with 0. mpirun (PRRTE 3.0)
-    counts a process with another code twice, and may hang after two of them: on a machine with
-    other work, one of ten runs did.
+    Args:
+        first: Whether this is the first process. With ULFM, the others end with 0. mpirun (PRRTE
+            3.0) counts a process with another code twice, and may hang after two of them: on a
+            machine with other work, one of ten runs did.
     """
     return 0 if ulfm.enabled() and not first else code
 
@@ -76,9 +77,10 @@ def end_alone(process: int, group: Processes, end_others: Callable[[], None]) ->
     dropped therefore end by SIGKILL, which mpirun disregards with ULFM: the run is not a failure.
     An exception that is in all processes is reported by the first of them.
 
-    process     # index of this one
-    group       # the processes that are left
-    end_others  # ends the processes of this host that are no part of the run
+    Args:
+        process: Index of this process.
+        group: The processes that are left.
+        end_others: Function that ends the processes of this host that are no part of the run.
     """
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -112,7 +114,8 @@ _alone = False
 def are_up_to_the_hook(error: BadInput | Stopped, several: bool) -> bool:
     """Whether an error must reach `sys.excepthook`, which then ends the processes.
 
-    several  # whether the run has several processes
+    Args:
+        several: Whether the run has several processes.
     """
     return _alone or (several and isinstance(error, Stopped) and not error.in_all_processes)
 

@@ -29,17 +29,17 @@ def processes(
 
     An uncaught exception in one of several processes then ends them all.
 
-    backend  # auto, mpi, gloo or nccl. auto takes the first of these:
-               1. torch.distributed, if torchrun has started this process,
-               2. MPI, if mpirun or another launcher with a PMI has,
-               3. the default group of torch.distributed, if the program has made it,
-               4. this process alone.
-             gloo and nccl also accept the variables RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, a
-             file (below), and mpirun, whose processes then exchange their addresses by MPI.
-    file     # a file in a common folder, in which processes that no launcher has started find each
-             # other: this one has index `rank` of `size`
+    Args:
+        backend: mpi, gloo, nccl, or auto for the first of torch.distributed if torchrun has started
+            this process, MPI if mpirun or another launcher with a PMI has, the default group of
+            torch.distributed if the program has made it, and this process alone. gloo and nccl also
+            accept the variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, a `file`, and
+            mpirun, whose processes then exchange their addresses by MPI.
+        file: A file in a common folder, in which processes that no launcher has started find each
+            other: this one has index `rank` of `size`.
 
-    Raises BadInput for several processes without a connection: each would carry out the run alone.
+    Raises:
+        BadInput: For several processes without a connection: each would carry out the run alone.
     """
     global _found
     if _found is None:

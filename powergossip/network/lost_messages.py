@@ -16,8 +16,9 @@ Lost = Callable[[int, int, int], bool]  # (source, destination, step)
 class Losses:
     """Loses messages of conversations, in one process that hosts all workers.
 
-    lost    # whether a message is lost: a function of source, destination and step
-    repeat  # a lost message is replaced by the last one received. Otherwise it becomes 0
+    Args:
+        lost: Function of source, destination and step that returns whether a message is lost.
+        repeat: Whether a lost message is replaced by the last one received. Otherwise it becomes 0.
     """
 
     def __init__(self, lost: Lost, repeat: bool = False):

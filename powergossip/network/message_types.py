@@ -13,7 +13,8 @@ from powergossip.network.edges import Edges
 class ToEach:
     """A separate message for every neighbor: tensor [worker, neighbor, ...], contiguous.
 
-    edges  # between neighbors, by default those of the round
+    Attributes:
+        edges: Edges between neighbors, by default those of the round.
     """
 
     tensor: Tensor
@@ -38,8 +39,9 @@ class Mean:
 class Gather:
     """All-gather: every worker receives the pieces of all n workers, ordered by worker index.
 
-    pieces: a contiguous tensor [length] for each hosted worker. Lengths may differ between workers
-    and between calls. All pieces have the same dtype.
+    Attributes:
+        pieces: A contiguous tensor [length] for each hosted worker. Lengths may differ between
+            workers and between calls. All pieces have the same dtype.
     """
 
     pieces: Sequence[Tensor]

@@ -39,10 +39,11 @@ class Channel(Protocol):
     Between two processes, messages of one tag arrive in the order in which they were started.
     Every process starts its messages in the same order, those without messages of its own too.
 
-    name            # mpi, gloo or nccl
-    direct          # whether tensors may lie on the GPU. Otherwise they are copied to the host
-    stream_ordered  # whether messages are ordered with kernels, by the current stream: `start`
-                    # and `wait` return at once, and all steps of a program are started in order
+    Attributes:
+        name: mpi, gloo or nccl.
+        direct: Whether tensors may lie on the GPU. Otherwise they are copied to the host.
+        stream_ordered: Whether messages are ordered with kernels, by the current stream: `start`
+            and `wait` return at once, and all steps of a program are started in order.
     """
 
     name: str
@@ -62,11 +63,12 @@ class Channel(Protocol):
 class Processes:
     """The processes of a run: here, this process alone. See `processes()` for those of a launcher.
 
-    rank, size              # among all processes
-    local_rank, local_size  # among those of this host
-    threads                 # cores of the host for this process
-    transport               # none, mpi, gloo or nccl
-    can_be_lost             # whether a run goes on if one ends. rank and size then change
+    Attributes:
+        rank, size: Index of this process among all processes, and their number.
+        local_rank, local_size: The same among the processes of this host.
+        threads: Number of cores of the host for this process.
+        transport: none, mpi, gloo or nccl.
+        can_be_lost: Whether a run goes on if a process ends. `rank` and `size` then change.
     """
 
     transport = "none"
@@ -101,9 +103,11 @@ class Processes:
     def agreed(self) -> Iterator[None]:
         """Run the block in every process. Input that fails in one is rejected in all.
 
-        The block must not communicate. Raises BadInput, the same in all processes, if it raises
-        ValueError or OSError in any, or needs more memory than there is. On process 0 alone: `if
-        processes.rank == 0:` inside.
+        The block must not communicate. On process 0 alone: `if processes.rank == 0:` inside.
+
+        Raises:
+            BadInput: In all processes, if the block raises ValueError or OSError in any of them, or
+                needs more memory than there is.
         """
         complaint = None
         try:
@@ -157,7 +161,8 @@ class Processes:
     def start_max(self, values: np.ndarray) -> Callable[[], np.ndarray]:
         """Start the elementwise maximum of an array over the processes. All of them call it.
 
-        Returns a function that waits for the result and returns it.
+        Returns:
+            A function that waits for the result and returns it.
         """
         return lambda: values
 
@@ -168,7 +173,8 @@ class Processes:
     def channel(self, device: torch.device, direct: bool | None = None) -> Channel:
         """The channel for tensors on a device. All processes call it. size > 1 only.
 
-        direct: whether it accepts GPU memory. None: if the transport does.
+        Args:
+            direct: Whether the channel accepts GPU memory. None: if the transport does.
         """
         raise NotImplementedError
 
@@ -224,7 +230,8 @@ def torch_kept() -> Iterator[None]:
 def choose_device(wanted: str, local_rank: int) -> torch.device:
     """The device of a name. "auto" is GPU number local rank modulo the number of GPUs, or the CPU.
 
-    Raises ValueError for a device that is unknown to torch or not present.
+    Raises:
+        ValueError: For a device that is unknown to torch or not present.
     """
     choices = "use auto, cpu, cuda or cuda:INDEX"
     gpus = torch.cuda.device_count()

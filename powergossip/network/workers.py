@@ -30,8 +30,9 @@ MOST_WORKERS = 10**6  # beyond them, the topology alone takes seconds and gigaby
 class Slots:
     """The neighbors from which the hosted workers receive in one round of the topology.
 
-    neighbors  # int64 [worker, neighbor]  their worker indices, ascending, padded with −1
-    weights    # [worker, neighbor]        w_ij, i's weight for the values of j, padded with 0
+    Attributes:
+        neighbors: Worker indices, int64 [worker, neighbor], ascending, padded with −1.
+        weights: w_ij, i's weight for the values of j: [worker, neighbor], padded with 0.
     """
 
     neighbors: Tensor
@@ -41,33 +42,35 @@ class Slots:
 class Network:
     """The workers 0 … n−1 of a topology, in equal blocks over the processes.
 
-    workers    # range: indices of the workers that this process hosts
-    rounds     # Slots for each round of the topology's period
-    slots      # Slots of the current round, `neighbors` and `weights` are theirs
-    symmetric  # whether W is symmetric, so that a neighbor's slot serves for sending and receiving
-    round      # number of conversations finished, t of the topology's round
-    counter    # of bits and messages
-    edges      # for each round, the edges that start or end in this process
+    Args:
+        stage, channel: See Connection, as for `processes` and `device`.
+        copies: Number of independent copies of all workers, to run several settings concurrently.
+            The first axis of every tensor is then [copy · worker], one row for each hosted worker
+            of each copy.
+        measure: Context of a phase, such as a clock. `measure("communication")` is that in which
+            messages are posted and waited for, `measure("update")` that of local updates in
+            learning rules.
+        all_reduce: Sum of `Mean`: "own", whose bits do not depend on the transport, or "native",
+            the library's own. Both count the lower bound of an all-reduce.
+        dtype: Precision of x, float32 or float64. In double precision, elements that are sent
+            uncompressed have 64 bits, and there are no compiled loops. Codecs work in single
+            precision.
+        losses: Losses of messages, where one process hosts all workers.
+        connection: The processes and the device, in place of `processes`, `device`, `stage` and
+            `channel`.
 
-    `copies` > 1 hosts that number of independent copies of all workers, to run several settings
-    concurrently. The first axis of every tensor is then [copy · worker], one row for each hosted
-    worker of each copy.
+    Attributes:
+        workers: Range of the indices of the workers that this process hosts.
+        rounds: Slots for each round of the topology's period.
+        slots: Slots of the current round. `neighbors` and `weights` are theirs.
+        symmetric: Whether W is symmetric, so that a neighbor's slot serves for sending and
+            receiving.
+        round: Number of conversations finished, t of the topology's round.
+        counter: Counter of bits and messages.
+        edges: Edges of each round that start or end in this process.
 
-    `measure("communication")`, such as a clock, is the context in which messages are posted and
-    waited for, and `measure("update")` that of local updates in learning rules.
-
-    `connection` has the processes and the device, and takes the place of `processes`, `device`,
-    `stage` and `channel`. See Connection for these.
-
-    `all_reduce` selects the sum of `Mean`: "own", whose bits do not depend on the transport, or
-    "native", the library's own. Both count the lower bound of an all-reduce.
-
-    `dtype` is that of x, float32 or float64. In double precision, elements that are sent
-    uncompressed have 64 bits, and there are no compiled loops. Codecs work in single precision.
-
-    `losses` loses messages, where one process hosts all workers.
-
-    Raises ValueError if the workers cannot be spread evenly.
+    Raises:
+        ValueError: If the workers cannot be spread evenly.
     """
 
     def __init__(
@@ -235,9 +238,12 @@ class Network:
         return self.start_mean(tensor)()
 
     def start_mean(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Start `mean(tensor)`. Returns a function that waits for the result and returns it.
+        """Start `mean(tensor)`.
 
         All processes call both in the same order. The tensor must not change in between.
+
+        Returns:
+            A function that waits for the result and returns it.
         """
         transport = self._reduction(tensor)
         transport.post()

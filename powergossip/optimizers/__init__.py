@@ -1,18 +1,13 @@
 """Optimizers for a training loop of your own, one worker per process.
 
-Ways to train in parallel:
-
-    GossipOptimizer                   gossip after the step of any torch optimizer
-    GossipModelAverager               gossip as an averager of torch.distributed's
-                                      PostLocalSGDOptimizer
-    GossipState, gossip_hook          gossip as a communication hook of DistributedDataParallel
-    PowerSGD, Config, optimizer_step  low-rank compressed gradients, with the other names of the
-                                      published package: Aggregator, AllReduce, BasicPowerSGD,
-                                      BasicConfig
-    DGC, DGCConfig, DGCSGD            sparse gradients with momentum, see optimizers.dgc
-    ErrorFeedback, ErrorFeedbackConfig
-                                      any compressor, see optimizers.error_feedback
-    SignSGD, SignSGDConfig            majority vote on signs, see optimizers.sign_sgd
+- GossipOptimizer: gossip after the step of any torch optimizer.
+- GossipModelAverager: gossip as an averager of torch.distributed's PostLocalSGDOptimizer.
+- GossipState, gossip_hook: gossip as a communication hook of DistributedDataParallel.
+- PowerSGD, Config, optimizer_step: low-rank compressed gradients, with the other names of the
+  published package: Aggregator, AllReduce, BasicPowerSGD, BasicConfig.
+- DGC, DGCConfig, DGCSGD: sparse gradients with momentum, see optimizers.dgc.
+- ErrorFeedback, ErrorFeedbackConfig: any compressor, see optimizers.error_feedback.
+- SignSGD, SignSGDConfig: majority vote on signs, see optimizers.sign_sgd.
 """
 
 from powergossip.algorithms.dgc import DGCConfig as DGCConfig

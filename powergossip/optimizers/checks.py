@@ -52,9 +52,13 @@ def check_gradients(
     required: bool,
     dtypes: Collection[torch.dtype] = (torch.float32,),
 ) -> list[Tensor]:
-    """Return the gradients p.grad. Raises ValueError for one that is sparse or of another dtype.
+    """Return the gradients p.grad.
 
-    `required`: also for a missing one. Otherwise the result has the others only.
+    Args:
+        required: Whether a missing gradient is an error. Otherwise the result has the others only.
+
+    Raises:
+        ValueError: For a gradient that is sparse or of another dtype.
     """
     gradients = []
     for name, parameter in zip(names, parameters, strict=True):

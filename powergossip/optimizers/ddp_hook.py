@@ -1,4 +1,4 @@
-"""Gossip as a communication hook of PyTorch's DistributedDataParallel (DDP).
+"""Gossip as a communication hook of PyTorch's DistributedDataParallel (DDP)::
 
     from powergossip.optimizers import GossipState, gossip_hook
 
@@ -8,7 +8,7 @@
     ddp.register_comm_hook(state, gossip_hook)
 
 The rest of the loop is unchanged. DDP then averages no gradients: each process keeps its own, and
-its parameters are moved towards those of its neighbors,
+its parameters are moved towards those of its neighbors::
 
     x_i ← G(x)_i − η u(g_i)
 
@@ -37,18 +37,11 @@ from powergossip.optimizers.specification import Specification, as_method, check
 
 
 class GossipState:
-    """The state of `gossip_hook`: the parameters of an optimizer and their averaging algorithm.
+    """The state of `gossip_hook`: the parameters of an optimizer and their averaging algorithm::
 
         x_i ← G(x)_i − η u(g_i)        g_i at the parameters before G
 
-    Lian et al. (2017), arXiv:1705.09056, Algorithm 1, with an averaging algorithm G and the update
-    u of the optimizer.
-
-    optimizer      a torch optimizer of the DDP module's parameters. Its `step` mixes, then updates
-    method         the name of an averaging algorithm, or a `Method`, as for `GossipOptimizer`
-    local_steps    gossip in every k-th step only
-    message_dtype, process_group, options
-                   as for `GossipOptimizer`, which has the same trajectory with overlapping=True
+    G is an averaging algorithm, and u the update of the optimizer.
 
     A step of gossip is a backward pass whose gradients DDP synchronizes. Its messages are sent in
     the hook of the first bucket, and it is finished before the next change of parameters: the
@@ -63,9 +56,22 @@ class GossipState:
     Cost on the wire: the messages of the averaging algorithm. DDP itself sends parameters and
     buffers at its construction, which is not counted.
 
-    Raises ValueError, in all processes, for invalid parameters or options and for "all-reduce",
-    which DDP does by itself on gradients. The first forward pass raises ValueError for a module
-    with buffers that DDP would overwrite with those of process 0: in gossip they are each worker's.
+    The first forward pass raises ValueError for a module with buffers that DDP would overwrite with
+    those of process 0: in gossip they are each worker's.
+
+    Args:
+        optimizer: A torch optimizer of the DDP module's parameters. Its `step` mixes, then updates.
+        method: The name of an averaging algorithm, or a `Method`, as for `GossipOptimizer`.
+        local_steps: Number of steps per step of gossip.
+        message_dtype, process_group, options: As for `GossipOptimizer`, which has the same
+            trajectory with overlapping=True.
+
+    Raises:
+        ValueError: In all processes, for invalid parameters or options and for "all-reduce", which
+            DDP does by itself on gradients.
+
+    References:
+        Lian et al. (2017), arXiv:1705.09056, Algorithm 1.
     """
 
     def __init__(
@@ -158,7 +164,8 @@ class GossipState:
     def attach(self, module: DistributedDataParallel) -> None:
         """Follow the forward passes of the module that has this state.
 
-        Raises ValueError if it broadcasts buffers.
+        Raises:
+            ValueError: If the module broadcasts buffers.
         """
         names = [name for name, _ in module.module.named_buffers()]
         if module.broadcast_buffers and names:
@@ -195,8 +202,9 @@ class GossipState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`.
 
-        Raises ValueError, and changes nothing, for a state of another method, worker, number of
-        workers or model.
+        Raises:
+            ValueError: For a state of another method, worker, number of workers or model. Nothing
+                is changed then.
         """
         self._averaged.check_state(state)
         self.finish()

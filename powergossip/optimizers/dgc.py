@@ -1,4 +1,4 @@
-"""Deep Gradient Compression in a training loop of your own, one worker per process.
+"""Deep Gradient Compression in a training loop of your own, one worker per process::
 
     from powergossip.optimizers.dgc import DGC, DGCSGD, DGCConfig, optimizer_step
 
@@ -38,18 +38,22 @@ from powergossip.optimizers.precision import HALF, MESSAGE_DTYPES
 class DGC:
     """The mean of the sparsified gradients of these parameters over all processes.
 
-    params: tensors, or (name, tensor) pairs, in an order that all processes share. All workers
-    start from the parameters of process 0. network: a network with one worker per process, by
-    default that of the process group. process_group: a group of torch.distributed, an mpi4py
-    communicator, a `Processes`, or None for all processes of the run.
+    Gradients are float32, bfloat16 or float16. They are accumulated in float32.
 
-    Gradients are float32, bfloat16 or float16. They are accumulated in float32. message_dtype:
-    "float32", or "parameter", with which values of parameters in half precision are sent in their
-    dtype. Rounding errors are sent later.
+    Args:
+        params: Tensors or (name, tensor) pairs, in an order that all processes share. All workers
+            start from the parameters of process 0.
+        network: A network with one worker per process, by default that of the process group.
+        process_group: A group of torch.distributed, an mpi4py communicator, a `Processes`, or None
+            for all processes of the run.
+        message_dtype: "float32", or "parameter", with which values of parameters in half precision
+            are sent in their dtype. Rounding errors are sent later.
 
-    flat  # the parameters, the mean of the batches of this step and that of the workers
+    Attributes:
+        flat: The parameters, the mean of the batches of this step and that of the workers.
 
-    Raises ValueError, in all processes, for parameters that are not dense tensors of these dtypes.
+    Raises:
+        ValueError: In all processes, for parameters that are not dense tensors of these dtypes.
     """
 
     def __init__(
@@ -118,7 +122,7 @@ class DGC:
 
 
 class DGCSGD(torch.optim.Optimizer):
-    """SGD whose momentum m applies to the weight decay λ x alone. With the workers' mean g:
+    """SGD whose momentum m applies to the weight decay λ x alone. With the workers' mean g::
 
         d ← m d + (1 − dampening) λ x         d ← λ x in the first step
         x ← x − η (g + d)
@@ -127,9 +131,11 @@ class DGCSGD(torch.optim.Optimizer):
     The optimizer for DGC, which has applied the momentum to g already. As SGD's momentum is linear,
     both together are SGD(momentum=m, weight_decay=λ), but for the compression.
 
-    Source: DGCSGD of github.com/synxlin/deep-gradient-compression.
+    Raises:
+        ValueError: For a value out of range.
 
-    Raises ValueError for a value out of range.
+    References:
+        DGCSGD of github.com/synxlin/deep-gradient-compression.
     """
 
     def __init__(
@@ -207,9 +213,10 @@ def optimizer_step(optimizer: torch.optim.Optimizer, dgc: DGC) -> None:
 
     Takes the gradients p.grad and clears them.
 
-    Raises ValueError, before anything is sent, for a parameter with a missing or sparse gradient,
-    and for an optimizer of other parameters, with momentum of its own (such as Adam), or, if it is
-    DGCSGD, with another momentum than that of the configuration.
+    Raises:
+        ValueError: Before anything is sent, for a parameter with a missing or sparse gradient, and
+            for an optimizer of other parameters, with momentum of its own (such as Adam), or, if it
+            is DGCSGD, with another momentum than that of the configuration.
     """
     _check_momentum(optimizer, dgc.config)
     gradients = dgc.flat.of_loop(optimizer)

@@ -1,4 +1,4 @@
-"""Error-feedback SGD in a training loop of your own, one worker per process.
+"""Error-feedback SGD in a training loop of your own, one worker per process::
 
     from powergossip.compressors import TopK
     from powergossip.optimizers.error_feedback import ErrorFeedback, optimizer_step
@@ -30,11 +30,15 @@ __all__ = ["DGCSGD", "ErrorFeedback", "ErrorFeedbackConfig", "optimizer_step"]
 class ErrorFeedback(Aggregated):
     """The mean of these parameters' gradients, compressed with error feedback.
 
-    compressor: any of powergossip.compressors, or one of your own. Other arguments, attributes and
-    errors as for `Aggregated`.
+    Cost on the wire: an all-gather of the compressed gradients. Those that fit an all-reduce
+    (random-k, random-block) use one.
 
-    Karimireddy et al. (2019), arXiv:1901.09847, Algorithm 2. Cost on the wire: an all-gather of the
-    compressed gradients. Those that fit an all-reduce (random-k, random-block) use one.
+    Args:
+        compressor: Any of powergossip.compressors, or one of your own. Other arguments, attributes
+            and errors as for `Aggregated`.
+
+    References:
+        Karimireddy et al. (2019), arXiv:1901.09847, Algorithm 2.
     """
 
     def __init__(

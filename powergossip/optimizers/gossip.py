@@ -1,4 +1,4 @@
-"""Gossip in a training loop of your own, one worker per process.
+"""Gossip in a training loop of your own, one worker per process::
 
     from powergossip.optimizers import GossipOptimizer
 
@@ -58,19 +58,19 @@ __all__ = [
 
 
 class GossipOptimizer(torch.optim.Optimizer):
-    """A torch optimizer with a round of gossip between all processes in its `step`.
+    """A torch optimizer with a round of gossip between all processes in its `step`::
 
         x_i ← x_i − η u(g_i)           the step of the wrapped optimizer, on this worker
         x ← G(x)                       in every `local_steps`-th step (Stich 2019, arXiv:1805.09767)
 
     With `overlapping`, messages are in flight during the backward pass, as Lian et al. (2017),
-    arXiv:1705.09056, Algorithm 1, propose. They are started by the first gradient of a step:
+    arXiv:1705.09056, Algorithm 1, propose. They are started by the first gradient of a step::
 
         x_i ← G(x)_i − η u(g_i)        g_i at the parameters before G
 
     With `learning`, a row of learning.LEARNING such as "gradient-tracking", a learning rule for
     workers with different data takes the place of these equations. It is rejected over averaging
-    algorithms and topologies for which it is not right:
+    algorithms and topologies for which it is not right::
 
         u_i = −η u(g_i)                the displacement by the step of the wrapped optimizer
         x ← …                          the equations of the rule, with u_i
@@ -88,10 +88,6 @@ class GossipOptimizer(torch.optim.Optimizer):
       for all parameter groups. gt-nsgd and QG-Adam have a norm over all parameters, so that none
       can be added later.
     - Displacements have the rounding errors of x, and take the memory of two copies of x.
-
-    `method` is the name of an averaging algorithm, such as "power-gossip". `options` are the
-    keyword arguments of `Method`: topology="ring", topology_options, seed=0, and the options of the
-    algorithm, which `algorithms.defaults("power-gossip")` lists. A `Method` is also accepted.
 
     The wrapped optimizer, `wrapped`, keeps its state, its parameter groups and its hooks. They are
     also this optimizer's, so that schedulers, GradScaler and code that sets learning rates work.
@@ -124,8 +120,9 @@ class GossipOptimizer(torch.optim.Optimizer):
     which are not counted. A single process sends nothing and leaves the parameters where they are,
     but for learning rules with momentum, which it applies.
 
-    Raises ValueError, in all processes, for invalid parameters or options, and for `overlapping`
-    with "all-reduce", which is SGD on the mean gradient only after the local update.
+    Raises:
+        ValueError: In all processes, for invalid parameters or options, and for `overlapping` with
+            "all-reduce", which is SGD on the mean gradient only after the local update.
     """
 
     # GradScaler then always calls `step`, and for that time sets the attributes `grad_scale` (the
@@ -148,10 +145,15 @@ class GossipOptimizer(torch.optim.Optimizer):
     ):
         """Wrap `optimizer`.
 
-        learning, learning_options: the learning rule and its options. See the class.
-        process_group: the participants, one worker each: a group of torch.distributed, an mpi4py
-        communicator, a `Processes`, or None for all processes of the run. processes: an earlier
-        name of process_group.
+        Args:
+            method: Name of an averaging algorithm, such as "power-gossip", or a `Method`.
+            local_steps: Number of steps per step of gossip.
+            learning, learning_options: The learning rule and its options, see the class.
+            process_group: The participants, one worker each: a group of torch.distributed, an
+                mpi4py communicator, a `Processes`, or None for all processes of the run.
+            processes: Earlier name of process_group.
+            **options: Keyword arguments of `Method`: topology="ring", topology_options, seed=0, and
+                the options of the algorithm, which `algorithms.defaults("power-gossip")` lists.
         """
         group = processes if process_group is None else process_group
         who = network.processes_of(group)
@@ -249,11 +251,18 @@ class GossipOptimizer(torch.optim.Optimizer):
     # Steps.
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The step of the wrapped optimizer, and gossip if it is due. Returns the former's result.
+        """The step of the wrapped optimizer, and gossip if it is due.
 
-        `closure` computes the loss and calls backward, as in torch. Raises ValueError for sparse
-        gradients, RuntimeError if a parameter was moved to other memory, and in the first step if
-        DistributedDataParallel averages the gradients of all processes.
+        Args:
+            closure: Function that computes the loss and calls backward, as in torch.
+
+        Returns:
+            The result of the wrapped optimizer's step.
+
+        Raises:
+            ValueError: For sparse gradients.
+            RuntimeError: If a parameter was moved to other memory, and in the first step if
+                DistributedDataParallel averages the gradients of all processes.
         """
         if self._averaged.in_mean:
             raise RuntimeError("step() inside mean_model() would be lost; leave it first")
@@ -335,7 +344,10 @@ class GossipOptimizer(torch.optim.Optimizer):
         """Add parameters during training, in all processes at the same step.
 
         They are given the values of process 0. Their averaging state is separate, but their
-        messages are sent concurrently with the others. Raises ValueError as construction does.
+        messages are sent concurrently with the others.
+
+        Raises:
+            ValueError: For parameters that construction rejects, too.
         """
         self._check_between_steps("add_param_group()")
         who = self._averaged.processes
@@ -415,8 +427,9 @@ class GossipOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`. The model's state is loaded separately.
 
-        Raises ValueError, and changes nothing, for a state of another method, worker, number of
-        workers or model, or of another kind of optimizer.
+        Raises:
+            ValueError: For a state of another method, worker, number of workers or model, or of
+                another kind of optimizer. Nothing is changed then.
         """
         self._check_between_steps("load_state_dict()")
         state = dict(state_dict)

@@ -39,8 +39,9 @@ _in_flight: set["Averaged"] = set()
 class _Part:
     """Trainable parameters of one dtype that were added together, and their learning rule.
 
-    x     # [1, D], float32 or float64  their memory after `allocate`, otherwise a copy
-    rule  # the learning rule, which has the averaging algorithm
+    Attributes:
+        x: Memory of the parameters after `allocate`, otherwise a copy: [1, D], float32 or float64.
+        rule: The learning rule, which has the averaging algorithm.
     """
 
     def __init__(
@@ -125,15 +126,18 @@ class _Part:
 class Averaged:
     """Parameters that are averaged with those of other processes, x ← G(x).
 
-    owner          # name of the object that the user created, for errors
-    like           # one of the parameters. All are in float64 if it is, or else none
-    message_dtype  # "float32", or "parameter": messages about parameters in bfloat16 or float16
-                   # have their dtype. Those about parameters in float64 always have 64 bits
-    learning       # the learning rule
-    parts          # parameters that were added together, those of each dtype by themselves
-
     A step is `start`, which sends the first messages, `finish`, after which parameters may change,
     the local update, and `move`. A single process has nothing to do.
+
+    Args:
+        owner: Name of the object that the user created, for errors.
+        like: One of the parameters. If it is in float64, all are, or else none.
+        message_dtype: "float32", or "parameter": messages about parameters in bfloat16 or float16
+            have their dtype. Those about parameters in float64 always have 64 bits.
+        learning: The learning rule.
+
+    Attributes:
+        parts: Parameters that were added together, those of each dtype by themselves.
     """
 
     def __init__(
@@ -188,15 +192,17 @@ class Averaged:
     def add(
         self, parameters: Sequence[Tensor], first: int = 0, steps: int = 0, *, move: bool = True
     ) -> None:
-        """Add parameters. `first` is the index of the first of them in the optimizer. Collective.
+        """Add parameters. Collective.
 
-        steps: those taken by now.
+        Args:
+            first: Index of the first of them in the optimizer.
+            steps: Number of steps taken by now.
+            move: Give all workers the values of process 0, also of frozen parameters, and make
+                those that are not in half precision views of x. Otherwise, parameters stay as they
+                are, and frozen ones are left out.
 
-        move: give all workers the values of process 0, also of frozen parameters, and make those
-        that are not in half precision views of x. Otherwise, parameters stay as they are, and
-        frozen ones are left out.
-
-        Raises ValueError, the same in all processes, and then leaves everything unchanged.
+        Raises:
+            ValueError: In all processes. Everything is left unchanged then.
         """
         check_same_shapes_everywhere(self.processes, parameters, first)
         frozen = [i for i, p in enumerate(parameters, first) if is_frozen(p)]
@@ -444,9 +450,13 @@ _NAMES_OF_VERSION_1 = {
 
 
 def trainable_of(optimizer: torch.optim.Optimizer, required: bool = True) -> list[Tensor]:
-    """The trainable parameters. Raises ValueError for those that cannot be averaged.
+    """The trainable parameters.
 
-    `required`: also for none with elements.
+    Args:
+        required: Whether parameters without elements are an error.
+
+    Raises:
+        ValueError: For parameters that cannot be averaged.
     """
     names, parameters = named(p for group in optimizer.param_groups for p in group["params"])
     trainable = [i for i, p in enumerate(parameters) if not is_frozen(p)]

@@ -21,15 +21,19 @@ Build = Callable[[Network, Layout], ErrorFeedbackAggregation | SignSGDAggregatio
 class Aggregated:
     """The mean of the compressed gradients of these parameters over all processes.
 
-    params: tensors, or (name, tensor) pairs, in an order that all processes share. All workers
-    start from the parameters of process 0. network: a network with one worker per process, by
-    default that of the process group. process_group: a group of torch.distributed, an mpi4py
-    communicator, a `Processes`, or None for all processes of the run. build: constructs the
-    aggregation.
+    Args:
+        params: Tensors or (name, tensor) pairs, in an order that all processes share. All workers
+            start from the parameters of process 0.
+        network: A network with one worker per process, by default that of the process group.
+        process_group: A group of torch.distributed, an mpi4py communicator, a `Processes`, or None
+            for all processes of the run.
+        build: Function that constructs the aggregation.
 
-    flat  # the parameters, a gradient and the mean of the workers as `Gradients`
+    Attributes:
+        flat: The parameters, a gradient and the mean of the workers as `Gradients`.
 
-    Raises ValueError, in all processes, for parameters that are not dense float32 tensors.
+    Raises:
+        ValueError: In all processes, for parameters that are not dense float32 tensors.
     """
 
     def __init__(
@@ -114,8 +118,9 @@ def optimizer_step(optimizer: torch.optim.Optimizer, aggregated: Aggregated) -> 
 
     Takes the gradients p.grad and clears them. Each parameter has the learning rate of its group.
 
-    Raises ValueError, before anything is sent, for a parameter with a missing or sparse gradient,
-    and for an optimizer of other parameters, or with momentum where the method owns it.
+    Raises:
+        ValueError: Before anything is sent, for a parameter with a missing or sparse gradient, and
+            for an optimizer of other parameters, or with momentum where the method owns it.
     """
     flat = aggregated.flat
     gradients = flat.of_loop(optimizer)

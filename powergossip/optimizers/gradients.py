@@ -29,21 +29,26 @@ FLOATING_POINT = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 class Gradients:
     """The parameters of a training loop, and buffers for a gradient and for the workers' mean.
 
-    params: tensors, or (name, tensor) pairs, in an order that all processes share. Frozen ones
-    (requires_grad=False) are left out. Construction gives all workers the values of process 0.
-    network: a network with one worker per process, by default that of the process group.
-    process_group: a group of torch.distributed, an mpi4py communicator, a `Processes`, or None for
-    all processes of the run. dtypes: the accepted ones. vectors_are_matrices: lay out a vector as a
-    matrix with one column.
+    Args:
+        params: Tensors or (name, tensor) pairs, in an order that all processes share. Frozen ones
+            (requires_grad=False) are left out. Construction gives all workers the values of process
+            0.
+        network: A network with one worker per process, by default that of the process group.
+        process_group: A group of torch.distributed, an mpi4py communicator, a `Processes`, or None
+            for all processes of the run.
+        dtypes: Accepted dtypes of parameters.
+        vectors_are_matrices: Whether a vector is laid out as a matrix with one column.
 
-    parameters       # those that are trained, in the given order
-    network, layout
-    dtype            # of the buffers, see `working_dtype`
-    gradient, mean   # [1, D]
-    gradients, means # views of them in the shapes of the parameters
+    Attributes:
+        parameters: The trained parameters, in the given order.
+        network, layout: The network, and the layout of the parameters.
+        dtype: Dtype of the buffers, see `working_dtype`.
+        gradient, mean: Buffers [1, D] for a gradient and for the workers' mean.
+        gradients, means: Views of the buffers in the shapes of the parameters.
 
-    Raises ValueError, in all processes, for parameters that are not dense tensors of these dtypes,
-    or differ in shape, dtype or requires_grad between processes.
+    Raises:
+        ValueError: In all processes, for parameters that are not dense tensors of these dtypes, or
+            differ in shape, dtype or requires_grad between processes.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Gossip in the place of PyTorch's model averagers.
+"""Gossip in the place of PyTorch's model averagers::
 
     from torch.distributed.optim import PostLocalSGDOptimizer
     from powergossip.optimizers import GossipModelAverager
@@ -6,7 +6,7 @@
     averager = GossipModelAverager("power-gossip", rank=1, period=4)
     optimizer = PostLocalSGDOptimizer(local_optimizer, averager)
 
-`PostLocalSGDOptimizer.step` is the step of the local optimizer, then
+`PostLocalSGDOptimizer.step` is the step of the local optimizer, then::
 
     x ← G(x)      in steps warmup_steps, warmup_steps + period, …, counted from 0
 
@@ -38,23 +38,11 @@ from powergossip.parameters import Layout, check_parameters
 
 
 class GossipModelAverager(ModelAverager):
-    """An averager of models by gossip with the neighbors, for torch's PostLocalSGDOptimizer.
+    """An averager of models by gossip with the neighbors, for torch's PostLocalSGDOptimizer::
 
         x ← G(x)       in steps warmup_steps, warmup_steps + period, …, counted from 0
 
-    This is post-local SGD (Lin et al. 2020, arXiv:1808.07217) with an averaging algorithm G in
-    place of the mean over all workers.
-
-    method         the name of an averaging algorithm, or a `Method`, as for `GossipOptimizer`
-    period         steps per averaging
-    warmup_steps   number of first steps without averaging
-    process_group  the participants, one worker each: a group of torch.distributed, an mpi4py
-                   communicator, a `Processes`, or None for all processes of the run. No default
-                   group of torch.distributed is needed
-    message_dtype, options
-                   as for `GossipOptimizer`
-
-    step  # number of calls of `average_parameters`, as in torch
+    This is post-local SGD with an averaging algorithm G in place of the mean over all workers.
 
     All processes call `average_parameters` equally often, with the same parameters. Its first step
     of gossip decides on the parameters: all that require a gradient, where torch's averager takes
@@ -67,7 +55,23 @@ class GossipModelAverager(ModelAverager):
 
     Cost on the wire: the messages of the averaging algorithm, once per period.
 
-    Raises ValueError, in all processes, for invalid options.
+    Args:
+        method: The name of an averaging algorithm, or a `Method`, as for `GossipOptimizer`.
+        period: Number of steps per averaging.
+        warmup_steps: Number of first steps without averaging.
+        process_group: The participants, one worker each: a group of torch.distributed, an mpi4py
+            communicator, a `Processes`, or None for all processes of the run. No default group of
+            torch.distributed is needed.
+        message_dtype, options: As for `GossipOptimizer`.
+
+    Attributes:
+        step: Number of calls of `average_parameters`, as in torch.
+
+    Raises:
+        ValueError: In all processes, for invalid options.
+
+    References:
+        Lin et al. (2020), arXiv:1808.07217, post-local SGD.
     """
 
     def __init__(
@@ -112,9 +116,13 @@ class GossipModelAverager(ModelAverager):
     def average_parameters(self, params: Params | Iterable[dict[str, Any]]) -> None:
         """Count a step, and gossip if it is due: x ← G(x), in place.
 
-        params: the parameters of a model, or the parameter groups of an optimizer. Raises
-        ValueError, in all processes, for parameters that cannot be averaged, and if some are
-        missing that were averaged before. Raises RuntimeError within `mean_model`.
+        Args:
+            params: The parameters of a model, or the parameter groups of an optimizer.
+
+        Raises:
+            ValueError: In all processes, for parameters that cannot be averaged, and if some are
+                missing that were averaged before.
+            RuntimeError: Within `mean_model`.
         """
         if self._averaged is not None and self._averaged.in_mean:
             raise RuntimeError("a step inside mean_model() would be lost; leave it first")
@@ -182,8 +190,10 @@ class GossipModelAverager(ModelAverager):
         """A context in which the parameters are the mean over all workers.
 
         Each worker's own parameters are restored at the end. Collective. The messages are not
-        counted. Raises RuntimeError before the first step of gossip, which decides on the
-        parameters.
+        counted.
+
+        Raises:
+            RuntimeError: Before the first step of gossip, which decides on the parameters.
         """
         if self._averaged is None or self._averaged.in_mean:
             raise RuntimeError(
@@ -210,8 +220,11 @@ class GossipModelAverager(ModelAverager):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`.
 
-        Raises ValueError, and changes nothing, for a state of another method, worker, number of
-        workers or model. Before the first step of gossip, this is checked in that step.
+        Before the first step of gossip, this is checked in that step.
+
+        Raises:
+            ValueError: For a state of another method, worker, number of workers or model. Nothing
+                is changed then. Before the first step of gossip, the state is checked in that step.
         """
         gossip = state["gossip"]
         if self._averaged is None:

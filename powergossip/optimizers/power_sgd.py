@@ -1,4 +1,4 @@
-"""PowerSGD in a training loop of your own, one worker per process (`mpirun -np 8 python mine.py`).
+"""PowerSGD in a training loop of your own, one worker per process (`mpirun -np 8 python mine.py`)::
 
     from powergossip.optimizers import Config, PowerSGD, optimizer_step
 
@@ -66,7 +66,8 @@ class Aggregator(ABC):
 
         Gradients of frozen parameters are cleared.
 
-        Raises ValueError for a gradient that is missing or sparse.
+        Raises:
+            ValueError: For a gradient that is missing or sparse.
         """
         clear_frozen_gradients(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -77,8 +78,9 @@ class Aggregator(ABC):
 class AllReduce(Aggregator):
     """The exact mean: x̄ = (1/n) Σ_j x_j. Sends 2 (n − 1)/n times the size of the gradients.
 
-    network: a network with one worker per process, by default that of the process group.
-    process_group: as for `PowerSGD`.
+    Args:
+        network: A network with one worker per process, by default that of the process group.
+        process_group: As for `PowerSGD`.
     """
 
     def __init__(self, network: Network | None = None, *, process_group: Any = None):
@@ -92,7 +94,8 @@ class AllReduce(Aggregator):
     def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return the mean over all workers, and set `gradients` to 0.
 
-        Raises BadInput, in all processes, if sizes or precision differ between processes.
+        Raises:
+            BadInput: In all processes, if sizes or precision differ between processes.
         """
         if not gradients:
             return []
@@ -130,7 +133,8 @@ class AllReduce(Aggregator):
 class _LowRank(Aggregator):
     """The common part of PowerSGD and BasicPowerSGD.
 
-    flat  # the parameters, the error and the mean as `Gradients`
+    Attributes:
+        flat: The parameters, the error and the mean as `Gradients`.
     """
 
     def __init__(
@@ -254,21 +258,25 @@ class _LowRank(Aggregator):
 class PowerSGD(_LowRank):
     """The approximate mean of the gradients of these parameters over all processes.
 
-    params: tensors, or (name, tensor) pairs, in an order that all processes share. All workers
-    start from the parameters of process 0. Frozen parameters (requires_grad=False) are neither
-    changed nor sent. network: a network with one worker per process, by default that of the process
-    group. process_group: a group of torch.distributed, an mpi4py communicator, a `Processes`, or
-    None for all processes of the run.
-
-    message_dtype: "float32", or "parameter", with which messages about parameters in bfloat16 or
-    float16 have half the bits. Their rounding errors are not in the error that is fed back.
-
     Half-precision gradients have an error in float32, which p.grad cannot hold. It is kept here,
     and p.grad is None after a step.
 
-    flat  # the parameters, the error and the mean as `Gradients`
+    Args:
+        params: Tensors or (name, tensor) pairs, in an order that all processes share. All workers
+            start from the parameters of process 0. Frozen parameters (requires_grad=False) are
+            neither changed nor sent.
+        network: A network with one worker per process, by default that of the process group.
+        process_group: A group of torch.distributed, an mpi4py communicator, a `Processes`, or None
+            for all processes of the run.
+        message_dtype: "float32", or "parameter", with which messages about parameters in bfloat16
+            or float16 have half the bits. Their rounding errors are not in the error that is fed
+            back.
 
-    Raises ValueError, in all processes, for parameters that are not dense floating-point tensors.
+    Attributes:
+        flat: The parameters, the error and the mean as `Gradients`.
+
+    Raises:
+        ValueError: In all processes, for parameters that are not dense floating-point tensors.
     """
 
     def __init__(
@@ -296,8 +304,9 @@ class PowerSGD(_LowRank):
 class BasicConfig:
     """Options of `BasicPowerSGD`.
 
-    rank                rank of the approximation in each half-iteration
-    num_iters_per_step  half-iterations of power iteration per step
+    Args:
+        rank: Rank of the approximation in each half-iteration.
+        num_iters_per_step: Half-iterations of power iteration per step.
     """
 
     rank: int
@@ -339,8 +348,9 @@ def optimizer_step(optimizer: torch.optim.Optimizer, aggregator: Aggregator) -> 
     needed. With PowerSGD, zero_grad() is harmless, but zero_grad(set_to_none=False) would clear the
     error. Frozen parameters are left out.
 
-    Raises ValueError, before anything is sent, for a parameter with a missing or sparse gradient,
-    and for an optimizer of other parameters.
+    Raises:
+        ValueError: Before anything is sent, for a parameter with a missing or sparse gradient, and
+            for an optimizer of other parameters.
     """
     parameters, gradients = aggregator.collect(optimizer)
     means = aggregator.aggregate(gradients)

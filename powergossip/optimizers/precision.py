@@ -22,7 +22,11 @@ def working_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
 def message_dtype_of(name: str, dtype: torch.dtype) -> torch.dtype | None:
     """The dtype of messages about parameters of a dtype, or None if no message needs rounding.
 
-    name: "float32", or "parameter" for that of the parameters. Raises BadValue for another one.
+    Args:
+        name: "float32", or "parameter" for the dtype of the parameters.
+
+    Raises:
+        BadValue: For another name.
     """
     checks.one_of("message_dtype", name, MESSAGE_DTYPES)
     return dtype if name == "parameter" and dtype in HALF else None
@@ -31,11 +35,12 @@ def message_dtype_of(name: str, dtype: torch.dtype) -> torch.dtype | None:
 class Rounding:
     """Conversations whose float32 messages are sent in another precision.
 
-    dtype  # of the messages
-
     A tensor that is sent is first rounded in place, so that the sender computes with the values
     that the receivers have, as algorithms with two equal ends require. Messages of bytes (packed
     or encoded values) and gathered pieces stay as they are.
+
+    Args:
+        dtype: Dtype of the messages.
     """
 
     def __init__(self, dtype: torch.dtype):

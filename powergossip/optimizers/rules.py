@@ -27,13 +27,17 @@ _CHECKED_BY_RULES = ("correction", "dual_rate")
 class LearningRule:
     """A learning rule by its name in learning.LEARNING, around a torch optimizer.
 
-    wrapped       # None: D-PSGD, around updates by others
-    name          # of the rule
-    options       # all options of the rule: those given, and defaults for the others
-    has_momentum  # whether it applies momentum itself, so that the wrapped optimizer has none
+    Args:
+        wrapped: The wrapped optimizer. None: D-PSGD, around updates by others.
+        name: Name of the rule.
 
-    Raises ValueError for an unknown name or option, a bad value, and for parameters or a wrapped
-    optimizer that the rule cannot have.
+    Attributes:
+        options: All options of the rule: those given, and defaults for the others.
+        has_momentum: Whether it applies momentum itself, so that the wrapped optimizer has none.
+
+    Raises:
+        ValueError: For an unknown name or option, a bad value, and for parameters or a wrapped
+            optimizer that the rule cannot have.
     """
 
     def __init__(
@@ -180,9 +184,11 @@ class LearningRule:
     ) -> "PartRule":
         """The rule for the parameters of a part, whose memory is x [1, D].
 
-        steps  # that other parts have taken
+        Args:
+            steps: Number of steps that other parts have taken.
 
-        Raises ValueError for an averaging algorithm or a topology that do not fit.
+        Raises:
+            ValueError: For an averaging algorithm or a topology that do not fit.
         """
         if part and self._rule.needs_norm:
             raise ValueError(
@@ -223,7 +229,8 @@ class _Local:
 
     u = x after the update − x before it. Its rounding errors are those of x.
 
-    u  # [1, D] of the update in this step, 0 without an update. [1, 0] where it is made in place
+    Attributes:
+        u: Displacement of this step [1, D], 0 without an update. [1, 0] where it is made in place.
     """
 
     def __init__(self, learning_rule: LearningRule, parameters: Sequence[Tensor], x: Tensor):
@@ -248,19 +255,19 @@ class _Local:
 
 
 class PartRule:
-    """The learning rule of a part. Its methods are called in this order, once in a step.
+    """The learning rule of a part. Its methods are called in this order, once in a step::
 
-    start           a conversation that may overlap with the gradient
-    take_gradients  g ← p.grad, before the messages of `start` are received
-    direct          p.grad ← the rule's direction
-    before_update, after_update
-                    around the step of the wrapped optimizer
-    move            a conversation after the local update
-    end             after the last message
+        start                         a conversation that may overlap with the gradient
+        take_gradients                g ← p.grad, before the messages of `start` are received
+        direct                        p.grad ← the rule's direction
+        before_update, after_update   around the step of the wrapped optimizer
+        move                          a conversation after the local update
+        end                           after the last message
 
     A step without a local update leaves out the four in the middle. Then the displacement is 0.
 
-    rescales  # whether the rule changes x by the local update, see averaging.Weighted
+    Attributes:
+        rescales: Whether the rule changes x by the local update, see averaging.Weighted.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""signSGD with majority vote in a training loop of your own, one worker per process.
+"""signSGD with majority vote in a training loop of your own, one worker per process::
 
     from powergossip.optimizers.sign_sgd import SignSGD, SignSGDConfig, optimizer_step
 
@@ -26,11 +26,14 @@ __all__ = ["SignSGD", "SignSGDConfig", "optimizer_step"]
 class SignSGD(Aggregated):
     """The majority vote on the signs of these parameters' gradients, −1, 0 or 1 for each element.
 
-    config: the momentum of the method. The optimizer has none. Other arguments, attributes and
-    errors as for `Aggregated`.
+    Cost on the wire: 1 bit for each element, to n − 1 others.
 
-    Bernstein et al. (2018), arXiv:1802.04434, and (2019), arXiv:1810.05291. Cost on the wire: 1 bit
-    for each element, to n − 1 others.
+    Args:
+        config: Momentum of the method. The optimizer has none. Other arguments, attributes and
+            errors as for `Aggregated`.
+
+    References:
+        Bernstein et al. (2018), arXiv:1802.04434, and (2019), arXiv:1810.05291.
     """
 
     def __init__(

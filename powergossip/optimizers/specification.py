@@ -18,18 +18,23 @@ from powergossip.parameters import Layout
 class Specification:
     """An averaging algorithm by its name in algorithms.AVERAGING, on a topology.
 
-    topology          # a row of topologies.TOPOLOGIES, or the file of a graph
-    topology_options  # options of the topology
-    seed              # of the topology and the algorithm
-    given             # the options that were given
-    options           # all options of the algorithm: those given, and defaults for the others.
-                      # `algorithms.defaults(name)` lists them
-
     A `diffusion_rate` is a number above 0. With "power-gossip" and "dpsgd" it may be "auto", the
     best rate for plain gossip on a static undirected topology.
 
-    Raises ValueError for an unknown name or option, and for a value of the wrong type. Other
-    invalid values are rejected when the algorithm is built.
+    Other invalid values are rejected when the algorithm is built.
+
+    Args:
+        topology: A row of topologies.TOPOLOGIES, or the file of a graph.
+        topology_options: Options of the topology.
+        seed: Seed of the topology and the algorithm.
+        options: All options of the algorithm: those given, and defaults for the others.
+            `algorithms.defaults(name)` lists them.
+
+    Attributes:
+        given: The options that were given.
+
+    Raises:
+        ValueError: For an unknown name or option, and for a value of the wrong type.
     """
 
     def __init__(
@@ -64,7 +69,8 @@ class Specification:
     def preferring(self, defaults: Mapping[str, Any], factor: float = 1.0) -> "Specification":
         """The same method with other defaults of options that it has and that were not given.
 
-        factor  # on the default diffusion rate
+        Args:
+            factor: Factor on the default diffusion rate.
         """
         defaults = {option: value for option, value in defaults.items() if option in self.options}
         found = Specification(

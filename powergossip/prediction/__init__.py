@@ -1,4 +1,4 @@
-"""A model of the time of a training step on a network that is not at hand.
+"""A model of the time of a training step on a network that is not at hand::
 
     fake_network.py  one worker of n, whose messages reach nobody: exact counts, measured CPU time
     traffic.py       what a step of a method sends, and its CPU time

@@ -70,8 +70,9 @@ def _quantity(
 class Line:
     """A row of the table.
 
-    fidelity  # index of the method in the order of decreasing fidelity
-    graph     # "" without a graph
+    Attributes:
+        fidelity: Index of the method in the order of decreasing fidelity.
+        graph: Name of the graph, "" without one.
     """
 
     method: str

@@ -12,9 +12,10 @@ FACTOR = 10.0  # by which the distance between the workers falls
 class Consensus:
     """Plain gossip at diffusion rate 1, without compression and without learning.
 
-    contraction  # factor of a step on the distance to the mean, 0 if it averages exactly, NaN if
-                 # it takes too long to compute
-    rounds       # steps until the distance has fallen by the factor 10
+    Attributes:
+        contraction: Factor of a step on the distance to the mean. 0 if it averages exactly, NaN if
+            it takes too long to compute.
+        rounds: Number of steps until the distance has fallen by the factor 10.
     """
 
     contraction: float

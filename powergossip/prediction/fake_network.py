@@ -34,7 +34,8 @@ class FakeProcesses(Processes):
 class Noise:
     """A channel from which all floating-point numbers arrive as N(0, 1), and other types as 0.
 
-    seconds  # CPU time spent on the noise so far
+    Attributes:
+        seconds: CPU time spent on the noise so far.
     """
 
     name, direct, stream_ordered = "none", True, False

@@ -1,7 +1,7 @@
 """Seconds of a training step on a cluster.
 
 The step of a method is a sequence of phases: messages that are posted together and waited for. For
-a phase k in which a host sends S_k bytes to other hosts, in m_k messages of a worker,
+a phase k in which a host sends S_k bytes to other hosts, in m_k messages of a worker::
 
     T_k = o m_k + L_k + max(8 S_k / (η R), b s_k)
 
@@ -9,7 +9,7 @@ L_k is the latency L, or 3 L with messages above the eager limit, which announce
 for the answer. R is the rate of the host's link in each direction, η its payload fraction, o the
 CPU time of a message and b that of a byte, at both ends together. An all-reduce is two phases,
 reduce-scatter and all-gather, in which all workers send to all. CPU times are multiplied by
-max(1, workers of a host ÷ its cores). A step takes
+max(1, workers of a host ÷ its cores). A step takes::
 
     T = max(T_gradient, T_1) + T_averaging + T_2 + T_3 + …     messages of the first phase in flight
     T = T_gradient + T_averaging + T_1 + T_2 + …               during the gradient, or not
@@ -37,16 +37,21 @@ PAYLOAD = 1448 / 1514  # of an Ethernet frame of 1500 bytes with headers of IP a
 class Cluster:
     """Hosts with one link each to a switch without limit, full-duplex.
 
-    hosts         # of equal numbers of workers, in blocks of consecutive indices
-    rate          # bits per second of a link in each direction, may be infinite
-    latency       # seconds from a host to another
-    cores         # of a host. A fraction where hosts are emulated on one machine: cores / hosts
-    per_message   # CPU seconds of a message, sending and receiving
-    per_byte      # CPU seconds of a byte, sending and receiving
-    payload       # fraction of the rate
-    eager_limit   # bytes of a message above which it waits for an answer before it is sent
+    Attributes:
+        hosts: Number of hosts. They have equal numbers of workers, in blocks of consecutive
+            indices.
+        rate: Rate of a link in each direction, in bits per second. May be infinite.
+        latency: Seconds from one host to another.
+        cores: Number of cores of a host. A fraction where hosts are emulated on one machine: cores
+            / hosts.
+        per_message: CPU seconds of a message, sending and receiving.
+        per_byte: CPU seconds of a byte, sending and receiving.
+        payload: Payload fraction of the rate.
+        eager_limit: Size in bytes above which a message waits for an answer before it is sent.
 
-    Raises ValueError for values that are not positive, or negative.
+    Raises:
+        ValueError: For values that are negative, and for those that are not positive where 0 makes
+            no sense.
     """
 
     hosts: int
@@ -70,9 +75,10 @@ class Cluster:
 class Compute:
     """CPU seconds of a worker in a step.
 
-    gradient      # of batch, gradient and local update
-    averaging     # compression and mixing, without neighbors
-    per_neighbor  # the same, for each neighbor
+    Attributes:
+        gradient: CPU seconds of batch, gradient and local update.
+        averaging: CPU seconds of compression and mixing, without neighbors.
+        per_neighbor: CPU seconds of compression and mixing for each neighbor.
     """
 
     gradient: float = 0.0
@@ -84,10 +90,11 @@ class Compute:
 class Step:
     """A predicted step. Times are seconds, bytes and messages those of the busiest worker.
 
-    seconds        # of the whole step
-    compute        # gradient and averaging
-    communication  # of all phases, without overlap
-    sent           # bytes
+    Attributes:
+        seconds: Time of the whole step.
+        compute: Time of gradient and averaging.
+        communication: Time of all phases, without overlap.
+        sent: Number of bytes sent.
     """
 
     seconds: float
@@ -138,9 +145,11 @@ def step(
 ) -> Step:
     """Predict a step, the mean over the period of the topology.
 
-    overlapping  # whether the first phase is in flight while the gradient is computed
+    Args:
+        overlapping: Whether the first phase is in flight while the gradient is computed.
 
-    Raises ValueError if the workers cannot be spread evenly over the hosts.
+    Raises:
+        ValueError: If the workers cannot be spread evenly over the hosts.
     """
     n, hosts = topology.n_workers, cluster.hosts
     checks.check("hosts", hosts, n % hosts == 0, f"a divisor of the {n} workers")

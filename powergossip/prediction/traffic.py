@@ -34,7 +34,8 @@ STEPS = 2  # after which the sides of power iteration repeat
 class PredictedMethod:
     """A row of algorithms.AVERAGING or aggregation.AGGREGATIONS with its options.
 
-    overlaps  # whether the first messages are in flight while the gradient is computed
+    Attributes:
+        overlaps: Whether the first messages are in flight while the gradient is computed.
     """
 
     name: str
@@ -84,9 +85,10 @@ METHODS: dict[str, PredictedMethod] = {  # in the order of decreasing fidelity o
 class Phase:
     """Messages that are posted together and waited for together. Bytes of one worker.
 
-    neighbor  # bytes to each neighbor, in `neighbor_messages` messages
-    reduced   # bytes of all-reduced tensors, in `all_reduces` of them
-    gathered  # bytes to each other worker, in `gathers` all-gathers
+    Attributes:
+        neighbor: Bytes to each neighbor, in `neighbor_messages` messages.
+        reduced: Bytes of all-reduced tensors, in `all_reduces` all-reduces.
+        gathered: Bytes to each other worker, in `gathers` all-gathers.
     """
 
     neighbor: float = 0.0

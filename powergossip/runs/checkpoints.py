@@ -5,7 +5,7 @@ A state is a tree of dicts and lists. Its tensors with an axis are [worker, ...]
 worker that the process hosts. Its other leaves (numbers, strings, None, tensors without an axis)
 are the same in all processes. Each process writes a part with the rows of its own workers. A
 process that loads the state of a worker reads the worker's rows from the part that contains them.
-All processes must see the same folder.
+All processes must see the same folder::
 
     OUTPUT_DIR/checkpoints/
         index.json                the last and the best checkpoint, and the parts of both
@@ -69,12 +69,15 @@ class Checkpoints:
     ) -> None:
         """Write the state of the hosted `workers` after `step` steps.
 
-        facts   # JSON values of process 0 that `describe` returns, or a function that returns them,
-                # which the first process that is left calls when all parts are written
-        score   # the first checkpoint with the largest score is kept as the best
+        Args:
+            facts: JSON values of process 0 that `describe` returns, or a function that returns
+                them, which the first process that is left calls when all parts are written.
+            score: Quality of the model. The first checkpoint with the largest score is kept as the
+                best.
 
-        Raises Dropped, and changes no checkpoint, if another process of the run has written one in
-        place of this one.
+        Raises:
+            Dropped: If another process of the run has written a checkpoint in place of this one. No
+                checkpoint is changed then.
         """
         processes = self._processes
         with Drafts(self._folder, processes.index) as drafts:

@@ -32,7 +32,8 @@ class PhaseTime:
 def data_fraction(seconds: Mapping[Any, float]) -> float:
     """The fraction of the time of training steps that is spent on waiting for data.
 
-    seconds: by phase, since the start.
+    Args:
+        seconds: Seconds by phase, since the start.
     """
     in_steps = sum(seconds.get(phase, 0.0) for phase in STEP_PHASES)
     return seconds.get("data", 0.0) / max(in_steps, 1e-9)
@@ -41,7 +42,8 @@ def data_fraction(seconds: Mapping[Any, float]) -> float:
 class Stopwatch:
     """Seconds of a run, without those lost in interruptions.
 
-    before  # seconds of the run until `start`
+    Attributes:
+        before: Seconds of the run until `start`.
     """
 
     def __init__(self) -> None:

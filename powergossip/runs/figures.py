@@ -27,8 +27,10 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
 def figure(rows: "DataFrame", path: Path | str, metric: str = "accuracy") -> None:
     """Draw a training run: a metric by epoch and by megabytes sent, and consensus distance.
 
-    The path's suffix sets the format (.png, .pdf, .svg). Raises ValueError if there is nothing to
-    draw.
+    The path's suffix sets the format (.png, .pdf, .svg).
+
+    Raises:
+        ValueError: If there is nothing to draw.
     """
     scale = 100 if metric == "accuracy" else 1
     mean = select_rows(rows, metric, split="test_avg")
@@ -77,7 +79,8 @@ def compare(runs: Mapping[str, "DataFrame"], path: Path | str) -> None:
     """Draw several training runs, {label: rows}, in the same panels: accuracy of the mean model by
     epoch and by megabytes sent (logarithmic), and consensus distance.
 
-    Raises ValueError if there is nothing to draw.
+    Raises:
+        ValueError: If there is nothing to draw.
     """
     means = {label: select_rows(rows, "accuracy", split="test_avg") for label, rows in runs.items()}
     distances = {
@@ -122,12 +125,16 @@ def side_by_side(
 ) -> None:
     """Draw a metric by epoch, by megabytes sent and by seconds, with a line for each label.
 
-    bands  # {label: columns epoch, megabytes, seconds, mean and deviation}. A deviation that is not
-           # NaN gives a band
-    y      # the label of the metric
-    step   # the unit of the column `epoch`
+    The path's suffix sets the format.
 
-    The path's suffix sets the format. Raises ValueError if there is nothing to draw.
+    Args:
+        bands: {label: columns epoch, megabytes, seconds, mean and deviation}. A deviation that is
+            not NaN gives a band.
+        y: Label of the metric.
+        step: Unit of the column `epoch`.
+
+    Raises:
+        ValueError: If there is nothing to draw.
     """
 
     def draw(panel: Panel, axes: "Axes") -> None:
@@ -192,7 +199,10 @@ def scatter(
     """Draw {label: (x, ys)}: the mean of ys as a point, and a bar from the smallest to the largest.
 
     The horizontal axis is logarithmic, the vertical one with `log_y`. x and y are the labels of the
-    axes. Raises ValueError if there is nothing to draw.
+    axes.
+
+    Raises:
+        ValueError: If there is nothing to draw.
     """
 
     def draw(axes: "Axes") -> None:
@@ -226,9 +236,11 @@ def curves(
 ) -> None:
     """Draw panels side by side, {title: {label: (xs, ys)}}, with the same legend and axis labels.
 
-    columns  # of panels, the others are in rows below. None: all panels are in one row
+    Args:
+        columns: Number of panels in a row. None: all panels are in one row.
 
-    Raises ValueError if there is nothing to draw.
+    Raises:
+        ValueError: If there is nothing to draw.
     """
     import pandas as pd
 
@@ -252,8 +264,10 @@ def curves(
 def consensus_figure(rows: "DataFrame", path: Path | str) -> None:
     """Draw the errors of gossip_run.py by step and by bits, for each algorithm's best setting.
 
-    An axis is logarithmic, without its values ≤ 0, unless all values are ≤ 0. Raises ValueError
-    without rows named error.
+    An axis is logarithmic, without its values ≤ 0, unless all values are ≤ 0.
+
+    Raises:
+        ValueError: If no rows are named error.
     """
     best = {
         algorithm: group[group["name"] == "error"]

@@ -16,9 +16,6 @@ _PREFIX = ".drafts-"
 class Drafts:
     """Changes of a folder by one process of a run, until another one takes over.
 
-    folder
-    process  # index of this process. Of two that write, the lower one was lost
-
     New contents are written to a folder `.drafts-PROCESS-…` and moved to their place. Folders are
     moved there to be removed. `take_over` removes these folders of all lower processes, and with
     them everything that those were about to move. Moves are atomic, also on NFS. A process that was
@@ -26,6 +23,10 @@ class Drafts:
     methods raise Dropped.
 
     A context, which removes its own drafts at the end.
+
+    Args:
+        folder: Folder that is changed.
+        process: Index of this process. Of two that write, the lower one was lost.
     """
 
     def __init__(self, folder: Path, process: int):

@@ -3,19 +3,19 @@
 A row is a measurement: `name` ("accuracy"), `value`, `epoch` (with a fraction within an epoch),
 `bits` and `messages` (sent by worker 0 since the start), `seconds` (since the start), and tags that
 distinguish rows of the same name, such as split="test_avg". The file OUTPUT_DIR/metrics.jsonl has
-one JSON object per line. The tables and figures use these rows:
+one JSON object per line. The tables and figures use these rows::
 
-| name                     | tags                 | value                                          |
-| ------------------------ | -------------------- | ---------------------------------------------- |
-| accuracy, cross_entropy  | split=test_avg       | of the mean model, test data (fraction, nats)  |
-| accuracy                 | split=test, worker=i | of worker i's model                            |
-| consensus_distance       | type=params_only     | distance of the workers from their mean        |
-| uncompressed_gossip_bits |                      | bits of plain gossip for the same steps        |
-| phase_seconds            | phase=...            | time in that phase since the start             |
-| error                    | algorithm=..., and   | mean squared distance of the workers from the  |
-|                          | diffusion_rate=...,  | mean of the starting matrices (epoch: the      |
-|                          | theta=... of a grid  | step)                                          |
-| diverged                 | as error             | the step at which a setting diverged           |
+    name                     | tags                 | value
+    ------------------------ | -------------------- | ----------------------------------------------
+    accuracy, cross_entropy  | split=test_avg       | of the mean model, test data (fraction, nats)
+    accuracy                 | split=test, worker=i | of worker i's model
+    consensus_distance       | type=params_only     | distance of the workers from their mean
+    uncompressed_gossip_bits |                      | bits of plain gossip for the same steps
+    phase_seconds            | phase=...            | time in that phase since the start
+    error                    | algorithm=..., and   | mean squared distance of the workers from the
+                             | diffusion_rate=...,  | mean of the starting matrices (epoch: the
+                             | theta=... of a grid  | step)
+    diverged                 | as error             | the step at which a setting diverged
 
 pandas and matplotlib are imported where they are used, so that a training process that only writes
 rows starts without them.
@@ -47,10 +47,16 @@ class MetricsLog:
         self._file = self.path.open("ab", buffering=0)
 
     def write(self, name: str, values: Mapping[str, float | int], tags: Mapping[str, Any]) -> None:
-        """Append a row. `values`: value, epoch, bits, messages, seconds; `tags`: JSON values.
+        """Append a row.
 
-        NaN and infinity are written as in Python's json. Raises ValueError if a tag has the name of
-        a value.
+        NaN and infinity are written as in Python's json.
+
+        Args:
+            values: Keys value, epoch, bits, messages and seconds.
+            tags: JSON values.
+
+        Raises:
+            ValueError: If a tag has the name of a value.
         """
         taken = sorted(set(tags) & {"name", *values})
         if taken:
@@ -77,8 +83,10 @@ class MetricsLog:
 def kept_rows(path: Path, offset: int, allow_lost_rows: bool = False) -> bytes:
     """Return the complete rows among the first `offset` bytes.
 
-    `offset` is the size at the time of a checkpoint. Raises ValueError if the file no longer has
-    rows of that size, unless `allow_lost_rows`.
+    `offset` is the size at the time of a checkpoint.
+
+    Raises:
+        ValueError: If the file no longer has rows of that size, unless `allow_lost_rows`.
     """
     contents = path.read_bytes()[:offset] if offset and path.exists() else b""
     kept = contents[: contents.rfind(b"\n") + 1]
@@ -109,7 +117,10 @@ def load(output_dir: Path | str) -> "DataFrame":
     """Return the rows of a run in the order of the file. Its first columns are COLUMNS.
 
     A tag that a row does not have is NaN. An incomplete last line is left out. Any other line that
-    is not a row is left out with a warning that names it. Raises ValueError without such a file.
+    is not a row is left out with a warning that names it.
+
+    Raises:
+        ValueError: If there is no such file.
     """
     path = Path(output_dir) / FILE
     try:

@@ -1,13 +1,15 @@
 """The output folder of a run.
 
-config.yaml      all keys and their values
-metrics.jsonl    a row for each measurement, see metrics.py
-info.json        metadata and progress
-figure.png
-checkpoints/     see checkpoints.py
-.drafts-…/       while the run lasts, see files.py
-events.out.…     for TensorBoard, if configured
-wandb/           for Weights & Biases, if configured
+Contents::
+
+    config.yaml      all keys and their values
+    metrics.jsonl    a row for each measurement, see metrics.py
+    info.json        metadata and progress
+    figure.png
+    checkpoints/     see checkpoints.py
+    .drafts-…/       while the run lasts, see files.py
+    events.out.…     for TensorBoard, if configured
+    wandb/           for Weights & Biases, if configured
 """
 
 import datetime
@@ -53,20 +55,26 @@ def plain(config: DictConfig) -> dict[str, Any]:
 class Output:
     """The folder of a run, with its configuration and open logs.
 
-    name             # of the folder, where {date} stands for the date of a new one. None: DATED
-    config           # the configuration by key, with `overwrite`, `tensorboard` and, optionally,
-                     # `trackers`
-    offset           # of a run to resume: its rows in bytes. None: begin a run
-    allow_lost_rows  # resume although some of these rows are missing, with the others
-    process          # index of this process
-    takes_over       # continue in the place of a process that was lost during the run
-    folder           # its path
-    lost_rows        # whether rows were missing
+    Methods, too, raise Dropped if another process has taken over. A process that was stopped then
+    changes nothing when it continues, see files.Drafts.
 
-    Raises ValueError, and changes nothing, if the folder cannot be written, contains a run and
-    neither config.overwrite nor `offset` is set, or lacks rows of a run to resume, or if a tracker
-    cannot begin or continue its run. Methods, too, raise Dropped if another process has taken over.
-    A process that was stopped then changes nothing when it continues, see files.Drafts.
+    Args:
+        name: Name of the folder, where {date} stands for the date of a new one. None: DATED.
+        config: The configuration by key, with `overwrite`, `tensorboard` and, optionally,
+            `trackers`.
+        offset: Size in bytes of the rows of a run to resume. None: begin a run.
+        allow_lost_rows: Whether a run resumes although some of these rows are missing.
+        process: Index of this process.
+        takes_over: Whether this process continues in the place of one that was lost during the run.
+
+    Attributes:
+        folder: Path of the folder.
+        lost_rows: Whether rows were missing.
+
+    Raises:
+        ValueError: If the folder cannot be written, contains a run and neither config.overwrite nor
+            `offset` is set, or lacks rows of a run to resume, or if a tracker cannot begin or
+            continue its run. Nothing is changed then.
     """
 
     def __init__(
@@ -175,7 +183,8 @@ class Output:
     def close(self, ending: str | None = None) -> None:
         """Close the files and end the run in the trackers.
 
-        ending  # for info.json: COMPLETE, or the name of the exception that ended the run
+        Args:
+            ending: Ending for info.json: COMPLETE, or the name of the exception that ended the run.
         """
         if ending is not None:
             with suppress(CannotWrite):  # another exception may be on its way
@@ -193,9 +202,12 @@ def take_over(
 ) -> Output:
     """The output of a run whose writer was lost, with those of the latest rows that are missing.
 
-    process  # index of this process
+    Args:
+        process: Index of this process.
 
-    Raises CannotWrite, and Dropped if a higher process has taken over.
+    Raises:
+        CannotWrite: If the folder cannot be written.
+        Dropped: If a higher process has taken over.
     """
     offset = metrics.complete_bytes(folder / metrics.FILE)
     try:
@@ -221,10 +233,13 @@ def _identity(row: Mapping[str, Any]) -> str:
 def run_to_resume(name: str | None, resume: bool | str, key: str = "resume") -> Path | None:
     """Return the folder of the run to resume. None: begin one.
 
-    resume  # False, True, or "auto": begin a run if the folder has none
-    key     # its name in errors
+    Args:
+        resume: False, True, or "auto": begin a run if the folder has none.
+        key: Name of the key in errors.
 
-    Raises ValueError for other values, without a name, or if the folder has no run for True.
+    Raises:
+        ValueError: For another value of `resume`, without a name, and for True if the folder has no
+            run.
     """
     if resume is False:
         return None

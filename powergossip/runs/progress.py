@@ -14,9 +14,10 @@ _LAUNCHERS = ("mpiexec", "mpirun", "orterun", "prterun")
 class Progress:
     """The number of steps done, on the standard error, while the context is open.
 
-    total    # steps
-    initial  # steps done before
-    shown    # False: show nothing
+    Args:
+        total: Number of steps.
+        initial: Number of steps done before.
+        shown: Whether progress is shown.
     """
 
     def __init__(self, total: int, initial: int = 0, shown: bool = True):

@@ -18,12 +18,15 @@ class Signals:
     Slurm can send SIGUSR1 before a time limit. A second signal has its usual effect. SIGINT stays
     ignored where it is, as in the background jobs of a shell script.
 
-    received  # number of the signal, or None
-    at_once   # text of the errors.Signaled that the first signal raises, or None: it raises nothing
-    delay     # seconds until it does. A process that waits for this one can react before
-    patience  # seconds after SIGTERM until the process ends unless `agreed` is set, or None. A
-              # process that waits for a lost one in a library cannot react in another way
-    agreed    # whether all processes have agreed to end
+    Args:
+        at_once: Text of the errors.Signaled that the first signal raises. None: it raises nothing.
+        delay: Seconds until it is raised. A process that waits for this one can react before.
+        patience: Seconds after SIGTERM until the process ends unless `agreed` is set, or None. A
+            process that waits for a lost one in a library cannot react in another way.
+
+    Attributes:
+        received: Number of the signal, or None.
+        agreed: Whether all processes have agreed to end.
     """
 
     def __init__(

@@ -17,7 +17,9 @@ def summary(rows: "DataFrame", time_is_virtual: bool = False) -> str:
     Each line shows the last epoch that has its rows. A line without rows is left out. Megabytes are
     10⁶ bytes.
 
-    time_is_virtual  # the column seconds is that of the virtual clock. Phases are in real seconds
+    Args:
+        time_is_virtual: Whether the column seconds is that of the virtual clock. Phases are in real
+            seconds.
     """
     lines: list[tuple[str, str]] = []
     mean = last_rows(rows, "accuracy", split="test_avg")["value"]
@@ -102,7 +104,8 @@ def _further_metrics(rows: "DataFrame") -> list[tuple[str, str]]:
 def consensus_summary(rows: "DataFrame") -> str:
     """Return the table at the end of gossip_run.py as plain text, see `consensus_table`.
 
-    Raises ValueError without rows named error.
+    Raises:
+        ValueError: If no rows are named error.
     """
     return "\n".join(
         [
@@ -119,7 +122,10 @@ def consensus_table(rows: "DataFrame") -> list[list[str]]:
     The best setting has the smallest final error. All errors are relative to the one at the start.
     "per step" are the bits that worker 0 sends in a step, in the mean. "to 1e-3" and "to 1e-6" are
     the steps, and the bits sent, of the first row with an error of at most that. Empty columns are
-    left out. Raises ValueError without rows named error.
+    left out.
+
+    Raises:
+        ValueError: If no rows are named error.
     """
     settings = by_setting(rows)
     header = ["algorithm", "diffusion rate", "theta", "per step", "to 1e-3", "sent", "to 1e-6"]
@@ -153,7 +159,8 @@ def by_setting(rows: "DataFrame") -> "dict[tuple[str, ...], DataFrame]":
     """Return the rows of gossip_run.py by setting: (algorithm, diffusion_rate, theta) → rows,
     ordered by epoch.
 
-    Raises ValueError if there are none.
+    Raises:
+        ValueError: If there are none.
     """
     tags = ["algorithm", "diffusion_rate", "theta"]
     chosen = rows[rows["name"].isin(["error", "diverged"])].sort_values("epoch", kind="stable")

@@ -41,8 +41,9 @@ Scalar = tuple[
 class Resumed:
     """A run that continues.
 
-    epoch  # of its last row
-    facts  # of each tracker by its name, as in info.json
+    Attributes:
+        epoch: Epoch of the last row.
+        facts: Facts of each tracker by its name, as in info.json.
     """
 
     epoch: float
@@ -52,7 +53,8 @@ class Resumed:
 class Tracker(Protocol):
     """A run in a tracker.
 
-    facts  # its identity, for info.json
+    Attributes:
+        facts: Identity of the run, for info.json.
     """
 
     facts: dict[str, Any]
@@ -241,7 +243,10 @@ TRACKERS: dict[str, tuple[Begin, str, str, str]] = {
 def configured(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the trackers of a configuration: {name: its key and value, for errors}.
 
-    The key `tensorboard` is an alias. Raises BadValue for an unknown name.
+    The key `tensorboard` is an alias.
+
+    Raises:
+        BadValue: For an unknown tracker.
     """
     asked = list(config.get("trackers") or [])
     for name in asked:
@@ -270,7 +275,9 @@ class Trackers:
     """The trackers of a run.
 
     A tracker that fails gives a warning and receives no further rows. The run goes on.
-    Raises ValueError if a tracker is not installed, or cannot begin or continue its run.
+
+    Raises:
+        ValueError: If a tracker is not installed, or cannot begin or continue its run.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any], resumed: Resumed | None = None):

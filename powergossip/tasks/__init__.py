@@ -88,8 +88,10 @@ _IN_LIBRARY = frozenset(TASKS)  # not a row that a driver has added
 def defaults(name: str) -> dict[str, Any]:
     """Key of train.py → its default for a task.
 
-    That of task_architecture is None for a task of the user: the first one of the task. Raises
-    ValueError for an unknown name.
+    That of task_architecture is None for a task of the user: the first one of the task.
+
+    Raises:
+        ValueError: For an unknown name.
     """
     if is_name(name):
         given = user_task.defaults(name, GENERAL_DEFAULTS)
@@ -124,40 +126,44 @@ def make(
     A name package.module:callable is that of a function of the user, see the documentation page on
     your own model and data.
 
-    batch_size      per worker
-    seed            of the partition of the samples and of their order
-    decentralized   non-IID: sort the samples by label and give each worker a contiguous piece. The
-                    shards are fixed.
-    shuffled_ratio  fraction of the sorted samples that is shuffled, in [0, 1]
-    reshuffle       repartition the samples every epoch; False: fixed shards. Without effect on
-                    non-IID shards, which are fixed.
-    data_dir        the folder with the data files. None: the default places (see `files`). Tasks on
-                    data from a library need none.
-    download        whether to download data that are in none of these places
-    dirichlet_alpha non-IID: the label proportions of each worker are sampled from Dirichlet(α·1).
-                    Small α: few labels per worker. The shards are fixed. None: off.
-    drop_last       leave out the last, smaller batch of an epoch. False: it is used if every worker
-                    has at least two samples for it.
-    task_options    option of this task → value. Options that are left out have their defaults.
-    validation_ratio
-                    fraction of the training data held out as the split "valid", in [0, 1): a
-                    random sample of the images of each label, or the end of the training text. The
-                    same for all workers and seeds, and in no worker's shard.
-    column          non-IID: samples with the same value in this column belong to one worker, which
-                    has one or several values. The shards are fixed. Only tasks of the user have
-                    columns.
-    data_processes  processes that load the samples of a task of the user ahead of time. 0: none
-    architecture    package.module:callable, a model of the user. Other names have no effect here.
-    placement       mixing matrix, csr [receiver, sender]. The fixed shards are permuted over the
-                    workers such that the labels of a neighborhood are like those of all data. None:
-                    the shards stay in their order.
-
     Text has no labels and keeps its order. Each worker of a language task has a fixed contiguous
     piece: `decentralized` and `reshuffle` have no effect. `dirichlet_alpha` is rejected, and so is
     `shuffled_ratio` above 0 with `decentralized`.
 
-    Raises ValueError for an unknown name or option, an invalid value, sizes that do not match, a
-    folder that does not exist, and data that are missing or damaged.
+    Args:
+        batch_size: Number of samples of a batch of one worker.
+        seed: Seed of the partition of the samples and of their order.
+        decentralized: Whether the partition is non-IID: the samples are sorted by label, and each
+            worker has a contiguous piece. The shards are fixed.
+        shuffled_ratio: Fraction of the sorted samples that is shuffled, in [0, 1].
+        reshuffle: Whether samples are repartitioned every epoch. False: fixed shards. Without
+            effect on non-IID shards, which are fixed.
+        data_dir: The folder with the data files. None: the default places (see `files`). Tasks on
+            data from a library need none.
+        download: Whether to download data that are in none of these places.
+        dirichlet_alpha: Parameter α of non-IID shards: the label proportions of each worker are
+            sampled from Dirichlet(α·1). Small α: few labels per worker. The shards are fixed. None:
+            off.
+        drop_last: Whether the last, smaller batch of an epoch is left out. False: it is used if
+            every worker has at least two samples for it.
+        task_options: Values of this task's options, by name. Options that are left out have their
+            defaults.
+        validation_ratio: Fraction of the training data held out as the split "valid", in [0, 1): a
+            random sample of the images of each label, or the end of the training text. It is the
+            same for all workers and seeds, and in no worker's shard.
+        column: Column of non-IID shards: samples with the same value in this column belong to one
+            worker, which has one or several values. The shards are fixed. Only tasks of the user
+            have columns.
+        data_processes: Number of processes that load the samples of a task of the user ahead of
+            time. 0: none.
+        architecture: package.module:callable, a model of the user. Other names have no effect here.
+        placement: Mixing matrix, csr [receiver, sender]. The fixed shards are permuted over the
+            workers such that the labels of a neighborhood are like those of all data. None: the
+            shards stay in their order.
+
+    Raises:
+        ValueError: For an unknown name or option, an invalid value, sizes that do not match, a
+            folder that does not exist, and data that are missing or damaged.
     """
     if not is_name(name):
         _check_name(name)

@@ -18,8 +18,10 @@ Augmentation = Callable[[Tensor, np.random.Generator], Tensor]
 def crop_and_flip(images: Tensor, random: np.random.Generator, padding: int = 4) -> Tensor:
     """Shift each image by up to `padding` pixels along both axes, and mirror it with probability ½.
 
-    Images [sample, row, column, channel] → the same shape.    He et al. (2015), arXiv 1512.03385,
-    § 4.2
+    Images [sample, row, column, channel] → the same shape.
+
+    References:
+        He et al. (2015), arXiv:1512.03385, § 4.2.
     """
     corners = random.integers(0, 2 * padding + 1, size=(len(images), 2))
     mirrored = random.random(len(images)) < 0.5
@@ -29,8 +31,9 @@ def crop_and_flip(images: Tensor, random: np.random.Generator, padding: int = 4)
 def crop(images: Tensor, corners: Tensor, padding: int) -> Tensor:
     """Pad each image with zeros and crop it to its former size, at a corner of its own.
 
-    corners: [sample, 2], first row and first column of the crop, in 0 … 2 · padding. (padding,
-    padding) returns the image itself.
+    Args:
+        corners: First row and first column of the crop [sample, 2], in 0 … 2 · padding. (padding,
+            padding) returns the image itself.
     """
     n, n_rows, n_columns, n_channels = images.shape
     padded = functional.pad(images, (0, 0, padding, padding, padding, padding))

@@ -1,7 +1,8 @@
 """Digits: 1797 handwritten digits of 8 × 8 pixels in 17 gray levels, shipped with scikit-learn.
 
-Alpaydin & Kaynak (1998), "Optical Recognition of Handwritten Digits", doi:10.24432/C50P49 (the
-test part of it).
+References:
+    Alpaydin & Kaynak (1998), "Optical Recognition of Handwritten Digits", doi:10.24432/C50P49 (the
+    test part of it).
 """
 
 import torch

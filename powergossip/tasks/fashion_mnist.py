@@ -1,6 +1,7 @@
 """FashionMNIST: 60,000 + 10,000 gray images of clothes, 28 × 28 pixels, 10 labels.
 
-Xiao, Rasul & Vollgraf (2017), arXiv 1708.07747.
+References:
+    Xiao, Rasul & Vollgraf (2017), arXiv:1708.07747.
 """
 
 from collections.abc import Iterator, Mapping

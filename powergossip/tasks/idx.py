@@ -1,9 +1,11 @@
-"""The IDX file format of the MNIST family: a header of big-endian integers, then an array of bytes.
+"""The IDX file format of the MNIST family: a header of big-endian integers, then bytes::
 
     0 0 type rank | size of each axis, 32 bits each | the elements, the last axis fastest
 
-Images and labels have type 8, unsigned bytes. LeCun, Cortes & Burges (1998), "The MNIST database of
-handwritten digits".
+Images and labels have type 8, unsigned bytes.
+
+References:
+    LeCun, Cortes & Burges (1998), "The MNIST database of handwritten digits".
 """
 
 import math

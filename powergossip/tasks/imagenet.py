@@ -1,8 +1,11 @@
 """ImageNet: 1.28 million + 50,000 color images of any size, 1000 labels.
 
-Deng et al. (2009), doi:10.1109/CVPR.2009.5206848. The images of a label are files in a folder with
-its name: train/n01440764/n01440764_18.JPEG, val/n01440764/ILSVRC2012_val_00000293.JPEG. Any data
-set in this layout can be used. Images are decoded when they are needed, and not kept in memory.
+The images of a label are files in a folder with its name: train/n01440764/n01440764_18.JPEG,
+val/n01440764/ILSVRC2012_val_00000293.JPEG. Any data set in this layout can be used. Images are
+decoded when they are needed, and not kept in memory.
+
+References:
+    Deng et al. (2009), doi:10.1109/CVPR.2009.5206848.
 """
 
 import math
@@ -54,7 +57,7 @@ def task(options: TaskOptions) -> Task:
     with probability ½. For evaluation the shorter side is scaled to 8/7 of image_size, and the
     center is used.
 
-    task_options, besides those of the models and of normalization:
+    task_options, besides those of the models and of normalization::
 
         image_size  rows and columns, by default 224
         threads     that decode images in this process, by default 4
@@ -121,7 +124,8 @@ class Decoder:
     def training_image(self, path: Path, random: np.ndarray) -> np.ndarray:
         """A random part, scaled, maybe mirrored: uint8 [row, column, channel].
 
-        random: numbers in [0, 1), see `n_random`.
+        Args:
+            random: Random numbers in [0, 1), see `n_random`.
         """
         image = _read(path)
         columns, rows = image.size
@@ -146,8 +150,10 @@ N_RANDOM = 1 + 4 * ATTEMPTS  # random numbers of a training image
 def random_part(columns: int, rows: int, random: np.ndarray) -> tuple[int, int, int, int]:
     """Left, top, right and bottom of a random part of an image.
 
-    random: numbers in [0, 1), [attempt, 4], for area, aspect, left and top. The first attempt that
-    fits in the image is used. If none does: the largest part in the center with an accepted aspect.
+    Args:
+        random: Random numbers [attempt, 4] in [0, 1), for area, aspect, left and top. The first
+            attempt that fits in the image is used. If none does: the largest part in the center
+            with an accepted aspect.
     """
     low, high = (math.log(aspect) for aspect in ASPECTS)
     for area, aspect, left, top in random.tolist():

@@ -53,7 +53,8 @@ class Reader(Protocol):
     ) -> Pending:
         """The pixels of these samples: uint8 [sample, row, column, channel].
 
-        random: for augmentation. None: without.
+        Args:
+            random: Generator for augmentation. None: no augmentation.
         """
         ...
 
@@ -158,13 +159,17 @@ class ImageClassification:
         architectures: Mapping[str, Callable[..., nn.Module]] = ARCHITECTURES,
         known_options: Mapping[str, task_options.Kind] = OPTIONS,
     ) -> None:
-        """augment: applied to the bytes of training batches [sample, row, column, channel], with a
-        generator derived from (seed, epoch, worker, step).
+        """Load the data onto the device.
 
-        architectures: builders of the models. known_options: the task options and accepted values.
-        Those of `MODEL_OPTIONS` are given to the builder.
+        Args:
+            augment: Function applied to the bytes of training batches [sample, row, column,
+                channel], with a generator derived from (seed, epoch, worker, step).
+            architectures: Builders of the models.
+            known_options: Task options and accepted values. Those of `MODEL_OPTIONS` are given to
+                the builder.
 
-        Raises ValueError if the options do not match the data.
+        Raises:
+            ValueError: If the options do not match the data.
         """
         given = options.task_options
         task_options.check(options.task, given, known_options, options.architecture, MODEL_OPTIONS)
@@ -211,15 +216,17 @@ class ImageClassification:
     def model(self, architecture: str, seed: int) -> nn.Module:
         """Build a model on the task's device. Its weights depend on architecture and seed only.
 
-        Raises ValueError if the architecture is unknown, too deep for images of this size, or lacks
-        one of the task options.
+        Raises:
+            ValueError: If the architecture is unknown, too deep for images of this size, or lacks
+                one of the task options.
         """
         return modules.fresh(self._architectures, architecture, seed, self._options.device)
 
     def batch(self, worker: int, epoch: int, step: int, lost: frozenset[int] = NOBODY) -> Batch:
         """The images and labels of a worker at a step of an epoch, 0 ≤ step < steps_per_epoch.
 
-        lost: workers whose samples the others have, see Shards.
+        Args:
+            lost: Workers whose samples the others have, see Shards.
         """
         assert 0 <= step < self.steps_per_epoch
         images = self._pending(worker, epoch, step, lost)()
@@ -336,7 +343,11 @@ def _normalization(
 ) -> tuple[Tensor, Tensor]:
     """Mean and 1 / standard deviation for each element of a row: float32 [column · channel].
 
-    `given`: the task options. Raises ValueError if they have another number of channels.
+    Args:
+        given: Task options.
+
+    Raises:
+        ValueError: If the options have another number of channels.
     """
     channels, _, columns = images.shape
     for key in CONSTANTS:

@@ -59,7 +59,7 @@ NO_WORD = -1  # target without prediction: pads the last stream
 def task(options: TaskOptions) -> Task:
     """Language modeling on a text of `texts.TEXTS`.
 
-    task_options:
+    task_options::
 
         dataset          the text, by default "topics": Python's help, which needs no files
         sequence_length  words per sequence, by default 30
@@ -68,7 +68,7 @@ def task(options: TaskOptions) -> Task:
         padding          fill the last streams of a worker with the word <pad>. By default its last
                          words, fewer than the streams, are left out.
 
-    Options of wikitext2 and ptb:
+    Options of wikitext2 and ptb::
 
         tokenizer        blanks (default): words as in the files. spacy: the English rules of spaCy
         lower            convert words to lower case. Default: false
@@ -130,9 +130,14 @@ class LanguageModeling:
         model_options: Mapping[str, Any],
         builders: Mapping[str, Callable[..., LanguageModel]] = ARCHITECTURES,
     ) -> None:
-        """length: words per sequence. builders: of the models, by architecture.
+        """Partition the training text.
 
-        Raises ValueError if the options do not match the corpus.
+        Args:
+            length: Number of words per sequence.
+            builders: Builders of the models, by architecture.
+
+        Raises:
+            ValueError: If the options do not match the corpus.
         """
         n_words = len(corpus.splits["train"])
         # A sequence needs one word more: the target of its last position.

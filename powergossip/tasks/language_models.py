@@ -26,7 +26,8 @@ State = dict[str, Tensor]
 class LanguageModel(nn.Module, ABC):
     """A language model with a state that may be carried from batch to batch.
 
-    state: the carried state, which is neither parameter nor buffer. Only the task sets it.
+    Attributes:
+        state: The carried state, which is neither parameter nor buffer. Only the task sets it.
     """
 
     def __init__(self) -> None:
@@ -44,12 +45,15 @@ class LanguageModel(nn.Module, ABC):
 class LSTM(LanguageModel):
     """Embedding, LSTM layers, and an output layer that shares the embedding's weights, with a bias.
 
-    Dropout follows the embedding and each layer. 28,949,319 parameters for 28,869 words. Zaremba et
-    al. (2014), arXiv 1409.2329, and, for the shared weights, Press & Wolf (2016), arXiv 1608.05859.
+    Dropout follows the embedding and each layer. 28,949,319 parameters for 28,869 words.
 
     Names and initial weights are those of PyTorch's example word_language_model, on which the
     PowerGossip paper's model is based: embedding uniform in ±0.1, bias 0, LSTM layers as torch
     initializes them.
+
+    References:
+        - Zaremba et al. (2014), arXiv:1409.2329.
+        - Press & Wolf (2016), arXiv:1608.05859, for the shared weights.
     """
 
     def __init__(
@@ -85,10 +89,13 @@ class LSTM(LanguageModel):
 class Transformer(LanguageModel):
     """Decoder-only transformer, with learned positions and pre-normalization. It has no state.
 
-    The output layer shares the weights of the word embedding. Vaswani et al. (2017), arXiv
-    1706.03762, with the norms before attention and MLP as in Radford et al. (2019), "Language
-    models are unsupervised multitask learners", and dropout where both have it. Initial weights are
-    normal with standard deviation 0.02, biases 0.
+    The output layer shares the weights of the word embedding. The norms come before attention and
+    MLP. Initial weights are normal with standard deviation 0.02, biases 0.
+
+    References:
+        - Vaswani et al. (2017), arXiv:1706.03762, also for dropout.
+        - Radford et al. (2019), "Language models are unsupervised multitask learners", for the
+          norms.
     """
 
     def __init__(

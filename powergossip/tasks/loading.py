@@ -29,9 +29,10 @@ from powergossip.tasks.user_functions import UserCodeError, seeded, users_code
 class Request:
     """A batch to load.
 
-    data     # name of the data set
-    samples  # their indices in it
-    seed     # of random augmentation, below 2⁶³
+    Attributes:
+        data: Name of the data set.
+        samples: Indices of the samples in it.
+        seed: Seed of random augmentation, below 2⁶³.
     """
 
     data: str
@@ -78,9 +79,12 @@ class Pending:
 class Loader:
     """Loads batches, in the background if `processes` is above 0.
 
-    place      # in errors, such as task=package.module:callable
-    ahead      # number of batches in flight that keep the processes busy
-    in_memory  # whether no sample needs to be loaded
+    Args:
+        place: Name of the task in errors, such as task=package.module:callable.
+
+    Attributes:
+        ahead: Number of batches in flight that keep the processes busy.
+        in_memory: Whether no sample needs to be loaded.
     """
 
     def __init__(self, source: SampleSource, place: str, processes: int = 0):
@@ -137,10 +141,11 @@ class Loader:
 class _Process:
     """A process that loads batches in the order of the requests. It ends with this object.
 
-    end  # ends it now
-
     It is forked, like those of torch's DataLoader on Linux: the data sets need not be pickled, and
     a driver script is not imported again.
+
+    Attributes:
+        end: Function that ends it now.
     """
 
     def __init__(self, source: SampleSource):

@@ -44,7 +44,9 @@ def default_loss(outputs: Any, targets: Any, place: str) -> tuple[str, Metric, d
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     """The mean cross entropy [nats], without targets of −100.
 
-    outputs: [*, label]. targets: integers [*].
+    Args:
+        outputs: Scores `[*, label]`.
+        targets: Labels `[*]`, integers.
     """
     scores = outputs.flatten(0, -2)
     return functional.cross_entropy(scores, targets.flatten().long(), ignore_index=IGNORED_TARGET)
@@ -53,7 +55,9 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
     """The fraction of targets with the highest output, without targets of −100.
 
-    outputs: [*, label]. targets: integers [*].
+    Args:
+        outputs: Scores `[*, label]`.
+        targets: Labels `[*]`, integers.
     """
     counted = targets != IGNORED_TARGET
     correct = (outputs.argmax(-1) == targets) & counted

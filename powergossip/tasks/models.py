@@ -2,7 +2,7 @@
 
 `ARCHITECTURES` (small images) and `IMAGENET` map names to builders: (channels, rows, columns) of
 the images and the number of labels → model. The keyword-only parameters of a builder are options of
-the tasks:
+the tasks::
 
     normalization       batch or group
     initialization      of the weights: a name in `INITIALIZATIONS`
@@ -32,7 +32,8 @@ NORMALIZATIONS: dict[str, Callable[[int], nn.Module]] = {
 def _fan_out(model: nn.Module) -> None:
     """Convolutions: normal with variance 2 / (k² · channels of the output), no biases.
 
-    He et al. (2015), arXiv:1502.01852, eq. 14
+    References:
+        He et al. (2015), arXiv:1502.01852, eq. 14.
     """
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
@@ -87,7 +88,8 @@ class MLP(nn.Module):
 class ZeroPadding(nn.Module):
     """Every other row and column, and zeros for the new channels.
 
-    Option A of He et al. (2015), arXiv:1512.03385, § 3.3
+    References:
+        He et al. (2015), arXiv:1512.03385, § 3.3, option A.
     """
 
     def __init__(self, before: int, after: int, stride: int) -> None:
@@ -189,7 +191,10 @@ class ResNet(nn.Module):
 
     The first convolution is 3 × 3. With large_images it is 7 × 7 with stride 2, followed by 3 × 3
     max pooling with stride 2. The first stage keeps the size of the image, every other stage halves
-    it.    He et al. (2015), arXiv:1512.03385
+    it.
+
+    References:
+        He et al. (2015), arXiv:1512.03385.
     """
 
     def __init__(
@@ -255,7 +260,8 @@ def _convolutions(
 ) -> nn.Sequential:
     """3 × 3 convolutions with these channels, each normalized, and 2 × 2 max poolings ("pool").
 
-    normalization: a name in NORMALIZATIONS, or "" for none
+    Args:
+        normalization: A name in NORMALIZATIONS, or "" for none.
     """
     modules: list[nn.Module] = []
     for width in layers:
@@ -282,16 +288,18 @@ def _check_size(architecture: str, shape: Shape) -> None:
 class VGG11(nn.Module):
     """Eight 3 × 3 convolutions with five max poolings, global average pooling, a linear layer.
 
-    64 to 512 channels, 9,228,362 parameters for 3 channels and 10 labels.    Simonyan & Zisserman
-    (2014), arXiv:1409.1556, table 1, column A
+    64 to 512 channels, 9,228,362 parameters for 3 channels and 10 labels.
 
     The original is for images of 224 × 224 pixels and ends in three linear layers. One is usual for
     CIFAR. Unlike the original, convolutions are normalized and have no biases, which normalization
     would cancel.
 
     With `plain`, as in the original, convolutions have biases and no normalization, and three
-    linear layers with dropout follow. They have 512 units, not 4096: 9,750,922 parameters, the
-    model of Vogels et al. (2021), arXiv:2110.04175.
+    linear layers with dropout follow. They have 512 units, not 4096: 9,750,922 parameters.
+
+    References:
+        - Simonyan & Zisserman (2014), arXiv:1409.1556, table 1, column A.
+        - Vogels et al. (2021), arXiv:2110.04175, for the model with `plain`.
     """
 
     # Channels of each convolution, and max poolings.
@@ -328,7 +336,10 @@ class VGG16BN(nn.Module):
 
     138,365,992 parameters for 3 channels and 1000 labels, as in torchvision: convolutions have
     biases, 7 × 7 average pooling adapts to the size of the image, linear weights are normal with
-    standard deviation 0.01.    Simonyan & Zisserman (2014), arXiv:1409.1556, table 1, column D
+    standard deviation 0.01.
+
+    References:
+        Simonyan & Zisserman (2014), arXiv:1409.1556, table 1, column D.
     """
 
     LAYERS = (

@@ -49,7 +49,9 @@ def with_own(
 ) -> Architectures:
     """Add the user's architecture, if there is one.
 
-    offered: values for its parameters of these names. Task options of these names take precedence.
+    Args:
+        offered: Values for parameters of the architecture of these names. Task options of these
+            names take precedence.
     """
     own = options.architecture
     return known if own is None else {**known, own.name: partial(_build, own, options, offered)}

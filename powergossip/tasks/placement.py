@@ -9,18 +9,22 @@ _DIGITS = 2**12  # weights and proportions are multiples of 1/_DIGITS
 def mixed(counts: np.ndarray, mixing: csr_array) -> np.ndarray:
     """The shard of each worker such that neighborhoods have the labels of all: int64 [worker].
 
-    counts: int64 [shard, label]. mixing: W, csr [receiver, sender], the mean of its rounds.
-
     Minimizes Σ_i ‖Σ_j w_ij h_p(j) − h‖², where h_s are the label proportions of shard s and h is
     their mean, the proportions that the workers' mean loss weighs. This is the heterogeneity of
-    neighborhoods of Le Bars et al. (2023), arXiv 2204.04452, which bounds the bias of
-    gossip, with proportions of labels in place of gradients. There the graph is chosen, here the
-    permutation p.
+    neighborhoods, which bounds the bias of gossip, with proportions of labels in place of
+    gradients. In the paper the graph is chosen, here the permutation p.
 
     Greedy: from p(i) = i, each worker in turn swaps with the one that decreases the sum most, until
     no swap decreases it. O(n · (n · label + degree²)) for a pass over n workers, O(n · label)
     memory beside W. All values are integers below 2⁵³ in float64, hence exact: the permutation is
     the same on all machines.
+
+    Args:
+        counts: Number of samples [shard, label], int64.
+        mixing: Mixing matrix W, csr [receiver, sender], the mean of its rounds.
+
+    References:
+        Le Bars et al. (2023), arXiv:2204.04452.
     """
     n = len(counts)
     proportions = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)

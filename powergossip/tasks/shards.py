@@ -32,16 +32,22 @@ class Shards:
 
     The samples of lost workers can be partitioned over the others: see `indices`.
 
-    steps_per_epoch  # the same for all workers. Those with more samples than the smallest shard
-                     # leave out others in each epoch
+    Attributes:
+        steps_per_epoch: Number of steps, the same for all workers. Those with more samples than the
+            smallest shard leave out others in each epoch.
     """
 
     def __init__(
         self, labels: Tensor, options: TaskOptions, column: Sequence[Hashable] | None = None
     ) -> None:
-        """labels: int64 [sample]. column: values of options.column [sample], if the data have it.
+        """Partition the samples.
 
-        Raises ValueError if the options do not match the data.
+        Args:
+            labels: Labels int64 [sample].
+            column: Values of options.column [sample], if the data have it.
+
+        Raises:
+            ValueError: If the options do not match the data.
         """
         n_samples, n_workers = len(labels), options.n_workers
         smallest = smallest_shard(n_samples, options)
@@ -93,7 +99,9 @@ class Shards:
     def indices(self, worker: int, epoch: int, lost: frozenset[int] = NOBODY) -> Tensor:
         """The samples of a worker, in the order of an epoch: int64 [sample of the shard].
 
-        lost  # workers without samples. The others have theirs too, each the same number up to one
+        Args:
+            lost: Workers without samples. The others have theirs too, each the same number up to
+                one.
         """
         assert 0 <= worker < len(self._bounds) - 1
         assert worker not in lost
@@ -225,13 +233,15 @@ def skewed_by_label(
 ) -> np.ndarray:
     """Order the samples such that worker i has label proportions q_i ~ Dirichlet(α·1): [sample].
 
-    Worker i has the samples from bounds[i] to bounds[i + 1].    Hsu, Qi & Brown (2019),
-    arXiv:1909.06335
+    Worker i has the samples from bounds[i] to bounds[i + 1].
 
     Workers are served in order, without replacement. When a label is exhausted, its proportion goes
     to the remaining labels, in proportion to theirs. The last workers thus deviate most from q_i.
-    Hsu et al. write Dirichlet(αp) with prior proportions p: for a uniform p, their α is ours times
-    the number of labels.
+    The paper has Dirichlet(αp) with prior proportions p: for a uniform p, their α is ours times the
+    number of labels.
+
+    References:
+        Hsu, Qi & Brown (2019), arXiv:1909.06335.
     """
     classes, label, available = np.unique(labels.cpu(), return_inverse=True, return_counts=True)
     shuffled = random.permutation(len(labels))
@@ -253,9 +263,13 @@ def by_group(
 
     The largest group goes to the worker with the fewest samples so far, then the next one. Groups
     of one size are in random order. The largest shard then has at most 4/3 of its smallest possible
-    size.    Graham (1969), doi:10.1137/0117039
+    size.
 
-    Raises ValueError if there are fewer groups than workers.
+    Raises:
+        ValueError: If there are fewer groups than workers.
+
+    References:
+        Graham (1969), doi:10.1137/0117039.
     """
     index: dict[Hashable, int] = {}
     group = np.array([index.setdefault(value, len(index)) for value in column])
@@ -304,10 +318,13 @@ def apportion(size: int, log_weights: np.ndarray, available: np.ndarray) -> np.n
 def _log_gamma_variates(alpha: float, count: int, random: np.random.Generator) -> np.ndarray:
     """Logarithms of independent Gamma(α) variates. Normalized variates are Dirichlet(α·1).
 
-    G_α = G_{α+1} U^{1/α}, U uniform.    Marsaglia & Tsang (2000), doi:10.1145/358407.358414
+    G_α = G_{α+1} U^{1/α}, U uniform.
 
     Logarithms, because for small α all variates but one underflow, and the remaining labels would
     have no proportions once the label of that one is exhausted.
+
+    References:
+        Marsaglia & Tsang (2000), doi:10.1145/358407.358414.
     """
     alpha = float(np.clip(alpha, 1e-300, 1e300))  # the same distribution, without overflow
     uniform = 1 - random.random(count)  # never 0

@@ -79,7 +79,8 @@ class Task(Protocol):
     def model(self, architecture: str, seed: int) -> nn.Module:
         """Build a model on the task's device. Its weights depend on architecture and seed only.
 
-        Raises ValueError if the task has no such architecture for its data and options.
+        Raises:
+            ValueError: If the task has no such architecture for its data and options.
         """
         ...
 
@@ -135,9 +136,11 @@ class Task(Protocol):
 def main_metric(task: Task, names: Collection[str]) -> MainMetric:
     """The metric that selects the best checkpoint, among the metrics of these names.
 
-    It is the attribute `main_metric` of the task, a MainMetric. Without that, it is the accuracy
-    if the task has no perplexity, or else the loss: cross_entropy, mse or loss. Raises ValueError
-    if there is no such metric.
+    It is the attribute `main_metric` of the task, a MainMetric. Without that, it is the accuracy if
+    the task has no perplexity, or else the loss: cross_entropy, mse or loss.
+
+    Raises:
+        ValueError: If the task has no such metric.
     """
     given: MainMetric | None = getattr(task, "main_metric", None)
     if given is not None and given.name in names:

@@ -56,7 +56,9 @@ def check(
 ) -> None:
     """Raise ValueError for unknown options of a task and for values that are not accepted.
 
-    architecture: of the user. Its parameters take the place of the options in `of_models`.
+    Args:
+        architecture: Architecture of the user. Its parameters take the place of the options in
+            `of_models`.
     """
     if architecture is not None:
         known = {key: kind for key, kind in known.items() if key not in of_models}

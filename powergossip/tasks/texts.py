@@ -178,12 +178,14 @@ class _Files:
     ) -> dict[Split, Words]:
         """The words of each split.
 
-        tokenizer        of `TOKENIZERS`
-        lower            whether words are converted to lower case, after tokenization
-        evaluation       text of the split "test": test or validation
-        validation_text  whether the validation text is the split "valid"
+        Args:
+            tokenizer: Name of a row of `TOKENIZERS`.
+            lower: Whether words are converted to lower case, after tokenization.
+            evaluation: Text of the split "test": test or validation.
+            validation_text: Whether the validation text is the split "valid".
 
-        Raises ValueError if a file is not found or cannot be read.
+        Raises:
+            ValueError: If a file is not found or cannot be read.
         """
         if validation_text and evaluation == "validation":
             accepted = "false with evaluation=validation, which uses this text already"

@@ -33,29 +33,33 @@ KEPT_BYTES = 2**28  # of test and validation data, in each process
 class Datasets:
     """Data sets of the user, and optionally a model, a loss and metrics.
 
-    train             # map-style: d[i] for 0 ≤ i < len(d). A sample is (input, ..., target)
-    test              # the same
-    valid             # the same, for rows valid and valid_avg. None: see validation_ratio
-    model             # function that returns the model. None: task_architecture is required
-    model_arguments   # values that follow from the data, for parameters of the model of these
-                      # names, such as {"n_features": 12}
-    loss              # loss(outputs, targets) → mean over the batch, a scalar tensor
-    metrics           # name → metric(outputs, targets), the mean over the batch
-    derived           # means of the metrics → further metrics, such as {"rmse": mse ** 0.5}
-    main_metric       # the metric that chooses the best checkpoint
-    larger_is_better  # of the main metric. It may be left out for accuracy and for the loss
-    forward           # forward(model, batch) → (outputs, targets)
-    collate           # list of samples → batch
-    labels            # of the training data: an integer for each sample, for partitions by label
-    columns           # of the training data: name → a value for each sample, for partitions by
-                      # column. A DataFrame is possible
-
     By default a batch is (inputs, ..., targets) as torch's default_collate makes it, and the
     outputs are model(inputs, ...). The loss is the cross entropy [nats] for integer targets, with
     the labels on the last axis of the outputs, and the metric accuracy beside it. Targets of −100
     are ignored. For floating-point targets it is the mean squared error. A loss is logged as
     cross_entropy or mse, or as loss if it is given. The main metric is the accuracy, or else the
     loss. Labels are those of train.targets, or of the samples.
+
+    Attributes:
+        train: Training data, map-style: d[i] for 0 ≤ i < len(d). A sample is (input, ..., target).
+        test: Test data, in the same form.
+        valid: Validation data, in the same form, for rows valid and valid_avg. None: see
+            validation_ratio.
+        model: Function that returns the model. None: task_architecture is required.
+        model_arguments: Values that follow from the data, for parameters of the model of these
+            names, such as {"n_features": 12}.
+        loss: loss(outputs, targets), the mean over the batch, a scalar tensor.
+        metrics: Functions metric(outputs, targets) by name, each a mean over the batch.
+        derived: Function of the means of the metrics that returns further metrics, such as {"rmse":
+            mse ** 0.5}.
+        main_metric: The metric that chooses the best checkpoint.
+        larger_is_better: Whether a larger main metric is better. It may be left out for accuracy
+            and for the loss.
+        forward: forward(model, batch), which returns (outputs, targets).
+        collate: Function of a list of samples that returns a batch.
+        labels: Labels of the training data: an integer for each sample, for partitions by label.
+        columns: Columns of the training data by name, with a value for each sample, for partitions
+            by column. A DataFrame is possible.
     """
 
     train: Any
@@ -219,7 +223,8 @@ class DatasetTask:
     def batch(self, worker: int, epoch: int, step: int, lost: frozenset[int] = NOBODY) -> Any:
         """The batch of a worker at a step of an epoch, 0 ≤ step < steps_per_epoch.
 
-        lost: workers whose samples the others have, see Shards.
+        Args:
+            lost: Workers whose samples the others have, see Shards.
         """
         assert 0 <= step < self.steps_per_epoch
         known, ahead = self._ahead.get(worker, (None, deque()))
@@ -273,7 +278,8 @@ class DatasetTask:
     def model(self, architecture: str, seed: int) -> nn.Module:
         """Build a model on the task's device. Its weights depend on architecture and seed only.
 
-        Raises ValueError if the architecture is unknown or a parameter of it has no value.
+        Raises:
+            ValueError: If the architecture is unknown or a parameter of it has no value.
         """
         return modules.fresh(self._architectures, architecture, seed, self._options.device)
 

@@ -54,7 +54,8 @@ def users_code(place: str) -> Iterator[None]:
 def seeded(seed: int) -> Iterator[None]:
     """Seed the global generators of Python, NumPy and torch (CPU), and restore them afterwards.
 
-    seed: below 2⁶³. Only the CPU's: torch.manual_seed would also seed the GPU's.
+    Args:
+        seed: Seed below 2⁶³ of the CPU's generators. torch.manual_seed would also seed the GPU's.
     """
     of_python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(seed)
@@ -77,9 +78,10 @@ def is_name(value: str | None) -> bool:
 class Named:
     """A function or class of the user.
 
-    label     # in errors, such as task=package.module:callable
-    name      # package.module:callable
-    function
+    Attributes:
+        label: Name in errors, such as task=package.module:callable.
+        name: package.module:callable.
+        function: The function or class.
     """
 
     label: str

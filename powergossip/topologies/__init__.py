@@ -124,8 +124,9 @@ def make(
     .adjlist or .txt, or is an existing file. `options` are passed to the topology's function, or to
     `from_file`. `weights` is a name of `WEIGHTS`, for any undirected static graph.
 
-    Raises ValueError for an unknown name or option, an option of the wrong type, a graph of another
-    size, a graph that is not connected, and a file that cannot be read.
+    Raises:
+        ValueError: For an unknown name or option, an option of the wrong type, a graph of another
+            size, a graph that is not connected, and a file that cannot be read.
     """
     options = dict(options or {})
     checks.at_least_one("n_workers", n_workers)

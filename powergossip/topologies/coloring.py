@@ -12,8 +12,9 @@ def is_bipartite(adjacency: csr_array) -> bool:
 class _Coloring:
     """A partial edge coloring, in which no two edges of a worker have the same color.
 
-    neighbor[u]  # color → the neighbor at the other end of u's edge of that color
-    free[u]      # int: bit c is 1 if no edge of u has color c
+    Attributes:
+        neighbor: Neighbor at the other end of u's edge of a color, neighbor[u][color].
+        free: Colors that no edge of u has, as bits of the integer free[u].
     """
 
     def __init__(self, n_workers: int, colors: int):

@@ -16,12 +16,18 @@ _GRID = 2**30  # weights are multiples of 1/_GRID, so that they are the same on 
 def fastest_mixing(adjacency: csr_array) -> csr_array:
     """The symmetric weights with the smallest ‖W − J‖₂, among those with w_ij > 0 and w_ii ≥ 0.
 
-    csr [worker, worker], of a symmetric 0/1 adjacency matrix of a connected graph. Boyd, Diaconis &
-    Xiao (2004), doi:10.1137/S0036144503423264, to 5e-6. The same weights as
-    `best_constant` or `metropolis_hastings` where no others are better than that.
+    csr [worker, worker], of a symmetric 0/1 adjacency matrix of a connected graph. The accuracy is
+    5e-6. The same weights as `best_constant` or `metropolis_hastings` where no others are better
+    than that.
 
     Negative weights could be faster on some graphs. They are excluded, since the laws of compressed
-    gossip hold for weights ≥ 0. Raises ValueError for more than 1200 edges.
+    gossip hold for weights ≥ 0.
+
+    Raises:
+        ValueError: For more than 1200 edges.
+
+    References:
+        Boyd, Diaconis & Xiao (2004), doi:10.1137/S0036144503423264.
     """
     row, column = adjacency.nonzero()
     i, j = row[row < column], column[row < column]
@@ -64,11 +70,15 @@ def _norm(n: int, i: np.ndarray, j: np.ndarray, w: np.ndarray) -> float:
 def _interior_point(n: int, i: np.ndarray, j: np.ndarray, w: np.ndarray) -> np.ndarray:
     """min s over (w, s): −sI ⪯ W − J ⪯ sI, w ≥ 0, w_ii ≥ 0, to 1e-7 of s: [edge].
 
-    Newton steps on t s − log det F₁ − log det F₂ − Σ log w − Σ log w_ii for increasing t, where
-    F₁ = sI − W + J and F₂ = sI + W − J. The error of s is at most ν/t, ν the sum of the sizes of
-    the four terms. Boyd & Vandenberghe (2004), Convex Optimization, section 11.6.
+    Newton steps on t s − log det F₁ − log det F₂ − Σ log w − Σ log w_ii for increasing t, where F₁
+    = sI − W + J and F₂ = sI + W − J. The error of s is at most ν/t, ν the sum of the sizes of the
+    four terms.
 
-    w: a start with w > 0, w_ii > 0
+    Args:
+        w: A start with w > 0, w_ii > 0.
+
+    References:
+        Boyd & Vandenberghe (2004), Convex Optimization, section 11.6.
     """
     n_edges = len(w)
     edges = np.arange(n_edges)

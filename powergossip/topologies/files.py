@@ -34,16 +34,19 @@ def from_file(
     - Adjacency list: a worker followed by its neighbors, each edge once or twice.
     - `#` starts a comment.
 
-    weights: of an undirected graph. directed: the first worker of a line sends to the others, as in
-    files of networkx's DiGraph. See `_directed` for the weights.
-
     The suffix .edgelist or .adjlist determines the format. For other suffixes the contents do:
     lines of two names mean the same in both formats. If the names are 0 … n−1, they are the worker
     indices. Otherwise the sorted names (integers by value) are the workers 0, 1, …, and the note of
     the topology lists them.
 
-    Raises ValueError, with file and line, for a file that cannot be read, an edge that is listed
-    twice in the same direction or joins a worker with itself, and weights that differ.
+    Args:
+        weights: Weights of an undirected graph.
+        directed: Whether the first worker of a line sends to the others, as in files of networkx's
+            DiGraph. See `_directed` for the weights.
+
+    Raises:
+        ValueError: With file and line, for a file that cannot be read, an edge that is listed twice
+            in the same direction or joins a worker with itself, and weights that differ.
     """
     if directed and weights is not metropolis_hastings:
         raise ValueError(
@@ -97,8 +100,9 @@ def _check_edges(
 ) -> None:
     """Raise ValueError for an edge of a worker to itself, or one that is listed twice.
 
-    edges    # [edge, 2] workers
-    numbers  # [edge] lines
+    Args:
+        edges: Workers [edge, 2].
+        numbers: Line numbers [edge].
     """
     for edge in np.flatnonzero(edges[:, 0] == edges[:, 1])[:1]:
         name = names[edges[edge, 0]]

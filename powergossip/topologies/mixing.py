@@ -21,8 +21,10 @@ _ROUNDING = 1e-9  # tolerance for a sum of weights, which should be 1
 class Round:
     """The off-diagonal weights w_ij of one round's mixing matrix W: csr [receiver, sender].
 
-    Stored with sorted columns and without zeros. Raises ValueError for a diagonal entry, a negative
-    weight, or a row that sums to more than 1.
+    Stored with sorted columns and without zeros.
+
+    Raises:
+        ValueError: For a diagonal entry, a negative weight, or a row that sums to more than 1.
     """
 
     weights: csr_array
@@ -80,13 +82,16 @@ class Round:
 class Topology:
     """A sequence of rounds that repeats, `rounds[t % period]` at step t.
 
-    Raises ValueError if a round is not doubly stochastic, or if the edges of a whole period do not
-    connect every worker to every other. With `row_stochastic`, columns may have any sum.
+    Attributes:
+        row_stochastic: Whether only the rows sum to 1, and columns may have any sum.
+        trees: Spanning trees whose edges are those of the graph, for relays: each is a tuple of
+            edges (i, j), i < j, ascending. Two for `double-binary-tree`, one for any other
+            undirected static graph that is a tree, such as a chain, and none for a single worker:
+            (). None for all other topologies.
 
-    trees  # spanning trees whose edges are those of the graph, for relays: each is a tuple of edges
-           # (i, j), i < j, ascending. Two for `double-binary-tree`, one for any other undirected
-           # static graph that is a tree, such as a chain, and none for a single worker: (). None
-           # for all other topologies
+    Raises:
+        ValueError: If a round is not doubly stochastic, or if the edges of a whole period do not
+            connect every worker to every other.
     """
 
     name: str
@@ -200,8 +205,9 @@ class Topology:
     def eigenvalues(self) -> np.ndarray:
         """All eigenvalues of I − W, ascending, the first one 0: float64 [worker].
 
-        Raises ValueError for directed and time-varying topologies, which have no such spectrum, and
-        for more than 2000 workers, since the dense computation is cubic.
+        Raises:
+            ValueError: For directed and time-varying topologies, which have no such spectrum, and
+                for more than 2000 workers, since the dense computation is cubic.
         """
         laplacian = self._laplacian
         if self.n_workers > spectra.DENSE:
@@ -218,7 +224,9 @@ class Topology:
         """The distinct non-zero eigenvalues of I − W, ascending: float64 [at most worker − 1].
 
         Plain gossip averages exactly in one step per eigenvalue λ_t, at the diffusion rate 1/λ_t.
-        Raises ValueError as `eigenvalues` does.
+
+        Raises:
+            ValueError: For the topologies that `eigenvalues` rejects.
         """
         values = self.eigenvalues[1:]
         return values[np.flatnonzero(np.diff(values, prepend=0.0) > 1e-8)]
@@ -227,7 +235,8 @@ class Topology:
     def spectral_gap(self) -> float:
         """λ_2, the smallest non-zero eigenvalue of I − W.
 
-        Raises ValueError if directed or time-varying.
+        Raises:
+            ValueError: If directed or time-varying.
         """
         return self._extremes[0]
 
@@ -238,9 +247,13 @@ class Topology:
 
     @property
     def best_diffusion_rate(self) -> float:
-        """γ* = 2/(λ_2 + λ_max), the best fixed rate of plain gossip. Xiao & Boyd (2004), section 4.
+        """γ* = 2/(λ_2 + λ_max), the best fixed rate of plain gossip.
 
-        Raises ValueError if directed or time-varying.
+        Raises:
+            ValueError: If directed or time-varying.
+
+        References:
+            Xiao & Boyd (2004), section 4, doi:10.1016/j.sysconle.2004.02.022.
         """
         return 2 / (self.spectral_gap + self.largest_eigenvalue)
 
@@ -249,16 +262,22 @@ class Topology:
         """2/λ_max: plain gossip converges below this rate and diverges above it.
 
         The distance to the mean grows in no step of PowerGossip up to this rate. Above it, that
-        depends on the rank. Raises ValueError if directed or time-varying.
+        depends on the rank.
+
+        Raises:
+            ValueError: If directed or time-varying.
         """
         return 2 / self.largest_eigenvalue
 
     def contraction(self, diffusion_rate: float = 1.0) -> float:
         """Worst-case factor of a step of plain gossip on the distance to the mean.
 
-        A static symmetric W gives max(|1 − γλ_2|, |1 − γλ_max|). Otherwise it is the geometric mean
-        over a period: ‖(I − J) M_T … M_1‖₂^(1/T), where M_t = (1 − γ)I + γW_t and J averages.
-        Raises ValueError if that takes too long, which can happen for more than 2000 workers.
+        A static symmetric W gives `max(|1 − γλ_2|, |1 − γλ_max|)`. Otherwise it is the geometric
+        mean over a period: ‖(I − J) M_T … M_1‖₂^(1/T), where M_t = (1 − γ)I + γW_t and J averages.
+
+        Raises:
+            ValueError: If the computation takes too long, which can happen for more than 2000
+                workers.
         """
         if self.n_workers == 1:
             return 0.0
@@ -278,7 +297,10 @@ class Topology:
     def averages_exactly(self) -> bool:
         """Whether one period of plain gossip at rate 1 brings all workers to their mean.
 
-        The tolerance is 1e-12 of the distance, for rounding. Raises ValueError as `contraction`.
+        The tolerance is 1e-12 of the distance, for rounding.
+
+        Raises:
+            ValueError: If the computation takes too long, as in `contraction`.
         """
         return self._contraction_at_1**self.period < spectra.EXACT
 
@@ -292,7 +314,9 @@ class Topology:
         """(1 − √ξ)/(1 + √ξ), ξ = λ_2/λ_max: the best contraction per step with two memories.
 
         No fixed linear iteration that combines the last two iterates contracts faster.
-        Raises ValueError if directed or time-varying.
+
+        Raises:
+            ValueError: If directed or time-varying.
         """
         root = math.sqrt(self.spectral_gap / self.largest_eigenvalue)
         return (1 - root) / (1 + root)

@@ -34,8 +34,10 @@ def undirected(
 ) -> Topology:
     """The static topology of a networkx graph. Its nodes, in its own order, are the workers.
 
-    Self-loops and edge attributes are ignored. `trees` as in `Topology`. Raises ValueError if the
-    graph is not connected.
+    Self-loops and edge attributes are ignored. `trees` as in `Topology`.
+
+    Raises:
+        ValueError: If the graph is not connected.
     """
     index = {node: i for i, node in enumerate(graph)}
     edges = [(index[a], index[b]) for a, b in graph.edges()]
@@ -53,7 +55,10 @@ def of_edges(
 ) -> Topology:
     """The static topology of undirected edges, pairs of workers [edge, 2], as `undirected`.
 
-    An edge that is listed several times counts once. subject: of an error about them.
+    An edge that is listed several times counts once.
+
+    Args:
+        subject: Subject of an error about them.
     """
     pairs = np.asarray(edges, dtype=np.int64).reshape(-1, 2)
     graph = adjacency(n_workers, np.concatenate([pairs, pairs[:, ::-1]]))
@@ -136,7 +141,8 @@ def torus(n_workers: int, seed: int, *, weights: Weights = metropolis_hastings) 
 def hypercube(n_workers: int, seed: int, *, weights: Weights = metropolis_hastings) -> Topology:
     """Two workers are neighbors if their indices differ in one bit.
 
-    Raises ValueError unless n is a power of two.
+    Raises:
+        ValueError: Unless n is a power of two.
     """
     dimension = n_workers.bit_length() - 1
     if n_workers != 2**dimension:
@@ -152,7 +158,8 @@ def hypercube(n_workers: int, seed: int, *, weights: Weights = metropolis_hastin
 def binary_tree(n_workers: int, seed: int, *, weights: Weights = metropolis_hastings) -> Topology:
     """Worker i's parent is ⌊i/2⌋. The root, worker 0, has one child.
 
-    Vogels et al. (2021), arXiv 2110.04175, and github.com/epfml/relaysgd.
+    References:
+        Vogels et al. (2021), arXiv:2110.04175, and github.com/epfml/relaysgd.
     """
     return of_edges("binary-tree", n_workers, _binary_tree(n_workers), weights)
 
@@ -164,10 +171,13 @@ def double_binary_tree(
 
     In the second tree, worker i has the place of n − 1 − i. A worker has at most three neighbors in
     a tree and four in all: it is a leaf in one of them, or, in the middle of an odd number of
-    workers, has two neighbors in each. Relaying sends the
-    even coordinates over `trees[0]` and the odd ones over `trees[1]`, which balances the messages.
-    Gossip averages on the union of their edges. Vogels et al. (2021), arXiv 2110.04175; two trees
-    are due to Sanders, Speck & Träff (2009), doi:10.1016/j.parco.2009.09.001.
+    workers, has two neighbors in each. Relaying sends the even coordinates over `trees[0]` and the
+    odd ones over `trees[1]`, which balances the messages. Gossip averages on the union of their
+    edges.
+
+    References:
+        - Vogels et al. (2021), arXiv:2110.04175.
+        - Sanders, Speck & Träff (2009), doi:10.1016/j.parco.2009.09.001, for two trees.
     """
     down = _binary_tree(n_workers)
     up = [(n_workers - 1 - j, n_workers - 1 - i) for i, j in down]
@@ -183,8 +193,10 @@ def _binary_tree(n_workers: int) -> list[tuple[int, int]]:
 def exponential(n_workers: int, seed: int) -> Topology:
     """Worker i receives from i − 1, i − 2, i − 4, … (mod n), ⌈log2 n⌉ workers, with equal weights.
 
-    Directed and doubly stochastic. The static exponential graph of Ying et al. (2021),
-    arXiv 2110.13363.
+    Directed and doubly stochastic.
+
+    References:
+        Ying et al. (2021), arXiv:2110.13363, the static exponential graph.
     """
     hops = [2**k for k in range((n_workers - 1).bit_length())]
     return Topology("exponential", (circulant(n_workers, hops),))
@@ -195,10 +207,17 @@ def equi_static(n_workers: int, seed: int, *, degree: int | None = None) -> Topo
 
     w_i,i−u = (n − 1)/(n · degree), and w_ii = 1/n. Directed and doubly stochastic. Of 100 samples
     of the shifts, that with the smallest ‖W − J‖₂ is used. For degree ∝ ln n, it does not depend on
-    n in expectation. D-EquiStatic of Song et al. (2022), arXiv 2210.07881, with distinct shifts.
+    n in expectation.
 
-    degree: at least 1 and less than n, by default ⌈log2 n⌉, as `exponential`. Raises ValueError for
-    other values.
+    Args:
+        degree: Number of neighbors, at least 1 and less than n, by default ⌈log2 n⌉, as
+            `exponential`.
+
+    Raises:
+        ValueError: For another degree.
+
+    References:
+        Song et al. (2022), arXiv:2210.07881, D-EquiStatic, here with distinct shifts.
     """
     if n_workers == 1:
         return Topology("equi-static", (circulant(1, []),))
@@ -233,8 +252,13 @@ def social_network(
 ) -> Topology:
     """The social network of Natchez in the 1930s: 18 women and the 14 events that they attended.
 
-    Davis, Gardner & Gardner (1941), as networkx ships it: the women first. Raises ValueError unless
-    n is 32.
+    The women come first, as networkx ships it.
+
+    Raises:
+        ValueError: Unless n is 32.
+
+    References:
+        Davis, Gardner & Gardner (1941), Deep South.
     """
     graph = nx.davis_southern_women_graph()
     if n_workers != len(graph):
@@ -253,10 +277,15 @@ def watts_strogatz(
     """A ring lattice with `degree` neighbors per worker and edges rewired at random.
 
     Each edge is rewired with probability `rewiring`. The graph is resampled until it is connected.
-    Watts & Strogatz (1998), doi:10.1038/30918.
 
-    degree: even, less than n, by default 4 (less for fewer than 5 workers). Raises ValueError for
-    other values, or if none of 100 samples is connected.
+    Args:
+        degree: Even number of neighbors, less than n, by default 4 (less for fewer than 5 workers).
+
+    Raises:
+        ValueError: For another degree, or if none of 100 samples is connected.
+
+    References:
+        Watts & Strogatz (1998), doi:10.1038/30918.
     """
     name = "watts-strogatz"
     if degree is None:
@@ -290,8 +319,12 @@ def random_regular(
 ) -> Topology:
     """A random connected graph in which every worker has `degree` neighbors.
 
-    degree: less than n, with n · degree even, by default 4 (n − 1 for fewer than 5 workers). Raises
-    ValueError for other values, or if none of 100 samples is connected.
+    Args:
+        degree: Number of neighbors, less than n, with n · degree even, by default 4 (n − 1 for
+            fewer than 5 workers).
+
+    Raises:
+        ValueError: For another degree, or if none of 100 samples is connected.
     """
     name = "random-regular"
     if degree is None:

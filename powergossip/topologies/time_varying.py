@@ -25,7 +25,8 @@ def one_peer_exponential(n_workers: int, seed: int) -> Topology:
     Directed and doubly stochastic, cost 1, period ⌈log2 n⌉: the edges of `exponential`, one hop per
     round. Averages exactly after a period if n is a power of two.
 
-    Assran et al. (2019), arXiv 1811.10792, and Ying et al. (2021), arXiv 2110.13363.
+    References:
+        Assran et al. (2019), arXiv:1811.10792, and Ying et al. (2021), arXiv:2110.13363.
     """
     hops = [2**t for t in range((n_workers - 1).bit_length())]
     rounds = [circulant(n_workers, [hop]) for hop in hops] or [circulant(n_workers, [])]
@@ -36,12 +37,16 @@ def one_peer_equi(n_workers: int, seed: int, *, period: int = 16) -> Topology:
     """In round t, worker i receives from i − u_t (mod n), with weight (n − 1)/(2n).
 
     Directed and doubly stochastic, cost 1. For u_t uniform in 1 … n − 1, a round multiplies the
-    squared distance to the mean by ½(1 − 1/n) in expectation, for any models. OD-EquiDyn of Song et
-    al. (2022), arXiv 2210.07881, with weight 1/2.
+    squared distance to the mean by ½(1 − 1/n) in expectation, for any models.
 
     The shifts are random permutations of 1 … n − 1, one after the other, in place of independent
     samples. They repeat after `period` rounds, and are resampled until they connect all workers.
-    Raises ValueError if none of 100 samples does, or for a period below 1.
+
+    Raises:
+        ValueError: If none of 100 samples connects all workers, or for a period below 1.
+
+    References:
+        Song et al. (2022), arXiv:2210.07881, OD-EquiDyn, with weight 1/2.
     """
     if n_workers == 1:
         checks.at_least_one("topology_options.period", period)
@@ -65,7 +70,11 @@ def base_graph(n_workers: int, seed: int, *, k: int = 1) -> Topology:
     so on (hyper-hypercube). The simple graph of all n workers is used instead if it has fewer
     rounds.
 
-    Takezawa et al. (2023), arXiv 2305.11420, algorithms 1 to 3. Raises ValueError for k < 1.
+    Raises:
+        ValueError: For k < 1.
+
+    References:
+        Takezawa et al. (2023), arXiv:2305.11420, algorithms 1 to 3.
     """
     checks.at_least_one("topology_options.k", k)
     q = n_workers
@@ -84,10 +93,15 @@ def base_graph(n_workers: int, seed: int, *, k: int = 1) -> Topology:
 def random_matching(n_workers: int, seed: int, *, period: int = 16) -> Topology:
     """A uniformly random perfect matching in each round. The two workers of a pair average.
 
-    Undirected, cost 1, weights 1/2. If n is odd, one worker has no partner. Randomized gossip, Boyd
-    et al. (2006), doi:10.1109/TIT.2006.874516, with all workers awake. The matchings repeat after
-    `period` rounds, and are resampled until they connect all workers. Raises ValueError if none of
-    100 samples does, or for a period below 1.
+    Undirected, cost 1, weights 1/2. If n is odd, one worker has no partner. The matchings repeat
+    after `period` rounds, and are resampled until they connect all workers.
+
+    Raises:
+        ValueError: If none of 100 samples connects all workers, or for a period below 1.
+
+    References:
+        Boyd et al. (2006), doi:10.1109/TIT.2006.874516, randomized gossip, here with all workers
+        awake.
     """
 
     def sample(generator: np.random.Generator) -> Round:
@@ -102,12 +116,17 @@ def epidemic(n_workers: int, seed: int, *, s: int | None = None, period: int = 1
     with its own: w_ij = 1/(1 + number of messages received by i).
 
     Directed and only row-stochastic: the mean may move, but not in expectation. A worker sends s
-    messages per round and receives s on average. EL-Local of Epidemic Learning, de Vos et al.
-    (2023), arXiv 2310.01972. The rounds repeat after `period`, and are resampled until they connect
-    all workers.
+    messages per round and receives s on average. The rounds repeat after `period`, and are
+    resampled until they connect all workers.
 
-    s: at least 1 and less than n, by default 2 (1 for two workers). Raises ValueError for other
-    values, a period below 1, or if none of 100 samples connects all workers.
+    Args:
+        s: Number of receivers, at least 1 and less than n, by default 2 (1 for two workers).
+
+    Raises:
+        ValueError: For another s, a period below 1, or if none of 100 samples connects all workers.
+
+    References:
+        de Vos et al. (2023), arXiv:2310.01972, EL-Local of Epidemic Learning.
     """
     if s is None:
         s = min(2, n_workers - 1)
@@ -131,8 +150,14 @@ def epidemic(n_workers: int, seed: int, *, s: int | None = None, period: int = 1
 def round_robin(n_workers: int, seed: int, *, graph: str = "ring") -> Topology:
     """The edges of a graph, one matching per round: every edge once per period.
 
-    Undirected, cost 1, period as `matchings`. graph: the name of a static undirected topology,
-    taken with its default options, or the path of a file. Raises ValueError for other names.
+    Undirected, cost 1, period as `matchings`.
+
+    Args:
+        graph: Name of a static undirected topology, taken with its default options, or path of a
+            file.
+
+    Raises:
+        ValueError: For another graph.
     """
     if graph in UNDIRECTED:
         static = UNDIRECTED[graph](n_workers, seed)
@@ -191,10 +216,13 @@ def _grouped(n_workers: int, groups: Iterable[Groups]) -> Round:
 def _hyper_hypercube(blocks: np.ndarray, k: int) -> list[np.ndarray]:
     """The groups of each round of a hyper-hypercube, which averages within each block.
 
-    blocks: [block, worker]. The workers of a block form a grid. Its side lengths are the fewest
-    factors ≤ k + 1 of the block size. In round l the workers on each line along axis l average.
+    Args:
+        blocks: Workers of each block [block, worker], which form a grid. Its side lengths are the
+            fewest factors ≤ k + 1 of the block size. In round l the workers on each line along axis
+            l average.
 
-    Takezawa et al. (2023), algorithm 1.
+    References:
+        Takezawa et al. (2023), algorithm 1.
     """
     rounds, stride = [], 1
     for factor in _fewest_factors(blocks.shape[1], k + 1):
@@ -216,9 +244,9 @@ def _fewest_factors(number: int, largest: int) -> tuple[int, ...]:
 def _simple_base_graph(blocks: np.ndarray, k: int) -> list[list[Groups]]:
     """The rounds of a simple base-(k+1) graph, which averages within each block of any size.
 
-    blocks: [block, worker]. The digits of the block size in base k + 1, Σ_l a_l (k + 1)^p_l with
-    p_1 > p_2 > …, split a block into V_1, V_2, …, and each V_l into a_l parts of (k + 1)^p_l
-    workers. Let later(l) be the union of V_l+1, V_l+2, …
+    The digits of the block size in base k + 1, Σ_l a_l (k + 1)^p_l with p_1 > p_2 > …, split a
+    block into V_1, V_2, …, and each V_l into a_l parts of (k + 1)^p_l workers. Let later(l) be the
+    union of V_l+1, V_l+2, …
 
     1. Every V_l averages internally by hyper-hypercubes, in the number of rounds that V_1 needs.
     2. One round for each l = 1, 2, …: every worker of later(l) is paired with one worker of each
@@ -228,7 +256,11 @@ def _simple_base_graph(blocks: np.ndarray, k: int) -> list[list[Groups]]:
     3. After its step 2, each part of V_l averages internally, until V_1 has finished. The last V_l,
        which has no step 2, starts with the one before it.
 
-    Takezawa et al. (2023), algorithm 2.
+    Args:
+        blocks: Workers of each block [block, worker].
+
+    References:
+        Takezawa et al. (2023), algorithm 2.
     """
     base, size = k + 1, blocks.shape[1]
     power = 1
@@ -295,8 +327,11 @@ def _connecting_sample(
 def _distinct(generator: np.random.Generator, below: int, shape: tuple[int, int]) -> np.ndarray:
     """Sample without replacement from 0 … below − 1: int64 [row, element].
 
-    Each row is a uniformly random subset, in an order that is not random. Floyd's algorithm
-    (Bentley & Floyd 1987, doi:10.1145/30401.315746) for all rows at once.
+    Each row is a uniformly random subset, in an order that is not random. Floyd's algorithm for all
+    rows at once.
+
+    References:
+        Bentley & Floyd (1987), doi:10.1145/30401.315746.
     """
     chosen = np.empty(shape, dtype=np.int64)
     for column, top in enumerate(range(below - shape[1], below)):

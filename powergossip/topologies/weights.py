@@ -16,7 +16,10 @@ Weights = Callable[[csr_array], csr_array]
 def metropolis_hastings(adjacency: csr_array) -> csr_array:
     """w_ij = 1/(1 + max(deg_i, deg_j)) on the edges of a symmetric 0/1 adjacency matrix.
 
-    csr [worker, worker]. Xiao, Boyd & Lall (2005), doi:10.1109/IPSN.2005.1440896.
+    csr [worker, worker].
+
+    References:
+        Xiao, Boyd & Lall (2005), doi:10.1109/IPSN.2005.1440896.
     """
     degree = np.diff(adjacency.indptr)
     row = np.repeat(np.arange(len(degree)), degree)
@@ -36,8 +39,11 @@ def uniform(adjacency: csr_array) -> csr_array:
 def best_constant(adjacency: csr_array) -> csr_array:
     """w_ij = min(2/(λ_2 + λ_max), 1/the largest degree), λ of the Laplacian D − A: csr as above.
 
-    The constant that minimizes ‖W − J‖₂ among those without a negative w_ii. Xiao & Boyd (2004),
-    section 4, doi:10.1016/j.sysconle.2004.02.022. The graph has to be connected.
+    The constant that minimizes ‖W − J‖₂ among those without a negative w_ii. The graph has to be
+    connected.
+
+    References:
+        Xiao & Boyd (2004), section 4, doi:10.1016/j.sysconle.2004.02.022.
     """
     degree = np.diff(adjacency.indptr)
     if len(degree) == 1:

@@ -1,11 +1,13 @@
 """Training runs: the Trainer, settings, local optimizers, evaluation, measurements.
 
-trainer.py            Trainer: a training run from a checked configuration
-settings.py           accepted values of the keys, and options of the chosen method
-resuming.py           conditions for resuming a run
-local_optimizers.py   SGD and AdamW over the flat buffer
-schedule.py           learning rate of a step
-asynchronous/         training by exchanges of edges: in processes, or on the virtual clock
-evaluation.py         metrics of the workers' models and of their mean
-measurements.py       rows for the hooks, divergence
+Modules::
+
+    trainer.py            Trainer: a training run from a checked configuration
+    settings.py           accepted values of the keys, and options of the chosen method
+    resuming.py           conditions for resuming a run
+    local_optimizers.py   SGD and AdamW over the flat buffer
+    schedule.py           learning rate of a step
+    asynchronous/         training by exchanges of edges: in processes, or on the virtual clock
+    evaluation.py         metrics of the workers' models and of their mean
+    measurements.py       rows for the hooks, divergence
 """

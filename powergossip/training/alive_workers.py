@@ -16,7 +16,9 @@ class AliveWorkers:
 
     Axis worker: those that this process hosts and that are alive, ascending.
 
-    alive  # returns the workers of all processes that are alive, ascending. None: always all
+    Args:
+        alive: Function that returns the workers of all processes that are alive, ascending. None:
+            always all.
     """
 
     def __init__(

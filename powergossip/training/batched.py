@@ -33,11 +33,12 @@ class BatchedGradient:
     ∇f(x_i) in row i. It equals that of one worker after the other up to rounding, apart from
     dropout, whose masks are others.
 
-    precision  # the context of the forward pass
-    progress   # called when the gradients are complete, once for each parameter tensor
-
     Hooks of parameters are not called. State of a model other than parameters and buffers is not
     kept. Frozen parameters are those of the first model.
+
+    Args:
+        precision: Context of the forward pass.
+        progress: Function called when the gradients are complete, once for each parameter tensor.
     """
 
     def __init__(

@@ -28,11 +28,12 @@ from powergossip.training.task_check import check_first_batch, check_sizes
 class Built:
     """The parts of a run.
 
-    clock            # seconds by phase
-    metric           # the main one of a task of the user, or None
-    hint             # a sentence for the start of the run
-    steps_per_epoch  # of each worker
-    state            # of all parts, in a checkpoint
+    Attributes:
+        clock: Clock of the seconds by phase.
+        metric: Main metric of a task of the user, or None.
+        hint: Sentence for the start of the run.
+        steps_per_epoch: Steps of each worker in an epoch.
+        state: State of all parts, in a checkpoint.
     """
 
     network: Network
@@ -49,10 +50,14 @@ class Built:
 
 
 def build(c: Settings, processes: Processes, task: tasks.Task | None, joins: Any) -> Built:
-    """Build the parts of a run. All processes call it. Raises BadInput, in all of them.
+    """Build the parts of a run. All processes call it.
 
-    task   # by default that of the configuration
-    joins  # messages of a process that replaces a lost one, or None
+    Args:
+        task: Task, by default that of the configuration.
+        joins: Messages of a process that replaces a lost one, or None.
+
+    Raises:
+        BadInput: In all processes.
     """
     links = joins
     if links is None and c.by_edges and not c.evaluate_only and processes.size > 1:

@@ -59,10 +59,12 @@ class Agreement:
     def after_step(self, step: int, signal: int | None) -> int | None:
         """Return a signal that some process received, in all processes after the same step.
 
-        step    # number of steps so far
-        signal  # received by this process, or None
+        Args:
+            step: Number of steps so far.
+            signal: Signal received by this process, or None.
 
-        Raises Diverged, the same in all processes, if one of them has noted a value.
+        Raises:
+            Diverged: In all processes, if one of them has noted a value.
         """
         if self._processes.size == 1:
             return self.agree(signal)
@@ -84,8 +86,9 @@ class Agreement:
     ) -> int | None:
         """`after_step`, with a look at the parameters where the epoch or the run ends.
 
-        epoch  # from 1
-        ends   # whether this was the last step of the epoch
+        Args:
+            epoch: Epoch, from 1.
+            ends: Whether this was the last step of the epoch.
         """
         number = self.after_step(step, signal)
         if number is not None or ends:
@@ -118,7 +121,8 @@ class Agreement:
 def interrupted(number: int, step: int, epoch: int, missing: Sequence[int]) -> Interrupted:
     """The error of a run that a signal ends after this number of steps. `epoch` is from 1.
 
-    missing  # lost workers
+    Args:
+        missing: Lost workers.
     """
     text = f"stopped by {Signals(number).name} after step {step} (epoch {epoch}){_without(missing)}"
     return Interrupted(text, number)

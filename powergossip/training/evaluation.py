@@ -24,10 +24,12 @@ BUFFERS = ""  # their name among "squares": no parameter has it
 class Evaluation:
     """Logs rows about the present models. All processes call its methods. No bits are counted.
 
-    mean_model   # Parameters of one model: the mean of all workers' at the last evaluation
-    main_metric  # the one of the score, after the first evaluation
+    Attributes:
+        mean_model: Parameters of one model: the mean of all workers' at the last evaluation.
+        main_metric: Metric of the score, after the first evaluation.
 
-    Raises Diverged, in all processes, for a metric of a worker that is not finite.
+    Raises:
+        Diverged: In all processes, for a metric of a worker that is not finite.
     """
 
     def __init__(

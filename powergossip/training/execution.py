@@ -26,12 +26,15 @@ from powergossip.training.state import Stateful
 class Execution:
     """How the workers of this process take their steps. The base of the classes that do.
 
-    step   # of the run, so far
-    watch  # seconds of the run, of the real clock
-    view   # the workers that are alive
-    parts  # with state of their own, by their names in a checkpoint
-    local, rule  # the local optimizer and the learning rule of all hosted workers, or None
-    time_is_virtual  # whether `seconds` are not those of the real clock
+    Args:
+        view: The workers that are alive.
+
+    Attributes:
+        step: Step of the run, so far.
+        watch: Stopwatch with the seconds of the run, of the real clock.
+        parts: Parts with state of their own, by their names in a checkpoint.
+        local, rule: The local optimizer and the learning rule of all hosted workers, or None.
+        time_is_virtual: Whether `seconds` are not those of the real clock.
     """
 
     time_is_virtual = False
@@ -97,7 +100,8 @@ class Execution:
 class AtRest(Execution):
     """The workers of a checkpoint, for an evaluation. They take no steps.
 
-    varies  # whether some of them may be lost
+    Args:
+        varies: Whether some of them may be lost.
     """
 
     def __init__(self, network: Network, parameters: Parameters, varies: bool):
@@ -112,8 +116,11 @@ class AtRest(Execution):
 class Together(Execution):
     """All workers take each step together.
 
-    local, rule  # the local optimizer and the learning rule of all hosted workers
-    measure      # measure("averaging") is the context of a step. Phases within count for themselves
+    Args:
+        measure: measure("averaging") is the context of a step. Phases within count for themselves.
+
+    Attributes:
+        local, rule: The local optimizer and the learning rule of all hosted workers.
     """
 
     def __init__(

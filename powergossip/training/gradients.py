@@ -25,9 +25,11 @@ from powergossip.training.ending import Agreement
 class Gradients:
     """Computes the gradients of a step, and their metrics.
 
-    agreement  # is given a loss that is infinite or NaN
+    Args:
+        agreement: Agreement that is given a loss that is infinite or NaN.
 
-    Raises BadValue where batched_gradients=on or data_of_lost=redistributed is impossible.
+    Raises:
+        BadValue: Where batched_gradients=on or data_of_lost=redistributed is impossible.
     """
 
     def __init__(
@@ -83,7 +85,8 @@ class Gradients:
     ) -> dict[str, Tensor]:
         """Add the gradient of one hosted worker to its row of parameters.grad. See `__call__`.
 
-        lost: workers whose samples the others have. Tasks with `redistributes` only.
+        Args:
+            lost: Workers whose samples the others have. Tasks with `redistributes` only.
         """
         batch = self._batch(worker, epoch, step, step_of_run, *([lost] if lost else []))
         model = self._parameters.models[worker - self._network.workers[0]]

@@ -48,8 +48,10 @@ class LocalOptimizer:
     The decay λ is that of optimizers with decoupled weight decay, and spares normalization layers.
     Otherwise it is 0 here, and `coupled_decay` is the λ that a learning rule adds to the gradient.
 
-    momentum   # of SGD, in place of the configured one: 0 where an aggregation has its own
-    kind       # in place of the configured optimizer, whose weight decay it has
+    Args:
+        momentum: Momentum of SGD, in place of the configured one: 0 where an aggregation has its
+            own.
+        kind: Optimizer in place of the configured one, whose weight decay it has.
     """
 
     def __init__(

@@ -51,11 +51,12 @@ class Hooks:
 
     They are called on process 0 only, or if that is lost, on the first one that is left.
 
-    log_metric   # (name, values, tags)
-    log_info     # (facts)
-    log_runtime  # (label, mean, std, instances), in seconds
-    take_over    # (the latest rows, index of this process), called before the others where process
-                 # 0 was lost
+    Attributes:
+        log_metric: Function of (name, values, tags).
+        log_info: Function of (facts).
+        log_runtime: Function of (label, mean, std, instances), in seconds.
+        take_over: Function of (the latest rows, index of this process), called before the others
+            where process 0 was lost.
     """
 
     log_metric: Callable[[str, Mapping[str, float], Mapping[str, Any]], None] = _ignore

@@ -9,8 +9,9 @@ from torch import Tensor
 class Position(NamedTuple):
     """A place in a run.
 
-    step  # in the epoch
-    sums  # of metrics over the steps of the epoch so far, each [worker]
+    Attributes:
+        step: Step in the epoch.
+        sums: Sums of metrics over the steps of the epoch so far, each [worker].
     """
 
     epoch: int = 0
@@ -21,10 +22,11 @@ class Position(NamedTuple):
 class Moment(NamedTuple):
     """A moment between steps at which all processes know the same.
 
-    position  # where a run that ends now resumes
-    signal    # that some process has received, or None
-    facts     # new ones about the run, for info.json
-    notes     # sentences about them
+    Attributes:
+        position: Position at which a run that ends now resumes.
+        signal: Signal that some process has received, or None.
+        facts: New facts about the run, for info.json.
+        notes: Sentences about these facts.
     """
 
     position: Position

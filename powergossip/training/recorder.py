@@ -36,13 +36,15 @@ def write_facts(facts: Mapping[str, Any]) -> None:
 class Recorder:
     """Writes the output folder of a run: on process 0, or if that is lost, on the next one left.
 
-    run       # that begins
-    given     # the hooks of the entry point
-    program   # its file, for the command that resumes the run
+    Args:
+        run: The run that begins.
+        given: The hooks of the entry point.
+        program: File of the entry point, for the command that resumes the run.
 
-    hooks           # the same, for a writer that takes over, too
-    folder          # of the run, in all processes, within `recording`
-    rows_were_lost  # whether rows of a resumed run were missing
+    Attributes:
+        hooks: Hooks for a writer that takes over, too.
+        folder: Folder of the run, in all processes, within `recording`.
+        rows_were_lost: Whether rows of a resumed run were missing.
     """
 
     def __init__(self, run: NewRun, given: Hooks, program: str):

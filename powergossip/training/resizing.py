@@ -12,7 +12,7 @@ moments of their local optimizers. Adam's bias correction has one step count for
 run. With moments of 0 and a large count, the first steps of a new worker would be too long.
 
 Fewer workers, m < n: the models that stay are shifted by the same vector, so that their mean is
-the mean of all n models before:
+the mean of all n models before::
 
     x_i ← x_i + x̄ − (1/m) Σ_{j<m} x_j               x̄ = Σ_{j<n} w_j x_j / Σ_{j<n} w_j
 
@@ -46,8 +46,9 @@ _COUNTERS = ("bits", "messages")  # of the network, 0 for new workers
 class ResizableRule(Protocol):
     """A learning rule that declares which entries of its state do not depend on the topology.
 
-    kept       # a worker keeps them. New workers begin with the mean
-    conserved  # their mean over the workers stays the same, too
+    Attributes:
+        kept: Entries that a worker keeps. New workers begin with the mean.
+        conserved: Entries whose mean over the workers stays the same, too.
     """
 
     @property
@@ -61,9 +62,10 @@ class ResizableRule(Protocol):
 class Start:
     """The start of a run of m workers, in one of its processes.
 
-    workers  # that the process hosts
-    state    # returns the state of its Trainer, before the first step
-    rule     # its learning rule, also before
+    Attributes:
+        workers: Workers that the process hosts.
+        state: Function that returns the state of its Trainer, before the first step.
+        rule: Its learning rule, also before the first step.
     """
 
     n_workers: int
@@ -85,7 +87,8 @@ def sentence(before: int, now: int) -> str:
 class Conversion:
     """Converts a checkpoint of n workers to the state of the hosted workers of m, part by part.
 
-    before  # n
+    Args:
+        before: Number n of workers.
     """
 
     def __init__(self, before: int, start: Start):
@@ -113,9 +116,10 @@ class Conversion:
     def state(self, steps_per_epoch: int) -> dict[str, Any]:
         """The state for Trainer.load_state_dict, once all parts are added.
 
-        steps_per_epoch  # of the checkpoint
-
         Within an epoch, the run resumes at the same fraction of it, rounded down to a step.
+
+        Args:
+            steps_per_epoch: Steps of an epoch in the checkpoint.
         """
         run, length = self._of_run, self._start.steps_per_epoch
         kept, conserved = self._kept.values(), self._conserved.values(conserved=True)
@@ -173,7 +177,8 @@ class _Rows:
     def values(self, conserved: bool = False) -> Tree:
         """The rows of the hosted workers of m: kept ones, and the mean for new workers.
 
-        conserved  # shift all rows, so that their mean is the one before
+        Args:
+            conserved: Whether all rows are shifted, so that their mean is the one before.
         """
         rows = join(self._rows)
 

@@ -65,8 +65,9 @@ OF_WORKERS = (
 class Resumed(NamedTuple):
     """The state of the hosted workers from a checkpoint.
 
-    metrics_bytes   # of metrics.jsonl that belong to its steps
-    workers_before  # their number in the checkpoint
+    Attributes:
+        metrics_bytes: Bytes of metrics.jsonl that belong to its steps.
+        workers_before: Number of workers in the checkpoint.
     """
 
     state: dict[str, Any]
@@ -84,10 +85,14 @@ def load_checkpoint(
 ) -> Resumed | None:
     """Load the hosted workers' state from the checkpoint in a folder that the configuration names.
 
-    start  # the start of the run, for a checkpoint of another number of workers
+    Args:
+        start: Start of the run, for a checkpoint of another number of workers.
 
-    Returns None where a run has no checkpoint yet. Raises BadInput, in all processes, for another
-    run or model.
+    Returns:
+        The state, or None where a run has no checkpoint yet.
+
+    Raises:
+        BadInput: In all processes, for another run or model.
     """
     saved, which = Checkpoints(folder, processes), config.checkpoint
     entry = saved.describe(which)
@@ -144,10 +149,11 @@ def check_rest(config: Settings, step: int, place: tuple[int, int], workers_befo
     """Raise ValueError if a resumed run already has more than num_epochs epochs, or if its order of
     events would be incomplete.
 
-    step            # completed
-    place           # epoch, step in it
-    workers_before  # their number in the checkpoint. With another number, the run must have fewer
-                    # epochs than num_epochs: its checkpoint remains otherwise
+    Args:
+        step: Number of completed steps.
+        place: Epoch and step in it.
+        workers_before: Number of workers in the checkpoint. With another number, the run must have
+            fewer epochs than num_epochs: its checkpoint remains otherwise.
     """
     if step and config.record_order:
         raise ValueError(
@@ -209,7 +215,8 @@ def check_same_run(
 ) -> None:
     """Raise ValueError if the saved configuration differs in a key that may not change.
 
-    linked: whether processes exchange by edges
+    Args:
+        linked: Whether processes exchange by edges.
     """
     now = config.as_dict()
     if set(now) != set(saved) and now["optimizer"] == saved.get("optimizer"):

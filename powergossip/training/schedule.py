@@ -9,14 +9,17 @@ def learning_rate(c: Settings, epoch: float) -> float:
     """The learning rate at a fractional epoch. A step has that of its end.
 
     It changes linearly from learning_rate to learning_rate · distributed_lr_warmup_factor during
-    the first distributed_lr_warmup_epoch epochs (Goyal et al. 2017, arXiv:1706.02677, § 2.2). Then
-    it is multiplied by `factor` from each milestone (epoch, factor) on. With lr_schedule=cosine it
-    falls to 0 instead, as half a period of a cosine (Loshchilov & Hutter 2017, arXiv:1608.03983,
-    eq. 5):
+    the first distributed_lr_warmup_epoch epochs. Then it is multiplied by `factor` from each
+    milestone (epoch, factor) on. With lr_schedule=cosine it falls to 0 instead, as half a period of
+    a cosine::
 
         η(e) = η(w) · (1 + cos(π (e − w) / (num_epochs − w))) / 2        w = warm-up epochs
 
     A warm-up by a factor of 1, the default, is none: w = 0.
+
+    References:
+        - Goyal et al. (2017), arXiv:1706.02677, § 2.2, for the warm-up.
+        - Loshchilov & Hutter (2017), arXiv:1608.03983, eq. 5, for the cosine.
     """
     rate = c.learning_rate
     warmup = c.distributed_lr_warmup_epoch if c.distributed_lr_warmup_factor != 1 else 0.0

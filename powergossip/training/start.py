@@ -24,13 +24,14 @@ from powergossip.training.trainer import Trainer
 class NewRun:
     """A run that is about to begin.
 
-    config     # checked, with the defaults of its task and method
-    processes  # connected
-    name       # of the output folder that was asked for, or None
-    resumed    # the folder of the run to resume or to evaluate, or None
-    joined     # of a process that joins a run: its folder
-    joins      # and its connection
-    rejected   # the context of the construction of a trainer, which may be rejected
+    Attributes:
+        config: Checked configuration, with the defaults of its task and method.
+        processes: The connected processes.
+        name: Name of the requested output folder, or None.
+        resumed: Folder of the run to resume or to evaluate, or None.
+        joined: Folder of the run that a process joins.
+        joins: Connection of a process that joins a run.
+        rejected: Context of the construction of a trainer, which may be rejected.
     """
 
     config: Settings
@@ -59,12 +60,14 @@ def begin(
 ) -> NewRun:
     """Read the arguments and connect the processes.
 
-    config       # of the entry point. It stays as it is
-    arguments    # of a command line, or None
-    output_dir   # the folder of a driver, without --output-dir
-    description  # of the entry point, for --help
+    Args:
+        config: Configuration of the entry point. It stays as it is.
+        arguments: Arguments of a command line, or None.
+        output_dir: Folder of a driver, without --output-dir.
+        description: Description of the entry point, for --help.
 
-    Raises BadInput, in all processes.
+    Raises:
+        BadInput: In all processes, for arguments or a configuration that cannot be used.
     """
     asked, wrong, name, explicit = config.copy(), None, output_dir, list[str]()
     try:

@@ -28,7 +28,8 @@ class Stateful(Protocol):
 class Parts:
     """The parts of a run that have state.
 
-    method  # by their names in the state: local optimizer and learning rule, or events
+    Attributes:
+        method: Parts by their names in the state: local optimizer and learning rule, or events.
     """
 
     network: Network

@@ -24,7 +24,8 @@ from powergossip.training.precision import autocast
 def check_sizes(sizes: Sequence[tuple[int, Mapping[Any, int]]], task: str) -> None:
     """Raise BadInput unless all processes have equally many steps and samples.
 
-    sizes: steps in an epoch and samples of each split, of each process.
+    Args:
+        sizes: Steps in an epoch and samples of each split, of each process.
     """
     for rank, (steps, samples) in enumerate(sizes):
         if (steps, samples) != sizes[0]:

@@ -26,15 +26,17 @@ from powergossip.trees import map_tensors
 class Trainer:
     """Trains the workers of a run. All processes construct it and call its methods together.
 
-    config      # as `settings.checked` returns it
-    hooks       # receive rows and facts, on process 0
-    resume_from # output folder of a run to resume from its last checkpoint, if it has one, or with
-                # config.evaluate_only from the one that config.checkpoint names
-    task        # data and models, by default those of the configuration
-    joins       # the connection of a process that joins a run, or None
+    Args:
+        config: Configuration as returned by `settings.checked`.
+        hooks: Hooks that receive rows and facts, on process 0.
+        resume_from: Output folder of a run to resume from its last checkpoint, if it has one. With
+            config.evaluate_only, the checkpoint is the one that config.checkpoint names.
+        task: Data and models, by default those of the configuration.
+        joins: Connection of a process that joins a run, or None.
 
-    Raises BadInput, in all processes, for impossible values, missing data, or a run to resume that
-    had another configuration or model.
+    Raises:
+        BadInput: In all processes, for impossible values, missing data, or a run to resume that had
+            another configuration or model.
     """
 
     def __init__(
@@ -114,12 +116,14 @@ class Trainer:
     ) -> None:
         """Train the remaining epochs. Each is followed by its rows.
 
-        checkpoints     # where to save, or None
-        metrics_offset  # bytes of metrics.jsonl on the disk, saved with a checkpoint on process 0
-        save_first      # save the restored state again, with a new metrics_offset
-
         Raises, in all processes and with the same text, Diverged and, after a signal, Interrupted.
         Diverged leaves no row and no checkpoint of its epoch. Interrupted leaves a checkpoint.
+
+        Args:
+            checkpoints: Checkpoints to write, or None.
+            metrics_offset: Bytes of metrics.jsonl on the disk, saved with a checkpoint on process
+                0.
+            save_first: Whether the restored state is saved again, with a new metrics_offset.
         """
         c, position = self.config, self.position
         self.execution.watch.start()

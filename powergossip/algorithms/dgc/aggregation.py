@@ -28,7 +28,7 @@ def _half(values: Tensor, dtype: torch.dtype, terms: int = 1) -> Tensor:
 class DGCAggregation:
     """The mean of the workers' sparse gradients.
 
-    Worker i accumulates the elements that it has not sent in v_i, with momentum u_i:
+    Worker i accumulates the elements that it has not sent in v_i, with momentum u_i::
 
         g ← g · min(1, √n clip / ‖g‖)                         local clipping, see `Clipping`
         u ← m u + g,    v ← v + u                             momentum correction

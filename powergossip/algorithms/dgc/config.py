@@ -122,7 +122,7 @@ class DGCConfig:
     def fraction(self, epoch: float) -> float:
         """Return the fraction of elements sent in epoch e = ⌊epoch⌋.
 
-        After the warm-up of W epochs, and without one, it is r = compress_ratio. Before, it is
+        After the warm-up of W epochs, and without one, it is r = compress_ratio. Before, it is::
 
             warmup_coeff[e]                   for a list
             max(r, warmup_coeff^(e + 1))      for a number

@@ -17,7 +17,7 @@ _BLOCKS_AT_ONCE = 2**14  # 2 MiB of elements, which the second pass finds in the
 
 
 class Selector:
-    """Selection of about fraction · size elements of largest magnitude, without sorting.
+    """Selection of about fraction · size elements of largest magnitude, without sorting::
 
         t ← the m-th largest magnitude of a sample
         up to max_adaptation_iters times, while k elements exceed t:

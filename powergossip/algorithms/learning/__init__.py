@@ -1,6 +1,6 @@
 """Learning rules: how workers combine local updates with communication.
 
-A step of a rule consists of `start()`, the gradients, and `finish()`:
+A step of a rule consists of `start()`, the gradients, and `finish()`::
 
     rule.start()                   the first messages are sent; parameters.grad is cleared
     ... add to parameters.grad     messages are in flight

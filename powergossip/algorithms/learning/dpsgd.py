@@ -11,7 +11,7 @@ from powergossip.algorithms.plain import ExactMean
 
 
 class DPSGD(GossipRule):
-    """Decentralized parallel SGD with any averaging algorithm G and local update u.
+    """Decentralized parallel SGD with any averaging algorithm G and local update u::
 
         overlapping:  x_{t+1} = G(x_t) − η u(g(x_t))
         otherwise:    x_{t+1} = G(x_t − η u(g(x_t)))

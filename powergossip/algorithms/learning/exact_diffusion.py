@@ -11,7 +11,7 @@ from powergossip.algorithms.learning.rule import Gradient, Mix, RuleStep, Update
 
 
 class ExactDiffusion(GossipRule):
-    """NIDS, exact diffusion and D² with (I + W)/2, in the form of duals.
+    """NIDS, exact diffusion and D² with (I + W)/2, in the form of duals::
 
         y_i = x_i + u_i + d_i                u_i the local optimizer's displacement, −η g_i for SGD
         δ_i = Δ(y)_i/(1 + θ)                 Δ(y) = G(y) − y, opposite at both ends of an edge

@@ -48,7 +48,7 @@ class Local(Protocol):
 
 
 class GossipRule:
-    """A learning rule whose step is a generator of requests, see rule.Gradient, Update and Mix.
+    """A learning rule whose step is a generator of requests, see rule.Gradient, Update and Mix::
 
         def step(self):
             g = yield Gradient()           the gradients [worker, D]
@@ -59,37 +59,38 @@ class GossipRule:
     A driver answers the requests: `start` and `finish` for the flat buffers of the hosted workers,
     optimizers.rules for a torch optimizer. x and all variables of rules are [worker, D].
 
-    network       # of the workers
-    make          # makes the averaging rule G for a layout: that of x, or of x beside a variable
-    parameters    # of the hosted workers' models: x and the gradients
-    local         # the workers' own optimizer, without momentum for rules with owns_momentum
-    weight_decay, clip
-                  # of the gradients, see Correction
-
     Attributes of a rule:
 
-    kinds             # of averaging rules that it works with
-    static            # whether the topology must be static
-    owns_momentum     # whether it changes g, such as by a momentum that the local optimizer then
-                      # does not have
-    in_place          # whether the local optimizer makes its step on x, with its own rounding
-    rescales          # whether it changes x by the local optimizer's step, see averaging.Weighted
-    optimizers        # local optimizers that it works with
-    overlaps          # whether messages can be in flight while gradients are computed
-    always_overlaps   # whether they always are
-    overlaps_mean     # whether `overlapping` is accepted over all-reduce, which follows the update
-    sequential        # kinds of averaging rules with which messages follow the local update by
-                      # default, not in flight while gradients are computed
-    reads_rate        # whether it depends on the learning rate of the local optimizer
-    needs_norm        # whether it needs a norm over all parameters of a worker
-    for_different_data
-                      # whether it is for workers with different data
-    relays            # whether it relays along the trees of the topology, in place of averaging
-    without           # options of the averaging rule that have no effect
-    resumes_with      # options that may be others than those of a saved state
-    variables         # names of its state, tensors [worker, D] and numbers: attributes with an
-                      # underscore before them
-    kept, conserved   # entries of its state, see rule.Learning
+    Args:
+        network: Network of the workers.
+        make: Function that makes the averaging rule G for a layout: that of x, or of x beside a
+            variable.
+        parameters: Parameters of the hosted workers' models: x and the gradients.
+        local: Optimizer of the workers, without momentum for rules with owns_momentum.
+        weight_decay, clip: Weight decay and clipping of the gradients, see Correction.
+
+    Attributes:
+        kinds: Kinds of averaging rules that it works with.
+        static: Whether the topology must be static.
+        owns_momentum: Whether it changes g, such as by a momentum that the local optimizer then
+            does not have.
+        in_place: Whether the local optimizer makes its step on x, with its own rounding.
+        rescales: Whether it changes x by the local optimizer's step, see averaging.Weighted.
+        optimizers: Local optimizers that it works with.
+        overlaps: Whether messages can be in flight while gradients are computed.
+        always_overlaps: Whether they always are.
+        overlaps_mean: Whether `overlapping` is accepted over all-reduce, which follows the update.
+        sequential: Kinds of averaging rules with which messages follow the local update by default,
+            not in flight while gradients are computed.
+        reads_rate: Whether it depends on the learning rate of the local optimizer.
+        needs_norm: Whether it needs a norm over all parameters of a worker.
+        for_different_data: Whether it is for workers with different data.
+        relays: Whether it relays along the trees of the topology, in place of averaging.
+        without: Options of the averaging rule that have no effect.
+        resumes_with: Options that may be others than those of a saved state.
+        variables: Names of its state, tensors [worker, D] and numbers: attributes with an
+            underscore before them.
+        kept, conserved: Entries of its state, see rule.Learning.
     """
 
     kinds: ClassVar[frozenset[Kind]] = MEAN_PRESERVING

@@ -16,7 +16,7 @@ from powergossip.network import Conversation
 
 
 class KGT(GossipRule):
-    """K-GT: gradient tracking with K local steps between messages.
+    """K-GT: gradient tracking with K local steps between messages::
 
         x_i ← x_i + u_i + c_i                K times; u_i the local optimizer's displacement
         z_i = (x_i − x_i before the K steps)/K
@@ -78,7 +78,7 @@ class KGT(GossipRule):
 
 
 class MomentumTracking(GossipRule):
-    """Momentum tracking: the momenta of all workers are tracked, and x moves by their mean.
+    """Momentum tracking: the momenta of all workers are tracked, and x moves by their mean::
 
         m_i ← β m_i + g_i
         x ← G(x) − η (m − c),   c ← G(c − m) + m

@@ -41,7 +41,7 @@ class _QuasiGlobal(GossipRule):
 
 
 class QuasiGlobalMomentum(_QuasiGlobal):
-    """QG-DSGDm: SGD whose momentum buffer follows the displacement after gossip.
+    """QG-DSGDm: SGD whose momentum buffer follows the displacement after gossip::
 
         m̃_i = β m_i + g_i                   x ← G(x − η m̃), with nesterov x ← G(x − η (g + β m̃))
         m_i ← β m_i + (1 − β) (x_i before − x_i after)/η
@@ -92,7 +92,7 @@ class QuasiGlobalMomentum(_QuasiGlobal):
 
 
 class QuasiGlobalAdam(_QuasiGlobal):
-    """QG-Adam: Adam whose moments follow the direction of the displacement after gossip.
+    """QG-Adam: Adam whose moments follow the direction of the displacement after gossip::
 
         m̃_i = β1 m_i + (1 − β1) g_i,   ṽ_i = β2 v_i + (1 − β2) g_i²
         x ← G(x − η m̃/(1 − β1ᵗ) / (√(ṽ/(1 − β2ᵗ)) + ε))

@@ -27,7 +27,7 @@ from powergossip.topologies import Tree
 
 
 class RelaySGD(GossipRule):
-    """RelaySum on a tree: x_i becomes the mean of the latest models of all workers that reached it.
+    """RelaySum on a tree: x_i is the mean of the latest models of all workers that reached it::
 
         x_i ← x_i + c u_i                       u_i the local optimizer's displacement
         m_ij = x_i + Σ_{k≠j} m'_ki              the message to j; m' those of the step before, or 0
@@ -35,7 +35,7 @@ class RelaySGD(GossipRule):
         x_i ← (x_i + Σ_j m_ji + (n − n_i) x_i)/n,   n_i = 1 + Σ_j n_ji
 
     over neighbors j and k in the tree. Vogels et al. (2021), arXiv:2110.04175, Algorithm 1. From
-    the step of the tree's diameter on, n_i = n and
+    the step of the tree's diameter on, n_i = n::
 
         x_i = (1/n) Σ_j (x_j + c u_j) of max(1, dist(i, j)) − 1 steps ago
 
@@ -173,7 +173,7 @@ class Relay:
 
 
 class CompressedRelay(Relay):
-    """The same with compressed messages: updates of a copy of the mean model in a message.
+    """The same with compressed messages: updates of a copy of the mean model in a message::
 
         m̄_ij = m_ij/n_ij                     the mean of the models in the message from i to j
         q_ij = C(m̄_ij − m̂_ij),   m̂_ij ← m̂_ij + q_ij     at both ends

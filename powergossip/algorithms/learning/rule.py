@@ -15,10 +15,11 @@ LocalStep = Callable[[Tensor], Any]  # that of a local optimizer, with a gradien
 class Gradient(NamedTuple):
     """Request for the gradients g [worker, D] at the present x, corrected. See Correction.
 
-    meanwhile  # a conversation whose first messages are in flight while g is computed. It has
-               # ended when g is returned
-
     A step whose gradients overflowed gets None, and 0 for the displacement.
+
+    Attributes:
+        meanwhile: A conversation whose first messages are in flight while g is computed. It has
+            ended when g is returned.
     """
 
     meanwhile: Conversation | None = None
@@ -58,10 +59,11 @@ class Learning(Protocol):
 
     Entries of its state that do not depend on the topology, for another number of workers:
 
-    kept       # a worker keeps them
-    conserved  # updates still to come: their mean over the workers stays the same, too
-
     All others then begin as at the start of a run.
+
+    Attributes:
+        kept: Entries that a worker keeps.
+        conserved: Updates still to come, whose mean over the workers stays the same, too.
     """
 
     @property
@@ -90,7 +92,7 @@ class Learning(Protocol):
 class Decay:
     """Weight decay λ x of all parameters but those of normalization layers.
 
-    With momentum m, in a buffer d of its own that starts at 0:
+    With momentum m, in a buffer d of its own that starts at 0::
 
         d ← m d + λ x          add d, or with Nesterov's momentum λ x + m d
 

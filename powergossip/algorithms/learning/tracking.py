@@ -56,7 +56,7 @@ class _Tracking(GossipRule):
 
 
 class GradientTracking(_Tracking):
-    """DSGT: the local optimizer's displacements u_i are tracked, −η g_i for plain SGD.
+    """DSGT: the local optimizer's displacements u_i are tracked, −η g_i for plain SGD::
 
         y_i ← G(y)_i + u_i − u_i'            u_i at x_i, u_i' at the x_i before
         x ← G(x + y)                         or with overlapping, x ← G(x) + y
@@ -82,7 +82,7 @@ class GradientTracking(_Tracking):
 
 
 class _TrackedDirection(_Tracking):
-    """The local optimizer follows y: x ← G(x + u(y)), or with overlapping, x ← G(x) + u(y).
+    """The local optimizer follows y: x ← G(x + u(y)), or with overlapping, x ← G(x) + u(y)::
 
         v_i ← β v_i + (1 − β) g_i            v_i = g_i in the first step; β = 0 without momentum
         y_i ← G(y)_i + v_i − v_i'
@@ -113,7 +113,7 @@ class _TrackedDirection(_Tracking):
 
 
 class NormalizedGradientTracking(_TrackedDirection):
-    """GT-NSGDm: the step has length η in every worker, along the tracked momentum.
+    """GT-NSGDm: the step has length η in every worker, along the tracked momentum::
 
         v_i ← β v_i + (1 − β) g_i            v_i = g_i in the first step
         y_i ← G(y)_i + v_i − v_i'
@@ -135,7 +135,7 @@ class NormalizedGradientTracking(_TrackedDirection):
 
 
 class BEER(_TrackedDirection):
-    """Gradient tracking with error feedback, over CHOCO-Gossip's public copies.
+    """Gradient tracking with error feedback, over CHOCO-Gossip's public copies::
 
         v_i ← G(v)_i + g_i − g_i'
         x ← G(x) − η v
@@ -156,7 +156,7 @@ class BEER(_TrackedDirection):
 
 
 class MoTEF(BEER):
-    """BEER with momentum.
+    """BEER with momentum::
 
         m_i ← (1 − λ) m_i + λ g_i            λ = 1 − momentum, and m_i = g_i in the first step
         v_i ← G(v)_i + m_i − m_i'

@@ -1,9 +1,11 @@
 """Communication of runs that go on without some of their processes.
 
-messages.py           messages of any length that never block
-heartbeats.py, failure_detector.py   evidence that other processes live, and those that are silent
-collectives.py        agreement of the processes that are left
-workers.py            messages between workers, which may be late or lost
-spawning.py, bootstrap.py   processes in place of lost ones
-ulfm.py               the part of MPI that reports the end of a process
+Modules::
+
+    messages.py                          messages of any length that never block
+    heartbeats.py, failure_detector.py   evidence that other processes live or are silent
+    collectives.py                       agreement of the processes that are left
+    workers.py                           messages between workers, which may be late or lost
+    spawning.py, bootstrap.py            processes in place of lost ones
+    ulfm.py                              the part of MPI that reports the end of a process
 """

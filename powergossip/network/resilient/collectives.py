@@ -32,10 +32,13 @@ class Consensus:
        members of its set have sent the same set: every estimate is then this set.
 
     Nobody waits for a process that has ended. The lowest process that does not end thus determines
-    the estimate of all: hierarchical consensus with a perfect failure detector, Cachin, Guerraoui &
-    Rodrigues, Introduction to Reliable and Secure Distributed Programming (2011), algorithm 5.2.
+    the estimate of all: hierarchical consensus with a perfect failure detector.
 
     The object sends nothing itself: `advance` returns messages.
+
+    References:
+        Cachin, Guerraoui & Rodrigues (2011), Introduction to Reliable and Secure Distributed
+        Programming, algorithm 5.2.
     """
 
     def __init__(self, own: int, value: Payload):
@@ -91,14 +94,15 @@ class Consensus:
 class LiveProcesses(Processes):
     """The processes that are left, with the collective operations of `Processes`.
 
-    members  # indices of the processes, ascending. rank is the position of this process in it
-
     All survivors make the same calls in the same order. A process that is lost during a call is
     left out of the result, the same in all survivors. rank, size and members are those after the
     last call. `broadcast` returns the value of the lowest survivor: all of them pass one.
 
-    waits  # whether this process has yet to join the others. Until then it is alone with its calls,
-           # and rank and size are those of the process that it replaces, at the start of the run
+    Attributes:
+        members: Indices of the processes, ascending. `rank` is the position of this process in it.
+        waits: Whether this process has yet to join the others. Until then it is alone with its
+            calls, and `rank` and `size` are those of the process that it replaces, at the start of
+            the run.
     """
 
     transport = "mpi"

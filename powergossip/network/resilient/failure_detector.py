@@ -18,11 +18,6 @@ _SHORTEST_BACKOFF, _LONGEST_BACKOFF = 20e-6, 1e-3  # seconds
 class Peers:
     """Messages between processes, some of which may end or stop.
 
-    own             # index of this process
-    alive           # set of indices, own included
-    identities      # index → Identity, for all processes that ever were
-    worker_timeout  # seconds of silence after which a process counts as lost
-
     A process is lost if MPI reports its end (ULFM), if it is silent for `worker_timeout`, or if
     another process regards it as lost for its silence. It is silent while it neither sends messages
     nor lives, see heartbeats.py: a process that is busy may take any time. The time in which this
@@ -35,6 +30,14 @@ class Peers:
     Where the network splits, processes of other hosts are silent that go on. Of the two sides, the
     one with more processes goes on, or with as many that with the lowest index. In the others,
     `advance` raises Stopped.
+
+    Args:
+        alive: Indices of the processes alive, own included.
+        identities: Identity of each process that ever was, by index.
+        worker_timeout: Seconds of silence after which a process counts as lost.
+
+    Attributes:
+        own: Index of this process.
     """
 
     def __init__(

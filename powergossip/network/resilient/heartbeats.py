@@ -21,8 +21,9 @@ _BEATS = 10  # heartbeats within worker_timeout
 class Identity:
     """A process as its host knows it. The time of its start tells it from a later one.
 
-    namespace  # of its pid, and the start of its host, for containers of a host and hosts of one
-               # name. "" where there is no /proc
+    Attributes:
+        namespace: Namespace of the pid, and the start of its host, for containers of a host and
+            hosts of one name. "" where there is no /proc.
     """
 
     host: str
@@ -61,13 +62,14 @@ _ENDED, _STOPPED = frozenset({"", "Z", "X"}), frozenset({"T", "t"})
 class Liveness:
     """Signs of life of the other processes of a communicator. All of them construct it.
 
-    ranks       # index of a process → its rank
-    identities  # index → Identity
-
     If some do not see each other in /proc, each tells those that it does not see which processes it
     knows to run: itself and those that it sees. A thread does so ten times within `worker_timeout`.
     It needs MPI_THREAD_MULTIPLE, mpi4py's default. Without it, and before the first heartbeat that
     names it, a process that is not seen counts as one that lives.
+
+    Args:
+        ranks: Rank of each process, by index.
+        identities: Identity of each process, by index.
     """
 
     def __init__(

@@ -81,13 +81,16 @@ class _Incoming:
 class Wire:
     """Messages to and from the processes of a communicator, and of further ones.
 
-    own      # index of this process
-    ended    # processes that MPI reports as ended
-    lost     # those, and those that were given to `remove`
-    longest  # bytes of one MPI message
-
     A process has one index for the whole run: its rank in the first communicator, or the index
     given when it was added.
+
+    Args:
+        own: Index of this process.
+        longest: Largest number of bytes of one MPI message.
+
+    Attributes:
+        ended: Processes that MPI reports as ended.
+        lost: The ended processes, and those that were given to `remove`.
     """
 
     def __init__(

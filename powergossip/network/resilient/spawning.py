@@ -1,10 +1,12 @@
 """Replacement of lost processes by new ones of the same job.
 
-survivors                                  new processes
-`spawn`, which takes about a second        bootstrap.py
-training goes on                           the program loads, and makes its models
-`SpawnedProcesses.poll`                    `join`: announcement
-`accept`: some milliseconds                `join`: connection
+Order of the calls::
+
+    survivors                                  new processes
+    `spawn`, which takes about a second        bootstrap.py
+    training goes on                           the program loads, and makes its models
+    `SpawnedProcesses.poll`                    `join`: announcement
+    `accept`: some milliseconds                `join`: connection
 """
 
 import os
@@ -31,12 +33,13 @@ _POLL_INTERVAL = 0.01  # seconds
 class Assignment:
     """The message to a new process at its start.
 
-    own       # its index
-    replaced  # index of the lost process whose workers it hosts
-    homes     # worker → process, with the lost one
-    survivors # the survivors at that time: process → Identity
-    threads   # of torch
-    run       # a value of the layers above
+    Attributes:
+        own: Index of the new process.
+        replaced: Index of the lost process whose workers it hosts.
+        homes: Process of each worker, with the lost one.
+        survivors: Identity of each survivor at that time, by process.
+        threads: Number of torch's threads.
+        run: Value of the layers above.
     """
 
     own: int
@@ -52,10 +55,11 @@ class Assignment:
 class MembershipView:
     """The state that a new process receives when it joins, equal in all processes.
 
-    ranks       # process → rank in the new communicator: survivors, then new processes
-    identities  # of all processes that ever were
-    homes       # worker → process
-    calls       # collective operations of the survivors so far
+    Attributes:
+        ranks: Rank of each process in the new communicator: survivors, then new processes.
+        identities: Identities of all processes that ever were.
+        homes: Process of each worker.
+        calls: Number of collective operations of the survivors so far.
     """
 
     ranks: Mapping[int, int]
@@ -68,12 +72,14 @@ class MembershipView:
 class SpawnedProcesses:
     """New processes that have been started, as a survivor knows them.
 
-    communicator  # of the survivors at that time and of the new processes, whose ranks are the last
-    replaced      # rank → index of the lost process
-    own           # rank → index
-    identities    # rank → Identity
-    ready         # ranks of those that wait to be accepted
-    ended         # ranks of those that have ended
+    Attributes:
+        communicator: Communicator of the survivors at that time and of the new processes, whose
+            ranks are the last.
+        replaced: Index of the lost process, by rank.
+        own: Index of each process, by rank.
+        identities: Identity of each process, by rank.
+        ready: Ranks of the processes that wait to be accepted.
+        ended: Ranks of the processes that have ended.
     """
 
     communicator: Any
@@ -133,12 +139,16 @@ def spawn(
 ) -> SpawnedProcesses:
     """Start a process for each lost one. The survivors of the communicator call it.
 
-    command  # a Python program and its arguments
-    own      # index of the first new process
-    assign   # (own, replaced) → Assignment
-
     The slot of a lost process is not free for mpirun, which therefore may start more processes than
-    it has slots. Raises MPI.Exception.
+    it has slots.
+
+    Args:
+        command: A Python program and its arguments.
+        own: Index of the first new process.
+        assign: Function of (own, replaced) that returns an Assignment.
+
+    Raises:
+        MPI.Exception: If MPI cannot start the processes.
     """
     from mpi4py import MPI
 
@@ -166,10 +176,15 @@ def accept(
 ) -> tuple[Any, dict[int, int], dict[int, Identity]]:
     """Connect with the spawned processes that are ready. All survivors call it.
 
-    ranks  # process → rank in the communicator
+    Args:
+        ranks: Rank of each process in the communicator.
 
-    Returns a communicator of them and the survivors, process → rank in it, and the identities of
-    the new processes. Raises MPI.Exception.
+    Returns:
+        A communicator of them and the survivors, process → rank in it, and the identities of the
+        new processes.
+
+    Raises:
+        MPI.Exception: If MPI cannot connect the processes.
     """
     from mpi4py import MPI
 

@@ -29,17 +29,18 @@ Delivered = tuple[int, int, int, Tensor]  # i, j, k, payload: uint8
 class Links:
     """Point-to-point messages between workers, each with the counter of its sender.
 
-    process  # index of this process
-    homes    # worker → index of the process that hosts it, lost workers included
-    workers  # indices of the workers that this process hosts, ascending
-    alive    # indices of the workers that are not lost
-
     No method blocks but `wait`, `survivors` and `finish`. Messages between two workers arrive in
     the order in which they were sent, and never twice. A process is lost with all of its workers,
-    see powergossip.network.resilient.failure_detector. `worker_timeout` is in seconds. Without ULFM
+    see powergossip.network.resilient.failure_detector. Without ULFM
     (powergossip.network.resilient.ulfm), the end of a process ends the job.
 
     Every method but `lost` raises Dropped if the others regard this process as lost.
+
+    Attributes:
+        process: Index of this process.
+        homes: Index of the process that hosts each worker, lost workers included.
+        workers: Indices of the workers that this process hosts, ascending.
+        alive: Indices of the workers that are not lost.
     """
 
     _assignment: spawning.Assignment | None = None
@@ -53,8 +54,11 @@ class Links:
     ):
         """All processes of the communicator (mpi4py) call it.
 
-        homes    # the rank of the process of each worker
-        longest  # bytes of one MPI message; longer messages are sent in several
+        Args:
+            homes: Rank of the process of each worker.
+            longest: Largest number of bytes of one MPI message. Longer messages are sent in
+                several.
+            worker_timeout: Seconds of silence after which a process counts as lost.
         """
         identities = exchange_identities(communicator)
         ranks = {rank: rank for rank in identities}
@@ -160,15 +164,18 @@ class Links:
     def spawn(self, command: Sequence[str], run: Any, patience: float = 60) -> list[int]:
         """Start a process for each lost one, to host its workers. All survivors call it.
 
-        command   # a program of Python and its arguments, which calls `Links.join`
-        run       # a value for it
-        patience  # seconds that the start may take
+        The survivors wait for about a second, and go on while the program loads. Once
+        `spawned_are_ready`, `accept` lets them join. If another process ends meanwhile, MPI may end
+        or hang. A hang ends the run after `patience`. `move` has no such risk.
 
-        Returns the indices of the lost processes. The survivors wait for about a second, and go on
-        while the program loads. Once `spawned_are_ready`, `accept` lets them join. Returns none
-        where none is lost, or the processes could not be started. If another process ends
-        meanwhile, MPI may end or hang. A hang ends the run after `patience`. `move` has no such
-        risk.
+        Args:
+            command: A Python program and its arguments, which calls `Links.join`.
+            run: Value that the program receives.
+            patience: Seconds that the start may take.
+
+        Returns:
+            Indices of the lost processes. None where none is lost, or the processes could not be
+            started.
         """
         from mpi4py import MPI
 
@@ -206,8 +213,11 @@ class Links:
     def accept(self, patience: float = 60) -> list[int]:
         """Let the spawned processes join, if they are ready. All survivors call it.
 
-        Returns the workers that they host. These are alive again, and all processes can send to
-        them. Takes some milliseconds. The risk is that of `spawn`.
+        Their workers are alive again, and all processes can send to them. Takes some milliseconds.
+        The risk is that of `spawn`.
+
+        Returns:
+            The workers that the new processes host.
         """
         assert self._spawned is not None
         spawned, peers = self._spawned, self._peers

@@ -35,7 +35,8 @@ _LONGEST = 2**30  # bytes of a message
 class Octets:
     """The messages of a batch as bytes, without those that are empty.
 
-    received_bytes, sent_bytes  # by process
+    Attributes:
+        received_bytes, sent_bytes: Number of bytes by process.
     """
 
     def __init__(self, incoming: Pieces, outgoing: Pieces):
@@ -64,7 +65,9 @@ def _split(pieces: Pieces) -> list[tuple[list[Tensor], int]]:
 class GlooChannel:
     """Messages by gloo. It transfers them in a thread of its own.
 
-    in_order: start all steps of an all-reduce at once and wait for them, as NCCL's stream does.
+    Args:
+        in_order: Whether all steps of an all-reduce are started at once and waited for, as NCCL's
+            stream does.
     """
 
     name = "gloo"
@@ -268,8 +271,11 @@ class Waiters:
 class GlooGroup:
     """A group of gloo's, for messages of this package only.
 
-    group  # None at the end of the program
-    steps  # messages started so far by this process, with those that are empty
+    Args:
+        group: The group, None at the end of the program.
+
+    Attributes:
+        steps: Number of messages started so far by this process, empty ones included.
     """
 
     def __init__(self, group: Any):

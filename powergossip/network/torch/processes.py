@@ -53,10 +53,12 @@ class _Notice(NamedTuple):
 class GroupProcesses(Processes):
     """The processes of a group of torch.distributed. All its members construct it.
 
-    backend: gloo, nccl, or auto: NCCL where every process has a GPU of its own. It applies to
-    tensors on GPUs. Those on the CPU use gloo.
+    Args:
+        backend: gloo, nccl, or auto: NCCL where every process has a GPU of its own. It applies to
+            tensors on GPUs. Those on the CPU use gloo.
 
-    gloo  # the group of the messages
+    Attributes:
+        gloo: Group of the messages.
     """
 
     transport = "gloo"
@@ -254,8 +256,10 @@ class GroupProcesses(Processes):
 def torch_group(processes: Processes, device: torch.device) -> dist.ProcessGroup:
     """Return a group of these processes for PyTorch's own use; the first call makes it. Collective.
 
-    Under MPI it is the default group. Raises ValueError if torch.distributed already has a default
-    group of other processes.
+    Under MPI it is the default group.
+
+    Raises:
+        ValueError: If torch.distributed already has a default group of other processes.
     """
     alone_on_gpu = device.type == "cuda" and processes.local_size <= torch.cuda.device_count()
     backend = "nccl" if alone_on_gpu and dist.is_nccl_available() else "gloo"

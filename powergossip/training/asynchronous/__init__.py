@@ -1,12 +1,14 @@
 """Training by exchanges of edges: messages may be late, and workers lost, joined or replaced.
 
-execution.py      OnVirtualClock, AcrossProcesses
-workers.py        the workers of a process: models, learning rules, gradients, state
-method.py         accepted configurations
-links.py          messages between workers of different processes; replacements at their start
-rows.py           rows whose writer may be lost
-replacements.py   replacement of lost processes in a running job
-resuming.py       resuming with lost or other workers
+Modules::
+
+    execution.py      OnVirtualClock, AcrossProcesses
+    workers.py        the workers of a process: models, learning rules, gradients, state
+    method.py         accepted configurations
+    links.py          messages between workers of different processes; replacements at their start
+    rows.py           rows whose writer may be lost
+    replacements.py   replacement of lost processes in a running job
+    resuming.py       resuming with lost or other workers
 """
 
 from pathlib import Path
@@ -43,7 +45,8 @@ def make(
 ) -> OnVirtualClock | AcrossProcesses:
     """The execution of a configuration by edges: across processes where there are links.
 
-    joins   # whether this process replaces a lost one
+    Args:
+        joins: Whether this process replaces a lost one.
     """
     options = averaging_options(c, network.topology, parameters.layout)
     workers = EdgeWorkers(c, options, network, parameters, gradients.of_worker, steps_per_epoch)

@@ -32,8 +32,9 @@ Measure = Callable[[str], AbstractContextManager[Any]]
 class OnVirtualClock(Execution):
     """All workers are in this process. A clock lets them live in the order of virtual time.
 
-    workers  # of this process
-    clock    # VirtualClock, or a Replay
+    Args:
+        workers: Workers of this process.
+        clock: A VirtualClock or a Replay.
     """
 
     time_is_virtual = True
@@ -118,14 +119,15 @@ class OnVirtualClock(Execution):
 class AcrossProcesses(Execution):
     """The workers of this process among others, in real time. Processes may be lost meanwhile.
 
-    links      # messages between workers
-    workers    # of this process
-    clock      # lets them live
-    agreement  # of the processes on signals and values that are not finite
-    measure    # measure("averaging") is the context of their steps
-    records    # whether the order of events is written
-    replaces   # the configuration for processes that replace lost ones. None: none do
-    joins      # whether this process replaces a lost one
+    Args:
+        links: Links for messages between workers.
+        workers: Workers of this process.
+        clock: Clock that lets them live.
+        agreement: Agreement of the processes on signals and values that are not finite.
+        measure: measure("averaging") is the context of their steps.
+        records: Whether the order of events is written.
+        replaces: Configuration for processes that replace lost ones. None: none do.
+        joins: Whether this process replaces a lost one.
     """
 
     def __init__(

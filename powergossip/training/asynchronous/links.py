@@ -32,8 +32,9 @@ def make_links(c: Settings, processes: Processes) -> Links:
 class Replacement:
     """A process that replaces a lost one, before it joins the others.
 
-    config, folder  # of the run
-    links           # to be given to the trainer
+    Attributes:
+        config, folder: Configuration and folder of the run.
+        links: Links to be given to the trainer.
     """
 
     def __init__(self) -> None:

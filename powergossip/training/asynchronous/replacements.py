@@ -15,9 +15,11 @@ _MOST_ATTEMPTS = 3  # to replace processes, one after the other, none of which j
 class Moment(NamedTuple):
     """The moment at which replacements join.
 
-    seconds   # of the run
-    joined    # workers
-    replaced  # those of the run so far: dicts with worker, step, and seconds after the loss
+    Attributes:
+        seconds: Seconds of the run.
+        joined: Workers that join.
+        replaced: Replacements of the run so far: dicts with worker, step, and seconds after the
+            loss.
     """
 
     epoch: int
@@ -30,11 +32,12 @@ class Moment(NamedTuple):
 class Replacements:
     """Replaces the processes that a run loses. All processes make the same calls.
 
-    run      # the value for new processes: configuration and folder
-    seconds  # since the start of the run
-
     `replace` spawns a process for each lost one as soon as a survivor knows of the loss, which
     takes about a second. A later `replace` lets it join, when it is ready.
+
+    Args:
+        run: Value for new processes: configuration and folder.
+        seconds: Function that returns the seconds since the start of the run.
     """
 
     def __init__(

@@ -25,8 +25,9 @@ _OF_MODELS = ("x", "buffers", "whole_number_buffers", "carried")
 class Restart:
     """The state of the hosted workers of m, from the parts of a checkpoint.
 
-    before  # number of workers at the start of the run
-    start   # of the run that resumes
+    Args:
+        before: Number of workers at the start of the run.
+        start: Start of the run that resumes.
     """
 
     def __init__(self, before: int, start: Start):
@@ -49,7 +50,8 @@ class Restart:
     def state(self, steps_per_epoch: int) -> dict[str, Any]:
         """The state for Trainer.load_state_dict, once all parts are added.
 
-        steps_per_epoch  # of the checkpoint
+        Args:
+            steps_per_epoch: Steps of an epoch in the checkpoint.
         """
         m, run = self._start.n_workers, self._of_run
         places = self._places()

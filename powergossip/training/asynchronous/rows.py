@@ -15,7 +15,8 @@ class SharedRows(Rows):
     It has the rows of the last epochs, of which some may not have been written. Bits and messages
     are then those of its own first worker.
 
-    joins  # whether this process will join others
+    Args:
+        joins: Whether this process will join others.
     """
 
     def __init__(self, hooks: Hooks, network: Network, seconds: Callable[[], float], joins: bool):

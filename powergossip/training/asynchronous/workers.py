@@ -25,19 +25,24 @@ Gradient = Callable[[int, int, int, int, frozenset[int]], dict[str, Tensor]]
 class EdgeWorkers:
     """The workers of this process, for a clock that lets them live.
 
-    config    # checked
-    options   # of the averaging rule
-    gradient  # (worker, epoch, step in it, step, lost) → metrics; adds to parameters.grad
-
-    members          # of the topology
-    rows             # worker → row of the parameters
-    steps_per_epoch  # of each worker
-
     Every worker has its own count of steps, its own local optimizer, and the learning rate of its
     own progress. A worker that has taken more than the steps of num_epochs goes on in further
     epochs of its data. With data_of_lost=redistributed, an epoch has the samples of the workers
-    that its worker knew to be lost when the epoch began. Raises ValueError for methods without an
-    edge form.
+    that its worker knew to be lost when the epoch began.
+
+    Args:
+        config: Checked configuration.
+        options: Options of the averaging rule.
+        gradient: Function of (worker, epoch, step in it, step, lost) that adds to parameters.grad
+            and returns metrics.
+        steps_per_epoch: Steps of each worker in an epoch.
+
+    Attributes:
+        members: Members of the topology.
+        rows: Row of the parameters of each worker.
+
+    Raises:
+        ValueError: For methods without an edge form.
     """
 
     def __init__(
