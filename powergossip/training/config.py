@@ -93,9 +93,10 @@ class Config:
     local_steps: int = 1  # gossip every k-th step
     gossip: str = "synchronous"  # exchanges with neighbors are waited for: synchronous, all of them
     #   before each step is over. bounded: where an edge is more than max_delay exchanges behind.
-    #   asynchronous: never (docs/when-workers-fail.md)
-    max_delay: int | None = None  # of bounded (1). With exact-diffusion, also the delay that
-    #   asynchronous exchanges are expected to have
+    #   asynchronous: never. a2cid2: never, and a second copy of the model accelerates averaging, of
+    #   dpsgd with sgd (docs/when-workers-fail.md)
+    max_delay: int | None = None  # of bounded (1). With exact-diffusion and a2cid2, also the delay
+    #   that asynchronous exchanges are expected to have
     on_worker_loss: str = "end"  # of the run. continue: without the workers of a process that has
     #   ended or is stopped. replace: a new process takes its place. Both for mpirun --with-ft ulfm
     #   (docs/when-workers-fail.md)
