@@ -87,6 +87,16 @@ def test_the_sum_of_both_copies_is_conserved_at_all_times(loss):
     assert apart > 1e-3
 
 
+def test_equal_workers_take_the_steps_of_gradient_descent():
+    """Gradients move both copies."""
+    problem = Quadratics()
+    problem.a.copy_(problem.a[:1].expand_as(problem.a))
+    problem.b.copy_(problem.b[:1].expand_as(problem.b))
+    clock(problem, True, 0.1, values={}).run(5)
+    expected = problem.b * (1 - (1 - 0.1 * problem.a) ** 5)
+    torch.testing.assert_close(problem.x, expected, rtol=0, atol=1e-12)
+
+
 def test_workers_with_a_common_optimum_find_it_with_late_exchanges():
     problem = Quadratics()
     problem.b.copy_(problem.b[:1].expand_as(problem.b))
@@ -96,7 +106,6 @@ def test_workers_with_a_common_optimum_find_it_with_late_exchanges():
 
 
 def test_the_bias_of_different_optima_is_smaller_than_that_of_dpsgd():
-    """Gradients move both copies: x̃ without them would pull x back to the start."""
     errors = []
     for accelerated in (False, True):
         problem = Quadratics(16)
