@@ -24,6 +24,10 @@ Learning rules (`learning` in train.py and a row of `learning.LEARNING`), on top
     beer, motef             BEER, MoTEF                  2201.13320, 2405.20114: over choco
     relay-sgd               RelaySGD                     Vogels et al. (2021), 2110.04175: on trees
 
+Asynchronous gossip (`gossip` in train.py and a row of `events.learning.OF_POLICIES`)::
+
+    a2cid2         A2CiD2        accelerated by a second copy of x   Nabli et al. (2023), 2306.08289
+
 Consensus only (`algorithm` in gossip_run.py and a row of `CONSENSUS_ONLY`)::
 
     chebyshev      ChebyshevGossip    accelerated gossip             Golub & Varga (1961)

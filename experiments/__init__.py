@@ -5,6 +5,7 @@ in `EXPERIMENTS`.
 """
 
 from experiments import (
+    a2cid2,
     compressed_gradients,
     compression_pays,
     consensus,
@@ -88,6 +89,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     "message_loss": failing_workers.message_loss(),
     "late_exchanges": failing_workers.late_exchanges(),
     "churn": failing_workers.churn(),
+    "a2cid2": a2cid2.experiment(),
     "slow_host": slow_host.experiment(),
     # The experiments of the PowerGossip paper, as published and in a small form.
     "cifar10_resnet20": papers.cifar10(),

@@ -15,5 +15,4 @@ with one neighbor at a time, each at its own time::
     clock.py          common parts of the drivers
     order.py          the order of events as a file
     replay.py         the driver that repeats such an order
-    pairwise.py       A²CiD², exchanges of pairs with a second copy of x
 """

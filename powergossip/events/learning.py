@@ -21,6 +21,7 @@ To add a rule, write its class and its row in `RULES`.
 Axes: D parameters of a worker.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -31,6 +32,7 @@ from powergossip.algorithms.learning import Correction
 from powergossip.algorithms.learning.gossip_rule import Joint
 from powergossip.algorithms.learning.quasi_global import has_moved, restart
 from powergossip.parameters import Layout
+from powergossip.topologies import Topology
 
 
 class Local(Protocol):
@@ -299,6 +301,86 @@ class GradientTracking(_Learning):
         self._u.copy_(state["u"])
 
 
+class Acceleration(NamedTuple):
+    """Constants of A²CiD², see `acceleration`.
+
+    eta    # the rate at which the two copies approach each other, per step
+    ratio  # α̃/α: an exchange moves x̃ by this times its u_ij
+    """
+
+    eta: float
+    ratio: float
+
+
+def acceleration(topology: Topology, diffusion_rate: float = 1.0, delay: float = 0) -> Acceleration:
+    """The constants of A²CiD² on a static undirected graph, whose exchanges take 1 + τ steps.
+
+        η = 1/(2 (1 + τ) √(χ_1 χ_2)),   α̃/α = ½ √(χ_1/χ_2), at least 1
+        χ_1 = 1/λ_2,   χ_2 = 1/(4 (2 − λ_max)),   of γ (I − W)
+
+    χ_2 departs from the paper, where edges exchange one at a time, at random, with α = ½: there it
+    is half of the largest effective resistance of an edge. Here all edges of a worker exchange in a
+    step, with α = γ w_ij, for which the largest eigenvalue has that place. With a ratio of 1 the
+    copies are equal, and the method is D-PSGD.
+
+    diffusion_rate  # γ
+    delay           # τ
+    """
+    chi_1 = 1 / (diffusion_rate * topology.spectral_gap)
+    inverse = 4 * max(0.0, 2 - diffusion_rate * topology.largest_eigenvalue)  # 1/χ_2
+    eta = math.sqrt(inverse / chi_1) / (2 * (1 + delay))
+    return Acceleration(eta, max(1.0, math.sqrt(inverse * chi_1) / 2))
+
+
+class A2CiD2(_Learning):
+    """A²CiD²: late exchanges, accelerated by a second copy x̃_i of the model.
+
+        (x_i, x̃_i) ← ((1 − c) x_i + c x̃_i, (1 − c) x̃_i + c x_i),   c = (1 − e^(−2 η))/2
+        x_i ← x_i + u_i,    x̃_i ← x̃_i + u_i          u_i the local optimizer's displacement
+        exchanged:          x_i ← x_i + u_ij,   x̃_i ← x̃_i + (α̃/α) u_ij
+
+    Nabli, Belilovsky & Oyallon (2023), arXiv:2306.08289. The unit of time is a gradient of the
+    worker, by whose duration the code of the authors divides seconds. A worker changes x_i at the
+    end of its steps only, so that the copies approach each other once in a step, for one unit.
+
+    Without local updates, the squared distance to the mean decays about as
+    e^(−1/((1 + τ) √(χ_1 χ_2))) per step, and that of D-PSGD as e^(−2/((1 + τ) χ_1)).
+
+    Σ_i (x_i + x̃_i) and the exchanges that are not applied yet are conserved. A worker that joins
+    begins with x̃_i = x_i. The constants stay those of the graph at the start.
+
+    acceleration  # η and α̃/α
+    """
+
+    overlaps: ClassVar[bool] = False
+
+    def __init__(self, *everything: Any, acceleration: Acceleration, **options: Any):
+        super().__init__(*everything, **options)
+        self.second = self._x.clone()  # x̃_i [1, D]
+        self._c, self._ratio = -math.expm1(-2 * acceleration.eta) / 2, acceleration.ratio
+
+    def begin(self) -> None:
+        exchanged = (self.second - self._x).mul_(self._c)
+        self._x.add_(exchanged)
+        self.second.sub_(exchanged)
+
+    def update(self) -> None:
+        u = self._local.displacement(self._g)
+        self._x.add_(u)
+        self.second.add_(u)
+
+    def add(self, j: int, u: Tensor, agreed: bool = True) -> None:
+        self._x[0].add_(u)
+        self.second[0].add_(u, alpha=self._ratio)
+
+    def state_dict(self) -> dict[str, Any]:
+        """x̃_i [1, D]."""
+        return {"second": self.second}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.second.copy_(state["second"])
+
+
 # Names of `learning` in train.py with an edge form.
 RULES: dict[str, type[_Learning]] = {
     "dpsgd": DPSGD,
@@ -306,3 +388,5 @@ RULES: dict[str, type[_Learning]] = {
     "exact-diffusion": ExactDiffusion,
     "gradient-tracking": GradientTracking,
 }
+# Names of `gossip` in train.py with a learning rule of their own, in place of D-PSGD.
+OF_POLICIES: dict[str, type[A2CiD2]] = {"a2cid2": A2CiD2}

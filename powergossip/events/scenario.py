@@ -40,6 +40,7 @@ from powergossip.randomness import generator
 
 ENDS = ("one", "both")
 POLICIES = ("synchronous", "bounded", "asynchronous")  # key gossip, see worker.Policy
+LEARNING_POLICIES = (*POLICIES, "a2cid2")  # of train.py, see learning.OF_POLICIES
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ def resolve(c: ExchangeKeys, n_processes: int, linked: bool | None = None) -> bo
     Raises:
         ValueError: For bad values, and for several processes where one has to host all workers.
     """
-    checks.one_of("gossip", c.gossip, POLICIES)
+    checks.one_of("gossip", c.gossip, POLICIES if linked is None else LEARNING_POLICIES)
     if isinstance(c.scenario, str):
         c.scenario = load(c.scenario)
     if c.scenario is not None:

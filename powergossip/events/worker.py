@@ -20,7 +20,7 @@ from torch import Tensor
 from powergossip.events.averaging import End, Exchanges
 from powergossip.events.learning import EdgeRule
 from powergossip.events.members import Members, View, union
-from powergossip.events.scenario import POLICIES
+from powergossip.events.scenario import LEARNING_POLICIES
 
 
 class Action(Enum):
@@ -87,11 +87,11 @@ class Policy:
         synchronous: All of them.
         bounded: Those of edges that are more than max_delay exchanges behind: one that was sent in
             this step is 1 behind, in the step before 2, …. max_delay=0: all of them.
-        asynchronous: None.
+        asynchronous: None, and so with a2cid2.
     """
 
     def __init__(self, gossip: str = "synchronous", max_delay: int = 0):
-        assert gossip in POLICIES
+        assert gossip in LEARNING_POLICIES
         self.limit = {"synchronous": 0, "bounded": max_delay}.get(gossip)
 
     def waits(self, edge: Edge, step: int) -> bool:

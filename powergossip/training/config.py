@@ -107,9 +107,11 @@ class RunKeys:
     # Late exchanges and lost workers (docs/when-workers-fail.md)
     gossip: str = "synchronous"  # wait for exchanges with neighbors: synchronous, for all of them
     #   before each step is over. bounded: where an edge is more than max_delay exchanges behind.
-    #   asynchronous: never
+    #   asynchronous: never. a2cid2: never, and a second copy of the model accelerates averaging, of
+    #   dpsgd with sgd
     max_delay: int | None = None  # exchanges that an edge may be behind with gossip=bounded (1).
-    #   With exact-diffusion, also the delay that asynchronous exchanges are expected to have
+    #   With exact-diffusion and a2cid2, also the delay that asynchronous exchanges are expected to
+    #   have
     on_worker_loss: str = "end"  # when a process has ended or is stopped: end the run. continue:
     #   without its workers. replace: a new process takes its place. The last two need mpirun
     #   --with-ft ulfm

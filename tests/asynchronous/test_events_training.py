@@ -34,6 +34,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "duals": {"optimizer": "dpsgd", "learning": "exact-diffusion"},
     "tracking": {"optimizer": "dpsgd", "learning": "gradient-tracking"},
 }
+# A ring of 4 averages too well for a second copy.
+ACCELERATED: dict[str, Any] = {"optimizer": "dpsgd", "gossip": "a2cid2", "topology": "chain"}
 LATE: dict[str, Any] = {
     "speeds": {1: 0.3},
     "jitter": 0.2,
@@ -82,10 +84,18 @@ def test_workers_without_a_step_do_not_lower_the_loss():
     assert 2.2 < value(rows, "cross_entropy", split="train") < 2.4
 
 
-@pytest.mark.parametrize("gossip", ["synchronous", "bounded", "asynchronous"])
-@pytest.mark.parametrize("method", ["power", "sign", "duals", "momentum"])
-def test_a_run_resumes_in_the_middle_with_the_same_bits(method, gossip, tmp_path):
-    values = {**TINY, **METHODS[method], "scenario": LATE, "gossip": gossip}
+@pytest.mark.parametrize(
+    "method",
+    [
+        *({**METHODS[name], "gossip": gossip}
+          for name in ("power", "sign", "duals", "momentum")
+          for gossip in ("synchronous", "bounded", "asynchronous")),
+        ACCELERATED,
+    ],
+    ids=lambda method: "-".join(map(str, method.values())),
+)  # fmt: skip
+def test_a_run_resumes_in_the_middle_with_the_same_bits(method, tmp_path):
+    values = {**TINY, **method, "scenario": LATE}
     values["distributed_lr_warmup_factor"] = 4.0  # a learning rate of each step
     run, _ = trained(**values)
     saved = Checkpoints(tmp_path, processes())
@@ -135,14 +145,16 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     monkeypatch.setattr(OnVirtualClock, "train_step", stopping)
 
 
-@pytest.mark.parametrize("method", ["power", "sign", "duals"])
+@pytest.mark.parametrize(
+    "method", [METHODS["power"], METHODS["sign"], METHODS["duals"], ACCELERATED]
+)
 def test_survivors_go_on_and_a_replacement_catches_up(method):
     scenario = {
         "deaths": [{"worker": 0, "at": 3.0}, {"worker": 2, "at": 4.5}],
         "joins": [{"worker": 2, "at": 9.5}],
         "detection": 0.4,
     }
-    values = {**TINY, **METHODS[method], "n_workers": 6, "num_epochs": 4}
+    values = {**TINY, **method, "n_workers": 6, "num_epochs": 4}
     run, rows = trained(**values, scenario=scenario)
     alive = select(rows, "workers")["value"].tolist()
     assert alive[0] <= 5
@@ -225,6 +237,13 @@ def test_an_epoch_keeps_its_samples_when_a_run_resumes(joins, tmp_path):
     ("values", "key"),
     [
         ({"gossip": "never"}, "gossip"),
+        ({**ACCELERATED, "optimizer": "power-gossip"}, "optimizer"),
+        ({**ACCELERATED, "learning": "exact-diffusion"}, "learning"),
+        ({**ACCELERATED, "local_optimizer": "adamw"}, "local_optimizer"),
+        ({**ACCELERATED, "overlapping": True}, "overlapping"),
+        ({**ACCELERATED, "local_steps": 2}, "local_steps"),
+        ({**ACCELERATED, "topology": "one-peer-exponential"}, "topology"),
+        ({**ACCELERATED, "topology": "exponential"}, "topology"),
         ({"max_delay": 2}, "max_delay"),
         ({"gossip": "bounded", "max_delay": -1}, "max_delay"),
         ({"scenario": "missing.yaml"}, "scenario"),
@@ -271,9 +290,10 @@ def test_duals_grow_more_slowly_over_late_exchanges_and_power_gossip(values, rat
     assert used == {method.dual_rate_of(run.config)}
 
 
-def test_training_replays_the_order_of_events(tmp_path):
+@pytest.mark.parametrize("method", [{**METHODS["power"], "gossip": "asynchronous"}, ACCELERATED])
+def test_training_replays_the_order_of_events(method, tmp_path):
     scenario = LATE | {"deaths": [{"worker": 2, "at": 4.0}], "joins": [{"worker": 2, "at": 9.0}]}
-    values = {**TINY, **METHODS["power"], "num_epochs": 2, "gossip": "asynchronous"}
+    values = {**TINY, **method, "num_epochs": 2}
     run, rows = trained(**values, scenario=scenario, record_order=True)
     assert isinstance(run.execution, OnVirtualClock)
     file = tmp_path / "order.jsonl"
@@ -289,3 +309,11 @@ def test_training_replays_the_order_of_events(tmp_path):
     for step in range(stepwise.total_steps):
         stepwise.execution.train_step(*divmod(step, stepwise.steps_per_epoch))
         assert stepwise.execution.clock.progress >= step + 1, "also within an epoch"
+
+
+def test_the_second_copy_is_not_sent():
+    late = {**TINY, "n_workers": 8, "optimizer": "dpsgd", "overlapping": False, "scenario": LATE}
+    plain, accelerated = (trained(**late, gossip=g)[0] for g in ("asynchronous", "a2cid2"))
+    assert not torch.equal(plain.parameters.x, accelerated.parameters.x)
+    assert plain.network.bits.tolist() == accelerated.network.bits.tolist()
+    assert plain.network.messages.tolist() == accelerated.network.messages.tolist()

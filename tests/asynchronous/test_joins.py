@@ -32,11 +32,13 @@ from tests.harness.quadratics import Quadratics
         pytest.param("power", "asynchronous", True, marks=pytest.mark.slow),
         pytest.param("duals", "bounded", True, marks=pytest.mark.slow),
         pytest.param("tracking", "synchronous", True, marks=pytest.mark.slow),
+        pytest.param("accelerated", "a2cid2", True, marks=pytest.mark.slow),
     ],
 )
 def test_new_processes_take_the_place_of_killed_ones(method, gossip, again, tmp_path):
     folder = tmp_path / "run"
-    values = {**METHODS[method], "gossip": gossip, "num_epochs": 6, "record_order": True}
+    methods = {**METHODS, "accelerated": {"optimizer": "dpsgd", "topology": "chain"}}
+    values = {**methods[method], "gossip": gossip, "num_epochs": 6, "record_order": True}
     values |= {"on_worker_loss": "replace", "checkpoint_interval": 1}
     plan: dict[str, Any] = {"kill": {"0": 5}, "wait": [8]}
     if again:

@@ -108,11 +108,19 @@ def test_synchronous_exchanges_have_the_bits_of_the_virtual_clock(method, with_u
 
 
 @pytest.mark.parallel([2, 4])
-@pytest.mark.parametrize("gossip", ["bounded", "asynchronous"])
-@pytest.mark.parametrize("method", ["power", "sign", "duals", "tracking"])
-def test_the_order_of_late_exchanges_can_be_replayed(method, gossip, with_ulfm, tmp_path):
+@pytest.mark.parametrize(
+    "method",
+    [
+        *({**METHODS[name], "gossip": gossip}
+          for name in ("power", "sign", "duals", "tracking")
+          for gossip in ("bounded", "asynchronous")),
+        {"optimizer": "dpsgd", "gossip": "a2cid2", "topology": "chain"},
+    ],
+    ids=lambda method: "-".join(map(str, method.values())),
+)  # fmt: skip
+def test_the_order_of_late_exchanges_can_be_replayed(method, with_ulfm, tmp_path):
     folder = Path(processes().broadcast(str(tmp_path)))
-    values = {**TINY, **METHODS[method], "gossip": gossip, "record_order": True}
+    values = {**TINY, **method, "record_order": True}
     rows: list[Any] = []
     hooks = Hooks(log_metric=lambda *row: rows.append(row))
     config = OmegaConf.merge(OmegaConf.structured(train.Config), values)

@@ -507,6 +507,7 @@ REJECTED: dict[str, tuple[list[str], list[str]]] = {
     "no name": (["algorithm=3"], ["algorithm=3:", "all"]),
     "data type": (["data_type=norml"], ["data_type=norml:", "log-normal"]),
     "topology": (["topology=rign"], ["topology", "rign", "ring"]),
+    "gossip": (["gossip=a2cid2"], ["gossip=a2cid2:", "asynchronous"]),
     "device": (["device=abacus"], ["device", "abacus", "auto, cpu"]),
     "key": (["theta=1"], ['"theta"', "--help"]),
     "rank": (["compression_rank=0"], ["compression_rank=0:"]),

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from experiments import EXPERIMENTS, failing_workers
+from experiments import EXPERIMENTS, a2cid2, failing_workers
 from experiments.runner import Experiment, Run
 from experiments.tuned_methods import SEEDS
 from tests.training.test_train import fresh, trained  # noqa: F401
@@ -90,6 +90,17 @@ def test_churn(tmp_path: Path) -> None:
     assert rows[rows["name"] == "workers"]["value"].iloc[-1] == 6
 
 
+def test_a2cid2(tmp_path: Path) -> None:
+    few = a2cid2.VALUES | SMALL | {"num_epochs": 1}
+    made = a2cid2.experiment(few, rates=(1e-6, 0.1), seeds=(1,))
+    tuned, compared = (stage(results) for stage in made.stages)
+    assert len(tuned) == 2 * 2
+    assert [run.values["learning_rate"] for run in compared] == [0.1, 0.1]
+    text = made.report(results, tmp_path)
+    assert text.count("%") == 1 + 2 * 2
+    assert [float(results(run)["messages"].max()) > 0 for run in compared] == [True, True]
+
+
 def test_runs_of_the_experiments_are_accepted() -> None:
     """A third of the cases, with the values of the command line."""
     from omegaconf import OmegaConf
@@ -98,8 +109,8 @@ def test_runs_of_the_experiments_are_accepted() -> None:
     from powergossip.network import processes
     from powergossip.training.settings import checked
 
-    for name in ("message_loss", "late_exchanges", "churn"):
-        (stage,) = EXPERIMENTS[name].stages
+    for name in ("message_loss", "late_exchanges", "churn", "a2cid2"):
+        stage, *_ = EXPERIMENTS[name].stages
         for run in stage(results)[:: 3 * len(SEEDS)]:
             config = OmegaConf.merge(OmegaConf.structured(train.Config), dict(run.values))
             checked(config, processes())  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from powergossip import algorithms
 from powergossip.events import averaging, scenario
-from powergossip.events.learning import RULES, EdgeRule
+from powergossip.events.learning import OF_POLICIES, RULES, EdgeRule
 from powergossip.events.members import Members, View
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.events.worker import Policy, Worker
@@ -115,7 +115,7 @@ def learning_clock(
     n = problem.n_workers
     members = Members(graph(topology, n))
     policy = Policy(gossip, max_delay)
-    kind: Callable[..., EdgeRule] = RULES[learning]
+    kind: Callable[..., EdgeRule] = {**RULES, **OF_POLICIES}[learning]
     first, *_ = rates = [rate] if isinstance(rate, float) else rate
     own_optimizers: dict[int, SGD] = {}
 

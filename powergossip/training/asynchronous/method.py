@@ -10,6 +10,7 @@ from powergossip.events import averaging, learning, scenario
 from powergossip.events.members import Members
 from powergossip.network import Losses, Network
 from powergossip.parameters import Layout
+from powergossip.topologies import Topology
 from powergossip.training.config import Settings
 from powergossip.training.settings import errors_name_keys
 
@@ -40,10 +41,10 @@ def _name_of_one_way(c: Settings) -> str:
 
 
 def delay_of(c: Settings) -> int:
-    """The delay of exchanges in steps that the duals of exact diffusion take into account.
+    """The delay of exchanges in steps that exact diffusion and A²CiD² take into account.
 
-    Averaging need not. An edge has one exchange at a time, so that its exchanges become rarer as
-    they take longer, and averaging is as stable as without delays.
+    Averaging alone need not. An edge has one exchange at a time, so that its exchanges become rarer
+    as they take longer, and averaging is as stable as without delays.
     """
     return 0 if c.gossip == "synchronous" else c.max_delay or 0
 
@@ -60,6 +61,13 @@ def dual_rate_of(c: Settings) -> float:
     ok = checks.is_finite(given) and 0 < given <= 1
     checks.check("learning_options.dual_rate", given, ok, "a number above 0, at most 1")
     return float(given)
+
+
+def acceleration_of(
+    c: Settings, options: Mapping[str, Any], topology: Topology
+) -> learning.Acceleration:
+    """The constants of gossip=a2cid2. options: of the averaging rule, resolved."""
+    return learning.acceleration(topology, options["diffusion_rate"], delay_of(c))
 
 
 def resolved(c: Settings, options: Mapping[str, Any], network: Network) -> dict[str, Any]:
@@ -80,6 +88,8 @@ def _given(c: Settings) -> str:
 def check(c: Settings, options: Mapping[str, Any], network: Network) -> None:
     """Raise ValueError for a method, topology or scenario without exchanges by edges."""
     scenario.read(c.scenario or {}, c.n_workers, c.seed)
+    if c.gossip in learning.OF_POLICIES:
+        _check_accelerated(c)
     if c.optimizer not in averaging.EXCHANGES:
         raise BadValue(
             "optimizer",
@@ -98,3 +108,15 @@ def check(c: Settings, options: Mapping[str, Any], network: Network) -> None:
         averaging.make(c.optimizer, Layout([(2, 2)]), **resolved(c, options, network))
     Members(network.topology)
     dual_rate_of(c)
+
+
+def _check_accelerated(c: Any) -> None:
+    """Raise BadValue for a method that gossip=a2cid2 does not accelerate.
+
+    Gives `overlapping` its value: exchanges follow the local update.
+    """
+    accepted = {"optimizer": "dpsgd", "learning": "dpsgd", "local_optimizer": "sgd"}
+    for key, value in accepted.items():
+        checks.check(key, c[key], c[key] == value, f"{value} with gossip={c.gossip}")
+    checks.check("overlapping", c.overlapping, not c.overlapping, f"false with gossip={c.gossip}")
+    c.overlapping = False

@@ -13,7 +13,12 @@ from powergossip.events.worker import Policy, Worker
 from powergossip.network import Network
 from powergossip.network.resilient.messages import octets
 from powergossip.parameters import Parameters
-from powergossip.training.asynchronous.method import delay_of, dual_rate_of, resolved
+from powergossip.training.asynchronous.method import (
+    acceleration_of,
+    delay_of,
+    dual_rate_of,
+    resolved,
+)
 from powergossip.training.config import Settings
 from powergossip.training.local_optimizers import LocalOptimizer
 from powergossip.training.schedule import learning_rate
@@ -108,7 +113,10 @@ class EdgeWorkers:
             more = {"momentum": c.momentum, "nesterov": c.nesterov and c.momentum > 0}
         elif c.learning == "exact-diffusion":
             more = {"dual_rate": dual_rate_of(c)}
-        return learning.RULES[c.learning](
+        elif c.gossip in learning.OF_POLICIES:
+            more = {"acceleration": acceleration_of(c, self._options, self._network.topology)}
+        kind: type[Any] = learning.OF_POLICIES.get(c.gossip, learning.RULES[c.learning])
+        return kind(
             row,
             local,
             overlapping=bool(c.overlapping),
