@@ -26,10 +26,9 @@ from powergossip.parameters import Layout
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
-from tests.algorithms.test_algorithms import EVERY, label
-from tests.algorithms.test_centralized import configured
-from tests.harness.averaging import ALONE, SHAPES, start, steps, variance
-from tests.optimizers.test_gossip_optimizer import METHODS
+from tests.harness.averaging import ALONE, EVERY, SHAPES, label, start, steps, variance
+from tests.harness.training import configured
+from tests.harness.user_loop import METHODS
 
 N = 4
 ENCODED = ("choco", "deepsqueeze", "moniqua")  # messages of bytes, the same for any dtype of x

@@ -13,8 +13,7 @@ from powergossip.algorithms.sign_sgd import SignSGDAggregation, SignSGDConfig
 from powergossip.network import Network, Processes, processes
 from powergossip.optimizers import sign_sgd as loop
 from powergossip.parameters import Layout, Parameters
-from tests.algorithms.test_error_feedback import backward, model, vector
-from tests.harness.loops import gradients, step
+from tests.harness.loops import backward, gradients, model, step, vector
 
 LAYOUT = Layout([(6, 5), (7,), ()])
 

@@ -17,8 +17,7 @@ from powergossip.network import processes
 from powergossip.runs import metrics
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training.asynchronous import OnVirtualClock, method
-from tests.harness.helpers import reproducible
-from tests.training.test_train import built, select, trained, value
+from tests.harness.training import built, reproducible, select, trained, value
 
 TINY: dict[str, Any] = {
     "n_workers": 4,

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -81,6 +82,22 @@ def imported(file: Path) -> set[str]:
             assert node.module is not None
             found |= {node.module, *(f"{node.module}.{name.name}" for name in node.names)}
     return found
+
+
+TESTS = {
+    file.relative_to(launch.ROOT).as_posix(): file for file in (launch.ROOT / "tests").rglob("*.py")
+}
+
+
+def test_tests_import_from_the_harness_only() -> None:
+    """Not from one another. The harness has no tests, and a line in its README for each module."""
+    text = (launch.ROOT / "tests" / "harness" / "README.md").read_text()
+    for name, file in TESTS.items():
+        own = {module for module in imported(file) if module.split(".")[0] == "tests"}
+        assert not [m for m in own if not f"{m}.".startswith("tests.harness.")], name
+        if name.startswith("tests/harness/"):
+            assert re.search(rf"\b{file.stem}\b", text), name
+            assert "\ndef test_" not in file.read_text(), name
 
 
 def part_of(module: str) -> str:

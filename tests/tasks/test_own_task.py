@@ -35,8 +35,9 @@ from powergossip.tasks.shards import Shards, by_group
 from powergossip.tasks.user_functions import UserCodeError
 from powergossip.training import recorder
 from tests.harness import launch
-from tests.harness.helpers import reproducible, wait_until
+from tests.harness.helpers import wait_until
 from tests.harness.small_data import options
+from tests.harness.training import reproducible
 
 N = 103  # training samples of the small data here: a prime, so that nothing divides it
 

@@ -15,9 +15,8 @@ from powergossip.network import Processes, processes
 from powergossip.training.resuming import check_same_run
 from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
-from tests.algorithms.test_centralized import configured
 from tests.harness.launch import python
-from tests.training.test_evaluate_only import main
+from tests.harness.training import configured, main
 
 ALONE = Processes()
 
