@@ -266,8 +266,8 @@ def test_duals_grow_more_slowly_over_late_exchanges_and_power_gossip(values, rat
     run = built(**{**TINY, **METHODS["duals"], **values})
     assert method.dual_rate_of(run.config) == pytest.approx(rate)
     assert isinstance(run.execution, OnVirtualClock)
-    used = {vars(worker.rule)["_dual_rate"] for worker in run.execution.clock.workers.values()}
-    assert used == {method.dual_rate_of(run.config)}
+    rules: list[Any] = [worker.rule for worker in run.execution.clock.workers.values()]
+    assert {rule.dual_rate for rule in rules} == {method.dual_rate_of(run.config)}
 
 
 def test_training_replays_the_order_of_events(tmp_path):

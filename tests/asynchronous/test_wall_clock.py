@@ -63,7 +63,7 @@ def own_rows(run: Trainer, whole: Trainer) -> torch.Tensor:
 @pytest.mark.parallel([2, 4])
 @pytest.mark.parametrize("method", METHODS)
 def test_synchronous_exchanges_have_the_bits_of_the_virtual_clock(method, with_ulfm, monkeypatch):
-    monkeypatch.setattr(wall_clock.WallClock, "_find_late", lambda *_: None)
+    monkeypatch.setattr(wall_clock.WallClock, "find_late", lambda *_: None)
     values = {**TINY, **METHODS[method]}
     run, rows = trained(**values, **SURVIVING)
     expected = on_virtual_clock(**values, scenario={})
@@ -313,7 +313,8 @@ def test_the_next_writer_adds_the_rows_that_are_missing(tmp_path):
     first = output.Output(str(tmp_path), config)
     first.write("workers", values, {})
     first.write("accuracy", values, {"split": "test"})
-    first.rows._file.write(b'{"name": "half')
+    with (tmp_path / metrics.FILE).open("ab") as file:
+        file.write(b'{"name": "half')
     rows = [("workers", values, {}), ("accuracy", {**values, "seconds": 9.0}, {"split": "test"})]
     rows.append(("accuracy", values, {"split": "valid"}))
     output.take_over(tmp_path, config, rows, 1).close(output.COMPLETE)

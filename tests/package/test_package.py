@@ -100,6 +100,60 @@ def test_tests_import_from_the_harness_only() -> None:
             assert "\ndef test_" not in file.read_text(), name
 
 
+# Names that Python and pytest offer as private only.
+PRIVATE = {
+    "tests/conftest.py": {"_tw", "_file"},  # of pytest's reporter
+    "tests/harness/forks.py": {"_shutdown", "_run_exitfuncs", "_exit"},  # as Python ends
+    "tests/runs/test_returning.py": {"_exit"},
+}
+BY_TEXT = {"setattr", "getattr", "delattr", "object"}  # monkeypatch's, patch.object
+
+
+def is_private(name: object) -> bool:
+    """Also in a dotted path: powergossip.network._x. __init__ and _ are not."""
+    parts = name.split(".") if isinstance(name, str) else []
+    return any(re.fullmatch("_[A-Za-z].*", part) for part in parts)
+
+
+def private_names(tree: ast.Module) -> set[str]:
+    """Private names of anything but `self` and `cls`, as attributes, imports and texts."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name("self" | "cls")):
+                pass
+            case ast.Attribute(attr=name):
+                found.add(name)
+            case ast.ImportFrom():
+                found |= {alias.name for alias in node.names}
+            case ast.Call(func=ast.Name(called) | ast.Attribute(attr=called)) if called in BY_TEXT:
+                found |= {arg.value for arg in node.args[:2] if isinstance(arg, ast.Constant)}
+            case ast.Subscript(value=ast.Call(func=ast.Name("vars")), slice=ast.Constant(name)):
+                found.add(name)
+    return set(filter(is_private, found))
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("self._x + cls._y + x.__dict__", set()),
+        ("run._x", {"_x"}),
+        ("from powergossip.network import _x", {"_x"}),
+        ("monkeypatch.setattr(network, '_x', 1)", {"_x"}),
+        ("monkeypatch.setattr('powergossip.network._x', 1)", {"powergossip.network._x"}),
+        ("vars(rule)['_x']", {"_x"}),
+        ("getattr(rule, '_x')", {"_x"}),
+    ],
+)
+def test_private_names_are_found(text: str, names: set[str]) -> None:
+    assert private_names(ast.parse(text)) == names
+
+
+@pytest.mark.parametrize("name", TESTS)
+def test_tests_know_public_names_only(name: str) -> None:
+    assert private_names(ast.parse(TESTS[name].read_text())) <= PRIVATE.get(name, set())
+
+
 def part_of(module: str) -> str:
     """powergossip.network.mpi → network"""
     return module.split(".")[1]

@@ -146,7 +146,7 @@ def test_a_run_that_is_stopped_within_an_epoch_resumes_to_the_bit(
     assert_same(end_of(tmp_path / "stopped"), end_of(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("function", ["_write_part", "sync_folder"])
+@pytest.mark.parametrize("function", ["write_part", "sync_folder"])
 def test_killed_while_a_checkpoint_is_written(function: str, tmp_path: Path) -> None:
     """The one before is used, and the half one is removed."""
     run(tmp_path / "whole", SMALL)

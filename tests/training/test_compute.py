@@ -152,7 +152,7 @@ def test_compiled_models_train_alike() -> None:
     assert list(compiled.parameters.models[0].state_dict()) == names
     assert compiled.parameters.names == plain.parameters.names
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     resumed = trainer(**options)
     resumed.load_state_dict(state)
     for step in range(3, 6):
