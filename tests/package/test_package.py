@@ -109,10 +109,9 @@ PRIVATE = {
 BY_TEXT = {"setattr", "getattr", "delattr", "object"}  # monkeypatch's, patch.object
 
 
-def is_private(name: object) -> bool:
+def is_private(name: str) -> bool:
     """Also in a dotted path: powergossip.network._x. __init__ and _ are not."""
-    parts = name.split(".") if isinstance(name, str) else []
-    return any(re.fullmatch("_[A-Za-z].*", part) for part in parts)
+    return any(re.fullmatch("_[A-Za-z].*", part) for part in name.split("."))
 
 
 def private_names(tree: ast.Module) -> set[str]:
@@ -127,9 +126,9 @@ def private_names(tree: ast.Module) -> set[str]:
             case ast.ImportFrom():
                 found |= {alias.name for alias in node.names}
             case ast.Call(func=ast.Name(called) | ast.Attribute(attr=called)) if called in BY_TEXT:
-                found |= {arg.value for arg in node.args[:2] if isinstance(arg, ast.Constant)}
+                found |= {str(a.value) for a in node.args[:2] if isinstance(a, ast.Constant)}
             case ast.Subscript(value=ast.Call(func=ast.Name("vars")), slice=ast.Constant(name)):
-                found.add(name)
+                found.add(str(name))
     return set(filter(is_private, found))
 
 
