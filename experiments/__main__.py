@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> None:
     cores = options.cores or (JOBS if options.launcher == "slurm" else os.cpu_count() or 1)
     experiment, folder = EXPERIMENTS[options.name], Folder(options.name)
     if options.command == "status":
-        _status(experiment, folder)
+        print_status(experiment, folder)
     elif options.command == "report":
         _report(options.name, experiment, folder)
         if options.publish:
@@ -113,7 +113,7 @@ def _counted(states: Sequence[str]) -> str:
     return ", ".join(f"{count} {state}" for state, count in counts.items() if count)
 
 
-def _status(experiment: Experiment, folder: Folder) -> None:
+def print_status(experiment: Experiment, folder: Folder) -> None:
     for number, runs in enumerate(folder.runs(experiment), 1):
         states = _states(folder, runs)
         print(f"stage {number} of {len(experiment.stages)}: {_counted(states)}")

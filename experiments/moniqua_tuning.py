@@ -66,7 +66,7 @@ def small() -> Experiment:
         "lr_schedule_milestones": [[1, 0.1]],
         "seed": 1,
     }
-    return _experiment(
+    return experiment(
         "Moniqua's grid, small: a CNN on FashionMNIST, 2 epochs",
         values,
         (0.0625, 0.25, 1.0, 4.0),
@@ -74,7 +74,7 @@ def small() -> Experiment:
     )
 
 
-def _experiment(
+def experiment(
     title: str,
     values: Mapping[str, Any],
     thetas: Sequence[float],

@@ -146,7 +146,7 @@ def cifar10_small() -> Experiment:
         rate = 0.1 * published["distributed_lr_warmup_factor"] / _PLAIN
         return tuned_methods.FASHION_MNIST | _method(published) | {"learning_rate": round(rate, 6)}
 
-    return _experiment(
+    return experiment(
         "the paper's CIFAR-10 table, small: its diffusion rates on FashionMNIST, 5 epochs, 3 seeds",
         {method: small(name) for method, name in IMAGES.items()},
         (1, 2, 3),
@@ -174,7 +174,7 @@ def wikitext2_small() -> Experiment:
         | {"n_workers": 16, "batch_size": 4, "learning_rate": 10.0}
         for method, name in LANGUAGE.items()
     }
-    return _experiment(
+    return experiment(
         "the paper's WikiText-2 table, small: its diffusion rates on Python's texts, 5 epochs",
         values,
         (1, 2),
@@ -191,10 +191,10 @@ def _published(
 ) -> Experiment:
     values = {method: {**preset(base, row.preset), **row.changes} for method, row in rows.items()}
     seeds = {method: row.seeds for method, row in rows.items()}
-    return _experiment(title, values, seeds, measure, processes)
+    return experiment(title, values, seeds, measure, processes)
 
 
-def _experiment(
+def experiment(
     title: str,
     values: Mapping[str, Values],
     seeds: Sequence[int] | Mapping[str, Sequence[int]],

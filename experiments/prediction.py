@@ -50,7 +50,7 @@ GOAL = 0.25  # relative error
 SECONDS = 0.5  # of a measurement of averaging
 OF_GRADIENTS = 3.0  # seconds of a measurement of gradients
 
-_together: Any = None  # a barrier of the processes that measure gradients
+barrier: Any = None  # a barrier of the processes that measure gradients
 
 HIDDEN = 64
 MODEL: Values = {
@@ -229,27 +229,27 @@ def _slowdown(hosts: int, folder: Path) -> float:
     file = folder / "slowdown.json"
     found = json.loads(file.read_text()) if file.exists() else {}
     if str(hosts) not in found:
-        found[str(hosts)] = _gradient_seconds(hosts) / _gradient_seconds(cores)
+        found[str(hosts)] = gradient_seconds(hosts) / gradient_seconds(cores)
         write_atomically(file, json.dumps(found) + "\n")
     slowdown: float = found[str(hosts)]
     return slowdown
 
 
-def _gradient_seconds(processes: int) -> float:
+def gradient_seconds(processes: int) -> float:
     """CPU seconds of a gradient, with this many processes at once."""
     spawn = multiprocessing.get_context("spawn")
     together = spawn.Barrier(processes)
     with spawn.Pool(processes, _prepare, (together,)) as pool:
-        counts = pool.map(_count_gradients, range(processes), chunksize=1)
+        counts = pool.map(count_gradients, range(processes), chunksize=1)
     return OF_GRADIENTS * min(processes, os.cpu_count() or 1) / sum(counts)
 
 
 def _prepare(together: Any) -> None:
-    global _together
-    _together = together
+    global barrier
+    barrier = together
 
 
-def _count_gradients(_: int) -> int:
+def count_gradients(_: int) -> int:
     """The number of gradients of a process in OF_GRADIENTS seconds."""
     import torch
 
@@ -261,7 +261,7 @@ def _count_gradients(_: int) -> int:
     model, batch = task.model(MODEL["task_architecture"], MODEL["seed"]), task.batch(0, 0, 0)
     for _warm_up in range(5):
         task.loss(model, batch)[0].backward()
-    _together.wait()
+    barrier.wait()
     end, count = time.monotonic() + OF_GRADIENTS, 0
     while time.monotonic() < end:
         task.loss(model, batch)[0].backward()

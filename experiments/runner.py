@@ -84,7 +84,7 @@ class Run:
     def program(self) -> list[str]:
         """The command without launcher and output folder. An emulated cluster starts its own
         processes."""
-        values = [f"{key}={_yaml(value)}" for key, value in self.values.items()]
+        values = [f"{key}={yaml_text(value)}" for key, value in self.values.items()]
         program = [sys.executable, str(ROOT / f"{self.entry}.py"), *values]
         if not self.rate:
             return program
@@ -239,7 +239,7 @@ def carry_out(
                 turn: int, run: Run, progress: "_Progress" = progress, free: "_Cores" = free
             ) -> bool:
                 with free.taking(1 if launcher == "slurm" else run.cores(cores), turn):
-                    ok = _carry_out_one(run, folder.of(run), start)
+                    ok = carry_out_one(run, folder.of(run), start)
                 progress.print(run, folder)
                 return ok
 
@@ -307,7 +307,7 @@ def _check_emulation(runs: Sequence[Run], launcher: str) -> None:
         raise BadInput(f"these runs emulate a cluster on this machine: {refusal}") from refusal
 
 
-def _carry_out_one(run: Run, folder: Path, launcher: Launcher) -> bool:
+def carry_out_one(run: Run, folder: Path, launcher: Launcher) -> bool:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "failed.json").unlink(missing_ok=True)
     _write_json(folder / "run.json", _description(run))
@@ -430,7 +430,7 @@ def _name(run: Run) -> str:
     return labels or run.identity
 
 
-def _yaml(value: Any) -> str:
+def yaml_text(value: Any) -> str:
     """The value in an argument key=value."""
     if isinstance(value, str):
         return value
@@ -451,7 +451,7 @@ def _differing(then: Mapping[str, Any], run: Run) -> list[str]:
     was: dict[str, Any] = {**then, **then.get("values", {})}
     now: dict[str, Any] = {**_description(run), **run.values}
     return [
-        f"{key}={_yaml(was.get(key))} (now {_yaml(now.get(key))})"
+        f"{key}={yaml_text(was.get(key))} (now {yaml_text(now.get(key))})"
         for key in sorted(({*was, *now}) - {"values"})
         if was.get(key) != now.get(key)
     ]

@@ -77,8 +77,8 @@ def _report(rows: Mapping[Case, "DataFrame"], values: Values, rate: str, folder:
     target = max(min(perplexities) for _, perplexities in curves.values())
     lines = []
     for (method, policy), (_, perplexities) in curves.items():
-        seconds = _time_to(target, *curves[method, policy])
-        before = _time_to(target, *curves[method, "synchronous"])
+        seconds = time_to(target, *curves[method, policy])
+        before = time_to(target, *curves[method, "synchronous"])
         steps = _rate_of_steps(rows[method, policy])
         lines.append(
             [
@@ -133,7 +133,7 @@ def _curve(rows: "DataFrame") -> tuple[list[float], list[float]]:
     return [float(ended[epoch]) for epoch in found["epoch"]], [float(v) for v in found["value"]]
 
 
-def _time_to(target: float, seconds: list[float], perplexities: list[float]) -> float:
+def time_to(target: float, seconds: list[float], perplexities: list[float]) -> float:
     """Seconds until the perplexity is at most `target`, interpolated linearly."""
     for index, value in enumerate(perplexities):
         if value <= target:

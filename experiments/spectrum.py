@@ -28,7 +28,7 @@ def published() -> Experiment:
         method: preset("wikitext2_lstm", name) | {"evaluate_average_model": False, "seed": 10}
         for method, name in PUBLISHED.items()
     }
-    return _experiment(
+    return experiment(
         "singular values of neighbors' differences as an LSTM learns WikiText-2",
         values,
         (1, 50, 65, 89),
@@ -46,7 +46,7 @@ def small() -> Experiment:
         | {key: v for key, v in preset("wikitext2_lstm", name).items() if "optimizer" in key}
         for method, name in SMALL.items()
     }
-    return _experiment(
+    return experiment(
         "singular values of neighbors' differences, small: an LSTM on Python's reference texts",
         values,
         (1, 2, 3, 5),
@@ -54,7 +54,7 @@ def small() -> Experiment:
     )
 
 
-def _experiment(
+def experiment(
     title: str,
     values: Mapping[str, Mapping[str, Any]],
     epochs: Sequence[int],

@@ -39,7 +39,7 @@ DIFFUSION_RATES = (1.0, 0.3, 0.1, 0.03, 0.01)
 TUNED = 3  # settings of a method in the second stage
 
 
-_COMMON: Values = {
+COMMON: Values = {
     "n_workers": 8,
     "topology": "ring",
     "distributed_lr_warmup_epoch": 0.0,
@@ -48,7 +48,7 @@ _COMMON: Values = {
     "drop_last": True,  # batches of the same size
 }
 DIGITS: Values = {
-    **_COMMON,
+    **COMMON,
     "task": "Digits",
     "task_architecture": "MLP",
     "num_epochs": 20,
@@ -56,7 +56,7 @@ DIGITS: Values = {
     "lr_schedule_milestones": [[15, 0.1]],
 }
 FASHION_MNIST: Values = {
-    **_COMMON,
+    **COMMON,
     "task": "FashionMNIST",
     "task_architecture": "CNN",
     "num_epochs": 5,
@@ -64,7 +64,7 @@ FASHION_MNIST: Values = {
     "lr_schedule_milestones": [[4, 0.1]],
 }
 TOPICS_LSTM: Values = {
-    **_COMMON,
+    **COMMON,
     "task": "LSTM",
     "task_architecture": "LSTM",
     "task_options": {"hidden_size": 128, "num_layers": 1, "dropout": 0.2, "sequence_length": 20},
@@ -113,7 +113,7 @@ def experiment(
     """
 
     def grids(results: Results) -> dict[str, list[Run]]:
-        return {method: _grid(values, method, rates, tuning_epochs) for method in METHODS}
+        return {method: grid(values, method, rates, tuning_epochs) for method in METHODS}
 
     def tuning(results: Results) -> dict[str, list[Run]]:
         return {
@@ -166,7 +166,7 @@ def _setting(run: Run) -> Values:
     return {key: run.values[key] for key in run.labels if key in run.values}
 
 
-def _grid(values: Values, method: str, rates: Sequence[float], epochs: int) -> list[Run]:
+def grid(values: Values, method: str, rates: Sequence[float], epochs: int) -> list[Run]:
     """The runs of the grid. The second half of the epochs has a tenth of the learning rate."""
     averages_fully = METHODS[method]["optimizer"] == "all-reduce"
     thetas: Sequence[float | None] = [None]

@@ -23,7 +23,9 @@ import hypothesis
 import pytest
 import torch
 from mpi4py import MPI
+from omegaconf import OmegaConf
 
+import train
 from powergossip.network import processes
 from tests.harness import launch, selection
 
@@ -63,6 +65,13 @@ hypothesis.settings.load_profile("same everywhere")
 def seeded() -> None:
     """Equal numbers of torch's generator at the start of a test, in whatever order tests run."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`train` as its import leaves it."""
+    monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
+    monkeypatch.setattr(train, "output_dir", None)
 
 
 @pytest.fixture

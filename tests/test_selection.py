@@ -40,5 +40,10 @@ def test_every_number_of_processes_has_a_pass_of_make_test_all() -> None:
 
 def test_files_that_start_programs_are_known_by_their_imports() -> None:
     found = {file.name for file in FILES if selection.starts_programs(file.read_text())}
-    assert {"test_launchers.py", "test_failures.py", "test_checkpoints.py"} <= found
+    assert {
+        "test_launchers.py",
+        "test_failures.py",
+        "test_checkpoints.py",
+        "test_joins.py",
+    } <= found
     assert not {"test_algorithms.py", "test_compressors.py", "test_topologies.py"} & found

@@ -170,7 +170,7 @@ class RandomK(_AtSharedPositions):
     """
 
     def sample(self, bits: Callable[[int], Tensor], count: int, entries: int) -> Tensor:
-        return _distinct(bits, count, entries)
+        return distinct(bits, count, entries)
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def _add_at(out: Tensor, positions: Tensor, values: Tensor) -> None:
     out.scatter_add_(-1, positions.expand(*out.shape[:-1], -1), values.to(out.dtype))
 
 
-def _distinct(bits: Callable[[int], Tensor], count: int, n: int) -> Tensor:
+def distinct(bits: Callable[[int], Tensor], count: int, n: int) -> Tensor:
     """Sample `count` of the positions 0 … n − 1 without replacement: int64 [*, count].
 
     bits(m) gives m random int64 for each matrix: [*, m].
@@ -240,7 +240,7 @@ def number_of_draws(count: int, n: int) -> int | None:
     number for every position is cheaper."""
     mean = n * log(n / (n - count)) if count < n else n
     deviation = count / (n - count) * sqrt(n / 2) if count < n else n
-    draws = ceil(mean + 8 * deviation) + _SPARE_DRAWS
+    draws = ceil(mean + 8 * deviation) + SPARE_DRAWS
     return draws if draws <= n // 2 else None
 
 
@@ -271,7 +271,7 @@ def _smallest(a: Tensor, count: int) -> Tensor:
     return a.topk(count, largest=False).indices
 
 
-_SPARE_DRAWS = 8
+SPARE_DRAWS = 8
 _REPEATED = 1 << 30  # more than the number of draws
 
 

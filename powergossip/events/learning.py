@@ -226,7 +226,7 @@ class ExactDiffusion(_Learning):
 
     def __init__(self, *everything: Any, dual_rate: float = 1.0, **options: Any):
         super().__init__(*everything, **options)
-        self._dual_rate = dual_rate
+        self.dual_rate = dual_rate
         self.duals: dict[int, Tensor] = {}  # j → d_ij [D]
 
     def update(self) -> None:
@@ -235,12 +235,12 @@ class ExactDiffusion(_Learning):
             self._x.add_(dual)
 
     def add(self, j: int, u: Tensor, agreed: bool = True) -> None:
-        u.div_(1 + self._dual_rate)
+        u.div_(1 + self.dual_rate)
         self._x[0].add_(u)
         if j in self.duals:
-            self.duals[j].add_(u, alpha=self._dual_rate)
+            self.duals[j].add_(u, alpha=self.dual_rate)
         else:
-            self.duals[j] = u * self._dual_rate
+            self.duals[j] = u * self.dual_rate
 
     def forget(self, j: int) -> None:
         self.duals.pop(j, None)

@@ -223,7 +223,7 @@ class WallClock:
                     continue
                 self._compute(index, worker.steps)
             elif lives.action is Action.WAIT:
-                self._find_late(worker)
+                self.find_late(worker)
                 if worker.waiting_for():
                     continue
             lives.action = next(lives.life)
@@ -393,7 +393,7 @@ class WallClock:
             seconds = _FIRST_DEADLINE
         return pending.since + seconds
 
-    def _find_late(self, worker: Worker) -> None:
+    def find_late(self, worker: Worker) -> None:
         """Regard exchanges as late whose deadline has passed."""
         if self.survives:
             now = time.monotonic()

@@ -176,13 +176,15 @@ def cpu_seconds(
     one neighbor. Methods that do not gossip have none.
     """
     if not method.gossips:
-        return _measured(method, layout, n_workers[-1], seconds), 0.0
-    one, two = (_measured(method, layout, n, seconds) for n in n_workers)
+        return measured_seconds(method, layout, n_workers[-1], seconds), 0.0
+    one, two = (measured_seconds(method, layout, n, seconds) for n in n_workers)
     per_neighbor = max(0.0, two - one)
     return max(0.0, one - per_neighbor), per_neighbor
 
 
-def _measured(method: PredictedMethod, layout: Layout, n_workers: int, seconds: float) -> float:
+def measured_seconds(
+    method: PredictedMethod, layout: Layout, n_workers: int, seconds: float
+) -> float:
     fake = FakeProcesses(n_workers)
     network = Network(topologies.make("ring", n_workers), fake)
     step, start = method.build(network, layout), _start(layout)

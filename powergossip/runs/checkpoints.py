@@ -85,10 +85,10 @@ class Checkpoints:
             try:
                 with processes.agreed():
                     path = self._folder / name / f"part-{processes.index}.pt"
-                    part = _write_part(path, workers, state)
+                    part = write_part(path, workers, state)
                 parts = processes.gather(part)
                 self._last = self._by_first(
-                    lambda: self._publish(drafts, name, step, parts, facts, score)
+                    lambda: self.publish(drafts, name, step, parts, facts, score)
                 )
             except ValueError:
                 with suppress(OSError, ValueError):
@@ -176,7 +176,7 @@ class Checkpoints:
         drafts.make_folder(name)
         return name
 
-    def _publish(
+    def publish(
         self,
         drafts: Drafts,
         name: str,
@@ -234,7 +234,7 @@ def _as_json(index: Mapping[str, Any]) -> bytes:
 # --- Parts ---------------------------------------------------------------------------------------
 
 
-def _write_part(path: Path, workers: range, state: Tree) -> dict[str, Any]:
+def write_part(path: Path, workers: range, state: Tree) -> dict[str, Any]:
     """Write a part. Return its description for the index."""
     with path.open("wb") as file:
         hashing = _Hashing(file)

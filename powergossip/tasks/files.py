@@ -239,7 +239,7 @@ def write(folder: Path, contents: Iterable[tuple[str, bytes]]) -> None:
 def _fetch(source: DataSource) -> _Problem | None:
     """Download the data from the hub to the cache; the problem, if there was one."""
     hub = source.hub
-    problem = _out_of_reach(hub.name)
+    problem = out_of_reach(hub.name)
     if problem is not None:
         return problem
     # Imported here because it takes seconds and belongs to the extra `data`.
@@ -253,7 +253,7 @@ def _fetch(source: DataSource) -> _Problem | None:
     return None
 
 
-def _out_of_reach(name: str) -> _Problem | None:
+def out_of_reach(name: str) -> _Problem | None:
     """The problem with reaching this dataset on the hub, if there is one, within `PATIENCE`.
 
     The library retries for minutes, and a name lookup cannot be interrupted. Hence one attempt, in

@@ -23,47 +23,16 @@ from powergossip.network import Network, processes
 from powergossip.parameters import Layout
 from tests.harness.averaging import (
     ALONE,
-    POWER_GOSSIP,
+    COMPRESSED,
+    EVERY,
     SHAPES,
     UNDIRECTED,
     alone,
+    label,
     start,
     steps,
     variance,
 )
-
-Case = tuple[str, AveragingOptions]
-
-COMPRESSED: list[Case] = [
-    *(
-        (
-            name,
-            AveragingOptions(compressor=compressor, diffusion_rate=rate, compressor_options=more),
-        )
-        for name, factor in (("choco", 1.0), ("deepsqueeze", 0.3))
-        for compressor, rate, more in [
-            ("sign-and-norm", 0.3 * factor, Compression()),
-            ("top-k", 0.3 * factor, Compression(keep_ratio=0.4)),
-            ("random-k", 0.2 * factor, Compression(keep_ratio=0.4)),
-            ("random-block", 0.2 * factor, Compression(keep_ratio=0.4)),
-            ("svd", 0.3 * factor, Compression()),
-            ("qsgd", 0.3 * factor, Compression(levels=16)),
-            ("rounding", 0.3 * factor, Compression()),
-            ("identity", 1.0, Compression()),
-        ]
-    ),
-    ("moniqua", AveragingOptions(theta=6.0, diffusion_rate=0.1)),
-]
-EVERY: list[Case] = [
-    ("all-reduce", AveragingOptions()),
-    ("dpsgd", AveragingOptions()),
-    ("push-sum", AveragingOptions()),
-    ("push-sum", AveragingOptions(running_sums=True)),
-    *(("power-gossip", options) for options in POWER_GOSSIP),
-    *COMPRESSED,
-    *((name, AveragingOptions()) for name in CONSENSUS_ONLY),
-]
-
 
 UNDIRECTED_ONLY = {"power-gossip", *CONSENSUS_ONLY}
 
@@ -73,15 +42,6 @@ def replace(options: AveragingOptions, **changes: Any) -> AveragingOptions:
     return AveragingOptions(
         **{**options.given, "compressor_options": options.compressor_options, **changes}
     )
-
-
-def label(value: object) -> str | None:
-    """The name of a case in pytest. None: pytest names it."""
-    if not isinstance(value, AveragingOptions):
-        return None
-    if value.compressor_options != Compression() or value.compressor != "sign-and-norm":
-        return value.compressor
-    return "-".join(f"{v}" for v in (value.rank, value.num_iterations, value.warm_start))
 
 
 def test_every_name_is_among_the_cases() -> None:

@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch import nn
 
-import train
 from powergossip import options as rows
 from powergossip import topologies
 from powergossip.algorithms import aggregation as aggregations
@@ -21,6 +19,7 @@ from powergossip.network import Network, Processes
 from powergossip.parameters import Parameters
 from powergossip.training.settings import ALIASES, DEFAULTS, checked
 from powergossip.training.trainer import Trainer
+from tests.harness.training import after_steps, configured
 
 # With these nothing is compressed, and all is applied at once.
 EVERYTHING: dict[str, dict[str, Any]] = {
@@ -44,22 +43,6 @@ RESIDUALS: list[tuple[str, dict[str, Any]]] = [
 STEPS = 24
 
 
-def configured(**changes: Any) -> Any:
-    config = OmegaConf.structured(train.Config)
-    values = {"n_workers": 4, "task_architecture": "MLP", "log_verbosity": 0}
-    for key, value in (values | changes).items():
-        config[key] = value
-    return config
-
-
-def trained(steps: int = STEPS, **changes: Any) -> Trainer:
-    run = Trainer(checked(configured(**changes), Processes()), Processes())
-    for t in range(steps):
-        epoch, step = divmod(t, run.task.steps_per_epoch)
-        run.execution.train_step(epoch, step)
-    return run
-
-
 def test_every_aggregation_is_tested() -> None:
     assert {*EVERYTHING, "signsgd"} == set(COMPRESSING) == set(AGGREGATIONS)
 
@@ -69,8 +52,8 @@ def test_every_aggregation_is_tested() -> None:
 def test_without_compression_it_is_sgd_on_the_mean_gradient(name: str, nesterov: bool) -> None:
     """torch's SGD with momentum and weight decay, for 50 steps of a real model."""
     config = {"weight_decay": 0.01, "nesterov": nesterov, "lr_schedule_milestones": [[0.6, 0.1]]}
-    run = trained(0, optimizer=name, **EVERYTHING[name], **config)
-    reference = trained(0, optimizer="all-reduce")
+    run = after_steps(0, optimizer=name, **EVERYTHING[name], **config)
+    reference = after_steps(0, optimizer="all-reduce")
     x = nn.Parameter(reference.parameters.x[0].clone())
     start = x.detach().clone()
     sgd = torch.optim.SGD([x], momentum=0.9, weight_decay=0.01, nesterov=nesterov)
@@ -92,7 +75,7 @@ def test_without_compression_it_is_sgd_on_the_mean_gradient(name: str, nesterov:
 @pytest.mark.parametrize("name", COMPRESSING)
 def test_workers_of_a_process_stay_equal_to_the_bit(name: str, n: int) -> None:
     """Also at the end of the buffer, where torch's kernels may round differently."""
-    run = trained(24, optimizer=name, n_workers=n, **COMPRESSING[name])
+    run = after_steps(24, optimizer=name, n_workers=n, **COMPRESSING[name])
     assert run.parameters.x.numel() % 8, "the buffer ends within a vector of the processor"
     assert (run.parameters.x == run.parameters.x[0]).all()
 
@@ -165,10 +148,10 @@ def test_clipping_leaves_weight_decay_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", AGGREGATIONS)
 def test_workers_stay_together_and_learn_with_fewer_bits(name: str) -> None:
-    run = trained(120, optimizer=name, **COMPRESSING[name])
+    run = after_steps(120, optimizer=name, **COMPRESSING[name])
     x = run.parameters.x
     assert (x == x[0]).all()
-    plain = trained(1, optimizer="all-reduce").network.bits[0] * 120
+    plain = after_steps(1, optimizer="all-reduce").network.bits[0] * 120
     assert run.network.bits[0] < 0.2 * plain
     accuracy = run.task.evaluate(run.parameters.models[0])
     assert accuracy["accuracy"] > 0.85 * accuracy["count"]
@@ -177,14 +160,14 @@ def test_workers_stay_together_and_learn_with_fewer_bits(name: str) -> None:
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_several_batches_a_step_are_one_large_batch(name: str) -> None:
     """Their mean gradient; nothing is sent in between, and parameters rest."""
-    several = trained(3, optimizer=name, optimizer_num_batches_per_step=4, **EVERYTHING[name])
-    start = trained(0).parameters.x
+    several = after_steps(3, optimizer=name, optimizer_num_batches_per_step=4, **EVERYTHING[name])
+    start = after_steps(0).parameters.x
     assert torch.equal(several.parameters.x, start)
     assert several.network.bits[0] == 0
     several.execution.rule.start()
     several.execution.gradient(0, 3)
     several.execution.rule.finish()
-    alone = trained(0, optimizer=name, **EVERYTHING[name])
+    alone = after_steps(0, optimizer=name, **EVERYTHING[name])
     alone.parameters.grad.zero_()
     alone.execution.rule.start()
     for step in range(4):
@@ -250,14 +233,14 @@ def test_weight_decay_of_a_hook_is_not_compressed(hook: str) -> None:
 
 def test_clipping_concerns_the_new_gradient_only() -> None:
     """A worker whose gradients are shorter than the limit is not held back by a large error."""
-    plain = trained(optimizer="powersgd")
+    plain = after_steps(optimizer="powersgd")
     norms = plain.parameters.grad.norm(dim=1)
-    clipped = trained(optimizer="powersgd", gradient_clipping=100.0)
+    clipped = after_steps(optimizer="powersgd", gradient_clipping=100.0)
     assert norms.min() > 0, "there are errors"
     x, y = plain.parameters.x, clipped.parameters.x
     assert (x - y).norm() < 1e-5 * x.norm()
-    tight = trained(optimizer="powersgd", gradient_clipping=0.1)
-    start = trained(0).parameters.x
+    tight = after_steps(optimizer="powersgd", gradient_clipping=0.1)
+    start = after_steps(0).parameters.x
     assert (tight.parameters.x - start).norm() < 0.5 * (x - start).norm()
 
 

@@ -58,12 +58,13 @@ class Worker:
         who: Processes | None = None,
         samples: int = 6,
         fixed: bool = False,
+        update: Callable[[Tensor], Any] | None = None,
     ):
         self.who = who or processes()
         self.network = Network(topologies.make("ring", self.who.size), self.who)
         self.model = model()
         self.parameters = Parameters([self.model])
-        self.rule = make(self.network, self.parameters, self.update)
+        self.rule = make(self.network, self.parameters, update or self.update)
         self.steps, self.samples, self.fixed = 0, samples, fixed
 
     def update(self, gradient: Tensor) -> None:
@@ -177,13 +178,13 @@ def test_a_gradient_of_the_rank_that_is_sent_comes_through_whole(
 def test_errors_are_fed_back() -> None:
     """Σ_t of what is applied + mean_i e_i = Σ_t mean_i g_i, if gradients do not depend on x."""
     applied = []
-    worker = Worker(hooked(), mlp)
-    worker.rule._update = lambda gradient: applied.append(gradient.clone())
-    worker.train(9)
-    plain = Worker(all_reduce(), mlp)
     given: list[Tensor] = []
-    plain.rule._local.step = lambda gradient: given.append(
-        plain.network.gather(gradient).mean(0, keepdim=True)
+    worker = Worker(hooked(), mlp, update=lambda gradient: applied.append(gradient.clone()))
+    worker.train(9)
+    plain = Worker(
+        all_reduce(),
+        mlp,
+        update=lambda gradient: given.append(plain.network.gather(gradient).mean(0, keepdim=True)),
     )
     plain.train(9)
     (error,) = worker.rule.state.error_dict.values()
@@ -246,16 +247,16 @@ def test_epsilon_is_given_to_both_hooks(
 
 
 @pytest.mark.parametrize("cap", [None, 1, 2.5])
-def test_buckets_are_those_of_ddp(cap: float | None) -> None:
-    worker = Worker(hooked(bucket_cap_mb=cap), wide, who=Processes())
+def test_buckets_are_those_of_ddp(cap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[int] = []
-    count = worker.rule._sizes
+    hook, count = HOOKS["ddp-powersgd"]
 
     def spy(state: Any, bucket: dist.GradBucket) -> list[int]:
         found.append(bucket.buffer().numel())
         return count(state, bucket)
 
-    worker.rule._sizes = spy
+    monkeypatch.setitem(HOOKS, "ddp-powersgd", (hook, spy))
+    worker = Worker(hooked(bucket_cap_mb=cap), wide, who=Processes())
     worker.train(4)
     expected = ddp.bucket_sizes([p.numel() for p in worker.model.parameters()], cap)
     assert found == expected
@@ -314,8 +315,7 @@ def test_frozen_parameters_are_not_sent() -> None:
 @pytest.mark.parallel([2])
 def test_the_mean_gradient_is_clipped() -> None:
     seen: list[Tensor] = []
-    worker = Worker(hooked(clip=0.01))
-    worker.rule._update = lambda gradient: seen.append(gradient.clone())
+    worker = Worker(hooked(clip=0.01), update=lambda gradient: seen.append(gradient.clone()))
     worker.train(5)
     assert torch.stack(seen).norm(dim=2).flatten().tolist() == pytest.approx([0.01] * 5)
 
@@ -469,12 +469,12 @@ def test_the_process_group_is_made_once_and_anew_for_other_processes() -> None:
 
 
 def test_a_process_group_of_someone_else_is_used_or_refused(tmp_path: Any) -> None:
-    groups._end()
+    groups.end()
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         torch_group(Processes(), torch.device("cpu"))
-        groups._end()
+        groups.end()
         assert dist.is_initialized(), "it is not ours to take down"
         two = Processes()
         two.size = 2

@@ -23,7 +23,7 @@ from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
 from tests.harness import default_rates
 from tests.harness.default_rates import Case
-from tests.training.test_train import select, trained, value
+from tests.harness.training import select, trained, value
 
 ALONE = Processes()
 LAYOUT = Layout([(25, 40), (5, 2), (20,)])

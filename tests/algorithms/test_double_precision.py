@@ -26,10 +26,9 @@ from powergossip.parameters import Layout
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
-from tests.algorithms.test_algorithms import EVERY, label
-from tests.algorithms.test_centralized import configured
-from tests.harness.averaging import ALONE, SHAPES, start, steps, variance
-from tests.optimizers.test_gossip_optimizer import METHODS
+from tests.harness.averaging import ALONE, EVERY, SHAPES, label, start, steps, variance
+from tests.harness.training import configured
+from tests.harness.user_loop import METHODS
 
 N = 4
 ENCODED = ("choco", "deepsqueeze", "moniqua")  # messages of bytes, the same for any dtype of x
@@ -230,11 +229,10 @@ def test_a_model_in_double_precision_is_trained_in_it(name: str) -> None:
     """Its state continues to the bit, and x follows the model in float32 up to its rounding."""
     run = made(**CASES[name])
     x = stepped(run, 0, 2)
-    state = copy.deepcopy(run._built.state.state_dict())
+    state = copy.deepcopy(run.state_dict((0, 2, {})))
     expected = stepped(run, 2, 4)
     resumed = made(**CASES[name])
-    resumed._built.state.load_state_dict(state, with_method=True)
-    resumed.execution.step = 2
+    resumed.load_state_dict(state)
     assert torch.equal(stepped(resumed, 2, 4), expected)
     assert x.dtype == torch.float64
     assert (x != x.float()).any()

@@ -17,8 +17,8 @@ from powergossip.optimizers import error_feedback as loop
 from powergossip.parameters import Layout
 from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
-from tests.algorithms.test_centralized import configured, trained
-from tests.harness.loops import gradients, step
+from tests.harness.loops import backward, gradients, model, step, vector
+from tests.harness.training import after_steps, configured
 
 SHAPES = [(6, 5), (7,), (2, 3, 4), (), (6, 5), (3, 40)]
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -278,8 +278,8 @@ def test_a_restored_aggregation_is_the_same_to_the_bit(name: str) -> None:
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_momentum_before_an_identity_is_sgd(nesterov: bool) -> None:
     common: dict[str, Any] = {"nesterov": nesterov, "weight_decay": 0.01}
-    expected = trained(20, optimizer="all-reduce", **common)
-    found = trained(
+    expected = after_steps(20, optimizer="all-reduce", **common)
+    found = after_steps(
         20,
         optimizer="ef-sgd",
         optimizer_compressor="identity",
@@ -301,7 +301,7 @@ def test_momentum_before_an_identity_is_sgd(nesterov: bool) -> None:
 )
 def test_every_compressor_learns(name: str, before: bool) -> None:
     """Across a change of the learning rate. The accuracy of a guess is 0.1."""
-    run = trained(
+    run = after_steps(
         100,
         optimizer="ef-sgd",
         optimizer_compressor=name,
@@ -336,20 +336,6 @@ def test_bad_input_names_the_key(changes: dict[str, Any], key: str) -> None:
 
 
 # --- A loop of your own ---------------------------------------------------------------------------
-
-
-def model(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 4))
-
-
-def backward(net: nn.Module, worker: int, t: int, weight: float = 1.0) -> None:
-    x = gradients(8, Layout([(12,)]), worker, t)
-    (weight * nn.functional.cross_entropy(net(x), x[:, :4].argmax(1))).backward()
-
-
-def vector(net: nn.Module) -> Tensor:
-    return nn.utils.parameters_to_vector(net.parameters()).detach()
 
 
 @pytest.mark.parallel(nprocs=[1, 2, 4])

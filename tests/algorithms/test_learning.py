@@ -18,7 +18,6 @@ from powergossip.algorithms.learning.gossip_rule import COPIES
 from powergossip.algorithms.learning.quasi_global import QuasiGlobalAdam, QuasiGlobalMomentum
 from powergossip.network import Network, Processes, processes
 from powergossip.training.settings import checked
-from tests.algorithms.test_centralized import configured
 from tests.harness.averaging import graph
 from tests.harness.laws import EXACT, IN_TABLE, REJECTED, Law, error, is_accepted
 from tests.harness.quadratics import (
@@ -31,6 +30,7 @@ from tests.harness.quadratics import (
     rule_of,
     train,
 )
+from tests.harness.training import configured
 
 ROOT = Path(__file__).parents[2]
 

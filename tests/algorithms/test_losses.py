@@ -13,7 +13,9 @@ from powergossip.network import Conversation, Losses, Network, ToAll
 from powergossip.parameters import Layout
 from tests.harness.exchanging import SHAPES, averaging_clock, start
 from tests.harness.quadratics import Quadratics, rule_of, train
-from tests.training.test_train import built, fresh, trained  # noqa: F401
+from tests.harness.training import built, trained
+
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def network_of(

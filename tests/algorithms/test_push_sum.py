@@ -19,7 +19,7 @@ from powergossip.optimizers import GossipModelAverager, GossipOptimizer
 from powergossip.optimizers.precision import Rounding
 from powergossip.parameters import Layout
 from powergossip.topologies import Topology
-from tests.optimizers.test_gossip_optimizer import OPTIMIZERS, everywhere, fill, mlp, numbers, run
+from tests.harness.user_loop import OPTIMIZERS, everywhere, fill, mlp, numbers, run
 
 ALONE = Processes()
 N, D = 8, 10

@@ -21,7 +21,7 @@ from powergossip.parameters import Layout
 from powergossip.topologies import Topology
 from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
-from tests.training.test_train import select, trained
+from tests.harness.training import select, trained
 
 LAYOUT = Layout([(4, 3), (5,)])
 BOUNDED = ("dpsgd", "power-gossip")  # plain gossip bounds their rates

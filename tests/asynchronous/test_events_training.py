@@ -17,8 +17,7 @@ from powergossip.network import processes
 from powergossip.runs import metrics
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training.asynchronous import OnVirtualClock, method
-from tests.harness.helpers import reproducible
-from tests.training.test_train import built, select, trained, value
+from tests.harness.training import built, reproducible, select, trained, value
 
 TINY: dict[str, Any] = {
     "n_workers": 4,
@@ -286,8 +285,8 @@ def test_duals_grow_more_slowly_over_late_exchanges_and_power_gossip(values, rat
     run = built(**{**TINY, **METHODS["duals"], **values})
     assert method.dual_rate_of(run.config) == pytest.approx(rate)
     assert isinstance(run.execution, OnVirtualClock)
-    used = {vars(worker.rule)["_dual_rate"] for worker in run.execution.clock.workers.values()}
-    assert used == {method.dual_rate_of(run.config)}
+    rules: list[Any] = [worker.rule for worker in run.execution.clock.workers.values()]
+    assert {rule.dual_rate for rule in rules} == {method.dual_rate_of(run.config)}
 
 
 @pytest.mark.parametrize("method", [{**METHODS["power"], "gossip": "asynchronous"}, ACCELERATED])

@@ -18,7 +18,7 @@ from powergossip.events.order import Entry
 from powergossip.network.resilient import spawning
 from powergossip.network.resilient.workers import LOST
 from powergossip.runs import metrics
-from tests.asynchronous.test_wall_clock import METHODS, ULFM_REPLACING, failing, on_virtual_clock
+from tests.harness.asynchronous import METHODS, ULFM_REPLACING, failing, on_virtual_clock
 from tests.harness.exchanging import averaging_clock, learning_clock, start
 from tests.harness.quadratics import Quadratics
 

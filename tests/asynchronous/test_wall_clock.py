@@ -3,7 +3,6 @@
 import hashlib
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,29 +26,16 @@ from powergossip.training.measurements import Hooks
 from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
 from tests.harness import launch
-from tests.training.test_train import trained
-
-ULFM = ("--with-ft", "ulfm")
-ULFM_REPLACING = (*ULFM, "--prtemca", "state_base_recoverable", "1")
-TINY: dict[str, Any] = {
-    "task_architecture": "MLP",
-    "n_workers": 4,
-    "batch_size": 64,
-    "batched_gradients": "off",
-    "learning_rate": 0.05,
-    "max_steps_per_epoch": 4,
-    "num_epochs": 2,
-    "log_verbosity": 0,
-}
-METHODS: dict[str, dict[str, Any]] = {
-    "power": {"optimizer": "power-gossip", "optimizer_num_iterations": 3},
-    "plain": {"optimizer": "dpsgd", "local_optimizer": "adamw", "overlapping": False},
-    "sign": {"optimizer": "choco"},
-    "momentum": {"optimizer": "dpsgd", "learning": "quasi-global-momentum"},
-    "duals": {"optimizer": "dpsgd", "learning": "exact-diffusion"},
-    "tracking": {"optimizer": "power-gossip", "learning": "gradient-tracking"},
-}
-SURVIVING = {"on_worker_loss": "continue", "worker_timeout": 20.0}
+from tests.harness.asynchronous import (
+    METHODS,
+    SURVIVING,
+    TINY,
+    ULFM,
+    failing,
+    on_virtual_clock,
+    with_rows,
+)
+from tests.harness.training import trained
 
 
 @pytest.fixture
@@ -58,22 +44,6 @@ def with_ulfm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMPI_MCA_mpi_ft_enable", "1")
     monkeypatch.setattr(Links, "end_alone", lambda links: None)
     monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
-
-
-def on_virtual_clock(**changes: Any) -> Trainer:
-    """The same run in one process, whatever the number of those of the test."""
-    return with_rows(**changes)[0]
-
-
-def with_rows(**changes: Any) -> tuple[Trainer, list[Any]]:
-    """The same, and its rows."""
-    rows: list[Any] = []
-    config = OmegaConf.merge(OmegaConf.structured(train.Config), TINY, changes)
-    alone = Processes()
-    hooks = Hooks(log_metric=lambda *row: rows.append(row))
-    run = Trainer(checked(config, alone), alone, hooks)  # type: ignore[arg-type]
-    run.train()
-    return run, rows
 
 
 def measured(rows: list[Any]) -> dict[str, float]:
@@ -93,7 +63,7 @@ def own_rows(run: Trainer, whole: Trainer) -> torch.Tensor:
 @pytest.mark.parallel([2, 4])
 @pytest.mark.parametrize("method", METHODS)
 def test_synchronous_exchanges_have_the_bits_of_the_virtual_clock(method, with_ulfm, monkeypatch):
-    monkeypatch.setattr(wall_clock.WallClock, "_find_late", lambda *_: None)
+    monkeypatch.setattr(wall_clock.WallClock, "find_late", lambda *_: None)
     values = {**TINY, **METHODS[method]}
     run, rows = trained(**values, **SURVIVING)
     expected = on_virtual_clock(**values, scenario={})
@@ -138,32 +108,6 @@ def test_the_order_of_late_exchanges_can_be_replayed(method, with_ulfm, tmp_path
     if processes().rank == 0:
         assert len(measured(rows)) > 2 * 4 * 3
         assert measured(rows) == pytest.approx(measured(same), rel=1e-6)
-
-
-def failing(
-    plan: dict[str, Any],
-    folder: Path,
-    *,
-    size: int = 4,
-    code: int = 0,
-    options: Sequence[str] = ULFM,
-    **changes: Any,
-) -> list[dict[str, Any]]:
-    """The rows of tests/harness/failing.py, which is started under mpirun."""
-    values = {**TINY, **SURVIVING, **changes}
-    words = [f"{key}={json.dumps(value)}" for key, value in values.items()]
-    ended = launch.python(
-        "tests/harness/failing.py",
-        json.dumps(plan),
-        folder,
-        *words,
-        processes=size,
-        options=options,
-        timeout=100,
-    )
-    assert ended.returncode == code, ended.stdout + ended.stderr
-    lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
-    return [json.loads(line) for line in lines]
 
 
 def number_of_workers(folder: Path, again: tuple[int, ...] = ()) -> list[float]:
@@ -377,7 +321,8 @@ def test_the_next_writer_adds_the_rows_that_are_missing(tmp_path):
     first = output.Output(str(tmp_path), config)
     first.write("workers", values, {})
     first.write("accuracy", values, {"split": "test"})
-    first.rows._file.write(b'{"name": "half')
+    with (tmp_path / metrics.FILE).open("ab") as file:
+        file.write(b'{"name": "half')
     rows = [("workers", values, {}), ("accuracy", {**values, "seconds": 9.0}, {"split": "test"})]
     rows.append(("accuracy", values, {"split": "valid"}))
     output.take_over(tmp_path, config, rows, 1).close(output.COMPLETE)

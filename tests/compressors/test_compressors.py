@@ -489,13 +489,13 @@ def test_tensors_that_are_not_chosen_are_not_in_the_message() -> None:
 def test_random_k_with_too_few_draws_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrix by matrix, without an effect on the others of the batch."""
     count, n = 20, 400
-    enough = sparse._distinct(draws_of(200, n), count, n)
-    monkeypatch.setattr(sparse, "_SPARE_DRAWS", -6)
-    scarce = sparse._distinct(draws_of(200, n), count, n)
+    enough = sparse.distinct(draws_of(200, n), count, n)
+    monkeypatch.setattr(sparse, "SPARE_DRAWS", -6)
+    scarce = sparse.distinct(draws_of(200, n), count, n)
     fallen = (scarce != enough).any(-1)
     assert 0 < fallen.sum() < 200
     assert (scarce.sort(-1).values.diff() > 0).all()
-    assert torch.equal(sparse._distinct(draws_of(7, n), count, n), scarce[:7])
+    assert torch.equal(sparse.distinct(draws_of(7, n), count, n), scarce[:7])
 
 
 @given(shapes_of_matrices, st.integers(0, 99))

@@ -19,8 +19,8 @@ import pytest
 from torch.distributed.run import parse_args
 
 from experiments import EXPERIMENTS
-from tests.docs.test_examples import EXAMPLES
 from tests.harness import launch
+from tests.harness.examples import EXAMPLES
 
 Words = list[str]
 

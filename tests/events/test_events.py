@@ -19,6 +19,7 @@ from tests.harness.exchanging import (
     EXCHANGES,
     SHAPES,
     averaging_clock,
+    learners,
     learning_clock,
     start,
 )
@@ -231,9 +232,10 @@ def test_synchronous_learning_is_the_rule_of_all_workers(rule, name, overlapping
 def test_quasi_global_momentum_restarts_as_that_of_all_workers():
     rates = [0.05, 0.02, 0.001, 0.0, 0.0, 0.05, 0.05, 0.04]
     problem, expected = Quadratics(), Quadratics()
-    reference = rule_of("quasi-global-momentum", "plain", expected, 0.1)
+    local = SGD(0.1)
+    reference = rule_of("quasi-global-momentum", "plain", expected, local)
     for rate in rates:
-        vars(reference)["_local"].rate = rate
+        local.rate = rate
         train(reference, expected, 1)
     learning_clock(
         problem, "quasi-global-momentum", rates, rule_options={"overlapping": False}
@@ -320,9 +322,8 @@ def test_the_order_of_events_replays_a_run(rule, name, gossip, tmp_path):
     order.write(tmp_path / "order.jsonl", clock.order)
     entries = order.read(tmp_path / "order.jsonl")
     assert {"apply", "skip", "learn", "die", "join"} < {entry.kind for entry in entries}
-    other = learning_clock(again, rule, 0.05, **given)
-    again.x.zero_()
-    repeated = Replay(entries, 5, again.x, other._make, other._compute)
+    make, compute = learners(again, rule, 0.05, **given)
+    repeated = Replay(entries, 5, again.x, make, compute)
     half = len(entries) // 2
     for _ in range(half):
         repeated.advance()
@@ -331,7 +332,7 @@ def test_the_order_of_events_replays_a_run(rule, name, gossip, tmp_path):
         repeated.advance()
     assert torch.equal(again.x, problem.x)
     assert problem.x.any()
-    resumed = Replay(entries, 5, again.x, other._make, other._compute)
+    resumed = Replay(entries, 5, again.x, make, compute)
     again.x.copy_(x)
     again.grad.copy_(grad)
     resumed.load_state_dict(state)

@@ -145,8 +145,8 @@ def test_tracking_restarts_wherever_workers_learn_of_deaths_and_joins(name, goss
     size, moved = problem.layout.size, 0.0
     for seconds in range(61, 70):
         clock.run_until(seconds)
-        of_workers: list[Any] = [worker.rule for worker in clock.workers.values()]
-        difference = sum(vars(rule)["_y"] - vars(rule)["_u"] for rule in of_workers)
+        states = [worker.rule.state_dict() for worker in clock.workers.values()]
+        difference = sum(state["y"] - state["u"] for state in states)
         # In the order of the joint buffer, where y lies behind x.
         unapplied = (torch.zeros(2 * size).double() + clock.unapplied())[size:]
         torch.testing.assert_close(difference[0], -unapplied, rtol=0, atol=1e-12)

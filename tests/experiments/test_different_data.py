@@ -66,7 +66,7 @@ def test_different_data_from_the_first_run_to_the_table(tmp_path: Path) -> None:
     power = next(method for method in MORE if method.averaging.startswith("PowerGossip, 8"))
     chain = next(method for method in MORE if method.averaging == "chain")
     assert chain.learning == RELAY
-    values: dict[str, Any] = {**tuned_methods._COMMON, "task_architecture": "MLP", "num_epochs": 4}
+    values: dict[str, Any] = {**tuned_methods.COMMON, "task_architecture": "MLP", "num_epochs": 4}
     values |= {"n_workers": 4, "reshuffle_data": False, "use_decentralized_data": True}
     values |= {"batch_size": 16}
     methods = (ALL_REDUCE, PLAIN, power, chain)

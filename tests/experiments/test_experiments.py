@@ -76,7 +76,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _forked(run: Run) -> list[str]:
-    values = [f"{key}={runner._yaml(value)}" for key, value in run.values.items()]
+    values = [f"{key}={runner.yaml_text(value)}" for key, value in run.values.items()]
     return [*stand_in(), str(ROOT / f"{run.entry}.py"), *values]
 
 
@@ -119,7 +119,7 @@ def test_runs_of_other_configurations_are_listed_and_kept(
     gone = before.stages[0](folder.results)[1]
     assert old == (folder.of(gone), ["value=2 (now 1)"])
     assert carry_out(now, folder, 1) == []
-    experiments_main._status(now, folder)
+    experiments_main.print_status(now, folder)
     assert f"{folder.of(gone)}: value=2 (now 1)" in capsys.readouterr().out
     assert folder.state(gone) == "done"
     (folder.of(gone) / "run.json").write_text("{")
@@ -225,7 +225,7 @@ def test_a_stage_gets_the_results_of_earlier_stages(folder: Folder) -> None:
 def test_concurrent_runs_have_at_most_the_given_cores(folder: Folder) -> None:
     runs = [Run("train", {"value": i, "sleep": 0.3}) for i in range(4)]
     log: list[float] = []
-    original = runner._carry_out_one
+    original = runner.carry_out_one
 
     def observed(run: Run, path: Path, launcher: Launcher) -> bool:
         log.append(1)
@@ -236,7 +236,7 @@ def test_concurrent_runs_have_at_most_the_given_cores(folder: Folder) -> None:
 
     peak: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "_carry_out_one", observed)
+        patch.setattr(runner, "carry_out_one", observed)
         carry_out(asked(*runs), folder, 2)
     assert max(peak) == 2
 
@@ -251,7 +251,7 @@ def test_runs_take_cores_in_their_order(folder: Folder, monkeypatch: pytest.Monk
         path.mkdir(parents=True)
         return True
 
-    monkeypatch.setattr(runner, "_carry_out_one", observed)
+    monkeypatch.setattr(runner, "carry_out_one", observed)
     carry_out(asked(*runs), folder, 2, "process")
     assert order == list(range(8))
 
@@ -568,7 +568,7 @@ def test_a_table_of_the_paper_from_the_runs_on(tmp_path: Path) -> None:
         "all-reduce": {**common, "optimizer": "all-reduce", "optimizer_diffusion_rate": None},
         "D-PSGD": {**common, "optimizer": "dpsgd"},
     }
-    experiment = papers._experiment("a table", values, (1, 2), "accuracy")
+    experiment = papers.experiment("a table", values, (1, 2), "accuracy")
     folder = Folder("paper", tmp_path)
     assert carry_out(experiment, folder, 2) == []
     lines = experiment.report(folder.results, tmp_path).splitlines()
@@ -610,7 +610,7 @@ def test_consensus_from_the_run_to_the_table(tmp_path: Path) -> None:
 def test_spectra_from_the_runs_to_the_table(tmp_path: Path) -> None:
     values = {"D-PSGD": SMALL | {"optimizer": "dpsgd"}, "PowerGossip": SMALL}
     names = ("hidden1.weight", "hidden2.weight")
-    experiment = spectrum._experiment("how low", values, (1, 2), names, ((0, 1), (2, 3)))
+    experiment = spectrum.experiment("how low", values, (1, 2), names, ((0, 1), (2, 3)))
     folder = Folder("spectrum", tmp_path)
     assert carry_out(experiment, folder, 2) == []
     text = experiment.report(folder.results, tmp_path)
@@ -628,7 +628,7 @@ def test_spectra_from_the_runs_to_the_table(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_moniquas_grid_from_the_runs_to_the_table(tmp_path: Path) -> None:
     values = SMALL | {"optimizer": "moniqua"}
-    experiment = moniqua_tuning._experiment("which", values, (0.25, 1e-9), (0.1, 1e9))
+    experiment = moniqua_tuning.experiment("which", values, (0.25, 1e-9), (0.1, 1e9))
     folder = Folder("moniqua", tmp_path)
     assert carry_out(experiment, folder, 2) == []
     text = experiment.report(folder.results, tmp_path)
@@ -681,7 +681,7 @@ def test_when_compression_pays_from_rows_to_tables(tmp_path: Path) -> None:
 
 def test_every_method_has_the_same_grid() -> None:
     for method in tuned_methods.METHODS:
-        runs = tuned_methods._grid(tuned_methods.FASHION_MNIST, method, (0.05, 0.1), 2)
+        runs = tuned_methods.grid(tuned_methods.FASHION_MNIST, method, (0.05, 0.1), 2)
         keys = ("learning_rate", "optimizer_diffusion_rate")
         tried = {tuple(run.values.get(key) for key in keys) for run in runs}
         gammas = [None] if method == "all-reduce" else tuned_methods.DIFFUSION_RATES
@@ -722,7 +722,7 @@ def test_learning_from_the_first_run_to_the_table(
     monkeypatch.setattr(tuned_methods, "METHODS", {m: tuned_methods.METHODS[m] for m in methods})
     monkeypatch.setattr(tuned_methods, "DIFFUSION_RATES", (0.5, 1e6))
     monkeypatch.setattr(tuned_methods, "SEEDS", (1, 2))
-    values = {**tuned_methods._COMMON, "task_architecture": "MLP", "num_epochs": 2, "n_workers": 4}
+    values = {**tuned_methods.COMMON, "task_architecture": "MLP", "num_epochs": 2, "n_workers": 4}
     values["lr_schedule_milestones"] = [[1, 0.1]]
     experiment = tuned_methods.experiment("how well", values, rates=(0.1,))
     folder = Folder("digits", tmp_path)

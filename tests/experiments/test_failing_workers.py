@@ -10,7 +10,9 @@ import pytest
 from experiments import EXPERIMENTS, a2cid2, failing_workers
 from experiments.runner import Experiment, Run
 from experiments.tuned_methods import SEEDS
-from tests.training.test_train import fresh, trained  # noqa: F401
+from tests.harness.training import trained
+
+pytestmark = pytest.mark.usefixtures("fresh")
 
 SMALL: dict[str, Any] = {
     "task": "Digits",

@@ -51,10 +51,10 @@ def test_from_rows_to_the_table(tmp_path: Path) -> None:
 
 def test_the_time_to_a_target_is_interpolated() -> None:
     curve = [1.0, 2.0, 4.0], [50.0, 40.0, 20.0]
-    assert slow_host._time_to(60.0, *curve) == 1.0
-    assert slow_host._time_to(25.0, *curve) == pytest.approx(3.5)
+    assert slow_host.time_to(60.0, *curve) == 1.0
+    assert slow_host.time_to(25.0, *curve) == pytest.approx(3.5)
     with pytest.raises(ValueError, match="10"):
-        slow_host._time_to(10.0, *curve)
+        slow_host.time_to(10.0, *curve)
 
 
 @pytest.mark.parametrize("more", [[], ["gossip=asynchronous"]])

@@ -7,7 +7,8 @@ from scipy.sparse import csr_array
 from torch import Tensor
 
 from powergossip import topologies
-from powergossip.algorithms import Averaging, AveragingOptions
+from powergossip.algorithms import CONSENSUS_ONLY, Averaging, AveragingOptions
+from powergossip.compressors import CompressorOptions as Compression
 from powergossip.network import Network, Processes
 from powergossip.parameters import Layout
 from powergossip.topologies import Round, Topology
@@ -23,6 +24,40 @@ POWER_GOSSIP = [
     AveragingOptions(round_weights=True, warm_start=False),
 ]
 UNDIRECTED = ["ring", "star", "chain", "torus", "fully-connected", "binary-tree"]
+Case = tuple[str, AveragingOptions]
+
+
+COMPRESSED: list[Case] = [
+    *(
+        (
+            name,
+            AveragingOptions(compressor=compressor, diffusion_rate=rate, compressor_options=more),
+        )
+        for name, factor in (("choco", 1.0), ("deepsqueeze", 0.3))
+        for compressor, rate, more in [
+            ("sign-and-norm", 0.3 * factor, Compression()),
+            ("top-k", 0.3 * factor, Compression(keep_ratio=0.4)),
+            ("random-k", 0.2 * factor, Compression(keep_ratio=0.4)),
+            ("random-block", 0.2 * factor, Compression(keep_ratio=0.4)),
+            ("svd", 0.3 * factor, Compression()),
+            ("qsgd", 0.3 * factor, Compression(levels=16)),
+            ("rounding", 0.3 * factor, Compression()),
+            ("identity", 1.0, Compression()),
+        ]
+    ),
+    ("moniqua", AveragingOptions(theta=6.0, diffusion_rate=0.1)),
+]
+
+
+EVERY: list[Case] = [
+    ("all-reduce", AveragingOptions()),
+    ("dpsgd", AveragingOptions()),
+    ("push-sum", AveragingOptions()),
+    ("push-sum", AveragingOptions(running_sums=True)),
+    *(("power-gossip", options) for options in POWER_GOSSIP),
+    *COMPRESSED,
+    *((name, AveragingOptions()) for name in CONSENSUS_ONLY),
+]
 
 
 def graph(name: str, n: int) -> Topology:
@@ -61,3 +96,12 @@ def variance(x: Tensor) -> float:
     """V = Σ_i ‖x_i − x̄‖²"""
     x = x.double()
     return (x - x.mean(0)).square().sum().item()
+
+
+def label(value: object) -> str | None:
+    """The name of a case in pytest. None: pytest names it."""
+    if not isinstance(value, AveragingOptions):
+        return None
+    if value.compressor_options != Compression() or value.compressor != "sign-and-norm":
+        return value.compressor
+    return "-".join(f"{v}" for v in (value.rank, value.num_iterations, value.warm_start))

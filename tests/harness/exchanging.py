@@ -97,7 +97,7 @@ def averaging_clock(
     return VirtualClock(drawn, x, make, lambda worker, step: None, record)
 
 
-def learning_clock(
+def learners(
     problem: Quadratics,
     learning: str,
     rate: float | Sequence[float],
@@ -105,13 +105,13 @@ def learning_clock(
     name: str = "plain",
     gossip: str = "synchronous",
     max_delay: int = 0,
-    values: Mapping[str, Any] | None = None,
-    seed: int = 0,
-    record: bool = False,
     rule_options: Mapping[str, Any] | None = None,
     **options: Any,
-) -> VirtualClock:
-    """A clock whose workers minimize quadratics. rate: of all steps, or of each."""
+) -> tuple[Callable[[int, View, int], Worker], Callable[[int, int], None]]:
+    """`make` and `compute` of a clock whose workers minimize quadratics.
+
+    rate: of all steps, or of each.
+    """
     n = problem.n_workers
     members = Members(graph(topology, n))
     policy = Policy(gossip, max_delay)
@@ -131,5 +131,17 @@ def learning_clock(
         own_optimizers[worker].rate = rates[min(step, len(rates) - 1)]
         problem.grad[worker] = problem.a[worker] * (problem.x[worker] - problem.b[worker])
 
-    drawn = scenario.read(values or {}, n, seed)
-    return VirtualClock(drawn, problem.x, make, compute, record)
+    return make, compute
+
+
+def learning_clock(
+    problem: Quadratics,
+    *arguments: Any,
+    values: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    record: bool = False,
+    **options: Any,
+) -> VirtualClock:
+    """A clock with learners."""
+    drawn = scenario.read(values or {}, problem.n_workers, seed)
+    return VirtualClock(drawn, problem.x, *learners(problem, *arguments, **options), record)

@@ -235,11 +235,11 @@ def with_making(begin: Any) -> Any:
 
 EdgeWorkers.compute = with_steps(EdgeWorkers.compute)  # type: ignore[method-assign]
 Together.train_step = with_common_steps(Together.train_step)  # type: ignore[method-assign]
-WallClock._find_late = with_lateness(WallClock._find_late)  # type: ignore[method-assign]
+WallClock.find_late = with_lateness(WallClock.find_late)  # type: ignore[method-assign]
 Wire.send = before("message", Wire.send, first=0)  # type: ignore[method-assign]
-checkpoints._write_part = with_parts(checkpoints._write_part)
-checkpoints.Checkpoints._publish = before(  # type: ignore[method-assign]
-    "publish", checkpoints.Checkpoints._publish
+checkpoints.write_part = with_parts(checkpoints.write_part)
+checkpoints.Checkpoints.publish = before(  # type: ignore[method-assign]
+    "publish", checkpoints.Checkpoints.publish
 )
 checkpoints.Checkpoints.save = with_calls(  # type: ignore[method-assign]
     checkpoints.Checkpoints.save

@@ -3,9 +3,6 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import pandas as pd
 
 
 def executable(path: Path, script: str) -> Path:
@@ -22,10 +19,3 @@ def wait_until(condition: Callable[[], object], seconds: float = 90) -> None:
     while not condition():
         assert time.monotonic() < end, f"not true after {seconds} s"
         time.sleep(0.02)
-
-
-def reproducible(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    """Rows of metrics without times, as dictionaries; what a row lacks is None."""
-    kept = rows[rows["name"] != "phase_seconds"].drop(columns="seconds")
-    records = kept.astype(object).where(kept.notna(), None).to_dict("records")
-    return [{str(column): value for column, value in record.items()} for record in records]

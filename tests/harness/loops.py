@@ -1,7 +1,7 @@
 """Gradients and steps for the tests of gradient aggregations (PowerSGD, DGC)."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from powergossip.algorithms.aggregation import Aggregation
 from powergossip.network import Network
@@ -22,3 +22,17 @@ def step(network: Network, aggregation: Aggregation, gradient: Tensor) -> Tensor
     same = torch.allclose(mean, mean[:1].expand_as(mean), rtol=0, atol=0, equal_nan=True)
     assert same, "all workers apply the same"
     return mean
+
+
+def model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 4))
+
+
+def backward(net: nn.Module, worker: int, t: int, weight: float = 1.0) -> None:
+    x = gradients(8, Layout([(12,)]), worker, t)
+    (weight * nn.functional.cross_entropy(net(x), x[:, :4].argmax(1))).backward()
+
+
+def vector(net: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(net.parameters()).detach()

@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterable
 
 ALL = frozenset(range(1, 65))
-STARTS_PROGRAMS = re.compile(r"^(?:import|from) .*\b(?:launch|slurm|subprocess|multiprocessing)\b")
+STARTS_PROGRAMS = re.compile(
+    r"^(?:import|from) .*\b(?:launch|slurm|subprocess|multiprocessing|harness\.asynchronous)\b"
+)
 
 
 def counts_of(nprocs: int | Iterable[int] = 3) -> set[int]:

@@ -416,7 +416,7 @@ def test_batches_have_one_global_order(
 
     Long messages are split, and empty ones are left out.
     """
-    monkeypatch.setattr(channels, "_LONGEST", 3)  # bytes, less than an element
+    monkeypatch.setattr(channels, "LONGEST", 3)  # bytes, less than an element
     comm, cpu = group_of_all(), torch.device("cpu")
     channel: Any = GlooChannel(comm.gloo, direct=True, in_order=True)
     if kind == "nccl":

@@ -4,7 +4,6 @@ Axes: worker, one per process; D parameters of a worker's model.
 """
 
 import copy
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,45 +15,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powergossip.errors import BadInput
 from powergossip.network import processes, torch_group
-from powergossip.optimizers import GossipOptimizer, GossipState, gossip_hook
-from tests.optimizers.test_gossip_optimizer import (
+from powergossip.optimizers import GossipOptimizer, GossipState
+from tests.harness.user_loop import (
+    CPU,
     METHODS,
     OPTIMIZERS,
     N,
     barriers_of,
     everywhere,
     fill,
+    hooked,
     loss,
     mixing,
     mlp,
     numbers,
     run,
 )
-
-CPU = torch.device("cpu")
-
-
-def hooked(
-    method: Any = "dpsgd",
-    local: str = "momentum",
-    model: nn.Module | None = None,
-    broadcast_buffers: bool = False,
-    **options: Any,
-) -> tuple[Any, torch.optim.Optimizer, GossipState]:
-    """A DDP module, its optimizer and the state of its hook."""
-    options.setdefault("process_group", processes())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of broadcast_buffers, since torch 2.13
-        ddp = DistributedDataParallel(
-            mlp() if model is None else model,
-            process_group=torch_group(processes(), CPU),
-            broadcast_buffers=broadcast_buffers,
-            bucket_cap_mb=1e-4,  # several buckets
-        )
-    optimizer = OPTIMIZERS[local](ddp.module)
-    state = GossipState(optimizer, method, **options)
-    ddp.register_comm_hook(state, gossip_hook)
-    return ddp, optimizer, state
 
 
 def dense_overlapping(W: Tensor, steps: int, local: str = "momentum") -> Tensor:

@@ -16,7 +16,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from powergossip.errors import BadInput
 from powergossip.network import Processes, processes
 from powergossip.optimizers import GossipModelAverager, GossipOptimizer
-from tests.optimizers.test_gossip_optimizer import (
+from tests.harness.user_loop import (
     ALONE,
     OPTIMIZERS,
     barriers_of,

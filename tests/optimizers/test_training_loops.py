@@ -37,12 +37,12 @@ from powergossip.optimizers import (
 )
 from powergossip.optimizers.precision import Rounding
 from powergossip.parameters import Layout
-from tests.optimizers.test_gossip_hook import hooked
-from tests.optimizers.test_gossip_optimizer import (
+from tests.harness.user_loop import (
     ALONE,
     METHODS,
     OPTIMIZERS,
     everywhere,
+    hooked,
     loss,
     mixing,
     mlp,

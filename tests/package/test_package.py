@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -81,6 +82,75 @@ def imported(file: Path) -> set[str]:
             assert node.module is not None
             found |= {node.module, *(f"{node.module}.{name.name}" for name in node.names)}
     return found
+
+
+TESTS = {
+    file.relative_to(launch.ROOT).as_posix(): file for file in (launch.ROOT / "tests").rglob("*.py")
+}
+
+
+def test_tests_import_from_the_harness_only() -> None:
+    """Not from one another. The harness has no tests, and a line in its README for each module."""
+    text = (launch.ROOT / "tests" / "harness" / "README.md").read_text()
+    for name, file in TESTS.items():
+        own = {module for module in imported(file) if module.split(".")[0] == "tests"}
+        assert not [m for m in own if not f"{m}.".startswith("tests.harness.")], name
+        if name.startswith("tests/harness/"):
+            assert re.search(rf"\b{file.stem}\b", text), name
+            assert "\ndef test_" not in file.read_text(), name
+
+
+# Names that Python and pytest offer as private only.
+PRIVATE = {
+    "tests/conftest.py": {"_tw", "_file"},  # of pytest's reporter
+    "tests/harness/forks.py": {"_shutdown", "_run_exitfuncs", "_exit"},  # as Python ends
+    "tests/runs/test_returning.py": {"_exit"},
+}
+BY_TEXT = {"setattr", "getattr", "delattr", "object"}  # monkeypatch's, patch.object
+
+
+def is_private(name: str) -> bool:
+    """Also in a dotted path: powergossip.network._x. __init__ and _ are not."""
+    return any(re.fullmatch("_[A-Za-z].*", part) for part in name.split("."))
+
+
+def private_names(tree: ast.Module) -> set[str]:
+    """Private names of anything but `self` and `cls`, as attributes, imports and texts."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name("self" | "cls")):
+                pass
+            case ast.Attribute(attr=name):
+                found.add(name)
+            case ast.ImportFrom():
+                found |= {alias.name for alias in node.names}
+            case ast.Call(func=ast.Name(called) | ast.Attribute(attr=called)) if called in BY_TEXT:
+                found |= {str(a.value) for a in node.args[:2] if isinstance(a, ast.Constant)}
+            case ast.Subscript(value=ast.Call(func=ast.Name("vars")), slice=ast.Constant(name)):
+                found.add(str(name))
+    return set(filter(is_private, found))
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("self._x + cls._y + x.__dict__", set()),
+        ("run._x", {"_x"}),
+        ("from powergossip.network import _x", {"_x"}),
+        ("monkeypatch.setattr(network, '_x', 1)", {"_x"}),
+        ("monkeypatch.setattr('powergossip.network._x', 1)", {"powergossip.network._x"}),
+        ("vars(rule)['_x']", {"_x"}),
+        ("getattr(rule, '_x')", {"_x"}),
+    ],
+)
+def test_private_names_are_found(text: str, names: set[str]) -> None:
+    assert private_names(ast.parse(text)) == names
+
+
+@pytest.mark.parametrize("name", TESTS)
+def test_tests_know_public_names_only(name: str) -> None:
+    assert private_names(ast.parse(TESTS[name].read_text())) <= PRIVATE.get(name, set())
 
 
 def part_of(module: str) -> str:

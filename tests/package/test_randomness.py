@@ -10,7 +10,7 @@ import torch
 from powergossip import randomness
 from powergossip.algorithms import AVERAGING
 from powergossip.algorithms.aggregation import AGGREGATIONS
-from tests.algorithms.test_centralized import trained
+from tests.harness.training import after_steps
 
 
 def test_a_stream_does_not_depend_on_the_other_keys() -> None:
@@ -169,6 +169,6 @@ def test_a_run_draws_all_random_numbers_from_its_seed(monkeypatch: pytest.Monkey
     assert {name for name, _, _ in PURPOSES} == {*AVERAGING, *AGGREGATIONS}
     for name, changes, purposes in PURPOSES:
         drawn.clear()
-        trained(1, seed=77, optimizer=name, n_workers=6, **changes)
+        after_steps(1, seed=77, optimizer=name, n_workers=6, **changes)
         of_run = {"model", "shuffle", "layers", *purposes}
         assert drawn == {("digits", 0), *((purpose, 77) for purpose in of_run)}, (name, changes)

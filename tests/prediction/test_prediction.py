@@ -76,7 +76,7 @@ def test_cpu_time_of_a_neighbor_is_the_difference_between_rings(
     ):
         of_ring = measured.__getitem__
         monkeypatch.setattr(
-            of_traffic, "_measured", lambda method, layout, n, _, get=of_ring: get(n)
+            of_traffic, "measured_seconds", lambda method, layout, n, _, get=of_ring: get(n)
         )
         assert prediction.cpu_seconds(GOSSIP, LAYOUT) == expected
 
@@ -288,7 +288,7 @@ def test_measured_and_predicted_from_rows_to_tables(
 ) -> None:
     """Rows made by the model itself have the ratio 1."""
     monkeypatch.setattr(experiment, "SECONDS", 0.0)
-    monkeypatch.setattr(experiment, "_gradient_seconds", lambda processes: 1 + processes / 8)
+    monkeypatch.setattr(experiment, "gradient_seconds", lambda processes: 1 + processes / 8)
     words, phases = 50, ("data", "gradient", "averaging", "communication", "update")
     size = (words + 2 * 4 * experiment.HIDDEN) * experiment.HIDDEN + 8 * experiment.HIDDEN + words
     spent = {"gradient": 0.02, "update": 0.001, "communication": 0.004}
@@ -317,14 +317,14 @@ def test_measured_and_predicted_from_rows_to_tables(
 
 def test_gradients_of_a_process_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experiment, "OF_GRADIENTS", 0.05)
-    monkeypatch.setattr(experiment, "_together", threading.Barrier(1))
-    assert experiment._count_gradients(0) > 0
+    monkeypatch.setattr(experiment, "barrier", threading.Barrier(1))
+    assert experiment.count_gradients(0) > 0
 
 
 @pytest.mark.slow
 def test_processes_that_measure_gradients_begin_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experiment, "OF_GRADIENTS", 0.5)
-    assert 0 < experiment._gradient_seconds(2) < 0.5
+    assert 0 < experiment.gradient_seconds(2) < 0.5
 
 
 def test_the_figure_of_scale(tmp_path: Path) -> None:

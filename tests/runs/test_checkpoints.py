@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
-from torch import Tensor
 
 import train
 from powergossip import network
@@ -24,6 +23,7 @@ from powergossip.network import Processes
 from powergossip.runs import checkpoints, metrics
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training.ending import Agreement
+from tests.harness.checkpoints import assert_same, end_of
 from tests.harness.killed import run
 from tests.harness.launch import python
 
@@ -104,12 +104,6 @@ def killed(folder: Path, changes: dict[str, Any], kind: str, argument: object) -
     assert ended.returncode == -signal.SIGKILL, ended.stderr
 
 
-def end_of(folder: Path) -> dict[str, Any]:
-    """The last checkpoint."""
-    state: dict[str, Any] = Checkpoints(folder, Processes()).load(range(4))
-    return state
-
-
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     """All rows, without times."""
     lines = (folder / metrics.FILE).read_text().splitlines()
@@ -117,23 +111,6 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     for row in rows:
         del row["seconds"]
     return [row for row in rows if row["name"] != "phase_seconds"]
-
-
-def assert_same(one: Any, other: Any) -> None:
-    """To the bit."""
-    assert type(one) is type(other)
-    if isinstance(one, Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            if key not in ("seconds", "phases"):
-                assert_same(one[key], other[key])
-    elif isinstance(one, list):
-        for a, b in zip(one, other, strict=True):
-            assert_same(a, b)
-    else:
-        assert one == other
 
 
 @pytest.mark.parametrize("case", ALL_CASES, ids=label)
@@ -169,7 +146,7 @@ def test_a_run_that_is_stopped_within_an_epoch_resumes_to_the_bit(
     assert_same(end_of(tmp_path / "stopped"), end_of(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("function", ["_write_part", "sync_folder"])
+@pytest.mark.parametrize("function", ["write_part", "sync_folder"])
 def test_killed_while_a_checkpoint_is_written(function: str, tmp_path: Path) -> None:
     """The one before is used, and the half one is removed."""
     run(tmp_path / "whole", SMALL)

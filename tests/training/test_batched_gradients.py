@@ -16,7 +16,7 @@ from powergossip.tasks.models import ARCHITECTURES
 from powergossip.training.batched import BatchedGradient, check, fit
 from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
-from tests.algorithms.test_centralized import configured
+from tests.harness.training import configured
 
 ALONE = Processes()
 TEXT = {"task": "LSTM", "task_architecture": "Transformer"}

@@ -14,9 +14,8 @@ from powergossip.network import Processes, processes
 from powergossip.training.resuming import check_same_run
 from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
-from tests.algorithms.test_centralized import configured
 from tests.harness.launch import python
-from tests.training.test_evaluate_only import main
+from tests.harness.training import configured, main
 
 ALONE = Processes()
 
@@ -152,7 +151,7 @@ def test_compiled_models_train_alike() -> None:
     assert list(compiled.parameters.models[0].state_dict()) == names
     assert compiled.parameters.names == plain.parameters.names
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     resumed = trainer(**options)
     resumed.load_state_dict(state)
     for step in range(3, 6):

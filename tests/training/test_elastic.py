@@ -21,9 +21,9 @@ from powergossip.training import resizing
 from powergossip.training.ending import Agreement
 from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
-from tests.harness.helpers import reproducible
+from tests.harness.checkpoints import assert_same, end_of
 from tests.harness.killed import run
-from tests.runs.test_checkpoints import assert_same, end_of
+from tests.harness.training import reproducible
 
 SMALL: dict[str, Any] = {
     "n_workers": 4,

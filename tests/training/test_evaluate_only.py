@@ -4,14 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
-import train
 from powergossip.errors import BadInput
 from powergossip.network import Processes
 from powergossip.runs import metrics
 from powergossip.runs.checkpoints import Checkpoints
 from tests.harness import launch
+from tests.harness.training import main
 
 # The learning rate grows in the last epoch: the best checkpoint is an earlier one.
 RUN = [
@@ -23,23 +22,6 @@ RUN = [
     "gradient_clipping=1",
     "lr_schedule_milestones=[[2, 100]]",
 ]
-
-
-def main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[dict[str, Any]]:
-    """Call train.main(). Returns the rows that log_metric gets."""
-    rows: list[dict[str, Any]] = []
-    monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
-    monkeypatch.setattr(train, "output_dir", None)
-    default = train.log_metric
-    with monkeypatch.context() as patch:
-
-        def log_metric(name: str, values: Any, tags: Any) -> None:
-            rows.append({"name": name, **values, **tags})
-            default(name, values, tags)
-
-        patch.setattr(train, "log_metric", log_metric)
-        train.main(list(arguments))
-    return rows
 
 
 def files_below(folder: Path) -> dict[Path, tuple[bytes, int]]:

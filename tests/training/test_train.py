@@ -26,63 +26,11 @@ from powergossip.runs import metrics, tables
 from powergossip.runs.output import new_dated_folder
 from powergossip.tasks import models
 from powergossip.tasks.task import Batch, Split
-from powergossip.training.measurements import Hooks
-from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
 from tests.harness import launch
+from tests.harness.training import TINY, built, reproducible, select, trained, value
 
-TINY: dict[str, Any] = {
-    "task_architecture": "MLP",
-    "n_workers": 4,
-    "num_epochs": 1,
-    "log_verbosity": 0,
-}
-
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test finds the module as `import train` leaves it."""
-    monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
-    monkeypatch.setattr(train, "output_dir", None)
-
-
-def trained(**changes: Any) -> tuple[Trainer, pd.DataFrame]:
-    """A run in this process, after training, and its rows; it leaves no files."""
-    rows: list[dict[str, Any]] = []
-
-    def keep(name: str, values: Any, tags: Any) -> None:
-        rows.append({"name": name, **values, **tags})
-
-    run = built(Hooks(log_metric=keep), **changes)
-    run.train()
-    return run, pd.DataFrame(rows)
-
-
-def built(hooks: Hooks | None = None, task: Any = None, **changes: Any) -> Trainer:
-    """A run before its first step."""
-    config = OmegaConf.merge(OmegaConf.structured(train.Config), TINY, changes)
-    return Trainer(checked(config, processes()), processes(), hooks, task=task)  # type: ignore[arg-type]
-
-
-def select(rows: pd.DataFrame, name: str, **tags: Any) -> pd.DataFrame:
-    chosen = rows["name"] == name
-    for key, value in tags.items():
-        chosen &= rows[key] == value if key in rows else False
-    return rows[chosen]
-
-
-def value(rows: pd.DataFrame, name: str, **tags: Any) -> float:
-    """The only row's value."""
-    (found,) = select(rows, name, **tags)["value"]
-    return float(found)
-
-
-def reproducible(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    """Rows without what the clock says."""
-    kept = rows[rows["name"] != "phase_seconds"].drop(columns="seconds")
-    records = kept.astype(object).where(kept.notna(), None).to_dict("records")
-    return [{str(column): value for column, value in record.items()} for record in records]
-
+pytestmark = pytest.mark.usefixtures("fresh")
 
 PHASES = {"data", "gradient", "update", "averaging", "communication", "evaluation"}
 

@@ -32,7 +32,7 @@ from powergossip.training.settings import (
     option_defaults,
 )
 from powergossip.training.trainer import Trainer
-from tests.algorithms.test_centralized import configured, trained
+from tests.harness.training import after_steps, configured
 
 ALONE = Processes()
 
@@ -91,7 +91,7 @@ def test_every_key_has_its_case() -> None:
 @pytest.mark.parametrize("key", CASES)
 def test_a_key_changes_what_is_computed_or_sent(key: str) -> None:
     value, common = CASES[key]
-    first, second = trained(8, **common), trained(8, **common, **{key: value})
+    first, second = after_steps(8, **common), after_steps(8, **common, **{key: value})
     same = torch.equal(first.parameters.x, second.parameters.x)
     assert not same or (first.network.bits != second.network.bits).any()
 
@@ -125,10 +125,10 @@ def test_numbers_without_a_place_in_a_tensor_are_rejected(key: str, value: Any) 
 
 def test_a_rank_with_which_nothing_is_compressed_gives_a_warning() -> None:
     with pytest.warns(UserWarning, match=r"^optimizer_rank=129: use 128 or less"):
-        trained(1, optimizer_rank=129)
+        after_steps(1, optimizer_rank=129)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        trained(1, optimizer_rank=128)
+        after_steps(1, optimizer_rank=128)
 
 
 # Keys of other methods.

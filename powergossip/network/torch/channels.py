@@ -29,7 +29,7 @@ from torch import Tensor
 from powergossip.errors import PeerLost
 from powergossip.network.processes import Pieces, Requests
 
-_LONGEST = 2**30  # bytes of a message
+LONGEST = 2**30  # bytes of a message
 
 
 class Octets:
@@ -58,7 +58,7 @@ def _split(pieces: Pieces) -> list[tuple[list[Tensor], int]]:
     for process, rows in pieces:
         assert rows.is_contiguous(), "a message must be contiguous"
         octets = rows.detach().view(-1).view(torch.uint8)
-        messages += [([part], process) for part in octets.split(_LONGEST) if part.numel()]
+        messages += [([part], process) for part in octets.split(LONGEST) if part.numel()]
     return messages
 
 

@@ -46,7 +46,7 @@ def group_under_mpi(processes: Processes, backend: str = "gloo") -> dist.Process
     """The default group for processes of MPI, or for this process alone. Collective."""
     wanted = processes.rank, processes.size, backend
     if dist.is_initialized() and _made not in (None, wanted):
-        _end()
+        end()
     if not dist.is_initialized():
         return start_group(backend, store=_store(processes), rank=wanted[0], world_size=wanted[1])
     if _made is None:
@@ -63,7 +63,7 @@ def group_under_mpi(processes: Processes, backend: str = "gloo") -> dist.Process
 
 
 @atexit.register
-def _end() -> None:
+def end() -> None:
     """Destroy the default group if it was made here."""
     global _made
     if _made is not None and dist.is_initialized():

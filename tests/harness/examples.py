@@ -1,0 +1,93 @@
+"""The training loops of examples/, and their output."""
+
+from dataclasses import dataclass
+
+PROCESSES = 4
+
+
+@dataclass
+class Shown:
+    """The output of an example, printed once."""
+
+    accuracy: str  # pattern with one group: % of the final model
+    alone: str  # pattern in the output of one process,
+    together: str  # and of PROCESSES
+    least: float = 90.0  # %
+    slow: bool = False  # the run of PROCESSES
+    launcher: str = "mpirun"
+    needs: str | None = None  # a package of the extra `trainers`
+
+
+# 20 · 11 steps: 2 · 4 · (110 · (64 + 128 + 128 + 10) + 220 · (128 + 10))
+OF_A_TRAINER = r"^sent by each worker: 533\.3 kB$"
+
+
+MEAN_MODEL = r"accuracy of the mean model: (\d+\.\d)%"
+
+
+EXAMPLES = {
+    "accelerate_loop.py": Shown(
+        MEAN_MODEL,
+        alone=r"^sent by each worker: 0\.0 kB$",
+        together=OF_A_TRAINER,
+        slow=True,
+        launcher="torchrun",
+        needs="accelerate",
+    ),
+    "huggingface_trainer.py": Shown(
+        MEAN_MODEL,
+        alone=r"^sent by each worker: 0\.0 kB$",
+        together=OF_A_TRAINER,
+        slow=True,
+        launcher="torchrun",
+        needs="transformers",
+    ),
+    "lightning_trainer.py": Shown(
+        MEAN_MODEL,
+        alone=r"^sent by each worker: 0\.0 kB$",
+        together=OF_A_TRAINER,
+        slow=True,
+        needs="lightning",
+    ),
+    "compressed_gradients.py": Shown(
+        r"accuracy: (\d+\.\d)%",
+        alone=r"^sent by each worker: 0\.0 kB$",
+        # 240 steps of all-reduces, 2 · 3/4 · 4 bytes per element: 2 · (rows + columns) of each
+        # matrix, and all biases: 240 · 1.5 · 4 · (2 · (192 + 256 + 138) + 266)
+        together=r"^sent by each worker: 2070\.7 kB$",
+        slow=True,
+    ),
+    "gossip.py": Shown(
+        MEAN_MODEL,
+        alone=r"^sent by each worker: 0\.0 kB$",
+        # 240 steps, two neighbors, 4 bytes per element: one side of each matrix per step, in
+        # turns, and all biases:
+        # 2 · 4 · (120 · (64 + 128 + 128 + 128 + 128 + 10) + 240 · (128 + 128 + 10))
+        together=r"^sent by each worker: 1073\.3 kB$",
+    ),
+    "ddp_hook.py": Shown(
+        MEAN_MODEL,
+        alone=r"^sent by each worker: 0\.0 kB$",
+        together=r"^sent by each worker: 1073\.3 kB$",  # as gossip.py
+        slow=True,
+    ),
+    "huggingface_module.py": Shown(
+        MEAN_MODEL,
+        alone=r"^sent by each worker: 0\.0 kB$",
+        together=r"^sent by each worker: 536\.6 kB$",  # as gossip.py, with 2 bytes per element
+        slow=True,
+    ),
+    "model_averager.py": Shown(
+        MEAN_MODEL,
+        alone=r"^sent by each worker: 0\.0 kB$",
+        together=r"^sent by each worker: 268\.3 kB$",  # gossip.py in every fourth step
+        slow=True,
+    ),
+    "plain_loop.py": Shown(
+        MEAN_MODEL,
+        alone=r"^sent by each worker: 0\.0 kB$",
+        # 20 · 11 steps: 2 · 4 · (110 · (64 + 128 + 128 + 10) + 220 · (128 + 128 + 128 + 10))
+        together=r"^sent by each worker: 983\.8 kB$",
+        slow=True,
+    ),
+}

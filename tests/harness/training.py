@@ -1,0 +1,92 @@
+"""Runs of train.py in this process, and their rows. Digits and a small MLP; a run takes 0.2 s."""
+
+from typing import Any
+
+import pandas as pd
+import pytest
+from omegaconf import OmegaConf
+
+import train
+from powergossip.network import Processes, processes
+from powergossip.training.measurements import Hooks
+from powergossip.training.settings import checked
+from powergossip.training.trainer import Trainer
+
+TINY: dict[str, Any] = {
+    "task_architecture": "MLP",
+    "n_workers": 4,
+    "num_epochs": 1,
+    "log_verbosity": 0,
+}
+
+
+def trained(**changes: Any) -> tuple[Trainer, pd.DataFrame]:
+    """A run in this process, after training, and its rows; it leaves no files."""
+    rows: list[dict[str, Any]] = []
+
+    def keep(name: str, values: Any, tags: Any) -> None:
+        rows.append({"name": name, **values, **tags})
+
+    run = built(Hooks(log_metric=keep), **changes)
+    run.train()
+    return run, pd.DataFrame(rows)
+
+
+def built(hooks: Hooks | None = None, task: Any = None, **changes: Any) -> Trainer:
+    """A run before its first step."""
+    config = OmegaConf.merge(OmegaConf.structured(train.Config), TINY, changes)
+    return Trainer(checked(config, processes()), processes(), hooks, task=task)  # type: ignore[arg-type]
+
+
+def select(rows: pd.DataFrame, name: str, **tags: Any) -> pd.DataFrame:
+    chosen = rows["name"] == name
+    for key, value in tags.items():
+        chosen &= rows[key] == value if key in rows else False
+    return rows[chosen]
+
+
+def value(rows: pd.DataFrame, name: str, **tags: Any) -> float:
+    """The only row's value."""
+    (found,) = select(rows, name, **tags)["value"]
+    return float(found)
+
+
+def reproducible(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    """Rows of metrics without times, as dictionaries; what a row lacks is None."""
+    kept = rows[rows["name"] != "phase_seconds"].drop(columns="seconds")
+    records = kept.astype(object).where(kept.notna(), None).to_dict("records")
+    return [{str(column): value for column, value in record.items()} for record in records]
+
+
+def configured(**changes: Any) -> Any:
+    config = OmegaConf.structured(train.Config)
+    values = {"n_workers": 4, "task_architecture": "MLP", "log_verbosity": 0}
+    for key, value in (values | changes).items():
+        config[key] = value
+    return config
+
+
+def after_steps(steps: int = 24, **changes: Any) -> Trainer:
+    """A run of one process after so many steps."""
+    run = Trainer(checked(configured(**changes), Processes()), Processes())
+    for t in range(steps):
+        epoch, step = divmod(t, run.task.steps_per_epoch)
+        run.execution.train_step(epoch, step)
+    return run
+
+
+def main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[dict[str, Any]]:
+    """Call train.main(). Returns the rows that log_metric gets."""
+    rows: list[dict[str, Any]] = []
+    monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
+    monkeypatch.setattr(train, "output_dir", None)
+    default = train.log_metric
+    with monkeypatch.context() as patch:
+
+        def log_metric(name: str, values: Any, tags: Any) -> None:
+            rows.append({"name": name, **values, **tags})
+            default(name, values, tags)
+
+        patch.setattr(train, "log_metric", log_metric)
+        train.main(list(arguments))
+    return rows
