@@ -9,7 +9,7 @@ import pytest
 
 from experiments import EXPERIMENTS, failing_workers
 from experiments.runner import Experiment, Run
-from experiments.tuned_methods import SEEDS
+from experiments.study import SEEDS
 from tests.training.test_train import fresh, trained  # noqa: F401
 
 SMALL: dict[str, Any] = {
