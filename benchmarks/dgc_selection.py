@@ -10,6 +10,7 @@ count elements, and `recall` is the fraction of the exact top-k among the select
 
 import json
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 import torch
@@ -56,8 +57,9 @@ def main(arguments: list[str]) -> None:
 
     found, exact = select(), sort()
     recall = float(torch.isin(exact, found).float().mean())
-    times = in_turns([select, sort], c.rounds, c.seconds, comm, device, before=lambda: None)
-    selection_ms, topk_ms = (1e3 * float(np.median(seconds)) for seconds in times)
+    functions = {"selection": select, "top-k": sort}
+    times = in_turns(functions, c.rounds, c.seconds, comm, device)
+    selection_ms, topk_ms = map(median, times.values())
     if comm.rank == 0:
         print(
             json.dumps(

@@ -16,8 +16,8 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 
-import numpy as np
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor
@@ -102,9 +102,7 @@ def main(arguments: list[str]) -> None:
     bits_per_step = int(network.bits[0]) // 4
     bound = _lower_bound(network, x, c.algorithm, bits_per_step)
 
-    def measure(
-        functions: list[Callable[[], None]], seconds: float, x_before: Tensor
-    ) -> list[float]:
+    def measure(seconds: float, x_before: Tensor, **functions: Callable[[], None]) -> list[float]:
         times = in_turns(
             functions,
             c.rounds,
@@ -114,11 +112,11 @@ def main(arguments: list[str]) -> None:
             before=lambda: x.copy_(x_before),
             calls=BEFORE_THEY_AGREE,
         )
-        return [1e3 * float(np.median(of_function)) for of_function in times]
+        return list(map(median, times.values()))
 
-    ms_per_step, floor_ms = measure([step, bound], 0.8 * c.seconds, start)
+    ms_per_step, floor_ms = measure(0.8 * c.seconds, start, step=step, bound=bound)
     common = torch.randn(layout.size, generator=torch.Generator().manual_seed(0)).to(device)
-    (agreed_ms,) = measure([step], 0.2 * c.seconds, common.expand_as(x))
+    (agreed_ms,) = measure(0.2 * c.seconds, common.expand_as(x), step=step)
     if comm.rank == 0:
         print(
             json.dumps(

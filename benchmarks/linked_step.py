@@ -58,15 +58,14 @@ def main(arguments: list[str]) -> None:
         execution.clock.run(taken)
 
     times = in_turns(
-        [steps_together, steps_linked],
+        {"step": steps_together, "linked": steps_linked},
         ROUNDS,
         SECONDS,
         comm,
         plain.network.device,
-        before=lambda: None,
     )
     if comm.rank == 0:
-        step, of_linked = ([1e3 * t / STEPS for t in of] for of in times)
+        step, of_linked = ([t / STEPS for t in of] for of in times.values())
         ratios = [b / a for a, b in zip(step, of_linked, strict=True)]
         print(
             json.dumps(

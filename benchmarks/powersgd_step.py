@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.shapes import Shapes, resnet50
 from benchmarks.timing import in_turns
+from powergossip import checks
 from powergossip.network import processes, torch_group
 from powergossip.optimizers import Config as PowerSGDConfig
 from powergossip.optimizers import PowerSGD, optimizer_step
@@ -46,7 +48,7 @@ class PowerSGDStep:
 class _Gradients(nn.Module):
     """A module with constant gradients g_k, those of Σ_k p_k · g_k."""
 
-    def __init__(self, shapes: list[tuple[int, ...]], seed: int):
+    def __init__(self, shapes: Shapes, seed: int):
         super().__init__()
         torch.manual_seed(seed)
         self.given = [torch.randn(shape) for shape in shapes]
@@ -68,27 +70,7 @@ class _Still(torch.optim.Optimizer):
         """Do nothing."""
 
 
-def resnet50() -> list[tuple[int, ...]]:
-    """Shapes of ResNet-50's 25,557,032 parameters. He et al. (2015), arXiv:1512.03385, Table 1."""
-    shapes: list[tuple[int, ...]] = []
-
-    def convolution(out: int, into: int, size: int) -> None:
-        shapes.extend([(out, into, size, size), (out,), (out,)])  # and its batch norm
-
-    convolution(64, 3, 7)
-    into = 64
-    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(blocks):
-            convolution(width, into, 1)
-            convolution(width, width, 3)
-            convolution(4 * width, width, 1)
-            if block == 0:
-                convolution(4 * width, into, 1)
-            into = 4 * width
-    return [*shapes, (1000, into), (1000,)]
-
-
-MODELS: dict[str, Callable[[], list[tuple[int, ...]]]] = {
+MODELS: dict[str, Callable[[], Shapes]] = {
     "resnet50": resnet50,
     "small": lambda: [(64, 3, 7, 7), (64,), (256, 128, 3, 3), (128, 256), (10, 512), (10,)],
 }
@@ -100,8 +82,7 @@ def main(arguments: list[str]) -> None:
     config = OmegaConf.structured(PowerSGDStep)
     with comm.agreed():
         configuration.read_command_line(config, arguments, __doc__ or "")
-        if config.model not in MODELS:
-            raise ValueError(f"model={config.model}: use {' or '.join(MODELS)}")
+        checks.one_of("model", config.model, MODELS)
     shapes = MODELS[config.model]()
     group = torch_group(comm, torch.device("cpu"))
 
@@ -140,11 +121,9 @@ def main(arguments: list[str]) -> None:
         "hook_ms": distributed(True),
         "all_reduce_ms": distributed(False),
     }
-    times = in_turns(
-        list(functions.values()), config.rounds, SECONDS, comm, torch.device("cpu"), lambda: None
-    )
+    times = in_turns(functions, config.rounds, SECONDS, comm, torch.device("cpu"))
     if comm.rank == 0:
-        found = {n: 1e3 * median(s) for n, s in zip(functions, times, strict=True)}
+        found = {name: median(of_function) for name, of_function in times.items()}
         beyond = {n: found[n] - found["backward_ms"] for n in list(functions)[1:]}
         print(
             json.dumps(

@@ -5,18 +5,31 @@ Shapes = list[tuple[int, ...]]
 
 def resnet20() -> Shapes:
     """3 input channels, 10 classes, projection shortcuts: 272,474 parameters."""
-
-    def convolution(channels: int, inputs: int, size: int = 3) -> Shapes:
-        return [(channels, inputs, size, size), (channels,), (channels,)]  # and batch norm
-
-    shapes, inputs = convolution(16, 3), 16
+    shapes, inputs = _convolution(16, 3, 3), 16
     for channels in (16, 32, 64):
         for _ in range(3):
-            shapes += convolution(channels, inputs) + convolution(channels, channels)
+            shapes += _convolution(channels, inputs, 3) + _convolution(channels, channels, 3)
             if inputs != channels:
-                shapes += convolution(channels, inputs, size=1)
+                shapes += _convolution(channels, inputs, 1)
             inputs = channels
     return [*shapes, (10, 64), (10,)]
+
+
+def resnet50() -> Shapes:
+    """25,557,032 parameters. He et al. (2015), arXiv:1512.03385, Table 1."""
+    shapes, inputs = _convolution(64, 3, 7), 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            shapes += _convolution(width, inputs, 1) + _convolution(width, width, 3)
+            shapes += _convolution(4 * width, width, 1)
+            if block == 0:
+                shapes += _convolution(4 * width, inputs, 1)
+            inputs = 4 * width
+    return [*shapes, (1000, inputs), (1000,)]
+
+
+def _convolution(channels: int, inputs: int, size: int) -> Shapes:
+    return [(channels, inputs, size, size), (channels,), (channels,)]  # and batch norm
 
 
 def lstm() -> Shapes:

@@ -21,37 +21,52 @@ from powergossip import kernels
 
 ROOT = Path(__file__).parents[1]
 
-# Name, processes, arguments of gossip_step.py
-STEPS: list[tuple[str, int, str]] = [
-    ("PowerGossip, rank 1", 8, "algorithm=power-gossip model=resnet20 rank=1"),
-    ("PowerGossip, rank 4", 8, "algorithm=power-gossip model=resnet20 rank=4"),
-    ("D-PSGD", 8, "algorithm=dpsgd model=resnet20"),
-    ("all-reduce", 8, "algorithm=all-reduce model=resnet20"),
-    ("CHOCO, top 1 %", 8, "algorithm=choco model=resnet20 compressor=top-k"),
-    ("CHOCO, sign", 8, "algorithm=choco model=resnet20 compressor=sign-and-norm"),
-    ("CHOCO, random 1 %", 8, "algorithm=choco model=resnet20 compressor=random-k"),
-    ("CHOCO, QSGD", 8, "algorithm=choco model=resnet20 compressor=qsgd"),
-    ("DeepSqueeze, top 1 %", 8, "algorithm=deepsqueeze model=resnet20 compressor=top-k"),
-    ("DeepSqueeze, sign", 8, "algorithm=deepsqueeze model=resnet20 compressor=sign-and-norm"),
-    ("Moniqua", 8, "algorithm=moniqua model=resnet20"),
-    ("PowerGossip, 100 × 100", 8, "model=matrix100"),
-    ("PowerGossip, LSTM", 2, "algorithm=power-gossip model=lstm rank=1"),
-]
-ALONE: list[tuple[str, str]] = [
-    ("PowerGossip, 100 × 100, 8 workers in a process", "model=matrix100 n_workers=8"),
-    ("PowerGossip, 100 × 100, 1024 workers in a process", "model=matrix100 n_workers=1024"),
-]
+
 MPIRUN = ("mpirun", "-np")
 TORCHRUN = (
     *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
     *("--no-python", "--nproc-per-node"),
 )
 PYTORCH = {kernels.SWITCH: "0"}  # no compiled loops
+# Launcher of several processes, and environment variables
 COLUMNS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "mpirun": (MPIRUN, {}),
     "torchrun": (TORCHRUN, {}),
     "mpirun, PyTorch": (MPIRUN, PYTORCH),
 }
+# Of each program: the columns, and a cell as a format of the program's JSON line
+CELLS: dict[str, tuple[tuple[str, ...], str]] = {
+    "gossip_step": (tuple(COLUMNS), "{ms_per_step:8.3f} ms {ratio:6.1f} ×"),
+    "powersgd_step": (("mpirun", "torchrun"), "{ours_ms:8.1f} ms {ratio:5.2f} h"),
+    "dgc_selection": (("mpirun",), "{selection_ms:8.1f} ms {speedup:5.1f} × top-k"),
+}
+SMALL = "PowerGossip, 100 × 100"
+# Name, processes, program, its arguments
+CASES: list[tuple[str, int, str, str]] = [
+    *(
+        (name, 8, "gossip_step", arguments)
+        for name, arguments in {
+            "PowerGossip, rank 1": "algorithm=power-gossip model=resnet20 rank=1",
+            "PowerGossip, rank 4": "algorithm=power-gossip model=resnet20 rank=4",
+            "D-PSGD": "algorithm=dpsgd model=resnet20",
+            "all-reduce": "algorithm=all-reduce model=resnet20",
+            "CHOCO, top 1 %": "algorithm=choco model=resnet20 compressor=top-k",
+            "CHOCO, sign": "algorithm=choco model=resnet20 compressor=sign-and-norm",
+            "CHOCO, random 1 %": "algorithm=choco model=resnet20 compressor=random-k",
+            "CHOCO, QSGD": "algorithm=choco model=resnet20 compressor=qsgd",
+            "DeepSqueeze, top 1 %": "algorithm=deepsqueeze model=resnet20 compressor=top-k",
+            "DeepSqueeze, sign": "algorithm=deepsqueeze model=resnet20 compressor=sign-and-norm",
+            "Moniqua": "algorithm=moniqua model=resnet20",
+            SMALL: "model=matrix100",
+        }.items()
+    ),
+    ("PowerGossip, LSTM", 2, "gossip_step", "algorithm=power-gossip model=lstm rank=1"),
+    (f"{SMALL}, 8 workers in a process", 1, "gossip_step", "model=matrix100 n_workers=8"),
+    (f"{SMALL}, 1024 workers in a process", 1, "gossip_step", "model=matrix100 n_workers=1024"),
+    ("PowerSGD, rank 1, ResNet-50", 4, "powersgd_step", "rank=1"),
+    ("PowerSGD, rank 4, ResNet-50", 4, "powersgd_step", "rank=4"),
+    ("DGC, selection", 1, "dgc_selection", ""),
+]
 
 
 def measured(
@@ -70,39 +85,22 @@ def measured(
     return line
 
 
-def _cell(line: dict[str, Any]) -> str:
-    return f"{line['ms_per_step']:8.3f} ms {line['ratio']:6.1f} ×"
-
-
 def main(wanted: str) -> None:
     """Measure the rows whose name contains `wanted`, and print a line for each."""
     print(f"{'':52}" + "".join(f"{column:>20}" for column in COLUMNS), flush=True)
-    for name, processes, arguments in STEPS:
-        if wanted in name:
-            cells = [
-                _cell(measured("gossip_step", arguments, (*launcher, str(processes)), variables))
-                for launcher, variables in COLUMNS.values()
-            ]
-            row = f"{name}, {processes} processes"
-            print(f"{row:52}" + "".join(f"{cell:>20}" for cell in cells), flush=True)
-    for name, arguments in ALONE:
-        if wanted in name:
-            cells = [
-                _cell(measured("gossip_step", arguments, variables=variables))
-                for variables in ({}, PYTORCH)
-            ]
-            print(f"{name:52}{cells[0]:>20}{'':20}{cells[1]:>20}", flush=True)
-    for rank in (1, 4):
-        name = f"PowerSGD, rank {rank}, ResNet-50, 4 processes"
-        if wanted in name:
-            cells = []
-            for launcher in (MPIRUN, TORCHRUN):
-                line = measured("powersgd_step", f"rank={rank}", (*launcher, "4"))
-                cells.append(f"{line['ours_ms']:8.1f} ms {line['ratio']:5.2f} h")
-            print(f"{name:52}" + "".join(f"{cell:>20}" for cell in cells), flush=True)
-    if wanted in "DGC, selection":
-        line = measured("dgc_selection", "")
-        print(f"{'DGC, selection':52}{line['selection_ms']:8.1f} ms {line['speedup']:5.1f} × top-k")
+    for name, processes, program, arguments in CASES:
+        if wanted not in name:
+            continue
+        columns, form = CELLS[program]
+        row = f"{name}, {processes} processes" if processes > 1 else name
+        print(f"{row:52}", end="", flush=True)
+        for column, (launcher, variables) in COLUMNS.items():
+            cell = ""
+            if column in columns and (processes > 1 or column != "torchrun"):
+                start = (*launcher, str(processes)) if processes > 1 else ()
+                cell = form.format(**measured(program, arguments, start, variables))
+            print(f"{cell:>20}", end="", flush=True)
+        print()
     print("×: multiples of the lower bound. h: multiples of PyTorch's hook. × top-k: times faster")
 
 

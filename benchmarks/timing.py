@@ -1,7 +1,7 @@
 """Times of functions that take turns, so that other load on the machine affects all of them."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -9,15 +9,15 @@ from powergossip.network import Processes
 
 
 def in_turns(
-    functions: Sequence[Callable[[], object]],
+    functions: Mapping[str, Callable[[], object]],
     rounds: int,
     seconds: float,
     processes: Processes,
     device: torch.device,
-    before: Callable[[], object],
+    before: Callable[[], object] = lambda: None,
     calls: int = 200,
-) -> list[list[float]]:
-    """Return the seconds of a call, [function][round]. The functions take turns.
+) -> dict[str, list[float]]:
+    """Return the milliseconds of a call, {function: [round]}. The functions take turns.
 
     rounds   # number of measurements of each function
     seconds  # approximate time of all measurements together
@@ -37,16 +37,16 @@ def in_turns(
                 torch.cuda.synchronize()
             processes.gather(None)  # the slowest process counts
             elapsed += time.perf_counter() - start
-        return elapsed / count
+        return 1e3 * elapsed / count
 
     counts = []
-    for function in functions:
-        once = processes.broadcast(measure(function, 3))
+    for function in functions.values():
+        once = processes.broadcast(measure(function, 3)) / 1e3
         counts.append(min(200, max(1, int(seconds / rounds / len(functions) / once))))
-    times: list[list[float]] = [[] for _ in functions]
+    times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
-        for function, count, record in zip(functions, counts, times, strict=True):
-            record.append(measure(function, count))
+        for (name, function), count in zip(functions.items(), counts, strict=True):
+            times[name].append(measure(function, count))
     return times
 
 
@@ -56,7 +56,7 @@ def alone(
     device: torch.device,
     seconds: float = 0.2,
 ) -> float:
-    """Return the seconds of a call in process 0, while the other processes sleep.
+    """Return the milliseconds of a call in process 0, while the other processes sleep.
 
     seconds  # approximate time of the measurement
     """
@@ -70,5 +70,5 @@ def alone(
             count += 1
         if device.type == "cuda":
             torch.cuda.synchronize()
-        elapsed = (time.perf_counter() - start) / count
+        elapsed = 1e3 * (time.perf_counter() - start) / count
     return float(processes.broadcast(elapsed if processes.rank == 0 else 0.0))

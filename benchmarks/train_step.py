@@ -93,7 +93,7 @@ def main(arguments: list[str]) -> None:
     }
     of_gradient = [alone(gradient, comm, trainer.network.device) for _ in range(ALONE)]
     times = in_turns(
-        list(functions.values()),
+        functions,
         ROUNDS,
         SECONDS,
         comm,
@@ -102,12 +102,9 @@ def main(arguments: list[str]) -> None:
     )
     of_gradient += [alone(gradient, comm, trainer.network.device) for _ in range(ALONE)]
     if comm.rank == 0:
-        gradient_ms = 1e3 * median(of_gradient)
+        gradient_ms = median(of_gradient)
         bound_ms = gradient_ms * comm.local_size / min(comm.local_size, len(cores()))
-        medians = {
-            name: round(1e3 * median(seconds), 3)
-            for name, seconds in zip(functions, times, strict=True)
-        }
+        medians = {name: round(median(of_function), 3) for name, of_function in times.items()}
         print(
             json.dumps(
                 {

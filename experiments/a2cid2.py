@@ -9,10 +9,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.failing_workers import FAILING
-from experiments.runner import Experiment, Results, Run, Values, sentence_case
-from experiments.tuned_methods import SEEDS, TUNING, VALIDATION_RATIO, listed, score
-from powergossip.formatting import counted, markdown, spread
-from powergossip.runs.metrics import last_values
+from experiments.runner import Experiment, Values, sentence_case
+from experiments.study import (
+    SEEDS,
+    VALIDATION_RATIO,
+    Columns,
+    Outcomes,
+    lines,
+    quality,
+    tuned,
+)
+from experiments.tuned_methods import listed
+from powergossip.formatting import counted, spread
 
 VALUES: Values = FAILING | {
     "optimizer": "dpsgd",
@@ -34,65 +42,35 @@ def experiment(
 ) -> Experiment:
     """Accuracy and consensus distance: runs that choose the learning rate, and those compared."""
     title = "asynchronous D-PSGD with and without the second copy of A²CiD²"
+    methods = {(name,): of_method for name, of_method in METHODS.items()}
+    settings: list[Values] = [{"learning_rate": rate} for rate in rates]
 
-    def tuning(method: str) -> list[Run]:
-        return [
-            Run(
-                "train",
-                {**values, **METHODS[method], "learning_rate": rate, **TUNING},
-                {"method": method, "learning_rate": rate},
-            )
-            for rate in rates
-        ]
-
-    def final(results: Results, method: str) -> list[Run]:
-        def accuracy(run: Run) -> float:
-            return score(results(run), "accuracy", "valid_avg")
-
-        rate = max(tuning(method), key=accuracy).values["learning_rate"]
-        return [
-            Run(
-                "train",
-                {**values, **METHODS[method], "learning_rate": rate, "seed": seed},
-                {"method": method, "seed": seed},
-            )
-            for seed in seeds
-        ]
-
-    def report(results: Results, folder: Path) -> str:
+    def report(outcomes: Outcomes, folder: Path) -> str:
         note = (
             f"{sentence_case(title)}. Mean ± standard deviation of {counted(len(seeds), 'seed')}, "
             f"after {counted(values['num_epochs'], 'epoch')} of {values['n_workers']} workers on a "
             f"ring, on the virtual clock. Learning rates are the best of {listed(rates)} for the "
             f"mean model on {VALIDATION_RATIO:.0%} of the training data, held out."
         )
-        lines = [_line(results, method, final(results, method)) for method in METHODS]
-        header = ["method", "accuracy, mean model", "worst worker", "consensus distance"]
-        return f"{note}\n\n{markdown([*header, 'messages sent', 'learning rate'], lines)}\n"
+        columns: Columns = {
+            **quality("accuracy"),
+            "consensus distance": lambda o: spread(
+                o.last("consensus_distance", type="params_only"), 3
+            ),
+            "messages sent": lambda o: f"{o.largest('messages'):.0f}",  # by worker 0
+            "learning rate": lambda o: f"{o.values['learning_rate']:g}",
+        }
+        return f"{note}\n\n{lines(outcomes, ['method'], columns)}\n"
 
-    return Experiment(
+    return tuned(
         title,
-        [
-            lambda results: [run for method in METHODS for run in tuning(method)],
-            lambda results: [run for method in METHODS for run in final(results, method)],
-        ],
-        report,
+        values,
+        ["method"],
+        methods,
+        dict.fromkeys(methods, settings),
+        few_epochs={},
+        promoted=lambda ranked: ranked[:1],
+        measure="accuracy",
+        seeds=seeds,
+        report=report,
     )
-
-
-def _line(results: Results, method: str, runs: Sequence[Run]) -> list[str]:
-    """A line of the table. Messages are those of worker 0."""
-    rows = [results(run) for run in runs]
-    mean = [100 * score(r, "accuracy", "test_avg") for r in rows]
-    worst = [100 * float(last_values(r, "accuracy", split="test").min()) for r in rows]
-    distance = [
-        float(last_values(r, "consensus_distance", type="params_only").iloc[0]) for r in rows
-    ]
-    return [
-        method,
-        f"{spread(mean, 2)} %",
-        f"{spread(worst, 2)} %",
-        spread(distance, 3),
-        f"{sum(float(r['messages'].max()) for r in rows) / len(rows):.0f}",
-        f"{runs[0].values['learning_rate']:g}",
-    ]

@@ -6,19 +6,18 @@ guidance: they start after 10 % of the steps or the warm-up, and the batched one
 Gradient Compression reaches its keep ratio after a warm-up of a fifth of the epochs.
 """
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.runner import Experiment, Results, Run, Values
+from experiments.runner import Experiment, Values
+from experiments.study import SEEDS, Axes, Cases, Outcome, Outcomes, grid, lines, size, study
 from experiments.tuned_methods import STEP
-from powergossip.formatting import markdown, spread
-from powergossip.runs.metrics import last_values
+from powergossip.formatting import spread
+from powergossip.runs.metrics import last_rows
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-SEEDS = (1, 2, 3)
 PROCESSES = 8
 
 
@@ -61,31 +60,20 @@ METHODS: dict[str, Values] = {
 
 def experiment() -> Experiment:
     """The runs of all tasks, methods and seeds, and a table for each task."""
-    return Experiment(
-        "the cost of averaging compressed gradients, on Digits and FashionMNIST",
-        [lambda results: [r for task in TASKS for rs in _runs(task).values() for r in rs]],
-        report,
-    )
+    cases: Cases = {}
+    for task, values in TASKS.items():
+        warmup = {"optimizer_warmup_epochs": values["num_epochs"] // 5}
+        methods = {
+            method: of_method | (warmup if of_method["optimizer"] == "dgc" else {})
+            for method, of_method in METHODS.items()
+        }
+        axes: Axes = {"task": {task: values}, "method": methods}
+        cases |= grid(_COMMON, axes, SEEDS, processes=PROCESSES)
+    title = "the cost of averaging compressed gradients, on Digits and FashionMNIST"
+    return study(title, cases, report)
 
 
-def _runs(task: str) -> dict[str, list[Run]]:
-    epochs = TASKS[task]["num_epochs"]
-    return {
-        method: [
-            Run(
-                "train",
-                {**_COMMON, **TASKS[task], **values, "seed": seed}
-                | ({"optimizer_warmup_epochs": epochs // 5} if "dgc" in values.values() else {}),
-                {"task": task, "method": method, "seed": seed},
-                PROCESSES,
-            )
-            for seed in SEEDS
-        ]
-        for method, values in METHODS.items()
-    }
-
-
-def report(results: Results, folder: Path) -> str:
+def report(outcomes: Outcomes, folder: Path) -> str:
     """A Markdown table for each task: mean ± standard deviation over the seeds."""
     parts = [
         f"The cost of averaging compressed gradients: {PROCESSES} processes, one worker each, all "
@@ -95,50 +83,37 @@ def report(results: Results, folder: Path) -> str:
         "machine.\n"
     ]
     for task, values in TASKS.items():
-        rows = {method: [results(run) for run in runs] for method, runs in _runs(task).items()}
+        of_task = {(method,): outcomes[task, method] for method in METHODS}
+        table = lines(
+            of_task,
+            ["method"],
+            {
+                "accuracy": _accuracy,
+                **size(of_task["all-reduce",], "all-reduce", places=2),
+                "ms per step": lambda o: f"{_milliseconds(o):.1f}",
+            },
+            diverged=lambda o: "" if o.ended("accuracy").runs else "diverged",
+        )
         parts.append(
-            f"### {task}, {values['num_epochs']} epochs, batch {values['batch_size']}\n\n"
-            f"{_table(rows)}\n"
+            f"### {task}, {values['num_epochs']} epochs, batch {values['batch_size']}\n\n{table}\n"
         )
     return "\n".join(parts)
 
 
-def _table(rows: Mapping[str, Sequence["DataFrame"]]) -> str:
-    plain = sum(_bits(r) for r in rows["all-reduce"]) / len(rows["all-reduce"])
-    header = ["method", "accuracy", "MB sent per worker", "less than all-reduce", "ms per step"]
-    lines: list[list[str]] = []
-    for method, of_seeds in rows.items():
-        reached = [last_values(r, "accuracy", split="test_avg") for r in of_seeds]
-        accuracies = [100 * float(values.iloc[0]) for values in reached if not values.empty]
-        ended = [r for r, values in zip(of_seeds, reached, strict=True) if not values.empty]
-        diverged = len(of_seeds) - len(ended)
-        if not ended:
-            lines.append([method, "diverged", "", "", ""])
-            continue
-        accuracy = f"{spread(accuracies, 2)} %"
-        if diverged:
-            accuracy += f" ({diverged} of {len(of_seeds)} diverged)"
-        bits = sum(_bits(r) for r in ended) / len(ended)
-        milliseconds = sum(map(_milliseconds, ended)) / len(ended)
-        lines.append(
-            [
-                method,
-                accuracy,
-                f"{bits / 8e6:.2f}",
-                f"{plain / bits:.1f}×",
-                f"{milliseconds:.1f}",
-            ]
-        )
-    return markdown(header, lines)
+def _accuracy(outcome: Outcome) -> str:
+    ended = outcome.ended("accuracy")
+    text = f"{spread([100 * a for a in ended.last('accuracy', split='test_avg')], 2)} %"
+    diverged = outcome.diverged("accuracy")
+    return f"{text} ({diverged} of {len(outcome.runs)} diverged)" if diverged else text
 
 
-def _bits(rows: "DataFrame") -> float:
-    return float(rows["bits"].max())
-
-
-def _milliseconds(rows: "DataFrame") -> float:
+def _milliseconds(outcome: Outcome) -> float:
     """Time of a step without evaluation and checkpoints. A step has one gradient per worker."""
-    phases = rows[rows["name"] == "phase_seconds"]
-    end = phases[phases["epoch"] == phases["epoch"].max()]
+    ended = outcome.ended("accuracy").rows
+    return sum(map(_milliseconds_of, ended)) / len(ended)
+
+
+def _milliseconds_of(rows: "DataFrame") -> float:
+    end = last_rows(rows, "phase_seconds")
     steps = float(end[end["phase"] == "gradient"]["instances"].iloc[0])
     return 1e3 * float(end[end["phase"].isin(STEP)]["value"].sum()) / steps

@@ -14,11 +14,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments import tuned_methods
-from experiments.runner import Experiment, Results, Run, Values
+from experiments.compressed_gradients import METHODS as GRADIENTS
+from experiments.runner import Experiment, Values
+from experiments.study import Axes, Outcomes, grid, study
+from experiments.tuned_methods import METHODS as GOSSIP
+from experiments.tuned_methods import STEP
 from powergossip.formatting import markdown
 from powergossip.runs import figures
-from powergossip.runs.metrics import last_values
+from powergossip.runs.metrics import select_rows
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -32,11 +35,10 @@ EPOCHS = 3
 TARGET = 1.1  # times the final perplexity of all-reduce
 
 
-MODEL: Values = {
+# Python's reference texts, with times of computation and communication that add up.
+LSTM: Values = {
     "task": "LSTM",
     "task_architecture": "LSTM",
-    "task_options": {"hidden_size": 440, "num_layers": 1, "dropout": 0.2, "sequence_length": 20},
-    "n_workers": HOSTS,
     "topology": "ring",
     "batch_size": 8,
     "learning_rate": 10.0,
@@ -44,76 +46,53 @@ MODEL: Values = {
     "weight_decay": 0.0,
     "gradient_clipping": 0.4,
     "distributed_lr_warmup_epoch": 0.0,
-    "overlapping": False,  # so that the times of computation and communication add up
+    "overlapping": False,
     "checkpoint_interval": 100,
-    "drop_last": True,  # as when the figures were measured
     "seed": 1,
 }
+MODEL: Values = LSTM | {
+    "task_options": {"hidden_size": 440, "num_layers": 1, "dropout": 0.2, "sequence_length": 20},
+    "n_workers": HOSTS,
+    "drop_last": True,  # as when the figures were measured
+}
 METHODS: dict[str, Values] = {
-    "all-reduce": {"optimizer": "all-reduce"},
-    "D-PSGD": {"optimizer": "dpsgd"},
-    "PowerGossip, 2 iterations": {"optimizer": "power-gossip", "optimizer_num_iterations": 2},
-    "CHOCO, sign": {
-        "optimizer": "choco",
-        "optimizer_compressor": "sign-and-norm",
-        "optimizer_diffusion_rate": 0.8,
-    },
-    "PowerSGD, rank 2": {"optimizer": "powersgd", "optimizer_rank": 2},
-    "DGC, 1 %": {"optimizer": "dgc", "optimizer_keep_ratio": 0.01},
+    **{m: GOSSIP[m] for m in ("all-reduce", "D-PSGD", "PowerGossip, 2 iterations")},
+    "CHOCO, sign": GOSSIP["CHOCO, sign"] | {"optimizer_diffusion_rate": 0.8},
+    **{m: GRADIENTS[m] for m in ("PowerSGD, rank 2", "DGC, 1 %")},
+}
+LEARNING: Values = {"num_epochs": 6, "lr_schedule_milestones": [[5, 0.1]]}
+TIMING: Values = {
+    "num_epochs": EPOCHS,
+    "max_steps_per_epoch": STEPS,
+    "evaluation_interval": 100,
+    "evaluate_average_model": False,
+    "lr_schedule_milestones": [],
 }
 
 
 def experiment() -> Experiment:
     """Timed steps at each rate, and learning in one process."""
+    cases = grid(MODEL | LEARNING, {"method": METHODS})
+    for rate in RATES:
+        axes: Axes = {"method": METHODS, "rate": {rate: {}}}
+        cases |= grid(MODEL | TIMING, axes, processes=HOSTS, rate=rate)
     title = "when compression pays: an LSTM on four hosts with links of 10 Mbit/s to no limit"
-    return Experiment(title, [lambda results: [*_learning().values(), *_timing().values()]], report)
+    return study(title, cases, report)
 
 
-def _learning() -> dict[str, Run]:
-    return {
-        method: Run(
-            "train",
-            {**MODEL, **values, "num_epochs": 6, "lr_schedule_milestones": [[5, 0.1]]},
-            {"method": method},
-        )
-        for method, values in METHODS.items()
-    }
-
-
-def _timing() -> dict[tuple[str, str], Run]:
-    short = {
-        "num_epochs": EPOCHS,
-        "max_steps_per_epoch": STEPS,
-        "evaluation_interval": 100,
-        "evaluate_average_model": False,
-        "lr_schedule_milestones": [],
-    }
-    return {
-        (method, rate): Run(
-            "train", {**MODEL, **values, **short}, {"method": method, "rate": rate}, HOSTS, rate
-        )
-        for rate in RATES
-        for method, values in METHODS.items()
-    }
-
-
-def report(results: Results, folder: Path) -> str:
+def report(outcomes: Outcomes, folder: Path) -> str:
     """Two tables and two figures."""
-    rows = {key: results(run) for key, run in _timing().items()}
-    measured = {key: _seconds(r) for key, r in rows.items()}
+    rows = {case: outcome.rows[0] for case, outcome in outcomes.items()}
+    measured = {(m, rate): _seconds(rows[m, rate]) for m in METHODS for rate in RATES}
     sent = {method: _bytes(rows[method, "none"]) for method in METHODS}
     predicted = {
         (method, rate): measured[method, "none"] + 8 * sent[method] / (bits * CONTENT)
         for method in METHODS
         for rate, bits in RATES.items()
     }
-    learned = {method: results(run) for method, run in _learning().items()}
-    final = {
-        method: float(last_values(r, "perplexity", split="test_avg").iloc[0])
-        for method, r in learned.items()
-    }
+    final = {m: outcomes[m,].last("perplexity", split="test_avg")[0] for m in METHODS}
     target = TARGET * final["all-reduce"]
-    steps = {method: _steps_to(learned[method], target) for method in METHODS}
+    steps = {method: _steps_to(rows[method,], target) for method in METHODS}
 
     _figures(measured, predicted, steps, folder)
     return "\n\n".join(
@@ -193,7 +172,7 @@ def _figures(
 
 def _seconds(rows: "DataFrame") -> float:
     """Seconds of a step after the first epoch, without evaluation and checkpoints."""
-    phases = rows[(rows["name"] == "phase_seconds") & rows["phase"].isin(tuned_methods.STEP)]
+    phases = rows[(rows["name"] == "phase_seconds") & rows["phase"].isin(STEP)]
     by_epoch = phases.groupby("epoch")["value"].sum()
     return float(by_epoch[EPOCHS] - by_epoch[1]) / (STEPS * (EPOCHS - 1))
 
@@ -211,11 +190,11 @@ def _parameters(rows: "DataFrame") -> int:
 
 def _steps_to(rows: "DataFrame", target: float) -> float:
     """Steps until the perplexity of the mean model is at most `target`, or infinity."""
-    chosen = rows[(rows["name"] == "perplexity") & (rows["split"] == "test_avg")]
+    chosen = select_rows(rows, "perplexity", split="test_avg")
     reached = chosen[chosen["value"] <= target]["epoch"]
     if reached.empty:
         return float("inf")
-    phases = rows[(rows["name"] == "phase_seconds") & (rows["phase"] == "gradient")]
+    phases = select_rows(rows, "phase_seconds", phase="gradient")
     gradients = phases[phases["epoch"] == reached.min()]["instances"].iloc[0]
     return float(gradients) / HOSTS  # one process computes them all
 

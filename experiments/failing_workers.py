@@ -10,12 +10,14 @@ distribution. All methods have the same learning rate and momentum, which are no
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from experiments.runner import Experiment, Results, Run, Values, sentence_case
-from experiments.tuned_methods import FASHION_MNIST, SEEDS
-from powergossip.formatting import counted, markdown, spread
+from experiments.runner import Experiment, Values, sentence_case
+from experiments.study import SEEDS, Axes, Outcome, Outcomes, crossed, grid, study
+from experiments.tuned_methods import FASHION_MNIST
+from powergossip.formatting import counted, spread
 from powergossip.runs import figures
+from powergossip.runs.metrics import select_rows
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -92,25 +94,22 @@ OF_LATE = ("D-PSGD", "CHOCO, sign", "PowerGossip, 8 iterations", "exact diffusio
 OF_CHURN = ("D-PSGD", "PowerGossip, 8 iterations", "CHOCO, sign", "exact diffusion")
 CHURN = {"a quarter dies": 0.25, "nobody dies": 0.0}
 
-Case = tuple[str, str]  # method, and the column or line
-
 
 def message_loss(values: Values = LOSING, seeds: Sequence[int] = SEEDS[:1]) -> Experiment:
     """Accuracy with lost messages."""
-    cases = {
-        (method, column): {"scenario": {} if loss is None else {"loss": loss}}
-        for method in METHODS
+    columns = {
+        column: {"scenario": {} if loss is None else {"loss": loss}}
         for column, loss in LOSSES.items()
     }
 
-    def report(results: Results, runs: Mapping[Case, list[Run]], folder: Path) -> str:
+    def draw(outcomes: Outcomes, path: Path) -> None:
         percent = [0.0, *(100 * fraction for fraction in FRACTIONS)]
         panels = {
             method: {
                 f"at {ends} end{'s' if ends == 'both' else ''}": (
                     percent,
                     [
-                        100 * _mean(_accuracies(results, runs[method, column]))
+                        100 * _mean(_accuracies(outcomes[method, column]))
                         for column in ("0", *(_lost(fraction, ends) for fraction in FRACTIONS))
                     ],
                 )
@@ -118,50 +117,28 @@ def message_loss(values: Values = LOSING, seeds: Sequence[int] = SEEDS[:1]) -> E
             }
             for method in METHODS
         }
-        figures.curves(
-            panels,
-            folder / "figure.svg",
-            "messages lost (%)",
-            "accuracy of the mean model (%)",
-            columns=5,
-        )
-        return _table(results, runs, METHODS, LOSSES)
+        x, y = "messages lost (%)", "accuracy of the mean model (%)"
+        figures.curves(panels, path, x, y, columns=5)
 
     title = "accuracy with lost messages, at one end or at both ends of an exchange"
-    return _experiment(title, values, cases, seeds, report)
+    return _experiment(title, values, tuple(METHODS), columns, seeds, draw)
 
 
 def late_exchanges(
     values: Values = FAILING, seeds: Sequence[int] = SEEDS[:2], late: Values = LATE
 ) -> Experiment:
     """Accuracy against virtual time with a slow worker and late exchanges."""
-    cases = {
-        (method, policy): {"scenario": late, **more}
-        for method in OF_LATE
-        for policy, more in POLICIES.items()
-    }
+    columns = {policy: {"scenario": late, **more} for policy, more in POLICIES.items()}
 
-    def report(results: Results, runs: Mapping[Case, list[Run]], folder: Path) -> str:
-        panels = {
-            method: {
-                policy: _curve(results, runs[method, policy], "seconds") for policy in POLICIES
-            }
-            for method in OF_LATE
-        }
-        figures.curves(
-            panels,
-            folder / "figure.svg",
-            "virtual seconds",
-            "accuracy of the mean model",
-            log_x=True,
-        )
-        seconds = {
-            case: f"{_last(results, of_case[0], 'seconds'):.0f} s" for case, of_case in runs.items()
-        }
-        return _table(results, runs, OF_LATE, POLICIES, seconds)
+    def draw(outcomes: Outcomes, path: Path) -> None:
+        panels = _curves(outcomes, "seconds")
+        figures.curves(panels, path, "virtual seconds", "accuracy of the mean model", log_x=True)
+
+    def with_seconds(outcome: Outcome) -> str:
+        return f"{_accuracy(outcome)} ({float(outcome.rows[0]['seconds'].max()):.0f} s)"
 
     title = "accuracy against virtual time: a worker is 4 times slower, 10 % of exchanges are late"
-    return _experiment(title, values, cases, seeds, report)
+    return _experiment(title, values, OF_LATE, columns, seeds, draw, with_seconds)
 
 
 def churn(
@@ -171,104 +148,69 @@ def churn(
     last: float = 4 * STEPS,
 ) -> Experiment:
     """Accuracy while a quarter of the workers die between two virtual times."""
-    cases: dict[Case, Values] = {}
-    for method in OF_CHURN:
-        for name, fraction in CHURN.items():
-            deaths = {"fraction": fraction, "from": first, "until": last}
-            scenario = {"deaths": deaths, "detection": 1.0} if fraction else {}
-            cases[method, name] = {"scenario": scenario}
+    columns: dict[str, Values] = {}
+    for name, fraction in CHURN.items():
+        deaths = {"fraction": fraction, "from": first, "until": last}
+        columns[name] = {"scenario": {"deaths": deaths, "detection": 1.0} if fraction else {}}
 
-    def report(results: Results, runs: Mapping[Case, list[Run]], folder: Path) -> str:
-        panels = {
-            method: {name: _curve(results, runs[method, name], "epoch") for name in CHURN}
-            for method in OF_CHURN
-        }
-        (workers, *_), name = runs[OF_CHURN[0], "a quarter dies"], "workers"
-        rows = results(workers)
-        alive = rows[rows["name"] == name]
-        panels["workers alive, first seed"] = {
-            name: (alive["epoch"].tolist(), alive["value"].tolist())
-        }
-        figures.curves(panels, folder / "figure.svg", "epoch", "accuracy of the mean model")
-        return _table(results, runs, OF_CHURN, CHURN)
+    def draw(outcomes: Outcomes, path: Path) -> None:
+        panels = _curves(outcomes, "epoch")
+        rows = outcomes[OF_CHURN[0], "a quarter dies"].rows[0]
+        alive = rows[rows["name"] == "workers"]
+        curve = (alive["epoch"].tolist(), alive["value"].tolist())
+        panels["workers alive, first seed"] = {"workers": curve}
+        figures.curves(panels, path, "epoch", "accuracy of the mean model")
 
     title = "accuracy while a quarter of the workers die"
-    return _experiment(title, values, cases, seeds, report)
-
-
-Report = Callable[[Results, Mapping[Case, list[Run]], Path], str]
+    return _experiment(title, values, OF_CHURN, columns, seeds, draw)
 
 
 def _experiment(
-    title: str, values: Values, cases: Mapping[Case, Values], seeds: Sequence[int], report: Report
+    title: str,
+    values: Values,
+    methods: Sequence[str],
+    columns: Mapping[str, Values],
+    seeds: Sequence[int],
+    draw: Callable[[Outcomes, Path], None],
+    cell: Callable[[Outcome], str] = lambda outcome: _accuracy(outcome),
 ) -> Experiment:
-    """An experiment of one stage, with a run for each case and seed."""
-    runs = {
-        case: [
-            Run(
-                "train",
-                {**values, **METHODS[case[0]], **more, "seed": seed},
-                {"method": case[0], "case": case[1], "seed": seed},
-            )
-            for seed in seeds
-        ]
-        for case, more in cases.items()
-    }
+    """An experiment of one stage, with a run for each method, column of the table, and seed."""
 
-    def written(results: Results, folder: Path) -> str:
-        folder.mkdir(parents=True, exist_ok=True)
+    def report(outcomes: Outcomes, folder: Path) -> str:
         several = f"mean ± standard deviation of {counted(len(seeds), 'seed')}"
         note = (
             f"{sentence_case(title)}. Accuracy of the mean model of {values['n_workers']} workers "
             f"after {counted(values['num_epochs'], 'epoch')}, "
             f"{several if len(seeds) > 1 else 'one seed'}, on the virtual clock."
         )
-        table = report(results, runs, folder)
+        draw(outcomes, folder / "figure.svg")
+        table = crossed(outcomes, "method", cell)
         return "\n\n".join([note, table, f"![{title}](figure.svg)\n"])
 
-    return Experiment(
-        title, [lambda results: [run for of_case in runs.values() for run in of_case]], written
-    )
+    axes: Axes = {"method": {method: METHODS[method] for method in methods}, "case": columns}
+    return study(title, grid(values, axes, seeds), report)
 
 
-def _table(
-    results: Results,
-    runs: Mapping[Case, list[Run]],
-    methods: Sequence[str] | Mapping[str, Any],
-    columns: Mapping[str, Any],
-    further: Mapping[Case, str] | None = None,
-) -> str:
-    lines = []
-    for method in methods:
-        line = [method]
-        for column in columns:
-            found = _accuracies(results, runs[method, column])
-            diverged = sum(value is None for value in found)
-            kept = [100 * value for value in found if value is not None]
-            several = f"{diverged} of {len(found)} diverged" if len(found) > 1 else "diverged"
-            cell = several if diverged else f"{spread(kept, 2)} %"
-            if further:
-                cell += f" ({further[method, column]})"
-            line.append(cell)
-        lines.append(line)
-    return markdown(["method", *columns], lines)
+def _accuracy(outcome: Outcome) -> str:
+    found = _accuracies(outcome)
+    diverged = found.count(None)
+    if diverged:
+        return f"{diverged} of {len(found)} diverged" if len(found) > 1 else "diverged"
+    return f"{spread([100 * value for value in found if value is not None], 2)} %"
 
 
-def _accuracies(results: Results, runs: Sequence[Run]) -> list[float | None]:
+def _accuracies(outcome: Outcome) -> list[float | None]:
     """The measure of the mean model at the end, None for a run that diverged."""
     found: list[float | None] = []
-    for run in runs:
-        rows = _tested(results(run))
-        ended = len(rows) and rows["epoch"].max() == run.values["num_epochs"]
+    for rows in map(_tested, outcome.rows):
+        ended = len(rows) and rows["epoch"].max() == outcome.values["num_epochs"]
         found.append(float(rows["value"].iloc[-1]) if ended else None)
     return found
 
 
 def _tested(rows: "DataFrame") -> "DataFrame":
     """Rows of evaluations. A run that diverged before the first one has none."""
-    if "split" not in rows:
-        return rows.iloc[:0]
-    return rows[(rows["name"] == "accuracy") & (rows["split"] == "test_avg")]
+    return select_rows(rows, "accuracy", split="test_avg")
 
 
 def _mean(values: Sequence[float | None]) -> float:
@@ -276,14 +218,13 @@ def _mean(values: Sequence[float | None]) -> float:
     return sum(0.1 if value is None else value for value in values) / len(values)
 
 
-def _curve(results: Results, runs: Sequence[Run], x: str) -> tuple[list[float], list[float]]:
-    """x and accuracies by epoch, means over the seeds."""
+def _curves(outcomes: Outcomes, x: str) -> dict[str, dict[str, tuple[list[float], list[float]]]]:
+    """x and accuracies by epoch, means over the seeds, by method and column."""
     import pandas as pd
 
-    rows = pd.concat([_tested(results(run)) for run in runs])
-    means = rows.groupby("epoch")[["seconds", "value"]].mean().reset_index()
-    return means[x].tolist(), means["value"].tolist()
-
-
-def _last(results: Results, run: Run, column: str) -> float:
-    return float(results(run)[column].max())
+    panels: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
+    for (method, column), outcome in outcomes.items():
+        rows = pd.concat([_tested(rows) for rows in outcome.rows])
+        means = rows.groupby("epoch")[["seconds", "value"]].mean().reset_index()
+        panels.setdefault(method, {})[column] = means[x].tolist(), means["value"].tolist()
+    return panels

@@ -9,18 +9,16 @@ References:
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
-from experiments import tuned_methods
 from experiments.presets import preset
-from experiments.runner import Experiment, Results, Run, sentence_case
-from powergossip.formatting import markdown
+from experiments.runner import Experiment, sentence_case
+from experiments.study import Cases, Columns, Outcome, Outcomes, crossed, grid, lines, study
+from experiments.tuned_methods import FASHION_MNIST
 from powergossip.runs.metrics import last_values
 
 PUBLISHED = {"moniqua": (0,), "moniqua-theta-2": (1, 2, 3)}  # preset: seeds
-_LEGEND = "Test accuracy of the mean model and, in brackets, of the worst worker, in percent:"
 
 
 def published() -> Experiment:
@@ -29,37 +27,27 @@ def published() -> Experiment:
     Of resnet20_cifar10_shuffled_moniqua_tuning.py and moniqua_test.py.
     """
     title = "Moniqua's accuracy in the published settings: ResNet-20 on CIFAR-10, 300 epochs"
-    settings = {
-        name: [
-            Run(
-                "train",
-                {**preset("cifar10_resnet20", name), "seed": seed},
-                {"preset": name, "seed": seed},
-                processes=8,
-            )
-            for seed in seeds
-        ]
-        for name, seeds in PUBLISHED.items()
+    cases: Cases = {}
+    for name, seeds in PUBLISHED.items():
+        values = preset("cifar10_resnet20", name)
+        cases |= grid(values, {"preset": {name: {}}}, seeds, processes=8)
+    columns: Columns = {
+        "θ": lambda o: f"{o.values['optimizer_theta']:g}",
+        "γ": lambda o: f"{o.values['optimizer_diffusion_rate']:g}",
+        "learning rate": _learning_rate,
+        "weight decay": lambda o: f"{o.values['weight_decay']:g}",
+        "test accuracy by seed": _cell,
     }
 
-    def report(results: Results, folder: Path) -> str:
-        header = ["preset", "θ", "γ", "learning rate", "weight decay", "test accuracy by seed"]
-        lines = []
-        for name, runs in settings.items():
-            values = runs[0].values
-            rate = values["learning_rate"] * values["distributed_lr_warmup_factor"]
-            keys = ("optimizer_theta", "optimizer_diffusion_rate", "weight_decay")
-            theta, gamma, decay = (f"{values[key]:g}" for key in keys)
-            accuracies = ", ".join(_cell(results(run)) for run in runs)
-            lines.append([name, theta, gamma, f"{rate:g}", decay, accuracies])
-        return f"{sentence_case(title)}\n\n{_LEGEND}\n\n{markdown(header, lines)}\n"
+    def report(outcomes: Outcomes, folder: Path) -> str:
+        return _report(title, lines(outcomes, ["preset"], columns))
 
-    return Experiment(title, [lambda results: [r for rs in settings.values() for r in rs]], report)
+    return study(title, cases, report)
 
 
 def small() -> Experiment:
     """The small CNN on FashionMNIST, 2 epochs."""
-    values = tuned_methods.FASHION_MNIST | {
+    values = FASHION_MNIST | {
         "optimizer": "moniqua",
         "num_epochs": 2,
         "learning_rate": 0.05,
@@ -80,31 +68,38 @@ def experiment(
     thetas: Sequence[float],
     rates: Sequence[float],
 ) -> Experiment:
-    runs = {
-        (theta, rate): Run(
-            "train",
-            {**values, "optimizer_theta": theta, "optimizer_diffusion_rate": rate},
-            {"theta": theta, "diffusion_rate": rate},
-        )
-        for theta, rate in product(thetas, rates)
+    axes = {
+        "theta": {theta: {"optimizer_theta": theta} for theta in thetas},
+        "diffusion_rate": {rate: {"optimizer_diffusion_rate": rate} for rate in rates},
     }
 
-    def report(results: Results, folder: Path) -> str:
-        table = markdown(
-            ["θ \\ γ", *(f"{rate:g}" for rate in rates)],
-            [
-                [f"{theta:g}", *(_cell(results(runs[theta, rate])) for rate in rates)]
-                for theta in thetas
-            ],
-        )
-        return f"{sentence_case(title)}\n\n{_LEGEND}\n\n{table}\n"
+    def report(outcomes: Outcomes, folder: Path) -> str:
+        return _report(title, crossed(outcomes, "θ \\ γ", _cell, "{:g}".format, "{:g}".format))
 
-    return Experiment(title, [lambda results: list(runs.values())], report)
+    return study(title, grid(dict(values), axes), report)
 
 
-def _cell(rows: Any) -> str:
-    mean = last_values(rows, "accuracy", split="test_avg")
-    if mean.empty:
-        return "diverged"
-    worst = last_values(rows, "accuracy", split="test").min()
-    return f"{100 * mean.iloc[0]:.1f} ({100 * worst:.1f})"
+def _report(title: str, table: str) -> str:
+    return (
+        f"{sentence_case(title)}\n\nTest accuracy of the mean model and, in brackets, of the worst "
+        f"worker, in percent:\n\n{table}\n"
+    )
+
+
+def _cell(outcome: Outcome) -> str:
+    """The accuracies of each run."""
+
+    def text(rows: Any) -> str:
+        mean = last_values(rows, "accuracy", split="test_avg")
+        if mean.empty:
+            return "diverged"
+        worst = last_values(rows, "accuracy", split="test").min()
+        return f"{100 * mean.iloc[0]:.1f} ({100 * worst:.1f})"
+
+    return ", ".join(map(text, outcome.rows))
+
+
+def _learning_rate(outcome: Outcome) -> str:
+    """The learning rate after the warm-up."""
+    values = outcome.values
+    return f"{values['learning_rate'] * values['distributed_lr_warmup_factor']:g}"

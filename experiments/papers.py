@@ -12,12 +12,12 @@ References:
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from experiments import tuned_methods
 from experiments.presets import preset
-from experiments.runner import Experiment, Results, Run, Values
+from experiments.runner import Experiment, Values
+from experiments.study import Cases, grid, study
+from experiments.tuned_methods import FASHION_MNIST, TOPICS_LSTM, compared
 
 CIFAR10, WIKITEXT2 = "cifar10_resnet20", "wikitext2_lstm"
 
@@ -144,7 +144,7 @@ def cifar10_small() -> Experiment:
     def small(name: str) -> Values:
         published = preset(CIFAR10, name)
         rate = 0.1 * published["distributed_lr_warmup_factor"] / _PLAIN
-        return tuned_methods.FASHION_MNIST | _method(published) | {"learning_rate": round(rate, 6)}
+        return FASHION_MNIST | _method(published) | {"learning_rate": round(rate, 6)}
 
     return experiment(
         "the paper's CIFAR-10 table, small: its diffusion rates on FashionMNIST, 5 epochs, 3 seeds",
@@ -169,7 +169,7 @@ def wikitext2() -> Experiment:
 def wikitext2_small() -> Experiment:
     """Python's reference texts, one layer of 128 units, ring of 16, 5 epochs."""
     values = {
-        method: tuned_methods.TOPICS_LSTM
+        method: TOPICS_LSTM
         | _method(preset(WIKITEXT2, name))
         | {"n_workers": 16, "batch_size": 4, "learning_rate": 10.0}
         for method, name in LANGUAGE.items()
@@ -201,16 +201,11 @@ def experiment(
     measure: str,
     processes: int = 1,
 ) -> Experiment:
-    runs = {
-        method: [
-            Run("train", {**v, "seed": seed}, {"method": method, "seed": seed}, processes)
-            for seed in (seeds[method] if isinstance(seeds, Mapping) else seeds)
-        ]
-        for method, v in values.items()
-    }
-
-    def report(results: Results, folder: Path) -> str:
-        note = "diffusion rates and, up to a common factor, learning rates are the published ones."
-        return tuned_methods.compared(title, runs, results, folder, measure, note)
-
-    return Experiment(title, [lambda results: [r for rs in runs.values() for r in rs]], report)
+    cases: Cases = {}
+    for method, v in values.items():
+        of_method = seeds[method] if isinstance(seeds, Mapping) else seeds
+        cases |= grid(v, {"method": {method: {}}}, of_method, processes=processes)
+    note = "diffusion rates and, up to a common factor, learning rates are the published ones."
+    return study(
+        title, cases, lambda outcomes, folder: compared(title, outcomes, folder, measure, note)
+    )

@@ -20,18 +20,20 @@ and nothing of the runs that it predicts. All hosts compute with the cores of th
 part of the model: their CPU times add up.
 """
 
-import json
 import multiprocessing
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments import tuned_methods
-from experiments.runner import Experiment, Results, Run, Values
+from experiments.compressed_gradients import METHODS as GRADIENTS
+from experiments.compression_pays import LSTM
+from experiments.runner import Experiment, Values
+from experiments.study import Axes, Cases, Outcomes, grid, measured_once, study
+from experiments.tuned_methods import METHODS as GOSSIP
+from experiments.tuned_methods import STEP
 from powergossip.formatting import markdown
-from powergossip.runs.files import write_atomically
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -53,43 +55,26 @@ OF_GRADIENTS = 3.0  # seconds of a measurement of gradients
 barrier: Any = None  # a barrier of the processes that measure gradients
 
 HIDDEN = 64
-MODEL: Values = {
-    "task": "LSTM",
-    "task_architecture": "LSTM",
+MODEL: Values = LSTM | {
     "task_options": {
         "hidden_size": HIDDEN,
         "num_layers": 1,
         "dropout": 0.2,
         "sequence_length": 20,
     },
-    "topology": "ring",
-    "batch_size": 8,
-    "learning_rate": 10.0,
-    "momentum": 0.0,
-    "weight_decay": 0.0,
-    "gradient_clipping": 0.4,
-    "distributed_lr_warmup_epoch": 0.0,
     "lr_schedule_milestones": [],
-    "overlapping": False,
-    "checkpoint_interval": 100,
     "num_epochs": EPOCHS,
     "evaluation_interval": 100,
     "evaluate_average_model": False,
-    "seed": 1,
 }
-METHODS: dict[str, Values] = {  # names as in powergossip.prediction.METHODS
-    "all-reduce": {"optimizer": "all-reduce"},
-    "D-PSGD": {"optimizer": "dpsgd"},
-    "PowerGossip, 1 iteration": {"optimizer": "power-gossip", "optimizer_num_iterations": 1},
-    "PowerGossip, 2 iterations": {"optimizer": "power-gossip", "optimizer_num_iterations": 2},
-    "CHOCO, sign": {"optimizer": "choco", "optimizer_compressor": "sign-and-norm"},
-    "CHOCO, top 1 %": {
-        "optimizer": "choco",
-        "optimizer_compressor": "top-k",
-        "optimizer_keep_ratio": 0.01,
-        "optimizer_diffusion_rate": 0.1,  # with 1 it diverges, and such numbers are slow
-    },
-    "PowerSGD, rank 2": {"optimizer": "powersgd", "optimizer_rank": 2},
+# Names as in powergossip.prediction.METHODS
+METHODS: dict[str, Values] = {
+    **{m: GOSSIP[m] for m in ("all-reduce", "D-PSGD")},
+    **{m: GOSSIP[m] for m in ("PowerGossip, 1 iteration", "PowerGossip, 2 iterations")},
+    "CHOCO, sign": GOSSIP["CHOCO, sign"],
+    # With 1 it diverges, and such numbers are slow.
+    "CHOCO, top 1 %": GOSSIP["CHOCO, top 1 %"] | {"optimizer_diffusion_rate": 0.1},
+    "PowerSGD, rank 2": GRADIENTS["PowerSGD, rank 2"],
 }
 
 Place = tuple[int, str, str]  # hosts, rate, latency
@@ -100,28 +85,19 @@ Times = Mapping[tuple[str, Place], float]  # by method and place: seconds of a s
 
 def experiment() -> Experiment:
     """Timed steps of each method, number of hosts and rate."""
+    cases: Cases = {}
+    for place in [CALIBRATION, *PLACES]:
+        hosts, rate, latency = place
+        axes: Axes = {"method": METHODS, "place": {place: {"n_workers": hosts}}}
+        values = MODEL | {"max_steps_per_epoch": STEPS[rate]}
+        cases |= grid(values, axes, processes=hosts, rate=rate, latency=latency)
     title = "how well the cost model predicts a step: 2, 4, 8 hosts, 10 Mbit/s to 1 Gbit/s"
-    return Experiment(title, [lambda results: list(_runs().values())], report)
+    return study(title, cases, report)
 
 
-def _runs() -> dict[tuple[str, Place], Run]:
-    return {
-        (method, (hosts, rate, latency)): Run(
-            "train",
-            {**MODEL, **values, "n_workers": hosts, "max_steps_per_epoch": STEPS[rate]},
-            {"method": method, "place": (hosts, rate, latency)},
-            hosts,
-            rate,
-            latency,
-        )
-        for hosts, rate, latency in [CALIBRATION, *PLACES]
-        for method, values in METHODS.items()
-    }
-
-
-def report(results: Results, folder: Path) -> str:
+def report(outcomes: Outcomes, folder: Path) -> str:
     """A table of measured and predicted times, and one of the largest errors."""
-    rows = {key: results(run) for key, run in _runs().items()}
+    rows = {case: outcome.rows[0] for case, outcome in outcomes.items()}
     measured = {key: sum(_phases(r).values()) for key, r in rows.items()}
     alone = {method: _phases(rows[method, CALIBRATION]) for method in METHODS}
     parameters = _parameters(rows["D-PSGD", CALIBRATION])
@@ -152,7 +128,7 @@ def predict(
 
     cores = os.cpu_count() or 1
     layout = _layout(parameters)
-    averaging = _averaging(layout, folder)
+    averaging, slowdowns = _averaging(layout, folder), _slowdowns(folder)
     traffic = {m: prediction.count(prediction.METHODS[m], layout) for m in METHODS}
     # Other load only adds to a time.
     gradient = min(sum(alone[m][p] for p in ("data", "gradient", "update")) for m in METHODS)
@@ -174,7 +150,7 @@ def predict(
             hosts,
             RATES[rate],
             LATENCY[latency],
-            cores=cores / hosts / _slowdown(hosts, folder),
+            cores=cores / hosts / slowdowns.get(str(hosts), 1.0),
             per_message=per_message,
             per_byte=per_byte,
         )
@@ -206,33 +182,38 @@ def _fitted(rows: list[tuple[float, float, float]]) -> tuple[float, float]:
 def _averaging(layout: "Layout", folder: Path) -> dict[str, tuple[float, float]]:
     """CPU seconds of averaging by method, see prediction.cpu_seconds. Measured by the first report
     and kept in averaging.json."""
+    return measured_once(
+        folder / "averaging.json", lambda: averaging_seconds(METHODS, layout, SECONDS)
+    )
+
+
+def averaging_seconds(
+    methods: Iterable[str], layout: "Layout", seconds: float
+) -> dict[str, tuple[float, float]]:
+    """CPU seconds of averaging by method, of one thread, see prediction.cpu_seconds."""
+    import torch
+
     from powergossip import prediction
 
-    file = folder / "averaging.json"
-    if not file.exists():
-        import torch
-
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        found = {m: prediction.cpu_seconds(prediction.METHODS[m], layout, SECONDS) for m in METHODS}
-        torch.set_num_threads(threads)
-        write_atomically(file, json.dumps(found) + "\n")
-    return {method: tuple(seconds) for method, seconds in json.loads(file.read_text()).items()}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    found = {m: prediction.cpu_seconds(prediction.METHODS[m], layout, seconds) for m in methods}
+    torch.set_num_threads(threads)
+    return found
 
 
-def _slowdown(hosts: int, folder: Path) -> float:
-    """CPU time of a gradient among this many processes, in multiples of that among as many as
-    cores. Measured by the first report and kept in slowdown.json."""
+def _slowdowns(folder: Path) -> dict[str, float]:
+    """CPU time of a gradient among so many processes, in multiples of that among as many as cores.
+    Measured by the first report and kept in slowdown.json."""
     cores = os.cpu_count() or 1
-    if hosts <= cores:
-        return 1.0
-    file = folder / "slowdown.json"
-    found = json.loads(file.read_text()) if file.exists() else {}
-    if str(hosts) not in found:
-        found[str(hosts)] = gradient_seconds(hosts) / gradient_seconds(cores)
-        write_atomically(file, json.dumps(found) + "\n")
-    slowdown: float = found[str(hosts)]
-    return slowdown
+    return measured_once(
+        folder / "slowdown.json",
+        lambda: {
+            str(hosts): gradient_seconds(hosts) / gradient_seconds(cores)
+            for hosts in HOSTS
+            if hosts > cores
+        },
+    )
 
 
 def gradient_seconds(processes: int) -> float:
@@ -312,14 +293,14 @@ def _errors(measured: Times, predicted: Times) -> str:
 
 def _phases(rows: "DataFrame") -> dict[str, float]:
     """Seconds of the phases of a step after the first epoch, without evaluation and checkpoints."""
-    chosen = rows[(rows["name"] == "phase_seconds") & rows["phase"].isin(tuned_methods.STEP)]
+    chosen = rows[(rows["name"] == "phase_seconds") & rows["phase"].isin(STEP)]
     steps = _steps(chosen)
     by_phase = chosen.groupby(["phase", "epoch"])["value"].sum().to_dict()
 
     def seconds(phase: str) -> float:
         return float(by_phase.get((phase, EPOCHS), 0.0) - by_phase.get((phase, 1), 0.0)) / steps
 
-    return {phase: seconds(phase) for phase in tuned_methods.STEP}
+    return {phase: seconds(phase) for phase in STEP}
 
 
 def _parameters(rows: "DataFrame") -> int:

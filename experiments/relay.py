@@ -8,20 +8,17 @@ References:
     Vogels et al. (2021), arXiv:2110.04175, table 2, and its published program.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from experiments import tuned_methods
 from experiments.presets import preset
-from experiments.runner import Experiment, Results, Run, Values, sentence_case
-from powergossip.formatting import markdown, spread
-from powergossip.runs.metrics import last_values
+from experiments.runner import Experiment, Values, sentence_case
+from experiments.study import SEEDS, Axes, Cases, Outcome, Outcomes, crossed, grid, quality, study
 
 BASE = "cifar10_vgg11"
 ALPHAS = (1.0, 0.1, 0.01)  # of the Dirichlet distribution
-SEEDS = (1, 2, 3)
 SMALL = 0.3  # learning rates of the small form, relative to the published ones
 
 
@@ -94,41 +91,29 @@ def small() -> Experiment:
 
 
 def _experiment(
-    title: str, rows: Mapping[str, PresetRow], values: Any, processes: int = 1
+    title: str,
+    rows: Mapping[str, PresetRow],
+    values: Callable[[PresetRow, float], Values],
+    processes: int = 1,
 ) -> Experiment:
-    runs: dict[str, dict[float, list[Run]]] = {}
+    cases: Cases = {}
     for name, row in rows.items():
         for alpha, rate in zip(ALPHAS, row.rates, strict=True):
-            of_row = {**values(row, rate), "decentralized_data_dirichlet_alpha": alpha}
-            runs.setdefault(name, {})[alpha] = [
-                Run(
-                    "train",
-                    {**of_row, "seed": seed},
-                    {"method": name, "alpha": alpha, "seed": seed},
-                    processes,
-                )
-                for seed in SEEDS
-            ]
+            of_alpha = {"decentralized_data_dirichlet_alpha": alpha}
+            axes: Axes = {"method": {name: values(row, rate)}, "alpha": {alpha: of_alpha}}
+            cases |= grid({}, axes, SEEDS, processes=processes)
 
-    def report(results: Results, folder: Path) -> str:
+    def report(outcomes: Outcomes, folder: Path) -> str:
         return (
             f"{sentence_case(title)}.\n\nAccuracy of the worst worker after the last epoch, mean ± "
             f"standard deviation of the seeds, with labels drawn from a Dirichlet distribution "
-            f"with α.\n\n{_table(runs, results)}\n"
+            f"with α.\n\n{crossed(outcomes, 'method', _cell, column=lambda a: f'α = {a:g}')}\n"
         )
 
-    stage = [run for of_row in runs.values() for seeds in of_row.values() for run in seeds]
-    return Experiment(title, [lambda results: stage], report)
+    return study(title, cases, report)
 
 
-def _table(runs: Mapping[str, Mapping[float, Sequence[Run]]], results: Results) -> str:
-    def cell(seeds: Sequence[Run]) -> str:
-        rows = [results(run) for run in seeds]
-        if any(tuned_methods.score(r, "accuracy", "test_avg") == float("-inf") for r in rows):
-            return "diverged"
-        worst = [100 * float(min(last_values(r, "accuracy", split="test"))) for r in rows]
-        return f"{spread(worst, 2)} %"
-
-    header = ["method", *(f"α = {alpha:g}" for alpha in ALPHAS)]
-    lines = [[name, *(cell(of_row[alpha]) for alpha in ALPHAS)] for name, of_row in runs.items()]
-    return markdown(header, lines)
+def _cell(outcome: Outcome) -> str:
+    if outcome.diverged("accuracy"):
+        return "diverged"
+    return quality("accuracy")["worst worker"](outcome)

@@ -10,15 +10,15 @@ the graph reduces the distance between the workers tenfold: a lower bound for co
 and no statement about accuracy.
 """
 
-import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from experiments.runner import Experiment, Results
+from experiments.prediction import averaging_seconds
+from experiments.runner import Experiment
+from experiments.study import Outcomes, measured_once, study
 from powergossip.formatting import markdown
 from powergossip.runs import figures
-from powergossip.runs.files import write_atomically
 
 WORKERS = (8, 16, 32, 64, 128, 256, 512, 1024, 2500, 5000, 10_000)
 SHOWN = (8, 64, 1024, 10_000)  # in the table
@@ -36,15 +36,14 @@ PER_MESSAGE, PER_BYTE = 5e-6, 1e-10  # CPU seconds, those of a fast library
 def experiment() -> Experiment:
     """No runs: a report of the cost model."""
     title = "steps per second and time to a target for 8 to 10,000 workers, by the cost model"
-    return Experiment(title, [lambda results: []], report)
+    return study(title, {}, report)
 
 
 Curves = dict[str, dict[str, tuple[list[float], list[float]]]]  # network → line → (n, values)
 
 
-def report(results: Results, folder: Path, workers: tuple[int, ...] = WORKERS) -> str:
+def report(outcomes: Outcomes, folder: Path, workers: tuple[int, ...] = WORKERS) -> str:
     """A table for each network, and a figure for steps per second and time to a target."""
-    folder.mkdir(parents=True, exist_ok=True)
     costs = _costs(folder)
     speed, target = curves(costs, workers)
     for file, panels, y in (
@@ -115,19 +114,13 @@ def _costs(folder: Path) -> dict[str, tuple[float, ...]]:
     kept in costs.json."""
     from powergossip import prediction
 
-    file = folder / "costs.json"
-    if not file.exists():
-        import torch
-
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        layout = prediction.layout(MODEL)
-        found: dict[str, tuple[float, ...]] = {"gradient": (_gradient(),)}
-        for m in METHODS:
-            found[m] = prediction.cpu_seconds(prediction.METHODS[m], layout)
-        torch.set_num_threads(threads)
-        write_atomically(file, json.dumps(found) + "\n")
-    return {name: tuple(seconds) for name, seconds in json.loads(file.read_text()).items()}
+    return measured_once(
+        folder / "costs.json",
+        lambda: {
+            "gradient": (_gradient(),),
+            **averaging_seconds(METHODS, prediction.layout(MODEL), 0.5),
+        },
+    )
 
 
 def _gradient() -> float:

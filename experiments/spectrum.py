@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from experiments import tuned_methods
 from experiments.presets import preset
-from experiments.runner import Experiment, Results, Run, sentence_case
+from experiments.runner import Experiment, sentence_case
+from experiments.study import Outcomes, grid, study
 from powergossip.formatting import markdown
 from powergossip.runs import figures
 from powergossip.runs.metrics import last_values, select_rows
@@ -67,12 +68,10 @@ def experiment(
         "spectrum_logging_params": list(parameters),
         "spectrum_logging_worker_pairs": [list(pair) for pair in pairs],
     }
-    runs = {
-        method: Run("train", {"seed": 1, **v, **logging}, {"method": method}, processes)
-        for method, v in values.items()
-    }
+    methods = {method: {**v, **logging} for method, v in values.items()}
+    cases = grid({"seed": 1}, {"method": methods}, processes=processes)
 
-    def report(results: Results, folder: Path) -> str:
+    def report(outcomes: Outcomes, folder: Path) -> str:
         header = [
             "method",
             "parameter",
@@ -83,8 +82,8 @@ def experiment(
         ]
         lines: dict[tuple[int, int], list[list[str]]] = {pair: [] for pair in pairs}
         panels: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
-        for method, run in runs.items():
-            rows = results(run)
+        for (method,), outcome in outcomes.items():
+            (rows,) = outcome.rows
             distance = last_values(rows, "consensus_distance", type="params_only").iloc[0]
             for pair in pairs:
                 for parameter in parameters:
@@ -119,7 +118,7 @@ def experiment(
         figure = "![singular values by index](figure.svg)"
         return "\n\n".join([sentence_case(title), *tables, figure]) + "\n"
 
-    return Experiment(title, [lambda results: list(runs.values())], report)
+    return study(title, cases, report)
 
 
 def _values(rows: "DataFrame", parameter: str, epoch: int, pair: tuple[int, int]) -> list[float]:

@@ -7,8 +7,9 @@ import pandas as pd
 import pytest
 
 from experiments import different_data, tuned_methods
-from experiments.different_data import ALL_REDUCE, MORE, PLAIN, RATES, RELAY, Pair
+from experiments.different_data import ALL_REDUCE, MORE, PLAIN, RATES, Pair
 from experiments.runner import Folder, Run, carry_out
+from experiments.study import RELAY, SEEDS, TUNING_SEED
 from powergossip import algorithms, topologies
 from powergossip.algorithms.learning import check
 from powergossip.network import Network
@@ -48,12 +49,12 @@ def test_the_best_learning_rate_goes_on_without_a_look_at_test_data() -> None:
     assert {run.values["learning_rate"] for run in longer} == {RATES[1], RATES[2]}
     assert {run.values["num_epochs"] for run in longer} == {5}
     assert {run.values["validation_ratio"] for run in tuning + longer} == {0.1}
-    assert {run.values["seed"] for run in tuning + longer} == {tuned_methods.TUNING_SEED}
+    assert {run.values["seed"] for run in tuning + longer} == {TUNING_SEED}
     assert not any(run.values["evaluate_test_data"] for run in tuning + longer)
-    assert len(final) == len(MORE) * len(tuned_methods.SEEDS)
+    assert len(final) == len(MORE) * len(SEEDS)
     assert {run.values["learning_rate"] for run in final} == {RATES[1]}
     assert {run.values["num_epochs"] for run in final} == {5}
-    assert tuned_methods.TUNING_SEED not in {run.values["seed"] for run in final}
+    assert TUNING_SEED not in {run.values["seed"] for run in final}
     assert not any("validation_ratio" in run.values for run in final)
     for run in tuning + longer + final:
         assert run.values["lr_schedule"] == "cosine"

@@ -35,6 +35,7 @@ from experiments import __main__ as experiments_main
 from experiments.__main__ import main
 from experiments.jobs import Launcher
 from experiments.runner import Experiment, Folder, Results, Run, carry_out
+from experiments.study import SEEDS, TUNING_SEED, Outcome
 from powergossip.errors import BadInput
 from powergossip.network import Processes
 from powergossip.runs import configuration
@@ -404,6 +405,7 @@ def test_configurations_are_accepted(name: str) -> None:
         for run in first
     }
     for run in different.values():
+        assert (runner.ROOT / f"{run.entry}.py").exists()
         module = {"gossip_run": gossip_run}.get(run.entry, train)
         config = OmegaConf.structured(module.Config)
         keys = run.command[run.command.index(str(runner.ROOT / f"{run.entry}.py")) + 1 :]
@@ -503,7 +505,7 @@ def test_settings_are_chosen_on_held_out_data(tmp_path: Path) -> None:
 
     def results(run: Run) -> pd.DataFrame:
         values = run.values
-        assert ("validation_ratio" in values) == (values["seed"] == tuned_methods.TUNING_SEED)
+        assert ("validation_ratio" in values) == (values["seed"] == TUNING_SEED)
         rate = values.get("optimizer_diffusion_rate", 0.1)
         others = values["learning_rate"] == 0.1 and values.get("optimizer_theta") != 1.0
         good = others and rate == 0.1
@@ -520,7 +522,7 @@ def test_settings_are_chosen_on_held_out_data(tmp_path: Path) -> None:
     assert {run.values["validation_ratio"] for run in [*grid, *tuning]} == {0.1}
     assert {run.values["num_epochs"] for run in tuning} == {tuned_methods.DIGITS["num_epochs"]}
     assert len(tuning) == 2 + 3 * (len(tuned_methods.METHODS) - 1)  # all-reduce has two settings
-    assert len(final) == len(tuned_methods.METHODS) * len(tuned_methods.SEEDS)
+    assert len(final) == len(tuned_methods.METHODS) * len(SEEDS)
     for run in final:
         assert run.values["learning_rate"] == 0.1
         assert run.values.get("optimizer_diffusion_rate", 0.1) == 0.1
@@ -541,13 +543,16 @@ def test_rows_with_fewer_seeds_say_so(tmp_path: Path) -> None:
         splits = [{"split": "test_avg", "value": 0.5}, {"split": "test", "value": 0.5}]
         return pd.DataFrame([common | split for split in splits])
 
-    text = tuned_methods.compared("how well", runs, results, tmp_path, "accuracy", "a note.")
+    outcomes = {
+        (m,): Outcome(of_seeds, list(map(results, of_seeds))) for m, of_seeds in runs.items()
+    }
+    text = tuned_methods.compared("how well", outcomes, tmp_path, "accuracy", "a note.")
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     assert rows[0][-1] == "seeds"
     assert [row[-1] for row in rows[2:]] == ["3", "1"]
     assert [row[3:5] for row in rows[2:]] == [["1.0", "1.0×"]] * 2  # of a run, not of all seeds
-    same = {"D-PSGD": runs["D-PSGD"]}
-    assert "| seeds" not in tuned_methods.compared("how", same, results, tmp_path, "accuracy", "")
+    same = {("D-PSGD",): outcomes["D-PSGD",]}
+    assert "| seeds" not in tuned_methods.compared("how", same, tmp_path, "accuracy", "")
 
 
 SMALL = {
@@ -663,7 +668,7 @@ def test_when_compression_pays_from_rows_to_tables(tmp_path: Path) -> None:
             )
         return pd.DataFrame(rows)
 
-    text = compression_pays.report(results, tmp_path)
+    text = compression_pays.experiment().report(results, tmp_path)
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     steps, times = rows[2:8], rows[10:16]
     for row in steps:
@@ -680,10 +685,10 @@ def test_when_compression_pays_from_rows_to_tables(tmp_path: Path) -> None:
 
 
 def test_every_method_has_the_same_grid() -> None:
-    for method in tuned_methods.METHODS:
-        runs = tuned_methods.grid(tuned_methods.FASHION_MNIST, method, (0.05, 0.1), 2)
+    for method, values in tuned_methods.METHODS.items():
         keys = ("learning_rate", "optimizer_diffusion_rate")
-        tried = {tuple(run.values.get(key) for key in keys) for run in runs}
+        settings = tuned_methods.settings(values, (0.05, 0.1))
+        tried = {tuple(setting.get(key) for key in keys) for setting in settings}
         gammas = [None] if method == "all-reduce" else tuned_methods.DIFFUSION_RATES
         assert tried == {(rate, gamma) for rate in (0.05, 0.1) for gamma in gammas}
 

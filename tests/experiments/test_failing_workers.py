@@ -9,7 +9,7 @@ import pytest
 
 from experiments import EXPERIMENTS, a2cid2, failing_workers
 from experiments.runner import Experiment, Run
-from experiments.tuned_methods import SEEDS
+from experiments.study import SEEDS
 from tests.harness.training import trained
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -95,7 +95,7 @@ def test_churn(tmp_path: Path) -> None:
 def test_a2cid2(tmp_path: Path) -> None:
     few = a2cid2.VALUES | SMALL | {"num_epochs": 1}
     made = a2cid2.experiment(few, rates=(1e-6, 0.1), seeds=(1,))
-    tuned, compared = (stage(results) for stage in made.stages)
+    tuned, _, compared = (stage(results) for stage in made.stages)
     assert len(tuned) == 2 * 2
     assert [run.values["learning_rate"] for run in compared] == [0.1, 0.1]
     text = made.report(results, tmp_path)

@@ -309,7 +309,7 @@ def test_measured_and_predicted_from_rows_to_tables(
             ]
         )  # fmt: skip
 
-    text = experiment.report(results, tmp_path)
+    text = experiment.experiment().report(results, tmp_path)
     cases = len(experiment.METHODS) * len(experiment.PLACES)
     assert text.count(", 1.00)") == cases
     assert f"{size:,} parameters" in text

@@ -1,0 +1,298 @@
+"""Studies: runs of named cases, in stages, and tables of their outcomes.
+
+A case is a combination of names, such as a method and a column of the table. It has a run for each
+seed or, while settings are compared, for each setting.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments.runner import Experiment, Results, Run, Values
+from powergossip.formatting import markdown, spread
+from powergossip.runs import figures
+from powergossip.runs.files import write_atomically
+from powergossip.runs.metrics import last_values
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+Case = tuple[Any, ...]  # a name on each axis of a grid
+Cases = dict[Case, list[Run]]
+Axes = Mapping[str, Mapping[Any, Values]]  # {label: {name: values}}
+
+SEEDS = (1, 2, 3)
+TUNING_SEED = 11
+VALIDATION_RATIO = 0.1  # fraction of the training data held out in runs that compare settings
+# Of runs that compare settings. They do not see the test data.
+TUNING: Values = {
+    "validation_ratio": VALIDATION_RATIO,
+    "seed": TUNING_SEED,
+    "evaluate_workers": False,
+    "evaluate_test_data": False,
+}
+RELAY = "relay-sgd"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The runs of a case, and the rows of each."""
+
+    runs: Sequence[Run]
+    rows: Sequence["DataFrame"]
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """The values of the first run."""
+        return self.runs[0].values
+
+    def last(
+        self, name: str, worst: Callable[[Sequence[float]], float] = min, **tags: str
+    ) -> list[float]:
+        """The value of each run after its last evaluation, the worst of several workers."""
+        return [float(worst(last_values(rows, name, **tags).tolist())) for rows in self.rows]
+
+    def largest(self, column: str) -> float:
+        """The largest value of a column of all rows, mean over the runs."""
+        return sum(float(rows[column].max()) for rows in self.rows) / len(self.rows)
+
+    def ended(self, measure: str) -> "Outcome":
+        """Only the runs that did not diverge."""
+        kept = [
+            (run, rows)
+            for run, rows in zip(self.runs, self.rows, strict=True)
+            if score(rows, measure, "test_avg") > float("-inf")
+        ]
+        return Outcome([run for run, _ in kept], [rows for _, rows in kept])
+
+    def diverged(self, measure: str) -> int:
+        """The number of runs that diverged."""
+        return len(self.runs) - len(self.ended(measure).runs)
+
+    @property
+    def bits(self) -> float:
+        """Bits sent by a worker in a run, mean over the workers and runs. Rows have worker 0's."""
+        sent = self.largest("bits")
+        if self.values.get("learning") != RELAY:
+            return sent
+        from powergossip import topologies
+
+        n = self.values["n_workers"]
+        trees = topologies.make(self.values["topology"], n).trees or ()
+        of_worker_0 = sum(0 in edge for tree in trees for edge in tree) / len(trees)
+        return sent * 2 * (n - 1) / n / of_worker_0
+
+
+Outcomes = Mapping[Case, Outcome]
+Columns = Mapping[str, Callable[[Outcome], str]]  # header: cell
+Report = Callable[[Outcomes, Path], str]
+
+
+def grid(
+    values: Values,
+    axes: Axes,
+    seeds: Sequence[int] = (),
+    entry: str = "train",
+    **of_run: Any,
+) -> Cases:
+    """Return the runs of each combination of names on the axes.
+
+    values  # of all runs
+    axes    # the names and their further values
+    seeds   # a run for each. (): one, with the seed of the values
+    of_run  # processes, rate and latency of a Run
+    """
+    cases: Cases = {}
+    for chosen in product(*(axis.items() for axis in axes.values())):
+        case = tuple(name for name, _ in chosen)
+        parts = (values, *(further for _, further in chosen))
+        of_case = {key: value for part in parts for key, value in part.items()}
+        labels = dict(zip(axes, case, strict=True))
+        of_seeds: list[Values] = [{"seed": seed} for seed in seeds] or [{}]
+        cases[case] = [Run(entry, of_case | s, labels | s, **of_run) for s in of_seeds]
+    return cases
+
+
+def study(
+    title: str,
+    cases: Cases,
+    report: Report,
+    *later: Callable[[Outcomes], Cases],
+) -> Experiment:
+    """Return the experiment that carries out cases and reports the outcomes of the last stage.
+
+    later  # the cases of each further stage, given the outcomes of the one before
+    """
+
+    def outcomes(stage: int, results: Results) -> Outcomes:
+        return {
+            case: Outcome(runs, [results(run) for run in runs])
+            for case, runs in of_stage(stage, results).items()
+        }
+
+    def of_stage(stage: int, results: Results) -> Cases:
+        return later[stage - 1](outcomes(stage - 1, results)) if stage else cases
+
+    def runs(stage: int) -> Callable[[Results], list[Run]]:
+        return lambda results: [
+            run for of_case in of_stage(stage, results).values() for run in of_case
+        ]
+
+    def written(results: Results, folder: Path) -> str:
+        folder.mkdir(parents=True, exist_ok=True)
+        return report(outcomes(len(later), results), folder)
+
+    return Experiment(title, [runs(stage) for stage in range(1 + len(later))], written)
+
+
+def tuned(
+    title: str,
+    values: Values,
+    labels: Sequence[str],
+    methods: Mapping[Case, Values],
+    settings: Mapping[Case, Sequence[Values]],
+    few_epochs: Values,
+    promoted: Callable[[list[Values]], list[Values]],
+    measure: str,
+    seeds: Sequence[int],
+    report: Report,
+) -> Experiment:
+    """Return an experiment of three stages:
+
+    1. All settings of each method with `few_epochs`, on held-out data.
+    2. The promoted ones with all epochs, on the same data.
+    3. The best of them with further seeds and all training data, evaluated on the test data.
+
+    labels    # of the names in a case
+    settings  # tried for each method, the same keys in each
+    promoted  # the settings of the second stage, given those of the first one, best first
+    measure   # of the mean model: accuracy, where larger is better, or perplexity
+    """
+
+    def run(case: Case, setting: Values, *further: Values) -> Run:
+        parts = (values, methods[case], setting, *further)
+        of_run = {key: value for part in parts for key, value in part.items()}
+        return Run("train", of_run, dict(zip(labels, case, strict=True)) | setting)
+
+    def ranked(case: Case, outcome: Outcome) -> list[Values]:
+        scores = [score(rows, measure, "valid_avg") for rows in outcome.rows]
+        order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
+        keys = settings[case][0]
+        return [{key: outcome.runs[i].values[key] for key in keys} for i in order]
+
+    return study(
+        title,
+        {case: [run(case, s, few_epochs, TUNING) for s in settings[case]] for case in methods},
+        report,
+        lambda outcomes: {
+            case: [run(case, s, TUNING) for s in promoted(ranked(case, outcome))]
+            for case, outcome in outcomes.items()
+        },
+        lambda outcomes: {
+            case: [run(case, ranked(case, outcome)[0] | {"seed": seed}) for seed in seeds]
+            for case, outcome in outcomes.items()
+        },
+    )
+
+
+def score(rows: "DataFrame", measure: str, split: str) -> float:
+    """The measure, negated if smaller is better; −∞ for a run that diverged."""
+    value = last_values(rows, measure, split=split)
+    if value.empty or not value.notna().all():
+        return float("-inf")
+    return float(value.iloc[0]) * (-1 if measure == "perplexity" else 1)
+
+
+def lines(
+    outcomes: Outcomes,
+    names: Sequence[str],
+    columns: Columns,
+    settings: Columns | None = None,
+    diverged: Callable[[Outcome], str] = lambda outcome: "",
+) -> str:
+    """Return a Markdown table with a line for each case.
+
+    names     # headers of the names in a case
+    columns   # measured
+    settings  # further columns, of runs that diverged too
+    diverged  # a text instead of the measured columns, unless ""
+    """
+    settings = settings or {}
+    table = []
+    for case, outcome in outcomes.items():
+        text = diverged(outcome)
+        measured = [text] + [""] * (len(columns) - 1)
+        if not text:
+            measured = [cell(outcome) for cell in columns.values()]
+        table.append([*case, *measured, *(cell(outcome) for cell in settings.values())])
+    return markdown([*names, *columns, *settings], table)
+
+
+def crossed(
+    outcomes: Outcomes,
+    corner: str,
+    cell: Callable[[Outcome], str],
+    name: Callable[[Any], str] = str,
+    column: Callable[[Any], str] = str,
+) -> str:
+    """Return a Markdown table of cases of two names, the line's and the column's.
+
+    corner        # the header of the first column
+    name, column  # texts of the names
+    """
+    rows, columns = (list(dict.fromkeys(names)) for names in zip(*outcomes, strict=True))
+    return markdown(
+        [corner, *map(column, columns)],
+        [[name(row), *(cell(outcomes[row, of]) for of in columns)] for row in rows],
+    )
+
+
+def measured_once(file: Path, measure: Callable[[], Any]) -> Any:
+    """Return a measurement of the first report, which is kept in a JSON file."""
+    if not file.exists():
+        write_atomically(file, json.dumps(measure()) + "\n")
+    return json.loads(file.read_text())
+
+
+def quality(measure: str) -> Columns:
+    """Columns of a measure: mean ± standard deviation over the seeds."""
+    factor, unit, worst = _units(measure)
+
+    def text(values: Sequence[float]) -> str:
+        return f"{spread([factor * value for value in values], 2)}{unit}"
+
+    return {
+        f"{measure}, mean model": lambda o: text(o.last(measure, split="test_avg")),
+        "worst worker": lambda o: text(o.last(measure, worst, split="test")),
+    }
+
+
+def size(plain: Outcome, name: str = "D-PSGD", places: int = 1) -> Columns:
+    """Columns of the megabytes that a worker sends, absolute and relative to an outcome."""
+    return {
+        "MB sent per worker": lambda o: f"{o.bits / 8e6:.{places}f}",
+        f"less than {name}": lambda o: f"{plain.bits / o.bits:.1f}×",
+    }
+
+
+def draw_by_size(outcomes: Outcomes, measure: str, path: Path) -> None:
+    """Draw the measure by megabytes sent: a point for each case, with the range of its seeds."""
+    factor, unit, _ = _units(measure)
+    points = {
+        ", ".join(case): (
+            outcome.bits / 8e6,
+            [factor * value for value in outcome.last(measure, split="test_avg")],
+        )
+        for case, outcome in outcomes.items()
+        if not outcome.diverged(measure)
+    }
+    y = f"test {measure}, mean model" + (f",{unit}" if unit else "")
+    figures.scatter(points, path, "megabytes sent by a worker", y, log_y=measure == "perplexity")
+
+
+def _units(measure: str) -> tuple[float, str, Callable[[Sequence[float]], float]]:
+    """Factor, unit, and the function that selects the worst worker."""
+    return (100.0, " %", min) if measure == "accuracy" else (1.0, "", max)
