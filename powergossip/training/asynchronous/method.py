@@ -110,7 +110,7 @@ def check(c: Settings, options: Mapping[str, Any], network: Network) -> None:
     dual_rate_of(c)
 
 
-def _check_accelerated(c: Any) -> None:
+def _check_accelerated(c: Settings) -> None:
     """Raise BadValue for a method that gossip=a2cid2 does not accelerate.
 
     Gives `overlapping` its value: exchanges follow the local update.
