@@ -200,7 +200,7 @@ class QuasiGlobal(_Learning):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._m.copy_(state["m"])
         self._before.copy_(state["before"])
-        self._rate = state.get("rate", 0.0)  # earlier versions lack it
+        self._rate = state["rate"]
 
 
 class ExactDiffusion(_Learning):

@@ -443,7 +443,7 @@ class GossipOptimizer(torch.optim.Optimizer):
                 "before wrapping it"
             )
         gossip, kind = dict(gossip), type(self.wrapped).__name__
-        saved = gossip.pop("optimizer", kind)  # earlier versions lack it
+        saved = gossip.pop("optimizer")
         if saved != kind:
             raise ValueError(f"the state is of {saved}; wrap the same optimizer, not {kind}")
         self._averaged.check_state(gossip)

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powergossip import algorithms
-from powergossip.algorithms import learning as learning_rules
 from powergossip.network import Conversation, Exchange, Processes, together
 from powergossip.optimizers.checks import (
     broadcast_from_process_0,
@@ -21,12 +19,11 @@ from powergossip.optimizers.checks import (
     check_same_shapes_everywhere,
     check_shapes,
     is_frozen,
-    named,
 )
 from powergossip.optimizers.precision import HALF, Rounding, message_dtype_of, working_dtype
 from powergossip.optimizers.rules import LearningRule, PartRule
 from powergossip.optimizers.specification import Specification
-from powergossip.parameters import PRECISIONS, Layout, check_parameters
+from powergossip.parameters import PRECISIONS, Layout
 
 DTYPES = (*PRECISIONS, *HALF)  # of trainable parameters
 
@@ -371,11 +368,11 @@ class Averaged:
 
     def check_state(self, saved: Mapping[str, Any]) -> None:
         """Raise ValueError unless the facts of a saved state are those of this object."""
-        _check_state(_current(saved), self._facts())
+        _check_state(saved, self._facts())
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`, after `check_state`."""
-        for part, state in zip(self.parts, _current(saved)["averaging"], strict=True):
+        for part, state in zip(self.parts, saved["averaging"], strict=True):
             part.rule.load_state_dict(state)
         self.in_step = False
         self.network.load_state_dict(saved["network"])
@@ -410,43 +407,6 @@ def _check_state(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 _STATE_KEYS = {"steps", "averaging", "network"}  # not facts
-
-
-def _current(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A saved state as one of the present version.
-
-    Version 1 has the name of a class as method, options of other compressors besides those of the
-    chosen one, and None for some defaults. Version 2 has no name for D-PSGD.
-    """
-    if saved.get("version") == 2:
-        if "learning" in saved:
-            return {**saved, "version": _VERSION}
-        steps = saved.get("steps", 0)
-        states = [{"steps": steps, "averaging": averaging} for averaging in saved["averaging"]]
-        named = {"learning": learning_rules.DEFAULT, "version": _VERSION}
-        return {**saved, **named, "averaging": states}
-    name = _NAMES_OF_VERSION_1.get(saved.get("method", ""))
-    if saved.get("version") != 1 or name is None:
-        return saved
-    known = algorithms.defaults(name, saved)
-    known.pop("seed", None)
-    options = {
-        option: default if saved.get(option) is None else saved[option]
-        for option, default in known.items()
-    }
-    kept = _STATE_KEYS | {"topology", "topology_options", "seed", "n_workers", "worker", "shapes"}
-    facts = {key: value for key, value in saved.items() if key in kept}
-    return _current({**facts, **options, "version": 2, "method": name})
-
-
-_NAMES_OF_VERSION_1 = {
-    "AllReduce": "all-reduce",
-    "Gossip": "dpsgd",
-    "PowerGossip": "power-gossip",
-    "Choco": "choco",
-    "DeepSqueeze": "deepsqueeze",
-    "Moniqua": "moniqua",
-}
 
 
 def trainable_of(optimizer: torch.optim.Optimizer, required: bool = True) -> list[Tensor]:

@@ -854,84 +854,11 @@ def test_options_without_a_type_accept_every_value(monkeypatch: pytest.MonkeyPat
     assert found == [("high", None), (1.0, (1, 2))]
 
 
-# Facts of methods in version 1 of the state.
-VERSION_1: dict[str, tuple[Specification, dict[str, Any]]] = {
-    "power-gossip": (
-        Specification("power-gossip", rank=2),
-        {
-            "method": "PowerGossip",
-            "diffusion_rate": 1.0,
-            "rank": 2,
-            "num_iterations": 1,
-            "warm_start": True,
-            "round_weights": False,
-        },
-    ),
-    "all-reduce": (Specification("all-reduce"), {"method": "AllReduce", "diffusion_rate": 1.0}),
-    "choco with rank 1": (
-        Specification("choco", diffusion_rate=0.4, compressor="svd"),
-        {
-            "method": "Choco",
-            "diffusion_rate": 0.4,
-            "compressor": "svd",
-            "keep_ratio": 0.01,
-            "rank": None,
-            "levels": 4,
-            "unbiased": False,
-        },
-    ),
-}
-
-
-def before_version_3(optimizer: GossipOptimizer) -> dict[str, Any]:
-    """A state without the name of D-PSGD, which then had none of its own."""
-    gossip = dict(optimizer.state_dict()["gossip"])
-    del gossip["learning"]
-    return {**gossip, "averaging": [part["averaging"] for part in gossip["averaging"]]}
-
-
-@pytest.mark.parallel([4])
-def test_a_state_of_version_2_is_loaded() -> None:
-    """The next gossip is in the same step."""
-    found = []
-    for restored in (False, True):
-        model, optimizer = wrapped(OPTIMIZERS["momentum"], "choco", local_steps=3)
-        run(model, optimizer, range(4))
-        if restored:
-            state = {**before_version_3(optimizer), "version": 2}
-            before = {**optimizer.state_dict(), "gossip": state}
-            model_before = copy.deepcopy(model.state_dict())
-            model, optimizer = wrapped(OPTIMIZERS["momentum"], "choco", local_steps=3)
-            model.load_state_dict(model_before)
-            optimizer.load_state_dict(before)
-        run(model, optimizer, range(4, 7))
-        found.append((numbers(model), optimizer.bits))
-    (x, bits), (y, bits_of_restored) = found
-    assert torch.equal(x, y)
-    assert bits == bits_of_restored > 0
-
-
-@pytest.mark.parametrize("name", VERSION_1)
-def test_a_state_of_version_1_is_loaded(name: str) -> None:
-    method, earlier = VERSION_1[name]
-    _, optimizer = wrapped(OPTIMIZERS["momentum"], method, processes=ALONE)
+def test_a_state_of_another_version_is_rejected() -> None:
+    _, optimizer = wrapped(OPTIMIZERS["momentum"], "dpsgd", processes=ALONE)
     state = optimizer.state_dict()
-    gossip = before_version_3(optimizer)
-    others = {k: v for k, v in gossip.items() if k not in method.facts()}
-
-    def load(**changes: Any) -> None:
-        facts = {"topology": "ring", "topology_options": {}, "seed": 0, "version": 1}
-        gossip = {**others, **earlier, **facts, **changes}
-        optimizer.load_state_dict({**state, "gossip": gossip})
-
-    load()
-    with pytest.raises(ValueError, match=r"topology='star' \(here 'ring'\)"):
-        load(topology="star")
-    if "rank" in earlier:
-        with pytest.raises(ValueError, match=r"rank=3 \(here [12]\)"):
-            load(rank=3)
-    with pytest.raises(ValueError, match="version 1, this is version 3"):
-        load(method="Averaging")  # whose options were elsewhere
+    with pytest.raises(ValueError, match="version 2, this is version 3"):
+        optimizer.load_state_dict({**state, "gossip": {**state["gossip"], "version": 2}})
 
 
 @pytest.mark.parallel([4])

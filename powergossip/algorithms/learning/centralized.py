@@ -92,8 +92,7 @@ class CentralizedSGD:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`."""
         self._aggregation.load_state_dict(state["aggregation"])
-        if "decay" in state:  # earlier versions added the decay to the gradients
-            self._decay.load_state_dict(state["decay"])
+        self._decay.load_state_dict(state["decay"])
         self._batches = state["batches"]
         self._gradient.copy_(state["gradient"])
         if self._error is not None:

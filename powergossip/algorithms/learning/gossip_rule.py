@@ -176,7 +176,7 @@ class GossipRule:
             own = getattr(self, f"_{name}")
             if isinstance(own, Tensor):
                 own.copy_(state[name])
-            elif name in state:  # earlier versions lack some numbers
+            else:
                 setattr(self, f"_{name}", state[name])
         self._averaging.load_state_dict(state["averaging"])
 

@@ -63,7 +63,7 @@ class KGT(GossipRule):
         u = yield Update(g)
         rate = self._local.rate
         if rate > 0:
-            if self._rate and rate != self._rate:  # earlier versions kept a rate of 0
+            if self._rate and rate != self._rate:
                 c.mul_(rate / self._rate)
             self._rate = rate
             u.add_(c)
