@@ -189,11 +189,14 @@ class AveragingOptions(_options.Options):
 
 def defaults(name: str, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return option → default of an algorithm, including the options of its compressor: the one
-    that `given` names, or the default one. Raises ValueError for an unknown name.
+    that `given` names, or the default one.
 
     The diffusion rate is None where it depends on the graph and the tensors: see `default_rate`. A
     copy rate is that of the compressor. It is None where it depends on the sizes of tensors, and
     for bad options of the compressor, with which `make` raises ValueError.
+
+    Raises:
+        ValueError: For an unknown name.
     """
     row = _options.find(AVERAGING | CONSENSUS_ONLY, "algorithm", name)
     found = _options.defaults(row, given, compressor=compressors.COMPRESSORS)
@@ -227,9 +230,13 @@ def default_rate(
     """Return the default diffusion rate of an algorithm, or None if it has none.
 
     It may depend on the graph, the tensors, and the options `given`. A function of the number of
-    elements of a tensor gives each its own rate. Raises ValueError for bad options.
+    elements of a tensor gives each its own rate.
 
-    factor  # on a rate that depends on them, of a learning rule
+    Args:
+        factor: Factor of a learning rule on a rate that depends on graph and tensors.
+
+    Raises:
+        ValueError: For bad options.
     """
     found = defaults(name, given)
     if name not in _DEFAULT_RATES:
@@ -245,7 +252,8 @@ def warn_of_rate(
     """Warn of a diffusion rate in the options `given` with which the algorithm may diverge in a
     long run. Once per topology, and only on process 0.
 
-    factor  # on the default rate, of a learning rule
+    Args:
+        factor: Factor of a learning rule on the default rate.
     """
     rate = given.get("diffusion_rate")
     if name in _DEFAULT_RATES and isinstance(rate, float | int):
@@ -265,8 +273,11 @@ def make(
 ) -> Averaging:
     """Build the averaging algorithm of that name with the options `given`.
 
-    From an `options` object it takes its own. Raises ValueError for an unknown name, an option that
-    the algorithm does not have, a bad value, or a directed graph on which it would be biased.
+    From an `options` object it takes its own.
+
+    Raises:
+        ValueError: For an unknown name, an option that the algorithm does not have, a bad value, or
+            a directed graph on which it would be biased.
     """
     row = _options.find(AVERAGING | CONSENSUS_ONLY, "algorithm", name)
     if _options.takes_all(row):

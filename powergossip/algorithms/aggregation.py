@@ -27,11 +27,12 @@ from powergossip.parameters import Layout
 class Aggregation(Protocol):
     """Approximates the mean gradient. The residual of each worker is part of the next step.
 
-    owns_momentum  # whether it applies momentum itself (see OwnsMomentum), and the local optimizer
-                   # has none
-    clips          # whether it clips gradients itself
-
     Gradients are without weight decay, which is added to the mean.
+
+    Attributes:
+        owns_momentum: Whether it applies momentum itself (see OwnsMomentum), and the local
+            optimizer has none.
+        clips: Whether it clips gradients itself.
     """
 
     @property
@@ -83,7 +84,8 @@ def momentum_of(aggregation: Aggregation) -> tuple[float, bool]:
 def _row(kind: Callable[..., Any], config: Callable[..., Any], **more: Any) -> options.Builder:
     """A row kind(network, layout, config(**options)), with the options of `config`.
 
-    more  # defaults of options that `config` requires
+    Args:
+        more: Defaults of options that `config` requires.
     """
 
     def build(network: Network, layout: Layout, **given: Any) -> Aggregation:

@@ -16,13 +16,15 @@ Rate = float | Tensor  # one value, or one for each hosted worker: [worker]
 class Kind(Enum):
     """Properties of an averaging rule that learning rules rely on. Each accepts some kinds.
 
-    ANTISYMMETRIC      x_i changes by Σ_j u_ij with u_ij = −u_ji, computed from the same bits
-    LINEAR             by Σ_j w_ij (x_j − x_i) with a doubly stochastic W that is not symmetric
-    UNBIASED_COPIES    by Σ_j γ w_ij (x̂_j − x̂_i), with public copies that follow x by an unbiased
-                       compressor
-    BIASED_COPIES      the same with a biased compressor
-    WEIGHTED           by a column-stochastic matrix and weights, see Weighted
-    OTHER              everything else
+    Attributes:
+        ANTISYMMETRIC: x_i changes by Σ_j u_ij with u_ij = −u_ji, computed from the same bits.
+        LINEAR: x_i changes by Σ_j w_ij (x_j − x_i), with a doubly stochastic W that is not
+            symmetric.
+        UNBIASED_COPIES: x_i changes by Σ_j γ w_ij (x̂_j − x̂_i), with public copies that follow x by
+            an unbiased compressor.
+        BIASED_COPIES: The same with a biased compressor.
+        WEIGHTED: x_i changes by a column-stochastic matrix and weights, see Weighted.
+        OTHER: Everything else.
     """
 
     ANTISYMMETRIC = "antisymmetric exchanges"

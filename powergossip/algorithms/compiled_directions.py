@@ -69,8 +69,9 @@ class CompiledSide:
 
     Both [worker, neighbor, M], in the order of a message. They are 0 where there is no neighbor.
 
-    directions  # of this side
-    products    # ToEach, this end's products with directions of the other side
+    Attributes:
+        directions: Directions of this side.
+        products: This end's products with directions of the other side, as a message.
     """
 
     other: "CompiledSide"
@@ -93,8 +94,11 @@ class CompiledSide:
     def project(self, x: Tensor, counter: int, round_weights: bool, resample: bool) -> ToEach:
         """p ← orthonormalize(p) and s = Xᵀ p with these directions p: the message of an iteration.
 
-        x: [worker, D]. counter: of random draws. round_weights: signs take the place of
-        orthonormal directions. resample: the directions are random at first.
+        Args:
+            x: Parameters [worker, D].
+            counter: Index of the random draws.
+            round_weights: Whether signs take the place of orthonormal directions.
+            resample: Whether the directions are random at first.
         """
         assert x.dtype == torch.float32
         assert x.stride(1) == 1

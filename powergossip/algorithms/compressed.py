@@ -38,14 +38,17 @@ class ChocoGossip:
 
         ŷ_j = x̂_j + q_j,   x̂_j ← x̂_j + α q_j,   x_i ← x_i + γ Σ_j w_ij (ŷ_j − ŷ_i)
 
-    codec      # of the messages
-    copy_rate  # α
-
     Both rates may be functions of the number of elements of a tensor. Tensors then have rates of
     their own, which leaves the mean where it is.
 
-    Raises ValueError unless γ > 0 and 0 < α ≤ 1, or for a time-varying topology, where the copies
-    of neighbors that are absent in some rounds would be outdated.
+    Args:
+        codec: Codec of the messages, with the compressor C.
+        diffusion_rate: Diffusion rate γ.
+        copy_rate: Copy rate α.
+
+    Raises:
+        ValueError: Unless γ > 0 and 0 < α ≤ 1, or for a time-varying topology, where the copies of
+            neighbors that are absent in some rounds would be outdated.
     """
 
     def __init__(
@@ -148,7 +151,7 @@ class ChocoGossip:
         self._steps += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """public: x̂_i [worker, D], publics: x̂_j [worker, neighbor, D]."""
+        """The entries public, x̂_i [worker, D], and publics, x̂_j [worker, neighbor, D]."""
         return {
             "steps": self._steps,
             "public": self._public.clone(),
@@ -177,10 +180,13 @@ class DeepSqueeze:
     Tang et al. (2019), arXiv:1907.07346, Algorithm 1, as an averaging step. Sends C's message to
     every neighbor.
 
-    codec  # of the messages
+    Args:
+        codec: Codec of the messages, with the compressor C.
+        diffusion_rate: Diffusion rate γ.
 
-    Raises ValueError unless γ > 0, and for unbiased QSGD: the error δ of a compressor that is no
-    contraction grows in each step.
+    Raises:
+        ValueError: Unless γ > 0, and for unbiased QSGD: the error δ of a compressor that is no
+            contraction grows in each step.
     """
 
     def __init__(self, network: Network, codec: Codec, diffusion_rate: Rate = 1.0):
@@ -218,7 +224,7 @@ class DeepSqueeze:
         self._steps += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """error: δ_i [worker, D]."""
+        """The entry error, δ_i [worker, D]."""
         return {"steps": self._steps, "error": self._error.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -236,7 +242,6 @@ class Moniqua:
         x_i ← x_i + γ Σ_j w_ij (mod(q_j B − x_i, B) − (x̂_i − x_i))
 
     Lu & De Sa (2020), arXiv:2002.11787, Algorithm 1. Sends 2 bits an element to every neighbor.
-    Raises ValueError unless γ > 0 and θ > 0.
 
     A step computes with integers. In units of δB, with y = mod(x_i + B/2, B) in [0, 3) and
     l_i = ⌊y + u⌋ the level sent, the second term of the sum is l_i − y, and the first is l_j − y
@@ -244,6 +249,15 @@ class Moniqua:
     c = ⌊y + ½⌋ only::
 
         mod(l_j − y, 3) − (l_i − y) = mod(l_j − c, 3) + c − l_i,   mod(n, 3) = n − 3 round(n/3)
+
+    Args:
+        elements: Number D of elements.
+        theta: Bound θ on the differences between neighbors.
+        diffusion_rate: Diffusion rate γ.
+        seed: Seed of u.
+
+    Raises:
+        ValueError: Unless γ > 0 and θ > 0.
     """
 
     def __init__(
@@ -254,7 +268,6 @@ class Moniqua:
         diffusion_rate: Rate = 1.0,
         seed: int = 0,
     ):
-        """`elements`: D."""
         rate = column(network, "diffusion_rate", diffusion_rate, _AUTO.format("moniqua"))
         quantum = 2 * column(network, "theta", theta)  # δB [worker, 1]
         self._thrice = 3 * quantum

@@ -124,7 +124,8 @@ def check(
 ) -> None:
     """Raise ValueError for values that PyTorch does not support.
 
-    hosted  # number of workers in this process
+    Args:
+        hosted: Number of workers in this process.
     """
     del batch_tensors_with_same_shape  # any
     if hosted > 1:

@@ -25,14 +25,16 @@ NOISE = {torch.float32: 1e-6, torch.float64: 1e-14}
 class EdgeConstants:
     """Constants of the edges of one round, all [worker, neighbor].
 
-    weight  # γ w_ij
-    key     # int64, of the random stream that both ends share
-    sign    # +1 at the end with the lower worker index, −1 at the other: sign · (s_j − s_i) agrees
-    absent  # 1 where a slot is padding, else 0
+    Attributes:
+        weight: γ w_ij.
+        key: Key of the random stream that both ends share, int64.
+        sign: +1 at the end with the lower worker index, −1 at the other, so that
+            sign · (s_j − s_i) agrees.
+        absent: 1 where a slot is padding, else 0.
     """
 
     def __init__(self, network: Network, slots: Slots, diffusion_rate: float | Tensor, seed: int):
-        """`diffusion_rate`: one value, or [worker, 1]."""
+        """Constants for one diffusion rate of all workers, or rates [worker, 1]."""
         neighbors, workers = slots.neighbors, network.row_workers[:, None]
         self.weight = diffusion_rate * slots.weights
         self.absent = (neighbors < 0).to(network.dtype)
@@ -47,10 +49,11 @@ class EdgeConstants:
 class PerDirection:
     """A value, or a vector, for each direction: flat memory and its views, by stack of matrices.
 
-    flat    # [element]
-    views   # [batch, neighbor, rank] or [batch, neighbor, rank, length]
-    stacks  # the same as [batch, neighbor · rank, ...]
-    frames  # the same as [batch · neighbor, rank, ...]
+    Attributes:
+        flat: The memory [element].
+        views: Views [batch, neighbor, rank] or [batch, neighbor, rank, length].
+        stacks: The same as [batch, neighbor · rank, ...].
+        frames: The same as [batch · neighbor, rank, ...].
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class PerDirection:
         device: torch.device,
         dtype: torch.dtype,
     ):
-        """`shapes`: those of `views`."""
+        """Zeros in views of these shapes."""
         sizes = [prod(shape) for shape in shapes]
         self.flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
         parts = zip(self.flat.split(sizes), shapes, strict=True)
@@ -77,19 +80,20 @@ class PerDirection:
 class Directions:
     """The directions of one side (row or column space) for all edges and matrices.
 
-    flat, views, stacks  # of the directions, see PerDirection. A direction is contiguous: products
-                         # with directions as rows are several times faster than as columns
-    own                  # PerDirection: the products s_i of this end
-
     A message is [worker, neighbor, M], all directions of that neighbor. Its form does not depend on
     the layout of workers over processes.
 
     Directions taken from a difference d have the sign of d at this end, s_received − s_own.
     Orthonormalizing or rounding multiplies by `EdgeConstants.sign`, which makes both ends agree.
+
+    Attributes:
+        flat, views, stacks: The directions, see PerDirection. A direction is contiguous: products
+            with directions as rows are several times faster than as columns.
+        own: The products s_i of this end.
     """
 
     def __init__(self, edges: EdgeConstants, rank: int, stacks: Sequence[tuple[int, int]]):
-        """`stacks`: (layers, length) of each stack of matrices."""
+        """Directions for stacks of matrices, given as pairs (layers, length)."""
         workers, neighbors = edges.key.shape
         device, dtype = edges.key.device, edges.weight.dtype
         if workers > 1:  # then a layer is a batch over workers, as in parameters.batches
@@ -285,8 +289,9 @@ class Directions:
 def orthonormalizing(gram: Tensor, signs: Tensor) -> Tensor:
     """T = L⁻¹ S for G = p pᵀ = L Lᵀ: the rows of T p are orthonormal, up to the ridge.
 
-    gram: [batch, rank, rank] in double precision, to which the ridge is added in place.
-    signs: S [batch, rank, rank], ±1 times the identity, the sign of an edge.
+    Args:
+        gram: G [batch, rank, rank] in double precision, to which the ridge is added in place.
+        signs: S [batch, rank, rank], ±1 times the identity, the sign of an edge.
     """
     gram.diagonal(dim1=1, dim2=2).mul_(1 + _RIDGE)
     factor = torch.linalg.cholesky_ex(gram).L

@@ -15,7 +15,10 @@ from powergossip.network import Conversation, Mean, Network, ToAll
 class PlainGossip(Stateless):
     """x_i ← x_i + γ Σ_j w_ij (x_j − x_i).    Xiao & Boyd (2004), doi:10.1016/j.sysconle.2004.02.022
 
-    Sends D elements of 32 bits to each neighbor. Raises ValueError unless γ > 0.
+    Sends D elements of 32 bits to each neighbor.
+
+    Raises:
+        ValueError: Unless γ > 0.
     """
 
     def __init__(self, network: Network, diffusion_rate: Rate = 1.0):
@@ -102,7 +105,8 @@ class ChebyshevGossip:
     Contracts by (1 − √ξ)/(1 + √ξ) a step asymptotically, ξ = λ_2/λ_max. Golub & Varga (1961),
     "Chebyshev semi-iterative methods", doi:10.1007/BF01386013. Costs as much as plain gossip.
 
-    Raises ValueError for a topology without a spectrum: directed or time-varying.
+    Raises:
+        ValueError: For a topology without a spectrum: directed or time-varying.
     """
 
     def __init__(self, network: Network):
@@ -139,7 +143,10 @@ class FiniteTimeGossip:
     repeated. Hendrickx et al. (2014), arXiv:1211.6324.
 
     Leja's order of the eigenvalues keeps the amplification of rounding errors small. Costs as much
-    as plain gossip. Raises ValueError for a topology without a spectrum: directed or time-varying.
+    as plain gossip.
+
+    Raises:
+        ValueError: For a topology without a spectrum: directed or time-varying.
     """
 
     def __init__(self, network: Network):

@@ -15,10 +15,11 @@ Edge = tuple[int, int]  # (i, j), i < j
 class PowerGossipReference:
     """Algorithm 1 of Vogels, Karimireddy & Jaggi (2020), arXiv:2008.01425, on X [worker, m, k].
 
-    W            # [worker, worker], symmetric mixing matrix of a static graph
-    shape        # (m, k)
-    p            # edge → directions [m or k, rank], the same at both ends
-    iterations   # power iterations since the start (even: p [m, rank], odd: p [k, rank])
+    Attributes:
+        W: Symmetric mixing matrix of a static graph [worker, worker].
+        shape: Shape (m, k) of a matrix.
+        p: Edge → directions [m or k, rank], the same at both ends.
+        iterations: Power iterations since the start (even: p [m, rank], odd: p [k, rank]).
     """
 
     def __init__(

@@ -245,8 +245,9 @@ class Aggregation:
 class _Outgoing:
     """The message of a half-iteration.
 
-    message    # a Mean of [worker, elements]: `skip` elements of other tensors, then the products
-    products   # views [worker, elements of a group] of the message, one for each group
+    Attributes:
+        message: A Mean of [worker, elements]: `skip` elements of other tensors, then the products.
+        products: Views [worker, elements of a group] of the message, one for each group.
     """
 
     def __init__(
@@ -274,7 +275,8 @@ class _Group:
     workers, the one with index `part` in the stack. Tensors that are equal in all workers have the
     batch's layers in front, or 1. Vectors are rows of tensors: [.., rank, length].
 
-    directions  # `in` by side: (left [layers, rank, row], right [layers, rank, column])
+    Attributes:
+        directions: `in` by side: (left [layers, rank, row], right [layers, rank, column]).
     """
 
     def __init__(

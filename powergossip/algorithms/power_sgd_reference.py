@@ -20,8 +20,9 @@ def step(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the mean that all workers apply, this worker's error, and the next factor.
 
-    iteration   # half-iterations before this step: with an even count, factor is Q̄, else P̄
-    all_reduce  # the mean over the workers, in place of communication
+    Args:
+        iteration: Half-iterations before this step: with an even count, factor is Q̄, else P̄.
+        all_reduce: Function that gives the mean over the workers, in place of communication.
     """
     mean = torch.zeros_like(M)
     for half_iteration in range(iteration, iteration + num_iterations):

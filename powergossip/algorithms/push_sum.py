@@ -15,7 +15,7 @@ _GRIDS = {torch.float32: (torch.int32, 2.0**-24), torch.float64: (torch.int64, 2
 
 
 class PushSum:
-    """Senders split their values and their weights. Receivers divide the one sum by the other.
+    """Senders split their values and their weights. Receivers divide the one sum by the other::
 
         x̂_i = w_i z_i,   w_i⁰ = 1
         x̂_i ← Σ_j p_ij x̂_j,   w_i ← Σ_j p_ij w_j,   p_ji = 1/(d_i + 1)
@@ -46,8 +46,6 @@ class PushSum:
     float64). Their differences are exact for any number of steps, as long as the messages lost in a
     row sum to less than 128 in every element (2²³). What the unit rounds off stays with the sender.
 
-    A step with running_sums raises ValueError for a message of 128 or more.
-
     Args:
         running_sums: Send the sums of all messages so far, so that the next message makes up for a
             lost one.
@@ -55,6 +53,7 @@ class PushSum:
     Raises:
         BadValue: For running_sums on a time-varying topology: its receivers change, and a sum per
             worker serves receivers that are always the same.
+        ValueError: In a step with running_sums, for a message of 128 or more.
     """
 
     needs_doubly_stochastic = False
@@ -127,8 +126,8 @@ class PushSum:
         return moved
 
     def state_dict(self) -> dict[str, Any]:
-        """weights: w_i [worker, 1]. With running sums also sums: σ_i [worker, D + 1], and received:
-        ρ_ij [worker, neighbor, D + 1]."""
+        """The entry weights, w_i [worker, 1]. With running sums also sums, σ_i [worker, D + 1], and
+        received, ρ_ij [worker, neighbor, D + 1]."""
         state: dict[str, Any] = {"weights": self._w.clone()}
         if self._sums is not None and self._received is not None:
             state |= {"sums": self._sums.clone(), "received": self._received.clone()}

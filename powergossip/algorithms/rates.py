@@ -88,7 +88,8 @@ def of_choco(
 
     If tensors have copy rates of their own, they have such γ, too: a function of their size.
 
-    factor  # of a learning rule
+    Args:
+        factor: Factor of a learning rule.
     """
     if hasattr(compressor, "gossip_rate") or not hasattr(compressor, "stable_rate"):
         own = getattr(compressor, "gossip_rate", 1.0)
@@ -148,7 +149,8 @@ def choco_rate(topology: Topology, contraction: float) -> float:
     In practice this is about 400 times too small: 3.5e-5 for top 1 % on a ring of 8, where the
     default of 0.015 converges. It is no default of any program.
 
-    Raises ValueError unless 0 < contraction ≤ 1, and for a directed or time-varying topology.
+    Raises:
+        ValueError: Unless 0 < contraction ≤ 1, and for a directed or time-varying topology.
     """
     ok = checks.is_finite(contraction) and 0 < contraction <= 1
     checks.check("contraction", contraction, ok, "a number above 0, at most 1")

@@ -120,8 +120,11 @@ class CompressorOptions(_options.Options):
 def make(name: str, options: CompressorOptions | None = None, **given: Any) -> Compressor:
     """Build the compressor of that name with the options `given`.
 
-    From an `options` object it takes its own. Raises ValueError for an unknown name, an option that
-    the compressor does not have, or a bad value.
+    From an `options` object it takes its own.
+
+    Raises:
+        ValueError: For an unknown name, an option that the compressor does not have, or a bad
+            value.
     """
     row = _options.find(COMPRESSORS, "compressor", name)
     if _options.takes_all(row):

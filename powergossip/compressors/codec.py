@@ -17,15 +17,14 @@ from powergossip.tensor_cache import TensorCache
 class Codec:
     """Messages of x [worker, D], tensor by tensor through a compressor.
 
-    `chosen(rows, columns)` selects the tensors in the message, by default all. The others are not
-    read, and decode to zeros.
-
     A message lies in memory that the next `encode` overwrites. Decoded elements lie in memory that
     the next `decode` for the same shape of senders overwrites.
 
     Args:
         workers: Index of the worker in each row of an encoded x, int64 [worker].
         seed: Seed of the random numbers.
+        chosen: Function chosen(rows, columns) that selects the tensors in the message, by default
+            all. The others are not read, and decode to zeros.
 
     Attributes:
         size: Bytes of one worker's message.
@@ -66,8 +65,10 @@ class Codec:
     def encode(self, x: Tensor, counter: int) -> Tensor:
         """The message of each worker: uint8 [worker, bytes], contiguous, the same memory each time.
 
-        x is [worker, D], float32, of any row stride. `counter` is the index of the step (or of the
-        message, where a step has several) and selects the random numbers.
+        Args:
+            x: Parameters [worker, D], float32, of any row stride.
+            counter: Index of the step (or of the message, where a step has several). It selects the
+                random numbers.
         """
         assert x.shape == (len(self.workers), self.elements), x.shape
         matrices = self._matrices.get(x, self._matrices_of)
@@ -82,8 +83,11 @@ class Codec:
     def decode(self, message: Tensor, senders: Tensor, counter: int) -> Tensor:
         """C(x) of each sender: `[*, D]`, for messages `[*, bytes]` of the workers `senders` `[*]`.
 
-        Leading axes are arbitrary, such as [worker] or [worker, neighbor]. `counter` is the one of
-        the senders' `encode`. Padding (sender −1) decodes to zeros if its message is zeros.
+        Leading axes are arbitrary, such as [worker] or [worker, neighbor].
+
+        Args:
+            senders: Indices of the workers. Padding (−1) decodes to zeros if its message is zeros.
+            counter: Counter with which the senders encoded.
         """
         leading = tuple(senders.shape)
         if leading not in self._decoded:
@@ -138,11 +142,12 @@ class Codec:
 class Plan:
     """The places of the fields of each stack in a message.
 
-    places  # by stack, in the compressor's order
-    wide    # bytes of the fields other than levels, which come first
-    levels  # the kind of all levels, or None
-    count   # number of levels
-    size    # bytes of the message
+    Attributes:
+        places: The places by stack, in the compressor's order.
+        wide: Bytes of the fields other than levels, which come first.
+        levels: Kind of all levels, or None.
+        count: Number of levels.
+        size: Bytes of the message.
     """
 
     def __init__(self, compressor: Compressor, stacks: Sequence[Stack]):
@@ -191,7 +196,8 @@ class Place(NamedTuple):
 class _Fields:
     """The fields of messages of senders `[*]`, in memory where every element is aligned.
 
-    fields  # by stack, in the compressor's order: views [*, layer, length]
+    Attributes:
+        fields: Views `[*, layer, length]` by stack, in the compressor's order.
     """
 
     def __init__(

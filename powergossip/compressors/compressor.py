@@ -88,14 +88,17 @@ class Stream(NamedTuple):
 class Compressor(Protocol):
     """Conversion of matrices to the fields of messages, and back.
 
-    `linear`, an attribute that may be left out, states whether C is a linear map that is the same
-    for all workers, with floats for fields. See compressors/__init__.py.
+    All attributes may be left out.
 
-    `stable_rate(rows, columns)`, likewise, is the default of γ max_i (1 − w_ii) for CHOCO-Gossip
-    with C of a matrix of this shape. It converges on every graph. `gossip_rate` takes its place
-    with a default of γ itself, a number or a function of a tensor's number of elements. With
-    neither, γ = 1. `copy_rate`, of the same kind, is the default copy rate, 1 if left out.
-    `deepsqueeze_rate` is the largest default γ of DeepSqueeze, 0.1 if left out.
+    Attributes:
+        linear: Whether C is a linear map that is the same for all workers, with floats for fields.
+            See compressors/__init__.py.
+        stable_rate: Default stable_rate(rows, columns) of γ max_i (1 − w_ii) for CHOCO-Gossip with
+            C of a matrix of this shape. It converges on every graph.
+        gossip_rate: Default of γ itself in its place, a number or a function of a tensor's number
+            of elements. With neither, γ = 1.
+        copy_rate: Default copy rate, a number or such a function, 1 if left out.
+        deepsqueeze_rate: Largest default γ of DeepSqueeze, 0.1 if left out.
     """
 
     def fields(self, rows: int, columns: int) -> tuple[Field, ...]:

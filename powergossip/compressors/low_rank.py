@@ -18,7 +18,7 @@ class SVD:
     other in ascending order of singular value; then r · max(m, k) floats, those of the longer side
     times their singular values. If that is not less than N floats, v itself is sent as by
     `Identity`.
-    δ = Σ_{i ≤ r} σ_i² / Σ_i σ_i² ≥ r/min(m, k).    Eckart & Young (1936), doi:10.1007/BF02288367
+    δ = Σ_{i ≤ r} σ_i² / Σ_i σ_i² ≥ r/min(m, k) (Eckart & Young 1936, doi:10.1007/BF02288367).
 
     The vectors are computed as eigenvectors of the shorter side's Gram matrix, which is several
     times faster than a singular value decomposition. The Gram matrix is in double precision, since

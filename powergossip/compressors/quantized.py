@@ -41,7 +41,7 @@ class SignAndNorm:
     """C(v) = sign(v) ‖v‖₁/N, with sign(0) = +1.
 
     Message: the float ‖v‖₁/N, then N bits, 1 for +.
-    δ = ‖v‖₁²/(N ‖v‖²).    Karimireddy, Rebjock, Stich & Jaggi (2019), arXiv:1901.09847, Lemma 8
+    δ = ‖v‖₁²/(N ‖v‖²) (Karimireddy, Rebjock, Stich & Jaggi 2019, arXiv:1901.09847, Lemma 8).
 
     A NaN or infinity reaches every decoded entry through the mean.
     """
@@ -114,9 +114,9 @@ class QSGD:
     Message: the float ‖v‖₂, then N integers sign(v_j) ξ_j ∈ {−s … s} of ⌈log₂(2s + 1)⌉ bits each.
 
     - With `unbiased`, scale = 1: E C(v) = v and E‖C(v) − v‖² ≤ ω ‖v‖² for ω = min(N/s², √N/s).
-      Alistarh, Grubic, Li, Tomioka & Vojnovic (2017), arXiv:1610.02132, § 3.1, Lemma 3.1
+      Alistarh, Grubic, Li, Tomioka & Vojnovic (2017), arXiv:1610.02132, § 3.1, Lemma 3.1.
     - Otherwise scale = 1/(1 + ω): δ = 1/(1 + ω), for algorithms that need a contraction (CHOCO).
-      Koloskova, Stich & Jaggi (2019), arXiv:1902.00340, § 3.5
+      Koloskova, Stich & Jaggi (2019), arXiv:1902.00340, § 3.5.
 
     The paper sends the integers in Elias coding, with a length that depends on v. Here they have a
     fixed width. Both ends have the random numbers, but only the sender uses them.

@@ -21,7 +21,7 @@ class TopK:
     integers of 1 byte (N ≤ 256), 2 bytes (N ≤ 65,536) or 4. In no particular order.
     K = max(1, ⌊keep_ratio · N⌋); or, matched to a method of that rank, K = max(1, ⌊r (m + k)/4⌋)
     for m rows and k columns, at most N: keep_ratio = r (m + k)/(4 m k).
-    δ = K/N.    Stich, Cordonnier & Jaggi (2018), arXiv:1809.07599, Definition 2.1, Lemma A.1
+    δ = K/N (Stich, Cordonnier & Jaggi 2018, arXiv:1809.07599, Definition 2.1, Lemma A.1).
 
     Cost of a matrix at rank r: r (m + k)/4 · 40, 48 or 64 bits. With positions of 4 bytes these are
     the bits of one iteration of PowerGossip, 32 · r (m + k)/2, half those of `SVD` or of a step of
@@ -160,7 +160,7 @@ class RandomK(_AtSharedPositions):
     step from the stream that all workers share: all of them send the same entries.
     K = max(1, ⌊keep_ratio · N⌋); or, matched to factors of that rank, K = min(N, r (m + k)) for m
     rows and k columns.
-    δ = K/N in expectation.    Stich, Cordonnier & Jaggi (2018), arXiv:1809.07599, Definition 2.1
+    δ = K/N in expectation (Stich, Cordonnier & Jaggi 2018, arXiv:1809.07599, Definition 2.1).
 
     Cost of a matrix at rank r: 32 · r (m + k) bits, those of `SVD` or of a step of PowerSGD, as in
     "Random K" of Vogels et al. (2019), arXiv:1905.13727, Table 4. One iteration of PowerGossip
@@ -180,10 +180,12 @@ class RandomBlock(_AtSharedPositions):
     After the last entry the block goes on at the first. The position is uniform, and resampled in
     each step from the stream that all workers share. Message, K, cost, δ, NaN and errors are those
     of `RandomK`.
-    Vogels, Karimireddy & Jaggi (2019), arXiv:1905.13727, Table 4, "Random Block"
 
     Entries of a block depend on each other more than those of `RandomK`, but are next to each other
     in memory.
+
+    References:
+        Vogels, Karimireddy & Jaggi (2019), arXiv:1905.13727, Table 4, "Random Block".
     """
 
     def sample(self, bits: Callable[[int], Tensor], count: int, entries: int) -> Tensor:

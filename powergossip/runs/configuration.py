@@ -1,5 +1,7 @@
 """Configurations from command lines, and exit codes from errors.
 
+Command lines::
+
     python train.py --config FILE.yaml --output-dir DIR --suffix TEXT key=value key.sub=value
     python train.py --config cifar10_resnet20/power-gossip          a preset by its name
 
@@ -44,9 +46,10 @@ warnings.filterwarnings("ignore", message="Implicit conversion from (int to floa
 class Origin:
     """Origin of a key's value.
 
-    place     # "the command line", "FILE.yaml, line 3", or DRIVER
-    explicit  # given for this run, on the command line or in a hand-written file. False for values
-              #   of a saved configuration and for those that a driver has set
+    Attributes:
+        place: "the command line", "FILE.yaml, line 3", or "config" of DRIVER.
+        explicit: Whether it was given for this run, on the command line or in a hand-written file,
+            not in a saved configuration or by a driver.
     """
 
     place: str
@@ -61,8 +64,9 @@ DRIVER = Origin("config", explicit=False)  # set in the module's `config` before
 class CommandLine:
     """The result of `read_command_line`.
 
-    output_dir  # --output-dir with --suffix, or None without either
-    given       # key → source of its value, for all keys but those that have their defaults
+    Attributes:
+        output_dir: --output-dir with --suffix, or None without either.
+        given: Key → source of its value, for all keys but those that have their defaults.
     """
 
     output_dir: str | None
@@ -96,9 +100,12 @@ def read_command_line(
     Where the configuration has a key `resume` or `evaluate_only` that is true afterwards, keys that
     are not given keep the values of the run in the output folder, from its config.yaml.
 
-    Raises BadInput, and leaves `config` alone, for an unknown key, a value of the wrong type, a
-    file that is missing, empty, not YAML or has a key twice, or a suffix that cannot be part of a
-    name. `--help` prints the keys with their defaults, then `notes`, and exits.
+    `--help` prints the keys with their defaults, then `notes`, and exits.
+
+    Raises:
+        BadInput: For an unknown key, a value of the wrong type, a file that is missing, empty, not
+            YAML or has a key twice, or a suffix that cannot be part of a name. `config` then stays
+            as it is.
     """
     options = _parse(config, arguments, description, notes)
     assignments = [
@@ -368,7 +375,8 @@ def _described(key: str, default: Any, comment: str) -> str:
 def run_entry_point(main: Callable[[list[str]], object]) -> None:
     """Call main(arguments) as a program. Errors of the user become one sentence and an exit code.
 
-    2: BadInput. 130: Ctrl-C. Stopped has its own code, for a signal 128 + its number.
+    The code is 2 for BadInput and 130 for Ctrl-C. Stopped has its own, for a signal 128 + its
+    number.
     """
     try:
         main(sys.argv[1:])

@@ -146,7 +146,8 @@ class Config(MethodKeys, RunKeys):
 class Settings(RunKeys):
     """The checked configuration of a run: the task's and the method's defaults in place of null.
 
-    Keys optimizer_X are `options`, those of the method alone. See settings.checked.
+    Attributes:
+        options: Values of the keys optimizer_X, by X, of the method alone. See settings.checked.
     """
 
     n_workers: int = 1

@@ -1,9 +1,11 @@
 """The keys of methods' options: method_keys.py, from the signatures and docstrings of their rows.
 
+After a row of a registry has changed, the file is written again by::
+
     python -m powergossip.training.derive_keys
 
-writes the file again, after a row of a registry has changed. `--help` thus shows the options of all
-methods without an import of their modules. A test compares the file with the rows.
+`--help` thus shows the options of all methods without an import of their modules. A test compares
+the file with the rows.
 """
 
 import inspect

@@ -76,10 +76,14 @@ DATA_OF_LOST = ("left", "redistributed")
 def checked(
     asked: DictConfig, processes: Processes, explicit: Collection[str] | None = None
 ) -> Settings:
-    """Return the settings of a configuration, without blanks. Raises ValueError for bad values.
+    """Return the settings of a configuration, without blanks, with the options of its method.
 
-    `options` are those of the method. A key of another method that is in `explicit` raises
-    ValueError; others that are set give one warning.
+    Args:
+        explicit: Keys given for this run. Those of another method are rejected. Other keys of
+            another method that are set give one warning.
+
+    Raises:
+        ValueError: For bad values.
     """
     values = plain(asked)
     checks.representable("", {key: values[key] for key in values if key != "task_options"})
@@ -380,7 +384,8 @@ def _resolve_options(
 ) -> None:
     """Give the method's options their values. See `checked`.
 
-    asked  # X → value of optimizer_X, for the options of all methods
+    Args:
+        asked: X → value of optimizer_X, for the options of all methods.
     """
     given = {name: value for name, value in asked.items() if value is not None and value != []}
     preferred = learning.averaging_defaults(c.learning, c.optimizer)

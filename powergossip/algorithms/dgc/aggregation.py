@@ -44,10 +44,12 @@ class DGCAggregation:
     Cost on the wire: an all-reduce of the whole tensors and, concurrently, one all-gather of the
     selected values and their positions.
 
-    value_dtype: bfloat16 or float16 for values with 16 bits, or None for the dtype that
-    fp16_values specifies, by default that of the gradient.
+    Args:
+        value_dtype: bfloat16 or float16 for values with 16 bits, or None for the dtype that
+            fp16_values specifies, by default that of the gradient.
 
-    Raises ValueError for more elements than 32-bit positions can address.
+    Raises:
+        ValueError: For more elements than 32-bit positions can address.
     """
 
     owns_momentum: ClassVar[bool] = True

@@ -16,12 +16,13 @@ CLIPPING = ("gradient", "norm", "value", "global-norm", "global-value")
 class Clipping:
     """Local clipping of the gradient g of each worker, in place, before it is accumulated.
 
-    clip_by        with c = clip, for n workers
-    gradient       g ← g · min(1, √n c / ‖g‖), all tensors together
-    norm           g ← g · min(1, c / ‖g‖) for each tensor g
-    value          each element ← the nearest number in [−c, c]
-    global-norm    g ← g · min(1, c / G) for each tensor, G² = 1/n Σ_i ‖g_i‖²
-    global-value   each element ← the nearest number in [−G, G]
+    With c = clip, for n workers, by the value of clip_by::
+
+        gradient       g ← g · min(1, √n c / ‖g‖), all tensors together
+        norm           g ← g · min(1, c / ‖g‖) for each tensor g
+        value          each element ← the nearest number in [−c, c]
+        global-norm    g ← g · min(1, c / G) for each tensor, G² = 1/n Σ_i ‖g_i‖²
+        global-value   each element ← the nearest number in [−G, G]
 
     The first is Lin et al. (2018), arXiv:1712.01887, § 3.2: there, worker i's gradient is g_i / n,
     and is clipped at c / √n, so that the sum of n independent gradients has a norm of c at most, as

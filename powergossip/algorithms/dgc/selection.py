@@ -37,8 +37,9 @@ class Selector:
     stride has no common factor with the size. A worker with infinite elements or NaN sends them
     first, so that divergence stays visible.
 
-    target  # ⌈fraction · size⌉
-    stride  # of the sample, 1 for no sampling
+    Attributes:
+        target: Number of elements to select, ⌈fraction · size⌉.
+        stride: Stride of the sample, 1 for no sampling.
     """
 
     def __init__(self, size: int, fraction: float, config: DGCConfig):

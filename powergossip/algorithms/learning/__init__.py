@@ -133,8 +133,11 @@ ACCEPTABLE: dict[tuple[str, str], dict[str, tuple[float, float]]] = {
 
 
 def rule(name: str, local_optimizer: str = "sgd") -> type[GossipRule]:
-    """The class of a learning rule. Raises ValueError for an unknown name, or one that does not
-    work with this local optimizer."""
+    """The class of a learning rule.
+
+    Raises:
+        ValueError: For an unknown name, or one that does not work with this local optimizer.
+    """
     if name == "quasi-global-momentum" and local_optimizer == "adamw":
         return QuasiGlobalAdam
     checks.one_of("learning", name, LEARNING)

@@ -22,7 +22,8 @@ class DPSGD(GossipRule):
 
     Over push-sum, which averages x̂_i = w_i x_i, u is added to x̂_i: x_i ← x_i + u_i / w_i.
 
-    local_steps  # gossip in every k-th step only (Stich 2019, arXiv:1805.09767)
+    Args:
+        local_steps: Number k: gossip in every k-th step only (Stich 2019, arXiv:1805.09767).
     """
 
     kinds: ClassVar[frozenset[Kind]] = frozenset(Kind)

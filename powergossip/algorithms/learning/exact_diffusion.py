@@ -35,9 +35,11 @@ class ExactDiffusion(GossipRule):
 
     One message a step, as large as D-PSGD's. Exact fixed point. Invariant: Σ_i d_i = 0.
 
-    dual_rate  # θ. None: the default of the averaging rule, or 1
+    Args:
+        dual_rate: Dual rate θ. None: the default of the averaging rule, or 1.
 
-    Raises BadValue unless 0 < θ ≤ 1.
+    Raises:
+        BadValue: Unless 0 < θ ≤ 1.
     """
 
     kinds: ClassVar[frozenset[Kind]] = frozenset({Kind.ANTISYMMETRIC, Kind.UNBIASED_COPIES})

@@ -59,15 +59,14 @@ class GossipRule:
     A driver answers the requests: `start` and `finish` for the flat buffers of the hosted workers,
     optimizers.rules for a torch optimizer. x and all variables of rules are [worker, D].
 
-    Attributes of a rule:
-
     Args:
         network: Network of the workers.
         make: Function that makes the averaging rule G for a layout: that of x, or of x beside a
             variable.
         parameters: Parameters of the hosted workers' models: x and the gradients.
         local: Optimizer of the workers, without momentum for rules with owns_momentum.
-        weight_decay, clip: Weight decay and clipping of the gradients, see Correction.
+        weight_decay: Weight decay of the gradients, see Correction.
+        clip: Largest norm of a worker's gradient.
 
     Attributes:
         kinds: Kinds of averaging rules that it works with.

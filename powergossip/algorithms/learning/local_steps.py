@@ -29,9 +29,13 @@ class KGT(GossipRule):
 
     Exact fixed point for every K.
 
-    Invariant: Σ_i c_i = 0. Raises BadValue unless K ≥ 1.
+    Invariant: Σ_i c_i = 0.
 
-    local_steps  # K
+    Args:
+        local_steps: Number K of local steps.
+
+    Raises:
+        BadValue: Unless K ≥ 1.
     """
 
     kinds: ClassVar[frozenset[Kind]] = WITHOUT_COPIES
@@ -90,7 +94,8 @@ class MomentumTracking(GossipRule):
 
     Exact fixed point. Invariant: Σ_i c_i = 0.
 
-    momentum  # β
+    Args:
+        momentum: Momentum β.
     """
 
     kinds: ClassVar[frozenset[Kind]] = WITHOUT_COPIES

@@ -52,7 +52,8 @@ class QuasiGlobalMomentum(_QuasiGlobal):
     The division needs an η that does not vanish: a step with η = 0 leaves m as it is, and one whose
     η is more than ten times the last one begins with m η'/η, with η' the last one.
 
-    momentum  # β
+    Args:
+        momentum: Momentum β.
     """
 
     optimizers: ClassVar[tuple[str, ...]] = ("sgd",)
@@ -102,7 +103,10 @@ class QuasiGlobalAdam(_QuasiGlobal):
     parameters of a worker. Their published code adds g with weight 1 in m̃; here it is that of the
     paper. Weight decay is decoupled, as in AdamW.
 
-    adam_beta1, adam_beta2, adam_epsilon  # β1, β2, ε
+    Args:
+        adam_beta1: Decay rate β1 of m.
+        adam_beta2: Decay rate β2 of v.
+        adam_epsilon: Number ε added to the root.
     """
 
     optimizers: ClassVar[tuple[str, ...]] = ("adamw",)

@@ -54,9 +54,11 @@ class RelaySGD(GossipRule):
     Over CHOCO-Gossip, messages are compressed, see `CompressedRelay`. Paper and code have no such
     form.
 
-    correction  # c, or auto: the slowdown of the tree
+    Args:
+        correction: Factor c, or auto: the slowdown of the tree.
 
-    Raises ValueError unless c > 0.
+    Raises:
+        ValueError: Unless c > 0.
     """
 
     kinds: ClassVar[frozenset[Kind]] = WITHOUT_COPIES | {Kind.BIASED_COPIES}
@@ -121,7 +123,8 @@ class Relay:
 
     Their first element is the number of models. Its sums are those of the coordinates.
 
-    received  # m' [worker, neighbor, 1 + coordinate], 0 in padded slots
+    Attributes:
+        received: Messages m' [worker, neighbor, 1 + coordinate], 0 in padded slots.
     """
 
     def __init__(self, network: Network, tree: Tree, x: Tensor):
@@ -183,7 +186,8 @@ class CompressedRelay(Relay):
     message is uncompressed, so that m̂_ij = m̄_ij. An error m̄_ij − m̂_ij is part of what the next
     message compresses: nothing is lost, and the fixed points are those without compression.
 
-    codec  # of which it has the compressor and the random numbers
+    Args:
+        codec: Codec whose compressor and random numbers it has.
     """
 
     _COUNT = 4  # bytes of the number of models in a message

@@ -28,9 +28,10 @@ class Gradient(NamedTuple):
 class Update(NamedTuple):
     """Request for the displacement u [worker, D] of the local optimizer's step along a direction.
 
-    direction  # [worker, D]: g, changed in place or not. None without g
-
     For a rule with `in_place`, the local optimizer makes its step x ← x + u, and u is not returned.
+
+    Attributes:
+        direction: g [worker, D], changed in place or not. None without g.
     """
 
     direction: Tensor | None
@@ -57,9 +58,8 @@ def resumed(step: RuleStep, answer: Tensor | None = None) -> Request | None:
 class Learning(Protocol):
     """A learning rule over the flat buffers `parameters.x` and `parameters.grad`.
 
-    Entries of its state that do not depend on the topology, for another number of workers:
-
-    All others then begin as at the start of a run.
+    With another number of workers, all entries of its state but these begin as at the start of a
+    run. They do not depend on the topology.
 
     Attributes:
         kept: Entries that a worker keeps.

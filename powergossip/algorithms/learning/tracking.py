@@ -124,7 +124,8 @@ class NormalizedGradientTracking(_TrackedDirection):
     to the normalized mean. The paper mixes y + v − v' in a message of its own before x moves. Here
     y is mixed one step earlier, in the message of x.
 
-    momentum  # β
+    Args:
+        momentum: Momentum β.
     """
 
     needs_norm = True
@@ -164,7 +165,8 @@ class MoTEF(BEER):
 
     Islamov, Gao & Stich (2024), arXiv:2405.20114, Algorithm 1. λ = 1 is BEER.
 
-    momentum  # 1 − λ
+    Args:
+        momentum: Momentum 1 − λ.
     """
 
     def __init__(self, *everything: Any, momentum: float = 0.9, **options: Any):
