@@ -19,11 +19,12 @@ from powergossip.optimizers.checks import (
     check_same_shapes_everywhere,
     check_shapes,
     is_frozen,
+    named,
 )
 from powergossip.optimizers.precision import HALF, Rounding, message_dtype_of, working_dtype
 from powergossip.optimizers.rules import LearningRule, PartRule
 from powergossip.optimizers.specification import Specification
-from powergossip.parameters import PRECISIONS, Layout
+from powergossip.parameters import PRECISIONS, Layout, check_parameters
 
 DTYPES = (*PRECISIONS, *HALF)  # of trainable parameters
 

@@ -117,6 +117,7 @@ def _check_accelerated(c: Settings) -> None:
     """
     accepted = {"optimizer": "dpsgd", "learning": "dpsgd", "local_optimizer": "sgd"}
     for key, value in accepted.items():
-        checks.check(key, c[key], c[key] == value, f"{value} with gossip={c.gossip}")
+        given = getattr(c, key)
+        checks.check(key, given, given == value, f"{value} with gossip={c.gossip}")
     checks.check("overlapping", c.overlapping, not c.overlapping, f"false with gossip={c.gossip}")
     c.overlapping = False
