@@ -17,7 +17,7 @@ from powergossip.training import precision
 from powergossip.training.alive_workers import AliveWorkers
 from powergossip.training.config import Settings
 from powergossip.training.ending import Agreement
-from powergossip.training.execution import AtRest, Execution, Together
+from powergossip.training.execution import AtRest, Computation, Execution, Together
 from powergossip.training.gradients import Gradients
 from powergossip.training.methods import check_method, make_method, warn_of_rate
 from powergossip.training.state import Parts
@@ -97,17 +97,8 @@ def build(c: Settings, processes: Processes, task: tasks.Task | None, joins: Any
         if c.torch_compile and not c.evaluate_only:
             precision.compile_models(models)
         gradients = Gradients(c, network, task, parameters, clock, agreement)
-        execution = _make_execution(
-            c,
-            network=network,
-            parameters=parameters,
-            gradients=gradients,
-            agreement=agreement,
-            clock=clock,
-            steps_per_epoch=steps_per_epoch,
-            links=links,
-            joins=joins is not None,
-        )
+        computation = Computation(network, parameters, gradients, agreement, clock, steps_per_epoch)
+        execution = _make_execution(c, computation, links, joins=joins is not None)
     state = Parts(network, task, parameters, clock, gradients, execution.parts)
     return Built(
         network=network,
@@ -124,35 +115,15 @@ def build(c: Settings, processes: Processes, task: tasks.Task | None, joins: Any
     )
 
 
-def _make_execution(
-    c: Settings,
-    *,
-    network: Network,
-    parameters: Parameters,
-    gradients: Gradients,
-    agreement: Agreement,
-    clock: Clock,
-    steps_per_epoch: int,
-    links: Any,
-    joins: bool,
-) -> Execution:
+def _make_execution(c: Settings, computation: Computation, links: Any, joins: bool) -> Execution:
     """How the workers of this process take their steps. Nothing else chooses."""
+    network, parameters, gradients, agreement, clock, steps_per_epoch = computation
     if c.evaluate_only:
         return AtRest(network, parameters, varies=c.by_edges)
     if c.by_edges:
         from powergossip.training import asynchronous
 
-        return asynchronous.make(
-            c,
-            network=network,
-            parameters=parameters,
-            gradients=gradients,
-            agreement=agreement,
-            clock=clock,
-            steps_per_epoch=steps_per_epoch,
-            links=links,
-            joins=joins,
-        )
+        return asynchronous.make(c, computation, links, joins)
     method = make_method(c, network, parameters, steps_per_epoch)
     return Together(
         c,

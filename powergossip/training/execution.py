@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from powergossip.network import Network
 from powergossip.parameters import Parameters
-from powergossip.runs.clock import Stopwatch
+from powergossip.runs.clock import Clock, Stopwatch
 from powergossip.runs.signals import Signals
 from powergossip.training import facts
 from powergossip.training.alive_workers import AliveWorkers
@@ -21,6 +21,17 @@ from powergossip.training.methods import Method
 from powergossip.training.position import Moment, Position
 from powergossip.training.schedule import learning_rate
 from powergossip.training.state import Stateful
+
+
+class Computation(NamedTuple):
+    """The parts of a run that a step needs."""
+
+    network: Network
+    parameters: Parameters
+    gradients: Gradients
+    agreement: Agreement
+    clock: Clock
+    steps_per_epoch: int
 
 
 class Execution:

@@ -18,36 +18,24 @@ from powergossip.events.order import read
 from powergossip.events.replay import Replay
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.events.wall_clock import WallClock
-from powergossip.network import Network
 from powergossip.network.resilient.workers import Links
-from powergossip.parameters import Parameters
-from powergossip.runs.clock import Clock
 from powergossip.training.alive_workers import AliveWorkers
 from powergossip.training.asynchronous.execution import AcrossProcesses, OnVirtualClock
 from powergossip.training.asynchronous.workers import EdgeWorkers
 from powergossip.training.config import Settings
-from powergossip.training.ending import Agreement
-from powergossip.training.gradients import Gradients
+from powergossip.training.execution import Computation
 from powergossip.training.methods import averaging_options
 
 
 def make(
-    c: Settings,
-    *,
-    network: Network,
-    parameters: Parameters,
-    gradients: Gradients,
-    agreement: Agreement,
-    clock: Clock,
-    steps_per_epoch: int,
-    links: Links | None,
-    joins: bool,
+    c: Settings, computation: Computation, links: Links | None, joins: bool
 ) -> OnVirtualClock | AcrossProcesses:
     """The execution of a configuration by edges: across processes where there are links.
 
     Args:
         joins: Whether this process replaces a lost one.
     """
+    network, parameters, gradients, agreement, clock, steps_per_epoch = computation
     options = averaging_options(c, network.topology, parameters.layout)
     workers = EdgeWorkers(c, options, network, parameters, gradients.of_worker, steps_per_epoch)
     if links is not None:
