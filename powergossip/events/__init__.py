@@ -12,7 +12,7 @@ with one neighbor at a time, each at its own time::
     wall_clock.py     the driver of one process among several, in real time
     deadline.py       how long a worker waits for a neighbor
     packing.py        messages between processes as bytes
-    clock.py          common parts of the drivers
+    joining.py        common parts of the drivers
     order.py          the order of events as a file
     replay.py         the driver that repeats such an order
 """

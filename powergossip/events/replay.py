@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from powergossip.checks import BadValue
-from powergossip.events.clock import Compute, Make, begin_late
+from powergossip.events.joining import Compute, Make, begin_late
 from powergossip.events.members import View, raised
 from powergossip.events.order import Entry
 from powergossip.events.packing import bits_of_view

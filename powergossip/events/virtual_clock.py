@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powergossip.events.clock import Compute, Make, begin_late
+from powergossip.events.joining import Compute, Make, begin_late
 from powergossip.events.members import View, raised
 from powergossip.events.order import Entry
 from powergossip.events.scenario import Scenario

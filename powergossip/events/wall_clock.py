@@ -19,8 +19,8 @@ from torch import Tensor
 
 from powergossip.errors import Stopped
 from powergossip.events import order
-from powergossip.events.clock import Compute, Make
 from powergossip.events.deadline import Deadline
+from powergossip.events.joining import Compute, Make
 from powergossip.events.members import Members, View, dead, raised, union
 from powergossip.events.order import Entry
 from powergossip.events.packing import (
@@ -32,8 +32,8 @@ from powergossip.events.packing import (
 )
 from powergossip.events.worker import Action, Worker
 from powergossip.network.counter import Counter
-from powergossip.network.resilient.workers import Delivered as LinkMessage
-from powergossip.network.resilient.workers import Links
+from powergossip.network.resilient.links import Delivered as LinkMessage
+from powergossip.network.resilient.links import Links
 
 # Notes of a process to all others.
 _PROGRESS, _END, _STOP = range(3)

@@ -27,6 +27,7 @@ between workers of one process count like those between processes, so that the c
 on the layout of workers over processes.
 """
 
+from powergossip.network.checked_barrier import checked_barrier, checked_barrier_at_exit
 from powergossip.network.exits import report
 from powergossip.network.launch import BACKENDS, are_several, is_first, processes, processes_of
 from powergossip.network.lost_messages import Losses
@@ -40,6 +41,7 @@ from powergossip.network.message_types import (
     together,
 )
 from powergossip.network.mpi import cuda_aware_mpi
+from powergossip.network.network import Exchange, Network, Slots, hosted_workers
 from powergossip.network.processes import (
     Channel,
     Processes,
@@ -48,8 +50,6 @@ from powergossip.network.processes import (
     torch_kept,
 )
 from powergossip.network.torch.processes import torch_group
-from powergossip.network.uneven_steps import checked_barrier, checked_barrier_at_exit
-from powergossip.network.workers import Exchange, Network, Slots, hosted_workers
 
 __all__ = [
     "BACKENDS",

@@ -190,7 +190,7 @@ class Processes:
         check: Callable[[int, np.ndarray], None],
         ahead: Callable[[int], None],
     ) -> None:
-        """Exchange tokens with all other processes, see powergossip.network.uneven_steps.
+        """Exchange tokens with all other processes, see powergossip.network.checked_barrier.
 
         check(process, token) is called for each token received, ahead(process) if a process has
         sent a message in place of its token and no token follows within `patience` seconds.

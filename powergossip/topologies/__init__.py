@@ -27,7 +27,6 @@ from typing import Any
 from powergossip import checks
 from powergossip.topologies.fastest import fastest_mixing
 from powergossip.topologies.files import from_file, is_path
-from powergossip.topologies.mixing import Round, Topology, Tree
 from powergossip.topologies.static import (
     UNDIRECTED,
     WEIGHTS,
@@ -56,6 +55,7 @@ from powergossip.topologies.time_varying import (
     random_matching,
     round_robin,
 )
+from powergossip.topologies.topology import Round, Topology, Tree
 from powergossip.topologies.weights import (
     Weights,
     best_constant,

@@ -9,8 +9,8 @@ import numpy as np
 from scipy.sparse import csr_array
 
 from powergossip import reading
-from powergossip.topologies.mixing import Round, Topology, check_connected
 from powergossip.topologies.static import adjacency, of_edges
+from powergossip.topologies.topology import Round, Topology, check_connected
 from powergossip.topologies.weights import Weights, metropolis_hastings, uniform
 
 

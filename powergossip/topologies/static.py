@@ -10,7 +10,7 @@ from scipy.sparse import csr_array
 
 from powergossip import checks, randomness
 from powergossip.topologies.fastest import fastest_mixing
-from powergossip.topologies.mixing import Round, Topology, Tree, check_connected
+from powergossip.topologies.topology import Round, Topology, Tree, check_connected
 from powergossip.topologies.weights import Weights, best_constant, metropolis_hastings
 
 WEIGHTS: dict[str, Weights] = {  # name → weights of an undirected graph

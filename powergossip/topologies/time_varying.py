@@ -15,8 +15,8 @@ from powergossip import checks, randomness
 from powergossip.formatting import counted
 from powergossip.topologies.coloring import edge_colors, is_bipartite
 from powergossip.topologies.files import from_file, is_path
-from powergossip.topologies.mixing import Round, Topology, union_pattern
 from powergossip.topologies.static import UNDIRECTED, circulant
+from powergossip.topologies.topology import Round, Topology, union_pattern
 
 
 def one_peer_exponential(n_workers: int, seed: int) -> Topology:

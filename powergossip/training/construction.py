@@ -61,7 +61,7 @@ def build(c: Settings, processes: Processes, task: tasks.Task | None, joins: Any
     """
     links = joins
     if links is None and c.by_edges and not c.evaluate_only and processes.size > 1:
-        from powergossip.training.asynchronous.links import make_links
+        from powergossip.training.asynchronous.replacement_process import make_links
 
         links = make_links(c, processes)
     if links is not None:

@@ -75,7 +75,7 @@ def begin(
     except (ValueError, OSError) as error:
         wrong = error  # for all processes, when they are connected
     if spawning.is_spawned():
-        from powergossip.training.asynchronous.links import Replacement
+        from powergossip.training.asynchronous.replacement_process import Replacement
 
         new = Replacement()
         group, rejected = new.links.group, new.rejected

@@ -16,7 +16,7 @@ from powergossip import topologies
 from powergossip.events import order
 from powergossip.events.order import Entry
 from powergossip.network.resilient import spawning
-from powergossip.network.resilient.workers import LOST
+from powergossip.network.resilient.links import LOST
 from powergossip.runs import metrics
 from tests.harness.asynchronous import METHODS, ULFM_REPLACING, failing, on_virtual_clock
 from tests.harness.exchanging import averaging_clock, learning_clock, start

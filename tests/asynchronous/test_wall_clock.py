@@ -17,7 +17,7 @@ from powergossip.events import order, packing, wall_clock
 from powergossip.events.order import Entry
 from powergossip.events.worker import Message
 from powergossip.network import Processes, processes
-from powergossip.network.resilient.workers import LOST, Links
+from powergossip.network.resilient.links import LOST, Links
 from powergossip.runs import metrics, output
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training import ending

@@ -26,7 +26,7 @@ from omegaconf import OmegaConf
 
 import train
 from powergossip.network import Processes
-from powergossip.network.resilient.workers import LOST
+from powergossip.network.resilient.links import LOST
 from powergossip.runs import metrics, output
 from powergossip.runs.checkpoints import FOLDER, Checkpoints
 from powergossip.training.settings import checked

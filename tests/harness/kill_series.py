@@ -27,7 +27,7 @@ from typing import Any
 from powergossip.events import order
 from powergossip.events.order import Entry
 from powergossip.formatting import markdown
-from powergossip.network.resilient.workers import LOST
+from powergossip.network.resilient.links import LOST
 from powergossip.randomness import generator
 from powergossip.runs import metrics
 from tests.harness import launch

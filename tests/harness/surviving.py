@@ -25,8 +25,8 @@ import numpy as np
 from mpi4py import MPI
 
 from powergossip.network.resilient import spawning
+from powergossip.network.resilient.links import Links
 from powergossip.network.resilient.messages import Wire
-from powergossip.network.resilient.workers import Links
 
 LIMIT = 60  # seconds after which a program that hangs ends
 

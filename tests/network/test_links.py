@@ -11,7 +11,7 @@ import torch
 from mpi4py import MPI
 
 from powergossip.network.resilient import ulfm
-from powergossip.network.resilient.workers import LOST, Links
+from powergossip.network.resilient.links import LOST, Links
 from tests.harness import launch
 
 ULFM = ("--with-ft", "ulfm")

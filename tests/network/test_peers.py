@@ -17,11 +17,11 @@ import torch
 from mpi4py import MPI
 
 from powergossip.errors import Dropped, Stopped
-from powergossip.network.resilient import failure_detector
+from powergossip.network.resilient import peers
 from powergossip.network.resilient.collectives import LiveProcesses
-from powergossip.network.resilient.failure_detector import DATA, DROPPED, LOST, Peers
 from powergossip.network.resilient.heartbeats import Identity, Liveness, exchange_identities
 from powergossip.network.resilient.messages import Envelope, Payload, decoded, octets
+from powergossip.network.resilient.peers import DATA, DROPPED, LOST, Peers
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training.asynchronous.rows import SharedRows
 from powergossip.training.measurements import Hooks
@@ -77,7 +77,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(failure_detector, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 

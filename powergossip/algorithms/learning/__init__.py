@@ -6,7 +6,7 @@ A step of a rule consists of `start()`, the gradients, and `finish()`::
     ... add to parameters.grad     messages are in flight
     rule.finish()                  receive, mix, update parameters.x
 
-    rule.py             the interface, requests of a step, clipping, weight decay
+    interface.py        the interface, requests of a step, clipping, weight decay
     centralized.py      one mean of compressed gradients in all workers
     gossip_rule.py      the base of the following, whose step is a generator of requests
     dpsgd.py            D-PSGD: models are averaged
@@ -35,10 +35,7 @@ from powergossip.algorithms.learning.centralized import CentralizedSGD
 from powergossip.algorithms.learning.dpsgd import DPSGD
 from powergossip.algorithms.learning.exact_diffusion import ExactDiffusion
 from powergossip.algorithms.learning.gossip_rule import ANY, GossipRule, Local, MakeAveraging
-from powergossip.algorithms.learning.local_steps import KGT, MomentumTracking
-from powergossip.algorithms.learning.quasi_global import QuasiGlobalAdam, QuasiGlobalMomentum
-from powergossip.algorithms.learning.relay import RelaySGD
-from powergossip.algorithms.learning.rule import (
+from powergossip.algorithms.learning.interface import (
     Correction,
     Decay,
     Gradient,
@@ -50,6 +47,9 @@ from powergossip.algorithms.learning.rule import (
     Update,
     resumed,
 )
+from powergossip.algorithms.learning.local_steps import KGT, MomentumTracking
+from powergossip.algorithms.learning.quasi_global import QuasiGlobalAdam, QuasiGlobalMomentum
+from powergossip.algorithms.learning.relay import RelaySGD
 from powergossip.algorithms.learning.tracking import (
     BEER,
     GradientTracking,

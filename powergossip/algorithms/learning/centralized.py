@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from powergossip.algorithms.aggregation import Aggregation, momentum_of
-from powergossip.algorithms.learning.rule import Correction, Decay, LocalStep
+from powergossip.algorithms.learning.interface import Correction, Decay, LocalStep
 from powergossip.network import Network
 from powergossip.parameters import Parameters
 

@@ -6,7 +6,7 @@ import torch
 
 from powergossip.algorithms.averaging import Kind, Weighted
 from powergossip.algorithms.learning.gossip_rule import GossipRule
-from powergossip.algorithms.learning.rule import Gradient, Mix, RuleStep, Update
+from powergossip.algorithms.learning.interface import Gradient, Mix, RuleStep, Update
 from powergossip.algorithms.plain import ExactMean
 
 

@@ -7,7 +7,7 @@ import torch
 from powergossip import checks
 from powergossip.algorithms.averaging import Incremental, Kind, incremental
 from powergossip.algorithms.learning.gossip_rule import GossipRule
-from powergossip.algorithms.learning.rule import Gradient, Mix, RuleStep, Update
+from powergossip.algorithms.learning.interface import Gradient, Mix, RuleStep, Update
 
 
 class ExactDiffusion(GossipRule):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from powergossip.algorithms.averaging import Averaging, Kind, begin_at
-from powergossip.algorithms.learning.rule import (
+from powergossip.algorithms.learning.interface import (
     Correction,
     Gradient,
     Mix,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from powergossip.algorithms.averaging import Kind
 from powergossip.algorithms.learning.gossip_rule import ANY, GossipRule
-from powergossip.algorithms.learning.rule import Gradient, Mix, RuleStep, Update
+from powergossip.algorithms.learning.interface import Gradient, Mix, RuleStep, Update
 
 _LEAST_RATE = 1e-8  # by which a displacement is divided
 _RESTART = 10.0  # times the learning rate of the step before, or more

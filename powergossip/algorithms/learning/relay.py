@@ -19,7 +19,7 @@ from powergossip.algorithms.learning.gossip_rule import (
     WITHOUT_COPIES,
     GossipRule,
 )
-from powergossip.algorithms.learning.rule import Gradient, Mix, RuleStep, Update
+from powergossip.algorithms.learning.interface import Gradient, Mix, RuleStep, Update
 from powergossip.compressors import Codec
 from powergossip.network import Conversation, Network, ToEach
 from powergossip.parameters import Layout

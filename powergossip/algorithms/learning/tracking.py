@@ -17,7 +17,7 @@ from powergossip.algorithms.learning.gossip_rule import (
     GossipRule,
     Joint,
 )
-from powergossip.algorithms.learning.rule import Gradient, Mix, RuleStep, Update
+from powergossip.algorithms.learning.interface import Gradient, Mix, RuleStep, Update
 from powergossip.network import Conversation
 
 

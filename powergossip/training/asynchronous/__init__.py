@@ -2,13 +2,13 @@
 
 Modules::
 
-    execution.py      OnVirtualClock, AcrossProcesses
-    workers.py        the workers of a process: models, learning rules, gradients, state
-    method.py         accepted configurations
-    links.py          messages between workers of different processes; replacements at their start
-    rows.py           rows whose writer may be lost
-    replacements.py   replacement of lost processes in a running job
-    resuming.py       resuming with lost or other workers
+    execution.py            OnVirtualClock, AcrossProcesses
+    workers.py              the workers of a process: models, learning rules, gradients, state
+    method.py               accepted configurations
+    replacement_process.py  a process that replaces a lost one; messages between workers
+    rows.py                 rows whose writer may be lost
+    replacements.py         replacement of lost processes in a running job
+    resuming.py             resuming with lost or other workers
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ from powergossip.events.order import read
 from powergossip.events.replay import Replay
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.events.wall_clock import WallClock
-from powergossip.network.resilient.workers import Links
+from powergossip.network.resilient.links import Links
 from powergossip.training.alive_workers import AliveWorkers
 from powergossip.training.asynchronous.execution import AcrossProcesses, OnVirtualClock
 from powergossip.training.asynchronous.workers import EdgeWorkers

@@ -13,7 +13,7 @@ from powergossip.events.replay import Replay
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.events.wall_clock import WallClock
 from powergossip.network import Network
-from powergossip.network.resilient.workers import Links
+from powergossip.network.resilient.links import Links
 from powergossip.runs.signals import Signals
 from powergossip.training.alive_workers import AliveWorkers
 from powergossip.training.asynchronous.replacements import Replacements

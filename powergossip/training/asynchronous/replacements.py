@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from powergossip.events.wall_clock import WallClock
 from powergossip.network.resilient import spawning
-from powergossip.network.resilient.workers import Links
+from powergossip.network.resilient.links import Links
 from powergossip.training.asynchronous.workers import EdgeWorkers
 
 _MOST_ATTEMPTS = 3  # to replace processes, one after the other, none of which joins

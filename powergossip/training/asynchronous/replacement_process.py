@@ -11,7 +11,7 @@ import torch
 from powergossip.errors import BadInput, Stopped
 from powergossip.network import Processes, exits, hosted_workers, launch, report
 from powergossip.network.resilient import spawning, ulfm
-from powergossip.network.resilient.workers import Links
+from powergossip.network.resilient.links import Links
 from powergossip.training.config import Settings
 
 T = TypeVar("T")
