@@ -348,9 +348,8 @@ def learn(name: str, case: Case, learning_rate: float) -> Learned:
     learning.check(name, network, case.rule, averaging)
     overlapping = learning.overlapping(name, averaging)
     parameters: Any = problem
-    rule = learning.make(
-        name, network, make, parameters, SGD(learning_rate), overlapping=overlapping
-    )
+    local = SGD(learning_rate).of(problem.x)
+    rule = learning.make(name, network, make, parameters, local, overlapping=overlapping)
     train(rule, problem, case.steps)
     error = float(torch.tensor(problem.error / alone).nan_to_num(math.inf))
     return Learned(name, case, learning_rate, None if callable(rate) else rate, error)

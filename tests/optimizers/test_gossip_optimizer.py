@@ -694,7 +694,7 @@ BAD_METHODS: dict[str, tuple[str, dict[str, Any], str]] = {
     "topology option": ("dpsgd", {"topology_options": {"k": 2}}, "k"),
     "topology's type": ("dpsgd", {"topology": 3}, "^topology=3: use"),
     "rate": ("dpsgd", {"diffusion_rate": 0}, "^diffusion_rate=0: use"),
-    "rate's name": ("dpsgd", {"diffusion_rate": "best"}, "^diffusion_rate='best': use .*auto"),
+    "rate's name": ("dpsgd", {"diffusion_rate": "best"}, "^diffusion_rate=best: use .*auto"),
     "rate's spectrum": (
         "dpsgd",
         {"topology": "random-matching", "diffusion_rate": "auto"},

@@ -266,7 +266,8 @@ RESIDUAL = {"image_size": 224, "zero_init_residual": True}
 def test_configurations_of_dgc_compose_as_published(names: str, wanted: dict[str, Any]) -> None:
     files = [part for name in names.split() for part in ("--config", name)]
     c = configuration_of(*files, "n_workers=4")
-    assert {key: c[key] for key in wanted} == wanted
+    values = c.as_dict()
+    assert {key: values[key] for key in wanted} == wanted
     # From the rate of one worker to that of all of them, in five epochs.
     rates = [schedule.learning_rate(c, epoch) for epoch in (0, 2.5, 5)]
     assert rates == pytest.approx([c.learning_rate * factor for factor in (1, 2.5, 4)])
