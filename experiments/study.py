@@ -100,10 +100,11 @@ def grid(
 ) -> Cases:
     """Return the runs of each combination of names on the axes.
 
-    values  # of all runs
-    axes    # the names and their further values
-    seeds   # a run for each. (): one, with the seed of the values
-    of_run  # processes, rate and latency of a Run
+    Args:
+        values: Values of all runs.
+        axes: Names on each axis, with their further values.
+        seeds: Seeds of a case's runs. (): one run, with the seed of the values.
+        of_run: Processes, rate and latency of a Run.
     """
     cases: Cases = {}
     for chosen in product(*(axis.items() for axis in axes.values())):
@@ -124,7 +125,8 @@ def study(
 ) -> Experiment:
     """Return the experiment that carries out cases and reports the outcomes of the last stage.
 
-    later  # the cases of each further stage, given the outcomes of the one before
+    Args:
+        later: Cases of each further stage, given the outcomes of the one before.
     """
 
     def outcomes(stage: int, results: Results) -> Outcomes:
@@ -166,10 +168,11 @@ def tuned(
     2. The promoted ones with all epochs, on the same data.
     3. The best of them with further seeds and all training data, evaluated on the test data.
 
-    labels    # of the names in a case
-    settings  # tried for each method, the same keys in each
-    promoted  # the settings of the second stage, given those of the first one, best first
-    measure   # of the mean model: accuracy, where larger is better, or perplexity
+    Args:
+        labels: Labels of the names in a case.
+        settings: Settings tried for each method, with the same keys in each.
+        promoted: Settings of the second stage, given those of the first one, best first.
+        measure: Measure of the mean model: accuracy, where larger is better, or perplexity.
     """
 
     def run(case: Case, setting: Values, *further: Values) -> Run:
@@ -215,10 +218,11 @@ def lines(
 ) -> str:
     """Return a Markdown table with a line for each case.
 
-    names     # headers of the names in a case
-    columns   # measured
-    settings  # further columns, of runs that diverged too
-    diverged  # a text instead of the measured columns, unless ""
+    Args:
+        names: Headers of the names in a case.
+        columns: Measured columns.
+        settings: Further columns, of runs that diverged too.
+        diverged: Text in place of the measured columns, unless "".
     """
     settings = settings or {}
     table = []
@@ -240,8 +244,10 @@ def crossed(
 ) -> str:
     """Return a Markdown table of cases of two names, the line's and the column's.
 
-    corner        # the header of the first column
-    name, column  # texts of the names
+    Args:
+        corner: Header of the first column.
+        name: Text of a line's name.
+        column: Text of a column's name.
     """
     rows, columns = (list(dict.fromkeys(names)) for names in zip(*outcomes, strict=True))
     return markdown(

@@ -304,8 +304,9 @@ class GradientTracking(_Learning):
 class Acceleration(NamedTuple):
     """Constants of A²CiD², see `acceleration`.
 
-    eta    # the rate at which the two copies approach each other, per step
-    ratio  # α̃/α: an exchange moves x̃ by this times its u_ij
+    Attributes:
+        eta: Rate η at which the two copies approach each other, per step.
+        ratio: Factor α̃/α on u_ij, by which an exchange moves x̃.
     """
 
     eta: float
@@ -323,8 +324,9 @@ def acceleration(topology: Topology, diffusion_rate: float = 1.0, delay: float =
     step, with α = γ w_ij, for which the largest eigenvalue has that place. With a ratio of 1 the
     copies are equal, and the method is D-PSGD.
 
-    diffusion_rate  # γ
-    delay           # τ
+    Args:
+        diffusion_rate: Diffusion rate γ.
+        delay: Delay τ of an exchange, in steps.
     """
     chi_1 = 1 / (diffusion_rate * topology.spectral_gap)
     inverse = 4 * max(0.0, 2 - diffusion_rate * topology.largest_eigenvalue)  # 1/χ_2
@@ -349,7 +351,8 @@ class A2CiD2(_Learning):
     Σ_i (x_i + x̃_i) and the exchanges that are not applied yet are conserved. A worker that joins
     begins with x̃_i = x_i. The constants stay those of the graph at the start.
 
-    acceleration  # η and α̃/α
+    Args:
+        acceleration: η and α̃/α.
     """
 
     overlaps: ClassVar[bool] = False
