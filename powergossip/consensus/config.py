@@ -11,7 +11,7 @@ class Config:
     # The run
     n_workers: int | None = None  # total number of workers (null: one per process)
     seed: int = 42
-    num_steps: Any = None  # of all algorithms, or a mapping {ALGORITHM: steps, others: steps}
+    num_steps: Any = None  # steps of all algorithms, or {ALGORITHM: steps, others: steps}
     #   (null: 5000, but 500 for uncompressed, push_sum, chebyshev, finite_time: they agree by then)
     device: str = "auto"  # auto, cpu, cuda or cuda:INDEX (auto assigns GPUs to processes in turn)
     distributed_backend: str = "auto"  # mpi, gloo or nccl (auto: that of the launcher)
@@ -24,23 +24,25 @@ class Config:
     matrix_size: int = 100  # rows and columns, except for images (faces, lfw)
     data_dir: str | None = None  # folder of the faces (null: scikit-learn's own folder)
     topology: str = "ring"  # a name, or the path of an edge list or adjacency file
-    topology_options: dict[str, Any] = field(default_factory=dict)  # such as {degree: 4}. Of static
-    #   undirected graphs: {weights: metropolis}, constant or fastest
+    topology_options: dict[str, Any] = field(default_factory=dict)  # such as {degree: 4}, and for
+    #   static undirected graphs {weights: metropolis}, constant or fastest
 
+    # Late exchanges
     gossip: str = "synchronous"  # bounded or asynchronous: exchanges are not waited for
-    max_delay: int | None = None  # of bounded: exchanges that an edge may be behind (1)
+    max_delay: int | None = None  # exchanges that an edge may be behind with gossip=bounded (1)
     scenario: Any = None  # a file with speeds, delays, losses, deaths and joins, for the virtual
     #   clock of one process (docs/when-workers-fail.md)
 
     # Algorithms
     algorithm: Any = "power_gossip"  # a name of gossip_run.ALGORITHMS, a list of names, or all
-    compression_rank: int = 1  # r of power_gossip, svd; top-k, random-k keep r (m + k) / 4 of m k
+    compression_rank: int = (
+        1  # rank r of power_gossip, svd; top-k, random-k keep r (m + k) / 4 of m k
+    )
     #   elements. Bits at 100 x 100, r = 1: power_gossip 3200, svd 6400, top-k 2400, random-k 1600
     compression_num_iterations: int = 1  # power iterations of power_gossip per step
-    compression_levels: int = 4  # of qsgd
+    compression_levels: int = 4  # levels of qsgd above zero
 
-    # Logarithmic grids. uncompressed and power_gossip have one rate, hyperparameter_range_max,
-    # unless the number of samples or the smallest rate is specified.
+    # Logarithmic grids
     hyperparameter_num_samples: int | None = None  # number of diffusion rates (null: 20, but 1 for
     #   power_gossip and uncompressed unless hyperparameter_range_min is specified)
     hyperparameter_range_min: float | None = None  # smallest diffusion rate (null: 1e-4, but
@@ -49,8 +51,8 @@ class Config:
     diffusion_rate: float | int | str | None = None  # one rate in place of the grid, or auto for
     #   power_gossip and uncompressed: the best one for plain gossip on this topology
     theta_num_samples: int = 20  # moniqua: number of bounds on the differences between neighbors
-    theta_range_min: float = 0.1
-    theta_range_max: float = 10.0
+    theta_range_min: float = 0.1  # moniqua: the smallest bound
+    theta_range_max: float = 10.0  # moniqua: the largest bound
     moniqua_num_samples: int | None = None  # moniqua: number of diffusion rates, each with every
     #   theta (null: hyperparameter_num_samples)
 

@@ -366,7 +366,7 @@ def _groups(kind: type[Any], defaults: Mapping[Any, Any]) -> dict[str, dict[str,
 def _described(key: str, default: Any, comment: str) -> str:
     """A key with its default, and beside it the comment, in lines of 100 characters."""
     given, width = f"  {key}={_yaml_value(default)}", 44
-    lines = textwrap.wrap(comment, 100 - width) or [""]
+    lines = textwrap.wrap(comment, 100 - width, break_on_hyphens=False) or [""]
     if len(given) < width - 1:
         given = f"{given:<{width}}{lines.pop(0)}".rstrip()
     return "\n".join([given, *(" " * width + line for line in lines)])
