@@ -314,7 +314,7 @@ class Acceleration(NamedTuple):
 
 
 def acceleration(topology: Topology, diffusion_rate: float = 1.0, delay: float = 0) -> Acceleration:
-    """The constants of A²CiD² on a static undirected graph, whose exchanges take 1 + τ steps.
+    """The constants of A²CiD² on a static undirected graph, whose exchanges take 1 + τ steps::
 
         η = 1/(2 (1 + τ) √(χ_1 χ_2)),   α̃/α = ½ √(χ_1/χ_2), at least 1
         χ_1 = 1/λ_2,   χ_2 = 1/(4 (2 − λ_max)),   of γ (I − W)
@@ -335,7 +335,7 @@ def acceleration(topology: Topology, diffusion_rate: float = 1.0, delay: float =
 
 
 class A2CiD2(_Learning):
-    """A²CiD²: late exchanges, accelerated by a second copy x̃_i of the model.
+    """A²CiD²: late exchanges, accelerated by a second copy x̃_i of the model::
 
         (x_i, x̃_i) ← ((1 − c) x_i + c x̃_i, (1 − c) x̃_i + c x_i),   c = (1 − e^(−2 η))/2
         x_i ← x_i + u_i,    x̃_i ← x̃_i + u_i          u_i the local optimizer's displacement
