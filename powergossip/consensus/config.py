@@ -10,7 +10,7 @@ class Config:
 
     # The run
     n_workers: int | None = None  # total number of workers (null: one per process)
-    seed: int = 42
+    seed: int = 42  # all random numbers follow from it
     num_steps: Any = None  # steps of all algorithms, or {ALGORITHM: steps, others: steps}
     #   (null: 5000, but 500 for uncompressed, push_sum, chebyshev, finite_time: they agree by then)
     device: str = "auto"  # auto, cpu, cuda or cuda:INDEX (auto assigns GPUs to processes in turn)
@@ -35,10 +35,9 @@ class Config:
 
     # Algorithms
     algorithm: Any = "power_gossip"  # a name of gossip_run.ALGORITHMS, a list of names, or all
-    compression_rank: int = (
-        1  # rank r of power_gossip, svd; top-k, random-k keep r (m + k) / 4 of m k
-    )
-    #   elements. Bits at 100 x 100, r = 1: power_gossip 3200, svd 6400, top-k 2400, random-k 1600
+    compression_rank: int = 1  # rank r of power_gossip and svd; top-k and random-k keep
+    #   r (m + k) / 4 of m k elements. Bits at 100 x 100, r = 1: power_gossip 3200, svd 6400, top-k
+    #   2400, random-k 1600
     compression_num_iterations: int = 1  # power iterations of power_gossip per step
     compression_levels: int = 4  # levels of qsgd above zero
 

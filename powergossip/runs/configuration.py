@@ -355,9 +355,9 @@ def _groups(kind: type[Any], defaults: Mapping[Any, Any]) -> dict[str, dict[str,
         elif line.startswith("# "):
             title, last = line.removeprefix("# "), ""
         elif name in kind.__annotations__:
-            _, hash, comment = rest.partition("#")
+            _, mark, comment = rest.partition("#")
             groups.setdefault(title, {})[name] = defaults[name], comment.strip()
-            last = name if hash else ""
+            last = name if mark else ""
         else:
             last = ""
     return groups

@@ -441,6 +441,13 @@ def test_help_lists_every_key_with_its_default_and_meaning() -> None:
         assert option in shown.stdout
 
 
+@pytest.mark.parametrize("program", [train, gossip_run])
+def test_every_key_has_a_meaning_in_the_help(program: Any) -> None:
+    """Beside its default or, behind a long one, in the next line."""
+    text = configuration.describe(program.config)
+    assert re.findall(r"^  \w+=\S*$(?!\n {10})", text, re.MULTILINE) == []
+
+
 # The learning rate.
 
 
