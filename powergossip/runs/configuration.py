@@ -139,7 +139,12 @@ class _Typed(DictConfig):
 
 
 def _without_numpy(value: Any) -> Any:
-    """A value of numpy as one of Python, such as those of np.arange and np.logspace in a sweep."""
+    """A value of numpy as one of Python, such as those of np.arange and np.logspace in a sweep.
+    Those in lists and dictionaries, too."""
+    if type(value) is dict:
+        return {key: _without_numpy(entry) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return [_without_numpy(entry) for entry in value]
     return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
 
 

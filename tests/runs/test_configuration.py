@@ -399,6 +399,10 @@ def test_a_driver_may_set_values_of_numpy(value: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(train, "config", configuration.structured(train.Config))
     train.config["n_workers"], train.config.seed = value, value
     assert (train.config.n_workers, train.config.seed) == (4, 4)
+    train.config["topology_options"] = {"degree": value}
+    train.config.spectrum_logging_worker_pairs = [(value, value)]
+    assert train.config.topology_options == {"degree": 4}
+    assert train.config.spectrum_logging_worker_pairs == [[4, 4]]
     with pytest.raises(BadInput, match="n_workers"):
         train.config["n_workers"] = np.float64(2.5)
 
