@@ -9,7 +9,7 @@ import pytest
 from experiments import different_data, tuned_methods
 from experiments.different_data import ALL_REDUCE, MORE, PLAIN, RATES, Pair
 from experiments.runner import Folder, Run, carry_out
-from experiments.study import RELAY, SEEDS, TUNING_SEED
+from experiments.study import RELAY, SEEDS, TUNING_SEED, Outcome
 from powergossip import algorithms, topologies
 from powergossip.algorithms.learning import check
 from powergossip.network import Network
@@ -91,3 +91,14 @@ def test_different_data_from_the_first_run_to_the_table(tmp_path: Path) -> None:
     assert less == ["1.3×", "1.0×", "1.3×"]
     assert float(table[power.name][6].rstrip("×")) > 1.5
     assert (tmp_path / "figure.svg").exists()
+
+
+@pytest.mark.parametrize("topology", ["chain", "binary-tree", "double-binary-tree"])
+def test_bits_of_relays_are_the_mean_of_all_workers(topology: str) -> None:
+    """Rows have those of worker 0. A worker sends as much as it has edges in the trees."""
+    trees = topologies.make(topology, 8).trees or ()
+    edges = [sum(worker in edge for tree in trees for edge in tree) for worker in range(8)]
+    run = Run("train", {"learning": RELAY, "topology": topology, "n_workers": 8}, {})
+    rows = pd.DataFrame({"bits": [0, 100 * edges[0]]})
+    assert Outcome([run], [rows]).bits == pytest.approx(100 * sum(edges) / 8)
+    assert len(set(edges)) > 1
