@@ -1,7 +1,7 @@
 """The directions of PowerGossip in memory of compiled loops, kernels/power_gossip.c.
 
-They do what `Directions` and `PowerGossip._iteration` do with PyTorch, with fewer passes over
-memory: one over x before the message, and one after it.
+They do what `MatrixSide` does with PyTorch, with fewer passes over memory: one over x before the
+message, and one after it.
 """
 
 import ctypes
@@ -35,37 +35,35 @@ class _Edges(ctypes.Structure):
 _KINDS = {(False, False): 0, (True, False): 1, (False, True): 2, (True, True): 3}
 
 
-class CompiledDirections:
-    """The directions of both sides for the edges of one round."""
-
-    def __init__(
-        self, library: kernels.Kernels, edges: EdgeConstants, rank: int, stacks: Sequence[Stack]
-    ):
-        workers, neighbors = edges.key.shape
-        matrices, at = [], (0, 0)
-        for stack in stacks:
-            size = stack.rows * stack.columns
-            for start in range(stack.start, stack.stop, size):
-                matrices.append((start, stack.rows, stack.columns, *at))
-                at = at[0] + rank * stack.rows, at[1] + rank * stack.columns
-        matrix = np.array(matrices, dtype=np.int64)
-        tensors = [t.contiguous() for t in (edges.weight, edges.sign, edges.absent, edges.key)]
-        structure = _Edges(
-            *(workers, neighbors, rank, len(matrices)),
-            (ctypes.c_int64 * 2)(*at),
-            stacks[-1].stop if stacks else 0,
-            matrix.ctypes.data,
-            *(kernels.address(tensor) for tensor in tensors),
-        )
-        structure.memory = matrix, tensors
-        shapes = [(workers, neighbors, size) for size in at]
-        p, q = (CompiledSide(library, structure, side, shape) for side, shape in enumerate(shapes))
-        p.other, q.other = q, p
-        self.sides = p, q
+def compiled_sides(
+    library: kernels.Kernels, edges: EdgeConstants, rank: int, stacks: Sequence[Stack]
+) -> tuple["CompiledSide", "CompiledSide"]:
+    """Both sides of the edges of one round."""
+    workers, neighbors = edges.key.shape
+    matrices, at = [], (0, 0)
+    for stack in stacks:
+        size = stack.rows * stack.columns
+        for start in range(stack.start, stack.stop, size):
+            matrices.append((start, stack.rows, stack.columns, *at))
+            at = at[0] + rank * stack.rows, at[1] + rank * stack.columns
+    matrix = np.array(matrices, dtype=np.int64)
+    tensors = [t.contiguous() for t in (edges.weight, edges.sign, edges.absent, edges.key)]
+    structure = _Edges(
+        *(workers, neighbors, rank, len(matrices)),
+        (ctypes.c_int64 * 2)(*at),
+        stacks[-1].stop if stacks else 0,
+        matrix.ctypes.data,
+        *(kernels.address(tensor) for tensor in tensors),
+    )
+    structure.memory = matrix, tensors
+    shapes = [(workers, neighbors, size) for size in at]
+    p, q = (CompiledSide(library, structure, side, shape) for side, shape in enumerate(shapes))
+    p.other, q.other = q, p
+    return p, q
 
 
 class CompiledSide:
-    """The directions of one side, as long as a column (0) or row (1) of a matrix.
+    """A side in compiled loops.
 
     Both [worker, neighbor, M], in the order of a message. They are 0 where there is no neighbor.
 
@@ -88,18 +86,9 @@ class CompiledSide:
         self._draw = kernels.function(library, "power_gossip_draw", "pipi")
 
     def draw(self, counter: int) -> None:
-        """Sample directions from the edges' random streams: the same at both ends."""
         self._draw(self._edges, self._side, kernels.address(self.directions), counter)
 
     def project(self, x: Tensor, counter: int, round_weights: bool, resample: bool) -> ToEach:
-        """p ← orthonormalize(p) and s = Xᵀ p with these directions p: the message of an iteration.
-
-        Args:
-            x: Parameters [worker, D].
-            counter: Index of the random draws.
-            round_weights: Whether signs take the place of orthonormal directions.
-            resample: Whether the directions are random at first.
-        """
         assert x.dtype == torch.float32
         assert x.stride(1) == 1
         message = self.other.products
@@ -111,7 +100,6 @@ class CompiledSide:
         return message
 
     def update(self, x: Tensor, received: Tensor) -> None:
-        """d = s_received − s and X ← X + γ w p dᵀ. d are the directions of the other side."""
         assert received.dtype == torch.float32
         other = self.other
         self._update(
@@ -121,11 +109,9 @@ class CompiledSide:
         )
 
     def packed(self) -> Tensor:
-        """A copy of the directions in the form of a message: [worker, neighbor, M]."""
         return self.directions.clone()
 
     def unpack(self, message: Tensor) -> None:
-        """Set the directions from the form of a message [worker, neighbor, M]."""
         if message.shape != self.directions.shape:
             raise ValueError(
                 f"directions of shape {tuple(message.shape)} do not fit; "

@@ -1,7 +1,8 @@
 """The directions of PowerGossip: memory, messages, random draws, orthonormalization.
 
-PowerGossip's update rule uses `Directions`, the directions of one side of the matrices for all
-edges. Every operation here gives the same result at both ends of an edge, to the bit.
+PowerGossip's update rule uses a `Side`, the directions in the column or row space of the matrices
+for all edges. `MatrixSide` is the one of PyTorch, and `CompiledSide` that of compiled loops. Every
+operation here gives the same result at both ends of an edge, to the bit.
 
 Axes: worker (hosted here), neighbor (slot), batch (the layers of one worker, or one layer of all
 workers, see parameters.batches), rank, length (rows or columns of a matrix).
@@ -9,12 +10,14 @@ workers, see parameters.batches), rank, length (rows or columns of a matrix).
 
 from collections.abc import Sequence
 from math import prod, sqrt
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from powergossip import randomness
 from powergossip.network import Network, Slots, ToEach
+from powergossip.parameters import Stack, batches
 from powergossip.tensor_cache import TensorCache
 
 _RIDGE = 1e-12  # relative to a direction's own squared norm
@@ -44,6 +47,41 @@ class EdgeConstants:
         pairs = zip(low.flatten().tolist(), high.flatten().tolist(), strict=True)
         keys = randomness.keys(seed, "power-gossip", pairs)
         self.key = keys.view(neighbors.shape).to(network.device)
+
+
+class Side(Protocol):
+    """The directions p of one side: as long as a column (side 0) or as a row (side 1) of X."""
+
+    def draw(self, counter: int) -> None:
+        """Sample p from the edges' random streams: the same at both ends."""
+        ...
+
+    def project(self, x: Tensor, counter: int, round_weights: bool, resample: bool) -> ToEach:
+        """p ← orthonormalize(p) and s = Xᵀ p: the message of an iteration.
+
+        Args:
+            x: Parameters [worker, D].
+            counter: Index of the random draws.
+            round_weights: Whether signs take the place of orthonormal directions.
+            resample: Whether the directions are random at first.
+        """
+        ...
+
+    def update(self, x: Tensor, received: Tensor) -> None:
+        """d = s_received − s and X ← X + γ w p dᵀ. The directions of the other side become d."""
+        ...
+
+    def packed(self) -> Tensor:
+        """A copy of p in the form of a message: [worker, neighbor, M]."""
+        ...
+
+    def unpack(self, message: Tensor) -> None:
+        """Set p from the form of a message [worker, neighbor, M].
+
+        Raises:
+            ValueError: For another shape.
+        """
+        ...
 
 
 class PerDirection:
@@ -284,6 +322,56 @@ class Directions:
         self._wide.flat.copy_(self.flat)
         for frame, gram in zip(self._wide.frames, self._grams, strict=True):
             torch.bmm(frame, frame.mT, out=gram)
+
+
+class MatrixSide(Directions):
+    """A side with PyTorch. A batched product serves the matrices of one shape.
+
+    Its rows are the directions of all neighbors, hence the transposes: sᵀ = pᵀ X.
+    """
+
+    other: "MatrixSide"
+
+    def __init__(self, edges: EdgeConstants, rank: int, stacks: Sequence[Stack], side: int):
+        lengths = [(stack.layers, (stack.rows, stack.columns)[side]) for stack in stacks]
+        super().__init__(edges, rank, lengths)
+        self._matrices, self._side = stacks, side
+        self._matrix_views = TensorCache[list[Tensor]]()
+
+    def project(self, x: Tensor, counter: int, round_weights: bool, resample: bool) -> ToEach:
+        if resample:
+            self.draw(counter)
+        if round_weights:
+            self.round(counter)
+        else:
+            self.orthonormalize(counter)
+        products = self.other.own.stacks
+        for p_T, X, s_T in zip(self.stacks, self._matrices_of(x), products, strict=True):
+            torch.bmm(p_T, X, out=s_T)
+        return self.other.message()
+
+    def update(self, x: Tensor, received: Tensor) -> None:
+        d = self.other
+        d.take_differences(received)
+        weighted = self.weighted().stacks
+        for weighted_p_T, d_T, X in zip(weighted, d.stacks, self._matrices_of(x), strict=True):
+            X.baddbmm_(weighted_p_T.mT, d_T)
+
+    def _matrices_of(self, x: Tensor) -> list[Tensor]:
+        return self._matrix_views.get(x, self._make_views)
+
+    def _make_views(self, x: Tensor) -> list[Tensor]:
+        views = [view for stack in self._matrices for view in batches(x, stack)]
+        return [view.mT for view in views] if self._side else views
+
+
+def matrix_sides(
+    edges: EdgeConstants, rank: int, stacks: Sequence[Stack]
+) -> tuple[MatrixSide, MatrixSide]:
+    """Both sides of the edges of one round."""
+    p, q = (MatrixSide(edges, rank, stacks, side) for side in (0, 1))
+    p.other, q.other = q, p
+    return p, q
 
 
 def orthonormalizing(gram: Tensor, signs: Tensor) -> Tensor:

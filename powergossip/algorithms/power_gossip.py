@@ -1,24 +1,23 @@
 """PowerGossip: averaging by power iteration on the difference of neighbors.
 
-The update rule is `PowerGossip._iteration`. `directions.py` has the memory of the directions and
-their orthonormalization, `power_gossip_reference.py` a plain version of the algorithm. On a CPU
-with a C compiler, the loops of `compiled_directions.py` take their place.
+The loop over iterations and messages is `PowerGossip.increment`. An iteration's products and its
+update of X are those of a `Side`: `MatrixSide` of directions.py, or on a CPU with a C compiler
+`CompiledSide` of compiled_directions.py. `power_gossip_reference.py` is a plain version.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from powergossip import checks, kernels
 from powergossip.algorithms import rates
 from powergossip.algorithms.averaging import Kind, Rate, column
-from powergossip.algorithms.compiled_directions import CompiledDirections, CompiledSide
-from powergossip.algorithms.directions import Directions, EdgeConstants
+from powergossip.algorithms.compiled_directions import compiled_sides
+from powergossip.algorithms.directions import EdgeConstants, Side, matrix_sides
 from powergossip.algorithms.plain import PlainGossip
-from powergossip.network import Conversation, Network, ToAll, ToEach, together
-from powergossip.parameters import Layout, batches
+from powergossip.network import Conversation, Message, Network, ToAll
+from powergossip.parameters import Layout
 from powergossip.tensor_cache import TensorCache
 
 
@@ -99,20 +98,14 @@ class PowerGossip:
         self._round_weights = round_weights
 
         self._stacks = layout.compressible(rank)
-        rows = [(stack.layers, stack.rows) for stack in self._stacks]
-        columns = [(stack.layers, stack.columns) for stack in self._stacks]
-        # For each round, the directions of both sides: for PyTorch or for compiled loops.
-        self._edges: list[tuple[Directions, Directions]] = []
-        self._compiled: list[CompiledDirections] = []
         library = kernels.load(network)
+        self._sides: list[tuple[Side, Side]] = []  # of each round
         for slots in network.rounds:
             edges = EdgeConstants(network, slots, rate, seed)
             if library is not None:
-                self._compiled.append(CompiledDirections(library, edges, rank, self._stacks))
+                self._sides.append(compiled_sides(library, edges, rank, self._stacks))
             else:
-                self._edges.append(
-                    (Directions(edges, rank, rows), Directions(edges, rank, columns))
-                )
+                self._sides.append(matrix_sides(edges, rank, self._stacks))
         self._iterations = [0] * len(network.rounds)  # by round, since the start
 
         # Spans of the elements that are not compressed, which lie behind the compressed ones.
@@ -124,137 +117,61 @@ class PowerGossip:
             for span, gossip_rate in ((matrices, diffusion_rate), (vectors, 1.0))
             if span.stop > span.start
         ]
-        self._views = TensorCache[_Views]()
+        self._rests = TensorCache[Tensor]()
         self._spans = TensorCache[list[Tensor]]()
-        for t in range(len(network.rounds)):
-            self._sides(t)[0].draw(self._counter(t))
+        for t, sides in enumerate(self._sides):
+            sides[0].draw(self._counter(t))
 
     def step(self, x: Tensor) -> Conversation:
         """num_iterations iterations on the compressed matrices, plain gossip on the rest."""
-        views = self._views.get(x, self._views_of)
-        if self._compiled and self._stacks:
-            yield from self._compiled_step(x, views.rest)
-            return
-        steps = []
-        if self._stacks:
-            steps.append(self._compressed_step(views))
-        if self._plain:
-            steps.append(self._plain_step(views.rest))
-        yield from together(*steps)
+        yield from self._iterate(x, x)
 
     def increment(self, x: Tensor, out: Tensor) -> Conversation:
         """out ← the sum of the exchanges of a step, which leaves x as it is."""
-        x = x.clone() if self._num_iterations > 1 else x  # an iteration sees those before it
-        views, increments = self._views.get(x, self._views_of), self._views_of(out.zero_())
-        received_rest: Tensor | None = None
-        t = self._network.round % len(self._network.rounds)
-        for iteration in range(self._num_iterations if self._stacks else min(1, len(self._plain))):
-            rest = (ToAll(views.rest),) if iteration == 0 and self._plain else ()
-            last = iteration == self._num_iterations - 1
-            if not self._stacks:
-                (received_rest,) = yield rest
-                break
-            counter, side = self._counter(t), self._iterations[t] % 2
-            if self._compiled:
-                compiled_p = self._compiled[t].sides[side]
-                random = self._round_weights, not self._warm_start
-                received, *others = yield compiled_p.project(x, counter, *random), *rest
-                compiled_p.update(out, received)
-                if not last:
-                    compiled_p.update(x, received)
-            else:
-                p, d = self._edges[t][side], self._edges[t][1 - side]
-                self._prepare(p, counter)
-                received, *others = yield self._project(p, d, _of_side(views, side)), *rest
-                d.take_differences(received)
-                _add_products(p, d, _of_side(increments, side))
-                if not last:
-                    _add_products(p, d, _of_side(views, side))
-            self._iterations[t] += 1
-            received_rest = others[0] if others else received_rest
-        if received_rest is not None:
-            self._add_rest(views.rest, received_rest, increments.rest)
+        # An iteration sees those before it.
+        x = x.clone() if self._num_iterations > 1 else x
+        yield from self._iterate(x, out.zero_())
 
-    def _add_rest(self, rest: Tensor, received: Tensor, out: Tensor) -> None:
-        for span, gossip in self._plain:
-            gossip.add_increment(rest[:, span], received[..., span], out[:, span])
+    def _iterate(self, x: Tensor, out: Tensor) -> Conversation:
+        """out ← out + the exchanges of a step from x.
 
-    def _plain_step(self, rest: Tensor) -> Conversation:
-        self._mix(rest, (yield ToAll(rest)))
-
-    def _mix(self, rest: Tensor, received: Tensor) -> None:
-        if len(self._plain) == 1:
-            self._plain[0][1].mix(rest, received)
-            return
-        spans = zip(
-            self._plain,
-            self._spans.get(rest, self._spans_of),
-            self._spans.get(received, self._spans_of),
-            strict=True,
-        )
-        for (_, gossip), x, received_x in spans:
-            gossip.mix(x, received_x)
-
-    def _compressed_step(self, views: "_Views") -> Conversation:
-        t = self._network.round % len(self._edges)
-        for _ in range(self._num_iterations):
-            # Side 0: p are rows long, s and d columns. Side 1: the other way round.
-            side = self._iterations[t] % 2
-            p, d = self._edges[t][side], self._edges[t][1 - side]
-            self._prepare(p, self._counter(t))
-            yield from self._iteration(p, d, _of_side(views, side))
-            self._iterations[t] += 1
-
-    def _prepare(self, p: Directions, counter: int) -> None:
-        """p ← orthonormalize(p)"""
-        if not self._warm_start:
-            p.draw(counter)
-        if self._round_weights:
-            p.round(counter)
-        else:
-            p.orthonormalize(counter)
-
-    def _compiled_step(self, x: Tensor, rest: Tensor) -> Conversation:
-        """`_compressed_step` and `_plain_step` by compiled loops."""
-        t = self._network.round % len(self._compiled)
-        random = self._round_weights, not self._warm_start
-        for iteration in range(self._num_iterations):
-            p = self._compiled[t].sides[self._iterations[t] % 2]
-            message = p.project(x, self._counter(t), *random)
-            if iteration == 0 and self._plain:
-                received, received_rest = yield message, ToAll(rest)
-                self._mix(rest, received_rest)
-            else:
-                received = yield message
-            p.update(x, received)
-            self._iterations[t] += 1
-
-    def _iteration(self, p: Directions, d: Directions, matrices: Sequence[Tensor]) -> Conversation:
-        """X_i ← X_i + Σ_j γ w_ij p d_ijᵀ, for all matrices and neighbors. d is the next p.
-
-        A batched product serves the matrices of one shape. Its rows are the directions of all
-        neighbors, hence the transposes: s_iᵀ = pᵀ X_i.
+        Unless out is x, the compressed matrices of x take part in all but the last exchange.
         """
-        received = yield self._project(p, d, matrices)
-        d.take_differences(received)
-        _add_products(p, d, matrices)
+        t = self._network.round % len(self._sides)
+        rest, rest_out = (self._rests.get(tensor, self._rest_of) for tensor in (x, out))
+        for iteration in range(self._num_iterations if self._stacks else min(1, len(self._plain))):
+            messages: list[Message] = []
+            if self._stacks:
+                # Side 0: p are rows long, s and d columns. Side 1: the other way round.
+                p = self._sides[t][self._iterations[t] % 2]
+                random = self._round_weights, not self._warm_start
+                messages.append(p.project(x, self._counter(t), *random))
+            if iteration == 0 and self._plain:
+                messages.append(ToAll(rest))
+            received = yield tuple(messages)
+            if iteration == 0 and self._plain:
+                self._gossip(rest, received[-1], rest_out)
+            if self._stacks:
+                p.update(out, received[0])
+                if out is not x and iteration < self._num_iterations - 1:
+                    p.update(x, received[0])
+                self._iterations[t] += 1
 
-    def _project(self, p: Directions, d: Directions, matrices: Sequence[Tensor]) -> ToEach:
-        """The message s = Xᵀ p."""
-        for p_T, X, s_T in zip(p.stacks, matrices, d.own.stacks, strict=True):
-            torch.bmm(p_T, X, out=s_T)
-        return d.message()
+    def _gossip(self, rest: Tensor, received: Tensor, out: Tensor) -> None:
+        """Plain gossip on elements that are not compressed, in place if out is rest."""
+        parts = (self._spans.get(tensor, self._spans_of) for tensor in (rest, received, out))
+        for (_, gossip), own, theirs, result in zip(self._plain, *parts, strict=True):
+            if out is rest:
+                gossip.mix(own, theirs)
+            else:
+                gossip.add_increment(own, theirs, result)
 
-    def _views_of(self, x: Tensor) -> "_Views":
-        matrices = [view for stack in self._stacks for view in batches(x, stack)]
-        return _Views(matrices, [view.mT for view in matrices], x[:, self._compressed :])
+    def _rest_of(self, x: Tensor) -> Tensor:
+        """The elements that are not compressed [worker, element]."""
+        return x[:, self._compressed :]
 
     def _spans_of(self, rest: Tensor) -> list[Tensor]:
         return [rest[..., span] for span, _ in self._plain]
-
-    def _sides(self, t: int) -> "Sequence[Directions | CompiledSide]":
-        """The directions of both sides in a round of the topology."""
-        return self._compiled[t].sides if self._compiled else self._edges[t]
 
     def _counter(self, t: int) -> int:
         """The counter of random draws, different for every round and iteration."""
@@ -270,7 +187,7 @@ class PowerGossip:
             "matrices": {
                 "iterations": list(self._iterations),
                 "directions": [
-                    self._sides(t)[iterations % 2].packed()
+                    self._sides[t][iterations % 2].packed()
                     for t, iterations in enumerate(self._iterations)
                 ],
             },
@@ -282,22 +199,4 @@ class PowerGossip:
         matrices = state["matrices"]
         self._iterations = list(matrices["iterations"])
         for t, directions in enumerate(matrices["directions"]):
-            self._sides(t)[self._iterations[t] % 2].unpack(directions)
-
-
-def _add_products(p: Directions, d: Directions, matrices: Sequence[Tensor]) -> None:
-    """X ← X + γ w p dᵀ"""
-    for weighted_p_T, d_T, X in zip(p.weighted().stacks, d.stacks, matrices, strict=True):
-        X.baddbmm_(weighted_p_T.mT, d_T)
-
-
-class _Views(NamedTuple):
-    """Views of x [worker, D]."""
-
-    matrices: list[Tensor]  # [batch, row, column], those that are compressed
-    transposes: list[Tensor]  # [batch, column, row]
-    rest: Tensor  # [worker, element], the elements that are not compressed
-
-
-def _of_side(views: _Views, side: int) -> list[Tensor]:
-    return views.transposes if side else views.matrices
+            self._sides[t][self._iterations[t] % 2].unpack(directions)

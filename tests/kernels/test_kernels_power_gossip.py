@@ -6,7 +6,7 @@ from torch import Tensor
 
 from powergossip import algorithms, kernels, topologies
 from powergossip.algorithms import AveragingOptions, PowerGossip
-from powergossip.algorithms.compiled_directions import CompiledDirections, CompiledSide
+from powergossip.algorithms.compiled_directions import CompiledSide, compiled_sides
 from powergossip.algorithms.directions import Directions, EdgeConstants
 from powergossip.network import Conversation, Network, Processes
 from powergossip.parameters import Layout
@@ -28,7 +28,7 @@ def compiled(network: Network, rank: int, layout: Layout) -> tuple[CompiledSide,
     library = kernels.compiled()
     assert library is not None
     edges = EdgeConstants(network, network.slots, 1.0, 3)
-    return CompiledDirections(library, edges, rank, layout.compressible(rank)).sides
+    return compiled_sides(library, edges, rank, layout.compressible(rank))
 
 
 def iterate(network: Network, p: CompiledSide, x: Tensor, counter: int) -> None:
