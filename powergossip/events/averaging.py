@@ -15,6 +15,10 @@ be skipped: then its state stays as it is.
 Without delays, one exchange on every edge is one iteration of the rule of the same name in
 `powergossip.algorithms`, up to rounding.
 
+An end is not `increment` on a network of two workers. A checkpoint may lie between the two messages
+of an exchange, and the position of a generator cannot be saved. The weight differs from exchange to
+exchange, and `increment` has five times the memory for each edge.
+
 To add a rule, write its class and its row in `EXCHANGES`.
 
 Axes: layer (matrices of one shape), rank, row, column; D parameters of a worker.
