@@ -13,6 +13,7 @@ A step of a rule consists of `start()`, the gradients, and `finish()`::
     quasi_global.py     quasi-global momentum
     tracking.py         gradient tracking, normalized, and over CHOCO-Gossip: BEER, MoTEF
     local_steps.py      K-GT, momentum tracking
+    outer.py            outer optimizers of language models: DiLoCo, GASLoC, NoLoCo
     exact_diffusion.py  exact diffusion, over CHOCO-Gossip: LEAD, CEDAS
     relay.py            RelaySGD on trees, in place of an averaging rule
 
@@ -48,6 +49,7 @@ from powergossip.algorithms.learning.interface import (
     resumed,
 )
 from powergossip.algorithms.learning.local_steps import KGT, MomentumTracking
+from powergossip.algorithms.learning.outer import DiLoCo, GASLoC, NoLoCo
 from powergossip.algorithms.learning.quasi_global import QuasiGlobalAdam, QuasiGlobalMomentum
 from powergossip.algorithms.learning.relay import RelaySGD
 from powergossip.algorithms.learning.tracking import (
@@ -69,7 +71,9 @@ __all__ = [
     "CentralizedSGD",
     "Correction",
     "Decay",
+    "DiLoCo",
     "ExactDiffusion",
+    "GASLoC",
     "GossipRule",
     "Gradient",
     "GradientTracking",
@@ -80,6 +84,7 @@ __all__ = [
     "Mix",
     "MoTEF",
     "MomentumTracking",
+    "NoLoCo",
     "NormalizedGradientTracking",
     "QuasiGlobalAdam",
     "QuasiGlobalMomentum",
@@ -111,6 +116,9 @@ LEARNING: dict[str, type[GossipRule]] = {
     "beer": BEER,
     "motef": MoTEF,
     "relay-sgd": RelaySGD,
+    "diloco": DiLoCo,
+    "gasloc": GASLoC,
+    "noloco": NoLoCo,
 }
 DEFAULT = "dpsgd"
 # Options of averaging rules whose default depends on the learning rule, for rules that have them.

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol
 
-import torch
 from torch import Tensor
 
 from powergossip.algorithms.averaging import Averaging, Kind, begin_at
@@ -73,6 +72,7 @@ class GossipRule:
         static: Whether the topology must be static.
         owns_momentum: Whether it changes g, such as by a momentum that the local optimizer then
             does not have.
+        clips: Whether its step clips the gradient and adds the weight decay, by `_correct`.
         in_place: Whether the local optimizer makes its step on x, with its own rounding.
         rescales: Whether it changes x by the local optimizer's step, see averaging.Weighted.
         optimizers: Local optimizers that it works with.
@@ -95,7 +95,7 @@ class GossipRule:
     kinds: ClassVar[frozenset[Kind]] = MEAN_PRESERVING
     optimizers: ClassVar[tuple[str, ...]] = ("sgd", "adamw")
     static = owns_momentum = in_place = rescales = reads_rate = needs_norm = relays = False
-    overlaps = always_overlaps = overlaps_mean = False
+    clips = overlaps = always_overlaps = overlaps_mean = False
     for_different_data = True
     sequential: ClassVar[frozenset[Kind]] = frozenset()
     without: ClassVar[tuple[str, ...]] = ()
@@ -137,7 +137,8 @@ class GossipRule:
 
     def finish(self) -> None:
         """Complete the step with the gradients in `parameters.grad`."""
-        self._correct()
+        if not self.clips:
+            self._correct()
         if self._exchange is not None:
             self._exchange.finish()
             self._exchange = None
@@ -181,22 +182,22 @@ class GossipRule:
 
 
 class Joint:
-    """Two variables [worker, D] in one buffer [worker, 2 D], so that they share messages.
+    """Variables [worker, D] in one buffer [worker, count · D], so that they share messages.
 
-    The tensors of both are in the order of `layout`, that of the shapes of both, in which matrices
-    of one shape are adjacent.
+    Their tensors are in the order of `layout`, that of the shapes of all, in which matrices of one
+    shape are adjacent.
     """
 
-    def __init__(self, layout: Layout, like: Tensor):
-        count = len(layout.shapes)
-        self.layout = Layout([*layout.shapes, *layout.shapes])
-        self.buffer = torch.zeros(len(like), 2 * layout.size, dtype=like.dtype, device=like.device)
+    def __init__(self, layout: Layout, like: Tensor, variables: int = 2):
+        count, self.count = len(layout.shapes), variables
+        self.layout = Layout([*layout.shapes] * variables)
+        self.buffer = like.new_zeros(len(like), self.layout.size)
         starts, joint = layout.starts, self.layout.starts
         sizes = [tensor.numel() for tensor in layout.tensors(like[0])]
         # [variable][piece]: where it is in the variable and in the buffer, merged where adjacent.
         self._pieces = [
-            _merged(zip(starts, joint[first : first + count], sizes, strict=True))
-            for first in (0, count)
+            _merged(zip(starts, joint[i * count : (i + 1) * count], sizes, strict=True))
+            for i in range(variables)
         ]
 
     def load(self, *variables: Tensor) -> None:
