@@ -28,6 +28,7 @@ Symbols: x_i (the parameters of worker i, D elements), w_ij (the weight of j's v
 diffusion rate), X_i (one of i's parameter tensors as a matrix [row, column]).
 """
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -226,6 +227,7 @@ def default_rate(
     layout: Layout,
     given: Mapping[str, Any] | None = None,
     factor: float = 1.0,
+    largest: float = math.inf,
 ) -> float | compressors.BySize | None:
     """Return the default diffusion rate of an algorithm, or None if it has none.
 
@@ -234,16 +236,16 @@ def default_rate(
 
     Args:
         factor: Factor of a learning rule on a rate that depends on graph and tensors.
+        largest: Largest rate with which a learning rule is stable.
 
     Raises:
         ValueError: For bad options.
     """
     found = defaults(name, given)
-    if name not in _DEFAULT_RATES:
-        return found.get("diffusion_rate")
-    compressor = _compressor(found, given or {})
-    rate: float | compressors.BySize = _DEFAULT_RATES[name](topology, layout, compressor, factor)
-    return rate
+    rate: float | compressors.BySize | None = found.get("diffusion_rate")
+    if name in _DEFAULT_RATES:
+        rate = _DEFAULT_RATES[name](topology, layout, _compressor(found, given or {}), factor)
+    return rates.at_most(rate, rates.MARGIN * largest)
 
 
 def warn_of_rate(

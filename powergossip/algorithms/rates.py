@@ -18,6 +18,7 @@ from powergossip.topologies import Topology
 
 AUTO = "auto"
 _ROUNDING = 1e-6  # relative, of a rate in single precision
+MARGIN = 0.9  # of a default rate, relative to the largest with which a learning rule is stable
 _MARGIN = 2.0  # between the default rates of compressed messages and rates that may diverge
 
 _warned: WeakSet[Topology] = WeakSet()
@@ -39,6 +40,13 @@ def best(topology: Topology) -> float:
             f"a number, such as 1; {name} is {kind}: it has no spectrum of I - W, and thus no best "
             f"diffusion rate",
         ) from error
+
+
+def at_most(rate: float | BySize | None, largest: float) -> float | BySize | None:
+    """The rate, or those of tensors by their size, but none above the largest."""
+    if callable(rate):
+        return lambda elements: min(rate(elements), largest)
+    return None if rate is None else min(rate, largest)
 
 
 def checked(network: Network, rate: Rate | str) -> Rate:
@@ -116,6 +124,24 @@ def of_deepsqueeze(
     largest = getattr(compressor, "deepsqueeze_rate", 0.1)
     rate = of_choco(topology, layout, compressor, factor)
     return float(largest if callable(rate) else min(largest, rate))
+
+
+def warn_of_rule(name: str, network: Network, rate: float, largest: float) -> None:
+    """Warn of a rate with which a learning rule is unstable, `largest` or more.
+
+    Once per topology, and only on process 0.
+    """
+    topology = network.topology
+    if network.processes.rank or topology in _warned or rate < largest:
+        return
+    _warned.add(topology)
+    safe = math.floor(largest * 1e3) / 1e3
+    warnings.warn(
+        f"a diffusion rate of {rate:.4g} is too large for learning={name} on "
+        f"topology={topology.name}: from {safe:g} on, disagreement of the workers grows with its "
+        "outer momentum; use a smaller rate or momentum",
+        stacklevel=2,
+    )
 
 
 def warn_of_compressed(name: str, network: Network, rate: float, by_default: float) -> None:

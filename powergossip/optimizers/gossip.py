@@ -138,6 +138,7 @@ class GossipOptimizer(torch.optim.Optimizer):
         overlapping: bool = False,
         learning: str = learning_rules.DEFAULT,
         learning_options: Mapping[str, Any] | None = None,
+        max_norm: float | None = None,
         message_dtype: str = "float32",
         process_group: Any = None,
         processes: Processes | None = None,
@@ -149,6 +150,7 @@ class GossipOptimizer(torch.optim.Optimizer):
             method: Name of an averaging algorithm, such as "power-gossip", or a `Method`.
             local_steps: Number of steps per step of gossip.
             learning, learning_options: The learning rule and its options, see the class.
+            max_norm: Largest norm of the gradient, after its correction by the learning rule.
             process_group: The participants, one worker each: a group of torch.distributed, an
                 mpi4py communicator, a `Processes`, or None for all processes of the run.
             processes: Earlier name of process_group.
@@ -159,7 +161,7 @@ class GossipOptimizer(torch.optim.Optimizer):
         who = network.processes_of(group)
         self.wrapped, self._of_all = optimizer, group is None
         self._local_steps, self._overlapping, self._steps = local_steps, overlapping, 0
-        self._in_step = False
+        self._in_step = self._corrected = False
 
         with who.agreed():
             check_wrappable(optimizer, local_steps)
@@ -172,11 +174,13 @@ class GossipOptimizer(torch.optim.Optimizer):
                 {} if learning_options is None else learning_options,
                 overlapping=overlapping,
                 local_steps=local_steps,
+                max_norm=max_norm,
             )
             check_effective(learning, self.method.given)
             self.method = self.method.preferring(
                 self._learning.defaults_of(self.method),
                 self._learning.diffusion_factor(self.method),
+                self._learning.largest_rate,
             )
             if who.rank == 0:
                 self._learning.warn_of(self.method)
@@ -276,9 +280,33 @@ class GossipOptimizer(torch.optim.Optimizer):
             loss = self._local_step(closure)
             self._averaged.move()
         finally:
-            self._in_step = False
+            self._in_step = self._corrected = False
         self._steps += 1
         return loss
+
+    def correct_(self) -> None:
+        """Add the corrections of the learning rule to the gradients, before a clipping of one's own.
+
+        Call it between the backward pass (with GradScaler, `unscale_`) and the clipping. `step`
+        leaves gradients that are corrected as they are. Gradients that are not finite are not
+        corrected.
+
+        Raises:
+            ValueError: For a learning rule without gradient_correction, and for sparse gradients.
+        """
+        if not self._learning.corrects:
+            raise ValueError(
+                f"correct_() with {self._learning!r}: use learning_options="
+                "{'gradient_correction': True} with learning=diloco, gasloc or noloco"
+            )
+        self._check_between_steps("correct_()")
+        gradients = self._dense_gradients()
+        if not all(bool(gradient.isfinite().all()) for gradient in gradients):
+            return
+        self._take_gradients()
+        self._mix_before_update()
+        self._direct()
+        self._corrected = True
 
     def _start(self) -> None:
         """Send the first messages of this step, if it has begun no earlier."""
@@ -313,11 +341,13 @@ class GossipOptimizer(torch.optim.Optimizer):
         if grad_scale is not None and gradients:
             # The reciprocal in double precision, as GradScaler.unscale_ does.
             torch._foreach_mul_(gradients, grad_scale.double().reciprocal().float())
-        self._take_gradients()
+        if not self._corrected:
+            self._take_gradients()
         self._mix_before_update()
         if found_inf is not None and found_inf.item():
             return None
-        self._direct()
+        if not self._corrected:
+            self._direct()
         return self._update()
 
     def _update(self, *closure: Any) -> Any:
@@ -382,10 +412,10 @@ class GossipOptimizer(torch.optim.Optimizer):
                 parameter.register_post_accumulate_grad_hook(on_gradient)
 
     def _check_between_steps(self, call: str) -> None:
-        if self._averaged.in_flight:
+        if self._averaged.in_flight or self._corrected:
             raise RuntimeError(
-                f"{call} between a backward pass and its step(), while messages are in flight; "
-                "call it after step()"
+                f"{call} between a backward pass and its step(), while messages are in flight or "
+                "gradients are corrected; call it after step()"
             )
 
     # The mean model.

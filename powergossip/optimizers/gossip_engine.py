@@ -156,8 +156,8 @@ class Averaged:
         check_same_everywhere(processes, "message_dtype", message_dtype)
         self.parts: list[_Part] = []
         self.frozen: list[Tensor] = []
-        # A single process has no neighbors, but it may have the momentum of a learning rule.
-        self._works = self.n_workers > 1 or learning.has_momentum
+        # A single process has no neighbors, but it may have the state of a learning rule.
+        self._works = self.n_workers > 1 or learning.works_alone
         self.in_step = False  # whether a step has been started, and its local update is to come
         self._exchange: Exchange | None = None  # in flight
         self.in_mean = False  # whether the parameters are the mean model at present
@@ -220,6 +220,7 @@ class Averaged:
                     partial(self._learning.build, self.network, self.method, index, steps),
                 )
                 self.method.warn_of_rate(self.network, part.layout)
+                self._learning.warn_of_rate(self.method, self.network)
             parts.append(part)
         if move:
             of_process_0 = [p for p in parameters if is_frozen(p)]

@@ -18,6 +18,7 @@ from powergossip.optimizers.checks import is_frozen, named
 from powergossip.optimizers.precision import HALF
 from powergossip.optimizers.specification import Specification, check_type
 from powergossip.parameters import Layout
+from powergossip.topologies import Topology
 
 # Options of rules that are keywords of GossipOptimizer, or belong to the training loop.
 _KEYWORDS = ("overlapping", "local_steps", "weight_decay", "clip")
@@ -48,6 +49,7 @@ class LearningRule:
         *,
         overlapping: bool,
         local_steps: int,
+        max_norm: float | None = None,
     ):
         checks.one_of("learning", name, learning.LEARNING)
         check_type("learning_options", given, Mapping)
@@ -56,7 +58,8 @@ class LearningRule:
         if found.owns_momentum and "local_optimizer" in own:
             self._local_optimizer = own.pop("local_optimizer")
             found = learning.rule(name, self._local_optimizer)
-        self._rule, self.has_momentum = found, found.owns_momentum
+        self._rule, self.has_momentum, self._max_norm = found, found.owns_momentum, max_norm
+        self.works_alone = found.owns_momentum or found.keeps_slow
         known = learning.options(name, self._local_optimizer)
         defaults = {option: known[option] for option in known if option not in _KEYWORDS}
         _options.check(f"learning={name}", own, defaults)
@@ -68,6 +71,14 @@ class LearningRule:
                 checks.positive(option, value)
             elif not isinstance(value, bool):
                 checks.below_one(option, value)
+        if max_norm is not None:
+            if not found.clips:
+                raise ValueError(
+                    f"max_norm={max_norm!r}: use torch.nn.utils.clip_grad_norm_ with "
+                    f"learning={name}; max_norm is for rules that correct the gradient before it "
+                    "is clipped, such as diloco"
+                )
+            checks.positive("max_norm", max_norm)
         if overlapping and not found.overlaps:
             raise ValueError(
                 f"overlapping=True: use overlapping=False with learning={name}, whose messages "
@@ -75,11 +86,12 @@ class LearningRule:
             )
         if local_steps > 1 and "local_steps" not in known:
             raise ValueError(
-                f"local_steps={local_steps}: use learning=k-gt or dpsgd, or local_steps=1 with "
-                f"learning={name}"
+                f"local_steps={local_steps}: use learning={learning.with_local_steps()}, or "
+                f"local_steps=1 with learning={name}"
             )
         keywords = {"overlapping": overlapping, "local_steps": local_steps}
         self.options = defaults | own | {k: v for k, v in keywords.items() if k in known}
+        self.corrects = bool(self.options.get("gradient_correction"))
         self.check_groups()
 
     def facts(self) -> dict[str, Any]:
@@ -95,7 +107,7 @@ class LearningRule:
 
     def check_groups(self) -> None:
         """Raise ValueError for parameters or groups of the wrapped optimizer that do not fit."""
-        if self._rule.in_place:
+        if self._rule.half_precision:
             return
         groups = self._groups
         names, parameters = named(p for group in groups for p in group["params"])
@@ -103,7 +115,7 @@ class LearningRule:
             if not is_frozen(parameter) and parameter.dtype in HALF:
                 raise ValueError(
                     f"{name} is {parameter.dtype}; use torch.float32 with learning={self.name}, "
-                    "whose displacements are rounded away in half precision"
+                    "whose state would be rounded away in half precision"
                 )
         if not self.has_momentum:
             return
@@ -126,6 +138,17 @@ class LearningRule:
     def diffusion_factor(self, method: Specification) -> float:
         """The default diffusion rate of an averaging algorithm, relative to that without a rule."""
         return learning.diffusion_factor(self.name, method.name)
+
+    def largest_rate(self, topology: Topology) -> float:
+        """The diffusion rate from which this rule is unstable."""
+        return learning.largest_rate(self.name, topology, self.options)
+
+    def warn_of_rate(self, method: Specification, network: Network) -> None:
+        """Warn of a diffusion rate with which this rule is unstable."""
+        rate = method.given.get("diffusion_rate")
+        if isinstance(rate, float | int):
+            largest = self.largest_rate(network.topology)
+            algorithms.rates.warn_of_rule(self.name, network, rate, largest)
 
     def warn_of(self, method: Specification) -> None:
         """Warn of options of an averaging algorithm that are too large for this rule."""
@@ -190,13 +213,14 @@ class LearningRule:
         Raises:
             ValueError: For an averaging algorithm or a topology that do not fit.
         """
-        if part and self._rule.needs_norm:
+        if part and (self._rule.needs_norm or self._max_norm is not None):
             raise ValueError(
                 f"add_param_group() with learning={self.name}: construct a new GossipOptimizer for "
                 "all parameters, since a norm is over all of them"
             )
         self.check_rate(parameters)
-        gradient = torch.zeros_like(x) if self._rule.owns_momentum else None
+        directs = self._rule.owns_momentum or self.corrects or self._max_norm is not None
+        gradient = torch.zeros_like(x) if directs else None
         local = _Local(self, parameters, x[:, :0] if self._rule.in_place else x)
 
         def averaging(layout: Layout) -> algorithms.Averaging:
@@ -207,7 +231,8 @@ class LearningRule:
         own: Any = local
         buffers: Any = _Buffers(x, x if gradient is None else gradient, layout)
         kind = self._local_optimizer
-        rule = learning.make(self.name, network, averaging, buffers, own, kind, **self.options)
+        options = self.options | ({} if self._max_norm is None else {"clip": self._max_norm})
+        rule = learning.make(self.name, network, averaging, buffers, own, kind, **options)
         rule.begin_after(steps)
         return PartRule(self, rule, local, parameters, layout, x, gradient)
 

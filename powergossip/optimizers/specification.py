@@ -1,6 +1,7 @@
 """An averaging algorithm by its name, on a topology, for a training loop of your own."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import Parameter
 from types import NoneType, UnionType
@@ -13,6 +14,7 @@ from powergossip import algorithms, compressors, randomness, topologies
 from powergossip import options as _options
 from powergossip.network import Network, Processes
 from powergossip.parameters import Layout
+from powergossip.topologies import Topology
 
 
 class Specification:
@@ -54,6 +56,7 @@ class Specification:
         check_type("seed", seed, int)
         self.given = options
         self._factor = 1.0
+        self._largest_rate: Callable[[Topology], float] = lambda topology: math.inf
         if _options.takes_all(row):  # in an object that checks them
             self._seeded, self.options = True, options
             return
@@ -66,11 +69,17 @@ class Specification:
         defaults = algorithms.defaults(name, options)
         self.options = {option: defaults[option] for option in known} | options
 
-    def preferring(self, defaults: Mapping[str, Any], factor: float = 1.0) -> "Specification":
+    def preferring(
+        self,
+        defaults: Mapping[str, Any],
+        factor: float = 1.0,
+        largest_rate: Callable[[Topology], float] = lambda topology: math.inf,
+    ) -> "Specification":
         """The same method with other defaults of options that it has and that were not given.
 
         Args:
             factor: Factor on the default diffusion rate.
+            largest_rate: The diffusion rate from which a learning rule is unstable.
         """
         defaults = {option: value for option, value in defaults.items() if option in self.options}
         found = Specification(
@@ -80,7 +89,7 @@ class Specification:
             seed=self.seed,
             **{**defaults, **self.given},
         )
-        found._factor = factor
+        found._factor, found._largest_rate = factor, largest_rate
         return found
 
     def network(
@@ -95,10 +104,10 @@ class Specification:
         """The averaging algorithm for the parameters of a part, with random streams of its own."""
         options = dict(self.options)
         if "diffusion_rate" in options and options["diffusion_rate"] is None:
-            rate = algorithms.default_rate(
-                self.name, network.topology, layout, options, self._factor
+            topology = network.topology
+            options["diffusion_rate"] = algorithms.default_rate(
+                self.name, topology, layout, options, self._factor, self._largest_rate(topology)
             )
-            options["diffusion_rate"] = rate
         if self._seeded:
             seed = randomness.torch_seed(self.seed, "part", part) if part else self.seed
             options["seed"] = seed

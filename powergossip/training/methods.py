@@ -6,7 +6,7 @@ from math import ceil
 from typing import Any, NamedTuple
 
 from powergossip import algorithms
-from powergossip.algorithms import aggregation, ddp, learning
+from powergossip.algorithms import aggregation, ddp, learning, rates
 from powergossip.network import Network
 from powergossip.parameters import Layout, Parameters
 from powergossip.topologies import Topology
@@ -44,16 +44,27 @@ def averaging_options(c: Settings, topology: Topology, layout: Layout) -> dict[s
     given = method_options(c)
     if "diffusion_rate" in given and given["diffusion_rate"] is None:
         factor = learning.diffusion_factor(c.learning, c.optimizer)
-        rate = algorithms.default_rate(c.optimizer, topology, layout, given, factor)
-        given["diffusion_rate"] = rate
+        given["diffusion_rate"] = algorithms.default_rate(
+            c.optimizer, topology, layout, given, factor, _largest_rate(c, topology)
+        )
     return given
+
+
+def _largest_rate(c: Settings, topology: Topology) -> float:
+    options = learning.options(c.learning, c.local_optimizer) | c.learning_options
+    return learning.largest_rate(c.learning, topology, options)
 
 
 def warn_of_rate(c: Settings, network: Network, layout: Layout) -> None:
     """Warn of a configured diffusion rate with which the run may diverge."""
     if c.optimizer in algorithms.AVERAGING:
         factor = learning.diffusion_factor(c.learning, c.optimizer)
-        algorithms.warn_of_rate(c.optimizer, network, layout, method_options(c), factor)
+        given = method_options(c)
+        algorithms.warn_of_rate(c.optimizer, network, layout, given, factor)
+        rate = given.get("diffusion_rate")
+        if isinstance(rate, float | int):
+            largest = _largest_rate(c, network.topology)
+            rates.warn_of_rule(c.learning, network, rate, largest)
 
 
 def _make_aggregation(c: Settings, network: Network, layout: Layout) -> aggregation.Aggregation:

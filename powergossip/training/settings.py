@@ -341,8 +341,8 @@ def _check_learning(c: Settings, explicit: Collection[str]) -> None:
             raise ValueError(f"nesterov=true: use false {lacks}")
     if c.local_steps > 1 and "local_steps" not in known:
         raise ValueError(
-            f"local_steps={c.local_steps}: use learning=k-gt or dpsgd, or local_steps=1 with "
-            f"learning={c.learning}"
+            f"local_steps={c.local_steps}: use learning={learning.with_local_steps()}, or "
+            f"local_steps=1 with learning={c.learning}"
         )
     _check_learning_options(c, known)
 

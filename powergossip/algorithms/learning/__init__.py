@@ -14,6 +14,7 @@ A step of a rule consists of `start()`, the gradients, and `finish()`::
     tracking.py         gradient tracking, normalized, and over CHOCO-Gossip: BEER, MoTEF
     local_steps.py      K-GT, momentum tracking
     outer.py            outer optimizers of language models: DiLoCo, GASLoC, NoLoCo
+    outer_stability.py  diffusion rates with which outer momentum is stable
     exact_diffusion.py  exact diffusion, over CHOCO-Gossip: LEAD, CEDAS
     relay.py            RelaySGD on trees, in place of an averaging rule
 
@@ -62,6 +63,7 @@ from powergossip.algorithms.plain import ExactMean, PlainGossip
 from powergossip.compressors import Identity
 from powergossip.network import Network
 from powergossip.parameters import Parameters
+from powergossip.topologies import Topology
 
 __all__ = [
     "BEER",
@@ -97,11 +99,13 @@ __all__ = [
     "check",
     "check_overlapping",
     "diffusion_factor",
+    "largest_rate",
     "make",
     "overlapping",
     "resumed",
     "rule",
     "warn_of",
+    "with_local_steps",
 ]
 
 # Registry names: `learning` in train.py.
@@ -300,13 +304,29 @@ def warn_of(name: str, averaging_name: str, values: Mapping[str, Any], prefix: s
 
 
 def averaging_defaults(name: str, averaging_name: str) -> dict[str, Any]:
-    """Defaults of an averaging rule that differ with a learning rule, but for diffusion rates."""
-    return dict(AVERAGING_DEFAULTS.get((name, averaging_name), {}))
+    """Defaults of an averaging rule that differ with a learning rule.
+
+    A diffusion rate of None depends on topology and tensors, see algorithms.default_rate.
+    """
+    rate = {"diffusion_rate": None} if LEARNING[name].limits_rate else {}
+    return rate | AVERAGING_DEFAULTS.get((name, averaging_name), {})
 
 
 def diffusion_factor(name: str, averaging_name: str) -> float:
     """The default diffusion rate of an averaging rule, in units of that without a learning rule."""
     return DIFFUSION_FACTORS.get((name, averaging_name), 1.0)
+
+
+def with_local_steps() -> str:
+    """The rules with rounds of local steps, in an error message."""
+    *others, last = [name for name in LEARNING if "local_steps" in options(name)]
+    return f"{', '.join(others)} or {last}"
+
+
+def largest_rate(name: str, topology: Topology, options: Mapping[str, Any]) -> float:
+    """The diffusion rate from which a rule with these options is unstable. Infinite for most."""
+    found = LEARNING[name]
+    return found.largest_rate(topology, options) if found.limits_rate else math.inf
 
 
 def without(name: str) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ class DPSGD(GossipRule):
     """
 
     kinds: ClassVar[frozenset[Kind]] = frozenset(Kind)
-    in_place = overlaps = overlaps_mean = True
+    half_precision = in_place = overlaps = overlaps_mean = True
     for_different_data = False
     resumes_with: ClassVar[tuple[str, ...]] = ("overlapping", "local_steps")
     variables: ClassVar[tuple[str, ...]] = ("steps",)

@@ -17,6 +17,7 @@ from powergossip.algorithms.learning.interface import (
 )
 from powergossip.network import Exchange, Network
 from powergossip.parameters import Layout, Parameters
+from powergossip.topologies import Topology
 
 MakeAveraging = Callable[[Layout], Averaging]  # an averaging rule for variables of this layout
 
@@ -72,6 +73,8 @@ class GossipRule:
         static: Whether the topology must be static.
         owns_momentum: Whether it changes g, such as by a momentum that the local optimizer then
             does not have.
+        half_precision: Whether a torch optimizer's parameters may be in half precision.
+        keeps_slow: Whether x has a momentum or state that also acts with a single worker.
         clips: Whether its step clips the gradient and adds the weight decay, by `_correct`.
         in_place: Whether the local optimizer makes its step on x, with its own rounding.
         rescales: Whether it changes x by the local optimizer's step, see averaging.Weighted.
@@ -85,6 +88,7 @@ class GossipRule:
         needs_norm: Whether it needs a norm over all parameters of a worker.
         for_different_data: Whether it is for workers with different data.
         relays: Whether it relays along the trees of the topology, in place of averaging.
+        limits_rate: Whether it is stable up to a diffusion rate that depends on the topology.
         without: Options of the averaging rule that have no effect.
         resumes_with: Options that may be others than those of a saved state.
         variables: Names of its state, tensors [worker, D] and numbers: attributes with an
@@ -94,7 +98,9 @@ class GossipRule:
 
     kinds: ClassVar[frozenset[Kind]] = MEAN_PRESERVING
     optimizers: ClassVar[tuple[str, ...]] = ("sgd", "adamw")
-    static = owns_momentum = in_place = rescales = reads_rate = needs_norm = relays = False
+    half_precision = keeps_slow = static = limits_rate = owns_momentum = in_place = rescales = (
+        reads_rate
+    ) = needs_norm = relays = False
     clips = overlaps = always_overlaps = overlaps_mean = False
     for_different_data = True
     sequential: ClassVar[frozenset[Kind]] = frozenset()
@@ -121,6 +127,11 @@ class GossipRule:
         self._correct = Correction(parameters, weight_decay, clip)
         self._step: RuleStep  # the present one
         self._exchange: Exchange | None = None  # in flight during the gradient
+
+    @classmethod
+    def largest_rate(cls, topology: Topology, options: Mapping[str, Any]) -> float:
+        """The diffusion rate from which it is unstable with these options, if it limits_rate."""
+        raise NotImplementedError
 
     def step(self) -> RuleStep:
         """One step, in place on x. Requests the gradients once and the local update once."""

@@ -19,6 +19,7 @@ optimizer, and serves optimizers that are not linear in the gradient, such as Ad
 Where this is at rest, all z_i agree, and with Σ_i c_i = 0 they are the mean gradient.
 """
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -26,9 +27,11 @@ from torch import Tensor
 
 from powergossip import checks
 from powergossip.algorithms.averaging import Kind, begin_at, kind_of
+from powergossip.algorithms.learning import outer_stability
 from powergossip.algorithms.learning.gossip_rule import ANY, MEAN_PRESERVING, GossipRule, Joint
 from powergossip.algorithms.learning.interface import Gradient, Mix, RuleStep, Update
 from powergossip.algorithms.plain import ExactMean
+from powergossip.topologies import Topology
 
 
 class OuterRule(GossipRule):
@@ -50,7 +53,7 @@ class OuterRule(GossipRule):
     """
 
     kinds: ClassVar[frozenset[Kind]] = ANY
-    in_place = clips = True
+    in_place = clips = keeps_slow = True
     variables: ClassVar[tuple[str, ...]] = ("steps", "slow", "previous", "c", "sum")
     messages: ClassVar[int] = 1  # of D elements a round, without that of the correction
 
@@ -157,6 +160,12 @@ class DiLoCo(OuterRule):
 
     Cost of a round: a message of the averaging rule, or two in one with the correction.
     """
+
+    limits_rate = True
+
+    @classmethod
+    def largest_rate(cls, topology: Topology, options: Mapping[str, Any]) -> float:
+        return outer_stability.largest_rate(topology, options["outer_momentum"])
 
     def _outer_step(self) -> RuleStep:
         v = self._slow.lerp_(self._x, self._mu)
