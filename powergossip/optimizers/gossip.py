@@ -285,7 +285,7 @@ class GossipOptimizer(torch.optim.Optimizer):
         return loss
 
     def correct_(self) -> None:
-        """Add the corrections of the learning rule to the gradients, before a clipping of one's own.
+        """Add the learning rule's corrections to the gradients, before a clipping of one's own.
 
         Call it between the backward pass (with GradScaler, `unscale_`) and the clipping. `step`
         leaves gradients that are corrected as they are. Gradients that are not finite are not

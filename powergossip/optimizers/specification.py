@@ -81,14 +81,18 @@ class Specification:
             factor: Factor on the default diffusion rate.
             largest_rate: The diffusion rate from which a learning rule is unstable.
         """
-        defaults = {option: value for option, value in defaults.items() if option in self.options}
+        others = defaults.keys() & self.options.keys() - self.given.keys()
+        defaults = {option: defaults[option] for option in others}
+        values = {option: value for option, value in defaults.items() if value is not None}
         found = Specification(
             self.name,
             topology=self.topology,
             topology_options=self.topology_options,
             seed=self.seed,
-            **{**defaults, **self.given},
+            **values,
+            **self.given,
         )
+        found.options |= defaults
         found._factor, found._largest_rate = factor, largest_rate
         return found
 
