@@ -267,8 +267,11 @@ def test_one_worker_is_the_local_optimizer(name: str) -> None:
     """Without neighbors, each rule is SGD with the same momentum, if it has one."""
     problem = Quadratics(workers=1)
     averaging = "top-k" if name in ("beer", "motef") else "plain"
-    momentum: dict[str, Any] = {"momentum": 0.0} if "momentum" in learning.options(name) else {}
-    train(rule_of(name, averaging, problem, 0.1, **momentum), problem, 3)
+    plain = {"momentum": 0.0, "outer_momentum": 0.0, "outer_rate": 1.0}
+    own: dict[str, Any] = {
+        option: plain[option] for option in plain.keys() & learning.options(name).keys()
+    }
+    train(rule_of(name, averaging, problem, 0.1, **own), problem, 3)
     x = torch.zeros_like(problem.x)
     for _ in range(3):
         g = problem.a * (x - problem.b)
@@ -398,9 +401,12 @@ def test_rounding_errors_in_single_precision_do_not_add_up(
     assert problem.error < bound
 
 
+OUTER = ("diloco", "gasloc", "noloco")
 # Rules with an averaging rule and a topology that they accept, and options.
 TYPICAL = [
     *((name, {"local_steps": 2} if name == "k-gt" else {}) for name in learning.LEARNING),
+    *((name, {"gradient_correction": True, "local_steps": 2}) for name in OUTER),
+    ("diloco", {"local_steps": 3, "overlapping": True, "gradient_correction": True}),
     ("quasi-global-momentum", {"local_optimizer": "adamw"}),
     ("gradient-tracking", {"overlapping": True}),
 ]
@@ -470,6 +476,9 @@ OF_WORKERS: dict[type[learning.Learning], tuple[str, str]] = {
     QuasiGlobalMomentum: ("m rate", ""),
     QuasiGlobalAdam: ("m steps v", ""),
     learning.MomentumTracking: ("m", ""),
+    learning.DiLoCo: ("steps", "mixed previous slow"),
+    learning.GASLoC: ("steps", "previous slow"),
+    learning.NoLoCo: ("steps", "previous slow"),
 }
 
 

@@ -177,8 +177,9 @@ class GossipRule:
         begin_at(self._averaging, point)
 
     def state_dict(self) -> dict[str, Any]:
-        """The variables, and the state of the averaging rule."""
-        state = {name: getattr(self, f"_{name}") for name in self.variables}
+        """The variables with elements, and the state of the averaging rule."""
+        values = ((name, getattr(self, f"_{name}")) for name in self.variables)
+        state = {name: v for name, v in values if not isinstance(v, Tensor) or v.numel()}
         return state | {"averaging": self._averaging.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -186,7 +187,7 @@ class GossipRule:
         for name in self.variables:
             own = getattr(self, f"_{name}")
             if isinstance(own, Tensor):
-                own.copy_(state[name])
+                own.copy_(state[name] if own.numel() else own)
             else:
                 setattr(self, f"_{name}", state[name])
         self._averaging.load_state_dict(state["averaging"])

@@ -17,21 +17,163 @@ optimizer, and serves optimizers that are not linear in the gradient, such as Ad
     c ← c + G(z) − z                        in one message with the model
 
 Where this is at rest, all z_i agree, and with Σ_i c_i = 0 they are the mean gradient.
+
+Fragments. The tensors are divided into P = fragments parts of nearly equal size. Part p ends its
+rounds p H/P steps later than part 0, so that messages have a P-th of the size, P times as often:
+Streaming DiLoCo, Douillard et al. (2025), arXiv:2501.18512, without its delay.
 """
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from math import gcd, prod
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from powergossip import checks
-from powergossip.algorithms.averaging import Kind, begin_at, kind_of
+from powergossip.algorithms.averaging import Averaging, Kind, begin_at, kind_of
 from powergossip.algorithms.learning import outer_stability
-from powergossip.algorithms.learning.gossip_rule import ANY, MEAN_PRESERVING, GossipRule, Joint
+from powergossip.algorithms.learning.gossip_rule import (
+    ANY,
+    MEAN_PRESERVING,
+    GossipRule,
+    Joint,
+    MakeAveraging,
+)
 from powergossip.algorithms.learning.interface import Gradient, Mix, RuleStep, Update
 from powergossip.algorithms.plain import ExactMean
+from powergossip.network import Conversation, Network, together
+from powergossip.parameters import Layout
 from powergossip.topologies import Topology
+
+
+class Variables(NamedTuple):
+    """The variables of a fragment, [worker, element] each. They are changed in place.
+
+    Attributes:
+        x: Fast models.
+        slow: φ, slow models at the start of the round.
+        previous: Memory of the outer momentum.
+        c: Corrections, or without elements.
+        sum: Sum of the corrected gradients of the round, or without elements.
+    """
+
+    x: Tensor
+    slow: Tensor
+    previous: Tensor
+    c: Tensor
+    sum: Tensor
+
+
+class Fragment:
+    """Some of the tensors, and the averaging rule of the variables that are sent of them.
+
+    Args:
+        tensors: Indices in layout.shapes.
+        variables: Number of variables that are sent in one message.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        tensors: list[int],
+        like: Tensor,
+        make: MakeAveraging,
+        variables: int,
+    ):
+        self.layout = Layout(layout.shapes[i] for i in tensors)
+        pairs = zip(tensors, self.layout.starts, strict=True)
+        sizes = ((layout.starts[i], start, prod(layout.shapes[i])) for i, start in pairs)
+        self._pieces = [(slice(a, a + n), slice(b, b + n)) for a, b, n in sizes]
+        self._whole = len(tensors) == len(layout.shapes)
+        like = like[:, : self.layout.size]
+        self.joint = Joint(self.layout, like, variables) if variables > 1 else None
+        self.averaging = make(self.joint.layout if self.joint else self.layout)
+
+    def take(self, *flat: Tensor) -> list[Tensor]:
+        """Copies of its elements of variables [worker, D]. All of them: the variables."""
+        if self._whole:
+            return list(flat)
+        found = []
+        for variable in flat:
+            own = variable.new_empty(len(variable), self.layout.size if variable.numel() else 0)
+            for there, here in self._pieces if variable.numel() else []:
+                own[:, here] = variable[:, there]
+            found.append(own)
+        return found
+
+    def put(self, own: Sequence[Tensor], *flat: Tensor) -> None:
+        """Write the copies back."""
+        if self._whole:
+            return
+        for copy, variable in zip(own, flat, strict=True):
+            for there, here in self._pieces if variable.numel() else []:
+                variable[:, there] = copy[:, here]
+
+    def mix(self, *variables: Tensor) -> Conversation:
+        """The variables ← G of each."""
+        if self.joint is None:
+            yield from self.averaging.step(*variables)
+            return
+        self.joint.load(*variables)
+        yield from self.averaging.step(self.joint.buffer)
+        self.joint.store(*variables)
+
+    def begin_at(self, point: Tensor) -> None:
+        """See `averaging.Copies`. Other variables than the model begin at 0."""
+        (own,) = self.take(point[None])
+        if self.joint is not None:
+            zeros = [torch.zeros_like(own)] * (self.joint.count - 1)
+            joint = Joint(self.layout, own, self.joint.count)
+            joint.load(own, *zeros)
+            own = joint.buffer
+        begin_at(self.averaging, own[0])
+
+
+class Fragments:
+    """The averaging rules of all fragments, as the state of one."""
+
+    def __init__(self, all_of_them: Sequence[Fragment]):
+        self._fragments = all_of_them
+
+    def step(self, x: Tensor) -> Conversation:
+        """Each fragment has steps of its own."""
+        raise NotImplementedError
+
+    def begin_at(self, point: Tensor) -> None:
+        for fragment in self._fragments:
+            fragment.begin_at(point)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"fragments": [f.averaging.state_dict() for f in self._fragments]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for fragment, saved in zip(self._fragments, state["fragments"], strict=True):
+            fragment.averaging.load_state_dict(saved)
+
+
+def divided(layout: Layout, fragments: int) -> list[list[int]]:
+    """Indices of the tensors of each fragment: pieces of consecutive tensors, in strides.
+
+    There are four pieces a fragment, as far as tensors allow, of nearly equal size.
+
+    Raises:
+        BadValue: For more fragments than tensors.
+    """
+    count = len(layout.shapes)
+    accepted = f"1 to {count}, the number of tensors"
+    checks.check("fragments", fragments, 1 <= fragments <= count, accepted)
+    pieces = min(4 * fragments, count) // fragments * fragments
+    found: list[list[int]] = [[] for _ in range(fragments)]
+    position, piece = 0, 0
+    for index, shape in enumerate(layout.shapes):
+        left = count - index
+        is_full = position >= layout.size * (piece + 1) / pieces
+        if index and piece + 1 < pieces and (is_full or left <= pieces - piece - 1):
+            piece += 1
+        found[piece % fragments].append(index)
+        position += prod(shape)
+    return found
 
 
 class OuterRule(GossipRule):
@@ -46,53 +188,52 @@ class OuterRule(GossipRule):
         outer_rate: Outer learning rate μ.
         outer_momentum: Outer momentum β.
         gradient_correction: Whether gradients are corrected, for workers with different data.
+        fragments: Number P of parts of the model whose rounds end at different steps.
 
     Raises:
-        BadValue: Unless H ≥ 1, μ > 0 and 0 ≤ β < 1.
-        ValueError: For a correction with averaging that does not keep the mean.
+        BadValue: Unless H ≥ 1, μ > 0, 0 ≤ β < 1, and P divides H and is at most the number of
+            tensors.
+        ValueError: For a correction with averaging that does not keep the mean, and for fragments
+            and a period of the topology with a common divisor.
     """
 
     kinds: ClassVar[frozenset[Kind]] = ANY
     in_place = clips = keeps_slow = True
     variables: ClassVar[tuple[str, ...]] = ("steps", "slow", "previous", "c", "sum")
+    kept: ClassVar[tuple[str, ...]] = ("steps",)
+    conserved: ClassVar[tuple[str, ...]] = ("slow", "previous")
     messages: ClassVar[int] = 1  # of D elements a round, without that of the correction
 
     def __init__(
         self,
+        network: Network,
+        make: MakeAveraging,
         *everything: Any,
         local_steps: int = 1,
         outer_rate: float = 0.7,
         outer_momentum: float = 0.5,
         gradient_correction: bool = False,
+        fragments: int = 1,
         **options: Any,
     ):
-        super().__init__(*everything, **options)
+        super().__init__(network, make, *everything, **options)
         checks.at_least_one("local_steps", local_steps)
         checks.positive("outer_rate", outer_rate)
         checks.below_one("outer_momentum", outer_momentum)
-        self._local_steps, self._steps = local_steps, 0
+        _check_fragments(network, fragments, local_steps)
+        self._local_steps, self._steps, self._interval = local_steps, 0, local_steps // fragments
         self._mu, self._beta, self._corrects = outer_rate, outer_momentum, gradient_correction
         count = self.messages + gradient_correction
-        self._joint = Joint(self._layout, self._x, count) if count > 1 else None
-        self._averaging = self._make(self._joint.layout if self._joint else self._layout)
+        self._fragments = [
+            Fragment(self._layout, tensors, self._x, make, count)
+            for tensors in divided(self._layout, fragments)
+        ]
+        self._averaging = Fragments(self._fragments)
         if gradient_correction:
-            self._check_correction()
+            _check_correction(network, self._fragments[0].averaging)
         self._slow, self._previous = torch.zeros_like(self._x), torch.zeros_like(self._x)
         corrected = self._x if gradient_correction else self._x[:, :0]
         self._c, self._sum = torch.zeros_like(corrected), torch.zeros_like(corrected)
-
-    def _check_correction(self) -> None:
-        averaging, topology = self._averaging, self._network.topology
-        if kind_of(averaging) not in MEAN_PRESERVING and not isinstance(averaging, ExactMean):
-            raise ValueError(
-                f"gradient_correction=True with {type(averaging).__name__}: use all-reduce, dpsgd, "
-                "power-gossip or choco; errors of the messages would stay in the corrections"
-            )
-        if topology.row_stochastic and not isinstance(averaging, ExactMean):
-            raise ValueError(
-                f"gradient_correction=True with topology={topology.name}: use a topology that "
-                "conserves the mean, such as ring; the sum of the corrections drifts otherwise"
-            )
 
     def begin_after(self, steps: int) -> None:
         if steps % self._local_steps:
@@ -101,53 +242,92 @@ class OuterRule(GossipRule):
                 f"local_steps={self._local_steps}, when messages have been sent"
             )
 
-    def begin_at(self, point: Tensor) -> None:
-        if self._joint is not None:
-            zeros = [torch.zeros_like(self._x)] * (self._joint.count - 1)
-            self._joint.load(point.expand_as(self._x), *zeros)
-            point = self._joint.buffer[0]
-        begin_at(self._averaging, point)
-
     def step(self) -> RuleStep:
-        if self._steps % self._local_steps == 0:
+        if self._steps == 0:
             self._slow.copy_(self._x)
-            if self._steps == 0:
-                self._previous.copy_(self._x)
-        g = yield Gradient()
+            self._previous.copy_(self._first_memory())
+        g = yield Gradient(self._before())
         if g is not None:
             if self._corrects:
                 self._sum.add_(g.add_(self._c))
             self._correct()
         yield Update(g)
         self._steps += 1
-        if self._steps % self._local_steps == 0:
-            yield from self._outer_step()
+        if self._steps % self._interval == 0:
+            fragment = self._due()
+            own = Variables(*fragment.take(*self._flat()))
+            yield from self._outer_step(fragment, own)
+            own.slow.copy_(own.x)
+            fragment.put(own, *self._flat())
 
-    def _outer_step(self) -> RuleStep:
+    def _due(self) -> Fragment:
+        """The fragment whose round begins and ends between this step and the next."""
+        return self._fragments[self._steps // self._interval % len(self._fragments)]
+
+    def _flat(self) -> Variables:
+        """The variables of all fragments."""
+        return Variables(self._x, self._slow, self._previous, self._c, self._sum)
+
+    def _first_memory(self) -> Tensor:
+        """The memory of the outer momentum at the start."""
+        return self._x
+
+    def _before(self) -> Conversation | None:
+        """Messages that are in flight during the gradient."""
+        return None
+
+    def _outer_step(self, fragment: Fragment, own: Variables) -> RuleStep:
         """x ← the slow model after this round, from the fast one x and the slow one before."""
         raise NotImplementedError
 
-    def _mix(self, *variables: Tensor) -> RuleStep:
-        """The variables ← G of each of them, and c ← c + G(z) − z."""
-        if self._joint is None:
-            yield Mix(self._averaging.step(*variables))
+    def _mix(self, fragment: Fragment, own: Variables, *variables: Tensor) -> Conversation:
+        """The variables ← G of each, and c ← c + G(z) − z."""
+        if not self._corrects:
+            yield from fragment.mix(*variables)
             return
-        z = [self._sum.div_(self._local_steps)] if self._corrects else []
-        if z:
-            self._c.sub_(self._sum)
-        self._joint.load(*variables, *z)
-        yield Mix(self._averaging.step(self._joint.buffer))
-        self._joint.store(*variables, *z)
-        if z:
-            self._c.add_(self._sum)
-            self._sum.zero_()
+        z = own.sum.div_(max(1, min(self._steps, self._local_steps)))
+        own.c.sub_(z)
+        yield from fragment.mix(*variables, z)
+        own.c.add_(z)
+        own.sum.zero_()
+
+
+def _check_fragments(network: Network, fragments: int, local_steps: int) -> None:
+    checks.at_least_one("fragments", fragments)
+    ok = local_steps % fragments == 0
+    checks.check("fragments", fragments, ok, f"a divisor of local_steps={local_steps}")
+    topology, period = network.topology, len(network.rounds)
+    if gcd(fragments, period) > 1:
+        raise ValueError(
+            f"fragments={fragments} with topology={topology.name}: use a number without a common "
+            f"divisor with its period of {period} rounds, or each fragment would have some of them "
+            "only"
+        )
+
+
+def _check_correction(network: Network, averaging: Averaging) -> None:
+    topology = network.topology
+    if kind_of(averaging) not in MEAN_PRESERVING and not isinstance(averaging, ExactMean):
+        raise checks.BadValue(
+            "gradient_correction",
+            "true",
+            f"false with {type(averaging).__name__}, or optimizer=all-reduce, dpsgd, power-gossip "
+            "or choco; errors of the messages would stay in the corrections",
+        )
+    if topology.row_stochastic and not isinstance(averaging, ExactMean):
+        raise checks.BadValue(
+            "gradient_correction",
+            "true",
+            f"false with topology={topology.name}, or a topology that conserves the mean, such as "
+            "ring; the sum of the corrections drifts otherwise",
+        )
 
 
 class DiLoCo(OuterRule):
     """DiLoCo on a graph, with the outer momentum behind the mixing::
 
         y = φ + μ (x − φ)
-        v = G(y)
+        v = G(y)                             overlapping: v = G(φ) + μ (x − φ)
         φ ← v + β (v − v'),   v' ← v         v' = φ at the start
 
     Over all-reduce it is DiLoCo with Nesterov's momentum: Douillard et al. (2023),
@@ -155,23 +335,58 @@ class DiLoCo(OuterRule):
     not enlarge their bias. One worker: Lookahead with β = 0 (Zhang et al. 2019, arXiv:1907.08610).
     μ = 1, β = 0: D-PSGD with local steps.
 
-    With a graph of eigenvalues λ and a share q of the way to its own optimum that a worker goes in
-    a round, it is stable if λ (1 − μ q) > −1/(1 + 2 β) for all λ, where 1 is an eigenvalue.
+    With eigenvalues λ of W and the share q of the way to its own optimum that a worker goes in a
+    round, it is stable if λ (1 − μ q) > −1/(1 + 2 β) for all λ. See outer_stability.
+
+    Overlapping, G(φ), and with the correction G(z), is in flight during the first gradient of the
+    round that follows.
 
     Cost of a round: a message of the averaging rule, or two in one with the correction.
+
+    Args:
+        overlapping: Whether messages are in flight during a gradient.
     """
 
-    limits_rate = True
+    limits_rate = overlaps = True
+    sequential: ClassVar[frozenset[Kind]] = ANY
+    variables: ClassVar[tuple[str, ...]] = (*OuterRule.variables, "mixed")
+    conserved: ClassVar[tuple[str, ...]] = (*OuterRule.conserved, "mixed")
+
+    def __init__(self, *everything: Any, overlapping: bool = False, **options: Any):
+        super().__init__(*everything, **options)
+        self._overlapping = overlapping
+        self._mixed = torch.zeros_like(self._x if overlapping else self._x[:, :0])
 
     @classmethod
     def largest_rate(cls, topology: Topology, options: Mapping[str, Any]) -> float:
-        return outer_stability.largest_rate(topology, options["outer_momentum"])
+        pull = options["outer_rate"] if options["overlapping"] else 0.0
+        return outer_stability.largest_rate(topology, options["outer_momentum"], pull)
 
-    def _outer_step(self) -> RuleStep:
-        v = self._slow.lerp_(self._x, self._mu)
-        yield from self._mix(v)
-        torch.sub(v, self._previous, out=self._x).mul_(self._beta).add_(v)
-        self._previous.copy_(v)
+    def _before(self) -> Conversation | None:
+        if not self._overlapping or self._steps % self._interval:
+            return None
+        due = self._fragments if self._steps == 0 else [self._due()]
+        return together(*(self._mix_slow(fragment) for fragment in due))
+
+    def _mix_slow(self, fragment: Fragment) -> Conversation:
+        own = Variables(*fragment.take(*self._flat()))
+        mixed = own.slow.clone()
+        yield from self._mix(fragment, own, mixed)
+        fragment.put(own, *self._flat())
+        if len(self._fragments) == 1:
+            self._mixed.copy_(mixed)
+        else:
+            fragment.put([mixed], self._mixed)
+
+    def _outer_step(self, fragment: Fragment, own: Variables) -> RuleStep:
+        v = own.slow
+        if self._overlapping:
+            (mixed,) = fragment.take(self._mixed)
+            v.sub_(own.x).mul_(-self._mu).add_(mixed)
+        else:
+            yield Mix(self._mix(fragment, own, v.lerp_(own.x, self._mu)))
+        torch.sub(v, own.previous, out=own.x).mul_(self._beta).add_(v)
+        own.previous.copy_(v)
 
 
 class GASLoC(OuterRule):
@@ -185,12 +400,12 @@ class GASLoC(OuterRule):
     Cost of a round: that of DiLoCo.
     """
 
-    def _outer_step(self) -> RuleStep:
-        y = self._slow.lerp_(self._x, self._mu)
-        torch.sub(y, self._previous, out=self._x).mul_(self._beta)
-        self._previous.copy_(y)
-        yield from self._mix(y)
-        self._x.add_(y)
+    def _outer_step(self, fragment: Fragment, own: Variables) -> RuleStep:
+        y = own.slow.lerp_(own.x, self._mu)
+        torch.sub(y, own.previous, out=own.x).mul_(self._beta)
+        own.previous.copy_(y)
+        yield Mix(self._mix(fragment, own, y))
+        own.x.add_(y)
 
 
 class NoLoCo(OuterRule):
@@ -226,13 +441,12 @@ class NoLoCo(OuterRule):
         self._gamma = self._mu if consensus_rate is None else consensus_rate
         checks.positive("consensus_rate", self._gamma)
 
-    def _outer_step(self) -> RuleStep:
-        slow, delta, momentum = self._slow, self._x.sub_(self._slow), self._previous
-        if self._steps == self._local_steps:
-            momentum.zero_()
-        mixed = slow.clone()
-        yield from self._mix(mixed, delta)
-        momentum.mul_(self._beta).add_(delta, alpha=self._mu).add_(
-            mixed.sub_(slow), alpha=self._gamma
-        )
-        torch.add(slow, momentum, out=self._x)
+    def _first_memory(self) -> Tensor:
+        return torch.zeros_like(self._x)
+
+    def _outer_step(self, fragment: Fragment, own: Variables) -> RuleStep:
+        delta, momentum, mixed = own.x.sub_(own.slow), own.previous, own.slow.clone()
+        yield Mix(self._mix(fragment, own, mixed, delta))
+        momentum.mul_(self._beta).add_(delta, alpha=self._mu)
+        momentum.add_(mixed.sub_(own.slow), alpha=self._gamma)
+        torch.add(own.slow, momentum, out=own.x)

@@ -1,0 +1,413 @@
+"""Outer optimizers: equalities with published forms, fixed points, stability, correction.
+
+The quadratics are those of tests/harness/quadratics.py, as vectors of 10 elements or as matrices.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from powergossip import topologies
+from powergossip.algorithms.learning import outer_stability
+from powergossip.network import Network
+from tests.harness.averaging import graph
+from tests.harness.quadratics import SGD, Quadratics, rule_of, train
+
+VECTOR = ((10,),)
+RULES = ("diloco", "gasloc", "noloco")
+
+
+class Inner:
+    """A local optimizer u = −η f(g), in place on x, with η/(1 + t/horizon)."""
+
+    def __init__(
+        self, problem: Quadratics, rate: float, f: Callable[[Tensor], Tensor], horizon=1e9
+    ):
+        self._x, self._f, self._rate, self._horizon, self._t = problem.x, f, rate, horizon, 0
+
+    @property
+    def rate(self) -> float:
+        return self._rate / (1 + self._t / self._horizon)
+
+    def step(self, gradient: Tensor) -> None:
+        self._x.add_(self.displacement(gradient))
+
+    def displacement(self, direction: Tensor) -> Tensor:
+        u = self._f(direction) * -self.rate
+        self._t += 1
+        return u
+
+
+def run(
+    name: str,
+    averaging: str,
+    rounds: int,
+    H: int,
+    rate: Any,
+    problem: Quadratics | None = None,
+    topology: Any = "ring",
+    averaging_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> Quadratics:
+    """The quadratics after some rounds of H steps."""
+    problem = Quadratics(shapes=VECTOR) if problem is None else problem
+    local = rate(problem) if callable(rate) else rate
+    rule = rule_of(
+        name, averaging, problem, local, topology, averaging_options, local_steps=H, **options
+    )
+    train(rule, problem, rounds * H)
+    return problem
+
+
+# --- Equalities -----------------------------------------------------------------------------------
+
+
+def test_over_all_reduce_it_is_diloco() -> None:
+    """That of Algorithm 1: torch's SGD with Nesterov's momentum on −mean Δ."""
+    H, rate, mu, beta = 5, 0.05, 0.7, 0.9
+    ours = run("diloco", "all-reduce", 20, H, rate, outer_rate=mu, outer_momentum=beta)
+    problem = Quadratics(shapes=VECTOR)
+    slow = torch.zeros(10, dtype=torch.float64, requires_grad=True)
+    outer = torch.optim.SGD([slow], lr=mu, momentum=beta, nesterov=True)
+    for _ in range(20):
+        problem.x.copy_(slow.detach().expand_as(problem.x))
+        for _ in range(H):
+            problem.x.sub_(problem.gradients(), alpha=rate)
+        slow.grad = -(problem.x - slow.detach()).mean(0)
+        outer.step()
+    torch.testing.assert_close(ours.x, slow.detach().expand_as(ours.x), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["diloco", "gasloc"])
+@pytest.mark.parametrize("averaging", ["plain", "power-gossip", "top-k"])
+def test_without_outer_momentum_it_is_dpsgd_to_the_bit(name: str, averaging: str) -> None:
+    problems = []
+    given: dict[str, Any] = {"outer_rate": 1.0, "outer_momentum": 0.0}
+    for rule, options in (("dpsgd", dict[str, Any]()), (name, given)):
+        problem = Quadratics(dtype=torch.float32)
+        options |= {"overlapping": False} if rule == "dpsgd" else {}
+        problems.append(run(rule, averaging, 10, 3, 0.05, problem, **options))
+    assert torch.equal(problems[0].x, problems[1].x)
+
+
+@pytest.mark.parametrize("averaging", ["plain", "power-gossip"])
+def test_corrected_sgd_without_outer_momentum_is_k_gt(averaging: str) -> None:
+    options: dict[str, Any] = {
+        "outer_rate": 1.0,
+        "outer_momentum": 0.0,
+        "gradient_correction": True,
+    }
+    ours = run("diloco", averaging, 20, 4, 0.05, Quadratics(), **options)
+    theirs = run("k-gt", averaging, 20, 4, 0.05, Quadratics())
+    torch.testing.assert_close(ours.x, theirs.x, rtol=0, atol=1e-11)
+
+
+def test_one_worker_is_lookahead() -> None:
+    """Zhang et al. (2019), Algorithm 1."""
+    H, rate, alpha = 5, 0.1, 0.5
+    ours = run("diloco", "plain", 7, H, rate, Quadratics(1), outer_rate=alpha, outer_momentum=0.0)
+    theirs = Quadratics(1)
+    for _ in range(7):
+        slow = theirs.x.clone()
+        for _ in range(H):
+            theirs.x.sub_(theirs.gradients(), alpha=rate)
+        theirs.x.copy_(slow + alpha * (theirs.x - slow))
+    torch.testing.assert_close(ours.x, theirs.x, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("averaging", ["plain", "power-gossip", "top-k"])
+def test_the_mean_of_equal_curvatures_follows_all_reduce(name: str, averaging: str) -> None:
+    """For any averaging that keeps the mean."""
+    means = []
+    for method in (averaging, "all-reduce"):
+        problem = Quadratics()
+        problem.a.fill_(1.3)
+        run(name, method, 15, 4, 0.05, problem, outer_rate=0.7, outer_momentum=0.4)
+        means.append(problem.x.mean(0))
+    torch.testing.assert_close(*means, rtol=0, atol=1e-13)
+
+
+# --- Fixed points ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("H", [1, 5, 20])
+@pytest.mark.parametrize(("mu", "beta"), [(0.7, 0.9), (1.0, 0.0), (0.3, 0.5)])
+def test_over_all_reduce_the_fixed_point_is_that_of_fedavg(H: int, mu: float, beta: float) -> None:
+    """Σ_i Q_i (b_i − φ) = 0, Q_i = I − (I − η A_i)^H, whatever the outer optimizer."""
+    rate = 0.05
+    found = run("diloco", "all-reduce", 1500, H, rate, outer_rate=mu, outer_momentum=beta)
+    q = 1 - (1 - rate * found.a) ** H
+    expected = (q * found.b).sum(0) / q.sum(0)
+    torch.testing.assert_close(found.x, expected.expand_as(found.x), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("name", "beta", "error"),
+    [("diloco", 0.0, 1.05), ("diloco", 0.9, 1.05), ("gasloc", 0.9, 1.05), ("noloco", 0.5, 1.43)],
+)
+def test_outer_momentum_does_not_enlarge_the_bias(name: str, beta: float, error: float) -> None:
+    """Momentum of the pseudo-gradients alone, before the mixing, would have 4.17 for β = 0.9."""
+    found = run(name, "plain", 400, 20, 0.05 / 20, outer_rate=0.7, outer_momentum=beta)
+    assert found.error == pytest.approx(error, abs=0.02 if name != "noloco" else 0.1)
+
+
+# --- Stability ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("topology", "n", "beta", "radius"),
+    [
+        ("ring", 8, 0.5, 0.729),
+        ("ring", 8, 0.9, 0.949),
+        ("hypercube", 8, 0.9, 1.297),
+        ("unidirectional-ring", 8, 0.5, 1.069),
+        ("one-peer-exponential", 8, 0.5, 0.75),
+        ("one-peer-exponential", 8, 0.7, 1.19),
+    ],
+)
+def test_disagreement_changes_by_the_radius(
+    topology: str, n: int, beta: float, radius: float
+) -> None:
+    """Measured without gradients, over many periods."""
+    predicted = outer_stability.radius(topologies.make(topology, n), beta)
+    assert predicted == pytest.approx(radius, abs=5e-3)
+    problem = Quadratics(n, shapes=VECTOR)
+    problem.a.zero_()
+    problem.x.copy_(problem.b)
+    period = topologies.make(topology, n).period
+    rule = rule_of("diloco", "plain", problem, 0.1, topology, outer_momentum=beta, outer_rate=1.0)
+    spreads = []
+    for _ in range(2):
+        train(rule, problem, 40 * period)
+        spreads.append((problem.x - problem.x.mean(0)).norm())
+    assert float(spreads[1] / spreads[0]) ** (1 / 40) == pytest.approx(radius, rel=0.02)
+
+
+@pytest.mark.parametrize("beta", [0.3, 0.5, 0.9])
+@pytest.mark.parametrize(
+    ("topology", "n"),
+    [
+        ("ring", 8),
+        ("hypercube", 8),
+        ("star", 9),
+        ("unidirectional-ring", 8),
+        ("one-peer-exponential", 16),
+        ("random-matching", 64),
+        ("fully-connected", 5),
+    ],
+)
+def test_disagreement_decays_at_rates_below_the_largest(topology: str, n: int, beta: float) -> None:
+    found = topologies.make(topology, n)
+    largest = outer_stability.largest_rate(found, beta)
+    assert outer_stability.radius(found, beta, 0.99 * largest) < 1
+    if largest < 2:
+        assert outer_stability.radius(found, beta, 1.01 * largest) > 1
+
+
+def test_a_single_worker_has_no_largest_rate() -> None:
+    assert outer_stability.largest_rate(topologies.make("ring", 1), 0.9) == np.inf
+
+
+# --- Gradient correction --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("H", [1, 5, 20])
+@pytest.mark.parametrize(("mu", "beta"), [(1.0, 0.0), (0.7, 0.5), (0.3, 0.9), (0.7, 0.9)])
+@pytest.mark.parametrize("name", ["diloco", "gasloc"])
+def test_corrected_sgd_is_exact(name: str, H: int, mu: float, beta: float) -> None:
+    options: dict[str, Any] = {
+        "outer_rate": mu,
+        "outer_momentum": beta,
+        "gradient_correction": True,
+    }
+    rounds = 600 if mu * 20 * 0.02 > 0.3 else 1500
+    assert run(name, "plain", rounds, H, 0.4 / H / 2, **options).error < 1e-6
+    assert run("diloco", "plain", rounds // 2, H, 0.2 / H, outer_rate=mu).error > 0.5
+
+
+@pytest.mark.parametrize(
+    ("averaging", "options", "bound"),
+    [
+        ("power-gossip", {"num_iterations": 4}, 1e-9),
+        ("qsgd", {}, 1e-4),
+        ("top-k", {"diffusion_rate": 0.3, "keep_ratio": 0.5}, 0.03),
+        ("all-reduce", {}, 1e-12),
+    ],
+)
+@pytest.mark.parametrize("name", RULES)
+def test_corrections_are_exact_over_compressed_messages(
+    name: str, averaging: str, options: dict[str, Any], bound: float
+) -> None:
+    beta = 0.3 if name == "noloco" else 0.5
+    given = {"outer_momentum": beta, "gradient_correction": True}
+    problem = run(name, averaging, 700, 20, 0.01, Quadratics(), "ring", options, **given)
+    assert problem.error < bound
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_corrections_sum_to_zero(name: str) -> None:
+    problem = Quadratics()
+    rule = rule_of(name, "power-gossip", problem, 0.05, local_steps=3, gradient_correction=True)
+    for _ in range(5):
+        train(rule, problem, 3)
+        c = rule.state_dict()["c"]
+        assert c.norm() > 1
+        assert c.sum(0).abs().max() < 1e-12
+
+
+def adam(problem: Quadratics) -> Inner:
+    m, v, k = torch.zeros_like(problem.x), torch.zeros_like(problem.x), 0
+
+    def u(g: Tensor) -> Tensor:
+        nonlocal k
+        k += 1
+        m.mul_(0.9).add_(g, alpha=0.1)
+        v.mul_(0.99).addcmul_(g, g, value=0.01)
+        return (m / (1 - 0.9**k)) / ((v / (1 - 0.99**k)).sqrt() + 1e-8)
+
+    return Inner(problem, 0.01, u, 1500)
+
+
+def normalized(problem: Quadratics) -> Inner:
+    return Inner(problem, 0.01, lambda g: g / g.norm(dim=1, keepdim=True), 1500)
+
+
+def sign(problem: Quadratics) -> Inner:
+    return Inner(problem, 0.01, torch.sign, 1500)
+
+
+def polar(problem: Quadratics) -> Inner:
+    """Muon without momentum."""
+
+    def u(g: Tensor) -> Tensor:
+        left, _, right = torch.linalg.svd(g.view(-1, 6, 5), full_matrices=False)
+        return (left @ right).flatten(1)
+
+    return Inner(problem, 0.01, u, 1500)
+
+
+@pytest.mark.parametrize("local", [adam, normalized, sign, polar])
+@pytest.mark.parametrize("averaging", ["plain", "all-reduce"])
+def test_corrections_remove_the_bias_of_optimizers_that_are_not_linear(
+    local: Any, averaging: str
+) -> None:
+    """With a learning rate that decays to 0. Without correction also all-reduce is biased."""
+    errors = [
+        run("diloco", averaging, 700, 10, local, Quadratics(), gradient_correction=c).error
+        for c in (True, False)
+    ]
+    assert errors[0] < 0.05
+    assert errors[1] > 0.4
+
+
+@pytest.mark.parametrize("averaging", ["plain", "power-gossip"])
+def test_corrections_precede_clipping(averaging: str) -> None:
+    """With a clip that is far below the norm of the workers' own gradients at the optimum."""
+    given = {"num_iterations": 4} if averaging == "power-gossip" else {}
+    options = {"clip": 2.0, "outer_momentum": 0.5}
+    errors = [
+        run(
+            "diloco",
+            averaging,
+            500,
+            20,
+            0.02,
+            Quadratics(),
+            "ring",
+            given,
+            gradient_correction=corrects,
+            **options,
+        ).error
+        for corrects in (True, False)
+    ]
+    assert errors[0] < 5e-5
+    assert errors[1] > 0.5
+
+
+TENSORS = ((3, 4), (2, 3), (5,), (4, 3), (2,))
+
+
+@pytest.mark.parametrize("corrects", [False, True])
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("fragments", [2, 3])
+def test_fragments_have_the_fixed_point_of_the_whole(
+    name: str, fragments: int, corrects: bool
+) -> None:
+    slow = []
+    for p in (1, fragments):
+        problem = Quadratics(shapes=TENSORS)
+        options: dict[str, Any] = {"outer_momentum": 0.3, "gradient_correction": corrects}
+        rule = rule_of(name, "plain", problem, 0.01, local_steps=12, fragments=p, **options)
+        train(rule, problem, 600 * 12)
+        slow.append(rule.state_dict()["slow"])
+    torch.testing.assert_close(slow[1], slow[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_a_rule_with_fragments_is_restored_in_the_middle_of_a_round(overlapping: bool) -> None:
+    options: dict[str, Any] = {"fragments": 3, "gradient_correction": True, "local_steps": 6}
+    runs = []
+    for steps in (8, 3):
+        problem = Quadratics(shapes=TENSORS)
+        rule = rule_of("diloco", "power-gossip", problem, 0.05, overlapping=overlapping, **options)
+        train(rule, problem, steps)
+        runs.append((rule, problem))
+    (rule, problem), (restored, resumed) = runs
+    restored.load_state_dict(copy.deepcopy(rule.state_dict()))
+    resumed.x.copy_(problem.x)
+    for run in runs:
+        train(*run, 9)
+    assert torch.equal(resumed.x, problem.x)
+
+
+def test_fragments_send_the_bits_of_the_whole_in_parts() -> None:
+    sent = []
+    for fragments in (1, 3):
+        problem = Quadratics(shapes=TENSORS)
+        network = Network(graph("ring", 8), dtype=problem.x.dtype)
+        rule = rule_of("diloco", "plain", problem, 0.1, network, local_steps=6, fragments=fragments)
+        bits = []
+        for _ in range(12):
+            before = int(network.bits[0])
+            train(rule, problem, 1)
+            bits.append(int(network.bits[0]) - before)
+        sent.append(bits)
+    whole, parts = sent
+    assert sum(whole) == sum(parts)
+    assert [step for step, b in enumerate(whole, 1) if b] == [6, 12]
+    assert [step for step, b in enumerate(parts, 1) if b] == [2, 4, 6, 8, 10, 12]
+    assert max(parts) < 0.6 * max(whole)
+
+
+@pytest.mark.parametrize("corrects", [False, True])
+def test_overlapping_has_the_fixed_point_of_stable_rates(corrects: bool) -> None:
+    """At the default of a lazy ring. With the correction it is exact."""
+    options: dict[str, Any] = {"overlapping": True, "gradient_correction": corrects}
+    topology = topologies.make("ring", 8)
+    rate = 0.9 * outer_stability.largest_rate(topology, 0.5, 0.7)
+    problem = run(
+        "diloco", "plain", 900, 10, 0.01, None, "ring", {"diffusion_rate": rate}, **options
+    )
+    assert problem.error < 1e-9 if corrects else 0.3 < problem.error < 3
+
+
+def test_corrections_need_averaging_that_keeps_the_mean() -> None:
+    network = Network(graph("epidemic", 8), dtype=torch.float64)
+    with pytest.raises(ValueError, match="gradient_correction"):
+        rule_of("diloco", "plain", Quadratics(), 0.1, network, gradient_correction=True)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("outer_rate", 0.0), ("outer_momentum", 1.0), ("local_steps", 0), ("outer_rate", "x")],
+)
+@pytest.mark.parametrize("name", RULES)
+def test_options_out_of_range_are_rejected(name: str, option: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=option):
+        rule_of(name, "plain", Quadratics(), SGD(0.1), **{option: value})
