@@ -4,43 +4,29 @@ The quadratics are those of tests/harness/quadratics.py, as vectors of 10 elemen
 """
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from powergossip import topologies
 from powergossip.algorithms.learning import outer_stability
 from powergossip.network import Network
 from tests.harness.averaging import graph
-from tests.harness.quadratics import SGD, Quadratics, rule_of, train
+from tests.harness.quadratics import (
+    SGD,
+    Quadratics,
+    adam,
+    normalized,
+    polar,
+    rule_of,
+    sign,
+    train,
+)
 
 VECTOR = ((10,),)
 RULES = ("diloco", "gasloc", "noloco")
-
-
-class Inner:
-    """A local optimizer u = −η f(g), in place on x, with η/(1 + t/horizon)."""
-
-    def __init__(
-        self, problem: Quadratics, rate: float, f: Callable[[Tensor], Tensor], horizon=1e9
-    ):
-        self._x, self._f, self._rate, self._horizon, self._t = problem.x, f, rate, horizon, 0
-
-    @property
-    def rate(self) -> float:
-        return self._rate / (1 + self._t / self._horizon)
-
-    def step(self, gradient: Tensor) -> None:
-        self._x.add_(self.displacement(gradient))
-
-    def displacement(self, direction: Tensor) -> Tensor:
-        u = self._f(direction) * -self.rate
-        self._t += 1
-        return u
 
 
 def run(
@@ -259,37 +245,6 @@ def test_corrections_sum_to_zero(name: str) -> None:
         c = rule.state_dict()["c"]
         assert c.norm() > 1
         assert c.sum(0).abs().max() < 1e-12
-
-
-def adam(problem: Quadratics) -> Inner:
-    m, v, k = torch.zeros_like(problem.x), torch.zeros_like(problem.x), 0
-
-    def u(g: Tensor) -> Tensor:
-        nonlocal k
-        k += 1
-        m.mul_(0.9).add_(g, alpha=0.1)
-        v.mul_(0.99).addcmul_(g, g, value=0.01)
-        return (m / (1 - 0.9**k)) / ((v / (1 - 0.99**k)).sqrt() + 1e-8)
-
-    return Inner(problem, 0.01, u, 1500)
-
-
-def normalized(problem: Quadratics) -> Inner:
-    return Inner(problem, 0.01, lambda g: g / g.norm(dim=1, keepdim=True), 1500)
-
-
-def sign(problem: Quadratics) -> Inner:
-    return Inner(problem, 0.01, torch.sign, 1500)
-
-
-def polar(problem: Quadratics) -> Inner:
-    """Muon without momentum."""
-
-    def u(g: Tensor) -> Tensor:
-        left, _, right = torch.linalg.svd(g.view(-1, 6, 5), full_matrices=False)
-        return (left @ right).flatten(1)
-
-    return Inner(problem, 0.01, u, 1500)
 
 
 @pytest.mark.parametrize("local", [adam, normalized, sign, polar])

@@ -5,7 +5,7 @@ that PowerGossip compresses. The optimum of the mean loss is known, and far from
 workers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +74,58 @@ class SGD:
     def displacement(self, direction: Tensor) -> Tensor:
         self._m = self._momentum * self._m + direction
         return -self.rate * self._m
+
+
+class Inner:
+    """A local optimizer u = −η f(g), in place on x, with η/(1 + t/horizon)."""
+
+    def __init__(
+        self, problem: Quadratics, rate: float, f: Callable[[Tensor], Tensor], horizon: float = 1e9
+    ):
+        self._x, self._f, self._rate, self._horizon, self._t = problem.x, f, rate, horizon, 0
+
+    @property
+    def rate(self) -> float:
+        return self._rate / (1 + self._t / self._horizon)
+
+    def step(self, gradient: Tensor) -> None:
+        self._x.add_(self.displacement(gradient))
+
+    def displacement(self, direction: Tensor) -> Tensor:
+        u = self._f(direction) * -self.rate
+        self._t += 1
+        return u
+
+
+def adam(problem: Quadratics) -> Inner:
+    m, v, k = torch.zeros_like(problem.x), torch.zeros_like(problem.x), 0
+
+    def u(g: Tensor) -> Tensor:
+        nonlocal k
+        k += 1
+        m.mul_(0.9).add_(g, alpha=0.1)
+        v.mul_(0.99).addcmul_(g, g, value=0.01)
+        return (m / (1 - 0.9**k)) / ((v / (1 - 0.99**k)).sqrt() + 1e-8)
+
+    return Inner(problem, 0.01, u, 1500)
+
+
+def normalized(problem: Quadratics) -> Inner:
+    return Inner(problem, 0.01, lambda g: g / g.norm(dim=1, keepdim=True), 1500)
+
+
+def sign(problem: Quadratics) -> Inner:
+    return Inner(problem, 0.01, torch.sign, 1500)
+
+
+def polar(problem: Quadratics) -> Inner:
+    """Muon without momentum."""
+
+    def u(g: Tensor) -> Tensor:
+        left, _, right = torch.linalg.svd(g.view(-1, 6, 5), full_matrices=False)
+        return (left @ right).flatten(1)
+
+    return Inner(problem, 0.01, u, 1500)
 
 
 # Averaging rules, by name: method and options.
