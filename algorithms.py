@@ -23,6 +23,8 @@ Learning rules (`learning` in train.py and a row of `learning.LEARNING`), on top
     exact-diffusion         ExactDiffusion               Li, Shi & Yan (2019), 1704.07807
     beer, motef             BEER, MoTEF                  2201.13320, 2405.20114: over choco
     relay-sgd               RelaySGD                     Vogels et al. (2021), 2110.04175: on trees
+    diloco                  DiLoCo                       rounds with outer momentum, 2311.08105
+    gasloc, noloco          GASLoC, NoLoCo               others of these, 2606.11081, 2506.10911
 
 Asynchronous gossip (`gossip` in train.py and a row of `events.learning.OF_POLICIES`)::
 

@@ -99,10 +99,13 @@ class RunKeys:
     learning: str = "dpsgd"  # learning rule of gossip: dpsgd, or for data that differ between
     #   workers: quasi-global-momentum, gradient-tracking, k-gt, momentum-tracking, gt-nsgd,
     #   exact-diffusion, beer, motef (the last two with optimizer=choco), relay-sgd (on trees; with
-    #   optimizer=choco, its messages are compressed)
+    #   optimizer=choco, its messages are compressed). For language models, with local_steps:
+    #   diloco, gasloc, noloco
     learning_options: dict[str, Any] = field(default_factory=dict)  # relay-sgd has {correction: c},
     #   which multiplies updates by c, auto: by the factor that relaying slows them down (auto).
-    #   exact-diffusion has {dual_rate: θ} (1, over power-gossip 0.1), smaller against oscillations
+    #   exact-diffusion has {dual_rate: θ} (1, over power-gossip 0.1), smaller against oscillations.
+    #   diloco, gasloc and noloco have {outer_rate: μ} (0.7), outer_momentum (0.5; noloco 0.3),
+    #   gradient_correction (false) for different data, and fragments (1); noloco consensus_rate (μ)
 
     # Late exchanges and lost workers (docs/when-workers-fail.md)
     gossip: str = "synchronous"  # wait for exchanges with neighbors: synchronous, for all of them
