@@ -2,6 +2,7 @@
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,12 +32,11 @@ def precise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "log_metric", lambda name, values, tags: None)
 
 
-def trained(monkeypatch: pytest.MonkeyPatch, folder: Path, method: str, *devices: str) -> Tensor:
-    """x [worker, D] after one epoch on each device."""
-    for epoch, device in enumerate(devices, start=1):
-        given = [f"num_epochs={epoch}", f"optimizer={method}", f"device={device}"]
-        resume = f"resume={str(epoch > 1).lower()}"
-        training.main(monkeypatch, "--output-dir", str(folder), *ARGUMENTS, *given, resume)
+def trained(monkeypatch: pytest.MonkeyPatch, folder: Path, epochs: int, *given: str) -> Tensor:
+    """x [worker, D] after some epochs. A run in the folder is resumed."""
+    resume = f"resume={str(folder.exists()).lower()}"
+    words = [*ARGUMENTS, *given, f"num_epochs={epochs}", resume]
+    training.main(monkeypatch, "--output-dir", str(folder), *words)
     x: Tensor = end_of(folder)["x"]
     return x
 
@@ -45,10 +45,12 @@ def trained(monkeypatch: pytest.MonkeyPatch, folder: Path, method: str, *devices
 def test_runs_that_change_the_device_are_those_of_the_cpu(
     method: str, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = trained(monkeypatch, tmp_path / "expected", method, "cpu", "cpu")
-    orders = (str(device), "cpu"), ("cpu", str(device)), (str(device), str(device))
-    for index, devices in enumerate(orders):
-        x = trained(monkeypatch, tmp_path / str(index), method, *devices)
+    """The second of two epochs is on the second device."""
+    run = partial(trained, monkeypatch)
+    expected = run(tmp_path / "expected", 2, f"optimizer={method}", "device=cpu")
+    for index, devices in enumerate([(device, "cpu"), ("cpu", device), (device, device)]):
+        for epochs, place in enumerate(devices, start=1):
+            x = run(tmp_path / str(index), epochs, f"optimizer={method}", f"device={place}")
         assert difference(x, expected).off <= OFF, devices
 
 
@@ -56,14 +58,15 @@ def test_runs_that_change_the_device_are_those_of_the_cpu(
 def test_two_processes_of_torchrun_are_one(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = [*ARGUMENTS, "num_epochs=1", "optimizer=power-gossip", f"device={device.type}"]
+    given = "optimizer=power-gossip", f"device={device.type}"
     ended = launch.python(
-        *("train.py", "--output-dir", str(tmp_path / "two"), *given),
+        *("train.py", "--output-dir", str(tmp_path / "two")),
+        *(*ARGUMENTS, *given, "num_epochs=1"),
         processes=2,
         launcher="torchrun",
         timeout=90,
         variables={"PYTHONPATH": os.pathsep.join(sys.path), "NVIDIA_TF32_OVERRIDE": "0"},
     )
     assert ended.returncode == 0, ended.stderr
-    one = trained(monkeypatch, tmp_path / "one", "power-gossip", str(device))
+    one = trained(monkeypatch, tmp_path / "one", 1, *given)
     assert difference(end_of(tmp_path / "two")["x"], one).off <= OFF
