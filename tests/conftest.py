@@ -29,6 +29,8 @@ import train
 from powergossip.network import processes
 from tests.harness import launch, selection
 
+pytest_plugins = ["tests.harness.device"]
+
 
 def forget_mpi_in_environment() -> None:
     """Let this process start mpirun although it has initialized MPI itself, as mpi-pytest does.
