@@ -69,6 +69,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("a --output file", "--output=file"),
         ("a --output file/x.md", "file/x.md"),
         ("a --output x.jpg", "--output=x.jpg"),
+        ("a --output x.unknown", "--output=x.unknown"),
     ],
 )
 def test_bad_input_is_a_sentence_and_writes_nothing(runs: Path, arguments: str, named: str) -> None:

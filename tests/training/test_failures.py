@@ -125,6 +125,25 @@ BAD_INPUT: dict[str, tuple[list[str], list[str]]] = {
         ["optimizer=choco", "optimizer_compressor=top-k", "optimizer_keep_ratio=0"],
         ["optimizer_keep_ratio=0", "above 0"],
     ),
+    "ratio and rank of a compressor": (
+        [
+            "optimizer=choco",
+            "optimizer_compressor=top-k",
+            "optimizer_keep_ratio=0.1",
+            "optimizer_rank=2",
+        ],
+        ["optimizer_keep_ratio=0.1", "rank=2"],
+    ),
+    "warm-up of the fraction": (
+        ["optimizer=dgc", "optimizer_warmup_epochs=1", "optimizer_warmup_ratios=[0.5, 0.2]"],
+        ["optimizer_warmup_ratios=[0.5, 0.2]", "warmup_epochs=1"],
+    ),
+    "warm-up of no epochs": (
+        ["optimizer=dgc", "optimizer_warmup_ratios=0.5"],
+        ["optimizer_warmup_ratios=0.5", "warmup_epochs=0"],
+    ),
+    "option of adamw": (["adam_beta1=0.5"], ["adam_beta1=0.5", "local_optimizer=adamw"]),
+    "verbosity": (["log_verbosity=7"], ["log_verbosity=7", "0, 1 or 2"]),
     "warm-up": (["distributed_lr_warmup_epoch=.inf"], ["distributed_lr_warmup_epoch=inf"]),
     "workers that do not fit": (["n_workers=100000000"], ["n_workers=100000000", "1000000"]),
     "iterations": (["optimizer_num_iterations=0"], ["optimizer_num_iterations=0", "1"]),
@@ -283,6 +302,9 @@ def test_bad_input_of_a_driver_under_mpirun_is_printed_once_with_exit_code_2(
         (["--output-dir", "held"], "overwrite=true"),
         (["--config", "no.yaml"], "no.yaml"),
         (["task=FashionMNIST", "data_dir=nowhere"], "data_dir=nowhere"),
+        (["distributed_init_file=new"], "distributed_init_file=new: use distributed_backend=gloo"),
+        (["optimizer=dpsgd", "optimizer_warm_start=true"], "optimizer_warm_start=true: "),
+        (["optimizer=choco", "optimizer_compressor=top-k", "optimizer_rank=0"], "or null"),
     ],
 )
 def test_bad_input_of_one_process_ends_with_exit_code_2(
@@ -518,6 +540,17 @@ def test_the_second_signal_has_its_usual_effect() -> None:
         signal.raise_signal(signal.SIGINT)
 
 
+def test_an_ignored_signal_stays_ignored() -> None:
+    """Such as SIGHUP under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Signals() as signals:
+            signal.raise_signal(signal.SIGHUP)
+            assert signals.received is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_signal_raises_after_a_delay() -> None:
     """Process 0, which may wait for a message of this one, reports first."""
 
@@ -570,7 +603,7 @@ def test_ctrl_c_of_one_process_writes_a_checkpoint(
     assert last["step"] > 7
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
 def test_a_signal_ends_gossip_run_with_a_sentence(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
