@@ -100,6 +100,8 @@ OF_VALUES: list[Row] = [
     ("weight_decay=.inf", "weight_decay=inf", "0"),
     ("weight_decay=1e300", "weight_decay=1e+300:"),
     ("momentum=1", "momentum=1", "below 1"),
+    ("adam_beta1=0.5", "adam_beta1=0.5", "local_optimizer=adamw"),
+    ("log_verbosity=7", "log_verbosity=7", "0, 1 or 2"),
     ("gradient_clipping=1e-300", "gradient_clipping=1e-300:"),
     ("lr_schedule=linear", "lr_schedule=linear:"),
     ("lr_schedule_milestones=[5]", "lr_schedule_milestones", "[epoch, factor]"),
@@ -196,6 +198,12 @@ OF_METHODS: list[Row] = [
     ("optimizer_diffusion_rate=-1", "optimizer_diffusion_rate=-1", "auto"),
     (f"{CHOCO}=qsgd optimizer_levels=0", "optimizer_levels=0", "127"),
     (f"{CHOCO}=top-k optimizer_keep_ratio=0", "optimizer_keep_ratio=0", "above 0"),
+    (f"{CHOCO}=top-k optimizer_keep_ratio=0.1 optimizer_rank=2", "keep_ratio=0.1", "rank=2"),
+    (f"{CHOCO}=top-k optimizer_rank=0", "optimizer_rank=0", "or null"),
+    ("optimizer=dgc optimizer_warmup_epochs=1 'optimizer_warmup_ratios=[0.5, 0.2]'",
+     "optimizer_warmup_ratios=[0.5, 0.2]", "warmup_epochs=1"),
+    ("optimizer=dgc optimizer_warmup_ratios=0.5", "warmup_ratios=0.5", "warmup_epochs=0"),
+    ("optimizer=dpsgd optimizer_warm_start=true", "optimizer_warm_start=true:"),
     (RELAY, "topology=ring", "relay-sgd", "chain", "double-binary-tree"),
     ("learning=relay-sgd topology=chain", "optimizer=power-gossip", "optimizer=dpsgd"),
     (f"{RELAY} optimizer_diffusion_rate=0.5", "optimizer_diffusion_rate=0.5", "relay-sgd"),
@@ -254,6 +262,7 @@ OF_EVENTS: list[Row] = [
     ("record_order=true", "record_order=true"),
 ]  # fmt: skip
 IN_ONE: list[Row] = [
+    ("distributed_init_file=new", "distributed_init_file=new:", "distributed_backend=gloo"),
     ("on_worker_loss=continue", "on_worker_loss=continue"),
     ("on_worker_loss=replace", "on_worker_loss=replace"),
     (
@@ -356,6 +365,7 @@ OF_COMPARE: list[Row] = [
     ("a --output file", "--output=file"),
     ("a --output file/x.md", "file/x.md"),
     ("a --output x.jpg", "--output=x.jpg"),
+    ("a --output x.unknown", "--output=x.unknown"),
 ]
 OF_PREDICT: list[Row] = [
     ("--rate fast", "--rate fast"),
@@ -373,7 +383,7 @@ OF_PREDICT: list[Row] = [
 ]
 OF_EXPERIMENTS: list[Row] = [
     ("run questoin", "experiment=questoin:", "consensus,"),
-    ("run", "experiment=:", "consensus,"),
+    ("run", "run needs the name of an experiment"),
     ("run fashion_mnist --cores 0", "--cores=0:", "1"),
     ("run fashion_mnist --launcher slrum", "--launcher=slrum:", "mpirun"),
     ("run fashion_mnist --publish", "command=run:", "report with --publish"),

@@ -387,7 +387,7 @@ class BatchByEdges:
             return Worker(index, members, rule, learning.EdgeRule(row), policy, view, steps)
 
         drawn = scenario.read(c.scenario or {}, c.n_workers, c.seed)
-        self._clock = VirtualClock(drawn, self.x, make, lambda worker, step: None)
+        self._clock = VirtualClock(drawn, [self.x], make, lambda worker, step: None)
         self._limit = _DIVERGED * max(self._error(), 1e-9 * float(sweep.mean.square().sum()))
 
     def step(self) -> None:

@@ -444,7 +444,9 @@ def test_other_data_follow_from_them() -> None:
 
 
 @pytest.mark.parametrize("data_type", ["faces", "lfw"])
-def test_worker_i_starts_with_image_i(data_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_i_starts_with_image_i(
+    data_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A fetcher and a library that stand in for scikit-learn's, which would need the network, and
     scikit-image, an extra."""
     images = np.arange(10 * 25.0).reshape(10, 5, 5)
@@ -461,10 +463,10 @@ def test_worker_i_starts_with_image_i(data_type: str, monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "skimage.data", library)
 
     for matrix_size in (100, 5):  # the default, and what they have
-        found = start(data_type=data_type, matrix_size=matrix_size, data_dir="there")
+        found = start(data_type=data_type, matrix_size=matrix_size, data_dir=str(tmp_path))
         np.testing.assert_array_equal(found.numpy(), images[:8])
     if data_type == "faces":
-        assert (asked["data_home"], asked["shuffle"]) == ("there", True)
+        assert (asked["data_home"], asked["shuffle"]) == (str(tmp_path), True)
         assert asked["random_state"].randint(1000) == np.random.RandomState(0).randint(1000)
     with pytest.raises(BadInput, match="matrix_size=8: use 5"):
         start(data_type=data_type)
@@ -481,6 +483,8 @@ def test_missing_images_are_an_error_with_alternatives(
     monkeypatch.setattr("sklearn.datasets.fetch_olivetti_faces", fetch)
     with pytest.raises(BadInput, match=r"data_type=faces: .*Name or service not known.*data_dir"):
         built(data_type="faces")
+    with pytest.raises(BadInput, match=r"^data_dir=missing: use "):
+        built(data_type="faces", data_dir="missing")
     monkeypatch.setitem(sys.modules, "skimage.data", None)
     with pytest.raises(BadInput, match=r"data_type=lfw: .*pip install"):
         built(data_type="lfw")

@@ -256,6 +256,24 @@ def test_runs_take_cores_in_their_order(folder: Folder, monkeypatch: pytest.Monk
     assert order == list(range(8))
 
 
+def test_no_run_begins_after_ctrl_c(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if another one ends at that moment. It is a race, hence the repetitions."""
+    begun: list[int] = []
+
+    def ended(run: Run, path: Path, launcher: Launcher) -> bool:
+        begun.append(run.values["value"])
+        path.mkdir(parents=True)
+        os.kill(os.getpid(), signal.SIGINT)
+        return True
+
+    monkeypatch.setattr(runner, "carry_out_one", ended)
+    for first in range(0, 500, 5):
+        runs = [Run("train", {"value": first + i}) for i in range(5)]
+        with pytest.raises(KeyboardInterrupt):
+            carry_out(asked(*runs), folder, 1, "process")
+    assert begun == list(range(0, 500, 5))
+
+
 def test_an_experiment_of_slurm_jobs(folder: Folder, tmp_path: Path) -> None:
     """Slurm decides how many jobs run concurrently. The others go on after one has failed."""
     flag = str(tmp_path / "flag")

@@ -94,7 +94,7 @@ def averaging_clock(
         return Worker(index, members, rule, EdgeRule(row), policy, view, steps)
 
     drawn = scenario.read(values or {}, n, seed)
-    return VirtualClock(drawn, x, make, lambda worker, step: None, record)
+    return VirtualClock(drawn, [x], make, lambda worker, step: None, record)
 
 
 def learners(
@@ -144,4 +144,4 @@ def learning_clock(
 ) -> VirtualClock:
     """A clock with learners."""
     drawn = scenario.read(values or {}, problem.n_workers, seed)
-    return VirtualClock(drawn, problem.x, *learners(problem, *arguments, **options), record)
+    return VirtualClock(drawn, [problem.x], *learners(problem, *arguments, **options), record)

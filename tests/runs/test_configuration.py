@@ -160,6 +160,26 @@ def test_a_suffix_is_appended_to_a_dated_folder(
     mine.close()
 
 
+@pytest.mark.parametrize("program", [train, gossip_run])
+def test_a_mapping_in_place_of_the_configuration_has_its_keys(
+    program: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(name: str | None, config: Any, *rest: Any) -> None:
+        raise ValueError(f"n_workers is {config['n_workers']}")
+
+    monkeypatch.setattr(recorder if program is train else program, "Output", stop)
+    for mapping, words in (
+        ({"n_workers": 3}, "n_workers is 3"),
+        (OmegaConf.create({"n_workers": 3}), "n_workers is 3"),
+        ({"n_workers": "three"}, "n_workers=three"),
+        ({"n_workrs": 3}, "n_workers"),
+        ([], "config="),
+    ):
+        monkeypatch.setattr(program, "config", mapping)
+        with pytest.raises(BadInput, match=words):
+            program.main()
+
+
 # Which keys were given, and where.
 
 

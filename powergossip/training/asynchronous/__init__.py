@@ -62,7 +62,7 @@ def make(
         virtual = Replay(
             entries,
             steps_per_epoch,
-            parameters.x,
+            [parameters.x, parameters.buffers],
             workers.make,
             workers.compute,
             network.counter,
@@ -70,7 +70,7 @@ def make(
     else:
         virtual = VirtualClock(
             drawn,
-            parameters.x,
+            [parameters.x, parameters.buffers],
             workers.make,
             workers.compute,
             c.record_order,
