@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from powergossip.algorithms.learning import Correction
 from powergossip.events import averaging, learning
 from powergossip.events.members import Members, View, dead
 from powergossip.events.worker import Policy, Worker
@@ -77,8 +78,7 @@ class EdgeWorkers:
     def make(self, index: int, view: View, steps: int) -> Worker:
         """A worker that begins after a number of steps, see events.clock.Make."""
         self._begin_epoch(index, view)
-        row = _Row(self._parameters, self.rows[index])
-        rule = self._make_rule(row, index)
+        rule = self._make_rule(index)
         if self._exchanges is None:
             self._exchanges = averaging.make(self._config.optimizer, rule.layout, **self._options)
         made = Worker(index, self.members, self._exchanges, rule, self._policy, view, steps)
@@ -103,10 +103,10 @@ class EdgeWorkers:
             pair[0] += float(value)
             pair[1] += 1
 
-    def _make_rule(self, row: "_Row", index: int) -> learning.EdgeRule:
+    def _make_rule(self, index: int) -> learning.EdgeRule:
         c, own = self._config, self._config.learning == "quasi-global-momentum"
-        parameters: Any = row
-        local = LocalOptimizer(parameters, c, *((0.0, "sgd") if own else (None, None)))
+        row: Any = _Row(self._parameters, self.rows[index])
+        local = LocalOptimizer(row, c, *((0.0, "sgd") if own else (None, None)))
         self._locals[index] = local
         more: dict[str, Any] = {}
         if own:
@@ -116,14 +116,11 @@ class EdgeWorkers:
         elif c.gossip in learning.OF_POLICIES:
             more = {"acceleration": acceleration_of(c, self._options, self._network.topology)}
         kind: type[Any] = learning.OF_POLICIES.get(c.gossip, learning.RULES[c.learning])
-        return kind(
-            row,
-            local,
-            overlapping=bool(c.overlapping),
-            weight_decay=local.coupled_decay,
-            clip=c.gradient_clipping,
-            **more,
+        correct = Correction(row, local.coupled_decay, c.gradient_clipping)
+        learner = learning.Learner(
+            row.x, row.grad, row.layout, local, correct, overlapping=bool(c.overlapping)
         )
+        return kind(learner, **more)
 
     def _begin_epoch(self, worker: int, view: View) -> None:
         redistributed = self._config.data_of_lost == "redistributed"
