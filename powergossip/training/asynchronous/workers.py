@@ -1,7 +1,7 @@
 """The workers of this process, whose exchanges with their neighbors may be late."""
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from powergossip.algorithms.learning import Correction
 from powergossip.events import averaging, learning
 from powergossip.events.members import Members, View, dead
 from powergossip.events.worker import Policy, Worker
-from powergossip.network import Network
 from powergossip.network.resilient.messages import octets
 from powergossip.parameters import Parameters
 from powergossip.training.asynchronous.method import (
@@ -20,12 +19,9 @@ from powergossip.training.asynchronous.method import (
     dual_rate_of,
     resolved,
 )
-from powergossip.training.config import Settings
+from powergossip.training.execution import Computation
 from powergossip.training.local_optimizers import LocalOptimizer
 from powergossip.training.schedule import learning_rate
-
-# See Gradients.of_worker
-Gradient = Callable[[int, int, int, int, frozenset[int]], dict[str, Tensor]]
 
 
 class EdgeWorkers:
@@ -37,11 +33,7 @@ class EdgeWorkers:
     that its worker knew to be lost when the epoch began.
 
     Args:
-        config: Checked configuration.
         options: Options of the averaging rule.
-        gradient: Function of (worker, epoch, step in it, step, lost) that adds to parameters.grad
-            and returns metrics.
-        steps_per_epoch: Steps of each worker in an epoch.
 
     Attributes:
         members: Members of the topology.
@@ -51,17 +43,10 @@ class EdgeWorkers:
         ValueError: For methods without an edge form.
     """
 
-    def __init__(
-        self,
-        config: Settings,
-        options: Mapping[str, Any],
-        network: Network,
-        parameters: Parameters,
-        gradient: Gradient,
-        steps_per_epoch: int,
-    ):
-        self._config, self._network, self._parameters = config, network, parameters
-        self._gradient, self.steps_per_epoch = gradient, steps_per_epoch
+    def __init__(self, run: Computation, options: Mapping[str, Any]):
+        config, network = self._config, self._network = run.config, run.network
+        self._parameters, self._gradient = run.parameters, run.gradients.of_worker
+        self.steps_per_epoch = run.steps_per_epoch
         self._options = resolved(config, options, network)
         self.members = Members(network.topology)
         self._policy = Policy(config.gossip, delay_of(config))
