@@ -199,7 +199,7 @@ OF_METHODS: list[Row] = [
     (f"{CHOCO}=qsgd optimizer_levels=0", "optimizer_levels=0", "127"),
     (f"{CHOCO}=top-k optimizer_keep_ratio=0", "optimizer_keep_ratio=0", "above 0"),
     (f"{CHOCO}=top-k optimizer_keep_ratio=0.1 optimizer_rank=2", "keep_ratio=0.1", "rank=2"),
-    (f"{CHOCO}=top-k optimizer_rank=0", "optimizer_rank=0", "or null"),
+    (f"{CHOCO}=top-k optimizer_rank=0", "optimizer_rank=0", "1 or more"),
     ("optimizer=dgc optimizer_warmup_epochs=1 'optimizer_warmup_ratios=[0.5, 0.2]'",
      "optimizer_warmup_ratios=[0.5, 0.2]", "warmup_epochs=1"),
     ("optimizer=dgc optimizer_warmup_ratios=0.5", "warmup_ratios=0.5", "warmup_epochs=0"),

@@ -19,8 +19,8 @@ from powergossip.optimizers.precision import HALF
 from powergossip.optimizers.specification import Specification, check_type
 from powergossip.parameters import Layout
 
-# Options of rules that are keywords of GossipOptimizer, or belong to the training loop.
-_KEYWORDS = ("overlapping", "local_steps", "weight_decay", "clip")
+# Options of rules that are keywords of GossipOptimizer.
+_KEYWORDS = ("overlapping", "local_steps")
 _CHECKED_BY_RULES = ("correction", "dual_rate")
 
 
@@ -206,8 +206,8 @@ class LearningRule:
 
         own: Any = local
         buffers: Any = _Buffers(x, x if gradient is None else gradient, layout)
-        kind = self._local_optimizer
-        rule = learning.make(self.name, network, averaging, buffers, own, kind, **self.options)
+        workers = learning.Workers(network, averaging, buffers, own)
+        rule = learning.make(self.name, workers, self._local_optimizer, **self.options)
         rule.begin_after(steps)
         return PartRule(self, rule, local, parameters, layout, x, gradient)
 

@@ -219,7 +219,8 @@ def test_synchronous_learning_is_the_rule_of_all_workers(rule, name, overlapping
 
     parameters: Any = expected
     known = {"overlapping": overlapping} if rule != "exact-diffusion" else {"dual_rate": 0.4}
-    reference = learning.make(rule, network, make, parameters, SGD(0.1).of(expected.x), **known)
+    workers = learning.Workers(network, make, parameters, SGD(0.1).of(expected.x))
+    reference = learning.make(rule, workers, **known)
     train(reference, expected, 7)
     of_rule = {"overlapping": overlapping} | (
         {"dual_rate": 0.4} if rule == "exact-diffusion" else {}

@@ -257,7 +257,7 @@ from powergossip.training.execution import Together
 original = Together.gradient
 def gradient(run, epoch, step):
     last = run.view.processes.rank == run.view.processes.size - 1
-    if run.step == 7 and last and not run._config.resume:
+    if run.step == 7 and last and not run.run.config.resume:
         os.kill(os.getpid(), signal.{name})
     time.sleep(0.05)  # not done before process 0 asks the others
     return original(run, epoch, step)

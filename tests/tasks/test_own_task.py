@@ -824,7 +824,7 @@ def test_rows_are_the_same_with_processes_and_after_a_resume(
     original = Together.train_step
 
     def interrupted(self: Together, epoch: int, step: int) -> dict[str, Tensor]:
-        if self.step == 4 and not self._config.resume:
+        if self.step == 4 and not self.run.config.resume:
             signal.raise_signal(signal.SIGTERM)
         return original(self, epoch, step)
 
