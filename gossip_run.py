@@ -100,11 +100,12 @@ def main(arguments: list[str] | None = None) -> None:
 
     Raises:
         BadInput: In all processes, for a configuration that cannot be run.
-        errors.Signaled: In a process that receives SIGTERM, SIGINT or SIGUSR1.
+        errors.Signaled: In a process that receives SIGTERM, SIGINT, SIGHUP or SIGUSR1.
     """
     global _output
-    asked, name, wrong = config.copy(), None, None
+    asked, name, wrong = configuration.structured(Config), None, None
     try:
+        asked = configuration.of_driver(config, Config)
         name = configuration.path_of_driver(output_dir)
         if arguments is not None:
             description = (__doc__ or "").split("\n\n")[0]

@@ -23,15 +23,11 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from benchmarks.shapes import MODELS
-from benchmarks.timing import in_turns
+from benchmarks.timing import BEFORE_THEY_AGREE, in_turns
 from powergossip import algorithms, checks, topologies
 from powergossip.network import Network, Requests, choose_device, processes
 from powergossip.parameters import Layout
 from powergossip.runs import configuration
-
-# Steps after which x is set to its start again. Learning workers do not agree, and workers that
-# agree may take other code paths. Two of them agree on a matrix of rank 16 after 16 steps.
-BEFORE_THEY_AGREE = 12
 
 
 @dataclass

@@ -7,6 +7,10 @@ import torch
 
 from powergossip.network import Processes
 
+# Steps after which x is set to its start again. Learning workers do not agree, and workers that
+# agree may take other code paths. Two of them agree on a matrix of rank 16 after 16 steps.
+BEFORE_THEY_AGREE = 12
+
 
 def in_turns(
     functions: Mapping[str, Callable[[], object]],

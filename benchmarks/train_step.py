@@ -25,6 +25,7 @@ from statistics import median
 import train
 from benchmarks.timing import alone, in_turns
 from powergossip import algorithms
+from powergossip.algorithms.learning import Workers
 from powergossip.network import processes
 from powergossip.network.processes import cores
 from powergossip.runs import configuration
@@ -64,14 +65,8 @@ def main(arguments: list[str]) -> None:
         network.run(averaging.step(parameters.x))
 
     def training(overlapping: bool) -> Callable[[], None]:
-        rule = algorithms.DPSGD(
-            network,
-            lambda layout: averaging,
-            parameters,
-            local,
-            overlapping=overlapping,
-            weight_decay=c.weight_decay,
-        )
+        workers = Workers(network, lambda layout: averaging, parameters, local, c.weight_decay)
+        rule = algorithms.DPSGD(workers, overlapping=overlapping)
 
         def train_step() -> None:
             rule.start()

@@ -2,13 +2,14 @@
 
     python environment/gpu_check.py [--wheels FOLDER] [--device cuda|cpu] [--quick] [--report FILE]
 
-It needs Python 3.11, PyTorch, numpy, scipy and networkx, and no network, MPI or `make setup`. It
-runs from a checkout. Dependencies that are missing are installed from the wheels in a folder, if
-one is given, to a temporary folder. Parts that need one which is still missing are left out.
+It needs Python 3.11, PyTorch, numpy, scipy, networkx and pytest, and no network, MPI or `make
+setup`. It runs from a checkout. Dependencies that are missing are installed from the wheels in a
+folder, if one is given, to a temporary folder. Parts that need one which is still missing are left
+out. The first three parts are the tests of `pytest -m gpu`.
 
     machine      GPUs, driver, versions
     correctness  random numbers, averaging rules and aggregations equal the CPU's; checkpoints
-    runs         train.py: one epoch on the GPU, the next one on the CPU, and the reverse
+    runs         train.py: one epoch on the GPU, the next one on the CPU, and the reverse; torchrun
     processes    gloo with messages staged through host memory; NCCL with a GPU for each process
     graphs       averaging steps as CUDA graphs
     steps        time of an averaging step, its lower bound, its kernels
@@ -28,26 +29,22 @@ import multiprocessing.connection
 import os
 import platform
 import re
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from environment.gpu.findings import Findings, Setting
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = (3, 11)
 REPORT = ROOT / "output" / "gpu_check.md"
-# Modules of the dependencies in pyproject.toml, by the name of the package.
+# Modules of the dependencies in pyproject.toml, and pytest, by the name of the package.
 MODULES = {
     "matplotlib": "matplotlib",
     "mpi4py": "mpi4py",
@@ -56,6 +53,7 @@ MODULES = {
     "omegaconf": "omegaconf",
     "pandas": "pandas",
     "pillow": "PIL",
+    "pytest": "pytest",
     "scikit-learn": "sklearn",
     "scipy": "scipy",
     "torch": "torch",
@@ -66,28 +64,49 @@ TRAINING = (*LIBRARY, "matplotlib", "omegaconf", "pandas", "pillow", "tqdm")  # 
 LIMIT = 470.0  # seconds for all parts, so that there is a report within eight minutes
 
 
+# conftest.py and some plugins need MPI, and some options are for these plugins.
+PYTEST = (
+    *("pytest", "-v", "--tb=short", "--no-header", "--disable-warnings", "-rfEs", "-m", "gpu"),
+    *("-p", "tests.harness.device", "-p", "no:cacheprovider", "--confcutdir=tests/gpu"),
+    *("-o", "addopts=--import-mode=importlib", "-o", "console_output_style=classic"),
+)
+
+
 @dataclass(frozen=True)
 class Part:
     """
     title    # of the section
-    run      # the module that has the function `run`, or the function
+    command  # module and arguments. It prints the section. FAILED begins a line with a failure
     needs    # packages
     seconds  # after which it is ended
     """
 
     title: str
-    run: "str | Callable[[Setting, Findings], None]"
+    command: Sequence[str]
     needs: Sequence[str]
     seconds: float
 
+    def words(self, options: argparse.Namespace) -> list[str]:
+        """The command with the options that concern it."""
+        quick = ("-m", "gpu and not slow") if self.is_test else ("--quick",)
+        return [*self.command, "--device", options.device, *(quick if options.quick else ())]
+
+    @property
+    def is_test(self) -> bool:
+        return self.command[0] == "pytest"
+
+
+def _tests(title: str, file: str, needs: Sequence[str], seconds: float) -> Part:
+    return Part(title, (*PYTEST, f"tests/gpu/{file}"), (*needs, "pytest"), seconds)
+
 
 PARTS = {
-    "correctness": Part("Correctness", "environment.gpu.correctness", LIBRARY, 150),
-    "runs": Part("Checkpoints across devices", "environment.gpu.runs", TRAINING, 100),
-    "processes": Part("Processes: gloo and NCCL", "environment.gpu.processes", LIBRARY, 150),
-    "graphs": Part("CUDA graphs", "environment.gpu.graphs", LIBRARY, 90),
-    "steps": Part("Steps of averaging", "environment.gpu.steps", LIBRARY, 150),
-    "training": Part("Training", "environment.gpu.training", TRAINING, 120),
+    "correctness": _tests("Correctness", "test_results.py", LIBRARY, 150),
+    "runs": _tests("Checkpoints across devices", "test_runs.py", TRAINING, 120),
+    "processes": _tests("Processes: gloo and NCCL", "test_processes.py", LIBRARY, 150),
+    "graphs": Part("CUDA graphs", ["environment.gpu.graphs"], LIBRARY, 90),
+    "steps": Part("Steps of averaging", ["environment.gpu.steps"], LIBRARY, 150),
+    "training": Part("Training", ["environment.gpu.training"], TRAINING, 120),
 }
 
 
@@ -139,7 +158,7 @@ def check(options: argparse.Namespace) -> int:
     warnings.filterwarnings("ignore", message=".*multi-threaded.*", category=DeprecationWarning)
     report = options.report.absolute()
     start = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="gpu-check-") as place:
+    with tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True) as place:
         folder = Path(place)
         notes = [] if options.wheels is None else install(options.wheels, folder / "site")
         lacking = [package for package in MODULES if not there(package)]
@@ -152,7 +171,7 @@ def check(options: argparse.Namespace) -> int:
         for note in notes:
             print(note, flush=True)
         sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]
-        machine = facts(options.device, folder)
+        machine = facts(options.device)
         if options.device == "cuda" and not machine.gpus:
             raise BadRequest("torch sees no GPU; --device cpu is a dry run without one")
         sections, failures = [], []
@@ -164,14 +183,12 @@ def check(options: argparse.Namespace) -> int:
                 continue
             left = LIMIT - (time.monotonic() - start)
             began = time.monotonic()
-            found = run(
-                part, options, machine.gpus, lacking, folder / name, min(part.seconds, left)
-            )
+            section, found = run(part, options, folder / name, min(part.seconds, left))
             took = f"{time.monotonic() - began:.0f} s"
-            failures += [f"{name}: {sentence}" for sentence in found.failures]
-            state = f"{len(found.failures)} FAILED" if found.failures else "ok"
+            failures += [f"{name}: {sentence}" for sentence in found]
+            state = f"{len(found)} FAILED" if found else "ok"
             print(f"{name}: {state}, {took}", flush=True)
-            sections.append("\n\n".join([f"## {part.title}", *found.paragraphs, f"({took})"]))
+            sections.append(f"## {part.title}\n\n{section}\n\n({took})")
         lines = [f"# GPU check: {machine.name}", *notes, summary(failures), machine.markdown]
         report.parent.mkdir(parents=True, exist_ok=True)
         report.write_text("\n\n".join([*lines, *sections]) + "\n")
@@ -246,7 +263,7 @@ class Machine:
     markdown: str
 
 
-def facts(device: str, folder: Path) -> Machine:
+def facts(device: str) -> Machine:
     """Ask a process of its own: after CUDA has started in this one, others could not be forked."""
     reader, writer = multiprocessing.Pipe(duplex=False)
     asker = multiprocessing.get_context("fork").Process(target=_ask, args=(device, writer))
@@ -324,38 +341,20 @@ def _version(package: str) -> str:
 # --- Parts ----------------------------------------------------------------------------------------
 
 
-@dataclass
-class Found:
-    """The section of a part."""
-
-    paragraphs: list[str]
-    failures: list[str]
-
-
 def run(
-    part: Part,
-    options: argparse.Namespace,
-    gpus: int,
-    lacking: Sequence[str],
-    folder: Path,
-    seconds: float,
-) -> Found:
-    """Run a part in a process of its own, and return what it has found."""
-    from environment.gpu import findings
+    part: Part, options: argparse.Namespace, folder: Path, seconds: float
+) -> tuple[str, list[str]]:
+    """Run a part in a process of its own. Returns the section, and the failures in it."""
+    if seconds < 1:
+        return "", ["no time was left"]
+    import torch  # once for all parts  # noqa: F401
 
     folder.mkdir()
-    if seconds < 1:
-        return Found([], ["no time was left"])
-    setting = findings.Setting(
-        device=findings.torch.device("cuda", 0) if gpus else findings.torch.device("cpu"),
-        gpus=gpus,
-        quick=options.quick,
-        folder=folder / "files",
-        has_training=not {*TRAINING} & {*lacking},
-    )
-    setting.folder.mkdir()
+    output, errors = folder / "output", folder / "errors"
+    output.touch()
+    errors.touch()
     child = multiprocessing.get_context("fork").Process(
-        target=_run_part, args=(part, setting, folder)
+        target=_become, args=(part.words(options), output, errors)
     )
     child.start()
     child.join(seconds)
@@ -363,40 +362,34 @@ def run(
     if ended is None:
         os.killpg(child.pid or 0, signal.SIGKILL)
         child.join()
-    paragraphs, failures = findings.read(folder / "findings")
-    if ended != 0:
-        shown = (folder / "error").read_text() if (folder / "error").exists() else ""
-        if not shown:
-            shown = (folder / "output").read_text()[-3000:]
+    section = output.read_text(errors="replace").strip()
+    failures = [
+        line.partition(" ")[2]
+        for line in section.splitlines()
+        if line.startswith(("FAILED ", "ERROR "))
+    ]
+    if part.is_test:
+        section = f"```\n{section}\n```"
+    if ended is None or (ended and not failures):
+        shown = errors.read_text(errors="replace").strip()[-3000:]
         reason = f"did not end within {seconds:.0f} s" if ended is None else f"exit code {ended}"
-        last = shown.strip().splitlines()[-1] if shown.strip() else "no output"
-        paragraphs.append(f"```\n{shown}\n```")
-        failures.append(f"{reason}: {last}")
-    return Found(paragraphs, failures)
+        failures.append(f"{reason}: {shown.rpartition(chr(10))[2] or 'no message'}")
+        section += f"\n\n```\n{shown}\n```"
+    return section, failures
 
 
-def _run_part(part: Part, setting: "Setting", folder: Path) -> None:
-    """The life of the process of a part, with a process group and an output of its own."""
-    from environment.gpu.findings import Findings
-
+def _become(words: list[str], output: Path, errors: Path) -> None:
+    """Run a module as `python -m` does, with a process group, output and temporary files apart."""
     os.setsid()
-    output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    for descriptor, file in ((1, output), (2, errors)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), descriptor)
+    sys.stdout, sys.stderr = (os.fdopen(i, "w", buffering=1) for i in (1, 2))
     os.chdir(ROOT)
-    code = 0
-    try:
-        function = part.run
-        if isinstance(function, str):
-            function = importlib.import_module(function).run
-        function(setting, Findings(folder / "findings"))
-    except BaseException:
-        (folder / "error").write_text(traceback.format_exc())
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    tempfile.tempdir = os.environ["TMPDIR"] = str(output.parent)
+    # On CI, pytest does not shorten errors.
+    os.environ |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "COLUMNS": "100", "CI": "true"}
+    sys.argv = words
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -81,8 +81,10 @@ def main(arguments: list[str]) -> None:
 
 def _check(options: argparse.Namespace) -> None:
     """Raise BadValue for arguments that are not accepted."""
-    if options.name not in EXPERIMENTS and (options.name or options.command != "status"):
-        checks.one_of("experiment", options.name or "", EXPERIMENTS)
+    if options.name is not None:
+        checks.one_of("experiment", options.name, EXPERIMENTS)
+    elif options.command != "status":
+        raise BadInput(f"{options.command} needs the name of an experiment; list shows them")
     if options.cores is not None:
         checks.at_least_one("--cores", options.cores)
     checks.one_of("--launcher", options.launcher, LAUNCHERS)

@@ -18,16 +18,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import (
-    FIRST_EXCEPTION,
-    CancelledError,
-    Future,
-    ThreadPoolExecutor,
-    wait,
-)
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -232,23 +226,19 @@ def carry_out(
         if launcher != "mpirun" or any(run.processes > 1 for run in left):
             start.check()
         progress = _Progress(len(left))
-        free = _Cores(cores)
+        wanted = [1 if launcher == "slurm" else run.cores(cores) for run in left]
         with _terminable(), ThreadPoolExecutor(cores) as pool:
 
-            def one(
-                turn: int, run: Run, progress: "_Progress" = progress, free: "_Cores" = free
-            ) -> bool:
-                with free.taking(1 if launcher == "slurm" else run.cores(cores), turn):
-                    ok = carry_out_one(run, folder.of(run), start)
+            def one(run: Run, progress: "_Progress" = progress) -> bool:
+                ok = carry_out_one(run, folder.of(run), start)
                 progress.print(run, folder)
                 return ok
 
             try:
-                outcome = _results([pool.submit(one, *turn) for turn in enumerate(left)])
+                outcome = _in_turn(pool, [partial(one, run) for run in left], wanted, cores)
             except KeyboardInterrupt:
                 print("stopping; run again to resume", file=sys.stderr, flush=True)
                 pool.shutdown(wait=False, cancel_futures=True)
-                free.close()
                 start.leave()
                 raise
         failed = [run for run, ok in zip(left, outcome, strict=True) if not ok]
@@ -257,21 +247,24 @@ def carry_out(
     return failed
 
 
-def _results(futures: Sequence[Future[bool]]) -> list[bool]:
-    """The results of all of them. Raises the first exception, and cancels those that wait then.
+def _in_turn(
+    pool: Executor, calls: Sequence[Callable[[], bool]], wanted: Sequence[int], cores: int
+) -> list[bool]:
+    """The results of calls that hold `wanted` cores each. Raises the first exception.
 
-    The thread wakes up all the time: a signal that arrives immediately before it starts to wait
-    would be noticed only when the wait is over.
+    This thread begins all of them, so that none begins after a signal. It wakes up all the time: a
+    signal that arrives immediately before it starts to wait would be noticed only when the wait is
+    over.
     """
-    left: set[Future[bool]] = set(futures)
-    try:
-        while left:
-            done, left = wait(left, timeout=0.5, return_when=FIRST_EXCEPTION)
-            for future in done:
-                future.result()
-    finally:
-        for future in left:
-            future.cancel()
+    futures: list[Future[bool]] = []
+    held: dict[Future[bool], int] = {}  # running → its cores
+    while held or len(futures) < len(calls):
+        while (n := len(futures)) < len(calls) and sum(held.values()) + wanted[n] <= cores:
+            futures.append(pool.submit(calls[n]))
+            held[futures[-1]] = wanted[n]
+        for future in wait(held, timeout=0.5, return_when=FIRST_COMPLETED).done:
+            future.result()
+            del held[future]
     return [future.result() for future in futures]
 
 
@@ -360,45 +353,6 @@ def _processor() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-class _Cores:
-    """A pool of cores, assigned in turns. A request for more cores than there are gets all.
-
-    Without turns, a request for many cores would wait until there are no other requests.
-    """
-
-    def __init__(self, number: int):
-        self._number = self._free = number
-        self._turn = 0
-        self._closed = False
-        self._changed = threading.Condition()
-
-    @contextmanager
-    def taking(self, wanted: int, turn: int) -> Iterator[None]:
-        """Hold cores. `turn` is 0, 1, …, each once. Raises CancelledError after `close`."""
-        wanted = min(wanted, self._number)
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._closed or (self._turn == turn and self._free >= wanted)
-            )
-            if self._closed:
-                raise CancelledError
-            self._free -= wanted
-            self._turn += 1
-            self._changed.notify_all()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._free += wanted
-                self._changed.notify_all()
-
-    def close(self) -> None:
-        """Cancel all waiting requests."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
 
 
 class _Progress:

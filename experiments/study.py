@@ -144,8 +144,9 @@ def study(
         ]
 
     def written(results: Results, folder: Path) -> str:
+        found = outcomes(len(later), results)
         folder.mkdir(parents=True, exist_ok=True)
-        return report(outcomes(len(later), results), folder)
+        return report(found, folder)
 
     return Experiment(title, [runs(stage) for stage in range(1 + len(later))], written)
 

@@ -93,6 +93,11 @@ def one_of(name: str, value: object, choices: Iterable[str]) -> None:
     check(name, value, value in known, listed)
 
 
+def level(name: str, value: Any) -> None:
+    """Raise BadValue unless the value is 0, 1 or 2, a level of output."""
+    check(name, value, value in (0, 1, 2), "0, 1 or 2")
+
+
 def n_workers(value: Any) -> None:
     """Raise BadValue unless there is at least one worker."""
     at_least_one("n_workers", value)

@@ -8,12 +8,15 @@ from torch import Tensor
 Tree = Any  # dict[str, Tree] | list[Tree] | Tensor | int | float | str | None
 
 
-def map_tensors(change: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
-    """Return a tree with change(tensor) in place of each tensor. Other leaves stay as they are."""
+def map_tensors(change: Callable[..., Tensor], tree: Tree, *others: Tree) -> Tree:
+    """Return a tree with change(tensor, *those of the others) in place of each tensor.
+
+    Other leaves are those of the first tree.
+    """
     if isinstance(tree, Tensor):
-        return change(tree)
+        return change(tree, *others)
     if isinstance(tree, Mapping):
-        return {key: map_tensors(change, value) for key, value in tree.items()}
+        return {key: map_tensors(change, tree[key], *(o[key] for o in others)) for key in tree}
     if isinstance(tree, (list, tuple)):
-        return [map_tensors(change, value) for value in tree]
+        return [map_tensors(change, *trees) for trees in zip(tree, *others, strict=True)]
     return tree

@@ -11,6 +11,7 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Callable
 from itertools import count, takewhile
 from pathlib import Path
 
@@ -28,6 +29,9 @@ from omegaconf import OmegaConf
 import train
 from powergossip.network import processes
 from tests.harness import launch, selection
+from tests.harness.helpers import files_below
+
+pytest_plugins = ["tests.harness.device"]
 
 
 def forget_mpi_in_environment() -> None:
@@ -81,6 +85,33 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("powergossip.tasks.fashion_mnist.DEBIAN_FOLDER", tmp_path / "debian")
     return tmp_path / "cache" / "decentralized-deep-learning"
+
+
+@pytest.fixture
+def rejection(
+    tmp_path: Path, fresh: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """A function that runs a program in the folder of the test, and returns its error.
+
+    The program is in this process. Its exit code is 2, it prints one line, behind notes, and no
+    file changes.
+    """
+    monkeypatch.chdir(tmp_path)
+
+    def of(program: Callable[[], None], *arguments: str) -> str:
+        before = files_below(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["program", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            program()
+        error = capsys.readouterr().err
+        assert ended.value.code == 2, error
+        *notes, line = error.splitlines()
+        assert line.startswith("error: ")
+        assert all(note.startswith("note: ") for note in notes), error
+        assert files_below(tmp_path) == before
+        return line
+
+    return of
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

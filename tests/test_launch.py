@@ -48,6 +48,13 @@ def test_a_fork_is_like_a_fresh_python(tmp_path: Path, monkeypatch: pytest.Monke
     }
 
 
+def test_what_is_missing_is_not_preloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "PRELOADED", ("no_such_module", "colorsys"))
+    monkeypatch.setattr(launch, "fork_server", launch.fork_server.__wrapped__)
+    (tmp_path / "show.py").write_text("import sys; print('colorsys' in sys.modules)")
+    assert launch.python("show.py", cwd=tmp_path).stdout == "True\n"
+
+
 @pytest.mark.parametrize(
     ("script", "code", "errors"),
     [

@@ -5,72 +5,67 @@ thus the same in each replay: a step counter, and with it the random numbers.
 """
 
 import traceback
-from pathlib import Path
+from itertools import groupby
+from statistics import median
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.device_timing import milliseconds
 from benchmarks.shapes import MODELS
-from environment.gpu import cases
-from environment.gpu.cases import GPUCase
-from environment.gpu.findings import Findings, Setting, difference
-from powergossip import algorithms
+from benchmarks.timing import BEFORE_THEY_AGREE, in_turns
+from environment.gpu import section
+from environment.gpu.section import Setting
 from powergossip.parameters import Layout
+from tests.harness.averaging import ALONE, EVERY, Case, start
+from tests.harness.launch import ROOT
+from tests.harness.on_device import SHAPES, WORKERS, Rule, allowed, described, difference, ring
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 2  # in a graph: the directions of PowerGossip alternate between rows and columns
 WARM = 4  # steps before
 
 
-def run(setting: Setting, findings: Findings) -> None:
+def main(setting: Setting) -> None:
     """Capture the steps of each rule, or report what prevents it."""
-    layout = cases.layout() if setting.quick else Layout(MODELS["resnet20"]())
+    layout = Layout(SHAPES if setting.quick else MODELS["resnet20"]())
+    first = [next(cases) for _, cases in groupby(EVERY, key=lambda case: case[0])]
     rows: list[tuple[object, ...]] = []
-    for case in cases.averaging_cases(some=setting.quick):
+    for case in first if setting.quick else EVERY:
+        name = described(*case)
         wait = first_wait(setting, case, layout)
         if wait is not None:
-            rows.append((case.label, "no", wait, "", "", ""))
+            rows.append((name, "no", wait, "", "", ""))
         elif not setting.on_gpu:
-            rows.append((case.label, "not on a CPU", "none", "", "", ""))
+            rows.append((name, "not on a CPU", "none", "", "", ""))
         else:
-            rows.append((case.label, *capture(setting, findings, case, layout)))
-    findings.text(
+            rows.append((name, *capture(setting, case, layout)))
+    section.text(
         f"A graph has {STEPS} steps. *Wait*: the first line of a step at which the host waits for "
         "the device, or copies to it. No graph can contain it. *Replays equal to steps*: *first* "
         "alone if the step depends on a counter of the host, such as that of random numbers."
     )
     columns = ("rule", "captured", "wait", "replays equal to steps", "ms a step", "ms in a graph")
-    findings.table(columns, rows)
+    section.table(columns, rows)
 
 
-class _Stepper:
-    """A rule and its x on a device, after WARM steps."""
-
-    def __init__(self, setting: Setting, case: GPUCase, layout: Layout):
-        self.network = cases.network(setting.device)
-        self.rule = algorithms.make(case.name, self.network, layout, **case.options)
-        random = torch.Generator().manual_seed(0)
-        self.x = torch.randn(cases.WORKERS, layout.size, generator=random).to(setting.device)
-        self.start = self.x.clone()
-        self.steps(WARM)
-
-    def steps(self, count: int = STEPS) -> None:
-        for _ in range(count):
-            self.network.run(self.rule.step(self.x))
+def warm(setting: Setting, case: Case, layout: Layout) -> Rule:
+    """A rule on the device after some steps."""
+    name, options = case
+    rule = Rule(name, options, ring(setting.device), start(WORKERS, layout), layout)
+    rule.steps(WARM)
+    return rule
 
 
-def first_wait(setting: Setting, case: GPUCase, layout: Layout) -> str | None:
+def first_wait(setting: Setting, case: Case, layout: Layout) -> str | None:
     """The first line of the library at which a step waits for the device. None if there is none."""
-    stepper = _Stepper(setting, case, layout)
+    rule = warm(setting, case, layout)
     if not setting.on_gpu:
         with _Waits() as waits:
-            stepper.steps()
+            rule.steps(STEPS)
         return waits.first
     torch.cuda.set_sync_debug_mode("error")
     try:
-        stepper.steps()
+        rule.steps(STEPS)
     except RuntimeError as error:
         return place(traceback.extract_tb(error.__traceback__))
     finally:
@@ -78,16 +73,14 @@ def first_wait(setting: Setting, case: GPUCase, layout: Layout) -> str | None:
     return None
 
 
-def capture(
-    setting: Setting, findings: Findings, case: GPUCase, layout: Layout
-) -> tuple[object, ...]:
+def capture(setting: Setting, case: Case, layout: Layout) -> tuple[object, ...]:
     """Capture STEPS steps and compare replays with steps: the cells of the table."""
-    eager, captured = (_Stepper(setting, case, layout) for _ in range(2))
+    eager, captured = (warm(setting, case, layout) for _ in range(2))
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize(setting.device)
     try:
         with torch.cuda.graph(graph):
-            captured.steps()
+            captured.steps(STEPS)
     except RuntimeError as error:
         first: BaseException = error  # the end of the capture raises another one
         while first.__context__ is not None:
@@ -97,19 +90,25 @@ def capture(
         return "no", f"{where}: {reason}", "", "", ""
     equal = []
     for _ in range(3):
-        eager.steps()
+        eager.steps(STEPS)
         graph.replay()
-        equal.append(difference(captured.x, eager.x).off <= case.allowed)
+        equal.append(difference(captured.x, eager.x).off <= allowed(case[0], case[1].given))
     replays = "all" if all(equal) else "first" if equal[0] else "none"
-    findings.require(equal[0], f"CUDA graph of {case.label}: the first replay is not the step")
+    section.require(equal[0], f"CUDA graph of {described(*case)}: the first replay is not the step")
 
     def reset() -> None:
-        eager.x.copy_(eager.start)
-        captured.x.copy_(captured.start)
+        eager.reset()
+        captured.reset()
 
-    rounds, seconds = (3, 0.02) if setting.quick else (5, 0.2)
-    times = milliseconds([eager.steps, graph.replay], setting.device, rounds, seconds, reset)
-    return "yes", "", replays, *(ms / STEPS for ms in times)
+    times = in_turns(
+        {"steps": lambda: eager.steps(STEPS), "graph": graph.replay},
+        *((3, 0.02) if setting.quick else (5, 0.2)),
+        ALONE,
+        setting.device,
+        before=reset,
+        calls=BEFORE_THEY_AGREE,
+    )
+    return "yes", "", replays, *(median(ms) / STEPS for ms in times.values())
 
 
 def place(stack: traceback.StackSummary) -> str:
@@ -141,3 +140,7 @@ def _has_mask(args: Any) -> bool:
     """Whether an operation is given a boolean index, whose true elements the host must count."""
     indices = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
     return any(isinstance(i, torch.Tensor) and i.dtype == torch.bool for i in indices)
+
+
+if __name__ == "__main__":
+    main(section.setting())

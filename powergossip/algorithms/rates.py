@@ -18,8 +18,8 @@ from powergossip.topologies import Topology
 
 AUTO = "auto"
 _ROUNDING = 1e-6  # relative, of a rate in single precision
-MARGIN = 0.9  # of a default rate, relative to the largest with which a learning rule is stable
-_MARGIN = 2.0  # between the default rates of compressed messages and rates that may diverge
+STABLE = 0.9  # of a default rate, relative to the largest with which a learning rule is stable
+MARGIN = 2.0  # between the default rates of compressed messages and rates that may diverge
 
 _warned: WeakSet[Topology] = WeakSet()
 
@@ -144,19 +144,21 @@ def warn_of_rule(name: str, network: Network, rate: float, largest: float) -> No
     )
 
 
-def warn_of_compressed(name: str, network: Network, rate: float, by_default: float) -> None:
-    """Warn of a rate that may diverge in a long run, more than twice the default, or above 2/λ_max.
+def warn_of_compressed(
+    name: str, network: Network, rate: float, by_default: float, limit: float
+) -> None:
+    """Warn of a rate that may diverge in a long run: above a limit, or 2/λ_max.
 
     Once per topology, and only on process 0.
     """
-    topology, limit = network.topology, _MARGIN * by_default
+    topology = network.topology
     if rate > 1 and topology.n_workers > 1 and topology.symmetric and topology.period == 1:
         limit = min(limit, topology.largest_diffusion_rate * (1 + _ROUNDING))
     if network.processes.rank or topology in _warned or rate <= limit:
         return
     _warned.add(topology)
     warnings.warn(
-        f"a diffusion rate of {rate:.4g} is too large for {name} with this compressor on "
+        f"a diffusion rate of {rate:.4g} is too large for {name} with these options on "
         f"topology={topology.name}: above about {limit:.2g} it may diverge, after "
         f"hundreds of steps; the default is {by_default:.2g}",
         stacklevel=2,

@@ -25,7 +25,6 @@ from powergossip.compare.groups import Section, sections
 from powergossip.compare.output import (
     DEFAULT_FORMATS,
     FORMATS,
-    OTHER_SUFFIXES,
     STEM,
     SUFFIXES,
     markdown,
@@ -121,7 +120,7 @@ def _targets(output: str | None, formats: Sequence[str]) -> list[tuple[Path, str
         if path.is_dir():
             raise BadInput(f"--output={output} is a folder; give the name of a file")
         return [(path, form)]
-    other = path.suffix.lower() in OTHER_SUFFIXES and not path.exists()
+    other = path.suffix[1:].isalpha() and not path.exists()  # ring-0.1 is a folder
     if other or (path.exists() and not path.is_dir()):
         raise BadInput(f"--output={output}: use a folder, or a file that ends in "
                        f"{', '.join(FORMATS)}")  # fmt: skip

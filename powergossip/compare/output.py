@@ -17,7 +17,6 @@ FORMATS = {  # suffix of a file → format
     ".html": "html",
 }
 SUFFIXES = {name: suffix for suffix, name in FORMATS.items()}
-OTHER_SUFFIXES = (".csv", ".eps", ".htm", ".jpeg", ".jpg", ".json", ".tex", ".xlsx")  # of no folder
 DEFAULT_FORMATS = ("markdown", "svg", "html")  # of a folder
 STEM = "compared"  # of the files in a folder
 

@@ -12,6 +12,8 @@ from torch import Tensor
 from powergossip import checks
 from powergossip.compressors.compressor import Field, Stream, nan_if_not_finite
 
+_KEEP_RATIO = 0.01  # by default
+
 
 @dataclass(frozen=True)
 class TopK:
@@ -35,10 +37,10 @@ class TopK:
         rank: Keep r (m + k)/4 entries of an m × k matrix instead, for the rank r.
 
     Raises:
-        ValueError: For keep_ratio outside (0, 1], or a rank below 1.
+        ValueError: For keep_ratio outside (0, 1], a rank below 1, or both.
     """
 
-    keep_ratio: float = 0.01
+    keep_ratio: float = _KEEP_RATIO
     rank: int | None = None
 
     def __post_init__(self) -> None:
@@ -107,12 +109,12 @@ class _AtSharedPositions(ABC):
         rank: Keep r (m + k) entries of an m × k matrix instead, for the rank r.
 
     Raises:
-        ValueError: For keep_ratio outside (0, 1], or a rank below 1.
+        ValueError: For keep_ratio outside (0, 1], a rank below 1, or both.
     """
 
     linear: ClassVar[bool] = True
 
-    keep_ratio: float = 0.01
+    keep_ratio: float = _KEEP_RATIO
     rank: int | None = None
 
     def __post_init__(self) -> None:
@@ -287,3 +289,5 @@ def _check_size(keep_ratio: float, rank: int | None) -> None:
     checks.check("keep_ratio", keep_ratio, ok, "a fraction above 0, at most 1")
     ok = rank is None or (isinstance(rank, int) and rank >= 1)
     checks.check("rank", rank, ok, "1 or more, or None")
+    ok = rank is None or keep_ratio == _KEEP_RATIO
+    checks.check("keep_ratio", keep_ratio, ok, f"either a ratio or a rank, not both (rank={rank})")

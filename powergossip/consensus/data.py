@@ -6,11 +6,13 @@ configuration that it cannot serve.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from powergossip import checks
 from powergossip.checks import BadValue
 from powergossip.consensus.config import Config, Settings
 
@@ -75,6 +77,9 @@ def _faces(c: Settings) -> Matrices:
     """The Olivetti faces, 64 × 64, from scikit-learn: image i of the shuffled set for worker i."""
     from sklearn.datasets import fetch_olivetti_faces
 
+    # Otherwise it is made, also where nothing can be fetched.
+    ok = c.data_dir is None or Path(c.data_dir).is_dir()
+    checks.check("data_dir", c.data_dir, ok, "an existing folder")
     try:
         found = fetch_olivetti_faces(
             data_home=c.data_dir,

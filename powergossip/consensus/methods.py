@@ -60,13 +60,15 @@ ALGORITHMS: dict[str, ConsensusMethod] = {
     "power_gossip_signs": _power_gossip(round_weights=True),
     "power_gossip_random_signs": _power_gossip(warm_start=False, round_weights=True),
     "sign_choco": ConsensusMethod("choco", {"compressor": "sign-and-norm"}, _RATE),
-    "topk_choco": ConsensusMethod("choco", {"compressor": "top-k"}, _RATE),
+    "topk_choco": ConsensusMethod("choco", {"compressor": "top-k", "rank": None}, _RATE),
     "randomk_choco": ConsensusMethod("choco", {"compressor": "random-k", "rank": None}, _RATE),
     "svd_choco": ConsensusMethod("choco", {"compressor": "svd"}, _RATE),
     "qsgd_choco": ConsensusMethod("choco", {"compressor": "qsgd"}, _RATE),
     "fp_choco": ConsensusMethod("choco", {"compressor": "identity"}, _RATE),
     "sign_deepsqueeze": ConsensusMethod("deepsqueeze", {"compressor": "sign-and-norm"}, _RATE),
-    "topk_deepsqueeze": ConsensusMethod("deepsqueeze", {"compressor": "top-k"}, _RATE),
+    "topk_deepsqueeze": ConsensusMethod(
+        "deepsqueeze", {"compressor": "top-k", "rank": None}, _RATE
+    ),
     "moniqua": ConsensusMethod("moniqua", grid=_RATE_AND_THETA),
     "push_sum": ConsensusMethod("push-sum", num_steps=_FEW_STEPS),
     "chebyshev": ConsensusMethod("chebyshev", num_steps=_FEW_STEPS),

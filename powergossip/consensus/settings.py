@@ -52,7 +52,8 @@ def checked(config: DictConfig, processes: Processes) -> Settings:
     for key in ("theta_num_samples", "hyperparameter_num_samples", "moniqua_num_samples"):
         if values[key] is not None:
             checks.between(key, values[key], 1, _MOST_SAMPLES)
-    checks.all_of(checks.not_negative, values, ("seed", "log_verbosity"))
+    checks.not_negative("seed", c.seed)
+    checks.level("log_verbosity", c.log_verbosity)
     checks.between("compression_levels", c.compression_levels, 1, 127)
     for kind in ("hyperparameter", "theta"):
         low, high = f"{kind}_range_min", f"{kind}_range_max"

@@ -383,11 +383,11 @@ class BatchByEdges:
         members, policy = Members(sweep.topology), Policy(c.gossip, c.max_delay or 0)
 
         def make(index: int, view: View, steps: int) -> Worker:
-            row = learning.Variables(self.x[index : index + 1], sweep.layout)
-            return Worker(index, members, rule, learning.EdgeRule(row), policy, view, steps)
+            own = learning.EdgeRule(self.x[index : index + 1], sweep.layout)
+            return Worker(index, members, rule, own, policy, view, steps)
 
         drawn = scenario.read(c.scenario or {}, c.n_workers, c.seed)
-        self._clock = VirtualClock(drawn, self.x, make, lambda worker, step: None)
+        self._clock = VirtualClock(drawn, [self.x], make, lambda worker, step: None)
         self._limit = _DIVERGED * max(self._error(), 1e-9 * float(sweep.mean.square().sum()))
 
     def step(self) -> None:

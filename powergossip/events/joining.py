@@ -1,12 +1,13 @@
 """Common parts of the clocks: virtual, real, or a replay."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from powergossip.events.members import View, union
 from powergossip.events.worker import Worker
+from powergossip.network.counter import Counter
 
 Compute = Callable[[int, int], None]  # (worker, its step): the gradient of that step
 Make = Callable[[int, View, int], Worker]  # (worker, its view, its steps) → a new Worker
@@ -17,21 +18,26 @@ def begin_late(
     steps: int,
     versions: View,
     workers: Mapping[int, Worker],
-    x: Tensor,
+    models: Sequence[Tensor],
     make: Make,
+    counter: Counter,
 ) -> tuple[Worker, list[int]]:
-    """A worker that joins the others, and those of whose x [worker, D] it has the mean.
+    """A worker that joins the others, and those of whose models it has the mean.
 
-    They are its neighbors, or all workers where no neighbor is alive.
+    They are its neighbors, or all workers where no neighbor is alive. Their messages are counted.
 
     Args:
         steps: Number of steps of the worker. −1 for the mean of theirs.
+        models: Memory of the models, tensors [worker, ...].
     """
     view = versions
     for worker in workers.values():
         view = union(view, worker.view)
     sources = [j for j in make(index, view, 0).edges if j in workers] or sorted(workers)
-    x[index] = torch.stack([x[j] for j in sources]).mean(0)
+    for rows in models:
+        rows[index] = torch.stack([rows[j] for j in sources]).mean(0)
+    for j in sources:
+        counter.add(j, 8 * sum(rows[j].nbytes for rows in models))
     if steps < 0:
         steps = sum(workers[j].steps for j in sources) // len(sources)
     return make(index, view, steps), sources

@@ -22,61 +22,38 @@ Axes: D parameters of a worker.
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from powergossip.algorithms.learning import Correction
+from powergossip.algorithms.learning import Local
 from powergossip.algorithms.learning.gossip_rule import Joint
 from powergossip.algorithms.learning.quasi_global import has_moved, restart
 from powergossip.parameters import Layout
 from powergossip.topologies import Topology
 
 
-class Local(Protocol):
-    """A worker's own optimizer."""
-
-    @property
-    def rate(self) -> float:
-        """The learning rate η of the next step."""
-        ...
-
-    def step(self, gradient: Tensor) -> None:
-        """Update x in place with a gradient [1, D]."""
-        ...
-
-    def displacement(self, direction: Tensor) -> Tensor:
-        """u [1, D], see algorithms.learning.Local. Use this or `step`, not both."""
-        ...
-
-
-class WorkerRow(Protocol):
-    """A worker's own row of the flat buffers, see parameters.Parameters.
+class Learner(NamedTuple):
+    """A worker's row of the flat buffers, and its own optimizer.
 
     Attributes:
         x, grad: Parameters and gradient [1, D].
+        correct: Correction of the gradient, in place.
+        overlapping: Whether exchanges start before the gradient, if the rule overlaps.
     """
 
     x: Tensor
     grad: Tensor
     layout: Layout
-
-    def decay_spans(self) -> list[slice]:
-        """The ranges of D with weight decay."""
-        ...
-
-
-class Variables(NamedTuple):
-    """Variables that are averaged only. x: [1, D]."""
-
-    x: Tensor
-    layout: Layout
+    local: Local
+    correct: Callable[[], None]
+    overlapping: bool = True
 
 
 class EdgeRule:
-    """A learning rule without learning: x changes by exchanges only. The base of the others.
+    """A learning rule without learning: x [1, D] changes by exchanges only. The base of the others.
 
     Attributes:
         overlaps: Whether exchanges may start before the gradient.
@@ -84,8 +61,8 @@ class EdgeRule:
 
     overlaps: ClassVar[bool] = True
 
-    def __init__(self, row: "WorkerRow | Variables", overlapping: bool = True):
-        self._x, self.layout = row.x, row.layout
+    def __init__(self, x: Tensor, layout: Layout, overlapping: bool = True):
+        self._x, self.layout = x, layout
         self.overlapping = overlapping and self.overlaps
 
     def variables(self) -> Tensor:
@@ -129,19 +106,9 @@ class EdgeRule:
 class _Learning(EdgeRule):
     """A rule with a local optimizer."""
 
-    def __init__(
-        self,
-        row: WorkerRow,
-        local: Local,
-        *,
-        overlapping: bool = True,
-        weight_decay: float = 0.0,
-        clip: float | None = None,
-    ):
-        super().__init__(row, overlapping)
-        self._g, self._local = row.grad, local
-        parameters: Any = row
-        self._correct = Correction(parameters, weight_decay, clip)
+    def __init__(self, learner: Learner):
+        super().__init__(learner.x, learner.layout, learner.overlapping)
+        self._g, self._local, self._correct = learner.grad, learner.local, learner.correct
 
     def correct(self) -> None:
         self._correct()
@@ -166,10 +133,8 @@ class QuasiGlobal(_Learning):
         momentum: Momentum β.
     """
 
-    def __init__(
-        self, *everything: Any, momentum: float = 0.9, nesterov: bool = False, **options: Any
-    ):
-        super().__init__(*everything, **options)
+    def __init__(self, learner: Learner, *, momentum: float = 0.9, nesterov: bool = False):
+        super().__init__(learner)
         self._momentum, self._nesterov = momentum, nesterov
         self._m, self._before = torch.zeros_like(self._x), self._x.clone()
         self._rate = 0.0  # η of the last step that was not 0
@@ -224,8 +189,8 @@ class ExactDiffusion(_Learning):
 
     overlaps: ClassVar[bool] = False
 
-    def __init__(self, *everything: Any, dual_rate: float = 1.0, **options: Any):
-        super().__init__(*everything, **options)
+    def __init__(self, learner: Learner, *, dual_rate: float = 1.0):
+        super().__init__(learner)
         self.dual_rate = dual_rate
         self.duals: dict[int, Tensor] = {}  # j → d_ij [D]
 
@@ -269,8 +234,8 @@ class GradientTracking(_Learning):
     restarts. Once all know the same, Σ_i y_i = Σ_i u_i again, without a common step of the restart.
     """
 
-    def __init__(self, *everything: Any, **options: Any):
-        super().__init__(*everything, **options)
+    def __init__(self, learner: Learner):
+        super().__init__(learner)
         layout = self.layout
         self._joint = Joint(layout, self._x)
         self.layout = self._joint.layout
@@ -357,8 +322,8 @@ class A2CiD2(_Learning):
 
     overlaps: ClassVar[bool] = False
 
-    def __init__(self, *everything: Any, acceleration: Acceleration, **options: Any):
-        super().__init__(*everything, **options)
+    def __init__(self, learner: Learner, *, acceleration: Acceleration):
+        super().__init__(learner)
         self.second = self._x.clone()  # x̃_i [1, D]
         self._c, self._ratio = -math.expm1(-2 * acceleration.eta) / 2, acceleration.ratio
 

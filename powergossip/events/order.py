@@ -9,7 +9,7 @@ exchange (−1 where there is none). A real run and the virtual clock write the 
     skip                      exchange k with j is skipped: j's part was lost
     learn                     the worker knows that version k of j is the latest: j is lost, or new
     die                       the worker ends
-    join                      a replacement begins with the mean of its neighbors' x. k: its steps
+    join                      a replacement begins with the mean of the neighbors' models. k: steps
     epoch                     the end of epoch k, after its evaluation
     views                     messages carry the view of their sender, in k bits (−1: any number)
 

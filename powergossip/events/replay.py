@@ -21,6 +21,7 @@ class Replay:
 
     Args:
         steps_per_epoch: Number of steps of each worker in an epoch.
+        models: As those of VirtualClock.
 
     Raises:
         BadValue: If the file ends before the steps of `run`.
@@ -30,12 +31,12 @@ class Replay:
         self,
         entries: Sequence[Entry],
         steps_per_epoch: int,
-        x: Tensor,
+        models: Sequence[Tensor],
         make: Make,
         compute: Compute,
         counter: Counter | None = None,
     ):
-        n = len(x)
+        n = len(models[0])
         first = {entry.worker: entry.kind for entry in reversed(entries)}
         # A worker that joins after the last event has none.
         absent = [i for i in range(n) if entries and first.get(i, "join") == "join"]
@@ -45,7 +46,7 @@ class Replay:
         self._bits_of_view = next((e.counter for e in entries if e.kind == "views"), 0)
         self.order: list[Entry] = []  # nothing new: the file has all events
         self._entries, self._next, self._steps_per_epoch = entries, 0, steps_per_epoch
-        self._x, self._make, self._compute = x, make, compute
+        self._models, self._make, self._compute = models, make, compute
         self._versions: View = tuple(int(i in absent) for i in range(n))
         self._workers = {i: make(i, self._versions, 0) for i in range(n) if i not in absent}
         # i, j, incarnation, k → a part that is sent and not applied
@@ -99,12 +100,15 @@ class Replay:
             if entry.kind == "die":
                 del self._workers[entry.worker]
                 return
-            joined, sources = begin_late(
-                entry.worker, entry.counter, self._versions, self._workers, self._x, self._make
+            self._workers[entry.worker], _ = begin_late(
+                entry.worker,
+                entry.counter,
+                self._versions,
+                self._workers,
+                self._models,
+                self._make,
+                self.counter,
             )
-            self._workers[entry.worker] = joined
-            for j in sources:
-                self.counter.add(j, 8 * self._x[j].numel() * self._x.element_size())
             return
         worker = self._workers[entry.worker]
         self._happen(worker, entry)

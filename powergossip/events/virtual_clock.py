@@ -5,7 +5,7 @@ arrive before workers go on, and otherwise events happen in the order in which t
 """
 
 import heapq
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +37,7 @@ class VirtualClock:
     """Runs the lives of workers through a scenario.
 
     Args:
-        x: Memory of the workers' rows [worker, D].
+        models: Memory of the workers' models, tensors [worker, ...]: x, buffers.
         make: Function that makes the workers at the start, and replacements.
         compute: Function called when the time of a gradient is over, with x as it was when it
             began.
@@ -53,13 +53,13 @@ class VirtualClock:
     def __init__(
         self,
         scenario: Scenario,
-        x: Tensor,
+        models: Sequence[Tensor],
         make: Make,
         compute: Compute,
         record: bool = False,
         counter: Counter | None = None,
     ):
-        self.scenario, self._x, self._make, self._compute = scenario, x, make, compute
+        self.scenario, self._models, self._make, self._compute = scenario, models, make, compute
         self.now, self.record = 0.0, record
         self.counter = counter or Counter(scenario.n_workers)
         self.order: list[Entry] = []
@@ -243,12 +243,13 @@ class VirtualClock:
             self._wake(index)
 
     def _join(self, index: int) -> None:
-        """A worker begins with the mean of its neighbors' x, and with the mean of their steps."""
+        """A worker begins with the mean of its neighbors' models, and of their steps."""
         self._versions = raised(self._versions, index)
-        joined, sources = begin_late(index, -1, self._versions, self.workers, self._x, self._make)
+        joined, sources = begin_late(
+            index, -1, self._versions, self.workers, self._models, self._make, self.counter
+        )
         self._write("join", index, joined.steps)
         for j in sources:
-            self.counter.add(j, 8 * self._x[j].numel() * self._x.element_size())
             self._notice(j, list(joined.view))
         self._begin(joined)
 

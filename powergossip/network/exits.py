@@ -1,6 +1,7 @@
 """The end of processes: reports of errors, and exit codes."""
 
 import os
+import re
 import signal
 import socket
 import stat
@@ -136,22 +137,26 @@ def _flush() -> None:
     sys.stderr.flush()
 
 
+_YAML = {"None": "null", "True": "true", "False": "false"}
+
+
 def report(error: Exception) -> None:
-    """Print the text of an error to the standard error.
+    """Print the text of an error to the standard error, with the values null, true and false.
 
     After SIGTERM, to that of mpirun: Open MPI's sends SIGTERM to processes that it is about to kill
     and discards their output. If it writes to a file, its next output could take the place of the
     text, which is therefore printed in the usual way as well.
     """
+    text = re.sub(r"(?<=[= ])(None|True|False)\b", lambda word: _YAML[word[0]], str(error))
     if isinstance(error, Signaled) and error.signal == signal.SIGTERM:
         try:
             parent = Path("/proc") / str(os.getppid())
             if (parent / "comm").read_text().strip() in ("mpirun", "mpiexec", "prterun"):
                 with (parent / "fd" / "2").open("a") as stderr:
-                    print(f"error: {error}", file=stderr, flush=True)
+                    print(f"error: {text}", file=stderr, flush=True)
                     in_file = stat.S_ISREG(os.fstat(stderr.fileno()).st_mode)
                 if not in_file:
                     return
         except OSError:  # not Linux, or a socket
             pass
-    print(f"error: {error}", file=sys.stderr, flush=True)
+    print(f"error: {text}", file=sys.stderr, flush=True)

@@ -32,11 +32,12 @@ from powergossip import network
 from powergossip.optimizers.checks import check_same_everywhere
 from powergossip.optimizers.gossip import check_wrappable
 from powergossip.optimizers.gossip_engine import Averaged, trainable_of
+from powergossip.optimizers.gradients import Traffic
 from powergossip.optimizers.rules import averaging_only
 from powergossip.optimizers.specification import Specification, as_method, check_overlapping
 
 
-class GossipState:
+class GossipState(Traffic):
     """The state of `gossip_hook`: the parameters of an optimizer and their averaging algorithm::
 
         x_i ← G(x)_i − η u(g_i)        g_i at the parameters before G
@@ -93,6 +94,7 @@ class GossipState:
         self._averaged = Averaged(
             "GossipState", processes, self.method, trainable[0], averaging_only(), message_dtype
         )
+        self.network = self._averaged.network
         check_same_everywhere(processes, "local_steps", local_steps)
         self._optimizer, self._local_steps, self._steps = optimizer, local_steps, 0
         self._known = self._parameters()
@@ -105,21 +107,6 @@ class GossipState:
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
-
-    @property
-    def n_workers(self) -> int:
-        """The number of workers, one per process."""
-        return self._averaged.n_workers
-
-    @property
-    def bits(self) -> int:
-        """Bits that this worker has sent since the start."""
-        return self._averaged.bits
-
-    @property
-    def messages(self) -> int:
-        """Messages that this worker has sent since the start."""
-        return self._averaged.messages
 
     def on_bucket(self, index: int) -> None:
         """Start a step of gossip with bucket 0, the first of a backward pass; advance messages.

@@ -31,21 +31,17 @@ from powergossip import checks
 from powergossip.algorithms.dgc import DGCAggregation, DGCConfig
 from powergossip.network import Network
 from powergossip.optimizers.checks import Params
-from powergossip.optimizers.gradients import Gradients
+from powergossip.optimizers.gradients import CompressedMean, Gradients
 from powergossip.optimizers.precision import HALF, MESSAGE_DTYPES
 
 
-class DGC:
+class DGC(CompressedMean):
     """The mean of the sparsified gradients of these parameters over all processes.
 
     Gradients are float32, bfloat16 or float16. They are accumulated in float32.
 
     Args:
-        params: Tensors or (name, tensor) pairs, in an order that all processes share. All workers
-            start from the parameters of process 0.
-        network: A network with one worker per process, by default that of the process group.
-        process_group: A group of torch.distributed, an mpi4py communicator, a `Processes`, or None
-            for all processes of the run.
+        params, network, process_group: As for `PowerSGD`.
         message_dtype: "float32", or "parameter", with which values of parameters in half precision
             are sent in their dtype. Rounding errors are sent later.
 
@@ -68,8 +64,7 @@ class DGC:
         checks.one_of("message_dtype", message_dtype, MESSAGE_DTYPES)
         self.config = config or DGCConfig()
         dtypes = (torch.float32, *HALF)
-        self.flat = Gradients(params, network, process_group=process_group, dtypes=dtypes)
-        self.network = self.flat.network
+        super().__init__(Gradients(params, network, process_group=process_group, dtypes=dtypes))
         self._aggregation = DGCAggregation(
             self.network, self.flat.layout, self.config, self.flat.message_dtype(message_dtype)
         )
@@ -78,16 +73,6 @@ class DGC:
     def at_epoch(self, epoch: float) -> None:
         """Set the fraction that is sent, which follows the warm-up. Call it at every epoch."""
         self._aggregation.at_epoch(epoch)
-
-    @property
-    def compression_rate(self) -> float:
-        """Bits of a gradient over the bits of a worker's messages, at the current fraction."""
-        return self._aggregation.compression_rate
-
-    @property
-    def bits(self) -> int:
-        """Bits that this worker has sent since the start."""
-        return self.flat.bits
 
     def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor] | None:
         """Accumulate gradients, given in the order of the parameters, without changing them.
@@ -106,17 +91,12 @@ class DGC:
 
     def state_dict(self) -> dict[str, Any]:
         """The aggregation's state, and the gradients accumulated since the last step."""
-        return {
-            "aggregation": self._aggregation.state_dict(),
-            "network": self.network.state_dict(),
-            "gradient": self.flat.gradient.clone(),
-            "calls": self._calls,
-        }
+        gradient = self.flat.gradient.clone()
+        return super().state_dict() | {"gradient": gradient, "calls": self._calls}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`. Raises ValueError if it does not fit."""
-        self._aggregation.load_state_dict(state["aggregation"])
-        self.network.load_state_dict(state["network"])
+        super().load_state_dict(state)
         self.flat.gradient.copy_(state["gradient"])
         self._calls = state["calls"]
 
@@ -190,21 +170,25 @@ class DGCSGD(torch.optim.Optimizer):
         return decay.add_(d, alpha=group["momentum"]) if group["nesterov"] else d
 
 
-def _check_momentum(optimizer: torch.optim.Optimizer, config: DGCConfig) -> None:
-    """Raise ValueError unless DGC's momentum is the only momentum of the gradients."""
+def check_momentum(optimizer: torch.optim.Optimizer, momentum: float, nesterov: bool) -> None:
+    """Raise ValueError unless the method's momentum is the only momentum of the gradients.
+
+    Args:
+        momentum, nesterov: Momentum of the method, which `DGCSGD` has for the weight decay.
+    """
     for group in optimizer.param_groups:
         if isinstance(optimizer, DGCSGD):
             theirs = group["momentum"], group["nesterov"]
-            if theirs != (config.momentum, config.nesterov):
+            if theirs != (momentum, nesterov):
                 raise ValueError(
-                    f"DGCSGD has momentum={theirs[0]}, nesterov={theirs[1]}, and DGCConfig has "
-                    f"momentum={config.momentum}, nesterov={config.nesterov}; use the same in both"
+                    f"DGCSGD has momentum={theirs[0]}, nesterov={theirs[1]}; use "
+                    f"momentum={momentum}, nesterov={nesterov}, as the method has for the decay"
                 )
-        elif momentum := float(group.get("momentum") or group.get("betas", [0])[0]):
+        elif own := float(group.get("momentum") or group.get("betas", [0])[0]):
             raise ValueError(
-                f"{type(optimizer).__name__} has momentum of its own ({momentum:g}), but DGC has "
-                "applied DGCConfig.momentum to the gradients already; use DGCSGD with it, "
-                "or torch.optim.SGD with momentum=0"
+                f"{type(optimizer).__name__} has momentum of its own ({own:g}), but the momentum "
+                "is part of the method; use DGCSGD with the same momentum, or torch.optim.SGD with "
+                "momentum=0"
             )
 
 
@@ -218,7 +202,7 @@ def optimizer_step(optimizer: torch.optim.Optimizer, dgc: DGC) -> None:
             for an optimizer of other parameters, with momentum of its own (such as Adam), or, if it
             is DGCSGD, with another momentum than that of the configuration.
     """
-    _check_momentum(optimizer, dgc.config)
+    check_momentum(optimizer, dgc.config.momentum, dgc.config.nesterov)
     gradients = dgc.flat.of_loop(optimizer)
     means = dgc.aggregate(gradients)
     if means is not None:

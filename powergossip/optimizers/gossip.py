@@ -30,6 +30,7 @@ from powergossip.optimizers.checks import (
     named,
 )
 from powergossip.optimizers.gossip_engine import DTYPES, Averaged, trainable_of
+from powergossip.optimizers.gradients import Traffic
 from powergossip.optimizers.rules import LearningRule, check_effective
 from powergossip.optimizers.specification import (
     AllReduce,
@@ -57,7 +58,7 @@ __all__ = [
 ]
 
 
-class GossipOptimizer(torch.optim.Optimizer):
+class GossipOptimizer(Traffic, torch.optim.Optimizer):
     """A torch optimizer with a round of gossip between all processes in its `step`::
 
         x_i ← x_i − η u(g_i)           the step of the wrapped optimizer, on this worker
@@ -194,6 +195,7 @@ class GossipOptimizer(torch.optim.Optimizer):
             self._learning,
             message_dtype,
         )
+        self.network = self._averaged.network
         check_same_everywhere(who, "local_steps", local_steps)
         check_same_everywhere(who, "overlapping", overlapping)
         self._add([p for group in self.param_groups for p in group["params"]])
@@ -234,23 +236,6 @@ class GossipOptimizer(torch.optim.Optimizer):
             "a GossipOptimizer cannot be copied or pickled, because it is tied to its processes "
             "and to the memory of its parameters; save state_dict() and create a new one"
         )
-
-    # Communication.
-
-    @property
-    def n_workers(self) -> int:
-        """The number of workers, one per process."""
-        return self._averaged.n_workers
-
-    @property
-    def bits(self) -> int:
-        """Bits that this worker has sent since the start."""
-        return self._averaged.bits
-
-    @property
-    def messages(self) -> int:
-        """Messages that this worker has sent since the start."""
-        return self._averaged.messages
 
     # Steps.
 

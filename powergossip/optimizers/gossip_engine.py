@@ -21,6 +21,7 @@ from powergossip.optimizers.checks import (
     is_frozen,
     named,
 )
+from powergossip.optimizers.gradients import Traffic
 from powergossip.optimizers.precision import HALF, Rounding, message_dtype_of, working_dtype
 from powergossip.optimizers.rules import LearningRule, PartRule
 from powergossip.optimizers.specification import Specification
@@ -121,7 +122,7 @@ class _Part:
                 )
 
 
-class Averaged:
+class Averaged(Traffic):
     """Parameters that are averaged with those of other processes, x ← G(x).
 
     A step is `start`, which sends the first messages, `finish`, after which parameters may change,
@@ -161,21 +162,6 @@ class Averaged:
         self.in_step = False  # whether a step has been started, and its local update is to come
         self._exchange: Exchange | None = None  # in flight
         self.in_mean = False  # whether the parameters are the mean model at present
-
-    @property
-    def n_workers(self) -> int:
-        """The number of workers, one per process."""
-        return self.network.n_workers
-
-    @property
-    def bits(self) -> int:
-        """Bits that this worker has sent since the start."""
-        return int(self.network.bits[0])
-
-    @property
-    def messages(self) -> int:
-        """Messages that this worker has sent since the start."""
-        return int(self.network.messages[0])
 
     @property
     def _active(self) -> list[_Part]:

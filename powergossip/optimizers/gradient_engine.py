@@ -1,7 +1,7 @@
 """Mean gradients of any aggregation in a training loop: the common part of ErrorFeedback and
 SignSGD."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,22 +11,18 @@ from powergossip.algorithms.error_feedback import ErrorFeedback as ErrorFeedback
 from powergossip.algorithms.sign_sgd import SignSGDAggregation
 from powergossip.network import Network
 from powergossip.optimizers.checks import Params
-from powergossip.optimizers.dgc import DGCSGD
-from powergossip.optimizers.gradients import Gradients
+from powergossip.optimizers.dgc import check_momentum
+from powergossip.optimizers.gradients import CompressedMean, Gradients
 from powergossip.parameters import Layout
 
 Build = Callable[[Network, Layout], ErrorFeedbackAggregation | SignSGDAggregation]
 
 
-class Aggregated:
+class Aggregated(CompressedMean):
     """The mean of the compressed gradients of these parameters over all processes.
 
     Args:
-        params: Tensors or (name, tensor) pairs, in an order that all processes share. All workers
-            start from the parameters of process 0.
-        network: A network with one worker per process, by default that of the process group.
-        process_group: A group of torch.distributed, an mpi4py communicator, a `Processes`, or None
-            for all processes of the run.
+        params, network, process_group: As for `PowerSGD`.
         build: Function that constructs the aggregation.
 
     Attributes:
@@ -43,8 +39,7 @@ class Aggregated:
         network: Network | None = None,
         process_group: Any = None,
     ):
-        self.flat = Gradients(params, network, process_group=process_group)
-        self.network = self.flat.network
+        super().__init__(Gradients(params, network, process_group=process_group))
         self._aggregation = build(self.network, self.flat.layout)
 
     @property
@@ -57,16 +52,6 @@ class Aggregated:
         """The momentum that weight decay needs to fit the method's, and whether it is Nesterov's.
         `DGCSGD` has it."""
         return self._aggregation.momentum, self._aggregation.nesterov
-
-    @property
-    def compression_rate(self) -> float:
-        """Bits of a gradient over the bits of a worker's message."""
-        return self._aggregation.compression_rate
-
-    @property
-    def bits(self) -> int:
-        """Bits that this worker has sent since the start."""
-        return self.flat.bits
 
     def at_learning_rate(self, *rates: float) -> None:
         """Set the learning rate of the next step: one for all parameters, or one for each.
@@ -82,36 +67,6 @@ class Aggregated:
         self.network.run(self._aggregation.step(self.flat.gradient, self.flat.mean))
         return self.flat.means
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on, such as the error of this worker."""
-        return {
-            "aggregation": self._aggregation.state_dict(),
-            "network": self.network.state_dict(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict()`. Raises ValueError if it does not fit."""
-        self._aggregation.load_state_dict(state["aggregation"])
-        self.network.load_state_dict(state["network"])
-
-
-def _check_momentum(optimizer: torch.optim.Optimizer, aggregated: Aggregated) -> None:
-    """Raise ValueError for an optimizer that adds momentum to that of the method."""
-    momentum, nesterov = aggregated.decay_momentum
-    for group in optimizer.param_groups:
-        if isinstance(optimizer, DGCSGD):
-            theirs = group["momentum"], group["nesterov"]
-            if theirs != (momentum, nesterov):
-                raise ValueError(
-                    f"DGCSGD has momentum={theirs[0]}, nesterov={theirs[1]}; use "
-                    f"momentum={momentum}, nesterov={nesterov}, as the method has for the decay"
-                )
-        elif own := float(group.get("momentum") or group.get("betas", [0])[0]):
-            raise ValueError(
-                f"{type(optimizer).__name__} has momentum of its own ({own:g}), but the momentum "
-                "is part of the method; use torch.optim.SGD with momentum=0, and set the method's"
-            )
-
 
 def optimizer_step(optimizer: torch.optim.Optimizer, aggregated: Aggregated) -> None:
     """A step of the optimizer with the mean of all workers' compressed gradients.
@@ -125,7 +80,7 @@ def optimizer_step(optimizer: torch.optim.Optimizer, aggregated: Aggregated) -> 
     flat = aggregated.flat
     gradients = flat.of_loop(optimizer)
     if aggregated.owns_momentum:
-        _check_momentum(optimizer, aggregated)
+        check_momentum(optimizer, *aggregated.decay_momentum)
     rates: dict[int, float] = {}
     for group in optimizer.param_groups:
         rates |= {id(parameter): float(group["lr"]) for parameter in group["params"]}

@@ -1,6 +1,6 @@
 """Flat buffers for the gradients of a training loop: the common part of PowerSGD and DGC."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import reduce
 from typing import Any
 
@@ -24,6 +24,27 @@ from powergossip.optimizers.precision import message_dtype_of, working_dtype
 from powergossip.parameters import Layout, check_parameters, matrix_shape
 
 FLOATING_POINT = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class Traffic:
+    """The cost so far of communication over a network with one worker per process."""
+
+    network: Network
+
+    @property
+    def n_workers(self) -> int:
+        """The number of workers, one per process."""
+        return self.network.n_workers
+
+    @property
+    def bits(self) -> int:
+        """Bits that this worker has sent since the start."""
+        return int(self.network.bits[0])
+
+    @property
+    def messages(self) -> int:
+        """Messages that this worker has sent since the start."""
+        return int(self.network.messages[0])
 
 
 class Gradients:
@@ -126,10 +147,38 @@ class Gradients:
         dtype = reduce(torch.promote_types, (p.dtype for p in self.parameters))
         return message_dtype_of(name, dtype)
 
+
+class CompressedMean(Traffic):
+    """The mean of the compressed gradients of a training loop over all processes.
+
+    Attributes:
+        flat: The parameters, a gradient and the mean of the workers.
+    """
+
+    _aggregation: Any
+
+    def __init__(self, flat: Gradients):
+        self.flat, self.network = flat, flat.network
+
     @property
-    def bits(self) -> int:
-        """Bits that this worker has sent since the start."""
-        return int(self.network.bits[0])
+    def compression_rate(self) -> float:
+        """Bits of a gradient over the bits of a worker's messages for it, as compressed at present.
+
+        For PowerSGD, elements over elements per step, on average.
+        """
+        return float(self._aggregation.compression_rate)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on, such as the error of this worker."""
+        return {
+            "aggregation": self._aggregation.state_dict(),
+            "network": self.network.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict()`. Raises ValueError if it does not fit."""
+        self._aggregation.load_state_dict(state["aggregation"])
+        self.network.load_state_dict(state["network"])
 
 
 def processes_for(network: Network | None, process_group: Any) -> Processes:

@@ -41,6 +41,7 @@ from powergossip.optimizers.checks import (
 )
 from powergossip.optimizers.gradients import (
     FLOATING_POINT,
+    CompressedMean,
     Gradients,
     check_one_worker,
     network_of_all,
@@ -130,12 +131,8 @@ class AllReduce(Aggregator):
         return 0 if self.network is None else int(self.network.bits[0])
 
 
-class _LowRank(Aggregator):
-    """The common part of PowerSGD and BasicPowerSGD.
-
-    Attributes:
-        flat: The parameters, the error and the mean as `Gradients`.
-    """
+class _LowRank(CompressedMean, Aggregator):
+    """The common part of PowerSGD and BasicPowerSGD."""
 
     def __init__(
         self,
@@ -148,16 +145,16 @@ class _LowRank(Aggregator):
         vectors_are_matrices: bool = False,
     ):
         checks.one_of("message_dtype", message_dtype, MESSAGE_DTYPES)
-        self.flat = Gradients(
+        flat = Gradients(
             params,
             network,
             process_group=process_group,
             dtypes=FLOATING_POINT,
             vectors_are_matrices=vectors_are_matrices,
         )
+        super().__init__(flat)
         dtype = self.flat.message_dtype(message_dtype)
         self._rounding = None if dtype is None else Rounding(dtype)
-        self.network = self.flat.network
         self._aggregation = Aggregation(self.network, self.flat.layout, config, self.flat.dtype)
 
     @property
@@ -178,16 +175,6 @@ class _LowRank(Aggregator):
         published property adds up its four dimensions.
         """
         return self._aggregation.elements_sent
-
-    @property
-    def compression_rate(self) -> float:
-        """Elements of a gradient over the elements sent for it per step, on average."""
-        return self._aggregation.compression_rate
-
-    @property
-    def bits(self) -> int:
-        """Bits that this worker has sent since the start."""
-        return self.flat.bits
 
     def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return the approximate mean over all workers, which the next call overwrites.
@@ -232,11 +219,7 @@ class _LowRank(Aggregator):
 
     def state_dict(self) -> dict[str, Any]:
         """Directions, counters and the error."""
-        return {
-            "aggregation": self._aggregation.state_dict(),
-            "network": self.network.state_dict(),
-            "error": self.flat.gradient.clone(),
-        }
+        return super().state_dict() | {"error": self.flat.gradient.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`. p.grad becomes the error.
@@ -249,8 +232,7 @@ class _LowRank(Aggregator):
                 f"PowerSGD's state has {state['error'].shape[1]} elements, "
                 f"these parameters have {error.shape[1]}; use the same model"
             )
-        self._aggregation.load_state_dict(state["aggregation"])
-        self.network.load_state_dict(state["network"])
+        super().load_state_dict(state)
         error.copy_(state["error"])
         _set_errors(self.flat.parameters, self.flat.gradients)
 

@@ -20,8 +20,8 @@ from powergossip.optimizers.specification import Specification, check_type
 from powergossip.parameters import Layout
 from powergossip.topologies import Topology
 
-# Options of rules that are keywords of GossipOptimizer, or belong to the training loop.
-_KEYWORDS = ("overlapping", "local_steps", "weight_decay", "clip")
+# Options of rules that are keywords of GossipOptimizer.
+_KEYWORDS = ("overlapping", "local_steps")
 _CHECKED_BY_RULES = ("correction", "dual_rate")
 
 
@@ -230,9 +230,8 @@ class LearningRule:
 
         own: Any = local
         buffers: Any = _Buffers(x, x if gradient is None else gradient, layout)
-        kind = self._local_optimizer
-        options = self.options | ({} if self._max_norm is None else {"clip": self._max_norm})
-        rule = learning.make(self.name, network, averaging, buffers, own, kind, **options)
+        workers = learning.Workers(network, averaging, buffers, own, clip=self._max_norm)
+        rule = learning.make(self.name, workers, self._local_optimizer, **self.options)
         rule.begin_after(steps)
         return PartRule(self, rule, local, parameters, layout, x, gradient)
 

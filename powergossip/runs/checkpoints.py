@@ -340,11 +340,6 @@ def rows_of(tree: Tree, rows: slice) -> Tree:
 
 def join(trees: Sequence[Tree]) -> Tree:
     """Concatenate tensors that have an axis; other leaves are those of the first tree."""
-    first = trees[0]
-    if isinstance(first, Tensor):
-        return torch.cat(list(trees)) if first.ndim else first
-    if isinstance(first, Mapping):
-        return {key: join([tree[key] for tree in trees]) for key in first}
-    if isinstance(first, list):
-        return [join(values) for values in zip(*trees, strict=True)]
-    return first
+    return map_tensors(
+        lambda first, *more: torch.cat((first, *more)) if first.ndim else first, *trees
+    )

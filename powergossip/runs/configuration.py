@@ -169,6 +169,22 @@ def structured(kind: type[Any]) -> DictConfig:
     return _Typed(kind)
 
 
+def of_driver(config: Any, kind: type[Any]) -> DictConfig:
+    """Return a copy of a module's `config`, which a driver may have replaced by a mapping.
+
+    Raises:
+        BadInput: For something else, an unknown key or a value of the wrong type.
+    """
+    if isinstance(config, DictConfig) and OmegaConf.get_type(config) is kind:
+        return config.copy()
+    if not isinstance(config, Mapping):
+        raise BadInput(f"config={config!r}: use a mapping from keys to values")
+    found = structured(kind)
+    for key, value in config.items():
+        found[key] = value
+    return found
+
+
 def set_by_driver(config: DictConfig) -> dict[str, Origin]:
     """Return DRIVER as the source of each key whose value is not the default."""
     defaults, values = _defaults(_schema(config)), OmegaConf.to_container(config)

@@ -11,12 +11,14 @@ from typing import Any
 
 from powergossip.errors import Signaled
 
+NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
 
 class Signals:
-    """Record of the first SIGTERM, SIGINT (Ctrl-C) or SIGUSR1 while the context is open.
+    """Record of the first SIGTERM, SIGINT (Ctrl-C), SIGHUP or SIGUSR1 while the context is open.
 
-    Slurm can send SIGUSR1 before a time limit. A second signal has its usual effect. SIGINT stays
-    ignored where it is, as in the background jobs of a shell script.
+    Slurm can send SIGUSR1 before a time limit. A second signal has its usual effect. Signals that
+    are ignored stay ignored: SIGINT in background jobs of a shell script, SIGHUP under nohup.
 
     Args:
         at_once: Text of the errors.Signaled that the first signal raises. None: it raises nothing.
@@ -42,8 +44,8 @@ class Signals:
 
     def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-                if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
+            for number in NUMBERS:
+                if signal.getsignal(number) != signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._receive)
             if self._patience is not None:
                 self._watch(self._patience)

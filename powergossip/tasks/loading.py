@@ -202,7 +202,7 @@ class _Failure:
 def _serve(source: SampleSource, connection: Connection, parent: int) -> None:
     """Load the requested batches for the process `parent`, until that ends."""
     torch.set_num_threads(1)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # the parent decides, after its step
     # The thread empties the connection at all times, so that the parent never waits to send.
     requests: queue.SimpleQueue[Request] = queue.SimpleQueue()

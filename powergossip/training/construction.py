@@ -14,7 +14,6 @@ from powergossip.parameters import Parameters
 from powergossip.runs.clock import Clock
 from powergossip.topologies import Topology
 from powergossip.training import precision
-from powergossip.training.alive_workers import AliveWorkers
 from powergossip.training.config import Settings
 from powergossip.training.ending import Agreement
 from powergossip.training.execution import AtRest, Computation, Execution, Together
@@ -29,23 +28,16 @@ class Built:
     """The parts of a run.
 
     Attributes:
-        clock: Clock of the seconds by phase.
         metric: Main metric of a task of the user, or None.
         hint: Sentence for the start of the run.
-        steps_per_epoch: Steps of each worker in an epoch.
         state: State of all parts, in a checkpoint.
     """
 
-    network: Network
-    task: tasks.Task
-    parameters: Parameters
-    gradients: Gradients
+    run: Computation
     execution: Execution
-    clock: Clock
     metric: dict[str, Any] | None
     hint: str
     transport: str
-    steps_per_epoch: int
     state: Parts
 
 
@@ -97,43 +89,23 @@ def build(c: Settings, processes: Processes, task: tasks.Task | None, joins: Any
         if c.torch_compile and not c.evaluate_only:
             precision.compile_models(models)
         gradients = Gradients(c, network, task, parameters, clock, agreement)
-        computation = Computation(network, parameters, gradients, agreement, clock, steps_per_epoch)
-        execution = _make_execution(c, computation, links, joins=joins is not None)
-    state = Parts(network, task, parameters, clock, gradients, execution.parts)
-    return Built(
-        network=network,
-        task=task,
-        parameters=parameters,
-        gradients=gradients,
-        execution=execution,
-        clock=clock,
-        metric=metric,
-        hint=hint,
-        transport=found,
-        steps_per_epoch=steps_per_epoch,
-        state=state,
-    )
+        run = Computation(
+            c, network, task, parameters, gradients, agreement, clock, steps_per_epoch
+        )
+        execution = _make_execution(run, links, joins=joins is not None)
+    return Built(run, execution, metric, hint, found, Parts(run, execution.parts))
 
 
-def _make_execution(c: Settings, computation: Computation, links: Any, joins: bool) -> Execution:
+def _make_execution(run: Computation, links: Any, joins: bool) -> Execution:
     """How the workers of this process take their steps. Nothing else chooses."""
-    network, parameters, gradients, agreement, clock, steps_per_epoch = computation
+    c = run.config
     if c.evaluate_only:
-        return AtRest(network, parameters, varies=c.by_edges)
+        return AtRest(run.network, run.parameters, varies=c.by_edges)
     if c.by_edges:
         from powergossip.training import asynchronous
 
-        return asynchronous.make(c, computation, links, joins)
-    method = make_method(c, network, parameters, steps_per_epoch)
-    return Together(
-        c,
-        AliveWorkers(network, parameters),
-        method,
-        gradients,
-        agreement,
-        steps_per_epoch,
-        clock,
-    )
+        return asynchronous.make(run, links, joins)
+    return Together(run, make_method(c, run.network, run.parameters, run.steps_per_epoch))
 
 
 def make_network(c: Settings, processes: Processes, measure: Clock) -> Network:

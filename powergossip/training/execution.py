@@ -1,9 +1,8 @@
 """How the workers of a process take their steps: all together, or each at its own time."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -11,6 +10,7 @@ from powergossip.network import Network
 from powergossip.parameters import Parameters
 from powergossip.runs.clock import Clock, Stopwatch
 from powergossip.runs.signals import Signals
+from powergossip.tasks import Task
 from powergossip.training import facts
 from powergossip.training.alive_workers import AliveWorkers
 from powergossip.training.config import Settings
@@ -20,18 +20,27 @@ from powergossip.training.measurements import Hooks, Rows
 from powergossip.training.methods import Method
 from powergossip.training.position import Moment, Position
 from powergossip.training.schedule import learning_rate
-from powergossip.training.state import Stateful
 
 
 class Computation(NamedTuple):
     """The parts of a run that a step needs."""
 
+    config: Settings
     network: Network
+    task: Task
     parameters: Parameters
     gradients: Gradients
     agreement: Agreement
     clock: Clock
     steps_per_epoch: int
+
+
+class Stateful(Protocol):
+    """A part of a method with state of its own."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
 
 
 class Execution:
@@ -127,43 +136,32 @@ class AtRest(Execution):
 class Together(Execution):
     """All workers take each step together.
 
-    Args:
-        measure: measure("averaging") is the context of a step. Phases within count for themselves.
-
     Attributes:
         local, rule: The local optimizer and the learning rule of all hosted workers.
+        run: Parts of the run.
     """
 
-    def __init__(
-        self,
-        config: Settings,
-        view: AliveWorkers,
-        method: Method,
-        gradients: Gradients,
-        agreement: Agreement,
-        steps_per_epoch: int,
-        measure: Callable[[str], AbstractContextManager[Any]],
-    ):
-        super().__init__(view)
+    def __init__(self, run: Computation, method: Method):
+        super().__init__(AliveWorkers(run.network, run.parameters))
         self.local, self.rule, self._at_epoch = method
         self.parts = {"optimizer": self.local, "algorithm": self.rule}
-        self._config, self._gradients, self._agreement = config, gradients, agreement
-        self._steps_per_epoch, self._measure = steps_per_epoch, measure
+        self.run = run
 
     def epoch(self, position: Position, signals: Signals) -> Iterator[Moment]:
         epoch, first, sums = position
-        for step in range(first, self._steps_per_epoch):
+        for step in range(first, self.run.steps_per_epoch):
             sums = added(sums, self.train_step(epoch, step))
-            ends = step + 1 == self._steps_per_epoch
-            number = self._agreement.between_steps(
+            ends = step + 1 == self.run.steps_per_epoch
+            number = self.run.agreement.between_steps(
                 self.step, epoch + 1, ends, self.view, signals.received
             )
             yield Moment(Position(epoch, step + 1, sums), number)
 
     def train_step(self, epoch: int, step: int) -> dict[str, Tensor]:
-        self.local.rate = learning_rate(self._config, epoch + (step + 1) / self._steps_per_epoch)
-        self._at_epoch(epoch + step / self._steps_per_epoch)
-        with self._measure("averaging"):
+        per_epoch = self.run.steps_per_epoch
+        self.local.rate = learning_rate(self.run.config, epoch + (step + 1) / per_epoch)
+        self._at_epoch(epoch + step / per_epoch)
+        with self.run.clock("averaging"):
             self.rule.start()
             metrics = self.gradient(epoch, step)
             self.rule.finish()
@@ -171,7 +169,7 @@ class Together(Execution):
         return metrics
 
     def gradient(self, epoch: int, step: int) -> dict[str, Tensor]:
-        return self._gradients(epoch, step, self.step)
+        return self.run.gradients(epoch, step, self.step)
 
 
 def added(sums: Mapping[str, Tensor], metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:

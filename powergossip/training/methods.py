@@ -174,13 +174,12 @@ def _of_gossip_rule(c: Settings, network: Network, parameters: Parameters) -> Me
     """Build a rule of learning.LEARNING."""
     own = learning.rule(c.learning, c.local_optimizer).owns_momentum
     local = LocalOptimizer(parameters, c, *((0.0, "sgd") if own else (None, c.local_optimizer)))
+    averaging = partial(make_averaging, c, network)
+    decay, clip = local.coupled_decay, c.gradient_clipping
     with errors_name_learning_options(c):
         rule = learning.make(
             c.learning,
-            network,
-            partial(make_averaging, c, network),
-            parameters,
-            local,
+            learning.Workers(network, averaging, parameters, local, decay, clip),
             c.local_optimizer,
             overlapping=c.overlapping,
             local_steps=c.local_steps,
@@ -189,8 +188,6 @@ def _of_gossip_rule(c: Settings, network: Network, parameters: Parameters) -> Me
             adam_beta1=c.adam_beta1,
             adam_beta2=c.adam_beta2,
             adam_epsilon=c.adam_epsilon,
-            weight_decay=local.coupled_decay,
-            clip=c.gradient_clipping,
             **c.learning_options,
         )
     return Method(local, rule, _constant)

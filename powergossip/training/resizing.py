@@ -26,7 +26,7 @@ All sums are in double precision and in the order of the workers, and therefore 
 all processes and for any layout of processes before and after.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -191,7 +191,7 @@ class _Rows:
                 found += mean - (staying + max(self._m - self._n, 0) * mean) / self._m
             return found.to(row.dtype) if row.is_floating_point() else found.round().to(row.dtype)
 
-        return _merged(extended, rows, self._total, self._staying)
+        return map_tensors(extended, rows, self._total, self._staying)
 
 
 def _staying(workers: range, before: int) -> range:
@@ -202,7 +202,7 @@ def _staying(workers: range, before: int) -> range:
 def _added(total: Tree, tree: Tree, weights: list[float]) -> Tree:
     """total + Σ_j w_j x_j over the rows j of the tree, one after the other, in double precision."""
 
-    def add(rows: Tensor, before: Tensor | None) -> Tensor:
+    def add(rows: Tensor, before: Tensor | None = None) -> Tensor:
         if not rows.ndim:
             return rows
         found = torch.zeros(rows.shape[1:], dtype=torch.float64) if before is None else before
@@ -211,17 +211,4 @@ def _added(total: Tree, tree: Tree, weights: list[float]) -> Tree:
                 found = found + row.double() * weight
         return found
 
-    if total is None:
-        return map_tensors(lambda rows: add(rows, None), tree)
-    return _merged(add, tree, total)
-
-
-def _merged(change: Callable[..., Tensor], tree: Tree, *others: Tree) -> Tree:
-    """A tree with change(tensors of all trees) in place of each tensor of the first one."""
-    if isinstance(tree, Tensor):
-        return change(tree, *others)
-    if isinstance(tree, Mapping):
-        return {name: _merged(change, tree[name], *(o[name] for o in others)) for name in tree}
-    if isinstance(tree, list):
-        return [_merged(change, *trees) for trees in zip(tree, *others, strict=True)]
-    return tree
+    return map_tensors(add, tree) if total is None else map_tensors(add, tree, total)

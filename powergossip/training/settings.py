@@ -96,6 +96,13 @@ def checked(
         c.drop_last = data_differ(c)
     _check_ignored(c, explicit or (), warn=processes.rank == 0)
     _check_values(c, given)
+    connects = processes.size > 1 or c.distributed_backend in ("gloo", "nccl")
+    file = c.distributed_init_file
+    ok = file is None or connects or c.evaluate_only
+    checks.check("distributed_init_file", file, ok, "distributed_backend=gloo or nccl with it")
+    for key in ("adam_beta1", "adam_beta2", "adam_epsilon"):
+        ok = c.local_optimizer == "adamw" or key not in (explicit or ())
+        checks.check(key, getattr(c, key), ok, "local_optimizer=adamw with it")
     if c.lr_schedule == "cosine" and "lr_schedule_milestones" in (explicit or ()):
         none = not c.lr_schedule_milestones
         checks.check("lr_schedule_milestones", c.lr_schedule_milestones, none, "[] with cosine")
@@ -187,7 +194,8 @@ def _check_values(c: Settings, given: Mapping[str, Any]) -> None:
             "recalibration_batches",
         ),
     )
-    checks.all_of(checks.not_negative, vars(c), ("seed", "rank", "log_verbosity", "data_processes"))
+    checks.all_of(checks.not_negative, vars(c), ("seed", "rank", "data_processes"))
+    checks.level("log_verbosity", c.log_verbosity)
     checks.all_of(checks.positive, vars(c), ("learning_rate", "adam_epsilon"))
     checks.all_of(
         checks.below_one, vars(c), ("adam_beta1", "adam_beta2", "momentum", "validation_ratio")
@@ -400,7 +408,7 @@ def _resolve_options(
         if f"{PREFIX}{name}" in explicit:
             accepted = ", ".join(f"{PREFIX}{name}" for name in known) or "none"
             raise ValueError(
-                f"{PREFIX}{name}={given[name]}: {method} has no such option; leave it out "
+                f"{PREFIX}{name}={_yaml(given[name])}: {method} has no such option; leave it out "
                 f"(its options: {accepted})"
             )
     if lacking and warn:

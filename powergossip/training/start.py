@@ -14,7 +14,7 @@ from powergossip.network import Processes, launch, processes
 from powergossip.network.resilient import spawning
 from powergossip.runs import configuration
 from powergossip.runs.output import run_to_resume
-from powergossip.training.config import Settings
+from powergossip.training.config import Config, Settings
 from powergossip.training.measurements import Hooks
 from powergossip.training.settings import checked, defaults_of_tasks
 from powergossip.training.trainer import Trainer
@@ -56,12 +56,12 @@ class NewRun:
 
 
 def begin(
-    config: DictConfig, arguments: Sequence[str] | None, output_dir: str | None, description: str
+    config: Any, arguments: Sequence[str] | None, output_dir: str | None, description: str
 ) -> NewRun:
     """Read the arguments and connect the processes.
 
     Args:
-        config: Configuration of the entry point. It stays as it is.
+        config: Configuration of the entry point, or a mapping. It stays as it is.
         arguments: Arguments of a command line, or None.
         output_dir: Folder of a driver, without --output-dir.
         description: Description of the entry point, for --help.
@@ -69,8 +69,9 @@ def begin(
     Raises:
         BadInput: In all processes, for arguments or a configuration that cannot be used.
     """
-    asked, wrong, name, explicit = config.copy(), None, output_dir, list[str]()
+    asked, wrong, name, explicit = configuration.structured(Config), None, output_dir, list[str]()
     try:
+        asked = configuration.of_driver(config, Config)
         name, explicit = _read(asked, arguments, output_dir, description)
     except (ValueError, OSError) as error:
         wrong = error  # for all processes, when they are connected

@@ -3,25 +3,16 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from powergossip.network import Network
 from powergossip.parameters import Parameters
-from powergossip.runs.clock import Clock, PhaseTime
+from powergossip.runs.clock import PhaseTime
 from powergossip.tasks import Task
-from powergossip.training.gradients import Gradients
+from powergossip.training.execution import Computation, Stateful
 from powergossip.trees import map_tensors
-
-
-class Stateful(Protocol):
-    """A part of a method with state of its own."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Any) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -32,37 +23,33 @@ class Parts:
         method: Parts by their names in the state: local optimizer and learning rule, or events.
     """
 
-    network: Network
-    task: Task
-    parameters: Parameters
-    clock: Clock
-    gradients: Gradients
+    run: Computation
     method: Mapping[str, Stateful]
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all parts."""
         return {
-            **of_models(self.task, self.parameters),
+            **of_models(self.run.task, self.run.parameters),
             **{name: part.state_dict() for name, part in self.method.items()},
-            "network": self.network.state_dict(),
-            "batched_gradients": self.gradients.are_batched,
+            "network": self.run.network.state_dict(),
+            "batched_gradients": self.run.gradients.are_batched,
             "phases": {
                 name: [spent.instances, spent.total, spent.squares]
-                for name, spent in self.clock.phases.items()
+                for name, spent in self.run.clock.phases.items()
             },
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], with_method: bool) -> None:
         """Restore the state returned by `state_dict()`: for an evaluation, without the method's."""
-        load_models(self.task, self.parameters, saved)
+        load_models(self.run.task, self.run.parameters, saved)
         if with_method:
-            self.gradients.resume(saved["batched_gradients"])
-            device = self.parameters.x.device
+            self.run.gradients.resume(saved["batched_gradients"])
+            device = self.run.parameters.x.device
             for name, part in self.method.items():
                 part.load_state_dict(map_tensors(partial(_moved, device), saved[name]))
-        self.network.load_state_dict(saved["network"])
+        self.run.network.load_state_dict(saved["network"])
         for name, values in saved["phases"].items():
-            self.clock.phases[name] = PhaseTime(*values)
+            self.run.clock.phases[name] = PhaseTime(*values)
 
 
 def _moved(device: torch.device, tensor: Tensor) -> Tensor:

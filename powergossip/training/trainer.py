@@ -50,9 +50,9 @@ class Trainer:
     ):
         self.config, self._hooks = config, hooks or Hooks()
         built = self._built = construction.build(config, processes, task, joins)
-        self.network, self.task, self.parameters = built.network, built.task, built.parameters
-        self.execution, self.clock = built.execution, built.clock
-        self.steps_per_epoch, self.hint = built.steps_per_epoch, built.hint
+        run, self.execution, self.hint = built.run, built.execution, built.hint
+        self.network, self.task, self.parameters = run.network, run.task, run.parameters
+        self.clock, self.steps_per_epoch = run.clock, run.steps_per_epoch
         self.rows = self.execution.rows(self._hooks, self.network)
         self.position = Position()
         self.metrics_bytes = 0  # of metrics.jsonl that belong to the steps so far
@@ -83,7 +83,7 @@ class Trainer:
         built, layout = self._built, self.parameters.layout
         of_run = {
             "diffusion_rate": diffusion_rate(self.config, self.network.topology, layout),
-            "batched_gradients": built.gradients.are_batched,
+            "batched_gradients": built.run.gradients.are_batched,
             "steps_per_epoch": self.steps_per_epoch,
             "metric": built.metric,
         }

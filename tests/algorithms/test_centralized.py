@@ -2,23 +2,31 @@
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from powergossip import compressors, topologies
 from powergossip import options as rows
-from powergossip import topologies
 from powergossip.algorithms import aggregation as aggregations
 from powergossip.algorithms.aggregation import AGGREGATIONS
 from powergossip.algorithms.ddp import HOOKS, DDPHook
+from powergossip.algorithms.dgc import DGCAggregation, DGCConfig
+from powergossip.algorithms.error_feedback import ErrorFeedback, ErrorFeedbackConfig
 from powergossip.algorithms.learning import CentralizedSGD
+from powergossip.algorithms.power_sgd import Aggregation as PowerSGDAggregation
+from powergossip.algorithms.power_sgd import PowerSGDConfig
+from powergossip.algorithms.sign_sgd import SignSGDAggregation, SignSGDConfig
 from powergossip.compressors import COMPRESSORS
 from powergossip.network import Network, Processes
-from powergossip.parameters import Parameters
+from powergossip.parameters import Layout, Parameters
 from powergossip.training.settings import ALIASES, DEFAULTS, checked
 from powergossip.training.trainer import Trainer
+from tests.harness.loops import gradients
+from tests.harness.loops import step as mean_of
 from tests.harness.training import after_steps, configured
 
 # With these nothing is compressed, and all is applied at once.
@@ -202,6 +210,86 @@ def test_applied_and_residual_are_the_sum_of_the_mean_gradients(
     assert residual.norm() > 0.05 * given.norm(), "it compresses"
     applied = (start - parameters.x[0].double()) / 0.1
     assert (applied + residual - given).norm() < rounding * given.norm()
+
+
+Make = Callable[[Network, Layout], Any]
+SHAPES: list[tuple[int, ...]] = [(60, 50), (9,), (6, 4), (3, 2, 2)]
+
+
+def low_rank(rank: int, num_iters: int, start: int = 0, **options: Any) -> Make:
+    config = PowerSGDConfig(rank, 0, num_iters, start, **options)
+    return lambda network, layout: PowerSGDAggregation(network, layout, config)
+
+
+def sparse(**options: Any) -> Make:
+    config = DGCConfig(compress_ratio=0.02, warmup_epochs=2, **options)
+    return lambda network, layout: DGCAggregation(network, layout, config)
+
+
+def with_error(compressor: str, momentum: float) -> Make:
+    made, config = compressors.make(compressor), ErrorFeedbackConfig(momentum=momentum)
+    return lambda network, layout: ErrorFeedback(network, layout, made, config)
+
+
+def signs(momentum: float) -> Make:
+    return lambda network, layout: SignSGDAggregation(network, layout, SignSGDConfig(momentum))
+
+
+# Aggregations, and one with other options that rejects their state.
+RESTORED: dict[str, tuple[Make, Make | None]] = {
+    "powersgd": (low_rank(1, 3), low_rank(2, 3)),
+    "powersgd, rank 3": (low_rank(3, 3), low_rank(1, 3)),
+    "powersgd, after 7 steps": (low_rank(1, 1, start=7), None),
+    "powersgd, resampled": (low_rank(1, 1, warm_start=False), None),
+    "powersgd, resampled three times": (low_rank(1, 3, warm_start=False), None),
+    "dgc": (sparse(fp16_values=True, clip=50.0), None),
+    "dgc, exact": (
+        sparse(strided_sample=False, resample=False, clip=2.0, clip_by="global-norm"),
+        None,
+    ),
+    "ef-sgd, random-k": (with_error("random-k", 0.9), with_error("random-k", 0.0)),
+    "ef-sgd, qsgd": (with_error("qsgd", 0.9), with_error("qsgd", 0.0)),
+    "ef-sgd, sign-and-norm": (with_error("sign-and-norm", 0.9), with_error("sign-and-norm", 0.0)),
+    "signsgd": (signs(0.0), signs(0.9)),
+    "signsgd, momentum": (signs(0.9), signs(0.0)),
+}
+
+
+@pytest.mark.parametrize("name", RESTORED)
+def test_a_restored_aggregation_is_the_same_to_the_bit(name: str) -> None:
+    """Across steps with other learning rates and an increasing ratio."""
+    (make, another), layout = RESTORED[name], Layout(SHAPES)
+
+    class Run:
+        def __init__(self) -> None:
+            self.network = Network(topologies.make("ring", 3), Processes())
+            self.made = make(self.network, layout)
+            self.rest = torch.zeros(3, layout.size)  # of PowerSGD, its error
+
+        def step(self, t: int) -> torch.Tensor:
+            if t % 4 == 0:
+                self.made.at_epoch(t // 4)
+            self.made.at_learning_rate(0.1 / (1 + t))
+            fresh = gradients(3, layout, t)
+            fresh[:, ::3] = 0
+            self.rest += fresh
+            return mean_of(self.network, self.made, self.rest)
+
+    whole, other = Run(), Run()
+    for t in range(6):
+        whole.step(t)
+    other.step(9)  # forgotten by loading
+    state = copy.deepcopy(whole.made.state_dict())
+    other.made.load_state_dict(state)
+    other.rest.copy_(whole.rest)
+    for t in (6, 7, 8):
+        assert torch.equal(other.step(t), whole.step(t))
+    if name != "signsgd":  # its state has no shapes
+        with pytest.raises(ValueError, match=r"use |another"):
+            make(other.network, Layout([(2, 2)])).load_state_dict(state)
+    if another is not None:
+        with pytest.raises(ValueError, match=r"use |another"):
+            another(other.network, layout).load_state_dict(state)
 
 
 @pytest.mark.parametrize("hook", HOOKS)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import train
 from powergossip import algorithms, topologies
-from powergossip.algorithms import ddp
+from powergossip.algorithms import ddp, learning
 from powergossip.algorithms.ddp import HOOKS, DDPHook
 from powergossip.errors import BadInput
 from powergossip.network import Network, Processes, processes, torch_group
@@ -103,11 +103,13 @@ def hooked(hook: str = "ddp-powersgd", **options: Any) -> Callable[..., DDPHook]
 
 def all_reduce(**options: Any) -> Callable[..., algorithms.DPSGD]:
     return lambda network, parameters, update: algorithms.DPSGD(
-        network,
-        lambda layout: algorithms.ExactMean(network),
-        parameters,
-        SimpleNamespace(rate=RATE, step=update),
-        **options,
+        learning.Workers(
+            network,
+            lambda layout: algorithms.ExactMean(network),
+            parameters,
+            SimpleNamespace(rate=RATE, step=update),
+            **options,
+        )
     )
 
 

@@ -234,6 +234,12 @@ def test_a_rate_for_all_tensors_gives_a_warning_by_the_smallest_default() -> Non
     assert len(warned(lambda: run_of(**values, optimizer_diffusion_rate=1.0))) == 1
 
 
+def test_a_rate_with_which_moniqua_leaves_its_bound_gives_a_warning() -> None:
+    assert warned(lambda: run_of(optimizer="moniqua", optimizer_diffusion_rate=0.5)) == []
+    (text,) = warned(lambda: run_of(optimizer="moniqua", optimizer_diffusion_rate=0.7))
+    assert all(word in text for word in ("0.7", "moniqua", "ring", "0.6"))
+
+
 def test_an_optimizer_gives_the_warning_too() -> None:
     def make(rate: float) -> Any:
         method: Specification = Choco(diffusion_rate=rate, compressor="top-k", keep_ratio=0.1)

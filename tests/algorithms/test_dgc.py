@@ -502,36 +502,6 @@ def test_the_fraction_is_that_of_the_epoch() -> None:
 # --- State ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"fp16_values": True, "clip": 50.0},
-        {"strided_sample": False, "resample": False, "clip": 2.0, "clip_by": "global-norm"},
-    ],
-)
-def test_a_resumed_run_is_the_same_to_the_bit(options: dict[str, Any]) -> None:
-    options = options | {"compress_ratio": 0.02, "warmup_epochs": 2}
-    layout, shapes = Layout([(300, 100), (9,)]), [(300, 100), (9,)]
-    network, whole = aggregation(3, shapes, **options)
-    _, first = aggregation(3, shapes, **options)
-    for t in range(4):
-        step(network, whole, gradients(3, layout, t))
-        step(network, first, gradients(3, layout, t))
-    whole.at_epoch(1)
-    first.at_epoch(1)
-    _, second = aggregation(3, shapes, **options)
-    step(network, second, gradients(3, layout, 9))  # forgotten by loading
-    second.load_state_dict(first.state_dict())
-    for t in range(4, 8):
-        expected = step(network, whole, gradients(3, layout, t))
-        assert torch.equal(step(network, second, gradients(3, layout, t)), expected)
-    for name, value in whole.state_dict().items():
-        other = second.state_dict()[name]
-        assert torch.equal(value, other) if isinstance(value, Tensor) else value == other
-    with pytest.raises(ValueError, match="use the same model"):
-        aggregation(3)[1].load_state_dict(first.state_dict())
-
-
 # --- In several processes ------------------------------------------------------------------------
 
 
@@ -623,31 +593,6 @@ def test_several_batches_a_step_are_one_large_batch(batches: int) -> None:
                 assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
         parameters.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.allclose(parameters[0], parameters[1], atol=1e-5)
-
-
-def test_a_resumed_training_loop_is_the_same_to_the_bit() -> None:
-    def train(dgc: DGC, optimizer: torch.optim.Optimizer, steps: int) -> None:
-        for _ in range(steps):
-            (model(inputs) - targets).square().mean().backward()
-            optimizer_step(optimizer, dgc)
-
-    config = DGCConfig(compress_ratio=0.1, num_batches_per_step=2)
-    model, inputs, targets = model_and_data()
-    dgc = DGC(model.parameters(), config)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    train(dgc, optimizer, 7)
-    state = dgc.state_dict()
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    train(dgc, optimizer, 7)
-    expected = [p.detach().clone() for p in model.parameters()]
-
-    resumed = DGC(model.parameters(), config)
-    train(resumed, optimizer, 3)  # forgotten by loading
-    model.load_state_dict(weights)
-    resumed.load_state_dict(state)
-    train(resumed, torch.optim.SGD(model.parameters(), lr=0.01), 7)
-    assert all(map(torch.equal, model.parameters(), expected))
-    assert resumed.bits == dgc.bits
 
 
 def test_gradients_that_are_none_or_odd_are_rejected_before_anything_changes() -> None:

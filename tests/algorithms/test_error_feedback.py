@@ -1,13 +1,12 @@
 """The laws of error feedback, for every compressor of the registry."""
 
-import copy
 from collections.abc import Iterator
 from math import prod
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from powergossip import compressors, topologies
 from powergossip.algorithms.error_feedback import ErrorFeedback, ErrorFeedbackConfig
@@ -251,27 +250,6 @@ def test_each_tensor_may_have_a_learning_rate() -> None:
         torch.testing.assert_close(found[1], factors[1] * two)
 
 
-@pytest.mark.parametrize("name", ["random-k", "qsgd", "sign-and-norm"])
-def test_a_restored_aggregation_is_the_same_to_the_bit(name: str) -> None:
-    layout = Layout(SHAPES)
-    network, a = aggregation(2, made(name), momentum=0.9)
-    for t, rate in enumerate(RATES[:3]):
-        a.at_learning_rate(rate)
-        step(network, a, gradients(2, layout, t))
-    other, b = aggregation(2, made(name), momentum=0.9)
-    b.at_learning_rate(0.7)
-    step(other, b, gradients(2, layout, 9))  # forgotten by loading
-    b.load_state_dict(copy.deepcopy(a.state_dict()))
-    for t, rate in enumerate(RATES[3:], 3):
-        a.at_learning_rate(rate)
-        b.at_learning_rate(rate)
-        g = gradients(2, layout, t)
-        assert torch.equal(step(network, a, g.clone()), step(other, b, g.clone()))
-    for wrong in (aggregation(2, made(name))[1], aggregation(2, made(name), [(2, 2)])[1]):
-        with pytest.raises(ValueError, match="use "):
-            wrong.load_state_dict(a.state_dict())
-
-
 # --- train.py -------------------------------------------------------------------------------------
 
 
@@ -369,30 +347,6 @@ def test_five_lines_in_a_loop(before: float) -> None:
     assert feedback.compression_rate > 3
     assert (feedback.bits > 0) == (who.size > 1)
     assert feedback.bits < 0.7 * pairs[0][1].bits or who.size == 1
-
-
-def test_a_resumed_loop_is_the_same_to_the_bit() -> None:
-    def one(net: nn.Module) -> tuple[torch.optim.Optimizer, loop.ErrorFeedback]:
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-        return optimizer, loop.ErrorFeedback(net.parameters(), compressors.RandomK(0.2))
-
-    def some(net: nn.Module, pair: Any, times: range) -> None:
-        for t in times:
-            pair[0].param_groups[0]["lr"] = 0.1 / (1 + t)
-            backward(net, 0, t)
-            loop.optimizer_step(*pair)
-
-    net, again = model(1), model(2)
-    pair = one(net)
-    some(net, pair, range(6))
-    other = one(again)
-    some(again, other, range(3))  # forgotten by loading
-    again.load_state_dict(net.state_dict())
-    other[0].load_state_dict(copy.deepcopy(pair[0].state_dict()))
-    other[1].load_state_dict(copy.deepcopy(pair[1].state_dict()))
-    some(net, pair, range(6, 12))
-    some(again, other, range(6, 12))
-    assert torch.equal(vector(net), vector(again))
 
 
 def test_each_parameter_has_the_rate_of_its_group() -> None:

@@ -1,6 +1,5 @@
 """Laws of PowerSGD: error feedback, convergence of the directions, cost of the messages."""
 
-import copy
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -214,28 +213,6 @@ def test_a_matrix_is_compressed_above_the_least_rate(rate: float, compressed: bo
     assert rate_of_all == (10 if compressed else 1)
 
 
-@pytest.mark.parametrize("rank", [1, 3])
-def test_a_restored_aggregation_is_the_same_to_the_bit(rank: int) -> None:
-    layout = Layout(SHAPES)
-    network, whole = aggregation(2, rank=rank, num_iters_per_step=3)
-    error = torch.zeros(2, layout.size)
-    for t in range(5):
-        error += gradients(2, layout, t)
-        step(network, whole, error)
-    its_network, other = aggregation(2, rank=rank, num_iters_per_step=3)
-    kept = error.clone()
-    step(its_network, other, gradients(2, layout, 9))  # forgotten by loading
-    other.load_state_dict(whole.state_dict())
-    for t in range(5, 9):
-        fresh = gradients(2, layout, t)
-        error += fresh
-        kept += fresh
-        expected = step(network, whole, error)
-        assert torch.equal(step(its_network, other, kept), expected)
-    with pytest.raises(ValueError, match="another model, or another rank"):
-        aggregation(2, rank=2)[1].load_state_dict(whole.state_dict())
-
-
 @pytest.mark.parametrize("n_workers", [1, 3])
 def test_without_error_feedback_a_step_forgets_the_one_before(n_workers: int) -> None:
     """No error is left, and the mean is the projection of this gradient alone."""
@@ -267,22 +244,6 @@ def test_without_warm_start_a_step_starts_from_random_directions(num_iters: int)
     last = misses[False][-20:]
     assert max(last) > 1.01 * min(last)
     assert sum(last) / 20 > 1.02 * misses[True][-1]
-
-
-@pytest.mark.parametrize("num_iters", [1, 3])
-def test_resampled_directions_are_restored_to_the_bit(num_iters: int) -> None:
-    layout = Layout(SHAPES)
-    network, whole = aggregation(2, num_iters_per_step=num_iters, warm_start=False)
-    for t in range(3):
-        step(network, whole, gradients(2, layout, t))
-    other_network, other = aggregation(2, num_iters_per_step=num_iters, warm_start=False)
-    step(other_network, other, gradients(2, layout, 9))  # forgotten by loading
-    other.load_state_dict(whole.state_dict())
-    for t in range(3, 6):
-        gradient = gradients(2, layout, t)
-        assert torch.equal(
-            step(other_network, other, gradient.clone()), step(network, whole, gradient)
-        )
 
 
 @pytest.mark.parametrize("rank", [1, 10**9])
@@ -378,36 +339,6 @@ def test_five_lines_in_a_loop(zero: str) -> None:
         expected = 32 * share * (5 * numbers + 7 * compressed)
         assert abs(aggregator.bits - expected) <= 12 * 2
         assert aggregator.compression_rate > 1.5
-
-
-@pytest.mark.parametrize("zero", [False, True])
-def test_a_resumed_loop_is_the_same_to_the_bit(zero: bool) -> None:
-    def one(net: nn.Module) -> tuple[torch.optim.Optimizer, PowerSGD]:
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-        return optimizer, PowerSGD(net.parameters(), AT_ONCE)
-
-    def some(net: nn.Module, optimizer: Any, aggregator: PowerSGD, times: range) -> None:
-        for t in times:
-            if zero:
-                optimizer.zero_grad()
-            x, y = data(0, t)
-            nn.functional.cross_entropy(net(x), y).backward()
-            optimizer_step(optimizer, aggregator)
-
-    net = model(1)
-    optimizer, aggregator = one(net)
-    some(net, optimizer, aggregator, range(6))
-    again = model(2)
-    other, their = one(again)
-    some(again, other, their, range(3))  # forgotten by loading
-    again.load_state_dict(net.state_dict())
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch shares memory
-    their.load_state_dict(aggregator.state_dict())
-    for pair in ((net, optimizer, aggregator), (again, other, their)):
-        some(*pair, range(6, 12))
-    for p, q in zip(net.parameters(), again.parameters(), strict=True):
-        assert torch.equal(p, q)
-    assert their.bits == aggregator.bits
 
 
 def test_zero_grad_does_not_lose_the_error() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from powergossip import algorithms, topologies
 from powergossip.algorithms import AVERAGING, DPSGD, Averaging, PlainGossip, PushSum
+from powergossip.algorithms.learning import Workers
 from powergossip.network import Conversation, Network, Processes, processes
 from powergossip.optimizers import GossipModelAverager, GossipOptimizer
 from powergossip.optimizers.precision import Rounding
@@ -214,16 +215,12 @@ def error_of_training(
     topology: Topology, rate: float, overlapping: bool, ignore_weights: bool = False
 ) -> float:
     network, problem = alone(topology), Quadratics()
+    parameters: Any = problem
     averaging: Any = made(network)
     if ignore_weights:
         averaging = SimpleNamespace(step=averaging.step)
-    rule = DPSGD(
-        network,
-        lambda layout: averaging,
-        problem,
-        problem.sgd(rate),
-        overlapping=overlapping,
-    )
+    workers = Workers(network, lambda layout: averaging, parameters, problem.sgd(rate))
+    rule = DPSGD(workers, overlapping=overlapping)
     for _ in range(math.ceil(8 / rate)):
         rule.start()
         problem.gradients()
@@ -251,7 +248,8 @@ def test_a_step_of_learning_is_that_of_the_paper(irregular: Topology) -> None:
     )
     averaging, local = made(network), problem.sgd(0.1)
     parameters: Any = problem
-    rule = DPSGD(network, lambda layout: averaging, parameters, local, overlapping=False)
+    workers = Workers(network, lambda layout: averaging, parameters, local)
+    rule = DPSGD(workers, overlapping=False)
     w, z = torch.ones(N, 1, dtype=torch.float64), problem.x.clone()
     for _ in range(5):
         total, w = P @ (w * z - 0.1 * problem.a * (z - problem.b)), P @ w

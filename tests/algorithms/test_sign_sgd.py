@@ -100,13 +100,6 @@ def test_weight_decay_is_added_to_the_vote_without_momentum() -> None:
         torch.testing.assert_close(parameters.x, x)
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_a_state_with_another_momentum_is_rejected(momentum: float) -> None:
-    _, a = aggregation(3, momentum=momentum)
-    with pytest.raises(ValueError, match="use "):
-        aggregation(3, momentum=0.9 - momentum)[1].load_state_dict(a.state_dict())
-
-
 @pytest.mark.parallel(nprocs=[1, 2, 4])
 def test_five_lines_in_a_loop() -> None:
     who = processes()

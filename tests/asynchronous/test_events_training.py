@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 import train
 from powergossip import tasks
-from powergossip.errors import BadInput, Interrupted
+from powergossip.errors import Interrupted
 from powergossip.events import order
 from powergossip.network import processes
 from powergossip.runs import metrics
@@ -206,13 +206,6 @@ def test_survivors_train_on_the_labels_of_the_dead(kept):
     assert run.total_steps == 4 * 5
 
 
-def test_pieces_of_a_text_are_not_redistributed():
-    text = tasks.make("LSTM", n_workers=4, batch_size=8, seed=1)
-    given = {"scenario": {}, "data_of_lost": "redistributed", "task_architecture": "LSTM"}
-    with pytest.raises(ValueError, match="data_of_lost=redistributed"):
-        built(task=text, **{**TINY, **given})
-
-
 @pytest.mark.parametrize("joins", [[], [{"worker": 3, "at": 13.1}]])
 def test_an_epoch_keeps_its_samples_when_a_run_resumes(joins, tmp_path):
     """At the checkpoint, an epoch has begun before the death, which is known by then."""
@@ -230,46 +223,6 @@ def test_an_epoch_keeps_its_samples_when_a_run_resumes(joins, tmp_path):
         resumed.load_state_dict(saved.load(resumed.network.workers))
         resumed.train()
         assert torch.equal(resumed.parameters.x, run.parameters.x)
-
-
-@pytest.mark.parametrize(
-    ("values", "key"),
-    [
-        ({"gossip": "never"}, "gossip"),
-        ({**ACCELERATED, "optimizer": "power-gossip"}, "optimizer"),
-        ({**ACCELERATED, "learning": "exact-diffusion"}, "learning"),
-        ({**ACCELERATED, "local_optimizer": "adamw"}, "local_optimizer"),
-        ({**ACCELERATED, "overlapping": True}, "overlapping"),
-        ({**ACCELERATED, "local_steps": 2}, "local_steps"),
-        ({**ACCELERATED, "topology": "one-peer-exponential"}, "topology"),
-        ({**ACCELERATED, "topology": "exponential"}, "topology"),
-        ({"max_delay": 2}, "max_delay"),
-        ({"gossip": "bounded", "max_delay": -1}, "max_delay"),
-        ({"scenario": "missing.yaml"}, "scenario"),
-        ({"scenario": {"speed": {}}}, "scenario"),
-        ({"scenario": {"speeds": {9: 1.0}}}, "scenario.speeds"),
-        ({"scenario": {"late": {"fraction": 2}}}, "scenario.late.fraction"),
-        ({"scenario": {"loss": {"ends": "none"}}}, "scenario.loss.ends"),
-        ({"scenario": {"loss": {"to_bad": 0.1}}}, "scenario.loss"),
-        ({"scenario": {"deaths": [{"worker": 1}]}}, "scenario.deaths"),
-        ({"scenario": {"joins": [{"worker": 1, "at": 1}], "deaths": [{"worker": 1, "at": 2},
-                       {"worker": 1, "at": 3}]}}, "scenario.deaths"),
-        ({"scenario": {}, "local_steps": 2}, "local_steps"),
-        ({"scenario": {}, "batched_gradients": "on"}, "batched_gradients"),
-        ({"scenario": {}, "optimizer": "moniqua"}, "optimizer"),
-        ({"scenario": {}, "learning": "k-gt"}, "learning"),
-        ({"data_of_lost": "redistributed"}, "data_of_lost"),
-        ({"scenario": {}, "data_of_lost": "lost"}, "data_of_lost"),
-        ({"scenario": {}, "topology": "one-peer-exponential"}, "topology"),
-        ({"scenario": {}, "optimizer_rank": 0}, "optimizer_rank"),
-        ({**METHODS["duals"], "scenario": {}, "learning_options": {"dual_rate": 2}},
-         "learning_options.dual_rate"),
-    ],
-)  # fmt: skip
-def test_bad_values_are_rejected(values, key):
-    with pytest.raises((BadInput, ValueError)) as raised:
-        built(**{**TINY, **values})
-    assert str(raised.value).startswith(f"{key}=")
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,12 @@ from tests.harness.quadratics import Quadratics
 )
 def test_new_processes_take_the_place_of_killed_ones(method, gossip, again, tmp_path):
     folder = tmp_path / "run"
-    methods = {**METHODS, "accelerated": {"optimizer": "dpsgd", "topology": "chain"}}
+    with_statistics = {"task_architecture": "tests.harness.asynchronous:normalized"}
+    methods = {
+        **METHODS,
+        "accelerated": {"optimizer": "dpsgd", "topology": "chain"},
+        "plain": METHODS["plain"] | with_statistics,
+    }
     values = {**methods[method], "gossip": gossip, "num_epochs": 6, "record_order": True}
     values |= {"on_worker_loss": "replace", "checkpoint_interval": 1}
     plan: dict[str, Any] = {"kill": {"0": 5}, "wait": [8]}
@@ -60,6 +65,8 @@ def test_new_processes_take_the_place_of_killed_ones(method, gossip, again, tmp_
     for row in rows:
         x = replayed.parameters.x[row["worker"]]
         assert hashlib.sha256(x.numpy().tobytes()).hexdigest() == row["digest"]
+        if row["worker"] != 0:  # those of a new process begin with 0
+            assert replayed.network.bits[row["worker"]] == row["bits"]
 
 
 @pytest.mark.slow

@@ -48,37 +48,6 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ("", "folder"),
-        ("a nowhere", "nowhere"),
-        ("empty", "empty"),
-        ("x*", r"x\*"),
-        ("without-rows", "rows"),
-        ("damaged", "info.json"),
-        ("a --metric wishes", "--metric=wishes"),
-        ("a --split valid", "--split=valid"),
-        ("a --split tests", "--split"),
-        ("a --metric phase_seconds", "phase_seconds"),
-        ("a --speed", "--speed"),
-        ("a --format docx --output x", "--format=docx"),
-        ("a --format html", "--output"),
-        ("a --format svg --output x.md", "markdown"),
-        ("a --output a", "--output=a"),
-        ("a --output file", "--output=file"),
-        ("a --output file/x.md", "file/x.md"),
-        ("a --output x.jpg", "--output=x.jpg"),
-    ],
-)
-def test_bad_input_is_a_sentence_and_writes_nothing(runs: Path, arguments: str, named: str) -> None:
-    before = sorted(runs.rglob("*"))
-    with pytest.raises(BadInput, match=named) as caught:
-        compare.main(arguments.split())
-    assert "\n" not in str(caught.value)
-    assert sorted(runs.rglob("*")) == before
-
-
 def test_a_run_without_rows_is_left_out_with_a_note(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -219,7 +219,8 @@ def test_synchronous_learning_is_the_rule_of_all_workers(rule, name, overlapping
 
     parameters: Any = expected
     known = {"overlapping": overlapping} if rule != "exact-diffusion" else {"dual_rate": 0.4}
-    reference = learning.make(rule, network, make, parameters, SGD(0.1).of(expected.x), **known)
+    workers = learning.Workers(network, make, parameters, SGD(0.1).of(expected.x))
+    reference = learning.make(rule, workers, **known)
     train(reference, expected, 7)
     of_rule = {"overlapping": overlapping} | (
         {"dual_rate": 0.4} if rule == "exact-diffusion" else {}
@@ -323,7 +324,7 @@ def test_the_order_of_events_replays_a_run(rule, name, gossip, tmp_path):
     entries = order.read(tmp_path / "order.jsonl")
     assert {"apply", "skip", "learn", "die", "join"} < {entry.kind for entry in entries}
     make, compute = learners(again, rule, 0.05, **given)
-    repeated = Replay(entries, 5, again.x, make, compute)
+    repeated = Replay(entries, 5, [again.x], make, compute)
     half = len(entries) // 2
     for _ in range(half):
         repeated.advance()
@@ -332,7 +333,7 @@ def test_the_order_of_events_replays_a_run(rule, name, gossip, tmp_path):
         repeated.advance()
     assert torch.equal(again.x, problem.x)
     assert problem.x.any()
-    resumed = Replay(entries, 5, again.x, make, compute)
+    resumed = Replay(entries, 5, [again.x], make, compute)
     again.x.copy_(x)
     again.grad.copy_(grad)
     resumed.load_state_dict(state)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from torch import nn
 
 import train
 from powergossip.network import Processes
@@ -40,6 +41,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "duals": {"optimizer": "dpsgd", "learning": "exact-diffusion"},
     "tracking": {"optimizer": "power-gossip", "learning": "gradient-tracking"},
 }
+
+
+def normalized() -> nn.Module:
+    """A model for Digits with running statistics."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.BatchNorm1d(12), nn.Linear(12, 10))
 
 
 SURVIVING = {"on_worker_loss": "continue", "worker_timeout": 20.0}

@@ -349,7 +349,8 @@ def learn(name: str, case: Case, learning_rate: float) -> Learned:
     overlapping = learning.overlapping(name, averaging)
     parameters: Any = problem
     local = SGD(learning_rate).of(problem.x)
-    rule = learning.make(name, network, make, parameters, local, overlapping=overlapping)
+    workers = learning.Workers(network, make, parameters, local)
+    rule = learning.make(name, workers, overlapping=overlapping)
     train(rule, problem, case.steps)
     error = float(torch.tensor(problem.error / alone).nan_to_num(math.inf))
     return Learned(name, case, learning_rate, None if callable(rate) else rate, error)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from powergossip import algorithms
 from powergossip.events import averaging, scenario
-from powergossip.events.learning import OF_POLICIES, RULES, EdgeRule
+from powergossip.events.learning import OF_POLICIES, RULES, EdgeRule, Learner
 from powergossip.events.members import Members, View
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.events.worker import Policy, Worker
@@ -29,16 +29,6 @@ EXCHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "qsgd by size": ("choco", {"compressor": "qsgd", "unbiased": True}),
 }  # fmt: skip
 SHAPES = ((6, 5), (6, 5), (4, 7), (7,), (5, 1))
-
-
-class Row:
-    """A worker's row of the flat buffers."""
-
-    def __init__(self, x: Tensor, grad: Tensor, layout: Layout):
-        self.x, self.grad, self.layout = x, grad, layout
-
-    def decay_spans(self) -> list[slice]:
-        return []
 
 
 class SGD:
@@ -90,11 +80,11 @@ def averaging_clock(
     policy = Policy(gossip, max_delay)
 
     def make(index: int, view: View, steps: int) -> Worker:
-        row = Row(x[index : index + 1], torch.zeros_like(x[:1]), layout)
-        return Worker(index, members, rule, EdgeRule(row), policy, view, steps)
+        own = EdgeRule(x[index : index + 1], layout)
+        return Worker(index, members, rule, own, policy, view, steps)
 
     drawn = scenario.read(values or {}, n, seed)
-    return VirtualClock(drawn, x, make, lambda worker, step: None, record)
+    return VirtualClock(drawn, [x], make, lambda worker, step: None, record)
 
 
 def learners(
@@ -121,9 +111,11 @@ def learners(
 
     def make(index: int, view: View, steps: int) -> Worker:
         own = slice(index, index + 1)
-        row = Row(problem.x[own], problem.grad[own], problem.layout)
-        own_optimizers[index] = SGD(row.x, first)
-        rule = kind(row, own_optimizers[index], **(rule_options or {}))
+        x, g, local = problem.x[own], problem.grad[own], SGD(problem.x[own], first)
+        own_optimizers[index], of_rule = local, dict(rule_options or {})
+        overlapping = of_rule.pop("overlapping", True)
+        learner = Learner(x, g, problem.layout, local, lambda: None, overlapping)
+        rule = kind(learner, **of_rule)
         averaging = made(name, topology, n, rule.layout, options)
         return Worker(index, members, averaging, rule, policy, view, steps)
 
@@ -144,4 +136,4 @@ def learning_clock(
 ) -> VirtualClock:
     """A clock with learners."""
     drawn = scenario.read(values or {}, problem.n_workers, seed)
-    return VirtualClock(drawn, problem.x, *learners(problem, *arguments, **options), record)
+    return VirtualClock(drawn, [problem.x], *learners(problem, *arguments, **options), record)

@@ -202,7 +202,8 @@ def main() -> types.CodeType | None:
     if role == "stand-in":
         sys.exit(stand_in(place, *rest))
     for module in rest:
-        __import__(module)
+        with suppress(ModuleNotFoundError):  # a package that only other programs need
+            __import__(module)
     for folder in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         sys.path.remove(folder)  # each fork has folders of its own
     with socket.socket(socket.AF_UNIX) as listener:

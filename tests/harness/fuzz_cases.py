@@ -119,7 +119,7 @@ def _virtual(d: _Draws) -> Case:
         values["scenario"] = {"loss": _loss(d)}
         values["data_of_lost"] = "left"
     else:
-        values["gossip"] = d.one_of("synchronous", "bounded", "asynchronous")
+        values.setdefault("gossip", d.one_of("synchronous", "bounded", "asynchronous"))
         if values["gossip"] == "bounded":
             values["max_delay"] = d.integer(0, 3)
         values["scenario"] = _scenario(d, n, seconds)
@@ -145,6 +145,9 @@ def _method(d: _Draws, of_exchanges: bool = False) -> dict[str, Any]:
         one_way["optimizer_running_sums"] = d.chance(0.5)
         relayed = {"optimizer": "dpsgd", "topology": "chain", "learning": "relay-sgd"}
         return d.one_of(one_way, relayed)
+    if d.chance(0.1):
+        accelerated = {"optimizer": "dpsgd", "learning": "dpsgd", "gossip": "a2cid2"}
+        return accelerated | {"momentum": d.one_of(0.0, 0.9)}
     values: dict[str, Any] = {
         "optimizer": d.one_of("dpsgd", "power-gossip", "choco"),
         "learning": d.one_of(
@@ -259,9 +262,9 @@ def _processes(d: _Draws) -> Case:
         "reshuffle_data": d.chance(0.7),
         "learning_rate": d.one_of(0.02, 0.1),
         "batched_gradients": "off",
+        "gossip": d.one_of("synchronous", "synchronous", "bounded", "asynchronous"),
         **_topology(d, n),
         **_method(d, of_exchanges=True),
-        "gossip": d.one_of("synchronous", "synchronous", "bounded", "asynchronous"),
     }
     if values["gossip"] == "bounded":
         values["max_delay"] = d.integer(0, 3)

@@ -5,7 +5,8 @@ At any step:
 - The weights of the workers alive are symmetric and doubly stochastic, and connect them.
 - Both ends of an edge have mirrored state after the same exchanges.
 - The sum of all variables, without local updates, and of exchanges that one end has not applied yet
-  is conserved while members stay and no message is lost at one end.
+  is conserved while members stay and no message is lost at one end. With gossip=a2cid2, variables
+  are x + x̃.
 
 At the end: rows of all epochs and workers. A run that is stopped and resumed, and one that replays
 the order of events, have the same bits.
@@ -110,10 +111,16 @@ def _watched(case: Case, run: Trainer) -> Iterator[None]:
         return metrics
 
     with ExitStack() as stack:
-        for rule in learning.RULES.values():
+        for rule in (*learning.RULES.values(), *learning.OF_POLICIES.values()):
             stack.enter_context(mock.patch.object(rule, "update", moved.by(rule.update)))
         stack.enter_context(mock.patch.object(run.execution, "train_step", checked_step))
         yield
+
+
+def _summed(rule: learning.EdgeRule) -> Tensor:
+    """The variables [D'] whose sum is conserved, in double precision."""
+    x = rule.variables().double()
+    return x + rule.second[0].double() if isinstance(rule, learning.A2CiD2) else x.clone()
 
 
 class _Moved:
@@ -128,9 +135,9 @@ class _Moved:
         """The update of a rule, of which this is informed."""
 
         def watched(rule: learning.EdgeRule) -> None:
-            before = rule.variables().double()
+            before = _summed(rule)
             update(rule)
-            self.total = self.total + (rule.variables().double() - before)
+            self.total = self.total + (_summed(rule) - before)
 
         return watched
 
@@ -143,6 +150,9 @@ class _Laws:
         values = case.train
         topology = topologies.make(values["topology"], values["n_workers"], seed=values["seed"])
         self._members = Members(topology)
+        # An exchange that moves x by u moves x + x̃ by (1 + α̃/α) u.
+        accelerated = values.get("gossip") in learning.OF_POLICIES
+        self._factor = 1 + learning.acceleration(topology).ratio if accelerated else 1.0
         loss = values["scenario"].get("loss", {})
         self._lossless = loss.get("fraction", 0) == 0 or loss["ends"] == "both"
         self._view: Any = None
@@ -194,9 +204,10 @@ class _Laws:
         view = views.pop()
         if views or set(workers) != set(everybody) - dead(view):
             return
-        variables = [worker.rule.variables().double().clone() for worker in workers.values()]
+        variables = [_summed(worker.rule) for worker in workers.values()]
         self._largest = max(self._largest, *(float(x.abs().max()) for x in variables))
-        total = sum(variables) + self._clock.unapplied().double() - self._moved.total
+        unapplied = self._factor * self._clock.unapplied().double()
+        total = sum(variables) + unapplied - self._moved.total
         if view != self._view:
             self._view, self._sum = view, total
         assert self._sum is not None

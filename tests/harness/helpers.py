@@ -13,6 +13,14 @@ def executable(path: Path, script: str) -> Path:
     return path
 
 
+def files_below(folder: Path) -> dict[str, bytes | None]:
+    """The contents of the files below a folder, and None for folders."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
+
+
 def wait_until(condition: Callable[[], object], seconds: float = 90) -> None:
     """Fails if the condition is not true within that time."""
     end = time.monotonic() + seconds

@@ -148,6 +148,7 @@ def rule_of(
     rate: float | learning.Local,
     topology: str | Network = "ring",
     averaging_options: dict[str, Any] | None = None,
+    clip: float | None = None,
     **options: Any,
 ) -> learning.GossipRule:
     """A learning rule with plain SGD of this rate, or another local optimizer."""
@@ -166,7 +167,8 @@ def rule_of(
     local = SGD(rate) if isinstance(rate, float) else rate
     if isinstance(local, SGD):
         local.of(problem.x)
-    return learning.make(name, network, make, parameters, local, **options)
+    workers = learning.Workers(network, make, parameters, local, clip=clip)
+    return learning.make(name, workers, **options)
 
 
 def train(rule: learning.GossipRule, problem: Quadratics, steps: int) -> None:

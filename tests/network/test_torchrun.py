@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 
-from environment.gpu.order import check_order, record
 from powergossip import topologies
 from powergossip.errors import PeerLost
 from powergossip.network import (
@@ -41,6 +40,7 @@ from powergossip.network.torch.processes import GroupProcesses
 from powergossip.runs.checkpoints import Checkpoints
 from tests.harness import launch
 from tests.harness.helpers import wait_until
+from tests.harness.order import check_order, record
 
 TINY = ["task_architecture=MLP", "num_epochs=2", "max_steps_per_epoch=4", "log_verbosity=0"]
 

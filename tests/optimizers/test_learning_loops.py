@@ -140,8 +140,8 @@ def directly(
     def make(layout: Layout) -> algorithms.Averaging:
         return algorithms.make(method, network, layout, **given)
 
-    decays = {"weight_decay": local.coupled_decay}
-    rule = learning.make(name, network, make, parameters, local, kind, **decays | options)
+    workers = learning.Workers(network, make, parameters, local, local.coupled_decay)
+    rule = learning.make(name, workers, kind, **options)
     for rate in rates:
         local.rate = rate
         rule.start()

@@ -4,6 +4,7 @@ accumulated gradients, overlapping messages.
 Axes: worker, one per process; D parameters of a worker's model.
 """
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 from powergossip import algorithms, kernels, topologies
-from powergossip.compressors import TopK
+from powergossip.compressors import RandomK, TopK
 from powergossip.errors import BadInput
 from powergossip.network import Network, Processes, processes, processes_of, torch_group
 from powergossip.optimizers import (
@@ -186,6 +187,53 @@ def test_two_groups_train_independently(name: str) -> None:
     both = everywhere(model)
     assert torch.equal(both[:2], both[2:])
     assert torch.equal(both[:2], first)
+
+
+# Aggregated gradients of a model, and the momentum of its SGD.
+RESUMED: dict[str, tuple[Callable[[nn.Module], Any], float]] = {
+    "powersgd": (lambda m: PowerSGD(m.parameters(), AT_ONCE), 0.9),
+    "dgc": (
+        lambda m: DGC(m.parameters(), DGCConfig(compress_ratio=0.1, num_batches_per_step=2)),
+        0.0,
+    ),
+    "ef-sgd": (lambda m: ErrorFeedback(m.parameters(), RandomK(0.2)), 0.9),
+    "signsgd": (lambda m: SignSGD(m.parameters(), SignSGDConfig(momentum=0.9)), 0.0),
+}
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("zero", [False, True])
+def test_a_resumed_loop_is_the_same_to_the_bit(name: str, zero: bool) -> None:
+    """Within a step of several batches, while the learning rate changes."""
+    make, momentum = RESUMED[name]
+    take: Any = {"powersgd": optimizer_step, "dgc": dgc.optimizer_step}.get(
+        name, gradient_engine.optimizer_step
+    )
+
+    def begun(seed: int, steps: range) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        model = mlp(seed)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+        run = model, optimizer, make(model)
+        go_on(run, steps)
+        return run
+
+    def go_on(run: tuple[nn.Module, torch.optim.Optimizer, Any], steps: range) -> None:
+        model, optimizer, aggregated = run
+        for t in steps:
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + t)
+            if zero:
+                optimizer.zero_grad()
+            loss(model, processes().rank, t).backward()
+            take(optimizer, aggregated)
+
+    whole, resumed = begun(1, range(7)), begun(2, range(2))
+    for restored, saved in zip(resumed, whole, strict=True):
+        restored.load_state_dict(copy.deepcopy(saved.state_dict()))
+    go_on(whole, range(7, 12))
+    go_on(resumed, range(7, 12))
+    assert torch.equal(numbers(whole[0]), numbers(resumed[0]))
+    assert whole[2].bits == resumed[2].bits
 
 
 def test_a_group_beside_a_network_is_rejected() -> None:

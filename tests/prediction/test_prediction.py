@@ -1,7 +1,6 @@
 """The cost model: exact counts, its equations on cases computed by hand, the program."""
 
 import math
-import sys
 import threading
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from experiments import prediction as experiment
 from experiments import scale
 from experiments.runner import Run
 from powergossip import prediction, topologies
-from powergossip.errors import BadInput
 from powergossip.network import Network
 from powergossip.parameters import Layout
 from powergossip.prediction import METHODS, Cluster, Compute, Phase, PredictedMethod, Traffic
@@ -246,38 +244,6 @@ def test_the_recommendation_weighs_speed_and_agreement() -> None:
     assert "near on ring" in program.recommendation([slow, near, fast]).split(",")[0]
     twin = line("twin", 2, 0, 1.25)
     assert "twin on ring" in program.recommendation([slow, near, fast, twin]).split(",")[0]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "key"),
-    [
-        (["--rate", "fast"], "--rate fast"),
-        (["--rate", "0mbit"], "--rate 0mbit"),
-        (["--rate", "1mbit", "--latency", "3"], "--latency 3"),
-        (["--rate", "1mbit", "--hosts", "3"], "--hosts 3"),
-        (["--rate", "1mbit", "--workers", "0"], "--workers 0"),
-        (["--rate", "1mbit", "--model", "VGG"], "--model VGG"),
-        (["--rate", "1mbit", "--method", "magic"], "--method magic"),
-        (["--rate", "1mbit", "--method", "dpsgd:rank=1"], "--method dpsgd:rank=1"),
-        (["--rate", "1mbit", "--topology", "maze"], "--topology maze"),
-        (["--rate", "1mbit", "--method", "power-gossip", "--topology", "exponential"], "graph"),
-        (["--rate", "1mbit", "--wings", "2"], "--wings"),
-        ([], "--rate"),
-    ],
-)
-def test_bad_input_is_a_sentence(
-    arguments: list[str],
-    key: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with pytest.raises(BadInput, match=key):
-        program.main([*QUICK, *arguments])
-    monkeypatch.setattr(sys, "argv", ["powergossip-predict", *QUICK, *arguments])
-    with pytest.raises(SystemExit) as exit:
-        program.command()
-    assert exit.value.code == 2
-    assert key in capsys.readouterr().err
 
 
 # --- The experiments -----------------------------------------------------------------------------

@@ -53,6 +53,12 @@ CASES: list[dict[str, Any]] = [
         for name, compressors in COMPRESSED.items()
         for compressor in compressors
     ),
+    {
+        "optimizer": "ef-sgd",
+        "optimizer_compressor": "random-k",
+        "optimizer_keep_ratio": 0.1,
+        "optimizer_momentum_before_compression": True,
+    },
     # a step of several batches, whose mean is compressed; an increasing ratio
     {"optimizer": "dgc", "optimizer_num_batches_per_step": 2, "optimizer_warmup_epochs": 1},
     {"topology": "round-robin", "optimizer_num_iterations": 1},  # neighbors depend on the step
@@ -251,7 +257,7 @@ from powergossip.training.execution import Together
 original = Together.gradient
 def gradient(run, epoch, step):
     last = run.view.processes.rank == run.view.processes.size - 1
-    if run.step == 7 and last and not run._config.resume:
+    if run.step == 7 and last and not run.run.config.resume:
         os.kill(os.getpid(), signal.{name})
     time.sleep(0.05)  # not done before process 0 asks the others
     return original(run, epoch, step)

@@ -109,8 +109,6 @@ def configured(**changes: Any) -> Any:
 
 
 def test_the_key_reaches_the_shards_and_the_facts() -> None:
-    with pytest.raises(ValueError, match=r"^decentralized_data_placement=best: use given or mixed"):
-        checked(configured(decentralized_data_placement="best"), Processes())
     counts = []
     for placement in ("given", "mixed"):
         for topology in ("ring", "one-peer-exponential"):

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from powergossip.errors import BadInput
 from powergossip.network import Processes, processes
 from powergossip.parameters import Parameters
 from powergossip.tasks.models import ARCHITECTURES
@@ -189,16 +188,3 @@ def test_auto_follows_a_rule_and_keeps_the_choice_of_a_checkpoint() -> None:
         state = run.state_dict((0, 0, {}))
         run.load_state_dict({**state, "batched_gradients": recorded})
         assert run.facts()["batched_gradients"] is recorded
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"task": "LSTM", "task_architecture": "LSTM"},
-        {"optimizer": "ddp-powersgd", "n_workers": 1},
-        {"torch_compile": True},
-    ],
-)
-def test_what_cannot_be_batched_is_rejected(changes: dict[str, Any]) -> None:
-    with pytest.raises((BadInput, ValueError), match=r"^batched_gradients=on: use auto or off"):
-        trainer("on", **changes)

@@ -107,11 +107,6 @@ def test_hooks_of_ddp_train_in_bf16(hook: str) -> None:
     assert run.parameters.x.isfinite().all()
 
 
-def test_another_precision_is_rejected() -> None:
-    with pytest.raises(ValueError, match=r"^precision=fp16: use fp32 or bf16"):
-        checked(configured(precision="fp16"), ALONE)
-
-
 def test_without_a_compiler_compilation_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ValueError, match=r"^torch_compile=true: use false, or install"):

@@ -13,9 +13,7 @@ import train
 from powergossip import options, tasks
 from powergossip.algorithms import AVERAGING
 from powergossip.algorithms.aggregation import AGGREGATIONS
-from powergossip.checks import BadValue
 from powergossip.compressors import COMPRESSORS
-from powergossip.errors import BadInput
 from powergossip.network import Processes
 from powergossip.optimizers.specification import Specification
 from powergossip.runs import configuration
@@ -104,25 +102,6 @@ def test_a_key_that_changes_time_only_arrives(key: str) -> None:
     assert method_options(c)[ALIASES.get(optimizer, {}).get(name, name)] == value
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("seed", 10**23),
-        ("num_epochs", 2**63),
-        ("weight_decay", 1e300),
-        ("gradient_clipping", 1e-300),
-        ("decentralized_data_dirichlet_alpha", 1e-300),
-        ("lr_schedule_milestones", [[1, 1e300]]),
-        ("topology_options.rewiring", -1e-39),
-    ],
-)
-def test_numbers_without_a_place_in_a_tensor_are_rejected(key: str, value: Any) -> None:
-    name, _, option = key.partition(".")
-    with pytest.raises(BadValue) as found:
-        checked(configured(**{name: {option: value} if option else value}), ALONE)
-    assert found.value.name == key
-
-
 def test_a_rank_with_which_nothing_is_compressed_gives_a_warning() -> None:
     with pytest.warns(UserWarning, match=r"^optimizer_rank=129: use 128 or less"):
         after_steps(1, optimizer_rank=129)
@@ -134,18 +113,7 @@ def test_a_rank_with_which_nothing_is_compressed_gives_a_warning() -> None:
 # Keys of other methods.
 
 
-def test_a_key_that_the_method_lacks_is_rejected_where_it_is_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text("optimizer_theta: 0.5\n")
-    for arguments in (["optimizer_theta=0.5"], ["--config", str(file)]):
-        monkeypatch.setattr(train, "config", OmegaConf.structured(train.Config))
-        with pytest.raises(
-            BadInput, match=r"optimizer_theta=0.5: optimizer=dpsgd .*diffusion_rate"
-        ):
-            train.main(["optimizer=dpsgd", *arguments, "--output-dir", str(tmp_path / "run")])
-    assert not (tmp_path / "run").exists()
+def test_a_key_of_the_method_and_null_for_another_are_accepted() -> None:
     accepted = ["optimizer=moniqua", "optimizer_theta=0.5", "optimizer_rank=null"]
     found = configuration.read_command_line(OmegaConf.structured(train.Config), accepted, "")
     explicit = [key for key, source in found.given.items() if source.explicit]
@@ -211,11 +179,6 @@ def test_given_settings_are_not_those_of_the_task() -> None:
     assert checked(configured_task(task="LSTM"), ALONE).gradient_clipping == 0.4
 
 
-def test_an_unknown_task_is_rejected_before_anything_starts() -> None:
-    with pytest.raises(ValueError, match=r'^task "Digit" is unknown; choose from Digits, '):
-        checked(configured_task(task="Digit"), ALONE)
-
-
 @pytest.mark.parametrize(
     ("given", "left_out"),
     [
@@ -242,9 +205,6 @@ def test_runs_of_other_versions_are_rejected(tmp_path: Path) -> None:
 def test_the_warm_up_may_end_at_the_number_of_workers() -> None:
     found = checked(configured_task(n_workers=6, distributed_lr_warmup_factor="auto"), ALONE)
     assert found.distributed_lr_warmup_factor == 6
-    for key, value in (("distributed_lr_warmup_factor", "all"), ("lr_schedule", "linear")):
-        with pytest.raises(ValueError, match=f"^{key}={value}: use "):
-            checked(configured_task(**{key: value}), ALONE)
 
 
 @pytest.mark.parametrize("given", [None, True, False])

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 import train
 from powergossip import kernels, tasks
-from powergossip.errors import BadInput
 from powergossip.network import Processes, processes
 from powergossip.runs import figures, metrics, tables
 from powergossip.tasks import language
@@ -104,13 +103,10 @@ def test_labels_with_equal_remainders_are_not_held_out_in_their_order() -> None:
     assert held.float().mean().item() == pytest.approx(499.5, abs=100)
 
 
-@pytest.mark.parametrize(
-    ("task", "ratio"),
-    [("Digits", 1e-4), ("Digits", 0.9999), ("LSTM", 1e-5), ("Digits", -0.1), ("Digits", 1)],
-)
-def test_ratios_that_leave_a_side_without_samples_are_rejected(task: str, ratio: float) -> None:
-    with pytest.raises(ValueError, match=rf"^validation_ratio={ratio:g}|^batch_size=1"):
-        tasks.make(task, n_workers=1, batch_size=1, seed=1, validation_ratio=ratio)
+@pytest.mark.parametrize("ratio", [-0.1, 1])
+def test_a_ratio_that_is_no_part_is_rejected_by_tasks(ratio: float) -> None:
+    with pytest.raises(ValueError, match=f"^validation_ratio={ratio:g}"):
+        tasks.make("Digits", n_workers=1, batch_size=1, seed=1, validation_ratio=ratio)
 
 
 def test_a_text_holds_out_its_end() -> None:
@@ -202,14 +198,6 @@ def test_tuning_may_leave_out_workers_and_test_data(tmp_path: Path) -> None:
         for name in ("everything", "few")
     ]
     assert scores[0] == scores[1] > 0
-
-
-@pytest.mark.parametrize(
-    "changes", [{"evaluate_test_data": False}, {"evaluate_average_model": False}]
-)
-def test_an_evaluation_of_nothing_is_rejected(tmp_path: Path, changes: dict[str, Any]) -> None:
-    with pytest.raises(BadInput, match=r"evaluate_(test_data|workers)=false: use true"):
-        trained(tmp_path / "run", evaluate_workers=False, **changes)
 
 
 def test_validation_rows_are_of_the_models_on_the_held_out_samples() -> None:

@@ -115,9 +115,10 @@ class DGCConfig:
         listed = list(given) if isinstance(given, Sequence) else [given]
         ok = all(checks.is_finite(ratio) and 0 < ratio <= 1 for ratio in listed)
         checks.check("warmup_coeff", given, ok, accepted)
-        if isinstance(given, Sequence):
-            accepted = f"one for each of warmup_epochs={self.warmup_epochs}"
-            checks.check("warmup_coeff", given, len(given) >= self.warmup_epochs, accepted)
+        listed = listed if isinstance(given, Sequence) else [given] * self.warmup_epochs
+        ok = 0 < len(listed) == self.warmup_epochs
+        accepted = f"one for each of warmup_epochs={self.warmup_epochs}"
+        checks.check("warmup_coeff", given, ok, accepted)
 
     def fraction(self, epoch: float) -> float:
         """Return the fraction of elements sent in epoch e = ⌊epoch⌋.

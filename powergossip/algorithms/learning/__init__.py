@@ -36,7 +36,13 @@ from powergossip.algorithms.compressed import ChocoGossip
 from powergossip.algorithms.learning.centralized import CentralizedSGD
 from powergossip.algorithms.learning.dpsgd import DPSGD
 from powergossip.algorithms.learning.exact_diffusion import ExactDiffusion
-from powergossip.algorithms.learning.gossip_rule import ANY, GossipRule, Local, MakeAveraging
+from powergossip.algorithms.learning.gossip_rule import (
+    ANY,
+    GossipRule,
+    Local,
+    MakeAveraging,
+    Workers,
+)
 from powergossip.algorithms.learning.interface import (
     Correction,
     Decay,
@@ -62,7 +68,6 @@ from powergossip.algorithms.learning.tracking import (
 from powergossip.algorithms.plain import ExactMean, PlainGossip
 from powergossip.compressors import Identity
 from powergossip.network import Network
-from powergossip.parameters import Parameters
 from powergossip.topologies import Topology
 
 __all__ = [
@@ -94,6 +99,7 @@ __all__ = [
     "Request",
     "RuleStep",
     "Update",
+    "Workers",
     "accepting",
     "averaging_defaults",
     "check",
@@ -280,10 +286,7 @@ def accepting(
 
 def options(name: str, local_optimizer: str = "sgd") -> dict[str, Any]:
     """option → default of a learning rule."""
-    found: dict[str, Any] = {}
-    for kind in reversed(rule(name, local_optimizer).__mro__[:-1]):
-        found |= _options.defaults(kind)
-    return found
+    return _options.defaults(rule(name, local_optimizer))
 
 
 def warn_of(name: str, averaging_name: str, values: Mapping[str, Any], prefix: str = "") -> None:
@@ -334,16 +337,8 @@ def without(name: str) -> tuple[str, ...]:
     return LEARNING[name].without
 
 
-def make(
-    name: str,
-    network: Network,
-    averaging: MakeAveraging,
-    parameters: Parameters,
-    local: Local,
-    local_optimizer: str = "sgd",
-    **given: Any,
-) -> GossipRule:
+def make(name: str, workers: Workers, local_optimizer: str = "sgd", **given: Any) -> GossipRule:
     """Build a learning rule of `LEARNING` with those of the options `given` that it has."""
     known = options(name, local_optimizer)
     own = {option: value for option, value in given.items() if option in known}
-    return rule(name, local_optimizer)(network, averaging, parameters, local, **own)
+    return rule(name, local_optimizer)(workers, **own)

@@ -1,11 +1,11 @@
 """D-PSGD over any averaging algorithm."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from powergossip.algorithms.averaging import Kind, Weighted
-from powergossip.algorithms.learning.gossip_rule import GossipRule
+from powergossip.algorithms.learning.gossip_rule import GossipRule, Workers
 from powergossip.algorithms.learning.interface import Gradient, Mix, RuleStep, Update
 from powergossip.algorithms.plain import ExactMean
 
@@ -33,10 +33,8 @@ class DPSGD(GossipRule):
     variables: ClassVar[tuple[str, ...]] = ("steps",)
     kept: ClassVar[tuple[str, ...]] = ("steps",)
 
-    def __init__(
-        self, *everything: Any, overlapping: bool = True, local_steps: int = 1, **options: Any
-    ):
-        super().__init__(*everything, **options)
+    def __init__(self, workers: Workers, *, overlapping: bool = True, local_steps: int = 1):
+        super().__init__(workers)
         self._averaging = averaging = self._make(self._layout)
         self._overlapping = overlapping and not isinstance(averaging, ExactMean)
         self._local_steps, self._steps = local_steps, 0

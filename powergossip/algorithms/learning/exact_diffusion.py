@@ -1,12 +1,12 @@
 """Exact diffusion by duals of the exchanges."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from powergossip import checks
 from powergossip.algorithms.averaging import Incremental, Kind, incremental
-from powergossip.algorithms.learning.gossip_rule import GossipRule
+from powergossip.algorithms.learning.gossip_rule import GossipRule, Workers
 from powergossip.algorithms.learning.interface import Gradient, Mix, RuleStep, Update
 
 
@@ -48,8 +48,8 @@ class ExactDiffusion(GossipRule):
 
     _averaging: Incremental
 
-    def __init__(self, *everything: Any, dual_rate: float | None = None, **options: Any):
-        super().__init__(*everything, **options)
+    def __init__(self, workers: Workers, *, dual_rate: float | None = None):
+        super().__init__(workers)
         self._averaging = incremental(self._make(self._layout))
         if dual_rate is None:
             dual_rate = getattr(self._averaging, "dual_rate", 1.0)

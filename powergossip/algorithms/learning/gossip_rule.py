@@ -1,7 +1,7 @@
 """The base of learning rules that exchange messages with neighbors once a step."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -47,6 +47,26 @@ class Local(Protocol):
         ...
 
 
+class Workers(NamedTuple):
+    """The workers of this process, and what a learning rule has of each.
+
+    Attributes:
+        make: Function that makes the averaging rule G for a layout: that of x, or of x beside a
+            variable.
+        parameters: Parameters of the workers' models: x and the gradients.
+        local: Optimizer of the workers, without momentum for rules with owns_momentum.
+        weight_decay: Weight decay of the gradients, see Correction.
+        clip: Largest norm of a worker's gradient.
+    """
+
+    network: Network
+    make: MakeAveraging
+    parameters: Parameters
+    local: Local
+    weight_decay: float = 0.0
+    clip: float | None = None
+
+
 class GossipRule:
     """A learning rule whose step is a generator of requests, see rule.Gradient, Update and Mix::
 
@@ -58,15 +78,6 @@ class GossipRule:
 
     A driver answers the requests: `start` and `finish` for the flat buffers of the hosted workers,
     optimizers.rules for a torch optimizer. x and all variables of rules are [worker, D].
-
-    Args:
-        network: Network of the workers.
-        make: Function that makes the averaging rule G for a layout: that of x, or of x beside a
-            variable.
-        parameters: Parameters of the hosted workers' models: x and the gradients.
-        local: Optimizer of the workers, without momentum for rules with owns_momentum.
-        weight_decay: Weight decay of the gradients, see Correction.
-        clip: Largest norm of a worker's gradient.
 
     Attributes:
         kinds: Kinds of averaging rules that it works with.
@@ -112,19 +123,11 @@ class GossipRule:
 
     _averaging: Averaging
 
-    def __init__(
-        self,
-        network: Network,
-        make: MakeAveraging,
-        parameters: Parameters,
-        local: Local,
-        *,
-        weight_decay: float = 0.0,
-        clip: float | None = None,
-    ):
-        self._network, self._make, self._local = network, make, local
+    def __init__(self, workers: Workers):
+        self._network, self._make, self._local = workers.network, workers.make, workers.local
+        parameters = workers.parameters
         self._x, self._g, self._layout = parameters.x, parameters.grad, parameters.layout
-        self._correct = Correction(parameters, weight_decay, clip)
+        self._correct = Correction(parameters, workers.weight_decay, workers.clip)
         self._step: RuleStep  # the present one
         self._exchange: Exchange | None = None  # in flight during the gradient
 

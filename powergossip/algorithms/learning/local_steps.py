@@ -1,6 +1,6 @@
 """Corrections of local updates: K-GT and momentum tracking."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -10,6 +10,7 @@ from powergossip.algorithms.learning.gossip_rule import (
     WITHOUT_COPIES,
     GossipRule,
     Joint,
+    Workers,
 )
 from powergossip.algorithms.learning.interface import Gradient, Mix, RuleStep, Update
 from powergossip.network import Conversation
@@ -44,8 +45,8 @@ class KGT(GossipRule):
 
     _averaging: Incremental
 
-    def __init__(self, *everything: Any, local_steps: int = 1, **options: Any):
-        super().__init__(*everything, **options)
+    def __init__(self, workers: Workers, *, local_steps: int = 1):
+        super().__init__(workers)
         checks.at_least_one("local_steps", local_steps)
         self._local_steps, self._steps = local_steps, 0
         self._joint = Joint(self._layout, self._x)
@@ -107,10 +108,8 @@ class MomentumTracking(GossipRule):
 
     _averaging: Incremental
 
-    def __init__(
-        self, *everything: Any, momentum: float = 0.9, overlapping: bool = True, **options: Any
-    ):
-        super().__init__(*everything, **options)
+    def __init__(self, workers: Workers, *, momentum: float = 0.9, overlapping: bool = True):
+        super().__init__(workers)
         self._momentum, self._overlapping = momentum, overlapping
         self._joint = Joint(self._layout, self._x)
         self._increment = torch.zeros_like(self._joint.buffer)

@@ -39,6 +39,7 @@ from powergossip.algorithms.learning.gossip_rule import (
     GossipRule,
     Joint,
     MakeAveraging,
+    Workers,
 )
 from powergossip.algorithms.learning.interface import Gradient, Mix, RuleStep, Update
 from powergossip.algorithms.plain import ExactMean
@@ -206,31 +207,29 @@ class OuterRule(GossipRule):
 
     def __init__(
         self,
-        network: Network,
-        make: MakeAveraging,
-        *everything: Any,
+        workers: Workers,
+        *,
         local_steps: int = 1,
         outer_rate: float = 0.7,
         outer_momentum: float = 0.5,
         gradient_correction: bool = False,
         fragments: int = 1,
-        **options: Any,
     ):
-        super().__init__(network, make, *everything, **options)
+        super().__init__(workers)
         checks.at_least_one("local_steps", local_steps)
         checks.positive("outer_rate", outer_rate)
         checks.below_one("outer_momentum", outer_momentum)
-        _check_fragments(network, fragments, local_steps)
+        _check_fragments(self._network, fragments, local_steps)
         self._local_steps, self._steps, self._interval = local_steps, 0, local_steps // fragments
         self._mu, self._beta, self._corrects = outer_rate, outer_momentum, gradient_correction
         count = self.messages + gradient_correction
         self._fragments = [
-            Fragment(self._layout, tensors, self._x, make, count)
+            Fragment(self._layout, tensors, self._x, self._make, count)
             for tensors in divided(self._layout, fragments)
         ]
         self._averaging = Fragments(self._fragments)
         if gradient_correction:
-            _check_correction(network, self._fragments[0].averaging)
+            _check_correction(self._network, self._fragments[0].averaging)
         self._slow, self._previous = torch.zeros_like(self._x), torch.zeros_like(self._x)
         corrected = self._x if gradient_correction else self._x[:, :0]
         self._c, self._sum = torch.zeros_like(corrected), torch.zeros_like(corrected)
@@ -352,8 +351,25 @@ class DiLoCo(OuterRule):
     variables: ClassVar[tuple[str, ...]] = (*OuterRule.variables, "mixed")
     conserved: ClassVar[tuple[str, ...]] = (*OuterRule.conserved, "mixed")
 
-    def __init__(self, *everything: Any, overlapping: bool = False, **options: Any):
-        super().__init__(*everything, **options)
+    def __init__(
+        self,
+        workers: Workers,
+        *,
+        local_steps: int = 1,
+        outer_rate: float = 0.7,
+        outer_momentum: float = 0.5,
+        gradient_correction: bool = False,
+        fragments: int = 1,
+        overlapping: bool = False,
+    ):
+        super().__init__(
+            workers,
+            local_steps=local_steps,
+            outer_rate=outer_rate,
+            outer_momentum=outer_momentum,
+            gradient_correction=gradient_correction,
+            fragments=fragments,
+        )
         self._overlapping = overlapping
         self._mixed = torch.zeros_like(self._x if overlapping else self._x[:, :0])
 
@@ -432,12 +448,23 @@ class NoLoCo(OuterRule):
 
     def __init__(
         self,
-        *everything: Any,
+        workers: Workers,
+        *,
+        local_steps: int = 1,
+        outer_rate: float = 0.7,
         outer_momentum: float = 0.3,
+        gradient_correction: bool = False,
+        fragments: int = 1,
         consensus_rate: float | None = None,
-        **options: Any,
     ):
-        super().__init__(*everything, outer_momentum=outer_momentum, **options)
+        super().__init__(
+            workers,
+            local_steps=local_steps,
+            outer_rate=outer_rate,
+            outer_momentum=outer_momentum,
+            gradient_correction=gradient_correction,
+            fragments=fragments,
+        )
         self._gamma = self._mu if consensus_rate is None else consensus_rate
         checks.positive("consensus_rate", self._gamma)
 

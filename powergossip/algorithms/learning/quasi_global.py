@@ -1,12 +1,12 @@
 """Quasi-global momentum: momentum of the displacement that gossip leaves, not of own gradients."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from powergossip.algorithms.averaging import Kind
-from powergossip.algorithms.learning.gossip_rule import ANY, GossipRule
+from powergossip.algorithms.learning.gossip_rule import ANY, GossipRule, Workers
 from powergossip.algorithms.learning.interface import Gradient, Mix, RuleStep, Update
 
 _LEAST_RATE = 1e-8  # by which a displacement is divided
@@ -33,8 +33,8 @@ class _QuasiGlobal(GossipRule):
     kinds: ClassVar[frozenset[Kind]] = ANY
     owns_momentum = overlaps = True
 
-    def __init__(self, *everything: Any, overlapping: bool = False, **options: Any):
-        super().__init__(*everything, **options)
+    def __init__(self, workers: Workers, *, overlapping: bool = False):
+        super().__init__(workers)
         self._overlapping = overlapping
         self._averaging = self._make(self._layout)
         self._before = torch.empty_like(self._x)
@@ -62,9 +62,14 @@ class QuasiGlobalMomentum(_QuasiGlobal):
     kept: ClassVar[tuple[str, ...]] = ("m", "rate")
 
     def __init__(
-        self, *everything: Any, momentum: float = 0.9, nesterov: bool = False, **options: Any
+        self,
+        workers: Workers,
+        *,
+        overlapping: bool = False,
+        momentum: float = 0.9,
+        nesterov: bool = False,
     ):
-        super().__init__(*everything, **options)
+        super().__init__(workers, overlapping=overlapping)
         self._momentum, self._nesterov = momentum, nesterov
         self._m = torch.zeros_like(self._x)
         self._tilde = torch.zeros_like(self._x)
@@ -116,13 +121,14 @@ class QuasiGlobalAdam(_QuasiGlobal):
 
     def __init__(
         self,
-        *everything: Any,
+        workers: Workers,
+        *,
+        overlapping: bool = False,
         adam_beta1: float = 0.9,
         adam_beta2: float = 0.999,
         adam_epsilon: float = 1e-8,
-        **options: Any,
     ):
-        super().__init__(*everything, **options)
+        super().__init__(workers, overlapping=overlapping)
         self._betas, self._epsilon = (adam_beta1, adam_beta2), adam_epsilon
         self._m, self._v = torch.zeros_like(self._x), torch.zeros_like(self._x)
         self._steps = 0

@@ -18,6 +18,7 @@ from powergossip.algorithms.compressed import ChocoGossip
 from powergossip.algorithms.learning.gossip_rule import (
     WITHOUT_COPIES,
     GossipRule,
+    Workers,
 )
 from powergossip.algorithms.learning.interface import Gradient, Mix, RuleStep, Update
 from powergossip.compressors import Codec
@@ -65,8 +66,8 @@ class RelaySGD(GossipRule):
     static = relays = True
     without: ClassVar[tuple[str, ...]] = ("diffusion_rate", "copy_rate")
 
-    def __init__(self, *everything: Any, correction: float | str = "auto", **options: Any):
-        super().__init__(*everything, **options)
+    def __init__(self, workers: Workers, *, correction: float | str = "auto"):
+        super().__init__(workers)
         averaging = self._make(self._layout)  # of which it has the codec
         is_rate = checks.is_finite(correction) and float(correction) > 0
         accepted = correction == "auto" or is_rate

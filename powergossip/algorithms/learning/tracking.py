@@ -5,7 +5,7 @@ y_i is then always the mean of the latest gradients, and the fixed point is the 
 loss, however different the data are.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from powergossip.algorithms.learning.gossip_rule import (
     WITHOUT_COPIES,
     GossipRule,
     Joint,
+    Workers,
 )
 from powergossip.algorithms.learning.interface import Gradient, Mix, RuleStep, Update
 from powergossip.network import Conversation
@@ -31,9 +32,9 @@ class _Tracking(GossipRule):
     sequential: ClassVar[frozenset[Kind]] = WITHOUT_COPIES
     variables: ClassVar[tuple[str, ...]] = ("y", "v")
 
-    def __init__(self, *everything: Any, overlapping: bool = False, **options: Any):
-        super().__init__(*everything, **options)
-        self._overlapping = overlapping
+    def __init__(self, workers: Workers, *, overlapping: bool = False):
+        super().__init__(workers)
+        self._overlapping = overlapping or self.always_overlaps
         self._joint = Joint(self._layout, self._x)
         self._averaging = self._make(self._joint.layout)
         self._y = torch.zeros_like(self._x)
@@ -94,8 +95,8 @@ class _TrackedDirection(_Tracking):
     variables: ClassVar[tuple[str, ...]] = ("steps", "y", "v")
     optimizers: ClassVar[tuple[str, ...]] = ("sgd",)
 
-    def __init__(self, *everything: Any, **options: Any):
-        super().__init__(*everything, **options)
+    def __init__(self, workers: Workers, *, overlapping: bool = False):
+        super().__init__(workers, overlapping=overlapping)
         self._momentum, self._steps = 0.0, 0
 
     def step(self) -> RuleStep:
@@ -130,8 +131,8 @@ class NormalizedGradientTracking(_TrackedDirection):
 
     needs_norm = True
 
-    def __init__(self, *everything: Any, momentum: float = 0.9, **options: Any):
-        super().__init__(*everything, **options)
+    def __init__(self, workers: Workers, *, overlapping: bool = False, momentum: float = 0.9):
+        super().__init__(workers, overlapping=overlapping)
         self._momentum = momentum
 
 
@@ -151,10 +152,6 @@ class BEER(_TrackedDirection):
     kinds: ClassVar[frozenset[Kind]] = COPIES
     static = always_overlaps = True
 
-    def __init__(self, *everything: Any, overlapping: bool = True, **options: Any):
-        del overlapping
-        super().__init__(*everything, overlapping=True, **options)
-
 
 class MoTEF(BEER):
     """BEER with momentum::
@@ -169,6 +166,6 @@ class MoTEF(BEER):
         momentum: Momentum 1 − λ.
     """
 
-    def __init__(self, *everything: Any, momentum: float = 0.9, **options: Any):
-        super().__init__(*everything, **options)
+    def __init__(self, workers: Workers, *, overlapping: bool = True, momentum: float = 0.9):
+        super().__init__(workers, overlapping=overlapping)
         self._momentum = momentum

@@ -19,69 +19,36 @@ from powergossip.events.replay import Replay
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.events.wall_clock import WallClock
 from powergossip.network.resilient.links import Links
-from powergossip.training.alive_workers import AliveWorkers
 from powergossip.training.asynchronous.execution import AcrossProcesses, OnVirtualClock
 from powergossip.training.asynchronous.workers import EdgeWorkers
-from powergossip.training.config import Settings
 from powergossip.training.execution import Computation
 from powergossip.training.methods import averaging_options
 
 
-def make(
-    c: Settings, computation: Computation, links: Links | None, joins: bool
-) -> OnVirtualClock | AcrossProcesses:
+def make(run: Computation, links: Links | None, joins: bool) -> OnVirtualClock | AcrossProcesses:
     """The execution of a configuration by edges: across processes where there are links.
 
     Args:
         joins: Whether this process replaces a lost one.
     """
-    network, parameters, gradients, agreement, clock, steps_per_epoch = computation
-    options = averaging_options(c, network.topology, parameters.layout)
-    workers = EdgeWorkers(c, options, network, parameters, gradients.of_worker, steps_per_epoch)
+    c, counter = run.config, run.network.counter
+    workers = EdgeWorkers(run, averaging_options(c, run.network.topology, run.parameters.layout))
     if links is not None:
         together = c.gossip == "synchronous"
         wall = WallClock(
-            links, workers.make, workers.compute, together, c.survives, clock, network.counter
+            links, workers.make, workers.compute, together, c.survives, run.clock, counter
         )
-        return AcrossProcesses(
-            AliveWorkers(network, parameters, lambda: wall.everybody),
-            network,
-            links,
-            workers,
-            wall,
-            agreement,
-            clock,
-            records=c.record_order,
-            replaces=c if c.replaces else None,
-            joins=joins,
-        )
+        return AcrossProcesses(run, links, workers, wall, joins)
     drawn = scenario.read(c.scenario or {}, c.n_workers, c.seed)
+    models = [run.parameters.x, run.parameters.buffers]
     virtual: VirtualClock | Replay
     if drawn.replay is not None:
         entries = read(Path(drawn.replay))
         virtual = Replay(
-            entries,
-            steps_per_epoch,
-            parameters.x,
-            workers.make,
-            workers.compute,
-            network.counter,
+            entries, run.steps_per_epoch, models, workers.make, workers.compute, counter
         )
     else:
         virtual = VirtualClock(
-            drawn,
-            parameters.x,
-            workers.make,
-            workers.compute,
-            c.record_order,
-            network.counter,
+            drawn, models, workers.make, workers.compute, c.record_order, counter
         )
-    return OnVirtualClock(
-        AliveWorkers(network, parameters, lambda: virtual.alive),
-        network,
-        workers,
-        virtual,
-        agreement,
-        clock,
-        records=c.record_order,
-    )
+    return OnVirtualClock(run, workers, virtual)

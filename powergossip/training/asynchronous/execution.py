@@ -1,7 +1,6 @@
 """Executions in which every worker takes its steps at its own time."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,11 @@ from powergossip.training.alive_workers import AliveWorkers
 from powergossip.training.asynchronous.replacements import Replacements
 from powergossip.training.asynchronous.rows import SharedRows
 from powergossip.training.asynchronous.workers import EdgeWorkers, as_bytes, from_bytes
-from powergossip.training.config import Settings
-from powergossip.training.ending import Agreement
-from powergossip.training.execution import Execution, added
+from powergossip.training.execution import Computation, Execution, added
 from powergossip.training.measurements import Hooks, Rows
 from powergossip.training.position import Moment, Position
 
 ORDER = "order.jsonl"  # in the folder of a run
-Measure = Callable[[str], AbstractContextManager[Any]]
 
 
 class OnVirtualClock(Execution):
@@ -39,28 +35,17 @@ class OnVirtualClock(Execution):
 
     time_is_virtual = True
 
-    def __init__(
-        self,
-        view: AliveWorkers,
-        network: Network,
-        workers: EdgeWorkers,
-        clock: VirtualClock | Replay,
-        agreement: Agreement,
-        measure: Measure,
-        records: bool,
-    ):
-        super().__init__(view)
-        self.workers, self.clock = workers, clock
+    def __init__(self, run: Computation, workers: EdgeWorkers, clock: VirtualClock | Replay):
+        super().__init__(AliveWorkers(run.network, run.parameters, lambda: clock.alive))
+        self.workers, self.clock, self.run = workers, clock, run
         self.parts = {"events": self}
-        self._network, self._agreement, self._measure = network, agreement, measure
-        self._records = records
         self._file: Path | None = None  # of the order of events
 
     def seconds(self) -> float:
         return self.clock.now
 
     def begin(self, folder: Path) -> Position | None:
-        if self._records:
+        if self.run.config.record_order:
             self._file = folder / ORDER
             self._file.unlink(missing_ok=True)
         return None
@@ -70,7 +55,7 @@ class OnVirtualClock(Execution):
         per_epoch = self.workers.steps_per_epoch
         for step in range(first, per_epoch):
             sums = added(sums, self.train_step(epoch, step))
-            number = self._agreement.between_steps(
+            number = self.run.agreement.between_steps(
                 self.step, epoch + 1, step + 1 == per_epoch, self.view, signals.received
             )
             yield Moment(Position(epoch, step + 1, sums), number)
@@ -80,7 +65,7 @@ class OnVirtualClock(Execution):
 
         Returns the sums over an epoch at its end, each [worker], and nothing before.
         """
-        with self._measure("averaging"):
+        with self.run.clock("averaging"):
             self.step += 1
             self.clock.run(self.step)
             self._write_order()
@@ -123,31 +108,21 @@ class AcrossProcesses(Execution):
         links: Links for messages between workers.
         workers: Workers of this process.
         clock: Clock that lets them live.
-        agreement: Agreement of the processes on signals and values that are not finite.
-        measure: measure("averaging") is the context of their steps.
-        records: Whether the order of events is written.
-        replaces: Configuration for processes that replace lost ones. None: none do.
         joins: Whether this process replaces a lost one.
     """
 
     def __init__(
         self,
-        view: AliveWorkers,
-        network: Network,
+        run: Computation,
         links: Links,
         workers: EdgeWorkers,
         clock: WallClock,
-        agreement: Agreement,
-        measure: Measure,
-        records: bool,
-        replaces: Settings | None,
         joins: bool,
     ):
-        super().__init__(view)
-        self.links, self.workers, self.clock = links, workers, clock
+        super().__init__(AliveWorkers(run.network, run.parameters, lambda: clock.everybody))
+        self.links, self.workers, self.clock, self.run = links, workers, clock, run
         self.parts = {"events": self}
-        self._network, self._agreement, self._measure = network, agreement, measure
-        self._records, self._joins, self._replaces = records, joins, replaces
+        self._joins = joins
         self._folder: Path | None = None  # of the run, once it has begun
         self._replacements: Replacements | None = None
 
@@ -162,14 +137,14 @@ class AcrossProcesses(Execution):
 
     def begin(self, folder: Path) -> Position | None:
         self._folder = folder
-        if self._records:
+        if self.run.config.record_order:
             (folder / ORDER).unlink(missing_ok=True)
             own = self.clock.order_file = folder / _order_of(self.links.process)
             own.unlink(missing_ok=True)
             if self.clock.survives and not self._joins:  # messages carry views
                 order.write(own, [order.Entry(0.0, "views", -1, -1, -1)])
-        if self._replaces is not None:
-            run = self._replaces.as_dict(), str(folder)
+        if self.run.config.replaces:
+            run = self.run.config.as_dict(), str(folder)
             self._replacements = Replacements(
                 self.links, self.workers, self.clock, run, self.seconds
             )
@@ -195,7 +170,7 @@ class AcrossProcesses(Execution):
 
     def _merge_order(self) -> None:
         """Merge the order of events that each process has written, in one of them."""
-        if not self._records:
+        if not self.run.config.record_order:
             return
         assert self._folder is not None
         file = self._folder / ORDER
@@ -219,17 +194,17 @@ class AcrossProcesses(Execution):
         step, complete = first, False
 
         def asked() -> bool:
-            received = signals.received is not None or self._agreement.has_noted
+            received = signals.received is not None or self.run.agreement.has_noted
             return received or (self._replacements is not None and self._replacements.wanted)
 
         while not complete:
             facts, notes = self._replace(epoch, step)
-            with self._measure("averaging"):
+            with self.run.clock("averaging"):
                 complete = self.clock.run(end, asked)
             taken = self.links.group.gather(self._steps_between(first, end))
             self.step = step = end if complete else first + min(taken)
-            self._agreement.note_norms(self.view.workers, self.view.x, step, epoch + 1)
-            number = self._agreement.agree(signals.received)
+            self.run.agreement.note_norms(self.view.workers, self.view.x, step, epoch + 1)
+            number = self.run.agreement.agree(signals.received)
             yield Moment(Position(epoch, step - first), number, facts, notes)
         yield Moment(Position(epoch, per_epoch, self.workers.take_sums()))
 
@@ -238,7 +213,7 @@ class AcrossProcesses(Execution):
         if self._replacements is None or self._joins:
             self._joins = False  # it has just joined, with all others
             return {}, ()
-        with self._measure("replacements"):
+        with self.run.clock("replacements"):
             notes = self._replacements.replace(epoch, step)
         return ({"replaced": list(self._replacements.replaced)} if notes else {}), tuple(notes)
 
@@ -262,7 +237,7 @@ class AcrossProcesses(Execution):
             sums = {name: pairs[row] for name, pairs in self.workers.sums.items()}
             own = self.workers.state_of(index)
             files.append(as_bytes({"clock": of_clock[index], "worker": own, "sums": sums}))
-        longest = max(self._network.processes.gather(max(map(len, files))))
+        longest = max(self.run.network.processes.gather(max(map(len, files))))
         padded = torch.zeros(len(files), longest, dtype=torch.uint8)
         for row_of_bytes, file in zip(padded, files, strict=True):
             row_of_bytes[: len(file)] = file

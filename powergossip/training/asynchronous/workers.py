@@ -1,16 +1,16 @@
 """The workers of this process, whose exchanges with their neighbors may be late."""
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from powergossip.algorithms.learning import Correction
 from powergossip.events import averaging, learning
 from powergossip.events.members import Members, View, dead
 from powergossip.events.worker import Policy, Worker
-from powergossip.network import Network
 from powergossip.network.resilient.messages import octets
 from powergossip.parameters import Parameters
 from powergossip.training.asynchronous.method import (
@@ -19,12 +19,9 @@ from powergossip.training.asynchronous.method import (
     dual_rate_of,
     resolved,
 )
-from powergossip.training.config import Settings
+from powergossip.training.execution import Computation
 from powergossip.training.local_optimizers import LocalOptimizer
 from powergossip.training.schedule import learning_rate
-
-# See Gradients.of_worker
-Gradient = Callable[[int, int, int, int, frozenset[int]], dict[str, Tensor]]
 
 
 class EdgeWorkers:
@@ -36,11 +33,7 @@ class EdgeWorkers:
     that its worker knew to be lost when the epoch began.
 
     Args:
-        config: Checked configuration.
         options: Options of the averaging rule.
-        gradient: Function of (worker, epoch, step in it, step, lost) that adds to parameters.grad
-            and returns metrics.
-        steps_per_epoch: Steps of each worker in an epoch.
 
     Attributes:
         members: Members of the topology.
@@ -50,17 +43,10 @@ class EdgeWorkers:
         ValueError: For methods without an edge form.
     """
 
-    def __init__(
-        self,
-        config: Settings,
-        options: Mapping[str, Any],
-        network: Network,
-        parameters: Parameters,
-        gradient: Gradient,
-        steps_per_epoch: int,
-    ):
-        self._config, self._network, self._parameters = config, network, parameters
-        self._gradient, self.steps_per_epoch = gradient, steps_per_epoch
+    def __init__(self, run: Computation, options: Mapping[str, Any]):
+        config, network = self._config, self._network = run.config, run.network
+        self._parameters, self._gradient = run.parameters, run.gradients.of_worker
+        self.steps_per_epoch = run.steps_per_epoch
         self._options = resolved(config, options, network)
         self.members = Members(network.topology)
         self._policy = Policy(config.gossip, delay_of(config))
@@ -77,8 +63,7 @@ class EdgeWorkers:
     def make(self, index: int, view: View, steps: int) -> Worker:
         """A worker that begins after a number of steps, see events.clock.Make."""
         self._begin_epoch(index, view)
-        row = _Row(self._parameters, self.rows[index])
-        rule = self._make_rule(row, index)
+        rule = self._make_rule(index)
         if self._exchanges is None:
             self._exchanges = averaging.make(self._config.optimizer, rule.layout, **self._options)
         made = Worker(index, self.members, self._exchanges, rule, self._policy, view, steps)
@@ -103,10 +88,10 @@ class EdgeWorkers:
             pair[0] += float(value)
             pair[1] += 1
 
-    def _make_rule(self, row: "_Row", index: int) -> learning.EdgeRule:
+    def _make_rule(self, index: int) -> learning.EdgeRule:
         c, own = self._config, self._config.learning == "quasi-global-momentum"
-        parameters: Any = row
-        local = LocalOptimizer(parameters, c, *((0.0, "sgd") if own else (None, None)))
+        row: Any = _Row(self._parameters, self.rows[index])
+        local = LocalOptimizer(row, c, *((0.0, "sgd") if own else (None, None)))
         self._locals[index] = local
         more: dict[str, Any] = {}
         if own:
@@ -116,14 +101,11 @@ class EdgeWorkers:
         elif c.gossip in learning.OF_POLICIES:
             more = {"acceleration": acceleration_of(c, self._options, self._network.topology)}
         kind: type[Any] = learning.OF_POLICIES.get(c.gossip, learning.RULES[c.learning])
-        return kind(
-            row,
-            local,
-            overlapping=bool(c.overlapping),
-            weight_decay=local.coupled_decay,
-            clip=c.gradient_clipping,
-            **more,
+        correct = Correction(row, local.coupled_decay, c.gradient_clipping)
+        learner = learning.Learner(
+            row.x, row.grad, row.layout, local, correct, overlapping=bool(c.overlapping)
         )
+        return kind(learner, **more)
 
     def _begin_epoch(self, worker: int, view: View) -> None:
         redistributed = self._config.data_of_lost == "redistributed"

@@ -1,0 +1,37 @@
+"""Several processes on the GPUs of a machine, compared with one process on the CPU."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.harness import launch
+from tests.harness.on_device import WORKERS
+
+pytestmark = pytest.mark.gpu
+
+PROGRAM = Path(launch.__file__).with_name("gpu_processes.py")
+
+
+@pytest.mark.parametrize("transport", ["gloo", "nccl"])
+def test_processes_are_one_process_on_the_cpu(transport: str, device: torch.device) -> None:
+    """gloo: two processes share a GPU where there is one. NCCL: each has a GPU of its own."""
+    count = 2
+    if transport == "nccl":
+        gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+        if gpus == 0:
+            pytest.skip("NCCL needs a GPU for each process")
+        count = max(n for n in range(1, gpus + 1) if WORKERS % n == 0)
+    ended = launch.python(
+        *(str(PROGRAM), transport, device.type),
+        processes=count,
+        launcher="torchrun",
+        timeout=130,
+        variables={"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert ended.returncode == 0, ended.stderr
+    wrong = json.loads(ended.stdout.splitlines()[-1])
+    assert not wrong, wrong

@@ -1,0 +1,72 @@
+"""Runs of train.py on a device, and with a checkpoint of another device."""
+
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import train
+from tests.harness import launch, training
+from tests.harness.checkpoints import end_of
+from tests.harness.on_device import difference
+
+pytestmark = pytest.mark.gpu
+
+OFF = 0.05  # fraction of parameters that may differ: an element that is rounded or selected
+# otherwise changes all gradients after it. A state that is lost changes nearly all parameters
+ARGUMENTS = [
+    *("task=environment.gpu.tasks:images", "task_architecture=CNN"),
+    *("task_options.samples=64", "task_options.size=8", "batch_size=4"),
+    *("n_workers=4", "log_verbosity=0", "seed=1"),
+]
+
+
+@pytest.fixture(autouse=True)
+def precise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions without TF32, and no figures."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(train, "log_metric", lambda name, values, tags: None)
+
+
+def trained(monkeypatch: pytest.MonkeyPatch, folder: Path, epochs: int, *given: str) -> Tensor:
+    """x [worker, D] after some epochs. A run in the folder is resumed."""
+    resume = f"resume={str(folder.exists()).lower()}"
+    words = [*ARGUMENTS, *given, f"num_epochs={epochs}", resume]
+    training.main(monkeypatch, "--output-dir", str(folder), *words)
+    x: Tensor = end_of(folder)["x"]
+    return x
+
+
+@pytest.mark.parametrize("method", ["power-gossip", "choco", "dgc"])
+def test_runs_that_change_the_device_are_those_of_the_cpu(
+    method: str, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of two epochs is on the second device."""
+    run = partial(trained, monkeypatch)
+    expected = run(tmp_path / "expected", 2, f"optimizer={method}", "device=cpu")
+    for index, devices in enumerate([(device, "cpu"), ("cpu", device), (device, device)]):
+        for epochs, place in enumerate(devices, start=1):
+            x = run(tmp_path / str(index), epochs, f"optimizer={method}", f"device={place}")
+        assert difference(x, expected).off <= OFF, devices
+
+
+@pytest.mark.slow
+def test_two_processes_of_torchrun_are_one(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = "optimizer=power-gossip", f"device={device.type}"
+    ended = launch.python(
+        *("train.py", "--output-dir", str(tmp_path / "two")),
+        *(*ARGUMENTS, *given, "num_epochs=1"),
+        processes=2,
+        launcher="torchrun",
+        timeout=90,
+        variables={"PYTHONPATH": os.pathsep.join(sys.path), "NVIDIA_TF32_OVERRIDE": "0"},
+    )
+    assert ended.returncode == 0, ended.stderr
+    one = trained(monkeypatch, tmp_path / "one", 1, *given)
+    assert difference(end_of(tmp_path / "two")["x"], one).off <= OFF
