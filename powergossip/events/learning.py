@@ -65,6 +65,11 @@ class EdgeRule:
         self._x, self.layout = x, layout
         self.overlapping = overlapping and self.overlaps
 
+    @property
+    def exchanging(self) -> bool:
+        """Whether exchanges start in the present step, after its local update."""
+        return True
+
     def variables(self) -> Tensor:
         """The variables that the worker's parts are computed from: [D']."""
         return self._x[0]
@@ -349,12 +354,116 @@ class A2CiD2(_Learning):
         self.second.copy_(state["second"])
 
 
+class DiLoCo(_Learning):
+    """DiLoCo with local steps between the exchanges::
+
+        x_i ← x_i + û_i                      H times; û_i the local optimizer's displacement
+        y = φ + μ (x − φ)
+        φ ← y + β (y − v'),   v' ← y,   x ← φ
+        exchanged, at any time:              φ ← φ + (1 + β) u_ij,   v' ← v' + u_ij,   x as φ
+
+    See algorithms.learning.DiLoCo, where v' = G(y) and φ = v' + β (v' − v'') with v'' before it.
+    Late exchanges have the same effect as those in time.
+
+    With the gradient correction, z_i travels beside v': c ← c + u^z_ij. Σ_i c_i and the exchanges
+    that are not applied yet are 0. A worker that knows of a death or a join restarts with c = 0,
+    and applies exchanges of z only where both messages and the worker have one view, as in
+    GradientTracking.
+
+    Args:
+        steps: Number of steps before the start, by which rounds are counted.
+    """
+
+    overlaps: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        learner: Learner,
+        *,
+        local_steps: int = 1,
+        outer_rate: float = 0.7,
+        outer_momentum: float = 0.5,
+        gradient_correction: bool = False,
+        steps: int = 0,
+    ):
+        super().__init__(learner)
+        self._local_steps, self._mu, self._beta = local_steps, outer_rate, outer_momentum
+        self._steps, self._begun = steps, False
+        self._slow, self._previous = self._x.clone(), self._x.clone()
+        self._joint: Joint | None = None
+        corrected = self._x if gradient_correction else self._x[:, :0]
+        self._c, self._sum, self._z = (torch.zeros_like(corrected) for _ in range(3))
+        if gradient_correction:
+            self._joint = Joint(self.layout, self._x)
+            self.layout = self._joint.layout
+
+    @property
+    def exchanging(self) -> bool:
+        return self._steps % self._local_steps == 0
+
+    def variables(self) -> Tensor:
+        if self._joint is None:
+            return self._previous[0]
+        self._joint.load(self._previous, self._z)
+        return self._joint.buffer[0]
+
+    def begin(self) -> None:
+        if not self._begun:
+            self._slow.copy_(self._x)
+            self._previous.copy_(self._x)
+            self._begun = True
+
+    def correct(self) -> None:
+        if self._joint is not None:
+            self._sum.add_(self._g.add_(self._c))
+        self._correct()
+
+    def update(self) -> None:
+        self._local.step(self._g)
+        self._steps += 1
+        if not self.exchanging:
+            return
+        y = self._slow.lerp_(self._x, self._mu)
+        torch.sub(y, self._previous, out=self._x).mul_(self._beta).add_(y)
+        self._previous.copy_(y)
+        self._slow.copy_(self._x)
+        torch.div(self._sum, self._local_steps, out=self._z)
+        self._sum.zero_()
+
+    def add(self, j: int, u: Tensor, agreed: bool = True) -> None:
+        change, of_z = u[None], torch.zeros_like(self._z)
+        if self._joint is not None:
+            change = torch.zeros_like(self._x)
+            self._joint.add(u[None], change, of_z)
+        self._previous.add_(change)
+        for variable in (self._x, self._slow):
+            variable.add_(change, alpha=1 + self._beta)
+        if agreed:
+            self._c.add_(of_z)
+            self._z.add_(of_z)
+
+    def restart(self) -> None:
+        self._c.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of steps, and the variables [1, D]."""
+        return {name: getattr(self, f"_{name}") for name in self._NAMES}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._steps, self._begun = state["steps"], state["begun"]
+        for name in self._NAMES[2:]:
+            getattr(self, f"_{name}").copy_(state[name])
+
+    _NAMES = ("steps", "begun", "slow", "previous", "c", "sum", "z")
+
+
 # Names of `learning` in train.py with an edge form.
 RULES: dict[str, type[_Learning]] = {
     "dpsgd": DPSGD,
     "quasi-global-momentum": QuasiGlobal,
     "exact-diffusion": ExactDiffusion,
     "gradient-tracking": GradientTracking,
+    "diloco": DiLoCo,
 }
 # Names of `gossip` in train.py with a learning rule of their own, in place of D-PSGD.
 OF_POLICIES: dict[str, type[A2CiD2]] = {"a2cid2": A2CiD2}

@@ -104,7 +104,8 @@ class Policy:
 class Worker:
     """A worker: its edges, its learning rule, and the order of their steps.
 
-    Each step has exchanges.rounds exchanges on each edge, or fewer where it does not wait.
+    Each step whose rule is `exchanging` has exchanges.rounds exchanges on each edge, or fewer where
+    it does not wait.
 
     Args:
         view: Versions of all workers as this one knows them.
@@ -148,13 +149,14 @@ class Worker:
                 yield Action.GRADIENT
                 self.compute()
                 self.round, self.phase = 0, "exchange"
-            while self.round < self._exchanges.rounds:
+            rounds = self._exchanges.rounds if self.rule.exchanging else 1
+            while self.round < rounds:
                 yield Action.POLL
                 while self.waiting_for():
                     yield Action.WAIT
                 self._apply_all()
                 self.round += 1
-                if self.round < self._exchanges.rounds:
+                if self.round < rounds:
                     self._start_all()
             self.finish()
             self.phase = "begin"
@@ -172,7 +174,8 @@ class Worker:
         self.rule.correct()
         if not self.rule.overlapping:
             self.rule.update()
-            self._start_all()
+            if self.rule.exchanging:
+                self._start_all()
 
     def finish(self) -> None:
         """End a step."""

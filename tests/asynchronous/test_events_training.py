@@ -32,6 +32,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "momentum": {"optimizer": "dpsgd", "learning": "quasi-global-momentum"},
     "duals": {"optimizer": "dpsgd", "learning": "exact-diffusion"},
     "tracking": {"optimizer": "dpsgd", "learning": "gradient-tracking"},
+    "rounds": {
+        "optimizer": "power-gossip",
+        "learning": "diloco",
+        "local_steps": 2,
+        "learning_options": {"gradient_correction": True},
+        "gradient_clipping": 1.0,
+    },
 }
 # A ring of 4 averages too well for a second copy.
 ACCELERATED: dict[str, Any] = {"optimizer": "dpsgd", "gossip": "a2cid2", "topology": "chain"}
@@ -87,7 +94,7 @@ def test_workers_without_a_step_do_not_lower_the_loss():
     "method",
     [
         *({**METHODS[name], "gossip": gossip}
-          for name in ("power", "sign", "duals", "momentum")
+          for name in ("power", "sign", "duals", "momentum", "rounds")
           for gossip in ("synchronous", "bounded", "asynchronous")),
         ACCELERATED,
     ],

@@ -202,6 +202,9 @@ def test_duals_that_grow_slowly_do_not_oscillate():
         ("gradient-tracking", "plain"),
         ("gradient-tracking", "power"),
         ("gradient-tracking", "top-k"),
+        ("diloco", "plain"),
+        ("diloco", "power"),
+        ("diloco", "top-k"),
     ],
 )
 @pytest.mark.parametrize("overlapping", [False, True])
@@ -218,16 +221,34 @@ def test_synchronous_learning_is_the_rule_of_all_workers(rule, name, overlapping
         return algorithms.make(method, network, layout, **options)
 
     parameters: Any = expected
-    known = {"overlapping": overlapping} if rule != "exact-diffusion" else {"dual_rate": 0.4}
+    known: dict[str, Any] = {"overlapping": overlapping}
+    if rule == "exact-diffusion":
+        known = {"dual_rate": 0.4}
+    if rule == "diloco":  # overlapping: without and with the correction
+        known = {"local_steps": 3, "outer_momentum": 0.4, "gradient_correction": overlapping}
     workers = learning.Workers(network, make, parameters, SGD(0.1).of(expected.x))
     reference = learning.make(rule, workers, **known)
     train(reference, expected, 7)
-    of_rule = {"overlapping": overlapping} | (
-        {"dual_rate": 0.4} if rule == "exact-diffusion" else {}
-    )
+    of_rule = {"overlapping": overlapping} | known
     clock = learning_clock(problem, rule, 0.1, "tail", name, rule_options=of_rule, **given)
     clock.run(7)
     torch.testing.assert_close(problem.x, expected.x, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "gossip"), [("plain", "bounded"), ("power", "asynchronous"), ("top-k", "bounded")]
+)
+def test_corrected_diloco_with_late_exchanges_is_exact(name, gossip):
+    errors = []
+    for corrects in (True, False):
+        problem, options = Quadratics(), {"local_steps": 5, "gradient_correction": corrects}
+        clock = learning_clock(
+            problem, "diloco", 0.01, "ring", name, gossip, 4, options, values=LATE
+        )
+        clock.run_until(3000)
+        errors.append(problem.error)
+    assert errors[0] < (0.1 if name == "top-k" else 1e-3)
+    assert errors[1] > 1
 
 
 def test_quasi_global_momentum_restarts_as_that_of_all_workers():
@@ -313,11 +334,14 @@ ELASTIC: dict[str, Any] = {
         ("exact-diffusion", "plain"),
         ("quasi-global-momentum", "top-k"),
         ("gradient-tracking", "plain"),
+        ("diloco", "power"),
     ],
 )
 def test_the_order_of_events_replays_a_run(rule, name, gossip, tmp_path):
     problem, again = Quadratics(), Quadratics()
-    given = {"name": name, "gossip": gossip, "diffusion_rate": 0.3}
+    given: dict[str, Any] = {"name": name, "gossip": gossip, "diffusion_rate": 0.3}
+    if rule == "diloco":
+        given["rule_options"] = {"local_steps": 3, "gradient_correction": True}
     clock = learning_clock(problem, rule, 0.05, values=ELASTIC, record=True, **given)
     clock.run_until(25.0)
     order.write(tmp_path / "order.jsonl", clock.order)

@@ -165,6 +165,27 @@ def test_survivors_find_their_optimum_by_tracking(gossip, events, seconds):
     assert of_survivors(problem, clock.alive) < 1e-9
 
 
+@pytest.mark.parametrize(
+    ("gossip", "events", "seconds"),
+    [("synchronous", CHURN, 1500), ("bounded", LATER_DEATHS, 900), ("asynchronous", CHURN, 900)],
+)
+def test_survivors_find_their_optimum_by_corrected_diloco(gossip, events, seconds):
+    """Their corrections restart, and sum to 0 again with the exchanges that are not applied."""
+    problem, options = Quadratics(), {"local_steps": 3, "gradient_correction": True}
+    late = {"jitter": 0.3, "latency": 0.3, "late": {"fraction": 0.3, "seconds": 1.5}}
+    clock = learning_clock(
+        problem,
+        "diloco",
+        0.05,
+        values={**events, **late},
+        gossip=gossip,
+        max_delay=2,
+        rule_options=options,
+    )
+    clock.run_until(seconds)
+    assert of_survivors(problem, clock.alive) < 1e-6
+
+
 def test_ends_that_know_of_different_deaths_use_one_weight():
     """The weights of all edges change with a death. Duals are the sums of what was exchanged."""
     problem = Quadratics()

@@ -151,7 +151,7 @@ def _method(d: _Draws, of_exchanges: bool = False) -> dict[str, Any]:
     values: dict[str, Any] = {
         "optimizer": d.one_of("dpsgd", "power-gossip", "choco"),
         "learning": d.one_of(
-            "dpsgd", "quasi-global-momentum", "exact-diffusion", "gradient-tracking"
+            "dpsgd", "quasi-global-momentum", "exact-diffusion", "gradient-tracking", "diloco"
         ),
         "momentum": d.one_of(0.0, 0.9),
         "local_optimizer": "adamw" if d.chance(0.2) else "sgd",
@@ -160,7 +160,10 @@ def _method(d: _Draws, of_exchanges: bool = False) -> dict[str, Any]:
         values |= {"local_optimizer": "sgd", "momentum": 0.9}
     if d.chance(0.05):
         values["learning"] = d.one_of("k-gt", "beer", "gt-nsgd")  # most are rejected
-    if values["learning"] != "exact-diffusion":
+    if values["learning"] == "diloco":
+        values["local_steps"] = d.integer(1, 3)
+        values["learning_options"] = {"gradient_correction": d.chance(0.5)}
+    elif values["learning"] != "exact-diffusion":
         values["overlapping"] = d.one_of(None, True, False)
     if values["optimizer"] == "power-gossip":
         values |= {

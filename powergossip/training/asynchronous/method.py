@@ -108,6 +108,10 @@ def check(c: Settings, options: Mapping[str, Any], network: Network) -> None:
         averaging.make(c.optimizer, Layout([(2, 2)]), **resolved(c, options, network))
     Members(network.topology)
     dual_rate_of(c)
+    if c.learning == "diloco":
+        fragments, more = c.learning_options.get("fragments", 1), f"with {_given(c)}"
+        checks.check("learning_options.fragments", fragments, fragments == 1, f"1 {more}")
+        checks.check("overlapping", c.overlapping, not c.overlapping, f"false {more}")
 
 
 def _check_accelerated(c: Settings) -> None:

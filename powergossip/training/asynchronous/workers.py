@@ -63,7 +63,7 @@ class EdgeWorkers:
     def make(self, index: int, view: View, steps: int) -> Worker:
         """A worker that begins after a number of steps, see events.clock.Make."""
         self._begin_epoch(index, view)
-        rule = self._make_rule(index)
+        rule = self._make_rule(index, steps)
         if self._exchanges is None:
             self._exchanges = averaging.make(self._config.optimizer, rule.layout, **self._options)
         made = Worker(index, self.members, self._exchanges, rule, self._policy, view, steps)
@@ -88,7 +88,7 @@ class EdgeWorkers:
             pair[0] += float(value)
             pair[1] += 1
 
-    def _make_rule(self, index: int) -> learning.EdgeRule:
+    def _make_rule(self, index: int, steps: int) -> learning.EdgeRule:
         c, own = self._config, self._config.learning == "quasi-global-momentum"
         row: Any = _Row(self._parameters, self.rows[index])
         local = LocalOptimizer(row, c, *((0.0, "sgd") if own else (None, None)))
@@ -98,6 +98,8 @@ class EdgeWorkers:
             more = {"momentum": c.momentum, "nesterov": c.nesterov and c.momentum > 0}
         elif c.learning == "exact-diffusion":
             more = {"dual_rate": dual_rate_of(c)}
+        elif c.learning == "diloco":
+            more = {"local_steps": c.local_steps, "steps": steps, **c.learning_options}
         elif c.gossip in learning.OF_POLICIES:
             more = {"acceleration": acceleration_of(c, self._options, self._network.topology)}
         kind: type[Any] = learning.OF_POLICIES.get(c.gossip, learning.RULES[c.learning])
