@@ -62,10 +62,13 @@ class RunKeys:
     #   run
 
     # The local optimizer
-    local_optimizer: str = "sgd"  # sgd or adamw
+    local_optimizer: str = (
+        "sgd"  # sgd, adamw, or muon: matrices of hidden layers by Muon, all other
+    )
+    #   parameters by AdamW
     learning_rate: float | None = None  # by default the task's
     momentum: float | None = None  # momentum of sgd, by default the task's
-    nesterov: bool = True  # Nesterov's momentum in sgd
+    nesterov: bool = True  # Nesterov's momentum in sgd and muon
     precision: str = "fp32"  # precision of the loss and its gradient: fp32, or bf16 by torch's
     #   autocast. Parameters, messages and evaluations are in fp32
     torch_compile: bool = False  # compile the model's forward and backward passes in training
@@ -74,8 +77,20 @@ class RunKeys:
     adam_beta1: float = 0.9  # decay rate of adamw's mean gradient
     adam_beta2: float = 0.999  # decay rate of adamw's mean square
     adam_epsilon: float = 1e-8  # added to the root of adamw's mean square
+    muon_momentum: float = 0.95  # momentum of muon
+    muon_iteration: str = (
+        "newton-schulz"  # iteration that orthogonalizes a matrix: newton-schulz or
+    )
+    #   polar-express
+    muon_steps: int = 5  # steps of the iteration
+    muon_precision: str = "bf16"  # precision of the iteration: bf16 or fp32
+    muon_scale: str = (
+        "match-rms-adamw"  # factor on the step of a matrix: match-rms-adamw (0.2 times
+    )
+    #   the root of its longer side) or original (the root of rows/columns, at least 1)
+    muon_rate: float = 1.0  # learning rate of muon's matrices, in units of learning_rate
     weight_decay: float | None = None  # weight decay except on normalization layers, decoupled for
-    #   adamw. By default the task's
+    #   adamw and muon. By default the task's
     gradient_clipping: float | int | str | None = "auto"  # largest norm of a worker's gradient,
     #   null: unlimited, auto: the task's. For dgc see optimizer_clip_by
     lr_schedule: str = "milestones"  # after the warm-up: milestones, or cosine to 0 at the end

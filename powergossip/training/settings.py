@@ -21,6 +21,7 @@ from powergossip.network import hosted_workers as hosted
 from powergossip.network.resilient import spawning, ulfm
 from powergossip.runs import trackers
 from powergossip.runs.output import plain
+from powergossip.training import muon
 from powergossip.training.config import Settings
 from powergossip.training.local_optimizers import LOCAL_OPTIMIZERS
 from powergossip.training.method_keys import PREFIX
@@ -184,13 +185,16 @@ def _check_values(c: Settings, given: Mapping[str, Any]) -> None:
             "checkpoint_interval",
             "evaluation_interval",
             "local_steps",
+            "muon_steps",
             "recalibration_batches",
         ),
     )
     checks.all_of(checks.not_negative, vars(c), ("seed", "rank", "log_verbosity", "data_processes"))
-    checks.all_of(checks.positive, vars(c), ("learning_rate", "adam_epsilon"))
+    checks.all_of(checks.positive, vars(c), ("learning_rate", "adam_epsilon", "muon_rate"))
     checks.all_of(
-        checks.below_one, vars(c), ("adam_beta1", "adam_beta2", "momentum", "validation_ratio")
+        checks.below_one,
+        vars(c),
+        ("adam_beta1", "adam_beta2", "momentum", "muon_momentum", "validation_ratio"),
     )
     checks.fraction("decentralized_data_shuffled_ratio", c.decentralized_data_shuffled_ratio)
     checks.one_of("decentralized_data_placement", c.decentralized_data_placement, PLACEMENTS)
@@ -199,6 +203,9 @@ def _check_values(c: Settings, given: Mapping[str, Any]) -> None:
         raise ValueError("evaluate_workers=false: use true with evaluate_average_model=false")
     checks.one_of("lr_schedule", c.lr_schedule, ("milestones", "cosine"))
     checks.one_of("local_optimizer", c.local_optimizer, LOCAL_OPTIMIZERS)
+    checks.one_of("muon_iteration", c.muon_iteration, muon.ITERATIONS)
+    checks.one_of("muon_precision", c.muon_precision, muon.PRECISIONS)
+    checks.one_of("muon_scale", c.muon_scale, muon.SCALES)
     checks.one_of("precision", c.precision, PRECISIONS)
     checks.one_of("batched_gradients", c.batched_gradients, ("auto", "on", "off"))
     if c.batched_gradients == "on" and not c.evaluate_only:

@@ -43,6 +43,7 @@ METHODS: list[dict[str, Any]] = [
     {"optimizer": "choco", "learning": "gradient-tracking"},
     {"optimizer": "power-gossip", "learning": "exact-diffusion"},
     {**PLAIN, "local_optimizer": "adamw", "learning_rate": 0.003},
+    {**PLAIN, "local_optimizer": "muon", "learning_rate": 0.003},
     {**PLAIN, "local_optimizer": "adamw", "learning": "quasi-global-momentum"},
     *(
         {

@@ -93,7 +93,7 @@ class GossipRule:
     """
 
     kinds: ClassVar[frozenset[Kind]] = MEAN_PRESERVING
-    optimizers: ClassVar[tuple[str, ...]] = ("sgd", "adamw")
+    optimizers: ClassVar[tuple[str, ...]] = ("sgd", "adamw", "muon")
     static = owns_momentum = in_place = rescales = reads_rate = needs_norm = relays = False
     overlaps = always_overlaps = overlaps_mean = False
     for_different_data = True
