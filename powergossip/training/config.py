@@ -62,9 +62,7 @@ class RunKeys:
     #   run
 
     # The local optimizer
-    local_optimizer: str = (
-        "sgd"  # sgd, adamw, or muon: matrices of hidden layers by Muon, all other
-    )
+    local_optimizer: str = "sgd"  # sgd, adamw, or muon: hidden matrices by Muon, all other
     #   parameters by AdamW
     learning_rate: float | None = None  # by default the task's
     momentum: float | None = None  # momentum of sgd, by default the task's
@@ -78,16 +76,11 @@ class RunKeys:
     adam_beta2: float = 0.999  # decay rate of adamw's mean square
     adam_epsilon: float = 1e-8  # added to the root of adamw's mean square
     muon_momentum: float = 0.95  # momentum of muon
-    muon_iteration: str = (
-        "newton-schulz"  # iteration that orthogonalizes a matrix: newton-schulz or
-    )
-    #   polar-express
+    muon_iteration: str = "newton-schulz"  # orthogonalization: newton-schulz or polar-express
     muon_steps: int = 5  # steps of the iteration
     muon_precision: str = "bf16"  # precision of the iteration: bf16 or fp32
-    muon_scale: str = (
-        "match-rms-adamw"  # factor on the step of a matrix: match-rms-adamw (0.2 times
-    )
-    #   the root of its longer side) or original (the root of rows/columns, at least 1)
+    muon_scale: str = "match-rms-adamw"  # factor on the step of a matrix: match-rms-adamw
+    #   (0.2 times the root of its longer side) or original (the root of rows/columns, at least 1)
     muon_rate: float = 1.0  # learning rate of muon's matrices, in units of learning_rate
     weight_decay: float | None = None  # weight decay except on normalization layers, decoupled for
     #   adamw and muon. By default the task's
