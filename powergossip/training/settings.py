@@ -66,7 +66,7 @@ LEARNING_KEYS = {
 }
 # The values that stand for the task's default, where they are not null.
 BLANKS = {"gradient_clipping": "auto"}
-# Options of learning.CentralizedSGD, which makes a learning rule of an aggregation.
+# Options of learning.CentralizedSGD, which makes a learning rule of an aggregation of gradients.
 OF_RULE = {"num_batches_per_step": 1}
 
 PLACEMENTS = ("given", "mixed")  # of shards on the graph
@@ -103,9 +103,8 @@ def checked(
     _check_method(c, explicit or ())
     _check_events(c, processes)
     _resolve_options(c, given, explicit or (), warn=processes.rank == 0)
-    if c.optimizer in aggregation.AGGREGATIONS:
-        batches = c.options["num_batches_per_step"]
-        checks.at_least_one(f"{PREFIX}num_batches_per_step", batches)
+    batches = c.options.get("num_batches_per_step", 1)
+    checks.at_least_one(f"{PREFIX}num_batches_per_step", batches)
     if processes.rank == 0 and not c.evaluate_only:
         trackers.check(vars(c))
     if c.optimizer in ddp.HOOKS and not c.evaluate_only:
@@ -281,10 +280,11 @@ def _check_method(c: Settings, explicit: Collection[str]) -> None:
         choices = ", ".join(known)
         raise ValueError(f'optimizer "{c.optimizer}" is unknown; choose from {choices}')
     _check_learning(c, explicit)
-    if c.optimizer not in algorithms.AVERAGING and c.local_steps > 1:
+    has_local_steps = {*algorithms.AVERAGING, *aggregation.OF_LOCAL_STEPS}
+    if c.optimizer not in has_local_steps and c.local_steps > 1:
         raise ValueError(
-            f"local_steps={c.local_steps} is for gossip; use local_steps=1 with {c.optimizer} "
-            "(compressed gradients have optimizer_num_batches_per_step)"
+            f"local_steps={c.local_steps} is for gossip and sparse-loco; use local_steps=1 with "
+            f"{c.optimizer} (compressed gradients have optimizer_num_batches_per_step)"
         )
 
 
@@ -382,7 +382,8 @@ def option_defaults(optimizer: str, given: Mapping[str, Any] | None = None) -> d
         for name, default in _row_defaults(optimizer, given or {}).items()
         if name not in OWN_KEYS and name not in OF_RULE
     }
-    rule = OF_RULE if optimizer in aggregation.AGGREGATIONS else {}
+    of_gradients = {*aggregation.AGGREGATIONS} - aggregation.OF_LOCAL_STEPS
+    rule = OF_RULE if optimizer in of_gradients else {}
     return found | rule | DEFAULTS.get(optimizer, {})
 
 
