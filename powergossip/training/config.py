@@ -95,15 +95,15 @@ class RunKeys:
 
     # The method
     optimizer: str = "power-gossip"  # gossip: all-reduce, dpsgd, power-gossip, choco, deepsqueeze,
-    #   moniqua, push-sum. Compressed gradients: powersgd, dgc, ef-sgd, signsgd, ddp-powersgd,
-    #   ddp-batched-powersgd
+    #   moniqua, push-sum. Compressed gradients: powersgd, dgc, ef-sgd, signsgd, demo,
+    #   sparse-loco (with local_steps), ddp-powersgd, ddp-batched-powersgd
     topology: str = "ring"  # a name, or the path of an edge list or adjacency file
     topology_options: dict[str, Any] = field(default_factory=dict)  # such as {degree: 4}, and for
     #   static undirected graphs {weights: metropolis}, constant or fastest
     overlapping: bool | None = None  # gossip while the gradient is computed, or after the update
     #   (false). By default true, except for gradient-tracking, momentum-tracking and gt-nsgd over
     #   dpsgd and power-gossip
-    local_steps: int = 1  # gossip every k-th step
+    local_steps: int = 1  # gossip every k-th step, or average displacements (sparse-loco)
     learning: str = "dpsgd"  # learning rule of gossip: dpsgd, or for data that differ between
     #   workers: quasi-global-momentum, gradient-tracking, k-gt, momentum-tracking, gt-nsgd,
     #   exact-diffusion, beer, motef (the last two with optimizer=choco), relay-sgd (on trees; with

@@ -62,13 +62,13 @@ class MethodKeys:
         "optimizer=dpsgd": {
             "optimizer_diffusion_rate": (
                 1.0,
-                'diffusion rate γ, or "auto": the best one on this topology',
+                "diffusion rate γ, or \"auto\": the best one on this topology",
             ),
         },
         "optimizer=power-gossip": {
             "optimizer_diffusion_rate": (
                 1.0,
-                'diffusion rate γ, or "auto": the best one of plain gossip on this topology, 2/(λ_2 + λ_max). Above 2/λ_max there is a warning: V may grow, and at a high rank it does',
+                "diffusion rate γ, or \"auto\": the best one of plain gossip on this topology, 2/(λ_2 + λ_max). Above 2/λ_max there is a warning: V may grow, and at a high rank it does",
             ),
             "optimizer_rank": (
                 1,
