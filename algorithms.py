@@ -11,6 +11,7 @@ Averaging (`optimizer` in train.py and a row of `AVERAGING`)::
     deepsqueeze    DeepSqueeze   error feedback                 Tang et al. (2019), 1907.07346
     moniqua        Moniqua       2 bits, modulo a bound         Lu & De Sa (2020), 2002.11787
     push-sum       PushSum       directed graphs                Assran et al. (2019), 1811.10792
+    sparta         RandomEntries some random elements a step    Beton et al. (2025), exo gym
 
 Learning rules (`learning` in train.py and a row of `learning.LEARNING`), on top of averaging::
 

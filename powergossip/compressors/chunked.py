@@ -85,7 +85,7 @@ class ChunkTopK:
         width = z.norm(dim=-1, keepdim=True) / sqrt(max(count - 1, 1)) * (RANGE / bins)
         width = torch.where((width > 0) & width.isfinite(), width, 1.0)
         bin_ = (z / width + bins // 2).round().clamp(0, bins - 1).nan_to_num().long()
-        table = torch.zeros(*z.shape[:-1], bins, device=z.device)
+        table = z.new_zeros(*z.shape[:-1], bins)
         sums = table.scatter_add(-1, bin_, z)
         counts = table.scatter_add(-1, bin_, torch.ones_like(z))
         return sums.div_(counts.clamp_(min=1)).add_(mean), bin_

@@ -95,7 +95,7 @@ class RunKeys:
 
     # The method
     optimizer: str = "power-gossip"  # gossip: all-reduce, dpsgd, power-gossip, choco, deepsqueeze,
-    #   moniqua, push-sum. Compressed gradients: powersgd, dgc, ef-sgd, signsgd, demo,
+    #   moniqua, push-sum, sparta. Compressed gradients: powersgd, dgc, ef-sgd, signsgd, demo,
     #   sparse-loco (with local_steps), ddp-powersgd, ddp-batched-powersgd
     topology: str = "ring"  # a name, or the path of an edge list or adjacency file
     topology_options: dict[str, Any] = field(default_factory=dict)  # such as {degree: 4}, and for

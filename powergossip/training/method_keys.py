@@ -25,11 +25,11 @@ class MethodKeys:
     optimizer_copy_rate: float | None = None
     optimizer_theta: float | None = None
     optimizer_running_sums: bool | None = None
+    optimizer_keep_ratio: float | None = None
     optimizer_min_compression_rate: float | None = None
     optimizer_start_compressing_after: int | None = None
     optimizer_error_feedback: bool | None = None
     optimizer_num_batches_per_step: int | None = None
-    optimizer_keep_ratio: float | None = None
     optimizer_sample_ratio: float | None = None
     optimizer_strided_sample: bool | None = None
     optimizer_compress_upper_bound: float | None = None
@@ -62,13 +62,13 @@ class MethodKeys:
         "optimizer=dpsgd": {
             "optimizer_diffusion_rate": (
                 1.0,
-                "diffusion rate γ, or \"auto\": the best one on this topology",
+                'diffusion rate γ, or "auto": the best one on this topology',
             ),
         },
         "optimizer=power-gossip": {
             "optimizer_diffusion_rate": (
                 1.0,
-                "diffusion rate γ, or \"auto\": the best one of plain gossip on this topology, 2/(λ_2 + λ_max). Above 2/λ_max there is a warning: V may grow, and at a high rank it does",
+                'diffusion rate γ, or "auto": the best one of plain gossip on this topology, 2/(λ_2 + λ_max). Above 2/λ_max there is a warning: V may grow, and at a high rank it does',
             ),
             "optimizer_rank": (
                 1,
@@ -125,6 +125,16 @@ class MethodKeys:
             "optimizer_running_sums": (
                 False,
                 "send the sums of all messages so far, so that the next message makes up for a lost one",
+            ),
+        },
+        "optimizer=sparta": {
+            "optimizer_keep_ratio": (
+                0.005,
+                "fraction p of the elements",
+            ),
+            "optimizer_diffusion_rate": (
+                1.0,
+                "diffusion rate γ",
             ),
         },
         "optimizer=powersgd": {
