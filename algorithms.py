@@ -11,6 +11,7 @@ Averaging (`optimizer` in train.py and a row of `AVERAGING`)::
     deepsqueeze    DeepSqueeze   error feedback                 Tang et al. (2019), 1907.07346
     moniqua        Moniqua       2 bits, modulo a bound         Lu & De Sa (2020), 2002.11787
     push-sum       PushSum       directed graphs                Assran et al. (2019), 1811.10792
+    sparta         RandomEntries some random elements a step    Beton et al. (2025), exo gym
 
 Learning rules (`learning` in train.py and a row of `learning.LEARNING`), on top of averaging::
 
@@ -41,6 +42,8 @@ Compressed gradients (`optimizer` in train.py and a row of `AGGREGATIONS`)::
     dgc            sparse gradients with momentum    Lin et al. (2018), 1712.01887
     ef-sgd         error feedback, any compressor    Karimireddy et al. (2019), 1901.09847
     signsgd        majority vote on signs            Bernstein et al. (2018), 1802.04434
+    sparse-loco    local steps, top-k of chunks      Sarfi et al. (2025), 2508.15706
+    demo           momentum, cosine components       Peng et al. (2024), 2411.19870
 """
 
 from powergossip.algorithms import *  # noqa: F403

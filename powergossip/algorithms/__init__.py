@@ -4,7 +4,7 @@ An averaging algorithm's `step(x)` changes x [worker, D] in place. It is a gener
 communication itself: it yields messages and is resumed with the received ones (see network)::
 
     averaging.py      the interface
-    plain.py          without compression: plain gossip, all-reduce, Chebyshev, finite time
+    plain.py          without compression: plain gossip, SPARTA, all-reduce, Chebyshev, …
     compressed.py     CHOCO-Gossip, DeepSqueeze, Moniqua
     compiled.py       their compiled loops
     push_sum.py       push-sum, for directed graphs
@@ -39,7 +39,13 @@ from powergossip.algorithms import rates
 from powergossip.algorithms.averaging import Averaging, Rate
 from powergossip.algorithms.compressed import ChocoGossip, DeepSqueeze, Moniqua
 from powergossip.algorithms.learning import DPSGD, Correction
-from powergossip.algorithms.plain import ChebyshevGossip, ExactMean, FiniteTimeGossip, PlainGossip
+from powergossip.algorithms.plain import (
+    ChebyshevGossip,
+    ExactMean,
+    FiniteTimeGossip,
+    PlainGossip,
+    RandomEntries,
+)
 from powergossip.algorithms.power_gossip import PowerGossip
 from powergossip.algorithms.push_sum import PushSum
 from powergossip.algorithms.rates import choco_rate
@@ -64,6 +70,7 @@ __all__ = [
     "PlainGossip",
     "PowerGossip",
     "PushSum",
+    "RandomEntries",
     "Rate",
     "choco_rate",
     "default_rate",
@@ -168,6 +175,7 @@ AVERAGING: dict[str, _options.Builder] = {
     "deepsqueeze": _deepsqueeze,
     "moniqua": _moniqua,
     "push-sum": PushSum,
+    "sparta": RandomEntries,
 }
 
 # Limits for comparison, not for learning: they assume that nothing else changes x.

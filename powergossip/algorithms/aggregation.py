@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 from torch import Tensor
 
 from powergossip import compressors, options
-from powergossip.algorithms import dgc, power_sgd, sign_sgd
+from powergossip.algorithms import chunked, dgc, power_sgd, sign_sgd
 from powergossip.algorithms.error_feedback import ErrorFeedback
 from powergossip.algorithms.error_feedback import ErrorFeedbackConfig as ErrorFeedbackConfig
 from powergossip.network import Conversation, Network
@@ -144,7 +144,11 @@ AGGREGATIONS: dict[str, options.Builder] = {
     "dgc": _row(dgc.DGCAggregation, dgc.DGCConfig),
     "ef-sgd": _error_feedback,
     "signsgd": _row(sign_sgd.SignSGDAggregation, sign_sgd.SignSGDConfig),
+    "sparse-loco": chunked.SparseLoCo,
+    "demo": chunked.DeMo,
 }
+# Those of the displacements of several local steps: for learning.CentralizedLocal.
+OF_LOCAL_STEPS = frozenset({"sparse-loco"})
 
 
 def make(name: str, network: Network, layout: Layout, **given: Any) -> Aggregation:

@@ -28,6 +28,9 @@ class ErrorFeedbackConfig:
             may have momentum, which then follows the aggregation.
         nesterov: Nesterov's momentum.
         rescale_error: Keep the error in units of the update when the learning rate changes.
+        error_decay: Factor β on the error in each step.
+        mean_over: Workers in the mean of an element: all, or senders, those with a value that is
+            not 0.
         error_feedback: Add a worker's error to its next gradient. Otherwise it is lost.
         min_compression_rate: Tensors that would be compressed by this factor or less are
             all-reduced whole.
@@ -41,6 +44,8 @@ class ErrorFeedbackConfig:
     momentum: float = 0.0
     nesterov: bool = False
     rescale_error: bool = True
+    error_decay: float = 1.0
+    mean_over: str = "all"
     error_feedback: bool = True
     min_compression_rate: float = 1.0
     per_tensor: bool = True
@@ -48,6 +53,8 @@ class ErrorFeedbackConfig:
 
     def __post_init__(self) -> None:
         checks.below_one("momentum", self.momentum)
+        checks.fraction("error_decay", self.error_decay)
+        checks.one_of("mean_over", self.mean_over, ("all", "senders"))
         rate = self.min_compression_rate
         checks.check(
             "min_compression_rate", rate, checks.is_finite(rate) and rate >= 1, "1 or more"
@@ -71,7 +78,8 @@ class ErrorFeedback:
     arXiv:1905.13727, Algorithm 2. Their code leaves e_i in units of the gradient:
     rescale_error=False. A step with η_t = 0 does not change the unit.
 
-    Law: Σ_t η_t mean_t + η_T (mean error) = Σ_t η_t (mean of the u_i), for any C.
+    Law: Σ_t η_t mean_t + η_T (mean error) = Σ_t η_t (mean of the u_i), for any C, unless e_i has a
+    factor `error_decay` in each step.
 
     A tensor of N elements is compressed if its part of a message is less than 32 N /
     min_compression_rate bits. All others are in one all-reduce, uncompressed, and have no error.
@@ -166,10 +174,12 @@ class ErrorFeedback:
         self._steps += 1
 
     def _add_gradient(self, gradient: Tensor) -> None:
-        """p ← u + (η_{t−1}/η_t) e, in the memory of e. Clears the gradient."""
+        """p ← u + β (η_{t−1}/η_t) e, in the memory of e. Clears the gradient."""
         config, p, u = self._config, self._error, self._momentum
         if config.rescale_error:
             self._rescale()
+        if config.error_decay != 1:
+            p.mul_(config.error_decay)
         if u is not None:
             u.mul_(config.momentum).add_(gradient)
             if config.nesterov:
@@ -201,13 +211,20 @@ class ErrorFeedback:
         """total [1, D] ← 1/n Σ_j C(p_j), added in the order of the workers. `own` has the decoded
         messages of the hosted ones."""
         hosted = self._network.workers
+        senders = torch.zeros_like(total) if self._config.mean_over == "senders" else None
         for worker, piece in enumerate(pieces):
+            sender = self._everyone[worker : worker + 1]
             if worker in hosted:
-                total.add_(own[worker - hosted.start])
-            else:
-                sender = self._everyone[worker : worker + 1]
+                values = own[worker - hosted.start]
+            elif senders is None:
                 self._codec.add(piece[None], sender, self._steps, total)
-        total.div_(len(pieces))
+                continue
+            else:
+                values = self._codec.decode(piece[None], sender, self._steps)
+            total.add_(values)
+            if senders is not None:
+                senders.add_(values != 0)
+        total.div_(len(pieces) if senders is None else senders.clamp_(min=1))
 
     def state_dict(self) -> dict[str, Any]:
         """Number of steps, last learning rates, and [worker, D]: error e, momentum u or None."""

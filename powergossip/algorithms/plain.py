@@ -1,4 +1,5 @@
-"""Averaging without compression: plain gossip, all-reduce, and two accelerated variants."""
+"""Averaging without compression: plain gossip, of all or of some elements, all-reduce, and two
+accelerated variants."""
 
 from collections.abc import Mapping, Sequence
 from math import log
@@ -7,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powergossip import kernels
+from powergossip import checks, kernels, randomness
 from powergossip.algorithms.averaging import Kind, Rate, Stateless, column
+from powergossip.compressors.sparse import distinct
 from powergossip.network import Conversation, Mean, Network, ToAll
+from powergossip.parameters import Layout
 
 
 class PlainGossip(Stateless):
@@ -77,6 +80,61 @@ class PlainGossip(Stateless):
 def _fits(tensor: Tensor) -> bool:
     """Whether compiled loops accept a tensor [*, element]."""
     return tensor.dtype == torch.float32 and tensor.stride(-1) == 1
+
+
+class RandomEntries:
+    """SPARTA: plain gossip of K random elements, resampled in each step, the same in all workers::
+
+        x_i[S] ← x_i[S] + γ Σ_j w_ij (x_j[S] − x_i[S])            |S| = K = max(1, ⌊p D⌋)
+
+    Beton et al. (2025), "SPARTA", in exo-explore/gym (9fa323c), sparta.py. There each element is
+    in S with probability p, and G is the exact mean: topology=fully-connected.
+
+    Sends K elements of 32 bits to each neighbor. Positions follow from the seed.
+
+    Args:
+        keep_ratio: Fraction p of the elements.
+        diffusion_rate: Diffusion rate γ.
+        seed: Seed of the positions.
+
+    Raises:
+        ValueError: Unless 0 < p ≤ 1 and γ > 0.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        layout: Layout,
+        *,
+        keep_ratio: float = 0.005,
+        diffusion_rate: Rate = 1.0,
+        seed: int = 0,
+    ):
+        ok = checks.is_finite(keep_ratio) and 0 < keep_ratio <= 1
+        checks.check("keep_ratio", keep_ratio, ok, "a fraction above 0, at most 1")
+        self._gossip = PlainGossip(network, diffusion_rate)
+        self._size, self._kept = layout.size, max(1, int(keep_ratio * layout.size))
+        self._key = randomness.keys(seed, "sparta", [()])[0].to(network.device)
+        self._part = torch.zeros(
+            network.rows, self._kept, dtype=network.dtype, device=network.device
+        )
+        self._steps = 0
+
+    def step(self, x: Tensor) -> Conversation:
+        """One step of plain gossip of x[S]."""
+        positions = distinct(
+            lambda count: randomness.bits(self._key, self._steps, (count,)), self._kept, self._size
+        )
+        torch.index_select(x, 1, positions, out=self._part)
+        yield from self._gossip.step(self._part)
+        x.index_copy_(1, positions, self._part)
+        self._steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self._steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._steps = state["steps"]
 
 
 class ExactMean(Stateless):

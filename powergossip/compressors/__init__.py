@@ -39,6 +39,7 @@ Modules::
 
     compressor.py   the interface
     sparse.py       TopK, RandomK, RandomBlock
+    chunked.py      ChunkTopK, of sparse-loco and demo alone
     quantized.py    SignAndNorm, Rounding, QSGD, Identity
     low_rank.py     SVD
     codec.py        a worker's message
@@ -55,6 +56,7 @@ contraction, E‖v − C(v)‖² ≤ (1 − δ)‖v‖²).
 from typing import Any
 
 from powergossip import options as _options
+from powergossip.compressors.chunked import ChunkTopK, chunk_shape
 from powergossip.compressors.codec import Codec, matrices, size
 from powergossip.compressors.compressor import (
     BySize,
@@ -74,6 +76,7 @@ __all__ = [
     "QSGD",
     "SVD",
     "BySize",
+    "ChunkTopK",
     "Codec",
     "Compressor",
     "CompressorOptions",
@@ -87,6 +90,7 @@ __all__ = [
     "SignAndNorm",
     "Stream",
     "TopK",
+    "chunk_shape",
     "make",
     "matrices",
     "pack",

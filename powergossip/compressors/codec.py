@@ -152,7 +152,6 @@ class Plan:
 
     def __init__(self, compressor: Compressor, stacks: Sequence[Stack]):
         fields = [compressor.fields(stack.rows, stack.columns) for stack in stacks]
-        self.places: list[list[Place]] = [[] for _ in stacks]
         self.wide = self.count = 0
         self.levels: Levels | None = None
         order = [(s, f) for s in range(len(stacks)) for f in range(len(fields[s]))]
@@ -161,18 +160,20 @@ class Plan:
             kind = fields[index[0]][index[1]].kind
             return 0 if isinstance(kind, Levels) else kind.itemsize
 
+        placed: dict[tuple[int, int], Place] = {}
         for s, f in sorted(order, key=width, reverse=True):  # stable
             kind, length = fields[s][f]
             layers = stacks[s].layers
             if isinstance(kind, Levels):
                 assert self.levels in (None, kind), "a message has one kind of levels"
                 self.levels = kind
-                self.places[s].append(Place(None, layers, length, self.count))
+                placed[s, f] = Place(None, layers, length, self.count)
                 self.count += layers * length
             else:
                 start = self.wide // kind.itemsize
-                self.places[s].append(Place(kind, layers, length, start))
+                placed[s, f] = Place(kind, layers, length, start)
                 self.wide += layers * length * kind.itemsize
+        self.places = [[placed[s, f] for f in range(len(of))] for s, of in enumerate(fields)]
         self.size = self.wide
         if self.levels:
             self.size += packed_size(self.count, self.levels.bits)

@@ -41,6 +41,13 @@ class LanguageModel(nn.Module, ABC):
         {} is the initial state. self.state is neither read nor changed.
         """
 
+    def hidden_matrices(self) -> list[str]:
+        """The names of all matrices but embeddings, whose weights the output layer shares."""
+        embeddings = {
+            f"{name}.weight" for name, m in self.named_modules() if isinstance(m, nn.Embedding)
+        }
+        return [n for n, p in self.named_parameters() if p.ndim >= 2 and n not in embeddings]
+
 
 class LSTM(LanguageModel):
     """Embedding, LSTM layers, and an output layer that shares the embedding's weights, with a bias.

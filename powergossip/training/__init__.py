@@ -5,7 +5,8 @@ Modules::
     trainer.py            Trainer: a training run from a checked configuration
     settings.py           accepted values of the keys, and options of the chosen method
     resuming.py           conditions for resuming a run
-    local_optimizers.py   SGD and AdamW over the flat buffer
+    local_optimizers.py   SGD, AdamW and Muon over the flat buffer
+    muon.py               Muon for hidden matrices, AdamW for all other parameters
     schedule.py           learning rate of a step
     asynchronous/         training by exchanges of edges: in processes, or on the virtual clock
     evaluation.py         metrics of the workers' models and of their mean

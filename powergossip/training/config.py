@@ -62,10 +62,11 @@ class RunKeys:
     #   run
 
     # The local optimizer
-    local_optimizer: str = "sgd"  # sgd or adamw
+    local_optimizer: str = "sgd"  # sgd, adamw, or muon: hidden matrices by Muon, all other
+    #   parameters by AdamW
     learning_rate: float | None = None  # by default the task's
     momentum: float | None = None  # momentum of sgd, by default the task's
-    nesterov: bool = True  # Nesterov's momentum in sgd
+    nesterov: bool = True  # Nesterov's momentum in sgd and muon
     precision: str = "fp32"  # precision of the loss and its gradient: fp32, or bf16 by torch's
     #   autocast. Parameters, messages and evaluations are in fp32
     torch_compile: bool = False  # compile the model's forward and backward passes in training
@@ -74,8 +75,15 @@ class RunKeys:
     adam_beta1: float = 0.9  # decay rate of adamw's mean gradient
     adam_beta2: float = 0.999  # decay rate of adamw's mean square
     adam_epsilon: float = 1e-8  # added to the root of adamw's mean square
+    muon_momentum: float = 0.95  # momentum of muon
+    muon_iteration: str = "newton-schulz"  # orthogonalization: newton-schulz or polar-express
+    muon_steps: int = 5  # steps of the iteration
+    muon_precision: str = "bf16"  # precision of the iteration: bf16 or fp32
+    muon_scale: str = "match-rms-adamw"  # factor on the step of a matrix: match-rms-adamw
+    #   (0.2 times the root of its longer side) or original (the root of rows/columns, at least 1)
+    muon_rate: float = 1.0  # learning rate of muon's matrices, in units of learning_rate
     weight_decay: float | None = None  # weight decay except on normalization layers, decoupled for
-    #   adamw. By default the task's
+    #   adamw and muon. By default the task's
     gradient_clipping: float | int | str | None = "auto"  # largest norm of a worker's gradient,
     #   null: unlimited, auto: the task's. For dgc see optimizer_clip_by
     lr_schedule: str = "milestones"  # after the warm-up: milestones, or cosine to 0 at the end
@@ -87,15 +95,15 @@ class RunKeys:
 
     # The method
     optimizer: str = "power-gossip"  # gossip: all-reduce, dpsgd, power-gossip, choco, deepsqueeze,
-    #   moniqua, push-sum. Compressed gradients: powersgd, dgc, ef-sgd, signsgd, ddp-powersgd,
-    #   ddp-batched-powersgd
+    #   moniqua, push-sum, sparta. Compressed gradients: powersgd, dgc, ef-sgd, signsgd, demo,
+    #   sparse-loco (with local_steps), ddp-powersgd, ddp-batched-powersgd
     topology: str = "ring"  # a name, or the path of an edge list or adjacency file
     topology_options: dict[str, Any] = field(default_factory=dict)  # such as {degree: 4}, and for
     #   static undirected graphs {weights: metropolis}, constant or fastest
     overlapping: bool | None = None  # gossip while the gradient is computed, or after the update
     #   (false). By default true, except for gradient-tracking, momentum-tracking and gt-nsgd over
     #   dpsgd and power-gossip
-    local_steps: int = 1  # gossip every k-th step
+    local_steps: int = 1  # gossip every k-th step, or average displacements (sparse-loco)
     learning: str = "dpsgd"  # learning rule of gossip: dpsgd, or for data that differ between
     #   workers: quasi-global-momentum, gradient-tracking, k-gt, momentum-tracking, gt-nsgd,
     #   exact-diffusion, beer, motef (the last two with optimizer=choco), relay-sgd (on trees; with

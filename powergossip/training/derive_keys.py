@@ -25,7 +25,10 @@ from powergossip.training.settings import ALIASES, DEFAULTS, OWN_KEYS, option_de
 
 # Further objects whose docstrings describe the options of a method.
 _DESCRIPTIONS: dict[str, tuple[Any, ...]] = {
-    **{name: (learning.CentralizedSGD,) for name in aggregation.AGGREGATIONS},
+    **{
+        name: (learning.CentralizedSGD,)
+        for name in {*aggregation.AGGREGATIONS} - aggregation.OF_LOCAL_STEPS
+    },
     "ef-sgd": (learning.CentralizedSGD, aggregation.ErrorFeedbackConfig),
 }
 _NAMES = {float: "float", int: "int", str: "str", bool: "bool"}  # in the order of a union

@@ -1,18 +1,19 @@
 """The local optimizer: a worker's own update."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from powergossip.parameters import Parameters
+from powergossip.training import muon
 from powergossip.training.config import Settings
+from powergossip.training.muon import Muon, Rows, hidden_matrices
 
-Rows = list[nn.Parameter]  # of x, each [1, D]
 
-
-def _sgd(x: Rows, c: Settings, momentum: float) -> torch.optim.Optimizer:
+def _sgd(x: Rows, parameters: Parameters, c: Settings, momentum: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(
         x,
         lr=c.learning_rate,
@@ -22,7 +23,7 @@ def _sgd(x: Rows, c: Settings, momentum: float) -> torch.optim.Optimizer:
     )
 
 
-def _adamw(x: Rows, c: Settings, momentum: float) -> torch.optim.Optimizer:
+def _adamw(x: Rows, parameters: Parameters, c: Settings, momentum: float) -> torch.optim.Optimizer:
     """Loshchilov & Hutter (2019), arXiv:1711.05101; LocalOptimizer applies the weight decay."""
     return torch.optim.AdamW(
         x,
@@ -34,12 +35,29 @@ def _adamw(x: Rows, c: Settings, momentum: float) -> torch.optim.Optimizer:
     )
 
 
-# The names that users choose from. State is elementwise, so one optimizer serves all workers.
-LOCAL_OPTIMIZERS: dict[str, Callable[[Rows, Any, float], torch.optim.Optimizer]] = {
+def _muon(x: Rows, parameters: Parameters, c: Settings, momentum: float) -> torch.optim.Optimizer:
+    hidden = set(hidden_matrices(parameters.models[0]))
+    return Muon(
+        x,
+        parameters.layout,
+        [index for index, name in enumerate(parameters.names) if name in hidden],
+        partial(_adamw, parameters=parameters, c=c, momentum=momentum),
+        momentum=c.muon_momentum,
+        nesterov=c.nesterov,
+        polar=partial(muon.ITERATIONS[c.muon_iteration], steps=c.muon_steps),
+        dtype=muon.PRECISIONS[c.muon_precision],
+        scale=muon.SCALES[c.muon_scale],
+        rate=c.muon_rate,
+    )
+
+
+# The names that users choose from. A row of the state is that of a worker.
+LOCAL_OPTIMIZERS: dict[str, Callable[[Rows, Any, Any, float], torch.optim.Optimizer]] = {
     "sgd": _sgd,
     "adamw": _adamw,
+    "muon": _muon,
 }
-DECOUPLED = ("adamw",)  # weight decay apart from the gradient
+DECOUPLED = ("adamw", "muon")  # weight decay apart from the gradient
 
 
 class LocalOptimizer:
@@ -66,7 +84,8 @@ class LocalOptimizer:
         # Rows, not x: torch's fused optimizers ignore strides.
         self._rows = [nn.Parameter(row) for row in parameters.x.split(1)]
         momentum = c.momentum if momentum is None else momentum
-        self._optimizer = LOCAL_OPTIMIZERS[kind or c.local_optimizer](self._rows, c, momentum)
+        make = LOCAL_OPTIMIZERS[kind or c.local_optimizer]
+        self._optimizer = make(self._rows, parameters, c, momentum)
         decay = c.weight_decay if decoupled else 0.0
         self._decay = decay
         self._spans = parameters.decay_spans() if decay else []

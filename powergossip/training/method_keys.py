@@ -25,11 +25,11 @@ class MethodKeys:
     optimizer_copy_rate: float | None = None
     optimizer_theta: float | None = None
     optimizer_running_sums: bool | None = None
+    optimizer_keep_ratio: float | None = None
     optimizer_min_compression_rate: float | None = None
     optimizer_start_compressing_after: int | None = None
     optimizer_error_feedback: bool | None = None
     optimizer_num_batches_per_step: int | None = None
-    optimizer_keep_ratio: float | None = None
     optimizer_sample_ratio: float | None = None
     optimizer_strided_sample: bool | None = None
     optimizer_compress_upper_bound: float | None = None
@@ -45,6 +45,12 @@ class MethodKeys:
     optimizer_momentum_before_compression: bool | None = None
     optimizer_rescale_error: bool | None = None
     optimizer_per_tensor: bool | None = None
+    optimizer_outer_rate: float | None = None
+    optimizer_error_decay: float | None = None
+    optimizer_mean_over: str | None = None
+    optimizer_kept: int | None = None
+    optimizer_chunk: int | None = None
+    optimizer_bits: int | None = None
     optimizer_start_iteration: int | str | None = None
     optimizer_orthogonalization_epsilon: float | None = None
     optimizer_batch_tensors_with_same_shape: bool | None = None
@@ -119,6 +125,16 @@ class MethodKeys:
             "optimizer_running_sums": (
                 False,
                 "send the sums of all messages so far, so that the next message makes up for a lost one",
+            ),
+        },
+        "optimizer=sparta": {
+            "optimizer_keep_ratio": (
+                0.005,
+                "fraction p of the elements",
+            ),
+            "optimizer_diffusion_rate": (
+                1.0,
+                "diffusion rate γ",
             ),
         },
         "optimizer=powersgd": {
@@ -240,6 +256,54 @@ class MethodKeys:
             ),
         },
         "optimizer=signsgd": {
+            "optimizer_num_batches_per_step": (
+                1,
+                "batches whose mean gradient g_i is compressed. Nothing is sent in between",
+            ),
+        },
+        "optimizer=sparse-loco": {
+            "optimizer_outer_rate": (
+                1.0,
+                "rate α of the mean displacement",
+            ),
+            "optimizer_error_decay": (
+                0.95,
+                "decay β of the errors",
+            ),
+            "optimizer_mean_over": (
+                "all",
+                "workers in the mean of an element: all, or senders, those with a value for it",
+            ),
+            "optimizer_kept": (
+                64,
+                "largest values of a chunk that are sent",
+            ),
+            "optimizer_chunk": (
+                64,
+                "largest number of rows and of columns of a chunk",
+            ),
+            "optimizer_bits": (
+                2,
+                "bits of a value, 1 to 8, or 32 for floats",
+            ),
+        },
+        "optimizer=demo": {
+            "optimizer_error_decay": (
+                0.999,
+                "decay β of the momenta",
+            ),
+            "optimizer_mean_over": (
+                "all",
+                "workers in the mean of a component: all, or senders, those with a value for it",
+            ),
+            "optimizer_kept": (
+                32,
+                "largest values of a chunk that are sent",
+            ),
+            "optimizer_chunk": (
+                64,
+                "largest number of rows and of columns of a chunk",
+            ),
             "optimizer_num_batches_per_step": (
                 1,
                 "batches whose mean gradient g_i is compressed. Nothing is sent in between",

@@ -153,6 +153,17 @@ def _of_compressed_gradients(c: Settings, network: Network, parameters: Paramete
     """Build the mean of compressed gradients, one of aggregation.AGGREGATIONS."""
     aggregate = _make_aggregation(c, network, parameters.layout)
     local = LocalOptimizer(parameters, c, 0.0 if aggregate.owns_momentum else None)
+    if c.optimizer in aggregation.OF_LOCAL_STEPS:
+        of_local_steps = learning.CentralizedLocal(
+            network,
+            aggregate,
+            parameters,
+            local.step,
+            local_steps=c.local_steps,
+            weight_decay=local.coupled_decay,
+            clip=c.gradient_clipping,
+        )
+        return Method(local, of_local_steps, _constant)
     rule = learning.CentralizedSGD(
         network,
         aggregate,

@@ -21,6 +21,7 @@ from powergossip.network import hosted_workers as hosted
 from powergossip.network.resilient import spawning, ulfm
 from powergossip.runs import trackers
 from powergossip.runs.output import plain
+from powergossip.training import muon
 from powergossip.training.config import Settings
 from powergossip.training.local_optimizers import LOCAL_OPTIMIZERS
 from powergossip.training.method_keys import PREFIX
@@ -65,7 +66,7 @@ LEARNING_KEYS = {
 }
 # The values that stand for the task's default, where they are not null.
 BLANKS = {"gradient_clipping": "auto"}
-# Options of learning.CentralizedSGD, which makes a learning rule of an aggregation.
+# Options of learning.CentralizedSGD, which makes a learning rule of an aggregation of gradients.
 OF_RULE = {"num_batches_per_step": 1}
 
 PLACEMENTS = ("given", "mixed")  # of shards on the graph
@@ -109,9 +110,8 @@ def checked(
     _check_method(c, explicit or ())
     _check_events(c, processes)
     _resolve_options(c, given, explicit or (), warn=processes.rank == 0)
-    if c.optimizer in aggregation.AGGREGATIONS:
-        batches = c.options["num_batches_per_step"]
-        checks.at_least_one(f"{PREFIX}num_batches_per_step", batches)
+    batches = c.options.get("num_batches_per_step", 1)
+    checks.at_least_one(f"{PREFIX}num_batches_per_step", batches)
     if processes.rank == 0 and not c.evaluate_only:
         trackers.check(vars(c))
     if c.optimizer in ddp.HOOKS and not c.evaluate_only:
@@ -191,14 +191,17 @@ def _check_values(c: Settings, given: Mapping[str, Any]) -> None:
             "checkpoint_interval",
             "evaluation_interval",
             "local_steps",
+            "muon_steps",
             "recalibration_batches",
         ),
     )
     checks.all_of(checks.not_negative, vars(c), ("seed", "rank", "data_processes"))
     checks.level("log_verbosity", c.log_verbosity)
-    checks.all_of(checks.positive, vars(c), ("learning_rate", "adam_epsilon"))
+    checks.all_of(checks.positive, vars(c), ("learning_rate", "adam_epsilon", "muon_rate"))
     checks.all_of(
-        checks.below_one, vars(c), ("adam_beta1", "adam_beta2", "momentum", "validation_ratio")
+        checks.below_one,
+        vars(c),
+        ("adam_beta1", "adam_beta2", "momentum", "muon_momentum", "validation_ratio"),
     )
     checks.fraction("decentralized_data_shuffled_ratio", c.decentralized_data_shuffled_ratio)
     checks.one_of("decentralized_data_placement", c.decentralized_data_placement, PLACEMENTS)
@@ -207,6 +210,9 @@ def _check_values(c: Settings, given: Mapping[str, Any]) -> None:
         raise ValueError("evaluate_workers=false: use true with evaluate_average_model=false")
     checks.one_of("lr_schedule", c.lr_schedule, ("milestones", "cosine"))
     checks.one_of("local_optimizer", c.local_optimizer, LOCAL_OPTIMIZERS)
+    checks.one_of("muon_iteration", c.muon_iteration, muon.ITERATIONS)
+    checks.one_of("muon_precision", c.muon_precision, muon.PRECISIONS)
+    checks.one_of("muon_scale", c.muon_scale, muon.SCALES)
     checks.one_of("precision", c.precision, PRECISIONS)
     checks.one_of("batched_gradients", c.batched_gradients, ("auto", "on", "off"))
     if c.batched_gradients == "on" and not c.evaluate_only:
@@ -282,10 +288,11 @@ def _check_method(c: Settings, explicit: Collection[str]) -> None:
         choices = ", ".join(known)
         raise ValueError(f'optimizer "{c.optimizer}" is unknown; choose from {choices}')
     _check_learning(c, explicit)
-    if c.optimizer not in algorithms.AVERAGING and c.local_steps > 1:
+    has_local_steps = {*algorithms.AVERAGING, *aggregation.OF_LOCAL_STEPS}
+    if c.optimizer not in has_local_steps and c.local_steps > 1:
         raise ValueError(
-            f"local_steps={c.local_steps} is for gossip; use local_steps=1 with {c.optimizer} "
-            "(compressed gradients have optimizer_num_batches_per_step)"
+            f"local_steps={c.local_steps} is for gossip and sparse-loco; use local_steps=1 with "
+            f"{c.optimizer} (compressed gradients have optimizer_num_batches_per_step)"
         )
 
 
@@ -384,7 +391,8 @@ def option_defaults(optimizer: str, given: Mapping[str, Any] | None = None) -> d
         for name, default in _row_defaults(optimizer, given or {}).items()
         if name not in OWN_KEYS and name not in OF_RULE
     }
-    rule = OF_RULE if optimizer in aggregation.AGGREGATIONS else {}
+    of_gradients = {*aggregation.AGGREGATIONS} - aggregation.OF_LOCAL_STEPS
+    rule = OF_RULE if optimizer in of_gradients else {}
     return found | rule | DEFAULTS.get(optimizer, {})
 
 

@@ -216,6 +216,31 @@ def test_plain_gossip_sends_every_element_to_every_neighbor() -> None:
     assert network.bits.tolist() == [3 * 32 * layout.size * degree for degree in (4, 1, 1, 1, 1)]
 
 
+@pytest.mark.parametrize("ratio", [1e-6, 0.2, 1.0])
+def test_sparta_is_plain_gossip_of_as_many_random_elements(ratio: float) -> None:
+    """Others in each step, the same in all workers. On the complete graph, their exact mean."""
+    layout, network = Layout(SHAPES), alone("fully-connected", 5)
+    kept, before = max(1, int(ratio * layout.size)), start(5, layout)
+    averaging = algorithms.make("sparta", network, layout, keep_ratio=ratio, seed=1)
+    seen = set()
+    for _ in range(3):
+        x = steps(network, averaging, before.clone(), 1)
+        moved = (x != before).all(0)
+        assert torch.equal(x[:, ~moved], before[:, ~moved])
+        means = before.mean(0).expand(5, -1)
+        torch.testing.assert_close(x[:, moved], means[:, moved], rtol=0, atol=1e-6)
+        assert moved.sum() == kept
+        seen.add(tuple(moved.tolist()))
+    assert len(seen) == (1 if kept == layout.size else 3)
+    assert network.bits.tolist() == [3 * 32 * kept * 4] * 5
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.1, float("nan")])
+def test_sparta_rejects_fractions_of_no_elements(ratio: float) -> None:
+    with pytest.raises(ValueError, match="keep_ratio"):
+        algorithms.make("sparta", alone("ring", 3), Layout(SHAPES), keep_ratio=ratio)
+
+
 # --- The limits, and compressed messages to all --------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from powergossip import compressors, topologies
 from powergossip import options as rows
 from powergossip.algorithms import aggregation as aggregations
-from powergossip.algorithms.aggregation import AGGREGATIONS
+from powergossip.algorithms.aggregation import AGGREGATIONS, OF_LOCAL_STEPS
 from powergossip.algorithms.ddp import HOOKS, DDPHook
 from powergossip.algorithms.dgc import DGCAggregation, DGCConfig
 from powergossip.algorithms.error_feedback import ErrorFeedback, ErrorFeedbackConfig
@@ -34,25 +34,30 @@ EVERYTHING: dict[str, dict[str, Any]] = {
     "powersgd": {"optimizer_rank": 128},  # full
     "dgc": {"optimizer_keep_ratio": 1.0},
     "ef-sgd": {"optimizer_compressor": "identity"},
+    "sparse-loco": {"optimizer_kept": 4096, "optimizer_bits": 32},
 }
 COMPRESSING: dict[str, dict[str, Any]] = {
     "powersgd": {"optimizer_rank": 1},
     "dgc": {"optimizer_keep_ratio": 0.03},
     "ef-sgd": {"optimizer_compressor": "sign-and-norm"},
-    "signsgd": {"learning_rate": 0.002},  # never SGD. Its laws are in test_sign_sgd.py
+    "sparse-loco": {"optimizer_kept": 32, "optimizer_bits": 8},
+    # Never SGD. Their laws are in test_sign_sgd.py and test_chunked.py.
+    "signsgd": {"learning_rate": 0.002},
+    "demo": {"learning_rate": 0.002},
 }
 # Those with a residual, with their options.
 RESIDUALS: list[tuple[str, dict[str, Any]]] = [
     ("powersgd", {"rank": 1}),
     ("dgc", {"keep_ratio": 0.03}),
     ("dgc", {"keep_ratio": 0.03, "int32_indices": False}),
+    ("sparse-loco", {"kept": 8, "bits": 4, "error_decay": 1.0}),
     *(("ef-sgd", {"compressor": name}) for name in COMPRESSORS if name != "identity"),
 ]
 STEPS = 24
 
 
 def test_every_aggregation_is_tested() -> None:
-    assert {*EVERYTHING, "signsgd"} == set(COMPRESSING) == set(AGGREGATIONS)
+    assert {*EVERYTHING, "signsgd", "demo"} == set(COMPRESSING) == set(AGGREGATIONS)
 
 
 @pytest.mark.parametrize("name", EVERYTHING)
@@ -165,7 +170,7 @@ def test_workers_stay_together_and_learn_with_fewer_bits(name: str) -> None:
     assert accuracy["accuracy"] > 0.85 * accuracy["count"]
 
 
-@pytest.mark.parametrize("name", EVERYTHING)
+@pytest.mark.parametrize("name", sorted({*EVERYTHING} - OF_LOCAL_STEPS))
 def test_several_batches_a_step_are_one_large_batch(name: str) -> None:
     """Their mean gradient; nothing is sent in between, and parameters rest."""
     several = after_steps(3, optimizer=name, optimizer_num_batches_per_step=4, **EVERYTHING[name])
@@ -357,7 +362,17 @@ def test_clipping_concerns_the_new_gradient_only() -> None:
             "optimizer_warmup_ratios",
         ),
         ({"optimizer": "dgc", "local_optimizer": "adamw"}, "local_optimizer=adamw: dgc"),
-        ({"optimizer": "powersgd", "local_steps": 2}, "local_steps=2 is for gossip"),
+        *(
+            ({"optimizer": name, "local_steps": 2}, "local_steps=2 is for gossip")
+            for name in ("powersgd", "demo")
+        ),
+        ({"optimizer": "sparse-loco", "optimizer_mean_over": "some"}, "optimizer_mean_over=some"),
+        ({"optimizer": "sparse-loco", "optimizer_error_decay": 1.1}, "optimizer_error_decay=1.1"),
+        ({"optimizer": "sparse-loco", "optimizer_outer_rate": 0.0}, "optimizer_outer_rate=0.0"),
+        ({"optimizer": "sparse-loco", "optimizer_bits": 9}, "optimizer_bits=9"),
+        ({"optimizer": "demo", "optimizer_kept": 0}, "optimizer_kept=0"),
+        ({"optimizer": "demo", "optimizer_chunk": 0}, "optimizer_chunk=0"),
+        ({"optimizer": "demo", "local_optimizer": "adamw"}, "local_optimizer=adamw"),
         ({"optimizer": "powersgdd"}, 'optimizer "powersgdd" is unknown; choose from .*powersgd'),
         *(({"optimizer": hook}, "4 workers in a process") for hook in HOOKS),
         (

@@ -72,6 +72,7 @@ def test_a_step_of_averaging(
         "deepsqueeze": 2 * (32 + 10_000),
         "moniqua": 2 * 2 * 10_000,
         "push-sum": 2 * 32 * 10_001,
+        "sparta": 2 * 32 * 50,
     }
     assert line["bits_per_step"] == expected[algorithm]
 

@@ -54,6 +54,7 @@ EVERY: list[Case] = [
     ("dpsgd", AveragingOptions()),
     ("push-sum", AveragingOptions()),
     ("push-sum", AveragingOptions(running_sums=True)),
+    ("sparta", AveragingOptions(keep_ratio=0.3)),
     *(("power-gossip", options) for options in POWER_GOSSIP),
     *COMPRESSED,
     *((name, AveragingOptions()) for name in CONSENSUS_ONLY),

@@ -38,6 +38,7 @@ METHODS = {
         "deepsqueeze", diffusion_rate=0.2, compressor="top-k", keep_ratio=0.3
     ),
     "moniqua": Specification("moniqua", diffusion_rate=0.3, theta=0.5),
+    "sparta": Specification("sparta", keep_ratio=0.2),
     "push-sum": Specification("push-sum", topology="star"),
     "push-sum, running sums": Specification("push-sum", running_sums=True),
 }

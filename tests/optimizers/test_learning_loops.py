@@ -64,6 +64,9 @@ class Quadratic(nn.Module):
         x = nn.utils.parameters_to_vector(self.parameters())
         return (self.a * (x - self.b).square()).sum() / 2
 
+    def hidden_matrices(self) -> list[str]:
+        return ["weight"]
+
     @property
     def x(self) -> Tensor:
         """A copy of the parameters: [D]."""
@@ -175,6 +178,40 @@ def test_a_step_is_that_of_the_rule(name: str) -> None:
         torch.testing.assert_close(model.x, expected, rtol=1e-4, atol=1e-5)
         assert optimizer.bits == bits > 0
         assert (model.x - Quadratic(0, start=1.0).x).abs().max() > 0.01
+
+
+@pytest.mark.parallel([4])
+def test_muon_and_adamw_side_by_side_are_local_optimizer_muon() -> None:
+    """torch.optim.Muon takes matrices alone, so that the vectors have an optimizer of their own."""
+    model = Quadratic(processes().rank, start=1.0)
+    parameters = Parameters([model])
+    network = Network(topologies.make("ring", N), processes())
+    c = Settings(local_optimizer="muon", learning_rate=0.02, muon_scale="original")
+    local = LocalOptimizer(parameters, c)
+
+    def make(layout: Layout) -> algorithms.Averaging:
+        return algorithms.make("dpsgd", network, layout)
+
+    workers = learning.Workers(network, make, parameters, local)
+    rule = learning.make("dpsgd", workers, "muon", overlapping=False)
+    for _ in range(6):
+        rule.start()
+        model().backward()
+        rule.finish()
+
+    own = Quadratic(processes().rank, start=1.0)
+    makers = (
+        torch.optim.Muon([own.weight], lr=0.02, weight_decay=0.0),
+        torch.optim.AdamW([own.bias], lr=0.02, weight_decay=0.0),
+    )
+    optimizers = [GossipOptimizer(made, "dpsgd") for made in makers]
+    for _ in range(6):
+        own.zero_grad()
+        own().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(own.x, model.x, rtol=1e-4, atol=1e-5)
+    assert sum(optimizer.bits for optimizer in optimizers) == network.bits[0] > 0
 
 
 # --- Fixed points ---------------------------------------------------------------------------------
@@ -319,6 +356,7 @@ def test_alone_it_is_the_wrapped_optimizer_to_the_bit(name: str) -> None:
     for make in (
         lambda m: sgd(m, momentum=0.9, nesterov=True, weight_decay=0.1),
         lambda m: torch.optim.AdamW(m.parameters(), lr=0.01),
+        lambda m: torch.optim.Muon([p for p in m.parameters() if p.ndim == 2], lr=0.01),
     ):
         model, reference = Quadratic(0, 1.0), Quadratic(0, 1.0)
         optimizer = GossipOptimizer(make(model), "dpsgd", learning=name, processes=ALONE)

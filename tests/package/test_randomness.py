@@ -139,7 +139,8 @@ CLOCK = {
 BURSTS = {"loss": {"fraction": 1.0, "to_bad": 0.5, "to_good": 0.1}}
 PURPOSES: list[tuple[str, dict[str, Any], set[str]]] = [
     *((name, {}, set()) for name in ("all-reduce", "dpsgd", "push-sum", "signsgd")),
-    *((name, {}, {name}) for name in ("power-gossip", "moniqua", "powersgd", "dgc")),
+    *((name, {}, {name}) for name in ("power-gossip", "moniqua", "powersgd", "dgc", "sparta")),
+    *((name, {}, {"compressor"}) for name in ("sparse-loco", "demo")),
     *((name, RANDOM_K, {"compressor"}) for name in ("choco", "deepsqueeze", "ef-sgd")),
     ("choco", {**RANDOM_K, "learning": "relay-sgd", "topology": "chain"}, {"compressor"}),
     ("dpsgd", {"topology": "random-regular"}, {"topology random-regular"}),

@@ -63,6 +63,8 @@ CASES: list[dict[str, Any]] = [
     {"optimizer": "dgc", "optimizer_num_batches_per_step": 2, "optimizer_warmup_epochs": 1},
     {"topology": "round-robin", "optimizer_num_iterations": 1},  # neighbors depend on the step
     {"local_optimizer": "adamw", "learning_rate": 0.003},
+    {"local_optimizer": "muon", "learning_rate": 0.003},
+    {"optimizer": "sparse-loco", "local_steps": 3, "local_optimizer": "adamw"},  # within a round
     {"local_steps": 3, "gradient_clipping": 0.5, "overlapping": False},
     # buffers of batch norm, also whole numbers
     {"task_architecture": "ResNet20", "batch_size": 179, "num_epochs": 3},

@@ -1,6 +1,8 @@
 """Local optimizers over the rows of the flat buffer."""
 
 import copy
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -10,14 +12,22 @@ from powergossip.parameters import Parameters
 from powergossip.training.config import Settings
 from powergossip.training.local_optimizers import LOCAL_OPTIMIZERS, LocalOptimizer
 
-CONFIG = {"learning_rate": 0.1, "momentum": 0.9, "nesterov": False, "weight_decay": 0.1}
+CONFIG: dict[str, Any] = {
+    "learning_rate": 0.1,
+    "momentum": 0.9,
+    "nesterov": False,
+    "weight_decay": 0.1,
+}
 CONFIG |= {"adam_beta1": 0.9, "adam_beta2": 0.99, "adam_epsilon": 1e-8}
+CONFIG |= {"muon_precision": "fp32"}
+WIDTHS = (3, 17, 10, 17, 3)  # matrices of sizes that are not multiples of 64 bytes
+SIZE = sum((inputs + 1) * outputs for inputs, outputs in pairwise(WIDTHS))
 
 
 def optimized(kind: str, x: Tensor) -> tuple[Parameters, LocalOptimizer]:
-    parameters = Parameters([nn.Linear(7, 3) for _ in x])
+    parameters = Parameters([nn.Sequential(*map(nn.Linear, WIDTHS, WIDTHS[1:])) for _ in x])
     parameters.x[:] = x
-    c = Settings(local_optimizer=kind, **CONFIG)  # type: ignore[arg-type]
+    c = Settings(local_optimizer=kind, **CONFIG)
     return parameters, LocalOptimizer(parameters, c)
 
 
@@ -25,7 +35,7 @@ def optimized(kind: str, x: Tensor) -> tuple[Parameters, LocalOptimizer]:
 @pytest.mark.parametrize("kind", LOCAL_OPTIMIZERS)
 def test_an_update_does_not_depend_on_the_row(kind: str, displaces: bool) -> None:
     """To the bit, also with a state restored in a local optimizer that has made a step."""
-    x, gradients = torch.randn(3, 24), torch.randn(4, 3, 24)
+    x, gradients = torch.randn(3, SIZE), torch.randn(4, 3, SIZE)
 
     def take(parameters: Parameters, local: LocalOptimizer, gradient: Tensor) -> None:
         parameters.grad[:] = gradient

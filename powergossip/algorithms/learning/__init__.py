@@ -33,7 +33,7 @@ from powergossip import checks
 from powergossip import options as _options
 from powergossip.algorithms.averaging import Averaging, Kind, kind_of
 from powergossip.algorithms.compressed import ChocoGossip
-from powergossip.algorithms.learning.centralized import CentralizedSGD
+from powergossip.algorithms.learning.centralized import CentralizedLocal, CentralizedSGD
 from powergossip.algorithms.learning.dpsgd import DPSGD
 from powergossip.algorithms.learning.exact_diffusion import ExactDiffusion
 from powergossip.algorithms.learning.gossip_rule import (
@@ -75,6 +75,7 @@ __all__ = [
     "DPSGD",
     "KGT",
     "LEARNING",
+    "CentralizedLocal",
     "CentralizedSGD",
     "Correction",
     "Decay",

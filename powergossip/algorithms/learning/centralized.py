@@ -1,4 +1,4 @@
-"""SGD on the mean of compressed gradients. Aggregations are in power_sgd.py, dgc, and others."""
+"""The mean of compressed gradients, or of displacements, in all workers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -97,3 +97,67 @@ class CentralizedSGD:
         self._gradient.copy_(state["gradient"])
         if self._error is not None:
             self._error.copy_(state["error"])
+
+
+class CentralizedLocal:
+    """Local steps of the workers, and the mean of their compressed displacements::
+
+        x_i ← x_i + u_i                       H times, u_i the local optimizer's displacement
+        φ ← φ − aggregate(φ − x_i),   x_i ← φ
+
+    Workers that start alike are alike after every H-th step.
+
+    Args:
+        update: Step of a local optimizer over `parameters.x`.
+        local_steps: Number H of local steps.
+        weight_decay: Weight decay λ of a worker's gradient. Normalization layers are exempt.
+        clip: Largest norm of a worker's gradient, before the decay is added.
+    """
+
+    kept = ("steps",)
+    conserved = ("aggregation", "slow")
+
+    def __init__(
+        self,
+        network: Network,
+        aggregation: Aggregation,
+        parameters: Parameters,
+        update: LocalStep,
+        *,
+        local_steps: int = 1,
+        weight_decay: float = 0.0,
+        clip: float | None = None,
+    ):
+        self._network, self._aggregation, self._update = network, aggregation, update
+        self._x, self._gradient = parameters.x, parameters.grad
+        self._correct = Correction(parameters, weight_decay, clip)
+        self._local_steps, self._steps = local_steps, 0
+        self._slow = parameters.x.clone()  # φ
+        self._mean = torch.zeros_like(parameters.x)
+
+    def start(self) -> None:
+        """Clear the gradient."""
+        self._gradient.zero_()
+
+    def finish(self) -> None:
+        """Take a local step, and after every H-th one aggregate the displacements."""
+        self._correct()
+        with self._network.measure("update"):
+            self._update(self._gradient)
+        self._steps = (self._steps + 1) % self._local_steps
+        if self._steps:
+            return
+        torch.sub(self._slow, self._x, out=self._gradient)
+        self._network.run(self._aggregation.step(self._gradient, self._mean))
+        self._x.copy_(self._slow.sub_(self._mean))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The aggregation's state, φ [worker, D], and the local steps since φ."""
+        aggregation = self._aggregation.state_dict()
+        return {"aggregation": aggregation, "slow": self._slow, "steps": self._steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict()`."""
+        self._aggregation.load_state_dict(state["aggregation"])
+        self._slow.copy_(state["slow"])
+        self._steps = state["steps"]

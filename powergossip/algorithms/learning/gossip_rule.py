@@ -108,11 +108,10 @@ class GossipRule:
     """
 
     kinds: ClassVar[frozenset[Kind]] = MEAN_PRESERVING
-    optimizers: ClassVar[tuple[str, ...]] = ("sgd", "adamw")
-    half_precision = keeps_slow = static = limits_rate = owns_momentum = in_place = rescales = (
-        reads_rate
-    ) = needs_norm = relays = False
-    clips = overlaps = always_overlaps = overlaps_mean = False
+    optimizers: ClassVar[tuple[str, ...]] = ("sgd", "adamw", "muon")
+    static = owns_momentum = in_place = rescales = reads_rate = needs_norm = relays = False
+    half_precision = keeps_slow = limits_rate = clips = False
+    overlaps = always_overlaps = overlaps_mean = False
     for_different_data = True
     sequential: ClassVar[frozenset[Kind]] = frozenset()
     without: ClassVar[tuple[str, ...]] = ()

@@ -227,3 +227,4 @@ class _Row:
         own = slice(index, index + 1)
         self.x, self.grad = parameters.x[own], parameters.grad[own]
         self.layout, self.decay_spans = parameters.layout, parameters.decay_spans
+        self.names, self.models = parameters.names, parameters.models
