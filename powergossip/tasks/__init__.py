@@ -27,6 +27,7 @@ from powergossip.tasks import (
     fashion_mnist,
     imagenet,
     language,
+    text,
     user_functions,
     user_task,
 )
@@ -60,6 +61,7 @@ TASKS: dict[str, Callable[[TaskOptions], Task]] = {
     "Cifar100": cifar.CIFAR100.task,
     "ImageNet": imagenet.task,
     "LSTM": language.task,
+    "Text": text.task,
 }
 # The keys of train.py whose defaults depend on the task: their defaults for any task, and the
 # different ones of single tasks.
@@ -79,6 +81,7 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
     "Cifar100": cifar.DEFAULTS,
     "ImageNet": imagenet.DEFAULTS,
     "LSTM": language.DEFAULTS,
+    "Text": text.DEFAULTS,
 }
 # The keys of train.py that have no effect on a task, by task.
 IGNORED: dict[str, tuple[str, ...]] = {"LSTM": ("reshuffle_data", "use_decentralized_data")}

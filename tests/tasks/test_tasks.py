@@ -102,6 +102,7 @@ def numbers_of(labels: Tensor, unit: Tensor) -> Tensor:
 
 
 SMALL_MODEL = {"hidden_size": 8, "num_layers": 1, "dropout": 0.2}
+SMALL_GPT = {"hidden_size": 8, "num_layers": 1}
 TASKS: dict[str, dict[str, Any]] = {  # name → options that make it small
     "Digits": {},
     "FashionMNIST": {},
@@ -109,7 +110,9 @@ TASKS: dict[str, dict[str, Any]] = {  # name → options that make it small
     "Cifar100": {},
     "ImageNet": {"task_options": {"image_size": 32, "threads": 2}},
     "LSTM": {"task_options": SMALL_MODEL | {"sequence_length": 9, "min_count": 20}},
+    "Text": {"task_options": SMALL_GPT | {"sequence_length": 9, "dataset": "Text"}},
 }
+LANGUAGE = ("LSTM", "Text")
 
 
 def make(name: str, folder: Path, **changes: Any) -> tasks.Task:
@@ -420,7 +423,7 @@ def test_augmentation_depends_on_seed_worker_epoch_and_step() -> None:
 def test_unknown_names_are_rejected_with_the_choices() -> None:
     with pytest.raises(
         ValueError,
-        match=r'task "Digit" is unknown; choose from Digits, FashionMNIST, .*, LSTM, or use p',
+        match=r'task "Digit" is unknown; choose from Digits, FashionMNIST, .*, LSTM, Text, or use p',
     ):
         tasks.make("Digit", n_workers=1, batch_size=1, seed=0)
     task = tasks.make("Digits", n_workers=1, batch_size=1, seed=0)
@@ -429,7 +432,7 @@ def test_unknown_names_are_rejected_with_the_choices() -> None:
     ):
         task.model("VGG", seed=0)
     with pytest.raises(
-        ValueError, match=r'task_architecture "CNN" is unknown; choose from LSTM, Transformer, or'
+        ValueError, match=r'task_architecture "CNN" is unknown; choose from LSTM, Transformer, GPT, or'
     ):
         tasks.make("LSTM", n_workers=1, batch_size=1, seed=0).model("CNN", seed=0)
 
