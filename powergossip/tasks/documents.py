@@ -125,14 +125,14 @@ def own(dataset: str, data_dir: Path | None) -> Documents:
         fixed.append(part)
     root = Path(*fixed)
     found = (Path(path) for path in glob.glob(pattern, recursive=True))
-    names = (path.relative_to(root).as_posix() for path in found if path.is_file())
+    names = (path.relative_to(root).as_posix() for path in found)
     accepted = f"use {', '.join(DATASETS)}, or a folder, a file or a glob pattern of texts"
     return _documents(dataset, root, names, accepted)
 
 
 def _documents(dataset: str, root: Path, names: Iterable[str], remedy: str) -> Documents:
     """The documents of these names. Raises ValueError, with the remedy, if there are none."""
-    found = tuple(sorted(names))
+    found = tuple(sorted(name for name in names if (root / name).is_file()))
     if not found:
         raise ValueError(f"task_options.dataset={dataset}: no such files in {root}; {remedy}")
     return Documents(dataset, root, found)

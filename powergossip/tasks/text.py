@@ -16,20 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from powergossip.checks import BadValue
-from powergossip.tasks import documents, task_options, tokens
+from powergossip.randomness import torch_seed
+from powergossip.tasks import documents, modules, task_options, tokens
 from powergossip.tasks.language import MODEL_OPTIONS, LanguageTask
-from powergossip.tasks.language_models import SMALL_ARCHITECTURES
+from powergossip.tasks.language_models import SMALL_ARCHITECTURES, LanguageModel
 from powergossip.tasks.shards import NOBODY, Shards
 from powergossip.tasks.task import Batch, MainMetric, Split, Task, TaskOptions
-from powergossip.tasks.tokens import TokenFile
+from powergossip.tasks.tokens import END, TokenFile
 
 TOPIC = "topic"  # the column of a partition
+SAMPLE_TOKENS, TEMPERATURE = 400, 0.8  # of the text at the end of a run
 OPTIONS = {
     "dataset": task_options.TEXT,
-    "tokenizer": task_options.Kind(
-        lambda name: isinstance(name, str) and bool(tokens.TOKENIZERS.fullmatch(name)),
-        tokens.ACCEPTED,
-    ),
+    "tokenizer": task_options.TEXT,
     "sequence_length": task_options.COUNT,
     "evaluation_tokens": task_options.COUNT,
     "sample": task_options.TEXT,
@@ -152,6 +151,25 @@ class Text(LanguageTask):
     def samples(self) -> Mapping[Split, int]:
         """Number of sequences of each split. "valid" is left out if no documents are held out."""
         return {split: len(starts) for split, starts in self._starts.items()}
+
+    def sample(self, model: nn.Module) -> str | None:
+        """A text that continues the prompt, of 400 tokens sampled from a model's p^(1/0.8).
+
+        None without a prompt. It depends on seed and model only.
+        """
+        if self._prompt is None:
+            return None
+        assert isinstance(model, LanguageModel)
+        tokenizer, device = self._file.tokenizer, self._options.device
+        found = [END, *tokenizer.encode(self._prompt.encode()).tolist()]
+        random = torch.Generator().manual_seed(torch_seed(self._options.seed, "sample"))
+        with torch.no_grad(), modules.evaluation_mode(model):
+            for _ in range(SAMPLE_TOKENS):
+                words = torch.tensor(found[-self._length :], device=device)
+                scores = model(words[None], {})[0][0, -1].float().cpu()
+                p = (scores / TEMPERATURE).softmax(0)
+                found.append(int(torch.multinomial(p, 1, generator=random)))
+        return tokenizer.decode(found[1:])
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Construction of the parts of a run from its configuration: the place where they are chosen."""
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial, reduce
 from operator import add
@@ -30,7 +31,7 @@ class Built:
 
     Attributes:
         clock: Clock of the seconds by phase.
-        metric: Main metric of a task of the user, or None.
+        metric: Main metric of a task that has one of its own, or None.
         hint: Sentence for the start of the run.
         steps_per_epoch: Steps of each worker in an epoch.
         state: State of all parts, in a checkpoint.
@@ -76,10 +77,12 @@ def build(c: Settings, processes: Processes, task: tasks.Task | None, joins: Any
     task = task or processes.one_by_one(partial(make_task, c, network))
     c.task_architecture = c.task_architecture or next(iter(task.architectures), None)
     of_user = given is None and not tasks.is_in_library(c.task, c.task_architecture)
-    if of_user:
-        check_sizes(processes.gather((task.steps_per_epoch, dict(task.samples))), c.task)
+    of_files: Mapping[str, Any] = getattr(task, "facts", {})
+    if of_user or of_files:
+        sizes = {**task.samples, **of_files}
+        check_sizes(processes.gather((task.steps_per_epoch, sizes)), c.task)
     steps_per_epoch = min(task.steps_per_epoch, c.max_steps_per_epoch or task.steps_per_epoch)
-    agreement, metric = Agreement(processes), None
+    agreement, main = Agreement(processes), getattr(task, "main_metric", None)
     with processes.agreed():
         check_evaluation(c, task)
         models = [task.model(c.architecture, c.seed) for _ in network.workers]
@@ -93,7 +96,6 @@ def build(c: Settings, processes: Processes, task: tasks.Task | None, joins: Any
         warn_of_rank(c, network, parameters)
         if of_user and not c.evaluate_only:
             main = check_first_batch(task, c, network.workers[0], network.device)
-            metric = {"name": main.name, "larger_is_better": main.larger_is_better}
         if c.torch_compile and not c.evaluate_only:
             precision.compile_models(models)
         gradients = Gradients(c, network, task, parameters, clock, agreement)
@@ -107,7 +109,7 @@ def build(c: Settings, processes: Processes, task: tasks.Task | None, joins: Any
         gradients=gradients,
         execution=execution,
         clock=clock,
-        metric=metric,
+        metric=main and {"name": main.name, "larger_is_better": main.larger_is_better},
         hint=hint,
         transport=found,
         steps_per_epoch=steps_per_epoch,

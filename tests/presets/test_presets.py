@@ -55,7 +55,7 @@ def test_there_are_presets_of_all_published_programs() -> None:
         "consensus",
         "wikitext2_lstm",
     ]
-    assert [base for base in BASES if base not in of_gossip] == ["cifar", "dgc", "imagenet"]
+    assert [base for base in BASES if base not in of_gossip] == ["cifar", "dgc", "gpt", "imagenet"]
     assert not set(of_gossip) - {*BASES}
     found = {path.parent.name for path in FOLDER.glob("*/*.yaml")}
     assert found == {*BASES} - {"cifar10_resnet18"}, "a folder of methods for each, no others"
@@ -75,7 +75,7 @@ def test_a_preset_is_accepted(base: str, method: str | None) -> None:
     kind = module_of(base).Config
     text = configuration.changed(plain(config), kind)
     if method:
-        as_base = ("dpsgd", "wm0", "mm", "resnet20")  # which state a value of their base
+        as_base = ("dpsgd", "wm0", "mm", "resnet20", "160k")  # which state a value of their base
         assert text != configuration.changed(plain(loaded(base, None)), kind) or method in as_base
 
 

@@ -649,7 +649,8 @@ def test_options_set_the_sizes_of_models() -> None:
     assert names["blocks.4.attended.weight"] == (12, 12)
     assert "blocks.5.attended.weight" not in names
     with pytest.raises(
-        ValueError, match=r"^task_options.num_heads: use .*task_architecture=Transformer or GPT; LSTM"
+        ValueError,
+        match=r"^task_options.num_heads: use .*task_architecture=Transformer or GPT; LSTM",
     ):
         model("LSTM", num_heads=2)
 
