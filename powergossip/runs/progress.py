@@ -7,8 +7,6 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from powergossip.formatting import prefixed
-
 INTERVAL = 30.0  # seconds between the lines in a log file
 _LAUNCHERS = ("mpiexec", "mpirun", "orterun", "prterun")
 
@@ -68,7 +66,7 @@ class Progress:
         """The rate of tokens, and the text."""
         elapsed = time.monotonic() - self._start
         rate = self._tokens * (self._done - self._initial) / elapsed if elapsed > 0 else 0.0
-        tokens = f"{prefixed(rate, '')}tokens/s" if rate > 0 else ""
+        tokens = f"{rate:,.0f} tokens/s" if rate > 0 else ""
         return ", ".join(filter(None, [tokens, self._note]))
 
     @staticmethod

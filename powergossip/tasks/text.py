@@ -38,7 +38,7 @@ DEFAULTS: Mapping[str, Any] = {
     "task_architecture": "GPT",
     "batch_size": 8,
     "num_epochs": 1,
-    "learning_rate": 0.3,
+    "learning_rate": 0.1,
     "lr_schedule_milestones": [],
     "momentum": 0.9,
     "weight_decay": 0.0,
@@ -155,7 +155,8 @@ class Text(LanguageTask):
     def sample(self, model: nn.Module) -> str | None:
         """A text that continues the prompt, of 400 tokens sampled from a model's p^(1/0.8).
 
-        None without a prompt. It depends on seed and model only.
+        None without a prompt. It depends on seed and model only. Control characters, which may
+        change the state of a terminal, are replaced.
         """
         if self._prompt is None:
             return None
@@ -169,7 +170,10 @@ class Text(LanguageTask):
                 scores = model(words[None], {})[0][0, -1].float().cpu()
                 p = (scores / TEMPERATURE).softmax(0)
                 found.append(int(torch.multinomial(p, 1, generator=random)))
-        return tokenizer.decode(found[1:])
+        text = tokenizer.decode(found[1:])
+        return "".join(
+            c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+        )
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def build(c: Settings, processes: Processes, task: tasks.Task | None, joins: Any
     of_user = given is None and not tasks.is_in_library(c.task, c.task_architecture)
     of_files: Mapping[str, Any] = getattr(task, "facts", {})
     if of_user or of_files:
-        sizes = {**task.samples, **of_files}
+        sizes: dict[str, Any] = {**task.samples, **of_files}
         check_sizes(processes.gather((task.steps_per_epoch, sizes)), c.task)
     steps_per_epoch = min(task.steps_per_epoch, c.max_steps_per_epoch or task.steps_per_epoch)
     agreement, main = Agreement(processes), getattr(task, "main_metric", None)

@@ -302,7 +302,7 @@ def test_a_block_of_a_gpt_is_that_of_its_equations() -> None:
         expected += weights @ v @ block.attended.weight[:, units].T
     h = norm(expected, block.norm2.weight)
     first, _, last = block.net
-    expected += nn.functional.gelu(h @ first.weight.T) @ last.weight.T  # type: ignore[union-attr]
+    expected += nn.functional.gelu(h @ first.weight.T) @ last.weight.T  # type: ignore[operator]
     torch.testing.assert_close(block(x), expected, rtol=1e-5, atol=1e-4)
 
 
