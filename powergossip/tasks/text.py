@@ -55,7 +55,7 @@ def task(options: TaskOptions) -> Task:
                            Debian's package linux-doc-6.1. Or a folder, a file or a glob pattern
         tokenizer          bytes (default), or bpe-SIZE: byte pairs, trained on the training text
         sequence_length    tokens per sequence, by default 128
-        evaluation_tokens  most tokens of a split in an evaluation, by default 131072
+        evaluation_tokens  most tokens of a split in an evaluation, by default 65536
         sample             beginning of a text that the mean model continues at the end of a run
 
     Further options are those of the models.
@@ -67,7 +67,7 @@ def task(options: TaskOptions) -> Task:
     )
     given = dict(options.task_options)
     dataset, tokenizer = given.pop("dataset", "python"), given.pop("tokenizer", "bytes")
-    length, most = given.pop("sequence_length", 128), given.pop("evaluation_tokens", 2**17)
+    length, most = given.pop("sequence_length", 128), given.pop("evaluation_tokens", 2**16)
     prompt = given.pop("sample", None)
     found = documents.find(dataset, options.data_dir)
     return Text(tokens.load(found, tokenizer, options), length, options, given, most, prompt)
