@@ -172,9 +172,10 @@ class GPT(LanguageModel):
 
     The output layer shares the weights of the embedding. Norms come before attention and MLP. Q, K
     and V are matrices of their own, so that a method that treats matrices has each by itself.
-    Initial weights are normal with standard deviation 0.02, divided by √(2 · layers) for the last
-    matrix of each residual. With num_layers L, hidden_size d and V tokens it has V d + 12 L d² +
-    (2 L + 1) d parameters.
+    Initial weights are normal with standard deviation 1/(2√d), d = hidden_size, divided by √(2L)
+    for the last matrix of each residual, L = num_layers. GPT-2 has 0.02 in place of 1/(2√d), about
+    the same for its width of 768, which trains slowly at small widths. With V tokens a model has
+    V d + 12 L d² + (2 L + 1) d parameters.
 
     References:
         - Radford et al. (2019), "Language models are unsupervised multitask learners", for the
@@ -201,7 +202,7 @@ class GPT(LanguageModel):
             if parameter.ndim == 2:
                 ends_residual = name.endswith(("attended.weight", "net.2.weight"))
                 factor = math.sqrt(2 * num_layers) if ends_residual else 1.0
-                nn.init.normal_(parameter, std=0.02 / factor)
+                nn.init.normal_(parameter, std=0.5 / math.sqrt(hidden_size) / factor)
 
     def forward(self, words: Tensor, state: State) -> tuple[Tensor, State]:
         x = self.norm(self.blocks(self.words(words)))

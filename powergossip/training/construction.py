@@ -1,7 +1,6 @@
 """Construction of the parts of a run from its configuration: the place where they are chosen."""
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial, reduce
 from operator import add
@@ -77,10 +76,10 @@ def build(c: Settings, processes: Processes, task: tasks.Task | None, joins: Any
     task = task or processes.one_by_one(partial(make_task, c, network))
     c.task_architecture = c.task_architecture or next(iter(task.architectures), None)
     of_user = given is None and not tasks.is_in_library(c.task, c.task_architecture)
-    of_files: Mapping[str, Any] = getattr(task, "facts", {})
+    of_files: dict[str, Any] = getattr(task, "facts", {})
     if of_user or of_files:
-        sizes: dict[str, Any] = {**task.samples, **of_files}
-        check_sizes(processes.gather((task.steps_per_epoch, sizes)), c.task)
+        sizes = task.steps_per_epoch, dict(task.samples) | of_files
+        check_sizes(processes.gather(sizes), c.task)
     steps_per_epoch = min(task.steps_per_epoch, c.max_steps_per_epoch or task.steps_per_epoch)
     agreement, main = Agreement(processes), getattr(task, "main_metric", None)
     with processes.agreed():

@@ -369,7 +369,7 @@ def test_initial_weights_of_a_gpt_are_those_that_are_documented() -> None:
     for name, parameter in gpt.named_parameters():
         ends_residual = name.endswith(("attended.weight", "net.2.weight"))
         if parameter.dim() == 2:
-            wanted = 0.02 / 4 if ends_residual else 0.02
+            wanted = 0.5 / 128**0.5 / (4 if ends_residual else 1)
             assert parameter.std().item() == pytest.approx(wanted, rel=0.05), name
         else:
             assert (parameter == 1).all(), name

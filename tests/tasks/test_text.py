@@ -19,13 +19,18 @@ from torch import Tensor
 
 import train as entry
 from powergossip import tasks
+from powergossip.errors import BadInput
+from powergossip.network import processes
 from powergossip.runs import metrics
 from powergossip.tasks import documents, tokens
 from powergossip.tasks.language_models import LanguageModel, State
 from powergossip.tasks.text import Text
 from powergossip.tasks.tokens import END, BytePairs, Bytes, TokenFile, Tokenizer
+from powergossip.training.settings import checked
+from powergossip.training.trainer import Trainer
 from tests.harness import launch
 from tests.harness.small_data import options, write_documents
+from tests.harness.training import configured
 
 SMALL = {"hidden_size": 8, "num_layers": 1, "num_heads": 2}
 
@@ -437,6 +442,19 @@ def test_a_cache_that_cannot_be_written_is_rejected(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(ValueError, match=r"cannot be written: .*XDG_CACHE_HOME"):
         make(texts)
+
+
+@pytest.mark.parallel([2])
+def test_processes_with_different_documents_are_rejected(texts: Path) -> None:
+    """Each process has a folder and a cache of its own."""
+    who = processes()
+    if who.rank == 1:
+        path = texts / "a" / "0.txt"
+        path.write_text(path.read_text()[::-1])
+    of_task = {"dataset": str(texts), "sequence_length": 9, **SMALL}
+    config = configured(task="Text", task_architecture="GPT", n_workers=2, task_options=of_task)
+    with pytest.raises(BadInput, match=r"^task=Text has other data in process 1 "):
+        Trainer(checked(config, who), who)
 
 
 # A run.
