@@ -160,6 +160,8 @@ OF_TEXT: list[Row] = [
     (f"task_options.num_heads=2 {LSTM}", "task_options.num_heads:", "Transformer", "LSTM"),
     ("task=LSTM task_architecture=Transformer task_options.hidden_size=16 task_options.num_heads=3",
      "hidden_size=16:", "num_heads=3"),
+    ("task=LSTM task_architecture=GPT task_options.hidden_size=16 task_options.num_heads=16",
+     "hidden_size=16:", "a multiple of 32"),
     *[(f"task_options.{key}={value} {LSTM}", f"task_options.{key}=", f"use {accepted}")
       for key, value, accepted in (
           ("dataset", "wikitext", "topics or wikitext2 or ptb"),

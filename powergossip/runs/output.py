@@ -6,6 +6,7 @@ Contents::
     metrics.jsonl    a row for each measurement, see metrics.py
     info.json        metadata and progress
     figure.png
+    sample.txt       a text, of tasks that have one
     checkpoints/     see checkpoints.py
     .drafts-…/       while the run lasts, see files.py
     events.out.…     for TensorBoard, if configured
@@ -30,7 +31,7 @@ from powergossip.runs import checkpoints, metrics
 from powergossip.runs.files import Drafts, clear_drafts
 from powergossip.runs.trackers import Resumed, Trackers
 
-FIGURE = "figure.png"
+FIGURE, SAMPLE = "figure.png", "sample.txt"
 _DATE = "{date}"
 DATED = f"output/{_DATE}"  # a new folder with its date
 CONFIG_FILE = "config.yaml"
@@ -40,7 +41,7 @@ COMPLETE = "complete"
 TRACKERS = "trackers"  # in info.json: the identity of the run in each tracker
 # Keys of a command, not of the run: config.yaml has their defaults, so that it repeats the run.
 _OF_COMMAND = ("allow_lost_rows", "overwrite", "resume")
-_FILES = (metrics.FILE, CONFIG_FILE, INFO_FILE, FIGURE)
+_FILES = (metrics.FILE, CONFIG_FILE, INFO_FILE, FIGURE, SAMPLE)
 
 
 def plain(config: DictConfig) -> dict[str, Any]:

@@ -18,10 +18,12 @@ class Progress:
         total: Number of steps.
         initial: Number of steps done before.
         shown: Whether progress is shown.
+        tokens: Tokens of all workers in a step. Above 0, their number per second is shown.
     """
 
-    def __init__(self, total: int, initial: int = 0, shown: bool = True):
+    def __init__(self, total: int, initial: int = 0, shown: bool = True, tokens: int = 0):
         self._total, self._done = total, initial
+        self._initial, self._tokens = initial, tokens
         self._note = ""
         self._lines = shown and not on_terminal()
         self._bar = tqdm(
@@ -47,18 +49,25 @@ class Progress:
     def update(self, steps: int = 1) -> None:
         """Count further steps."""
         self._done += steps
+        self._bar.set_postfix_str(self._notes(), refresh=False)
         self._bar.update(steps)
         if self._lines and time.monotonic() - self._last_line >= INTERVAL:
             self._last_line = time.monotonic()
             elapsed = tqdm.format_interval(self._last_line - self._start)
-            note = f", {self._note}" if self._note else ""
-            line = f"{self._done} of {self._total} steps after {elapsed}{note}"
+            line = ", ".join(filter(None, [f"after {elapsed}", self._notes()]))
+            line = f"{self._done} of {self._total} steps {line}"
             print(line, file=sys.stderr, flush=True)
 
     def note(self, text: str) -> None:
         """Show this text beside the number of steps from now on."""
         self._note = text
-        self._bar.set_postfix_str(text, refresh=False)
+
+    def _notes(self) -> str:
+        """The rate of tokens, and the text."""
+        elapsed = time.monotonic() - self._start
+        rate = self._tokens * (self._done - self._initial) / elapsed if elapsed > 0 else 0.0
+        tokens = f"{rate:,.0f} tokens/s" if rate > 0 else ""
+        return ", ".join(filter(None, [tokens, self._note]))
 
     @staticmethod
     def write(line: str) -> None:

@@ -83,7 +83,7 @@ def summary(rows: "DataFrame", time_is_virtual: bool = False) -> str:
 
 
 def _further_metrics(rows: "DataFrame") -> list[tuple[str, str]]:
-    """A line for each other metric of the mean model, or else of the workers."""
+    """A line for each other metric of the mean model, and one of the workers."""
     lines: list[tuple[str, str]] = []
     if "split" not in rows:
         return lines
@@ -91,13 +91,13 @@ def _further_metrics(rows: "DataFrame") -> list[tuple[str, str]]:
     kinds = (("test", "test_avg", "test"), ("validation", "valid_avg", "valid"))
     for kind, of_mean, of_workers in kinds:
         for split, of in ((of_mean, "mean model"), (of_workers, "workers")):
-            names = rows["name"][rows["split"] == split].unique()
-            for name in names:
+            for name in rows["name"][rows["split"] == split].unique():
                 if name not in shown:
-                    value = last_rows(rows, name, split=split)["value"].mean()
-                    lines.append((f"{kind} {name}, {of}", f"{value:.4g}"))
-            if len(names):
-                break
+                    values = last_rows(rows, name, split=split)["value"]
+                    text = f"{values.mean():.4g}"
+                    if len(values) > 1:
+                        text += f" ({values.min():.4g} to {values.max():.4g})"
+                    lines.append((f"{kind} {name}, {of}", text))
     return lines
 
 

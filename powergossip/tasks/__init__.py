@@ -7,6 +7,7 @@
 - digits.py, fashion_mnist.py, cifar.py, imagenet.py, language.py: the tasks, a module each.
 - images.py, augmentation.py, models.py: image classification, random crops, image models.
 - texts.py, language_models.py: texts as word indices, language models.
+- text.py, documents.py, tokens.py: language modeling on documents, their files and tokens.
 - files.py, idx.py: finding, downloading, verifying and reading the files of a data set.
 - shards.py, placement.py: the samples of each worker, IID or non-IID, and which worker has which.
 - task_options.py, modules.py: options of single tasks, construction of models.
@@ -27,6 +28,7 @@ from powergossip.tasks import (
     fashion_mnist,
     imagenet,
     language,
+    text,
     user_functions,
     user_task,
 )
@@ -60,6 +62,7 @@ TASKS: dict[str, Callable[[TaskOptions], Task]] = {
     "Cifar100": cifar.CIFAR100.task,
     "ImageNet": imagenet.task,
     "LSTM": language.task,
+    "Text": text.task,
 }
 # The keys of train.py whose defaults depend on the task: their defaults for any task, and the
 # different ones of single tasks.
@@ -79,6 +82,7 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
     "Cifar100": cifar.DEFAULTS,
     "ImageNet": imagenet.DEFAULTS,
     "LSTM": language.DEFAULTS,
+    "Text": text.DEFAULTS,
 }
 # The keys of train.py that have no effect on a task, by task.
 IGNORED: dict[str, tuple[str, ...]] = {"LSTM": ("reshuffle_data", "use_decentralized_data")}
@@ -126,7 +130,7 @@ def make(
     A name package.module:callable is that of a function of the user, see the documentation page on
     your own model and data.
 
-    Text has no labels and keeps its order. Each worker of a language task has a fixed contiguous
+    The text of LSTM has no labels and keeps its order. Each worker has a fixed contiguous
     piece: `decentralized` and `reshuffle` have no effect. `dirichlet_alpha` is rejected, and so is
     `shuffled_ratio` above 0 with `decentralized`.
 
@@ -153,7 +157,7 @@ def make(
             same for all workers and seeds, and in no worker's shard.
         column: Column of non-IID shards: samples with the same value in this column belong to one
             worker, which has one or several values. The shards are fixed. Only tasks of the user
-            have columns.
+            have columns, and Text, whose column is topic.
         data_processes: Number of processes that load the samples of a task of the user ahead of
             time. 0: none.
         architecture: package.module:callable, a model of the user. Other names have no effect here.

@@ -8,6 +8,7 @@ state from batch to batch. The order is the same in each epoch.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -114,7 +115,130 @@ def _of_text(dataset: str, given: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-class LanguageModeling:
+class LanguageTask(ABC):
+    """Models, loss and evaluation of all language tasks. Batches: (words, next words, first step).
+
+    Words are int64 [stream, position], and the last entry is bool []: whether the model begins with
+    its initial state.
+
+    Args:
+        length: Number of words per sequence.
+        options: Options of all tasks.
+        vocabulary_size: Number of different words.
+        model_options: Options of the models.
+        builders: Builders of the models, by architecture.
+        n_streams: Number of streams that an evaluation computes in one call.
+    """
+
+    def __init__(
+        self,
+        *,
+        length: int,
+        options: TaskOptions,
+        vocabulary_size: int,
+        model_options: Mapping[str, Any],
+        builders: Mapping[str, Callable[..., LanguageModel]],
+        n_streams: int,
+    ) -> None:
+        self._length, self._options, self._n_streams = length, options, n_streams
+        shape = vocabulary_size, length
+        built_in = modules.architectures(builders, (shape,), model_options)
+        self._architectures = modules.with_own(built_in, options, {"shape": shape})
+
+    @property
+    def architectures(self) -> Mapping[str, Callable[[], nn.Module]]:
+        """Name → a function that builds the model on the CPU with fresh random weights."""
+        return self._architectures
+
+    @property
+    def tokens_in_batch(self) -> int:
+        """Number of words in a full batch of a worker."""
+        return self._options.batch_size * self._length
+
+    def model(self, architecture: str, seed: int) -> nn.Module:
+        """Build a model on the task's device. Its weights depend on architecture and seed only.
+
+        Raises ValueError if the architecture is unknown, lacks one of the task options, or is no
+        LanguageModel.
+        """
+        model = modules.fresh(self._architectures, architecture, seed, self._options.device)
+        if not isinstance(model, LanguageModel):
+            raise ValueError(
+                f"task_architecture={architecture}: use a LanguageModel of "
+                f"powergossip.tasks.language_models, which carries its state through a text"
+            )
+        return model
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The mean cross-entropy [nats] of a batch. Metrics: it and the accuracy, detached.
+
+        Changes the carried state of the model in place.
+        """
+        assert isinstance(model, LanguageModel)
+        words, targets, epoch_begins = batch
+        scores, state = model(words, {} if epoch_begins else model.state)
+        model.state = {name: value.detach() for name, value in state.items()}
+        loss = functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
+        accuracy = (scores.detach().argmax(2) == targets).float().mean()
+        return loss, {"cross_entropy": loss.detach(), "accuracy": accuracy}
+
+    def carried(self, model: nn.Module) -> dict[str, Tensor]:
+        """The state after the last batch. Empty before the first, and for models without state."""
+        assert isinstance(model, LanguageModel)
+        return dict(model.state)
+
+    def carry(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
+        """Restore, in place, the state returned by `carried`."""
+        assert isinstance(model, LanguageModel)
+        model.state = {name: value.to(self._options.device) for name, value in state.items()}
+
+    @abstractmethod
+    def streams(self, split: Split) -> tuple[Tensor, Tensor]:
+        """Words and next words of a split for its evaluation: int64 [stream, position].
+
+        A model begins each stream with its initial state. Targets `NO_WORD` are not counted.
+        """
+
+    def evaluate(
+        self, model: nn.Module, split: Split = "test", part: tuple[int, int] = (0, 1)
+    ) -> dict[str, float]:
+        """Sums over the i-th of n parts of a split, part = (i, n).
+
+        The sums are cross-entropy [nats], accuracy (number of words predicted correctly) and count.
+        A part consists of whole streams, so that the total over all parts does not depend on n. The
+        state is carried through a stream.
+        """
+        assert isinstance(model, LanguageModel)
+        i, n = part
+        assert 0 <= i < n
+        words, targets = self.streams(split)
+        chosen = slice(*(len(words) * bound // n for bound in (i, i + 1)))
+        count = int((targets[chosen] != NO_WORD).sum())
+        cross_entropy = torch.zeros((), dtype=torch.float64, device=words.device)
+        correct = torch.zeros((), dtype=torch.int64, device=words.device)
+        with torch.no_grad(), modules.evaluation_mode(model):
+            for rows in range(chosen.start, chosen.stop if count else 0, self._n_streams):
+                state: dict[str, Tensor] = {}
+                last_row = min(rows + self._n_streams, chosen.stop)
+                for start in range(0, words.shape[1], self._length):
+                    here = slice(rows, last_row), slice(start, start + self._length)
+                    scores, state = model(words[here], state)
+                    losses = functional.cross_entropy(
+                        scores.flatten(0, 1),
+                        targets[here].flatten(),
+                        ignore_index=NO_WORD,
+                        reduction="none",
+                    )
+                    cross_entropy += losses.double().sum()
+                    correct += (scores.argmax(2) == targets[here]).sum()
+        return {
+            "cross_entropy": cross_entropy.item(),
+            "accuracy": float(correct.item()),
+            "count": float(count),
+        }
+
+
+class LanguageModeling(LanguageTask):
     """A `Task` with batches (words, next words, first step of the epoch).
 
     Words are int64 [stream, position], and the last entry is bool []. The state of a model is
@@ -143,8 +267,14 @@ class LanguageModeling:
         # A sequence needs one word more: the target of its last position.
         smallest = smallest_shard(n_words // (length + 1), options, f"sequences of {length} words")
         assert smallest >= options.batch_size
-        self._length = length
-        self._options = options
+        super().__init__(
+            length=length,
+            options=options,
+            vocabulary_size=len(corpus.vocabulary),
+            model_options=model_options,
+            builders=builders,
+            n_streams=N_STREAMS,
+        )
         self._bounds = bounds(n_words, options.n_workers).tolist()
         self._padding, self._vocabulary = corpus.padding, corpus.vocabulary
         n_targets = self._words_in_stream(n_words // options.n_workers) - 1
@@ -152,14 +282,6 @@ class LanguageModeling:
             n_targets // length if options.drop_last else -(-n_targets // length)
         )
         self._texts = {name: text.to(options.device) for name, text in corpus.splits.items()}
-        shape = len(corpus.vocabulary), length
-        built_in = modules.architectures(builders, (shape,), model_options)
-        self._architectures = modules.with_own(built_in, options, {"shape": shape})
-
-    @property
-    def architectures(self) -> Mapping[str, Callable[[], nn.Module]]:
-        """Name → a function that builds the model on the CPU with fresh random weights."""
-        return self._architectures
 
     @property
     def steps_per_epoch(self) -> int:
@@ -184,20 +306,6 @@ class LanguageModeling:
         """Number of words of each split. "valid" is left out if there is no validation text."""
         return {name: len(text) for name, text in self._texts.items()}
 
-    def model(self, architecture: str, seed: int) -> nn.Module:
-        """Build a model on the task's device. Its weights depend on architecture and seed only.
-
-        Raises ValueError if the architecture is unknown, lacks one of the task options, or is no
-        LanguageModel.
-        """
-        model = modules.fresh(self._architectures, architecture, seed, self._options.device)
-        if not isinstance(model, LanguageModel):
-            raise ValueError(
-                f"task_architecture={architecture}: use a LanguageModel of "
-                f"powergossip.tasks.language_models, which carries its state through a text"
-            )
-        return model
-
     def batch(self, worker: int, epoch: int, step: int) -> Batch:
         """The words of a worker, their next words, and whether this is the first step of an epoch.
 
@@ -220,65 +328,9 @@ class LanguageModeling:
         n_streams = self._options.batch_size
         return -(-n_words // n_streams) if self._padding is not None else n_words // n_streams
 
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The mean cross-entropy [nats] of a batch. Metrics: it and the accuracy, detached.
-
-        Changes the carried state of the model in place.
-        """
-        assert isinstance(model, LanguageModel)
-        words, targets, epoch_begins = batch
-        scores, state = model(words, {} if epoch_begins else model.state)
-        model.state = {name: value.detach() for name, value in state.items()}
-        loss = functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
-        accuracy = (scores.detach().argmax(2) == targets).float().mean()
-        return loss, {"cross_entropy": loss.detach(), "accuracy": accuracy}
-
-    def carried(self, model: nn.Module) -> dict[str, Tensor]:
-        """The state after the last batch. Empty before the first, and for models without state."""
-        assert isinstance(model, LanguageModel)
-        return dict(model.state)
-
-    def carry(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
-        """Restore, in place, the state returned by `carried`."""
-        assert isinstance(model, LanguageModel)
-        model.state = {name: value.to(self._options.device) for name, value in state.items()}
-
-    def evaluate(
-        self, model: nn.Module, split: Split = "test", part: tuple[int, int] = (0, 1)
-    ) -> dict[str, float]:
-        """Sums over the i-th of n parts of a split, part = (i, n).
-
-        The sums are cross-entropy [nats], accuracy (number of words predicted correctly) and count.
-        A text is split into 64 streams, and a part consists of whole streams, so that the total
-        over all parts does not depend on n. The state is carried through a stream.
-        """
-        assert isinstance(model, LanguageModel)
-        i, n = part
-        assert 0 <= i < n
-        words, targets = _streams(self._texts[split])
-        chosen = slice(*(N_STREAMS * bound // n for bound in (i, i + 1)))
-        words, targets = words[chosen], targets[chosen]
-        count = float((targets != NO_WORD).sum().item())
-        cross_entropy = torch.zeros((), dtype=torch.float64, device=words.device)
-        correct = torch.zeros((), dtype=torch.int64, device=words.device)
-        state: dict[str, Tensor] = {}
-        with torch.no_grad(), modules.evaluation_mode(model):
-            for start in range(0, words.shape[1] if count else 0, self._length):
-                here = slice(start, start + self._length)
-                scores, state = model(words[:, here], state)
-                losses = functional.cross_entropy(
-                    scores.flatten(0, 1),
-                    targets[:, here].flatten(),
-                    ignore_index=NO_WORD,
-                    reduction="none",
-                )
-                cross_entropy += losses.double().sum()
-                correct += (scores.argmax(2) == targets[:, here]).sum()
-        return {
-            "cross_entropy": cross_entropy.item(),
-            "accuracy": float(correct.item()),
-            "count": count,
-        }
+    def streams(self, split: Split) -> tuple[Tensor, Tensor]:
+        """The text of a split in 64 streams."""
+        return _streams(self._texts[split])
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
         """The perplexity, exp of the mean cross-entropy; infinite if it overflows."""

@@ -6,6 +6,7 @@ Words are indices into a vocabulary (int64). Further axis names: layer, unit, he
 are options of the task. `SMALL_ARCHITECTURES` has the same with defaults for short texts.
 """
 
+import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -173,6 +174,102 @@ class Block(nn.Module):
         return self.attended(heads.transpose(1, 2).flatten(2))
 
 
+class GPT(LanguageModel):
+    """Decoder-only transformer with RMSNorm, rotary positions and no biases. It has no state.
+
+    The output layer shares the weights of the embedding. Norms come before attention and MLP. Q, K
+    and V are matrices of their own, so that a method that treats matrices has each by itself.
+    Initial weights are normal with standard deviation 1/(2√d), d = hidden_size, divided by √(2L)
+    for the last matrix of each residual, L = num_layers. GPT-2 has 0.02 in place of 1/(2√d), about
+    the same for its width of 768, which trains slowly at small widths. With V tokens a model has
+    V d + 12 L d² + (2 L + 1) d parameters.
+
+    References:
+        - Radford et al. (2019), "Language models are unsupervised multitask learners", for the
+          order of the norms and the initial weights.
+        - Zhang & Sennrich (2019), arXiv:1910.07467, for RMSNorm.
+        - Su et al. (2021), arXiv:2104.09864, for rotary positions.
+    """
+
+    def __init__(
+        self, shape: Shape, *, hidden_size: int = 64, num_layers: int = 3, num_heads: int = 4
+    ) -> None:
+        """Raises ValueError unless the units of a head, hidden_size / num_heads, are even."""
+        super().__init__()
+        n_words, _ = shape
+        if hidden_size % (2 * num_heads):
+            raise ValueError(
+                f"task_options.hidden_size={hidden_size}: use a multiple of {2 * num_heads}, twice "
+                "num_heads"
+            )
+        self.words = nn.Embedding(n_words, hidden_size)
+        self.blocks = nn.Sequential(*(GPTBlock(hidden_size, num_heads) for _ in range(num_layers)))
+        self.norm = nn.RMSNorm(hidden_size)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                ends_residual = name.endswith(("attended.weight", "net.2.weight"))
+                factor = math.sqrt(2 * num_layers) if ends_residual else 1.0
+                nn.init.normal_(parameter, std=0.5 / math.sqrt(hidden_size) / factor)
+
+    def forward(self, words: Tensor, state: State) -> tuple[Tensor, State]:
+        x = self.norm(self.blocks(self.words(words)))
+        return functional.linear(x, self.words.weight), {}
+
+
+class GPTBlock(nn.Module):
+    """x ← x + attention(norm(x)); x ← x + net(norm(x)).    x: [stream, position, unit]"""
+
+    def __init__(self, hidden_size: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm1 = nn.RMSNorm(hidden_size)
+        self.queries = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.keys = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.values = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.attended = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.norm2 = nn.RMSNorm(hidden_size)
+        self.net = nn.Sequential(
+            nn.Linear(hidden_size, 4 * hidden_size, bias=False),
+            nn.GELU(),
+            nn.Linear(4 * hidden_size, hidden_size, bias=False),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.net(self.norm2(x))
+
+    def attention(self, x: Tensor) -> Tensor:
+        """Causal multi-head attention, with q and k rotated by their positions."""
+        # q, k, v: [stream, head, position, unit of head]
+        q, k, v = (
+            layer(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+            for layer in (self.queries, self.keys, self.values)
+        )
+        heads = functional.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
+        return self.attended(heads.transpose(1, 2).flatten(2))
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Rotary positions: (x_j, x_{j + d/2}) of position t, rotated by the angle t · 10000^(−2j/d).
+
+    Products qᵀk of rotated vectors depend on the difference of their positions only. The angles are
+    computed in float32, and the result has the dtype of x.
+
+    Args:
+        x: Queries or keys `[..., position, unit]`, d units.
+
+    References:
+        Su et al. (2021), arXiv:2104.09864, eq. 15, for other pairs of units.
+    """
+    n_positions, d = x.shape[-2:]
+    t = torch.arange(n_positions, dtype=torch.float32, device=x.device)
+    frequencies = 10000 ** (-torch.arange(0, d, 2, dtype=torch.float32, device=x.device) / d)
+    angles = torch.outer(t, frequencies)  # [position, unit / 2]
+    sin, cos = angles.sin().to(x.dtype), angles.cos().to(x.dtype)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
 def small_lstm(
     shape: Shape, *, hidden_size: int = 128, num_layers: int = 1, dropout: float = 0.2
 ) -> LSTM:
@@ -183,5 +280,6 @@ def small_lstm(
 ARCHITECTURES: dict[str, Callable[..., LanguageModel]] = {
     "LSTM": LSTM,
     "Transformer": Transformer,
+    "GPT": GPT,
 }
 SMALL_ARCHITECTURES = ARCHITECTURES | {"LSTM": small_lstm}

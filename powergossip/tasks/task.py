@@ -56,9 +56,14 @@ class MainMetric:
 class Task(Protocol):
     """Data, models, loss and evaluation. Every process has the data of all workers.
 
-    A task may have a further attribute `main_metric`, see the function of this name. If it has the
-    attribute `redistributes`, a true value, then `batch` has a fourth parameter: lost, a frozenset
-    of workers whose samples are partitioned over the others.
+    A task may have further attributes::
+
+        main_metric      see the function of this name
+        redistributes    true: `batch` has a fourth parameter, lost, a frozenset of workers whose
+                         samples are partitioned over the others
+        facts            mapping of facts about the data for info.json, equal in all processes
+        tokens_in_batch  number of tokens of a batch of one worker, whose rate is shown
+        sample           function of a model that returns a text for the end of a run, or None
     """
 
     @property

@@ -25,6 +25,7 @@ def one_of(choices: Iterable[str]) -> Kind:
     return Kind(lambda value: value in names, " or ".join(names))
 
 
+TEXT = Kind(lambda value: isinstance(value, str) and value != "", "a text that is not empty")
 FLAG = Kind(lambda value: type(value) is bool, "true or false")
 COUNT = Kind(lambda value: type(value) is int and value >= 1, "a whole number, 1 or more")
 FRACTION = Kind(

@@ -28,7 +28,7 @@ class Built:
     """The parts of a run.
 
     Attributes:
-        metric: Main metric of a task of the user, or None.
+        metric: Main metric of a task that has one of its own, or None.
         hint: Sentence for the start of the run.
         state: State of all parts, in a checkpoint.
     """
@@ -68,10 +68,12 @@ def build(c: Settings, processes: Processes, task: tasks.Task | None, joins: Any
     task = task or processes.one_by_one(partial(make_task, c, network))
     c.task_architecture = c.task_architecture or next(iter(task.architectures), None)
     of_user = given is None and not tasks.is_in_library(c.task, c.task_architecture)
-    if of_user:
-        check_sizes(processes.gather((task.steps_per_epoch, dict(task.samples))), c.task)
+    of_files: dict[str, Any] = getattr(task, "facts", {})
+    if of_user or of_files:
+        sizes = task.steps_per_epoch, dict(task.samples) | of_files
+        check_sizes(processes.gather(sizes), c.task)
     steps_per_epoch = min(task.steps_per_epoch, c.max_steps_per_epoch or task.steps_per_epoch)
-    agreement, metric = Agreement(processes), None
+    agreement, main = Agreement(processes), getattr(task, "main_metric", None)
     with processes.agreed():
         check_evaluation(c, task)
         models = [task.model(c.architecture, c.seed) for _ in network.workers]
@@ -85,7 +87,6 @@ def build(c: Settings, processes: Processes, task: tasks.Task | None, joins: Any
         warn_of_rank(c, network, parameters)
         if of_user and not c.evaluate_only:
             main = check_first_batch(task, c, network.workers[0], network.device)
-            metric = {"name": main.name, "larger_is_better": main.larger_is_better}
         if c.torch_compile and not c.evaluate_only:
             precision.compile_models(models)
         gradients = Gradients(c, network, task, parameters, clock, agreement)
@@ -93,6 +94,7 @@ def build(c: Settings, processes: Processes, task: tasks.Task | None, joins: Any
             c, network, task, parameters, gradients, agreement, clock, steps_per_epoch
         )
         execution = _make_execution(run, links, joins=joins is not None)
+    metric = main and {"name": main.name, "larger_is_better": main.larger_is_better}
     return Built(run, execution, metric, hint, found, Parts(run, execution.parts))
 
 

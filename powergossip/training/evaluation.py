@@ -64,8 +64,11 @@ class Evaluation:
         columns = self._of_workers(sums)
         mean_x, mean_buffers, *_ = [*(wait() for wait in pending), None]
         columns |= self._squares(mean_x, mean_buffers)
+        self.mean_model.x.copy_(mean_x)
+        if mean_buffers is not None:
+            self.mean_model.buffers.copy_(mean_buffers)
         if self._config.evaluate_average_model:
-            columns |= self._of_mean_model(mean_x, mean_buffers)
+            columns |= self._of_mean_model()
         gathered = self._gathered(columns)
         self._check_finite(gathered, epoch, step)
 
@@ -128,16 +131,13 @@ class Evaluation:
             of_buffers = differences.double().square().sum(1)
         return columns | {("squares", BUFFERS): of_buffers}
 
-    def _of_mean_model(self, mean_x: Tensor, mean_buffers: Tensor | None) -> Columns:
+    def _of_mean_model(self) -> Columns:
         """The sums of metrics of the mean of all workers' models, on this process's part of data.
 
         They are in the row of the first hosted worker, those of the others are zero. Batch norm's
         running statistics are the workers' mean, or recalibrated on training data.
         """
         mean_model, processes = self.mean_model, self._view.processes
-        mean_model.x.copy_(mean_x)
-        if mean_buffers is not None:
-            mean_model.buffers.copy_(mean_buffers)
         if self._config.mean_model_statistics == "recalibrated":
             self._recalibrate()
         part, columns = (processes.rank, processes.size), {}
@@ -265,4 +265,4 @@ def _shown(main: MainMetric, means: Mapping[str, float]) -> str:
         return f"'s perplexity {means['perplexity']:.1f}"
     if main.name == "accuracy":
         return f" {100 * means['accuracy']:.1f} %"
-    return f"'s {main.name} {means[main.name]:.4g}"
+    return f"'s {main.name.replace('_', ' ')} {means[main.name]:.4g}"

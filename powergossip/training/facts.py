@@ -31,8 +31,9 @@ def of_environment(network: Network, transport: str) -> dict[str, Any]:
 
 
 def of_task(task: Task, parameters: Parameters) -> dict[str, Any]:
-    """Sizes of the model and the data. label_counts: [worker][label]."""
+    """Sizes of the model and the data, and the task's own facts. label_counts: [worker][label]."""
     found = {"parameters": parameters.layout.size, "samples": dict(task.samples)}
+    found |= getattr(task, "facts", {})
     counts = task.label_counts()
     return found if counts is None else {**found, "label_counts": counts.tolist()}
 

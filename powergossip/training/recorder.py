@@ -9,7 +9,7 @@ from typing import Any
 from powergossip.errors import CannotWrite, Dropped, Interrupted, Stopped
 from powergossip.runs import configuration, figures, metrics, output, tables
 from powergossip.runs.checkpoints import Checkpoints
-from powergossip.runs.output import COMPLETE, FIGURE, Output
+from powergossip.runs.output import COMPLETE, FIGURE, SAMPLE, Output
 from powergossip.training import resizing
 from powergossip.training.config import Config
 from powergossip.training.ending import complete_without
@@ -120,6 +120,7 @@ class Recorder:
         if self.output is not None:
             c, virtual = trainer.config, trainer.execution.time_is_virtual
             report(self.folder, c.log_verbosity, trainer.metric, virtual)
+            _show_sample(trainer, self.folder / SAMPLE)
             if trainer.processes.can_be_lost:
                 self.hooks.log_info({"lost_workers": trainer.execution.missing})
             self.output.close(COMPLETE)
@@ -164,6 +165,19 @@ def report(folder: Path, verbosity: int, metric: str, time_is_virtual: bool = Fa
     print(f"\n{table}\n\nrows: {folder / metrics.FILE}\nfigure: {figure}")
 
 
+def _show_sample(trainer: Trainer, path: Path | None = None) -> None:
+    """Print the sample of the task, if it has one, and write it to a file."""
+    text = trainer.sample()
+    if text is None:
+        return
+    print(f"\nsample of the mean model:\n\n{text}\n")
+    try:
+        if path is not None:
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CannotWrite(f"{path}: {error.strerror or error}; rows are kept") from error
+
+
 def evaluate(run: NewRun, hooks: Hooks) -> None:
     """Evaluate a checkpoint of the run in a folder, and print the table.
 
@@ -181,3 +195,4 @@ def evaluate(run: NewRun, hooks: Hooks) -> None:
     if run.processes.rank == 0:
         print(f"The {run.config.checkpoint} checkpoint of {run.resumed}, after step {trainer.step}")
         print(tables.summary(metrics.frame(rows), trainer.execution.time_is_virtual))
+        _show_sample(trainer)

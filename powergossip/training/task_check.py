@@ -21,11 +21,11 @@ from powergossip.training.config import Settings
 from powergossip.training.precision import autocast
 
 
-def check_sizes(sizes: Sequence[tuple[int, Mapping[Any, int]]], task: str) -> None:
+def check_sizes(sizes: Sequence[tuple[int, Mapping[Any, Any]]], task: str) -> None:
     """Raise BadInput unless all processes have equally many steps and samples.
 
     Args:
-        sizes: Steps in an epoch and samples of each split, of each process.
+        sizes: Steps in an epoch, and samples of each split with other facts, of each process.
     """
     for rank, (steps, samples) in enumerate(sizes):
         if (steps, samples) != sizes[0]:

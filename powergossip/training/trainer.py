@@ -75,7 +75,7 @@ class Trainer:
 
     @property
     def metric(self) -> str:
-        """The metric to show: the main one of a task of the user, or else the accuracy."""
+        """The metric to show: the main one of the task, or else the accuracy."""
         return str(self._built.metric["name"]) if self._built.metric else "accuracy"
 
     def facts(self) -> dict[str, Any]:
@@ -133,7 +133,8 @@ class Trainer:
         if save_first:
             save(position)
         shown = self.processes.rank == 0 and c.log_verbosity > 0
-        bar = Progress(c.num_epochs * self.steps_per_epoch, self.step, shown)
+        tokens = c.n_workers * getattr(self.task, "tokens_in_batch", 0)
+        bar = Progress(c.num_epochs * self.steps_per_epoch, self.step, shown, tokens)
         patience = None if self._built.transport in ("none", "mpi") else PATIENCE
         with bar, Signals(patience=patience) as signals:
             for epoch in range(position.epoch, c.num_epochs):
@@ -171,6 +172,12 @@ class Trainer:
         """Log the rows of an evaluation of the models. Raises Diverged as `train` does."""
         self.execution.watch.start()
         self.evaluation(self.position.epoch, self.step, {})
+
+    def sample(self) -> str | None:
+        """The text of the task by the mean model of the last evaluation. None if there is none."""
+        make = getattr(self.task, "sample", None)
+        evaluated = self.evaluation.main_metric is not None
+        return make(self.evaluation.mean_model.models[0]) if make and evaluated else None
 
     def _end_epoch(self, epoch: int, sums: Mapping[str, Tensor], bar: Progress) -> float | None:
         """Log the rows at the end of an epoch. Returns the score, if there was an evaluation."""

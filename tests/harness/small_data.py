@@ -83,6 +83,19 @@ def write_imagenet(folder: Path, n_labels: int = 7, n_train: int = 7, noise: boo
                 image.save(place / f"{label}_{i}.JPEG")
 
 
+def write_documents(folder: Path, n_documents: int = 6) -> None:
+    """Texts of a few hundred bytes: in the topics a, b and c, and directly in the folder.
+
+    A text has the letters of its topic, blanks and line ends.
+    """
+    random = generator(0, "test")
+    for topic, letters in {"a": "abc", "b": "def", "c": "éß語", "": "xyz"}.items():
+        (folder / topic).mkdir(parents=True, exist_ok=True)
+        for i in range(n_documents):
+            characters = random.choice([*letters, " ", "\n"], 200 + 40 * i)
+            (folder / topic / f"{i}.txt").write_text("".join(characters))
+
+
 def make_fashion_mnist(**changes: Any) -> tasks.Task:
     arguments: dict[str, Any] = {"n_workers": 2, "batch_size": 8, "seed": 1, "download": False}
     return tasks.make("FashionMNIST", **(arguments | changes))

@@ -1,10 +1,12 @@
 """The presets: they load, are accepted, and have the published values."""
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 import gossip_run
@@ -15,6 +17,7 @@ from powergossip.consensus.settings import num_steps
 from powergossip.network import Processes
 from powergossip.runs import configuration, metrics
 from powergossip.runs.output import plain
+from powergossip.tasks import language_models
 from powergossip.training import schedule
 from powergossip.training.settings import checked
 from tests.harness.small_data import write_cifar
@@ -55,7 +58,7 @@ def test_there_are_presets_of_all_published_programs() -> None:
         "consensus",
         "wikitext2_lstm",
     ]
-    assert [base for base in BASES if base not in of_gossip] == ["cifar", "dgc", "imagenet"]
+    assert [base for base in BASES if base not in of_gossip] == ["cifar", "dgc", "gpt", "imagenet"]
     assert not set(of_gossip) - {*BASES}
     found = {path.parent.name for path in FOLDER.glob("*/*.yaml")}
     assert found == {*BASES} - {"cifar10_resnet18"}, "a folder of methods for each, no others"
@@ -75,7 +78,7 @@ def test_a_preset_is_accepted(base: str, method: str | None) -> None:
     kind = module_of(base).Config
     text = configuration.changed(plain(config), kind)
     if method:
-        as_base = ("dpsgd", "wm0", "mm", "resnet20")  # which state a value of their base
+        as_base = ("dpsgd", "wm0", "mm", "resnet20", "160k")  # which state a value of their base
         assert text != configuration.changed(plain(loaded(base, None)), kind) or method in as_base
 
 
@@ -299,6 +302,17 @@ def test_wikitext2_is_as_published() -> None:
         c = loaded("wikitext2_lstm", path.stem)
         assert c.optimizer_rank * c.optimizer_num_iterations == 32
         assert c.optimizer_rank == int(path.stem.rpartition("-")[2])
+
+
+@pytest.mark.parametrize("path", sorted((FOLDER / "gpt").glob("*.yaml")), ids=lambda p: p.stem)
+def test_a_gpt_has_as_many_parameters_as_its_preset_says(path: Path) -> None:
+    (written,) = re.findall(r"([\d,]+) parameters", path.read_text("utf-8"))
+    asked = {**loaded("gpt", path.stem).task_options}
+    _, _, tokens = asked.pop("tokenizer").partition("-")
+    shape = int(tokens or 256), asked.pop("sequence_length")
+    with torch.device("meta"):
+        model = language_models.GPT(shape, **asked)
+    assert sum(p.numel() for p in model.parameters()) == int(written.replace(",", ""))
 
 
 def test_consensus_grids_are_as_published() -> None:

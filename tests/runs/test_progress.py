@@ -30,6 +30,19 @@ def test_a_log_file_has_a_line_now_and_then(
     ]
 
 
+def test_tokens_per_second_are_those_of_the_steps_of_this_process(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    with Progress(100, initial=10, tokens=1024) as bar:
+        for _ in range(60):
+            now += 0.5
+            bar.update()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "70 of 100 steps after 00:30, 2,048 tokens/s"
+
+
 def test_a_hidden_progress_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress(3, shown=False) as bar:
         bar.update(3)

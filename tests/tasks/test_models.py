@@ -187,6 +187,13 @@ def test_the_transformer_has_the_parameters_of_its_formula() -> None:
     assert size(model) == (n_words + longest) * d + layers * (12 * d**2 + 13 * d) + 2 * d
 
 
+def test_a_gpt_has_the_parameters_of_its_formula() -> None:
+    """V embeddings of size d; each layer 12 d² weights, and 2 d of norms."""
+    n_words, d, layers = 1000, 128, 2
+    model = language_models.GPT((n_words, 30), hidden_size=d, num_layers=layers)
+    assert size(model) == n_words * d + 12 * layers * d**2 + (2 * layers + 1) * d
+
+
 def small(name: str, **options: Any) -> language_models.LanguageModel:
     torch.manual_seed(0)
     return language_models.ARCHITECTURES[name]((50, 12), hidden_size=16, num_layers=2, **options)
@@ -258,13 +265,51 @@ def test_a_block_is_that_of_a_transformer() -> None:
     torch.testing.assert_close(block(x), reference(x, src_mask=mask, is_causal=True))
 
 
+def test_a_block_of_a_gpt_is_that_of_its_equations() -> None:
+    """Rotary positions as products of complex numbers, in float64."""
+    block = language_models.GPTBlock(16, num_heads=2).double()
+    for parameter in block.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+
+    def norm(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+        return x / x.square().mean(-1, keepdim=True).sqrt() * gain
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        angles = torch.arange(7)[:, None] * 10000 ** (-torch.arange(4, dtype=torch.float64) / 4)
+        return torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angles), angles)
+
+    h, expected = norm(x, block.norm1.weight), x.clone()
+    for head in range(2):
+        units = slice(8 * head, 8 * head + 8)
+        q, k, v = (h @ m.weight[units].T for m in (block.queries, block.keys, block.values))
+        products = (turned(q)[:, :, None] * turned(k)[:, None].conj()).sum(-1).real
+        future = torch.ones(7, 7).triu(1).bool()
+        weights = (products / 8**0.5).masked_fill(future, -torch.inf).softmax(-1)
+        expected += weights @ v @ block.attended.weight[:, units].T
+    h = norm(expected, block.norm2.weight)
+    first, _, last = block.net
+    expected += nn.functional.gelu(h @ first.weight.T) @ last.weight.T  # type: ignore[operator]
+    torch.testing.assert_close(block(x), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_products_of_rotated_vectors_depend_on_differences_of_positions() -> None:
+    q, k = torch.randn(2, 6)
+    products = language_models.rotated(q.expand(9, 6)) @ language_models.rotated(k.expand(9, 6)).T
+    torch.testing.assert_close(products[1:, 1:], products[:-1, :-1])
+    assert (products[1:, 0] - products[:-1, 0]).abs().min() > 1e-3
+    torch.testing.assert_close(products.diagonal(), (q @ k).expand(9))
+    half = torch.randn(2, 3, 9, 6, dtype=torch.bfloat16)
+    assert language_models.rotated(half).dtype == torch.bfloat16
+
+
 def test_a_transformer_tells_positions_apart() -> None:
     model = small("Transformer").eval()
     scores, _ = model(torch.full((1, 12), 3), {})
     assert (scores[0, 1:] - scores[0, :-1]).abs().amax(1).min() > 1e-4
 
 
-@pytest.mark.parametrize("name", language_models.ARCHITECTURES)
+@pytest.mark.parametrize("name", ["LSTM", "Transformer"])
 def test_dropout_is_where_it_says_and_only_in_training(name: str) -> None:
     words = torch.arange(24).view(2, 12)
     model = small(name, dropout=0.5)
@@ -302,6 +347,17 @@ def test_initial_weights_are_those_that_are_documented() -> None:
             assert parameter.std().item() == pytest.approx(0.02, rel=0.05), name
         elif "bias" in name:
             assert not parameter.any(), name
+        else:
+            assert (parameter == 1).all(), name
+
+
+def test_initial_weights_of_a_gpt_are_those_that_are_documented() -> None:
+    gpt = language_models.GPT((3000, 30), hidden_size=128, num_layers=8)
+    for name, parameter in gpt.named_parameters():
+        ends_residual = name.endswith(("attended.weight", "net.2.weight"))
+        if parameter.dim() == 2:
+            wanted = 0.5 / 128**0.5 / (4 if ends_residual else 1)
+            assert parameter.std().item() == pytest.approx(wanted, rel=0.05), name
         else:
             assert (parameter == 1).all(), name
 

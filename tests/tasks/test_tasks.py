@@ -15,7 +15,13 @@ from powergossip import tasks
 from powergossip.randomness import generator
 from powergossip.tasks import augmentation, digits
 from powergossip.tasks.images import ImageClassification, LabeledImages
-from tests.harness.small_data import options, write_cifar, write_fashion_mnist, write_imagenet
+from tests.harness.small_data import (
+    options,
+    write_cifar,
+    write_documents,
+    write_fashion_mnist,
+    write_imagenet,
+)
 
 N_SAMPLES = 103  # of the small tasks here: a prime, so that nothing divides it
 
@@ -96,7 +102,7 @@ def numbers_of(labels: Tensor, unit: Tensor) -> Tensor:
 # Every task of the registry, on few data.
 
 
-SMALL_MODEL = {"hidden_size": 8, "num_layers": 1, "dropout": 0.2}
+SMALL_MODEL = {"hidden_size": 8, "num_layers": 1}
 TASKS: dict[str, dict[str, Any]] = {  # name → options that make it small
     "Digits": {},
     "FashionMNIST": {},
@@ -104,7 +110,10 @@ TASKS: dict[str, dict[str, Any]] = {  # name → options that make it small
     "Cifar100": {},
     "ImageNet": {"task_options": {"image_size": 32, "threads": 2}},
     "LSTM": {"task_options": SMALL_MODEL | {"sequence_length": 9, "min_count": 20}},
+    "Text": {"task_options": SMALL_MODEL | {"sequence_length": 9, "dataset": "Text"}},
 }
+LANGUAGE = ("LSTM", "Text")
+MODELS = {"LSTM": "LSTM", "Text": "GPT", "ImageNet": "ResNet18"}  # small ones
 
 
 def make(name: str, folder: Path, **changes: Any) -> tasks.Task:
@@ -113,14 +122,17 @@ def make(name: str, folder: Path, **changes: Any) -> tasks.Task:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with few data for each task that needs files."""
+def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with few data for each task that needs files, and a cache."""
     folder = tmp_path_factory.mktemp("data")
     write_fashion_mnist(folder / "FashionMNIST", n_train=60)
     write_cifar(folder / "Cifar", 10, n_train=12)
     write_cifar(folder / "Cifar100", 100, n_train=60)
     write_imagenet(folder / "ImageNet", noise=True)
-    return folder
+    write_documents(folder / "Text")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        yield folder
 
 
 @pytest.fixture(params=tasks.TASKS, scope="module")
@@ -177,7 +189,7 @@ def test_epochs_are_of_full_batches_but_the_last_one(any_task: tasks.Task, name:
 
 
 def test_batches_of_images_are_normalized(any_task: tasks.Task, name: str) -> None:
-    if name in ("LSTM", "ImageNet"):  # ImageNet has fixed constants
+    if name in (*LANGUAGE, "ImageNet"):  # ImageNet has fixed constants
         return
     assert isinstance(any_task, ImageClassification)
     seen: list[Tensor] = []
@@ -234,12 +246,12 @@ def test_a_loss_is_the_mean_over_a_batch_and_reaches_all_parameters(any_task: ta
 def test_parts_of_an_evaluation_add_up(
     any_task: tasks.Task, name: str, split: tasks.Split, n_parts: int
 ) -> None:
-    architecture = {"LSTM": "Transformer", "ImageNet": "ResNet18"}.get(name, "MLP")
+    architecture = {**MODELS, "LSTM": "Transformer"}.get(name, "MLP")
     model = any_task.model(architecture, seed=1)
     whole = any_task.evaluate(model, split)
     parts = [any_task.evaluate(model, split, (i, n_parts)) for i in range(n_parts)]
     assert whole["count"] == sum(part["count"] for part in parts)
-    if name != "LSTM":
+    if name not in LANGUAGE:
         sizes = {"Digits": (1437, 360), "ImageNet": (49, 14)}.get(name, (60, 20))
         assert whole["count"] == sizes[split == "test"]
         assert whole["accuracy"] <= whole["top5_accuracy"] <= whole["count"]
@@ -249,7 +261,7 @@ def test_parts_of_an_evaluation_add_up(
 
 
 def test_an_evaluation_leaves_the_model_as_it_was(any_task: tasks.Task, name: str) -> None:
-    few = {"LSTM": ["LSTM"], "ImageNet": ["ResNet18"]}.get(name, ["ResNet20", "CNN"])
+    few = [MODELS[name]] if name in MODELS else ["ResNet20", "CNN"]
     for architecture in few:
         model = any_task.model(architecture, seed=1).train()
         frozen = list(model.modules())[-1]
@@ -267,14 +279,14 @@ def test_an_evaluation_leaves_the_model_as_it_was(any_task: tasks.Task, name: st
 
 
 def test_a_run_continues_from_what_is_carried(any_task: tasks.Task, name: str) -> None:
-    architecture = {"LSTM": "LSTM", "ImageNet": "ResNet18"}.get(name, "CNN")
+    architecture = MODELS.get(name, "CNN")
     one, other = (any_task.model(architecture, seed).eval() for seed in (1, 2))
     any_task.loss(one, any_task.batch(0, 0, 0))
     other.load_state_dict(one.state_dict())
     carried = any_task.carried(one)
     assert bool(carried) == (name == "LSTM")
     any_task.carry(other, carried)
-    if name != "LSTM":
+    if name not in LANGUAGE:
         with pytest.raises(AssertionError):
             any_task.carry(other, {"hidden": torch.zeros(1)})
     losses = [any_task.loss(model, any_task.batch(0, 0, 1))[0].item() for model in (one, other)]
@@ -288,7 +300,7 @@ def test_labels_are_counted_where_there_are_any(any_task: tasks.Task, name: str)
         return
     assert counts is not None
     assert counts.dtype == torch.int64
-    assert counts.shape == (3, {"Cifar100": 100, "ImageNet": 7}.get(name, 10))
+    assert counts.shape == (3, {"Cifar100": 100, "ImageNet": 7, "Text": 4}.get(name, 10))
     assert counts.sum() == any_task.samples["train"]
 
 
@@ -301,6 +313,8 @@ def test_unknown_options_are_rejected_with_the_choices(name: str, data: Path) ->
     known = (
         "dataset, sequence_length, min_count"
         if name == "LSTM"
+        else "dataset, tokenizer, sequence_length, "
+        if name == "Text"
         else "normalization, initialization, "
     )
     with pytest.raises(

@@ -35,6 +35,7 @@ def trainer(choice: str, who: Processes = ALONE, **changes: Any) -> Trainer:
         *({"task_architecture": name} for name in ARCHITECTURES if name not in LARGE),
         {"task_architecture": "ResNet20", "task_options": {"normalization": "group"}},
         {**TEXT, "task_options": {"dropout": 0.0}},
+        {**TEXT, "task_architecture": "GPT"},
         {"precision": "bf16"},
     ],
     ids=lambda changes: "-".join(map(str, changes.values())),

@@ -1,0 +1,283 @@
+"""Documents as tokens: tokenizers, and memory-mapped files of tokens in the user's cache.
+
+Each document is followed by the token `END`, which is also before the first one. Axis name: token.
+"""
+
+import hashlib
+import json
+import re
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from powergossip.checks import BadValue
+from powergossip.tasks import files
+from powergossip.tasks.documents import Documents
+from powergossip.tasks.task import Split, TaskOptions
+
+END = 0  # token between documents, of 0 bytes
+TOKENIZERS = re.compile(r"bytes|bpe-([1-9]\d{0,8})")
+ACCEPTED = "bytes, or bpe-SIZE, such as bpe-1024"
+SMALLEST = 257  # tokens of bpe-SIZE: the bytes and END
+_FORMAT = 1  # of the files in the cache
+_DAMAGED = (OSError, ValueError, LookupError, TypeError)  # raised for files of the cache
+
+
+class Tokenizer(Protocol):
+    """A lossless conversion of texts to tokens."""
+
+    @property
+    def byte_counts(self) -> np.ndarray:
+        """Number of bytes of each token: int64 [token]."""
+        ...
+
+    def encode(self, content: bytes) -> np.ndarray:
+        """The tokens of a text in UTF-8, without `END`."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens. `END` is a blank line."""
+        ...
+
+
+class Bytes:
+    """The bytes of a text. `END` is the byte 0, which no text has."""
+
+    byte_counts = np.array([0] + 255 * [1])
+
+    def encode(self, content: bytes) -> np.ndarray:
+        return np.frombuffer(content, np.uint8)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).replace(b"\0", b"\n\n").decode(errors="replace")
+
+
+class BytePairs:
+    """Byte pair encoding of words, by Hugging Face tokenizers. Any text can be encoded.
+
+    References:
+        - Sennrich, Haddow & Birch (2016), arXiv:1508.07909.
+        - Radford et al. (2019), "Language models are unsupervised multitask learners", for bytes
+          in place of characters, and for the words.
+    """
+
+    def __init__(self, source: str):
+        """`source`: the tokenizer as JSON, as `trained` returns it."""
+        self._tokenizer = _library().Tokenizer.from_str(source)
+        vocabulary = self._tokenizer.get_vocab()
+        self.byte_counts = np.zeros(len(vocabulary) + 1, np.int64)
+        for token, index in vocabulary.items():  # one character stands for a byte
+            self.byte_counts[index + 1] = len(token)
+
+    @staticmethod
+    def trained(texts: Iterable[str], size: int) -> str:
+        """A tokenizer with `size` tokens, `END` included, or fewer if the texts have no more."""
+        library = _library()
+        tokenizer = library.Tokenizer(library.models.BPE())
+        of_bytes = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.pre_tokenizer, tokenizer.decoder = of_bytes, library.decoders.ByteLevel()
+        trainer = library.trainers.BpeTrainer(
+            vocab_size=size - 1, initial_alphabet=of_bytes.alphabet(), show_progress=False
+        )
+        tokenizer.train_from_iterator(texts, trainer)
+        return str(tokenizer.to_str())
+
+    def encode(self, content: bytes) -> np.ndarray:
+        return np.array(self._tokenizer.encode(content.decode()).ids, np.int64) + 1
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        texts = [
+            "\n\n" * len(list(run)) if ends else self._tokenizer.decode([i - 1 for i in run])
+            for ends, run in groupby(tokens, lambda token: token == END)
+        ]
+        return "".join(texts)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Documents of a topic, next to each other in the file.
+
+    Attributes:
+        first, last: Positions of the tokens `END` before the first one and after the last one.
+    """
+
+    topic: str
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """The tokens of all splits, in the order of splits, topics and paths.
+
+    Attributes:
+        tokens: Memory-mapped array [token].
+        longest: Number of tokens of the longest document, with its `END`.
+        sha256: SHA-256 of the file.
+    """
+
+    tokens: np.ndarray
+    pieces: Mapping[Split, list[Piece]]
+    longest: int
+    sha256: str
+    tokenizer: Tokenizer
+
+
+def load(documents: Documents, tokenizer: str, options: TaskOptions) -> TokenFile:
+    """The tokens of documents, from the cache. They are written to it at the first time.
+
+    The cache knows documents by their paths, sizes and times of modification. Several processes may
+    write the same tokens concurrently, since each file appears complete.
+
+    Args:
+        tokenizer: A name as in `ACCEPTED`.
+
+    Raises:
+        ValueError: For an unknown tokenizer or one that is not installed, documents that cannot be
+            used, and a cache that cannot be written or is damaged.
+    """
+    _check(tokenizer)
+    cache = files.cache(options.task)
+    found = [(documents.root / name).stat() for name in documents.names]
+    of_files = [(facts.st_size, facts.st_mtime_ns) for facts in found]
+    known: list[Any] = [_FORMAT, tokenizer, options.validation_ratio, str(documents.root.resolve())]
+    key = hashlib.sha256(json.dumps([*known, documents.names, of_files]).encode()).hexdigest()
+    folder = cache / key[:16]
+    if not folder.is_dir():
+        splits = documents.splits(options.validation_ratio)
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=cache, prefix=".incomplete-") as scratch:
+                made = _make(tokenizer, documents, splits["train"], cache, Path(scratch))
+                _write(Path(scratch) / "new", documents, splits, *made)
+                _publish(Path(scratch) / "new", folder)
+        except OSError as error:
+            raise ValueError(
+                f"{cache} cannot be written: {error.strerror or error}; set XDG_CACHE_HOME to "
+                "another folder"
+            ) from error
+    try:
+        return _read(folder)
+    except _DAMAGED as error:
+        raise ValueError(f"{folder} is damaged: {error}; remove it") from error
+
+
+def _check(tokenizer: str) -> None:
+    """Raise ValueError for a tokenizer that is unknown, too small or not installed."""
+    match = TOKENIZERS.fullmatch(tokenizer)
+    size = match and match[1]
+    known = match is not None and (size is None or int(size) >= SMALLEST)
+    if not known:
+        accepted = f"{ACCEPTED}, with {SMALLEST} tokens or more"
+        raise BadValue("task_options.tokenizer", tokenizer, accepted)
+    if size is not None:
+        try:
+            _library()
+        except ImportError as error:
+            raise ValueError(
+                f"task_options.tokenizer={tokenizer} needs Hugging Face tokenizers, which is not "
+                "installed: pip install tokenizers, or use bytes"
+            ) from error
+
+
+def _library() -> Any:
+    # Imported here because it belongs to the extra `tokenizers`.
+    import tokenizers
+
+    return tokenizers
+
+
+def _make(
+    tokenizer: str, documents: Documents, names: Sequence[str], cache: Path, scratch: Path
+) -> tuple[Tokenizer, str | None]:
+    """The tokenizer of this name, and its file in the cache.
+
+    Byte pairs are trained on the documents of these names, unless the cache has those of the same
+    text. Raises BadValue if the text has too few.
+    """
+    _, _, size = tokenizer.partition("-")
+    if not size:
+        return Bytes(), None
+    sha256 = hashlib.sha256()
+    for name in names:
+        sha256.update(hashlib.sha256(documents.read(name)).digest())
+    path = cache / f"{tokenizer}-{sha256.hexdigest()[:16]}.json"
+    if not path.is_file():
+        texts = (documents.read(name).decode() for name in names)
+        (scratch / path.name).write_text(BytePairs.trained(texts, int(size)))
+        (scratch / path.name).replace(path)
+    made = BytePairs(path.read_text())
+    if len(made.byte_counts) < int(size):
+        accepted = f"bpe-{len(made.byte_counts)} or less; the training text has no more byte pairs"
+        raise BadValue("task_options.tokenizer", tokenizer, accepted)
+    return made, path.name
+
+
+def _write(
+    folder: Path,
+    documents: Documents,
+    splits: Mapping[Split, list[str]],
+    tokenizer: Tokenizer,
+    tokenizer_file: str | None,
+) -> None:
+    """Write the tokens and their index to a new folder."""
+    folder.mkdir()
+    dtype = np.min_scalar_type(len(tokenizer.byte_counts) - 1)
+    sha256, position, longest = hashlib.sha256(), 0, 0
+    pieces: dict[Split, list[Piece]] = {split: [] for split in splits}
+    with (folder / "tokens.bin").open("wb") as file:
+
+        def append(tokens: np.ndarray) -> None:
+            data = tokens.astype(dtype).tobytes()
+            file.write(data)
+            sha256.update(data)
+
+        append(np.array([END]))
+        for split, names in splits.items():
+            for topic, of_topic in groupby(sorted(names, key=documents.topic), documents.topic):
+                first = position
+                for name in of_topic:
+                    tokens = np.append(tokenizer.encode(documents.read(name)), END)
+                    append(tokens)
+                    longest = max(longest, len(tokens))
+                    position += len(tokens)
+                pieces[split].append(Piece(topic, first, position))
+    index = {
+        "dtype": dtype.name,
+        "length": position + 1,
+        "pieces": {split: [vars(p) for p in of_split] for split, of_split in pieces.items()},
+        "longest": longest,
+        "sha256": sha256.hexdigest(),
+        "tokenizer": tokenizer_file,
+    }
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+def _publish(new: Path, folder: Path) -> None:
+    """Rename a folder, unless another process was faster."""
+    try:
+        new.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+
+
+def _read(folder: Path) -> TokenFile:
+    """The tokens in a folder. Raises an error of `_DAMAGED` for a damaged one."""
+    index = json.loads((folder / "index.json").read_text())
+    name = index["tokenizer"]
+    return TokenFile(
+        tokens=np.memmap(folder / "tokens.bin", index["dtype"], "r", shape=(index["length"],)),
+        pieces={
+            split: [Piece(**values) for values in of_split]
+            for split, of_split in index["pieces"].items()
+        },
+        longest=index["longest"],
+        sha256=index["sha256"],
+        tokenizer=BytePairs((folder.parent / name).read_text()) if name else Bytes(),
+    )

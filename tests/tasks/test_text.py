@@ -1,0 +1,491 @@
+"""Laws of language modeling on documents: splits, tokens, bits per byte, topics, the cache."""
+
+import gzip
+import hashlib
+import json
+import os
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import train as entry
+from powergossip import tasks
+from powergossip.errors import BadInput
+from powergossip.network import processes
+from powergossip.runs import metrics
+from powergossip.tasks import documents, tokens
+from powergossip.tasks.language_models import LanguageModel, State
+from powergossip.tasks.text import Text
+from powergossip.tasks.tokens import END, BytePairs, Bytes, TokenFile, Tokenizer
+from powergossip.training.settings import checked
+from powergossip.training.trainer import Trainer
+from tests.harness import launch
+from tests.harness.small_data import options, write_documents
+from tests.harness.training import configured
+
+SMALL = {"hidden_size": 8, "num_layers": 1, "num_heads": 2}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "decentralized-deep-learning" / "Text"
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """A folder of 24 documents."""
+    write_documents(tmp_path / "texts")
+    return tmp_path / "texts"
+
+
+def make(folder: Path, length: int = 9, **changes: Any) -> Text:
+    of_task = {"dataset": str(folder), "sequence_length": length, **SMALL}
+    arguments: dict[str, Any] = {"n_workers": 2, "batch_size": 4, "seed": 1}
+    arguments |= {"task_options": of_task | changes.pop("task_options", {})} | changes
+    task = tasks.make("Text", **arguments)
+    assert isinstance(task, Text)
+    return task
+
+
+# Documents and their splits.
+
+
+def test_each_document_is_in_one_split_and_copies_are_in_the_same(texts: Path) -> None:
+    """Copies that differ in white space are copies. Empty documents are in no split."""
+    for i, path in enumerate(sorted(texts.rglob("*.txt"))):
+        content = path.read_text()
+        (path.parent / f"{path.stem}.copy").write_text("\n\n".join(content.split()) + "\n" * i)
+    (texts / "empty.txt").write_text(" \n")
+    found = documents.find(str(texts), None)
+    splits = found.splits(0.25)
+    of_document = {name: split for split, names in splits.items() for name in names}
+    assert len(of_document) == sum(map(len, splits.values())) == 48
+    for name, split in of_document.items():
+        assert of_document[name.replace(".txt", ".copy")] == split
+    # Of 24 different ones, 5 % for testing, and a quarter of the others.
+    assert {split: len(names) for split, names in splits.items()} == {
+        "train": 34,
+        "valid": 12,
+        "test": 2,
+    }
+    assert found.splits(0.25) == splits
+    assert found.splits(0.0)["test"] == splits["test"]
+    assert "valid" not in found.splits(0.0)
+
+
+def test_documents_of_a_pattern_and_of_data_dir(texts: Path, tmp_path: Path) -> None:
+    (texts / ".hidden.txt").write_text("hidden")
+    (texts / "folder.txt").mkdir()
+    (texts / "dangling.txt").symlink_to("absent")
+    everything = documents.find(str(texts), None)
+    assert len(everything.names) == 24
+    assert {everything.topic(name) for name in everything.names} == {"", "a", "b", "c"}
+    assert documents.find("texts", tmp_path) == documents.Documents(
+        "texts", texts, everything.names
+    )
+    below = documents.find("texts/*/*.txt", tmp_path)
+    assert (below.root, len(below.names)) == (texts, 18)
+    assert documents.find("texts/a", tmp_path).topic("0.txt") == ""
+
+
+def test_the_library_of_python_is_without_its_tests() -> None:
+    found = documents.find("python", None)
+    assert {"json/decoder.py", "os.py"} <= set(found.names)
+    folders = {part for name in found.names for part in Path(name).parts[:-1]}
+    assert not folders & {"test", "tests", "site-packages"}
+
+
+def test_linux_doc_may_be_compressed_and_in_another_folder(tmp_path: Path) -> None:
+    (tmp_path / "sources" / "mm").mkdir(parents=True)
+    (tmp_path / "sources" / "mm" / "a.rst.txt.gz").write_bytes(gzip.compress(b"pages"))
+    (tmp_path / "sources" / "index.rst.txt").write_text("index")
+    (tmp_path / "sources" / "index.html").write_text("no source")
+    found = documents.find("linux-doc", tmp_path / "sources")
+    assert [found.read(name) for name in found.names] == [b"index", b"pages"]
+
+
+# Tokens.
+
+
+def byte_pairs() -> Tokenizer:
+    pytest.importorskip("tokenizers")
+    return BytePairs(BytePairs.trained(["an old man and an old pan\n", "über 語 éa"], 280))
+
+
+@pytest.mark.parametrize("tokenizer", [Bytes, byte_pairs])
+def test_tokenizers_lose_nothing_and_count_bytes(tokenizer: Any) -> None:
+    made = tokenizer()
+
+    @settings(suppress_health_check=[HealthCheck.differing_executors])
+    @given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
+    def law(text: str) -> None:
+        found = made.encode(text.encode())
+        assert END not in found
+        assert made.byte_counts[found].sum() == len(text.encode())
+        assert made.decode(found.tolist()) == text
+
+    law()
+    assert made.byte_counts[END] == 0
+    assert made.decode([*made.encode(b"a"), END, *made.encode(b"b")]) == "a\n\nb"
+
+
+def read(file: TokenFile, first: int, last: int) -> list[str]:
+    """The documents between two tokens END."""
+    assert file.tokens[first] == file.tokens[last] == END
+    inside = file.tokens[first + 1 : last]
+    parts = np.split(inside, np.flatnonzero(inside == END))
+    return [file.tokenizer.decode(part[part != END].tolist()) for part in parts]
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe-300"])
+def test_files_of_tokens_have_all_documents_by_split_and_topic(texts: Path, tokenizer: str) -> None:
+    if tokenizer != "bytes":
+        pytest.importorskip("tokenizers")
+    found = documents.find(str(texts), None)
+    file = tokens.load(found, tokenizer, options(task="Text", validation_ratio=0.3))
+    for split, names in found.splits(0.3).items():
+        topics = [piece.topic for piece in file.pieces[split]]
+        assert topics == sorted(set(topics))
+        for piece in file.pieces[split]:
+            expected = [(texts / n).read_text() for n in names if found.topic(n) == piece.topic]
+            assert read(file, piece.first, piece.last) == expected
+    assert len(file.tokenizer.byte_counts) == (256 if tokenizer == "bytes" else 300)
+    assert isinstance(file.tokens, np.memmap)
+    assert file.tokens.dtype == (np.uint8 if tokenizer == "bytes" else np.uint16)
+    assert file.sha256 == hashlib.sha256(file.tokens.tobytes()).hexdigest()
+
+
+# Samples and their partition.
+
+
+def test_an_epoch_has_each_token_once(texts: Path) -> None:
+    """Up to the ends of topics, shorter than a sequence, and the last batch of an epoch."""
+    task = make(texts, n_workers=1, batch_size=1)
+    file = tokens.load(documents.find(str(texts), None), "bytes", options(task="Text"))
+    batches = [task.batch(0, 0, step) for step in range(task.steps_per_epoch)]
+    assert all(torch.equal(w[:, 1:], t[:, :-1]) and bool(f) for w, t, f in batches)
+    found = Counter(torch.cat([t.flatten() for _, t, _ in batches]).tolist())
+    expected: Counter[int] = Counter()
+    for piece in file.pieces["train"]:
+        n = (piece.last - piece.first) // 9 * 9
+        expected.update(file.tokens[piece.first + 1 :][:n].tolist())
+    assert found == expected
+
+
+def words(task: Text, worker: int, epoch: int = 0) -> Tensor:
+    steps = range(task.steps_per_epoch)
+    return torch.cat([task.batch(worker, epoch, step)[0].flatten() for step in steps])
+
+
+def test_a_column_of_topics_gives_each_worker_its_own(texts: Path) -> None:
+    """Three workers, four topics: the two smallest are at one worker."""
+    (texts / "a" / "long.txt").write_text("abc " * 4000)
+    task = make(texts, n_workers=3, batch_size=1, column="topic")
+    counts = task.label_counts()
+    assert counts is not None
+    assert ((counts > 0).sum(0) == 1).all()
+    assert (counts > 0).sum(1).sort().values.tolist() == [1, 1, 2]
+    letters = [set(b"xyz"), set(b"abc"), set(b"def"), set("éß語".encode())]
+    for worker in range(3):
+        own = set().union(*(letters[i] for i in counts[worker].nonzero().flatten().tolist()))
+        assert set(words(task, worker).tolist()) <= own | {END, ord(" "), ord("\n")}
+
+
+def test_sorted_data_are_contiguous_in_topics(texts: Path) -> None:
+    counts = make(texts, n_workers=4, batch_size=1, decentralized=True).label_counts()
+    assert counts is not None
+    topics = [topic for row in counts for topic in row.nonzero().flatten().tolist()]
+    assert topics == sorted(topics)
+
+
+def test_lost_workers_leave_their_sequences_to_the_others(texts: Path) -> None:
+    task = make(texts, n_workers=3, batch_size=2, reshuffle=False)
+    alone = task.batch(0, 0, 0, frozenset({1, 2}))[0]
+    assert alone.shape == (2, 9)
+    assert not torch.equal(alone, task.batch(0, 0, 0)[0])
+
+
+# Loss and evaluation.
+
+
+class Constant(LanguageModel):
+    """Each token has the same probabilities, whatever is before it."""
+
+    def __init__(self, probabilities: Tensor) -> None:
+        super().__init__()
+        self.scores = torch.nn.Parameter(probabilities.log())
+
+    def forward(self, words: Tensor, state: State) -> tuple[Tensor, State]:
+        return self.scores.expand(*words.shape, -1), {}
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe-300"])
+@pytest.mark.parametrize("most", [50, 10**9])
+def test_bits_per_byte_are_the_code_length_of_the_evaluated_text(
+    texts: Path, tokenizer: str, most: int
+) -> None:
+    if tokenizer != "bytes":
+        pytest.importorskip("tokenizers")
+    task = make(texts, task_options={"tokenizer": tokenizer, "evaluation_tokens": most})
+    file = tokens.load(documents.find(str(texts), None), tokenizer, options(task="Text"))
+    p = torch.rand(len(file.tokenizer.byte_counts)).softmax(0)
+    model = Constant(p)
+    _, targets = task.streams("test")
+    assert targets.numel() <= max(most, 9)
+    n_bytes = file.tokenizer.byte_counts[targets.numpy()].sum()
+    expected = -p[targets].double().log2().sum().item() / n_bytes
+    for n in (1, 3, 100):
+        parts = [task.evaluate(model, "test", (i, n)) for i in range(n)]
+        count = sum(part["count"] for part in parts)
+        assert count == targets.numel()
+        found = sum(part["bits_per_byte"] for part in parts) / count
+        assert found == pytest.approx(expected, rel=1e-6)
+    if most == 10**9 and tokenizer == "bytes":  # all documents for testing, without the remainders
+        (piece, *more) = file.pieces["test"]
+        assert not more
+        text = "".join(read(file, piece.first, piece.last)).encode()
+        assert len(text) - 9 <= n_bytes <= len(text)
+
+
+def test_the_main_metric_is_bits_per_byte(texts: Path) -> None:
+    task = make(texts)
+    sums = task.evaluate(task.model("GPT", 1))
+    assert tasks.main_metric(task, list(sums)) == tasks.MainMetric("bits_per_byte", False)
+
+
+def test_a_text_with_a_rule_is_learned_in_seconds(tmp_path: Path) -> None:
+    for i in range(40):
+        (tmp_path / f"{i}").write_text(
+            "abcdefghijklm"[i % 5 :] + "abcdefghijklm" * (2 + i % 7) + str(i)
+        )
+    task = make(tmp_path, length=16, n_workers=1, task_options={"hidden_size": 32})
+    model = task.model("GPT", seed=1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for epoch in range(5):
+        for step in range(task.steps_per_epoch):
+            optimizer.zero_grad()
+            task.loss(model, task.batch(0, epoch, step))[0].backward()
+            optimizer.step()
+    sums = task.evaluate(model)
+    assert sums["bits_per_byte"] / sums["count"] < 1
+
+
+def test_a_gpt_in_bf16_is_that_in_float32_to_rounding(texts: Path) -> None:
+    model = make(texts).model("GPT", seed=1)
+    inputs = torch.randint(256, (4, 9))
+    with torch.autocast("cpu", torch.bfloat16):
+        scores, _ = model(inputs, {})
+    assert scores.dtype == torch.bfloat16
+    torch.testing.assert_close(scores.float(), model(inputs, {})[0], atol=0.02, rtol=0.05)
+
+
+def test_a_sample_continues_its_prompt_and_depends_on_the_seed(texts: Path) -> None:
+    def sample(**changes: Any) -> str | None:
+        task = make(texts, task_options={"sample": "éa"}, **changes)
+        return task.sample(task.model("GPT", seed=1))
+
+    first = sample()
+    assert first is not None
+    assert first.startswith("éa")
+    assert len(first) > 200
+    assert sample() == first
+    assert sample(seed=2) != first
+    certain = torch.full((256,), 1e-9).index_fill(0, torch.tensor(ord("z")), 1.0)
+    task = make(texts, task_options={"sample": "a"})
+    assert task.sample(Constant(certain)) == "a" + 400 * "z"
+    assert make(texts).sample(Constant(certain)) is None
+
+
+# The cache.
+
+
+def test_tokens_are_read_from_the_cache(
+    texts: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make(texts)
+    with monkeypatch.context() as patch:
+        patch.setattr(documents.Documents, "read", None)
+        again = make(texts, n_workers=3)
+    assert again.facts == first.facts
+    assert len(list(cache.iterdir())) == 1
+    (texts / "a" / "0.txt").write_text("abc" * 50)
+    assert make(texts).facts != first.facts
+
+
+PROGRAM = """
+import os, signal, sys
+from powergossip import tasks
+from powergossip.tasks.tokens import Bytes
+folder, last = sys.argv[1], int(sys.argv[2])
+encode, calls = Bytes.encode, []
+def encoded(self, content):
+    calls.append(1)
+    if len(calls) == last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return encode(self, content)
+Bytes.encode = encoded
+found = tasks.make("Text", n_workers=1, batch_size=1, seed=1,
+                   task_options={"dataset": folder, "sequence_length": 9})
+print(found.facts["tokens_sha256"])
+"""
+
+
+def test_a_killed_process_and_concurrent_ones_leave_whole_files(
+    texts: Path, cache: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+
+    def run(last: int) -> tuple[int, str]:
+        ended = launch.python(tmp_path / "program.py", texts, str(last))
+        return ended.returncode, ended.stdout.strip()
+
+    assert run(last=20)[0] != 0
+    assert not list(cache.glob("[!.]*"))
+    with ThreadPoolExecutor() as threads:
+        found = set(threads.map(run, [0, 0, 0]))
+    assert found == {(0, make(texts).facts["tokens_sha256"])}
+    assert len(list(cache.glob("[!.]*"))) == 1
+
+
+def test_a_damaged_cache_is_rejected(texts: Path, cache: Path) -> None:
+    make(texts)
+    (folder,) = cache.iterdir()
+    os.truncate(folder / "tokens.bin", 100)
+    with pytest.raises(ValueError, match=rf"^{folder} is damaged: .*; remove it$"):
+        make(texts)
+    (folder / "index.json").write_text("{")
+    with pytest.raises(ValueError, match=rf"^{folder} is damaged: .*; remove it$"):
+        make(texts)
+
+
+def test_byte_pairs_of_a_text_are_trained_once(
+    texts: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tokenizers")
+    first = make(texts, task_options={"tokenizer": "bpe-300"})
+    monkeypatch.setattr(BytePairs, "trained", None)
+    os.utime(texts / "a" / "0.txt", (1, 1))
+    again = make(texts, task_options={"tokenizer": "bpe-300"})
+    assert again.facts == first.facts
+    assert len(list(cache.glob("bpe-300-*.json"))) == 1
+    assert len(list(cache.iterdir())) == 3
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"task_options": {"dataset": "absent"}}, "task_options.dataset=absent"),
+        ({"task_options": {"dataset": ""}}, "task_options.dataset="),
+        ({"task_options": {"dataset": 3}}, "task_options.dataset=3"),
+        ({"task_options": {"tokenizer": "words"}}, "task_options.tokenizer=words"),
+        ({"task_options": {"tokenizer": "bpe-256"}}, "task_options.tokenizer=bpe-256"),
+        ({"task_options": {"tokenizer": 5}}, "task_options.tokenizer=5"),
+        ({"task_options": {"sample": 7}}, "task_options.sample=7"),
+        ({"task_options": {"evaluation_tokens": 0}}, "task_options.evaluation_tokens=0"),
+        ({"length": 500}, r"task_options.sequence_length=500: use \d+ or less; .* split test"),
+        ({"length": 3000}, r"task_options.sequence_length=3000: use \d+ or less, .* document"),
+        ({"column": "label"}, "decentralized_data_column=label: use topic"),
+        ({"column": "topic", "n_workers": 5}, "n_workers=5: use 4"),
+        ({"validation_ratio": 0.99}, "validation_ratio=0.99"),
+    ],
+)
+def test_values_that_do_not_fit_are_rejected(texts: Path, changes: Any, key: str) -> None:
+    with pytest.raises(ValueError, match=f"^{key}"):
+        make(texts, **changes)
+
+
+def test_texts_that_are_none_are_rejected(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for content in (b"\xff\xfe", b"a\0b"):
+        (texts / "b" / "binary").write_bytes(content)
+        with pytest.raises(ValueError, match=f"^{texts}/b/binary is no text in UTF-8: "):
+            make(texts)
+    (texts / "b" / "binary").unlink()
+    for path in list(texts.rglob("*.txt"))[1:]:
+        path.write_text("")
+    with pytest.raises(ValueError, match=f"^task_options.dataset={texts}: use 2 or more different"):
+        make(texts)
+    monkeypatch.setattr(documents, "LINUX_DOC", texts / "absent")
+    with pytest.raises(ValueError, match=r"^task_options.dataset=linux-doc: .*linux-doc-6.1"):
+        make(texts, task_options={"dataset": "linux-doc"})
+
+
+def test_a_text_with_too_few_byte_pairs_and_a_missing_library(
+    texts: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "tokenizers", None)
+        with pytest.raises(ValueError, match=r"^task_options.tokenizer=bpe-300 needs .* bytes$"):
+            make(texts, task_options={"tokenizer": "bpe-300"})
+    pytest.importorskip("tokenizers")
+    with pytest.raises(ValueError, match=r"^task_options.tokenizer=bpe-90000: use bpe-\d+ or less"):
+        make(texts, task_options={"tokenizer": "bpe-90000"})
+    assert not [path for path in cache.iterdir() if path.is_dir()]
+
+
+def test_a_cache_that_cannot_be_written_is_rejected(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ValueError, match=r"cannot be written: .*XDG_CACHE_HOME"):
+        make(texts)
+
+
+@pytest.mark.parallel([2])
+def test_processes_with_different_documents_are_rejected(texts: Path) -> None:
+    """Each process has a folder and a cache of its own."""
+    who = processes()
+    if who.rank == 1:
+        path = texts / "a" / "0.txt"
+        path.write_text(path.read_text()[::-1])
+    of_task = {"dataset": str(texts), "sequence_length": 9, **SMALL}
+    config = configured(task="Text", task_architecture="GPT", n_workers=2, task_options=of_task)
+    with pytest.raises(BadInput, match=r"^task=Text has other data in process 1 "):
+        Trainer(checked(config, who), who)
+
+
+# A run.
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_run_has_bits_per_byte_tokens_per_second_and_a_sample(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("powergossip.runs.progress.INTERVAL", 0.0)
+    given = ["task=Text", f"task_options.dataset={texts}", "task_options.sequence_length=9"]
+    given += ["task_options.hidden_size=8", "task_options.num_layers=1", "task_options.sample=ab"]
+    given += [
+        "n_workers=2",
+        "num_epochs=1",
+        "max_steps_per_epoch=3",
+        "evaluate_average_model=false",
+    ]
+    folder = tmp_path / "run"
+    entry.main([*given, "--output-dir", str(folder)])
+    printed = capsys.readouterr()
+    assert "tokens/s" in printed.err
+    text = (folder / "sample.txt").read_text()
+    assert text.startswith("ab")
+    assert all(character.isprintable() or character in "\n\t" for character in text)
+    assert text in printed.out
+    rows = metrics.load(folder)
+    of_workers = rows[(rows["name"] == "bits_per_byte") & (rows["split"] == "test")]
+    assert sorted(of_workers["worker"]) == [0, 1]
+    info = json.loads((folder / "info.json").read_text())
+    assert len(info["tokens_sha256"]) == 64
+    assert info["metric"] == {"name": "bits_per_byte", "larger_is_better": False}
+    entry.main(["evaluate_only=true", "--output-dir", str(folder), *given[:-1]])
+    assert text in capsys.readouterr().out
