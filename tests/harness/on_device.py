@@ -23,7 +23,7 @@ SHAPES = [(16, 3, 3, 3), (16, 16, 3, 3), (16,), (16, 16, 3, 3), (128, 96), (10, 
 # Rules that round or select: a difference in the last bit may change single elements by more.
 ROUNDING = {
     *("sign-and-norm", "qsgd", "rounding", "top-k"),
-    *("moniqua", "round_weights", "signsgd", "dgc"),
+    *("moniqua", "round_weights", "signsgd", "dgc", "demo", "sparse-loco"),
 }
 FEW = 1e-3  # fraction of such elements
 # Differences between devices, relative to the root mean square of the values. Sums in another order
