@@ -8,6 +8,7 @@ A step of a rule consists of `start()`, the gradients, and `finish()`::
 
     interface.py        the interface, requests of a step, clipping, weight decay
     centralized.py      one mean of compressed gradients in all workers
+    registry.py         the rules by name, and the averaging rules that they accept
     gossip_rule.py      the base of the following, whose step is a generator of requests
     dpsgd.py            D-PSGD: models are averaged
     quasi_global.py     quasi-global momentum
@@ -18,31 +19,16 @@ A step of a rule consists of `start()`, the gradients, and `finish()`::
     exact_diffusion.py  exact diffusion, over CHOCO-Gossip: LEAD, CEDAS
     relay.py            RelaySGD on trees, in place of an averaging rule
 
-To add one, write its class and its row in `LEARNING` here. train.py and the tests of the laws of
-learning rules (tests/algorithms/test_learning.py) use the registry.
+To add one, write its class and its row in `LEARNING`, in registry.py. train.py and the tests of the
+laws of learning rules (tests/algorithms/test_learning.py) use the registry.
 
 Axes: worker (hosted here); D parameters of a worker.
 """
 
-import math
-import warnings
-from collections.abc import Mapping
-from typing import Any
-
-from powergossip import checks
-from powergossip import options as _options
-from powergossip.algorithms.averaging import Averaging, Kind, kind_of
-from powergossip.algorithms.compressed import ChocoGossip
 from powergossip.algorithms.learning.centralized import CentralizedLocal, CentralizedSGD
 from powergossip.algorithms.learning.dpsgd import DPSGD
 from powergossip.algorithms.learning.exact_diffusion import ExactDiffusion
-from powergossip.algorithms.learning.gossip_rule import (
-    ANY,
-    GossipRule,
-    Local,
-    MakeAveraging,
-    Workers,
-)
+from powergossip.algorithms.learning.gossip_rule import GossipRule, Local, MakeAveraging, Workers
 from powergossip.algorithms.learning.interface import (
     Correction,
     Decay,
@@ -58,6 +44,23 @@ from powergossip.algorithms.learning.interface import (
 from powergossip.algorithms.learning.local_steps import KGT, MomentumTracking
 from powergossip.algorithms.learning.outer import DiLoCo, GASLoC, NoLoCo
 from powergossip.algorithms.learning.quasi_global import QuasiGlobalAdam, QuasiGlobalMomentum
+from powergossip.algorithms.learning.registry import (
+    DEFAULT,
+    LEARNING,
+    accepting,
+    averaging_defaults,
+    check,
+    check_overlapping,
+    diffusion_factor,
+    largest_rate,
+    make,
+    options,
+    overlapping,
+    rule,
+    warn_of,
+    with_local_steps,
+    without,
+)
 from powergossip.algorithms.learning.relay import RelaySGD
 from powergossip.algorithms.learning.tracking import (
     BEER,
@@ -65,13 +68,10 @@ from powergossip.algorithms.learning.tracking import (
     MoTEF,
     NormalizedGradientTracking,
 )
-from powergossip.algorithms.plain import ExactMean, PlainGossip
-from powergossip.compressors import Identity
-from powergossip.network import Network
-from powergossip.topologies import Topology
 
 __all__ = [
     "BEER",
+    "DEFAULT",
     "DPSGD",
     "KGT",
     "LEARNING",
@@ -108,238 +108,11 @@ __all__ = [
     "diffusion_factor",
     "largest_rate",
     "make",
+    "options",
     "overlapping",
     "resumed",
     "rule",
     "warn_of",
     "with_local_steps",
+    "without",
 ]
-
-# Registry names: `learning` in train.py.
-LEARNING: dict[str, type[GossipRule]] = {
-    "dpsgd": DPSGD,
-    "quasi-global-momentum": QuasiGlobalMomentum,
-    "gradient-tracking": GradientTracking,
-    "k-gt": KGT,
-    "momentum-tracking": MomentumTracking,
-    "gt-nsgd": NormalizedGradientTracking,
-    "exact-diffusion": ExactDiffusion,
-    "beer": BEER,
-    "motef": MoTEF,
-    "relay-sgd": RelaySGD,
-    "diloco": DiLoCo,
-    "gasloc": GASLoC,
-    "noloco": NoLoCo,
-}
-DEFAULT = "dpsgd"
-# Options of averaging rules whose default depends on the learning rule, for rules that have them.
-# Exact diffusion over public copies learns slowly with coarse quantization, and may diverge.
-AVERAGING_DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
-    ("exact-diffusion", "choco"): {"levels": 64},
-}
-# Factors on the default diffusion rates that compressor and graph give. Quasi-global momentum
-# repeats displacements by gossip, too, 1/(1 − β) times in all: 10 for β = 0.9. Copies and errors
-# that are sent late do not allow for that.
-DIFFUSION_FACTORS: dict[tuple[str, str], float] = {
-    ("quasi-global-momentum", "choco"): 0.1,
-    ("quasi-global-momentum", "deepsqueeze"): 0.1,
-}
-# The smallest and the largest values of such options with which a pair trains.
-ACCEPTABLE: dict[tuple[str, str], dict[str, tuple[float, float]]] = {
-    ("exact-diffusion", "power-gossip"): {"diffusion_rate": (0, 1)},
-    ("exact-diffusion", "choco"): {"levels": (64, math.inf)},
-}
-
-
-def rule(name: str, local_optimizer: str = "sgd") -> type[GossipRule]:
-    """The class of a learning rule.
-
-    Raises:
-        ValueError: For an unknown name, or one that does not work with this local optimizer.
-    """
-    if name == "quasi-global-momentum" and local_optimizer == "adamw":
-        return QuasiGlobalAdam
-    checks.one_of("learning", name, LEARNING)
-    found = LEARNING[name]
-    checks.check(
-        "local_optimizer",
-        local_optimizer,
-        local_optimizer in found.optimizers,
-        f"{' or '.join(found.optimizers)} with learning={name}",
-    )
-    return found
-
-
-def check(name: str, network: Network, averaging_name: str, averaging: Averaging) -> None:
-    """Raise ValueError for an averaging rule or a topology that a learning rule cannot have."""
-    found, kind = LEARNING[name], kind_of(averaging)
-    if found.relays:
-        _check_relays(name, network, averaging_name, averaging)
-        return
-    if kind not in found.kinds:
-        raise ValueError(
-            f"learning={name} with optimizer={averaging_name}: {_REASONS[kind]}; use it with "
-            f"{_examples(found)}"
-        )
-    if network.topology.row_stochastic and not found.kinds >= ANY:
-        raise ValueError(
-            f"topology={network.topology.name}: use a topology that conserves the mean with "
-            f"learning={name}, such as ring or one-peer-exponential; its sums over the workers "
-            "drift otherwise"
-        )
-    if found.static and len(network.rounds) > 1:
-        raise ValueError(
-            f"topology={network.topology.name}: use a static topology with learning={name}, such "
-            "as ring"
-        )
-
-
-def _check_relays(name: str, network: Network, averaging_name: str, averaging: Averaging) -> None:
-    compressed = isinstance(averaging, ChocoGossip)
-    if not isinstance(averaging, ChocoGossip | PlainGossip):
-        raise ValueError(
-            f"learning={name} with optimizer={averaging_name}: use optimizer=dpsgd, or choco for "
-            "compressed messages; it relays models in place of averaging"
-        )
-    unbiased = kind_of(averaging) is Kind.UNBIASED_COPIES
-    exact = isinstance(averaging, ChocoGossip) and isinstance(averaging.codec.compressor, Identity)
-    if unbiased and not exact:
-        raise ValueError(
-            f"learning={name} with optimizer={averaging_name} and unbiased=true: use false; its "
-            "copies need a contraction"
-        )
-    trees = network.topology.trees
-    if trees is None or (compressed and len(trees) > 1):
-        more = "" if compressed else "double-binary-tree, "
-        raise ValueError(
-            f"topology={network.topology.name}: use a tree with learning={name}: chain, star, "
-            f"binary-tree, {more}or a file"
-        )
-
-
-_REASONS = {
-    Kind.ANTISYMMETRIC: "it needs public copies of the variables",
-    Kind.LINEAR: "it needs a symmetric mixing matrix",
-    Kind.UNBIASED_COPIES: "public copies do not follow its corrections",
-    Kind.BIASED_COPIES: "the errors of a biased compressor do not vanish in it",
-    Kind.WEIGHTED: "its updates have no weights, as those of learning=dpsgd have",
-    Kind.OTHER: "errors of the messages would stay in its variables",
-}
-
-
-def _examples(found: type[GossipRule]) -> str:
-    names = []
-    if Kind.ANTISYMMETRIC in found.kinds:
-        names += ["dpsgd", "power-gossip (on undirected topologies)"]
-    if Kind.BIASED_COPIES in found.kinds:
-        names.append("choco")
-    elif Kind.UNBIASED_COPIES in found.kinds:
-        names.append("choco with compressor=qsgd and unbiased=true")
-    return ", ".join(names)
-
-
-def overlapping(name: str, averaging: Averaging) -> bool:
-    """The default of `overlapping`: whether messages are in flight during the gradient."""
-    found = LEARNING[name]
-    follows = isinstance(averaging, ExactMean) and not found.overlaps_mean
-    return found.overlaps and not follows and kind_of(averaging) not in found.sequential
-
-
-def check_overlapping(
-    name: str, averaging_name: str, averaging: Averaging, overlapping: bool
-) -> None:
-    """Raise ValueError for a learning rule that cannot have this value."""
-    found = LEARNING[name]
-    if not overlapping:
-        if found.always_overlaps:
-            raise ValueError(
-                f"overlapping=false: use true with learning={name}, whose messages are those "
-                "before the gradient"
-            )
-        return
-    if not found.overlaps:
-        raise ValueError(
-            f"overlapping=true: use false with learning={name}, whose messages depend on the "
-            "gradient"
-        )
-    if isinstance(averaging, ExactMean) and not found.overlaps_mean:
-        raise ValueError(
-            f"overlapping=true: use false with learning={name} and optimizer={averaging_name}, "
-            "whose mean follows the local update"
-        )
-
-
-def accepting(
-    network: Network, averaging_name: str, averaging: Averaging, local_optimizer: str = "sgd"
-) -> list[str]:
-    """The names of rules for different data that work with an averaging rule on this network."""
-
-    def works(name: str) -> bool:
-        try:
-            rule(name, local_optimizer)
-            check(name, network, averaging_name, averaging)
-        except ValueError:
-            return False
-        return True
-
-    return [name for name, row in LEARNING.items() if row.for_different_data and works(name)]
-
-
-def options(name: str, local_optimizer: str = "sgd") -> dict[str, Any]:
-    """option → default of a learning rule."""
-    return _options.defaults(rule(name, local_optimizer))
-
-
-def warn_of(name: str, averaging_name: str, values: Mapping[str, Any], prefix: str = "") -> None:
-    """Warn of options of an averaging rule, option → value, that are not `ACCEPTABLE`.
-
-    The text names an option with the prefix of its key.
-    """
-    for option, (least, most) in ACCEPTABLE.get((name, averaging_name), {}).items():
-        value = values.get(option)
-        if value is None or (not isinstance(value, str) and least <= float(value) <= most):
-            continue
-        accepted = f"{most:g} or less" if least == 0 else f"{least:g} or more"
-        warnings.warn(
-            f"{prefix}{option}={value}: use {accepted} with learning={name} and "
-            f"optimizer={averaging_name}, which may diverge otherwise",
-            stacklevel=3,
-        )
-
-
-def averaging_defaults(name: str, averaging_name: str) -> dict[str, Any]:
-    """Defaults of an averaging rule that differ with a learning rule.
-
-    A diffusion rate of None depends on topology and tensors, see algorithms.default_rate.
-    """
-    rate = {"diffusion_rate": None} if LEARNING[name].limits_rate else {}
-    return rate | AVERAGING_DEFAULTS.get((name, averaging_name), {})
-
-
-def diffusion_factor(name: str, averaging_name: str) -> float:
-    """The default diffusion rate of an averaging rule, in units of that without a learning rule."""
-    return DIFFUSION_FACTORS.get((name, averaging_name), 1.0)
-
-
-def with_local_steps() -> str:
-    """The rules with rounds of local steps, in an error message."""
-    *others, last = [name for name in LEARNING if "local_steps" in options(name)]
-    return f"{', '.join(others)} or {last}"
-
-
-def largest_rate(name: str, topology: Topology, options: Mapping[str, Any]) -> float:
-    """The diffusion rate from which a rule with these options is unstable. Infinite for most."""
-    found = LEARNING[name]
-    return found.largest_rate(topology, options) if found.limits_rate else math.inf
-
-
-def without(name: str) -> tuple[str, ...]:
-    """Options of averaging rules that have no effect with a learning rule."""
-    return LEARNING[name].without
-
-
-def make(name: str, workers: Workers, local_optimizer: str = "sgd", **given: Any) -> GossipRule:
-    """Build a learning rule of `LEARNING` with those of the options `given` that it has."""
-    known = options(name, local_optimizer)
-    own = {option: value for option, value in given.items() if option in known}
-    return rule(name, local_optimizer)(workers, **own)
