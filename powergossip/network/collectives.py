@@ -8,7 +8,7 @@ from torch import Tensor
 
 from powergossip import kernels
 from powergossip.network.connection import Connection
-from powergossip.network.delivery import Transport
+from powergossip.network.posting import Transport
 from powergossip.network.processes import Pieces, Requests
 
 

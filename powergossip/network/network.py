@@ -15,10 +15,10 @@ from powergossip.network import launch
 from powergossip.network.collectives import Gathering, Reduction, all_reduce_cost
 from powergossip.network.connection import Connection
 from powergossip.network.counter import Counter
-from powergossip.network.delivery import Delivery, Transport
 from powergossip.network.edges import Edges
 from powergossip.network.lost_messages import Losses
 from powergossip.network.message_types import Conversation, Gather, Mean, Message, ToAll, ToEach
+from powergossip.network.posting import Delivery, Transport
 from powergossip.network.processes import Channel, Processes
 from powergossip.tensor_cache import TensorCache
 from powergossip.topologies import Round, Topology

@@ -27,7 +27,7 @@ from powergossip.network import (
     processes,
     together,
 )
-from powergossip.network.delivery import Delivery
+from powergossip.network.posting import Delivery
 
 TOPOLOGIES = ["ring", "star", "chain", "unidirectional-ring", "exponential", "fully-connected"]
 TIME_VARYING = ["one-peer-exponential", "base-graph", "random-matching", "epidemic", "round-robin"]
