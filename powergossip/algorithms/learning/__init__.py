@@ -41,7 +41,7 @@ from powergossip.algorithms.learning.interface import (
     Update,
     resumed,
 )
-from powergossip.algorithms.learning.local_steps import KGT, MomentumTracking
+from powergossip.algorithms.learning.local_tracking import KGT, MomentumTracking
 from powergossip.algorithms.learning.outer import DiLoCo, GASLoC, NoLoCo
 from powergossip.algorithms.learning.quasi_global import QuasiGlobalAdam, QuasiGlobalMomentum
 from powergossip.algorithms.learning.registry import (

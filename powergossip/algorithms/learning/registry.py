@@ -16,7 +16,7 @@ from powergossip.algorithms.learning.gossip_rule import (
     GossipRule,
     Workers,
 )
-from powergossip.algorithms.learning.local_steps import KGT, MomentumTracking
+from powergossip.algorithms.learning.local_tracking import KGT, MomentumTracking
 from powergossip.algorithms.learning.outer import DiLoCo, GASLoC, NoLoCo
 from powergossip.algorithms.learning.quasi_global import QuasiGlobalAdam, QuasiGlobalMomentum
 from powergossip.algorithms.learning.relay import RelaySGD
