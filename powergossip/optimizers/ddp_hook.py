@@ -33,7 +33,7 @@ from powergossip.optimizers.checks import check_same_everywhere
 from powergossip.optimizers.gossip import check_wrappable
 from powergossip.optimizers.gossip_engine import Averaged, trainable_of
 from powergossip.optimizers.gradients import Traffic
-from powergossip.optimizers.rules import averaging_only
+from powergossip.optimizers.learning_rules import averaging_only
 from powergossip.optimizers.specification import Specification, as_method, check_overlapping
 
 

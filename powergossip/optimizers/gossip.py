@@ -31,7 +31,7 @@ from powergossip.optimizers.checks import (
 )
 from powergossip.optimizers.gossip_engine import DTYPES, Averaged, trainable_of
 from powergossip.optimizers.gradients import Traffic
-from powergossip.optimizers.rules import LearningRule, check_effective
+from powergossip.optimizers.learning_rules import LearningRule, check_effective
 from powergossip.optimizers.specification import (
     AllReduce,
     Averaging,

@@ -22,8 +22,8 @@ from powergossip.optimizers.checks import (
     named,
 )
 from powergossip.optimizers.gradients import Traffic
+from powergossip.optimizers.learning_rules import LearningRule, PartRule
 from powergossip.optimizers.precision import HALF, Rounding, message_dtype_of, working_dtype
-from powergossip.optimizers.rules import LearningRule, PartRule
 from powergossip.optimizers.specification import Specification
 from powergossip.parameters import PRECISIONS, Layout, check_parameters
 

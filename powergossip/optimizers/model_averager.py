@@ -31,8 +31,8 @@ from powergossip.optimizers.checks import (
     named,
 )
 from powergossip.optimizers.gossip_engine import DTYPES, Averaged
+from powergossip.optimizers.learning_rules import averaging_only
 from powergossip.optimizers.precision import message_dtype_of
-from powergossip.optimizers.rules import averaging_only
 from powergossip.optimizers.specification import Specification, as_method
 from powergossip.parameters import Layout, check_parameters
 
