@@ -18,7 +18,7 @@ from typing import Any, get_args
 from torch import Tensor
 
 from powergossip import algorithms, compressors, options
-from powergossip.algorithms import aggregation, ddp, learning
+from powergossip.algorithms import aggregation, learning, torch_powersgd
 from powergossip.training import method_keys
 from powergossip.training.method_keys import PREFIX, Groups
 from powergossip.training.settings import ALIASES, DEFAULTS, OWN_KEYS, option_defaults
@@ -36,7 +36,7 @@ _DERIVED = "    # Derived\n"
 
 
 def _methods() -> dict[str, options.Builder]:
-    hooks: dict[str, options.Builder] = dict.fromkeys(ddp.HOOKS, ddp.DDPHook)
+    hooks: dict[str, options.Builder] = dict.fromkeys(torch_powersgd.HOOKS, torch_powersgd.DDPHook)
     return {**algorithms.AVERAGING, **aggregation.AGGREGATIONS, **hooks}
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from powergossip import kernels
-from powergossip.algorithms.ddp import DDPHook
+from powergossip.algorithms.torch_powersgd import DDPHook
 from powergossip.network import Network, cuda_aware_mpi
 from powergossip.parameters import Parameters
 from powergossip.tasks import Task

@@ -6,7 +6,7 @@ from math import ceil
 from typing import Any, NamedTuple
 
 from powergossip import algorithms
-from powergossip.algorithms import aggregation, ddp, learning, rates
+from powergossip.algorithms import aggregation, learning, rates, torch_powersgd
 from powergossip.network import Network
 from powergossip.parameters import Layout, Parameters
 from powergossip.topologies import Topology
@@ -125,18 +125,18 @@ def make_method(
     """Build the local optimizer and the learning rule. Raises ValueError."""
     if c.optimizer in aggregation.AGGREGATIONS:
         return _of_compressed_gradients(c, network, parameters)
-    if c.optimizer in ddp.HOOKS:
+    if c.optimizer in torch_powersgd.HOOKS:
         return _of_hook(c, network, parameters, steps_per_epoch)
     return _of_gossip_rule(c, network, parameters)
 
 
 def _of_hook(c: Settings, network: Network, parameters: Parameters, steps_per_epoch: int) -> Method:
-    """Build one of PyTorch's hooks, a row of ddp.HOOKS."""
+    """Build one of PyTorch's hooks, a row of torch_powersgd.HOOKS."""
     local, options = LocalOptimizer(parameters, c), hook_options(c)
-    if options["start_iteration"] == ddp.AUTO:
+    if options["start_iteration"] == torch_powersgd.AUTO:
         options["start_iteration"] = _guided_start(c, steps_per_epoch)
     with errors_name_keys(c.optimizer):
-        rule = ddp.DDPHook(
+        rule = torch_powersgd.DDPHook(
             network,
             parameters,
             local.step,
@@ -215,7 +215,7 @@ def _guided_start(c: Settings, steps_per_epoch: int) -> int:
     """
     epochs = c.distributed_lr_warmup_epoch if c.distributed_lr_warmup_factor != 1 else 0
     steps = ceil(min(epochs, c.num_epochs) * steps_per_epoch)
-    return ddp.guided_start(c.num_epochs * steps_per_epoch, steps)
+    return torch_powersgd.guided_start(c.num_epochs * steps_per_epoch, steps)
 
 
 def diffusion_rate(c: Settings, topology: Topology, layout: Layout) -> float | None:

@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from powergossip import algorithms, checks, compressors, options, tasks
-from powergossip.algorithms import aggregation, ddp, learning
+from powergossip.algorithms import aggregation, learning, torch_powersgd
 from powergossip.network import BACKENDS, Processes
 from powergossip.network import hosted_workers as hosted
 from powergossip.network.resilient import spawning, ulfm
@@ -45,7 +45,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     # Both factors in each step, and compression from the first one on: the method of the paper.
     "powersgd": {"num_iterations": 2, "start_compressing_after": 0},
     "dgc": {"keep_ratio": 0.01, "compress_upper_bound": 1.0, "int32_indices": True},
-    **{name: {"start_iteration": ddp.AUTO} for name in ddp.HOOKS},
+    **{name: {"start_iteration": torch_powersgd.AUTO} for name in torch_powersgd.HOOKS},
 }
 # Options that have a key of their own, without the prefix.
 OWN_KEYS = {
@@ -114,9 +114,9 @@ def checked(
     checks.at_least_one(f"{PREFIX}num_batches_per_step", batches)
     if processes.rank == 0 and not c.evaluate_only:
         trackers.check(vars(c))
-    if c.optimizer in ddp.HOOKS and not c.evaluate_only:
+    if c.optimizer in torch_powersgd.HOOKS and not c.evaluate_only:
         with errors_name_keys(c.optimizer):
-            ddp.check(hosted=hosted(c.n_workers, processes.size), **hook_options(c))
+            torch_powersgd.check(hosted=hosted(c.n_workers, processes.size), **hook_options(c))
     return c
 
 
@@ -266,7 +266,7 @@ def _check_batched(c: Settings) -> None:
     """Raise ValueError for keys that do not go with batched gradients."""
     if c.torch_compile:
         raise ValueError("batched_gradients=on: use auto or off with torch_compile=true")
-    if c.optimizer in ddp.HOOKS:
+    if c.optimizer in torch_powersgd.HOOKS:
         raise ValueError(
             f"batched_gradients=on: use auto or off with optimizer={c.optimizer}, which has one "
             "worker in a process"
@@ -283,7 +283,11 @@ def _is_pair(values: Any) -> bool:
 
 def _check_method(c: Settings, explicit: Collection[str]) -> None:
     """Raise ValueError for an unknown method, or one that does not go with other keys."""
-    known = {**algorithms.AVERAGING, **aggregation.AGGREGATIONS, **dict.fromkeys(ddp.HOOKS)}
+    known = {
+        **algorithms.AVERAGING,
+        **aggregation.AGGREGATIONS,
+        **dict.fromkeys(torch_powersgd.HOOKS),
+    }
     if c.optimizer not in known:
         choices = ", ".join(known)
         raise ValueError(f'optimizer "{c.optimizer}" is unknown; choose from {choices}')
@@ -377,7 +381,7 @@ def _row_defaults(optimizer: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if optimizer in aggregation.AGGREGATIONS:
         row = aggregation.AGGREGATIONS[optimizer]
         return options.defaults(row, given, compressor=compressors.COMPRESSORS)
-    return options.defaults(ddp.DDPHook)
+    return options.defaults(torch_powersgd.DDPHook)
 
 
 def option_defaults(optimizer: str, given: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -13,13 +13,13 @@ from powergossip import compressors, topologies
 from powergossip import options as rows
 from powergossip.algorithms import aggregation as aggregations
 from powergossip.algorithms.aggregation import AGGREGATIONS, OF_LOCAL_STEPS
-from powergossip.algorithms.ddp import HOOKS, DDPHook
 from powergossip.algorithms.dgc import DGCAggregation, DGCConfig
 from powergossip.algorithms.error_feedback import ErrorFeedback, ErrorFeedbackConfig
 from powergossip.algorithms.learning import CentralizedSGD
 from powergossip.algorithms.power_sgd import Aggregation as PowerSGDAggregation
 from powergossip.algorithms.power_sgd import PowerSGDConfig
 from powergossip.algorithms.sign_sgd import SignSGDAggregation, SignSGDConfig
+from powergossip.algorithms.torch_powersgd import HOOKS, DDPHook
 from powergossip.compressors import COMPRESSORS
 from powergossip.network import Network, Processes
 from powergossip.parameters import Layout, Parameters

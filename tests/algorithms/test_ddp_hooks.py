@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import train
 from powergossip import algorithms, topologies
-from powergossip.algorithms import ddp, learning
-from powergossip.algorithms.ddp import HOOKS, DDPHook
+from powergossip.algorithms import learning, torch_powersgd
+from powergossip.algorithms.torch_powersgd import HOOKS, DDPHook
 from powergossip.errors import BadInput
 from powergossip.network import Network, Processes, processes, torch_group
 from powergossip.network.torch import groups
@@ -260,7 +260,7 @@ def test_buckets_are_those_of_ddp(cap: float | None, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(HOOKS, "ddp-powersgd", (hook, spy))
     worker = Worker(hooked(bucket_cap_mb=cap), wide, who=Processes())
     worker.train(4)
-    expected = ddp.bucket_sizes([p.numel() for p in worker.model.parameters()], cap)
+    expected = torch_powersgd.bucket_sizes([p.numel() for p in worker.model.parameters()], cap)
     assert found == expected
     assert len(found) == {None: 2, 1: 3, 2.5: 2}[cap]
 

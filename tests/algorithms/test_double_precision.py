@@ -16,8 +16,8 @@ import train
 from powergossip import algorithms, topologies
 from powergossip.algorithms import AVERAGING, AveragingOptions
 from powergossip.algorithms.aggregation import AGGREGATIONS
-from powergossip.algorithms.ddp import HOOKS
 from powergossip.algorithms.learning import LEARNING
+from powergossip.algorithms.torch_powersgd import HOOKS
 from powergossip.consensus import Hooks, Sweep
 from powergossip.errors import BadInput
 from powergossip.network import Network, Processes, processes

@@ -15,7 +15,7 @@ import yaml
 import train
 from docs import costs
 from powergossip import algorithms
-from powergossip.algorithms import aggregation, ddp
+from powergossip.algorithms import aggregation, torch_powersgd
 from powergossip.tasks.models import ResNet20
 from tests.harness import launch
 
@@ -148,7 +148,7 @@ def test_fonts_of_equations_are_in_the_site(site: Path) -> None:
 
 
 def test_every_method_has_a_page_with_equations(site: Path) -> None:
-    rows = [*algorithms.AVERAGING, *aggregation.AGGREGATIONS, *ddp.HOOKS]
+    rows = [*algorithms.AVERAGING, *aggregation.AGGREGATIONS, *torch_powersgd.HOOKS]
     options = [f"optimizer={row}" for row in rows]
     options += [f"algorithm={row.replace('-', '_')}" for row in algorithms.CONSENSUS_ONLY]
     pages = [page for page in (DOCS / "methods").glob("*.md") if page.stem != "index"]

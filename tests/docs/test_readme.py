@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from powergossip import algorithms, compressors, tasks, topologies
-from powergossip.algorithms import aggregation, ddp
+from powergossip.algorithms import aggregation, torch_powersgd
 from tests.harness import launch
 
 README = (launch.ROOT / "README.md").read_text()
@@ -136,7 +136,7 @@ def test_every_row_of_a_registry_is_in_the_table() -> None:
     registries = (
         algorithms.AVERAGING,
         aggregation.AGGREGATIONS,
-        ddp.HOOKS,
+        torch_powersgd.HOOKS,
         compressors.COMPRESSORS,
         topologies.TOPOLOGIES,
         tasks.TASKS,

@@ -24,7 +24,7 @@ from omegaconf import OmegaConf
 import gossip_run
 import train
 from powergossip import errors
-from powergossip.algorithms import AVERAGING, ddp
+from powergossip.algorithms import AVERAGING, torch_powersgd
 from powergossip.algorithms.aggregation import AGGREGATIONS
 from powergossip.compressors import COMPRESSORS
 from powergossip.network import Processes, processes
@@ -161,7 +161,7 @@ ALL_METHODS: list[dict[str, Any]] = [
         for compressor in COMPRESSORS
     ),
     *({"optimizer": name} for name in AGGREGATIONS),
-    *({"optimizer": name} for name in ddp.HOOKS),
+    *({"optimizer": name} for name in torch_powersgd.HOOKS),
     {"optimizer": "power-gossip", "optimizer_rank": 2},
     {"optimizer": "powersgd", "optimizer_rank": 2},
     {"optimizer": "dpsgd", "gradient_clipping": 1.0, "overlapping": False},
