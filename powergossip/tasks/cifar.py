@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from powergossip.tasks import files
+from powergossip.tasks import data_files
 from powergossip.tasks.augmentation import crop_and_flip
 from powergossip.tasks.images import ImageClassification, LabeledImages
 from powergossip.tasks.task import Task, TaskOptions
@@ -64,9 +64,9 @@ class Cifar:
     def load(self, options: TaskOptions) -> tuple[LabeledImages, LabeledImages]:
         """Training and test images, in the order of the files."""
         readers = self._readers()
-        hub = files.Hub(f"uoft-cs/{self.name.replace('-', '')}", self._binary, self._convert)
-        source = files.DataSource(options.task, tuple(readers), hub)
-        form, paths = files.find(source, options.data_dir, options.download)
+        hub = data_files.Hub(f"uoft-cs/{self.name.replace('-', '')}", self._binary, self._convert)
+        source = data_files.DataSource(options.task, tuple(readers), hub)
+        form, paths = data_files.find(source, options.data_dir, options.download)
         *batches, test = readers[form](paths)
         train = LabeledImages(
             torch.cat([batch.images for batch in batches]),
@@ -75,17 +75,17 @@ class Cifar:
         return train, test
 
     @property
-    def _python(self) -> files.Form:
-        return files.Form(self.batches, self.python_folder)
+    def _python(self) -> data_files.Form:
+        return data_files.Form(self.batches, self.python_folder)
 
     @property
-    def _binary(self) -> files.Form:
-        return files.Form(tuple(f"{batch}.bin" for batch in self.batches), self.binary_folder)
+    def _binary(self) -> data_files.Form:
+        return data_files.Form(tuple(f"{batch}.bin" for batch in self.batches), self.binary_folder)
 
-    def _readers(self) -> dict[files.Form, Callable[[list[Path]], list[LabeledImages]]]:
+    def _readers(self) -> dict[data_files.Form, Callable[[list[Path]], list[LabeledImages]]]:
         """Form of the data → a function from its files to the batches."""
-        python_archive = files.Form((f"{self.name}-python.tar.gz",))
-        binary_archive = files.Form((f"{self.name}-binary.tar.gz",))
+        python_archive = data_files.Form((f"{self.name}-python.tar.gz",))
+        binary_archive = data_files.Form((f"{self.name}-binary.tar.gz",))
         return {
             self._python: partial(_unpacked, self._parse_pickle),
             self._binary: partial(_unpacked, self._parse_records),
@@ -179,13 +179,13 @@ CIFAR100 = Cifar(
 
 
 def _unpacked(parse: Parse, paths: list[Path]) -> list[LabeledImages]:
-    return [parse(str(path), files.read(path)) for path in paths]
+    return [parse(str(path), data_files.read(path)) for path in paths]
 
 
-def _archived(parse: Parse, form: files.Form, paths: list[Path]) -> list[LabeledImages]:
+def _archived(parse: Parse, form: data_files.Form, paths: list[Path]) -> list[LabeledImages]:
     """Parse the files of a form from their archive, the only path."""
     (path,) = paths
-    content = files.uncompressed(path)
+    content = data_files.uncompressed(path)
     batches = []
     try:
         with tarfile.open(fileobj=io.BytesIO(content)) as archive:

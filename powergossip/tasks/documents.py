@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from powergossip.checks import BadValue
-from powergossip.tasks import files
+from powergossip.tasks import data_files
 from powergossip.tasks.shards import number_held_out
 from powergossip.tasks.task import Split
 
@@ -42,7 +42,7 @@ class Documents:
         Raises ValueError if it cannot be read, or is no text: not in UTF-8, or with a byte 0.
         """
         path = self.root / name
-        content = files.uncompressed(path)
+        content = data_files.uncompressed(path)
         try:
             if "\0" not in content.decode():
                 return content

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from powergossip.tasks import files, idx
+from powergossip.tasks import data_files, idx
 from powergossip.tasks.images import ImageClassification, LabeledImages
 from powergossip.tasks.task import Task, TaskOptions
 
@@ -24,7 +24,7 @@ DEFAULTS: Mapping[str, Any] = {
 }
 SPLITS = {"train": "train", "test": "t10k"}  # split → prefix of its file names
 DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")  # of the package dataset-fashion-mnist
-FORM = files.Form(
+FORM = data_files.Form(
     tuple(
         f"{prefix}-{kind}-ubyte"
         for prefix in SPLITS.values()
@@ -53,14 +53,14 @@ def task(options: TaskOptions) -> Task:
 
 def find(options: TaskOptions) -> list[Path]:
     """The four files: training images and labels, test images and labels."""
-    source = files.DataSource(
+    source = data_files.DataSource(
         options.task,
         (FORM,),
-        files.Hub("zalando-datasets/fashion_mnist", FORM, _convert),
+        data_files.Hub("zalando-datasets/fashion_mnist", FORM, _convert),
         (DEBIAN_FOLDER,),
         "install Debian's package dataset-fashion-mnist",
     )
-    return files.find(source, options.data_dir, options.download)[1]
+    return data_files.find(source, options.data_dir, options.download)[1]
 
 
 def load(images_path: Path, labels_path: Path) -> LabeledImages:

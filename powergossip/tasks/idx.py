@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from powergossip.tasks import files
+from powergossip.tasks import data_files
 
 UNSIGNED_BYTE = 8
 
@@ -26,7 +26,7 @@ def read(path: Path, rank: int) -> Tensor:
     Raises ValueError, with the file and its content, if it is damaged, of another format, or does
     not match the SHA256SUMS beside it.
     """
-    content = bytearray(files.uncompressed(path))
+    content = bytearray(data_files.uncompressed(path))
     start = 4 + 4 * rank
     if len(content) < start:
         raise ValueError(f"{path} is truncated: {len(content)} bytes, less than an IDX header")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from powergossip.checks import BadValue
-from powergossip.tasks import files
+from powergossip.tasks import data_files
 from powergossip.tasks.shards import number_held_out
 from powergossip.tasks.task import Split, TaskOptions
 
@@ -203,13 +203,13 @@ class _Files:
 
     def _find(self, options: TaskOptions, texts: Iterable[Split]) -> list[Path]:
         names = tuple(self.names[text] for text in texts)
-        everything = files.Form(tuple(self.names.values()), self.folder)
-        source = files.DataSource(
+        everything = data_files.Form(tuple(self.names.values()), self.folder)
+        source = data_files.DataSource(
             options.task,
-            (files.Form(names), files.Form(names, self.folder)),
-            files.Hub(self.hub, everything, self._convert, self.hub_arguments),
+            (data_files.Form(names), data_files.Form(names, self.folder)),
+            data_files.Hub(self.hub, everything, self._convert, self.hub_arguments),
         )
-        found = files.find(source, options.data_dir, options.download)[1]
+        found = data_files.find(source, options.data_dir, options.download)[1]
         by_name = {path.name: path for path in found}  # a download has all texts
         return [by_name[name] for name in names]
 
@@ -222,7 +222,7 @@ class _Files:
 def read(path: Path, tokenize: Callable[[str], Words]) -> Words:
     """The words of a file. Raises ValueError if it cannot be read, or has fewer than two words."""
     try:
-        words = split_lines(files.read(path).decode(), tokenize)
+        words = split_lines(data_files.read(path).decode(), tokenize)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is damaged, or no text in UTF-8: {error}") from error
     if len(words) < 2:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from powergossip.checks import BadValue
-from powergossip.tasks import files
+from powergossip.tasks import data_files
 from powergossip.tasks.documents import Documents
 from powergossip.tasks.task import Split, TaskOptions
 
@@ -142,7 +142,7 @@ def load(documents: Documents, tokenizer: str, options: TaskOptions) -> TokenFil
             used, and a cache that cannot be written or is damaged.
     """
     _check(tokenizer)
-    cache = files.cache(options.task)
+    cache = data_files.cache(options.task)
     found = [(documents.root / name).stat() for name in documents.names]
     of_files = [(facts.st_size, facts.st_mtime_ns) for facts in found]
     known: list[Any] = [_FORMAT, tokenizer, options.validation_ratio, str(documents.root.resolve())]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from powergossip.randomness import generator
-from powergossip.tasks import cifar, fashion_mnist, files, texts
+from powergossip.tasks import cifar, data_files, fashion_mnist, texts
 from tests.harness.small_data import make_fashion_mnist, options
 
 
@@ -214,7 +214,7 @@ def test_images_of_another_size_are_not_kept(
 KILLED = """
 import sys, time
 from pathlib import Path
-from powergossip.tasks import files
+from powergossip.tasks import data_files
 
 def contents():
     yield "first", b"1" * 100_000
@@ -222,7 +222,7 @@ def contents():
     time.sleep(60)
     yield "second", b"2"
 
-files.write(Path(sys.argv[1]), contents())
+data_files.write(Path(sys.argv[1]), contents())
 """
 
 
@@ -239,9 +239,9 @@ def test_a_process_that_is_killed_leaves_no_file(tmp_path: Path) -> None:
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert [path.name for path in (tmp_path / "folder").iterdir() if path.is_file()] == []
-    files.write(tmp_path / "folder", iter([("first", b"1"), ("second", b"2")]))
+    data_files.write(tmp_path / "folder", iter([("first", b"1"), ("second", b"2")]))
     for name, content in (("first", b"1"), ("second", b"2")):
-        assert files.read(tmp_path / "folder" / name) == content
+        assert data_files.read(tmp_path / "folder" / name) == content
 
 
 @pytest.mark.parametrize("done", range(4))
@@ -261,14 +261,14 @@ def test_a_writer_stopped_between_files_leaves_none_without_its_sum(
     monkeypatch.setattr(Path, "replace", stop_after)
     contents = [("a", b"1"), ("b", b"2"), ("c", b"3")]
     with pytest.raises(KeyboardInterrupt):
-        files.write(tmp_path, iter(contents))
+        data_files.write(tmp_path, iter(contents))
     there = {path.name for path in tmp_path.iterdir()}
     assert len(there) == done
     if there:
         assert "SHA256SUMS" in there
     for name, content in contents:
         if name in there:
-            assert files.read(tmp_path / name) == content
+            assert data_files.read(tmp_path / name) == content
 
 
 def test_several_that_write_at_a_time_leave_every_file_whole(tmp_path: Path) -> None:
@@ -283,12 +283,12 @@ def test_several_that_write_at_a_time_leave_every_file_whole(tmp_path: Path) -> 
             if all(there) and not (tmp_path / "SHA256SUMS").exists():
                 faults.append("all files, but not their sums")
             for (name, content), is_there in zip(contents, there, strict=True):
-                if is_there and files.read(tmp_path / name) != content:
+                if is_there and data_files.read(tmp_path / name) != content:
                     faults.append(f"{name} is not whole")
 
     def write() -> None:
         for _ in range(15):
-            files.write(tmp_path, iter(contents))
+            data_files.write(tmp_path, iter(contents))
 
     writers = [threading.Thread(target=write) for _ in range(3)]
     reader = threading.Thread(target=read)
@@ -331,7 +331,7 @@ def test_without_a_network_fetching_fails_soon(
 def test_without_the_library_the_message_has_the_command_to_install_it(
     nowhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(data_files.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         ValueError, match=r"datasets is not installed; .*, or pip install datasets$"
     ):
