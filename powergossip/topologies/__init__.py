@@ -26,7 +26,7 @@ from typing import Any
 
 from powergossip import checks
 from powergossip.topologies.fastest import fastest_mixing
-from powergossip.topologies.files import from_file, is_path
+from powergossip.topologies.graph_files import from_file, is_path
 from powergossip.topologies.static import (
     UNDIRECTED,
     WEIGHTS,

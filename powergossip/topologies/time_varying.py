@@ -14,7 +14,7 @@ from scipy.sparse.csgraph import connected_components
 from powergossip import checks, randomness
 from powergossip.formatting import counted
 from powergossip.topologies.coloring import edge_colors, is_bipartite
-from powergossip.topologies.files import from_file, is_path
+from powergossip.topologies.graph_files import from_file, is_path
 from powergossip.topologies.static import UNDIRECTED, circulant
 from powergossip.topologies.topology import Round, Topology, union_pattern
 
