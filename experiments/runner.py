@@ -33,7 +33,7 @@ from experiments.jobs import Job, Launcher, last_output
 from experiments.launchers import LAUNCHERS, STOP
 from powergossip.errors import BadInput
 from powergossip.runs import metrics
-from powergossip.runs.files import write_atomically
+from powergossip.runs.atomic_files import write_atomically
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -34,7 +34,7 @@ from experiments.jobs import (
     read,
 )
 from powergossip.errors import BadInput
-from powergossip.runs.files import write_atomically
+from powergossip.runs.atomic_files import write_atomically
 
 # States of a job that has ended, unless Slurm requeues it.
 ENDED = {

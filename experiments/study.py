@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.runner import Experiment, Results, Run, Values
 from powergossip.formatting import markdown, spread
 from powergossip.runs import figures
-from powergossip.runs.files import write_atomically
+from powergossip.runs.atomic_files import write_atomically
 from powergossip.runs.metrics import last_values
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from powergossip.errors import Dropped
 from powergossip.network import Processes
-from powergossip.runs.files import Drafts, sync_folder
+from powergossip.runs.atomic_files import Drafts, sync_folder
 from powergossip.trees import Tree, map_tensors
 
 T = TypeVar("T")

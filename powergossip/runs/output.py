@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from powergossip.checks import BadValue
 from powergossip.errors import CannotWrite
 from powergossip.runs import checkpoints, metrics
-from powergossip.runs.files import Drafts, clear_drafts
+from powergossip.runs.atomic_files import Drafts, clear_drafts
 from powergossip.runs.trackers import Resumed, Trackers
 
 FIGURE, SAMPLE = "figure.png", "sample.txt"
