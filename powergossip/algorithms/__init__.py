@@ -16,7 +16,7 @@ communication itself: it yields messages and is resumed with the received ones (
     learning/         learning rules on top of averaging algorithms: D-PSGD and others
     aggregation.py    the interface of compressed gradients: power_sgd.py, dgc.py,
                       error_feedback.py, sign_sgd.py
-    ddp.py            PyTorch's own hooks for compressed gradients
+    torch_powersgd.py  PyTorch's own hooks for compressed gradients
 
 To add one, write its class in a module beside this one and its row in `AVERAGING` here. train.py,
 gossip_run.py and the tests of the laws of all averaging algorithms, in

@@ -8,7 +8,7 @@ Contents::
     figure.png
     sample.txt       a text, of tasks that have one
     checkpoints/     see checkpoints.py
-    .drafts-…/       while the run lasts, see files.py
+    .drafts-…/       while the run lasts, see atomic_files.py
     events.out.…     for TensorBoard, if configured
     wandb/           for Weights & Biases, if configured
 """

@@ -9,7 +9,7 @@
 - images.py, augmentation.py, models.py: image classification, random crops, image models.
 - texts.py, language_models.py: texts as word indices, language models.
 - text.py, documents.py, tokens.py: language modeling on documents, their files and tokens.
-- files.py, idx.py: finding, downloading, verifying and reading the files of a data set.
+- data_files.py, idx.py: finding, downloading, verifying and reading the files of a data set.
 - shards.py, placement.py: the samples of each worker, IID or non-IID, and which worker has which.
 - task_options.py, modules.py: options of single tasks, construction of models.
 

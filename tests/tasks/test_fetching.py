@@ -88,7 +88,7 @@ def hub(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[
     stand_in = types.ModuleType("datasets")
     stand_in.load_dataset = load_dataset  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", stand_in)
-    monkeypatch.setattr(files, "out_of_reach", lambda name: None)
+    monkeypatch.setattr(data_files, "out_of_reach", lambda name: None)
     return asked
 
 
@@ -176,7 +176,7 @@ def test_the_real_datasets_decode_images_as_is_expected(
         }
     )
     monkeypatch.setattr(datasets, "load_dataset", lambda name: answer)
-    monkeypatch.setattr(files, "out_of_reach", lambda name: None)
+    monkeypatch.setattr(data_files, "out_of_reach", lambda name: None)
     train, _ = fetched("Cifar", "")
     assert np.array_equal(
         train.images, np.stack([row["img"] for row in rows["train"]]).transpose(0, 3, 1, 2)
@@ -307,7 +307,7 @@ def test_without_a_network_fetching_fails_soon(
 ) -> None:
     hub = pytest.importorskip("huggingface_hub")
     pytest.importorskip("datasets")
-    monkeypatch.setattr(files, "PATIENCE", 0.2)
+    monkeypatch.setattr(data_files, "PATIENCE", 0.2)
 
     def hang(*_: Any, **__: Any) -> None:
         time.sleep(3)

@@ -13,7 +13,7 @@ A step of a rule consists of `start()`, the gradients, and `finish()`::
     dpsgd.py            D-PSGD: models are averaged
     quasi_global.py     quasi-global momentum
     tracking.py         gradient tracking, normalized, and over CHOCO-Gossip: BEER, MoTEF
-    local_steps.py      K-GT, momentum tracking
+    local_tracking.py   K-GT, momentum tracking
     outer.py            outer optimizers of language models: DiLoCo, GASLoC, NoLoCo
     outer_stability.py  diffusion rates with which outer momentum is stable
     exact_diffusion.py  exact diffusion, over CHOCO-Gossip: LEAD, CEDAS
