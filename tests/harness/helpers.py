@@ -14,10 +14,11 @@ def executable(path: Path, script: str) -> Path:
 
 
 def files_below(folder: Path) -> dict[str, bytes | None]:
-    """The contents of the files below a folder, and None for folders."""
+    """The contents of the files below a folder, without bytecode, and None for folders."""
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in folder.rglob("*")
+        if "__pycache__" not in path.parts
     }
 
 
