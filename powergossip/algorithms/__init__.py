@@ -18,7 +18,8 @@ communication itself: it yields messages and is resumed with the received ones (
                       error_feedback.py, sign_sgd.py
     torch_powersgd.py  PyTorch's own hooks for compressed gradients
 
-To add one, write its class in a module beside this one and its row in `AVERAGING` here. train.py,
+To add one, write its class in a module beside this one and its row in `AVERAGING`, in
+registry.py. train.py,
 gossip_run.py and the tests of the laws of all averaging algorithms, in
 tests/algorithms/test_algorithms.py, use the registry.
 
@@ -28,14 +29,6 @@ Symbols: x_i (the parameters of worker i, D elements), w_ij (the weight of j's v
 diffusion rate), X_i (one of i's parameter tensors as a matrix [row, column]).
 """
 
-import math
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from typing import Any
-
-from powergossip import compressors
-from powergossip import options as _options
-from powergossip.algorithms import rates
 from powergossip.algorithms.averaging import Averaging, Rate
 from powergossip.algorithms.compressed import ChocoGossip, DeepSqueeze, Moniqua
 from powergossip.algorithms.learning import DPSGD, Correction
@@ -49,10 +42,15 @@ from powergossip.algorithms.plain import (
 from powergossip.algorithms.power_gossip import PowerGossip
 from powergossip.algorithms.push_sum import PushSum
 from powergossip.algorithms.rates import choco_rate
-from powergossip.compressors import Codec, matrices
-from powergossip.network import Network
-from powergossip.parameters import Layout
-from powergossip.topologies import Topology
+from powergossip.algorithms.registry import (
+    AVERAGING,
+    CONSENSUS_ONLY,
+    AveragingOptions,
+    default_rate,
+    defaults,
+    make,
+    warn_of_rate,
+)
 
 __all__ = [
     "AVERAGING",
@@ -78,244 +76,3 @@ __all__ = [
     "make",
     "warn_of_rate",
 ]
-
-
-def _deepsqueeze(
-    network: Network,
-    layout: Layout,
-    *,
-    diffusion_rate: Rate | None = None,
-    compressor: str = "sign-and-norm",
-    seed: int = 0,
-    **compressor_options: Any,
-) -> Averaging:
-    """DeepSqueeze, with a compressor by its name.
-
-    Args:
-        diffusion_rate: Diffusion rate γ. By default it follows from the compressor, the tensors and
-            the topology.
-        compressor: Name of the compressor.
-    """
-    codec = _codec(network, layout, compressor, compressor_options, seed)
-    if diffusion_rate is None:
-        diffusion_rate = rates.of_deepsqueeze(network.topology, layout, codec.compressor)
-    return DeepSqueeze(network, codec, diffusion_rate)
-
-
-def _choco(
-    network: Network,
-    layout: Layout,
-    *,
-    diffusion_rate: Rate | compressors.BySize | None = None,
-    compressor: str = "sign-and-norm",
-    copy_rate: float | None = None,
-    seed: int = 0,
-    **compressor_options: Any,
-) -> Averaging:
-    """CHOCO-Gossip, with a compressor by its name.
-
-    Args:
-        diffusion_rate: Diffusion rate γ. By default it follows from the compressor, the tensors and
-            the topology.
-        compressor: Name of the compressor.
-        copy_rate: Rate at which public copies follow the parameters. By default that of the
-            compressor, less than 1 for an unbiased one.
-    """
-    codec = _codec(network, layout, compressor, compressor_options, seed)
-    if diffusion_rate is None:
-        diffusion_rate = rates.of_choco(network.topology, layout, codec.compressor)
-    return ChocoGossip(
-        network,
-        codec,
-        diffusion_rate,
-        rates.copy_rate(codec.compressor) if copy_rate is None else copy_rate,
-    )
-
-
-def _codec(
-    network: Network, layout: Layout, name: str, options: Mapping[str, Any], seed: int
-) -> Codec:
-    compressor = compressors.make(name, **options)
-    return Codec(layout, compressor, network.row_workers.tolist(), seed, network.device)
-
-
-def _dpsgd(network: Network, layout: Layout, *, diffusion_rate: Rate | str = 1.0) -> Averaging:
-    """Plain gossip.
-
-    Args:
-        diffusion_rate: Diffusion rate γ, or "auto": the best one on this topology.
-    """
-    return PlainGossip(network, rates.checked(network, diffusion_rate))
-
-
-def _moniqua(
-    network: Network,
-    layout: Layout,
-    *,
-    theta: Rate = 0.25,
-    diffusion_rate: Rate = 0.1,
-    seed: int = 0,
-) -> Averaging:
-    """Moniqua.
-
-    Args:
-        theta: Bound θ on the differences between neighbors.
-        diffusion_rate: Diffusion rate γ.
-    """
-    return Moniqua(network, layout.size, theta, diffusion_rate, seed)
-
-
-# Registry names: `optimizer` in train.py, `algorithm` in gossip_run.py. A row is called with the
-# network and the layout. Its other parameters are the algorithm's options.
-AVERAGING: dict[str, _options.Builder] = {
-    "all-reduce": lambda network, layout: ExactMean(network),
-    "dpsgd": _dpsgd,
-    "power-gossip": PowerGossip,
-    "choco": _choco,
-    "deepsqueeze": _deepsqueeze,
-    "moniqua": _moniqua,
-    "push-sum": PushSum,
-    "sparta": RandomEntries,
-}
-
-# Limits for comparison, not for learning: they assume that nothing else changes x.
-CONSENSUS_ONLY: dict[str, _options.Builder] = {
-    "chebyshev": lambda network, layout: ChebyshevGossip(network),
-    "finite-time": lambda network, layout: FiniteTimeGossip(network),
-}
-
-
-class AveragingOptions(_options.Options):
-    """Options of all averaging algorithms as attributes, for rows that take them in one object."""
-
-    def __init__(self, **given: Any):
-        compressor_options = given.pop("compressor_options", compressors.CompressorOptions())
-        super().__init__(AVERAGING | CONSENSUS_ONLY, given)
-        # Also for rows that differ: CHOCO-Gossip's default depends on compressor and graph.
-        self.diffusion_rate: Any = given.get("diffusion_rate", 1.0)
-        self.compressor_options = compressor_options
-
-
-def defaults(name: str, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return option → default of an algorithm, including the options of its compressor: the one
-    that `given` names, or the default one.
-
-    The diffusion rate is None where it depends on the graph and the tensors: see `default_rate`. A
-    copy rate is that of the compressor. It is None where it depends on the sizes of tensors, and
-    for bad options of the compressor, with which `make` raises ValueError.
-
-    Raises:
-        ValueError: For an unknown name.
-    """
-    row = _options.find(AVERAGING | CONSENSUS_ONLY, "algorithm", name)
-    found = _options.defaults(row, given, compressor=compressors.COMPRESSORS)
-    if "copy_rate" in found:
-        with suppress(ValueError, TypeError):
-            rate = rates.copy_rate(_compressor(found, given or {}))
-            found["copy_rate"] = None if callable(rate) else rate
-    return found
-
-
-def _compressor(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> compressors.Compressor:
-    """The compressor of an algorithm's options. Raises ValueError."""
-    chosen = {**defaults, **{k: v for k, v in given.items() if k in defaults and v is not None}}
-    own = _options.defaults(compressors.COMPRESSORS[chosen["compressor"]])
-    return compressors.make(chosen["compressor"], **{k: chosen[k] for k in own})
-
-
-_DEFAULT_RATES: dict[str, Callable[..., Any]] = {
-    "choco": rates.of_choco,
-    "deepsqueeze": rates.of_deepsqueeze,
-}
-# Without gradients and with differences of θ at most, 0.5 diverges on none of eight graphs, and 0.7
-# on five. See docs/methods/moniqua.md.
-_LARGEST_RATES = {"moniqua": 0.6}
-
-
-def default_rate(
-    name: str,
-    topology: Topology,
-    layout: Layout,
-    given: Mapping[str, Any] | None = None,
-    factor: float = 1.0,
-    largest: float = math.inf,
-) -> float | compressors.BySize | None:
-    """Return the default diffusion rate of an algorithm, or None if it has none.
-
-    It may depend on the graph, the tensors, and the options `given`. A function of the number of
-    elements of a tensor gives each its own rate.
-
-    Args:
-        factor: Factor of a learning rule on a rate that depends on graph and tensors.
-        largest: Largest rate with which a learning rule is stable.
-
-    Raises:
-        ValueError: For bad options.
-    """
-    found = defaults(name, given)
-    rate: float | compressors.BySize | None = found.get("diffusion_rate")
-    if name in _DEFAULT_RATES:
-        rate = _DEFAULT_RATES[name](topology, layout, _compressor(found, given or {}), factor)
-    return rates.at_most(rate, rates.STABLE * largest)
-
-
-def warn_of_rate(
-    name: str, network: Network, layout: Layout, given: Mapping[str, Any], factor: float = 1.0
-) -> None:
-    """Warn of a diffusion rate in the options `given` with which the algorithm may diverge in a
-    long run. Once per topology, and only on process 0.
-
-    Args:
-        factor: Factor of a learning rule on the default rate.
-    """
-    rate = given.get("diffusion_rate")
-    if name in {**_DEFAULT_RATES, **_LARGEST_RATES} and isinstance(rate, float | int):
-        by_default = default_rate(name, network.topology, layout, given, factor)
-        if callable(by_default):
-            by_default = min(by_default(m.rows * m.columns) for m in matrices(layout))
-        assert by_default is not None
-        limit = _LARGEST_RATES.get(name, rates.MARGIN * by_default)
-        rates.warn_of_compressed(name, network, rate, by_default, limit)
-
-
-def make(
-    name: str,
-    network: Network,
-    layout: Layout,
-    options: AveragingOptions | None = None,
-    **given: Any,
-) -> Averaging:
-    """Build the averaging algorithm of that name with the options `given`.
-
-    From an `options` object it takes its own.
-
-    Raises:
-        ValueError: For an unknown name, an option that the algorithm does not have, a bad value, or
-            a directed graph on which it would be biased.
-    """
-    row = _options.find(AVERAGING | CONSENSUS_ONLY, "algorithm", name)
-    if _options.takes_all(row):
-        return _unbiased(name, network, row(network, layout, options or AveragingOptions(**given)))
-    if options is not None:
-        own = _options.defaults(row)
-        given = {option: value for option, value in options.given.items() if option in own}
-        if "compressor" in own:
-            given = options.compressor_options.given | given
-    known = _options.defaults(row, given, compressor=compressors.COMPRESSORS)
-    if options is not None:
-        given = {option: value for option, value in given.items() if option in known}
-    _options.check(name, given, known)
-    return _unbiased(name, network, row(network, layout, **given))
-
-
-def _unbiased(name: str, network: Network, averaging: Averaging) -> Averaging:
-    """The algorithm. Raises ValueError if the workers would not agree on their mean.
-
-    An algorithm that averages over every graph has the attribute `needs_doubly_stochastic`, False.
-    """
-    if network.topology.biased and getattr(averaging, "needs_doubly_stochastic", True):
-        raise ValueError(
-            f"topology={network.topology.name}: use push-sum in place of {name}; W is not doubly "
-            "stochastic, so that workers would count unequally"
-        )
-    return averaging

@@ -1,0 +1,107 @@
+"""Topologies by name: `TOPOLOGIES`, and graphs from files."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from powergossip import checks
+from powergossip.topologies.graph_files import from_file, is_path
+from powergossip.topologies.static import (
+    UNDIRECTED,
+    WEIGHTS,
+    equi_static,
+    exponential,
+    unidirectional_ring,
+)
+from powergossip.topologies.time_varying import (
+    base_graph,
+    epidemic,
+    one_peer_equi,
+    one_peer_exponential,
+    random_matching,
+    round_robin,
+)
+from powergossip.topologies.topology import Topology
+from powergossip.topologies.weights import (
+    Weights,
+)
+
+TOPOLOGIES: dict[str, Callable[..., Topology]] = {  # name → function(n_workers, seed, **options)
+    **UNDIRECTED,
+    "unidirectional-ring": unidirectional_ring,
+    "exponential": exponential,
+    "equi-static": equi_static,
+    "one-peer-exponential": one_peer_exponential,
+    "one-peer-equi": one_peer_equi,
+    "base-graph": base_graph,
+    "random-matching": random_matching,
+    "epidemic": epidemic,
+    "round-robin": round_robin,
+}
+
+
+def make(
+    name: str, n_workers: int, *, seed: int = 0, options: Mapping[str, Any] | None = None
+) -> Topology:
+    """Build the topology of this name for `n_workers`, or read the graph from the file `name`.
+
+    A name that is not in `TOPOLOGIES` is a path if it has a path separator, ends in .edgelist,
+    .adjlist or .txt, or is an existing file. `options` are passed to the topology's function, or to
+    `from_file`. `weights` is a name of `WEIGHTS`, for any undirected static graph.
+
+    Raises:
+        ValueError: For an unknown name or option, an option of the wrong type, a graph of another
+            size, a graph that is not connected, and a file that cannot be read.
+    """
+    options = dict(options or {})
+    checks.at_least_one("n_workers", n_workers)
+    if name in TOPOLOGIES:
+        checked = _checked_options(name, TOPOLOGIES[name], options)
+        return TOPOLOGIES[name](n_workers, seed, **checked)
+    if not is_path(name):
+        raise ValueError(
+            f'topology "{name}" is unknown; choose from {", ".join(sorted(TOPOLOGIES))}, '
+            f"or give the path of an edge-list or adjacency file"
+        )
+    checked = _checked_options(name, from_file, options)
+    return from_file(Path(name), n_workers, **checked)
+
+
+# Validation of options
+
+
+def _checked_options(
+    name: str, function: Callable[..., Topology], options: dict[str, Any]
+) -> dict[str, Any]:
+    """The options, with functions for the names of weights.
+
+    Raises ValueError unless they name keyword-only parameters and have their types. A parameter
+    annotated as `float` accepts whole numbers.
+    """
+    checked = dict(options)
+    known = {
+        key: parameter.annotation
+        for key, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        choices = f"choose from {', '.join(known)}" if known else "it has none"
+        raise ValueError(f'topology "{name}" has no option {_quote(unknown)}; {choices}')
+    for key, value in options.items():
+        if known[key] == Weights:
+            checks.one_of(f"topology_options.{key}", value, WEIGHTS)
+            checked[key] = WEIGHTS[value]
+            continue
+        accepted = (int | float) if known[key] is float else known[key]
+        is_bool = isinstance(value, bool)
+        if is_bool != (accepted is bool) or not isinstance(value, accepted):
+            kinds = {float: "a number", str: "a name", bool: "true or false"}
+            kind = kinds.get(known[key], "a whole number")
+            raise ValueError(f"topology_options.{key}={value}: use {kind}")
+    return checked
+
+
+def _quote(names: Iterable[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names)
