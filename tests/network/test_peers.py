@@ -17,11 +17,10 @@ import torch
 from mpi4py import MPI
 
 from powergossip.errors import Dropped, Stopped
-from powergossip.network.resilient import peers
 from powergossip.network.resilient.collectives import LiveProcesses
+from powergossip.network.resilient.failure_detector import DATA, DROPPED, LOST, Peers
 from powergossip.network.resilient.heartbeats import Identity, Liveness, exchange_identities
 from powergossip.network.resilient.messages import Envelope, Payload, decoded, octets
-from powergossip.network.resilient.peers import DATA, DROPPED, LOST, Peers
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training.asynchronous.rows import SharedRows
 from powergossip.training.measurements import Hooks

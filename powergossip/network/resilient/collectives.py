@@ -12,8 +12,8 @@ from torch import Tensor
 
 from powergossip.errors import Dropped
 from powergossip.network.processes import Processes
+from powergossip.network.resilient.failure_detector import GROUP, Peers
 from powergossip.network.resilient.messages import Payload, decoded, encoded, octets
-from powergossip.network.resilient.peers import GROUP, Peers
 
 T = TypeVar("T")
 

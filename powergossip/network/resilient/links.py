@@ -15,9 +15,9 @@ from torch import Tensor
 from powergossip.network import exits
 from powergossip.network.resilient import spawning
 from powergossip.network.resilient.collectives import LiveProcesses
+from powergossip.network.resilient.failure_detector import DATA, NOTE, Peers
 from powergossip.network.resilient.heartbeats import Liveness, exchange_identities
 from powergossip.network.resilient.messages import Payload, Wire, octets
-from powergossip.network.resilient.peers import DATA, NOTE, Peers
 
 LOST = 3  # exit code of a run that is complete without workers that were lost
 _GRACE = 1.0  # seconds that a process has to end after the notice that it was dropped
@@ -31,7 +31,7 @@ class Links:
 
     No method blocks but `wait`, `survivors` and `finish`. Messages between two workers arrive in
     the order in which they were sent, and never twice. A process is lost with all of its workers,
-    see powergossip.network.resilient.peers. Without ULFM
+    see powergossip.network.resilient.failure_detector. Without ULFM
     (powergossip.network.resilient.ulfm), the end of a process ends the job.
 
     Every method but `lost` raises Dropped if the others regard this process as lost.
