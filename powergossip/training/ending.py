@@ -11,7 +11,7 @@ from torch import Tensor
 
 from powergossip.errors import Interrupted
 from powergossip.network import Processes
-from powergossip.training.alive_workers import AliveWorkers
+from powergossip.training.live_models import AliveWorkers
 from powergossip.training.measurements import Diverged, divergence
 
 PATIENCE = 5.0  # seconds after SIGTERM in which all processes must agree, except under MPI

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from powergossip.parameters import Parameters
 from powergossip.tasks import MainMetric, Split, Task, main_metric
-from powergossip.training.alive_workers import AliveWorkers
 from powergossip.training.config import Settings
+from powergossip.training.live_models import AliveWorkers
 from powergossip.training.measurements import Rows, check_finite
 
 # Values of each worker by kind and name: float64 [worker], first of the hosted ones, then of all n.

@@ -12,10 +12,10 @@ from powergossip.runs.clock import Clock, Stopwatch
 from powergossip.runs.signals import Signals
 from powergossip.tasks import Task
 from powergossip.training import facts
-from powergossip.training.alive_workers import AliveWorkers
 from powergossip.training.config import Settings
 from powergossip.training.ending import Agreement
 from powergossip.training.gradients import Gradients
+from powergossip.training.live_models import AliveWorkers
 from powergossip.training.measurements import Hooks, Rows
 from powergossip.training.methods import Method
 from powergossip.training.position import Moment, Position

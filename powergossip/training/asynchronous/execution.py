@@ -14,11 +14,11 @@ from powergossip.events.wall_clock import WallClock
 from powergossip.network import Network
 from powergossip.network.resilient.links import Links
 from powergossip.runs.signals import Signals
-from powergossip.training.alive_workers import AliveWorkers
 from powergossip.training.asynchronous.replacements import Replacements
 from powergossip.training.asynchronous.rows import SharedRows
 from powergossip.training.asynchronous.workers import EdgeWorkers, as_bytes, from_bytes
 from powergossip.training.execution import Computation, Execution, added
+from powergossip.training.live_models import AliveWorkers
 from powergossip.training.measurements import Hooks, Rows
 from powergossip.training.position import Moment, Position
 
