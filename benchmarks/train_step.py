@@ -30,8 +30,8 @@ from powergossip.network import processes
 from powergossip.network.processes import cores
 from powergossip.runs import configuration
 from powergossip.training.methods import make_averaging
-from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
+from powergossip.training.validation import checked
 
 ROUNDS, SECONDS = 15, 15.0
 ALONE = 5  # measurements of one process before the others, and after them

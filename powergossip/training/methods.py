@@ -12,7 +12,7 @@ from powergossip.parameters import Layout, Parameters
 from powergossip.topologies import Topology
 from powergossip.training.config import Settings
 from powergossip.training.local_optimizers import LocalOptimizer
-from powergossip.training.settings import (
+from powergossip.training.validation import (
     data_differ,
     errors_name_keys,
     errors_name_learning_options,

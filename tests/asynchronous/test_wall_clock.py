@@ -22,8 +22,8 @@ from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training import ending
 from powergossip.training.asynchronous.execution import AcrossProcesses
 from powergossip.training.measurements import Hooks
-from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
+from powergossip.training.validation import checked
 from tests.harness import launch
 from tests.harness.asynchronous import (
     METHODS,

@@ -11,8 +11,8 @@ from torch import nn
 import train
 from powergossip.network import Processes
 from powergossip.training.measurements import Hooks
-from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
+from powergossip.training.validation import checked
 from tests.harness import launch
 
 ULFM = ("--with-ft", "ulfm")

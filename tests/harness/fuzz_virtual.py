@@ -37,8 +37,8 @@ from powergossip.network import processes
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training.asynchronous import OnVirtualClock
 from powergossip.training.measurements import Diverged, Hooks
-from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
+from powergossip.training.validation import checked
 from tests.harness.fuzz_cases import Case
 
 ROUNDING = 3e-5  # of sums in single precision, relative to the largest element

@@ -19,8 +19,8 @@ from powergossip.runs import metrics
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training import resizing
 from powergossip.training.ending import Agreement
-from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
+from powergossip.training.validation import checked
 from tests.harness.checkpoints import assert_same, end_of
 from tests.harness.killed import run
 from tests.harness.training import reproducible

@@ -34,8 +34,8 @@ from powergossip.runs.signals import Signals
 from powergossip.tasks.images import ImageClassification
 from powergossip.training import ending
 from powergossip.training.execution import Together
-from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
+from powergossip.training.validation import checked
 from tests.harness import launch
 
 TINY = ["task_architecture=MLP", "num_epochs=1", "log_verbosity=0"]

@@ -20,7 +20,8 @@ from powergossip.runs import configuration
 from powergossip.training import derive_keys
 from powergossip.training.method_keys import PREFIX, MethodKeys
 from powergossip.training.resuming import check_same_run
-from powergossip.training.settings import (
+from powergossip.training.trainer import Trainer
+from powergossip.training.validation import (
     ALIASES,
     DEFAULTS,
     OF_RULE,
@@ -29,7 +30,6 @@ from powergossip.training.settings import (
     method_options,
     option_defaults,
 )
-from powergossip.training.trainer import Trainer
 from tests.harness.training import after_steps, configured
 
 ALONE = Processes()

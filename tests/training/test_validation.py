@@ -23,8 +23,8 @@ from powergossip.tasks import language
 from powergossip.tasks.images import ImageClassification, LabeledImages
 from powergossip.tasks.shards import held_out
 from powergossip.training.measurements import Hooks
-from powergossip.training.settings import checked
 from powergossip.training.trainer import Trainer
+from powergossip.training.validation import checked
 from tests.harness import small_data
 
 RATIO = 0.2
