@@ -12,8 +12,8 @@ entry point.
 
 from powergossip.consensus.data import DATA, Matrices
 from powergossip.consensus.methods import ALGORITHMS, ConsensusMethod
-from powergossip.consensus.settings import Setting, checked
 from powergossip.consensus.sweep import Hooks, MatrixBatch, Sweep, is_logged
+from powergossip.consensus.validation import Setting, checked
 
 __all__ = [
     "ALGORITHMS",

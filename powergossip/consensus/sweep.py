@@ -19,7 +19,7 @@ from powergossip.algorithms.rates import AUTO
 from powergossip.checks import BadValue
 from powergossip.consensus.data import DATA, Matrices
 from powergossip.consensus.methods import ALGORITHMS
-from powergossip.consensus.settings import Setting, checked, grid, num_steps
+from powergossip.consensus.validation import Setting, checked, grid, num_steps
 from powergossip.events import averaging, learning, scenario
 from powergossip.events.members import Members, View
 from powergossip.events.virtual_clock import VirtualClock
