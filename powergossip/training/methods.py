@@ -81,7 +81,7 @@ def check_method(c: Settings, network: Network) -> str:
     """
     layout, hint, overlapping = Layout([(2, 2)]), "", True
     if c.by_edges:
-        from powergossip.training.asynchronous import method as in_edge_form
+        from powergossip.training.asynchronous import edge_options as in_edge_form
 
         options = averaging_options(c, network.topology, layout)
         in_edge_form.check(c, options, network)

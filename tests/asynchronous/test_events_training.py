@@ -16,7 +16,7 @@ from powergossip.events import order
 from powergossip.network import processes
 from powergossip.runs import metrics
 from powergossip.runs.checkpoints import Checkpoints
-from powergossip.training.asynchronous import OnVirtualClock, method
+from powergossip.training.asynchronous import OnVirtualClock, edge_options
 from tests.harness.training import built, reproducible, select, trained, value
 
 TINY: dict[str, Any] = {
@@ -98,7 +98,7 @@ def test_workers_without_a_step_do_not_lower_the_loss():
           for gossip in ("synchronous", "bounded", "asynchronous")),
         ACCELERATED,
     ],
-    ids=lambda method: "-".join(map(str, method.values())),
+    ids=lambda method: "-".join(map(str, edge_options.values())),
 )  # fmt: skip
 def test_a_run_resumes_in_the_middle_with_the_same_bits(method, tmp_path):
     values = {**TINY, **method, "scenario": LATE}
@@ -243,10 +243,10 @@ def test_an_epoch_keeps_its_samples_when_a_run_resumes(joins, tmp_path):
 )
 def test_duals_grow_more_slowly_over_late_exchanges_and_power_gossip(values, rate):
     run = built(**{**TINY, **METHODS["duals"], **values})
-    assert method.dual_rate_of(run.config) == pytest.approx(rate)
+    assert edge_options.dual_rate_of(run.config) == pytest.approx(rate)
     assert isinstance(run.execution, OnVirtualClock)
     rules: list[Any] = [worker.rule for worker in run.execution.clock.workers.values()]
-    assert {rule.dual_rate for rule in rules} == {method.dual_rate_of(run.config)}
+    assert {rule.dual_rate for rule in rules} == {edge_options.dual_rate_of(run.config)}
 
 
 @pytest.mark.parametrize("method", [{**METHODS["power"], "gossip": "asynchronous"}, ACCELERATED])

@@ -13,7 +13,7 @@ from powergossip.events.members import Members, View, dead
 from powergossip.events.worker import Policy, Worker
 from powergossip.network.resilient.messages import octets
 from powergossip.parameters import Parameters
-from powergossip.training.asynchronous.method import (
+from powergossip.training.asynchronous.edge_options import (
     acceleration_of,
     delay_of,
     dual_rate_of,
