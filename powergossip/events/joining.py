@@ -1,4 +1,4 @@
-"""Common parts of the clocks: virtual, real, or a replay."""
+"""The start of a worker that joins: the mean of the models of its neighbors."""
 
 from collections.abc import Callable, Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""Static topologies, undirected and directed, and the weights of undirected graphs."""
+"""Static topologies, undirected and directed."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -98,7 +98,7 @@ def test_workers_without_a_step_do_not_lower_the_loss():
           for gossip in ("synchronous", "bounded", "asynchronous")),
         ACCELERATED,
     ],
-    ids=lambda method: "-".join(map(str, edge_options.values())),
+    ids=lambda method: "-".join(map(str, method.values())),
 )  # fmt: skip
 def test_a_run_resumes_in_the_middle_with_the_same_bits(method, tmp_path):
     values = {**TINY, **method, "scenario": LATE}

@@ -3,7 +3,7 @@
 Modules::
 
     messages.py                          messages of any length that never block
-    heartbeats.py, peers.py              evidence that other processes live or are silent
+    heartbeats.py, failure_detector.py   evidence that other processes live or are silent
     collectives.py                       agreement of the processes that are left
     links.py                             messages between workers, which may be late or lost
     spawning.py, bootstrap.py            processes in place of lost ones

@@ -4,7 +4,7 @@ Modules::
 
     execution.py            OnVirtualClock, AcrossProcesses
     workers.py              the workers of a process: models, learning rules, gradients, state
-    method.py               accepted configurations
+    edge_options.py         accepted configurations
     replacement_process.py  a process that replaces a lost one; messages between workers
     rows.py                 rows whose writer may be lost
     replacements.py         replacement of lost processes in a running job

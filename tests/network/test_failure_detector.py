@@ -76,7 +76,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(failure_detector, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 
