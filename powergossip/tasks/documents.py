@@ -109,7 +109,7 @@ def linux_doc(data_dir: Path | None) -> Documents:
 
 
 def own(dataset: str, data_dir: Path | None) -> Documents:
-    """The files below a folder, a file, or those of a glob pattern such as notes/**/*.md.
+    """The files below a folder, a file, or those of a glob pattern such as ``notes/**/*.md``.
 
     Hidden files are left out, unless the pattern names them.
 

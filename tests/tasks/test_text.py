@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional
 
 import train as entry
 from powergossip import tasks
@@ -229,6 +230,14 @@ class Constant(LanguageModel):
         return self.scores.expand(*words.shape, -1), {}
 
 
+class Successor(LanguageModel):
+    """b follows a, c follows b, a follows c."""
+
+    def forward(self, words: Tensor, state: State) -> tuple[Tensor, State]:
+        successors = torch.where(words == ord("c"), ord("a"), words + 1)
+        return 100.0 * functional.one_hot(successors, 256), {}
+
+
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe-300"])
 @pytest.mark.parametrize("most", [50, 10**9])
 def test_bits_per_byte_are_the_code_length_of_the_evaluated_text(
@@ -255,6 +264,13 @@ def test_bits_per_byte_are_the_code_length_of_the_evaluated_text(
         assert not more
         text = "".join(read(file, piece.first, piece.last)).encode()
         assert len(text) - 9 <= n_bytes <= len(text)
+
+
+def test_an_evaluation_is_on_sequences_from_the_whole_split(texts: Path) -> None:
+    everything, _ = make(texts).streams("train")
+    few, targets = make(texts, task_options={"evaluation_tokens": 90}).streams("train")
+    assert few.shape == targets.shape == (10, 9)
+    assert torch.equal(few, everything[torch.arange(10) * len(everything) // 10])
 
 
 def test_the_main_metric_is_bits_per_byte(texts: Path) -> None:
@@ -300,10 +316,9 @@ def test_a_sample_continues_its_prompt_and_depends_on_the_seed(texts: Path) -> N
     assert len(first) > 200
     assert sample() == first
     assert sample(seed=2) != first
-    certain = torch.full((256,), 1e-9).index_fill(0, torch.tensor(ord("z")), 1.0)
     task = make(texts, task_options={"sample": "a"})
-    assert task.sample(Constant(certain)) == "a" + 400 * "z"
-    assert make(texts).sample(Constant(certain)) is None
+    assert task.sample(Successor()) == "a" + ("bca" * 134)[:400]
+    assert make(texts).sample(Successor()) is None
 
 
 # The cache.
@@ -479,6 +494,8 @@ def test_a_run_has_bits_per_byte_tokens_per_second_and_a_sample(
     assert "tokens/s" in printed.err
     text = (folder / "sample.txt").read_text()
     assert text.startswith("ab")
+    task = make(texts, seed=entry.config.seed, task_options={"sample": "ab", "num_heads": 4})
+    assert text != task.sample(task.model("GPT", entry.config.seed)), "not the initial model"
     assert all(character.isprintable() or character in "\n\t" for character in text)
     assert text in printed.out
     rows = metrics.load(folder)
