@@ -17,6 +17,7 @@ import torch
 from mpi4py import MPI
 
 from powergossip.errors import Dropped, Stopped
+from powergossip.network.resilient import failure_detector
 from powergossip.network.resilient.collectives import LiveProcesses
 from powergossip.network.resilient.failure_detector import DATA, DROPPED, LOST, Peers
 from powergossip.network.resilient.heartbeats import Identity, Liveness, exchange_identities
