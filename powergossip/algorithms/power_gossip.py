@@ -138,7 +138,6 @@ class PowerGossip:
         Unless out is x, the compressed matrices of x take part in all but the last exchange.
         """
         t = self._network.round % len(self._sides)
-        rest, rest_out = (self._rests.get(tensor, self._rest_of) for tensor in (x, out))
         for iteration in range(self._num_iterations if self._stacks else min(1, len(self._plain))):
             messages: list[Message] = []
             if self._stacks:
@@ -146,11 +145,12 @@ class PowerGossip:
                 p = self._sides[t][self._iterations[t] % 2]
                 random = self._round_weights, not self._warm_start
                 messages.append(p.project(x, self._counter(t), *random))
-            if iteration == 0 and self._plain:
+            rest = self._rest(x) if iteration == 0 and self._plain else None
+            if rest is not None:
                 messages.append(ToAll(rest))
             received = yield tuple(messages)
-            if iteration == 0 and self._plain:
-                self._gossip(rest, received[-1], rest_out)
+            if rest is not None:
+                self._gossip(rest, received[-1], rest if out is x else self._rest(out))
             if self._stacks:
                 p.update(out, received[0])
                 if out is not x and iteration < self._num_iterations - 1:
@@ -159,19 +159,22 @@ class PowerGossip:
 
     def _gossip(self, rest: Tensor, received: Tensor, out: Tensor) -> None:
         """Plain gossip on elements that are not compressed, in place if out is rest."""
-        parts = (self._spans.get(tensor, self._spans_of) for tensor in (rest, received, out))
+        parts = (self._parts(tensor) for tensor in (rest, received, out))
         for (_, gossip), own, theirs, result in zip(self._plain, *parts, strict=True):
             if out is rest:
                 gossip.mix(own, theirs)
             else:
                 gossip.add_increment(own, theirs, result)
 
-    def _rest_of(self, x: Tensor) -> Tensor:
+    def _rest(self, x: Tensor) -> Tensor:
         """The elements that are not compressed [worker, element]."""
-        return x[:, self._compressed :]
+        return self._rests.get(x, lambda x: x[:, self._compressed :])
 
-    def _spans_of(self, rest: Tensor) -> list[Tensor]:
-        return [rest[..., span] for span, _ in self._plain]
+    def _parts(self, rest: Tensor) -> list[Tensor]:
+        """Those of matrices and of vectors."""
+        if len(self._plain) == 1:
+            return [rest]
+        return self._spans.get(rest, lambda rest: [rest[..., span] for span, _ in self._plain])
 
     def _counter(self, t: int) -> int:
         """The counter of random draws, different for every round and iteration."""
