@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor
 
 from powergossip.checks import BadValue
+from powergossip.events.event_log import Entry
 from powergossip.events.joining import Compute, Make, begin_late
 from powergossip.events.members import View, raised
-from powergossip.events.order import Entry
 from powergossip.events.packing import bits_of_view
 from powergossip.events.worker import Message, Worker, packed, unpacked
 from powergossip.network.counter import Counter

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from powergossip.events.event_log import Entry
 from powergossip.events.joining import Compute, Make, begin_late
 from powergossip.events.members import View, raised
-from powergossip.events.order import Entry
 from powergossip.events.scenario import Scenario
 from powergossip.events.worker import Action, Message, Worker, packed, unpacked
 from powergossip.network.counter import Counter

@@ -18,11 +18,11 @@ import numpy as np
 from torch import Tensor
 
 from powergossip.errors import Stopped
-from powergossip.events import order
+from powergossip.events import event_log
 from powergossip.events.deadline import Deadline
+from powergossip.events.event_log import Entry
 from powergossip.events.joining import Compute, Make
 from powergossip.events.members import Members, View, dead, raised, union
-from powergossip.events.order import Entry
 from powergossip.events.packing import (
     bits_of_view,
     packed,
@@ -193,7 +193,7 @@ class WallClock:
         """Write the end of an epoch to `order_file`. All processes call it, after `run`."""
         if self.order_file is not None:
             marks = [Entry(self.now, "epoch", index, -1, epoch) for index in self.alive]
-            order.write(self.order_file, marks)
+            event_log.write(self.order_file, marks)
 
     # --- Turns ---
 
@@ -310,7 +310,7 @@ class WallClock:
         worker = self._make(index, self._versions, sum(steps) // len(steps))
         self._new.append(worker)
         if self.order_file is not None:
-            order.write(self.order_file, [Entry(self.now, "join", index, -1, worker.steps)])
+            event_log.write(self.order_file, [Entry(self.now, "join", index, -1, worker.steps)])
         return worker.steps
 
     # --- Messages ---
@@ -406,7 +406,7 @@ class WallClock:
     def _write_order(self, worker: Worker) -> None:
         if self.order_file is not None and worker.log:
             entries = [Entry(self.now, kind, worker.index, j, k) for kind, j, k in worker.log]
-            order.write(self.order_file, entries)
+            event_log.write(self.order_file, entries)
         worker.log.clear()
 
     # --- State ---

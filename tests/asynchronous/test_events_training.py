@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 import train
 from powergossip import tasks
 from powergossip.errors import Interrupted
-from powergossip.events import order
+from powergossip.events import event_log
 from powergossip.network import processes
 from powergossip.runs import metrics
 from powergossip.runs.checkpoints import Checkpoints
@@ -255,8 +255,8 @@ def test_training_replays_the_order_of_events(method, tmp_path):
     values = {**TINY, **method, "num_epochs": 2}
     run, rows = trained(**values, scenario=scenario, record_order=True)
     assert isinstance(run.execution, OnVirtualClock)
-    file = tmp_path / "order.jsonl"
-    order.write(file, run.execution.clock.order)
+    file = tmp_path / "event_log.jsonl"
+    event_log.write(file, run.execution.clock.order)
     again, same = trained(**values, scenario={"replay": str(file)})
     assert torch.equal(again.parameters.x, run.parameters.x)
     for name in ("accuracy", "consensus_distance"):

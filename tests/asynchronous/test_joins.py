@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from powergossip import topologies
-from powergossip.events import order
-from powergossip.events.order import Entry
+from powergossip.events import event_log
+from powergossip.events.event_log import Entry
 from powergossip.network.resilient import spawning
 from powergossip.network.resilient.links import LOST
 from powergossip.runs import metrics
@@ -61,7 +61,7 @@ def test_new_processes_take_the_place_of_killed_ones(method, gossip, again, tmp_
     assert sorted(parts) == [[0, 1], [1, 2], [2, 3], [3, 4]]
 
     kept = {k: v for k, v in values.items() if k not in ("record_order", "on_worker_loss")}
-    replayed = on_virtual_clock(**kept, scenario={"replay": str(folder / "order.jsonl")})
+    replayed = on_virtual_clock(**kept, scenario={"replay": str(folder / "event_log.jsonl")})
     for row in rows:
         x = replayed.parameters.x[row["worker"]]
         assert hashlib.sha256(x.numpy().tobytes()).hexdigest() == row["digest"]
@@ -187,7 +187,7 @@ def test_all_processes_meet_at_the_end_of_an_epoch():
         Entry(0.2, "finish", 1, -1, -1),
         Entry(0.3, "epoch", 1, -1, 2),
     ]
-    found = order.merged([late, early], lost=[0])
+    found = event_log.merged([late, early], lost=[0])
     kinds = [(entry.worker, entry.kind) for entry in found]
     assert kinds[:2] == [(1, "begin"), (0, "begin")]
     assert sorted(kinds[2:5]) == [(0, "die"), (0, "epoch"), (1, "epoch")]
@@ -205,15 +205,15 @@ def test_all_processes_meet_where_a_replacement_joins():
         Entry(53.0, "apply", 1, 0, 0),
     ]
     new = [Entry(0.5, "join", 0, -1, 7), Entry(0.6, "start", 0, 1, 0)]
-    found = order.merged([old, other, new], lost=[])
+    found = event_log.merged([old, other, new], lost=[])
     kinds = [(entry.worker, entry.kind) for entry in found]
     expected = [(0, "start"), (0, "begin"), (0, "die"), (1, "start"), (1, "learn")]
     assert kinds[:5] == expected
     assert kinds[5] == (0, "join")
     assert kinds.index((0, "start"), 6) < kinds.index((1, "apply"))
-    ended = order.merged([old, other, new], lost=[0])
+    ended = event_log.merged([old, other, new], lost=[0])
     assert ended[-1][1:3] == ("die", 0) or ("die", 0) in [entry[1:3] for entry in ended[6:]]
-    before = order.merged([[], other, new], lost=[])  # lost before its first event
+    before = event_log.merged([[], other, new], lost=[])  # lost before its first event
     assert before[0][1:3] == ("die", 0)
 
 
@@ -227,6 +227,6 @@ def test_a_replacement_does_not_apply_parts_for_the_lost_worker():
         Entry(53.0, "start", 1, 0, 0),
     ]
     new = [Entry(0.5, "join", 0, -1, 7), Entry(0.6, "apply", 0, 1, 0)]
-    found = order.merged([old, other, new], lost=[])
+    found = event_log.merged([old, other, new], lost=[])
     kinds = [(entry.worker, entry.kind) for entry in found]
     assert kinds[-2:] == [(1, "start"), (0, "apply")]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from powergossip.events.order import Entry
+from powergossip.events.event_log import Entry
 from tests.harness import kill_series
 from tests.harness.kill_series import CASES, death, kept, plan_of, stop, table
 

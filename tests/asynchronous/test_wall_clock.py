@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 
 import train
 from powergossip.errors import BadInput, CannotWrite
-from powergossip.events import order, packing, wall_clock
-from powergossip.events.order import Entry
+from powergossip.events import event_log, packing, wall_clock
+from powergossip.events.event_log import Entry
 from powergossip.events.worker import Message
 from powergossip.network import Processes, processes
 from powergossip.network.resilient.links import LOST, Links
@@ -102,7 +102,7 @@ def test_the_order_of_late_exchanges_can_be_replayed(method, with_ulfm, tmp_path
     steps = processes().gather(run.execution.clock.workers[run.network.workers[0]].steps)
     assert sum(steps) >= len(steps) * run.total_steps
     kept = {key: value for key, value in values.items() if key != "record_order"}
-    expected, same = with_rows(**kept, scenario={"replay": str(folder / "order.jsonl")})
+    expected, same = with_rows(**kept, scenario={"replay": str(folder / "event_log.jsonl")})
     assert torch.equal(run.parameters.x, own_rows(run, expected))
     if processes().rank == 0:
         assert len(measured(rows)) > 2 * 4 * 3
@@ -141,7 +141,7 @@ def test_a_run_goes_on_without_killed_processes_and_can_be_replayed(method, goss
     assert info["lost_workers"] == [0, 2]
     del values["record_order"]
     replayed = on_virtual_clock(
-        **values, scenario={"replay": str(tmp_path / "run" / "order.jsonl")}
+        **values, scenario={"replay": str(tmp_path / "run" / "event_log.jsonl")}
     )
     assert replayed.execution.view.alive == [1, 3]
     for row in rows:
@@ -162,7 +162,7 @@ def test_others_go_on_without_a_stopped_process_which_catches_up(tmp_path):
     assert sorted(row["process"] for row in rows) == [0, 1, 2, 3]
     assert number_of_workers(tmp_path / "run") == [4, 4]
     taken, lead = dict.fromkeys(range(4), 0), 0
-    for entry in order.read(tmp_path / "run" / "order.jsonl"):
+    for entry in event_log.read(tmp_path / "run" / "event_log.jsonl"):
         if entry.kind == "finish":
             taken[entry.worker] += 1
         lead = max(lead, taken[0] - taken[1])
@@ -292,16 +292,16 @@ def test_messages_keep_their_bits(dtype, view):
 def test_parts_are_sent_before_they_are_applied_whatever_the_clocks_say():
     first = [Entry(10.0, "start", 0, 1, 0), Entry(11.0, "apply", 0, 1, 0)]
     second = [Entry(0.0, "start", 1, 0, 0), Entry(0.1, "apply", 1, 0, 0)]
-    found = order.merged([first, second], lost=[1])
+    found = event_log.merged([first, second], lost=[1])
     kinds = [(entry.worker, entry.kind) for entry in found]
     assert kinds == [(1, "start"), (0, "start"), (1, "apply"), (1, "die"), (0, "apply")]
     with pytest.raises(ValueError, match="apply"):
-        order.merged([second], lost=[])
+        event_log.merged([second], lost=[])
 
 
 def test_a_worker_that_is_lost_before_its_first_event_was_there_at_the_start():
     of_other = [Entry(0.1, "start", 0, 1, 0), Entry(0.2, "learn", 0, 1, 1)]
-    found = order.merged([of_other], lost=[1])
+    found = event_log.merged([of_other], lost=[1])
     assert [(entry.worker, entry.kind) for entry in found] == [
         (1, "die"),
         (0, "start"),
@@ -311,7 +311,7 @@ def test_a_worker_that_is_lost_before_its_first_event_was_there_at_the_start():
 
 def test_a_full_disk_under_the_order_of_events_is_a_sentence():
     with pytest.raises(CannotWrite, match="/dev/full"):
-        order.write(Path("/dev/full"), [Entry(0.0, "begin", 0, -1, -1)])
+        event_log.write(Path("/dev/full"), [Entry(0.0, "begin", 0, -1, -1)])
 
 
 def test_the_next_writer_adds_the_rows_that_are_missing(tmp_path):

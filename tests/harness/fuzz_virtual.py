@@ -30,7 +30,7 @@ from torch import Tensor
 import train
 from powergossip import topologies
 from powergossip.errors import Interrupted
-from powergossip.events import learning, order
+from powergossip.events import event_log, learning
 from powergossip.events.members import Members, dead, matrix
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.network import processes
@@ -284,9 +284,9 @@ def _check_replay(case: Case, whole: Trainer, rows: list[dict[str, Any]], folder
         return
     clock = whole.execution.clock
     assert isinstance(clock, VirtualClock)
-    order.write(folder / "order.jsonl", clock.order)
+    event_log.write(folder / "event_log.jsonl", clock.order)
     again: list[dict[str, Any]] = []
-    replay = {"scenario": {"replay": str(folder / "order.jsonl")}}
+    replay = {"scenario": {"replay": str(folder / "event_log.jsonl")}}
     run = _built(replace(case, train={**case.train, **replay}), again)
     run.train()
     _check_same(whole, run, "a replay")

@@ -24,8 +24,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from powergossip.events import order
-from powergossip.events.order import Entry
+from powergossip.events import event_log
+from powergossip.events.event_log import Entry
 from powergossip.formatting import markdown
 from powergossip.network.resilient.links import LOST
 from powergossip.randomness import generator
@@ -156,7 +156,7 @@ def measured(
     tested = rows[(rows["name"] == "accuracy") & (rows["split"] == "test_avg")]
     epochs = 1 if series.stop else EPOCHS
     workers = rows[rows["name"] == "workers"]
-    entries = order.read(folder / "order.jsonl")
+    entries = event_log.read(folder / "event_log.jsonl")
     killed = [event["process"] for event in plan["events"] if event["signal"] == "SIGKILL"]
     found: dict[str, Any] = {
         "accuracy": float(tested["value"].iloc[-1]),

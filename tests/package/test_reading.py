@@ -8,7 +8,7 @@ import pytest
 
 from powergossip import reading
 from powergossip.checks import BadValue
-from powergossip.events import order, scenario
+from powergossip.events import event_log, scenario
 from powergossip.reading import Unreadable
 
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -84,7 +84,7 @@ def test_files_that_are_rejected(tmp_path: Path) -> None:
         with pytest.raises(BadValue):
             scenario.load(name)
         with pytest.raises(BadValue):
-            order.read(Path(name))
+            event_log.read(Path(name))
 
 
 def test_a_pipe_is_read() -> None:

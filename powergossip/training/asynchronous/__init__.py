@@ -14,7 +14,7 @@ Modules::
 from pathlib import Path
 
 from powergossip.events import scenario
-from powergossip.events.order import read
+from powergossip.events.event_log import read
 from powergossip.events.replay import Replay
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.events.wall_clock import WallClock

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powergossip.events import order
+from powergossip.events import event_log
 from powergossip.events.replay import Replay
 from powergossip.events.virtual_clock import VirtualClock
 from powergossip.events.wall_clock import WallClock
@@ -22,7 +22,7 @@ from powergossip.training.live_models import AliveWorkers
 from powergossip.training.measurements import Hooks, Rows
 from powergossip.training.position import Moment, Position
 
-ORDER = "order.jsonl"  # in the folder of a run
+ORDER = "event_log.jsonl"  # in the folder of a run
 
 
 class OnVirtualClock(Execution):
@@ -79,7 +79,7 @@ class OnVirtualClock(Execution):
 
     def _write_order(self) -> None:
         if self._file is not None:
-            order.write(self._file, self.clock.order)
+            event_log.write(self._file, self.clock.order)
             self.clock.order.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class AcrossProcesses(Execution):
             own = self.clock.order_file = folder / _order_of(self.links.process)
             own.unlink(missing_ok=True)
             if self.clock.survives and not self._joins:  # messages carry views
-                order.write(own, [order.Entry(0.0, "views", -1, -1, -1)])
+                event_log.write(own, [event_log.Entry(0.0, "views", -1, -1, -1)])
         if self.run.config.replaces:
             run = self.run.config.as_dict(), str(folder)
             self._replacements = Replacements(
@@ -176,9 +176,9 @@ class AcrossProcesses(Execution):
         file = self._folder / ORDER
         files = [self._folder / _order_of(process) for process in range(self.links.n_ever)]
         if not file.exists():  # or else by a process that was lost
-            parts = [order.read(part) for part in files if part.exists()]
+            parts = [event_log.read(part) for part in files if part.exists()]
             lost = set(self.links.homes) - set(self.clock.everybody)
-            order.write_whole(file, order.merged(parts, lost))
+            event_log.write_whole(file, event_log.merged(parts, lost))
         for part in files:
             part.unlink(missing_ok=True)
 
