@@ -186,8 +186,8 @@ def of_learning(n: int, seconds: float) -> list[Line]:
     """A step of training, of D-PSGD and of PowerGossip."""
     import train
     from powergossip.network import processes
+    from powergossip.training.config_checks import checked
     from powergossip.training.trainer import Trainer
-    from powergossip.training.validation import checked
 
     lines = []
     for name in ("PowerGossip", "D-PSGD"):

@@ -22,8 +22,8 @@ from benchmarks.timing import in_turns
 from powergossip.network import processes
 from powergossip.runs import configuration
 from powergossip.training.asynchronous.execution import AcrossProcesses
+from powergossip.training.config_checks import checked
 from powergossip.training.trainer import Trainer
-from powergossip.training.validation import checked
 
 ROUNDS, SECONDS = 15, 15.0
 STEPS = 10  # between two measurements of the time

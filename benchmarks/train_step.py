@@ -29,9 +29,9 @@ from powergossip.algorithms.learning import Workers
 from powergossip.network import processes
 from powergossip.network.processes import cores
 from powergossip.runs import configuration
+from powergossip.training.config_checks import checked
 from powergossip.training.methods import make_averaging
 from powergossip.training.trainer import Trainer
-from powergossip.training.validation import checked
 
 ROUNDS, SECONDS = 15, 15.0
 ALONE = 5  # measurements of one process before the others, and after them

@@ -10,8 +10,8 @@ from environment.gpu import section
 from environment.gpu.section import Setting
 from powergossip.network import Processes
 from powergossip.runs import configuration
+from powergossip.training.config_checks import checked
 from powergossip.training.trainer import Trainer
-from powergossip.training.validation import checked
 from tests.harness.on_device import Difference, difference
 
 MODELS = {

@@ -20,8 +20,8 @@ from torch import Tensor
 from powergossip import algorithms, compressors, options
 from powergossip.algorithms import aggregation, learning, torch_powersgd
 from powergossip.training import method_keys
+from powergossip.training.config_checks import ALIASES, DEFAULTS, OWN_KEYS, option_defaults
 from powergossip.training.method_keys import PREFIX, Groups
-from powergossip.training.validation import ALIASES, DEFAULTS, OWN_KEYS, option_defaults
 
 # Further objects whose docstrings describe the options of a method.
 _DESCRIPTIONS: dict[str, tuple[Any, ...]] = {

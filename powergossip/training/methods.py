@@ -11,14 +11,14 @@ from powergossip.network import Network
 from powergossip.parameters import Layout, Parameters
 from powergossip.topologies import Topology
 from powergossip.training.config import Settings
-from powergossip.training.local_optimizers import LocalOptimizer
-from powergossip.training.validation import (
+from powergossip.training.config_checks import (
     data_differ,
     errors_name_keys,
     errors_name_learning_options,
     hook_options,
     method_options,
 )
+from powergossip.training.local_optimizers import LocalOptimizer
 
 
 class Method(NamedTuple):

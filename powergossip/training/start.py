@@ -15,9 +15,9 @@ from powergossip.network.resilient import spawning
 from powergossip.runs import configuration
 from powergossip.runs.output import run_to_resume
 from powergossip.training.config import Config, Settings
+from powergossip.training.config_checks import checked, defaults_of_tasks
 from powergossip.training.measurements import Hooks
 from powergossip.training.trainer import Trainer
-from powergossip.training.validation import checked, defaults_of_tasks
 
 
 @dataclass(frozen=True)

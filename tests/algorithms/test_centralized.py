@@ -23,8 +23,8 @@ from powergossip.algorithms.torch_powersgd import HOOKS, DDPHook
 from powergossip.compressors import COMPRESSORS
 from powergossip.network import Network, Processes
 from powergossip.parameters import Layout, Parameters
+from powergossip.training.config_checks import ALIASES, DEFAULTS, checked
 from powergossip.training.trainer import Trainer
-from powergossip.training.validation import ALIASES, DEFAULTS, checked
 from tests.harness.loops import gradients
 from tests.harness.loops import step as mean_of
 from tests.harness.training import after_steps, configured

@@ -14,7 +14,7 @@ from powergossip.algorithms.chunked import cosines
 from powergossip.compressors import ChunkTopK, Codec, chunk_shape
 from powergossip.network import Network, Processes
 from powergossip.parameters import Layout
-from powergossip.training.validation import checked
+from powergossip.training.config_checks import checked
 from tests.harness.loops import gradients, step
 from tests.harness.training import after_steps, configured
 

@@ -23,8 +23,8 @@ from powergossip.network import Network, Processes, processes, torch_group
 from powergossip.network.torch import groups
 from powergossip.parameters import Parameters
 from powergossip.randomness import generator
+from powergossip.training.config_checks import checked
 from powergossip.training.trainer import Trainer
-from powergossip.training.validation import checked
 
 RATE = 0.05
 SIZES = (12, 20, 7)

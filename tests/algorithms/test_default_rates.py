@@ -19,8 +19,8 @@ from powergossip.optimizers import GossipOptimizer
 from powergossip.optimizers.specification import Choco, Specification
 from powergossip.parameters import Layout
 from powergossip.topologies import Topology
+from powergossip.training.config_checks import checked
 from powergossip.training.trainer import Trainer
-from powergossip.training.validation import checked
 from tests.harness import default_rates
 from tests.harness.default_rates import Case
 from tests.harness.training import select, trained, value

@@ -24,8 +24,8 @@ from powergossip.network import Network, Processes, processes
 from powergossip.optimizers import GossipModelAverager, GossipOptimizer
 from powergossip.parameters import Layout
 from powergossip.runs.checkpoints import Checkpoints
+from powergossip.training.config_checks import checked
 from powergossip.training.trainer import Trainer
-from powergossip.training.validation import checked
 from tests.harness.averaging import ALONE, EVERY, SHAPES, label, start, steps, variance
 from tests.harness.training import configured
 from tests.harness.user_loop import METHODS

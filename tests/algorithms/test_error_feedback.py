@@ -14,8 +14,8 @@ from powergossip.compressors import COMPRESSORS, Codec, Compressor, Identity, To
 from powergossip.network import Network, Processes, processes
 from powergossip.optimizers import error_feedback as loop
 from powergossip.parameters import Layout
+from powergossip.training.config_checks import checked
 from powergossip.training.trainer import Trainer
-from powergossip.training.validation import checked
 from tests.harness.loops import backward, gradients, model, step, vector
 from tests.harness.training import after_steps, configured
 

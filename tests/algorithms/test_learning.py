@@ -17,7 +17,7 @@ from powergossip.algorithms.learning.gossip_rule import COPIES
 from powergossip.algorithms.learning.quasi_global import QuasiGlobalAdam, QuasiGlobalMomentum
 from powergossip.algorithms.torch_powersgd import DDPHook
 from powergossip.network import Network, Processes, processes
-from powergossip.training.validation import checked
+from powergossip.training.config_checks import checked
 from tests.harness.averaging import graph
 from tests.harness.laws import (
     EXACT,

@@ -19,8 +19,8 @@ from powergossip.network import Network, Processes, processes
 from powergossip.optimizers import GossipOptimizer
 from powergossip.parameters import Layout
 from powergossip.topologies import Topology
+from powergossip.training.config_checks import checked
 from powergossip.training.trainer import Trainer
-from powergossip.training.validation import checked
 from tests.harness.training import select, trained
 
 LAYOUT = Layout([(4, 3), (5,)])

@@ -15,8 +15,8 @@ from powergossip.algorithms import learning
 from powergossip.algorithms.learning import GossipRule, relay
 from powergossip.network import Conversation, Network, Processes, processes
 from powergossip.topologies import Tree
+from powergossip.training.config_checks import checked
 from powergossip.training.trainer import Trainer
-from powergossip.training.validation import checked
 from tests.harness.quadratics import SGD, Quadratics, rule_of, train
 
 TREES = ["chain", "star", "binary-tree", "double-binary-tree"]

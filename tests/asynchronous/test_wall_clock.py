@@ -21,9 +21,9 @@ from powergossip.runs import metrics, output
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training import ending
 from powergossip.training.asynchronous.execution import AcrossProcesses
+from powergossip.training.config_checks import checked
 from powergossip.training.measurements import Hooks
 from powergossip.training.trainer import Trainer
-from powergossip.training.validation import checked
 from tests.harness import launch
 from tests.harness.asynchronous import (
     METHODS,

@@ -38,7 +38,7 @@ from experiments.study import SEEDS, TUNING_SEED, Outcome
 from powergossip.errors import BadInput
 from powergossip.network import Processes
 from powergossip.runs import configuration
-from powergossip.training.validation import checked
+from powergossip.training.config_checks import checked
 from tests.harness import slurm
 from tests.harness.launch import ROOT, python, stand_in
 

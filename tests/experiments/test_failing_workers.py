@@ -109,7 +109,7 @@ def test_runs_of_the_experiments_are_accepted() -> None:
 
     import train
     from powergossip.network import processes
-    from powergossip.training.validation import checked
+    from powergossip.training.config_checks import checked
 
     for name in ("message_loss", "late_exchanges", "churn", "a2cid2"):
         stage, *_ = EXPERIMENTS[name].stages

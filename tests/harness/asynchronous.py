@@ -10,9 +10,9 @@ from torch import nn
 
 import train
 from powergossip.network import Processes
+from powergossip.training.config_checks import checked
 from powergossip.training.measurements import Hooks
 from powergossip.training.trainer import Trainer
-from powergossip.training.validation import checked
 from tests.harness import launch
 
 ULFM = ("--with-ft", "ulfm")

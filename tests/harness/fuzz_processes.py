@@ -29,8 +29,8 @@ from powergossip.network import Processes
 from powergossip.network.resilient.links import LOST
 from powergossip.runs import metrics, output
 from powergossip.runs.checkpoints import FOLDER, Checkpoints
+from powergossip.training.config_checks import checked
 from powergossip.training.trainer import Trainer
-from powergossip.training.validation import checked
 from tests.harness import launch
 from tests.harness.fuzz_cases import Case
 

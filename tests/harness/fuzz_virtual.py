@@ -36,9 +36,9 @@ from powergossip.events.virtual_clock import VirtualClock
 from powergossip.network import processes
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training.asynchronous import OnVirtualClock
+from powergossip.training.config_checks import checked
 from powergossip.training.measurements import Diverged, Hooks
 from powergossip.training.trainer import Trainer
-from powergossip.training.validation import checked
 from tests.harness.fuzz_cases import Case
 
 ROUNDING = 3e-5  # of sums in single precision, relative to the largest element

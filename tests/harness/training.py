@@ -8,9 +8,9 @@ from omegaconf import OmegaConf
 
 import train
 from powergossip.network import Processes, processes
+from powergossip.training.config_checks import checked
 from powergossip.training.measurements import Hooks
 from powergossip.training.trainer import Trainer
-from powergossip.training.validation import checked
 
 TINY: dict[str, Any] = {
     "task_architecture": "MLP",

@@ -19,7 +19,7 @@ from powergossip.runs import configuration, metrics
 from powergossip.runs.output import plain
 from powergossip.tasks import language_models
 from powergossip.training import schedule
-from powergossip.training.validation import checked
+from powergossip.training.config_checks import checked
 from tests.harness.small_data import write_cifar
 
 FOLDER = presets.FOLDER

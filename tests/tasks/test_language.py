@@ -22,7 +22,7 @@ from powergossip.tasks import language, texts
 from powergossip.tasks.language import LanguageModeling
 from powergossip.tasks.language_models import LSTM, LanguageModel
 from powergossip.tasks.task import Split, TaskOptions
-from powergossip.training.validation import checked
+from powergossip.training.config_checks import checked
 from tests.harness import small_data
 
 

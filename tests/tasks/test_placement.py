@@ -14,8 +14,8 @@ from powergossip import tasks, topologies
 from powergossip.network import Processes, processes
 from powergossip.tasks.placement import heterogeneity, mixed
 from powergossip.tasks.shards import Shards
+from powergossip.training.config_checks import checked
 from powergossip.training.trainer import Trainer
-from powergossip.training.validation import checked
 from tests.harness.small_data import options
 
 GRAPHS = ["ring", "star", "torus", "exponential", "epidemic", "binary-tree"]

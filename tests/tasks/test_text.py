@@ -27,8 +27,8 @@ from powergossip.tasks import documents, tokens
 from powergossip.tasks.language_models import LanguageModel, State
 from powergossip.tasks.text import Text
 from powergossip.tasks.tokens import END, BytePairs, Bytes, TokenFile, Tokenizer
+from powergossip.training.config_checks import checked
 from powergossip.training.trainer import Trainer
-from powergossip.training.validation import checked
 from tests.harness import launch
 from tests.harness.small_data import options, write_documents
 from tests.harness.training import configured

@@ -13,8 +13,8 @@ from powergossip.network import Processes, processes
 from powergossip.parameters import Parameters
 from powergossip.tasks.models import ARCHITECTURES
 from powergossip.training.batched import BatchedGradient, check, fit
+from powergossip.training.config_checks import checked
 from powergossip.training.trainer import Trainer
-from powergossip.training.validation import checked
 from tests.harness.training import configured
 
 ALONE = Processes()

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from powergossip.network import Processes, processes
+from powergossip.training.config_checks import checked
 from powergossip.training.resuming import check_same_run
 from powergossip.training.trainer import Trainer
-from powergossip.training.validation import checked
 from tests.harness.launch import python
 from tests.harness.training import configured, main
 

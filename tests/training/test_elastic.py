@@ -18,9 +18,9 @@ from powergossip.network import Processes
 from powergossip.runs import metrics
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training import resizing
+from powergossip.training.config_checks import checked
 from powergossip.training.ending import Agreement
 from powergossip.training.trainer import Trainer
-from powergossip.training.validation import checked
 from tests.harness.checkpoints import assert_same, end_of
 from tests.harness.killed import run
 from tests.harness.training import reproducible

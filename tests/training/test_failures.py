@@ -33,9 +33,9 @@ from powergossip.runs.checkpoints import Checkpoints
 from powergossip.runs.signals import Signals
 from powergossip.tasks.images import ImageClassification
 from powergossip.training import ending
+from powergossip.training.config_checks import checked
 from powergossip.training.execution import Together
 from powergossip.training.trainer import Trainer
-from powergossip.training.validation import checked
 from tests.harness import launch
 
 TINY = ["task_architecture=MLP", "num_epochs=1", "log_verbosity=0"]

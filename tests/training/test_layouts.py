@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 import train
 from powergossip import kernels
 from powergossip.network import Processes, processes
+from powergossip.training.config_checks import checked
 from powergossip.training.trainer import Trainer
-from powergossip.training.validation import checked
 
 STEPS = 10  # enough for messages of all workers to arrive everywhere
 

@@ -13,10 +13,10 @@ from powergossip.parameters import Parameters
 from powergossip.tasks.language_models import LSTM, Transformer
 from powergossip.tasks.models import ARCHITECTURES
 from powergossip.training.config import Settings
+from powergossip.training.config_checks import checked
 from powergossip.training.local_optimizers import LocalOptimizer
 from powergossip.training.muon import NEWTON_SCHULZ, POLAR_EXPRESS, hidden_matrices, polar_express
 from powergossip.training.trainer import Trainer
-from powergossip.training.validation import checked
 from tests.harness.training import after_steps, configured
 
 WORKERS, STEPS = 3, 4

@@ -18,10 +18,7 @@ from powergossip.network import Processes
 from powergossip.optimizers.specification import Specification
 from powergossip.runs import configuration
 from powergossip.training import derive_keys
-from powergossip.training.method_keys import PREFIX, MethodKeys
-from powergossip.training.resuming import check_same_run
-from powergossip.training.trainer import Trainer
-from powergossip.training.validation import (
+from powergossip.training.config_checks import (
     ALIASES,
     DEFAULTS,
     OF_RULE,
@@ -30,6 +27,9 @@ from powergossip.training.validation import (
     method_options,
     option_defaults,
 )
+from powergossip.training.method_keys import PREFIX, MethodKeys
+from powergossip.training.resuming import check_same_run
+from powergossip.training.trainer import Trainer
 from tests.harness.training import after_steps, configured
 
 ALONE = Processes()

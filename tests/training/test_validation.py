@@ -22,9 +22,9 @@ from powergossip.runs import figures, metrics, tables
 from powergossip.tasks import language
 from powergossip.tasks.images import ImageClassification, LabeledImages
 from powergossip.tasks.shards import held_out
+from powergossip.training.config_checks import checked
 from powergossip.training.measurements import Hooks
 from powergossip.training.trainer import Trainer
-from powergossip.training.validation import checked
 from tests.harness import small_data
 
 RATIO = 0.2

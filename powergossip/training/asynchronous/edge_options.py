@@ -12,7 +12,7 @@ from powergossip.network import Losses, Network
 from powergossip.parameters import Layout
 from powergossip.topologies import Topology
 from powergossip.training.config import Settings
-from powergossip.training.validation import errors_name_keys
+from powergossip.training.config_checks import errors_name_keys
 
 
 def losses_of(c: Settings) -> Losses | None:
