@@ -10,10 +10,10 @@ The experiment is that of Vogels, Karimireddy & Jaggi (2020), arXiv:2008.01425. 
 entry point.
 """
 
+from powergossip.consensus.config_checks import Setting, checked
 from powergossip.consensus.data import DATA, Matrices
 from powergossip.consensus.methods import ALGORITHMS, ConsensusMethod
 from powergossip.consensus.sweep import Hooks, MatrixBatch, Sweep, is_logged
-from powergossip.consensus.validation import Setting, checked
 
 __all__ = [
     "ALGORITHMS",

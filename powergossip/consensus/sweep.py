@@ -17,9 +17,9 @@ from torch import Tensor
 from powergossip import algorithms, checks, compressors, kernels, topologies
 from powergossip.algorithms.rates import AUTO
 from powergossip.checks import BadValue
+from powergossip.consensus.config_checks import Setting, checked, grid, num_steps
 from powergossip.consensus.data import DATA, Matrices
 from powergossip.consensus.methods import ALGORITHMS
-from powergossip.consensus.validation import Setting, checked, grid, num_steps
 from powergossip.events import averaging, learning, scenario
 from powergossip.events.members import Members, View
 from powergossip.events.virtual_clock import VirtualClock

@@ -13,7 +13,7 @@ import gossip_run
 import train
 from powergossip import algorithms, presets, tasks
 from powergossip.consensus import Sweep
-from powergossip.consensus.validation import num_steps
+from powergossip.consensus.config_checks import num_steps
 from powergossip.network import Processes
 from powergossip.runs import configuration, metrics
 from powergossip.runs.output import plain
