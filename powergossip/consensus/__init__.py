@@ -3,7 +3,7 @@
     methods.py   the averaging algorithms by the names of the published experiment
     config.py    the configuration
     data.py      starting matrices
-    validation.py  checks of the configuration, grids
+    config_checks.py  checks of the configuration, grids
     sweep.py     the sweep: many settings at once, a row for each measurement
 
 The experiment is that of Vogels, Karimireddy & Jaggi (2020), arXiv:2008.01425. gossip_run.py is its

@@ -14,7 +14,7 @@ A scenario is a file in YAML. All keys are optional::
     stops: [{worker: 5, at: 7.0, seconds: 10.0}]
     joins: [{worker: 3, at: 40.0}]     # a replacement, or a worker that is not there at the start
 
-    replay: order.jsonl                # alone: the events of another run, see order.py
+    replay: order.jsonl                # alone: the events of another run, see event_log.py
 
 With `ends: one`, each of the two messages of an exchange is late or lost by itself. With `ends:
 both`, the two are late or lost together. The fraction of all messages is the same with both. Where

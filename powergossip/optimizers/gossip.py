@@ -76,15 +76,16 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         u_i = −η u(g_i)                the displacement by the step of the wrapped optimizer
         x ← …                          the equations of the rule, with u_i
 
-    - gradient-tracking, k-gt and exact-diffusion work with any torch optimizer. K-GT sends messages
-      in every `local_steps`-th step, all other rules in each step.
+    - gradient-tracking, k-gt, exact-diffusion, diloco, gasloc and noloco work with any torch
+      optimizer. K-GT and the last three send messages in every `local_steps`-th step, all other
+      rules in each step.
     - quasi-global-momentum, momentum-tracking, gt-nsgd, motef and beer give SGD a direction in
       place of the gradient. Wrap torch.optim.SGD with momentum=0, and give the momentum as
       learning_options={"momentum": 0.9}; beer has none. quasi-global-momentum has nesterov, too, or
       with local_optimizer="adamw" (QG-Adam) adam_beta1, adam_beta2 and adam_epsilon. The weight
       decay of SGD is part of the gradient, but decoupled in QG-Adam. A missing gradient counts
       as 0.
-    - All rules but k-gt and exact-diffusion may be `overlapping`.
+    - All rules but k-gt, exact-diffusion, gasloc and noloco may be `overlapping`.
     - Parameters are in float32 or float64. k-gt and quasi-global-momentum need one learning rate
       for all parameter groups. gt-nsgd and QG-Adam have a norm over all parameters, so that none
       can be added later.

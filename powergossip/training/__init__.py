@@ -3,7 +3,7 @@
 Modules::
 
     trainer.py            Trainer: a training run from a checked configuration
-    validation.py         accepted values of the keys, and options of the chosen method
+    config_checks.py      accepted values of the keys, and options of the chosen method
     resuming.py           conditions for resuming a run
     local_optimizers.py   SGD, AdamW and Muon over the flat buffer
     muon.py               Muon for hidden matrices, AdamW for all other parameters

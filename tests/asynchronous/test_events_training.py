@@ -255,7 +255,7 @@ def test_training_replays_the_order_of_events(method, tmp_path):
     values = {**TINY, **method, "num_epochs": 2}
     run, rows = trained(**values, scenario=scenario, record_order=True)
     assert isinstance(run.execution, OnVirtualClock)
-    file = tmp_path / "event_log.jsonl"
+    file = tmp_path / "order.jsonl"
     event_log.write(file, run.execution.clock.order)
     again, same = trained(**values, scenario={"replay": str(file)})
     assert torch.equal(again.parameters.x, run.parameters.x)

@@ -61,7 +61,7 @@ def test_new_processes_take_the_place_of_killed_ones(method, gossip, again, tmp_
     assert sorted(parts) == [[0, 1], [1, 2], [2, 3], [3, 4]]
 
     kept = {k: v for k, v in values.items() if k not in ("record_order", "on_worker_loss")}
-    replayed = on_virtual_clock(**kept, scenario={"replay": str(folder / "event_log.jsonl")})
+    replayed = on_virtual_clock(**kept, scenario={"replay": str(folder / "order.jsonl")})
     for row in rows:
         x = replayed.parameters.x[row["worker"]]
         assert hashlib.sha256(x.numpy().tobytes()).hexdigest() == row["digest"]

@@ -102,7 +102,7 @@ def test_the_order_of_late_exchanges_can_be_replayed(method, with_ulfm, tmp_path
     steps = processes().gather(run.execution.clock.workers[run.network.workers[0]].steps)
     assert sum(steps) >= len(steps) * run.total_steps
     kept = {key: value for key, value in values.items() if key != "record_order"}
-    expected, same = with_rows(**kept, scenario={"replay": str(folder / "event_log.jsonl")})
+    expected, same = with_rows(**kept, scenario={"replay": str(folder / "order.jsonl")})
     assert torch.equal(run.parameters.x, own_rows(run, expected))
     if processes().rank == 0:
         assert len(measured(rows)) > 2 * 4 * 3
@@ -141,7 +141,7 @@ def test_a_run_goes_on_without_killed_processes_and_can_be_replayed(method, goss
     assert info["lost_workers"] == [0, 2]
     del values["record_order"]
     replayed = on_virtual_clock(
-        **values, scenario={"replay": str(tmp_path / "run" / "event_log.jsonl")}
+        **values, scenario={"replay": str(tmp_path / "run" / "order.jsonl")}
     )
     assert replayed.execution.view.alive == [1, 3]
     for row in rows:
@@ -162,7 +162,7 @@ def test_others_go_on_without_a_stopped_process_which_catches_up(tmp_path):
     assert sorted(row["process"] for row in rows) == [0, 1, 2, 3]
     assert number_of_workers(tmp_path / "run") == [4, 4]
     taken, lead = dict.fromkeys(range(4), 0), 0
-    for entry in event_log.read(tmp_path / "run" / "event_log.jsonl"):
+    for entry in event_log.read(tmp_path / "run" / "order.jsonl"):
         if entry.kind == "finish":
             taken[entry.worker] += 1
         lead = max(lead, taken[0] - taken[1])

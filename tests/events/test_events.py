@@ -344,8 +344,8 @@ def test_the_order_of_events_replays_a_run(rule, name, gossip, tmp_path):
         given["rule_options"] = {"local_steps": 3, "gradient_correction": True}
     clock = learning_clock(problem, rule, 0.05, values=ELASTIC, record=True, **given)
     clock.run_until(25.0)
-    event_log.write(tmp_path / "event_log.jsonl", clock.order)
-    entries = event_log.read(tmp_path / "event_log.jsonl")
+    event_log.write(tmp_path / "order.jsonl", clock.order)
+    entries = event_log.read(tmp_path / "order.jsonl")
     assert {"apply", "skip", "learn", "die", "join"} < {entry.kind for entry in entries}
     make, compute = learners(again, rule, 0.05, **given)
     repeated = Replay(entries, 5, [again.x], make, compute)

@@ -284,9 +284,9 @@ def _check_replay(case: Case, whole: Trainer, rows: list[dict[str, Any]], folder
         return
     clock = whole.execution.clock
     assert isinstance(clock, VirtualClock)
-    event_log.write(folder / "event_log.jsonl", clock.order)
+    event_log.write(folder / "order.jsonl", clock.order)
     again: list[dict[str, Any]] = []
-    replay = {"scenario": {"replay": str(folder / "event_log.jsonl")}}
+    replay = {"scenario": {"replay": str(folder / "order.jsonl")}}
     run = _built(replace(case, train={**case.train, **replay}), again)
     run.train()
     _check_same(whole, run, "a replay")

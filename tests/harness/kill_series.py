@@ -156,7 +156,7 @@ def measured(
     tested = rows[(rows["name"] == "accuracy") & (rows["split"] == "test_avg")]
     epochs = 1 if series.stop else EPOCHS
     workers = rows[rows["name"] == "workers"]
-    entries = event_log.read(folder / "event_log.jsonl")
+    entries = event_log.read(folder / "order.jsonl")
     killed = [event["process"] for event in plan["events"] if event["signal"] == "SIGKILL"]
     found: dict[str, Any] = {
         "accuracy": float(tested["value"].iloc[-1]),

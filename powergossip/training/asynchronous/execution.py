@@ -22,7 +22,7 @@ from powergossip.training.live_models import AliveWorkers
 from powergossip.training.measurements import Hooks, Rows
 from powergossip.training.position import Moment, Position
 
-ORDER = "event_log.jsonl"  # in the folder of a run
+ORDER = "order.jsonl"  # in the folder of a run
 
 
 class OnVirtualClock(Execution):
