@@ -65,6 +65,15 @@ EXAMPLES = {
         # 2 · 4 · (120 · (64 + 128 + 128 + 128 + 128 + 10) + 240 · (128 + 128 + 10))
         together=r"^sent by each worker: 1073\.3 kB$",
     ),
+    "gpt.py": Shown(
+        MEAN_MODEL,
+        alone=r"^sent by each worker: 0\.0 kB$",
+        # 8 rounds, two neighbors, 4 bytes per element: each side of each matrix four times, and all
+        # vectors: 8 · 2 · 4 · (4 · (256 + 64 + 3 · 2 · (4 · 64 + 256 + 64)) + 7 · 64)
+        together=r"^sent by each worker: 995\.3 kB$",
+        least=40.0,
+        slow=True,
+    ),
     "ddp_hook.py": Shown(
         MEAN_MODEL,
         alone=r"^sent by each worker: 0\.0 kB$",
