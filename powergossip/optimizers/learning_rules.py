@@ -22,7 +22,10 @@ from powergossip.topologies import Topology
 
 # Options of rules that are keywords of GossipOptimizer.
 _KEYWORDS = ("overlapping", "local_steps")
-_CHECKED_BY_RULES = ("correction", "dual_rate")
+_CHECKED_BY_RULES = (
+    *("correction", "dual_rate"),
+    *("outer_rate", "outer_momentum", "gradient_correction", "fragments", "consensus_rate"),
+)
 
 
 class LearningRule:

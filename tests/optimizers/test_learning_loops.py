@@ -117,6 +117,14 @@ CASES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     "beer": [(SIGN, {}), (SIGN, {"overlapping": True})],
     "motef": [(TOP_K, {}), (TOP_K, {"overlapping": True})],
     "relay-sgd": [(RELAYED, {}), (CHAIN, {"learning_options": {"correction": 2.0}})],
+    "diloco": [
+        (PLAIN, {"local_steps": 2}),
+        (POWER, {"local_steps": 3, "learning_options": {"gradient_correction": True}}),
+        (PLAIN, {"local_steps": 2, "learning_options": {"fragments": 2, "outer_rate": 1.0}}),
+        (("dpsgd", {"diffusion_rate": 0.5}), {"local_steps": 2, "overlapping": True}),
+    ],
+    "gasloc": [(SIGN, {}), (POWER, {"learning_options": {"gradient_correction": True}})],
+    "noloco": [(PLAIN, {}), (POWER, {"learning_options": {"consensus_rate": 0.5}})],
 }
 
 

@@ -219,6 +219,8 @@ class OuterRule(GossipRule):
         checks.at_least_one("local_steps", local_steps)
         checks.positive("outer_rate", outer_rate)
         checks.below_one("outer_momentum", outer_momentum)
+        known = isinstance(gradient_correction, bool)
+        checks.check("gradient_correction", gradient_correction, known, "true or false")
         _check_fragments(self._network, fragments, local_steps)
         self._local_steps, self._steps, self._interval = local_steps, 0, local_steps // fragments
         self._mu, self._beta, self._corrects = outer_rate, outer_momentum, gradient_correction
@@ -292,8 +294,7 @@ class OuterRule(GossipRule):
 
 
 def _check_fragments(network: Network, fragments: int, local_steps: int) -> None:
-    checks.at_least_one("fragments", fragments)
-    ok = local_steps % fragments == 0
+    ok = isinstance(fragments, int) and fragments > 0 and local_steps % fragments == 0
     checks.check("fragments", fragments, ok, f"a divisor of local_steps={local_steps}")
     topology, period = network.topology, len(network.rounds)
     if gcd(fragments, period) > 1:
