@@ -337,11 +337,13 @@ def learn(name: str, case: Case, learning_rate: float) -> Learned:
     known = algorithms.defaults(case.rule, given)
     own = learning.averaging_defaults(name, case.rule).items()
     given = {option: value for option, value in own if option in known} | given
+    given.pop("diffusion_rate", None)  # None: the default below
     factor = learning.diffusion_factor(name, case.rule)
-    rate = algorithms.default_rate(case.rule, graph, problem.layout, given, factor)
+    largest = learning.largest_rate(name, graph, learning.options(name))
+    rate = algorithms.default_rate(case.rule, graph, problem.layout, given, factor, largest)
 
     def make(layout: Layout) -> algorithms.Averaging:
-        rate = algorithms.default_rate(case.rule, graph, layout, given, factor)
+        rate = algorithms.default_rate(case.rule, graph, layout, given, factor, largest)
         return algorithms.make(case.rule, network, layout, **given, diffusion_rate=rate)
 
     averaging = make(problem.layout)
