@@ -140,7 +140,9 @@ def source() -> str:
 
 
 def _literal(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+    if not isinstance(value, str) or ('"' in value and "'" not in value):
+        return repr(value)  # with the quotes that the formatter prefers
+    return json.dumps(value, ensure_ascii=False)
 
 
 if __name__ == "__main__":
