@@ -358,6 +358,15 @@ def test_corrections_need_averaging_that_keeps_the_mean() -> None:
         rule_of("diloco", "plain", Quadratics(), 0.1, network, gradient_correction=True)
 
 
+def test_corrected_noloco_diverges_with_the_momentum_of_its_warning() -> None:
+    options: dict[str, Any] = {"gradient_correction": True}
+    problem = run("noloco", "plain", 300, 20, 0.03, Quadratics(), outer_momentum=0.7, **options)
+    assert problem.error < 0.01
+    with pytest.warns(UserWarning, match=r"outer_momentum=0\.9: use 0\.7 or less"):
+        problem = run("noloco", "plain", 300, 20, 0.03, Quadratics(), outer_momentum=0.9, **options)
+    assert problem.error > 20
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [("outer_rate", 0.0), ("outer_momentum", 1.0), ("local_steps", 0), ("outer_rate", "x")],

@@ -23,6 +23,7 @@ rounds p H/P steps later than part 0, so that messages have a P-th of the size, 
 Streaming DiLoCo, Douillard et al. (2025), arXiv:2501.18512, without its delay.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from math import gcd, prod
 from typing import Any, ClassVar, NamedTuple
@@ -434,7 +435,8 @@ class NoLoCo(OuterRule):
 
     Kolehmainen et al. (2025), arXiv:2506.10911, with random pairs for G (topology=random-matching).
     The sign of Δ is that of the published code; that of the paper ascends. Momentum slows down
-    agreement to √β a round at best.
+    agreement to √β a round at best. With a correction and β = 0.9 it may diverge: above 0.7 there
+    is a warning.
 
     Cost of a round: two messages of the averaging rule in one, or three with the correction.
 
@@ -468,6 +470,12 @@ class NoLoCo(OuterRule):
         )
         self._gamma = self._mu if consensus_rate is None else consensus_rate
         checks.positive("consensus_rate", self._gamma)
+        if gradient_correction and outer_momentum > 0.7 and not self._network.processes.rank:
+            warnings.warn(
+                f"outer_momentum={outer_momentum:g}: use 0.7 or less with learning=noloco and "
+                "gradient_correction, which may diverge otherwise",
+                stacklevel=2,
+            )
 
     def _first_memory(self) -> Tensor:
         return torch.zeros_like(self._x)
