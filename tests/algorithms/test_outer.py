@@ -321,6 +321,23 @@ def test_a_rule_with_fragments_is_restored_in_the_middle_of_a_round(overlapping:
     assert torch.equal(resumed.x, problem.x)
 
 
+def test_the_first_round_of_a_fragment_has_the_mean_of_its_own_steps() -> None:
+    """It is shorter. Without steps of x, all gradients are equal, and c is what they lack."""
+    problem = Quadratics(shapes=TENSORS)
+    options: dict[str, Any] = {"local_steps": 6, "fragments": 3, "gradient_correction": True}
+    rule = rule_of("diloco", "all-reduce", problem, 0.0, **options)
+    g = problem.gradients()
+    corrections = g.mean(0) - g
+    ended = []
+    for _ in range(3):
+        train(rule, problem, 2)
+        c = rule.state_dict()["c"]
+        is_whole = (c - corrections).abs().amax(0) < 1e-12
+        assert (is_whole | (c == 0).all(0)).all()
+        ended.append(int(is_whole.sum()))
+    assert 0 < ended[0] < ended[1] < ended[2] == problem.layout.size
+
+
 def test_fragments_send_the_bits_of_the_whole_in_parts() -> None:
     sent = []
     for fragments in (1, 3):
