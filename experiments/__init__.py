@@ -11,6 +11,7 @@ from experiments import (
     consensus,
     different_data,
     failing_workers,
+    language,
     moniqua_tuning,
     papers,
     prediction,
@@ -75,6 +76,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         rates=(2.5, 5.0, 10.0, 20.0),
         tuning_epochs=3,
     ),
+    "language": language.experiment(),
     "compressed_gradients": compressed_gradients.experiment(),
     "topics_lstm": tuned_methods.experiment(
         "perplexity of each method in language modeling: an LSTM on Python's reference texts",

@@ -59,18 +59,18 @@ class Outcome:
         """The largest value of a column of all rows, mean over the runs."""
         return sum(float(rows[column].max()) for rows in self.rows) / len(self.rows)
 
-    def ended(self, measure: str) -> "Outcome":
+    def ended(self, measure: str, split: str = "test_avg") -> "Outcome":
         """Only the runs that did not diverge."""
         kept = [
             (run, rows)
             for run, rows in zip(self.runs, self.rows, strict=True)
-            if score(rows, measure, "test_avg") > float("-inf")
+            if score(rows, measure, split) > float("-inf")
         ]
         return Outcome([run for run, _ in kept], [rows for _, rows in kept])
 
-    def diverged(self, measure: str) -> int:
+    def diverged(self, measure: str, split: str = "test_avg") -> int:
         """The number of runs that diverged."""
-        return len(self.runs) - len(self.ended(measure).runs)
+        return len(self.runs) - len(self.ended(measure, split).runs)
 
     @property
     def bits(self) -> float:
@@ -173,7 +173,7 @@ def tuned(
         labels: Labels of the names in a case.
         settings: Settings tried for each method, with the same keys in each.
         promoted: Settings of the second stage, given those of the first one, best first.
-        measure: Measure of the mean model: accuracy, where larger is better, or perplexity.
+        measure: Measure of the mean model: accuracy, or one of which smaller is better.
     """
 
     def run(case: Case, setting: Values, *further: Values) -> Run:
@@ -203,11 +203,11 @@ def tuned(
 
 
 def score(rows: "DataFrame", measure: str, split: str) -> float:
-    """The measure, negated if smaller is better; −∞ for a run that diverged."""
+    """The measure, negated unless it is the accuracy; −∞ for a run that diverged."""
     value = last_values(rows, measure, split=split)
     if value.empty or not value.notna().all():
         return float("-inf")
-    return float(value.iloc[0]) * (-1 if measure == "perplexity" else 1)
+    return float(value.iloc[0]) * (1 if measure == "accuracy" else -1)
 
 
 def lines(
@@ -264,15 +264,17 @@ def measured_once(file: Path, measure: Callable[[], Any]) -> Any:
     return json.loads(file.read_text())
 
 
-def quality(measure: str) -> Columns:
+def quality(measure: str, places: int = 2) -> Columns:
     """Columns of a measure: mean ± standard deviation over the seeds."""
     factor, unit, worst = _units(measure)
 
     def text(values: Sequence[float]) -> str:
-        return f"{spread([factor * value for value in values], 2)}{unit}"
+        return f"{spread([factor * value for value in values], places)}{unit}"
 
     return {
-        f"{measure}, mean model": lambda o: text(o.last(measure, split="test_avg")),
+        f"{measure.replace('_', ' ')}, mean model": lambda o: text(
+            o.last(measure, split="test_avg")
+        ),
         "worst worker": lambda o: text(o.last(measure, worst, split="test")),
     }
 

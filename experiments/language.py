@@ -1,0 +1,238 @@
+"""How few bits does a language model need, on the same data and on different topics?
+
+Eight workers train a GPT of 164,288 parameters on the documentation of Linux, byte by byte, in
+rounds of 30 local steps. All methods see equally many tokens. There are two stages:
+
+1. Each method with three learning rates, in a quarter of the steps. A tenth of the documents is
+   held out to compare them.
+2. For each partition of the data, `ALWAYS` and the best of the others, with their best rate, in all
+   steps, with three other seeds and all training documents. They are evaluated on the test
+   documents. DiLoCo and PowerGossip also have shorter and longer rounds, with one seed.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.presets import preset
+from experiments.runner import Experiment, Run, Values, sentence_case
+from experiments.study import (
+    SEEDS,
+    TUNING,
+    VALIDATION_RATIO,
+    Case,
+    Cases,
+    Columns,
+    Outcome,
+    Outcomes,
+    crossed,
+    lines,
+    quality,
+    score,
+    size,
+    study,
+)
+from experiments.tuned_methods import listed
+from powergossip.formatting import counted
+from powergossip.runs import figures
+from powergossip.runs.metrics import select_rows
+
+MEASURE = "bits_per_byte"
+ROUND = 30  # local steps of a round
+OTHER_ROUNDS = (10, 120)
+STEPS_PER_EPOCH = 60
+EPOCHS, FIRST_EPOCHS = 8, 2  # of the second and the first stage
+# At the start of the warm-up, whose end has ten times as much
+RATES = (0.0001, 0.0003, 0.001)
+FIRST = "first stage"  # in place of the local steps of a round
+OTHERS = 4  # methods of the second stage beside ALWAYS
+
+GPT: Values = {
+    **preset("gpt", "160k"),
+    "task_options": preset("gpt", "160k")["task_options"]
+    | {"dataset": "linux-doc", "evaluation_tokens": 32768},
+    "n_workers": 8,
+    "topology": "ring",
+    "max_steps_per_epoch": STEPS_PER_EPOCH,
+    "checkpoint_interval": 100,
+}
+DATA: Mapping[str, Values] = {
+    "same data": {},
+    "different folders": {"decentralized_data_column": "topic"},
+}
+CORRECTED: Values = {"learning_options": {"gradient_correction": True}}
+MUON: Values = {"local_optimizer": "muon"}
+MATCHINGS: Values = {"topology": "random-matching"}
+
+
+def _rounds(optimizer: str, learning: str = "diloco", **more: Any) -> Values:
+    return {"optimizer": optimizer, "learning": learning, "local_steps": ROUND, **more}
+
+
+def _power(iterations: int) -> Values:
+    return _rounds("power-gossip", optimizer_num_iterations=iterations)
+
+
+ALL_REDUCE = "all-reduce in every step"
+DILOCO = "DiLoCo, β = 0.9"
+POWER = "diloco, PowerGossip, 8 iterations"
+POWER_CORRECTED = f"{POWER}, corrected"
+METHODS: Mapping[str, Values] = {
+    ALL_REDUCE: {"optimizer": "ef-sgd", "optimizer_compressor": "identity"},
+    DILOCO: _rounds("all-reduce", learning_options={"outer_momentum": 0.9}),
+    "DiLoCo, β = 0.5": _rounds("all-reduce"),
+    "DiLoCo, β = 0.5, corrected": _rounds("all-reduce") | CORRECTED,
+    "DiLoCo, β = 0.5, Muon": _rounds("all-reduce") | MUON,
+    "D-PSGD, ring": _rounds("dpsgd", "dpsgd"),
+    "LoDAdaC: CHOCO with sign, ring": _rounds("choco", "dpsgd"),
+    "diloco, ring": _rounds("dpsgd"),
+    "diloco, random matchings": _rounds("dpsgd") | MATCHINGS,
+    "gasloc, ring": _rounds("dpsgd", "gasloc"),
+    "noloco, random matchings": _rounds("dpsgd", "noloco") | MATCHINGS,
+    "SparseLoCo": {"optimizer": "sparse-loco", "local_steps": ROUND},
+    "DeMo": {"optimizer": "demo"},
+    "diloco, PowerGossip, 4 iterations": _power(4),
+    POWER: _power(8),
+    "diloco, PowerGossip, 16 iterations": _power(16),
+    "diloco, PowerGossip, 4 iterations, corrected": _power(4) | CORRECTED,
+    POWER_CORRECTED: _power(8) | CORRECTED,
+    f"{POWER}, Muon": _power(8) | MUON,
+}
+ALWAYS = (ALL_REDUCE, DILOCO, POWER, POWER_CORRECTED)
+OF_OTHER_ROUNDS = (DILOCO, POWER)
+
+
+def experiment(
+    values: Values = GPT,
+    methods: Mapping[str, Values] = METHODS,
+    rates: Sequence[float] = RATES,
+    seeds: Sequence[int] = SEEDS,
+    others: int = OTHERS,
+) -> Experiment:
+    """An experiment of two stages, see the module. Cases are (data, method, steps of a round).
+
+    Args:
+        methods: Methods to compare, those of `ALWAYS` among them.
+        others: Methods of the second stage beside `ALWAYS`.
+    """
+    title = "a language model in rounds of local steps: bits per byte and bits sent"
+
+    def run(case: Case, rate: float, *further: Values) -> Run:
+        data, method, _ = case
+        parts = (values, methods[method], DATA[data], {"learning_rate": rate}, *further)
+        of_run = {key: value for part in parts for key, value in part.items()}
+        return Run("train", of_run, dict(zip(("data", "method", "steps"), case, strict=True)))
+
+    first_stage = TUNING | {"num_epochs": FIRST_EPOCHS, "evaluation_interval": FIRST_EPOCHS}
+    all_steps = {"num_epochs": EPOCHS, "evaluation_interval": 1}
+
+    def first() -> Cases:
+        cases = [(data, method, FIRST) for data in DATA for method in methods]
+        return {case: [run(case, rate, first_stage) for rate in rates] for case in cases}
+
+    def second(outcomes: Outcomes) -> Cases:
+        scores = {
+            case: [score(rows, MEASURE, "valid_avg") for rows in outcome.rows]
+            for case, outcome in outcomes.items()
+        }
+        cases = {
+            case: [outcomes[case].runs[of_case.index(max(of_case))]]
+            for case, of_case in scores.items()
+        }
+        for data in DATA:
+            ranked = sorted(methods, key=lambda method: max(scores[data, method, FIRST]))
+            chosen = [method for method in ranked if method not in ALWAYS][-others:]
+            for method in methods:
+                rate = cases[data, method, FIRST][0].values["learning_rate"]
+                if method in (*ALWAYS, *chosen):
+                    case = (data, method, ROUND)
+                    cases[case] = [run(case, rate, all_steps, {"seed": seed}) for seed in seeds]
+                for steps in OTHER_ROUNDS if method in OF_OTHER_ROUNDS else ():
+                    case, of_round = (data, method, steps), {"local_steps": steps}
+                    cases[case] = [run(case, rate, all_steps, of_round, {"seed": seeds[0]})]
+        return cases
+
+    def report(outcomes: Outcomes, folder: Path) -> str:
+        return _report(outcomes, folder, sentence_case(title), values, rates, seeds)
+
+    return study(title, first(), report, second)
+
+
+def _report(
+    outcomes: Outcomes,
+    folder: Path,
+    title: str,
+    values: Values,
+    rates: Sequence[float],
+    seeds: Sequence[int],
+) -> str:
+    steps, of_epoch = EPOCHS * STEPS_PER_EPOCH, values["n_workers"] * values["batch_size"]
+    tokens = steps * of_epoch * values["task_options"]["sequence_length"]
+    parts = [
+        f"{title}. {values['n_workers']} workers, {steps} steps with {tokens / 1e6:.1f} million "
+        f"tokens in total, rounds of {ROUND} steps unless stated otherwise. Mean ± standard "
+        f"deviation of {counted(len(seeds), 'seed')}. The learning rate at the end of the warm-up "
+        f"is the best of {listed([10 * rate for rate in rates])} after "
+        f"{FIRST_EPOCHS * STEPS_PER_EPOCH} steps, on {VALIDATION_RATIO:.0%} of the documents, held "
+        "out, with a seed of its own."
+    ]
+    curves = {}
+    for data in DATA:
+        of_data = {case[1:]: outcome for case, outcome in outcomes.items() if case[0] == data}
+        final = {(method,): o for (method, steps), o in of_data.items() if steps == ROUND}
+        plain = final[ALL_REDUCE,]
+        columns = quality(MEASURE, 3) | _more_than(plain) | size(plain, "all-reduce")
+        table = lines(final, ["method"], columns, {"learning rate": _rate}, _diverged)
+        rounds = sorted((*OTHER_ROUNDS, ROUND))
+        of_rounds = {(m, steps): of_data[m, steps] for m in OF_OTHER_ROUNDS for steps in rounds}
+        others = crossed(of_rounds, "local steps", _in_short)
+        parts += [f"### {sentence_case(data)}", table, f"Other rounds, with one seed:\n\n{others}"]
+        curves[data] = {method: _curve(outcome) for (method,), outcome in final.items()}
+    path = folder / "figure.svg"
+    figures.curves(curves, path, "sent by a worker (MB)", "bits per byte", log_x=True)
+    screened = {(m, data): o for (data, m, steps), o in outcomes.items() if steps == FIRST}
+    parts += [
+        "![bits per byte against megabytes](figure.svg)",
+        "### First stage",
+        "Bits per byte of the held-out documents, with the best learning rate.",
+        crossed(screened, "method", _held_out),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _rate(outcome: Outcome) -> str:
+    """The learning rate at the end of the warm-up."""
+    return f"{outcome.values['distributed_lr_warmup_factor'] * outcome.values['learning_rate']:g}"
+
+
+def _diverged(outcome: Outcome) -> str:
+    n = outcome.diverged(MEASURE)
+    return f"{n} of {len(outcome.runs)} diverged" if n else ""
+
+
+def _mean(outcome: Outcome) -> float:
+    values = outcome.last(MEASURE, split="test_avg")
+    return sum(values) / len(values)
+
+
+def _more_than(plain: Outcome) -> Columns:
+    return {"more than all-reduce": lambda o: f"{100 * (_mean(o) / _mean(plain) - 1):.1f} %"}
+
+
+def _in_short(outcome: Outcome) -> str:
+    return _diverged(outcome) or f"{_mean(outcome):.3f} ({outcome.bits / 8e6:.2f} MB)"
+
+
+def _held_out(outcome: Outcome) -> str:
+    if outcome.diverged(MEASURE, "valid_avg"):
+        return "diverged"
+    return f"{outcome.last(MEASURE, split='valid_avg')[0]:.3f} ({_rate(outcome)})"
+
+
+def _curve(outcome: Outcome) -> tuple[list[float], list[float]]:
+    """Megabytes sent, and bits per byte of the mean model, by evaluation: mean over the seeds."""
+    import pandas as pd
+
+    found = pd.concat([select_rows(rows, MEASURE, split="test_avg") for rows in outcome.rows])
+    mean = found.groupby("epoch")[["bits", "value"]].mean()
+    return (mean["bits"] / 8e6).tolist(), mean["value"].tolist()
