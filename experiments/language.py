@@ -181,7 +181,7 @@ def _report(
         of_data = {case[1:]: outcome for case, outcome in outcomes.items() if case[0] == data}
         final = {(method,): o for (method, steps), o in of_data.items() if steps == ROUND}
         plain = final[ALL_REDUCE,]
-        columns = quality(MEASURE, 3) | _more_than(plain) | size(plain, "all-reduce")
+        columns = {**quality(MEASURE, 3), **_more_than(plain), **size(plain, "all-reduce")}
         table = lines(final, ["method"], columns, {"learning rate": _rate}, _diverged)
         rounds = sorted((*OTHER_ROUNDS, ROUND))
         of_rounds = {(m, steps): of_data[m, steps] for m in OF_OTHER_ROUNDS for steps in rounds}
