@@ -47,10 +47,11 @@ RATES = (0.0001, 0.0003, 0.001)
 FIRST = "first stage"  # in place of the local steps of a round
 OTHERS = 4  # methods of the second stage beside ALWAYS
 
+_PRESET = preset("gpt", "160k")
+ADAMW: Values = {key: _PRESET.pop(key) for key in ("local_optimizer", "adam_beta2")}
 GPT: Values = {
-    **preset("gpt", "160k"),
-    "task_options": preset("gpt", "160k")["task_options"]
-    | {"dataset": "linux-doc", "evaluation_tokens": 32768},
+    **_PRESET,
+    "task_options": _PRESET["task_options"] | {"dataset": "linux-doc", "evaluation_tokens": 32768},
     "n_workers": 8,
     "topology": "ring",
     "max_steps_per_epoch": STEPS_PER_EPOCH,
@@ -61,7 +62,7 @@ DATA: Mapping[str, Values] = {
     "different folders": {"decentralized_data_column": "topic"},
 }
 CORRECTED: Values = {"learning_options": {"gradient_correction": True}}
-MUON: Values = {"local_optimizer": "muon"}
+MUON: Values = {**ADAMW, "local_optimizer": "muon"}
 MATCHINGS: Values = {"topology": "random-matching"}
 
 
@@ -90,7 +91,7 @@ METHODS: Mapping[str, Values] = {
     "gasloc, ring": _rounds("dpsgd", "gasloc"),
     "noloco, random matchings": _rounds("dpsgd", "noloco") | MATCHINGS,
     "SparseLoCo": {"optimizer": "sparse-loco", "local_steps": ROUND},
-    "DeMo": {"optimizer": "demo"},
+    "DeMo": {"optimizer": "demo", "local_optimizer": "sgd"},
     "diloco, PowerGossip, 4 iterations": _power(4),
     POWER: _power(8),
     "diloco, PowerGossip, 16 iterations": _power(16),
@@ -119,7 +120,9 @@ def experiment(
 
     def run(case: Case, rate: float, *further: Values) -> Run:
         data, method, _ = case
-        parts = (values, methods[method], DATA[data], {"learning_rate": rate}, *further)
+        of_method = methods[method]
+        optimizer = {} if "local_optimizer" in of_method else ADAMW
+        parts = (values, optimizer, of_method, DATA[data], {"learning_rate": rate}, *further)
         of_run = {key: value for part in parts for key, value in part.items()}
         return Run("train", of_run, dict(zip(("data", "method", "steps"), case, strict=True)))
 

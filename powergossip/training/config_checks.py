@@ -102,8 +102,8 @@ def checked(
     ok = file is None or connects or c.evaluate_only
     checks.check("distributed_init_file", file, ok, "distributed_backend=gloo or nccl with it")
     for key in ("adam_beta1", "adam_beta2", "adam_epsilon"):
-        ok = c.local_optimizer == "adamw" or key not in (explicit or ())
-        checks.check(key, getattr(c, key), ok, "local_optimizer=adamw with it")
+        ok = c.local_optimizer in ("adamw", "muon") or key not in (explicit or ())
+        checks.check(key, getattr(c, key), ok, "local_optimizer=adamw or muon with it")
     if c.lr_schedule == "cosine" and "lr_schedule_milestones" in (explicit or ()):
         none = not c.lr_schedule_milestones
         checks.check("lr_schedule_milestones", c.lr_schedule_milestones, none, "[] with cosine")

@@ -92,6 +92,12 @@ def test_every_key_has_its_case() -> None:
     assert keys == {*CASES, *TIME_ONLY}
 
 
+@pytest.mark.parametrize("key", ["adam_beta1", "adam_beta2", "adam_epsilon"])
+def test_settings_of_adamw_are_those_of_vectors_with_muon(key: str) -> None:
+    runs = [after_steps(3, local_optimizer="muon", **more) for more in ({}, {key: 0.5})]
+    assert not torch.equal(*(run.parameters.x for run in runs))
+
+
 @pytest.mark.parametrize("key", CASES)
 def test_a_key_changes_what_is_computed_or_sent(key: str) -> None:
     value, common = CASES[key]
