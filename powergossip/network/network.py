@@ -346,11 +346,17 @@ class Exchange:
         self._several = False  # whether the conversation yielded a tuple
         self._advance(None)
 
+    def take_turns(self, turns: int) -> None:
+        """Receive and send so many times, or until the conversation ends."""
+        for _ in range(turns):
+            if self._posted is not None:
+                received = self._network.receive(self._posted)
+                self._advance(tuple(received) if self._several else received[0])
+
     def finish(self) -> None:
         """Receive and send in turns until the conversation ends."""
         while self._posted is not None:
-            received = self._network.receive(self._posted)
-            self._advance(tuple(received) if self._several else received[0])
+            self.take_turns(1)
         self._network.round += 1
 
     def _advance(self, received: Any) -> None:

@@ -201,7 +201,7 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         check_same_everywhere(who, "overlapping", overlapping)
         self._add([p for group in self.param_groups for p in group["params"]])
         own = weakref.ref(self)
-        network.checked_barrier_at_exit(who, lambda: getattr(own(), "_steps", None))
+        network.checked_barrier_at_exit(who, lambda: _steps_at_exit(own()))
         # torch.optim.Optimizer.__init__ is not called. This prepares hooks and profiling.
         self.__setstate__({})
 
@@ -418,6 +418,7 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
             raise RuntimeError(
                 "mean_model() inside mean_model(): the parameters are the mean already"
             )
+        self._averaged.receive()
         network.checked_barrier(self._averaged.processes, "mean_model()", self._steps)
         with self._averaged.mean():
             yield
@@ -468,6 +469,14 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         self._averaged.load_state_dict(gossip)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+
+def _steps_at_exit(optimizer: GossipOptimizer | None) -> int | None:
+    """The number of steps. Receives what a round has in flight, since its end never comes."""
+    if optimizer is None:
+        return None
+    optimizer._averaged.receive()
+    return optimizer._steps
 
 
 # --- Checks --------------------------------------------------------------------------------------

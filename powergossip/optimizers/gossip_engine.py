@@ -246,8 +246,8 @@ class Averaged(Traffic):
 
     @property
     def in_flight(self) -> bool:
-        """Whether messages of a step are in flight."""
-        return self._exchange is not None
+        """Whether a step has begun and its messages are in flight."""
+        return self._exchange is not None and self.in_step
 
     def start(self) -> None:
         """Send the messages of the learning rules before the local update."""
@@ -265,11 +265,19 @@ class Averaged(Traffic):
 
     def progress(self) -> None:
         """Advance the messages in flight without waiting."""
-        if self.in_flight:
+        if self._exchange is not None:
             self.network.progress()
 
     def finish(self) -> None:
-        """Receive the messages and mix. Does nothing if there are none in flight."""
+        """Receive the messages in flight, or as many as the learning rule asks for, and mix."""
+        turns = [turns for rule in self.rules if (turns := rule.turns) is not None]
+        if not turns:
+            self.receive()
+        elif self._exchange is not None:
+            self._exchange.take_turns(max(turns))
+
+    def receive(self) -> None:
+        """Receive all messages and mix. Does nothing if there are none in flight."""
         if self._exchange is not None:
             self._exchange.finish()
             self._exchange = None
@@ -299,8 +307,10 @@ class Averaged(Traffic):
 
     def move(self) -> None:
         """Send the messages of the learning rules after the local update, and end the step."""
-        self._send(part.move() for part in self._active)
-        self.finish()
+        mixing = [conversation for part in self._active if (conversation := part.move())]
+        if mixing:
+            self._send(mixing)
+            self.receive()
         for rule in self.rules:
             rule.end()
         self.in_step = False
@@ -348,6 +358,7 @@ class Averaged(Traffic):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this worker's learning rules, with that of their averaging algorithms."""
+        self.receive()
         return {
             **self._facts(),
             "averaging": [part.rule.state_dict() for part in self.parts],
@@ -360,6 +371,7 @@ class Averaged(Traffic):
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`, after `check_state`."""
+        self.receive()
         for part, state in zip(self.parts, saved["averaging"], strict=True):
             part.rule.load_state_dict(state)
         self.in_step = False

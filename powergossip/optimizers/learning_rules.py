@@ -329,6 +329,11 @@ class PartRule:
         assert isinstance(self._request, learning.Gradient)
         return self._request.meanwhile
 
+    @property
+    def turns(self) -> int | None:
+        """How many times messages in flight are received before the gradients are used."""
+        return self._request.turns if isinstance(self._request, learning.Gradient) else None
+
     def take_gradients(self) -> None:
         """g ← ∇f + λ x. A missing gradient counts as 0."""
         if self._g is None:

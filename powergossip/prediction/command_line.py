@@ -3,6 +3,8 @@
     powergossip-predict --rate 100mbit --latency 20ms --workers 64 --model ResNet20 --compute 50ms
     powergossip-predict --rate 1gbit --workers 64 --hosts 8 --model 25.6M --topology ring
     powergossip-predict --rate 10mbit --workers 16 --model LSTM --method power-gossip:rank=4
+    powergossip-predict --rate 10mbit --workers 8 --model 124M --compute 2s
+        --method all-reduce:local_steps=30 --method power-gossip:num_iterations=8,local_steps=30
 
 The table has, for each method and graph, the bytes and messages that a worker sends in a step, the
 time of a step, steps per second, the fraction of a step in which the worker waits for messages, and
@@ -22,7 +24,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from powergossip import checks, command_line, formatting, reading
 from powergossip.errors import BadInput
@@ -38,6 +40,8 @@ TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}  # seconds
 GRAPHS = ("ring", "torus", "exponential", "one-peer-exponential", "base-graph")
 MOST_WORKERS = 100_000  # beyond them, graphs take minutes
 SECONDS = 0.1  # of a measurement of averaging
+# Options of --method that are not the algorithm's, but those of rounds of local steps
+ROUNDS = ("local_steps", "fragments", "gradient_correction", "overlapping")
 TOLERANCE = 1.25  # times the fastest step: slower steps are not recommended
 PER_MESSAGE = "130us"  # CPU time of Open MPI over TCP, see docs/prediction.md
 PER_BYTE = "0.8ns"
@@ -158,11 +162,13 @@ def _lines(
     lines = []
     for fidelity, (label, method) in enumerate(methods.items()):
         try:
-            sent = traffic.count(method, layout)
+            parts = method.layouts(layout)
+            sent = [traffic.count(method, part) for part in parts]
         except ValueError as error:
             raise BadInput(f"--method {label}: {error}") from error
-        cpu = traffic.cpu_seconds(method, layout, SECONDS) if measured else (0.0, 0.0)
-        compute = model.Compute(gradient, *cpu)
+        cpu = [
+            traffic.cpu_seconds(method, part, SECONDS) if measured else (0.0, 0.0) for part in parts
+        ]
         for graph, topology in graphs.items():
             if method.gossips:
                 if method.rejects(topology):
@@ -170,7 +176,18 @@ def _lines(
                 speed = speeds[graph] = speeds.get(graph) or consensus(topology)
             else:
                 speed = AT_ONCE
-            step = model.step(sent, topology, cluster, compute, method.overlaps)
+            steps = [
+                model.step(
+                    of_part,
+                    topology,
+                    cluster,
+                    model.Compute(gradient, *of_cpu),
+                    method.overlaps,
+                    method.interval,
+                )
+                for of_part, of_cpu in zip(sent, cpu, strict=True)
+            ]
+            step = model.mean(steps)
             lines.append(
                 Line(
                     label,
@@ -260,7 +277,7 @@ def _methods(given: Sequence[str]) -> "Mapping[str, PredictedMethod]":
         name, _, rest = text.partition(":")
         names = [*algorithms.AVERAGING, *aggregation.AGGREGATIONS]
         checks.one_of("--method", name, names)
-        options = {}
+        options: dict[str, Any] = {}
         for pair in filter(None, rest.split(",")):
             key, equals, value = pair.partition("=")
             checks.check("--method", text, bool(equals), "NAME:OPTION=VALUE,OPTION=VALUE")
@@ -268,7 +285,11 @@ def _methods(given: Sequence[str]) -> "Mapping[str, PredictedMethod]":
                 options[key] = reading.value(value)
             except reading.Unreadable as error:
                 raise BadInput(f"--method={text}: {value} is not YAML ({error})") from error
-        found[text] = PredictedMethod(name, options)
+        rounds = {key: options.pop(key) for key in ROUNDS if key in options}
+        try:
+            found[text] = PredictedMethod(name, options, **rounds)
+        except checks.BadValue as error:
+            raise BadInput(f"--method {text}: {error}") from error
     return found
 
 

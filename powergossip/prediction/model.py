@@ -14,6 +14,11 @@ max(1, workers of a host ÷ its cores). A step takes::
     T = max(T_gradient, T_1) + T_averaging + T_2 + T_3 + …     messages of the first phase in flight
     T = T_gradient + T_averaging + T_1 + T_2 + …               during the gradient, or not
 
+and, with messages after every H-th gradient only, in the mean::
+
+    T = T_gradient + (T_averaging + T_1 + T_2 + …) / H         or, in flight during the H gradients:
+    T = (max(H T_gradient, T_1 + T_2 + …) + T_averaging) / H
+
 This is the α–β model of Hockney (1994, doi:10.1016/S0167-8191(06)80021-9) with the CPU time per
 message of LogGP (Alexandrov et al. 1997, doi:10.1006/jpdc.1997.1346), and one full-duplex link per
 host. All workers take the same time, and wait for each other.
@@ -142,11 +147,14 @@ def step(
     cluster: Cluster,
     compute: Compute,
     overlapping: bool = False,
+    interval: int = 1,
 ) -> Step:
     """Predict a step, the mean over the period of the topology.
 
     Args:
-        overlapping: Whether the first phase is in flight while the gradient is computed.
+        overlapping: Whether the first phase is in flight while the gradient is computed, or with a
+            longer interval all phases during its gradients.
+        interval: Number of gradients for each exchange of messages.
 
     Raises:
         ValueError: If the workers cannot be spread evenly over the hosts.
@@ -154,17 +162,29 @@ def step(
     n, hosts = topology.n_workers, cluster.hosts
     checks.check("hosts", hosts, n % hosts == 0, f"a divisor of the {n} workers")
     rounds = [
-        _step_of(traffic, load, n, cluster, compute, overlapping)
+        _step_of(traffic, load, n, cluster, compute, overlapping, interval)
         for load in _loads(topology, hosts)
     ]
-    return Step(*(sum(column) / len(rounds) for column in zip(*rounds, strict=True)))
+    return mean([Step(*of_round) for of_round in rounds])
+
+
+def mean(steps: Sequence[Step]) -> Step:
+    """The mean of steps, such as those that exchange different fragments of a model."""
+    columns = zip(*(vars(step).values() for step in steps), strict=True)
+    return Step(*(sum(column) / len(steps) for column in columns))
 
 
 def _step_of(
-    traffic: Traffic, load: _Load, n: int, cluster: Cluster, compute: Compute, overlapping: bool
-) -> tuple[float, float, float, float, float]:
+    traffic: Traffic,
+    load: _Load,
+    n: int,
+    cluster: Cluster,
+    compute: Compute,
+    overlapping: bool,
+    interval: int,
+) -> tuple[float, ...]:
     contention = max(1.0, n / cluster.hosts / cluster.cores)
-    gradient = compute.gradient * contention
+    gradient = interval * compute.gradient * contention
     averaging = (compute.averaging + compute.per_neighbor * load.degree) * contention
     phases = [
         part for phase in traffic.phases for part in _transfers(phase, load, n, cluster.hosts)
@@ -172,16 +192,17 @@ def _step_of(
     times = [_transfer_time(transfer, cluster, contention) for transfer in phases]
     waiting = sum(cpu + link for cpu, link in times)
     seconds = gradient + averaging + waiting
-    if overlapping and times:
-        _, link = times[0]
-        seconds -= min(gradient, link)
-    return (
+    if overlapping:
+        links = [link for _, link in times]
+        seconds -= min(gradient, sum(links if interval > 1 else links[:1]))
+    of_exchange = (
         seconds,
         gradient + averaging,
         waiting,
         traffic.bits(n, load.receivers) / 8,
         traffic.messages(n, load.receivers),
     )
+    return tuple(value / interval for value in of_exchange)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powergossip import algorithms, topologies
+from powergossip import algorithms, checks, topologies
 from powergossip.algorithms import aggregation
+from powergossip.algorithms.learning.outer import divided
 from powergossip.network import (
     Conversation,
     Gather,
@@ -34,12 +35,38 @@ STEPS = 2  # after which the sides of power iteration repeat
 class PredictedMethod:
     """A row of algorithms.AVERAGING or aggregation.AGGREGATIONS with its options.
 
+    With rounds of several local steps, it is that of learning=diloco.
+
     Attributes:
-        overlaps: Whether the first messages are in flight while the gradient is computed.
+        local_steps: Number of local steps in a round.
+        fragments: Number of parts of the model, whose rounds end at different steps.
+        gradient_correction: Whether gradients are corrected: messages have two variables.
+        overlapping: Whether messages are in flight during gradients: those of the first phase of a
+            step, or all of a round. None: for gossip in every step.
+
+    Raises:
+        ValueError: For rounds that the method cannot have.
     """
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    local_steps: int = 1
+    fragments: int = 1
+    gradient_correction: bool = False
+    overlapping: bool | None = None
+
+    def __post_init__(self) -> None:
+        averages = self.name in algorithms.AVERAGING
+        checks.at_least_one("local_steps", self.local_steps)
+        ok = self.local_steps == 1 or averages or self.name in aggregation.OF_LOCAL_STEPS
+        checks.check("local_steps", self.local_steps, ok, f"1 with {self.name}")
+        checks.at_least_one("fragments", self.fragments)
+        ok = self.fragments == 1 or (averages and self.local_steps % self.fragments == 0)
+        checks.check("fragments", self.fragments, ok, "a divisor of local_steps, for gossip")
+        for option in ("gradient_correction", "overlapping"):
+            value = getattr(self, option)
+            ok = value in (None, False) or (value is True and averages)
+            checks.check(option, value, ok, "true or false, true for gossip and all-reduce only")
 
     @property
     def gossips(self) -> bool:
@@ -48,7 +75,21 @@ class PredictedMethod:
 
     @property
     def overlaps(self) -> bool:
-        return self.gossips
+        """Whether messages are in flight during gradients."""
+        return (
+            self.gossips and self.local_steps == 1 if self.overlapping is None else self.overlapping
+        )
+
+    @property
+    def interval(self) -> int:
+        """Number of steps from one exchange of messages to the next."""
+        return self.local_steps // self.fragments
+
+    def layouts(self, layout: Layout) -> list[Layout]:
+        """The tensors of the messages of each fragment."""
+        shapes, variables = layout.shapes, 1 + self.gradient_correction
+        parts = divided(layout, self.fragments)
+        return [Layout([shapes[i] for i in part] * variables) for part in parts]
 
     def build(self, network: Network, layout: Layout) -> Callable[[Tensor], Conversation]:
         """Return a function of x [worker, D] that makes a step. ValueError for bad options."""

@@ -358,6 +358,48 @@ def test_fragments_send_the_bits_of_the_whole_in_parts() -> None:
 
 
 @pytest.mark.parametrize("corrects", [False, True])
+def test_overlapping_messages_are_in_flight_during_the_round(corrects: bool) -> None:
+    """Or with the correction, which the local steps need, during its first gradient."""
+    problem = Quadratics()
+    network = Network(graph("ring", 8), dtype=problem.x.dtype)
+    options = {"overlapping": True, "gradient_correction": corrects}
+    rule = rule_of(
+        "diloco",
+        "power-gossip",
+        problem,
+        0.1,
+        network,
+        {"num_iterations": 4},
+        local_steps=8,
+        **options,
+    )
+    sent = []
+    for _ in range(24):
+        before = int(network.messages[0])
+        train(rule, problem, 1)
+        sent.append((int(network.messages[0]) - before) // 2)
+    later = [1, 1, 0, 1, 0, 1, 0, 0]
+    assert sent == 3 * [4, *7 * [0]] if corrects else sent == [2, 1, 1, *5 * [0], *later, *later]
+
+
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_a_look_at_the_state_receives_overlapping_messages_and_changes_nothing(
+    fragments: int,
+) -> None:
+    models = []
+    for looks in (False, True):
+        problem = Quadratics(shapes=TENSORS)
+        options: dict[str, Any] = {"local_steps": 12, "fragments": fragments, "overlapping": True}
+        rule = rule_of("diloco", "power-gossip", problem, 0.05, **options)
+        for step in range(60):
+            train(rule, problem, 1)
+            if looks and step % 5 == 0:
+                rule.state_dict()
+        models.append(problem.x)
+    assert torch.equal(*models)
+
+
+@pytest.mark.parametrize("corrects", [False, True])
 def test_overlapping_has_the_fixed_point_of_stable_rates(corrects: bool) -> None:
     """At the default of a lazy ring. With the correction it is exact."""
     options: dict[str, Any] = {"overlapping": True, "gradient_correction": corrects}

@@ -47,6 +47,7 @@ CHAIN = ("dpsgd", {"topology": "chain"})
 RELAYED: tuple[str, dict[str, Any]] = ("choco", {"topology": "chain"})
 POWER = ("power-gossip", {"rank": 1})
 QUARTER = ("power-gossip", {"rank": 1, "diffusion_rate": 0.25})
+IN_FLIGHT = ("power-gossip", {"num_iterations": 4, "diffusion_rate": 0.5})
 
 
 class Quadratic(nn.Module):
@@ -122,6 +123,7 @@ CASES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
         (POWER, {"local_steps": 3, "learning_options": {"gradient_correction": True}}),
         (PLAIN, {"local_steps": 2, "learning_options": {"fragments": 2, "outer_rate": 1.0}}),
         (("dpsgd", {"diffusion_rate": 0.5}), {"local_steps": 2, "overlapping": True}),
+        (IN_FLIGHT, {"local_steps": 3, "overlapping": True}),
     ],
     "gasloc": [(SIGN, {}), (POWER, {"learning_options": {"gradient_correction": True}})],
     "noloco": [(PLAIN, {}), (POWER, {"learning_options": {"consensus_rate": 0.5}})],
@@ -309,6 +311,35 @@ def test_messages_overlap_with_the_gradient() -> None:
         model().backward()  # sends nothing
     optimizer.step()
     assert optimizer.messages == 6
+
+
+@pytest.mark.parallel([4])
+def test_messages_of_a_round_stay_in_flight_between_steps() -> None:
+    """Reading a state or the mean model in between receives them, and changes nothing."""
+    models = []
+    for looks in (False, True):
+        model = Quadratic(processes().rank)
+        optimizer = GossipOptimizer(
+            sgd(model),
+            "power-gossip",
+            num_iterations=3,
+            learning="diloco",
+            local_steps=6,
+            overlapping=True,
+        )
+        sent = []
+        for step in range(15):
+            run(model, optimizer, 1)
+            sent.append(optimizer.messages)
+            if looks and processes().rank == step % N:
+                optimizer.state_dict()
+            if looks and step % 4 == 0:
+                with optimizer.mean_model():
+                    pass
+        models.append(model.x)
+        if not looks:  # first round: one iteration a step, then every second step
+            assert sent == [6, 8, 8, 8, 8, 8, 12, 14, 14, 16, 16, 16, 20, 22, 22]
+    assert torch.equal(*models)
 
 
 @pytest.mark.parallel([4])

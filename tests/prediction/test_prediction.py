@@ -1,8 +1,10 @@
 """The cost model: exact counts, its equations on cases computed by hand, the program."""
 
 import math
+import re
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -14,18 +16,21 @@ from experiments import prediction as experiment
 from experiments import scale
 from experiments.runner import Run
 from powergossip import prediction, topologies
+from powergossip.errors import BadInput
 from powergossip.network import Network
 from powergossip.parameters import Layout
 from powergossip.prediction import METHODS, Cluster, Compute, Phase, PredictedMethod, Traffic
 from powergossip.prediction import command_line as program
 from powergossip.prediction import traffic as of_traffic
 from powergossip.topologies import Round, Topology
+from tests.harness.quadratics import Quadratics, rule_of, train
 
 LAYOUT = Layout([(6, 5), (5, 6), (4, 3, 2), (7,)])
 GRAPHS = ("ring", "torus", "exponential", "one-peer-exponential", "base-graph", "star")
 EVERY = {**METHODS, "DeepSqueeze": PredictedMethod("deepsqueeze"),
          "Moniqua": PredictedMethod("moniqua"),
-         "signSGD": PredictedMethod("signsgd"), "DGC": PredictedMethod("dgc")}  # fmt: skip
+         "signSGD": PredictedMethod("signsgd"), "DGC": PredictedMethod("dgc"),
+         "SparseLoCo": PredictedMethod("sparse-loco")}  # fmt: skip
 WORKING = [(n, g) for n in EVERY for g in GRAPHS if not EVERY[n].rejects(topologies.make(g, 8))]
 GOSSIP = METHODS["D-PSGD"]
 
@@ -163,6 +168,59 @@ def test_a_gossip_step_on_a_directed_graph_by_hand(reverse: bool, sent: int) -> 
     copying = Cluster(4, 1e6, per_byte=1e-4, payload=1.0)  # slower than the link
     assert prediction.step(traffic, graph, copying, Compute()).seconds == pytest.approx(0.3)
     assert (step.sent, step.messages) == (1000 * sent, sent)
+
+
+def test_a_round_of_local_steps_by_hand() -> None:
+    """Two phases of 16 ms each after 10 gradients of 4 ms, and in flight during them."""
+    phase = Phase(neighbor=1000, neighbor_messages=1)
+    ring, traffic = topologies.make("ring", 8), Traffic((phase, phase))
+    cluster = Cluster(8, 1e6, payload=1.0, per_message=1e-3)
+    compute = Compute(gradient=4e-3, averaging=1e-3)
+    after = prediction.step(traffic, ring, cluster, compute, interval=10)
+    assert after.seconds == pytest.approx((40e-3 + 1e-3 + 4e-3 + 32e-3) / 10)
+    assert (after.sent, after.messages) == (400, 0.4)
+    during = prediction.step(traffic, ring, cluster, compute, overlapping=True, interval=10)
+    assert during.seconds == pytest.approx((40e-3 + 1e-3 + 4e-3) / 10)
+    short = prediction.step(traffic, ring, cluster, compute, overlapping=True, interval=5)
+    assert short.seconds == pytest.approx((32e-3 + 1e-3 + 4e-3) / 5)
+
+
+@pytest.mark.parametrize("corrects", [False, True])
+@pytest.mark.parametrize(("name", "fragments"), [("power-gossip", 1), ("dpsgd", 2)])
+def test_bytes_of_a_round_are_those_of_the_learning_rule(
+    name: str, fragments: int, corrects: bool
+) -> None:
+    problem = Quadratics(shapes=LAYOUT.shapes, dtype=torch.float32)
+    network = Network(topologies.make("ring", 8))
+    options: dict[str, Any] = {"local_steps": 6, "fragments": fragments}
+    options["gradient_correction"] = corrects
+    train(
+        rule_of("diloco", name.replace("dpsgd", "plain"), problem, 0.01, network, **options),
+        problem,
+        12,
+    )
+    method = PredictedMethod(name, **options)
+    traffic = [prediction.count(method, part) for part in method.layouts(LAYOUT)]
+    ring, cluster = topologies.make("ring", 8), Cluster(8, 1e6)
+    step = prediction.mean(
+        [prediction.step(t, ring, cluster, Compute(), interval=method.interval) for t in traffic]
+    )
+    assert 8 * 12 * step.sent == pytest.approx(float(network.bits[0]))
+    assert 12 * step.messages == pytest.approx(float(network.messages[0]))
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("dgc:local_steps=2", "local_steps=2: use 1 with dgc"),
+        ("dpsgd:local_steps=0", "local_steps=0: use 1 or more"),
+        ("dpsgd:local_steps=3,fragments=2", "fragments=2: use a divisor of local_steps"),
+        ("powersgd:overlapping=true", "overlapping=True: use true or false"),
+    ],
+)
+def test_rounds_that_a_method_cannot_have(text: str, found: str) -> None:
+    with pytest.raises(BadInput, match=re.escape(f"--method {text}: {found}")):
+        program.main([*QUICK, "--rate", "1mbit", "--method", text])
 
 
 def test_an_all_reduce_by_hand() -> None:

@@ -128,7 +128,8 @@ class GossipRule:
         self._x, self._g, self._layout = parameters.x, parameters.grad, parameters.layout
         self._correct = Correction(parameters, workers.weight_decay, workers.clip)
         self._step: RuleStep  # the present one
-        self._exchange: Exchange | None = None  # in flight during the gradient
+        self._exchange: Exchange | None = None  # in flight
+        self._turns: int | None = None  # of these messages in the present step, see Gradient
 
     @classmethod
     def largest_rate(cls, topology: Topology, options: Mapping[str, Any]) -> float:
@@ -146,18 +147,26 @@ class GossipRule:
         assert isinstance(request, Gradient)
         if request.meanwhile is not None:
             self._exchange = self._network.start(request.meanwhile)
+        self._turns = request.turns
         self._g.zero_()
 
     def finish(self) -> None:
         """Complete the step with the gradients in `parameters.grad`."""
         if not self.clips:
             self._correct()
-        if self._exchange is not None:
-            self._exchange.finish()
-            self._exchange = None
+        if self._turns is None:
+            self._receive()
+        elif self._exchange is not None:
+            self._exchange.take_turns(self._turns)
         answer: Tensor | None = self._g
         while (request := resumed(self._step, answer)) is not None:
             answer = self._answer(request)
+
+    def _receive(self) -> None:
+        """Finish the messages in flight."""
+        if self._exchange is not None:
+            self._exchange.finish()
+            self._exchange = None
 
     def _answer(self, request: Request) -> Tensor | None:
         if isinstance(request, Mix):
@@ -180,12 +189,14 @@ class GossipRule:
 
     def state_dict(self) -> dict[str, Any]:
         """The variables with elements, and the state of the averaging rule."""
+        self._receive()
         values = ((name, getattr(self, f"_{name}")) for name in self.variables)
         state = {name: v for name, v in values if not isinstance(v, Tensor) or v.numel()}
         return state | {"averaging": self._averaging.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`."""
+        self._receive()
         for name in self.variables:
             own = getattr(self, f"_{name}")
             if isinstance(own, Tensor):

@@ -18,11 +18,13 @@ class Gradient(NamedTuple):
     A step whose gradients overflowed gets None, and 0 for the displacement.
 
     Attributes:
-        meanwhile: A conversation whose first messages are in flight while g is computed. It has
-            ended when g is returned.
+        meanwhile: A conversation whose first messages are in flight while g is computed.
+        turns: How many times messages in flight are received, and answered, before g is returned.
+            The others are in flight during the next step. None: until the conversation ends.
     """
 
     meanwhile: Conversation | None = None
+    turns: int | None = None
 
 
 class Update(NamedTuple):

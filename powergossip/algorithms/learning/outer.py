@@ -248,7 +248,7 @@ class OuterRule(GossipRule):
         if self._steps == 0:
             self._slow.copy_(self._x)
             self._previous.copy_(self._first_memory())
-        g = yield Gradient(self._before())
+        g = yield self._gradient()
         if g is not None:
             if self._corrects:
                 self._sum.add_(g.add_(self._c))
@@ -274,9 +274,9 @@ class OuterRule(GossipRule):
         """The memory of the outer momentum at the start."""
         return self._x
 
-    def _before(self) -> Conversation | None:
-        """Messages that are in flight during the gradient."""
-        return None
+    def _gradient(self) -> Gradient:
+        """The request for the gradients, with the messages that are in flight."""
+        return Gradient()
 
     def _outer_step(self, fragment: Fragment, own: Variables) -> RuleStep:
         """x ← the slow model after this round, from the fast one x and the slow one before."""
@@ -339,8 +339,9 @@ class DiLoCo(OuterRule):
     With eigenvalues λ of W and the share q of the way to its own optimum that a worker goes in a
     round, it is stable if λ (1 − μ q) > −1/(1 + 2 β) for all λ. See outer_stability.
 
-    Overlapping, G(φ), and with the correction G(z), is in flight during the first gradient of the
-    round that follows.
+    Overlapping, G(φ) is in flight during the whole round, or with fragments until that of the next
+    one begins. Messages of several iterations are spread over its steps. With the correction, which
+    local steps need, G(φ) and G(z) are in flight during the first gradient of the round.
 
     Cost of a round: a message of the averaging rule, or two in one with the correction.
 
@@ -374,23 +375,43 @@ class DiLoCo(OuterRule):
         )
         self._overlapping = overlapping
         self._mixed = torch.zeros_like(self._x if overlapping else self._x[:, :0])
+        self._taken, self._all_turns = 0, self._interval  # of the messages in flight
 
     @classmethod
     def largest_rate(cls, topology: Topology, options: Mapping[str, Any]) -> float:
         pull = options["outer_rate"] if options["overlapping"] else 0.0
         return outer_stability.largest_rate(topology, options["outer_momentum"], pull)
 
-    def _before(self) -> Conversation | None:
-        if not self._overlapping or self._steps % self._interval:
-            return None
-        due = self._fragments if self._steps == 0 else [self._due()]
-        return together(*(self._mix_slow(fragment) for fragment in due))
+    def _gradient(self) -> Gradient:
+        if not self._overlapping:
+            return Gradient()
+        position, meanwhile = self._steps % self._interval, None
+        if position == 0:
+            due = self._fragments if self._steps == 0 else [self._due()]
+            meanwhile = self._counted(together(*(self._mix_slow(fragment) for fragment in due)))
+            self._taken = 0
+        if self._corrects or position == self._interval - 1:
+            return Gradient(meanwhile)
+        until_now = (position + 1) * self._all_turns // self._interval
+        return Gradient(meanwhile, until_now - self._taken)
+
+    def _counted(self, conversation: Conversation) -> Conversation:
+        """The conversation, with its turns counted. There are as many in each round."""
+        received = None
+        while True:
+            try:
+                messages = conversation.send(received)
+            except StopIteration:
+                break
+            received = yield messages
+            self._taken += 1
+        self._all_turns = self._taken
 
     def _mix_slow(self, fragment: Fragment) -> Conversation:
         own = Variables(*fragment.take(*self._flat()))
         mixed = own.slow.clone()
         yield from self._mix(fragment, own, mixed)
-        fragment.put(own, *self._flat())
+        fragment.put([own.c, own.sum], self._c, self._sum)
         if len(self._fragments) == 1:
             self._mixed.copy_(mixed)
         else:
