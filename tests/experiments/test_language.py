@@ -1,0 +1,56 @@
+"""Stages and report of the experiment on language models."""
+
+from pathlib import Path
+
+import pandas as pd
+
+from experiments import language
+from experiments.language import ALWAYS, DATA, METHODS, OTHER_ROUNDS, OTHERS, RATES, ROUND
+from experiments.runner import Run
+from experiments.study import SEEDS, TUNING_SEED
+
+BEST = RATES[1]
+
+
+def made_up(run: Run) -> pd.DataFrame:
+    """Rows in which later methods are better, the second rate is best, and test data disagree."""
+    rate, method = run.values["learning_rate"], list(METHODS).index(run.labels["method"])
+    value = 3 - 0.01 * method + (0 if rate == BEST else 0.5)
+    rows = [("valid_avg", value, 0), ("test_avg", 5 - value, 0), ("test", 6 - value, 0)]
+    table = [("bits_per_byte", *row, epoch, 8e6 * epoch) for row in rows for epoch in (1, 2)]
+    columns = ["name", "split", "value", "worker", "epoch", "bits"]
+    return pd.DataFrame(table, columns=columns)
+
+
+def test_the_best_go_on_with_their_rates_without_a_look_at_test_data() -> None:
+    first, second = (stage(made_up) for stage in language.experiment().stages)
+    assert len(first) == len(DATA) * len(METHODS) * len(RATES)
+    for run in first:
+        assert run.values["seed"] == TUNING_SEED
+        assert run.values["validation_ratio"] == 0.1
+        assert not run.values["evaluate_test_data"]
+    again = {run.identity for run in first}
+    final = [run for run in second if run.identity not in again]
+    assert {run.values["learning_rate"] for run in final} == {BEST}
+    assert not any("validation_ratio" in run.values for run in final)
+    best = [method for method in METHODS if method not in ALWAYS][-OTHERS:]
+    for data in DATA:
+        of_rounds = {
+            (run.labels["method"], run.values["seed"])
+            for run in final
+            if (run.labels["data"], run.labels["steps"]) == (data, ROUND)
+        }
+        assert of_rounds == {(m, seed) for m in (*ALWAYS, *best) for seed in SEEDS}
+    others = {run.values["local_steps"] for run in final if run.labels["steps"] in OTHER_ROUNDS}
+    assert others == set(OTHER_ROUNDS)
+
+
+def test_the_report_has_a_table_for_each_partition(tmp_path: Path) -> None:
+    text = language.experiment().report(made_up, tmp_path)
+    assert (tmp_path / "figure.svg").exists()
+    for heading in ("### Same data", "### Different folders", "### First stage"):
+        assert heading in text
+    lines = [line for line in text.splitlines() if line.startswith(f"| {ALWAYS[0]} |")]
+    values = ["2.000 ± 0.000", "3.000 ± 0.000", "0.0 %", "2.0", "1.0×"]
+    assert lines[0].split(" | ")[1:6] == values
+    assert lines[-1].split(" | ")[1].startswith("3.000 (")
