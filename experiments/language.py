@@ -40,10 +40,10 @@ from powergossip.runs.metrics import select_rows
 MEASURE = "bits_per_byte"
 ROUND = 30  # local steps of a round
 OTHER_ROUNDS = (10, 120)
-STEPS_PER_EPOCH = 60
+STEPS_PER_EPOCH = 240
 EPOCHS, FIRST_EPOCHS = 8, 2  # of the second and the first stage
 # At the start of the warm-up, whose end has ten times as much
-RATES = (0.0001, 0.0003, 0.001)
+RATES = (0.0003, 0.001, 0.003)
 FIRST = "first stage"  # in place of the local steps of a round
 OTHERS = 4  # methods of the second stage beside ALWAYS
 
@@ -54,6 +54,7 @@ GPT: Values = {
     "task_options": _PRESET["task_options"] | {"dataset": "linux-doc", "evaluation_tokens": 32768},
     "n_workers": 8,
     "topology": "ring",
+    "batch_size": 2,  # small, for many rounds
     "max_steps_per_epoch": STEPS_PER_EPOCH,
     "checkpoint_interval": 100,
 }
