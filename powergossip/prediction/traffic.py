@@ -62,11 +62,13 @@ class PredictedMethod:
         checks.check("local_steps", self.local_steps, ok, f"1 with {self.name}")
         checks.at_least_one("fragments", self.fragments)
         ok = self.fragments == 1 or (averages and self.local_steps % self.fragments == 0)
-        checks.check("fragments", self.fragments, ok, "a divisor of local_steps, for gossip")
-        for option in ("gradient_correction", "overlapping"):
+        checks.check("fragments", self.fragments, ok, "a divisor of local_steps, 1 for gradients")
+        allowed = {"gradient_correction": averages, "overlapping": self.gossips}
+        for option, possible in allowed.items():
             value = getattr(self, option)
-            ok = value in (None, False) or (value is True and averages)
-            checks.check(option, value, ok, "true or false, true for gossip and all-reduce only")
+            ok = value in (None, False) or (value is True and possible)
+            accepted = "true or false" if possible else f"false with {self.name}"
+            checks.check(option, value, ok, accepted)
 
     @property
     def gossips(self) -> bool:

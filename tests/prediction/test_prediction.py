@@ -215,7 +215,9 @@ def test_bytes_of_a_round_are_those_of_the_learning_rule(
         ("dgc:local_steps=2", "local_steps=2: use 1 with dgc"),
         ("dpsgd:local_steps=0", "local_steps=0: use 1 or more"),
         ("dpsgd:local_steps=3,fragments=2", "fragments=2: use a divisor of local_steps"),
-        ("powersgd:overlapping=true", "overlapping=True: use true or false"),
+        ("powersgd:gradient_correction=true", "gradient_correction=True: use false with powersgd"),
+        ("all-reduce:overlapping=true", "overlapping=True: use false with all-reduce"),
+        ("dpsgd:overlapping=2", "overlapping=2: use true or false"),
     ],
 )
 def test_rounds_that_a_method_cannot_have(text: str, found: str) -> None:
