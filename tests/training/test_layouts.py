@@ -20,6 +20,13 @@ LEARNING: dict[str, dict[str, Any]] = {
     "relay-sgd": {"optimizer": "dpsgd", "topology": "double-binary-tree"},
     "gradient-tracking": {"optimizer": "power-gossip"},
     "exact-diffusion": {"optimizer": "dpsgd"},
+    # Compared in the middle of a round, with messages in flight
+    "diloco": {
+        "optimizer": "power-gossip",
+        "optimizer_num_iterations": 4,
+        "local_steps": 7,
+        "overlapping": True,
+    },
 }
 
 
