@@ -27,7 +27,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -182,9 +182,10 @@ def _check_not_in_slurm(folder: Path) -> None:
         )
 
 
-LAUNCHERS: dict[str, Launcher] = {
-    "mpirun": Mpirun(),
-    "torchrun": Torchrun(),
-    "process": OneProcess(),
-    "slurm": Slurm(),
+# Each call of the runner has a launcher of its own: after `leave`, it starts no other job.
+LAUNCHERS: dict[str, Callable[[], Launcher]] = {
+    "mpirun": Mpirun,
+    "torchrun": Torchrun,
+    "process": OneProcess,
+    "slurm": Slurm,
 }

@@ -214,7 +214,7 @@ def carry_out(
     A failed run does not stop the others, and is repeated by the next call. Raises BadInput if the
     launcher, one of `LAUNCHERS`, cannot be used here.
     """
-    start = LAUNCHERS[launcher]
+    start = LAUNCHERS[launcher]()
     failed: list[Run] = []
     for number, stage in enumerate(experiment.stages, 1):
         runs = list({run.identity: run for run in stage(folder.results)}.values())

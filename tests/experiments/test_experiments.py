@@ -33,7 +33,7 @@ from experiments import (
 )
 from experiments import __main__ as experiments_main
 from experiments.jobs import Launcher
-from experiments.runner import Experiment, Folder, Results, Run, carry_out
+from experiments.runner import Experiment, Folder, Results, Run, carry_out, carry_out_one
 from experiments.study import SEEDS, TUNING_SEED, Outcome
 from powergossip.errors import BadInput
 from powergossip.network import Processes
@@ -272,6 +272,8 @@ def test_no_run_begins_after_ctrl_c(folder: Folder, monkeypatch: pytest.MonkeyPa
         with pytest.raises(KeyboardInterrupt):
             carry_out(asked(*runs), folder, 1, "process")
     assert begun == list(range(0, 500, 5))
+    monkeypatch.setattr(runner, "carry_out_one", carry_out_one)
+    assert carry_out(asked(Run("train", {"value": 999})), folder, 1, "process") == [], "later"
 
 
 def test_an_experiment_of_slurm_jobs(folder: Folder, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ job = Job(command, int(processes), Path(folder, "log.txt"), Path(folder), "a job
 for _ in range(20):
     threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
 with ThreadPoolExecutor(1) as pool:
-    sys.exit(pool.submit(LAUNCHERS[name], job).result())
+    sys.exit(pool.submit(LAUNCHERS[name](), job).result())
 """
 
 # Until SIGUSR1, or for SECONDS; then it takes a while, as writing a checkpoint does. A second
@@ -121,7 +121,7 @@ def killed(name: str, job: Job, running: Callable[[], object]) -> Iterator[subpr
 
 @pytest.mark.parametrize("name", HERE)
 def test_a_launcher_returns_the_exit_code_and_keeps_all_output(name: str, tmp_path: Path) -> None:
-    launcher = LAUNCHERS[name]
+    launcher = LAUNCHERS[name]()
     launcher.check()
     job = shell(tmp_path, "echo threads $OMP_NUM_THREADS; echo complaint >&2; exit 3")
     assert launcher(job) == 3
@@ -134,9 +134,9 @@ def test_a_launcher_returns_the_exit_code_and_keeps_all_output(name: str, tmp_pa
 
 @pytest.mark.parametrize("name", HERE)
 def test_exit_codes_of_a_signal_and_of_a_missing_command(name: str, tmp_path: Path) -> None:
-    assert LAUNCHERS[name](shell(tmp_path, "kill -KILL $$")) == 128 + signal.SIGKILL
+    assert LAUNCHERS[name]()(shell(tmp_path, "kill -KILL $$")) == 128 + signal.SIGKILL
     missing = job_of(tmp_path, "no-such-program")
-    assert LAUNCHERS[name](missing) == 127
+    assert LAUNCHERS[name]()(missing) == 127
     assert output(missing) == ["error: no-such-program: No such file or directory"]
 
 
@@ -175,7 +175,7 @@ def test_one_process_hosts_the_workers_of_all_processes(
 def test_a_launcher_starts_the_given_number_of_processes(name: str, tmp_path: Path) -> None:
     job = python(tmp_path, {"mpirun": MPI, "torchrun": TORCHRUN}[name], processes=2)
     with one_mpirun_at_a_time():
-        assert LAUNCHERS[name](job) == 0
+        assert LAUNCHERS[name]()(job) == 0
     assert {"process 0 of 2", "process 1 of 2"} <= set(output(job))
     text = {"mpirun": "mpirun -np 2", "torchrun": "--nproc-per-node 2 --no-python"}[name]
     assert f" {text} {sys.executable} -c " in job.log.read_text()
@@ -194,10 +194,10 @@ def test_a_launcher_without_its_program_is_an_error(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BadInput, match=r"^--launcher mpirun\b"):
-        LAUNCHERS["mpirun"].check()
+        LAUNCHERS["mpirun"]().check()
     with pytest.raises(BadInput, match=r"^--launcher slurm\b.*sbatch"):
-        LAUNCHERS["slurm"].check()
-    LAUNCHERS["process"].check()
+        LAUNCHERS["slurm"]().check()
+    LAUNCHERS["process"]().check()
 
 
 # --- Whoever starts a job may be killed -----------------------------------------------------------
@@ -218,7 +218,7 @@ def test_a_killed_runner_leaves_nothing_behind(name: str, processes: int, tmp_pa
     ):
         program.kill()
         program.wait()
-        assert LAUNCHERS[name](again) == 0
+        assert LAUNCHERS[name]()(again) == 0
     ended = [line for line in output(again) if line.startswith(f"{tmp_path}/ended-")]
     assert len(ended) == processes
     assert "the end" in job.log.read_text()
