@@ -304,11 +304,17 @@ def test_fragments_have_the_fixed_point_of_the_whole(
     torch.testing.assert_close(slow[1], slow[0], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("corrects", [False, True])
+@pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize("overlapping", [False, True])
-def test_a_rule_with_fragments_is_restored_in_the_middle_of_a_round(overlapping: bool) -> None:
-    options: dict[str, Any] = {"fragments": 3, "gradient_correction": True, "local_steps": 6}
+def test_a_rule_is_restored_in_the_middle_of_a_round(
+    overlapping: bool, fragments: int, corrects: bool
+) -> None:
+    """Overlapping and without a correction, messages are in flight then."""
+    options: dict[str, Any] = {"fragments": fragments, "local_steps": 6}
+    options["gradient_correction"] = corrects
     runs = []
-    for steps in (8, 3):
+    for steps in (7, 3):
         problem = Quadratics(shapes=TENSORS)
         rule = rule_of("diloco", "power-gossip", problem, 0.05, overlapping=overlapping, **options)
         train(rule, problem, steps)

@@ -94,6 +94,8 @@ def test_every_key_has_its_case() -> None:
 
 @pytest.mark.parametrize("key", ["adam_beta1", "adam_beta2", "adam_epsilon"])
 def test_settings_of_adamw_are_those_of_vectors_with_muon(key: str) -> None:
+    given = configured(local_optimizer="muon", **{key: 0.5})
+    assert vars(checked(given, ALONE, explicit={key}))[key] == 0.5
     runs = [after_steps(3, local_optimizer="muon", **more) for more in ({}, {key: 0.5})]
     assert not torch.equal(*(run.parameters.x for run in runs))
 
