@@ -76,13 +76,16 @@ def _power(iterations: int) -> Values:
 
 
 ALL_REDUCE = "all-reduce in every step"
+_EVERY_STEP: Values = {"optimizer": "ef-sgd", "optimizer_compressor": "identity"}
 DILOCO = "DiLoCo, β = 0.9"
 POWER = "diloco, PowerGossip, 8 iterations"
 POWER_CORRECTED = f"{POWER}, corrected"
 METHODS: Mapping[str, Values] = {
-    ALL_REDUCE: {"optimizer": "ef-sgd", "optimizer_compressor": "identity"},
+    ALL_REDUCE: _EVERY_STEP,
+    f"{ALL_REDUCE}, Muon": _EVERY_STEP | MUON,
     DILOCO: _rounds("all-reduce", learning_options={"outer_momentum": 0.9}),
     "DiLoCo, β = 0.5": _rounds("all-reduce"),
+    "DiLoCo, β = 0.5, μ = 1": _rounds("all-reduce", learning_options={"outer_rate": 1.0}),
     "DiLoCo, β = 0.5, corrected": _rounds("all-reduce") | CORRECTED,
     "DiLoCo, β = 0.5, Muon": _rounds("all-reduce") | MUON,
     "D-PSGD, ring": _rounds("dpsgd", "dpsgd"),
