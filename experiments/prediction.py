@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
     from powergossip.parameters import Layout
+    from powergossip.prediction import PredictedMethod
 
 HOSTS = (2, 4, 8)
 RATES = {"10mbit": 10e6, "100mbit": 100e6, "1gbit": 1e9}  # bits per second
@@ -183,12 +184,19 @@ def _averaging(layout: "Layout", folder: Path) -> dict[str, tuple[float, float]]
     """CPU seconds of averaging by method, see prediction.cpu_seconds. Measured by the first report
     and kept in averaging.json."""
     return measured_once(
-        folder / "averaging.json", lambda: averaging_seconds(METHODS, layout, SECONDS)
+        folder / "averaging.json", lambda: averaging_seconds(known(METHODS), layout)
     )
 
 
+def known(names: Iterable[str]) -> dict[str, "PredictedMethod"]:
+    """Methods of the default table of powergossip-predict."""
+    from powergossip import prediction
+
+    return {name: prediction.METHODS[name] for name in names}
+
+
 def averaging_seconds(
-    methods: Iterable[str], layout: "Layout", seconds: float
+    methods: Mapping[str, "PredictedMethod"], layout: "Layout"
 ) -> dict[str, tuple[float, float]]:
     """CPU seconds of averaging by method, of one thread, see prediction.cpu_seconds."""
     import torch
@@ -197,7 +205,7 @@ def averaging_seconds(
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    found = {m: prediction.cpu_seconds(prediction.METHODS[m], layout, seconds) for m in methods}
+    found = {m: prediction.cpu_seconds(of, layout, SECONDS) for m, of in methods.items()}
     torch.set_num_threads(threads)
     return found
 

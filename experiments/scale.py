@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from experiments.prediction import averaging_seconds
+from experiments.prediction import averaging_seconds, known
 from experiments.runner import Experiment
 from experiments.study import Outcomes, measured_once, study
 from powergossip.formatting import markdown
@@ -118,7 +118,7 @@ def _costs(folder: Path) -> dict[str, tuple[float, ...]]:
         folder / "costs.json",
         lambda: {
             "gradient": (_gradient(),),
-            **averaging_seconds(METHODS, prediction.layout(MODEL), 0.5),
+            **averaging_seconds(known(METHODS), prediction.layout(MODEL)),
         },
     )
 

@@ -15,6 +15,7 @@ Shapes = list[tuple[int, ...]]
 
 CIFAR, IMAGENET, DIGITS = (3, 32, 32), (3, 224, 224), (1, 8, 8)
 WIKITEXT = (28_869, 30)  # words, and words of a sequence
+BYTES = (256, 128)  # likewise
 
 ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "MLP": lambda: models.MLP(DIGITS, 10),
@@ -25,6 +26,7 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "ResNet50": lambda: models.ImageNetResNet50(IMAGENET, 1000),
     "VGG16": lambda: models.VGG16BN(IMAGENET, 1000),
     "LSTM": lambda: language_models.LSTM(WIKITEXT),
+    "GPT": lambda: language_models.GPT(BYTES),
 }
 LAYERS = 16  # square matrices of a model of which only the number of parameters is known
 SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
