@@ -7,7 +7,8 @@ rounds of 30 local steps. All methods see equally many tokens. There are two sta
    held out to compare them.
 2. For each partition of the data, `ALWAYS` and the best of the others, with their best rate, in all
    steps, with three other seeds and all training documents. They are evaluated on the test
-   documents. DiLoCo and PowerGossip also have shorter and longer rounds, with one seed.
+   documents. DiLoCo and PowerGossip also have shorter and longer rounds, with one seed, and
+   all-reduce and PowerGossip a GPT of a million parameters.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,19 +48,30 @@ RATES = (0.0003, 0.001, 0.003)
 FIRST = "first stage"  # in place of the local steps of a round
 OTHERS = 4  # methods of the second stage beside ALWAYS
 
-_PRESET = preset("gpt", "160k")
-ADAMW: Values = {key: _PRESET.pop(key) for key in ("local_optimizer", "adam_beta2")}
-GPT: Values = {
-    **_PRESET,
-    "task_options": _PRESET["task_options"] | {"dataset": "linux-doc", "evaluation_tokens": 32768},
-    "n_workers": 8,
-    "topology": "ring",
-    "batch_size": 2,  # small, for many rounds
-    "max_steps_per_epoch": STEPS_PER_EPOCH,
-    "checkpoint_interval": 100,
-}
+_OF_ADAMW = ("local_optimizer", "adam_beta2")
+ADAMW: Values = {key: preset("gpt", "160k")[key] for key in _OF_ADAMW}
+
+
+def _gpt(size: str, steps_per_epoch: int) -> Values:
+    values = {key: v for key, v in preset("gpt", size).items() if key not in _OF_ADAMW}
+    data = {"dataset": "linux-doc", "evaluation_tokens": 32768}
+    return {
+        **values,
+        "task_options": values["task_options"] | data,
+        "n_workers": 8,
+        "topology": "ring",
+        "batch_size": 2,  # small, for many rounds
+        "max_steps_per_epoch": steps_per_epoch,
+        "checkpoint_interval": 100,
+    }
+
+
+GPT = _gpt("160k", STEPS_PER_EPOCH)
+LARGER = "gpt/1m"  # in place of the local steps of a round
+OF_LARGER = _gpt("1m", STEPS_PER_EPOCH // 2)  # with sequences twice as long
+SAME = "same data"
 DATA: Mapping[str, Values] = {
-    "same data": {},
+    SAME: {},
     "different folders": {"decentralized_data_column": "topic"},
 }
 CORRECTED: Values = {"learning_options": {"gradient_correction": True}}
@@ -105,6 +117,7 @@ METHODS: Mapping[str, Values] = {
 }
 ALWAYS = (ALL_REDUCE, DILOCO, POWER, POWER_CORRECTED)
 OF_OTHER_ROUNDS = (DILOCO, POWER)
+LARGE = (ALL_REDUCE, POWER)
 
 
 def experiment(
@@ -113,12 +126,14 @@ def experiment(
     rates: Sequence[float] = RATES,
     seeds: Sequence[int] = SEEDS,
     others: int = OTHERS,
+    larger: Values = OF_LARGER,
 ) -> Experiment:
     """An experiment of two stages, see the module. Cases are (data, method, steps of a round).
 
     Args:
         methods: Methods to compare, those of `ALWAYS` among them.
         others: Methods of the second stage beside `ALWAYS`.
+        larger: Values of the larger model, with its learning rate.
     """
     title = "a language model in rounds of local steps: bits per byte and bits sent"
 
@@ -157,6 +172,9 @@ def experiment(
                 for steps in OTHER_ROUNDS if method in OF_OTHER_ROUNDS else ():
                     case, of_round = (data, method, steps), {"local_steps": steps}
                     cases[case] = [run(case, rate, all_steps, of_round, {"seed": seeds[0]})]
+        for method in LARGE:
+            of_larger = (SAME, method, LARGER)
+            cases[of_larger] = [run(of_larger, 0.0, larger | all_steps, {"seed": seeds[0]})]
         return cases
 
     def report(outcomes: Outcomes, folder: Path) -> str:
@@ -187,13 +205,14 @@ def _report(
     for data in DATA:
         of_data = {case[1:]: outcome for case, outcome in outcomes.items() if case[0] == data}
         final = {(method,): o for (method, steps), o in of_data.items() if steps == ROUND}
-        plain = final[ALL_REDUCE,]
-        columns = {**quality(MEASURE, 3), **_more_than(plain), **size(plain, "all-reduce")}
-        table = lines(final, ["method"], columns, {"learning rate": _rate}, _diverged)
         rounds = sorted((*OTHER_ROUNDS, ROUND))
         of_rounds = {(m, steps): of_data[m, steps] for m in OF_OTHER_ROUNDS for steps in rounds}
         others = crossed(of_rounds, "local steps", _in_short)
-        parts += [f"### {sentence_case(data)}", table, f"Other rounds, with one seed:\n\n{others}"]
+        heading = f"### {sentence_case(data)}"
+        parts += [heading, _table(final), f"Other rounds, with one seed:\n\n{others}"]
+        large = {(m,): o for (m, steps), o in of_data.items() if steps == LARGER}
+        if large:
+            parts += [f"A GPT of 1,017,216 parameters, with one seed:\n\n{_table(large)}"]
         curves[data] = {method: _curve(outcome) for (method,), outcome in final.items()}
     path = folder / "figure.svg"
     figures.curves(curves, path, "sent by a worker (MB)", "bits per byte", log_x=True)
@@ -205,6 +224,12 @@ def _report(
         crossed(screened, "method", _held_out),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _table(outcomes: Outcomes) -> str:
+    plain = outcomes[ALL_REDUCE,]
+    columns = {**quality(MEASURE, 3), **_more_than(plain), **size(plain, "all-reduce")}
+    return lines(outcomes, ["method"], columns, {"learning rate": _rate}, _diverged)
 
 
 def _rate(outcome: Outcome) -> str:

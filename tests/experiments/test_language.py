@@ -31,7 +31,11 @@ def test_the_best_go_on_with_their_rates_without_a_look_at_test_data() -> None:
         assert not run.values["evaluate_test_data"]
     again = {run.identity for run in first}
     final = [run for run in second if run.identity not in again]
-    assert {run.values["learning_rate"] for run in final} == {BEST}
+    large = [run for run in final if run.labels["steps"] == language.LARGER]
+    rates = {run.values["learning_rate"] for run in final if run not in large}
+    assert rates == {BEST}
+    assert [run.labels["method"] for run in large] == [*language.LARGE]
+    assert {run.values["learning_rate"] for run in large} == {language.OF_LARGER["learning_rate"]}
     assert not any("validation_ratio" in run.values for run in final)
     best = [method for method in METHODS if method not in ALWAYS][-OTHERS:]
     for data in DATA:
@@ -54,3 +58,4 @@ def test_the_report_has_a_table_for_each_partition(tmp_path: Path) -> None:
     values = ["2.000 ± 0.000", "3.000 ± 0.000", "0.0 %", "2.0", "1.0×"]
     assert lines[0].split(" | ")[1:6] == values
     assert lines[-1].split(" | ")[1].startswith("3.000 (")
+    assert len(lines) == len(DATA) + 2  # and that of the larger model, and of the first stage
