@@ -7,8 +7,7 @@ rounds of 30 local steps. All methods see equally many tokens. There are two sta
    held out to compare them.
 2. For each partition of the data, `ALWAYS` and the best of the others, with their best rate, in all
    steps, with three other seeds and all training documents. They are evaluated on the test
-   documents. DiLoCo and PowerGossip also have shorter and longer rounds, with one seed, and
-   all-reduce and PowerGossip a GPT of a million parameters.
+   documents. On the same data, there are also `VARIANTS` of a few methods, with one seed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,12 +39,12 @@ from powergossip.runs.metrics import select_rows
 
 MEASURE = "bits_per_byte"
 ROUND = 30  # local steps of a round
-OTHER_ROUNDS = (10, 120)
+OTHER_ROUNDS, LONGER = (10, 120), 4
 STEPS_PER_EPOCH = 240
 EPOCHS, FIRST_EPOCHS = 8, 2  # of the second and the first stage
 # At the start of the warm-up, whose end has ten times as much
 RATES = (0.0003, 0.001, 0.003)
-FIRST = "first stage"  # in place of the local steps of a round
+FIRST, FINAL = "first stage", "final"
 OTHERS = 4  # methods of the second stage beside ALWAYS
 
 _OF_ADAMW = ("local_optimizer", "adam_beta2")
@@ -62,13 +61,12 @@ def _gpt(size: str, steps_per_epoch: int) -> Values:
         "topology": "ring",
         "batch_size": 2,  # small, for many rounds
         "max_steps_per_epoch": steps_per_epoch,
+        "num_epochs": EPOCHS,
         "checkpoint_interval": 100,
     }
 
 
 GPT = _gpt("160k", STEPS_PER_EPOCH)
-LARGER = "gpt/1m"  # in place of the local steps of a round
-OF_LARGER = _gpt("1m", STEPS_PER_EPOCH // 2)  # with sequences twice as long
 SAME = "same data"
 DATA: Mapping[str, Values] = {
     SAME: {},
@@ -116,8 +114,15 @@ METHODS: Mapping[str, Values] = {
     f"{POWER}, Muon": _power(8) | MUON,
 }
 ALWAYS = (ALL_REDUCE, DILOCO, POWER, POWER_CORRECTED)
-OF_OTHER_ROUNDS = (DILOCO, POWER)
-LARGE = (ALL_REDUCE, POWER)
+VARIANTS: Mapping[str, tuple[Sequence[str], Values]] = {
+    **{f"rounds of {n} steps": ((DILOCO, POWER), {"local_steps": n}) for n in OTHER_ROUNDS},
+    f"{LONGER} times as many steps": (
+        (ALL_REDUCE, POWER),
+        {"num_epochs": LONGER * EPOCHS, "evaluation_interval": LONGER},
+    ),
+    # Its sequences are twice as long, and it has the preset's learning rate.
+    "a GPT of 1,017,216 parameters": ((ALL_REDUCE, POWER), _gpt("1m", STEPS_PER_EPOCH // 2)),
+}
 
 
 def experiment(
@@ -126,14 +131,12 @@ def experiment(
     rates: Sequence[float] = RATES,
     seeds: Sequence[int] = SEEDS,
     others: int = OTHERS,
-    larger: Values = OF_LARGER,
 ) -> Experiment:
-    """An experiment of two stages, see the module. Cases are (data, method, steps of a round).
+    """An experiment of two stages, see the module. Cases are (data, method, stage or variant).
 
     Args:
         methods: Methods to compare, those of `ALWAYS` among them.
         others: Methods of the second stage beside `ALWAYS`.
-        larger: Values of the larger model, with its learning rate.
     """
     title = "a language model in rounds of local steps: bits per byte and bits sent"
 
@@ -143,7 +146,7 @@ def experiment(
         optimizer = {} if "local_optimizer" in of_method else ADAMW
         parts = (values, optimizer, of_method, DATA[data], {"learning_rate": rate}, *further)
         of_run = {key: value for part in parts for key, value in part.items()}
-        return Run("train", of_run, dict(zip(("data", "method", "steps"), case, strict=True)))
+        return Run("train", of_run, dict(zip(("data", "method", "of"), case, strict=True)))
 
     first_stage = TUNING | {"num_epochs": FIRST_EPOCHS, "evaluation_interval": FIRST_EPOCHS}
     all_steps = {"num_epochs": EPOCHS, "evaluation_interval": 1}
@@ -161,20 +164,22 @@ def experiment(
             case: [outcomes[case].runs[of_case.index(max(of_case))]]
             for case, of_case in scores.items()
         }
+
+        def best(data: str, method: str) -> float:
+            return float(cases[data, method, FIRST][0].values["learning_rate"])
+
         for data in DATA:
             ranked = sorted(methods, key=lambda method: max(scores[data, method, FIRST]))
             chosen = [method for method in ranked if method not in ALWAYS][-others:]
             for method in methods:
-                rate = cases[data, method, FIRST][0].values["learning_rate"]
+                rate = best(data, method)
                 if method in (*ALWAYS, *chosen):
-                    case = (data, method, ROUND)
+                    case = (data, method, FINAL)
                     cases[case] = [run(case, rate, all_steps, {"seed": seed}) for seed in seeds]
-                for steps in OTHER_ROUNDS if method in OF_OTHER_ROUNDS else ():
-                    case, of_round = (data, method, steps), {"local_steps": steps}
-                    cases[case] = [run(case, rate, all_steps, of_round, {"seed": seeds[0]})]
-        for method in LARGE:
-            of_larger = (SAME, method, LARGER)
-            cases[of_larger] = [run(of_larger, 0.0, larger | all_steps, {"seed": seeds[0]})]
+        for variant, (some, further) in VARIANTS.items():
+            for method in some:
+                rate, case = best(SAME, method), (SAME, method, variant)
+                cases[case] = [run(case, rate, all_steps | further, {"seed": seeds[0]})]
         return cases
 
     def report(outcomes: Outcomes, folder: Path) -> str:
@@ -195,28 +200,26 @@ def _report(
     tokens = steps * of_epoch * values["task_options"]["sequence_length"]
     parts = [
         f"{title}. {values['n_workers']} workers, {steps} steps with {tokens / 1e6:.1f} million "
-        f"tokens in total, rounds of {ROUND} steps unless stated otherwise. Mean ± standard "
+        f"tokens in total, rounds of {ROUND} steps. Mean ± standard "
         f"deviation of {counted(len(seeds), 'seed')}. The learning rate at the end of the warm-up "
         f"is the best of {listed([10 * rate for rate in rates])} after "
         f"{FIRST_EPOCHS * STEPS_PER_EPOCH} steps, on {VALIDATION_RATIO:.0%} of the documents, held "
         "out, with a seed of its own."
     ]
+    plain = {case[0]: o for case, o in outcomes.items() if case[1:] == (ALL_REDUCE, FINAL)}
     curves = {}
     for data in DATA:
-        of_data = {case[1:]: outcome for case, outcome in outcomes.items() if case[0] == data}
-        final = {(method,): o for (method, steps), o in of_data.items() if steps == ROUND}
-        rounds = sorted((*OTHER_ROUNDS, ROUND))
-        of_rounds = {(m, steps): of_data[m, steps] for m in OF_OTHER_ROUNDS for steps in rounds}
-        others = crossed(of_rounds, "local steps", _in_short)
-        heading = f"### {sentence_case(data)}"
-        parts += [heading, _table(final), f"Other rounds, with one seed:\n\n{others}"]
-        large = {(m,): o for (m, steps), o in of_data.items() if steps == LARGER}
-        if large:
-            parts += [f"A GPT of 1,017,216 parameters, with one seed:\n\n{_table(large)}"]
-        curves[data] = {method: _curve(outcome) for (method,), outcome in final.items()}
+        of_data = {(m,): o for (d, m, of), o in outcomes.items() if (d, of) == (data, FINAL)}
+        parts += [f"### {sentence_case(data)}", _table(of_data, plain[data])]
+        curves[data] = {method: _curve(outcome) for (method,), outcome in of_data.items()}
+    parts += ["### Other rounds, more steps, a larger model", "The same data, one seed."]
+    for variant, (chosen, _) in VARIANTS.items():
+        of_variant = {(method,): outcomes[SAME, method, variant] for method in chosen}
+        against = of_variant.get((ALL_REDUCE,), plain[SAME])
+        parts += [f"{sentence_case(variant)}:", _table(of_variant, against)]
     path = folder / "figure.svg"
     figures.curves(curves, path, "sent by a worker (MB)", "bits per byte", log_x=True)
-    screened = {(m, data): o for (data, m, steps), o in outcomes.items() if steps == FIRST}
+    screened = {(m, data): o for (data, m, of), o in outcomes.items() if of == FIRST}
     parts += [
         "![bits per byte against megabytes](figure.svg)",
         "### First stage",
@@ -226,8 +229,7 @@ def _report(
     return "\n\n".join(parts) + "\n"
 
 
-def _table(outcomes: Outcomes) -> str:
-    plain = outcomes[ALL_REDUCE,]
+def _table(outcomes: Outcomes, plain: Outcome) -> str:
     columns = {**quality(MEASURE, 3), **_more_than(plain), **size(plain, "all-reduce")}
     return lines(outcomes, ["method"], columns, {"learning rate": _rate}, _diverged)
 
@@ -249,10 +251,6 @@ def _mean(outcome: Outcome) -> float:
 
 def _more_than(plain: Outcome) -> Columns:
     return {"more than all-reduce": lambda o: f"{100 * (_mean(o) / _mean(plain) - 1):.1f} %"}
-
-
-def _in_short(outcome: Outcome) -> str:
-    return _diverged(outcome) or f"{_mean(outcome):.3f} ({outcome.bits / 8e6:.2f} MB)"
 
 
 def _held_out(outcome: Outcome) -> str:

@@ -5,7 +5,8 @@ from pathlib import Path
 import pandas as pd
 
 from experiments import language
-from experiments.language import ALWAYS, DATA, METHODS, OTHER_ROUNDS, OTHERS, RATES, ROUND
+from experiments.language import ALWAYS, DATA, FINAL, METHODS, OTHERS, RATES, VARIANTS
+from experiments.presets import preset
 from experiments.runner import Run
 from experiments.study import SEEDS, TUNING_SEED
 
@@ -31,22 +32,21 @@ def test_the_best_go_on_with_their_rates_without_a_look_at_test_data() -> None:
         assert not run.values["evaluate_test_data"]
     again = {run.identity for run in first}
     final = [run for run in second if run.identity not in again]
-    large = [run for run in final if run.labels["steps"] == language.LARGER]
-    rates = {run.values["learning_rate"] for run in final if run not in large}
-    assert rates == {BEST}
-    assert [run.labels["method"] for run in large] == [*language.LARGE]
-    assert {run.values["learning_rate"] for run in large} == {language.OF_LARGER["learning_rate"]}
+    own = {run.values["learning_rate"] for run in final if run.labels["of"] in (FINAL, *VARIANTS)}
+    assert own == {BEST, preset("gpt", "1m")["learning_rate"]}
     assert not any("validation_ratio" in run.values for run in final)
     best = [method for method in METHODS if method not in ALWAYS][-OTHERS:]
     for data in DATA:
-        of_rounds = {
+        of_seeds = {
             (run.labels["method"], run.values["seed"])
             for run in final
-            if (run.labels["data"], run.labels["steps"]) == (data, ROUND)
+            if (run.labels["data"], run.labels["of"]) == (data, FINAL)
         }
-        assert of_rounds == {(m, seed) for m in (*ALWAYS, *best) for seed in SEEDS}
-    others = {run.values["local_steps"] for run in final if run.labels["steps"] in OTHER_ROUNDS}
-    assert others == set(OTHER_ROUNDS)
+        assert of_seeds == {(m, seed) for m in (*ALWAYS, *best) for seed in SEEDS}
+    for variant, (chosen, further) in VARIANTS.items():
+        of_variant = [run for run in final if run.labels["of"] == variant]
+        assert [run.labels["method"] for run in of_variant] == [*chosen]
+        assert all(run.values.items() >= further.items() for run in of_variant)
 
 
 def test_the_report_has_a_table_for_each_partition(tmp_path: Path) -> None:
@@ -58,4 +58,5 @@ def test_the_report_has_a_table_for_each_partition(tmp_path: Path) -> None:
     values = ["2.000 ± 0.000", "3.000 ± 0.000", "0.0 %", "2.0", "1.0×"]
     assert lines[0].split(" | ")[1:6] == values
     assert lines[-1].split(" | ")[1].startswith("3.000 (")
-    assert len(lines) == len(DATA) + 2  # and that of the larger model, and of the first stage
+    # In the tables of both partitions, of more steps, of the larger model, and of the first stage
+    assert len(lines) == len(DATA) + 3
