@@ -255,7 +255,7 @@ def test_all_matrices_may_be_hidden() -> None:
 def test_rules_that_take_adamw_take_muon() -> None:
     for name, rule in learning.LEARNING.items():
         assert ("muon" in rule.optimizers) == ("adamw" in rule.optimizers), name
-    with pytest.raises(ValueError, match="local_optimizer=muon"):
+    with pytest.raises(ValueError, match="local_optimizer=muon: use sgd or adamw"):
         learning.rule("quasi-global-momentum", "muon")
 
 

@@ -73,17 +73,14 @@ def rule(name: str, local_optimizer: str = "sgd") -> type[GossipRule]:
     Raises:
         ValueError: For an unknown name, or one that does not work with this local optimizer.
     """
-    if name == "quasi-global-momentum" and local_optimizer == "adamw":
-        return QuasiGlobalAdam
     checks.one_of("learning", name, LEARNING)
-    found = LEARNING[name]
-    checks.check(
-        "local_optimizer",
-        local_optimizer,
-        local_optimizer in found.optimizers,
-        f"{' or '.join(found.optimizers)} with learning={name}",
-    )
-    return found
+    quasi_global = name == "quasi-global-momentum"
+    family = (QuasiGlobalMomentum, QuasiGlobalAdam) if quasi_global else (LEARNING[name],)
+    accepted = [optimizer for of in family for optimizer in of.optimizers]
+    ok = local_optimizer in accepted
+    use = f"{' or '.join(accepted)} with learning={name}"
+    checks.check("local_optimizer", local_optimizer, ok, use)
+    return next(found for found in family if local_optimizer in found.optimizers)
 
 
 def check(name: str, network: Network, averaging_name: str, averaging: Averaging) -> None:
