@@ -2,8 +2,8 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-quick test-all fuzz check trackers trainers bench gpu-check docs docs-serve \
-	clean
+.PHONY: help setup train language test test-quick test-all fuzz check trackers trainers bench gpu-check \
+	docs docs-serve clean
 
 # processes of `make train`, and what is handed on to it:  make train NP=4 ARGS="topology=torus seed=2"
 # FT=1: the run may go on without processes that it loses. FT=replace: new ones take their place
@@ -52,6 +52,12 @@ setup: ## make .venv, once
 train: setup ## train with eight MPI processes; NP=4, ARGS="key=value …", FT=1 or replace: survive losses
 	@$(activate) && mpirun -np $(NP) $(if $(FT),$(survive)) python train.py \
 		$(if $(FT),on_worker_loss=$(if $(filter replace,$(FT)),replace,continue)) $(ARGS)
+
+language: setup ## a GPT of a million parameters in rounds, 4 processes, some minutes; ARGS="key=value …"
+	@$(activate) && mpirun -np 4 python train.py --config gpt/1m \
+		num_epochs=4 max_steps_per_epoch=300 batch_size=2 \
+		optimizer=power-gossip optimizer_num_iterations=8 learning=diloco local_steps=30 \
+		task_options.sample="def " $(ARGS)
 
 test: setup ## the tests, in minutes: laws, programs, and 2, 4 and 8 MPI processes
 	@$(call run_tests,parallel[match] and not slow)

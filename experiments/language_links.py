@@ -48,15 +48,17 @@ PLACES: Mapping[str, tuple[str, Values]] = {
     "100 Mbit/s": ("100mbit", EVEN),
     "100 Mbit/s, a slow host": ("100mbit", UNEVEN),
 }
-OVERLAPPED: Values = {"overlapping": True}
-RING, ON_TIME = "diloco, ring", "overlapping"
+DILOCO, RING = "DiLoCo, β = 0.5, μ = 1", "diloco, ring"
+# With the best learning rates of the first stage of `language`
+OF_ROUNDS = {m: METHODS[m] | {"learning_rate": 0.0003} for m in (DILOCO, RING, POWER)}
 CHOSEN: Mapping[str, Values] = {
-    **{method: METHODS[method] for method in (ALL_REDUCE, "DiLoCo, β = 0.5", RING, POWER)},
-    **{f"{method}, {ON_TIME}": METHODS[method] | OVERLAPPED for method in (RING, POWER)},
+    ALL_REDUCE: METHODS[ALL_REDUCE] | {"learning_rate": 0.001},
+    **OF_ROUNDS,
+    **{f"{m}, overlapping": OF_ROUNDS[m] | {"overlapping": True} for m in (RING, POWER)},
 }
-CHECKED = (f"{POWER}, {ON_TIME}", "10 Mbit/s")  # by a whole run
+CHECKED = (f"{POWER}, overlapping", "10 Mbit/s")  # by a whole run
 ALONE = (f"{RING}, asynchronous", "100 Mbit/s, a slow host")
-LEARNING: Values = {"learning_rate": 0.001, "num_epochs": EPOCHS, "seed": 1}
+LEARNING: Values = {"num_epochs": EPOCHS, "seed": 1}
 SAMPLES = 6  # epochs of a timed run, the first of which is a warm-up
 TIMING: Values = LEARNING | {
     "num_epochs": SAMPLES,
@@ -82,7 +84,7 @@ def experiment(values: Values = GPT | ADAMW) -> Experiment:
         cases |= on_hosts(CHOSEN, place, of_run=TIMING)
     whole = {
         CHECKED: CHOSEN[CHECKED[0]],
-        ALONE: METHODS[RING] | {"gossip": "asynchronous"},
+        ALONE: CHOSEN[RING] | {"gossip": "asynchronous"},
     }
     for (method, place), of_method in whole.items():
         cases |= on_hosts({method: of_method}, place, {"run": {"whole": {}}}, of_run=LEARNING)
