@@ -52,6 +52,7 @@ def averaging_options(c: Settings, topology: Topology, layout: Layout) -> dict[s
 
 def _largest_rate(c: Settings, topology: Topology) -> float:
     options = learning.options(c.learning, c.local_optimizer) | c.learning_options
+    options = options | {"overlapping": bool(c.overlapping)}
     return learning.largest_rate(c.learning, topology, options)
 
 

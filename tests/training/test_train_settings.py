@@ -124,6 +124,20 @@ def test_a_rank_with_which_nothing_is_compressed_gives_a_warning() -> None:
         after_steps(1, optimizer_rank=128)
 
 
+@pytest.mark.parametrize("optimizer", ["dpsgd", "power-gossip"])
+def test_messages_in_flight_during_a_round_reduce_the_default_diffusion_rate(
+    optimizer: str,
+) -> None:
+    common = {"optimizer": optimizer, "n_workers": 8, "learning": "diloco", "local_steps": 2}
+    later, overlapped = (after_steps(4, **common, overlapping=value) for value in (False, True))
+    assert later.facts()["diffusion_rate"] == 1.0
+    assert overlapped.facts()["diffusion_rate"] == pytest.approx(0.54)
+    given = after_steps(4, **common, overlapping=True, optimizer_diffusion_rate=0.54)
+    assert torch.equal(overlapped.parameters.x, given.parameters.x)
+    with pytest.warns(UserWarning, match="from 0.6 on"):
+        after_steps(1, **common, overlapping=True, optimizer_diffusion_rate=1.0)
+
+
 # Keys of other methods.
 
 
