@@ -16,8 +16,8 @@ from powergossip.training.measurements import Diverged, divergence
 
 PATIENCE = 5.0  # seconds after SIGTERM in which all processes must agree, except under MPI
 INTERVAL = 0.05  # seconds between agreements, by the clock of process 0
-LONGEST = 1.0  # the same, where process 0 has to wait for their results
-WAITING = 0.05  # the largest fraction of time that it waits, up to that interval
+LONGEST = 2.0  # the same, where their results arrive late. Twice as long is less than PATIENCE
+WAITING = 0.01  # fraction of an interval that process 0 may wait for a result
 _MOST_STEPS = 50  # between agreements
 
 
@@ -26,18 +26,19 @@ class Agreement:
 
     A process that sees such a value continues to train, as the others wait for its messages. NaN
     spreads meanwhile. About 20 times a second, and at least every 50 steps, the processes start a
-    non-blocking maximum of two flags, which they read one step later. On links of high latency it
-    has not arrived by then, and they start one every second. If a flag is set, they exchange the
-    details and all act on them after the same step.
+    non-blocking maximum of two flags, and read it when they start the next one. On links of high
+    latency, and behind long messages in flight, it has not arrived by then: the intervals become
+    longer, up to two seconds. If a flag is set, they exchange the details and all act on them after
+    the same step.
     """
 
     def __init__(self, processes: Processes):
         self._processes = processes
         self._first: tuple[int, int, str] | None = None  # step, worker, text
         self._pending: Callable[[], np.ndarray] | None = None
-        self._next = 0  # the step after which the next maximum is started
+        self._next = 0  # the step after which a maximum is read, and the next one is started
         self._last = 0, time.perf_counter()  # step and time of the last start
-        self._waited = 0.0  # seconds, for the last result
+        self._interval = INTERVAL  # seconds
 
     @property
     def has_noted(self) -> bool:
@@ -68,17 +69,18 @@ class Agreement:
         """
         if self._processes.size == 1:
             return self.agree(signal)
+        if step < self._next:
+            return None
+        began, steps = time.perf_counter(), 1
         if self._pending is not None:
-            began = time.perf_counter()
-            ends, steps = self._pending()
-            self._waited = time.perf_counter() - began
+            ends, steps = map(int, self._pending())
             self._pending = None
-            self._next = self._last[0] + int(steps)
             if ends:
                 return self.agree(signal)
-        if step >= self._next:
-            ends = signal is not None or self._first is not None
-            self._pending = self._processes.start_max(np.array([ends, self._steps_until(step)]))
+        self._next = step + steps
+        ends = signal is not None or self._first is not None
+        after_next = self._steps_after_next(step, time.perf_counter() - began)
+        self._pending = self._processes.start_max(np.array([ends, after_next]))
         return None
 
     def between_steps(
@@ -107,15 +109,25 @@ class Agreement:
             raise Diverged(min(values)[2])
         return next((number for _, number in found if number is not None), None)
 
-    def _steps_until(self, step: int) -> int:
-        """The number of steps until the next start. That of process 0 is the one that counts."""
+    def _steps_after_next(self, step: int, waited: float) -> int:
+        """The number of steps from the next start to the one after it. That of process 0 counts.
+
+        Args:
+            waited: Seconds for the result that was read now.
+        """
         now, (last_step, last_time) = time.perf_counter(), self._last
         self._last = step, now
         if self._processes.rank > 0:
             return 0
-        per_step = (now - last_time) / max(1, step - last_step)
-        interval = max(INTERVAL, min(LONGEST, self._waited / WAITING))
-        return max(1, min(_MOST_STEPS, int(interval / max(per_step, 1e-9))))
+        elapsed = now - last_time
+        late = waited > WAITING * elapsed
+        self._interval = (
+            min(LONGEST, 2 * max(self._interval, elapsed))
+            if late
+            else max(INTERVAL, 0.97 * self._interval)
+        )
+        per_step = (elapsed - waited) / max(1, step - last_step)
+        return max(1, min(_MOST_STEPS, int(self._interval / max(per_step, 1e-9))))
 
 
 def interrupted(number: int, step: int, epoch: int, missing: Sequence[int]) -> Interrupted:
