@@ -39,7 +39,7 @@ from powergossip.runs.metrics import select_rows
 
 MEASURE = "bits_per_byte"
 ROUND = 30  # local steps of a round
-OTHER_ROUNDS, LONGER = (10, 120), 4
+OTHER_ROUNDS = (10, 120)
 STEPS_PER_EPOCH = 240
 EPOCHS, FIRST_EPOCHS = 8, 2  # of the second and the first stage
 # At the start of the warm-up, whose end has ten times as much
@@ -116,12 +116,6 @@ METHODS: Mapping[str, Values] = {
 ALWAYS = (ALL_REDUCE, DILOCO, POWER, POWER_CORRECTED)
 VARIANTS: Mapping[str, tuple[Sequence[str], Values]] = {
     **{f"rounds of {n} steps": ((DILOCO, POWER), {"local_steps": n}) for n in OTHER_ROUNDS},
-    f"{LONGER} times as many steps": (
-        (ALL_REDUCE, POWER),
-        {"num_epochs": LONGER * EPOCHS, "evaluation_interval": LONGER},
-    ),
-    # Its sequences are twice as long, and it has the preset's learning rate.
-    "a GPT of 1,017,216 parameters": ((ALL_REDUCE, POWER), _gpt("1m", STEPS_PER_EPOCH // 2)),
 }
 
 
@@ -212,7 +206,7 @@ def _report(
         of_data = {(m,): o for (d, m, of), o in outcomes.items() if (d, of) == (data, FINAL)}
         parts += [f"### {sentence_case(data)}", _table(of_data, plain[data])]
         curves[data] = {method: _curve(outcome) for (method,), outcome in of_data.items()}
-    parts += ["### Other rounds, more steps, a larger model", "The same data, one seed."]
+    parts += ["### Other rounds", "The same data, one seed."]
     for variant, (chosen, _) in VARIANTS.items():
         of_variant = {(method,): outcomes[SAME, method, variant] for method in chosen}
         against = of_variant.get((ALL_REDUCE,), plain[SAME])
