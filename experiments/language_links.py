@@ -130,9 +130,9 @@ def report(outcomes: Outcomes, folder: Path) -> str:
             f"rounds of {ROUND} steps, one seed. A worker's gradient takes "
             f"{1e3 * PACE:g} ms, on the slow host {1e3 * PACE * SLOWER:g} ms, and a host computes "
             "those of its two workers in turn.",
-            "Milliseconds of a step, and in brackets the prediction of `powergossip-predict`. It is "
-            "for a process per worker. Here a process has two, whose tensors are added before an "
-            "all-reduce, which is therefore faster:",
+            "Milliseconds of a step, and in brackets the prediction of `powergossip-predict`. That "
+            "is for a process per worker. Here a process has two, whose tensors are added before "
+            "an all-reduce, which is therefore faster:",
             _table("method", step),
             f"Seconds to {target:.2f} bits per byte of the mean model, which all reach:",
             _table("method", seconds, ("steps to it", lambda m: f"{to_target[m]:.0f}")),
