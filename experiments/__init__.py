@@ -12,6 +12,7 @@ from experiments import (
     different_data,
     failing_workers,
     language,
+    language_larger,
     language_links,
     moniqua_tuning,
     papers,
@@ -78,6 +79,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         tuning_epochs=3,
     ),
     "language": language.experiment(),
+    "language_larger": language_larger.experiment(),
     "language_links": language_links.experiment(),
     "compressed_gradients": compressed_gradients.experiment(),
     "topics_lstm": tuned_methods.experiment(

@@ -51,7 +51,8 @@ _OF_ADAMW = ("local_optimizer", "adam_beta2")
 ADAMW: Values = {key: preset("gpt", "160k")[key] for key in _OF_ADAMW}
 
 
-def _gpt(size: str, steps_per_epoch: int) -> Values:
+def gpt(size: str, steps_per_epoch: int) -> Values:
+    """Values of a run with a preset of this size, all but those of the local optimizer."""
     values = {key: v for key, v in preset("gpt", size).items() if key not in _OF_ADAMW}
     data = {"dataset": "linux-doc", "evaluation_tokens": 32768}
     return {
@@ -66,13 +67,14 @@ def _gpt(size: str, steps_per_epoch: int) -> Values:
     }
 
 
-GPT = _gpt("160k", STEPS_PER_EPOCH)
+GPT = gpt("160k", STEPS_PER_EPOCH)
 SAME = "same data"
 DATA: Mapping[str, Values] = {
     SAME: {},
     "different folders": {"decentralized_data_column": "topic"},
 }
-CORRECTED: Values = {"learning_options": {"gradient_correction": True}}
+# Without an average over rounds. See language_larger for a slower one.
+CORRECTED: Values = {"learning_options": {"gradient_correction": True, "correction_rate": 1.0}}
 MUON: Values = {**ADAMW, "local_optimizer": "muon"}
 MATCHINGS: Values = {"topology": "random-matching"}
 
@@ -224,8 +226,8 @@ def _report(
 
 
 def _table(outcomes: Outcomes, plain: Outcome) -> str:
-    columns = {**quality(MEASURE, 3), **_more_than(plain), **size(plain, "all-reduce")}
-    return lines(outcomes, ["method"], columns, {"learning rate": _rate}, _diverged)
+    columns = {**quality(MEASURE, 3), **more_than(plain), **size(plain, "all-reduce")}
+    return lines(outcomes, ["method"], columns, {"learning rate": _rate}, diverged)
 
 
 def _rate(outcome: Outcome) -> str:
@@ -233,7 +235,8 @@ def _rate(outcome: Outcome) -> str:
     return f"{outcome.values['distributed_lr_warmup_factor'] * outcome.values['learning_rate']:g}"
 
 
-def _diverged(outcome: Outcome) -> str:
+def diverged(outcome: Outcome) -> str:
+    """The number of runs that diverged, or ""."""
     n = outcome.diverged(MEASURE)
     return f"{n} of {len(outcome.runs)} diverged" if n else ""
 
@@ -243,7 +246,8 @@ def _mean(outcome: Outcome) -> float:
     return sum(values) / len(values)
 
 
-def _more_than(plain: Outcome) -> Columns:
+def more_than(plain: Outcome) -> Columns:
+    """A column of the bits per byte relative to an outcome."""
     return {"more than all-reduce": lambda o: f"{100 * (_mean(o) / _mean(plain) - 1):.1f} %"}
 
 

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from powergossip.algorithms.learning import Local
 from powergossip.algorithms.learning.gossip_rule import Joint
+from powergossip.algorithms.learning.outer import rate_of_correction
 from powergossip.algorithms.learning.quasi_global import has_moved, restart
 from powergossip.parameters import Layout
 from powergossip.topologies import Topology
@@ -365,7 +366,7 @@ class DiLoCo(_Learning):
     See algorithms.learning.DiLoCo, where v' = G(y) and φ = v' + β (v' − v'') with v'' before it.
     Late exchanges have the same effect as those in time.
 
-    With the gradient correction, z_i travels beside v': c ← c + u^z_ij. Σ_i c_i and the exchanges
+    With the gradient correction, z_i travels beside v': c ← c + α u^z_ij. Σ_i c_i and the exchanges
     that are not applied yet are 0. A worker that knows of a death or a join restarts with c = 0,
     and applies exchanges of z only where both messages and the worker have one view, as in
     GradientTracking.
@@ -384,11 +385,13 @@ class DiLoCo(_Learning):
         outer_rate: float = 0.7,
         outer_momentum: float = 0.5,
         gradient_correction: bool = False,
+        correction_rate: float | None = None,
         steps: int = 0,
     ):
         super().__init__(learner)
         self._local_steps, self._mu, self._beta = local_steps, outer_rate, outer_momentum
         self._steps, self._begun = steps, False
+        self._alpha = rate_of_correction(gradient_correction, correction_rate)
         self._slow, self._previous = self._x.clone(), self._x.clone()
         self._joint: Joint | None = None
         corrected = self._x if gradient_correction else self._x[:, :0]
@@ -439,7 +442,7 @@ class DiLoCo(_Learning):
         for variable in (self._x, self._slow):
             variable.add_(change, alpha=1 + self._beta)
         if agreed:
-            self._c.add_(of_z)
+            self._c.add_(of_z, alpha=self._alpha)
             self._z.add_(of_z)
 
     def restart(self) -> None:

@@ -24,7 +24,8 @@ from powergossip.topologies import Topology
 _KEYWORDS = ("overlapping", "local_steps")
 _CHECKED_BY_RULES = (
     *("correction", "dual_rate"),
-    *("outer_rate", "outer_momentum", "gradient_correction", "fragments", "consensus_rate"),
+    *("outer_rate", "outer_momentum", "gradient_correction", "correction_rate"),
+    *("fragments", "consensus_rate"),
 )
 
 

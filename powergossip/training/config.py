@@ -113,7 +113,8 @@ class RunKeys:
     #   which multiplies updates by c, auto: by the factor that relaying slows them down (auto).
     #   exact-diffusion has {dual_rate: θ} (1, over power-gossip 0.1), smaller against oscillations.
     #   diloco, gasloc and noloco have {outer_rate: μ} (0.7), outer_momentum (0.5; noloco 0.3),
-    #   gradient_correction (false) for different data, and fragments (1); noloco consensus_rate (μ)
+    #   gradient_correction (false) for different data, at a correction_rate (0.1), and fragments
+    #   (1); noloco has consensus_rate (μ)
 
     # Late exchanges and lost workers (docs/when-workers-fail.md)
     gossip: str = "synchronous"  # wait for exchanges with neighbors: synchronous, for all of them

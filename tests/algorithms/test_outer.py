@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from powergossip import topologies
+from powergossip import algorithms, topologies
+from powergossip.algorithms import learning
 from powergossip.algorithms.learning import outer_stability
 from powergossip.network import Network
 from tests.harness.averaging import graph
@@ -247,6 +248,43 @@ def test_corrections_sum_to_zero(name: str) -> None:
         assert c.sum(0).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize(("given", "alpha"), [({"correction_rate": 0.4}, 0.4), ({}, 0.1)])
+def test_a_correction_is_an_average_of_differences(given: dict[str, float], alpha: float) -> None:
+    """Σ_t α (1 − α)^t (mean g − g_i) of the round t rounds ago, over all-reduce."""
+    problem = Quadratics(shapes=VECTOR)
+    problem.a.zero_()
+    local, corrects = SGD(0.0).of(problem.x), {"gradient_correction": True, **given}
+    network = Network(graph("ring", 8), dtype=problem.x.dtype)
+    parameters: Any = problem
+
+    def make(layout: Any) -> Any:
+        return algorithms.make("all-reduce", network, layout)
+
+    workers = learning.Workers(network, make, parameters, local)
+    rule = learning.make("diloco", workers, local_steps=2, **corrects)
+    expected = torch.zeros_like(problem.x)
+    for _ in range(5):
+        gradients = torch.randn(2, *problem.x.shape, dtype=problem.x.dtype)
+        for g in gradients:
+            rule.start()
+            problem.grad.copy_(g)
+            rule.finish()
+        g = gradients.mean(0)
+        expected = (1 - alpha) * expected + alpha * (g.mean(0) - g)
+        torch.testing.assert_close(rule.state_dict()["c"], expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(("alpha", "rounds"), [(0.3, 700), (0.1, 2000)])
+@pytest.mark.parametrize("averaging", ["plain", "power-gossip"])
+def test_slower_corrections_have_the_same_fixed_point(
+    averaging: str, alpha: float, rounds: int
+) -> None:
+    given = {"num_iterations": 4} if averaging == "power-gossip" else {}
+    options = {"gradient_correction": True, "correction_rate": alpha}
+    found = run("diloco", averaging, rounds, 20, 0.01, Quadratics(), "ring", given, **options)
+    assert found.error < 1e-6
+
+
 @pytest.mark.parametrize("local", [adam, normalized, sign, polar])
 @pytest.mark.parametrize("averaging", ["plain", "all-reduce"])
 def test_corrections_remove_the_bias_of_optimizers_that_are_not_linear(
@@ -427,9 +465,13 @@ def test_corrected_noloco_diverges_with_the_momentum_of_its_warning() -> None:
     options: dict[str, Any] = {"gradient_correction": True}
     problem = run("noloco", "plain", 300, 20, 0.03, Quadratics(), outer_momentum=0.7, **options)
     assert problem.error < 0.01
+    options["outer_momentum"] = 0.9
     with pytest.warns(UserWarning, match=r"outer_momentum=0\.9: use 0\.7 or less"):
-        problem = run("noloco", "plain", 300, 20, 0.03, Quadratics(), outer_momentum=0.9, **options)
+        problem = run("noloco", "plain", 300, 20, 0.03, Quadratics(), **options)
     assert problem.error > 20
+    options["correction_rate"] = 0.3
+    problem = run("noloco", "plain", 300, 20, 0.03, Quadratics(), **options)
+    assert problem.error < 0.3
 
 
 @pytest.mark.parametrize(

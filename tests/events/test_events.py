@@ -240,8 +240,8 @@ def test_synchronous_learning_is_the_rule_of_all_workers(rule, name, overlapping
 )
 def test_corrected_diloco_with_late_exchanges_is_exact(name, gossip):
     errors = []
-    for corrects in (True, False):
-        problem, options = Quadratics(), {"local_steps": 5, "gradient_correction": corrects}
+    for corrects in ({"gradient_correction": True, "correction_rate": 1.0}, {}):
+        problem, options = Quadratics(), {"local_steps": 5, **corrects}
         clock = learning_clock(
             problem, "diloco", 0.01, "ring", name, gossip, 4, options, values=LATE
         )

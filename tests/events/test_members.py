@@ -171,7 +171,8 @@ def test_survivors_find_their_optimum_by_tracking(gossip, events, seconds):
 )
 def test_survivors_find_their_optimum_by_corrected_diloco(gossip, events, seconds):
     """Their corrections restart, and sum to 0 again with the exchanges that are not applied."""
-    problem, options = Quadratics(), {"local_steps": 3, "gradient_correction": True}
+    options = {"local_steps": 3, "gradient_correction": True, "correction_rate": 1.0}
+    problem = Quadratics()
     late = {"jitter": 0.3, "latency": 0.3, "late": {"fraction": 0.3, "seconds": 1.5}}
     clock = learning_clock(
         problem,

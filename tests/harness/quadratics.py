@@ -151,7 +151,12 @@ def rule_of(
     clip: float | None = None,
     **options: Any,
 ) -> learning.GossipRule:
-    """A learning rule with plain SGD of this rate, or another local optimizer."""
+    """A learning rule with plain SGD of this rate, or another local optimizer.
+
+    Corrections have a rate of 1 if not given: without noise, it is the fastest.
+    """
+    if options.get("gradient_correction"):
+        options.setdefault("correction_rate", 1.0)
     method, given = AVERAGING[averaging]
     given = given | (averaging_options or {})
     if isinstance(topology, str):

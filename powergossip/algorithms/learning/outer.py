@@ -14,9 +14,13 @@ optimizer, and serves optimizers that are not linear in the gradient, such as Ad
 
     g̃_i = g_i(x_i) + c_i                    in place of g_i, clipped afterwards
     z_i = mean of g̃_i over the round
-    c ← c + G(z) − z                        in one message with the model
+    c ← c + α (G(z) − z)                    in one message with the model
 
-Where this is at rest, all z_i agree, and with Σ_i c_i = 0 they are the mean gradient.
+Where this is at rest, all z_i agree, and with Σ_i c_i = 0 they are the mean gradient. Over
+all-reduce, c is an average of the differences between the mean gradient and that of a worker, with
+weights α (1 − α)^t for t rounds ago. With α = 1, it is the last one, with all its noise: then a
+step has the noise of the round before, H times. A small α averages it over 2/α − 1 rounds, and
+adapts in 1/α rounds.
 
 Fragments. The tensors are divided into P = fragments parts of nearly equal size. Part p ends its
 rounds p H/P steps later than part 0, so that messages have a P-th of the size, P times as often:
@@ -132,6 +136,21 @@ class Fragment:
         begin_at(self.averaging, own[0])
 
 
+def rate_of_correction(gradient_correction: bool, given: float | None) -> float:
+    """The rate α of the correction, or its default.
+
+    Raises:
+        BadValue: Unless 0 < α ≤ 1, and for a rate without a correction.
+    """
+    if given is None:
+        return 0.1
+    ok = checks.is_finite(given) and 0 < given <= 1 and gradient_correction
+    checks.check(
+        "correction_rate", given, ok, "above 0 and at most 1, with gradient_correction=true"
+    )
+    return given
+
+
 class Fragments:
     """The averaging rules of all fragments, as the state of one."""
 
@@ -190,11 +209,12 @@ class OuterRule(GossipRule):
         outer_rate: Outer learning rate μ.
         outer_momentum: Outer momentum β.
         gradient_correction: Whether gradients are corrected, for workers with different data.
+        correction_rate: Rate α of the correction. By default 0.1.
         fragments: Number P of parts of the model whose rounds end at different steps.
 
     Raises:
-        BadValue: Unless H ≥ 1, μ > 0, 0 ≤ β < 1, and P divides H and is at most the number of
-            tensors.
+        BadValue: Unless H ≥ 1, μ > 0, 0 ≤ β < 1, 0 < α ≤ 1, and P divides H and is at most the
+            number of tensors.
         ValueError: For a correction with averaging that does not keep the mean, and for fragments
             and a period of the topology with a common divisor.
     """
@@ -214,6 +234,7 @@ class OuterRule(GossipRule):
         outer_rate: float = 0.7,
         outer_momentum: float = 0.5,
         gradient_correction: bool = False,
+        correction_rate: float | None = None,
         fragments: int = 1,
     ):
         super().__init__(workers)
@@ -222,6 +243,7 @@ class OuterRule(GossipRule):
         checks.below_one("outer_momentum", outer_momentum)
         known = isinstance(gradient_correction, bool)
         checks.check("gradient_correction", gradient_correction, known, "true or false")
+        self._alpha = rate_of_correction(gradient_correction, correction_rate)
         _check_fragments(self._network, fragments, local_steps)
         self._local_steps, self._steps, self._interval = local_steps, 0, local_steps // fragments
         self._mu, self._beta, self._corrects = outer_rate, outer_momentum, gradient_correction
@@ -283,14 +305,14 @@ class OuterRule(GossipRule):
         raise NotImplementedError
 
     def _mix(self, fragment: Fragment, own: Variables, *variables: Tensor) -> Conversation:
-        """The variables ← G of each, and c ← c + G(z) − z."""
+        """The variables ← G of each, and c ← c + α (G(z) − z)."""
         if not self._corrects:
             yield from fragment.mix(*variables)
             return
         z = own.sum.div_(max(1, min(self._steps, self._local_steps)))
-        own.c.sub_(z)
+        own.c.sub_(z, alpha=self._alpha)
         yield from fragment.mix(*variables, z)
-        own.c.add_(z)
+        own.c.add_(z, alpha=self._alpha)
         own.sum.zero_()
 
 
@@ -362,6 +384,7 @@ class DiLoCo(OuterRule):
         outer_rate: float = 0.7,
         outer_momentum: float = 0.5,
         gradient_correction: bool = False,
+        correction_rate: float | None = None,
         fragments: int = 1,
         overlapping: bool = False,
     ):
@@ -371,6 +394,7 @@ class DiLoCo(OuterRule):
             outer_rate=outer_rate,
             outer_momentum=outer_momentum,
             gradient_correction=gradient_correction,
+            correction_rate=correction_rate,
             fragments=fragments,
         )
         self._overlapping = overlapping
@@ -456,8 +480,8 @@ class NoLoCo(OuterRule):
 
     Kolehmainen et al. (2025), arXiv:2506.10911, with random pairs for G (topology=random-matching).
     The sign of Δ is that of the published code; that of the paper ascends. Momentum slows down
-    agreement to √β a round at best. With a correction and β = 0.9 it may diverge: above 0.7 there
-    is a warning.
+    agreement to √β a round at best. With a correction at α = 1 and β = 0.9 it may diverge: beyond
+    α = 0.3 and β = 0.7 there is a warning.
 
     Cost of a round: two messages of the averaging rule in one, or three with the correction.
 
@@ -478,6 +502,7 @@ class NoLoCo(OuterRule):
         outer_rate: float = 0.7,
         outer_momentum: float = 0.3,
         gradient_correction: bool = False,
+        correction_rate: float | None = None,
         fragments: int = 1,
         consensus_rate: float | None = None,
     ):
@@ -487,14 +512,17 @@ class NoLoCo(OuterRule):
             outer_rate=outer_rate,
             outer_momentum=outer_momentum,
             gradient_correction=gradient_correction,
+            correction_rate=correction_rate,
             fragments=fragments,
         )
         self._gamma = self._mu if consensus_rate is None else consensus_rate
         checks.positive("consensus_rate", self._gamma)
-        if gradient_correction and outer_momentum > 0.7 and not self._network.processes.rank:
+        fast = gradient_correction and self._alpha > 0.3
+        if fast and outer_momentum > 0.7 and not self._network.processes.rank:
             warnings.warn(
                 f"outer_momentum={outer_momentum:g}: use 0.7 or less with learning=noloco and "
-                "gradient_correction, which may diverge otherwise",
+                f"correction_rate={self._alpha:g}, or a correction_rate of 0.3 or less; it may "
+                "diverge otherwise",
                 stacklevel=2,
             )
 

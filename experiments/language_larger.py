@@ -1,0 +1,104 @@
+"""A language model in rounds: what closes the gap to all-reduce in every step?
+
+The setting is that of experiments/language.py, with the learning rates of its first stage. There,
+batches are small and tokens few. Here are four times as many steps, batches four times as large,
+and a larger model, with one seed. And, on both partitions of the data, corrections of the gradient
+at a rate that averages their noise over many rounds, beside none.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from experiments.language import (
+    ADAMW,
+    ALL_REDUCE,
+    DATA,
+    EPOCHS,
+    GPT,
+    MEASURE,
+    METHODS,
+    POWER,
+    ROUND,
+    STEPS_PER_EPOCH,
+    diverged,
+    gpt,
+    more_than,
+)
+from experiments.runner import Experiment, Values, sentence_case
+from experiments.study import (
+    SEEDS,
+    Axes,
+    Cases,
+    Columns,
+    Outcomes,
+    grid,
+    lines,
+    quality,
+    size,
+    study,
+)
+from powergossip.formatting import counted
+
+TIMES = 4
+DILOCO = "DiLoCo, β = 0.5, μ = 1"
+CHOSEN: Mapping[str, Values] = {
+    ALL_REDUCE: METHODS[ALL_REDUCE] | {"learning_rate": 0.001},
+    DILOCO: METHODS[DILOCO] | {"learning_rate": 0.0003},
+    POWER: METHODS[POWER] | {"learning_rate": 0.0003},
+}
+LARGER: Mapping[str, Values] = {
+    f"{TIMES} times as many steps": {"num_epochs": TIMES * EPOCHS, "evaluation_interval": TIMES},
+    f"batches {TIMES} times as large": {"batch_size": TIMES * GPT["batch_size"]},
+    # Its sequences are twice as long.
+    "a GPT of 1,017,216 parameters": gpt("1m", STEPS_PER_EPOCH // 2),
+}
+CORRECTIONS = "corrections"
+NONE, SLOW = "none", "α = 0.1"
+
+
+def _corrected(method: Values) -> Values:
+    options = method.get("learning_options", {})
+    slow = {"gradient_correction": True, "correction_rate": 0.1}
+    return {**method, "learning_options": {**options, **slow}}
+
+
+def experiment(values: Values = GPT | ADAMW, seeds: Sequence[int] = SEEDS) -> Experiment:
+    """Cases are (variant, method), or (data, method, correction) with all seeds."""
+    title = "a language model in rounds: more steps, larger batches, a larger model, corrections"
+    rounds = {method: CHOSEN[method] for method in (DILOCO, POWER)}
+    cases: Cases = {}
+    for data, of_data in DATA.items():
+        for method, given in rounds.items():
+            both = {NONE: given, SLOW: _corrected(given)}
+            axes: Axes = {"data": {data: of_data}, "method": {method: {}}, "correction": both}
+            cases |= grid(values, axes, seeds)
+    cases |= grid(values | {"seed": seeds[0]}, {"of": LARGER, "method": CHOSEN})
+
+    def report(outcomes: Outcomes, folder: Path) -> str:
+        parts = [f"{sentence_case(title)}. {values['n_workers']} workers, rounds of {ROUND} steps."]
+        for variant in LARGER:
+            found = {(case[1],): o for case, o in outcomes.items() if case[0] == variant}
+            columns = {
+                **quality(MEASURE, 3),
+                **more_than(found[ALL_REDUCE,]),
+                **size(found[ALL_REDUCE,], "all-reduce"),
+            }
+            parts += [f"### {sentence_case(variant)}", lines(found, ["method"], columns)]
+        parts += [
+            "### Corrections",
+            f"The steps and batches of `language`. Mean ± standard deviation of "
+            f"{counted(len(seeds), 'seed')}.",
+            lines(
+                {case: o for case, o in outcomes.items() if case[0] in DATA},
+                ["data", "method", "correction"],
+                {**quality(MEASURE, 3), **_sent()},
+                diverged=diverged,
+            ),
+        ]
+        return "\n\n".join(parts) + "\n"
+
+    return study(title, cases, report)
+
+
+def _sent() -> Columns:
+    return {"MB sent per worker": lambda o: f"{o.bits / 8e6:.1f}"}
