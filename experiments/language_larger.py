@@ -52,7 +52,6 @@ LARGER: Mapping[str, Values] = {
     # Its sequences are twice as long.
     "a GPT of 1,017,216 parameters": gpt("1m", STEPS_PER_EPOCH // 2),
 }
-CORRECTIONS = "corrections"
 NONE, SLOW = "none", "α = 0.1"
 
 

@@ -249,7 +249,7 @@ def test_corrections_sum_to_zero(name: str) -> None:
 
 
 @pytest.mark.parametrize(("given", "alpha"), [({"correction_rate": 0.4}, 0.4), ({}, 0.1)])
-def test_a_correction_is_an_average_of_differences(given: dict[str, float], alpha: float) -> None:
+def test_a_correction_is_an_average_of_differences(given: Any, alpha: float) -> None:
     """Σ_t α (1 − α)^t (mean g − g_i) of the round t rounds ago, over all-reduce."""
     problem = Quadratics(shapes=VECTOR)
     problem.a.zero_()
