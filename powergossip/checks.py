@@ -40,13 +40,13 @@ def require(config: Mapping[str, Any], key: str, ok: Callable[[Any], bool], acce
     check(key, config[key], ok(config[key]), accepted)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real)
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def is_finite(value: object) -> TypeGuard[float]:
     """Return whether the value is a number, and neither infinite nor NaN."""
-    return isinstance(value, Real) and math.isfinite(value)
+    return _is_number(value) and math.isfinite(value)
 
 
 def at_least(name: str, value: Any, minimum: float) -> None:

@@ -26,8 +26,8 @@ _at_exit: weakref.WeakSet[Processes] = weakref.WeakSet()
 def checked_barrier(processes: Processes, place: str, steps: int | None = None) -> None:
     """Wait until all processes call this with the same place, one of _PLACES.
 
-    Ends all processes with an error if one is at another place. The error names `steps`, the
-    number of steps so far.
+    Ends all processes with an error if one is at another place, or has made another number of
+    steps so far.
     """
     if processes.size == 1:
         return
@@ -35,7 +35,8 @@ def checked_barrier(processes: Processes, place: str, steps: int | None = None) 
     here = f"process {processes.rank} {_at(own)}"
 
     def check(process: int, token: np.ndarray) -> None:
-        if token[0] != own[0]:
+        both_count = token[1] >= 0 and own[1] >= 0
+        if token[0] != own[0] or (both_count and token[1] != own[1]):
             _end(processes, f"{here}, process {process} {_at(token)}")
 
     def ahead(process: int) -> None:

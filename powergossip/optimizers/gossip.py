@@ -223,7 +223,16 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         return self.wrapped.defaults
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, as the wrapped optimizer does."""
+        """Clear the gradients, as the wrapped optimizer does.
+
+        Raises:
+            RuntimeError: Between `correct_` and `step`, which would not correct new gradients.
+        """
+        if self._corrected:
+            raise RuntimeError(
+                "zero_grad() between correct_() and step() would lose the corrections; call it "
+                "after step()"
+            )
         self.wrapped.zero_grad(set_to_none)
 
     def __repr__(self) -> str:
@@ -285,6 +294,8 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
                 f"correct_() with {self._learning!r}: use learning_options="
                 "{'gradient_correction': True} with learning=diloco, gasloc or noloco"
             )
+        if self._corrected:
+            raise RuntimeError("correct_() twice in a step; call it once, before the clipping")
         self._check_between_steps("correct_()")
         gradients = self._dense_gradients()
         if not all(bool(gradient.isfinite().all()) for gradient in gradients):

@@ -104,6 +104,10 @@ def checked(
     for key in ("adam_beta1", "adam_beta2", "adam_epsilon"):
         ok = c.local_optimizer in ("adamw", "muon") or key not in (explicit or ())
         checks.check(key, getattr(c, key), ok, "local_optimizer=adamw or muon with it")
+    for key in (key for key in explicit or () if key.startswith("muon_")):
+        checks.check(
+            key, getattr(c, key), c.local_optimizer == "muon", "local_optimizer=muon with it"
+        )
     if c.lr_schedule == "cosine" and "lr_schedule_milestones" in (explicit or ()):
         none = not c.lr_schedule_milestones
         checks.check("lr_schedule_milestones", c.lr_schedule_milestones, none, "[] with cosine")
@@ -347,7 +351,7 @@ def _check_learning(c: Settings, explicit: Collection[str]) -> None:
     """
     checks.one_of("learning", c.learning, learning.LEARNING)
     if c.optimizer not in algorithms.AVERAGING:
-        wanted = f"{learning.DEFAULT} with optimizer={c.optimizer}, which averages gradients"
+        wanted = f"{learning.DEFAULT} with optimizer={c.optimizer}, which is no averaging rule"
         checks.check("learning", c.learning, c.learning == learning.DEFAULT, wanted)
         _check_learning_options(c, ())
         return
@@ -461,6 +465,8 @@ def errors_name_keys(optimizer: str) -> Iterator[None]:
     try:
         yield
     except checks.BadValue as error:
+        if "." in error.name:  # an entry of another key
+            raise
         keys = {name: key for key, name in ALIASES.get(optimizer, {}).items()}
         key = OWN_KEYS.get(error.name, f"{PREFIX}{keys.get(error.name, error.name)}")
         raise error.renamed(key) from error

@@ -73,6 +73,12 @@ def build(c: Settings, processes: Processes, task: tasks.Task | None, joins: Any
         sizes = task.steps_per_epoch, dict(task.samples) | of_files
         check_sizes(processes.gather(sizes), c.task)
     steps_per_epoch = min(task.steps_per_epoch, c.max_steps_per_epoch or task.steps_per_epoch)
+    if c.local_steps > steps_per_epoch * c.num_epochs and not (processes.rank or c.evaluate_only):
+        warnings.warn(
+            f"local_steps={c.local_steps}: use at most the {steps_per_epoch * c.num_epochs} steps "
+            "of the run; no round ends, and workers exchange nothing",
+            stacklevel=2,
+        )
     agreement, main = Agreement(processes), getattr(task, "main_metric", None)
     with processes.agreed():
         check_evaluation(c, task)

@@ -5,7 +5,7 @@ from functools import partial
 from math import ceil
 from typing import Any, NamedTuple
 
-from powergossip import algorithms
+from powergossip import algorithms, checks
 from powergossip.algorithms import aggregation, learning, rates, torch_powersgd
 from powergossip.network import Network
 from powergossip.parameters import Layout, Parameters
@@ -53,7 +53,8 @@ def averaging_options(c: Settings, topology: Topology, layout: Layout) -> dict[s
 def _largest_rate(c: Settings, topology: Topology) -> float:
     options = learning.options(c.learning, c.local_optimizer) | c.learning_options
     options = options | {"overlapping": bool(c.overlapping)}
-    return learning.largest_rate(c.learning, topology, options)
+    with errors_name_learning_options(c):
+        return learning.largest_rate(c.learning, topology, options)
 
 
 def warn_of_rate(c: Settings, network: Network, layout: Layout) -> None:
@@ -100,6 +101,10 @@ def check_method(c: Settings, network: Network) -> str:
                 f"local_optimizer={c.local_optimizer}: {c.optimizer} corrects the momentum of "
                 "sgd; use sgd"
             )
+    if c.optimizer not in algorithms.AVERAGING:
+        overlapping = False
+        none = f"false with optimizer={c.optimizer}, whose messages follow the gradients"
+        checks.check("overlapping", c.overlapping, not c.overlapping, none)
     if c.overlapping is None:
         c.overlapping = overlapping
     return hint

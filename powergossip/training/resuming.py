@@ -82,11 +82,13 @@ def load_checkpoint(
     parameters: Parameters,
     workers: range,
     start: resizing.Start,
+    data: str | None = None,
 ) -> Resumed | None:
     """Load the hosted workers' state from the checkpoint in a folder that the configuration names.
 
     Args:
         start: Start of the run, for a checkpoint of another number of workers.
+        data: Hash of the data, or None.
 
     Returns:
         The state, or None where a run has no checkpoint yet.
@@ -109,6 +111,11 @@ def load_checkpoint(
     before = facts["config"]["n_workers"]
     with processes.agreed():
         check_same_run(folder, facts["config"], config, processes.can_be_lost)
+        if facts.get("data") not in (None, data):
+            raise ValueError(
+                f"the documents have changed since the checkpoint in {folder} (SHA-256 of the "
+                f"tokens {data}, was {facts['data']}); restore them, or use another --output-dir"
+            )
     saved_workers = sum(stop - first for first, stop in (p["workers"] for p in entry["parts"]))
     lost = saved_workers < before
     if lost and before == config.n_workers and not processes.can_be_lost:

@@ -205,11 +205,17 @@ class Trainer:
             self.network.n_workers, workers, self.steps_per_epoch, state, self.execution.rule
         )
         found = load_checkpoint(
-            folder, self.config, self.processes, self.parameters, workers, start
+            folder, self.config, self.processes, self.parameters, workers, start, self._data
         )
         if found is not None:
             saved, self.metrics_bytes, self.workers_before = found
             self.load_state_dict(saved)
+
+    @property
+    def _data(self) -> str | None:
+        """The hash of data that may have changed when a run is resumed, or None."""
+        facts: Mapping[str, Any] = getattr(self.task, "facts", {})
+        return facts.get("tokens_sha256")
 
     def state_dict(self, position: tuple[int, int, Mapping[str, Tensor]]) -> dict[str, Any]:
         """Everything that the next step depends on. Tensors are [worker, ...]."""
@@ -248,6 +254,7 @@ class Trainer:
             return {
                 "config": self.config.as_dict(),
                 "steps_per_epoch": self.steps_per_epoch,
+                "data": self._data,
                 "metrics_bytes": metrics_offset(),
             }
 

@@ -595,6 +595,8 @@ if how == "powersgd":
 elif how == "round":
     rounds = {"learning": "diloco", "local_steps": 10, "overlapping": True}
     optimizer = GossipOptimizer(optimizer, "power-gossip", num_iterations=8, **rounds)
+elif how == "local":
+    optimizer = GossipOptimizer(optimizer, "dpsgd", local_steps=10)
 else:
     optimizer = GossipOptimizer(optimizer, "dpsgd")
 for _ in range(5 + (processes().rank == longer)):
@@ -619,6 +621,7 @@ print("end")
     [
         ("exit", 1),
         ("powersgd", 1),
+        ("local", 1),  # which sends nothing in that step
         ("round", 9),  # ends with messages in flight, which one process receives earlier
         pytest.param("mean", 0, marks=pytest.mark.slow),
         pytest.param("mean", 9, marks=pytest.mark.slow),  # none is longer
@@ -633,6 +636,9 @@ def test_a_further_step_of_one_process_ends_all(how: str, longer: int, tmp_path:
         return
     assert ended.returncode == 1
     (line,) = [line for line in ended.stderr.splitlines() if line.startswith("error:")]
+    if how == "local":
+        assert all(f"after {steps} steps" in line for steps in (5, 6))
+        return
     assert f"process {longer} is in a further step" in line
     assert ("5 steps" in line) == (how != "powersgd")
 

@@ -668,3 +668,57 @@ def test_a_rate_that_is_too_large_for_the_rule_gives_a_warning() -> None:
     options: dict[str, Any] = {"learning": "exact-diffusion", "processes": ALONE}
     with pytest.warns(UserWarning, match=r"^diffusion_rate=1.5: "):
         GossipOptimizer(sgd(Quadratic(0)), "power-gossip", diffusion_rate=1.5, **options)
+
+
+# Clipping and the correction of the gradient.
+
+
+def clipped(way: str, method: str) -> float:
+    """The distance from the optimum of a mean of quadratics, with clipped gradients."""
+    who = processes()
+    a = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+    b = torch.tensor([4.0, -4.0, 2.0, 8.0], dtype=torch.float64)
+    x = nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))
+    optimizer = GossipOptimizer(
+        torch.optim.SGD([x], lr=0.04),
+        method,
+        learning="diloco",
+        local_steps=3,
+        learning_options={"gradient_correction": True, "correction_rate": 0.5},
+        max_norm=1.0 if way == "max_norm" else None,
+    )
+    for _ in range(800):
+        optimizer.zero_grad()
+        (a[who.rank] * (x - b[who.rank]).square().sum() / 2).backward()
+        if way == "correct_":
+            optimizer.correct_()
+        if way != "max_norm":
+            nn.utils.clip_grad_norm_([x], 1.0)
+        optimizer.step()
+    with optimizer.mean_model():
+        return float((x.detach() - (a * b).sum() / a.sum()).abs().max())
+
+
+@pytest.mark.parallel([4])
+@pytest.mark.parametrize("method", ["all-reduce", "dpsgd"])
+def test_clipped_corrected_gradients_have_no_bias(method: str) -> None:
+    assert clipped("max_norm", method) < 5e-5
+    assert clipped("correct_", method) < 5e-5
+    assert clipped("before the step alone", method) > 0.5
+
+
+@pytest.mark.parallel([4])
+def test_gradients_are_corrected_once_and_not_cleared() -> None:
+    x = nn.Parameter(torch.zeros(2, 2))
+    options = {"gradient_correction": True}
+    optimizer = GossipOptimizer(
+        torch.optim.SGD([x], lr=0.1), "dpsgd", learning="diloco", learning_options=options
+    )
+    x.sum().backward()
+    optimizer.correct_()
+    with pytest.raises(RuntimeError, match="twice"):
+        optimizer.correct_()
+    with pytest.raises(RuntimeError, match="lose the corrections"):
+        optimizer.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()

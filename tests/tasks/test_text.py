@@ -506,3 +506,9 @@ def test_a_run_has_bits_per_byte_tokens_per_second_and_a_sample(
     assert info["metric"] == {"name": "bits_per_byte", "larger_is_better": False}
     entry.main(["evaluate_only=true", "--output-dir", str(folder), *given[:-1]])
     assert text in capsys.readouterr().out
+    (changed, *_) = sorted(texts.rglob("*.*"))
+    changed.write_text(changed.read_text().upper())
+    for key in ("evaluate_only=true", "resume=true"):
+        with pytest.raises(BadInput, match="the documents have changed"):
+            entry.main([key, "--output-dir", str(folder), *given[:-1]])
+        assert json.loads((folder / "info.json").read_text()) == info

@@ -124,6 +124,24 @@ def test_a_rank_with_which_nothing_is_compressed_gives_a_warning() -> None:
         after_steps(1, optimizer_rank=128)
 
 
+def test_a_run_without_an_exchange_gives_a_warning() -> None:
+    with pytest.warns(UserWarning, match=r"^local_steps=9999: use at most the .* nothing"):
+        after_steps(1, local_steps=9999, optimizer="dpsgd")
+
+
+@pytest.mark.parametrize(("rate", "warned"), [(1.9, False), (2.0, True)])
+def test_a_consensus_rate_with_which_models_diverge_gives_a_warning(
+    rate: float, warned: bool
+) -> None:
+    """Beyond 2 (1 + β)/λ = 1.95 with β = 0.3, on a ring of 8 with λ = 4/3."""
+    options = {"consensus_rate": rate}
+    given = {"learning": "noloco", "optimizer": "dpsgd", "learning_options": options}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        after_steps(1, n_workers=8, **given)
+    assert any("consensus_rate" in str(w.message) for w in caught) == warned
+
+
 @pytest.mark.parametrize("optimizer", ["dpsgd", "power-gossip"])
 def test_messages_in_flight_during_a_round_reduce_the_default_diffusion_rate(
     optimizer: str,
@@ -240,7 +258,6 @@ def test_the_warm_up_may_end_at_the_number_of_workers() -> None:
     ("learning", "optimizer", "default"),
     [
         ("dpsgd", "dpsgd", True),
-        ("dpsgd", "powersgd", True),
         ("quasi-global-momentum", "power-gossip", True),
         ("gradient-tracking", "dpsgd", False),
         ("gradient-tracking", "power-gossip", False),

@@ -239,8 +239,7 @@ class OuterRule(GossipRule):
     ):
         super().__init__(workers)
         checks.at_least_one("local_steps", local_steps)
-        checks.positive("outer_rate", outer_rate)
-        checks.below_one("outer_momentum", outer_momentum)
+        _check_rates(outer_rate, outer_momentum)
         known = isinstance(gradient_correction, bool)
         checks.check("gradient_correction", gradient_correction, known, "true or false")
         self._alpha = rate_of_correction(gradient_correction, correction_rate)
@@ -316,8 +315,13 @@ class OuterRule(GossipRule):
         own.sum.zero_()
 
 
+def _check_rates(outer_rate: float, outer_momentum: float) -> None:
+    checks.positive("outer_rate", outer_rate)
+    checks.below_one("outer_momentum", outer_momentum)
+
+
 def _check_fragments(network: Network, fragments: int, local_steps: int) -> None:
-    ok = isinstance(fragments, int) and fragments > 0 and local_steps % fragments == 0
+    ok = type(fragments) is int and fragments > 0 and local_steps % fragments == 0
     checks.check("fragments", fragments, ok, f"a divisor of local_steps={local_steps}")
     topology, period = network.topology, len(network.rounds)
     if gcd(fragments, period) > 1:
@@ -334,8 +338,8 @@ def _check_correction(network: Network, averaging: Averaging) -> None:
         raise checks.BadValue(
             "gradient_correction",
             "true",
-            f"false with {type(averaging).__name__}, or optimizer=all-reduce, dpsgd, power-gossip "
-            "or choco; errors of the messages would stay in the corrections",
+            "false, or optimizer=all-reduce, dpsgd, power-gossip or choco; errors of the messages "
+            "of other averaging rules would stay in the corrections",
         )
     if topology.row_stochastic and not isinstance(averaging, ExactMean):
         raise checks.BadValue(
@@ -403,6 +407,7 @@ class DiLoCo(OuterRule):
 
     @classmethod
     def largest_rate(cls, topology: Topology, options: Mapping[str, Any]) -> float:
+        _check_rates(options["outer_rate"], options["outer_momentum"])
         pull = options["outer_rate"] if options["overlapping"] else 0.0
         return outer_stability.largest_rate(topology, options["outer_momentum"], pull)
 
@@ -517,6 +522,15 @@ class NoLoCo(OuterRule):
         )
         self._gamma = self._mu if consensus_rate is None else consensus_rate
         checks.positive("consensus_rate", self._gamma)
+        topology, first = self._network.topology, not self._network.processes.rank
+        if first and topology.n_workers > 1 and topology.symmetric and topology.period == 1:
+            largest = 2 * (1 + outer_momentum) / topology.largest_eigenvalue
+            if self._gamma > largest:
+                warnings.warn(
+                    f"consensus_rate={self._gamma:g}: use at most {largest:.3g} with topology="
+                    f"{topology.name}; models may diverge otherwise",
+                    stacklevel=2,
+                )
         fast = gradient_correction and self._alpha > 0.3
         if fast and outer_momentum > 0.7 and not self._network.processes.rank:
             warnings.warn(
