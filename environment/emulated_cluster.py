@@ -7,7 +7,8 @@ removes the hosts afterwards. All hosts are linked to one switch. --rate is the 
 in each direction, in bits per second in the notation of tc (10mbit, 1gbit, k is 1000), or none for
 no limit. --latency 20ms is the time from a host to another, beside that of the local kernel.
 With --launcher torchrun, a torchrun of its own on every host starts the process there,
-and they find each other by torchrun's rendezvous on host 0. Signals are forwarded to the launcher.
+or two with --launcher torchrun:2, and they find each other by torchrun's rendezvous on host 0.
+Signals are forwarded to the launcher.
 The exit code is the launcher's, or 2 if nothing could be run.
 
 The emulation limits the rate by a token bucket for each direction at both ends of every link.
@@ -59,7 +60,7 @@ from typing import NoReturn
 
 USAGE = (
     "python environment/emulated_cluster.py --hosts N --rate RATE [--latency TIME] "
-    "[--launcher mpirun|torchrun] -- COMMAND …"
+    "[--launcher mpirun|torchrun|torchrun:P] -- COMMAND …"
 )
 LAUNCHERS = ("mpirun", "torchrun")
 
@@ -127,8 +128,11 @@ def parse(arguments: list[str]) -> tuple[int, int | None, float, str, list[str]]
     if not re.fullmatch("[0-9]{1,9}", options.hosts) or not 1 <= int(options.hosts) <= MAX_HOSTS:
         raise Refused(f"--hosts {options.hosts}: use a whole number from 1 to {MAX_HOSTS}")
     rate, latency = bits_per_second(options.rate), seconds(options.latency)
-    if options.launcher not in LAUNCHERS:
-        raise Refused(f"--launcher {options.launcher}: use {' or '.join(LAUNCHERS)}")
+    if not re.fullmatch("mpirun|torchrun(:[1-9][0-9]?)?", options.launcher):
+        raise Refused(
+            f"--launcher {options.launcher}: use {' or '.join(LAUNCHERS)}, or torchrun:2 for two "
+            "processes on each host"
+        )
     if not command:
         raise Refused("there is nothing to run; end with -- and a command, like -- python train.py")
     return int(options.hosts), rate, latency, options.launcher, command
@@ -277,7 +281,9 @@ class Cluster:
         that of the first one that failed. The caller must have blocked SIGCHLD and the forwarded
         signals.
         """
-        commands = self._torchrun(command) if launcher == "torchrun" else [self._mpirun(command)]
+        name, _, count = launcher.partition(":")
+        several = name == "torchrun"
+        commands = self._torchrun(command, count or "1") if several else [self._mpirun(command)]
         as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         running = [
             subprocess.Popen(
@@ -317,12 +323,12 @@ class Cluster:
             *("sh", "-c", enter_host, "sh", *command),
         ]
 
-    def _torchrun(self, command: list[str]) -> list[list[str]]:
+    def _torchrun(self, command: list[str], processes: str) -> list[list[str]]:
         """The namespace of each host, and the command of its launcher."""
         return [
             [
                 *(host, sys.executable, "-m", "torch.distributed.run"),
-                *("--nnodes", str(len(self.hosts)), "--nproc-per-node", "1"),
+                *("--nnodes", str(len(self.hosts)), "--nproc-per-node", processes),
                 *("--rdzv-backend", "c10d", "--rdzv-id", self.name),
                 *("--rdzv-endpoint", f"{address(0)}:{PORT}"),
                 # By the name of this machine, which all hosts have, torchrun would find neither

@@ -16,10 +16,16 @@ depend on its row. The order of the tensors:
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+
+from powergossip import randomness
+
+if TYPE_CHECKING:
+    from powergossip.network.shards import Shards
 
 NORMALIZATION_LAYERS = (
     nn.modules.batchnorm._NormBase,  # batch and instance norm
@@ -53,7 +59,14 @@ class Layout:
 
     Args:
         decayed: Whether weight decay applies, for each tensor. None means all.
+
+    Attributes:
+        shards: The processes over which each tensor is divided, see ShardedLayout.
+        of_shard: Whether the tensors are blocks of larger ones.
     """
+
+    shards: "Shards | None" = None
+    of_shard = False
 
     def __init__(self, shapes: Iterable[Sequence[int]], decayed: Sequence[bool] | None = None):
         self.shapes = [tuple(shape) for shape in shapes]
@@ -85,6 +98,38 @@ class Layout:
             position += prod(shape)
         self.size = position  # D
         self.matrices_size = self.stacks[-1].stop if self.stacks else 0
+
+    @property
+    def whole(self) -> "Layout":
+        """The layout of the whole tensors, where those of a worker are divided over processes."""
+        return self
+
+    def local(self, stack: Stack) -> Stack:
+        """The part of a stack of whole tensors that this process has."""
+        return stack
+
+    def select(self, which: Iterable[int]) -> "Layout":
+        """The layout of some of the tensors, in this order. They may be repeated."""
+        return Layout(self.shapes[i] for i in which)
+
+    def norms(self, x: Tensor) -> Tensor:
+        """The norm of each worker's x [worker, D]: [worker, 1]."""
+        return x.norm(dim=1, keepdim=True)
+
+    def uniform(self, keys: Tensor, counter: int) -> Tensor:
+        """Uniform numbers for rounding, see randomness.uniform: float32 `[*keys.shape, D]`."""
+        return randomness.uniform(keys, counter, self.size)
+
+    def saved(self, x: Tensor) -> Any:
+        """x [..., D] for a saved state: the same memory."""
+        return x
+
+    def load(self, x: Tensor, saved: Any) -> None:
+        """x [..., D] ← its value in a saved state."""
+        x.copy_(saved)
+
+    def check_undivided(self, what: str) -> None:
+        """Raise ValueError if tensors are divided over processes, which this method cannot have."""
 
     def compressible(self, rank: int) -> list[Stack]:
         """The stacks with min(rows, columns) > rank: a prefix of `stacks`."""
@@ -174,21 +219,23 @@ def check_parameters(
     parameters: Sequence[Tensor],
     dtypes: Collection[torch.dtype] = (torch.float32,),
     hint: str = "for instance by model.float()",
+    sharded: bool = False,
 ) -> None:
     """Raise ValueError unless all are dense tensors of these dtypes on one device, each in memory
     of its own.
 
     Args:
         hint: Remedy in the error about parameters in other dtypes, apart from complex ones.
+        sharded: Whether they may be DTensors.
     """
     first_at: dict[int, int] = {}  # address → index
     for index, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
         if is_lazy(parameter):
             raise ValueError(f"{name} has no shape yet; run a batch through the model first")
-        if type(parameter.data) is not Tensor:
+        if type(parameter.data) is not Tensor and not sharded:
             raise ValueError(
                 f"{name} is a {type(parameter.data).__name__}; use plain tensors, whole in every "
-                "process"
+                "process, or GossipOptimizer with mesh= for sharded ones"
             )
         if parameter.layout is not torch.strided:
             raise ValueError(f"{name} is sparse ({parameter.layout}); use dense parameters")
@@ -205,7 +252,7 @@ def check_parameters(
             raise ValueError(
                 f"{name} is on {parameter.device}, others on {parameters[0].device}; use one device"
             )
-        if parameter.numel():
+        if parameter.numel() and not sharded:
             first = first_at.setdefault(parameter.data_ptr(), index)
             if first != index:
                 raise ValueError(

@@ -120,13 +120,15 @@ def bits(keys: Tensor, counter: int, shape: tuple[int, ...], start: Tensor | int
     return hashed.view(*hashed.shape[:-1], *shape)
 
 
-def uniform(keys: Tensor, counter: int, count: int, start: Tensor | int = 0) -> Tensor:
+def uniform(keys: Tensor, counter: int, count: int, first: int = 0) -> Tensor:
     """Independent uniform random numbers on [0, 1), for rounding: float32 `[*keys.shape, count]`.
 
     They are odd multiples of 2⁻¹⁷, so that their mean is ½ exactly and the mean of ⌊y + u⌋ is y up
-    to 2⁻¹⁷. Each element of `bits` gives four numbers, from element `start` on.
+    to 2⁻¹⁷. Each element of `bits` gives four numbers. `first` is the index of the first number.
     """
-    drawn = bits(keys, counter, (-(-count // 4),), start).view(torch.int16)[..., :count]
+    start, skipped = divmod(first, 4)
+    drawn = bits(keys, counter, (-(-(skipped + count) // 4),), start).view(torch.int16)
+    drawn = drawn[..., skipped : skipped + count]
     return drawn.float().add_(2**15 + 0.5).mul_(2**-16)
 
 

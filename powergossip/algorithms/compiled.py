@@ -50,7 +50,8 @@ def loops(network: Network, codec: Codec) -> "Loops | None":
     """The compiled loops of a codec, or None where PyTorch is to be used: where kernels.load says
     so, and for other compressors. All processes call it."""
     library = kernels.load(network)
-    if library is None or type(codec.compressor) not in _KINDS or not codec.size:
+    known = type(codec.compressor) in _KINDS and codec.layout.shards is None
+    if library is None or not known or not codec.size:
         return None
     return Loops(library, codec)
 

@@ -16,6 +16,7 @@ from powergossip.algorithms import compiled
 from powergossip.algorithms.averaging import Kind, Rate, column
 from powergossip.compressors import QSGD, BySize, Codec, pack, packed_size, unpack
 from powergossip.network import Conversation, Network, ToAll
+from powergossip.parameters import Layout
 
 # Why "auto", the best rate of plain gossip, is rejected.
 _AUTO = "; auto is too large here: leave it out for the default (docs/methods/{}.md)"
@@ -112,7 +113,7 @@ class ChocoGossip:
             return
         codec, t = self.codec, self._steps
         message = codec.encode(torch.sub(x, self._public, out=self._difference), t)
-        received = yield ToAll(message)
+        received = yield from codec.to_neighbors(message)
         codec.add(message, self._senders, t, self._public)
         codec.add(received, self._neighbors, t, self._publics)
         x[:, None].baddbmm_(self._rates[:, None], self._publics)
@@ -123,7 +124,7 @@ class ChocoGossip:
         """out_i ← Σ_j γ w_ij (ŷ_j − ŷ_i). Messages are in single precision, whatever that of x."""
         codec, t, rate = self.codec, self._steps, self._copy_rate
         message = codec.encode(torch.sub(x, self._public, out=self._difference).float(), t)
-        received = yield ToAll(message)
+        received = yield from codec.to_neighbors(message)
         own = codec.decode(message, self._senders, t)
         theirs = codec.decode(received, self._neighbors, t)
         if isinstance(rate, float | int) and rate == 1:
@@ -154,14 +155,14 @@ class ChocoGossip:
         """The entries public, x̂_i [worker, D], and publics, x̂_j [worker, neighbor, D]."""
         return {
             "steps": self._steps,
-            "public": self._public.clone(),
-            "publics": self._publics.clone(),
+            "public": self.codec.layout.saved(self._public.clone()),
+            "publics": self.codec.layout.saved(self._publics.clone()),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._steps = state["steps"]
-        self._public.copy_(state["public"])
-        self._publics.copy_(state["publics"])
+        self.codec.layout.load(self._public, state["public"])
+        self.codec.layout.load(self._publics, state["publics"])
         self._flow = None
 
     def begin_at(self, point: Tensor) -> None:
@@ -215,7 +216,7 @@ class DeepSqueeze:
             self._steps += 1
             return
         message = codec.encode(self._error.add_(x).float(), t)  # v, in single precision
-        received = yield ToAll(message)
+        received = yield from codec.to_neighbors(message)
         own = codec.decode(message, self._senders, t).to(x)
         self._error.sub_(own)
         theirs = codec.decode(received, slots.neighbors, t).to(x)
@@ -225,11 +226,11 @@ class DeepSqueeze:
 
     def state_dict(self) -> dict[str, Any]:
         """The entry error, δ_i [worker, D]."""
-        return {"steps": self._steps, "error": self._error.clone()}
+        return {"steps": self._steps, "error": self.codec.layout.saved(self._error.clone())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._steps = state["steps"]
-        self._error.copy_(state["error"])
+        self.codec.layout.load(self._error, state["error"])
 
 
 class Moniqua:
@@ -251,7 +252,7 @@ class Moniqua:
         mod(l_j − y, 3) − (l_i − y) = mod(l_j − c, 3) + c − l_i,   mod(n, 3) = n − 3 round(n/3)
 
     Args:
-        elements: Number D of elements.
+        layout: Layout of the D elements.
         theta: Bound θ on the differences between neighbors.
         diffusion_rate: Diffusion rate γ.
         seed: Seed of u.
@@ -263,7 +264,7 @@ class Moniqua:
     def __init__(
         self,
         network: Network,
-        elements: int,
+        layout: Layout,
         theta: Rate,
         diffusion_rate: Rate = 1.0,
         seed: int = 0,
@@ -272,7 +273,8 @@ class Moniqua:
         quantum = 2 * column(network, "theta", theta)  # δB [worker, 1]
         self._thrice = 3 * quantum
         self._rates = [rate * slots.weights * quantum for slots in network.rounds]
-        self._network, self._elements = network, elements
+        self._network, self._layout = network, layout
+        elements = self._elements = layout.size
         self._key = randomness.keys(seed, "moniqua", [()])[0].to(network.device)
         self._steps = 0
         shape, device = (network.rows, elements), network.device
@@ -284,7 +286,7 @@ class Moniqua:
 
     @cached_property
     def _loops(self) -> compiled.MoniquaLoops | None:
-        return compiled.moniqua_loops(self._network)
+        return compiled.moniqua_loops(self._network) if self._layout.shards is None else None
 
     @cached_property
     def _scratch(self) -> tuple[Tensor, ...]:
@@ -304,7 +306,7 @@ class Moniqua:
             self._steps += 1
             return
         c, (y, floats, l_i, thirds) = self._c, self._scratch
-        u = randomness.uniform(self._key, self._steps, self._elements)
+        u = self._layout.uniform(self._key, self._steps)
         torch.div(x, self._thrice, out=y).add_(0.5)
         y.sub_(torch.floor(y, out=floats)).mul_(3)  # mod(x_i + B/2, B)
         l_i.copy_(torch.add(y, u, out=floats)).clamp_(max=3)

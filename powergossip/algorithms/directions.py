@@ -137,6 +137,8 @@ class Directions:
         if workers > 1:  # then a layer is a batch over workers, as in parameters.batches
             stacks = [(1, length) for layers, length in stacks for _ in range(layers)]
         self._edges, self._rank, self._layers_and_lengths = edges, rank, stacks
+        self._whole = self._whole_of(stacks)
+        self._whole_size = rank * sum(layers * length for layers, length in self._whole)
         counts = [(max(workers, layers), neighbors, rank) for layers, _ in stacks]
         shapes = [(*count, length) for count, (_, length) in zip(counts, stacks, strict=True)]
 
@@ -164,7 +166,7 @@ class Directions:
         self._scales = PerDirection(counts, device, dtype)
         # If |d| ≤ τ max|s| elementwise, then ‖d‖ ≤ τ √length max|s| ≤ 2 τ √length ‖s_i‖.
         self._noise_bounds = PerDirection(counts, device, dtype)
-        for view, (_, length) in zip(self._noise_bounds.views, stacks, strict=True):
+        for view, (_, length) in zip(self._noise_bounds.views, self._whole, strict=True):
             view.fill_(2 * NOISE[dtype] * sqrt(length))
         if rank > 1:  # scratch memory of orthonormalization, in double precision
             self._wide = PerDirection(shapes, device, torch.float64)
@@ -173,6 +175,14 @@ class Directions:
             self._gram = self._wide.flat.new_zeros(sum(frames), rank, rank)
             self._grams = self._gram.split(frames)
             self._sign_matrices = torch.diag_embed(self._signs.flat.view(-1, rank).double())
+
+    def _whole_of(self, stacks: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+        """The layers and lengths of whole directions, for those of this process' part of them."""
+        return stacks
+
+    def _own(self, stack: int, whole: Tensor) -> Tensor:
+        """This process' part of whole directions [..., length] of a stack."""
+        return whole
 
     def weighted(self) -> PerDirection:
         """γ w_ij times the directions, in memory that the next call overwrites."""
@@ -196,18 +206,21 @@ class Directions:
 
     def unpack(self, message: Tensor) -> None:
         """Set the directions from the form of a message [worker, neighbor, M]."""
-        if message.shape != self._message.shape:
+        expected = (*self._message.shape[:2], self._whole_size)
+        if message.shape != expected:
             raise ValueError(
-                f"directions of shape {tuple(message.shape)} do not fit; "
-                f"this run's are {tuple(self._message.shape)}"
+                f"directions of shape {tuple(message.shape)} do not fit; this run's are {expected}"
             )
-        for view, directions in zip(self._views_of(message), self.views, strict=True):
-            directions.copy_(view)
+        whole = self._views_of(message, self._whole)
+        for stack, (view, directions) in enumerate(zip(whole, self.views, strict=True)):
+            directions.copy_(self._own(stack, view))
 
-    def _views_of(self, message: Tensor) -> list[Tensor]:
+    def _views_of(
+        self, message: Tensor, stacks: Sequence[tuple[int, int]] | None = None
+    ) -> list[Tensor]:
         """A message [worker, neighbor, M] as views [batch, neighbor, rank, length]."""
         views, start = [], 0
-        for layers, length in self._layers_and_lengths:
+        for layers, length in self._layers_and_lengths if stacks is None else stacks:
             size = layers * self._rank * length
             piece = message[:, :, start : start + size].unflatten(2, (layers, self._rank, length))
             views.append(piece[0].transpose(0, 1) if message.shape[0] == 1 else piece[:, :, 0])
@@ -230,20 +243,24 @@ class Directions:
         for their, own, difference in zip(theirs, ours, self.views, strict=True):
             torch.sub(their, own, out=difference)
         # A cheap necessary condition first, which rarely holds before the workers agree.
-        _compute_norms(self._directions, self._norms)
-        _compute_norms(self.own, self._own_norms)
+        self._compute_norms(self._directions, self._norms)
+        self._compute_norms(self.own, self._own_norms)
         if not (self._norms.flat <= self._noise_bounds.flat * self._own_norms.flat).any():
             return
-        for their, own, difference in zip(theirs, ours, self.views, strict=True):
-            size = torch.maximum(their.abs().amax(-1), own.abs().amax(-1))
-            difference[difference.abs().amax(-1) <= NOISE[size.dtype] * size] = 0
+        largest = (self._largest(views) for views in (theirs, ours, self.views))
+        for their, own, of_d, d in zip(*largest, self.views, strict=True):
+            d[of_d <= NOISE[d.dtype] * torch.maximum(their, own)] = 0
+
+    def _largest(self, views: Sequence[Tensor]) -> list[Tensor]:
+        """The largest magnitude in each direction of views [batch, neighbor, rank, length]."""
+        return [view.abs().amax(-1) for view in views]
 
     # --- Random directions ---
 
     def draw(self, counter: int) -> None:
         """Sample directions from the edges' random streams: the same at both ends."""
         edges = self._edges
-        drawn = randomness.normal(edges.key, counter, (self._message_size,))
+        drawn = randomness.normal(edges.key, counter, (self._whole_size,))
         self.unpack(drawn.to(edges.sign).mul_((edges.sign * (1 - edges.absent))[..., None]))
 
     def _redraw_collapsed(self, norms: Tensor, counter: int) -> bool:
@@ -257,17 +274,17 @@ class Directions:
         if norms.all():
             return False
         # For each direction, its index in the message: there begins its part of the edge's stream.
-        index = torch.arange(self._message_size, device=norms.device)
-        starts = self._views_of(index.expand(*self._edges.key.shape, -1))
+        index = torch.arange(self._whole_size, device=norms.device)
+        starts = self._views_of(index.expand(*self._edges.key.shape, -1), self._whole)
         collapsed = (norms == 0).split([sign.numel() for sign in self._signs.views])
-        for view, which, sign, start in zip(
-            self.views, collapsed, self._signs.views, starts, strict=True
-        ):
+        places = zip(starts, collapsed, self._signs.views, strict=True)
+        for stack, (start, which, sign) in enumerate(places):
             if which.any():
                 which = which.view(sign.shape)
                 key = self._edges.key[:, :, None].expand(sign.shape)
-                drawn = randomness.normal(key[which], counter, view.shape[3:], start[..., 0][which])
-                view[which] = drawn.to(sign) * sign[which][:, None]
+                length = start.shape[3:]
+                drawn = randomness.normal(key[which], counter, length, start[..., 0][which])
+                self.views[stack][which] = self._own(stack, drawn.to(sign)) * sign[which][:, None]
         return True
 
     # --- Orthonormal directions ---
@@ -284,18 +301,18 @@ class Directions:
 
     def round(self, counter: int) -> None:
         """p ← sign(p)/√length with sign(0) = +1, instead of normalizing."""
-        _compute_norms(self._directions, self._norms)
+        self._compute_norms(self._directions, self._norms)
         self._redraw_collapsed(self._norms.flat, counter)
-        for view, sign in zip(self.views, self._signs.views, strict=True):
-            size = 1 / sqrt(view.shape[-1])
+        for view, sign, (_, length) in zip(self.views, self._signs.views, self._whole, strict=True):
+            size = 1 / sqrt(length)
             view.copy_(torch.where(view * sign[..., None] >= 0, size, -size))
 
     def _normalize(self, counter: int) -> None:
         """p ← sign · p/‖p‖"""
         norms = self._norms
-        _compute_norms(self._directions, norms)
+        self._compute_norms(self._directions, norms)
         if self._redraw_collapsed(norms.flat, counter):
-            _compute_norms(self._directions, norms)
+            self._compute_norms(self._directions, norms)
             norms.flat.add_(self._absent)
         torch.div(self._signs.flat, norms.flat, out=self._scales.flat)
         for stack, scale in zip(self.stacks, self._scales.stacks, strict=True):
@@ -322,6 +339,10 @@ class Directions:
         self._wide.flat.copy_(self.flat)
         for frame, gram in zip(self._wide.frames, self._grams, strict=True):
             torch.bmm(frame, frame.mT, out=gram)
+
+    def _compute_norms(self, vectors: PerDirection, out: PerDirection) -> None:
+        for stack, norm in zip(vectors.stacks, out.stacks, strict=True):
+            torch.linalg.vector_norm(stack, dim=-1, out=norm)
 
 
 class MatrixSide(Directions):
@@ -384,8 +405,3 @@ def orthonormalizing(gram: Tensor, signs: Tensor) -> Tensor:
     gram.diagonal(dim1=1, dim2=2).mul_(1 + _RIDGE)
     factor = torch.linalg.cholesky_ex(gram).L
     return torch.linalg.solve_triangular(factor, signs, upper=False)
-
-
-def _compute_norms(vectors: PerDirection, out: PerDirection) -> None:
-    for stack, norm in zip(vectors.stacks, out.stacks, strict=True):
-        torch.linalg.vector_norm(stack, dim=-1, out=norm)

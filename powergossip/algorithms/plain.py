@@ -112,6 +112,7 @@ class RandomEntries:
     ):
         ok = checks.is_finite(keep_ratio) and 0 < keep_ratio <= 1
         checks.check("keep_ratio", keep_ratio, ok, "a fraction above 0, at most 1")
+        layout.check_undivided("sparta")
         self._gossip = PlainGossip(network, diffusion_rate)
         self._size, self._kept = layout.size, max(1, int(keep_ratio * layout.size))
         self._key = randomness.keys(seed, "sparta", [()])[0].to(network.device)

@@ -8,6 +8,7 @@ update of X are those of a `Side`: `MatrixSide` of directions.py, or on a CPU wi
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from powergossip import checks, kernels
@@ -16,6 +17,7 @@ from powergossip.algorithms.averaging import Kind, Rate, column
 from powergossip.algorithms.compiled_directions import compiled_sides
 from powergossip.algorithms.directions import EdgeConstants, Side, matrix_sides
 from powergossip.algorithms.plain import PlainGossip
+from powergossip.algorithms.sharded_directions import sharded_sides
 from powergossip.network import Conversation, Message, Network, ToAll
 from powergossip.parameters import Layout
 from powergossip.tensor_cache import TensorCache
@@ -97,12 +99,19 @@ class PowerGossip:
         self._warm_start = warm_start
         self._round_weights = round_weights
 
-        self._stacks = layout.compressible(rank)
-        library = kernels.load(network)
+        self._stacks, self._of_shard = layout.compressible(rank), layout.of_shard
+        whole = layout.whole.compressible(rank)
+        self._lengths = (  # of the directions of both sides
+            rank * sum(stack.layers * stack.rows for stack in whole),
+            rank * sum(stack.layers * stack.columns for stack in whole),
+        )
+        library, shards = kernels.load(network), layout.shards
         self._sides: list[tuple[Side, Side]] = []  # of each round
         for slots in network.rounds:
             edges = EdgeConstants(network, slots, rate, seed)
-            if library is not None:
+            if shards is not None:
+                self._sides.append(sharded_sides(edges, rank, self._stacks, whole, shards))
+            elif library is not None:
                 self._sides.append(compiled_sides(library, edges, rank, self._stacks))
             else:
                 self._sides.append(matrix_sides(edges, rank, self._stacks))
@@ -182,7 +191,8 @@ class PowerGossip:
 
     def state_dict(self) -> dict[str, Any]:
         """Under `matrices`, for each round of the topology: the number of iterations, and
-        `directions` [worker, neighbor, ...], the next p before orthonormalization.
+        `directions` [worker, neighbor, ...], the next p before orthonormalization. Those of shards
+        end with zeros, so that their shape does not depend on the iteration.
 
         `rest` is the state of plain gossip, which is empty.
         """
@@ -190,7 +200,7 @@ class PowerGossip:
             "matrices": {
                 "iterations": list(self._iterations),
                 "directions": [
-                    self._sides[t][iterations % 2].packed()
+                    self._padded(self._sides[t][iterations % 2].packed())
                     for t, iterations in enumerate(self._iterations)
                 ],
             },
@@ -202,4 +212,13 @@ class PowerGossip:
         matrices = state["matrices"]
         self._iterations = list(matrices["iterations"])
         for t, directions in enumerate(matrices["directions"]):
-            self._sides[t][self._iterations[t] % 2].unpack(directions)
+            side = self._iterations[t] % 2
+            if self._of_shard and directions.shape[-1] == max(self._lengths):
+                directions = directions[..., : self._lengths[side]]
+            self._sides[t][side].unpack(directions)
+
+    def _padded(self, directions: Tensor) -> Tensor:
+        if not self._of_shard:
+            return directions
+        missing = max(self._lengths) - directions.shape[-1]
+        return torch.nn.functional.pad(directions, (0, missing))

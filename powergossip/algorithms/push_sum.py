@@ -65,6 +65,8 @@ class PushSum:
             not running_sums or len(network.rounds) == 1,
             f"False with topology={network.topology.name}, which changes from round to round",
         )
+        if running_sums:
+            layout.check_undivided("running_sums=True")
         self._network, rows = network, network.rows
         where: Any = {"dtype": network.dtype, "device": network.device}
         # For each round: d_i [worker, 1], and whether a slot has a neighbor, [worker, 1] for each.

@@ -105,7 +105,7 @@ def of_choco(
     stable, move = compressor.stable_rate, topology.largest_move
     if callable(copy_rate(compressor)):
         return lambda elements: factor * min(1.0, stable(elements, 1) / move)
-    return factor * min([1.0, *(stable(m.rows, m.columns) / move for m in matrices(layout))])
+    return factor * min([1.0, *(stable(m.rows, m.columns) / move for m in matrices(layout.whole))])
 
 
 def copy_rate(compressor: Compressor) -> float | BySize:

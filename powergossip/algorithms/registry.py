@@ -107,7 +107,7 @@ def _moniqua(
         theta: Bound θ on the differences between neighbors.
         diffusion_rate: Diffusion rate γ.
     """
-    return Moniqua(network, layout.size, theta, diffusion_rate, seed)
+    return Moniqua(network, layout, theta, diffusion_rate, seed)
 
 
 # Registry names: `optimizer` in train.py, `algorithm` in gossip_run.py. A row is called with the
@@ -217,7 +217,7 @@ def warn_of_rate(
     if name in {**_DEFAULT_RATES, **_LARGEST_RATES} and isinstance(rate, float | int):
         by_default = default_rate(name, network.topology, layout, given, factor)
         if callable(by_default):
-            by_default = min(by_default(m.rows * m.columns) for m in matrices(layout))
+            by_default = min(by_default(m.rows * m.columns) for m in matrices(layout.whole))
         assert by_default is not None
         limit = _LARGEST_RATES.get(name, rates.MARGIN * by_default)
         rates.warn_of_compressed(name, network, rate, by_default, limit)

@@ -1,8 +1,8 @@
 """The codec: a worker's tensors through a compressor into one message of bytes, and back."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from powergossip import randomness
 from powergossip.compressors.compressor import BySize, Compressor, Levels, Senders, Stream
 from powergossip.compressors.packing import pack, packed_size, unpack
+from powergossip.network.message_types import ToAll
 from powergossip.parameters import Layout, Stack
 from powergossip.tensor_cache import TensorCache
 
@@ -29,6 +30,8 @@ class Codec:
     Attributes:
         size: Bytes of one worker's message.
         elements: Number D of elements.
+        layout: Layout of the D elements. Where it is that of blocks of rows, see
+            `Compressor.divides`.
         stacks: Stacks of the tensors in the message: matrices, and vectors as one column.
         plan: The places of their fields in a message.
         key: Key of their stream.
@@ -45,11 +48,22 @@ class Codec:
         device: torch.device | None = None,
         chosen: Callable[[int, int], bool] = lambda rows, columns: True,
     ):
-        self.compressor, self.elements = compressor, layout.size
-        self.stacks = [m for m in matrices(layout) if chosen(m.rows, m.columns)]
+        self.compressor, self.elements, self.layout = compressor, layout.size, layout
+        self._whole = [m for m in matrices(layout.whole) if chosen(m.rows, m.columns)]
+        self.stacks = [layout.local(stack) for stack in self._whole]
         self.linear = bool(getattr(compressor, "linear", False))
-        self.plan = Plan(compressor, self.stacks)
+        divides = getattr(compressor, "divides", "")
+        if layout.shards is not None and not divides:
+            raise ValueError(
+                f"compressor {type(compressor).__name__} of sharded matrices: use per_shard=True, "
+                "or a compressor that divides their rows"
+            )
+        self.plan = Plan(compressor, self._whole if divides == "whole" else self.stacks)
         self.size = self.plan.size
+        self._slices: Tensor | None = None  # of messages of whole matrices, for this shard
+        if layout.shards is not None and divides == "whole":
+            length = -(-self.size // layout.shards.size)
+            self._slices = torch.zeros(len(workers), length, dtype=torch.uint8, device=device)
         self.workers = torch.tensor(workers, dtype=torch.int64, device=device)
         self.seed = seed
         self.key = randomness.keys(seed, "compressor", [()])[0].to(device)
@@ -79,6 +93,22 @@ class Codec:
                 field.copy_(part)
         self._outgoing.write(self.message)
         return self.message
+
+    def to_neighbors(self, message: Tensor) -> Generator[Any, Any, Tensor]:
+        """Send the message to all neighbors, and return theirs: [worker, neighbor, bytes].
+
+        If all shards of a worker have the same message, each sends a part of it.
+        """
+        if self._slices is None:
+            received: Tensor = yield ToAll(message)
+            return received
+        shards = self.layout.shards
+        assert shards is not None
+        start, length = shards.rank * self._slices.shape[1], self._slices.shape[1]
+        own = message[:, start : start + length]
+        self._slices[:, : own.shape[1]] = own
+        parts = shards.gather((yield ToAll(self._slices)))
+        return torch.cat(list(parts), -1)[..., : self.size]
 
     def decode(self, message: Tensor, senders: Tensor, counter: int) -> Tensor:
         """C(x) of each sender: `[*, D]`, for messages `[*, bytes]` of the workers `senders` `[*]`.
@@ -119,17 +149,17 @@ class Codec:
         1 for elements that are not in the message.
         """
         found = torch.ones(self.elements, dtype=torch.float64, device=self.workers.device)
-        for stack in self.stacks:
-            found[stack.start : stack.stop] = value(stack.rows * stack.columns)
+        for stack, whole in zip(self.stacks, self._whole, strict=True):
+            found[stack.start : stack.stop] = value(whole.rows * whole.columns)
         return found
 
     def streams(self, senders: Tensor, counter: int) -> list[Stream]:
         """The random streams of the senders' layers, by stack."""
         if counter != self._counter:
             self._counter, self._kept = counter, [{} for _ in self.stacks]
-        of_all = Senders(self.key, senders, counter, self.elements)
-        pairs = zip(self.stacks, self._kept, strict=True)
-        return [Stream(of_all, stack, kept) for stack, kept in pairs]
+        of_all, shards = Senders(self.key, senders, counter, self.layout), self.layout.shards
+        rows = zip(self._whole, self.stacks, self._kept, strict=True)
+        return [Stream(of_all, whole, own, shards, kept) for whole, own, kept in rows]
 
     def _matrices_of(self, x: Tensor) -> list[Tensor]:
         """Views `[*, layer, row, column]` of x `[*, D]`, by stack."""

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from powergossip import randomness
-from powergossip.parameters import Stack
+from powergossip.network.shards import Shards
+from powergossip.parameters import Layout, Stack
 
 BySize = Callable[[int], float]  # the number of elements of a tensor → a rate
 
@@ -42,35 +43,68 @@ class Senders:
         key: Key of the seed.
         workers: Indices of the senders, int64 `[*]`.
         counter: Index of the step.
-        size: Number D of elements.
+        layout: Layout of the D elements.
     """
 
-    def __init__(self, key: Tensor, workers: Tensor, counter: int, size: int):
+    def __init__(self, key: Tensor, workers: Tensor, counter: int, layout: Layout):
         self.key, self.counter = key, counter
-        self._workers, self._size = workers, size
+        self._workers, self._layout = workers, layout
 
     @cached_property
     def uniform(self) -> Tensor:
         """Uniform on [0, 1), for rounding, drawn at the first access: float32 `[*, D]`."""
         keys = randomness.bits(self.key, 0, (1,), self._workers)[..., 0]
-        return randomness.uniform(keys, self.counter, self._size)
+        return self._layout.uniform(keys, self.counter)
 
 
 class Stream(NamedTuple):
-    """Random numbers of the layers of a stack, the same at sender and receiver.
+    """Random numbers of the layers of a stack, the same at sender and receiver, and norms.
 
     Each worker has one stream of D random numbers for each counter, and all workers share another.
     A matrix uses the part of either that corresponds to its elements among the D.
+
+    Attributes:
+        senders: The senders `[*]`.
+        stack: The stack of whole matrices.
+        own: The same, or this process' rows of it.
+        shards: The processes over which rows are divided, or None.
+        kept: Values of `once`, for one counter.
     """
 
-    senders: Senders  # [*]
+    senders: Senders
     stack: Stack
-    kept: dict[str, Tensor]  # values of `once`, for one counter
+    own: Stack
+    shards: Shards | None
+    kept: dict[str, Tensor]
+
+    @property
+    def entries(self) -> int:
+        """The number of entries of a whole matrix."""
+        return self.stack.rows * self.stack.columns
+
+    @property
+    def first(self) -> int:
+        """The position of this process' first entry in the whole matrix."""
+        return (
+            0
+            if self.shards is None
+            else self.shards.rows(self.stack.rows).start * self.stack.columns
+        )
+
+    def norm(self, v: Tensor, order: float) -> Tensor:
+        """The 1-, 2- or ∞-norm of each whole matrix, for entries v [*, entry]: [*, 1]."""
+        if self.shards is None:
+            return torch.linalg.vector_norm(v, order, dim=-1, keepdim=True)
+        if order == torch.inf:
+            padded = torch.nn.functional.pad(v.abs(), (0, 1))  # a block may be without rows
+            return self.shards.max_(padded.amax(-1, keepdim=True))
+        total = self.shards.sum_(v.double().abs().pow_(order).sum(-1, keepdim=True))
+        return total.pow_(1 / order).to(v.dtype)
 
     def uniform(self) -> Tensor:
         """Uniform float32 `[*, layer, rows · columns]` on [0, 1), for rounding."""
-        of_stack = self.senders.uniform[..., self.stack.start : self.stack.stop]
-        return of_stack.unflatten(-1, (self.stack.layers, -1))
+        of_stack = self.senders.uniform[..., self.own.start : self.own.stop]
+        return of_stack.unflatten(-1, (self.own.layers, self.own.rows * self.own.columns))
 
     def shared_bits(self, count: int) -> Tensor:
         """Random int64 [layer, count], the same for all senders."""
@@ -91,6 +125,9 @@ class Compressor(Protocol):
     All attributes may be left out.
 
     Attributes:
+        divides: How a matrix whose rows are divided over processes is compressed: "rows", each
+            process its own, with norms of `Stream.norm`; or "whole", all of them the same message.
+            If left out, such matrices are rejected.
         linear: Whether C is a linear map that is the same for all workers, with floats for fields.
             See compressors/__init__.py.
         stable_rate: Default stable_rate(rows, columns) of γ max_i (1 − w_ii) for CHOCO-Gossip with

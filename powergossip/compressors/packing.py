@@ -19,6 +19,8 @@ def pack(levels: Tensor, bits: int) -> Tensor:
     (j + 1) · bits − 1. Unused bits at the end are 0.
     """
     count = levels.shape[-1]
+    if not count:
+        return levels
     if 8 % bits == 0:  # a word of 8/bits integers becomes a byte
         fields = 8 // bits
         words = _words(levels, fields)
@@ -40,6 +42,8 @@ def pack(levels: Tensor, bits: int) -> Tensor:
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     """The inverse of `pack` for `count` integers: uint8 `[*, count]`."""
+    if not count:
+        return packed
     if 8 % bits == 0:
         words = _unpacked_bytes(bits, packed.device).index_select(0, packed.flatten().int())
         levels = words.view(torch.uint8).view(*packed.shape[:-1], packed.shape[-1] * (8 // bits))

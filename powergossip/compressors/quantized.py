@@ -19,6 +19,7 @@ class Identity:
     """
 
     linear: ClassVar[bool] = True
+    divides: ClassVar[str] = "rows"
     unbiased: ClassVar[bool] = True
     deepsqueeze_rate: ClassVar[float] = 1.0
 
@@ -46,6 +47,8 @@ class SignAndNorm:
     A NaN or infinity reaches every decoded entry through the mean.
     """
 
+    divides: ClassVar[str] = "rows"
+
     def stable_rate(self, rows: int, columns: int) -> float:
         """1/3. With more, a few entries that are large beside the mean may grow."""
         return 1 / 3
@@ -55,7 +58,7 @@ class SignAndNorm:
 
     def compress(self, v: Tensor, stream: Stream) -> tuple[Tensor, ...]:
         v = v.flatten(-2)
-        mean = torch.linalg.vector_norm(v, 1, dim=-1, keepdim=True).div_(v.shape[-1])
+        mean = stream.norm(v, 1).div_(stream.entries)
         return mean, torch.ge(v, 0)
 
     def decompress(self, fields: tuple[Tensor, ...], out: Tensor, stream: Stream) -> None:
@@ -81,6 +84,8 @@ class Rounding:
         ValueError: For levels below 1 or above 127 (more than 8 bits).
     """
 
+    divides: ClassVar[str] = "rows"
+
     levels: int = 4
 
     def __post_init__(self) -> None:
@@ -96,7 +101,7 @@ class Rounding:
 
     def compress(self, v: Tensor, stream: Stream) -> tuple[Tensor, ...]:
         v = v.flatten(-2)
-        largest = torch.linalg.vector_norm(v, torch.inf, dim=-1, keepdim=True)
+        largest = stream.norm(v, torch.inf)
         rounded = v.div(largest).mul_(self.levels).round_()
         return largest, rounded.add_(self.levels).nan_to_num_()  # 0/0 too: the norm is 0
 
@@ -130,6 +135,8 @@ class QSGD:
     Raises:
         ValueError: For levels below 1 or above 127 (more than 8 bits).
     """
+
+    divides: ClassVar[str] = "rows"
 
     levels: int = 4
     unbiased: bool = False
@@ -165,7 +172,7 @@ class QSGD:
 
     def compress(self, v: Tensor, stream: Stream) -> tuple[Tensor, ...]:
         v = v.flatten(-2)
-        norm = torch.linalg.vector_norm(v, dim=-1, keepdim=True)
+        norm = stream.norm(v, 2)
         scaled = v.abs().div_(norm).mul_(self.levels)
         rounded = scaled.add_(stream.uniform()).floor_().clamp_(max=self.levels)
         rounded = rounded.copysign_(v).add_(self.levels).nan_to_num_()  # 0/0 too: the norm is 0
@@ -174,7 +181,7 @@ class QSGD:
     def decompress(self, fields: tuple[Tensor, ...], out: Tensor, stream: Stream) -> None:
         norm, rounded = fields
         out = out.flatten(-2)
-        out.add_(rounded * (norm * self.factor(out.shape[-1])))
+        out.add_(rounded * (norm * self.factor(stream.entries)))
 
     def factor(self, elements: int) -> float:
         """scale/s for N elements."""

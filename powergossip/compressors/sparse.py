@@ -8,9 +8,11 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from powergossip import checks
 from powergossip.compressors.compressor import Field, Stream, nan_if_not_finite
+from powergossip.network.shards import Shards
 
 _KEEP_RATIO = 0.01  # by default
 
@@ -40,6 +42,8 @@ class TopK:
         ValueError: For keep_ratio outside (0, 1], a rank below 1, or both.
     """
 
+    divides: ClassVar[str] = "whole"
+
     keep_ratio: float = _KEEP_RATIO
     rank: int | None = None
 
@@ -60,13 +64,16 @@ class TopK:
         )
 
     def compress(self, v: Tensor, stream: Stream) -> tuple[Tensor, ...]:
-        kept, v = self.kept(*v.shape[-2:]), v.flatten(-2)
-        positions = _largest(v.abs(), kept)
-        return v.gather(-1, positions), positions
+        kept, v = self.kept(stream.stack.rows, stream.stack.columns), v.flatten(-2)
+        positions = _largest(v.abs(), min(kept, v.shape[-1]))
+        values = v.gather(-1, positions)
+        if stream.shards is None:
+            return values, positions
+        return _largest_of_shards(values, positions + stream.first, kept, stream.shards)
 
     def decompress(self, fields: tuple[Tensor, ...], out: Tensor, stream: Stream) -> None:
         values, positions = fields
-        out.flatten(-2).scatter_add_(-1, positions.long(), values.to(out.dtype))
+        _add_at(out, positions.long(), values, stream)
 
     def kept(self, rows: int, columns: int) -> int:
         """K"""
@@ -113,6 +120,7 @@ class _AtSharedPositions(ABC):
     """
 
     linear: ClassVar[bool] = True
+    divides: ClassVar[str] = "whole"
 
     keep_ratio: float = _KEEP_RATIO
     rank: int | None = None
@@ -132,10 +140,11 @@ class _AtSharedPositions(ABC):
         return (Field(torch.float32, self.kept(rows, columns)),)
 
     def compress(self, v: Tensor, stream: Stream) -> tuple[Tensor, ...]:
-        return (_at(v, self.positions(stream, *v.shape[-2:])),)
+        return (_at(v, self.positions(stream, stream.stack.rows, stream.stack.columns), stream),)
 
     def decompress(self, fields: tuple[Tensor, ...], out: Tensor, stream: Stream) -> None:
-        _add_at(out, self.positions(stream, *out.shape[-2:]), fields[0])
+        positions = self.positions(stream, stream.stack.rows, stream.stack.columns)
+        _add_at(out, positions.expand(*out.shape[:-2], -1), fields[0], stream)
 
     def kept(self, rows: int, columns: int) -> int:
         """K"""
@@ -202,17 +211,46 @@ def _random_kept(keep_ratio: float, rank: int | None, rows: int, columns: int) -
     return min(rows * columns, rank * (rows + columns))
 
 
-def _at(v: Tensor, positions: Tensor) -> Tensor:
+def _at(v: Tensor, positions: Tensor, stream: Stream) -> Tensor:
     """The entries of v [*, layer, row, column] at positions [layer, K]: [*, layer, K]. All are NaN
     if an entry of their matrix is not finite."""
     v = v.flatten(-2)
-    return v.gather(-1, positions.expand(*v.shape[:-1], -1)).add_(nan_if_not_finite(v))
+    positions = positions.expand(*v.shape[:-1], -1)
+    if stream.shards is None:
+        return v.gather(-1, positions).add_(nan_if_not_finite(v))
+    inside, own = _inside(positions, v.shape[-1], stream)
+    v = functional.pad(v, (0, 1))  # a block may be without rows
+    values = v.gather(-1, own).mul_(inside).add_(nan_if_not_finite(v))
+    return stream.shards.sum_(values)
 
 
-def _add_at(out: Tensor, positions: Tensor, values: Tensor) -> None:
-    """Add values [*, layer, K] at positions [layer, K] to out [*, layer, row, column]."""
-    out = out.flatten(-2)
-    out.scatter_add_(-1, positions.expand(*out.shape[:-1], -1), values.to(out.dtype))
+def _add_at(out: Tensor, positions: Tensor, values: Tensor, stream: Stream) -> None:
+    """Add values at positions, both [*, layer, K], to out [*, layer, row, column]."""
+    out, values = out.flatten(-2), values.to(out.dtype)
+    if stream.shards is not None:
+        inside, positions = _inside(positions, out.shape[-1], stream)
+        values = values.where(inside, 0)
+    if out.numel():
+        out.scatter_add_(-1, positions, values)
+
+
+def _inside(positions: Tensor, entries: int, stream: Stream) -> tuple[Tensor, Tensor]:
+    """Whether positions in whole matrices lie in this process' rows, and their positions there, or
+    0."""
+    own = positions - stream.first
+    inside = (own >= 0) & (own < entries)
+    return inside, own.where(inside, 0)
+
+
+def _largest_of_shards(
+    values: Tensor, positions: Tensor, count: int, shards: Shards
+) -> tuple[Tensor, Tensor]:
+    """The `count` values [*, own] of largest magnitude of all shards, and their positions."""
+    missing = (0, count - values.shape[-1])
+    values = torch.cat(list(shards.gather(functional.pad(values, missing))), -1)
+    positions = torch.cat(list(shards.gather(functional.pad(positions, missing, value=-1))), -1)
+    largest = values.abs().where(positions >= 0, -1).topk(count, sorted=False).indices
+    return values.gather(-1, largest), positions.gather(-1, largest)
 
 
 def distinct(bits: Callable[[int], Tensor], count: int, n: int) -> Tensor:

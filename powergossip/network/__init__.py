@@ -29,7 +29,14 @@ on the layout of workers over processes.
 
 from powergossip.network.checked_barrier import checked_barrier, checked_barrier_at_exit
 from powergossip.network.exits import report
-from powergossip.network.launch import BACKENDS, are_several, is_first, processes, processes_of
+from powergossip.network.launch import (
+    BACKENDS,
+    are_several,
+    is_first,
+    processes,
+    processes_of,
+    processes_of_replicas,
+)
 from powergossip.network.lost_messages import Losses
 from powergossip.network.message_types import (
     Conversation,
@@ -49,6 +56,7 @@ from powergossip.network.processes import (
     choose_device,
     torch_kept,
 )
+from powergossip.network.shards import Shards
 from powergossip.network.torch.processes import torch_group
 
 __all__ = [
@@ -63,6 +71,7 @@ __all__ = [
     "Network",
     "Processes",
     "Requests",
+    "Shards",
     "Slots",
     "ToAll",
     "ToEach",
@@ -75,6 +84,7 @@ __all__ = [
     "is_first",
     "processes",
     "processes_of",
+    "processes_of_replicas",
     "report",
     "together",
     "torch_group",

@@ -39,7 +39,7 @@ def end_together(found: Processes) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, BadInput) or (isinstance(error, Stopped) and error.in_all_processes):
-            if found.rank == 0:
+            if found.is_first:
                 report(error)
             found.finalize()
             # When the first process ends, the launcher may kill the others, and mpirun discards

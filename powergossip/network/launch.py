@@ -115,6 +115,25 @@ def _of_group(group: dist.ProcessGroup, backend: str = "auto") -> Processes:
     return found
 
 
+def processes_of_replicas(group: dist.ProcessGroup, shards: dist.ProcessGroup) -> Processes:
+    """The processes with the same shard of all replicas, where `shards` are those of a replica.
+
+    All processes of the replicas call it.
+    """
+    if dist.get_world_size(group) == 1:
+        return Processes()
+    for known, its_processes in _known:
+        if known == (group, shards):
+            return its_processes
+    from powergossip.network.torch.processes import ReplicaProcesses
+
+    found = ReplicaProcesses(group, _of_group(shards))
+    exits.end_together(found)
+    kernels.agree(found)
+    _known.append(((group, shards), found))
+    return found
+
+
 def _find(backend: str, file: str | None, rank: int, size: int) -> Processes:
     if backend not in BACKENDS:
         raise BadInput(f"distributed_backend={backend}: use {', '.join(BACKENDS)}")

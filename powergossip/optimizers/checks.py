@@ -92,12 +92,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer, parameters: Sequence[Tenso
 def check_same_everywhere(processes: Processes, subject: str, fact: Any) -> None:
     """Raise BadInput in all processes unless `fact` is equal in all."""
     everywhere = processes.gather(fact)
-    for process, other in enumerate(everywhere):
-        if other != everywhere[0]:
-            raise BadInput(
-                f"{subject} differs between processes: {other} in process {process}, "
-                f"{everywhere[0]} in process 0; use the same in all"
-            )
+    with processes.agreed():
+        for process, other in enumerate(everywhere):
+            if other != everywhere[0]:
+                raise BadInput(
+                    f"{subject} differs between processes: {other} in process {process}, "
+                    f"{everywhere[0]} in process 0; use the same in all"
+                )
 
 
 def check_same_shapes_everywhere(
@@ -106,8 +107,9 @@ def check_same_shapes_everywhere(
     """Raise BadInput in all processes unless the shapes are equal in all. `first` is the index of
     the first of these parameters in the optimizer."""
     everywhere = processes.gather([tuple(p.shape) for p in parameters])
-    for process, shapes in enumerate(everywhere):
-        check_shapes(shapes, everywhere[0], f"in process {process}", "in process 0", first)
+    with processes.agreed():
+        for process, shapes in enumerate(everywhere):
+            check_shapes(shapes, everywhere[0], f"in process {process}", "in process 0", first)
 
 
 def check_shapes(

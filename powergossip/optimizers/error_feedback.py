@@ -49,6 +49,7 @@ class ErrorFeedback(Aggregated):
         network: Network | None = None,
         *,
         process_group: Any = None,
+        mesh: Any = None,
     ):
         self.config = given = config or ErrorFeedbackConfig()
         super().__init__(
@@ -56,4 +57,5 @@ class ErrorFeedback(Aggregated):
             lambda net, layout: Aggregation(net, layout, compressor, given),
             network,
             process_group,
+            mesh,
         )

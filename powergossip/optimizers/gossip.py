@@ -32,6 +32,13 @@ from powergossip.optimizers.checks import (
 from powergossip.optimizers.gossip_engine import DTYPES, Averaged, trainable_of
 from powergossip.optimizers.gradients import Traffic
 from powergossip.optimizers.learning_rules import LearningRule, check_effective
+from powergossip.optimizers.sharded_parameters import (
+    Sharding,
+    check_sharding_options,
+    initial_state,
+    memory,
+    replicas,
+)
 from powergossip.optimizers.specification import (
     AllReduce,
     Averaging,
@@ -144,6 +151,8 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         message_dtype: str = "float32",
         process_group: Any = None,
         processes: Processes | None = None,
+        mesh: Any = None,
+        per_shard: bool = False,
         **options: Any,
     ):
         """Wrap `optimizer`.
@@ -156,17 +165,25 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
             process_group: The participants, one worker each: a group of torch.distributed, an
                 mpi4py communicator, a `Processes`, or None for all processes of the run.
             processes: Earlier name of process_group.
+            mesh: The dimension of a DeviceMesh along which replicas differ, such as
+                mesh["replica"], for parameters that are sharded along another one.
+            per_shard: Whether a shard compresses its block of a matrix as a matrix of its own.
             **options: Keyword arguments of `Method`: topology="ring", topology_options, seed=0, and
                 the options of the algorithm, which `algorithms.defaults("power-gossip")` lists.
         """
         group = processes if process_group is None else process_group
-        who = network.processes_of(group)
+        sharding = None
+        if mesh is None:
+            who = network.processes_of(group)
+        else:
+            who, sharding = _sharding(optimizer, mesh, group, per_shard)
         self.wrapped, self._of_all = optimizer, group is None
         self._local_steps, self._overlapping, self._steps = local_steps, overlapping, 0
         self._in_step = self._corrected = False
 
         with who.agreed():
             check_wrappable(optimizer, local_steps)
+            check_sharding_options(mesh, per_shard, message_dtype)
             self.method = as_method(method, options)
             if overlapping:
                 check_overlapping(self.method, "overlapping=True")
@@ -186,7 +203,7 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
             )
             if who.rank == 0:
                 self._learning.warn_of(self.method)
-            trainable = trainable_of(optimizer)
+            trainable = trainable_of(optimizer, sharded=sharding is not None)
         check_same_everywhere(who, "the learning rule", repr(self._learning))
         self._averaged = Averaged(
             "GossipOptimizer",
@@ -195,6 +212,7 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
             trainable[0],
             self._learning,
             message_dtype,
+            sharding,
         )
         self.network = self._averaged.network
         check_same_everywhere(who, "local_steps", local_steps)
@@ -204,6 +222,11 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         network.checked_barrier_at_exit(who, lambda: _steps_at_exit(own()))
         # torch.optim.Optimizer.__init__ is not called. This prepares hooks and profiling.
         self.__setstate__({})
+
+    @property
+    def bits_inside(self) -> int:
+        """Bits that this process has sent to the other shards of its replica, for averaging."""
+        return self._averaged.bits_inside
 
     # Attributes of the wrapped optimizer. Its load_state_dict replaces these objects.
 
@@ -298,7 +321,8 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
             raise RuntimeError("correct_() twice in a step; call it once, before the clipping")
         self._check_between_steps("correct_()")
         gradients = self._dense_gradients()
-        if not all(bool(gradient.isfinite().all()) for gradient in gradients):
+        finite = all(bool(memory(gradient).isfinite().all()) for gradient in gradients)
+        if not self._in_all_shards(finite):
             return
         self._take_gradients()
         self._mix_before_update()
@@ -341,11 +365,16 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         if not self._corrected:
             self._take_gradients()
         self._mix_before_update()
-        if found_inf is not None and found_inf.item():
+        if found_inf is not None and not self._in_all_shards(not found_inf.item()):
             return None
         if not self._corrected:
             self._direct()
         return self._update()
+
+    def _in_all_shards(self, holds: bool) -> bool:
+        """Whether something holds in all shards of this worker."""
+        sharding = self._averaged.sharding
+        return holds if sharding is None else sharding.shards.all(holds)
 
     def _update(self, *closure: Any) -> Any:
         self._averaged.before_update()
@@ -384,7 +413,7 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         try:
             with who.agreed():
                 self.wrapped.add_param_group(param_group)
-                trainable_of(self, required=False)
+                trainable_of(self, required=False, sharded=self._averaged.sharding is not None)
                 self._learning.check_groups()
             self._add(groups[-1]["params"])
         except ValueError:
@@ -439,14 +468,19 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state of the wrapped optimizer and, as "gossip", that of the averaging algorithm.
 
-        It is this worker's. Every process saves its own, and that of its model.
+        It is this worker's. Every process saves its own, and that of its model. With mesh=, all
+        tensors are DTensors, or equal in all shards: torch.distributed.checkpoint saves those of a
+        replica in the process group of its shards, and loads them into another number of shards.
         """
         self._check_between_steps("state_dict()")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         kind = {"optimizer": type(self.wrapped).__name__, "steps": self._steps}
         gossip = {**self._averaged.state_dict(), **kind}
-        state = {**self.wrapped.state_dict(), "gossip": gossip}
+        sharded = self._averaged.sharding is not None
+        fresh = sharded and self._steps == 0 and not self.wrapped.state
+        local = initial_state(self.wrapped) if fresh else self.wrapped.state_dict()
+        state = {**local, "gossip": gossip}
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, state)
             state = state if changed is None else changed
@@ -475,7 +509,10 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         if saved != kind:
             raise ValueError(f"the state is of {saved}; wrap the same optimizer, not {kind}")
         self._averaged.check_state(gossip)
-        self.wrapped.load_state_dict({k: v for k, v in state.items() if k != "gossip"})
+        local = {k: v for k, v in state.items() if k != "gossip"}
+        if self._averaged.sharding is not None and gossip["steps"] == 0:
+            local["state"] = {}  # that of initial_state
+        self.wrapped.load_state_dict(local)
         self._steps = gossip["steps"]
         self._averaged.load_state_dict(gossip)
         for after in self._optimizer_load_state_dict_post_hooks.values():
@@ -488,6 +525,14 @@ def _steps_at_exit(optimizer: GossipOptimizer | None) -> int | None:
         return None
     optimizer._averaged.receive()
     return optimizer._steps
+
+
+def _sharding(optimizer: Any, mesh: Any, group: Any, per_shard: bool) -> tuple[Processes, Sharding]:
+    """The processes of replicas along a mesh, and the shards of each."""
+    check_wrappable(optimizer, 1)
+    names, parameters = named(p for g in optimizer.param_groups for p in g["params"])
+    who, shards = replicas(mesh, names, parameters, group)
+    return who, Sharding(shards, per_shard)
 
 
 # --- Checks --------------------------------------------------------------------------------------

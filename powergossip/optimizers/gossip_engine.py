@@ -24,6 +24,13 @@ from powergossip.optimizers.checks import (
 from powergossip.optimizers.gradients import Traffic
 from powergossip.optimizers.learning_rules import LearningRule, PartRule
 from powergossip.optimizers.precision import HALF, Rounding, message_dtype_of, working_dtype
+from powergossip.optimizers.sharded_parameters import (
+    Sharding,
+    block,
+    memory,
+    reshard_modules,
+    write,
+)
 from powergossip.optimizers.specification import Specification
 from powergossip.parameters import PRECISIONS, Layout, check_parameters
 
@@ -48,21 +55,30 @@ class _Part:
         parameters: Sequence[Tensor],
         message_dtype: str,
         make_rule: Callable[[Sequence[Tensor], Layout, Tensor], PartRule],
+        sharding: Sharding | None = None,
     ):
         self.parameters = parameters
-        self.layout = Layout(p.shape for p in parameters)
+        if sharding is None:
+            self.layout = Layout(p.shape for p in parameters)
+        else:
+            self.layout = sharding.layout(parameters)
         dtype = message_dtype_of(message_dtype, parameters[0].dtype)
         self._rounding = None if dtype is None else Rounding(dtype)
         size, dtype = self.layout.size, working_dtype(parameters)
-        self.x = parameters[0].new_empty(1, size, dtype=dtype)
+        self.x = memory(parameters[0]).new_empty(1, size, dtype=dtype)
         self._views = self.layout.tensors(self.x[0])
         self._addresses: list[int] = []  # after `allocate`
         self.rule = make_rule(parameters, self.layout, self.x)
 
     def allocate(self, move: bool) -> None:
-        """Give x its values. `move`: parameters become views of it, if they have its dtype."""
+        """Give x its values. `move`: parameters become views of it, if they have its dtype and are
+        whole in this process."""
         self.load()
-        if move and self.parameters[0].dtype == self.x.dtype:
+        if (
+            move
+            and type(self.parameters[0].data) is Tensor
+            and self.parameters[0].dtype == self.x.dtype
+        ):
             for parameter, view in zip(self.parameters, self._views, strict=True):
                 parameter.data = view
             self._addresses = [view.data_ptr() for view in self._views]
@@ -72,17 +88,19 @@ class _Part:
         if not self._addresses:
             with torch.no_grad():
                 for parameter, view in zip(self.parameters, self._views, strict=True):
-                    view.copy_(parameter)
+                    view.copy_(block(parameter))
 
     def store(self) -> None:
         """The parameters ← x, rounded to their dtype."""
         if not self._addresses:
             with torch.no_grad():
                 for parameter, view in zip(self.parameters, self._views, strict=True):
-                    parameter.copy_(view)
+                    write(view, parameter)
 
     def start(self) -> Conversation | None:
         """The messages of the learning rule before the local update."""
+        if self.rule.reads_updates:
+            self.load()
         return self._prepared(self.rule.start())
 
     def move(self) -> Conversation | None:
@@ -98,16 +116,22 @@ class _Part:
 
     def before_update(self) -> None:
         """Announce a local update."""
-        if self.rule.rescales:
+        if self.rule.reads_updates:
             self.load()
         self.rule.before_update()
 
     def after_update(self) -> None:
         """Change x by the local update, as the learning rule has it."""
-        if self.rule.rescales:
+        if self.rule.reads_updates:
             self.load()
         self.rule.after_update()
-        if self.rule.rescales:
+        if self.rule.reads_updates:
+            self.store()
+
+    def end(self) -> None:
+        """End the step, after the last message."""
+        self.rule.end()
+        if self.rule.reads_updates:
             self.store()
 
     def check_memory(self, owner: str) -> None:
@@ -134,6 +158,7 @@ class Averaged(Traffic):
         message_dtype: "float32", or "parameter": messages about parameters in bfloat16 or float16
             have their dtype. Those about parameters in float64 always have 64 bits.
         learning: The learning rule.
+        sharding: The shards of each worker, whose processes are then those of one shard.
 
     Attributes:
         parts: Parameters that were added together, those of each dtype by themselves.
@@ -147,7 +172,9 @@ class Averaged(Traffic):
         like: Tensor,
         learning: LearningRule,
         message_dtype: str = "float32",
+        sharding: Sharding | None = None,
     ):
+        self.sharding = sharding
         self.owner, self.processes, self.method = owner, processes, method
         self.message_dtype, self._learning = message_dtype, learning
         with processes.agreed():
@@ -167,6 +194,11 @@ class Averaged(Traffic):
     def _active(self) -> list[_Part]:
         """The parts that gossip; none in a single process, which has no neighbors."""
         return self.parts if self._works else []
+
+    @property
+    def bits_inside(self) -> int:
+        """Bits that this process has sent to the other shards of its replica, for averaging."""
+        return 0 if self.sharding is None else self.sharding.shards.bits
 
     @property
     def rules(self) -> list[PartRule]:
@@ -204,6 +236,7 @@ class Averaged(Traffic):
                     [p for p in trained if p.dtype == dtype],
                     self.message_dtype,
                     partial(self._learning.build, self.network, self.method, index, steps),
+                    self.sharding,
                 )
                 self.method.warn_of_rate(self.network, part.layout)
                 self._learning.warn_of_rate(self.method, self.network)
@@ -212,11 +245,13 @@ class Averaged(Traffic):
             of_process_0 = [p for p in parameters if is_frozen(p)]
             self.frozen.extend(of_process_0)
             for parameter in of_process_0:  # one by one, since together they may be large
-                broadcast_from_process_0(self.processes, [parameter])
+                broadcast_from_process_0(self.processes, [memory(parameter)])
+        if self.sharding is not None:
+            reshard_modules()
         if self._works:
             for part in parts:
                 if move:
-                    broadcast_from_process_0(self.processes, part.parameters)
+                    broadcast_from_process_0(self.processes, [*map(memory, part.parameters)])
                 part.allocate(move)
         self.parts += parts
         self.in_step = False
@@ -311,8 +346,8 @@ class Averaged(Traffic):
         if mixing:
             self._send(mixing)
             self.receive()
-        for rule in self.rules:
-            rule.end()
+        for part in self._active:
+            part.end()
         self.in_step = False
 
     # --- The mean model ---
@@ -330,11 +365,15 @@ class Averaged(Traffic):
         for part in self._active:
             part.x[0].copy_(self.network.mean(part.x))
             part.store()
+        if self.sharding is not None:
+            reshard_modules()
         self.in_mean = True
         try:
             yield
         finally:
             self.in_mean = False
+            if self.sharding is not None:
+                reshard_modules()
             for part, x in zip(self._active, own, strict=True):
                 part.x.copy_(x)
                 part.store()
@@ -346,6 +385,8 @@ class Averaged(Traffic):
         others = {} if self.message_dtype == "float32" else {"message_dtype": self.message_dtype}
         if self.network.dtype != torch.float32:
             others["dtype"] = str(self.network.dtype)
+        if self.sharding is not None:
+            others |= self.sharding.facts()
         return {
             "version": _VERSION,
             **self.method.facts(),
@@ -353,17 +394,18 @@ class Averaged(Traffic):
             **others,
             "n_workers": self.n_workers,
             "worker": self.processes.rank,
-            "shapes": [[list(shape) for shape in part.layout.shapes] for part in self.parts],
+            "shapes": [[list(p.shape) for p in part.parameters] for part in self.parts],
         }
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this worker's learning rules, with that of their averaging algorithms."""
         self.receive()
-        return {
+        state = {
             **self._facts(),
             "averaging": [part.rule.state_dict() for part in self.parts],
             "network": self.network.state_dict(),
         }
+        return state if self.sharding is None else self.sharding.saved(state)
 
     def check_state(self, saved: Mapping[str, Any]) -> None:
         """Raise ValueError unless the facts of a saved state are those of this object."""
@@ -372,6 +414,8 @@ class Averaged(Traffic):
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict()`, after `check_state`."""
         self.receive()
+        if self.sharding is not None:
+            saved = self.sharding.loaded(saved)
         for part, state in zip(self.parts, saved["averaging"], strict=True):
             part.rule.load_state_dict(state)
         self.in_step = False
@@ -409,11 +453,14 @@ def _check_state(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 _STATE_KEYS = {"steps", "averaging", "network"}  # not facts
 
 
-def trainable_of(optimizer: torch.optim.Optimizer, required: bool = True) -> list[Tensor]:
+def trainable_of(
+    optimizer: torch.optim.Optimizer, required: bool = True, sharded: bool = False
+) -> list[Tensor]:
     """The trainable parameters.
 
     Args:
         required: Whether parameters without elements are an error.
+        sharded: Whether they may be DTensors.
 
     Raises:
         ValueError: For parameters that cannot be averaged.
@@ -421,7 +468,7 @@ def trainable_of(optimizer: torch.optim.Optimizer, required: bool = True) -> lis
     names, parameters = named(p for group in optimizer.param_groups for p in group["params"])
     trainable = [i for i, p in enumerate(parameters) if not is_frozen(p)]
     found = [parameters[i] for i in trainable]
-    check_parameters([names[i] for i in trainable], found, DTYPES)
+    check_parameters([names[i] for i in trainable], found, DTYPES, sharded=sharded)
     if required and not any(p.numel() for p in found):
         raise ValueError(
             "the optimizer has no trainable parameters with elements; use those of a model"

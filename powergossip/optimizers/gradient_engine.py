@@ -22,7 +22,7 @@ class Aggregated(CompressedMean):
     """The mean of the compressed gradients of these parameters over all processes.
 
     Args:
-        params, network, process_group: As for `PowerSGD`.
+        params, network, process_group, mesh: As for `PowerSGD`.
         build: Function that constructs the aggregation.
 
     Attributes:
@@ -38,8 +38,9 @@ class Aggregated(CompressedMean):
         build: Build,
         network: Network | None = None,
         process_group: Any = None,
+        mesh: Any = None,
     ):
-        super().__init__(Gradients(params, network, process_group=process_group))
+        super().__init__(Gradients(params, network, process_group=process_group, mesh=mesh))
         self._aggregation = build(self.network, self.flat.layout)
 
     @property

@@ -21,6 +21,7 @@ from powergossip.optimizers.checks import (
     named,
 )
 from powergossip.optimizers.precision import message_dtype_of, working_dtype
+from powergossip.optimizers.sharded_parameters import memory, replicas
 from powergossip.parameters import Layout, check_parameters, matrix_shape
 
 FLOATING_POINT = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -57,11 +58,14 @@ class Gradients:
         network: A network with one worker per process, by default that of the process group.
         process_group: A group of torch.distributed, an mpi4py communicator, a `Processes`, or None
             for all processes of the run.
+        mesh: For parameters that are sharded over another dimension of a DeviceMesh, the one along
+            which replicas differ. Each shard's block of a parameter then counts as a parameter.
         dtypes: Accepted dtypes of parameters.
         vectors_are_matrices: Whether a vector is laid out as a matrix with one column.
 
     Attributes:
-        parameters: The trained parameters, in the given order.
+        parameters: The trained parameters, in the given order, without those of which this shard
+            has no rows.
         network, layout: The network, and the layout of the parameters.
         dtype: Dtype of the buffers, see `working_dtype`.
         gradient, mean: Buffers [1, D] for a gradient and for the workers' mean.
@@ -78,6 +82,7 @@ class Gradients:
         network: Network | None = None,
         *,
         process_group: Any = None,
+        mesh: Any = None,
         dtypes: Collection[torch.dtype] = (torch.float32,),
         vectors_are_matrices: bool = False,
     ):
@@ -89,7 +94,11 @@ class Gradients:
             names[index]: tensor for index, tensor in enumerate(tensors) if is_frozen(tensor)
         }
         self._dtypes = dtypes
-        comm = processes_for(network, process_group)
+        if mesh is None:
+            comm = processes_for(network, process_group)
+        else:
+            comm, _ = replicas(mesh, names, tensors, network or process_group)
+        self._without_rows: list[Tensor] = []
         with comm.agreed():
             if not tensors:
                 raise ValueError("there are no parameters; use model.parameters()")
@@ -98,10 +107,13 @@ class Gradients:
                     f"all {len(tensors)} parameters are frozen; use requires_grad_() for those "
                     "that are trained"
                 )
-            check_parameters(self._names, self.parameters, dtypes)
+            check_parameters(self._names, self.parameters, dtypes, sharded=mesh is not None)
             for name, parameter in zip(self._names, self.parameters, strict=True):
                 if not parameter.numel():
                     raise ValueError(f"{name} has no elements; leave it out")
+        if mesh is not None:
+            with comm.agreed():
+                self._leave_out_empty_blocks()
         device = self.parameters[0].device
         self.network = network or network_of_all(comm, device)
         check_one_worker(self.network)
@@ -109,22 +121,31 @@ class Gradients:
         check_same_everywhere(comm, "the list of frozen parameters", list(self._frozen))
         dtypes_of_all = [str(parameter.dtype) for parameter in self.parameters]
         check_same_everywhere(comm, "the dtype of parameters", dtypes_of_all)
-        shapes = [tuple(p.shape) for p in self.parameters]
+        shapes = [tuple(memory(p).shape) for p in self.parameters]
         self.layout = Layout(map(matrix_shape, shapes) if vectors_are_matrices else shapes)
         self.dtype = working_dtype(self.parameters)
         self.gradient = torch.zeros(1, self.layout.size, device=device, dtype=self.dtype)
         self.mean = torch.zeros_like(self.gradient)
         self.gradients = self._views(self.gradient)
         self.means = self._views(self.mean)
-        broadcast_from_process_0(comm, self.parameters)
+        broadcast_from_process_0(comm, [*map(memory, self.parameters)])
         checked_barrier_at_exit(comm, lambda: None)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         tensors = zip(self.layout.tensors(flat[0]), self.parameters, strict=True)
-        return [tensor.view(parameter.shape) for tensor, parameter in tensors]
+        return [tensor.view(memory(parameter).shape) for tensor, parameter in tensors]
+
+    def _leave_out_empty_blocks(self) -> None:
+        found = list(zip(self._names, self.parameters, strict=True))
+        self._without_rows = [p for _, p in found if not memory(p).numel()]
+        self._names = [name for name, p in found if memory(p).numel()]
+        self.parameters = [p for _, p in found if memory(p).numel()]
+        if not self.parameters:
+            raise ValueError("a shard has no rows of any parameter; use fewer shards")
 
     def of_loop(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-        """Return the gradients p.grad, in the order of the parameters. Clear those of frozen ones.
+        """Return the gradients p.grad, or their blocks, in the order of the parameters. Clear those
+        of frozen ones.
 
         Raises ValueError if one is missing, sparse or of another dtype, for an optimizer of other
         parameters, and for a parameter that was frozen or released since construction.
@@ -135,9 +156,12 @@ class Gradients:
         for name, parameter in self._frozen.items():
             if not is_frozen(parameter):
                 raise ValueError(f"{name} was frozen at construction; construct this again")
-        check_optimizer(optimizer, self.parameters)
+        check_optimizer(optimizer, [*self.parameters, *self._without_rows])
         clear_frozen_gradients(optimizer)
-        return check_gradients(self._names, self.parameters, required=True, dtypes=self._dtypes)
+        gradients = check_gradients(
+            self._names, self.parameters, required=True, dtypes=self._dtypes
+        )
+        return [*map(memory, gradients)]
 
     def message_dtype(self, name: str) -> torch.dtype | None:
         """The dtype of messages in half precision, or None. See `precision.message_dtype_of`.

@@ -16,6 +16,7 @@ from powergossip.algorithms import learning
 from powergossip.network import Conversation, Network
 from powergossip.optimizers.checks import is_frozen, named
 from powergossip.optimizers.precision import HALF
+from powergossip.optimizers.sharded_parameters import block, shaped_like
 from powergossip.optimizers.specification import Specification, check_type
 from powergossip.parameters import Layout
 from powergossip.topologies import Topology
@@ -295,7 +296,7 @@ class PartRule:
     A step without a local update leaves out the four in the middle. Then the displacement is 0.
 
     Attributes:
-        rescales: Whether the rule changes x by the local update, see averaging.Weighted.
+        reads_updates: Whether the rule depends on the local update, or changes x after messages.
     """
 
     def __init__(
@@ -309,7 +310,7 @@ class PartRule:
         gradient: Tensor | None,
     ):
         self._learning, self._rule, self._local = learning_rule, rule, local
-        self.rescales = rule.rescales
+        self.reads_updates = rule.rescales or not rule.half_precision
         self._parameters, self._values = parameters, layout.tensors(x[0])
         self._x, self._g = x, gradient  # g is None where the rule leaves the gradient as it is
         self._directions = [] if gradient is None else layout.tensors(gradient[0])
@@ -345,7 +346,7 @@ class PartRule:
             if parameter.grad is None:
                 g.zero_()
             else:
-                g.copy_(parameter.grad.detach())
+                g.copy_(block(parameter.grad.detach()))
             if id(parameter) in self._decays:
                 g.add_(x, alpha=self._decays[id(parameter)])
 
@@ -359,7 +360,7 @@ class PartRule:
         for parameter, g, x in rows:
             if id(parameter) in self._decays:
                 g.sub_(x, alpha=self._decays[id(parameter)])
-            parameter.grad = g
+            parameter.grad = shaped_like(g, parameter)
 
     def before_update(self) -> None:
         """Keep x, for the displacement."""

@@ -33,6 +33,12 @@ from powergossip.optimizers.checks import (
 from powergossip.optimizers.gossip_engine import DTYPES, Averaged
 from powergossip.optimizers.learning_rules import averaging_only
 from powergossip.optimizers.precision import message_dtype_of
+from powergossip.optimizers.sharded_parameters import (
+    Sharding,
+    check_sharding_options,
+    processes_along,
+    replicas,
+)
 from powergossip.optimizers.specification import Specification, as_method
 from powergossip.parameters import Layout, check_parameters
 
@@ -62,7 +68,7 @@ class GossipModelAverager(ModelAverager):
         process_group: The participants, one worker each: a group of torch.distributed, an mpi4py
             communicator, a `Processes`, or None for all processes of the run. No default group of
             torch.distributed is needed.
-        message_dtype, options: As for `GossipOptimizer`.
+        message_dtype, mesh, per_shard, options: As for `GossipOptimizer`.
 
     Attributes:
         step: Number of calls of `average_parameters`, as in torch.
@@ -82,17 +88,24 @@ class GossipModelAverager(ModelAverager):
         warmup_steps: int = 0,
         process_group: Any = None,
         message_dtype: str = "float32",
+        mesh: Any = None,
+        per_shard: bool = False,
         **options: Any,
     ):
         # ModelAverager.__init__ is not called: it requires a default group of torch.distributed.
         self.process_group = process_group
         self.step = 0
-        self._processes = processes = network.processes_of(process_group)
+        if mesh is None:
+            self._processes = processes = network.processes_of(process_group)
+        else:
+            self._processes = processes = processes_along(mesh, process_group)
+        self._mesh, self._per_shard = mesh, per_shard
         with processes.agreed():
             for name, value, least in (("period", period, 1), ("warmup_steps", warmup_steps, 0)):
                 ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
                 checks.check(name, value, ok, f"an integer, {least} or more")
             self.method = as_method(method, options)
+            check_sharding_options(mesh, per_shard, message_dtype)
             message_dtype_of(message_dtype, torch.float32)
             small = Layout([(2, 2)])  # the options are checked before training, too
             small_network = self.method.network(processes, torch.device("cpu"))
@@ -135,6 +148,10 @@ class GossipModelAverager(ModelAverager):
     def _prepared(self, params: Params | Iterable[dict[str, Any]]) -> Averaged:
         """The averaging of these parameters, after adding those that are new."""
         names, tensors = named(_tensors(params))
+        sharding = None
+        if self._mesh is not None and self._averaged is None:
+            self._processes, shards = replicas(self._mesh, names, tensors)
+            sharding = Sharding(shards, self._per_shard)
         with self._processes.agreed():
             trained = [i for i, tensor in enumerate(tensors) if not is_frozen(tensor)]
             parameters = [tensors[i] for i in trained]
@@ -145,7 +162,8 @@ class GossipModelAverager(ModelAverager):
                     f"{len(parameters) - len(fresh)} of the {len(known)} parameters that were "
                     "averaged before are given; give all of them in each step, and freeze none"
                 )
-            check_parameters([names[i] for i in trained], parameters, DTYPES)
+            whole = self._mesh is None
+            check_parameters([names[i] for i in trained], parameters, DTYPES, sharded=not whole)
             if not parameters:
                 raise ValueError("there are no trainable parameters; use those of a model")
         if self._averaged is None:
@@ -156,6 +174,7 @@ class GossipModelAverager(ModelAverager):
                 parameters[0],
                 averaging_only(),
                 self._message_dtype,
+                sharding,
             )
         # The same additions as in the run whose state was loaded, and one for all others.
         restored = self._restored
@@ -184,6 +203,11 @@ class GossipModelAverager(ModelAverager):
         if self._averaged is not None:
             return self._averaged.bits
         return 0 if self._restored is None else int(self._restored["network"]["bits"][0])
+
+    @property
+    def bits_inside(self) -> int:
+        """Bits that this process has sent to the other shards of its replica, for averaging."""
+        return 0 if self._averaged is None else self._averaged.bits_inside
 
     @contextmanager
     def mean_model(self) -> Iterator[None]:

@@ -48,6 +48,7 @@ from powergossip.optimizers.gradients import (
     processes_for,
 )
 from powergossip.optimizers.precision import MESSAGE_DTYPES, Rounding, working_dtype
+from powergossip.optimizers.sharded_parameters import shaped_like
 from powergossip.parameters import matrix_shape
 
 
@@ -141,6 +142,7 @@ class _LowRank(CompressedMean, Aggregator):
         network: Network | None,
         process_group: Any,
         message_dtype: str,
+        mesh: Any,
         *,
         vectors_are_matrices: bool = False,
     ):
@@ -149,6 +151,7 @@ class _LowRank(CompressedMean, Aggregator):
             params,
             network,
             process_group=process_group,
+            mesh=mesh,
             dtypes=FLOATING_POINT,
             vectors_are_matrices=vectors_are_matrices,
         )
@@ -253,6 +256,8 @@ class PowerSGD(_LowRank):
         message_dtype: "float32", or "parameter", with which messages about parameters in bfloat16
             or float16 have half the bits. Their rounding errors are not in the error that is fed
             back.
+        mesh: The dimension of a DeviceMesh along which replicas differ, such as mesh["replica"],
+            for parameters that are sharded along another one. Each shard compresses its blocks.
 
     Attributes:
         flat: The parameters, the error and the mean as `Gradients`.
@@ -269,16 +274,17 @@ class PowerSGD(_LowRank):
         *,
         process_group: Any = None,
         message_dtype: str = "float32",
+        mesh: Any = None,
     ):
         self.config = config
-        super().__init__(params, config, network, process_group, message_dtype)
+        super().__init__(params, config, network, process_group, message_dtype, mesh)
 
     @property
     def is_compressed_mask(self) -> list[bool]:
         """Whether each parameter is compressed."""
         return [
-            len(p.shape) >= 2 and self.config.compresses(*matrix_shape(p.shape))
-            for p in self.flat.parameters
+            len(shape) >= 2 and self.config.compresses(*matrix_shape(shape))
+            for shape in self.flat.layout.shapes
         ]
 
 
@@ -310,6 +316,7 @@ class BasicPowerSGD(_LowRank):
         *,
         process_group: Any = None,
         message_dtype: str = "float32",
+        mesh: Any = None,
     ):
         self.config = config
         everything = PowerSGDConfig(
@@ -319,7 +326,13 @@ class BasicPowerSGD(_LowRank):
             start_compressing_after_num_steps=0,
         )
         super().__init__(
-            params, everything, network, process_group, message_dtype, vectors_are_matrices=True
+            params,
+            everything,
+            network,
+            process_group,
+            message_dtype,
+            mesh,
+            vectors_are_matrices=True,
         )
 
 
@@ -337,7 +350,7 @@ def optimizer_step(optimizer: torch.optim.Optimizer, aggregator: Aggregator) -> 
     parameters, gradients = aggregator.collect(optimizer)
     means = aggregator.aggregate(gradients)
     for parameter, mean in zip(parameters, means, strict=True):
-        parameter.grad = mean.to(parameter.dtype)
+        parameter.grad = shaped_like(mean.to(parameter.dtype), parameter)
     try:
         optimizer.step()
     finally:
@@ -347,4 +360,5 @@ def optimizer_step(optimizer: torch.optim.Optimizer, aggregator: Aggregator) -> 
 def _set_errors(parameters: Sequence[Tensor], errors: Sequence[Tensor]) -> None:
     """p.grad ← the error, or None if it has another precision."""
     for parameter, error in zip(parameters, errors, strict=True):
-        parameter.grad = error if error.dtype == parameter.dtype else None
+        same = error.dtype == parameter.dtype
+        parameter.grad = shaped_like(error, parameter) if same else None

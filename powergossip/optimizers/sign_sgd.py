@@ -43,6 +43,7 @@ class SignSGD(Aggregated):
         network: Network | None = None,
         *,
         process_group: Any = None,
+        mesh: Any = None,
     ):
         self.config = given = config or SignSGDConfig()
         super().__init__(
@@ -50,4 +51,5 @@ class SignSGD(Aggregated):
             lambda net, layout: SignSGDAggregation(net, layout, given),
             network,
             process_group,
+            mesh,
         )

@@ -84,7 +84,8 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 def stream(stack: Stack, workers: int = 1) -> Stream:
     """The random stream of a stack's layers, for 1000 entries a worker."""
     key = randomness.keys(0, "test", [()])[0]
-    return Stream(Senders(key, torch.arange(workers), 0, 1000), stack, {})
+    senders = Senders(key, torch.arange(workers), 0, Layout([(1000,)]))
+    return Stream(senders, stack, stack, None, {})
 
 
 def draws_of(matrices: int, numbers: int) -> Callable[[int], Tensor]:
@@ -582,7 +583,7 @@ def test_qsgd_of_a_single_large_entry_stays_on_its_grid(monkeypatch: pytest.Monk
 # --- Packing --------------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 8), st.integers(1, 50), st.integers(0, 3), st.integers(0, 99))
+@given(st.integers(1, 8), st.integers(0, 50), st.integers(0, 3), st.integers(0, 99))
 def test_unpack_inverts_pack(bits: int, count: int, offset: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     levels = torch.randint(2**bits, (2, 3, count + offset), generator=generator).to(torch.uint8)

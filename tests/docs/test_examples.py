@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,7 @@ TASKS = {
 
 
 def test_every_example_has_its_row() -> None:
-    assert sorted({**EXAMPLES, **TASKS}) == sorted(
+    assert sorted([*EXAMPLES, *TASKS, "fsdp.py"]) == sorted(
         p.name for p in (launch.ROOT / "examples").glob("*.py")
     )
 
@@ -67,6 +68,29 @@ def test_an_example_learns(name: str, processes: int | None) -> None:
     assert float(accuracy) > shown.least
     expected = shown.alone if processes is None else shown.together
     assert re.search(expected, ended.stdout, re.MULTILINE), ended.stdout
+
+
+@pytest.mark.slow
+def test_sharded_replicas_learn_and_resume_with_other_shards(tmp_path: Path) -> None:
+    def ends(processes: int, *arguments: str) -> str:
+        given = ["replicas=2", "steps=60", "every=40", f"folder={tmp_path}", *arguments]
+        ended = launch.python(
+            *("examples/fsdp.py", *given), processes=processes, launcher="torchrun", timeout=240
+        )
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
+    whole = ends(4)
+    (bits,) = re.findall(r"mean model: (\d\.\d+) bits per byte", whole)
+    assert float(bits) < 3.9
+    # 3 rounds of four iterations of each side, one neighbor, 4 bytes an element, as gpt.py
+    assert "sent by each replica: 186.6 kB" in whole
+    for replica in range(2):
+        shutil.rmtree(tmp_path / f"replica-{replica}" / "60")
+    again = ends(4)
+    assert again.splitlines()[0] == "resumed after step 40"
+    assert again.splitlines()[-2:] == whole.splitlines()[-2:]
+    assert "resumed after step 60" in ends(2)
 
 
 @pytest.mark.parametrize(("name", "processes"), [("tabular.py", PROCESSES), ("tokens.py", None)])

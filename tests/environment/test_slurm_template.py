@@ -226,6 +226,65 @@ def test_without_setup_the_error_names_it(job: Job) -> None:
     assert "bash environment/setup.sh" in errors
 
 
+# --- Sharded replicas -----------------------------------------------------------------------------
+
+PROGRAM = """
+import os, sys
+print(os.environ["RANK"], os.environ["WORLD_SIZE"], *sys.argv[1:])
+"""
+
+
+def of_replicas(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """fsdp.sbatch on one node, with stand-ins for srun and scontrol."""
+    repository = folder / "repository"
+    (repository / ".venv" / "bin").mkdir(parents=True, exist_ok=True)
+    (repository / ".venv" / "bin" / "activate").touch()
+    (repository / "mine.py").write_text(PROGRAM)
+    executable(folder / "bin" / "srun", 'exec "$@"')
+    executable(folder / "bin" / "scontrol", '[ "$*" = "show hostnames a[1-2]" ] && echo localhost')
+    given = {
+        "SLURM_JOB_ID": "17",
+        "SLURM_JOB_NODELIST": "a[1-2]",
+        "SLURM_NNODES": "1",
+        "SLURM_SUBMIT_DIR": str(repository),
+        "PROGRAM": "mine.py",
+        "PROCESSES": "2",
+        "PORT": "0",
+        "PATH": f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+    } | variables
+    return subprocess.run(
+        ["/bin/bash", TEMPLATE.with_name("fsdp.sbatch"), "replicas=2", "steps=3"],
+        env={name: value for name, value in {**os.environ, **given}.items() if value},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_a_job_of_sharded_replicas_starts_torchrun_on_its_nodes(tmp_path: Path) -> None:
+    ended = of_replicas(tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    arguments = "folder=output/fsdp-17 replicas=2 steps=3"
+    assert sorted(ended.stdout.splitlines()) == [f"{rank} 2 {arguments}" for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({"SLURM_JOB_ID": ""}, "this is no job of Slurm"),
+        ({"PROGRAM": "other.py"}, "there is no other.py"),
+    ],
+)
+def test_a_job_of_sharded_replicas_that_cannot_start(
+    variables: dict[str, str], sentence: str, tmp_path: Path
+) -> None:
+    ended = of_replicas(tmp_path, **variables)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: ")
+    assert sentence in ended.stderr
+
+
 # --- The real train.py ----------------------------------------------------------------------------
 
 needs_venv = pytest.mark.skipif(not ACTIVATE.exists(), reason="environment/setup.sh has not run")

@@ -71,8 +71,8 @@ def test_uniform_numbers_are_uniform_from_any_start() -> None:
     for lag in (1, 2, 3, 4):  # also within what one hash gives
         products = (numbers[:, lag:] - 0.5) * (numbers[:, :-lag] - 0.5)
         assert products.mean(1).abs().max() < 5 / 12 / n**0.5
-    assert torch.equal(randomness.uniform(keys[1], 2, 6, start=5), numbers[1, 20:26])
-    assert not torch.equal(randomness.uniform(keys[1], 3, 6, start=5), numbers[1, 20:26])
+    assert torch.equal(randomness.uniform(keys[1], 2, 6, first=20), numbers[1, 20:26])
+    assert not torch.equal(randomness.uniform(keys[1], 3, 6, first=20), numbers[1, 20:26])
 
 
 def test_uniform_numbers_round_without_bias() -> None:

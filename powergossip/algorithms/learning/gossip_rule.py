@@ -191,7 +191,11 @@ class GossipRule:
         """The variables with elements, and the state of the averaging rule."""
         self._receive()
         values = ((name, getattr(self, f"_{name}")) for name in self.variables)
-        state = {name: v for name, v in values if not isinstance(v, Tensor) or v.numel()}
+        state = {
+            name: self._layout.saved(value) if isinstance(value, Tensor) else value
+            for name, value in values
+            if not isinstance(value, Tensor) or value.numel()
+        }
         return state | {"averaging": self._averaging.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -200,7 +204,8 @@ class GossipRule:
         for name in self.variables:
             own = getattr(self, f"_{name}")
             if isinstance(own, Tensor):
-                own.copy_(state[name] if own.numel() else own)
+                if own.numel():
+                    self._layout.load(own, state[name])
             else:
                 setattr(self, f"_{name}", state[name])
         self._averaging.load_state_dict(state["averaging"])
@@ -215,7 +220,7 @@ class Joint:
 
     def __init__(self, layout: Layout, like: Tensor, variables: int = 2):
         count, self.count = len(layout.shapes), variables
-        self.layout = Layout([*layout.shapes] * variables)
+        self.layout = layout.select([*range(count)] * variables)
         self.buffer = like.new_zeros(len(like), self.layout.size)
         starts, joint = layout.starts, self.layout.starts
         sizes = [tensor.numel() for tensor in layout.tensors(like[0])]

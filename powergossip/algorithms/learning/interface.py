@@ -146,11 +146,10 @@ class Correction:
     """
 
     def __init__(self, parameters: Parameters, weight_decay: float, clip: float | None = None):
-        self._clip, self._g = clip, parameters.grad
+        self._clip, self._g, self._layout = clip, parameters.grad, parameters.layout
         self._decay = Decay(parameters, weight_decay)
 
     def __call__(self) -> None:
         if self._clip is not None:
-            norms = self._g.norm(dim=1, keepdim=True)
-            self._g.mul_((self._clip / norms).clamp_(max=1))
+            self._g.mul_((self._clip / self._layout.norms(self._g)).clamp_(max=1))
         self._decay.add_to(self._g)

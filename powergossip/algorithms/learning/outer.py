@@ -87,7 +87,7 @@ class Fragment:
         make: MakeAveraging,
         variables: int,
     ):
-        self.layout = Layout(layout.shapes[i] for i in tensors)
+        self.layout = layout.select(tensors)
         pairs = zip(tensors, self.layout.starts, strict=True)
         sizes = ((layout.starts[i], start, prod(layout.shapes[i])) for i, start in pairs)
         self._pieces = [(slice(a, a + n), slice(b, b + n)) for a, b, n in sizes]
@@ -183,6 +183,7 @@ def divided(layout: Layout, fragments: int) -> list[list[int]]:
     """
     count = len(layout.shapes)
     accepted = f"1 to {count}, the number of tensors"
+    layout = layout.whole
     checks.check("fragments", fragments, 1 <= fragments <= count, accepted)
     pieces = min(4 * fragments, count) // fragments * fragments
     found: list[list[int]] = [[] for _ in range(fragments)]

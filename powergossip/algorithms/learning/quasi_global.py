@@ -147,7 +147,7 @@ class QuasiGlobalAdam(_QuasiGlobal):
         if not self._overlapping:
             yield Mix(self._averaging.step(x))
         moved = before.sub_(x)
-        norms = moved.norm(dim=1, keepdim=True).clamp_(min=torch.finfo(moved.dtype).tiny)
+        norms = self._layout.norms(moved).clamp_(min=torch.finfo(moved.dtype).tiny)
         self._m, self._v = self._moments(moved.div_(norms))
 
     def _moments(self, of: Tensor) -> tuple[Tensor, Tensor]:

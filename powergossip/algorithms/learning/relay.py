@@ -68,6 +68,7 @@ class RelaySGD(GossipRule):
 
     def __init__(self, workers: Workers, *, correction: float | str = "auto"):
         super().__init__(workers)
+        self._layout.check_undivided("learning=relay-sgd")
         averaging = self._make(self._layout)  # of which it has the codec
         is_rate = checks.is_finite(correction) and float(correction) > 0
         accepted = correction == "auto" or is_rate

@@ -106,7 +106,7 @@ class _TrackedDirection(_Tracking):
             self._steps += 1
             g.copy_(self._y)
             if self.needs_norm:
-                g.div_(g.norm(dim=1, keepdim=True).clamp_(min=torch.finfo(g.dtype).tiny))
+                g.div_(self._layout.norms(g).clamp_(min=torch.finfo(g.dtype).tiny))
         u = yield Update(g)
         self._x.add_(u)
         if not self._overlapping:

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -251,6 +251,27 @@ class GroupProcesses(Processes):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # torchrun ends the others. Without it they lose the connection
+
+
+class ReplicaProcesses(GroupProcesses):
+    """The same shard of all replicas. Complaints are those of all shards.
+
+    Args:
+        group: The processes with this shard.
+        shards: The processes of this replica.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, shards: Processes):
+        self._shards = shards
+        super().__init__(group)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == self._shards.rank == 0
+
+    def _complaints(self, own: str | None) -> Iterable[str | None]:
+        first = next((text for text in self.gather(own) if text is not None), None)
+        return self._shards.gather(first)
 
 
 def torch_group(processes: Processes, device: torch.device) -> dist.ProcessGroup:

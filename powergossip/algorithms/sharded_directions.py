@@ -1,0 +1,105 @@
+"""The directions of PowerGossip for matrices whose rows are divided over the shards of a worker.
+
+With X in blocks of rows X_k, one iteration is that of the whole matrix:
+
+- Side 0, p in blocks p_k: s = Σ_k X_kᵀ p_k is summed inside the replica. Each shard sends a part of
+  it, and the parts that arrive are gathered. All shards then have d.
+- Side 1, p whole in all shards: s_k = X_k p is sent to shard k of the neighbor. d is in blocks.
+
+Norms, Gram matrices (r × r) and the largest magnitudes of directions in blocks are reduced inside
+the replica. Random directions are those of the whole.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from powergossip.algorithms.directions import EdgeConstants, MatrixSide, PerDirection
+from powergossip.network import ToEach
+from powergossip.network.shards import Shards
+from powergossip.parameters import Stack
+
+
+class WholeSide(MatrixSide):
+    """Side 1: directions as long as a row of X, whole in all shards."""
+
+    def __init__(self, edges: EdgeConstants, rank: int, stacks: Sequence[Stack], shards: Shards):
+        super().__init__(edges, rank, stacks, side=1)
+        self._shards = shards
+        length = -(-self._message_size // shards.size)
+        self._part = self._message.new_zeros(*self._message.shape[:2], length)
+
+    def message(self) -> ToEach:
+        """This shard's part of the sum of the shards' products."""
+        self._shards.sum_(self.own.flat)
+        message, length = super().message().tensor, self._part.shape[2]
+        part = message[:, :, self._shards.rank * length :][:, :, :length]
+        self._part[:, :, : part.shape[2]] = part
+        return ToEach(self._part)
+
+    def take_differences(self, received: Tensor) -> None:
+        whole = torch.cat(list(self._shards.gather(received)), -1)
+        super().take_differences(whole[..., : self._message_size])
+
+
+class DividedSide(MatrixSide):
+    """Side 0: directions as long as a column of X, in blocks.
+
+    `packed` and `unpack` are those of the whole.
+    """
+
+    def __init__(
+        self,
+        edges: EdgeConstants,
+        rank: int,
+        stacks: Sequence[Stack],
+        whole: Sequence[Stack],
+        shards: Shards,
+    ):
+        self._rows = [stack.rows for stack in whole]
+        self._shards = shards
+        super().__init__(edges, rank, stacks, side=0)
+
+    def _whole_of(self, stacks: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+        return [(layers, rows) for (layers, _), rows in zip(stacks, self._rows, strict=True)]
+
+    def _own(self, stack: int, whole: Tensor) -> Tensor:
+        rows = self._shards.rows(self._rows[stack])
+        return whole[..., rows.start : rows.stop]
+
+    def packed(self) -> Tensor:
+        message = self.flat.new_zeros(*self._message.shape[:2], self._whole_size)
+        whole = self._views_of(message, self._whole)
+        for stack, (view, directions) in enumerate(zip(whole, self.views, strict=True)):
+            self._own(stack, view).copy_(directions)
+        return self._shards.sum_(message)
+
+    def _compute_norms(self, vectors: PerDirection, out: PerDirection) -> None:
+        super()._compute_norms(vectors, out)
+        squares = self._shards.sum_(out.flat.double().square_())
+        out.flat.copy_(squares.sqrt_())
+
+    def _compute_gram(self) -> None:
+        super()._compute_gram()
+        self._shards.sum_(self._gram)
+
+    def _largest(self, views: Sequence[Tensor]) -> list[Tensor]:
+        # A block may be without rows.
+        found = [torch.nn.functional.pad(view.abs(), (0, 1)).amax(-1) for view in views]
+        flat = self._shards.max_(torch.cat([largest.flatten() for largest in found]))
+        parts = flat.split([largest.numel() for largest in found])
+        return [part.view_as(largest) for part, largest in zip(parts, found, strict=True)]
+
+
+def sharded_sides(
+    edges: EdgeConstants,
+    rank: int,
+    stacks: Sequence[Stack],
+    whole: Sequence[Stack],
+    shards: Shards,
+) -> tuple[MatrixSide, MatrixSide]:
+    """Both sides of the edges of one round, for stacks of blocks of whole matrices."""
+    p, q = DividedSide(edges, rank, stacks, whole, shards), WholeSide(edges, rank, stacks, shards)
+    p.other, q.other = q, p
+    return p, q

@@ -1,0 +1,232 @@
+"""Parameters that are DTensors, sharded over the processes of a replica, as by FSDP2.
+
+Of each, this process has a block of rows. Those that are whole in all processes of the replica are
+divided in the same way: each shard averages its block, and gathers those of the others.
+"""
+
+import gc
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from powergossip.errors import BadInput
+from powergossip.network import Processes, Shards, processes_of, processes_of_replicas
+from powergossip.parameters import Layout
+from powergossip.sharded_layout import BlockLayout, ShardedLayout
+
+_DIVIDED = (Shard(0),)
+
+
+def memory(tensor: Tensor) -> Tensor:
+    """The memory that this process has of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+@torch.no_grad()
+def block(tensor: Tensor) -> Tensor:
+    """This process' block of rows of a tensor, to be read."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.redistribute(placements=_DIVIDED).to_local()
+
+
+def shaped_like(own: Tensor, parameter: Tensor) -> Tensor:
+    """The tensor of the kind of a parameter of which this process has a block."""
+    if not isinstance(parameter, DTensor):
+        return own
+    divided = DTensor.from_local(
+        own,
+        parameter.device_mesh,
+        _DIVIDED,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return divided.redistribute(placements=parameter.placements)
+
+
+def write(own: Tensor, parameter: Tensor) -> None:
+    """A parameter ← the tensor of which this process has a block."""
+    memory(parameter).copy_(memory(shaped_like(own, parameter)))
+
+
+class Sharding:
+    """The shards of a replica, and how its parameters are laid out.
+
+    Args:
+        per_shard: Whether each block counts as a tensor of its own.
+    """
+
+    def __init__(self, shards: Shards, per_shard: bool):
+        self.shards, self.per_shard = shards, per_shard
+
+    def facts(self) -> dict[str, Any]:
+        """Values that must be equal where a state is loaded."""
+        facts: dict[str, Any] = {"per_shard": self.per_shard}
+        return facts | {"shards": self.shards.size} if self.per_shard else facts
+
+    def saved(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of `Averaged`, where all tensors are DTensors or equal in all shards."""
+        network = dict(state["network"])
+        counts = torch.stack([network.pop("bits"), network.pop("messages")])
+        own = self.shards.bits
+        counts = torch.cat([counts, torch.full_like(counts[:1], own)])
+        everywhere = self.shards.gather(counts.to(self.shards.device))
+        self.shards.bits = own  # the counts themselves are not counted
+        averaging: Any = state["averaging"]
+        if self.per_shard:
+            averaging = {f"shard {self.shards.rank}": averaging}
+        return {
+            **state,
+            "averaging": averaging,
+            "network": network | {"of_shards": everywhere[..., 0].tolist()},
+        }
+
+    def loaded(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """The state that `Averaged` loads, from that which `saved` returned in all shards.
+
+        With another number of shards, the sums of counts stay as they are.
+        """
+        network, averaging = dict(saved["network"]), saved["averaging"]
+        counts = torch.tensor(network.pop("of_shards"))
+        if len(counts) != self.shards.size:
+            total, size = counts.sum(0), self.shards.size
+            counts = (total // size).repeat(size, 1)
+            counts[0] += total % size
+        bits, messages, inside = counts[self.shards.rank]
+        self.shards.bits = int(inside)
+        if self.per_shard:
+            averaging = averaging[f"shard {self.shards.rank}"]
+        return {
+            **saved,
+            "averaging": averaging,
+            "network": network | {"bits": bits[None], "messages": messages[None]},
+        }
+
+    def layout(self, parameters: Sequence[Tensor]) -> Layout:
+        """The layout of this process' blocks of the parameters."""
+        sharded = ShardedLayout(Layout(p.shape for p in parameters), self.shards)
+        return BlockLayout(sharded) if self.per_shard else sharded
+
+
+def check_sharding_options(mesh: Any, per_shard: bool, message_dtype: str) -> None:
+    """Raise ValueError for options that do not fit."""
+    if mesh is None and per_shard:
+        raise ValueError("per_shard=True: use it with mesh=, for sharded parameters")
+    if mesh is not None and not per_shard and message_dtype != "float32":
+        raise ValueError(
+            f"message_dtype={message_dtype!r}: use float32 with mesh=, or per_shard=True"
+        )
+
+
+def replicas(
+    mesh: Any, names: Sequence[str], parameters: Sequence[Tensor], group: Any = None
+) -> tuple[Processes, Shards]:
+    """The processes with this shard of all replicas, and the shards of this replica.
+
+    Args:
+        mesh: The dimension of a mesh along which replicas differ.
+        group: What was given as process_group, which must be None.
+
+    Raises:
+        ValueError: For another mesh, and unless all parameters are sharded along one other
+            dimension.
+    """
+    with processes_along(mesh, group).agreed():
+        shards = _mesh_of_shards(mesh, names, parameters)
+    found = processes_of_replicas(mesh.get_group(), shards.get_group())
+    return found, Shards(shards, memory(parameters[0]).device)
+
+
+def processes_along(mesh: Any, group: Any = None) -> Processes:
+    """The processes of a mesh of one dimension. Raises ValueError for another."""
+    if group is not None:
+        raise BadInput("process_group: leave it out with mesh=, which has its own processes")
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        raise BadInput(
+            f"mesh={mesh!r}: use one dimension of a DeviceMesh, that of the replicas, such as "
+            "mesh['replica']"
+        )
+    return processes_of(mesh.get_group())
+
+
+def _mesh_of_shards(
+    mesh: DeviceMesh, names: Sequence[str], parameters: Sequence[Tensor]
+) -> DeviceMesh:
+    """The mesh over which all parameters are sharded."""
+    first: DeviceMesh | None = None
+    for name, parameter in zip(names, parameters, strict=True):
+        if not isinstance(parameter, DTensor):
+            raise ValueError(
+                f"{name} is not sharded; use fully_shard(model, mesh=mesh['shard']) before the "
+                "optimizer is made, or leave mesh= out"
+            )
+        its_mesh, placements = parameter.device_mesh, parameter.placements
+        if its_mesh.ndim != 1:
+            raise ValueError(
+                f"{name} is on a mesh of {its_mesh.ndim} dimensions; use "
+                "fully_shard(model, mesh=mesh['shard']), since gossip takes the place of the "
+                "all-reduce between replicas"
+            )
+        placement = placements[0]
+        if not (placement.is_shard(0) or placement.is_replicate()):
+            raise ValueError(
+                f"{name} has the placement {placement}; use Shard(0), as fully_shard, or Replicate"
+            )
+        if not parameter.dim():
+            raise ValueError(f"{name} is a scalar; give it a dimension to divide, as by p[None]")
+        if first is None:
+            ranks = (set(dist.get_process_group_ranks(m.get_group())) for m in (mesh, its_mesh))
+            if set.intersection(*ranks) != {dist.get_rank()}:
+                raise ValueError(
+                    f"{name} is sharded along {its_mesh}, which is no other dimension than "
+                    f"mesh={mesh}; use two dimensions of one mesh, such as mesh['shard'] in "
+                    "fully_shard and mesh['replica'] here"
+                )
+            first = its_mesh
+        elif its_mesh != first:
+            raise ValueError(f"{name} is on {its_mesh}, others on {first}; use one mesh")
+    if first is None:
+        raise ValueError("there are no parameters; use model.parameters()")
+    return first
+
+
+def reshard_modules() -> None:
+    """Free the whole parameters that a forward pass without a backward pass has left in modules of
+    FSDP2, which would otherwise compute with them after the blocks have changed."""
+    for module in gc.get_objects():
+        if issubclass(type(module), FSDPModule):
+            module.reshard()
+
+
+def initial_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state of an optimizer that has not made a step, with all entries that it has after one.
+
+    torch.distributed.checkpoint loads into the entries that exist. The values are those of a step
+    with a learning rate of 0, after which the optimizer is as before.
+    """
+    groups = optimizer.param_groups
+    before = [(group["lr"], [p.grad for p in group["params"]]) for group in groups]
+    for group in groups:
+        group["lr"] = torch.tensor(0.0) if isinstance(group["lr"], Tensor) else 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    try:
+        optimizer.step()
+    finally:
+        for group, (rate, gradients) in zip(groups, before, strict=True):
+            group["lr"] = rate
+            for parameter, gradient in zip(group["params"], gradients, strict=True):
+                parameter.grad = gradient
+    state = optimizer.state_dict()
+    optimizer.state.clear()
+    return state
