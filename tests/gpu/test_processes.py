@@ -35,3 +35,22 @@ def test_processes_are_one_process_on_the_cpu(transport: str, device: torch.devi
     assert ended.returncode == 0, ended.stderr
     wrong = json.loads(ended.stdout.splitlines()[-1])
     assert not wrong, wrong
+
+
+def test_sharded_replicas_are_unsharded_ones(device: torch.device) -> None:
+    """NCCL with a GPU for each process, gloo on the CPU."""
+    count = 4
+    if device.type == "cuda":
+        count = min(4, 2 * (torch.cuda.device_count() // 2))
+        if count < 2:
+            pytest.skip("NCCL needs a GPU for each process")
+    ended = launch.python(
+        *(str(PROGRAM.with_name("gpu_sharded.py")), device.type),
+        processes=count,
+        launcher="torchrun",
+        timeout=130,
+        variables={"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert ended.returncode == 0, ended.stderr
+    worst = json.loads(ended.stdout.splitlines()[-1])
+    assert max(worst.values()) < 1e-4, worst
