@@ -117,9 +117,9 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
     Frozen parameters (requires_grad=False at construction) may have any dtype. They are given the
     values of process 0 at construction, where they are, and are not averaged.
 
-    With `mesh`, a worker is a replica whose parameters are DTensors, in blocks of rows over the other
-    processes of the replica, as FSDP2's fully_shard makes them. This process sends its part of the
-    replica's messages, which are those of the whole parameters, or of each block with `per_shard`.
+    With `mesh`, a worker is a replica whose parameters are DTensors, in blocks of rows over its
+    processes, as FSDP2's fully_shard makes them. This process sends its part of the replica's
+    messages, which are those of the whole parameters, or of each block with `per_shard`.
     Parameters stay where they are. Lengths and norms are those of the replica.
 
     All processes make the same number of steps: give them equally many batches, as torch's
