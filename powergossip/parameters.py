@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from powergossip import randomness
 
 if TYPE_CHECKING:
-    from powergossip.network.shards import Shards
+    from powergossip.shards import Shards
 
 NORMALIZATION_LAYERS = (
     nn.modules.batchnorm._NormBase,  # batch and instance norm

@@ -1,4 +1,4 @@
-"""The layout of the blocks of rows that a shard has of each tensor. See network/shards.py.
+"""The layout of the blocks of rows that a shard has of each tensor. See shards.py.
 
 D is the number of elements of this shard.
 """
@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from powergossip import randomness
-from powergossip.network.shards import Shards
 from powergossip.parameters import Layout, Stack, matrix_shape
+from powergossip.shards import Shards
 
 
 class ShardedLayout(Layout):

@@ -113,7 +113,7 @@ class ChocoGossip:
             return
         codec, t = self.codec, self._steps
         message = codec.encode(torch.sub(x, self._public, out=self._difference), t)
-        received = yield from codec.to_neighbors(message)
+        received = codec.incoming((yield ToAll(codec.outgoing(message))))
         codec.add(message, self._senders, t, self._public)
         codec.add(received, self._neighbors, t, self._publics)
         x[:, None].baddbmm_(self._rates[:, None], self._publics)
@@ -124,7 +124,7 @@ class ChocoGossip:
         """out_i ← Σ_j γ w_ij (ŷ_j − ŷ_i). Messages are in single precision, whatever that of x."""
         codec, t, rate = self.codec, self._steps, self._copy_rate
         message = codec.encode(torch.sub(x, self._public, out=self._difference).float(), t)
-        received = yield from codec.to_neighbors(message)
+        received = codec.incoming((yield ToAll(codec.outgoing(message))))
         own = codec.decode(message, self._senders, t)
         theirs = codec.decode(received, self._neighbors, t)
         if isinstance(rate, float | int) and rate == 1:
@@ -216,7 +216,7 @@ class DeepSqueeze:
             self._steps += 1
             return
         message = codec.encode(self._error.add_(x).float(), t)  # v, in single precision
-        received = yield from codec.to_neighbors(message)
+        received = codec.incoming((yield ToAll(codec.outgoing(message))))
         own = codec.decode(message, self._senders, t).to(x)
         self._error.sub_(own)
         theirs = codec.decode(received, slots.neighbors, t).to(x)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from powergossip.algorithms.directions import EdgeConstants, MatrixSide, PerDirection
 from powergossip.network import ToEach
-from powergossip.network.shards import Shards
 from powergossip.parameters import Stack
+from powergossip.shards import Shards
 
 
 class WholeSide(MatrixSide):

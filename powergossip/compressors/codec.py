@@ -1,8 +1,8 @@
 """The codec: a worker's tensors through a compressor into one message of bytes, and back."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +10,6 @@ from torch import Tensor
 from powergossip import randomness
 from powergossip.compressors.compressor import BySize, Compressor, Levels, Senders, Stream
 from powergossip.compressors.packing import pack, packed_size, unpack
-from powergossip.network.message_types import ToAll
 from powergossip.parameters import Layout, Stack
 from powergossip.tensor_cache import TensorCache
 
@@ -94,21 +93,22 @@ class Codec:
         self._outgoing.write(self.message)
         return self.message
 
-    def to_neighbors(self, message: Tensor) -> Generator[Any, Any, Tensor]:
-        """Send the message to all neighbors, and return theirs: [worker, neighbor, bytes].
-
-        If all shards of a worker have the same message, each sends a part of it.
-        """
+    def outgoing(self, message: Tensor) -> Tensor:
+        """This process' part of the message: all, or a slice if all shards of a worker have it."""
         if self._slices is None:
-            received: Tensor = yield ToAll(message)
-            return received
-        shards = self.layout.shards
+            return message
+        shards, length = self.layout.shards, self._slices.shape[1]
         assert shards is not None
-        start, length = shards.rank * self._slices.shape[1], self._slices.shape[1]
-        own = message[:, start : start + length]
+        own = message[:, shards.rank * length :][:, :length]
         self._slices[:, : own.shape[1]] = own
-        parts = shards.gather((yield ToAll(self._slices)))
-        return torch.cat(list(parts), -1)[..., : self.size]
+        return self._slices
+
+    def incoming(self, received: Tensor) -> Tensor:
+        """The messages of the neighbors from what this process has received: [..., bytes]."""
+        if self._slices is None:
+            return received
+        assert self.layout.shards is not None
+        return torch.cat(list(self.layout.shards.gather(received)), -1)[..., : self.size]
 
     def decode(self, message: Tensor, senders: Tensor, counter: int) -> Tensor:
         """C(x) of each sender: `[*, D]`, for messages `[*, bytes]` of the workers `senders` `[*]`.

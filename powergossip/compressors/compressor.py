@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from powergossip import randomness
-from powergossip.network.shards import Shards
 from powergossip.parameters import Layout, Stack
+from powergossip.shards import Shards
 
 BySize = Callable[[int], float]  # the number of elements of a tensor → a rate
 

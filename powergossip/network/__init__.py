@@ -56,7 +56,6 @@ from powergossip.network.processes import (
     choose_device,
     torch_kept,
 )
-from powergossip.network.shards import Shards
 from powergossip.network.torch.processes import torch_group
 
 __all__ = [
@@ -71,7 +70,6 @@ __all__ = [
     "Network",
     "Processes",
     "Requests",
-    "Shards",
     "Slots",
     "ToAll",
     "ToEach",

@@ -16,9 +16,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from powergossip.errors import BadInput
-from powergossip.network import Processes, Shards, processes_of, processes_of_replicas
+from powergossip.network import Processes, processes_of, processes_of_replicas
 from powergossip.parameters import Layout
 from powergossip.sharded_layout import BlockLayout, ShardedLayout
+from powergossip.shards import Shards
 
 _DIVIDED = (Shard(0),)
 

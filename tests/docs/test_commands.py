@@ -129,7 +129,8 @@ def parts(words: Words) -> Iterator[Part]:
     elif head == "sbatch":
         (place,) = [i for i, word in enumerate(rest) if word.endswith(".sbatch")]
         yield "bash", rest[place], []
-        yield "script", "train.py", rest[place + 1 :]
+        program = "examples/fsdp.py" if rest[place].endswith("fsdp.sbatch") else "train.py"
+        yield "script", program, rest[place + 1 :]
     elif head in ("docker", "apptainer"):
         yield "elsewhere", head, rest
         inside = [i for i, word in enumerate(rest) if word in ("mpirun", "python")]

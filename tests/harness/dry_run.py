@@ -4,8 +4,9 @@
 
 ARGUMENTS is a JSON list of lists. The program starts as from a shell: its imports find what is
 installed, and what is in the folder of a script, or for a module in the working directory. It ends
-after it has read its command line, or else at its first optimizer or at the first program that it
-starts. Arguments that are rejected are printed after the error; the exit code is then 1.
+after it has read its command line, or else at its first optimizer or process group, or at the first
+program that it starts. Arguments that are rejected are printed after the error; the exit code is
+then 1.
 """
 
 import argparse
@@ -84,6 +85,7 @@ def main(kind: str, program: str, commands: list[list[str]]) -> bool:
     command_line.parsed = ending(command_line.parsed)
     torch.optim.Optimizer.__init__ = end  # type: ignore[method-assign]
     subprocess.Popen.__init__ = end  # type: ignore[method-assign]
+    torch.distributed.init_process_group = end
     failed = [given for given in commands if not is_right(kind, program, given)]
     for given in failed:
         print(f"rejected: {program} {' '.join(given)}", file=sys.stderr)

@@ -45,6 +45,8 @@ BASE = {
     "command_line",
     "randomness",
     "reading",
+    "sharded_layout",
+    "shards",
     "tensor_cache",
     "trees",
 }
