@@ -121,6 +121,8 @@ def run(row: str, options: argparse.Namespace) -> dict[str, float]:
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
         launch += ["--nproc-per-node", str(REPLICAS * SHARDS)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    if options.rate:  # gloo would look for the name of this machine, which all hosts have
+        environment["GLOO_SOCKET_IFNAME"] = "eth0"
     ended = subprocess.run(
         [*launch, *command], cwd=ROOT, env=environment, capture_output=True, text=True
     )
