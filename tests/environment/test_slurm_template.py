@@ -230,7 +230,8 @@ def test_without_setup_the_error_names_it(job: Job) -> None:
 
 PROGRAM = """
 import os, sys
-print(os.environ["RANK"], os.environ["WORLD_SIZE"], *sys.argv[1:])
+words = [os.environ["RANK"], os.environ["WORLD_SIZE"], *sys.argv[1:]]
+os.write(1, (" ".join(words) + "\\n").encode())  # at once: the other process writes, too
 """
 
 
