@@ -17,7 +17,7 @@ import os
 import sys
 import sysconfig
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -30,11 +30,18 @@ from torch.nn import functional
 from powergossip.optimizers import GossipOptimizer
 from powergossip.tasks.language_models import GPT
 
+
+def reject(sentence: str) -> NoReturn:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"error: {sentence}", file=sys.stderr)
+    sys.exit(2)
+
+
 options = {"replicas": "1", "steps": "200", "folder": "", "every": "100"}
 for argument in sys.argv[1:]:
     key, _, given = argument.partition("=")
     if key not in options or (key != "folder" and not given.isdigit()) or given == "0":
-        sys.exit(f"{argument}: use KEY=VALUE with {', '.join(options)}, numbers above 0")
+        reject(f"{argument}: use KEY=VALUE with {', '.join(options)}, numbers above 0")
     options[key] = given
 replicas, steps, every = (int(options[key]) for key in ("replicas", "steps", "every"))
 BATCH, POSITIONS = 8, 128  # sequences of a shard, bytes of a sequence
@@ -48,7 +55,7 @@ if "RANK" not in os.environ:  # without torchrun
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 dist.init_process_group()
 if dist.get_world_size() % replicas:
-    sys.exit(f"replicas={replicas}: use a divisor of the {dist.get_world_size()} processes")
+    reject(f"replicas={replicas}: use a divisor of the {dist.get_world_size()} processes")
 shape = (replicas, dist.get_world_size() // replicas)
 mesh = init_device_mesh(device, shape, mesh_dim_names=("replica", "shard"))
 replica = mesh.get_local_rank("replica")

@@ -32,6 +32,11 @@ def memory(tensor: Tensor) -> Tensor:
         return tensor.to_local()
 
 
+def is_divided(tensor: Tensor) -> bool:
+    """Whether this process has a block of rows of a DTensor, and not all of it."""
+    return isinstance(tensor, DTensor) and tensor.placements == _DIVIDED
+
+
 @torch.no_grad()
 def block(tensor: Tensor) -> Tensor:
     """This process' block of rows of a tensor, to be read."""

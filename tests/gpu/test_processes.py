@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,20 @@ pytestmark = pytest.mark.gpu
 PROGRAM = Path(launch.__file__).with_name("gpu_processes.py")
 
 
+def ended(program: str, *arguments: str, processes: int) -> dict[str, Any]:
+    """The JSON line with which processes of torchrun's end."""
+    found = launch.python(
+        *(str(PROGRAM.with_name(program)), *arguments),
+        processes=processes,
+        launcher="torchrun",
+        timeout=130,
+        variables={"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert found.returncode == 0, found.stderr
+    last: dict[str, Any] = json.loads(found.stdout.splitlines()[-1])
+    return last
+
+
 @pytest.mark.parametrize("transport", ["gloo", "nccl"])
 def test_processes_are_one_process_on_the_cpu(transport: str, device: torch.device) -> None:
     """gloo: two processes share a GPU where there is one. NCCL: each has a GPU of its own."""
@@ -25,15 +40,7 @@ def test_processes_are_one_process_on_the_cpu(transport: str, device: torch.devi
         if gpus == 0:
             pytest.skip("NCCL needs a GPU for each process")
         count = max(n for n in range(1, gpus + 1) if WORKERS % n == 0)
-    ended = launch.python(
-        *(str(PROGRAM), transport, device.type),
-        processes=count,
-        launcher="torchrun",
-        timeout=130,
-        variables={"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert ended.returncode == 0, ended.stderr
-    wrong = json.loads(ended.stdout.splitlines()[-1])
+    wrong = ended(PROGRAM.name, transport, device.type, processes=count)
     assert not wrong, wrong
 
 
@@ -44,13 +51,5 @@ def test_sharded_replicas_are_unsharded_ones(device: torch.device) -> None:
         count = min(4, 2 * (torch.cuda.device_count() // 2))
         if count < 2:
             pytest.skip("NCCL needs a GPU for each process")
-    ended = launch.python(
-        *(str(PROGRAM.with_name("gpu_sharded.py")), device.type),
-        processes=count,
-        launcher="torchrun",
-        timeout=130,
-        variables={"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert ended.returncode == 0, ended.stderr
-    worst = json.loads(ended.stdout.splitlines()[-1])
+    worst = ended("gpu_sharded.py", device.type, processes=count)
     assert max(worst.values()) < 1e-4, worst

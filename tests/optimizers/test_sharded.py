@@ -612,6 +612,9 @@ def test_bad_input() -> None:
             of(parameters, **given)
     with pytest.raises(BadInput, match="process_group: leave it out with mesh="):
         GossipModelAverager("dpsgd", mesh=where.between, process_group=processes())
+    same = nn.Parameter(divided(torch.zeros(4, 4), where, Replicate()))
+    with pytest.raises(BadInput, match="is whole in all shards"):
+        PowerSGD([sharded[0], same], Config(rank=1), mesh=where.between)
     uneven = distribute_tensor(torch.zeros(6, 4 + where.replica), where.inside, [Shard(0)])
     with pytest.raises(BadInput, match="use the same model"):
         of([nn.Parameter(uneven)])
