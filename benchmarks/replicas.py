@@ -28,6 +28,8 @@ ROWS: dict[str, dict[str, Any] | None] = {
     "HSDP": None,
     "D-PSGD": {"method": "dpsgd"},
     "CHOCO, sign": {"method": "choco", "compressor": "sign-and-norm"},
+    "DeepSqueeze, sign": {"method": "deepsqueeze", "compressor": "sign-and-norm"},
+    "CHOCO, QSGD": {"method": "choco", "compressor": "qsgd"},
     "CHOCO, top 1 %": {"method": "choco", "compressor": "top-k", "keep_ratio": 0.01},
     "PowerGossip, rank 1": {"method": "power-gossip"},
     "PowerGossip, rank 4": {"method": "power-gossip", "rank": 4},
@@ -121,6 +123,7 @@ def run(row: str, options: argparse.Namespace) -> dict[str, float]:
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
         launch += ["--nproc-per-node", str(REPLICAS * SHARDS)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment["MALLOC_MMAP_THRESHOLD_"] = str(2**20)  # freed memory is given back at once
     if options.rate:  # gloo would look for the name of this machine, which all hosts have
         environment["GLOO_SOCKET_IFNAME"] = "eth0"
     ended = subprocess.run(

@@ -59,7 +59,8 @@ class ShardedLayout(Layout):
         return [self.local(stack) for stack in self._whole.compressible(rank)]
 
     def norms(self, x: Tensor) -> Tensor:
-        return self.shards.sum_(x.double().square().sum(1, keepdim=True)).sqrt_().to(x.dtype)
+        own = torch.linalg.vector_norm(x, dim=1, keepdim=True).double()
+        return self.shards.sum_(own.square_()).sqrt_().to(x.dtype)
 
     def uniform(self, keys: Tensor, counter: int) -> Tensor:
         pieces = (randomness.uniform(keys, counter, n, first) for first, n in self._pieces if n)

@@ -96,11 +96,6 @@ class ChocoGossip:
     def _loops(self) -> compiled.Loops | None:
         return compiled.loops(self._network, self.codec) if self._published else None
 
-    @cached_property
-    def _difference(self) -> Tensor:
-        """Scratch memory."""
-        return torch.empty_like(self._public)
-
     def step(self, x: Tensor) -> Conversation:
         """One step of Algorithm 1."""
         if self._loops:
@@ -112,7 +107,7 @@ class ChocoGossip:
             x.add_(flow)
             return
         codec, t = self.codec, self._steps
-        message = codec.encode(torch.sub(x, self._public, out=self._difference), t)
+        message = codec.encode(x, t, minus=self._public)
         received = codec.incoming((yield ToAll(codec.outgoing(message))))
         codec.add(message, self._senders, t, self._public)
         codec.add(received, self._neighbors, t, self._publics)
@@ -123,13 +118,15 @@ class ChocoGossip:
     def increment(self, x: Tensor, out: Tensor) -> Conversation:
         """out_i ← Σ_j γ w_ij (ŷ_j − ŷ_i). Messages are in single precision, whatever that of x."""
         codec, t, rate = self.codec, self._steps, self._copy_rate
-        message = codec.encode(torch.sub(x, self._public, out=self._difference).float(), t)
+        message = codec.encode(x, t, minus=self._public)
         received = codec.incoming((yield ToAll(codec.outgoing(message))))
-        own = codec.decode(message, self._senders, t)
-        theirs = codec.decode(received, self._neighbors, t)
         if isinstance(rate, float | int) and rate == 1:
-            copy, copies = self._public.add_(own), self._publics.add_(theirs)
+            codec.add(message, self._senders, t, self._public)
+            codec.add(received, self._neighbors, t, self._publics)
+            copy, copies = self._public, self._publics
         else:
+            own = codec.decode(message, self._senders, t)
+            theirs = codec.decode(received, self._neighbors, t)
             copy, copies = self._public + own, self._publics + theirs
             # The product is rounded by itself, so that copies are the same to the bit at both ends.
             self._public.add_(own.to(copy).mul_(rate))
@@ -215,13 +212,14 @@ class DeepSqueeze:
             self._loops.deepsqueeze(x, rates, received)
             self._steps += 1
             return
-        message = codec.encode(self._error.add_(x).float(), t)  # v, in single precision
+        message = codec.encode(self._error.add_(x), t)  # v, in single precision
         received = codec.incoming((yield ToAll(codec.outgoing(message))))
         own = codec.decode(message, self._senders, t).to(x)
         self._error.sub_(own)
-        theirs = codec.decode(received, slots.neighbors, t).to(x)
-        x[:, None].baddbmm_(rates[:, None], theirs)
         x.addcmul_(rates.sum(1, keepdim=True), own, value=-1)
+        for slot, neighbors in enumerate(slots.neighbors.unbind(1)):  # in the same memory
+            theirs = codec.decode(received[:, slot], neighbors, t).to(x)
+            x.addcmul_(rates[:, slot, None], theirs)
         self._steps += 1
 
     def state_dict(self) -> dict[str, Any]:

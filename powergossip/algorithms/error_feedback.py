@@ -148,7 +148,7 @@ class ErrorFeedback:
             messages.append(self._averaged)
         own: Tensor | None = None  # C(p_i) of the hosted workers
         if codec.size:
-            message = codec.encode(p.float(), self._steps)  # uint8 [worker, bytes]
+            message = codec.encode(p, self._steps)  # uint8 [worker, bytes]
             own = codec.decode(message, codec.workers, self._steps)
             p.sub_(own)
             if codec.linear:

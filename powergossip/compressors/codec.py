@@ -13,6 +13,8 @@ from powergossip.compressors.packing import pack, packed_size, unpack
 from powergossip.parameters import Layout, Stack
 from powergossip.tensor_cache import TensorCache
 
+_AT_ONCE = 2**22  # elements of several senders that are decoded together, in memory of their own
+
 
 class Codec:
     """Messages of x [worker, D], tensor by tensor through a compressor.
@@ -75,19 +77,23 @@ class Codec:
         self._incoming: dict[tuple[int, ...], _Fields] = {}
         self._decoded: dict[tuple[int, ...], Tensor] = {}
 
-    def encode(self, x: Tensor, counter: int) -> Tensor:
+    def encode(self, x: Tensor, counter: int, minus: Tensor | None = None) -> Tensor:
         """The message of each worker: uint8 [worker, bytes], contiguous, the same memory each time.
 
         Args:
-            x: Parameters [worker, D], float32, of any row stride.
+            x: Parameters [worker, D], of any row stride.
             counter: Index of the step (or of the message, where a step has several). It selects the
                 random numbers.
+            minus: Where given, x − minus is encoded, tensor by tensor, which needs less memory.
         """
         assert x.shape == (len(self.workers), self.elements), x.shape
         matrices = self._matrices.get(x, self._matrices_of)
+        if minus is not None:
+            subtracted = self._matrices.get(minus, self._matrices_of)
         streams = self.streams(self.workers, counter)
-        for v, fields, stream in zip(matrices, self._outgoing.fields, streams, strict=True):
-            parts = self.compressor.compress(v, stream)
+        for index, (fields, stream) in enumerate(zip(self._outgoing.fields, streams, strict=True)):
+            v = matrices[index] if minus is None else matrices[index] - subtracted[index]
+            parts = self.compressor.compress(v.float(), stream)
             for field, part in zip(fields, parts, strict=True):
                 field.copy_(part)
         self._outgoing.write(self.message)
@@ -129,19 +135,24 @@ class Codec:
         return out
 
     def add(self, message: Tensor, senders: Tensor, counter: int, out: Tensor) -> None:
-        """out ← out + C(x), for a contiguous out `[*, D]`, otherwise as `decode`."""
+        """out ← out + C(x), for out `[*, D]` with adjacent elements, otherwise as `decode`."""
         if out.dtype != torch.float32:  # C(x) is in single precision
             out.add_(self.decode(message, senders, counter))
+            return
+        if senders.dim() > 1 and out.numel() > _AT_ONCE:
+            for part in zip(message.unbind(-2), senders.unbind(-1), out.unbind(-2), strict=True):
+                self.add(*part[:2], counter, part[2])
             return
         leading = tuple(senders.shape)
         assert message.shape == (*leading, self.size), (message.shape, leading, self.size)
         if leading not in self._incoming:
-            self._incoming[leading] = _Fields(self.plan, leading, torch.float32, message.device)
+            self._incoming[leading] = _Fields(self.plan, leading, torch.int8, message.device)
         incoming, matrices = self._incoming[leading], self._matrices.get(out, self._matrices_of)
         incoming.read(message)
         streams = self.streams(senders, counter)
         for fields, matrix, stream in zip(incoming.fields, matrices, streams, strict=True):
-            self.compressor.decompress(fields, matrix, stream)
+            values = tuple(f.float() if f.dtype == torch.int8 else f for f in fields)  # levels
+            self.compressor.decompress(values, matrix, stream)
 
     def by_size(self, value: BySize) -> Tensor:
         """The value of each element for the number of elements of its tensor: float64 [D].

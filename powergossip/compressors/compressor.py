@@ -98,7 +98,8 @@ class Stream(NamedTuple):
         if order == torch.inf:
             padded = torch.nn.functional.pad(v.abs(), (0, 1))  # a block may be without rows
             return self.shards.max_(padded.amax(-1, keepdim=True))
-        total = self.shards.sum_(v.double().abs().pow_(order).sum(-1, keepdim=True))
+        own = torch.linalg.vector_norm(v, order, dim=-1, keepdim=True).double()
+        total = self.shards.sum_(own.pow_(order))
         return total.pow_(1 / order).to(v.dtype)
 
     def uniform(self) -> Tensor:

@@ -349,7 +349,7 @@ class _ChocoEnd:
     def part(self, x: Tensor, k: int) -> Tensor:
         if self._late and not self._begun:
             return x.float().clone().view(torch.uint8)
-        return self._codec.encode((x - self._own)[None].float(), k)[0].clone()
+        return self._codec.encode(x[None], k, minus=self._own[None])[0].clone()
 
     def exchange(self, own: Tensor, received: Tensor, k: int, weight: float) -> Tensor:
         if self._late and not self._begun:

@@ -219,7 +219,7 @@ class CompressedRelay(Relay):
             self._sent_copies.copy_(means)
             return uncompressed
         codec, t = self._codec, self._steps
-        q = codec.encode((means - self._sent_copies).float(), t)
+        q = codec.encode(means, t, minus=self._sent_copies)
         self._sent_copies += codec.decode(q, self._own_ids, t)
         as_bytes = counts.to(torch.int32).view(torch.uint8)
         self._message[..., : self._COUNT] = as_bytes
