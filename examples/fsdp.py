@@ -40,7 +40,10 @@ def reject(sentence: str) -> NoReturn:
 options = {"replicas": "1", "steps": "200", "folder": "", "every": "100"}
 for argument in sys.argv[1:]:
     key, _, given = argument.partition("=")
-    if key not in options or (key != "folder" and not given.isdigit()) or given == "0":
+    if argument in ("-h", "--help"):
+        print(__doc__, "Options and their defaults:", *(f"{k}={v}" for k, v in options.items()))
+        sys.exit()
+    if key not in options or (key != "folder" and not (given.isdecimal() and int(given))):
         reject(f"{argument}: use KEY=VALUE with {', '.join(options)}, numbers above 0")
     options[key] = given
 replicas, steps, every = (int(options[key]) for key in ("replicas", "steps", "every"))
@@ -107,7 +110,11 @@ def state() -> dict[str, Any]:
 
 
 # A folder of checkpoints for each replica, by the number of steps.
-folder = Path(options["folder"] or "nowhere") / f"replica-{replica}"
+of_all = f"-of-{replicas}"
+folder = Path(options["folder"] or "nowhere") / f"replica-{replica}{of_all}"
+others = [path for path in folder.parent.glob("replica-*") if not path.name.endswith(of_all)]
+if others:
+    reject(f"{others[0]} is of another number of replicas than {replicas}: use another folder")
 of_replica: dict[str, Any] = {"process_group": mesh["shard"].get_group()}
 saved = sorted(int(path.parent.name) for path in folder.glob("*/.metadata"))
 common: list[int] = [min(saved[-1:] or [0])]  # a replica may have been killed while it saved

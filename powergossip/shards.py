@@ -42,8 +42,10 @@ class Shards:
         return self._reduce(tensor, dist.ReduceOp.SUM)
 
     def max_(self, tensor: Tensor) -> Tensor:
-        """The tensor, replaced by its elementwise maximum over the shards."""
-        return self._reduce(tensor, dist.ReduceOp.MAX)
+        """The tensor, replaced by its elementwise maximum over the shards, or by NaN where one of
+        them has infinity or NaN (which maxima of collectives may leave out)."""
+        self._reduce(tensor.nan_to_num_(nan=torch.inf, posinf=torch.inf), dist.ReduceOp.MAX)
+        return tensor.masked_fill_(tensor == torch.inf, torch.nan)
 
     def _reduce(self, tensor: Tensor, operation: "dist.ReduceOp.RedOpType") -> Tensor:
         if tensor.numel():

@@ -245,6 +245,8 @@ class Directions:
         # A cheap necessary condition first, which rarely holds before the workers agree.
         self._compute_norms(self._directions, self._norms)
         self._compute_norms(self.own, self._own_norms)
+        if self._has_absent:
+            self._norms.flat.add_(self._absent)
         if not (self._norms.flat <= self._noise_bounds.flat * self._own_norms.flat).any():
             return
         largest = (self._largest(views) for views in (theirs, ours, self.views))

@@ -1,7 +1,7 @@
 """The processes of a run, and their communication outside of conversations."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn, Protocol, TypeVar
 
@@ -126,13 +126,13 @@ class Processes:
                 f"the memory is too small for the workers of a process "
                 f"({str(error).splitlines()[0]}); use fewer workers or smaller options"
             )
-        for text in self._complaints(complaint):
+        for text in self.everywhere(complaint):
             if text is not None:
                 raise BadInput(text)
 
-    def _complaints(self, own: str | None) -> Iterable[str | None]:
-        """Those of all processes, in all processes."""
-        return self.gather(own)
+    def everywhere(self, value: T) -> list[T]:
+        """As `gather`, with those of the other shards, if each worker is divided over several."""
+        return self.gather(value)
 
     def one_by_one(self, action: Callable[[], T]) -> T:
         """Return `action()`, run first in one process of each host, then in the others (downloads).

@@ -91,7 +91,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, parameters: Sequence[Tenso
 
 def check_same_everywhere(processes: Processes, subject: str, fact: Any) -> None:
     """Raise BadInput in all processes unless `fact` is equal in all."""
-    everywhere = processes.gather(fact)
+    everywhere = processes.everywhere(fact)
     with processes.agreed():
         for process, other in enumerate(everywhere):
             if other != everywhere[0]:
@@ -106,7 +106,7 @@ def check_same_shapes_everywhere(
 ) -> None:
     """Raise BadInput in all processes unless the shapes are equal in all. `first` is the index of
     the first of these parameters in the optimizer."""
-    everywhere = processes.gather([tuple(p.shape) for p in parameters])
+    everywhere = processes.everywhere([tuple(p.shape) for p in parameters])
     with processes.agreed():
         for process, shapes in enumerate(everywhere):
             check_shapes(shapes, everywhere[0], f"in process {process}", "in process 0", first)

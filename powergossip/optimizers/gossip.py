@@ -230,7 +230,7 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
 
     @property
     def bits_inside(self) -> int:
-        """Bits that this process has sent to the other shards of its replica, for averaging."""
+        """Bits that this process has sent to the other shards of its replica, beside FSDP2's."""
         return self._averaged.bits_inside
 
     # Attributes of the wrapped optimizer. Its load_state_dict replaces these objects.
@@ -474,8 +474,9 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
         """The state of the wrapped optimizer and, as "gossip", that of the averaging algorithm.
 
         It is this worker's. Every process saves its own, and that of its model. With mesh=, all
-        tensors are DTensors, or equal in all shards: torch.distributed.checkpoint saves those of a
-        replica in the process group of its shards, and loads them into another number of shards.
+        shards of a replica make this call together. All tensors are DTensors, or equal in all
+        shards: torch.distributed.checkpoint saves those of a replica in the process group of its
+        shards, and loads them into another number of shards.
         """
         self._check_between_steps("state_dict()")
         for before in self._optimizer_state_dict_pre_hooks.values():
@@ -510,7 +511,7 @@ class GossipOptimizer(Traffic, torch.optim.Optimizer):
                 "before wrapping it"
             )
         gossip, kind = dict(gossip), type(self.wrapped).__name__
-        saved = gossip.pop("optimizer")
+        saved = gossip.pop("optimizer", "an unknown optimizer")
         if saved != kind:
             raise ValueError(f"the state is of {saved}; wrap the same optimizer, not {kind}")
         self._averaged.check_state(gossip)

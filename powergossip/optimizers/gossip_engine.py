@@ -197,7 +197,7 @@ class Averaged(Traffic):
 
     @property
     def bits_inside(self) -> int:
-        """Bits that this process has sent to the other shards of its replica, for averaging."""
+        """Bits that this process has sent to the other shards of its replica, beside FSDP2's."""
         return 0 if self.sharding is None else self.sharding.shards.bits
 
     @property
@@ -400,12 +400,13 @@ class Averaged(Traffic):
     def state_dict(self) -> dict[str, Any]:
         """The state of this worker's learning rules, with that of their averaging algorithms."""
         self.receive()
+        inside = self.bits_inside
         state = {
             **self._facts(),
             "averaging": [part.rule.state_dict() for part in self.parts],
             "network": self.network.state_dict(),
         }
-        return state if self.sharding is None else self.sharding.saved(state)
+        return state if self.sharding is None else self.sharding.saved(state, inside)
 
     def check_state(self, saved: Mapping[str, Any]) -> None:
         """Raise ValueError unless the facts of a saved state are those of this object."""
@@ -429,11 +430,25 @@ def _check_state(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             f"the state has version {saved.get('version')}, this is version {now['version']}; "
             "load it with the program that saved it"
         )
+    for key in ("worker", "shapes", "averaging", "network"):
+        if key not in saved:
+            raise ValueError(f"the state has no {key!r}; load all that was saved")
+    if ("per_shard" in saved) != ("per_shard" in now):
+        theirs, ours = "whole", "sharded"
+        if "per_shard" in saved:
+            theirs, ours = ours, theirs
+        raise ValueError(
+            f"the state is of {theirs} replicas, these are {ours}; begin the optimizer anew, with "
+            "the same parameters"
+        )
     differing = [
         f"{key}={saved.get(key)!r} (here {now.get(key)!r})"
-        for key in dict.fromkeys((*now, *(saved.keys() - _STATE_KEYS)))
-        if key not in ("version", "shapes", "worker") and saved.get(key) != now.get(key)
+        for key in dict.fromkeys((*now, *saved))
+        if key not in ("version", "shapes", "worker", *_STATE_KEYS)
+        and saved.get(key) != now.get(key)
     ]
+    if saved.get("method") != now["method"]:
+        differing = differing[:1]  # the others are its options
     if differing:
         raise ValueError(f"the state has {', '.join(differing)}; use the same")
     if saved["worker"] != now["worker"]:
@@ -450,7 +465,7 @@ def _check_state(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         check_shapes(shapes, expected, "in the state", "here")
 
 
-_STATE_KEYS = {"steps", "averaging", "network"}  # not facts
+_STATE_KEYS = ("steps", "averaging", "network")  # not facts
 
 
 def trainable_of(

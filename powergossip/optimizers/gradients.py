@@ -111,9 +111,6 @@ class Gradients:
             for name, parameter in zip(self._names, self.parameters, strict=True):
                 if not parameter.numel():
                     raise ValueError(f"{name} has no elements; leave it out")
-        if mesh is not None:
-            with comm.agreed():
-                self._leave_out_empty_blocks()
         device = self.parameters[0].device
         self.network = network or network_of_all(comm, device)
         check_one_worker(self.network)
@@ -121,6 +118,9 @@ class Gradients:
         check_same_everywhere(comm, "the list of frozen parameters", list(self._frozen))
         dtypes_of_all = [str(parameter.dtype) for parameter in self.parameters]
         check_same_everywhere(comm, "the dtype of parameters", dtypes_of_all)
+        if mesh is not None:
+            with comm.agreed():
+                self._leave_out_empty_blocks()
         shapes = [tuple(memory(p).shape) for p in self.parameters]
         self.layout = Layout(map(matrix_shape, shapes) if vectors_are_matrices else shapes)
         self.dtype = working_dtype(self.parameters)

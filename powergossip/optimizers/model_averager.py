@@ -202,11 +202,20 @@ class GossipModelAverager(ModelAverager):
         """Bits that this worker has sent since the start."""
         if self._averaged is not None:
             return self._averaged.bits
+        self._check_count()
         return 0 if self._restored is None else int(self._restored["network"]["bits"][0])
+
+    def _check_count(self) -> None:
+        if self._restored is not None and self._mesh is not None:
+            raise RuntimeError(
+                "bits of a state of sharded replicas before the next step of gossip, which decides "
+                "on the parameters; read them after average_parameters has averaged"
+            )
 
     @property
     def bits_inside(self) -> int:
-        """Bits that this process has sent to the other shards of its replica, for averaging."""
+        """Bits that this process has sent to the other shards of its replica, beside FSDP2's."""
+        self._check_count()
         return 0 if self._averaged is None else self._averaged.bits_inside
 
     @contextmanager

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from powergossip import checks
 from powergossip.errors import BadInput
 from powergossip.network import Processes, processes_of, processes_of_replicas
 from powergossip.parameters import Layout
@@ -80,14 +81,16 @@ class Sharding:
         facts: dict[str, Any] = {"per_shard": self.per_shard}
         return facts | {"shards": self.shards.size} if self.per_shard else facts
 
-    def saved(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of `Averaged`, where all tensors are DTensors or equal in all shards."""
+    def saved(self, state: Mapping[str, Any], own: int) -> dict[str, Any]:
+        """The state of `Averaged`, where all tensors are DTensors or equal in all shards.
+
+        `own` is the number of bits inside before that state was made, which is not counted.
+        """
         network = dict(state["network"])
         counts = torch.stack([network.pop("bits"), network.pop("messages")])
-        own = self.shards.bits
         counts = torch.cat([counts, torch.full_like(counts[:1], own)])
         everywhere = self.shards.gather(counts.to(self.shards.device))
-        self.shards.bits = own  # the counts themselves are not counted
+        self.shards.bits = own
         averaging: Any = state["averaging"]
         if self.per_shard:
             averaging = {f"shard {self.shards.rank}": averaging}
@@ -126,6 +129,7 @@ class Sharding:
 
 def check_sharding_options(mesh: Any, per_shard: bool, message_dtype: str) -> None:
     """Raise ValueError for options that do not fit."""
+    checks.check("per_shard", per_shard, isinstance(per_shard, bool), "True or False")
     if mesh is None and per_shard:
         raise ValueError("per_shard=True: use it with mesh=, for sharded parameters")
     if mesh is not None and not per_shard and message_dtype != "float32":
@@ -158,8 +162,9 @@ def processes_along(mesh: Any, group: Any = None) -> Processes:
     if group is not None:
         raise BadInput("process_group: leave it out with mesh=, which has its own processes")
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        found = mesh if isinstance(mesh, DeviceMesh | str) else type(mesh).__name__
         raise BadInput(
-            f"mesh={mesh!r}: use one dimension of a DeviceMesh, that of the replicas, such as "
+            f"mesh={found!r}: use one dimension of a DeviceMesh, that of the replicas, such as "
             "mesh['replica']"
         )
     return processes_of(mesh.get_group())

@@ -86,11 +86,14 @@ def test_sharded_replicas_learn_and_resume_with_other_shards(tmp_path: Path) -> 
     # 3 rounds of four iterations of each side, one neighbor, 4 bytes an element, as gpt.py
     assert "sent by each replica: 186.6 kB" in whole
     for replica in range(2):
-        shutil.rmtree(tmp_path / f"replica-{replica}" / "60")
+        shutil.rmtree(tmp_path / f"replica-{replica}-of-2" / "60")
     again = ends(4)
     assert again.splitlines()[0] == "resumed after step 40"
     assert again.splitlines()[-2:] == whole.splitlines()[-2:]
     assert "resumed after step 60" in ends(2)
+    ended = launch.python("examples/fsdp.py", "replicas=1", f"folder={tmp_path}")
+    assert ended.returncode == 2
+    assert "is of another number of replicas than 1" in ended.stderr
 
 
 @pytest.mark.parametrize(("name", "processes"), [("tabular.py", PROCESSES), ("tokens.py", None)])

@@ -1,27 +1,20 @@
 """Laws of gossip between replicas whose parameters are sharded by FSDP2.
 
-The processes are a mesh [replica, shard]. A sharded run is the unsharded one of the same replicas,
-in which each process has the whole model of its replica.
+A sharded run is the unsharded one of the same replicas, in which each process has the whole model
+of its replica.
 """
 
-import copy
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import PostLocalSGDOptimizer
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 
 from powergossip.compressors import TopK
-from powergossip.errors import BadInput
-from powergossip.network import processes, torch_group
+from powergossip.network import processes
 from powergossip.optimizers import (
     Config,
     GossipModelAverager,
@@ -30,171 +23,22 @@ from powergossip.optimizers import (
     error_feedback,
     optimizer_step,
 )
-from tests.harness.user_loop import CPU, mlp, run
-
-DILOCO = {"learning": "diloco", "local_steps": 2}
-CORRECTED = {**DILOCO, "learning_options": {"gradient_correction": True}}
-ADAM: Callable[[Any], torch.optim.Optimizer] = lambda ps: torch.optim.AdamW(ps, lr=0.01)  # noqa: E731
-SGD: Callable[[Any], torch.optim.Optimizer] = lambda ps: torch.optim.SGD(ps, lr=0.1)  # noqa: E731
-
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "dpsgd": ("dpsgd", {}),
-    "all-reduce": ("all-reduce", {}),
-    "power-gossip": ("power-gossip", {}),
-    "power-gossip, rank 2": ("power-gossip", {"rank": 2, "warm_start": False}),
-    "power-gossip, rounded": ("power-gossip", {"round_weights": True}),
-    "power-gossip, overlapping": ("power-gossip", {"overlapping": True}),
-    "push-sum": ("push-sum", {}),
-    "moniqua": ("moniqua", {"theta": 2.0}),
-    "sign": ("choco", {"compressor": "sign-and-norm"}),
-    "qsgd": ("choco", {"compressor": "qsgd"}),
-    "rounding": ("choco", {"compressor": "rounding"}),
-    "top-k": ("choco", {"compressor": "top-k", "keep_ratio": 0.3}),
-    "random-k": ("choco", {"compressor": "random-k", "keep_ratio": 0.3}),
-    "random-block": ("choco", {"compressor": "random-block", "keep_ratio": 0.3}),
-    "deepsqueeze": ("deepsqueeze", {"compressor": "top-k", "keep_ratio": 0.3}),
-    "diloco": ("power-gossip", {**CORRECTED, "max_norm": 0.5}),
-    "diloco, fragments": (
-        "power-gossip",
-        {**DILOCO, "learning_options": {"gradient_correction": True, "fragments": 2}},
-    ),
-    "diloco, overlapping": ("dpsgd", {**DILOCO, "overlapping": True}),
-    "gasloc": ("choco", {"compressor": "top-k", "keep_ratio": 0.3, **DILOCO, "learning": "gasloc"}),
-    "noloco": ("dpsgd", {**DILOCO, "learning": "noloco"}),
-    "k-gt": ("power-gossip", {"learning": "k-gt", "local_steps": 2}),
-    "gradient-tracking": ("power-gossip", {"learning": "gradient-tracking"}),
-    "exact-diffusion": ("dpsgd", {"learning": "exact-diffusion"}),
-}
-OF_SGD: dict[str, tuple[str, dict[str, Any]]] = {
-    "quasi-global": (
-        "dpsgd",
-        {"learning": "quasi-global-momentum", "learning_options": {"momentum": 0.9}},
-    ),
-    "gt-nsgd": ("dpsgd", {"learning": "gt-nsgd"}),
-    "motef": ("choco", {"compressor": "sign-and-norm", "learning": "motef"}),
-}
-
-
-def long_ones_apart(names: Iterable[Any], *often: Any) -> list[Any]:
-    """Cases, of which those that are not named here are slow."""
-    return [n if n in often else pytest.param(n, marks=pytest.mark.slow) for n in names]
-
-
-class Replicas(NamedTuple):
-    """A mesh [replica, shard], and the place of this process in it."""
-
-    mesh: DeviceMesh
-    replica: int
-    shard: int
-
-    @property
-    def between(self) -> DeviceMesh:
-        return self.mesh["replica"]
-
-    @property
-    def inside(self) -> DeviceMesh:
-        return self.mesh["shard"]
-
-    def shards(self, model: nn.Module, **options: Any) -> Any:
-        """The model, its linear layers and itself by fully_shard."""
-        for layer in model.modules():
-            if isinstance(layer, nn.Linear):
-                fully_shard(layer, mesh=self.inside, **options)
-        return fully_shard(model, mesh=self.inside, **options)
-
-    def added(self, *numbers: int) -> list[int]:
-        """Sums over the shards of this replica."""
-        found = torch.tensor(numbers)
-        dist.all_reduce(found, group=self.inside.get_group())
-        return list(map(int, found))
-
-
-_meshes: dict[tuple[int, ...], Replicas] = {}
-
-
-def replicas(count: int, ranks: Tensor | None = None) -> Replicas:
-    """The mesh of this number of replicas. All processes call it."""
-    torch_group(processes(), CPU)
-    ranks = torch.arange(processes().size) if ranks is None else ranks
-    key = (count, *ranks.tolist())
-    if key not in _meshes:
-        mesh = DeviceMesh("cpu", ranks.view(count, -1), mesh_dim_names=("replica", "shard"))
-        place = mesh.get_coordinate() or (-1, -1)
-        _meshes[key] = Replicas(mesh, *place)
-    return _meshes[key]
-
-
-def whole(model: nn.Module) -> Tensor:
-    """The parameters, gathered: [D]."""
-    tensors = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
-    return torch.cat([tensor.detach().float().flatten() for tensor in tensors])
-
-
-SHAPES = (
-    (6, 4),
-    (8, 3),
-    (5, 3),
-    (3, 5),
-    (2, 3, 2),
-    (6,),
-    (5,),
-)  # also rows that do not divide evenly
-
-
-def divided(x: Tensor, where: Replicas, *placements: Any) -> DTensor:
-    """The DTensor of a tensor that all shards have, by default in blocks of rows."""
-    return distribute_tensor(x, where.inside, placements or [Shard(0)], src_data_rank=None)
-
-
-class Pair:
-    """Sharded parameters and the same ones whole, with gradients from a formula."""
-
-    def __init__(self, where: Replicas):
-        self._where = where
-        self.whole = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
-        self.sharded: list[Any] = [nn.Parameter(divided(p.data, where)) for p in self.whole]
-
-    def start(self) -> None:
-        """Other values in each replica."""
-        torch.manual_seed(self._where.replica)
-        with torch.no_grad():
-            for x, sharded in zip(self.whole, self.sharded, strict=True):
-                x.copy_(torch.randn(x.shape))
-                sharded.copy_(divided(x, self._where))
-
-    def backward(self, t: int) -> None:
-        torch.manual_seed(100 * t + self._where.replica)
-        for x, sharded in zip(self.whole, self.sharded, strict=True):
-            x.grad = torch.randn(x.shape) + x.detach()
-            sharded.grad = divided(x.grad.clone(), self._where)
-
-    def check(self) -> None:
-        for x, sharded in zip(self.whole, self.sharded, strict=True):
-            own = divided(x.data, self._where).to_local()
-            torch.testing.assert_close(sharded.to_local(), own, rtol=1e-5, atol=1e-5)
-
-
-def check(case: tuple[str, dict[str, Any]], make: Any, where: Replicas) -> None:
-    """A sharded run is the unsharded one, with its bits divided over the shards."""
-    (method, given), pair = case, Pair(where)
-    optimizer = GossipOptimizer(make(pair.sharded), method, mesh=where.between, **given)
-    group = where.between.get_group()
-    expected = GossipOptimizer(make(pair.whole), method, process_group=group, **given)
-    pair.start()
-    for t in range(4):
-        pair.backward(t)
-        for each in (optimizer, expected):
-            each.step()
-    pair.check()
-    with optimizer.mean_model(), expected.mean_model():
-        pair.check()
-    pair.check()
-    bits, inside = where.added(optimizer.bits, optimizer.bits_inside)
-    # A number for each tensor in each shard, and slices rounded up to whole elements.
-    more = 6 * 2 * len(SHAPES) * 2 * 32 * where.inside.size()
-    assert expected.bits <= bits <= expected.bits + more
-    alone = method in ("dpsgd", "all-reduce", "push-sum", "moniqua") and "max_norm" not in given
-    assert alone == (inside == 0) or given.get("learning") == "gt-nsgd"
+from tests.harness.replicas import (
+    ADAM,
+    CASES,
+    CORRECTED,
+    OF_SGD,
+    SGD,
+    Pair,
+    check,
+    check_pairs,
+    divided,
+    long_ones_apart,
+    of_batch,
+    replicas,
+    whole,
+)
+from tests.harness.user_loop import mlp, run
 
 
 @pytest.mark.parallel([4])
@@ -230,6 +74,46 @@ def test_uneven_and_empty_shards(name: str, count: int) -> None:
 
 
 @pytest.mark.parallel([4])
+@pytest.mark.parametrize("name", ["power-gossip", "clipped"])
+def test_a_sharded_run_in_float64_is_the_unsharded_one(name: str) -> None:
+    where, group = replicas(2), replicas(2).between.get_group()
+    given: Any = {"clipped": {**CORRECTED, "max_norm": 0.5}}.get(name, {})
+    start = torch.arange(15.0, dtype=torch.float64).view(5, 3).sin()
+    found = []
+    for sharded in (True, False):
+        p: Any = nn.Parameter(divided(start, where) if sharded else start.clone())
+        among: Any = {"mesh": where.between} if sharded else {"process_group": group}
+        optimizer = GossipOptimizer(SGD([p]), "power-gossip", **given, **among)
+        for t in range(5):
+            optimizer.zero_grad()
+            (p * (p + where.replica + t)).sum().backward()
+            optimizer.step()
+        found.append(p.full_tensor() if sharded else p.data)
+    torch.testing.assert_close(*found, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parallel([4])
+def test_rates_by_size_are_those_of_whole_tensors() -> None:
+    check(("choco", {"compressor": "qsgd", "unbiased": True}), ADAM, replicas(2))
+
+
+@pytest.mark.parallel([4, 8])
+def test_directions_drawn_again_are_the_rows_of_whole_ones() -> None:
+    """Replicas that agree for two rounds, one of each side, and then differ."""
+    where = replicas(2)
+    pair, group = Pair(where), where.between.get_group()
+    make: Any = lambda ps: torch.optim.SGD(ps, lr=0.0)  # noqa: E731
+    optimizer = GossipOptimizer(make(pair.sharded), "power-gossip", mesh=where.between)
+    expected = GossipOptimizer(make(pair.whole), "power-gossip", process_group=group)
+    for t in range(4):
+        if t == 2:
+            pair.start()
+        optimizer.step()
+        expected.step()
+    pair.check()
+
+
+@pytest.mark.parallel([4])
 def test_noise_is_noise_beside_the_rows_of_all_shards() -> None:
     """Replicas that differ in small rows of the last shard only, by less than large rows round."""
     where = replicas(2)
@@ -247,6 +131,50 @@ def test_noise_is_noise_beside_the_rows_of_all_shards() -> None:
         optimizer.step()
     assert torch.equal(plain.data, start)
     assert torch.equal(sharded.to_local(), divided(start, where).to_local())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parallel([8])
+def test_noise_is_noise_beside_an_empty_shard() -> None:
+    """Nine rows in blocks of three: the fourth shard has none, and decides as the others do."""
+    where = replicas(2)
+    torch.manual_seed(where.replica)
+    small = 1e-9 * torch.randn(3, 3)
+    torch.manual_seed(9)
+    start = torch.cat([torch.randn(6, 3), small])
+    p = nn.Parameter(divided(0 * start, where))
+    optimizer = GossipOptimizer(
+        torch.optim.SGD([p], lr=0.0), "power-gossip", mesh=where.between, num_iterations=3
+    )
+    with torch.no_grad():
+        p.copy_(divided(start, where))
+    optimizer.step()
+    assert torch.equal(p.to_local(), divided(start, where).to_local())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parallel([4])
+@pytest.mark.parametrize(
+    "name", ["dpsgd", "power-gossip", "sign", "qsgd", "rounding", "top-k", "random-k"]
+)
+@pytest.mark.parametrize("row", [0, 5])
+def test_a_nan_in_one_shard_is_as_visible_as_in_an_unsharded_run(name: str, row: int) -> None:
+    where = replicas(2)
+    (method, given), group = CASES[name], where.between.get_group()
+    start = torch.arange(24.0).view(6, 4).sin() + where.replica
+    if where.replica == 0:
+        start[row, 1] = torch.nan
+    found = []
+    for sharded in (True, False):
+        zeros = torch.zeros(6, 4)
+        p: Any = nn.Parameter(divided(zeros, where) if sharded else zeros)
+        among: Any = {"mesh": where.between} if sharded else {"process_group": group}
+        optimizer = GossipOptimizer(torch.optim.SGD([p], lr=0.0), method, **given, **among)
+        with torch.no_grad():
+            p.copy_(divided(start, where) if sharded else start)
+        for _ in range(3):
+            optimizer.step()
+        found.append((p.full_tensor() if sharded else p.data).isnan())
+    assert found[1].any()
+    assert torch.equal(*found), found
 
 
 # Models.
@@ -311,13 +239,6 @@ def test_tied_and_frozen_parameters(options: dict[str, Any], dtype: torch.dtype)
     assert (found[0] - whole(Tied().to(dtype))).abs().max() > 0.02
 
 
-def of_batch(model: nn.Module, replica: int, t: int, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 * replica + t)
-    inputs = torch.randn(8, 6, generator=generator)
-    labels = torch.randint(3, (8,), generator=generator)
-    return nn.functional.cross_entropy(model(inputs).float(), labels)
-
-
 @pytest.mark.parallel([4])
 def test_mixed_precision_averages_the_parameters_in_float32() -> None:
     where = replicas(2)
@@ -374,6 +295,72 @@ def test_the_mean_model_is_computed_with_after_a_forward_pass_alone() -> None:
     assert all(torch.equal(mean, averaged) for _, mean in everywhere)
     assert not torch.equal(everywhere[0][0], everywhere[-1][0])
     assert not torch.equal(before, averaged)
+
+
+@pytest.mark.parallel([4])
+def test_replicas_start_with_the_values_of_the_first() -> None:
+    """Frozen ones, too, and after a forward pass, which leaves whole parameters in the root."""
+    where, inputs = replicas(2), torch.ones(1, 6)
+    model: Any = mlp(where.replica)
+    model[2].requires_grad_(False)
+    local = SGD(fully_shard(model, mesh=where.inside).parameters())
+    model(inputs)
+    GossipOptimizer(local, "dpsgd", mesh=where.between)
+    torch.testing.assert_close(model(inputs), mlp(0)(inputs))
+
+
+@pytest.mark.parallel([4])
+def test_parameters_added_later_are_those_of_an_unsharded_run() -> None:
+    where = replicas(2)
+    pair, group = Pair(where), where.between.get_group()
+    optimizers = [
+        GossipOptimizer(SGD(pair.sharded[:2]), "power-gossip", mesh=where.between),
+        GossipOptimizer(SGD(pair.whole[:2]), "power-gossip", process_group=group),
+    ]
+    for optimizer, parameters in zip(optimizers, (pair.sharded, pair.whole), strict=True):
+        optimizer.add_param_group({"params": parameters[2:]})
+    pair.start()
+    for t in range(4):
+        pair.backward(t)
+        for optimizer in optimizers:
+            optimizer.step()
+    pair.check()
+
+
+@pytest.mark.parallel([4])
+def test_an_overflow_in_one_shard_skips_the_update_of_its_replica() -> None:
+    where = replicas(2)
+    model = where.shards(mlp())
+    optimizer: Any = GossipOptimizer(
+        SGD(model.parameters()), "dpsgd", mesh=where.between, local_steps=2
+    )
+    before = whole(model)
+    of_batch(model, where.replica, 0, torch.float32).backward()
+    optimizer.grad_scale = None
+    optimizer.found_inf = torch.tensor(float((where.replica, where.shard) == (0, 1)))
+    optimizer.step()
+    assert torch.equal(whole(model), before) == (where.replica == 0)
+
+
+@pytest.mark.parallel([4])
+def test_correct_leaves_gradients_as_they_are_if_a_shard_has_one_that_is_not_finite() -> None:
+    where = replicas(2)
+    pair = Pair(where)
+    optimizer = GossipOptimizer(SGD(pair.sharded), "dpsgd", mesh=where.between, **CORRECTED)
+    pair.start()
+    for t in range(3):  # the first round leaves corrections
+        pair.backward(t)
+        if t < 2:
+            optimizer.step()
+    if where.replica == where.shard == 0:
+        pair.sharded[0].grad.to_local()[0, 0] = torch.nan
+    before = [p.grad.to_local().clone() for p in pair.sharded]
+    optimizer.correct_()
+    same = [torch.equal(p.grad.to_local(), g) for p, g in zip(pair.sharded, before, strict=True)]
+    if where.replica == 0:
+        assert all(same[1:])
+    else:
+        assert not all(same)
 
 
 # Blocks by themselves.
@@ -441,6 +428,37 @@ def test_per_shard_a_block_is_a_parameter(method: str, given: dict[str, Any]) ->
     assert optimizer.bits_inside == 0
 
 
+@pytest.mark.parallel([4])
+def test_per_shard_a_norm_is_that_of_the_replica() -> None:
+    """D-PSGD is the same with and without per_shard."""
+    where = replicas(2)
+    pairs = [Pair(where) for _ in range(2)]
+    for pair, per_shard in zip(pairs, (False, True), strict=True):
+        optimizer = GossipOptimizer(
+            SGD(pair.sharded), "dpsgd", mesh=where.between, per_shard=per_shard, learning="gt-nsgd"
+        )
+        pair.start()
+        for t in range(3):
+            pair.backward(t)
+            optimizer.step()
+    check_pairs(*pairs)
+
+
+@pytest.mark.parallel([4])
+def test_per_shard_messages_in_half_precision_have_half_the_bits() -> None:
+    where, bits = replicas(2), []
+    for message_dtype in ("float32", "parameter"):
+        p = nn.Parameter(divided(torch.zeros(6, 4, dtype=torch.bfloat16), where))
+        optimizer = GossipOptimizer(
+            SGD([p]), "dpsgd", mesh=where.between, per_shard=True, message_dtype=message_dtype
+        )
+        p.grad = torch.ones_like(p) * where.replica
+        optimizer.step()
+        assert torch.equal(p.full_tensor(), torch.full((6, 4), -0.05).bfloat16())  # type: ignore[attr-defined]
+        bits.append(optimizer.bits)
+    assert bits[0] == 2 * bits[1] > 0
+
+
 # Gradients.
 
 
@@ -491,151 +509,16 @@ def test_the_averager_is_gossip_optimizer() -> None:
     assert averager.bits_inside == expected.bits_inside > 0
 
 
-# State.
-
-STATES = {
-    "power-gossip": CASES["power-gossip"],
-    "diloco": CASES["diloco"],
-    "fragments": CASES["diloco, fragments"],
-    "top-k": CASES["top-k"],
-    "deepsqueeze": CASES["deepsqueeze"],
-}
-
-
-def saved_and_loaded(
-    case: tuple[str, dict[str, Any]], folder: Path, where: Replicas, then: Replicas, **options: Any
-) -> tuple[Tensor, Tensor, list[int], list[int]]:
-    """Parameters and bits of a run, and of one that goes on in another mesh from its checkpoint."""
-    method, given = case
-    (folder,) = processes().gather(folder)[:1]
-    place = folder / str(where.replica)
-    model = where.shards(mlp())
-    make = lambda its, mesh: GossipOptimizer(  # noqa: E731
-        ADAM(its.parameters()), method, mesh=mesh.between, **given, **options
-    )
-    optimizer = make(model, where)
-    run(model, optimizer, range(5), where.replica)
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    dcp.save(state, checkpoint_id=place, process_group=where.inside.get_group())
-    run(model, optimizer, range(5, 8), where.replica)
-    end, bits = whole(model), where.added(optimizer.bits, optimizer.bits_inside)
-    ends = processes().gather((where.replica, end, bits))
-    if then.replica < 0:
-        return end, end, bits, bits
-    place = folder / str(then.replica)
-    model = then.shards(mlp(1))
-    optimizer = make(model, then)
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    dcp.load(state, checkpoint_id=place, process_group=then.inside.get_group())
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    run(model, optimizer, range(5, 8), then.replica)
-    (expected, of_run), *_ = [(x, b) for replica, x, b in ends if replica == then.replica]
-    found = then.added(optimizer.bits, optimizer.bits_inside)
-    return expected, whole(model), of_run, found
-
-
 @pytest.mark.parallel([4])
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        *(("power-gossip", {"per_shard": True}), ("diloco", {}), ("top-k", {})),
-        *(
-            pytest.param(name, options, marks=pytest.mark.slow)
-            for name in STATES
-            for options in ({}, {"per_shard": True})
-        ),
-    ],
-)
-def test_resumed_bit_for_bit(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_the_averager_per_shard_is_gossip_optimizer() -> None:
     where = replicas(2)
-    expected, found, bits, counted = saved_and_loaded(
-        STATES[name], tmp_path, where, where, **options
-    )
-    assert torch.equal(found, expected)
-    assert counted == bits
-
-
-@pytest.mark.parallel([8])
-@pytest.mark.parametrize("name", long_ones_apart(STATES, "diloco"))
-def test_resumed_with_other_shards(name: str, tmp_path: Path) -> None:
-    """2 × 4 → 2 × 2, with four of the processes, and 4 × 2 → 4 × 1."""
-    for before, ranks in ((replicas(2), [0, 1, 4, 5]), (replicas(4), [0, 2, 4, 6])):
-        count = before.mesh.size(0)
-        after = replicas(count, torch.tensor(ranks))
-        folder = tmp_path / str(count)
-        expected, found, _, _ = saved_and_loaded(STATES[name], folder, before, after)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parallel([4])
-def test_a_state_of_other_shards_is_rejected() -> None:
-    where = replicas(2)
-    pair = Pair(where)
-    sharded, plain = pair.sharded, pair.whole
-    optimizer = GossipOptimizer(ADAM(sharded), "dpsgd", mesh=where.between)
-    state = copy.copy(optimizer.state_dict())
-    per_shard = GossipOptimizer(ADAM(sharded), "dpsgd", mesh=where.between, per_shard=True)
-    with pytest.raises(ValueError, match=r"per_shard=False \(here True\)"):
-        per_shard.load_state_dict(state)
-    group = where.between.get_group()
-    with pytest.raises(ValueError, match="per_shard"):
-        GossipOptimizer(ADAM(plain), "dpsgd", process_group=group).load_state_dict(state)
-
-
-# Bad input.
-
-
-@pytest.mark.parallel([4])
-def test_bad_input() -> None:
-    where = replicas(2)
-    pair = Pair(where)
-    sharded, plain = pair.sharded, pair.whole
-    column = nn.Parameter(distribute_tensor(torch.zeros(4, 4), where.inside, [Shard(1)]))
-    both = nn.Parameter(distribute_tensor(torch.zeros(4, 4), where.mesh, [Replicate(), Shard(0)]))
-    other = nn.Parameter(distribute_tensor(torch.zeros(4, 4), where.between, [Shard(0)]))
-    scalar = nn.Parameter(distribute_tensor(torch.zeros(()), where.inside, [Replicate()]))
-
-    def of(parameters: Any, method: str = "dpsgd", **given: Any) -> None:
-        GossipOptimizer(SGD(parameters), method, **{"mesh": where.between} | given)
-
-    for match, parameters, given in (
-        ("is not sharded; use fully_shard", plain, {}),
-        ("whole in every process, or GossipOptimizer with mesh=", sharded, {"mesh": None}),
-        ("is on a mesh of 2 dimensions", [both], {}),
-        (r"has the placement S\(1\)|has the placement Shard", [column], {}),
-        ("is no other dimension than", [other], {}),
-        ("others on", [sharded[0], other], {}),
-        ("is a scalar", [scalar], {}),
-        ("use one dimension of a DeviceMesh", sharded, {"mesh": where.mesh}),
-        ("use one dimension of a DeviceMesh", sharded, {"mesh": "replica"}),
-        ("process_group: leave it out with mesh=", sharded, {"process_group": processes()}),
-        ("per_shard=True: use it with mesh=", plain, {"per_shard": True, "mesh": None}),
-        ("message_dtype='parameter': use float32", sharded, {"message_dtype": "parameter"}),
-        ("sparta of sharded parameters: use per_shard", sharded, {"method": "sparta"}),
-        (
-            "running_sums=True of sharded parameters",
-            sharded,
-            {"method": "push-sum", "running_sums": True},
-        ),
-        (
-            "learning=relay-sgd of sharded parameters",
-            sharded,
-            {"learning": "relay-sgd", "topology": "chain"},
-        ),
-        (
-            "compressor SVD of sharded matrices: use per_shard",
-            sharded,
-            {"method": "choco", "compressor": "svd"},
-        ),
-    ):
-        with pytest.raises(ValueError, match=match):
-            of(parameters, **given)
-    with pytest.raises(BadInput, match="process_group: leave it out with mesh="):
-        GossipModelAverager("dpsgd", mesh=where.between, process_group=processes())
-    same = nn.Parameter(divided(torch.zeros(4, 4), where, Replicate()))
-    with pytest.raises(BadInput, match="is whole in all shards"):
-        PowerSGD([sharded[0], same], Config(rank=1), mesh=where.between)
-    uneven = distribute_tensor(torch.zeros(6, 4 + where.replica), where.inside, [Shard(0)])
-    with pytest.raises(BadInput, match="use the same model"):
-        of([nn.Parameter(uneven)])
+    model, reference = where.shards(mlp()), where.shards(mlp())
+    given: Any = {"mesh": where.between, "per_shard": True}
+    averager = GossipModelAverager("power-gossip", **given)
+    optimizer = PostLocalSGDOptimizer(SGD(model.parameters()), averager)
+    expected = GossipOptimizer(SGD(reference.parameters()), "power-gossip", **given)
+    run(model, optimizer, range(4), where.replica)
+    run(reference, expected, range(4), where.replica)
+    assert torch.equal(whole(model), whole(reference))
+    assert averager.bits == expected.bits > 0
+    assert averager.bits_inside == 0

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -254,7 +254,7 @@ class GroupProcesses(Processes):
 
 
 class ReplicaProcesses(GroupProcesses):
-    """The same shard of all replicas. Complaints are those of all shards.
+    """The same shard of all replicas.
 
     Args:
         group: The processes with this shard.
@@ -269,9 +269,9 @@ class ReplicaProcesses(GroupProcesses):
     def is_first(self) -> bool:
         return self.rank == self._shards.rank == 0
 
-    def _complaints(self, own: str | None) -> Iterable[str | None]:
-        first = next((text for text in self.gather(own) if text is not None), None)
-        return self._shards.gather(first)
+    def everywhere(self, value: T) -> list[T]:
+        of_shards = self._shards.gather(self.gather(value))
+        return [of_process for replica in zip(*of_shards, strict=True) for of_process in replica]
 
 
 def torch_group(processes: Processes, device: torch.device) -> dist.ProcessGroup:
