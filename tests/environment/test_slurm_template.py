@@ -380,3 +380,26 @@ def test_a_job_of_slurm_is_requeued_and_resumes(cluster: slurm.Cluster, tmp_path
     assert "SIGUSR1" in printed
     assert "After 40 epochs" in printed, cluster.command("scontrol", "show", "job", number).stdout
     assert last_step(output) > step
+
+
+@pytest.mark.slow
+@needs_venv
+def test_a_job_of_sharded_replicas_resumes_after_it_was_requeued(
+    cluster: slurm.Cluster, tmp_path: Path
+) -> None:
+    folder, log = tmp_path / "checkpoints", tmp_path / "log"
+    exported = {"SLURM_SUBMIT_DIR": launch.ROOT, "FOLDER": folder, "PROCESSES": 4}
+    variables = ",".join(f"{name}={value}" for name, value in exported.items())
+    submitted = cluster.command(
+        *("sbatch", "--parsable", "--nodes=1", f"--chdir={launch.ROOT}", f"--output={log}"),
+        f"--export=ALL,OMP_NUM_THREADS=1,{variables}",
+        *(str(TEMPLATE.with_name("fsdp.sbatch")), "replicas=2", "steps=60", "every=10"),
+    )
+    assert submitted.returncode == 0, submitted.stderr
+    number = submitted.stdout.strip()
+    wait_until(lambda: len(list(folder.glob("replica-*/10/.metadata"))) == 2, 120)
+    assert cluster.command("scontrol", "requeue", number).returncode == 0
+    soon = ("scontrol", "update", f"JobId={number}", "StartTime=now+3")
+    wait_until(lambda: cluster.command(*soon).returncode == 0)
+    wait_until(lambda: not cluster.jobs(), 300)
+    assert re.search(r"resumed after step [1-5]0\n.*mean model: ", log.read_text(), re.DOTALL)
