@@ -15,7 +15,8 @@ As a driver::
     gossip_run.log_metric = my_function    # called on process 0, with the arguments of the default
     gossip_run.main()
 
-Nothing happens at import. `python gossip_run.py --help` lists the keys.
+Nothing happens at import: torch is imported when a run begins.
+`python gossip_run.py --help` lists the keys.
 
 To add an algorithm: write its class and row in powergossip/algorithms/ (a compressor's in
 powergossip/compressors/) and a row in ALGORITHMS. Starting matrices are rows of DATA.
@@ -26,24 +27,21 @@ References:
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from powergossip.consensus import (
-    ALGORITHMS,
-    DATA,
-    Hooks,
-    Sweep,
-    checked,
-    is_logged,
-)
 from powergossip.consensus.config import Config
-from powergossip.network import processes
 from powergossip.runs import configuration, figures, metrics, tables
-from powergossip.runs.output import FIGURE, Output
-from powergossip.runs.progress import Progress
-from powergossip.runs.signals import Signals
+from powergossip.runs.files import FIGURE
+
+if TYPE_CHECKING:
+    from powergossip.consensus.config_checks import checked
+    from powergossip.consensus.data import DATA
+    from powergossip.consensus.methods import ALGORITHMS
+    from powergossip.consensus.sweep import Hooks, Sweep, is_logged
+    from powergossip.runs.output import Output
+    from powergossip.runs.progress import Progress
 
 __all__ = [
     "ALGORITHMS",
@@ -58,6 +56,16 @@ __all__ = [
 
 config: DictConfig = configuration.structured(Config)
 output_dir: str | None = None  # None: a new dated folder under output/
+
+
+def __getattr__(name: str) -> Any:
+    """ALGORITHMS, DATA, checked and is_logged, imported on their first use."""
+    from powergossip.consensus import config_checks, data, methods, sweep
+
+    for home in (config_checks, data, methods, sweep):
+        if name in __all__ and name in vars(home):
+            return getattr(home, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 # --- Hooks, called on process 0. Drivers may replace them. ----------------------------------------
@@ -87,7 +95,7 @@ def log_runtime(label: str, mean: float, std: float, instances: int) -> None:
 
 
 # Written by the default hooks, on process 0 while main() runs.
-_output: Output | None = None
+_output: "Output | None" = None
 
 
 # --- The run -------------------------------------------------------------------------------------
@@ -103,24 +111,23 @@ def main(arguments: list[str] | None = None) -> None:
         errors.Signaled: In a process that receives SIGTERM, SIGINT, SIGHUP or SIGUSR1.
     """
     global _output
-    asked, name, wrong = configuration.structured(Config), None, None
-    try:
-        asked = configuration.of_driver(config, Config)
-        name = configuration.path_of_driver(output_dir)
-        if arguments is not None:
-            description = (__doc__ or "").split("\n\n")[0]
-            read = configuration.read_command_line(asked, arguments, description)
-            name = read.output_dir or name
-    except (ValueError, OSError) as error:
-        wrong = error  # for all processes, when they are connected
-    comm = processes(asked.distributed_backend)
+    description = (__doc__ or "").split("\n\n")[0]
+    request = configuration.request(config, Config, arguments, output_dir, description)
+
+    from powergossip.consensus.sweep import Sweep
+    from powergossip.network import processes
+    from powergossip.runs.output import Output
+    from powergossip.runs.progress import Progress
+    from powergossip.runs.signals import Signals
+
+    comm = processes(request.config.distributed_backend)
     with comm.agreed():
-        if wrong is not None:
-            raise wrong
-    sweep = Sweep(asked, comm)
+        if request.wrong is not None:
+            raise request.wrong
+    sweep = Sweep(request.config, comm)
     try:
         with comm.agreed():
-            _output = Output(name, sweep.config.as_dict()) if comm.rank == 0 else None
+            _output = Output(request.folder, sweep.config.as_dict()) if comm.rank == 0 else None
         if _output is not None:
             log_info(sweep.facts())
             if sweep.config.log_verbosity > 0:
@@ -139,8 +146,9 @@ def main(arguments: list[str] | None = None) -> None:
         _output = None
 
 
-def _hooks(sweep: Sweep, bar: Progress) -> Hooks:
+def _hooks(sweep: "Sweep", bar: "Progress") -> "Hooks":
     """The module's hooks, looked up at each call, and the progress bar."""
+    from powergossip.consensus.sweep import Hooks
 
     def row(name: str, values: Mapping[str, float], tags: Mapping[str, Any]) -> None:
         log_metric(name, values, tags)

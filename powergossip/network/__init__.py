@@ -27,12 +27,10 @@ between workers of one process count like those between processes, so that the c
 on the layout of workers over processes.
 """
 
+from powergossip.exits import report
 from powergossip.network.checked_barrier import checked_barrier, checked_barrier_at_exit
-from powergossip.network.exits import report
 from powergossip.network.launch import (
     BACKENDS,
-    are_several,
-    is_first,
     processes,
     processes_of,
     processes_of_replicas,
@@ -73,13 +71,11 @@ __all__ = [
     "Slots",
     "ToAll",
     "ToEach",
-    "are_several",
     "checked_barrier",
     "checked_barrier_at_exit",
     "choose_device",
     "cuda_aware_mpi",
     "hosted_workers",
-    "is_first",
     "processes",
     "processes_of",
     "processes_of_replicas",

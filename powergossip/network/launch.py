@@ -7,16 +7,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from powergossip import kernels
+from powergossip import exits, kernels, launcher, ulfm
 from powergossip.errors import BadInput
-from powergossip.network import exits
 from powergossip.network.processes import Processes
-from powergossip.network.resilient import ulfm
 
 BACKENDS = ("auto", "mpi", "gloo", "nccl")
-
-_MPI_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")
-_RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 _found: Processes | None = None
 _known: list[tuple[Any, Processes]] = []  # groups and communicators, and their processes
@@ -48,6 +43,7 @@ def processes(
         except BadInput:
             sys.excepthook = _reject
             raise
+        exits.connect(_found)
         _found.set_threads()
         if _found.size > 1:
             exits.end_together(_found)
@@ -64,6 +60,7 @@ def adopt(found: Processes) -> None:
     """Let these be the processes of this run, where no launcher knows them."""
     global _found
     _found = found
+    exits.connect(found)
 
 
 def processes_of(group: Any = None) -> Processes:
@@ -137,7 +134,7 @@ def processes_of_replicas(group: dist.ProcessGroup, shards: dist.ProcessGroup) -
 def _find(backend: str, file: str | None, rank: int, size: int) -> Processes:
     if backend not in BACKENDS:
         raise BadInput(f"distributed_backend={backend}: use {', '.join(BACKENDS)}")
-    torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    torchrun = launcher.TORCHRUN in os.environ
     found: Processes | None
     if backend in ("gloo", "nccl"):
         found = _by_torch(backend, torchrun, file, rank, size)
@@ -156,7 +153,7 @@ def _find(backend: str, file: str | None, rank: int, size: int) -> Processes:
 
 def _by_mpi() -> Processes | None:
     """The processes of MPI, or None without a launcher, where MPI is not needed."""
-    if "mpi4py.MPI" not in sys.modules and not any(name in os.environ for name in _MPI_LAUNCHERS):
+    if "mpi4py.MPI" not in sys.modules and not any(name in os.environ for name in launcher.MPI):
         return None
     from powergossip.network import mpi
 
@@ -169,7 +166,7 @@ def _by_torch(
     """The processes of torch.distributed, or None if there is one only."""
     from powergossip.network.torch import groups
 
-    if dist.is_initialized() or torchrun or all(name in os.environ for name in _RENDEZVOUS):
+    if dist.is_initialized() or torchrun or all(name in os.environ for name in launcher.RENDEZVOUS):
         return _of_group(groups.group_of_launcher(), backend)
     if file is not None:
         if not 0 <= rank < size:
@@ -185,16 +182,16 @@ def _by_torch(
 
 def _check_launch(backend: str) -> None:
     """Raise BadInput if a launcher has started several processes."""
-    for name, launcher in (("WORLD_SIZE", "a launcher"), ("SLURM_STEP_NUM_TASKS", "srun")):
+    for name, starter in (("WORLD_SIZE", "a launcher"), (launcher.SLURM, "srun")):
         number = os.environ.get(name, "")
         if number.isdecimal() and int(number) > 1:
             hint = "mpirun or torchrun"
             if backend == "mpi":
                 hint = "mpirun, or use distributed_backend=auto with torchrun"
-            elif backend == "auto" and all(name in os.environ for name in _RENDEZVOUS):
+            elif backend == "auto" and all(name in os.environ for name in launcher.RENDEZVOUS):
                 hint += ", or use distributed_backend=gloo"
             raise BadInput(
-                f"{launcher} has started {number} processes ({name}={number}), which are not "
+                f"{starter} has started {number} processes ({name}={number}), which are not "
                 f"connected, so that each would carry out the whole run; start them with {hint}"
             )
 
@@ -204,34 +201,18 @@ def _reject(kind: type[BaseException], error: BaseException, trace: Any) -> None
     if not isinstance(error, BadInput):
         sys.__excepthook__(kind, error, trace)
         return
-    if is_first():
+    if exits.is_first():
         print(f"error: {error}", file=sys.stderr, flush=True)
     sys.stdout.flush()
-    os._exit(exits.exit_code(2, is_first()))
-
-
-_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "RANK", "SLURM_PROCID")
-
-
-def is_first() -> bool:
-    """Whether this process is the first one of its launcher, also before they are connected."""
-    if _found is not None:
-        return _found.rank == 0
-    ranks = [os.environ[name] for name in _RANKS if name in os.environ]
-    return not ranks or ranks[0] == "0"
-
-
-def are_several() -> bool:
-    """Whether this process is connected with others."""
-    return _found is not None and _found.size > 1
+    os._exit(exits.exit_code(2, exits.is_first()))
 
 
 def command(found: Processes) -> str:
     """The beginning of a command that starts a Python program in as many processes."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if launcher.TORCHRUN in os.environ:
         return f"torchrun --nproc-per-node {found.local_size}"
     if "OMPI_COMM_WORLD_SIZE" in os.environ:
         options = " --with-ft ulfm" if ulfm.enabled() else ""
         return f"mpirun -np {os.environ['OMPI_COMM_WORLD_SIZE']}{options} python"
-    launcher = "srun" if "SLURM_STEP_NUM_TASKS" in os.environ else "mpiexec"
-    return f"{launcher} -n {found.size} python" if found.size > 1 else "python"
+    starter = "srun" if launcher.SLURM in os.environ else "mpiexec"
+    return f"{starter} -n {found.size} python" if found.size > 1 else "python"

@@ -27,16 +27,14 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from powergossip import errors, network, presets, reading
+from powergossip import errors, exits, launcher, presets, reading
 from powergossip.errors import BadInput
-from powergossip.network import exits
 from powergossip.runs import metrics
-from powergossip.runs.output import CONFIG_FILE, DATED
+from powergossip.runs.files import CONFIG_FILE, DATED
 
 # An integer for a float, or a tuple for a list, is accepted on purpose.
 warnings.filterwarnings("ignore", message="Implicit conversion from (int to float|tuple to list)")
@@ -145,7 +143,7 @@ def _without_numpy(value: Any) -> Any:
         return {key: _without_numpy(entry) for key, entry in value.items()}
     if type(value) in (list, tuple):
         return [_without_numpy(entry) for entry in value]
-    return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
+    return value.tolist() if type(value).__module__ == "numpy" else value
 
 
 @contextmanager
@@ -185,6 +183,54 @@ def of_driver(config: Any, kind: type[Any]) -> DictConfig:
     return found
 
 
+@dataclass(frozen=True)
+class Request:
+    """A configuration as it was asked for.
+
+    Attributes:
+        config: The configuration, not yet checked.
+        folder: Name of the requested output folder, or None.
+        explicit: Keys that were given for this run, see `Origin`.
+        wrong: The error of a request that cannot be read. All processes have to learn of it.
+    """
+
+    config: DictConfig
+    folder: str | None
+    explicit: list[str]
+    wrong: Exception | None
+
+
+def request(
+    config: Any,
+    kind: type[Any],
+    arguments: Sequence[str] | None,
+    output_dir: Any,
+    description: str,
+    notes: str = "",
+) -> Request:
+    """Read a driver's `config` and `output_dir`, and the arguments of a command line, if any.
+
+    They stay as they are. Exits after --help, see `read_command_line`. Imports nothing heavy.
+
+    Raises:
+        BadInput: For a request that cannot be read, if no launcher has started this process.
+    """
+    asked, folder, explicit = structured(kind), None, list[str]()
+    wrong: Exception | None = None
+    try:
+        asked = of_driver(config, kind)
+        folder = path_of_driver(output_dir)
+        if arguments is not None:
+            found = read_command_line(asked, list(arguments), description, notes)
+            folder = found.output_dir or folder
+            explicit = [key for key, source in found.given.items() if source.explicit]
+    except (ValueError, OSError) as error:
+        if not launcher.has_started_this() and not exits.are_several():
+            raise
+        wrong = error
+    return Request(asked, folder, explicit, wrong)
+
+
 def set_by_driver(config: DictConfig) -> dict[str, Origin]:
     """Return DRIVER as the source of each key whose value is not the default."""
     defaults, values = _defaults(_schema(config)), OmegaConf.to_container(config)
@@ -198,9 +244,7 @@ _DEFAULTS: dict[type[Any], dict[Any, Any]] = {}
 def _defaults(kind: type[Any]) -> Mapping[Any, Any]:
     """The defaults of a dataclass, as plain values that are not changed. Computed once."""
     if kind not in _DEFAULTS:
-        defaults = OmegaConf.to_container(OmegaConf.structured(kind))
-        assert isinstance(defaults, dict)
-        _DEFAULTS[kind] = defaults
+        _DEFAULTS[kind] = dataclasses.asdict(kind())
     return _DEFAULTS[kind]
 
 
@@ -232,7 +276,7 @@ def _parse(
     if options.help:
         keys = f"keys and their defaults:\n{describe(config)}"
         parser.epilog = "\n\n".join(filter(None, (keys, notes)))
-        if network.is_first():
+        if exits.is_first():
             parser.print_help()
         sys.exit(0)
     return options
@@ -402,12 +446,12 @@ def run_entry_point(main: Callable[[list[str]], object]) -> None:
     try:
         main(sys.argv[1:])
     except (BadInput, errors.Stopped) as error:
-        if exits.are_up_to_the_hook(error, network.are_several()):
+        if exits.are_up_to_the_hook(error, exits.are_several()):
             raise
         _report_once(error)
-        sys.exit(exits.exit_code(exits.code_of(error), network.is_first()))
+        sys.exit(exits.exit_code(exits.code_of(error), exits.is_first()))
     except KeyboardInterrupt:
-        if network.are_several():
+        if exits.are_several():
             raise
         print("error: interrupted", file=sys.stderr, flush=True)
         sys.exit(130)
@@ -416,9 +460,9 @@ def run_entry_point(main: Callable[[list[str]], object]) -> None:
 def _report_once(error: Exception) -> None:
     """Report an error that all processes have, in the first of them, before the others end: a
     launcher ends all processes when one has failed."""
-    if network.is_first():
-        network.report(error)
-    elif network.are_several():
+    if exits.is_first():
+        exits.report(error)
+    elif exits.are_several():
         time.sleep(0.3)
 
 

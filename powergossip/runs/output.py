@@ -29,13 +29,9 @@ from powergossip.checks import BadValue
 from powergossip.errors import CannotWrite
 from powergossip.runs import checkpoints, metrics
 from powergossip.runs.atomic_files import Drafts, clear_drafts
+from powergossip.runs.files import CONFIG_FILE, DATE, DATED, FIGURE, INFO_FILE, SAMPLE
 from powergossip.runs.trackers import Resumed, Trackers
 
-FIGURE, SAMPLE = "figure.png", "sample.txt"
-_DATE = "{date}"
-DATED = f"output/{_DATE}"  # a new folder with its date
-CONFIG_FILE = "config.yaml"
-INFO_FILE = "info.json"
 ENDING = "state.ending"  # in info.json: COMPLETE, or the name of an exception
 COMPLETE = "complete"
 TRACKERS = "trackers"  # in info.json: the identity of the run in each tracker
@@ -87,7 +83,7 @@ class Output:
         process: int = 0,
         takes_over: bool = False,
     ):
-        dated = not name or _DATE in name
+        dated = not name or DATE in name
         self.folder = new_dated_folder(name or DATED) if dated else Path(name or "")
         self._drafts = Drafts(self.folder, process)
         self.lost_rows = False
@@ -279,11 +275,11 @@ def _read_info(path: Path) -> dict[str, Any]:
 def new_dated_folder(name: str = DATED) -> Path:
     """Make the folder of this name, with DATE-TIME for {date}, and -2, -3, … if it exists."""
     now = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
-    folder = Path(name.replace(_DATE, now))
+    folder = Path(name.replace(DATE, now))
     for number in itertools.count(2):
         try:
             folder.mkdir(parents=True)
             break
         except FileExistsError:
-            folder = Path(name.replace(_DATE, f"{now}-{number}"))
+            folder = Path(name.replace(DATE, f"{now}-{number}"))
     return folder

@@ -1,11 +1,12 @@
 """Edge coloring: no two edges of a worker have the same color."""
 
-import networkx as nx
 import numpy as np
 from scipy.sparse import csr_array
 
 
 def is_bipartite(adjacency: csr_array) -> bool:
+    import networkx as nx  # takes a tenth of a second
+
     return bool(nx.is_bipartite(nx.from_scipy_sparse_array(adjacency)))
 
 

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-import networkx as nx
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy.sparse import csr_array
@@ -12,6 +12,9 @@ from powergossip import checks, randomness
 from powergossip.topologies.fastest import fastest_mixing
 from powergossip.topologies.topology import Round, Topology, Tree, check_connected
 from powergossip.topologies.weights import Weights, best_constant, metropolis_hastings
+
+if TYPE_CHECKING:
+    from networkx import Graph
 
 WEIGHTS: dict[str, Weights] = {  # name → weights of an undirected graph
     "metropolis": metropolis_hastings,
@@ -27,7 +30,7 @@ EQUI_SAMPLES = 100  # of the shifts of `equi_static`
 
 def undirected(
     name: str,
-    graph: nx.Graph,
+    graph: "Graph[Any]",
     weights: Weights = metropolis_hastings,
     note: str = "",
     trees: tuple[Tree, ...] | None = None,
@@ -260,6 +263,8 @@ def social_network(
     References:
         Davis, Gardner & Gardner (1941), Deep South.
     """
+    import networkx as nx
+
     graph = nx.davis_southern_women_graph()
     if n_workers != len(graph):
         raise ValueError(f'n_workers={n_workers}: use {len(graph)} with topology "social-network"')
@@ -300,6 +305,8 @@ def watts_strogatz(
     if not 0 <= rewiring <= 1:
         raise ValueError(f"topology_options.rewiring={rewiring}: use a number from 0 to 1")
     check_degree(n_workers, degree)
+    import networkx as nx
+
     return of_edges(
         name,
         n_workers,
@@ -335,6 +342,8 @@ def random_regular(
             f"product of the two"
         )
     check_degree(n_workers, degree)
+    import networkx as nx
+
     return of_edges(
         name,
         n_workers,
@@ -372,8 +381,12 @@ def circulant(n_workers: int, hops: Sequence[int], weight: float | None = None) 
     return Round(csr_array((values, (row, column)), shape=(n_workers,) * 2))
 
 
-def _connected_sample(name: str, seed: int, sample: Callable[[int], nx.Graph]) -> list[list[int]]:
+def _connected_sample(
+    name: str, seed: int, sample: Callable[[int], "Graph[Any]"]
+) -> list[list[int]]:
     """The edges of the first connected graph of 100 samples with derived seeds."""
+    import networkx as nx
+
     for attempt in range(100):
         derived = int(randomness.generator(seed, f"topology {name}", attempt).integers(2**32))
         sampled = sample(derived)

@@ -6,7 +6,6 @@ powergossip.options), so a new option needs no line here. null stands for the de
 
 import json
 import math
-import textwrap
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,11 +13,11 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from powergossip import algorithms, checks, compressors, options, tasks
+from powergossip import algorithms, checks, compressors, options, tasks, ulfm
 from powergossip.algorithms import aggregation, learning, torch_powersgd
 from powergossip.network import BACKENDS, Processes
 from powergossip.network import hosted_workers as hosted
-from powergossip.network.resilient import spawning, ulfm
+from powergossip.network.resilient import spawning
 from powergossip.runs import trackers
 from powergossip.runs.output import plain
 from powergossip.training import muon
@@ -160,26 +159,7 @@ def _check_ignored(c: Settings, explicit: Collection[str], warn: bool) -> None:
             warnings.warn(f"ignored, since task={c.task} has no such option: {key}", stacklevel=3)
 
 
-def defaults_of_tasks() -> str:
-    """Return the keys that depend on the task, as key=value in a paragraph for each task."""
-    paragraphs = []
-    for name in tasks.TASKS:
-        values = [f"{key}={_yaml(value)}" for key, value in tasks.defaults(name).items()]
-        text = " ".join([f"{name}:", *values])
-        paragraphs.append(
-            textwrap.fill(
-                text,
-                width=100,
-                initial_indent="  ",
-                subsequent_indent="    ",
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-        )
-    return "\n".join(paragraphs)
-
-
-def _yaml(value: Any) -> str:
+def as_written(value: Any) -> str:
     """A value as it is written on the command line, without spaces."""
     return json.dumps(value, separators=(",", ":")).strip('"')
 
@@ -425,8 +405,8 @@ def _resolve_options(
         if f"{PREFIX}{name}" in explicit:
             accepted = ", ".join(f"{PREFIX}{name}" for name in known) or "none"
             raise ValueError(
-                f"{PREFIX}{name}={_yaml(given[name])}: {method} has no such option; leave it out "
-                f"(its options: {accepted})"
+                f"{PREFIX}{name}={as_written(given[name])}: {method} has no such option; "
+                f"leave it out (its options: {accepted})"
             )
     if lacking and warn:
         keys = ", ".join(f"{PREFIX}{name}" for name in lacking)

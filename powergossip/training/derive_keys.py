@@ -1,26 +1,33 @@
-"""The keys of methods' options: method_keys.py, from the signatures and docstrings of their rows.
+"""The keys of methods' options, and the defaults of tasks: method_keys.py, from the signatures and
+docstrings of the methods' rows, and task_defaults.py.
 
-After a row of a registry has changed, the file is written again by::
+After a row of a registry has changed, the files are written again by::
 
     python -m powergossip.training.derive_keys
 
-`--help` thus shows the options of all methods without an import of their modules. A test compares
-the file with the rows.
+`--help` thus shows them without an import of torch. Tests compare the files with the rows.
 """
 
 import inspect
 import json
 import re
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
 from torch import Tensor
 
-from powergossip import algorithms, compressors, options
+from powergossip import algorithms, compressors, options, tasks
 from powergossip.algorithms import aggregation, learning, torch_powersgd
-from powergossip.training import method_keys
-from powergossip.training.config_checks import ALIASES, DEFAULTS, OWN_KEYS, option_defaults
+from powergossip.training import method_keys, task_defaults
+from powergossip.training.config_checks import (
+    ALIASES,
+    DEFAULTS,
+    OWN_KEYS,
+    as_written,
+    option_defaults,
+)
 from powergossip.training.method_keys import PREFIX, Groups
 
 # Further objects whose docstrings describe the options of a method.
@@ -145,5 +152,25 @@ def _literal(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def of_tasks() -> str:
+    """Return the keys that depend on the task, as key=value in a paragraph for each task."""
+    paragraphs = []
+    for name in tasks.TASKS:
+        values = [f"{key}={as_written(value)}" for key, value in tasks.defaults(name).items()]
+        paragraphs.append(
+            textwrap.fill(
+                " ".join([f"{name}:", *values]),
+                width=100,
+                initial_indent="  ",
+                subsequent_indent="    ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        )
+    return "\n".join(paragraphs)
+
+
 if __name__ == "__main__":
     Path(method_keys.__file__).write_text(source())
+    head = Path(task_defaults.__file__).read_text().partition(" = ")[0]
+    Path(task_defaults.__file__).write_text(f'{head} = """\\\n{of_tasks()}\n"""\n')

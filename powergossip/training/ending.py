@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from powergossip.errors import Interrupted
+from powergossip.errors import Diverged, Interrupted
 from powergossip.network import Processes
 from powergossip.training.live_models import AliveWorkers
-from powergossip.training.measurements import Diverged, divergence
+from powergossip.training.measurements import divergence
 
 PATIENCE = 5.0  # seconds after SIGTERM in which all processes must agree, except under MPI
 INTERVAL = 0.05  # seconds between agreements, by the clock of process 0

@@ -1,5 +1,7 @@
 """The local optimizer: a worker's own update."""
 
+import inspect
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -11,6 +13,19 @@ from powergossip.parameters import Parameters
 from powergossip.training import muon
 from powergossip.training.config import Settings
 from powergossip.training.muon import Muon, Rows, hidden_matrices
+
+
+def _leave_dynamo_out() -> None:
+    """Let methods of torch's optimizers be themselves, since nothing compiles them.
+
+    At their first call they import torch._dynamo, which takes as long as torch, only to leave
+    themselves out of what torch.compile compiles.
+    """
+    if "torch._dynamo" not in sys.modules:
+        for name in ("add_param_group", "load_state_dict", "state_dict"):
+            method = getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None)
+            if method is not None:
+                method.__dict__.setdefault("__dynamo_disable", method)
 
 
 def _sgd(x: Rows, parameters: Parameters, c: Settings, momentum: float) -> torch.optim.Optimizer:
@@ -85,7 +100,10 @@ class LocalOptimizer:
         self._rows = [nn.Parameter(row) for row in parameters.x.split(1)]
         momentum = c.momentum if momentum is None else momentum
         make = LOCAL_OPTIMIZERS[kind or c.local_optimizer]
+        _leave_dynamo_out()
         self._optimizer = make(self._rows, parameters, c, momentum)
+        # Without the wrappers for hooks and torch.compile, which import torch._dynamo, too.
+        self._step = inspect.unwrap(type(self._optimizer).step)
         decay = c.weight_decay if decoupled else 0.0
         self._decay = decay
         self._spans = parameters.decay_spans() if decay else []
@@ -127,7 +145,8 @@ class LocalOptimizer:
     def _update(self, gradient: Tensor) -> None:
         for row, g in zip(self._rows, gradient.split(1), strict=True):
             row.grad = g
-        self._optimizer.step()
+        with torch.no_grad():
+            self._step(self._optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """Momenta and the like [worker, D], and the number of steps."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from powergossip.errors import Stopped
+from powergossip.errors import Diverged
 from powergossip.network import Network
 from powergossip.runs.clock import Clock, data_fraction
 from powergossip.runs.progress import Progress
@@ -15,15 +15,6 @@ from powergossip.training.position import Moment
 
 # name, values, tags
 Row = tuple[str, dict[str, float], dict[str, Any]]
-
-
-class Diverged(Stopped):
-    """A worker's loss, its parameters or a metric of its model are no longer finite.
-
-    All processes raise it, with the same text: the first such value, by step and then by worker.
-    """
-
-    in_all_processes = True
 
 
 def divergence(worker: int, name: str, value: float, step: int, epoch: int) -> str:

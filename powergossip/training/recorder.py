@@ -9,7 +9,8 @@ from typing import Any
 from powergossip.errors import CannotWrite, Dropped, Interrupted, Stopped
 from powergossip.runs import configuration, figures, metrics, output, tables
 from powergossip.runs.checkpoints import Checkpoints
-from powergossip.runs.output import COMPLETE, FIGURE, SAMPLE, Output
+from powergossip.runs.files import FIGURE, SAMPLE
+from powergossip.runs.output import COMPLETE, Output
 from powergossip.training import resizing
 from powergossip.training.config import Config
 from powergossip.training.ending import complete_without

@@ -2,20 +2,18 @@
 
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
 from powergossip.network import Processes, launch, processes
 from powergossip.network.resilient import spawning
-from powergossip.runs import configuration
+from powergossip.runs.configuration import Request
 from powergossip.runs.output import run_to_resume
-from powergossip.training.config import Config, Settings
-from powergossip.training.config_checks import checked, defaults_of_tasks
+from powergossip.training.config import Settings
+from powergossip.training.config_checks import checked
 from powergossip.training.measurements import Hooks
 from powergossip.training.trainer import Trainer
 
@@ -55,26 +53,13 @@ class NewRun:
         return f"{start} --output-dir {shlex.quote(str(folder))} resume=true"
 
 
-def begin(
-    config: Any, arguments: Sequence[str] | None, output_dir: str | None, description: str
-) -> NewRun:
-    """Read the arguments and connect the processes.
-
-    Args:
-        config: Configuration of the entry point, or a mapping. It stays as it is.
-        arguments: Arguments of a command line, or None.
-        output_dir: Folder of a driver, without --output-dir.
-        description: Description of the entry point, for --help.
+def begin(request: Request) -> NewRun:
+    """Connect the processes and check the requested configuration.
 
     Raises:
-        BadInput: In all processes, for arguments or a configuration that cannot be used.
+        BadInput: In all processes, for a request that cannot be carried out.
     """
-    asked, wrong, name, explicit = configuration.structured(Config), None, output_dir, list[str]()
-    try:
-        asked = configuration.of_driver(config, Config)
-        name, explicit = _read(asked, arguments, output_dir, description)
-    except (ValueError, OSError) as error:
-        wrong = error  # for all processes, when they are connected
+    asked, name = request.config, request.folder
     if spawning.is_spawned():
         from powergossip.training.asynchronous.replacement_process import Replacement
 
@@ -86,25 +71,12 @@ def begin(
     )
     found.set_threads()
     with found.agreed():
-        if wrong is not None:
-            raise wrong
-        settings = checked(asked, found, explicit)
+        if request.wrong is not None:
+            raise request.wrong
+        settings = checked(asked, found, request.explicit)
     resumed = None
     with found.agreed():
         if found.rank == 0:
             key = "evaluate_only" if settings.evaluate_only else "resume"
             resumed = run_to_resume(name, getattr(settings, key), key)
     return NewRun(settings, found, name, found.broadcast(resumed))
-
-
-def _read(
-    asked: DictConfig, arguments: Sequence[str] | None, output_dir: str | None, description: str
-) -> tuple[str | None, list[str]]:
-    """Apply the arguments. Returns the output folder, and the keys given explicitly."""
-    folder = configuration.path_of_driver(output_dir)
-    if arguments is None:
-        return folder, []
-    notes = f"defaults of each task:\n{defaults_of_tasks()}"
-    found = configuration.read_command_line(asked, list(arguments), description, notes)
-    explicit = [key for key, source in found.given.items() if source.explicit]
-    return found.output_dir or folder, explicit

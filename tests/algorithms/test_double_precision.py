@@ -18,7 +18,7 @@ from powergossip.algorithms import AVERAGING, AveragingOptions
 from powergossip.algorithms.aggregation import AGGREGATIONS
 from powergossip.algorithms.learning import LEARNING
 from powergossip.algorithms.torch_powersgd import HOOKS
-from powergossip.consensus import Hooks, Sweep
+from powergossip.consensus.sweep import Hooks, Sweep
 from powergossip.errors import BadInput
 from powergossip.network import Network, Processes, processes
 from powergossip.optimizers import GossipModelAverager, GossipOptimizer

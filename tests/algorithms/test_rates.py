@@ -14,7 +14,7 @@ import train
 from powergossip import algorithms, topologies
 from powergossip.algorithms import rates
 from powergossip.compressors import QSGD
-from powergossip.consensus import Sweep
+from powergossip.consensus.sweep import Sweep
 from powergossip.network import Network, Processes, processes
 from powergossip.optimizers import GossipOptimizer
 from powergossip.parameters import Layout

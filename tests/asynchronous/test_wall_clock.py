@@ -17,7 +17,7 @@ from powergossip.events.event_log import Entry
 from powergossip.events.worker import Message
 from powergossip.network import Processes, processes
 from powergossip.network.resilient.links import LOST, Links
-from powergossip.runs import metrics, output
+from powergossip.runs import files, metrics, output
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training import ending
 from powergossip.training.asynchronous.execution import AcrossProcesses
@@ -136,7 +136,7 @@ def test_a_run_goes_on_without_killed_processes_and_can_be_replayed(method, goss
     counts = number_of_workers(tmp_path / "run")
     assert counts == sorted(counts, reverse=True)
     assert (len(counts), counts[-1]) == (4, 2)
-    info = json.loads((tmp_path / "run" / output.INFO_FILE).read_text())
+    info = json.loads((tmp_path / "run" / files.INFO_FILE).read_text())
     assert info[output.ENDING] == output.COMPLETE
     assert info["lost_workers"] == [0, 2]
     del values["record_order"]

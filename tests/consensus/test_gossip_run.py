@@ -19,14 +19,16 @@ from torch import Tensor
 
 import gossip_run
 from gossip_run import ALGORITHMS, DATA
-from powergossip import algorithms, consensus
+from powergossip import algorithms
 from powergossip.algorithms import PlainGossip
-from powergossip.consensus import ConsensusMethod, Hooks, MatrixBatch, Sweep
+from powergossip.consensus import config_checks, data, methods, sweep
+from powergossip.consensus.methods import ConsensusMethod
+from powergossip.consensus.sweep import Hooks, MatrixBatch, Sweep
 from powergossip.errors import BadInput
 from powergossip.network import Network, processes
 from powergossip.parameters import Layout
 from powergossip.runs import metrics, tables
-from powergossip.runs.output import FIGURE
+from powergossip.runs.files import FIGURE
 from tests.harness import launch
 
 TINY: dict[str, Any] = {
@@ -389,8 +391,9 @@ def test_workers_that_agree_from_the_start_do_not_diverge(monkeypatch: pytest.Mo
 
 def test_the_entry_point_has_the_tables_themselves() -> None:
     """A row that a driver adds there is found everywhere."""
-    for name in ("ALGORITHMS", "DATA", "is_logged", "checked"):
-        assert getattr(gossip_run, name) is getattr(consensus, name)
+    homes = {"ALGORITHMS": methods, "DATA": data, "is_logged": sweep, "checked": config_checks}
+    for name, home in homes.items():
+        assert getattr(gossip_run, name) is getattr(home, name)
 
 
 def test_a_driver_adds_an_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from omegaconf import OmegaConf
 import train
 from powergossip.network import Processes
 from powergossip.network.resilient.links import LOST
-from powergossip.runs import metrics, output
+from powergossip.runs import files, metrics, output
 from powergossip.runs.checkpoints import FOLDER, Checkpoints
 from powergossip.training.config_checks import checked
 from powergossip.training.trainer import Trainer
@@ -157,7 +157,7 @@ class _Ended:
         lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
         found = [json.loads(line) for line in lines]
         self.rows = [row for row in found if "digest" in row]
-        info = folder / output.INFO_FILE
+        info = folder / files.INFO_FILE
         facts = json.loads(info.read_text()) if info.exists() else {}
         self.ending, self._lost = facts.get(output.ENDING), facts.get("lost_workers", [])
 

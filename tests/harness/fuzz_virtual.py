@@ -29,7 +29,7 @@ from torch import Tensor
 
 import train
 from powergossip import topologies
-from powergossip.errors import Interrupted
+from powergossip.errors import Diverged, Interrupted
 from powergossip.events import event_log, learning
 from powergossip.events.members import Members, dead, matrix
 from powergossip.events.virtual_clock import VirtualClock
@@ -37,7 +37,7 @@ from powergossip.network import processes
 from powergossip.runs.checkpoints import Checkpoints
 from powergossip.training.asynchronous import OnVirtualClock
 from powergossip.training.config_checks import checked
-from powergossip.training.measurements import Diverged, Hooks
+from powergossip.training.measurements import Hooks
 from powergossip.training.trainer import Trainer
 from tests.harness.fuzz_cases import Case
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from powergossip.network.resilient import ulfm
+from powergossip import ulfm
 from powergossip.network.resilient.links import LOST, Links
 from tests.harness import launch
 

@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 import gossip_run
 import train
 from powergossip import algorithms, presets, tasks
-from powergossip.consensus import Sweep
 from powergossip.consensus.config_checks import num_steps
+from powergossip.consensus.sweep import Sweep
 from powergossip.network import Processes
 from powergossip.runs import configuration, metrics
 from powergossip.runs.output import plain

@@ -16,7 +16,7 @@ import gossip_run
 import train
 from powergossip import tasks
 from powergossip.errors import BadInput
-from powergossip.runs import configuration
+from powergossip.runs import configuration, output
 from powergossip.runs.output import Output, plain
 from powergossip.training import recorder, schedule
 from powergossip.training.config import Settings
@@ -116,7 +116,7 @@ def test_arguments_of_a_run_are_not_those_of_the_next(
         seen.append((name, config["seed"], config["n_workers"]))
         raise ValueError("seen")
 
-    where = recorder if program is train else program
+    where = recorder if program is train else output
     monkeypatch.setattr(where, "Output", stop)
     config = program.config.copy()
     config.n_workers = 2
@@ -151,10 +151,10 @@ def test_a_suffix_is_appended_to_a_dated_folder(
     wanted = configuration.read_command_line(config, ["--suffix", ".e500"], "").output_dir
     first, second = (Output(wanted, config) for _ in range(2))
     assert first.folder != second.folder
-    for output in (first, second):
-        assert re.fullmatch(r"output/\d{4}-\d\d-\d\d-\d{6}(-2)?\.e500", str(output.folder))
-        assert (output.folder / "config.yaml").exists()
-        output.close()
+    for one in (first, second):
+        assert re.fullmatch(r"output/\d{4}-\d\d-\d\d-\d{6}(-2)?\.e500", str(one.folder))
+        assert (one.folder / "config.yaml").exists()
+        one.close()
     mine = Output("results/{date}-mine", config)
     assert re.fullmatch(r"results/[\d-]+-mine", str(mine.folder))
     mine.close()
@@ -167,7 +167,7 @@ def test_a_mapping_in_place_of_the_configuration_has_its_keys(
     def stop(name: str | None, config: Any, *rest: Any) -> None:
         raise ValueError(f"n_workers is {config['n_workers']}")
 
-    monkeypatch.setattr(recorder if program is train else program, "Output", stop)
+    monkeypatch.setattr(recorder if program is train else output, "Output", stop)
     for mapping, words in (
         ({"n_workers": 3}, "n_workers is 3"),
         (OmegaConf.create({"n_workers": 3}), "n_workers is 3"),

@@ -13,8 +13,9 @@ from powergossip.errors import CannotWrite, Dropped
 from powergossip.network import Processes
 from powergossip.runs.atomic_files import Drafts
 from powergossip.runs.checkpoints import Checkpoints
+from powergossip.runs.files import FIGURE
 from powergossip.runs.metrics import FILE
-from powergossip.runs.output import FIGURE, Output
+from powergossip.runs.output import Output
 from powergossip.training import recorder
 
 

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from powergossip.errors import Dropped
 from powergossip.network import Processes
-from powergossip.runs import output
+from powergossip.runs import files, output
 from powergossip.runs.checkpoints import FOLDER, Checkpoints
 from powergossip.runs.metrics import FILE
 from powergossip.training.asynchronous.rows import SharedRows
@@ -141,7 +141,7 @@ def check(folder: Path) -> None:
     order = [(row["epoch"], row["name"]) for row in rows]
     epochs = range(1, EPOCHS + 1)
     assert order == [(e, name) for e in epochs for name in ("accuracy", "phase_seconds")]
-    info = json.loads((folder / output.INFO_FILE).read_text())
+    info = json.loads((folder / files.INFO_FILE).read_text())
     assert info[output.ENDING] == output.COMPLETE
     checkpoints = Checkpoints(folder, Processes())
     for which in ("last", "best"):

@@ -29,6 +29,7 @@ from powergossip.training.config_checks import (
 )
 from powergossip.training.method_keys import PREFIX, MethodKeys
 from powergossip.training.resuming import check_same_run
+from powergossip.training.task_defaults import TASK_DEFAULTS
 from powergossip.training.trainer import Trainer
 from tests.harness.training import after_steps, configured
 
@@ -321,6 +322,7 @@ def test_the_keys_of_methods_follow_from_their_rows() -> None:
     assert {
         name: kind.replace("typing.", "") for name, kind in kinds.items()
     } == derive_keys.types()
+    assert TASK_DEFAULTS.rstrip() == derive_keys.of_tasks()
 
 
 def test_help_groups_the_options_of_each_method(capsys: pytest.CaptureFixture[str]) -> None:

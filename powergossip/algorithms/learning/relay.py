@@ -5,9 +5,8 @@ public copies they then have.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import networkx as nx
 import numpy as np
 import torch
 from torch import Tensor
@@ -25,6 +24,9 @@ from powergossip.compressors import Codec
 from powergossip.network import Conversation, Network, ToEach
 from powergossip.parameters import Layout
 from powergossip.topologies import Tree
+
+if TYPE_CHECKING:
+    from networkx import Graph
 
 
 class RelaySGD(GossipRule):
@@ -260,6 +262,8 @@ def slowdown(tree: Tree, n_workers: int) -> float:
     each model for each worker that it has still to reach, stays the same. For a common model it is
     c n times that model. A chain has c = (n² + 2)/(3 n).
     """
+    import networkx as nx
+
     # An edge between parts of s and n − s workers is on the paths of s (n − s) pairs.
     below = np.ones(n_workers)
     edges = list(nx.bfs_edges(_graph(tree, n_workers), 0))
@@ -269,7 +273,9 @@ def slowdown(tree: Tree, n_workers: int) -> float:
     return float(2 * (s * (n_workers - s)).sum() + n_workers) / n_workers**2
 
 
-def _graph(tree: Tree, n_workers: int) -> "nx.Graph[int]":
+def _graph(tree: Tree, n_workers: int) -> "Graph[int]":
+    import networkx as nx
+
     graph = nx.empty_graph(n_workers)
     graph.add_edges_from(tree)
     return graph

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from powergossip.network.resilient import ulfm
+from powergossip import ulfm
 
 _TAG = 1
 _LONGEST = 2**30  # bytes of one MPI message. Longer ones are sent in several

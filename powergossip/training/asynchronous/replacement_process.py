@@ -8,9 +8,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from powergossip import exits, ulfm
 from powergossip.errors import BadInput, Stopped
-from powergossip.network import Processes, exits, hosted_workers, launch, report
-from powergossip.network.resilient import spawning, ulfm
+from powergossip.exits import report
+from powergossip.network import Processes, hosted_workers, launch
+from powergossip.network.resilient import spawning
 from powergossip.network.resilient.links import Links
 from powergossip.training.config import Settings
 

@@ -11,11 +11,43 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
+from powergossip import launcher, ulfm
 from powergossip.errors import BadInput, Dropped, PeerLost, Signaled, Stopped
-from powergossip.network.processes import Processes
-from powergossip.network.resilient import ulfm
+
+
+class Group(Protocol):
+    """The connected processes: a part of network.Processes."""
+
+    rank: int
+    size: int
+
+    @property
+    def is_first(self) -> bool: ...
+
+    def finalize(self) -> None: ...
+
+    def end(self, code: int) -> NoReturn: ...
+
+
+_connected: Group | None = None  # the processes of this run
+
+
+def connect(found: Group) -> None:
+    """Let these be the processes of this run."""
+    global _connected
+    _connected = found
+
+
+def is_first() -> bool:
+    """Whether this is the first process of the run, also before its processes are connected."""
+    return launcher.is_first() if _connected is None else _connected.rank == 0
+
+
+def are_several() -> bool:
+    """Whether this process is connected with others."""
+    return _connected is not None and _connected.size > 1
 
 
 def exit_code(code: int, first: bool) -> int:
@@ -34,7 +66,7 @@ def code_of(error: BaseException) -> int:
     return 2 if isinstance(error, BadInput) else int(getattr(error, "exit_code", 1))
 
 
-def end_together(found: Processes) -> None:
+def end_together(found: Group) -> None:
     """End all processes on an uncaught exception: the others would wait for messages forever."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -70,7 +102,7 @@ def end_together(found: Processes) -> None:
     sys.excepthook = hook
 
 
-def end_alone(process: int, group: Processes, end_others: Callable[[], None]) -> None:
+def end_alone(process: int, group: Group, end_others: Callable[[], None]) -> None:
     """End only this process on an uncaught exception: the others lose it and go on.
 
     MPI is not finalized, because Open MPI may wait for a lost process there. The exit code of
