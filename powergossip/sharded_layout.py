@@ -5,15 +5,17 @@ D is the number of elements of this shard.
 
 from collections.abc import Iterable, Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 
 from powergossip import randomness
 from powergossip.parameters import Layout, Stack, matrix_shape
 from powergossip.shards import Shards
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Shard
 
 
 class ShardedLayout(Layout):
@@ -69,8 +71,10 @@ class ShardedLayout(Layout):
     def check_undivided(self, what: str) -> None:
         raise ValueError(f"{what} of sharded parameters: use per_shard=True, or another method")
 
-    def saved(self, x: Tensor) -> list[DTensor]:
+    def saved(self, x: Tensor) -> "list[DTensor]":
         """x tensor by tensor, as DTensors of the whole, which are independent of the shards."""
+        from torch.distributed.tensor import Shard
+
         return [
             _divided(block, (*x.shape[:-1], *shape), Shard(x.dim() - 1), self.shards)
             for block, shape in zip(self._blocks(x), self._whole.shapes, strict=True)
@@ -88,8 +92,10 @@ class ShardedLayout(Layout):
         ]
 
 
-def _divided(block: Tensor, shape: Sequence[int], placement: Shard, shards: Shards) -> DTensor:
+def _divided(block: Tensor, shape: Sequence[int], placement: "Shard", shards: Shards) -> "DTensor":
     """The DTensor of this shape of which this process has a block."""
+    from torch.distributed.tensor import DTensor
+
     stride = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
     size = torch.Size(shape)
     return DTensor.from_local(

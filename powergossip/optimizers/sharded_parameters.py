@@ -2,18 +2,20 @@
 
 Of each, this process has a block of rows. Those that are whole in all processes of the replica are
 divided in the same way: each shard averages its block, and gathers those of the others.
+
+torch.distributed.tensor and FSDP2 are imported where they are used: together they take as long as
+torch, and most programs have no sharded parameters.
 """
 
 import gc
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
 
 from powergossip import checks
 from powergossip.errors import BadInput
@@ -22,12 +24,26 @@ from powergossip.parameters import Layout
 from powergossip.sharded_layout import BlockLayout, ShardedLayout
 from powergossip.shards import Shards
 
-_DIVIDED = (Shard(0),)
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_distributed(tensor: Tensor) -> "TypeGuard[DTensor]":
+    """Whether a tensor is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _divided() -> Any:
+    """The placements of a tensor in blocks of rows."""
+    from torch.distributed.tensor import Shard
+
+    return (Shard(0),)
 
 
 def memory(tensor: Tensor) -> Tensor:
     """The memory that this process has of a tensor."""
-    if not isinstance(tensor, DTensor):
+    if not is_distributed(tensor):
         return tensor
     with torch.no_grad():
         return tensor.to_local()
@@ -35,25 +51,27 @@ def memory(tensor: Tensor) -> Tensor:
 
 def is_divided(tensor: Tensor) -> bool:
     """Whether this process has a block of rows of a DTensor, and not all of it."""
-    return isinstance(tensor, DTensor) and tensor.placements == _DIVIDED
+    return is_distributed(tensor) and tensor.placements == _divided()
 
 
 @torch.no_grad()
 def block(tensor: Tensor) -> Tensor:
     """This process' block of rows of a tensor, to be read."""
-    if not isinstance(tensor, DTensor):
+    if not is_distributed(tensor):
         return tensor
-    return tensor.redistribute(placements=_DIVIDED).to_local()
+    return tensor.redistribute(placements=_divided()).to_local()
 
 
 def shaped_like(own: Tensor, parameter: Tensor) -> Tensor:
     """The tensor of the kind of a parameter of which this process has a block."""
-    if not isinstance(parameter, DTensor):
+    if not is_distributed(parameter):
         return own
+    from torch.distributed.tensor import DTensor
+
     divided = DTensor.from_local(
         own,
         parameter.device_mesh,
-        _DIVIDED,
+        _divided(),
         run_check=False,
         shape=parameter.shape,
         stride=parameter.stride(),
@@ -176,7 +194,7 @@ def _mesh_of_shards(
     """The mesh over which all parameters are sharded."""
     first: DeviceMesh | None = None
     for name, parameter in zip(names, parameters, strict=True):
-        if not isinstance(parameter, DTensor):
+        if not is_distributed(parameter):
             raise ValueError(
                 f"{name} is not sharded; use fully_shard(model, mesh=mesh['shard']) before the "
                 "optimizer is made, or leave mesh= out"
@@ -214,6 +232,8 @@ def _mesh_of_shards(
 def reshard_modules() -> None:
     """Free the whole parameters that a forward pass without a backward pass has left in modules of
     FSDP2, which would otherwise compute with them after the blocks have changed."""
+    from torch.distributed.fsdp import FSDPModule
+
     for module in gc.get_objects():
         if issubclass(type(module), FSDPModule):
             module.reshard()

@@ -206,6 +206,41 @@ def test_only_the_network_imports_mpi() -> None:
             assert {module for module in imported(file) if module.startswith("mpi4py")} == set()
 
 
+HEAVY = {
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "networkx",
+    "sklearn",
+    "pandas",
+    "matplotlib",
+    "powergossip.events",
+}
+ONE_STEP = "num_epochs=1 max_steps_per_epoch=1 evaluate_workers=false log_verbosity=0"
+
+
+@pytest.mark.parametrize(
+    ("program", "used"),
+    [
+        ("import train, gossip_run", set()),
+        ("import train; train.main(['--help'])", set()),
+        ("import gossip_run; gossip_run.main(['topolgy=ring'])", set()),
+        ("import powergossip.optimizers", {"torch"}),
+        # Until the end of the run, which draws a figure.
+        (
+            "import train; train.log_metric = lambda name, *row: name == 'accuracy' and exit(); "
+            f"train.main({ONE_STEP.split()!r})",
+            {"torch"},
+        ),
+    ],
+)
+def test_a_program_imports_only_what_it_uses(program: str, used: set[str], tmp_path: Path) -> None:
+    """A command line is read without torch; torch._dynamo takes as long to import as torch."""
+    imported = f"import atexit, sys; atexit.register(lambda: print({HEAVY} & {{*sys.modules}}))"
+    ended = launch.python("-c", f"{imported}; {program}", cwd=tmp_path)
+    assert ended.stdout.splitlines()[-1] == repr(used), ended.stderr
+
+
 @pytest.mark.parametrize(
     ("catalogue", "package", "registries"),
     [
