@@ -127,7 +127,7 @@ def column(network: Network, name: str, value: Rate | str, instead_of_auto: str 
     """
     if isinstance(value, str):
         raise checks.BadValue(name, value, f"a number above 0{instead_of_auto}")
-    values = torch.as_tensor(value, dtype=network.dtype, device=network.device).reshape(-1, 1)
+    values = torch.as_tensor(value, dtype=network.dtype).reshape(-1, 1)
     for element in values.flatten().tolist():
         checks.check(name, f"{element:g}", 0 < element < float("inf"), "a number above 0")
-    return values.expand(network.rows, 1)
+    return values.to(network.device).expand(network.rows, 1)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from math import prod, sqrt
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,6 +35,7 @@ class EdgeConstants:
         sign: +1 at the end with the lower worker index, −1 at the other, so that
             sign · (s_j − s_i) agrees.
         absent: 1 where a slot is padding, else 0.
+        has_absent: Whether a slot is padding.
     """
 
     def __init__(self, network: Network, slots: Slots, diffusion_rate: float | Tensor, seed: int):
@@ -41,10 +43,11 @@ class EdgeConstants:
         neighbors, workers = slots.neighbors, network.row_workers[:, None]
         self.weight = diffusion_rate * slots.weights
         self.absent = (neighbors < 0).to(network.dtype)
+        self.has_absent = bool((slots.on_host < 0).any())
         self.sign = torch.where(workers < neighbors, 1.0, -1.0).to(network.dtype)
-        low = torch.minimum(workers, neighbors).clamp(min=0)
-        high = torch.maximum(workers, neighbors)
-        pairs = zip(low.flatten().tolist(), high.flatten().tolist(), strict=True)
+        own = np.tile(network.workers, network.copies)[:, None]
+        low, high = np.minimum(own, slots.on_host), np.maximum(own, slots.on_host)
+        pairs = zip(low.clip(0).flatten().tolist(), high.flatten().tolist(), strict=True)
         keys = randomness.keys(seed, "power-gossip", pairs)
         self.key = keys.view(neighbors.shape).to(network.device)
 
@@ -128,6 +131,8 @@ class Directions:
         flat, views, stacks: The directions, see PerDirection. A direction is contiguous: products
             with directions as rows are several times faster than as columns.
         own: The products s_i of this end.
+        branches: Whether to skip work that rarely has to be done. On a GPU, the question whether it
+            has to would wait for the GPU.
     """
 
     def __init__(self, edges: EdgeConstants, rank: int, stacks: Sequence[tuple[int, int]]):
@@ -137,6 +142,7 @@ class Directions:
         if workers > 1:  # then a layer is a batch over workers, as in parameters.batches
             stacks = [(1, length) for layers, length in stacks for _ in range(layers)]
         self._edges, self._rank, self._layers_and_lengths = edges, rank, stacks
+        self.branches = device.type == "cpu"
         self._whole = self._whole_of(stacks)
         self._whole_size = rank * sum(layers * length for layers, length in self._whole)
         counts = [(max(workers, layers), neighbors, rank) for layers, _ in stacks]
@@ -158,7 +164,7 @@ class Directions:
 
         self._signs = PerDirection(counts, device, dtype).fill(edges.sign)
         self._absent = PerDirection(counts, device, dtype).fill(edges.absent).flat
-        self._has_absent = bool(self._absent.any())
+        self._has_absent = edges.has_absent
         self._norms, self._own_norms = (
             PerDirection(counts, device, dtype),
             PerDirection(counts, device, dtype),
@@ -242,16 +248,18 @@ class Directions:
         ours = self._message_views
         for their, own, difference in zip(theirs, ours, self.views, strict=True):
             torch.sub(their, own, out=difference)
-        # A cheap necessary condition first, which rarely holds before the workers agree.
-        self._compute_norms(self._directions, self._norms)
-        self._compute_norms(self.own, self._own_norms)
-        if self._has_absent:
-            self._norms.flat.add_(self._absent)
-        if not (self._norms.flat <= self._noise_bounds.flat * self._own_norms.flat).any():
-            return
+        if self.branches:
+            # A cheap necessary condition first, which rarely holds before the workers agree.
+            self._compute_norms(self._directions, self._norms)
+            self._compute_norms(self.own, self._own_norms)
+            if self._has_absent:
+                self._norms.flat.add_(self._absent)
+            if not (self._norms.flat <= self._noise_bounds.flat * self._own_norms.flat).any():
+                return
         largest = (self._largest(views) for views in (theirs, ours, self.views))
         for their, own, of_d, d in zip(*largest, self.views, strict=True):
-            d[of_d <= NOISE[d.dtype] * torch.maximum(their, own)] = 0
+            noise = of_d <= NOISE[d.dtype] * torch.maximum(their, own)
+            d.masked_fill_(noise[..., None], 0)
 
     def _largest(self, views: Sequence[Tensor]) -> list[Tensor]:
         """The largest magnitude in each direction of views [batch, neighbor, rank, length]."""
@@ -273,7 +281,7 @@ class Directions:
         """
         if self._has_absent:
             norms.add_(self._absent)
-        if norms.all():
+        if self.branches and norms.all():
             return False
         # For each direction, its index in the message: there begins its part of the edge's stream.
         index = torch.arange(self._whole_size, device=norms.device)
@@ -281,13 +289,24 @@ class Directions:
         collapsed = (norms == 0).split([sign.numel() for sign in self._signs.views])
         places = zip(starts, collapsed, self._signs.views, strict=True)
         for stack, (start, which, sign) in enumerate(places):
-            if which.any():
-                which = which.view(sign.shape)
+            if self.branches:
+                if which.any():
+                    which = which.view(sign.shape)
+                    key = self._edges.key[:, :, None].expand(sign.shape)
+                    drawn = self._drawn(stack, key[which], counter, start[which])
+                    self.views[stack][which] = drawn * sign[which][:, None]
+            else:
                 key = self._edges.key[:, :, None].expand(sign.shape)
-                length = start.shape[3:]
-                drawn = randomness.normal(key[which], counter, length, start[..., 0][which])
-                self.views[stack][which] = self._own(stack, drawn.to(sign)) * sign[which][:, None]
+                drawn = self._drawn(stack, key, counter, start) * sign[..., None]
+                chosen = which.view(*sign.shape, 1)
+                self.views[stack].copy_(torch.where(chosen, drawn, self.views[stack]))
         return True
+
+    def _drawn(self, stack: int, key: Tensor, counter: int, index: Tensor) -> Tensor:
+        """This process' part of random directions of a stack, for keys [*] and the indices of their
+        elements in the message [*, length]."""
+        drawn = randomness.normal(key, counter, index.shape[-1:], index[..., 0])
+        return self._own(stack, drawn.to(self.flat))
 
     # --- Orthonormal directions ---
 

@@ -378,15 +378,18 @@ def orthonormalize(directions: Tensor, redraw: Callable[[int], Tensor]) -> Tenso
 
     A direction that is 0 or, up to rounding, in the span of those before it carries no information
     (if the matrix is 0, for instance). It is replaced by the same one of `redraw(attempt)`
-    [batch, rank, length], attempt = 1, 2, …
+    [batch, rank, length], attempt = 1, 2, … On a GPU, which the question would wait for, the first
+    of them is drawn in any case, and no other.
     """
     p = directions.double()
-    for attempt in range(1, _ATTEMPTS):
+    asks = directions.device.type == "cpu"
+    last = _ATTEMPTS if asks else 2
+    for attempt in range(1, last + 1):
         p /= torch.linalg.vector_norm(p, dim=2, keepdim=True).clamp_(min=_TINY)
         factor, info = _cholesky(p)
         residual = factor.diagonal(dim1=1, dim2=2)  # of a direction, given those before it
-        failed = (info[:, None] > 0) | ~(residual > _DEPENDENT)
-        if not failed.any():
+        failed = (info[:, None] > 0) | (residual > _DEPENDENT).logical_not()
+        if attempt == last or (asks and not failed.any()):
             break
         p = torch.where(failed[..., None], redraw(attempt).double(), p)
     if p.shape[1] > 1:

@@ -81,7 +81,8 @@ def _codec(
     network: Network, layout: Layout, name: str, options: Mapping[str, Any], seed: int
 ) -> Codec:
     compressor = compressors.make(name, **options)
-    return Codec(layout, compressor, network.row_workers.tolist(), seed, network.device)
+    workers = [*network.workers] * network.copies
+    return Codec(layout, compressor, workers, seed, network.device)
 
 
 def _dpsgd(network: Network, layout: Layout, *, diffusion_rate: Rate | str = 1.0) -> Averaging:

@@ -60,6 +60,7 @@ class DividedSide(MatrixSide):
         self._rows = [stack.rows for stack in whole]
         self._shards = shards
         super().__init__(edges, rank, stacks, side=0)
+        self.branches = True  # what is skipped are collectives
 
     def _whole_of(self, stacks: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
         return [(layers, rows) for (layers, _), rows in zip(stacks, self._rows, strict=True)]

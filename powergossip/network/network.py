@@ -33,10 +33,12 @@ class Slots:
     Attributes:
         neighbors: Worker indices, int64 [worker, neighbor], ascending, padded with −1.
         weights: w_ij, i's weight for the values of j: [worker, neighbor], padded with 0.
+        on_host: The neighbors, in the memory of the host.
     """
 
     neighbors: Tensor
     weights: Tensor
+    on_host: np.ndarray
 
 
 class Network:
@@ -111,6 +113,7 @@ class Network:
             Slots(
                 torch.from_numpy(edges.neighbors).to(self.device),
                 torch.from_numpy(edges.weights).to(self.device, dtype),
+                edges.neighbors,
             )
             for edges in self.edges
         ]

@@ -6,12 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from powergossip import algorithms, kernels, topologies
 from powergossip.algorithms import AveragingOptions, PlainGossip, PowerGossip
-from powergossip.algorithms.directions import Directions, EdgeConstants
+from powergossip.algorithms.directions import Directions, EdgeConstants, matrix_sides
 from powergossip.algorithms.power_gossip_reference import PowerGossipReference
-from powergossip.network import Network
+from powergossip.network import Conversation, Network
 from powergossip.parameters import Layout
 from powergossip.tasks.models import ResNet20
 from tests.harness.averaging import (
@@ -432,3 +433,32 @@ def test_directions_of_another_run_are_rejected() -> None:
     second = power_gossip(alone("ring", 4), Layout([(5, 3)]))
     with pytest.raises(ValueError, match=r"directions.*\(4, 2, 5\)"):
         second.load_state_dict(first.state_dict())
+
+
+def iterated(branches: bool, rank: int, rounded: bool) -> Tensor:
+    """x after iterations of workers that agree at first, some of them with few neighbors."""
+    network, layout = alone("tail", 6), Layout([(3, 40), (5, 7), (5, 7)])
+    sides = matrix_sides(
+        EdgeConstants(network, network.slots, 1.0, 0), rank, layout.compressible(rank)
+    )
+    for side in sides:
+        side.branches = branches
+    x = start(6, layout)[:1].repeat(6, 1)
+    x[1::2] = x[1::2].nextafter(torch.tensor(2.0))  # to rounding, which is noise
+
+    def conversation(t: int) -> Conversation:
+        side = sides[t % 2]
+        side.update(x, (yield side.project(x, t, rounded, False)))
+
+    for t in range(7):
+        if t == 3:
+            x += start(6, layout, seed=1)
+        network.run(conversation(t))
+    return x
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_skipped_work_would_change_nothing(rank: int, rounded: bool) -> None:
+    """A GPU skips none. Directions collapse at first, and are drawn again."""
+    assert torch.equal(iterated(True, rank, rounded), iterated(False, rank, rounded))

@@ -199,11 +199,10 @@ class CompressedRelay(Relay):
     def __init__(self, network: Network, tree: Tree, x: Tensor, layout: Layout, codec: Codec):
         super().__init__(network, tree, x)
         hosted, slots = self._outgoing.shape[:2]
-        own = torch.tensor([[worker] * slots for worker in network.workers], dtype=torch.int64)
-        self._own_ids = own.flatten().to(x.device)
+        ids = [worker for worker in network.workers for _ in range(slots)]
+        self._own_ids = torch.tensor(ids, dtype=torch.int64, device=x.device)
         neighbors = torch.from_numpy(self._edges.neighbors).to(x.device)
         self._neighbors = neighbors.reshape(hosted, -1)
-        ids = own.flatten().tolist()
         self._codec = Codec(layout, codec.compressor, ids, codec.seed, x.device)
         self._sent_copies = x.new_zeros(hosted * slots, x.shape[1])
         self._received_copies = x.new_zeros(*self._neighbors.shape, x.shape[1])

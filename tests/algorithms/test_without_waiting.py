@@ -1,0 +1,102 @@
+"""Steps on a GPU, without one: no tensors of two devices meet, and no step waits for a value.
+
+A step that waits leaves the GPU idle, and cannot be captured as a CUDA graph. See
+tests/harness/fake_device.py.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from powergossip import algorithms, compressors
+from powergossip.algorithms import AveragingOptions, aggregation, learning
+from powergossip.network import Network
+from tests.harness.averaging import ALONE, EVERY, graph, steps
+from tests.harness.fake_device import CUDA, Waits, fake_device
+from tests.harness.laws import BIAS_RATE, law_of
+from tests.harness.on_device import WORKERS, described, layout
+from tests.harness.quadratics import AVERAGING, Quadratics, rule_of, train
+
+# Those that wait, once a step.
+WAITING = {
+    "push-sum running_sums=True": "an element beyond the integers of its sums is rejected",
+    "sparta keep_ratio=0.3": "positions that are drawn twice are drawn again",
+    "ef-sgd random-k": "the same",
+    "signsgd": "a worker with a NaN sends an empty message",
+}
+
+
+def check(name: str, steps_on_device: Any) -> None:
+    with fake_device():
+        if name not in WAITING:
+            steps_on_device()
+            return
+        with pytest.raises(Waits):
+            steps_on_device()
+
+
+def network(topology: str = "ring", **more: Any) -> Network:
+    return Network(graph(topology, WORKERS), ALONE, CUDA, **more)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [pytest.param(*case, id=described(*case)) for case in EVERY]
+)
+def test_averaging(name: str, options: AveragingOptions) -> None:
+    def on_device() -> None:
+        own = network("tail")  # with workers of few neighbors and of many
+        rule = algorithms.make(name, own, layout(), options)
+        x = torch.zeros(WORKERS, layout().size, device=CUDA)
+        steps(own, rule, x, 3)
+        rule.load_state_dict(rule.state_dict())
+        steps(own, rule, x, 1)
+        assert x.device.type == "cuda"
+
+    check(described(name, options), on_device)
+
+
+AGGREGATIONS: list[tuple[str, dict[str, str]]] = [
+    *((name, {}) for name in aggregation.AGGREGATIONS if name != "ef-sgd"),
+    *(("ef-sgd", {"compressor": compressor}) for compressor in compressors.COMPRESSORS),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), AGGREGATIONS)
+def test_compressed_gradients(name: str, options: dict[str, str]) -> None:
+    def on_device() -> None:
+        own = network()
+        rule: Any = aggregation.make(name, own, layout(), **options)
+        residual = torch.zeros(WORKERS, layout().size, device=CUDA)
+        mean = torch.zeros_like(residual)
+        for step in range(4):
+            rule.at_epoch(float(step))
+            rule.at_learning_rate(0.1)
+            residual += torch.randn(*residual.shape, device=CUDA)
+            own.run(rule.step(residual, mean))
+
+    check(" ".join([name, *options.values()]), on_device)
+
+
+@pytest.mark.parametrize("averaging", ["plain", "power-gossip", "top-k", "qsgd"])
+@pytest.mark.parametrize("name", learning.LEARNING)
+def test_learning_rules(name: str, averaging: str) -> None:
+    topology = "binary-tree" if learning.LEARNING[name].relays else "ring"
+    law = law_of(name, averaging, {})
+
+    def rule(problem: Quadratics, own: Any) -> learning.GossipRule:
+        given = {"averaging_options": law.averaging_options, **law.options}
+        return rule_of(name, averaging, problem, BIAS_RATE, own, **given)
+
+    try:
+        rule(Quadratics(), topology)
+    except ValueError:
+        pytest.skip(f"{name} over {AVERAGING[averaging]} is rejected")
+
+    def on_device() -> None:
+        problem = Quadratics(dtype=torch.float32)
+        for key in ("a", "b", "x", "grad"):
+            setattr(problem, key, getattr(problem, key).to(CUDA))
+        train(rule(problem, network(topology)), problem, 7)
+
+    check(name, on_device)
