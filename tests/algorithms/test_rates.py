@@ -14,7 +14,7 @@ import train
 from powergossip import algorithms, topologies
 from powergossip.algorithms import rates
 from powergossip.compressors import QSGD
-from powergossip.consensus.sweep import Sweep
+from powergossip.consensus.sweep import Hooks, Sweep
 from powergossip.network import Network, Processes, processes
 from powergossip.optimizers import GossipOptimizer
 from powergossip.parameters import Layout
@@ -98,7 +98,7 @@ def test_a_sweep_gives_one_warning_before_it_runs() -> None:
     sweeps: list[Sweep] = []
     (text,) = warned(lambda: sweeps.append(Sweep(config, processes(), batch_elements=1)))
     assert all(word in text for word in ("1.308", "torus", "1.25 ", "rate of plain gossip is 1 "))
-    assert warned(lambda: sweeps[0].run(gossip_run.Hooks())) == []
+    assert warned(lambda: sweeps[0].run(Hooks())) == []
 
 
 def test_a_training_run_gives_one_warning() -> None:
