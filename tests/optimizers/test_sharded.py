@@ -179,9 +179,11 @@ def test_a_nan_in_one_shard_is_as_visible_as_in_an_unsharded_run(name: str, row:
 
 # Models.
 
+OF_FSDP = ["power-gossip", "top-k", "diloco", "power-gossip, overlapping"]
+
 
 @pytest.mark.parallel([4])
-@pytest.mark.parametrize("name", long_ones_apart(["power-gossip", "top-k", "diloco"], "diloco"))
+@pytest.mark.parametrize("name", long_ones_apart(OF_FSDP, "diloco", OF_FSDP[-1]))
 def test_a_run_of_fsdp_is_the_unsharded_one(name: str) -> None:
     where, (method, given) = replicas(2), CASES[name]
     model, reference = where.shards(mlp()), mlp()
