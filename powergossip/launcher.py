@@ -14,9 +14,12 @@ _RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "RANK", "SLURM_PROCID
 
 
 def has_started_this() -> bool:
-    """Whether this may be one of several processes."""
+    """Whether this may be one of several processes, as also after a program has connected them."""
     names = (*MPI, *RENDEZVOUS, SLURM, TORCHRUN)
-    return any(name in os.environ for name in names) or "mpi4py.MPI" in sys.modules
+    if any(name in os.environ for name in names) or "mpi4py.MPI" in sys.modules:
+        return True
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_initialized()
 
 
 def is_first() -> bool:
