@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from powergossip.tasks.loading import on_device
+
 Augmentation = Callable[[Tensor, np.random.Generator], Tensor]
 
 
@@ -37,7 +39,7 @@ def crop(images: Tensor, corners: Tensor, padding: int) -> Tensor:
     """
     n, n_rows, n_columns, n_channels = images.shape
     padded = functional.pad(images, (0, 0, padding, padding, padding, padding))
-    first_row, first_column = corners.to(images.device).unbind(1)
+    first_row, first_column = on_device(corners, images.device).unbind(1)
     # The first pixel of each row of each crop, and a view of the rows that start at every pixel.
     rows = first_row[:, None] + torch.arange(n_rows, device=images.device)
     rows = rows + torch.arange(n, device=images.device)[:, None] * padded.shape[1]
@@ -50,7 +52,7 @@ def crop(images: Tensor, corners: Tensor, padding: int) -> Tensor:
 
 def flip(images: Tensor, mirrored: Tensor) -> Tensor:
     """Mirror, left to right, the images where `mirrored` [sample] (bool) is set."""
-    chosen = mirrored.to(images.device).nonzero().squeeze(1)
+    chosen = on_device(mirrored.nonzero().squeeze(1), images.device)
     both = torch.cat((images, images.index_select(0, chosen).flip(2)))
     source = torch.arange(len(images), device=images.device)
     source[chosen] = len(images) + torch.arange(len(chosen), device=images.device)

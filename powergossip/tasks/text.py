@@ -20,6 +20,7 @@ from powergossip.randomness import torch_seed
 from powergossip.tasks import documents, modules, task_options, tokens
 from powergossip.tasks.language import MODEL_OPTIONS, LanguageTask
 from powergossip.tasks.language_models import SMALL_ARCHITECTURES, LanguageModel
+from powergossip.tasks.loading import on_device
 from powergossip.tasks.shards import NOBODY, Shards
 from powergossip.tasks.task import Batch, MainMetric, Split, Task, TaskOptions
 from powergossip.tasks.tokens import END, TokenFile
@@ -198,7 +199,7 @@ class Text(LanguageTask):
     def _sequences(self, starts: np.ndarray) -> tuple[Tensor, Tensor]:
         """Tokens and next tokens from these positions: int64 [sample, position]."""
         found = self._file.tokens[starts[:, None] + np.arange(self._length + 1)]
-        sequences = torch.from_numpy(found.astype(np.int64)).to(self._options.device)
+        sequences = on_device(torch.from_numpy(found.astype(np.int64)), self._options.device)
         return sequences[:, :-1], sequences[:, 1:]
 
     def streams(self, split: Split) -> tuple[Tensor, Tensor]:

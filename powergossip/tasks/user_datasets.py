@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, default_collate
 from powergossip.errors import BadInput
 from powergossip.randomness import torch_seed
 from powergossip.tasks import modules
-from powergossip.tasks.loading import Loader, Pending, Request, SampleSource
+from powergossip.tasks.loading import Loader, Pending, Request, SampleSource, on_device
 from powergossip.tasks.losses import IGNORED_TARGET, Metric, default_loss
 from powergossip.tasks.sample_values import as_list, integers, of_samples
 from powergossip.tasks.shards import NOBODY, Shards, held_out
@@ -487,6 +487,8 @@ def _described(value: object) -> str:
 
 def _moved(batch: Any, device: torch.device) -> Any:
     """The batch with its tensors on a device."""
+    if isinstance(batch, Tensor):
+        return on_device(batch, device)
     if hasattr(batch, "to"):
         return batch.to(device)
     if isinstance(batch, Mapping):

@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from signal import Signals
 
 import numpy as np
@@ -35,6 +36,8 @@ class Agreement:
     def __init__(self, processes: Processes):
         self._processes = processes
         self._first: tuple[int, int, str] | None = None  # step, worker, text
+        # On their way from a GPU to the host: their arrival, and the call that notes them.
+        self._unread: list[tuple[torch.cuda.Event, Callable[[], None]]] = []
         self._pending: Callable[[], np.ndarray] | None = None
         self._next = 0  # the step after which a maximum is read, and the next one is started
         self._last = 0, time.perf_counter()  # step and time of the last start
@@ -43,6 +46,7 @@ class Agreement:
     @property
     def has_noted(self) -> bool:
         """Whether this process has noted a value that is not finite."""
+        self._read()
         return self._first is not None
 
     def note(self, worker: int, name: str, value: float, step: int, epoch: int) -> None:
@@ -51,11 +55,34 @@ class Agreement:
             found = step, worker, divergence(worker, name, value, step, epoch)
             self._first = min(self._first or found, found)
 
-    def note_norms(self, workers: Iterable[int], x: Tensor, step: int, epoch: int) -> None:
+    def note_all(
+        self, workers: Sequence[int], name: str, values: Tensor, step: int, epoch: int
+    ) -> None:
+        """`note` for values [worker].
+
+        Those on a GPU are read after the step. To read them now would be to wait while the GPU has
+        no further work.
+        """
+        if values.device.type == "cuda":
+            on_host, arrival = values.to("cpu", non_blocking=True), torch.cuda.Event()
+            arrival.record()
+            read = partial(self.note_all, workers, name, on_host, step, epoch)
+            self._unread.append((arrival, read))
+            return
+        for worker, value in zip(workers, values.tolist(), strict=True):
+            self.note(worker, name, value, step, epoch)
+
+    def _read(self) -> None:
+        """Note the values that are on their way."""
+        for arrival, read in self._unread:
+            arrival.synchronize()
+            read()
+        self._unread.clear()
+
+    def note_norms(self, workers: Sequence[int], x: Tensor, step: int, epoch: int) -> None:
         """Record parameters x [worker, D] that are not finite, if they are the first values."""
         norms = torch.linalg.vector_norm(x, dim=1, dtype=torch.float64)
-        for worker, norm in zip(workers, norms.tolist(), strict=True):
-            self.note(worker, "parameter norm", norm, step, epoch)
+        self.note_all(workers, "parameter norm", norms, step, epoch)
 
     def after_step(self, step: int, signal: int | None) -> int | None:
         """Return a signal that some process received, in all processes after the same step.
@@ -67,6 +94,7 @@ class Agreement:
         Raises:
             Diverged: In all processes, if one of them has noted a value.
         """
+        self._read()
         if self._processes.size == 1:
             return self.agree(signal)
         if step < self._next:
@@ -103,6 +131,7 @@ class Agreement:
         if self._pending is not None:
             self._pending()
             self._pending = None
+        self._read()
         found = self._processes.gather((self._first, signal))
         values = [first for first, _ in found if first is not None]
         if values:

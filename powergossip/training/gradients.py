@@ -143,7 +143,8 @@ class Gradients:
             self._seed_layers(worker, step_of_run)
             with precision.autocast(self._config.precision, self._network.device):
                 loss, metrics = self._task.loss(model, batch)
-            self._agreement.note(worker, "loss", loss.item(), step_of_run, epoch + 1)
+            values = loss.detach()[None]
+            self._agreement.note_all([worker], "loss", values, step_of_run, epoch + 1)
             loss.backward()  # also if it is not finite: other processes wait for messages
         return metrics
 
@@ -154,8 +155,7 @@ class Gradients:
         with self._clock("gradient"):
             self._seed_layers(workers[0], step_of_run)
             losses, metrics = gradient(batches)
-            for worker, loss in zip(workers, losses.tolist(), strict=True):
-                self._agreement.note(worker, "loss", loss, step_of_run, epoch + 1)
+            self._agreement.note_all(workers, "loss", losses, step_of_run, epoch + 1)
         return metrics
 
     def _seed_layers(self, worker: int, step_of_run: int) -> None:

@@ -2,15 +2,18 @@
 
 torch's FakeTensorMode raises where tensors of two devices meet, and where the value of a tensor on
 the device is needed: a program waits for a GPU there. On a build without CUDA, some operations
-would initialize it. They are replaced here by others with the same result.
+would initialize it. They are replaced here by others with the same result, apart from `backward`,
+which computes nothing.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
@@ -22,23 +25,34 @@ class Waits(Exception):
 
 
 @contextmanager
-def fake_device() -> Iterator[None]:
-    """A block in which tensors are fake, and may be on the device cuda."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _WithoutCUDA(mode):
+def fake_device(ones: bool = False) -> Iterator[None]:
+    """A block in which tensors are fake, and may be on the device cuda.
+
+    Args:
+        ones: Whether all values are 1 where they are needed, instead of `Waits`.
+    """
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True) as mode,
+        _WithoutCUDA(mode, ones) as without,
+        patch.object(nn.Module, "to", lambda *given: without.move(*given)),
+        torch.no_grad(),
+    ):
         yield
 
 
 class _WithoutCUDA(TorchFunctionMode):
-    def __init__(self, mode: FakeTensorMode):
-        self._mode = mode
+    def __init__(self, mode: FakeTensorMode, ones: bool):
+        self._mode, self._ones = mode, ones
         self._replaced: dict[Callable[..., Any], Callable[..., Any]] = {
             Tensor.__getitem__: self._item,
             Tensor.__setitem__: self._set_item,
             Tensor.to: self._to,
             Tensor.copy_: self._copy,
             Tensor.cpu: lambda tensor: self._to(tensor, torch.device("cpu")),
+            Tensor.backward: lambda loss, **options: None,
             Tensor.is_pinned: lambda tensor: False,
             Tensor.contiguous: torch.ops.aten.contiguous.default,
+            torch._fused_sgd_: lambda *given, **options: None,
         }
         for name in ("__bool__", "__float__", "__index__", "__int__", "item", "numpy", "tolist"):
             self._replaced[getattr(Tensor, name)] = self._value(getattr(Tensor, name))
@@ -49,6 +63,8 @@ class _WithoutCUDA(TorchFunctionMode):
 
     def _value(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def value(tensor: Tensor) -> Any:
+            if self._ones and isinstance(tensor, FakeTensor):
+                return getattr(np.ones(tensor.shape), method.__name__.replace("numpy", "copy"))()
             if tensor.device.type == "cuda":
                 raise Waits(method.__name__)
             return method(tensor)
@@ -68,7 +84,8 @@ class _WithoutCUDA(TorchFunctionMode):
                 options |= {"device": value.device, "dtype": value.dtype}
         tensor, copy = self._fake(tensor), options.get("copy", False)
         device = options.get("device", tensor.device)
-        if (tensor.device.type, device.type) == ("cuda", "cpu"):
+        from_device = (tensor.device.type, device.type) == ("cuda", "cpu")
+        if from_device and not options.get("non_blocking") and not self._ones:
             raise Waits("to")
         if device.type == tensor.device.type:
             found = tensor.type(options.get("dtype", tensor.dtype))
@@ -80,6 +97,16 @@ class _WithoutCUDA(TorchFunctionMode):
         if other.device.type != tensor.device.type:
             other = self._to(other, tensor.device)
         return torch.ops.aten.copy_(tensor, self._fake(other))
+
+    def move(self, module: nn.Module, *given: Any) -> nn.Module:
+        """`nn.Module.to`, with new parameters."""
+        for part in module.modules():
+            for name, parameter in list(part.named_parameters(recurse=False)):
+                moved = self._to(parameter.detach(), *given)
+                setattr(part, name, nn.Parameter(moved, parameter.requires_grad))
+            for name, buffer in list(part.named_buffers(recurse=False)):
+                setattr(part, name, self._to(buffer, *given))
+        return module
 
     def _set_item(self, tensor: Tensor, index: Any, value: Any) -> None:
         found = self._item(tensor, index, into=value)

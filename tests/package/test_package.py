@@ -108,6 +108,7 @@ def test_tests_import_from_the_harness_only() -> None:
 # Names that Python and pytest offer as private only.
 PRIVATE = {
     "tests/conftest.py": {"_tw", "_file"},  # of pytest's reporter
+    "tests/harness/fake_device.py": {"_fused_sgd_"},  # of torch
     "tests/harness/forks.py": {"_shutdown", "_run_exitfuncs", "_exit"},  # as Python ends
     "tests/runs/test_returning.py": {"_exit"},
 }
