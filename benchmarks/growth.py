@@ -5,8 +5,8 @@
     python -m benchmarks.growth quick=true               small sizes, a few seconds
     python -m benchmarks.growth output=docs/figures      also FOLDER/growth-NAME.svg and growth.json
 
-    workers      a step of averaging, a 100 × 100 matrix, 8 … 16,384 workers in one process
-    learning     a step of training, Digits with the MLP, 8 … 1024 workers in one process
+    workers      a step of averaging, a 100 × 100 matrix, 8 … 100,000 workers in one process
+    learning     a step of training, the MLP on 8 × 8 images, 8 … 4096 workers in one process
     parameters   a step of averaging, 8 workers in one process, 10⁴ … 10⁸ parameters in all of them
     degree       a step of averaging, 64 workers in one process, ring … fully connected
     processes    a step of averaging, ResNet-20, 1 … 16 processes, one worker each
@@ -18,7 +18,7 @@ one, and a slope of 1 for P > C.
 
 The memory of a worker is the growth of the resident set of a process that makes the steps, divided
 by the workers. Beside it is the theory: the parameters, the state of the method, and the messages
-that a worker receives, in bytes.
+that a worker receives, and sends unless they are its parameters, in bytes.
 """
 
 import json
@@ -42,6 +42,9 @@ from powergossip.formatting import plain
 from powergossip.network import Network
 from powergossip.parameters import Layout
 from powergossip.runs import configuration, figures
+from powergossip.tasks import TaskOptions, digits
+from powergossip.tasks.images import ImageClassification, LabeledImages
+from powergossip.topologies import Topology
 from powergossip.trees import map_tensors
 
 KINDS = ("workers", "learning", "parameters", "degree", "processes")
@@ -51,8 +54,8 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "CHOCO, sign": ("choco", {"compressor": "sign-and-norm"}),
 }
 SIZES: dict[str, Sequence[int]] = {
-    "workers": [8 * 4**k for k in range(6)] + [16_384],
-    "learning": [8, 32, 128, 512, 1024],
+    "workers": [8 * 4**k for k in range(6)] + [16_384, 100_000],
+    "learning": [8, 32, 128, 512, 1024, 4096],
     "parameters": [10**4, 10**5, 10**6, 10**7, 10**8],
     "degree": [2, 4, 8, 16, 32, 63],
     "processes": [1, 2, 4, 8, 16],
@@ -191,7 +194,8 @@ def of_learning(n: int, seconds: float) -> list[Line]:
 
     lines = []
     for name in ("PowerGossip", "D-PSGD"):
-        keys = [f"n_workers={n}", "task=Digits", "task_architecture=MLP", "batch_size=1",
+        keys = [f"n_workers={n}", "task=benchmarks.growth:enough_digits", "batch_size=1",
+                "task_architecture=MLP", "batched_gradients=on",
                 f"optimizer={ALGORITHMS[name][0]}"]  # fmt: skip
         settings = OmegaConf.structured(train.Config)
         configuration.read_command_line(settings, keys, "")
@@ -208,6 +212,13 @@ def of_learning(n: int, seconds: float) -> list[Line]:
         lines.append(Line(name, n, 1e3 * _seconds(step, seconds)))
         trainer.close()
     return lines
+
+
+def enough_digits(options: TaskOptions) -> ImageClassification:
+    """The task Digits with each training image three times, for 4311 workers at most."""
+    train, test = digits.load()
+    images, labels = train.images.repeat(3, 1, 1, 1), train.labels.repeat(3)
+    return ImageClassification(LabeledImages(images, labels), test, n_labels=10, options=options)
 
 
 def of_processes(n: int, seconds: float) -> list[Line]:
@@ -250,21 +261,14 @@ def one(
     name: str, topology: str, n: int, shapes: list[list[int]], size: int, seconds: float
 ) -> Line:
     """Measure averaging in this process."""
-    algorithm, options = ALGORITHMS[name]
     kind, _, degree = topology.partition(" ")
     graph = topologies.make(kind, n, options={"degree": int(degree)} if degree else None)
     layout = Layout(tuple(shape) for shape in shapes)
-    torch.mm(torch.ones(2, 2), torch.ones(2, 2))  # libraries are loaded
+    _averaging(name, topologies.make("ring", 3), Layout([(3, 2)]))[0]()  # libraries are loaded
     before = _resident()
-    x = torch.randn(n, layout.size, generator=torch.Generator().manual_seed(0))
-    network = Network(graph)
-    averaging = algorithms.make(algorithm, network, layout, **options)
-
-    def step() -> None:
-        network.run(averaging.step(x))
-
+    step, network, averaging, x = _averaging(name, graph, layout)
     step()
-    sent = float(network.bits.mean()) / 8
+    received = float(network.bits.mean()) / 8  # on these graphs as much as is sent
     ms = 1e3 * _seconds(step, seconds)
     memory = (_resident() - before) / n  # before state_dict(), which copies
     state = [0]
@@ -274,8 +278,23 @@ def one(
         return tensor
 
     map_tensors(add, averaging.state_dict())
-    theory = 4 * layout.size + state[0] / n + sent  # on these graphs as much as is received
+    messages = next(averaging.step(x))
+    message = messages[0] if isinstance(messages, tuple) else messages
+    of_x = message.tensor.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    sent = 0 if of_x else message.tensor.nbytes / n
+    theory = 4 * layout.size + state[0] / n + received + sent
     return Line(name, size, ms, memory, theory)
+
+
+def _averaging(
+    name: str, graph: Topology, layout: Layout
+) -> tuple[Callable[[], None], Network, algorithms.Averaging, Tensor]:
+    """A step, and the network, the averaging rule and the parameters that take part."""
+    algorithm, options = ALGORITHMS[name]
+    x = torch.randn(graph.n_workers, layout.size, generator=torch.Generator().manual_seed(0))
+    network = Network(graph)
+    averaging = algorithms.make(algorithm, network, layout, **options)
+    return lambda: network.run(averaging.step(x)), network, averaging, x
 
 
 def _seconds(step: Callable[[], object], seconds: float) -> float:
