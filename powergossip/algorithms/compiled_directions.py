@@ -57,7 +57,8 @@ def compiled_sides(
     )
     structure.memory = matrix, tensors
     shapes = [(workers, neighbors, size) for size in at]
-    p, q = (CompiledSide(library, structure, side, shape) for side, shape in enumerate(shapes))
+    memory = torch.zeros(workers * neighbors * max(at), dtype=torch.float32)
+    p, q = (CompiledSide(library, structure, i, shapes[i], memory) for i in (0, 1))
     p.other, q.other = q, p
     return p, q
 
@@ -65,24 +66,28 @@ def compiled_sides(
 class CompiledSide:
     """A side in compiled loops.
 
-    Both [worker, neighbor, M], in the order of a message. They are 0 where there is no neighbor.
-
     Attributes:
-        directions: Directions of this side.
-        products: This end's products with directions of the other side, as a message.
+        directions: Directions of this side [worker, neighbor, M], in the order of a message, 0
+            where there is no neighbor. Their memory is that of this end's products with directions
+            of the other side, which become the directions when those of the neighbor arrive.
     """
 
     other: "CompiledSide"
 
     def __init__(
-        self, library: kernels.Kernels, edges: _Edges, side: int, shape: tuple[int, int, int]
+        self,
+        library: kernels.Kernels,
+        edges: _Edges,
+        side: int,
+        shape: tuple[int, int, int],
+        memory: Tensor,
     ):
-        self.directions, products = torch.zeros(2, *shape, dtype=torch.float32)
-        self.products = ToEach(products)
+        self.directions = torch.zeros(*shape, dtype=torch.float32)
+        self._message = ToEach(self.directions, memory=memory)
         self._structure = edges
         self._edges, self._side = ctypes.addressof(edges), side
         self._project = kernels.function(library, "power_gossip_project", "ppiippiii")
-        self._update = kernels.function(library, "power_gossip_update", "ppiippppi")
+        self._update = kernels.function(library, "power_gossip_update", "ppiipppi")
         self._draw = kernels.function(library, "power_gossip_draw", "pipi")
 
     def draw(self, counter: int) -> None:
@@ -91,7 +96,7 @@ class CompiledSide:
     def project(self, x: Tensor, counter: int, round_weights: bool, resample: bool) -> ToEach:
         assert x.dtype == torch.float32
         assert x.stride(1) == 1
-        message = self.other.products
+        message = self.other._message
         self._project(
             *(self._edges, x.data_ptr(), x.stride(0), self._side, self.directions.data_ptr()),
             *(message.tensor.data_ptr(), counter, _KINDS[round_weights, resample]),
@@ -99,13 +104,12 @@ class CompiledSide:
         )
         return message
 
-    def update(self, x: Tensor, received: Tensor) -> None:
-        assert received.dtype == torch.float32
-        other = self.other
+    def update(self, x: Tensor, received: Tensor | None) -> None:
         self._update(
             *(self._edges, x.data_ptr(), x.stride(0), self._side, self.directions.data_ptr()),
-            *(other.products.tensor.data_ptr(), kernels.address(received)),
-            *(other.directions.data_ptr(), torch.get_num_threads()),
+            self.other.directions.data_ptr(),
+            None if received is None else kernels.address(received),
+            torch.get_num_threads(),
         )
 
     def packed(self) -> Tensor:

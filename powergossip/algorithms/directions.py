@@ -70,8 +70,11 @@ class Side(Protocol):
         """
         ...
 
-    def update(self, x: Tensor, received: Tensor) -> None:
-        """d = s_received − s and X ← X + γ w p dᵀ. The directions of the other side become d."""
+    def update(self, x: Tensor, received: Tensor | None) -> None:
+        """d = s_received − s and X ← X + γ w p dᵀ. The directions of the other side become d.
+
+        Without `received`, d is that of the last call.
+        """
         ...
 
     def packed(self) -> Tensor:
@@ -392,9 +395,10 @@ class MatrixSide(Directions):
             torch.bmm(p_T, X, out=s_T)
         return self.other.message()
 
-    def update(self, x: Tensor, received: Tensor) -> None:
+    def update(self, x: Tensor, received: Tensor | None) -> None:
         d = self.other
-        d.take_differences(received)
+        if received is not None:
+            d.take_differences(received)
         weighted = self.weighted().stacks
         for weighted_p_T, d_T, X in zip(weighted, d.stacks, self._matrices_of(x), strict=True):
             X.baddbmm_(weighted_p_T.mT, d_T)

@@ -163,7 +163,7 @@ class PowerGossip:
             if self._stacks:
                 p.update(out, received[0])
                 if out is not x and iteration < self._num_iterations - 1:
-                    p.update(x, received[0])
+                    p.update(x, None)
                 self._iterations[t] += 1
 
     def _gossip(self, rest: Tensor, received: Tensor, out: Tensor) -> None:

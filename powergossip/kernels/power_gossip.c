@@ -3,7 +3,7 @@
    Axes: worker (hosted here), neighbor (slot), matrix, rank, row, column. Directions and products
    are [worker, neighbor, element]; a matrix has [rank, length] adjacent elements of them, and
    length is rows on side 0 and columns on side 1. p are directions, s products with a matrix, d
-   differences of products. Threads divide work without a change of any bit of the result. */
+   differences of products, which are the next directions. Threads divide work without a change of any bit of the result. */
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -293,7 +293,7 @@ typedef struct {
     float *x;
     i64 stride; /* between workers in x */
     i64 side, blocks;
-    float *p, *s, *d;
+    float *p, *s;
     const float *received;
     i64 counter;
     Kind kind;
@@ -363,7 +363,7 @@ static void direct(const void *arguments, i64 index) {
 typedef struct {
     i64 next; /* the first that is not among them */
     int count;
-    const float *p[AT_ONCE], *d[AT_ONCE];
+    const float *p[AT_ONCE];
     float *s[AT_ONCE], weight[AT_ONCE];
 } Directions;
 
@@ -374,10 +374,8 @@ static int next_directions(const Arguments *a, const Task *t, Directions *some) 
     for (; some->next < t->e->neighbors * rank && some->count < AT_ONCE; some->next++) {
         const i64 k = edge + some->next / rank, i = some->next % rank;
         if (t->e->absent[k]) continue;
-        const i64 at_s = k * t->s_size + t->s_at + i * t->s_length;
         some->p[some->count] = a->p + k * t->p_size + t->p_at + i * t->p_length;
-        some->s[some->count] = a->s + at_s;
-        some->d[some->count] = a->d + at_s;
+        some->s[some->count] = a->s + k * t->s_size + t->s_at + i * t->s_length;
         some->weight[some->count++] = t->e->weight[k];
     }
     return some->count;
@@ -462,7 +460,7 @@ static inline float magnitude(int32_t bits) {
     return value;
 }
 
-/* d = s_received − s_own, or 0 where these differ by rounding errors only. */
+/* s ← d = s_received − s, or 0 where these differ by rounding errors only. */
 static void differ(const void *arguments, i64 index) {
     const Arguments *a = arguments;
     const Task t = task_of(a, index, 0);
@@ -471,16 +469,17 @@ static void differ(const void *arguments, i64 index) {
         if (t.e->absent[edge]) continue;
         for (i64 i = 0; i < t.e->rank; i++) {
             const i64 at = edge * t.s_size + t.s_at + i * t.s_length;
-            const float *own = a->s + at, *theirs = a->received + at;
-            float *restrict d = a->d + at;
+            const float *restrict theirs = a->received + at;
+            float *restrict s = a->s + at;
             int32_t of_products = 0, of_d = 0;
             for (i64 l = 0; l < t.s_length; l++) {
-                d[l] = theirs[l] - own[l];
-                of_products = larger(larger(of_products, theirs[l]), own[l]);
-                of_d = larger(of_d, d[l]);
+                const float d = theirs[l] - s[l];
+                of_products = larger(larger(of_products, theirs[l]), s[l]);
+                of_d = larger(of_d, d);
+                s[l] = d;
             }
             if (magnitude(of_d) <= 1e-6f * magnitude(of_products))
-                memset(d, 0, t.s_length * sizeof(float));
+                memset(s, 0, t.s_length * sizeof(float));
         }
     }
 }
@@ -536,7 +535,8 @@ static void update(const void *arguments, i64 index) {
     add_outer(t.X, t.matrix->columns, rows, at.weight + k, left + k, right + k, r, count)
     Directions at = {0};
     while (next_directions(a, &t, &at)) {
-        const float *const *left = a->side ? at.d : at.p, *const *right = a->side ? at.p : at.d;
+        const float *const *d = (const float *const *)at.s;
+        const float *const *left = a->side ? d : at.p, *const *right = a->side ? at.p : d;
         for (i64 r = t.first, some; r < t.last; r += some) {
             some = t.last - r >= 4 ? 4 : 1;
             for (int k = 0, more; k < at.count; k += more) {
@@ -588,20 +588,20 @@ void power_gossip_project(const Edges *e, const float *x, i64 stride, i64 side, 
     in_threads(threads, e->workers * e->matrices * a.blocks, project, &a);
 }
 
-/* After it: d = s_received − s, X ← X + Σ γ w p dᵀ. */
-void power_gossip_update(const Edges *e, float *x, i64 stride, i64 side, const float *p,
-                         const float *s, const float *received, float *d, i64 threads) {
+/* After it: X ← X + Σ γ w p dᵀ with d = s_received − s, which takes the place of s. If `received` is
+   NULL, s is d. */
+void power_gossip_update(const Edges *e, float *x, i64 stride, i64 side, const float *p, float *s,
+                         const float *received, i64 threads) {
     Arguments a = {.edges = e,
                    .x = x,
                    .stride = stride,
                    .side = side,
                    .blocks = 1,
                    .p = (float *)p,
-                   .s = (float *)s,
-                   .received = received,
-                   .d = d};
+                   .s = s,
+                   .received = received};
     threads = useful_threads(e, threads);
-    in_threads(threads, e->workers * e->matrices, differ, &a);
+    if (received) in_threads(threads, e->workers * e->matrices, differ, &a);
     if (e->workers < 4 * threads) a.blocks = threads;
     in_threads(threads, e->workers * e->matrices * a.blocks, update, &a);
 }

@@ -15,10 +15,13 @@ class ToEach:
 
     Attributes:
         edges: Edges between neighbors, by default those of the round.
+        memory: Flat memory for the received messages, by default new. It may serve for messages
+            that are not in flight at the same time.
     """
 
     tensor: Tensor
     edges: Edges | None = None
+    memory: Tensor | None = None
 
 
 @dataclass(eq=False)

@@ -305,7 +305,7 @@ class Network:
             for spare in itertools.count():
                 transport = self._transports.get(
                     message.tensor,
-                    lambda tensor: self._make_transport(kind, tensor, edges),
+                    lambda _: self._make_transport(message, edges),
                     kind.__name__,
                     edges,
                     spare,
@@ -315,12 +315,12 @@ class Network:
         transport.busy = True
         return transport
 
-    def _make_transport(
-        self, kind: type[ToEach | ToAll | Mean], tensor: Tensor, edges: Edges
-    ) -> Transport:
-        if kind is Mean:
-            return self._reduction(tensor)
-        return Delivery(self.connection, tensor, kind is ToEach, edges)
+    def _make_transport(self, message: ToEach | ToAll | Mean, edges: Edges) -> Transport:
+        if isinstance(message, Mean):
+            return self._reduction(message.tensor)
+        if isinstance(message, ToAll):
+            return Delivery(self.connection, message.tensor, False, edges)
+        return Delivery(self.connection, message.tensor, True, edges, message.memory)
 
     def _reduction(self, tensor: Tensor) -> Reduction:
         assert tensor.shape[0] == self.rows

@@ -35,7 +35,14 @@ class Delivery(Transport):
     outgoing row, received[worker, in_slot] an incoming one.
     """
 
-    def __init__(self, connection: Connection, tensor: Tensor, to_each: bool, edges: Edges):
+    def __init__(
+        self,
+        connection: Connection,
+        tensor: Tensor,
+        to_each: bool,
+        edges: Edges,
+        memory: Tensor | None = None,
+    ):
         rows = len(edges.neighbors)
         axes = 2 if to_each else 1
         expected = (rows, edges.n_out)[:axes]
@@ -43,7 +50,11 @@ class Delivery(Transport):
         elements = prod(tensor.shape[axes:])
         self.bits = edges.out_degrees * (elements * tensor.element_size() * 8)
         self.messages = edges.out_degrees
-        self._received = tensor.new_zeros(rows, edges.n_in, *tensor.shape[axes:])
+        shape = (rows, edges.n_in, *tensor.shape[axes:])
+        if memory is None:
+            self._received = tensor.new_zeros(shape)
+        else:
+            self._received = memory[: prod(shape)].view(shape)
         outgoing = tensor.view(prod(expected), elements)
         incoming = self._received.view(rows * edges.n_in, elements)
 
