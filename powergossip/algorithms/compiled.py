@@ -19,7 +19,7 @@ from powergossip.network import Network
 
 # As in compressed.c.
 _KINDS: dict[type[Compressor], int] = {SignAndNorm: 0, QSGD: 1, TopK: 2, RandomK: 3, RandomBlock: 3}
-_SPARSE, _AT_POSITIONS = 2, 3
+_AT_POSITIONS = 3
 _BLOCK, _ALL, _ELSEWHERE = -1, -2, -3
 _MOST_SORTED = 4096
 
@@ -68,7 +68,7 @@ class Loops:
         tensors = _tensors(codec)
         longest = max(t.length for t in tensors)
         kind = _KINDS[type(codec.compressor)]
-        self._sparse = kind >= _SPARSE
+        self._has_flow = kind == _AT_POSITIONS
         self._drawn: int | None = None  # the counter of the positions
         # Memory that the plan refers to.
         self._table = (_Tensor * len(tensors))(*tensors)
@@ -124,8 +124,8 @@ class Loops:
 
     def flow(self, rates: Tensor, public: Tensor, publics: Tensor) -> Tensor:
         """Σ_j r_ij (x̂_j − x̂_i) [worker, D], for public copies x̂_i [worker, D] and x̂_j
-        [worker, neighbor, D]. Empty if C(v) is not sparse."""
-        if not self._sparse:
+        [worker, neighbor, D]. Empty unless all workers send the same positions."""
+        if not self._has_flow:
             return public.new_empty(0)
         flow = torch.empty_like(public)
         tensors = (kernels.address(t) for t in (rates, public, publics, flow))

@@ -140,7 +140,7 @@ class ChocoGossip:
         self._steps += 1
 
     def _compiled_step(self, loops: compiled.Loops, x: Tensor) -> Conversation:
-        """The same. Where q is sparse, the sum is updated at its positions only."""
+        """The same. Where all q have the same positions, the sum is updated there only."""
         copies = self._public, self._publics
         if self._flow is None:
             self._flow = loops.flow(self._rates, *copies)

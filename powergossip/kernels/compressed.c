@@ -26,7 +26,7 @@ typedef struct {
     const i64 *workers; /* their indices, of the rows */
     u64 key;            /* of the seed */
     int32_t *places;    /* AT_POSITIONS: those of all tensors, at their `rest` */
-    int32_t *keys;      /* scratch memory: 3 × the length of the longest tensor and of a block */
+    int32_t *keys;      /* scratch memory: 3 × the length of the longest tensor */
 } Plan;
 
 static inline float load_float(const u8 *from) {
@@ -264,62 +264,63 @@ static inline int32_t key_of(float v) { /* in the order of |v|, NaN is the large
     return word & 0x7FFFFFFF;
 }
 
-#define HEIGHT 8 /* elements of a group */
+#define APART 8 /* runs of LANES elements from one of the sample to the next */
 
-/* The keys of all elements, and the largest key of each group. Element i belongs to group i mod 16
-   of its 128 elements. Elements after the last 128 are groups of their own. The number of groups.*/
-static i64 largest_keys(Source s, const Tensor *t, int32_t *restrict group) {
-    float v[BLOCK];
-    i64 groups = 0, wide = LANES * HEIGHT;
-    for (i64 from = 0; from < t->length; from += BLOCK) {
-        i64 count = smaller(BLOCK, t->length - from), i = 0;
-        first_read(s, t->start + from, count, v);
-        const int32_t *words = (const int32_t *)v;
-        for (; i + wide <= count; i += wide, groups += LANES) {
-            int32_t most[LANES] = {0};
-            for (int h = 0; h < HEIGHT; h++)
-                for (int l = 0; l < LANES; l++) {
-                    int32_t key = words[i + h * LANES + l] & 0x7FFFFFFF;
-                    most[l] = key > most[l] ? key : most[l];
-                }
-            memcpy(group + groups, most, sizeof most);
-        }
-        for (; i < count; i++) group[groups++] = words[i] & 0x7FFFFFFF;
-    }
-    return groups;
+/* A key that at least K elements probably reach, from every eighth run of 16 elements: some more of
+   the sample reach it than are expected among the K largest. 0 for a small tensor. */
+static int32_t likely_limit(Source s, const Tensor *t, int32_t *restrict keys) {
+    i64 count = 0;
+    for (i64 from = 0; from + LANES <= t->length; from += APART * LANES)
+        for (i64 i = t->start + from; i < t->start + from + LANES; i++)
+            keys[count++] = key_of(s.difference ? s.x[i] - s.p[i] : s.p[i] + s.x[i]);
+    double expected = (double)t->kept / APART;
+    i64 rank = (i64)(expected + 3 * sqrt(expected) + 3);
+    return rank > count ? 0 : kth_largest(keys, count, rank, 14);
 }
 
-/* The largest K. At least K elements are as large as the K-th largest maximum of groups, so that
-   only groups with a maximum of that size are searched. Of equal elements, the first ones in the
-   order of the search. */
-static void encode_top_k(const Plan *plan, const Tensor *t, Source s, u8 *message) {
-    i64 kept = t->kept, blocks = t->length / (LANES * HEIGHT);
-    int32_t *keys = plan->keys, *places = keys + t->length, *group = places + t->length;
-    i64 groups = largest_keys(s, t, group), count = 0;
-    int32_t limit = kept > groups ? 0 : kth_largest(group, groups, kept, 14);
-    for (i64 block = 0; block < blocks; block++)
-        for (int l = 0; l < LANES; l++)
-            if (group[block * LANES + l] >= limit)
-                for (i64 h = 0; h < HEIGHT; h++) {
-                    i64 i = (block * HEIGHT + h) * LANES + l;
-                    int32_t key = key_of(again(s, t->start + i));
-                    keys[count] = key;
-                    places[count] = (int32_t)i;
-                    count += key >= limit;
-                }
-    i64 rest = blocks * LANES * HEIGHT;
-    for (i64 i = rest; i < t->length; i++)
-        if (group[blocks * LANES + i - rest] >= limit) {
-            keys[count] = group[blocks * LANES + i - rest];
-            places[count++] = (int32_t)i;
+/* The elements whose key is at least a limit, and their places. Returns their number. */
+static i64 at_least(
+    Source s, const Tensor *t, int first, int32_t limit, float *restrict values,
+    int32_t *restrict places
+) {
+    float v[BLOCK];
+    u8 large[BLOCK + 8];
+    i64 found = 0;
+    for (i64 from = 0; from < t->length; from += BLOCK) {
+        i64 count = smaller(BLOCK, t->length - from), start = t->start + from;
+        if (first)
+            first_read(s, start, count, v);
+        else
+            for (i64 i = 0; i < count; i++) v[i] = again(s, start + i);
+        for (i64 i = 0; i < count; i++) large[i] = key_of(v[i]) >= limit;
+        memset(large + count, 0, 8);
+        for (i64 i = 0; i < count; i += 8) {
+            u64 eight;
+            memcpy(&eight, large + i, 8);
+            for (; eight; eight &= eight - 1) {
+                i64 at = i + __builtin_ctzll(eight) / 8;
+                values[found] = v[at];
+                places[found++] = (int32_t)(from + at);
+            }
         }
-    limit = kth_largest(keys, count, kept, 31);
-    i64 equal = kept;
+    }
+    return found;
+}
+
+/* The largest K, of equal elements the first ones. */
+static void encode_top_k(const Plan *plan, const Tensor *t, Source s, u8 *message) {
+    int32_t *keys = plan->keys, *places = keys + t->length;
+    float *values = (float *)(places + t->length);
+    int32_t limit = likely_limit(s, t, keys);
+    i64 count = at_least(s, t, 1, limit, values, places), equal = t->kept;
+    if (count < t->kept) count = at_least(s, t, 0, 0, values, places);
+    for (i64 i = 0; i < count; i++) keys[i] = key_of(values[i]);
+    limit = kth_largest(keys, count, t->kept, 31);
     for (i64 i = 0; i < count; i++) equal -= keys[i] > limit;
     u8 *value = message + t->floats, *position = message + t->rest;
     for (i64 i = 0; i < count; i++) {
         if (keys[i] < limit || (keys[i] == limit && equal-- <= 0)) continue;
-        store_float(value, again(s, t->start + places[i]));
+        store_float(value, values[i]);
         memcpy(position, &places[i], (size_t)t->width);
         value += sizeof(float);
         position += t->width;
@@ -427,11 +428,12 @@ static inline i64 place(const Plan *plan, const Tensor *t, const u8 *message, i6
     }
 }
 
-/* out ← out + factor C(v) */
-static void add_sparse(const Plan *plan, const u8 *message, float factor, float *out) {
-    for (const Tensor *t = plan->tensor; t < plan->tensor + plan->tensors; t++)
-        for (i64 k = 0; k < t->kept; k++)
-            out[place(plan, t, message, k)] += factor * load_float(message + t->floats + 4 * k);
+/* out ← out + factor C(v) of a tensor */
+static void add_sparse(
+    const Plan *plan, const Tensor *t, const u8 *message, float factor, float *out
+) {
+    for (i64 k = 0; k < t->kept; k++)
+        out[place(plan, t, message, k)] += factor * load_float(message + t->floats + 4 * k);
 }
 
 /* ---- CHOCO-Gossip and DeepSqueeze ---- */
@@ -441,8 +443,7 @@ static int sparse(const Plan *plan) { return plan->kind >= TOP_K; }
 /* δ ← δ − C(v) */
 static void keep_error(const Plan *plan, const Tensor *t, const u8 *message, float *error) {
     if (sparse(plan)) {
-        for (i64 k = 0; k < t->kept; k++)
-            error[place(plan, t, message, k)] -= load_float(message + t->floats + 4 * k);
+        add_sparse(plan, t, message, -1, error);
         return;
     }
     float own[BLOCK];
@@ -473,15 +474,19 @@ void compressed_encode(
     }
 }
 
-/* Σ_j r_ij (x̂_j − x̂_i) of one element. */
-static inline float flow_at(
-    i64 at, i64 elements, i64 slots, const float *restrict rates, const float *own,
-    const float *others
+/* x ← x + Σ_j r_ij (x̂_j − x̂_i) for at most BLOCK elements of a worker. */
+static void add_flow(
+    const Plan *plan, i64 from, i64 count, i64 slots, const float *rates, const float *own,
+    const float *others, float *restrict x
 ) {
-    float sum = 0;
-    for (i64 slot = 0; slot < slots; slot++)
-        if (rates[slot] != 0) sum += rates[slot] * (others[slot * elements + at] - own[at]);
-    return sum;
+    float sum[BLOCK] = {0};
+    for (i64 slot = 0; slot < slots; slot++) {
+        float rate = rates[slot];
+        const float *there = others + slot * plan->elements + from;
+        if (rate == 0) continue; /* no neighbor */
+        for (i64 i = 0; i < count; i++) sum[i] += rate * (there[i] - own[from + i]);
+    }
+    for (i64 i = 0; i < count; i++) x[from + i] += sum[i];
 }
 
 /* flow = Σ_j r_ij (x̂_j − x̂_i) [row, D] */
@@ -490,11 +495,12 @@ void choco_flow(
     float *flow
 ) {
     i64 elements = plan->elements;
+    memset(flow, 0, plan->rows * elements * sizeof(float));
     for (i64 row = 0; row < plan->rows; row++)
-        for (i64 i = 0; i < elements; i++)
-            flow[row * elements + i] = flow_at(
-                i, elements, slots, rates + row * slots, public + row * elements,
-                publics + row * slots * elements
+        for (i64 from = 0; from < elements; from += BLOCK)
+            add_flow(
+                plan, from, smaller(BLOCK, elements - from), slots, rates + row * slots,
+                public + row * elements, publics + row * slots * elements, flow + row * elements
             );
 }
 
@@ -526,32 +532,52 @@ static void choco_row_dense(
         }
 }
 
-/* The same for a sparse q. The flow changes at the positions of the messages only. It is computed from the copies
-   there, not updated, so that rounding errors do not accumulate. */
-static void choco_row_sparse(
+/* x̂ ← x̂ + q of a tensor, for a sparse q. */
+static void add_to_copies(
+    const Plan *plan, const Tensor *t, i64 slots, const float *rates, const u8 *message,
+    const u8 *received, float *own, float *others
+) {
+    add_sparse(plan, t, message, 1, own);
+    for (i64 slot = 0; slot < slots; slot++)
+        if (rates[slot] != 0)
+            add_sparse(plan, t, received + slot * plan->bytes, 1, others + slot * plan->elements);
+}
+
+/* choco_row_dense for top-k, tensor by tensor, as their copies may fit into the second cache. */
+static void choco_row_top_k(
+    const Plan *plan, i64 slots, const float *rates, const u8 *message, const u8 *received,
+    float *restrict x, float *restrict own, float *restrict others
+) {
+    for (const Tensor *t = plan->tensor; t < plan->tensor + plan->tensors; t++) {
+        add_to_copies(plan, t, slots, rates, message, received, own, others);
+        for (i64 from = t->start, count; from < t->start + t->length; from += count) {
+            count = smaller(BLOCK, t->start + t->length - from);
+            add_flow(plan, from, count, slots, rates, own, others, x);
+        }
+    }
+}
+
+/* The same where all messages have the same positions, at which alone the flow changes. It is
+   computed from the copies there, not updated, so that rounding errors do not accumulate. */
+static void choco_row_at_positions(
     const Plan *plan, i64 slots, const float *rates, const u8 *message, const u8 *received,
     float *restrict x, float *own, float *others, float *restrict flow
 ) {
-    i64 elements = plan->elements;
-    add_sparse(plan, message, 1, own);
-    for (i64 slot = 0; slot < slots; slot++)
-        if (rates[slot] != 0)
-            add_sparse(plan, received + slot * plan->bytes, 1, others + slot * elements);
-    i64 last = plan->kind == AT_POSITIONS ? 0 : slots; /* all have the same positions, or not */
-    for (i64 slot = -1; slot < last; slot++) {
-        if (slot >= 0 && rates[slot] == 0) continue;
-        const u8 *changes = slot < 0 ? message : received + slot * plan->bytes;
-        for (const Tensor *t = plan->tensor; t < plan->tensor + plan->tensors; t++)
-            for (i64 k = 0; k < t->kept; k++) {
-                i64 at = place(plan, t, changes, k);
-                flow[at] = flow_at(at, elements, slots, rates, own, others);
-            }
+    for (const Tensor *t = plan->tensor; t < plan->tensor + plan->tensors; t++) {
+        add_to_copies(plan, t, slots, rates, message, received, own, others);
+        for (i64 k = 0; k < t->kept; k++) {
+            i64 at = place(plan, t, message, k);
+            flow[at] = 0;
+            for (i64 slot = 0; slot < slots; slot++)
+                if (rates[slot] != 0)
+                    flow[at] += rates[slot] * (others[slot * plan->elements + at] - own[at]);
+        }
     }
-    for (i64 i = 0; i < elements; i++) x[i] += flow[i];
+    for (i64 i = 0; i < plan->elements; i++) x[i] += flow[i];
 }
 
 /* message [row, bytes], received [row, slot, bytes], rates r_ij [row, slot], public [row, D],
-   publics [row, slot, D], flow [row, D] of a sparse C(v). */
+   publics [row, slot, D], flow [row, D] of AT_POSITIONS. */
 void choco_average(
     const Plan *plan, i64 slots, const float *rates, const u8 *message, const u8 *received,
     float *x, i64 stride, float *public, float *publics, float *flow
@@ -561,10 +587,12 @@ void choco_average(
         const u8 *out = message + row * plan->bytes, *in = received + row * slots * plan->bytes;
         float *own = public + row * plan->elements;
         float *others = publics + row * slots * plan->elements, *to = x + row * stride;
-        if (sparse(plan))
-            choco_row_sparse(
+        if (plan->kind == AT_POSITIONS)
+            choco_row_at_positions(
                 plan, slots, of_row, out, in, to, own, others, flow + row * plan->elements
             );
+        else if (plan->kind == TOP_K)
+            choco_row_top_k(plan, slots, of_row, out, in, to, own, others);
         else
             choco_row_dense(plan, slots, of_row, out, in, to, own, others);
     }
@@ -582,8 +610,10 @@ void deepsqueeze_average(
         for (i64 slot = 0; slot < slots && sparse(plan); slot++) {
             float rate = rates[row * slots + slot];
             if (rate == 0) continue;
-            add_sparse(plan, in + slot * plan->bytes, rate, to);
-            add_sparse(plan, out, -rate, to);
+            for (const Tensor *t = plan->tensor; t < plan->tensor + plan->tensors; t++) {
+                add_sparse(plan, t, in + slot * plan->bytes, rate, to);
+                add_sparse(plan, t, out, -rate, to);
+            }
         }
         for (const Tensor *t = plan->tensor; t < plan->tensor + plan->tensors && !sparse(plan); t++)
             for (i64 from = 0; from < t->length; from += BLOCK) {

@@ -55,6 +55,10 @@ VALUES: dict[str, Callable[[], Tensor]] = {
     "-0": lambda: -torch.zeros(4, LAYOUT.size),
     "ties": lambda: normal(4, LAYOUT.size).round(),
     "large": lambda: normal(4, LAYOUT.size) * 1e15,
+    # Top-k expects to find them elsewhere, too.
+    "large at equal distances": lambda: normal(4, LAYOUT.size).mul_(
+        torch.where(torch.arange(LAYOUT.size) // 16 % 8 == 0, 1e3, 1.0)
+    ),
     "rows with a stride": lambda: normal(4, LAYOUT.size + 3)[:, :-3],
     "NaN": with_a(float("nan")),
     "inf": with_a(float("inf")),
