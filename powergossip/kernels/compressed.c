@@ -567,10 +567,11 @@ static void choco_row_at_positions(
         add_to_copies(plan, t, slots, rates, message, received, own, others);
         for (i64 k = 0; k < t->kept; k++) {
             i64 at = place(plan, t, message, k);
-            flow[at] = 0;
+            float sum = 0;
             for (i64 slot = 0; slot < slots; slot++)
                 if (rates[slot] != 0)
-                    flow[at] += rates[slot] * (others[slot * plan->elements + at] - own[at]);
+                    sum += rates[slot] * (others[slot * plan->elements + at] - own[at]);
+            flow[at] = sum;
         }
     }
     for (i64 i = 0; i < plan->elements; i++) x[i] += flow[i];
