@@ -229,10 +229,10 @@ class ImageClassification:
             lost: Workers whose samples the others have, see Shards.
         """
         assert 0 <= step < self.steps_per_epoch
-        images = self._pending(worker, epoch, step, lost)()
+        samples = self._samples(worker, epoch, step, lost)
+        images = self._pending(worker, epoch, step, lost, samples)()
         if self.augment is not None:
             images = self.augment(images, self._random(worker, epoch, step))
-        samples = self._samples(worker, epoch, step, lost)
         return self._normalize(images), self._labels["train"].index_select(0, samples)
 
     def _samples(self, worker: int, epoch: int, step: int, lost: frozenset[int]) -> Tensor:
@@ -242,11 +242,13 @@ class ImageClassification:
     def _random(self, worker: int, epoch: int, step: int) -> np.random.Generator:
         return generator(self._options.seed, "augment", epoch, worker, step)
 
-    def _pending(self, worker: int, epoch: int, step: int, lost: frozenset[int]) -> Pending:
+    def _pending(
+        self, worker: int, epoch: int, step: int, lost: frozenset[int], samples: Tensor
+    ) -> Pending:
         """The images of a batch. A reader that augments prepares those of the next step as well."""
         reader = self._readers["train"]
         if not reader.augments:
-            return reader.request(self._samples(worker, epoch, step, lost))
+            return reader.request(samples)
 
         def request(step: int) -> Pending:
             return reader.request(

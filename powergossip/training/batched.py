@@ -62,7 +62,7 @@ class BatchedGradient:
         """Add the gradients of these batches, one for each worker, to `parameters.grad`.
 
         Returns the losses and the metrics, each [worker] and detached. Buffers change as forward
-        passes change them. Raises ValueError unless `fit(batches)`.
+        passes change them. The batches must `fit`.
         """
         losses, metrics, buffers = self._forward(batches)
         gradients = torch.autograd.grad(losses.sum(), list(self._x.values()), allow_unused=True)
@@ -76,7 +76,10 @@ class BatchedGradient:
         return losses.detach(), metrics
 
     def try_on(self, batches: Sequence[Any]) -> None:
-        """Compute the gradients of these batches, and discard them."""
+        """Compute the gradients of these batches, and discard them. Raises ValueError unless they
+        `fit`."""
+        if not fit(batches):
+            raise ValueError("batches differ in shape")
         losses, _, _ = self._forward(batches)
         torch.autograd.grad(losses.sum(), list(self._x.values()), allow_unused=True)
 
@@ -86,8 +89,6 @@ class BatchedGradient:
         """The losses, the metrics and the buffers afterwards, each [worker]."""
         flat = [tree_flatten(batch) for batch in batches]
         structure = flat[0][1]
-        if not fit(batches):
-            raise ValueError("batches differ in shape")
         leaves, axes = [], []
         for values in zip(*(each for each, _ in flat), strict=True):
             stacked = isinstance(values[0], Tensor) and values[0].ndim > 0
