@@ -4,7 +4,6 @@ A program is started as from the root of a fresh clone, without PYTHONPATH, with
 all its commands, and ends when it has read them (tests/harness/dry_run.py).
 """
 
-import ast
 import functools
 import importlib.util
 import json
@@ -45,6 +44,8 @@ ELSEWHERE = {
 
 # Written by programs, or commands of the past.
 NOT_TEXTS = re.compile(r"docs/results/|RESULTS\.md|CHANGELOG\.md")
+# At the beginning of a file or a block. Syntax trees of all files would take seconds.
+DOCSTRING = re.compile(r'(?:\A|:)\s*r?"""(.*?)"""', re.DOTALL)
 # A line or inline code is a command if it begins like this, and otherwise prose.
 BEGINS = re.compile(
     r"(?:[A-Z_]+=\S+ )*(?:"
@@ -60,9 +61,7 @@ def texts(name: str) -> list[str]:
     if path.suffix == ".md":
         return [path.read_text()]
     if path.suffix == ".py":
-        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
-        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
-        return [ast.get_docstring(node) or "" for node in nodes]
+        return DOCSTRING.findall(path.read_text())
     if path.suffix in ("", ".sh", ".sbatch", ".def", ".yaml", ".toml"):
         return ["\n".join(re.findall(r"^ *#(.*)$", path.read_text(), re.MULTILINE))]
     return []
