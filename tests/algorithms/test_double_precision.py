@@ -331,7 +331,7 @@ def test_gossip_optimizer_averages_in_double_precision() -> None:
     for name in LEARNING:
         if name in OVER:
             continue
-        before, x, _ = gossiped("dpsgd", torch.float64, 8, learning=name)
+        before, x, _ = gossiped("dpsgd", torch.float64, 3, learning=name)
         torch.testing.assert_close(x.mean(0), before.mean(0), atol=1e-13, rtol=0)
         assert variance(x) < variance(before), name
 

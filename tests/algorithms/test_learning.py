@@ -56,7 +56,7 @@ ROOT = Path(__file__).parents[2]
 )
 def test_exact_fixed_points(law: Law) -> None:
     """All workers reach the optimum of the mean loss, from which their own optima are far."""
-    assert error(law) < 1e-9
+    assert error(law, until=1e-10) < 1e-9
 
 
 def test_the_page_of_learning_rules_has_the_pairs_that_are_accepted() -> None:
@@ -174,7 +174,7 @@ def test_a_decay_of_the_learning_rate_disturbs_all_but_k_gt(name: str, averaging
     problem = Quadratics()
     local = SGD(0.05)
     rule = rule_of(name, averaging, problem, local)
-    train(rule, problem, 4000)
+    train(rule, problem, 1500)
     local.rate = 0.005
     errors = []
     for _ in range(100):
@@ -187,8 +187,7 @@ def test_a_decay_of_the_learning_rate_disturbs_all_but_k_gt(name: str, averaging
         assert errors[-1] < 0.1
 
 
-@pytest.mark.parametrize("clip", [1.0, 5.0])
-def test_clipping_has_the_bias_of_all_reduce(clip: float) -> None:
+def test_clipping_has_the_bias_of_all_reduce() -> None:
     biased = []
     for name, averaging, topology in (
         ("quasi-global-momentum", "all-reduce", "ring"),
@@ -198,7 +197,7 @@ def test_clipping_has_the_bias_of_all_reduce(clip: float) -> None:
         ("relay-sgd", "plain", "binary-tree"),
     ):
         problem = Quadratics()
-        train(rule_of(name, averaging, problem, 0.05, topology, clip=clip), problem, 2000)
+        train(rule_of(name, averaging, problem, 0.05, topology, clip=5.0), problem, 1000)
         biased.append(problem.error)
     assert biased == pytest.approx([2.5] * len(biased), abs=0.05)
 
@@ -328,7 +327,7 @@ def test_exact_diffusion_damps_vectors_too(averaging: str) -> None:
 def test_exact_diffusion_over_power_gossip_on_other_graphs(topology: str) -> None:
     """At its default rates. The ring is in EXACT."""
     problem = Quadratics()
-    train(rule_of("exact-diffusion", "power-gossip", problem, 0.05, topology), problem, 6000)
+    train(rule_of("exact-diffusion", "power-gossip", problem, 0.05, topology), problem, 1500)
     assert problem.error < 1e-9
 
 

@@ -204,7 +204,7 @@ def test_a_single_worker_has_no_largest_rate() -> None:
 # --- Gradient correction --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("H", [1, 5, 20])
+@pytest.mark.parametrize("H", [1, 5])
 @pytest.mark.parametrize(("mu", "beta"), [(1.0, 0.0), (0.7, 0.5), (0.3, 0.9), (0.7, 0.9)])
 @pytest.mark.parametrize("name", ["diloco", "gasloc"])
 def test_corrected_sgd_is_exact(name: str, H: int, mu: float, beta: float) -> None:
@@ -214,8 +214,12 @@ def test_corrected_sgd_is_exact(name: str, H: int, mu: float, beta: float) -> No
         "gradient_correction": True,
     }
     rounds = 600 if mu * 20 * 0.02 > 0.3 else 1500
-    assert run(name, "plain", rounds, H, 0.4 / H / 2, **options).error < 1e-6
-    assert run("diloco", "plain", rounds // 2, H, 0.2 / H, outer_rate=mu).error > 0.5
+    assert run(name, "plain", rounds, H, 0.2 / H, **options).error < 1e-6
+
+
+@pytest.mark.parametrize("H", [1, 5])
+def test_uncorrected_sgd_is_not(H: int) -> None:
+    assert run("diloco", "plain", 300, H, 0.2 / H).error > 0.5
 
 
 @pytest.mark.parametrize(
@@ -233,7 +237,7 @@ def test_corrections_are_exact_over_compressed_messages(
 ) -> None:
     beta = 0.3 if name == "noloco" else 0.5
     given = {"outer_momentum": beta, "gradient_correction": True}
-    problem = run(name, averaging, 700, 20, 0.01, Quadratics(), "ring", options, **given)
+    problem = run(name, averaging, 700, 5, 0.04, Quadratics(), "ring", options, **given)
     assert problem.error < bound
 
 
@@ -281,7 +285,7 @@ def test_slower_corrections_have_the_same_fixed_point(
 ) -> None:
     given = {"num_iterations": 4} if averaging == "power-gossip" else {}
     options = {"gradient_correction": True, "correction_rate": alpha}
-    found = run("diloco", averaging, rounds, 20, 0.01, Quadratics(), "ring", given, **options)
+    found = run("diloco", averaging, rounds, 5, 0.04, Quadratics(), "ring", given, **options)
     assert found.error < 1e-6
 
 
@@ -292,7 +296,7 @@ def test_corrections_remove_the_bias_of_optimizers_that_are_not_linear(
 ) -> None:
     """With a learning rate that decays to 0. Without correction also all-reduce is biased."""
     errors = [
-        run("diloco", averaging, 700, 10, local, Quadratics(), gradient_correction=c).error
+        run("diloco", averaging, 700, 5, local, Quadratics(), gradient_correction=c).error
         for c in (True, False)
     ]
     assert errors[0] < 0.05
@@ -328,18 +332,16 @@ TENSORS = ((3, 4), (2, 3), (5,), (4, 3), (2,))
 
 @pytest.mark.parametrize("corrects", [False, True])
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("fragments", [2, 3])
-def test_fragments_have_the_fixed_point_of_the_whole(
-    name: str, fragments: int, corrects: bool
-) -> None:
+def test_fragments_have_the_fixed_point_of_the_whole(name: str, corrects: bool) -> None:
     slow = []
-    for p in (1, fragments):
+    for p in (1, 2, 3):
         problem = Quadratics(shapes=TENSORS)
         options: dict[str, Any] = {"outer_momentum": 0.3, "gradient_correction": corrects}
-        rule = rule_of(name, "plain", problem, 0.01, local_steps=12, fragments=p, **options)
-        train(rule, problem, 600 * 12)
+        rule = rule_of(name, "plain", problem, 0.02, local_steps=6, fragments=p, **options)
+        train(rule, problem, 600 * 6)
         slow.append(rule.state_dict()["slow"])
     torch.testing.assert_close(slow[1], slow[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(slow[2], slow[0], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("corrects", [False, True])

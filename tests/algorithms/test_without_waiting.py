@@ -14,9 +14,9 @@ from powergossip.algorithms import AveragingOptions, aggregation, learning
 from powergossip.network import Network
 from tests.harness.averaging import ALONE, EVERY, graph, steps
 from tests.harness.fake_device import CUDA, Waits, fake_device
-from tests.harness.laws import BIAS_RATE, law_of
+from tests.harness.laws import BIAS_RATE, is_accepted, law_of
 from tests.harness.on_device import WORKERS, described, layout
-from tests.harness.quadratics import AVERAGING, Quadratics, rule_of, train
+from tests.harness.quadratics import Quadratics, rule_of, train
 
 # Those that wait, once a step.
 WAITING = {
@@ -40,15 +40,19 @@ def network(topology: str = "ring", **more: Any) -> Network:
     return Network(graph(topology, WORKERS), ALONE, CUDA, **more)
 
 
+# DeepSqueeze with one compressor: CHOCO has them all.
+CASES = [case for case in EVERY if case[0] != "deepsqueeze" or case[1].compressor == "top-k"]
+
+
 @pytest.mark.parametrize(
-    ("name", "options"), [pytest.param(*case, id=described(*case)) for case in EVERY]
+    ("name", "options"), [pytest.param(*case, id=described(*case)) for case in CASES]
 )
 def test_averaging(name: str, options: AveragingOptions) -> None:
     def on_device() -> None:
         own = network("tail")  # with workers of few neighbors and of many
         rule = algorithms.make(name, own, layout(), options)
         x = torch.zeros(WORKERS, layout().size, device=CUDA)
-        steps(own, rule, x, 3)
+        steps(own, rule, x, 2)
         rule.load_state_dict(rule.state_dict())
         steps(own, rule, x, 1)
         assert x.device.type == "cuda"
@@ -78,8 +82,15 @@ def test_compressed_gradients(name: str, options: dict[str, str]) -> None:
     check(" ".join([name, *options.values()]), on_device)
 
 
-@pytest.mark.parametrize("averaging", ["plain", "power-gossip", "top-k", "qsgd"])
-@pytest.mark.parametrize("name", learning.LEARNING)
+@pytest.mark.parametrize(
+    ("name", "averaging"),
+    [
+        (name, averaging)
+        for name in learning.LEARNING
+        for averaging in ("plain", "top-k")  # without public copies and with
+        if is_accepted(name, averaging)
+    ],
+)
 def test_learning_rules(name: str, averaging: str) -> None:
     topology = "binary-tree" if learning.LEARNING[name].relays else "ring"
     law = law_of(name, averaging, {})
@@ -87,11 +98,6 @@ def test_learning_rules(name: str, averaging: str) -> None:
     def rule(problem: Quadratics, own: Any) -> learning.GossipRule:
         given = {"averaging_options": law.averaging_options, **law.options}
         return rule_of(name, averaging, problem, BIAS_RATE, own, **given)
-
-    try:
-        rule(Quadratics(), topology)
-    except ValueError:
-        pytest.skip(f"{name} over {AVERAGING[averaging]} is rejected")
 
     def on_device() -> None:
         problem = Quadratics(dtype=torch.float32)

@@ -59,6 +59,7 @@ def test_a_case_with_a_fault_is_written(
         assert case != draw(4), "the fault"
         return "complete"
 
+    monkeypatch.setattr(fuzz.launch, "end_fork_server", lambda: None)  # other tests use it
     monkeypatch.setitem(fuzz.DRIVERS, "virtual", failing)
     monkeypatch.setattr(
         sys,

@@ -43,6 +43,7 @@ def test_a_table_is_written_from_the_runs_that_are_there(
         return found | {"rows complete": True, "overshoot": 0.0}
 
     monkeypatch.setattr(kill_series, "run", run)
+    monkeypatch.setattr(kill_series.launch, "end_fork_server", lambda: None)  # other tests use it
     arguments = ["--seeds", "0:2", "--cases", "7 workers", "kill 1", "--folder", str(tmp_path)]
     monkeypatch.setattr("sys.argv", ["kill_series", *arguments])
     kill_series.main()

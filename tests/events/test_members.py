@@ -88,7 +88,7 @@ def test_survivors_agree_on_their_mean(name, gossip):
     assert alive == [1, 2, 5, 6, 7]
     assert all(dead(worker.view) == {0, 3, 4} for worker in clock.workers.values())
     total = x[alive].sum(0) + clock.unapplied()
-    clock.run_until(500.0)
+    clock.run_until(250.0)
     torch.testing.assert_close(x[alive].sum(0) + clock.unapplied(), total, rtol=0, atol=1e-12)
     assert float((x[alive] - x[alive].mean(0)).abs().max()) < 1e-6
     gone = [0, 3, 4]
@@ -219,7 +219,7 @@ def test_a_replacement_begins_with_the_mean_of_its_neighbors(name):
     clock.run_until(12)
     assert set(clock.workers[3].edges) == {2, 4}
     assert clock.workers[2].edges[3].incarnation == 2
-    clock.run_until(700 if name == "top-k" else 200)
+    clock.run_until(400 if name == "top-k" else 100)
     assert all(worker.view[3] == 2 for worker in clock.workers.values())
     assert float((x - x.mean(0)).abs().max()) < 1e-3
 

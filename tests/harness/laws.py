@@ -94,11 +94,12 @@ REJECTED = "–"
 BIAS_RATE, BIAS_STEPS = 0.01, 3000  # of pairs without a law
 
 
-def error(law: Law, local: LocalOptimizer | None = None) -> float:
+def error(law: Law, local: LocalOptimizer | None = None, until: float = 0.0) -> float:
     """√(mean_i ‖x_i − x*‖²) after the steps of the law. Raises ValueError for a rejected pair.
 
     Args:
         local: The local optimizer for a problem, by default SGD with the rate of the law.
+        until: An error with which the steps may end.
     """
     problem = Quadratics()
     topology = "binary-tree" if learning.LEARNING[law.name].relays else "ring"
@@ -111,7 +112,10 @@ def error(law: Law, local: LocalOptimizer | None = None) -> float:
         averaging_options=law.averaging_options,
         **law.options,
     )
-    train(rule, problem, law.steps)
+    for _ in range(0, law.steps, 100):
+        train(rule, problem, 100)
+        if problem.error < until:
+            break
     return problem.error
 
 

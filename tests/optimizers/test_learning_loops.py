@@ -687,7 +687,7 @@ def clipped(way: str, method: str) -> float:
         learning_options={"gradient_correction": True, "correction_rate": 0.5},
         max_norm=1.0 if way == "max_norm" else None,
     )
-    for _ in range(800):
+    for _ in range(500):
         optimizer.zero_grad()
         (a[who.rank] * (x - b[who.rank]).square().sum() / 2).backward()
         if way == "correct_":
@@ -700,11 +700,11 @@ def clipped(way: str, method: str) -> float:
 
 
 @pytest.mark.parallel([4])
-@pytest.mark.parametrize("method", ["all-reduce", "dpsgd"])
-def test_clipped_corrected_gradients_have_no_bias(method: str) -> None:
-    assert clipped("max_norm", method) < 5e-5
-    assert clipped("correct_", method) < 5e-5
-    assert clipped("before the step alone", method) > 0.5
+def test_clipped_corrected_gradients_have_no_bias() -> None:
+    assert clipped("max_norm", "all-reduce") < 5e-5
+    assert clipped("max_norm", "dpsgd") < 5e-5
+    assert clipped("correct_", "dpsgd") < 5e-5
+    assert clipped("before the step alone", "dpsgd") > 0.5
 
 
 @pytest.mark.parallel([4])
