@@ -94,6 +94,7 @@ gpu-check: ## check and measure on a GPU, without setup; PYTHON=…, WHEELS=fold
 
 docs: setup ## the documentation site, in docs/_build/html; warnings are errors
 	@$(activate) && python -m sphinx -q -W --keep-going -d docs/_build/doctrees docs docs/_build/html && \
+	touch docs/_build/html/index.html && python -m pytest -q tests/docs/test_site.py && \
 	echo "docs/_build/html/index.html"
 
 docs-serve: docs ## the site at http://localhost:8000; PORT=…

@@ -462,7 +462,7 @@ def test_a_prolonged_run_keeps_its_start() -> None:
 def test_the_process_group_is_made_once_and_anew_for_other_processes() -> None:
     device = torch.device("cpu")
     if processes().transport != "mpi":
-        pytest.skip("the default group belongs to the run")
+        pytest.skip("with torch.distributed, the default process group is that of the run")
     group = torch_group(processes(), device)
     assert torch_group(processes(), device) is group
     assert (group.size(), group.rank()) == (2, processes().rank)

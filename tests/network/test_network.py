@@ -525,7 +525,9 @@ def test_devices() -> None:
 def test_a_message_too_long_for_mpi_is_rejected_in_all_processes() -> None:
     """Memory that is never written takes no space."""
     if processes().transport != "mpi":
-        pytest.skip("the limit is MPI's")
+        pytest.skip(
+            "this limit is one of MPI, and other processes are connected by torch.distributed"
+        )
     network = Network(topologies.make("ring", 2))
     x = torch.empty(1, 2**31, dtype=torch.uint8)
 

@@ -321,7 +321,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Not imported: setuptools fails if another test has imported distutils.
     found = [d.version for d in distributions(name="setuptools")]
     if not found or int(found[0].partition(".")[0]) < 77:
-        pytest.skip("setuptools 77 is no requirement of its own")
+        pytest.skip("building a wheel needs setuptools 77 or newer")
     folder: Path = tmp_path_factory.mktemp("wheel")
     left_out = (".*", "__pycache__", "build", "data", "output", "*.egg-info", "docs")
     shutil.copytree(launch.ROOT, folder / "source", ignore=shutil.ignore_patterns(*left_out))
