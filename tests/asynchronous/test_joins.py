@@ -140,7 +140,7 @@ class Noisy(Quadratics):
 
 
 @pytest.mark.parametrize("name", ["plain", "power"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in (1, 2))])
 def test_consensus_is_as_before_soon_after_a_join(name, seed):
     problem = Noisy(seed)
     clock = learning_clock(problem, "dpsgd", 0.1, name=name, values=JOIN, seed=seed)

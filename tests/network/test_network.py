@@ -525,9 +525,7 @@ def test_devices() -> None:
 def test_a_message_too_long_for_mpi_is_rejected_in_all_processes() -> None:
     """Memory that is never written takes no space."""
     if processes().transport != "mpi":
-        pytest.skip(
-            "this limit is one of MPI, and other processes are connected by torch.distributed"
-        )
+        pytest.skip("the limit is that of messages by MPI")
     network = Network(topologies.make("ring", 2))
     x = torch.empty(1, 2**31, dtype=torch.uint8)
 

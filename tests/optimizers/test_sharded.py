@@ -113,42 +113,40 @@ def test_directions_drawn_again_are_the_rows_of_whole_ones() -> None:
     pair.check()
 
 
-@pytest.mark.parallel([4])
-def test_noise_is_noise_beside_the_rows_of_all_shards() -> None:
-    """Replicas that differ in small rows of the last shard only, by less than large rows round."""
+def check_noise(large: int, small: int, sharded: bool = True) -> None:
+    """Replicas that differ in their last rows only, by less than large rows round, stay as they
+    are."""
     where = replicas(2)
     torch.manual_seed(where.replica)
-    small = 1e-9 * torch.randn(4, 3)
+    last = 1e-9 * torch.randn(small, 3)
     torch.manual_seed(9)
-    start = torch.cat([torch.randn(4, 3), small])
-    sharded, plain = nn.Parameter(divided(0 * start, where)), nn.Parameter(0 * start)
-    group = where.between.get_group()
-    for p, among in ((sharded, {"mesh": where.between}), (plain, {"process_group": group})):
-        given: dict[str, Any] = {"num_iterations": 3, **among}
-        optimizer = GossipOptimizer(torch.optim.SGD([p], lr=0.0), "power-gossip", **given)
-        with torch.no_grad():
-            p.copy_(divided(start, where) if p is sharded else start)
-        optimizer.step()
-    assert torch.equal(plain.data, start)
-    assert torch.equal(sharded.to_local(), divided(start, where).to_local())  # type: ignore[attr-defined]
+    start: Tensor = torch.cat([torch.randn(large, 3), last])
+    p: Any = nn.Parameter(divided(0 * start, where) if sharded else 0 * start)
+    among: Any = (
+        {"mesh": where.between} if sharded else {"process_group": where.between.get_group()}
+    )
+    local = torch.optim.SGD([p], lr=0.0)
+    optimizer = GossipOptimizer(local, "power-gossip", num_iterations=3, **among)
+    with torch.no_grad():
+        p.copy_(divided(start, where) if sharded else start)
+    optimizer.step()
+    if sharded:
+        assert torch.equal(p.to_local(), divided(start, where).to_local())
+    else:
+        assert torch.equal(p.data, start)
+
+
+@pytest.mark.parallel([4])
+def test_noise_is_noise_beside_the_rows_of_all_shards() -> None:
+    """The small rows are those of the last shard."""
+    check_noise(4, 4)
+    check_noise(4, 4, sharded=False)
 
 
 @pytest.mark.parallel([8])
 def test_noise_is_noise_beside_an_empty_shard() -> None:
     """Nine rows in blocks of three: the fourth shard has none, and decides as the others do."""
-    where = replicas(2)
-    torch.manual_seed(where.replica)
-    small = 1e-9 * torch.randn(3, 3)
-    torch.manual_seed(9)
-    start = torch.cat([torch.randn(6, 3), small])
-    p = nn.Parameter(divided(0 * start, where))
-    optimizer = GossipOptimizer(
-        torch.optim.SGD([p], lr=0.0), "power-gossip", mesh=where.between, num_iterations=3
-    )
-    with torch.no_grad():
-        p.copy_(divided(start, where))
-    optimizer.step()
-    assert torch.equal(p.to_local(), divided(start, where).to_local())  # type: ignore[attr-defined]
+    check_noise(6, 3)
 
 
 @pytest.mark.parallel([4])
