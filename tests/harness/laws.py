@@ -94,12 +94,11 @@ REJECTED = "–"
 BIAS_RATE, BIAS_STEPS = 0.01, 3000  # of pairs without a law
 
 
-def error(law: Law, local: LocalOptimizer | None = None, until: float = 0.0) -> float:
+def error(law: Law, local: LocalOptimizer | None = None) -> float:
     """√(mean_i ‖x_i − x*‖²) after the steps of the law. Raises ValueError for a rejected pair.
 
     Args:
         local: The local optimizer for a problem, by default SGD with the rate of the law.
-        until: An error with which the steps may end.
     """
     problem = Quadratics()
     topology = "binary-tree" if learning.LEARNING[law.name].relays else "ring"
@@ -112,10 +111,7 @@ def error(law: Law, local: LocalOptimizer | None = None, until: float = 0.0) -> 
         averaging_options=law.averaging_options,
         **law.options,
     )
-    for _ in range(0, law.steps, 100):
-        train(rule, problem, 100)
-        if problem.error < until:
-            break
+    train(rule, problem, law.steps)
     return problem.error
 
 
