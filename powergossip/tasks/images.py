@@ -235,6 +235,17 @@ class ImageClassification:
             images = self.augment(images, self._random(worker, epoch, step))
         return self._normalize(images), self._labels["train"].index_select(0, samples)
 
+    def batches(self, workers: range, epoch: int, step: int) -> Batch | None:
+        """The batches of several workers as one, [worker, sample, ...], or None. See Task."""
+        reader = self._readers["train"]
+        if self.augment is not None or reader.augments:
+            return None
+        samples = self._shards.of_batches(workers, epoch, step, self._options.batch_size)
+        if samples is None:
+            return None
+        images = self._normalize(reader.request(samples.flatten())())
+        return images.unflatten(0, samples.shape), self._labels["train"][samples]
+
     def _samples(self, worker: int, epoch: int, step: int, lost: frozenset[int]) -> Tensor:
         size = self._options.batch_size
         return self._shards.indices(worker, epoch, lost)[step * size : (step + 1) * size]

@@ -105,6 +105,23 @@ class Shards:
         """
         assert 0 <= worker < len(self._bounds) - 1
         assert worker not in lost
+        order, starts = self._order(epoch, lost)
+        return order[starts[worker] : starts[worker + 1]]
+
+    def of_batches(self, workers: range, epoch: int, step: int, size: int) -> Tensor | None:
+        """The samples of the workers' batches of this size: int64 [worker, sample].
+
+        None if a worker has fewer left at this step.
+        """
+        order, starts = self._order(epoch, NOBODY)
+        bounds = torch.tensor(starts[workers.start : workers.stop + 1])
+        if bounds.diff().min() < (step + 1) * size:
+            return None
+        places = bounds[:-1, None] + torch.arange(step * size, (step + 1) * size)
+        return order[places.to(order.device, non_blocking=True)]
+
+    def _order(self, epoch: int, lost: frozenset[int]) -> tuple[Tensor, list[int]]:
+        """The samples of all workers in an epoch, and where those of a worker begin."""
         key = epoch, lost
         if key not in self._orders:
             pieces = self._pieces(epoch, lost)
@@ -113,8 +130,7 @@ class Shards:
             if len(self._orders) > KEPT_ORDERS:
                 self._orders.popitem(last=False)
         self._orders.move_to_end(key)
-        order, starts = self._orders[key]
-        return order[starts[worker] : starts[worker + 1]]
+        return self._orders[key]
 
     def _pieces(self, epoch: int, lost: frozenset[int]) -> list[np.ndarray]:
         """The samples of each worker in an epoch."""

@@ -61,6 +61,9 @@ class Task(Protocol):
         main_metric      see the function of this name
         redistributes    true: `batch` has a fourth parameter, lost, a frozenset of workers whose
                          samples are partitioned over the others
+        batches          function of (workers, epoch, step) that returns the batches of consecutive
+                         workers as one, with tensors [worker, ...], or None if they have different
+                         shapes, for gradients of many workers in one call
         facts            mapping of facts about the data for info.json, equal in all processes
         tokens_in_batch  number of tokens of a batch of one worker, whose rate is shown
         sample           function of a model that returns a text for the end of a run, or None

@@ -58,11 +58,11 @@ class BatchedGradient:
         self._grad = _by_tensor(parameters.layout, parameters.grad)
         self._buffers = self._views_of_buffers()
 
-    def __call__(self, batches: Sequence[Any]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Add the gradients of these batches, one for each worker, to `parameters.grad`.
+    def __call__(self, batches: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Add the gradients of these batches, which are `stacked`, to `parameters.grad`.
 
         Returns the losses and the metrics, each [worker] and detached. Buffers change as forward
-        passes change them. The batches must `fit`.
+        passes change them.
         """
         losses, metrics, buffers = self._forward(batches)
         gradients = torch.autograd.grad(losses.sum(), list(self._x.values()), allow_unused=True)
@@ -75,25 +75,15 @@ class BatchedGradient:
             buffer.copy_(buffers[name])
         return losses.detach(), metrics
 
-    def try_on(self, batches: Sequence[Any]) -> None:
-        """Compute the gradients of these batches, and discard them. Raises ValueError unless they
-        `fit`."""
-        if not fit(batches):
-            raise ValueError("batches differ in shape")
+    def try_on(self, batches: Any) -> None:
+        """Compute the gradients of these batches, and discard them."""
         losses, _, _ = self._forward(batches)
         torch.autograd.grad(losses.sum(), list(self._x.values()), allow_unused=True)
 
-    def _forward(
-        self, batches: Sequence[Any]
-    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    def _forward(self, batches: Any) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """The losses, the metrics and the buffers afterwards, each [worker]."""
-        flat = [tree_flatten(batch) for batch in batches]
-        structure = flat[0][1]
-        leaves, axes = [], []
-        for values in zip(*(each for each, _ in flat), strict=True):
-            stacked = isinstance(values[0], Tensor) and values[0].ndim > 0
-            leaves.append(torch.stack(values) if stacked else values[0])
-            axes.append(0 if stacked else None)
+        leaves, structure = tree_flatten(batches)
+        axes = [0 if _has_axes(leaf) else None for leaf in leaves]
         # Forward passes change contiguous copies in place: in vmap, views may become copies.
         buffers = {name: buffer.clone() for name, buffer in self._buffers.items()}
 
@@ -142,13 +132,22 @@ class _Loss(nn.Module):
         return loss, dict(metrics), dict(self.named_buffers())
 
 
-def fit(batches: Sequence[Any]) -> bool:
-    """Whether batches can be stacked: the same structure, shapes and values without axes."""
+def stacked(batches: Sequence[Any]) -> Any | None:
+    """The batches of the workers as one, with tensors [worker, ...], and the same values otherwise.
+
+    None unless they have the same structure, shapes and values without axes.
+    """
     (first, structure), *others = map(tree_flatten, batches)
-    return all(
-        structure == other_structure and all(map(_alike, first, leaves))
-        for leaves, other_structure in others
-    )
+    for leaves, other_structure in others:
+        if structure != other_structure or not all(map(_alike, first, leaves)):
+            return None
+    columns = zip(first, *(leaves for leaves, _ in others), strict=True)
+    one = [torch.stack(column) if _has_axes(column[0]) else column[0] for column in columns]
+    return tree_unflatten(one, structure)
+
+
+def _has_axes(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.ndim > 0
 
 
 def _alike(first: Any, other: Any) -> bool:
@@ -194,7 +193,10 @@ def check(batched: BatchedGradient, batches: Sequence[Any]) -> None:
     """
     with torch.random.fork_rng():
         try:
-            batched.try_on(batches)
+            one = stacked(batches)
+            if one is None:
+                raise ValueError("batches differ in shape")
+            batched.try_on(one)
         except Exception as error:  # of torch or of the user's code, of any kind
             reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
             accepted = f"auto or off; the model or its loss cannot be vectorized ({reason})"

@@ -60,13 +60,17 @@ class Gradients:
 
         `step` counts from the start of the epoch.
         """
-        workers = self._network.workers
+        workers, together = self._network.workers, None
+        if self._batched is not None and hasattr(self._task, "batches"):
+            with self._clock("data"):
+                together = self._task.batches(workers, epoch, step)
         batches: Iterable[Any] = (self._batch(w, epoch, step, step_of_run) for w in workers)
-        if self._batched is not None:
+        if self._batched is not None and together is None:
             batches = list(batches)
             # The last batches of an epoch may differ: some workers have a sample more.
-            if batched.fit(batches):
-                return self._of_all(self._batched, batches, epoch, step_of_run)
+            together = batched.stacked(batches)
+        if self._batched is not None and together is not None:
+            return self._of_all(self._batched, together, epoch, step_of_run)
         collected: dict[str, list[Tensor]] = {}
         for worker, model, batch in zip(workers, self._parameters.models, batches, strict=True):
             with _errors_name(worker, epoch, step_of_run):
@@ -149,7 +153,7 @@ class Gradients:
         return metrics
 
     def _of_all(
-        self, gradient: batched.BatchedGradient, batches: list[Any], epoch: int, step_of_run: int
+        self, gradient: batched.BatchedGradient, batches: Any, epoch: int, step_of_run: int
     ) -> dict[str, Tensor]:
         workers = self._network.workers
         with self._clock("gradient"):

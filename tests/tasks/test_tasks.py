@@ -60,6 +60,23 @@ def test_batches_of_an_epoch_are_distinct_samples() -> None:
     assert task.batch(0, 0, 0)[0].dtype == torch.float32
 
 
+@pytest.mark.parametrize("changes", [{}, {"batch_size": 11, "dirichlet_alpha": 0.5}], ids=str)
+def test_batches_of_several_workers_are_those_of_each(changes: dict[str, Any]) -> None:
+    task, together = small_task(**changes), 0
+    for epoch in range(2):
+        for step in range(task.steps_per_epoch):
+            apart = [task.batch(worker, epoch, step) for worker in (1, 2, 3)]
+            found = task.batches(range(1, 4), epoch, step)
+            same = len({images.shape for images, _ in apart}) == 1
+            if found is None:
+                assert not same or len(apart[0][0]) < changes["batch_size"]
+                continue
+            together += 1
+            for all_of, *of_each in zip(found, *apart, strict=True):
+                assert torch.equal(all_of, torch.stack(of_each))
+    assert together > 2
+
+
 class Ranked(nn.Module):
     """Scores of numbered images, in which the label of number n has rank n // 10, modulo 10."""
 
@@ -405,6 +422,7 @@ def test_augmentation_changes_training_batches_only() -> None:
     images, labels = augmented.batch(1, 0, 2)
     assert torch.equal(labels, plain.batch(1, 0, 2)[1])
     assert not torch.equal(images, plain.batch(1, 0, 2)[0])
+    assert augmented.batches(range(2), 0, 2) is None  # each worker has random numbers of its own
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 10))
     assert plain.evaluate(model, "train") == augmented.evaluate(model, "train")
 

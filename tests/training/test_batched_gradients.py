@@ -12,7 +12,7 @@ from torch.nn import functional
 from powergossip.network import Processes, processes
 from powergossip.parameters import Parameters
 from powergossip.tasks.models import ARCHITECTURES
-from powergossip.training.batched import BatchedGradient, check, fit
+from powergossip.training.batched import BatchedGradient, check, stacked
 from powergossip.training.config_checks import checked
 from powergossip.training.trainer import Trainer
 from tests.harness.training import configured
@@ -99,7 +99,7 @@ def test_tied_frozen_and_unused_parameters() -> None:
     batched.x.copy_(apart.x)
     for model, batch in zip(apart.models, batches, strict=True):
         loss(model, batch)[0].backward()
-    BatchedGradient(task, batched)(batches)
+    BatchedGradient(task, batched)(stacked(batches))
     assert (batched.grad - apart.grad).norm() <= 1e-5 * apart.grad.norm()
     largest = torch.stack([model.get_buffer("largest") for model in apart.models])
     torch.testing.assert_close(batched.buffers.flatten(), largest)
@@ -133,7 +133,7 @@ def test_each_worker_has_its_own_dropout_mask() -> None:
     task: Any = SimpleNamespace(loss=loss, carried=lambda model: {})
     model = nn.Sequential(nn.Linear(4, 64), nn.Dropout())
     parameters = Parameters([copy.deepcopy(model) for _ in range(3)])
-    losses, _ = BatchedGradient(task, parameters)([torch.ones(5, 4)] * 3)
+    losses, _ = BatchedGradient(task, parameters)(torch.ones(3, 5, 4))
     assert len(set(losses.tolist())) == 3
 
 
@@ -143,8 +143,11 @@ def test_each_worker_has_its_own_dropout_mask() -> None:
 def test_batches_fit_only_if_values_without_axes_are_equal(other: Any) -> None:
     """All workers have those of the first batch."""
     first, equal = ({"inputs": torch.ones(3, 4), "weight": torch.tensor(1.0)} for _ in range(2))
-    assert fit([first, equal])
-    assert not fit([first, {**equal, "weight": other}])
+    together = stacked([first, equal])
+    assert together is not None
+    assert together["inputs"].shape == (2, 3, 4)
+    assert together["weight"].ndim == 0
+    assert stacked([first, {**equal, "weight": other}]) is None
 
 
 @pytest.mark.parametrize(
