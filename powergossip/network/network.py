@@ -302,10 +302,11 @@ class Network:
             kind = type(message)
             own = self.edges[0 if kind is Mean else self.round % len(self.edges)]
             edges = (message.edges or own) if isinstance(message, ToEach) else own
+            memory = message.memory if isinstance(message, ToEach) else None
             for spare in itertools.count():
                 transport = self._transports.get(
                     message.tensor,
-                    lambda _: self._make_transport(message, edges),
+                    lambda tensor: self._make_transport(kind, tensor, edges, memory),
                     kind.__name__,
                     edges,
                     spare,
@@ -315,12 +316,16 @@ class Network:
         transport.busy = True
         return transport
 
-    def _make_transport(self, message: ToEach | ToAll | Mean, edges: Edges) -> Transport:
-        if isinstance(message, Mean):
-            return self._reduction(message.tensor)
-        if isinstance(message, ToAll):
-            return Delivery(self.connection, message.tensor, False, edges)
-        return Delivery(self.connection, message.tensor, True, edges, message.memory)
+    def _make_transport(
+        self,
+        kind: type[ToEach | ToAll | Mean],
+        tensor: Tensor,
+        edges: Edges,
+        memory: Tensor | None,
+    ) -> Transport:
+        if kind is Mean:
+            return self._reduction(tensor)
+        return Delivery(self.connection, tensor, kind is ToEach, edges, memory)
 
     def _reduction(self, tensor: Tensor) -> Reduction:
         assert tensor.shape[0] == self.rows
