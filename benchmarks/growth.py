@@ -68,7 +68,7 @@ QUICK: dict[str, Sequence[int]] = {
     "processes": [1],
 }
 WORKERS = 8  # of the table of parameters
-NODES = 64  # of the table of degrees
+NODES = 64  # workers of the table of degrees, and of those whose state is counted
 SIDE = 100  # of the matrix
 
 
@@ -271,18 +271,21 @@ def one(
     received = float(network.bits.mean()) / 8  # on these graphs as much as is sent
     ms = 1e3 * _seconds(step, seconds)
     memory = (_resident() - before) / n  # before state_dict(), which copies
+    few = averaging  # state_dict() copies
+    if n > NODES:
+        few = _averaging(name, topologies.make(kind, NODES), layout)[2]
     state = [0]
 
     def add(tensor: Tensor) -> Tensor:
         state[0] += tensor.nbytes
         return tensor
 
-    map_tensors(add, averaging.state_dict())
+    map_tensors(add, few.state_dict())
     messages = next(averaging.step(x))
     message = messages[0] if isinstance(messages, tuple) else messages
     of_x = message.tensor.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
     sent = 0 if of_x else message.tensor.nbytes / n
-    theory = 4 * layout.size + state[0] / n + received + sent
+    theory = 4 * layout.size + state[0] / min(n, NODES) + received + sent
     return Line(name, size, ms, memory, theory)
 
 
