@@ -58,34 +58,48 @@ class BatchedGradient:
         self._grad = _by_tensor(parameters.layout, parameters.grad)
         self._buffers = self._views_of_buffers()
 
-    def __call__(self, batches: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(
+        self, batches: Any, rows: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Add the gradients of these batches, which are `stacked`, to `parameters.grad`.
 
         Returns the losses and the metrics, each [worker] and detached. Buffers change as forward
         passes change them.
+
+        Args:
+            rows: The workers, int64 [worker], by default all.
         """
-        losses, metrics, buffers = self._forward(batches)
-        gradients = torch.autograd.grad(losses.sum(), list(self._x.values()), allow_unused=True)
+        x = self._x
+        if rows is not None:
+            rows = rows.to(self._parameters.x.device)
+            x = {name: values.detach()[rows].requires_grad_() for name, values in x.items()}
+        losses, metrics, buffers = self._forward(batches, x, rows)
+        gradients = torch.autograd.grad(losses.sum(), list(x.values()), allow_unused=True)
         for total, gradient in zip(self._grad, gradients, strict=True):
             if gradient is not None:
-                total.add_(gradient)
+                total.add_(gradient) if rows is None else total.index_add_(0, rows, gradient)
             if self._progress is not None:
                 self._progress()
         for name, buffer in self._buffers.items():
-            buffer.copy_(buffers[name])
+            buffer[slice(None) if rows is None else rows] = buffers[name]
         return losses.detach(), metrics
 
     def try_on(self, batches: Any) -> None:
-        """Compute the gradients of these batches, and discard them."""
-        losses, _, _ = self._forward(batches)
+        """Compute the gradients of these batches of all workers, and discard them."""
+        losses, _, _ = self._forward(batches, self._x, None)
         torch.autograd.grad(losses.sum(), list(self._x.values()), allow_unused=True)
 
-    def _forward(self, batches: Any) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    def _forward(
+        self, batches: Any, x: dict[str, Tensor], rows: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """The losses, the metrics and the buffers afterwards, each [worker]."""
         leaves, structure = tree_flatten(batches)
         axes = [0 if _has_axes(leaf) else None for leaf in leaves]
         # Forward passes change contiguous copies in place: in vmap, views may become copies.
-        buffers = {name: buffer.clone() for name, buffer in self._buffers.items()}
+        buffers = {
+            name: buffer.clone() if rows is None else buffer[rows]
+            for name, buffer in self._buffers.items()
+        }
 
         def loss(x: dict[str, Tensor], buffers: dict[str, Tensor], leaves: list[Any]) -> Any:
             batch = tree_unflatten(leaves, structure)
@@ -94,7 +108,7 @@ class BatchedGradient:
         vectorized = vmap(loss, in_dims=(0, 0, axes), randomness="different")
         found: tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
         with self._precision():
-            found = vectorized(self._x, buffers, leaves)
+            found = vectorized(x, buffers, leaves)
         return found
 
     def _views_of_buffers(self) -> dict[str, Tensor]:
@@ -144,6 +158,22 @@ def stacked(batches: Sequence[Any]) -> Any | None:
     columns = zip(first, *(leaves for leaves, _ in others), strict=True)
     one = [torch.stack(column) if _has_axes(column[0]) else column[0] for column in columns]
     return tree_unflatten(one, structure)
+
+
+def in_two(batches: Sequence[Any]) -> list[tuple[Tensor, Any]] | None:
+    """Two groups of workers, int64 [worker], and their `stacked` batches. None if there are more.
+
+    The last batches of an epoch are an example: some workers have a sample more.
+    """
+    like_first = [stacked([batches[0], batch]) is not None for batch in batches]
+    found = []
+    for alike in (True, False):
+        rows = [row for row, is_alike in enumerate(like_first) if is_alike == alike]
+        together = stacked([batches[row] for row in rows]) if rows else None
+        if together is None:
+            return None
+        found.append((torch.tensor(rows), together))
+    return found
 
 
 def _has_axes(leaf: Any) -> bool:

@@ -4,7 +4,7 @@ Axes: worker (hosted by this process).
 """
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -65,12 +65,14 @@ class Gradients:
             with self._clock("data"):
                 together = self._task.batches(workers, epoch, step)
         batches: Iterable[Any] = (self._batch(w, epoch, step, step_of_run) for w in workers)
-        if self._batched is not None and together is None:
-            batches = list(batches)
-            # The last batches of an epoch may differ: some workers have a sample more.
-            together = batched.stacked(batches)
-        if self._batched is not None and together is not None:
-            return self._of_all(self._batched, together, epoch, step_of_run)
+        if self._batched is not None:
+            groups: Sequence[tuple[Tensor | None, Any]] | None = [(None, together)]
+            if together is None:
+                batches = apart = list(batches)
+                together = batched.stacked(apart)
+                groups = batched.in_two(apart) if together is None else [(None, together)]
+            if groups is not None:
+                return self._in_groups(self._batched, groups, epoch, step_of_run)
         collected: dict[str, list[Tensor]] = {}
         for worker, model, batch in zip(workers, self._parameters.models, batches, strict=True):
             with _errors_name(worker, epoch, step_of_run):
@@ -152,15 +154,25 @@ class Gradients:
             loss.backward()  # also if it is not finite: other processes wait for messages
         return metrics
 
-    def _of_all(
-        self, gradient: batched.BatchedGradient, batches: Any, epoch: int, step_of_run: int
+    def _in_groups(
+        self,
+        gradient: batched.BatchedGradient,
+        groups: Sequence[tuple[Tensor | None, Any]],
+        epoch: int,
+        step_of_run: int,
     ) -> dict[str, Tensor]:
-        workers = self._network.workers
+        workers, found = self._network.workers, []
         with self._clock("gradient"):
             self._seed_layers(workers[0], step_of_run)
-            losses, metrics = gradient(batches)
-            self._agreement.note_all(workers, "loss", losses, step_of_run, epoch + 1)
-        return metrics
+            for rows, batches in groups:
+                losses, metrics = gradient(batches, rows)
+                of_group = workers if rows is None else [workers[row] for row in rows.tolist()]
+                self._agreement.note_all(of_group, "loss", losses, step_of_run, epoch + 1)
+                found.append(metrics)
+        if len(groups) == 1:
+            return found[0]
+        order = torch.cat([rows for rows, _ in groups if rows is not None]).argsort()
+        return {name: torch.cat([each[name] for each in found])[order] for name in found[0]}
 
     def _seed_layers(self, worker: int, step_of_run: int) -> None:
         """Seed torch's generator for layers that use it: equal in any layout of processes."""
