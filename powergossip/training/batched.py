@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from powergossip.checks import BadValue
 from powergossip.parameters import Layout, Parameters
@@ -151,11 +151,11 @@ def stacked(batches: Sequence[Any]) -> Any | None:
 
     None unless they have the same structure, shapes and values without axes.
     """
-    (first, structure), *others = map(tree_flatten, batches)
-    for leaves, other_structure in others:
-        if structure != other_structure or not all(map(_alike, first, leaves)):
-            return None
-    columns = zip(first, *(leaves for leaves, _ in others), strict=True)
+    first, *others = map(tree_flatten, batches)
+    if not all(_fit(first, other) for other in others):
+        return None
+    leaves, structure = first
+    columns = zip(leaves, *(of_other for of_other, _ in others), strict=True)
     one = [torch.stack(column) if _has_axes(column[0]) else column[0] for column in columns]
     return tree_unflatten(one, structure)
 
@@ -165,7 +165,8 @@ def in_two(batches: Sequence[Any]) -> list[tuple[Tensor, Any]] | None:
 
     The last batches of an epoch are an example: some workers have a sample more.
     """
-    like_first = [stacked([batches[0], batch]) is not None for batch in batches]
+    flat = list(map(tree_flatten, batches))
+    like_first = [_fit(flat[0], other) for other in flat]
     found = []
     for alike in (True, False):
         rows = [row for row, is_alike in enumerate(like_first) if is_alike == alike]
@@ -174,6 +175,10 @@ def in_two(batches: Sequence[Any]) -> list[tuple[Tensor, Any]] | None:
             return None
         found.append((torch.tensor(rows), together))
     return found
+
+
+def _fit(first: tuple[list[Any], TreeSpec], other: tuple[list[Any], TreeSpec]) -> bool:
+    return first[1] == other[1] and all(map(_alike, first[0], other[0]))
 
 
 def _has_axes(leaf: Any) -> bool:

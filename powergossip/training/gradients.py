@@ -149,7 +149,7 @@ class Gradients:
             self._seed_layers(worker, step_of_run)
             with precision.autocast(self._config.precision, self._network.device):
                 loss, metrics = self._task.loss(model, batch)
-            values = loss.detach()[None]
+            values = loss.detach().view(1)  # a loss may have one axis
             self._agreement.note_all([worker], "loss", values, step_of_run, epoch + 1)
             loss.backward()  # also if it is not finite: other processes wait for messages
         return metrics
