@@ -5,6 +5,7 @@ tests/harness/fake_device.py.
 """
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from powergossip import algorithms, compressors
 from powergossip.algorithms import AveragingOptions, aggregation, learning
 from powergossip.network import Network
+from powergossip.prediction.fake_network import FakeProcesses
 from tests.harness.averaging import ALONE, EVERY, graph, steps
 from tests.harness.fake_device import CUDA, Waits, fake_device
 from tests.harness.laws import BIAS_RATE, is_accepted, law_of
@@ -58,6 +60,37 @@ def test_averaging(name: str, options: AveragingOptions) -> None:
         assert x.device.type == "cuda"
 
     check(described(name, options), on_device)
+
+
+def of_nccl(monkeypatch: pytest.MonkeyPatch, in_order: bool = True) -> tuple[Network, Mock]:
+    """A network of a process for each worker, with a channel on the GPU, and calls for its stream.
+
+    Args:
+        in_order: Whether the channel's messages are ordered with kernels, as NCCL's.
+    """
+    processes, stream = FakeProcesses(WORKERS), Mock()
+    monkeypatch.setattr(processes.noise, "stream_ordered", in_order)
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    return Network(graph("ring", WORKERS), processes, CUDA), stream
+
+
+# One case of each rule: messages of different options take the same way.
+OF_RULES = {name: (name, options) for name, options in reversed(CASES)}
+
+
+@pytest.mark.parametrize("name", OF_RULES)
+@pytest.mark.parametrize("in_order", [True, False])
+def test_the_stream_is_waited_for_where_messages_are_not_in_its_order(
+    name: str, in_order: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def on_device() -> None:
+        own, stream = of_nccl(monkeypatch, in_order)
+        rule = algorithms.make(name, own, layout(), OF_RULES[name][1])
+        x = torch.zeros(1, layout().size, device=CUDA)
+        steps(own, rule, x, 2)
+        assert stream.called is not in_order
+
+    check(described(*OF_RULES[name]), on_device)
 
 
 AGGREGATIONS: list[tuple[str, dict[str, str]]] = [
