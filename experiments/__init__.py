@@ -23,7 +23,7 @@ from experiments import (
     spectrum,
     tuned_methods,
 )
-from experiments.runner import Experiment
+from powergossip.runner.runner import Experiment
 
 EXPERIMENTS: dict[str, Experiment] = {
     "consensus": consensus.experiment(

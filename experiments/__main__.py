@@ -20,10 +20,10 @@ from itertools import chain
 from pathlib import Path
 
 from experiments import EXPERIMENTS, results
-from experiments.launchers import LAUNCHERS
-from experiments.runner import Experiment, Folder, Run, Terminated, carry_out
 from powergossip import checks
 from powergossip.errors import BadInput
+from powergossip.runner.launchers import LAUNCHERS
+from powergossip.runner.runner import Experiment, Folder, Run, Terminated, carry_out
 
 JOBS = 64  # default limit of concurrent Slurm jobs
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.failing_workers import FAILING
-from experiments.runner import Experiment, Values, sentence_case
 from experiments.study import (
     SEEDS,
     VALIDATION_RATIO,
@@ -21,6 +20,7 @@ from experiments.study import (
 )
 from experiments.tuned_methods import listed
 from powergossip.formatting import counted, spread
+from powergossip.runner.runner import Experiment, Values, sentence_case
 
 VALUES: Values = FAILING | {
     "optimizer": "dpsgd",

@@ -9,10 +9,10 @@ Gradient Compression reaches its keep ratio after a warm-up of a fifth of the ep
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.runner import Experiment, Values
 from experiments.study import SEEDS, Axes, Cases, Outcome, Outcomes, grid, lines, size, study
 from experiments.tuned_methods import STEP
 from powergossip.formatting import spread
+from powergossip.runner.runner import Experiment, Values
 from powergossip.runs.metrics import last_rows
 
 if TYPE_CHECKING:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from experiments.compressed_gradients import METHODS as GRADIENTS
-from experiments.runner import Experiment, Values
 from experiments.study import Axes, Outcomes, grid, study
 from experiments.tuned_methods import METHODS as GOSSIP
 from experiments.tuned_methods import STEP
 from powergossip.formatting import markdown
+from powergossip.runner.runner import Experiment, Values
 from powergossip.runs import figures
 from powergossip.runs.metrics import select_rows
 

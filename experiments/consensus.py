@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.presets import preset
-from experiments.runner import Experiment, Results, Run, sentence_case
 from powergossip.formatting import markdown
+from powergossip.runner.runner import Experiment, Results, Run, sentence_case
 from powergossip.runs import figures, tables
 
 TITLES = {

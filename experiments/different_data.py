@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.runner import Experiment, Values, sentence_case
 from experiments.study import (
     RELAY,
     SEEDS,
@@ -30,6 +29,7 @@ from experiments.study import (
 )
 from experiments.tuned_methods import listed
 from powergossip.formatting import counted
+from powergossip.runner.runner import Experiment, Values, sentence_case
 
 RATES = (0.0125, 0.025, 0.05, 0.1)
 MOMENTUM = 0.9

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.runner import Experiment, Values, sentence_case
 from experiments.study import SEEDS, Axes, Outcome, Outcomes, crossed, grid, study
 from experiments.tuned_methods import FASHION_MNIST
 from powergossip.formatting import counted, spread
+from powergossip.runner.runner import Experiment, Values, sentence_case
 from powergossip.runs import figures
 from powergossip.runs.metrics import select_rows
 

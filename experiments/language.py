@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from experiments.presets import preset
-from experiments.runner import Experiment, Run, Values, sentence_case
 from experiments.study import (
     SEEDS,
     TUNING,
@@ -34,6 +33,7 @@ from experiments.study import (
 )
 from experiments.tuned_methods import listed
 from powergossip.formatting import counted
+from powergossip.runner.runner import Experiment, Run, Values, sentence_case
 from powergossip.runs import figures
 from powergossip.runs.metrics import select_rows
 

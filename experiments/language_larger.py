@@ -24,7 +24,6 @@ from experiments.language import (
     gpt,
     more_than,
 )
-from experiments.runner import Experiment, Values, sentence_case
 from experiments.study import (
     SEEDS,
     Axes,
@@ -38,6 +37,7 @@ from experiments.study import (
     study,
 )
 from powergossip.formatting import counted
+from powergossip.runner.runner import Experiment, Values, sentence_case
 
 TIMES = 4
 DILOCO = "DiLoCo, β = 0.5, μ = 1"

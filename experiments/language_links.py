@@ -27,10 +27,10 @@ from experiments.language import (
     STEPS_PER_EPOCH,
 )
 from experiments.prediction import averaging_seconds
-from experiments.runner import Experiment, Values
 from experiments.slow_host import time_to
 from experiments.study import Axes, Cases, Outcomes, grid, measured_once, study
 from powergossip.formatting import markdown
+from powergossip.runner.runner import Experiment, Values
 from powergossip.runs import figures
 from powergossip.runs.metrics import select_rows
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments.presets import preset
-from experiments.runner import Experiment, sentence_case
 from experiments.study import Cases, Columns, Outcome, Outcomes, crossed, grid, lines, study
 from experiments.tuned_methods import FASHION_MNIST
+from powergossip.runner.runner import Experiment, sentence_case
 from powergossip.runs.metrics import last_values
 
 PUBLISHED = {"moniqua": (0,), "moniqua-theta-2": (1, 2, 3)}  # preset: seeds

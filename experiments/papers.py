@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from experiments.presets import preset
-from experiments.runner import Experiment, Values
 from experiments.study import Cases, grid, study
 from experiments.tuned_methods import FASHION_MNIST, TOPICS_LSTM, compared
+from powergossip.runner.runner import Experiment, Values
 
 CIFAR10, WIKITEXT2 = "cifar10_resnet20", "wikitext2_lstm"
 

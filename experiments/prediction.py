@@ -29,11 +29,11 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.compressed_gradients import METHODS as GRADIENTS
 from experiments.compression_pays import LSTM
-from experiments.runner import Experiment, Values
 from experiments.study import Axes, Cases, Outcomes, grid, measured_once, study
 from experiments.tuned_methods import METHODS as GOSSIP
 from experiments.tuned_methods import STEP
 from powergossip.formatting import markdown
+from powergossip.runner.runner import Experiment, Values
 
 if TYPE_CHECKING:
     from pandas import DataFrame

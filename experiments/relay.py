@@ -14,8 +14,8 @@ from pathlib import Path
 
 from experiments import tuned_methods
 from experiments.presets import preset
-from experiments.runner import Experiment, Values, sentence_case
 from experiments.study import SEEDS, Axes, Cases, Outcome, Outcomes, crossed, grid, quality, study
+from powergossip.runner.runner import Experiment, Values, sentence_case
 
 BASE = "cifar10_vgg11"
 ALPHAS = (1.0, 0.1, 0.01)  # of the Dirichlet distribution

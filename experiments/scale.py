@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from experiments.prediction import averaging_seconds, known
-from experiments.runner import Experiment
 from experiments.study import Outcomes, measured_once, study
 from powergossip.formatting import markdown
+from powergossip.runner.runner import Experiment
 from powergossip.runs import figures
 
 WORKERS = (8, 16, 32, 64, 128, 256, 512, 1024, 2500, 5000, 10_000)

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from experiments.compression_pays import HOSTS, MODEL
-from experiments.runner import Experiment, Values
 from experiments.study import Outcome, Outcomes, grid, lines, study
 from experiments.tuned_methods import METHODS as GOSSIP
 from experiments.tuned_methods import TOPICS_LSTM
+from powergossip.runner.runner import Experiment, Values
 from powergossip.runs import figures
 from powergossip.runs.metrics import select_rows
 

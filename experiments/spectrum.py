@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from experiments import tuned_methods
 from experiments.presets import preset
-from experiments.runner import Experiment, sentence_case
 from experiments.study import Outcomes, grid, study
 from powergossip.formatting import markdown
+from powergossip.runner.runner import Experiment, sentence_case
 from powergossip.runs import figures
 from powergossip.runs.metrics import last_values, select_rows
 

@@ -11,8 +11,9 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.runner import Experiment, Results, Run, Values
+from experiments.emulated import EmulatedRun
 from powergossip.formatting import markdown, spread
+from powergossip.runner.runner import Experiment, Results, Run, Values
 from powergossip.runs import figures
 from powergossip.runs.atomic_files import write_atomically
 from powergossip.runs.metrics import last_values
@@ -104,7 +105,7 @@ def grid(
         values: Values of all runs.
         axes: Names on each axis, with their further values.
         seeds: Seeds of a case's runs. (): one run, with the seed of the values.
-        of_run: Processes, rate and latency of a Run.
+        of_run: Processes of a Run, and rate and latency of an EmulatedRun.
     """
     cases: Cases = {}
     for chosen in product(*(axis.items() for axis in axes.values())):
@@ -113,7 +114,9 @@ def grid(
         of_case = {key: value for part in parts for key, value in part.items()}
         labels = dict(zip(axes, case, strict=True))
         of_seeds: list[Values] = [{"seed": seed} for seed in seeds] or [{}]
-        cases[case] = [Run(entry, of_case | s, labels | s, **of_run) for s in of_seeds]
+        make = EmulatedRun if of_run.get("rate") else Run
+        given = {name: value for name, value in of_run.items() if value != ""}
+        cases[case] = [make(entry, of_case | s, labels | s, **given) for s in of_seeds]
     return cases
 
 

@@ -16,7 +16,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from experiments.runner import Experiment, Values, sentence_case
 from experiments.study import (
     SEEDS,
     VALIDATION_RATIO,
@@ -30,6 +29,7 @@ from experiments.study import (
     tuned,
 )
 from powergossip.formatting import counted
+from powergossip.runner.runner import Experiment, Values, sentence_case
 
 STEP = ("data", "gradient", "averaging", "communication", "update")  # phases of a step
 DIFFUSION_RATES = (1.0, 0.3, 0.1, 0.03, 0.01)

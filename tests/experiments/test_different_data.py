@@ -8,12 +8,12 @@ import pytest
 
 from experiments import different_data, tuned_methods
 from experiments.different_data import ALL_REDUCE, MORE, PLAIN, RATES, Pair
-from experiments.runner import Folder, Run, carry_out
 from experiments.study import RELAY, SEEDS, TUNING_SEED, Outcome
 from powergossip import algorithms, topologies
 from powergossip.algorithms.learning import check
 from powergossip.network import Network
 from powergossip.parameters import Layout
+from powergossip.runner.runner import Folder, Run, carry_out
 
 
 @pytest.mark.parametrize("method", MORE, ids=lambda method: method.name)

@@ -27,16 +27,17 @@ from experiments import (
     moniqua_tuning,
     papers,
     results,
-    runner,
     spectrum,
     tuned_methods,
 )
 from experiments import __main__ as experiments_main
-from experiments.jobs import Launcher
-from experiments.runner import Experiment, Folder, Results, Run, carry_out, carry_out_one
+from experiments.emulated import EmulatedRun
 from experiments.study import SEEDS, TUNING_SEED, Outcome
 from powergossip.errors import BadInput
 from powergossip.network import Processes
+from powergossip.runner import runner
+from powergossip.runner.jobs import Launcher
+from powergossip.runner.runner import Experiment, Folder, Results, Run, carry_out, carry_out_one
 from powergossip.runs import configuration
 from powergossip.training.config_checks import checked
 from tests.harness import slurm
@@ -165,8 +166,8 @@ def test_the_identity_of_a_run_is_everything_that_determines_its_result() -> Non
         Run("train", {**run.values, "a": 2}),
         Run("train", {**run.values, "a": "1"}),
         Run("train", run.values, processes=2),
-        Run("train", run.values, rate="10mbit"),
-        Run("train", run.values, rate="none"),
+        EmulatedRun("train", run.values, rate="10mbit"),
+        EmulatedRun("train", run.values, rate="none"),
     ]
     assert len({run.identity, *(other.identity for other in others)}) == 7
 
@@ -296,7 +297,7 @@ def test_an_experiment_of_slurm_jobs(folder: Folder, tmp_path: Path) -> None:
 
 
 def test_emulated_links_require_the_launcher_mpirun(folder: Folder) -> None:
-    run = Run("train", {"value": 1}, processes=2, rate="10mbit")
+    run = EmulatedRun("train", {"value": 1}, processes=2, rate="10mbit")
     with pytest.raises(BadInput, match="--launcher=process: use mpirun"):
         carry_out(asked(run), folder, 2, "process")
     with pytest.MonkeyPatch.context() as patch:
@@ -313,8 +314,8 @@ def test_emulated_links_require_the_launcher_mpirun(folder: Folder) -> None:
 DRIVER = """
 import sys
 from pathlib import Path
-from experiments import runner
-from experiments.runner import Experiment, Folder, Run, carry_out
+from powergossip.runner import runner
+from powergossip.runner.runner import Experiment, Folder, Run, carry_out
 root, cores, processes = sys.argv[1:]
 runner.ROOT = Path(root)
 runs = [

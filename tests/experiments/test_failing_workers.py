@@ -8,8 +8,8 @@ import pandas as pd
 import pytest
 
 from experiments import EXPERIMENTS, a2cid2, failing_workers
-from experiments.runner import Experiment, Run
 from experiments.study import SEEDS
+from powergossip.runner.runner import Experiment, Run
 from tests.harness.training import trained
 
 pytestmark = pytest.mark.usefixtures("fresh")

@@ -6,8 +6,8 @@ import pandas as pd
 
 from experiments import language
 from experiments.language import ALWAYS, DATA, FINAL, METHODS, OTHERS, RATES, VARIANTS
-from experiments.runner import Run
 from experiments.study import SEEDS, TUNING_SEED
+from powergossip.runner.runner import Run
 
 BEST = RATES[1]
 

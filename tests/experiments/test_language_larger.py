@@ -7,8 +7,8 @@ import pandas as pd
 from experiments import language_larger
 from experiments.language import ALL_REDUCE, DATA, POWER
 from experiments.language_larger import CHOSEN, DILOCO, LARGER, NONE, SLOW
-from experiments.runner import Run
 from experiments.study import SEEDS
+from powergossip.runner.runner import Run
 
 VALUE = {ALL_REDUCE: 2.0, DILOCO: 2.2, POWER: 2.5}
 

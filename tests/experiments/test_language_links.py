@@ -8,8 +8,8 @@ import pytest
 
 from experiments import language_links
 from experiments.language_links import ALONE, CHECKED, CHOSEN, PLACES
-from experiments.runner import Run
 from powergossip.prediction import layout
+from powergossip.runner.runner import Run
 
 EVALUATION = 5.0  # seconds
 STEP = {place: 0.1 * (1 + i) for i, place in enumerate(PLACES)}

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from experiments import jobs, launchers
-from experiments.jobs import Job, last_output
-from experiments.launchers import LAUNCHERS, STOP, Mpirun, OneProcess
-from experiments.slurm import Slurm
 from powergossip.errors import BadInput
+from powergossip.runner import jobs, launchers
+from powergossip.runner.jobs import Job, last_output
+from powergossip.runner.launchers import LAUNCHERS, STOP, Mpirun, OneProcess
+from powergossip.runner.slurm import Slurm
 from tests.harness import slurm
 from tests.harness.helpers import wait_until
 from tests.harness.launch import ROOT, one_mpirun_at_a_time
@@ -35,8 +35,8 @@ DRIVER = """
 import sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from experiments.jobs import Job
-from experiments.launchers import LAUNCHERS
+from powergossip.runner.jobs import Job
+from powergossip.runner.launchers import LAUNCHERS
 name, folder, processes, *command = sys.argv[1:]
 job = Job(command, int(processes), Path(folder, "log.txt"), Path(folder), "a job")
 for _ in range(20):

@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 
 import train
 from experiments import slow_gradients, slow_host
-from experiments.runner import Run
 from powergossip.checks import BadValue
+from powergossip.runner.runner import Run
 from powergossip.runs import metrics
 
 EVALUATION = 3.0  # seconds

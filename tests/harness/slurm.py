@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-GUARD = Path(__file__).parents[2] / "experiments" / "guard.py"
+GUARD = Path(__file__).parents[2] / "powergossip" / "runner" / "guard.py"
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel", "scontrol")
 PATIENCE = 60.0  # seconds; the machine may be busy
 

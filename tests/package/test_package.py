@@ -72,6 +72,7 @@ MAY_IMPORT = {
     "compare": RUNS | {"runs"},
     "consensus": RUNS | {"events", "runs"},
     "prediction": RUNS | {"runs", "tasks"},
+    "runner": BASE | {"runs"},
 }
 MODULES = {file.relative_to(PACKAGE).as_posix(): file for file in PACKAGE.rglob("*.py")}
 

@@ -14,7 +14,6 @@ from scipy.sparse import csr_array
 
 from experiments import prediction as experiment
 from experiments import scale
-from experiments.runner import Run
 from powergossip import prediction, topologies
 from powergossip.errors import BadInput
 from powergossip.network import Network
@@ -22,6 +21,7 @@ from powergossip.parameters import Layout
 from powergossip.prediction import METHODS, Cluster, Compute, Phase, PredictedMethod, Traffic
 from powergossip.prediction import command_line as program
 from powergossip.prediction import traffic as of_traffic
+from powergossip.runner.runner import Run
 from powergossip.topologies import Round, Topology
 from tests.harness.quadratics import Quadratics, rule_of, train
 

@@ -1,7 +1,7 @@
 """Runs of an experiment. Each is carried out once.
 
-A run is an entry point with values for its keys, a number of processes, and possibly the rate of
-the links between them. Its folder, output/experiments/EXPERIMENT/HASH, is named by a hash of these.
+A run is an entry point with values for its keys and a number of processes. Its folder,
+output/experiments/EXPERIMENT/HASH, is named by a hash of these.
 It contains the output of the entry point, log.txt, run.json (the run itself) and done.json
 (seconds, versions, commit). done.json is written last, atomically, after a successful end, so that
 an incomplete run never counts. A run that was killed resumes from its last checkpoint.
@@ -28,73 +28,72 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from environment import emulated_cluster
-from experiments.jobs import Job, Launcher, last_output
-from experiments.launchers import LAUNCHERS, STOP
 from powergossip.errors import BadInput
+from powergossip.runner.jobs import Job, Launcher, last_output
+from powergossip.runner.launchers import LAUNCHERS, STOP
 from powergossip.runs import metrics
 from powergossip.runs.atomic_files import write_atomically
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]  # the folder of train.py
 OUTPUT = Path("output/experiments")
-EMULATOR = ROOT / "environment" / "emulated_cluster.py"
-# Without it, long messages that cross wait for each other, see the README.
-CROSSING_MESSAGES = "OMPI_MCA_btl_tcp_flags=send"
 
 Values = dict[str, Any]  # of the keys of an entry point
 
 
 @dataclass(frozen=True)
 class Run:
-    """An entry point (train or gossip_run) with values for its keys.
+    """An entry point with values for its keys.
 
     Attributes:
+        entry: Module with the program: train, gossip_run, or one of the package.
         labels: Names of this run in reports, not part of its identity.
         processes: Number of MPI processes. 1: no launcher.
-        rate: Rate of the links of an emulated cluster with a host for each process, as an argument
-            of environment/emulated_cluster.py ("100mbit", "none"). "": no such cluster.
-        latency: Latency of these links, likewise ("20ms"). "": that of this machine.
     """
 
     entry: str
     values: Mapping[str, Any]
     labels: Mapping[str, Any] = field(default_factory=dict)
     processes: int = 1
-    rate: str = ""
-    latency: str = ""
+
+    @property
+    def links(self) -> Mapping[str, str]:
+        """What determines the result beside entry, values and processes."""
+        return {}
 
     @property
     def identity(self) -> str:
         """Hash of everything that determines the result."""
-        content = [self.entry, self.processes, dict(self.values)]
-        network = [text for text in (self.rate, self.latency) if text]
-        text = json.dumps([*content, *network], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
+        content = [self.entry, self.processes, dict(self.values), *self.links.values()]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
     @property
     def program(self) -> list[str]:
-        """The command without launcher and output folder. An emulated cluster starts its own
-        processes."""
+        """The command without launcher and output folder."""
         values = [f"{key}={yaml_text(value)}" for key, value in self.values.items()]
-        program = [sys.executable, str(ROOT / f"{self.entry}.py"), *values]
-        if not self.rate:
-            return program
-        hosts = ["--hosts", str(self.processes), "--rate", self.rate]
-        hosts += ["--latency", self.latency] if self.latency else []
-        return ["env", CROSSING_MESSAGES, sys.executable, str(EMULATOR), *hosts, "--", *program]
+        if "." in self.entry:  # not found in the present folder, which may have modules of its name
+            return [sys.executable, "-P", "-m", self.entry, *values]
+        return [sys.executable, str(ROOT / f"{self.entry}.py"), *values]
+
+    @property
+    def launched(self) -> int:
+        """Number of processes that the launcher starts."""
+        return self.processes
 
     @property
     def command(self) -> list[str]:
         """The command on this machine, without the output folder."""
-        mpirun = ["mpirun", "-np", str(self.processes)]
-        return [*(mpirun if self.processes > 1 and not self.rate else []), *self.program]
+        mpirun = ["mpirun", "-np", str(self.launched)]
+        return [*(mpirun if self.launched > 1 else []), *self.program]
 
     def cores(self, available: int) -> int:
-        """Return the cores reserved for the run. An emulated cluster reserves all of them."""
-        return available if self.rate else min(self.processes, available)
+        """Return the cores reserved for the run."""
+        return min(self.processes, available)
+
+    def check(self, launcher: str) -> None:
+        """Raise BadInput if this run cannot be carried out on this machine."""
 
 
 Results = Callable[[Run], "DataFrame"]  # the rows of a completed run
@@ -222,7 +221,8 @@ def carry_out(
         if not left:
             continue
         print(f"stage {number} of {len(experiment.stages)}: {len(left)} runs of {len(runs)}")
-        _check_emulation(left, launcher)
+        for run in left:
+            run.check(launcher)
         if launcher != "mpirun" or any(run.processes > 1 for run in left):
             start.check()
         progress = _Progress(len(left))
@@ -286,30 +286,15 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _check_emulation(runs: Sequence[Run], launcher: str) -> None:
-    """Raise BadInput if runs require an emulated cluster that cannot be made."""
-    if not any(run.rate for run in runs):
-        return
-    if launcher != "mpirun":
-        raise BadInput(
-            f"--launcher={launcher}: use mpirun; these runs emulate a cluster on this machine"
-        )
-    try:
-        emulated_cluster.check_machine(sys.executable)
-    except emulated_cluster.Refused as refusal:
-        raise BadInput(f"these runs emulate a cluster on this machine: {refusal}") from refusal
-
-
 def carry_out_one(run: Run, folder: Path, launcher: Launcher) -> bool:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "failed.json").unlink(missing_ok=True)
     _write_json(folder / "run.json", _description(run))
-    again = "resume=auto" if run.entry == "train" else "overwrite=true"
+    again = "overwrite=true" if run.entry == "gossip_run" else "resume=auto"
     how = [again, "log_verbosity=0", "--output-dir", str(folder)]
     start, log = time.perf_counter(), folder / "log.txt"
     name = f"{folder.parent.name}-{folder.name}"
-    processes = 1 if run.rate else run.processes
-    code = launcher(Job([*run.program, *how], processes, log, folder, name))
+    code = launcher(Job([*run.program, *how], run.launched, log, folder, name))
     seconds = time.perf_counter() - start
     # Divergence of a setting is a result.
     lines = last_output(log).splitlines()
@@ -396,8 +381,7 @@ def yaml_text(value: Any) -> str:
 def _description(run: Run) -> dict[str, Any]:
     """The contents of run.json: everything that determines the result."""
     facts = {"entry": run.entry, "processes": run.processes, "values": dict(run.values)}
-    links = {"rate": run.rate, "latency": run.latency}
-    return facts | {key: text for key, text in links.items() if text}
+    return {**facts, **run.links}
 
 
 def _differing(then: Mapping[str, Any], run: Run) -> list[str]:

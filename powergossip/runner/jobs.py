@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 GUARD = Path(__file__).resolve().with_name("guard.py")
+PACKAGES = GUARD.parents[2]
 
 # In a run's folder:
 RUNNING = "running"  # locked by the launcher and by the processes of the run
@@ -93,7 +94,9 @@ def guard(*arguments: str | int | Path) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
+    """The environment of jobs: one thread, and modules of this package's folder are found."""
+    path = os.pathsep.join(filter(None, (str(PACKAGES), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 def failed(job: Job, complaint: str) -> int:

@@ -32,7 +32,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from experiments.jobs import (
+from powergossip.errors import BadInput
+from powergossip.runner.jobs import (
     RUNNING,
     SLURM,
     CannotRun,
@@ -45,8 +46,7 @@ from experiments.jobs import (
     mpirun_command,
     read,
 )
-from experiments.slurm import Slurm
-from powergossip.errors import BadInput
+from powergossip.runner.slurm import Slurm
 
 # The signal that ends a job on this machine, except under torchrun. mpirun forwards SIGTERM as
 # well, but kills its processes half a second later.

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from experiments.jobs import (
+from powergossip.errors import BadInput
+from powergossip.runner.jobs import (
     SLURM,
     CannotRun,
     Job,
@@ -33,7 +34,6 @@ from experiments.jobs import (
     mpirun_command,
     read,
 )
-from powergossip.errors import BadInput
 from powergossip.runs.atomic_files import write_atomically
 
 # States of a job that has ended, unless Slurm requeues it.
