@@ -195,19 +195,23 @@ def scatter(
     x: str,
     y: str,
     log_y: bool = False,
+    front: Sequence[str] = (),
 ) -> None:
     """Draw {label: (x, ys)}: the mean of ys as a point, and a bar from the smallest to the largest.
 
     The horizontal axis is logarithmic, the vertical one with `log_y`. x and y are the labels of the
-    axes.
+    axes. A line connects the points of `front`.
 
     Raises:
         ValueError: If there is nothing to draw.
     """
 
     def draw(axes: "Axes") -> None:
+        means = {label: sum(reached) / len(reached) for label, (_, reached) in points.items()}
+        along = [points[label][0] for label in front], [means[label] for label in front]
+        axes.plot(*along, color="#7F7F7F", linewidth=1, zorder=0)
         for i, (label, (at, reached)) in enumerate(points.items()):
-            mean = sum(reached) / len(reached)
+            mean = means[label]
             axes.errorbar(
                 at,
                 mean,

@@ -1,0 +1,13 @@
+"""Methods side by side on fixed tasks, each tuned with the same number of runs::
+
+tasks.py         tasks, and what an entry may tune
+entries.py       entries: those of the library, and files of users
+program.py       the runs of an entry on a task
+data.py          data of the tasks
+measuring.py     the cost of a step: bits, state, CPU time, predicted seconds
+campaign.py      all runs of an entry, and its results
+submissions.py   files of results
+comparison.py    measures of several entries, and pairs of them
+page.py          tables, figures, the page
+command_line.py  powergossip-benchmark
+"""

@@ -1,0 +1,3 @@
+from powergossip.benchmark.command_line import command
+
+command()

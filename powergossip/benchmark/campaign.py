@@ -1,0 +1,107 @@
+"""All runs of an entry in a tier: each setting with the tuning seed, then the best ones."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from powergossip.benchmark.entries import Entry
+from powergossip.benchmark.tasks import SEEDS, TASKS, TRIES, TUNING_SEED, BenchmarkTask, Values
+from powergossip.runner import runner
+from powergossip.runner.runner import Experiment, Folder, Run
+
+PROGRAM = "powergossip.benchmark.program"
+RESULT, TUNING, FINAL = "result.json", "tuning", "final"  # as in program.py, which loads torch
+
+
+class Campaign:
+    """The runs of an entry on some tasks.
+
+    Args:
+        method: Name or path of the entry, for the program of its runs.
+        output: Folder of all campaigns.
+    """
+
+    def __init__(self, entry: Entry, method: str, tier: str, names: list[str], output: Path):
+        self.entry, self.tier = entry, tier
+        self.tasks = [TASKS[name] for name in names if name in entry.settings]
+        self.folder = Folder(f"{entry.name}-{tier}", output)
+        self._method = method
+        stages: list[Callable[[Any], list[Run]]] = [
+            lambda _: [self.tuning(task) for task in self.tasks],
+            lambda _: [self.final(task) for task in self.tasks],
+        ]
+        self.experiment = Experiment(f"{entry.name}, {tier}", stages, lambda *_: "")
+
+    def tuning(self, task: BenchmarkTask) -> Run:
+        """The runs of all settings on held-out data."""
+        settings = list(self.entry.settings[task.name][: TRIES[self.tier]])
+        return self._run(task, TUNING, settings, [TUNING_SEED])
+
+    def final(self, task: BenchmarkTask) -> Run:
+        """The runs of the best setting. Raises ValueError if it is not known yet."""
+        return self._run(task, FINAL, [self.chosen(task)], list(SEEDS))
+
+    def chosen(self, task: BenchmarkTask) -> Values:
+        runs = self._result(self.tuning(task))["runs"]
+        best = max(range(len(runs)), key=lambda i: score(task, runs[i]))  # the first of equals
+        return dict(self.entry.settings[task.name][best])
+
+    def _run(self, task: BenchmarkTask, stage: str, settings: list[Values], seeds: Any) -> Run:
+        values = {
+            "method": self._method,
+            "code": self.entry.code,
+            "task": task.name,
+            "version": task.version,
+            "tier": self.tier,
+            "stage": stage,
+            "settings": settings,
+            "seeds": seeds,
+        }
+        return Run(PROGRAM, values, {"task": task.name, "stage": stage})
+
+    def _result(self, run: Run) -> dict[str, Any]:
+        if self.folder.state(run) != "done":
+            raise ValueError(f"{run.labels} is not done")
+        return dict(json.loads((self.folder.of(run) / RESULT).read_text()))
+
+    def results(self) -> dict[str, Any]:
+        """What is known of each task whose runs are done."""
+        found = {}
+        for task in self.tasks:
+            tuned = self._result(self.tuning(task))["runs"]
+            final = self._result(self.final(task))
+            runs = final.pop("runs")
+            found[task.name] = {
+                "version": task.version,
+                "data": runs[0]["data"],
+                "tried": [
+                    {"setting": setting, "score": _finite(score(task, run))}
+                    for setting, run in zip(self.entry.settings[task.name], tuned, strict=False)
+                ],
+                "setting": self.chosen(task),
+                "runs": [
+                    {key: run[key] for key in ("seed", "diverged", "evaluations")} for run in runs
+                ],
+                **final,
+            }
+        return found
+
+
+def score(task: BenchmarkTask, run: Mapping[str, Any]) -> float:
+    """The last measure of the mean model, larger is better; −∞ for a run that diverged."""
+    if run["diverged"] or not run["evaluations"]:
+        return -math.inf
+    value = float(run["evaluations"][-1]["mean"])
+    return value if task.measure.larger_is_better else -value
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+def circumstances() -> dict[str, Any]:
+    """Versions, machine and date."""
+    return {"package": version("decentralized-deep-learning"), **runner.circumstances()}

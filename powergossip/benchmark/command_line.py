@@ -1,0 +1,149 @@
+"""Is my method better? Methods side by side on fixed tasks, each tuned with equally many runs.
+
+    powergossip-benchmark list                      tasks, tiers and entries
+    powergossip-benchmark run my_method.py          all tasks of the quick tier; resumes
+    powergossip-benchmark run my_method.py --tier full --launcher slurm
+    powergossip-benchmark run d-psgd --task fashion_mnist_sorted
+    powergossip-benchmark show                      tables of all entries
+    powergossip-benchmark show my_method            and the method beside each of the others
+    powergossip-benchmark check my_method.json      whether a file of results is complete
+
+my_method.py registers a method and has SETTINGS, the settings to try:
+
+    algorithms.AVERAGING["mine"] = Mine
+    SETTINGS = [{"optimizer": "mine", "learning_rate": rate} for rate in (0.05, 0.02, 0.1, 0.01)]
+
+Results are files NAME.json in output/benchmark, beside the folders of the runs.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from powergossip import checks, command_line
+from powergossip.benchmark.tasks import QUICK, SEEDS, TASKS, TIERS, TRIES
+from powergossip.errors import BadInput
+from powergossip.formatting import plain
+
+OUTPUT = Path("output/benchmark")
+LAUNCHERS = ("process", "slurm")
+JOBS = 64  # default limit of concurrent Slurm jobs
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Carry out a command line. Raises BadInput; exits with 1 if a run failed."""
+    options = _parse(arguments)
+    if options.command == "list":
+        _list(options)
+    elif options.command == "run":
+        _run(options)
+    elif options.command == "show":
+        _show(options)
+    else:
+        _check(options)
+
+
+def command() -> None:
+    command_line.run(main)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = command_line.parser("powergossip-benchmark", __doc__ or "")
+    parser.add_argument("command", help="list, run, show or check")
+    parser.add_argument("method", nargs="?", help="a file NAME.py or NAME.json, or an entry's name")
+    parser.add_argument("--tier", default=QUICK, help=", ".join(TIERS))
+    parser.add_argument("--task", action="append", help="a task, repeatable; by default all")
+    parser.add_argument("--cores", type=int, help="cores for concurrent runs; Slurm: jobs")
+    parser.add_argument("--launcher", default="process", help=", ".join(LAUNCHERS))
+    parser.add_argument("--folder", type=Path, default=OUTPUT, help="folder of runs and results")
+    parser.add_argument("--output", type=Path, help="folder for tables, figures and page of show")
+    options = command_line.parsed(parser, arguments)
+    try:
+        checks.one_of("the command", options.command, ("list", "run", "show", "check"))
+        checks.one_of("--tier", options.tier, TIERS)
+        checks.one_of("--launcher", options.launcher, LAUNCHERS)
+        for name in options.task or ():
+            checks.one_of("--task", name, TASKS)
+        if options.cores is not None:
+            checks.at_least_one("--cores", options.cores)
+    except checks.BadValue as error:
+        raise BadInput(str(error)) from error
+    if options.command in ("run", "check") and options.method is None:
+        raise BadInput(f"{options.command} needs a file or the name of an entry")
+    if options.output is not None and options.command != "show":
+        raise BadInput("--output is for show; use --folder for runs and results")
+    return options
+
+
+def _list(options: argparse.Namespace) -> None:
+    from powergossip.benchmark import library, submissions
+
+    tasks = [["task", "version", "", "target"]]
+    for task in TASKS.values():
+        shown = task.targets[options.tier] * task.measure.factor
+        tasks.append([task.name, str(task.version), task.title, f"{task.measure.title} {shown:g}"])
+    tiers = [["tier", "settings tried", "seeds"]]
+    tiers += [[tier, str(TRIES[tier]), str(len(SEEDS))] for tier in TIERS]
+    done = {
+        found["name"]: ", ".join(found["tiers"])
+        for found in submissions.read_all([submissions.OF_LIBRARY, options.folder])
+    }
+    entries = [["entry", "results"]]
+    entries += [[name, done.get(name, "")] for name in dict.fromkeys((*library.ENTRIES, *done))]
+    print("\n\n".join(map(plain, (tasks, tiers, entries))))
+
+
+def _run(options: argparse.Namespace) -> None:
+    from powergossip.benchmark import entries, program, submissions
+    from powergossip.benchmark.campaign import Campaign, circumstances
+    from powergossip.runner.runner import carry_out
+
+    entry = entries.find(options.method)
+    names = options.task or list(TASKS)
+    method = options.method
+    if Path(method).suffix:
+        method = str(Path(method).resolve())
+    campaign = Campaign(entry, method, options.tier, names, options.folder)
+    if not campaign.tasks:
+        raise BadInput(f"{entry.name} has no settings of {', '.join(names)}")
+    for task in campaign.tasks:
+        for setting in entry.settings[task.name][: TRIES[options.tier]]:
+            program.check(task, options.tier, setting)
+    cores = options.cores or (JOBS if options.launcher == "slurm" else os.cpu_count() or 1)
+    with campaign.folder.claimed():
+        failed = carry_out(campaign.experiment, campaign.folder, cores, options.launcher)
+    for run in failed:
+        print(f"failed: {campaign.folder.of(run) / 'log.txt'}", file=sys.stderr)
+    if failed:
+        sys.exit(1)
+    path = submissions.save(
+        entry, options.tier, campaign.results(), circumstances(), options.folder
+    )
+    print(f"results: {path}; beside the others: powergossip-benchmark show {entry.name}")
+
+
+def _show(options: argparse.Namespace) -> None:
+    from powergossip.benchmark import page, submissions
+
+    found = submissions.read_all([submissions.OF_LIBRARY, options.folder])
+    names = [entry["name"] for entry in found]
+    chosen = options.method and Path(options.method).stem
+    if chosen and chosen not in names:
+        raise BadInput(
+            f'there are no results of "{chosen}"; run it first, or use {", ".join(names)}'
+        )
+    print(page.text(found, options.tier, options.task, chosen), end="")
+    if options.output is not None:
+        for path in page.write(found, options.output):
+            print(f"written: {path}")
+
+
+def _check(options: argparse.Namespace) -> None:
+    from powergossip.benchmark import submissions
+
+    found = submissions.problems(submissions.read(Path(options.method)))
+    if found:
+        raise BadInput(f"{options.method} is not complete: {'; '.join(found)}")
+    print(f"{options.method} is complete")

@@ -1,0 +1,142 @@
+"""Entries side by side on a task, and pairs of them."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from powergossip.benchmark.tasks import BenchmarkTask
+
+LEVEL = 0.95  # of the interval of a difference
+
+
+@dataclass(frozen=True)
+class Line:
+    """An entry's results on a task."""
+
+    name: str
+    task: BenchmarkTask
+    target: float
+    found: Mapping[str, Any]
+
+    @property
+    def runs(self) -> Sequence[Mapping[str, Any]]:
+        """The runs that did not diverge, one for each seed."""
+        return [run for run in self.found["runs"] if not run["diverged"]]
+
+    @property
+    def diverged(self) -> int:
+        return len(self.found["runs"]) - len(self.runs)
+
+    def last(self, key: str) -> list[float]:
+        """The value of each run after its last evaluation."""
+        return [float(run["evaluations"][-1][key]) for run in self.runs]
+
+    @property
+    def quality(self) -> float:
+        """The mean model's measure, larger is better. −∞ if a run diverged."""
+        if self.diverged:
+            return -math.inf
+        values = self.last("mean")
+        return sum(values) / len(values) * (1 if self.task.measure.larger_is_better else -1)
+
+    def to_target(self, key: str) -> list[float]:
+        """The value of each run where the mean model reaches the target, ∞ if it does not.
+
+        Linear between evaluations.
+        """
+        return [self._reached(run["evaluations"], key) for run in self.runs]
+
+    def _reached(self, evaluations: Sequence[Mapping[str, Any]], key: str) -> float:
+        sign = 1 if self.task.measure.larger_is_better else -1
+        before: Mapping[str, Any] | None = None
+        for at in evaluations:
+            beyond = sign * (at["mean"] - self.target)
+            if beyond >= 0:
+                if before is None:
+                    return float(at[key])
+                missing = sign * (self.target - before["mean"])
+                part = missing / (missing + beyond)
+                return float(before[key] + part * (at[key] - before[key]))
+            before = at
+        return math.inf
+
+    def seconds_to_target(self, rate: str) -> list[float]:
+        """Seconds of each run to the target at a rate of the links: predicted, or virtual."""
+        if self.task.is_virtual:
+            return self.to_target("seconds")
+        of_step = self.found["step_seconds"].get(rate, math.nan)
+        return [steps * of_step for steps in self.to_target("step")]
+
+
+def lines(
+    task: BenchmarkTask, tier: str, entries: Iterable[Mapping[str, Any]]
+) -> tuple[list[Line], list[str]]:
+    """The lines of a task, best first, and the names of entries with another version or data."""
+    of_task = {
+        entry["name"]: entry["tiers"][tier]["tasks"][task.name]
+        for entry in entries
+        if task.name in entry["tiers"].get(tier, {}).get("tasks", {})
+    }
+    current = {name: found for name, found in of_task.items() if found["version"] == task.version}
+    if not current:
+        return [], list(of_task)
+    ((usual, _),) = Counter(found["data"] for found in current.values()).most_common(1)
+    kept = {name: found for name, found in current.items() if found["data"] == usual}
+    made = [Line(name, task, task.targets[tier], found) for name, found in kept.items()]
+    made.sort(key=lambda line: line.quality, reverse=True)
+    return made, [name for name in of_task if name not in kept]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The difference of two entries' mean models over the same seeds.
+
+    Attributes:
+        difference: Mean of first − second.
+        margin: Half of the interval of the mean difference, by Student's t.
+        verdict: "better", "worse" or "noise", of the first.
+    """
+
+    difference: float
+    margin: float
+    verdict: str
+
+
+def pair(first: Line, second: Line) -> Pair:
+    """Compare two lines of a task."""
+    if first.diverged or second.diverged:
+        verdict = (
+            "noise"
+            if first.diverged and second.diverged
+            else ("worse" if first.diverged else "better")
+        )
+        return Pair(math.nan, math.nan, verdict)
+    from scipy.stats import t
+
+    of_second = {run["seed"]: run["evaluations"][-1]["mean"] for run in second.runs}
+    differences = [
+        run["evaluations"][-1]["mean"] - of_second[run["seed"]]
+        for run in first.runs
+        if run["seed"] in of_second
+    ]
+    n = len(differences)
+    mean = sum(differences) / n
+    if n < 2:
+        return Pair(mean, math.inf, "noise")
+    deviation = math.sqrt(sum((d - mean) ** 2 for d in differences) / (n - 1))
+    margin = float(t.ppf(0.5 + LEVEL / 2, n - 1)) * deviation / math.sqrt(n)
+    if abs(mean) <= margin:
+        return Pair(mean, margin, "noise")
+    gain = mean if first.task.measure.larger_is_better else -mean
+    return Pair(mean, margin, "better" if gain > 0 else "worse")
+
+
+def front(lines: Sequence[Line], cost: Mapping[str, float]) -> list[Line]:
+    """The lines that none beats in quality and cost (by name) at once, cheapest first."""
+    kept: list[Line] = []
+    for line in sorted(lines, key=lambda line: (cost[line.name], -line.quality)):
+        if math.isfinite(line.quality) and (not kept or line.quality > kept[-1].quality):
+            kept.append(line)
+    return kept

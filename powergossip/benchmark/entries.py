@@ -1,0 +1,141 @@
+"""Entries: a name, a file with code, and settings for each task.
+
+A file of a user is a Python module. It registers methods in the registries, and has::
+
+    NAME      text, by default the name of the file
+    SETTINGS  list of settings, mappings of keys of train.py and of optimizer_X for each option X of
+              the method; or a mapping from the names of tasks and groups of tasks to such lists
+"""
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from powergossip.benchmark import library
+from powergossip.benchmark.tasks import FULL, GROUPS, TASKS, TRIES, BenchmarkTask, Values
+from powergossip.errors import BadInput
+
+ALL = "all"  # in place of the name of a task, all tasks without a list of their own
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A method with its settings.
+
+    Attributes:
+        source: Text of the user's file. "" for one of the library.
+        settings: Settings of each task that the method takes part in, in the order in which they
+            are tried.
+    """
+
+    name: str
+    source: str
+    settings: Mapping[str, Sequence[Values]]
+
+    @property
+    def code(self) -> str:
+        """A hash of the file."""
+        hashed = hashlib.sha256(self.source.encode()).hexdigest()[:12]
+        return f"sha256-{hashed}" if self.source else "library"
+
+
+def find(text: str) -> Entry:
+    """The entry of a library's method by its name, of a file NAME.py, or of a file of results.
+
+    Raises:
+        BadInput: If there is none, or if its settings are not accepted.
+    """
+    path = Path(text)
+    if text in library.ENTRIES:
+        return _entry(text, "", library.ENTRIES[text])
+    if path.suffix not in (".py", ".json"):
+        raise BadInput(
+            f'method "{text}" is unknown; give the path of a file, such as my_method.py, or one of '
+            f"{', '.join(library.ENTRIES)}"
+        )
+    try:
+        content = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
+        raise BadInput(f"{path} cannot be read: {reason}") from error
+    if path.suffix == ".py":
+        return of_source(content, path)
+    try:
+        found = json.loads(content)
+        name, source = found["name"], found["source"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise BadInput(f"{path} is no file of results; `run` writes them") from error
+    return of_source(source, path) if source else find(name)
+
+
+def of_source(source: str, path: Path) -> Entry:
+    """The entry of a user's file with this text, which is executed. Raises BadInput."""
+    module = ModuleType("benchmark_entry")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # for dataclasses and pickle
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    exec(compile(source, str(path), "exec"), module.__dict__)
+    settings = getattr(module, "SETTINGS", None)
+    if not settings:
+        raise BadInput(f"{path} has no SETTINGS; use a list of settings, or one for each task")
+    return _entry(str(getattr(module, "NAME", path.stem)), source, settings)
+
+
+def _entry(name: str, source: str, given: Any) -> Entry:
+    """Distribute the settings over the tasks. Raises BadInput."""
+    if not name or any(not (c.isalnum() or c in "-_.") for c in name) or name.startswith("."):
+        raise BadInput(f'NAME is "{name}"; use letters, digits, "-", "_" and "."')
+    known = (*TASKS, *GROUPS, ALL)
+    by_name = given if isinstance(given, Mapping) else {ALL: given}
+    for key in by_name:
+        if key not in known:
+            raise BadInput(f'SETTINGS has "{key}"; use {", ".join(known)}')
+    found = {}
+    for task in TASKS.values():
+        chosen = next((k for k in (task.name, task.group, ALL) if k in by_name), None)
+        settings = _settings(task, by_name[chosen], chosen == ALL) if chosen else []
+        if settings:
+            found[task.name] = settings
+    if not found:
+        raise BadInput("SETTINGS has no setting of any task")
+    return Entry(name, source, found)
+
+
+def _settings(task: BenchmarkTask, given: Any, of_all: bool) -> list[Values]:
+    """Check the settings of a task. Of those of all tasks, consensus takes the keys it has."""
+    ok = isinstance(given, Sequence) and all(
+        isinstance(s, Mapping) and isinstance(s.get("optimizer"), str) for s in given
+    )
+    if not ok:
+        raise BadInput(
+            f"SETTINGS of {task.name}: {given!r}; use a list of mappings, each with the key "
+            f'"optimizer"'
+        )
+    settings: list[Values] = []
+    for setting in given:
+        kept = {k: v for k, v in setting.items() if task.accepts(k) or not of_all}
+        for key in setting:
+            if not task.accepts(key) and not (of_all and task.is_consensus):
+                raise BadInput(
+                    f"SETTINGS of {task.name}: the key {key} belongs to the task; settings have "
+                    f"the keys of the method, its graph and its local optimizer"
+                )
+        if kept not in settings:
+            settings.append(kept)
+    if len(settings) > TRIES[FULL]:
+        raise BadInput(
+            f"SETTINGS of {task.name} has {len(settings)} settings; use {TRIES[FULL]} or fewer, "
+            f"the same number for all entries"
+        )
+    try:
+        json.dumps(settings)
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"SETTINGS of {task.name}: {error}; use texts, numbers and lists") from error
+    return settings

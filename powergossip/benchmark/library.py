@@ -1,0 +1,115 @@
+"""Settings of the library's methods.
+
+The order of settings is that of the quick tier, which tries the first ones only.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any
+
+from powergossip.benchmark.tasks import CONSENSUS, FASHION_MNIST, TEXT, Values
+
+Settings = Mapping[str, Sequence[Values]]
+
+_OF_SGD = (0.1, 0.05, 0.2, 0.02, 0.01, 0.5, 0.005, 0.002)  # learning rates, images
+_OF_ADAM = (0.01, 0.003, 0.03, 0.001, 0.0003, 0.1, 0.0001, 0.3)  # learning rates, text
+
+
+def _rates(values: Values, rates: Sequence[float], **axes: Sequence[Any]) -> list[Values]:
+    """At most 8 settings: learning rates, and further keys whose first value comes first."""
+    others = [dict(zip(axes, chosen, strict=True)) for chosen in product(*axes.values())]
+    n = 8 // len(others)
+    tried = [{**values, "learning_rate": rate, **other} for rate in rates[:n] for other in others]
+    return tried
+
+
+def _method(
+    optimizer: str, *, consensus: Sequence[Values] | None = None, late: bool = True, **more: Any
+) -> Settings:
+    """Learning rates on all tasks, and settings of agreement: by default without options.
+
+    Args:
+        late: Whether the method has exchanges that may be late or lost.
+    """
+    values: Values = {"optimizer": optimizer, **more}
+    own = {key: value for key, value in values.items() if key.startswith("optimizer")}
+    settings = {
+        CONSENSUS: [own] if consensus is None else consensus,
+        FASHION_MNIST: _rates(values, _OF_SGD),
+        TEXT: _rates(values, _OF_ADAM),
+    }
+    return settings if late else {**settings, LATE: ()}
+
+
+def _compressed(optimizer: str, **more: Any) -> Settings:
+    """The default of γ and other ones in agreement, where compression limits it."""
+    values: Values = {"optimizer": optimizer, **more}
+    rates = (None, 0.1, 0.03, 0.3, 0.01, 0.5, 0.003, 1.0)
+    consensus = [
+        values if rate is None else {**values, "optimizer_diffusion_rate": rate} for rate in rates
+    ]
+    return _method(optimizer, consensus=consensus, late=optimizer == "choco", **more)
+
+
+def _learning(rule: str, optimizer: str = "dpsgd", *, late: bool = True, **more: Any) -> Settings:
+    """A learning rule. Agreement is that of its averaging rule alone."""
+    return _method(optimizer, consensus=(), late=late, learning=rule, **more)
+
+
+def _gradients(optimizer: str, **more: Any) -> Settings:
+    """Compressed gradients: workers always agree, and wait for each other."""
+    return _method(optimizer, consensus=(), late=False, **more)
+
+
+def _of_sgd(settings: Settings) -> Settings:
+    """With SGD on texts too."""
+    values = {key: value for key, value in settings[TEXT][0].items() if key != "learning_rate"}
+    values = {**values, "local_optimizer": "sgd"}
+    return {**settings, TEXT: _rates(values, (0.1, 0.3, 0.03, 1.0, 0.01, 3.0, 0.003, 0.001))}
+
+
+LATE = "fashion_mnist_late"
+_ROUNDS: Values = {"local_steps": 10}
+
+ENTRIES: dict[str, Settings] = {
+    "all-reduce": _method("all-reduce", late=False),
+    "d-psgd": _method("dpsgd"),
+    "d-psgd-exponential": _method("dpsgd", topology="one-peer-exponential", late=False),
+    "d-psgd-asynchronous": {
+        LATE: _rates({"optimizer": "dpsgd", "gossip": "asynchronous"}, _OF_SGD)
+    },
+    "a2cid2": {LATE: _rates({"optimizer": "dpsgd", "gossip": "a2cid2"}, _OF_SGD)},
+    "power-gossip": _method("power-gossip"),
+    "power-gossip-4-iterations": _method("power-gossip", optimizer_num_iterations=4),
+    "power-gossip-exact-diffusion": _learning("exact-diffusion", "power-gossip"),
+    "power-gossip-diloco": _learning(
+        "diloco", "power-gossip", late=False, optimizer_num_iterations=4, **_ROUNDS
+    ),
+    "choco-sign": _compressed("choco", optimizer_compressor="sign-and-norm"),
+    "choco-top-k": _compressed("choco", optimizer_compressor="top-k"),
+    "choco-qsgd": _compressed("choco", optimizer_compressor="qsgd"),
+    "deepsqueeze-sign": _compressed("deepsqueeze", optimizer_compressor="sign-and-norm"),
+    "deepsqueeze-top-k": _compressed("deepsqueeze", optimizer_compressor="top-k"),
+    "moniqua": _method("moniqua", late=False),
+    "push-sum": _method("push-sum"),
+    "sparta": _method("sparta", late=False),
+    "quasi-global-momentum": _learning("quasi-global-momentum"),
+    "gradient-tracking": _learning("gradient-tracking"),
+    "k-gt": _learning("k-gt", late=False, **_ROUNDS),
+    "momentum-tracking": _of_sgd(_learning("momentum-tracking")),
+    "gt-nsgd": _of_sgd(_learning("gt-nsgd", late=False)),
+    "exact-diffusion": _learning("exact-diffusion"),
+    "beer": _of_sgd(_learning("beer", "choco", late=False)),
+    "motef": _of_sgd(_learning("motef", "choco", late=False)),
+    "relay-sgd": _learning("relay-sgd", topology="binary-tree"),
+    "diloco": _learning("diloco", "all-reduce", late=False, **_ROUNDS),
+    "gasloc": _learning("gasloc", late=False, **_ROUNDS),
+    "noloco": _learning("noloco", late=False, topology="random-matching", **_ROUNDS),
+    "powersgd": _gradients("powersgd"),
+    "dgc": _gradients("dgc"),
+    "ef-sgd-sign": _gradients("ef-sgd", optimizer_compressor="sign-and-norm"),
+    "ef-sgd-top-k": _gradients("ef-sgd", optimizer_compressor="top-k"),
+    "signsgd": _gradients("signsgd"),
+    "demo": _of_sgd(_gradients("demo", local_optimizer="sgd")),
+    "sparse-loco": _gradients("sparse-loco", **_ROUNDS),
+}

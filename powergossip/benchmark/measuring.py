@@ -1,0 +1,125 @@
+"""The cost of a step: bits, state, CPU time, and seconds that are predicted for a network."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from powergossip import prediction, tasks, topologies
+from powergossip.benchmark.tasks import (
+    LATENCY,
+    OPTION,
+    PER_BYTE,
+    PER_MESSAGE,
+    RATES,
+    BenchmarkTask,
+    Values,
+)
+from powergossip.parameters import Layout, Parameters
+from powergossip.prediction import PredictedMethod, Traffic
+from powergossip.topologies import Topology
+from powergossip.trees import map_tensors
+
+
+def graph(setting: Mapping[str, Any], seed: int) -> Topology:
+    """The graph of a setting with the values of its task."""
+    options = setting.get("topology_options", {})
+    return topologies.make(setting["topology"], setting["n_workers"], seed=seed, options=options)
+
+
+def cost(
+    task: BenchmarkTask, values: Values, setting: Values, run: Mapping[str, Any], folder: Path
+) -> Values:
+    """The cost of a step of a finished run::
+
+    state              bytes of a worker's state beside model and local optimizer
+    cpu                seconds of averaging in a step of a worker
+    step_seconds       seconds of a step by the links' rate in Mbit/s, predicted
+    """
+    found: Values = {"state": None, "cpu": None, "step_seconds": {}}
+    own = values | setting
+    layout = _layout(task, own)
+    if task.is_virtual or run["diverged"]:
+        return found
+    if not task.is_consensus:
+        found["state"] = _state(folder, values["n_workers"])
+    method = _method(own)
+    fixed, of_neighbor = prediction.cpu_seconds(method, layout, seconds=0.3)
+    topology = graph(own, run["seed"])
+    degree = sum(r.weights.nnz for r in topology.rounds) / topology.period / topology.n_workers
+    found["cpu"] = (fixed + degree * of_neighbor) / method.interval
+    last = run["evaluations"][-1]
+    bits = 8e6 * last["MB"] / last["step"]
+    traffic = _scaled(prediction.count(method, layout), topology, method, bits)
+    compute = prediction.Compute(task.gradient, fixed, of_neighbor)
+    for name, rate in RATES.items():
+        cluster = prediction.Cluster(
+            topology.n_workers, rate, LATENCY, per_message=PER_MESSAGE, per_byte=PER_BYTE
+        )
+        step = prediction.step(
+            traffic, topology, cluster, compute, method.overlaps, method.interval
+        )
+        found["step_seconds"][name] = step.seconds
+    return found
+
+
+def _layout(task: BenchmarkTask, values: Values) -> Layout:
+    if task.is_consensus:
+        return Layout([(values["size"], values["size"])])
+    built = tasks.make(
+        values["task"],
+        n_workers=values["n_workers"],
+        batch_size=values["batch_size"],
+        seed=1,
+        task_options=values["task_options"],
+    )
+    return Parameters([built.model(values["task_architecture"], 1)]).layout
+
+
+def _method(values: Values) -> PredictedMethod:
+    """The averaging rule or aggregation, with its rounds."""
+    return PredictedMethod(
+        values["optimizer"],
+        {k.removeprefix(OPTION): v for k, v in values.items() if k.startswith(OPTION)},
+        values.get("local_steps", 1),
+        overlapping=values.get("overlapping"),
+    )
+
+
+def _scaled(traffic: Traffic, topology: Topology, method: PredictedMethod, bits: float) -> Traffic:
+    """Messages as long as those of the run, whose learning rule may send more variables.
+
+    Args:
+        bits: Bits that worker 0 sends in a step.
+    """
+    receivers = sum(r.weights[:, [0]].nnz for r in topology.rounds) / topology.period
+    counted = traffic.bits(topology.n_workers, receivers) / method.interval
+    factor = bits / counted if counted else 1.0
+    return Traffic(
+        tuple(
+            replace(
+                phase,
+                neighbor=factor * phase.neighbor,
+                reduced=factor * phase.reduced,
+                gathered=factor * phase.gathered,
+            )
+            for phase in traffic.phases
+        )
+    )
+
+
+def _state(folder: Path, n_workers: int) -> float:
+    """Bytes per worker of the method's state in the last checkpoint."""
+    (part,) = max((folder / "checkpoints").glob("step-*")).glob("part-*.pt")
+    total = 0
+
+    def add(tensor: Tensor) -> Tensor:
+        nonlocal total
+        total += tensor.nbytes
+        return tensor
+
+    map_tensors(add, torch.load(part, weights_only=True)["algorithm"])
+    return total / n_workers

@@ -1,0 +1,215 @@
+"""Tables, figures and the page of a comparison."""
+
+import html
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from powergossip import formatting
+from powergossip.benchmark.comparison import Line, front, lines, pair
+from powergossip.benchmark.tasks import RATES, TASKS, TIERS, BenchmarkTask
+from powergossip.compare.page import POLICY, STYLE
+from powergossip.runs import figures
+
+Entries = Sequence[Mapping[str, Any]]
+Table = list[list[str]]
+
+SORT = Path(__file__).with_name("sort.js")
+NAME = "benchmark"  # of the files
+
+
+def text(entries: Entries, tier: str, tasks: Sequence[str] | None, chosen: str | None) -> str:
+    """The tables as plain text: of each task, and of `chosen` beside each of the others."""
+    parts = []
+    for task in _of(tasks):
+        found, others = lines(task, tier, entries)
+        if not found:
+            continue
+        parts.append(f"{_title(task)}, {tier}\n\n{formatting.plain(table(found))}")
+        own = next((line for line in found if line.name == chosen), None)
+        if own is not None and len(found) > 1:
+            parts.append(formatting.plain(pairs(own, found)))
+        if others:
+            parts.append(f"  not compared, with other data or another version: {', '.join(others)}")
+    return "\n\n".join(parts) + "\n" if parts else f"there are no results of the tier {tier}\n"
+
+
+def write(entries: Entries, folder: Path) -> list[Path]:
+    """Write benchmark.md, benchmark.html and a figure for each task and tier."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written, sections, blocks = [], [], []
+    for tier in TIERS:
+        of_tier = {task.name: lines(task, tier, entries)[0] for task in TASKS.values()}
+        if not any(of_tier.values()):
+            continue
+        rows = overview(of_tier)
+        sections.append(f"## Tier {tier}\n\n{_markdown(rows)}")
+        blocks.append(f"<h2>Tier {tier}</h2>\n{_html(rows)}")
+        for name, found in of_tier.items():
+            if not found:
+                continue
+            figure = folder / f"{name}-{tier}.svg"
+            draw(found, figure)
+            written.append(figure)
+            title = _title(TASKS[name])
+            sections.append(
+                f"### {title}\n\n{_markdown(table(found))}\n\n"
+                f"![{title}: quality by megabytes sent]({figure.name})"
+            )
+            blocks.append(
+                f"<h3>{html.escape(title)}</h3>\n{_html(table(found))}\n{_inline(figure)}"
+            )
+    page, document = folder / f"{NAME}.md", folder / f"{NAME}.html"
+    page.write_text("\n\n".join(sections) + "\n")
+    document.write_text(_document("\n".join(blocks)))
+    return [page, document, *written]
+
+
+def overview(of_tasks: Mapping[str, Sequence[Line]]) -> Table:
+    """The quality of each entry on each task, entries by their mean rank."""
+    columns = {name: found for name, found in of_tasks.items() if found}
+    ranks: dict[str, list[float]] = {}
+    for found in columns.values():
+        for rank, line in enumerate(found):
+            ranks.setdefault(line.name, []).append(rank / max(1, len(found) - 1))
+    cells = {
+        (line.name, name): _of_seeds(line, "mean") for name, of in columns.items() for line in of
+    }
+    order = sorted(ranks, key=lambda name: sum(ranks[name]) / len(ranks[name]))
+    header = ["entry", *(name.replace("_", " ") for name in columns)]
+    return [header, *([name, *(cells.get((name, c), "") for c in columns)] for name in order)]
+
+
+def table(found: Sequence[Line]) -> Table:
+    """The measures of a task's entries, without empty columns."""
+    task = found[0].task
+    measure = task.measure
+    target = f"{measure.factor * found[0].target:g}"
+    columns: dict[str, Callable[[Line], str]] = {
+        measure.title: lambda line: _of_seeds(line, "mean"),
+        "worst worker": lambda line: _of_seeds(line, "worst"),
+        "better · noise · worse": lambda line: _record(line, found),
+        "MB sent": lambda line: _number(line.last("MB")),
+        f"MB to {target}": lambda line: _number(line.to_target("MB")),
+    }
+    if task.is_virtual:
+        columns[f"virtual s to {target}"] = lambda line: _number(line.seconds_to_target(""))
+    else:
+        for rate in RATES:
+            columns[f"s to {target}, {rate} Mbit/s"] = partial(_seconds, rate)
+    columns["state, MB"] = lambda line: _single(line.found.get("state"), 1e-6)
+    columns["averaging, CPU ms"] = lambda line: _single(line.found.get("cpu"), 1e3)
+    rows = [[line.name, *(cell(line) for cell in columns.values())] for line in found]
+    return formatting.without_empty_columns([["entry", *columns], *rows])
+
+
+def pairs(own: Line, found: Sequence[Line]) -> Table:
+    """An entry beside each of the others: mean difference over seeds, interval, verdict."""
+    rows = [[f"{own.name} beside", "difference", "verdict"]]
+    for line in found:
+        if line is own:
+            continue
+        of = pair(own, line)
+        factor, places = own.task.measure.factor, own.task.measure.places
+        difference = (
+            f"{factor * of.difference:+.{places}f} ± {factor * of.margin:.{places}f}"
+            if math.isfinite(of.difference)
+            else "diverged"
+        )
+        rows.append([line.name, difference, of.verdict])
+    return rows
+
+
+def draw(found: Sequence[Line], path: Path) -> None:
+    """Draw the quality by megabytes sent, and the front: the entries that none beats in both."""
+    kept = [line for line in found if not line.diverged]
+    factor = found[0].task.measure.factor
+    cost = {line.name: sum(line.last("MB")) / len(line.runs) for line in kept}
+    points = {
+        line.name: (cost[line.name], [factor * value for value in line.last("mean")])
+        for line in kept
+        if cost[line.name] > 0
+    }
+    best = [line.name for line in front(kept, cost) if line.name in points]
+    figures.scatter(points, path, "megabytes sent by worker 0", found[0].task.measure.title,
+                    front=best)  # fmt: skip
+
+
+def _of(names: Sequence[str] | None) -> list[BenchmarkTask]:
+    return [task for task in TASKS.values() if names is None or task.name in names]
+
+
+def _title(task: BenchmarkTask) -> str:
+    return f"{task.title[:1].upper()}{task.title[1:]} ({task.name})"
+
+
+def _of_seeds(line: Line, key: str) -> str:
+    if line.diverged:
+        return f"{line.diverged} of {len(line.found['runs'])} diverged"
+    measure = line.task.measure
+    return formatting.spread([measure.factor * v for v in line.last(key)], measure.places)
+
+
+def _record(line: Line, found: Sequence[Line]) -> str:
+    verdicts = [pair(line, other).verdict for other in found if other is not line]
+    return " · ".join(str(verdicts.count(name)) for name in ("better", "noise", "worse"))
+
+
+def _number(values: Sequence[float]) -> str:
+    """The mean with three digits. "never" if one is infinite."""
+    if not values or any(math.isnan(value) for value in values):
+        return ""
+    mean = sum(values) / len(values)
+    return "never" if math.isinf(mean) else f"{mean:.3g}" if mean < 1000 else f"{mean:.0f}"
+
+
+def _seconds(rate: str, line: Line) -> str:
+    return _number(line.seconds_to_target(rate))
+
+
+def _single(value: float | None, factor: float) -> str:
+    return "" if value is None else f"{factor * value:.3g}"
+
+
+def _markdown(rows: Table) -> str:
+    return formatting.markdown(rows[0], rows[1:])
+
+
+def _html(rows: Table) -> str:
+    header, *body = (
+        "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
+        for tag, row in zip(["th", *["td"] * (len(rows) - 1)], rows, strict=True)
+    )
+    lines = "\n".join(f"<tr>{line}</tr>" for line in body)
+    return (
+        f'<div class="scroll"><table><thead><tr>{header}</tr></thead>\n'
+        f"<tbody>{lines}</tbody></table></div>"
+    )
+
+
+def _inline(figure: Path) -> str:
+    """The SVG as a part of the page."""
+    content = figure.read_text()
+    return content[content.index("<svg") :]
+
+
+def _document(body: str) -> str:
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Decentralized learning: methods side by side</title>
+<style>{STYLE} svg {{ max-width: 100%; height: auto; background: #fff; }}</style>
+<script>{SORT.read_text()}</script>
+</head>
+<body>
+<h1>Decentralized learning: methods side by side</h1>
+<p class="hint">A click on a cell of a header sorts its table.</p>
+{body}
+</body>
+</html>
+"""

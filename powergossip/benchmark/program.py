@@ -1,0 +1,225 @@
+"""The runs of an entry on a task: tuning, or the chosen setting with the seeds of the comparison.
+
+    python -m powergossip.benchmark.program method=FILE task=NAME tier=quick stage=tuning …
+
+The experiment runner starts it. It writes result.json into its folder.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from omegaconf import DictConfig
+from omegaconf.errors import ConfigKeyError
+
+import train
+from powergossip import algorithms, options
+from powergossip.algorithms import aggregation
+from powergossip.benchmark import data, entries, measuring
+from powergossip.benchmark.tasks import OPTION, TASKS, BenchmarkTask, Values
+from powergossip.errors import BadInput, Diverged
+from powergossip.network import Network, Processes
+from powergossip.parameters import Layout
+from powergossip.runs import configuration, metrics
+from powergossip.runs.atomic_files import write_atomically
+from powergossip.topologies import Topology
+from powergossip.training.config_checks import checked
+
+RESULT, TUNING, FINAL = "result.json", "tuning", "final"
+DIVERGED = 1e2  # times the error at the start
+
+# Of runs that compare settings. They do not see the test data.
+HELD_OUT: Values = {
+    "validation_ratio": 0.1,
+    "evaluate_workers": False,
+    "evaluate_test_data": False,
+    "evaluation_interval": 10**6,  # the last epoch only
+}
+QUIET: Values = {"log_verbosity": 0, "checkpoint_interval": 10**6}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Carry out the runs. Raises BadInput."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output-dir", type=Path)
+    parser.add_argument("keys", nargs="*")
+    given = parser.parse_args(list(arguments))
+    request = {k: yaml.safe_load(v) for k, _, v in (key.partition("=") for key in given.keys)}
+    entry, task = entries.find(request["method"]), TASKS[request["task"]]
+    if entry.code != request["code"]:
+        raise BadInput(f"{request['method']} has changed since its runs began; begin again")
+    settings: list[Values] = request["settings"]
+    seeds: list[int] = request["seeds"]
+    final, folder = request["stage"] == FINAL, given.output_dir
+    values = task.values_of(request["tier"])
+    runs = [
+        one(task, values, setting, seed, final, folder / f"{i}-{seed}")
+        for i, setting in enumerate(settings)
+        for seed in seeds
+    ]
+    result: dict[str, Any] = {"runs": runs}
+    if final:
+        last = folder / f"0-{seeds[0]}"
+        result |= measuring.cost(task, values, settings[0], runs[0], last)
+    write_atomically(folder / RESULT, json.dumps(result, indent=1) + "\n")
+
+
+def check(task: BenchmarkTask, tier: str, setting: Values) -> None:
+    """Raise BadInput for a setting that is rejected before any data are loaded."""
+    values = task.values_of(tier)
+    try:
+        if task.is_consensus:
+            _averaging(values | setting, measuring.graph(values | setting, 1), 4)
+        else:
+            checked(_configuration({**values, **registered(setting), **HELD_OUT}), Processes())
+    except (ValueError, ConfigKeyError) as error:  # BadInput is one
+        reason = str(error).partition("\n")[0]
+        raise BadInput(f"{task.name}: the setting {setting} is rejected: {reason}") from error
+
+
+def _configuration(keys: Values) -> DictConfig:
+    """The configuration of train.py with these values."""
+    config = configuration.structured(train.Config)
+    for key, value in keys.items():
+        config[key] = value
+    return config
+
+
+def _averaging(own: Values, topology: Topology, size: int) -> tuple[Network, algorithms.Averaging]:
+    """A network, and the averaging rule of a setting with square matrices."""
+    network, layout = Network(topology, Processes()), Layout([(size, size)])
+    options = {k.removeprefix(OPTION): v for k, v in own.items() if k.startswith(OPTION)}
+    return network, algorithms.make(own["optimizer"], network, layout, **options)
+
+
+def registered(setting: Values) -> Values:
+    """A setting for train.py. Options that it has no keys for are given to the method's row.
+
+    Raises BadInput for an option that the method does not have.
+    """
+    own = {k: v for k, v in setting.items() if k.startswith(OPTION) and k not in train.config}
+    if not own:
+        return setting
+    named = {k.removeprefix(OPTION): v for k, v in own.items()}
+    kept = {k: v for k, v in setting.items() if k not in own}
+    return {**kept, "optimizer": _with_options(setting["optimizer"], named)}
+
+
+def _with_options(name: str, own: Values) -> str:
+    """Add a row of this method with these options, and return its name."""
+    for registry in (algorithms.AVERAGING, aggregation.AGGREGATIONS):
+        if name in registry:
+            accepted = options.defaults(registry[name])
+            for option in own:
+                if option not in accepted:
+                    raise BadInput(
+                        f"{name} has no option {option}; its options are {', '.join(accepted)}"
+                    )
+            full = f"{name} {json.dumps(own, sort_keys=True)}"
+            registry[full] = partial(registry[name], **own)
+            return full
+    raise BadInput(f'optimizer "{name}" is unknown; register it in the file of the entry')
+
+
+def one(
+    task: BenchmarkTask, values: Values, setting: Values, seed: int, final: bool, folder: Path
+) -> dict[str, Any]:
+    """A run of a setting: its seed, evaluations, and whether it diverged."""
+    file = folder / RESULT
+    if file.exists():  # of a start that was killed later
+        return dict(json.loads(file.read_text()))
+    make = agree if task.is_consensus else learn
+    with_names = {"setting": setting, "seed": seed}
+    found = with_names | make(task, values, setting, seed, final, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, json.dumps(found) + "\n")
+    return found
+
+
+def learn(
+    task: BenchmarkTask, values: Values, setting: Values, seed: int, final: bool, folder: Path
+) -> dict[str, Any]:
+    """Train. Evaluations are of test data in the end, of held-out training data before."""
+    keys = {**values, **registered(setting), "seed": seed, **QUIET, **({} if final else HELD_OUT)}
+    diverged = False
+    train.config = _configuration(keys)
+    try:
+        train.main(["resume=auto", "--output-dir", str(folder)])
+    except Diverged:
+        diverged = True
+    rows = metrics.load(folder)
+    split = "test" if final else "valid"
+    mean = metrics.select_rows(rows, task.measure.name, split=f"{split}_avg")
+    workers = metrics.select_rows(rows, task.measure.name, split=split)
+    of_epoch = workers.groupby("epoch")["value"]
+    worst = of_epoch.min() if task.measure.larger_is_better else of_epoch.max()
+    facts = json.loads((folder / "info.json").read_text())
+    steps = facts["steps_per_epoch"]
+    evaluations = [
+        {
+            "step": round(row["epoch"] * steps),
+            "mean": row["value"],
+            "worst": float(worst.get(row["epoch"], math.nan)),
+            "MB": row["bits"] / 8e6,
+            "messages": int(row["messages"]),
+            "seconds": row["seconds"],
+        }
+        for row in mean.to_dict("records")
+    ]
+    hashed = facts.get("data") or facts.get("tokens_sha256", "")
+    return {"diverged": diverged, "evaluations": evaluations, "data": hashed}
+
+
+def agree(
+    task: BenchmarkTask, values: Values, setting: Values, seed: int, final: bool, folder: Path
+) -> dict[str, Any]:
+    """Average matrices. The measure is log₁₀ of the mean squared error, relative to the start."""
+    own = values | setting
+    start = data.matrices(values, seed)
+    network, rule = _averaging(own, measuring.graph(own, seed), values["size"])
+    x = start.flatten(1).clone()
+    mean = x.double().mean(0)
+
+    def errors() -> torch.Tensor:
+        return (x - mean).square().sum(1)
+
+    at_start = errors().mean().item()
+    evaluations, diverged = [], False
+    for step in range(1, values["steps"] + 1):
+        network.run(rule.step(x))
+        if step % 20 and step != values["steps"]:
+            continue
+        error = errors() / at_start
+        diverged = not error.mean().item() <= DIVERGED
+        if diverged:
+            break
+        evaluations.append(
+            {
+                "step": step,
+                "mean": math.log10(max(error.mean().item(), 1e-16)),
+                "worst": math.log10(max(error.max().item(), 1e-16)),
+                "MB": int(network.bits[0]) / 8e6,
+                "messages": int(network.messages[0]),
+                "seconds": math.nan,
+            }
+        )
+    return {
+        "diverged": diverged,
+        "evaluations": evaluations,
+        "data": data.sha256(data.matrices(values, 0)),
+    }
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
