@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout of this file,
 import gossip_run
 import train
 from docs import costs, drawings
+from powergossip.benchmark import page, submissions
 from powergossip.runs import configuration
 
 project = "Decentralized deep learning"
@@ -43,9 +44,9 @@ highlight_language = "none"  # of blocks that name no language: formulas, comman
 
 html_theme = "pydata_sphinx_theme"
 html_title = project
-html_static_path = ["_static"]
+html_static_path = ["_static", str(page.SORT)]
 html_css_files = ["katex/katex.min.css", "site.css"]
-html_js_files = ["katex/katex.min.js", "equations.js"]
+html_js_files = ["katex/katex.min.js", "equations.js", "sort.js"]
 html_math_renderer = "katex"
 html_sidebars: dict[str, list[str]] = {"topologies": []}  # it has no pages below it
 html_copy_source = False
@@ -89,6 +90,7 @@ def generate(app: Sphinx) -> None:
     folder = Path(app.srcdir) / "_generated"
     drawings.write(folder)
     costs.write(folder)
+    page.write(submissions.read_all([submissions.OF_LIBRARY]), folder / "benchmark")
     for module in (train, gossip_run):
         keys = configuration.describe(module.config)
         (folder / f"{module.__name__}-keys.txt").write_text(f"{keys}\n")

@@ -80,10 +80,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _list(options: argparse.Namespace) -> None:
     from powergossip.benchmark import library, submissions
 
-    tasks = [["task", "version", "", "target"]]
-    for task in TASKS.values():
-        shown = task.targets[options.tier] * task.measure.factor
-        tasks.append([task.name, str(task.version), task.title, f"{task.measure.title} {shown:g}"])
+    width = max(map(len, TASKS)) + 3
+    tasks = [
+        f"  {task.name:<{width}}{task.title} (version {task.version}; target: "
+        f"{task.measure.title} {task.measure.factor * task.targets[options.tier]:g})"
+        for task in TASKS.values()
+    ]
     tiers = [["tier", "settings tried", "seeds"]]
     tiers += [[tier, str(TRIES[tier]), str(len(SEEDS))] for tier in TIERS]
     done = {
@@ -92,7 +94,7 @@ def _list(options: argparse.Namespace) -> None:
     }
     entries = [["entry", "results"]]
     entries += [[name, done.get(name, "")] for name in dict.fromkeys((*library.ENTRIES, *done))]
-    print("\n\n".join(map(plain, (tasks, tiers, entries))))
+    print("\n\n".join(["\n".join(tasks), plain(tiers), plain(entries)]))
 
 
 def _run(options: argparse.Namespace) -> None:

@@ -92,6 +92,8 @@ def _entry(name: str, source: str, given: Any) -> Entry:
     """Distribute the settings over the tasks. Raises BadInput."""
     if not name or any(not (c.isalnum() or c in "-_.") for c in name) or name.startswith("."):
         raise BadInput(f'NAME is "{name}"; use letters, digits, "-", "_" and "."')
+    if source and name in library.ENTRIES:
+        raise BadInput(f'NAME is "{name}", an entry of the library; use another one')
     known = (*TASKS, *GROUPS, ALL)
     by_name = given if isinstance(given, Mapping) else {ALL: given}
     for key in by_name:

@@ -45,7 +45,7 @@ def write(entries: Entries, folder: Path) -> list[Path]:
         if not any(of_tier.values()):
             continue
         rows = overview(of_tier)
-        sections.append(f"## Tier {tier}\n\n{_markdown(rows)}")
+        sections.append(f"### Tier {tier}\n\n{_markdown(rows)}")
         blocks.append(f"<h2>Tier {tier}</h2>\n{_html(rows)}")
         for name, found in of_tier.items():
             if not found:
@@ -55,7 +55,7 @@ def write(entries: Entries, folder: Path) -> list[Path]:
             written.append(figure)
             title = _title(TASKS[name])
             sections.append(
-                f"### {title}\n\n{_markdown(table(found))}\n\n"
+                f"#### {title}\n\n{_markdown(table(found))}\n\n"
                 f"![{title}: quality by megabytes sent]({figure.name})"
             )
             blocks.append(
@@ -174,7 +174,7 @@ def _single(value: float | None, factor: float) -> str:
 
 
 def _markdown(rows: Table) -> str:
-    return formatting.markdown(rows[0], rows[1:])
+    return f'<div class="sortable">\n\n{formatting.markdown(rows[0], rows[1:])}\n\n</div>'
 
 
 def _html(rows: Table) -> str:
@@ -206,7 +206,7 @@ def _document(body: str) -> str:
 <style>{STYLE} svg {{ max-width: 100%; height: auto; background: #fff; }}</style>
 <script>{SORT.read_text()}</script>
 </head>
-<body>
+<body class="sortable">
 <h1>Decentralized learning: methods side by side</h1>
 <p class="hint">A click on a cell of a header sorts its table.</p>
 {body}

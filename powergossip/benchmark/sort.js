@@ -1,5 +1,5 @@
-// Tables that are sorted by a click on a cell of their header. Numbers are compared as numbers, and
-// texts, such as empty cells, come after them.
+// Tables in an element of class sortable are sorted by a click on a cell of their header. Numbers are
+// compared as numbers, and come before texts.
 document.addEventListener("DOMContentLoaded", () => {
   const value = (row, column) => {
     const text = row.cells[column].textContent.trim().replace("−", "-");
@@ -10,7 +10,7 @@ document.addEventListener("DOMContentLoaded", () => {
     if (typeof a !== typeof b) return typeof a === "number" ? -1 : 1;
     return typeof a === "number" ? a - b : a.localeCompare(b);
   };
-  for (const table of document.querySelectorAll("table")) {
+  for (const table of document.querySelectorAll(".sortable table")) {
     const header = table.tHead && table.tHead.rows[0];
     if (!header) continue;
     Array.from(header.cells).forEach((cell, column) => {

@@ -1,0 +1,462 @@
+"""powergossip-benchmark: what is the same for all entries, the results, and their comparison."""
+
+import dataclasses
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from powergossip.algorithms import AVERAGING
+from powergossip.benchmark import (
+    command_line,
+    comparison,
+    entries,
+    library,
+    measuring,
+    page,
+    program,
+    submissions,
+    tasks,
+)
+from powergossip.benchmark.campaign import Campaign, score
+from powergossip.benchmark.comparison import Line, front, lines, pair
+from powergossip.benchmark.tasks import QUICK, SEEDS, TASKS, TRIES, Values
+from powergossip.errors import BadInput
+from powergossip.runner.runner import yaml_text
+from powergossip.runs import metrics
+from tests.harness.launch import ROOT
+
+MINE = """
+import algorithms
+from powergossip.network import ToAll
+
+class Half:
+    def __init__(self, network, layout, *, weight=0.5):
+        self.weight = weight
+
+    def step(self, x):
+        received = yield ToAll(x)
+        x.lerp_(received.mean(1), self.weight)
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+algorithms.AVERAGING["half"] = Half
+SETTINGS = SETTINGS_OF_TEST
+"""
+
+
+@pytest.fixture(autouse=True)
+def _registry() -> Iterator[None]:
+    """Rows that entries add are gone after a test."""
+    before = dict(AVERAGING)
+    yield
+    AVERAGING.clear()
+    AVERAGING.update(before)
+
+
+def written(folder: Path, settings: object, name: str = "mine") -> Path:
+    path = folder / f"{name}.py"
+    path.write_text(MINE.replace("SETTINGS_OF_TEST", repr(settings)))
+    return path
+
+
+# --- Entries --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ([], "no SETTINGS"),
+        ([{"learning_rate": 0.1}], 'each with the key "optimizer"'),
+        ([{"optimizer": "half", "seed": 7}], "the key seed belongs to the task"),
+        ([{"optimizer": "half", "num_epochs": 99}], "the key num_epochs belongs to the task"),
+        ({"fashion": [{"optimizer": "half"}]}, 'SETTINGS has "fashion"; use consensus_random'),
+        ({"consensus": [{"optimizer": "half", "learning_rate": 1}]}, "learning_rate belongs"),
+        ([{"optimizer": "half", "learning_rate": i} for i in range(9)], "has 9 settings; use 8"),
+        ({"text": []}, "no setting of any task"),
+    ],
+)
+def test_what_an_entry_may_not_have(settings: object, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=sentence):
+        entries.find(str(written(tmp_path, settings)))
+
+
+def test_an_entry_of_a_user_has_another_name_than_those_of_the_library(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match='NAME is "d-psgd", an entry of the library'):
+        entries.find(str(written(tmp_path, [{"optimizer": "half"}], "d-psgd")))
+
+
+def test_settings_of_all_tasks_are_those_of_consensus_without_learning(tmp_path: Path) -> None:
+    both = [{"optimizer": "half", "learning_rate": rate} for rate in (0.1, 0.2)]
+    entry = entries.find(str(written(tmp_path, {"all": both, "text_topics": both[:1]})))
+    assert entry.settings["consensus_random"] == [{"optimizer": "half"}]
+    assert entry.settings["fashion_mnist_late"] == both
+    assert entry.settings["text_topics"] == both[:1]
+
+
+def test_the_options_of_a_method_of_the_user(tmp_path: Path) -> None:
+    entries.find(str(written(tmp_path, [{"optimizer": "half"}])))
+    task = TASKS["consensus_random"]
+    setting: Values = {"optimizer": "half", "optimizer_weight": 0.25}
+    found = program.registered(setting)
+    assert setting == {"optimizer": "half", "optimizer_weight": 0.25}
+    assert found == {"optimizer": 'half {"weight": 0.25}'}
+    assert AVERAGING[found["optimizer"]](None, None).weight == 0.25
+    program.check(task, QUICK, setting)
+    for name in ("consensus_random", "text_same"):
+        with pytest.raises(BadInput, match=r"wait.*weight"):
+            program.check(TASKS[name], QUICK, {"optimizer": "half", "optimizer_wait": 1})
+
+
+def test_settings_of_the_library_are_accepted() -> None:
+    """Settings of a group differ in rates only, and its tasks in data."""
+    for name in library.ENTRIES:
+        entry = entries.find(name)
+        for task in ("consensus_random", "fashion_mnist_same", "fashion_mnist_late", "text_same"):
+            if task in entry.settings:
+                program.check(TASKS[task], QUICK, entry.settings[task][0])
+
+
+# --- Runs -----------------------------------------------------------------------------------------
+
+TINY: dict[str, Values] = {
+    "consensus_random": {"steps": 40, "size": 8},
+    "text_same": {
+        "num_epochs": 2,
+        "max_steps_per_epoch": 2,
+        "batch_size": 1,
+        "task_options": {
+            "dataset": str(ROOT / "docs" / "*.md"),
+            "sequence_length": 16,
+            "hidden_size": 8,
+            "num_layers": 1,
+            "num_heads": 1,
+            "evaluation_tokens": 512,
+        },
+    },
+}
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, values in TINY.items():
+        small = dataclasses.replace(TASKS[name], tiers=dict.fromkeys(tasks.TIERS, values))
+        monkeypatch.setitem(TASKS, name, small)
+
+
+def carried_out(campaign: Campaign) -> None:
+    """Both stages, in this process."""
+    for stage in campaign.experiment.stages:
+        for run in stage(campaign.folder.results):
+            folder = campaign.folder.of(run)
+            keys = [f"{key}={yaml_text(value)}" for key, value in run.values.items()]
+            program.main([*keys, "--output-dir", str(folder)])
+            (folder / "done.json").touch()
+
+
+def test_a_method_is_tuned_on_held_out_data_and_compared_on_test_data(
+    tiny: None, tmp_path: Path
+) -> None:
+    settings = [
+        {"optimizer": "half", "learning_rate": 1e-6},
+        {"optimizer": "half", "learning_rate": 0.01, "optimizer_weight": 0.6},
+    ]
+    path = written(tmp_path, settings)
+    entry, output = entries.find(str(path)), tmp_path / "output"
+    campaign = Campaign(entry, str(path), QUICK, list(TINY), output)
+    assert [task.name for task in campaign.tasks] == list(TINY)
+    carried_out(campaign)
+
+    of_text = TASKS["text_same"]
+    tuned, final = campaign.tuning(of_text), campaign.final(of_text)
+    assert tuned.values["settings"] == settings
+    assert final.values["settings"] == settings[1:]  # it learns, the other one does not
+    for run, splits in [(tuned, {"valid_avg", "train"}), (final, {"test", "test_avg", "train"})]:
+        for folder in campaign.folder.of(run).glob("*-*"):
+            assert set(metrics.load(folder)["split"].dropna()) == splits
+
+    results = campaign.results()
+    found = results["text_same"]
+    assert [run["seed"] for run in found["runs"]] == list(SEEDS)
+    assert [e["step"] for e in found["runs"][0]["evaluations"]] == [2, 4]
+    assert found["tried"][0]["score"] < found["tried"][1]["score"]
+    assert len(found["data"]) == 64
+    assert found["state"] == 0
+    assert found["step_seconds"]["10"] > found["step_seconds"]["100"] > 0
+    assert results["consensus_random"]["setting"]["optimizer_weight"] == 0.6
+
+    saved = submissions.save(entry, QUICK, results, {"date": "today"}, output)
+    content = submissions.read(saved)
+    assert submissions.problems(content) == []
+    assert entries.find(str(saved)) == dataclasses.replace(entry, name=entry.name)
+    shown = page.text([content], QUICK, None, "mine")
+    assert "text_same" in shown
+    content["tiers"][QUICK]["tasks"]["text_same"]["runs"].pop()
+    assert submissions.problems(content) == [f"text_same, {QUICK}: the seeds are not 1, 2, 3"]
+
+
+def test_a_run_that_is_done_is_not_repeated(
+    tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path, [{"optimizer": "half"}, {"optimizer": "dpsgd"}])
+    campaign = Campaign(entries.find(str(path)), str(path), QUICK, ["consensus_random"], tmp_path)
+    done: list[Any] = []
+    agree = program.agree
+
+    def counted(*arguments: Any) -> Any:
+        done.append(arguments[2]["optimizer"])
+        if done == ["half", "dpsgd"]:
+            raise KeyboardInterrupt
+        return agree(*arguments)
+
+    monkeypatch.setattr(program, "agree", counted)
+    with pytest.raises(KeyboardInterrupt):
+        carried_out(campaign)
+    carried_out(campaign)
+    assert done[:3] == ["half", "dpsgd", "dpsgd"]
+    assert len(done) == 3 + len(SEEDS)
+    path.write_text(path.read_text() + "# changed\n")
+    with pytest.raises(BadInput, match="has changed since"):
+        carried_out(campaign)
+
+
+def test_a_tier_tries_the_first_settings(tmp_path: Path) -> None:
+    many = [{"optimizer": "half", "learning_rate": 10.0**-i} for i in range(8)]
+    path = written(tmp_path, many)
+    entry = entries.find(str(path))
+    for tier in tasks.TIERS:
+        campaign = Campaign(entry, str(path), tier, ["text_same"], tmp_path)
+        run = campaign.tuning(TASKS["text_same"])
+        assert run.values["settings"] == many[: TRIES[tier]]
+
+
+def test_a_setting_that_diverges_is_not_chosen() -> None:
+    runs = [
+        {"diverged": True, "evaluations": [{"mean": -9.0}]},
+        {"diverged": False, "evaluations": []},
+        {"diverged": False, "evaluations": [{"mean": -1.0}, {"mean": -2.0}]},
+    ]
+    task = TASKS["consensus_random"]
+    assert [score(task, run) for run in runs] == [-math.inf, -math.inf, 2.0]
+    diverging: Values = {"optimizer": "choco", "optimizer_diffusion_rate": 50.0}
+    found = program.agree(task, task.values_of(QUICK), diverging, 1, True, Path())
+    assert found["diverged"]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"optimizer": "dpsgd", "learning": "gradient-tracking"},
+        {"optimizer": "power-gossip"},
+        {"optimizer": "dpsgd", "topology": "one-peer-exponential"},
+        {"optimizer": "powersgd"},
+    ],
+    ids=str,
+)
+def test_predicted_steps_have_the_bits_of_the_run(
+    setting: Values, tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a learning rule sends more than the averaging rule."""
+    task = TASKS["text_same"]
+    values = {**task.values_of(QUICK), "local_optimizer": "sgd", "learning_rate": 0.01}
+    run = program.learn(task, values, setting, 1, True, tmp_path)
+    sent: list[float] = []
+    step = measuring.prediction.step
+
+    def noted(*arguments: Any) -> Any:
+        found = step(*arguments)
+        sent.append(found.sent)
+        return found
+
+    monkeypatch.setattr(measuring.prediction, "step", noted)
+    monkeypatch.setattr(measuring.prediction, "cpu_seconds", lambda *_, **__: (0.0, 0.0))
+    measuring.cost(task, values, setting, {"seed": 1, **run}, tmp_path)
+    last = run["evaluations"][-1]
+    assert sent == pytest.approx([1e6 * last["MB"] / last["step"]] * 3, rel=1e-6)
+
+
+# --- Comparison -----------------------------------------------------------------------------------
+
+
+def result(
+    *means: float, diverged: Sequence[int] = (), data: str = "d", mb: float = 10.0, **more: Any
+) -> dict[str, Any]:
+    """Results of runs that end with these values."""
+    return {
+        "version": TASKS["fashion_mnist_same"].version,
+        "data": data,
+        "setting": {},
+        "tried": [],
+        "step_seconds": {"10": 2.0},
+        "runs": [
+            {
+                "seed": seed,
+                "diverged": seed in diverged,
+                "evaluations": [
+                    {"step": 10, "mean": 0.5 * mean, "worst": 0.1, "MB": 0.5 * mb, "seconds": 1.0},
+                    {"step": 20, "mean": mean, "worst": 0.2, "MB": mb, "seconds": 2.0},
+                ],
+            }
+            for seed, mean in enumerate(means, 1)
+        ],
+        **more,
+    }
+
+
+def entry_of(name: str, found: dict[str, Any]) -> dict[str, Any]:
+    tiers = {QUICK: {"tasks": {"fashion_mnist_same": found}}}
+    return {"name": name, "source": "", "tiers": tiers}
+
+
+def line(*means: float, name: str = "a", **more: Any) -> Line:
+    task = TASKS["fashion_mnist_same"]
+    return Line(name, task, task.targets[QUICK], result(*means, **more))
+
+
+def test_the_costs_of_a_target_lie_between_two_evaluations() -> None:
+    found = line(0.8, 1.0, 0.9)
+    assert found.target == 0.8
+    assert found.to_target("MB") == pytest.approx([10.0, 8.0, 5 + 5 * 0.35 / 0.45])
+    assert found.seconds_to_target("10") == pytest.approx([40, 32, 2 * (10 + 10 * 0.35 / 0.45)])
+    assert line(0.7).to_target("MB") == [math.inf]
+    assert line(1.8).to_target("MB") == [5.0]  # at the first evaluation
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=3, max_size=3))
+def test_pairs_are_antisymmetric(values: list[tuple[float, float]]) -> None:
+    first, second = (line(*column) for column in zip(*values, strict=True))
+    one, other = pair(first, second), pair(second, first)
+    assert one.difference == pytest.approx(-other.difference)
+    assert one.margin == pytest.approx(other.margin)
+    opposite = {"better": "worse", "worse": "better", "noise": "noise"}
+    assert other.verdict == opposite[one.verdict]
+
+
+def test_a_difference_within_its_interval_is_noise() -> None:
+    assert pair(line(0.80, 0.82, 0.84), line(0.79, 0.81, 0.83)).verdict == "better"
+    assert pair(line(0.80, 0.82, 0.84), line(0.83, 0.81, 0.79)).verdict == "noise"
+    # t(0.975, 2) = 4.303: differences of 1, 2 and 3 are 2 ± 2.48, those of 2, 3 and 4 are 3 ± 2.48
+    of = pair(line(0.01, 0.02, 0.03), line(0.0, 0.0, 0.0))
+    assert of.margin == pytest.approx(0.01 * 4.302653 / math.sqrt(3), rel=1e-5)
+    assert of.verdict == "noise"
+    assert pair(line(0.02, 0.03, 0.04), line(0.0, 0.0, 0.0)).verdict == "better"
+    assert pair(line(0.5, 0.5, 0.5), line(0.9, 0.9, 0.9, diverged=[2])).verdict == "better"
+    text = TASKS["text_same"]
+    small, large = (
+        dataclasses.replace(line(*v), task=text) for v in ((2.0, 2.1, 2.2), (3.0, 3.1, 3.2))
+    )
+    assert pair(small, large).verdict == "better"
+
+
+def test_only_results_of_the_same_data_and_version_are_compared() -> None:
+    found, others = lines(
+        TASKS["fashion_mnist_same"],
+        QUICK,
+        [
+            entry_of("a", result(0.8, 0.8, 0.8)),
+            entry_of("b", result(0.9, 0.9, 0.9)),
+            entry_of("other data", result(1.0, 1.0, 1.0, data="e")),
+            entry_of("other version", result(1.0, 1.0, 1.0, version=0)),
+            entry_of("diverged", result(1.0, 1.0, 1.0, diverged=[3])),
+        ],
+    )
+    assert [line.name for line in found] == ["b", "a", "diverged"]
+    assert others == ["other data", "other version"]
+    shown = page.table(found)
+    assert shown[3][1] == "1 of 3 diverged"
+    assert [row[3] for row in shown] == [
+        "better · noise · worse",
+        "2 · 0 · 0",
+        "1 · 0 · 1",
+        "0 · 0 · 2",
+    ]
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=8))
+def test_no_line_beats_one_of_the_front(points: list[tuple[int, int]]) -> None:
+    made = [line(float(q), name=str(i)) for i, (q, _) in enumerate(points)]
+    cost = {str(i): float(c) for i, (_, c) in enumerate(points)}
+    kept = front(made, cost)
+    for i, (q, c) in enumerate(points):
+        beaten = any(
+            (p >= q and d <= c) and (p > q or d < c) for j, (p, d) in enumerate(points) if j != i
+        )
+        if beaten:
+            assert made[i] not in kept
+        else:  # or one of its equals
+            assert any(other.quality == q and cost[other.name] == c for other in kept)
+
+
+# --- The program ----------------------------------------------------------------------------------
+
+
+def powergossip_benchmark(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "powergossip.benchmark", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_a_user_runs_a_method_of_their_own(tmp_path: Path) -> None:
+    written(tmp_path, {"consensus_random": [{"optimizer": "half", "optimizer_weight": 0.6}]})
+    (tmp_path / "train.py").write_text("raise SystemExit('not this one')")
+    ran = powergossip_benchmark("run", "mine.py", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert "results: output/benchmark/mine.json" in ran.stdout
+    again = powergossip_benchmark("run", "mine.py", cwd=tmp_path)
+    assert "stage" not in again.stdout
+    shown = powergossip_benchmark("show", "mine", "--output", "page", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert "consensus_random" in shown.stdout
+    document = (tmp_path / "page" / "benchmark.html").read_text()
+    assert "<td>mine</td>" in document
+    assert not re.search(r"(src|href)=.?http|url\(.?http|import .?http", document)
+    checked = powergossip_benchmark("check", "output/benchmark/mine.json", cwd=tmp_path)
+    assert checked.stdout == "output/benchmark/mine.json is complete\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["rum"], "list, run, show or check"),
+        (["run"], "run needs a file or the name of an entry"),
+        (["run", "nobody"], 'method "nobody" is unknown'),
+        (["run", "no.py"], "no.py cannot be read"),
+        (["run", "d-psgd", "--task", "Cifar"], "--task"),
+        (["run", "d-psgd", "--cores", "0"], "--cores"),
+        (["run", "a2cid2", "--task", "text_same"], "a2cid2 has no settings of text_same"),
+        (["show", "nobody"], 'no results of "nobody"'),
+        (["list", "--output", "x"], "--output is for show"),
+        (["check", "pyproject.toml"], "no file of results"),
+    ],
+)
+def test_bad_input(
+    arguments: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pyproject.toml").write_text("[x]")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadInput, match=sentence):
+        command_line.main(arguments)
+    assert list(tmp_path.iterdir()) == [tmp_path / "pyproject.toml"]
+
+
+def test_the_published_results_are_complete() -> None:
+    found = submissions.read_all([submissions.OF_LIBRARY])
+    for content in found:
+        assert submissions.problems(content) == [], content["name"]
+        assert content["name"] in library.ENTRIES
+    assert comparison.LEVEL == 0.95
