@@ -252,6 +252,7 @@ def test_corrected_diloco_with_late_exchanges_is_exact(name, gossip):
 
 
 def test_quasi_global_momentum_restarts_as_that_of_all_workers():
+    """Also in a run that resumes before the restart."""
     rates = [0.05, 0.02, 0.001, 0.0, 0.0, 0.05, 0.05, 0.04]
     problem, expected = Quadratics(), Quadratics()
     local = SGD(0.1)
@@ -259,9 +260,13 @@ def test_quasi_global_momentum_restarts_as_that_of_all_workers():
     for rate in rates:
         local.rate = rate
         train(reference, expected, 1)
-    learning_clock(
-        problem, "quasi-global-momentum", rates, rule_options={"overlapping": False}
-    ).run(len(rates))
+    clocks = [
+        learning_clock(problem, "quasi-global-momentum", rates, rule_options={"overlapping": False})
+        for _ in range(2)
+    ]
+    clocks[0].run(4)
+    clocks[1].load_state_dict(copy.deepcopy(clocks[0].state_dict()))
+    clocks[1].run(len(rates))
     torch.testing.assert_close(problem.x, expected.x, rtol=0, atol=1e-12)
 
 
