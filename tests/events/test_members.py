@@ -224,6 +224,14 @@ def test_a_replacement_begins_with_the_mean_of_its_neighbors(name):
     assert float((x - x.mean(0)).abs().max()) < 1e-3
 
 
+def test_a_replacement_begins_at_the_mean_step_of_its_neighbors():
+    values: dict[str, Any] = {"speeds": {2: 0.5}, "deaths": [{"worker": 3, "at": 2.5}]}
+    values["joins"] = [{"worker": 3, "at": 8.5}]
+    clock = averaging_clock(start(8, torch.float64), gossip="asynchronous", values=values)
+    clock.run_until(8.5)
+    assert [clock.workers[i].steps for i in (2, 3, 4)] == [4, 6, 8]
+
+
 @pytest.mark.parametrize("name", ["plain", "power", "top-k"])
 def test_parts_of_a_lost_worker_that_arrive_after_its_replacement_are_not_applied(name):
     """Their edges are those of another incarnation: the sum is conserved from the join on."""
